@@ -1,0 +1,174 @@
+"""The native core: block tree, key chain, block copies. Built from `native/` (C++17, nanobind).
+
+Nothing here is thread-safe unless it says so: a tree and its paths belong to one actor.
+All token ids are unsigned 32-bit; all block keys are 32 bytes (SHA-256); all arrays are one-dimensional.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+KEY_BYTES: Final[int]
+"""Bytes in a block key: 32."""
+
+DEVICE: Final[int]
+"""State bit: the node owns a device block whose bytes are valid."""
+HOST: Final[int]
+"""State bit: the host tier was last heard to hold this block (a hint)."""
+LOADING: Final[int]
+"""State bit: a copy into the node's target device block is in flight."""
+OFFLOADING: Final[int]
+"""State bit: picked for eviction; its device block is being copied away."""
+
+Tokens = Any
+"""list or tuple of ints, array.array, numpy array of any integer dtype, memoryview or any 1-d integer buffer."""
+
+def sha256_accelerated() -> bool:
+    """Whether the CPU's SHA instructions are in use."""
+
+def chain_keys(parent: bytes, tokens: Tokens, block_size: int) -> bytes:
+    """Names of all full blocks of `tokens` under `parent` (32 bytes), without extra keys: n x 32 bytes."""
+
+class Path:
+    """One request's tokens, the names of its blocks, the nodes it holds and its device block table.
+
+    Block i covers tokens [i * block_size, (i + 1) * block_size). Only full blocks have names and nodes.
+    """
+
+    def __init__(self, block_size: int, root: bytes) -> None:
+        """`root`: the 32-byte key every chain of this namespace starts from. ValueError on a bad size or length."""
+    block_size: int
+    root: bytes
+    num_tokens: int
+    num_full_blocks: int
+    num_held: int
+    """Nodes referenced by this path: the first `num_held` blocks."""
+    num_committed: int
+    """Leading blocks that are in the tree and resident on the device (the path's own or a canonical copy)."""
+    num_blocks: int
+    """Entries of the block table."""
+    def extend(self, tokens: Tokens) -> None:
+        """Append tokens. ValueError for an id below 0 or above 2**32 - 1, TypeError for non-integers; then nothing is appended."""
+    def set_extra(self, block: int, extra: bytes) -> None:
+        """Extra identity of one block (already encoded). ValueError once that block has been named or held."""
+    def tokens(self, start: int, stop: int) -> bytes:
+        """Tokens of blocks [start, stop), little-endian uint32."""
+    def keys(self, start: int, stop: int) -> bytes:
+        """Names of full blocks [start, stop), 32 bytes each; computes what is missing."""
+    def blocks(self, start: int = 0, stop: int = -1) -> list[int]:
+        """The block table (a copy), device block ids; -1 where none is assigned. `stop` -1: to the end."""
+    def assign(self, start: int, blocks: Sequence[int]) -> None:
+        """Write private device blocks into the table from position `start`, growing it as needed.
+        ValueError for a gap (`start` beyond the end), or a position whose block belongs to the tree."""
+    def is_shared(self, position: int) -> bool:
+        """Whether the block at this position belongs to the tree (or is another request's load target)."""
+
+class BlockTree:
+    """Blocks known to this node, found by tokens, named by hash; a least-recently-used list of evictable device blocks."""
+
+    def __init__(self, block_size: int, capacity: int = 0) -> None:
+        """`capacity`: nodes to size the tables for up front (they grow beyond it)."""
+    block_size: int
+    retired: bool
+    def pin(self, path: Path, max_blocks: int = -1) -> tuple[int, bytes]:
+        """Match the path (must hold nothing yet) and reference every known node met, up to `max_blocks`.
+
+        Returns (device_run, states): `device_run` leading blocks are resident on the device and not loading (their
+        ids are in the table, shared, and they count as committed); `states` has one byte of state bits for each
+        further known node on the path. A LOADING node's target block is put in the table as shared; other further
+        positions read -1 there. A node being offloaded is kept: its OFFLOADING mark is cleared.
+        """
+    def peek(self, path: Path, max_blocks: int = -1) -> tuple[int, bytes]:
+        """What `pin` would return, without changing anything."""
+    def trim(self, path: Path, held: int) -> None:
+        """Give back references beyond the first `held` nodes (not below `num_committed`), and forget shared
+        blocks of those positions (they read -1)."""
+    def commit(self, path: Path, upto: int) -> tuple[int, int, list[int]]:
+        """Make the path's computed blocks [num_committed, upto) shareable; returns (start, stop, adopted).
+
+        For each block: a missing child is created and takes the path's device block; an existing child resident on the
+        device is referenced (the path's own block stays private); an existing child not on the device takes
+        the path's block, and if it had the HOST bit its position is listed in `adopted`; at a LOADING child the
+        commit stops there. ValueError if a position has no block or `upto` exceeds the full blocks.
+        """
+    def release(self, path: Path) -> list[int]:
+        """Drop all references, deepest first, and empty the table. Returns the device blocks that are free now: the
+        path's private ones, and in a retired tree those of nodes nobody references any more. Unreferenced resident
+        nodes join the LRU as most recently used, the deepest first (so the root side is evicted last)."""
+    def begin_load(self, path: Path, start: int, stop: int) -> NDArray[np.uint32]:
+        """Mark blocks [start, stop) as loading into the table's private blocks, creating and referencing missing
+        nodes; the blocks become shared. Returns the node ids, the handle for `finish_load`. ValueError if one is
+        on the device or loading already, has no block, or `start` is beyond the nodes held."""
+    def finish_load(self, nodes: NDArray[np.uint32], good: int) -> list[int]:
+        """End of a load: the first `good` nodes become resident (as far as their parents are), the others lose their
+        target. Returns the target blocks of those that did not become resident, in order. Unreferenced resident
+        nodes join the LRU; unreferenced empty nodes go. In a retired tree, unreferenced ones are returned too."""
+    def settle(self, path: Path) -> int:
+        """Advance `num_committed` over held nodes now resident with the table's block; returns it. Table positions
+        beyond it whose node neither is resident nor loading into that block become private again."""
+    def replace(self, path: Path, position: int, block: int) -> None:
+        """Put a private block at one position at or beyond `num_committed`, whatever stood there (no block is freed)."""
+    def evict(self, count: int, op: int) -> tuple[NDArray[np.uint32], bytes, bytes, list[int], bytes]:
+        """Pick up to `count` unreferenced device blocks, least recently used first (deeper first on ties), mark them
+        OFFLOADING under `op` (non-zero), and return (nodes, keys, parent keys, device blocks, state bits)."""
+    def finish_offload(self, nodes: NDArray[np.uint32], op: int, on_host: bytes) -> tuple[list[int], list[int]]:
+        """End of an eviction: `on_host[j]` non-zero if the host tier kept node j. Nodes still marked with `op` lose
+        their device block; others were matched again and keep it. Every kept one gets the HOST bit. Returns
+        (freed device blocks, indices j that were matched again). Empty unreferenced nodes go."""
+    def host_gained(self, keys: bytes) -> int:
+        """Set HOST on the known nodes of these names; returns how many were known."""
+    def host_gone(self, keys: bytes) -> int:
+        """Clear HOST on these names; empty unreferenced nodes go. Returns how many were known."""
+    def clear_host(self) -> None:
+        """Clear HOST everywhere."""
+    def mark_announced(self, path: Path, upto: int) -> bool:
+        """Mark the first `upto` held nodes announced; True if any was not. The mark dies when a node takes a device block anew."""
+    def clear_announced(self) -> None: ...
+    def unsaved(self, path: Path, upto: int, min_hits: int) -> list[int]:
+        """Positions below `upto` whose node was pinned at least `min_hits` times (creation counts as one) and not
+        yet returned by this call; marks them saved."""
+    def retire(self) -> list[int]:
+        """Nothing matches any more: drops every unreferenced node not in flight and returns its device blocks.
+        Referenced ones are returned by later `release`, in-flight ones by `finish_load` / `finish_offload`."""
+    def device_keys(self) -> bytes:
+        """Names of all nodes resident on the device."""
+    def paths(self) -> list[tuple[bytes, bytes, bytes]]:
+        """For each leaf of the tree: (tokens, keys, state bits) from the root."""
+    def statistics(self) -> dict[str, int]:
+        """nodes, device, host, evictable, referenced (nodes), loading, offloading, bytes."""
+    def check(self) -> None:
+        """Recompute every invariant; RuntimeError says what differs."""
+
+def gather(
+    regions: NDArray[np.int64], piece_bytes: NDArray[np.int64], region_blocks: int, blocks: NDArray[np.int64],
+    arena: int, slot_stride: int, num_slots: int, slots: NDArray[np.int64],
+) -> None:
+    """Device to host: for each pair j, the pieces of `blocks[j]` from every region, one after another, into `slots[j]`.
+
+    `regions[r]`: address of region r, laid out [block][piece_bytes[r]]; slot s starts at `arena + s * slot_stride`.
+    Releases the GIL; safe to call from several threads on disjoint blocks. ValueError on an id out of range or unequal lengths.
+    """
+
+def scatter(
+    regions: NDArray[np.int64], piece_bytes: NDArray[np.int64], region_blocks: int, blocks: NDArray[np.int64],
+    arena: int, slot_stride: int, num_slots: int, slots: NDArray[np.int64],
+) -> None:
+    """Host to device: the inverse of `gather`."""
+
+def touch(address: int, nbytes: int) -> None:
+    """Write one zero byte to each page, so that later use does not fault. Releases the GIL."""
+
+def copy_bytes(dst: int, src: int, nbytes: int) -> None:
+    """Plain memcpy with the GIL released (the limit that benchmarks compare with)."""
+
+def fill_blocks(
+    regions: NDArray[np.int64], piece_bytes: NDArray[np.int64], region_blocks: int, blocks: NDArray[np.int64], keys: bytes
+) -> None:
+    """Write into every piece of `blocks[j]` a pattern that depends on keys[32j:32j+32], the region and the offset."""
+
+def check_blocks(
+    regions: NDArray[np.int64], piece_bytes: NDArray[np.int64], region_blocks: int, blocks: NDArray[np.int64], keys: bytes
+) -> list[int]:
+    """Indices j whose bytes differ from what `fill_blocks` writes. Releases the GIL."""
