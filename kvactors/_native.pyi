@@ -5,7 +5,7 @@ All token ids are unsigned 32-bit; all block keys are 32 bytes (SHA-256); all ar
 """
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ LOADING: Final[int]
 OFFLOADING: Final[int]
 """State bit: picked for eviction; its device block is being copied away."""
 
-Tokens = Any
+Tokens: TypeAlias = Any
 """list or tuple of ints, array.array, numpy array of any integer dtype, memoryview or any 1-d integer buffer."""
 
 def sha256_accelerated() -> bool:
@@ -142,8 +142,14 @@ class BlockTree:
         """Recompute every invariant; RuntimeError says what differs."""
 
 def gather(
-    regions: NDArray[np.int64], piece_bytes: NDArray[np.int64], region_blocks: int, blocks: NDArray[np.int64],
-    arena: int, slot_stride: int, num_slots: int, slots: NDArray[np.int64],
+    regions: NDArray[np.int64],
+    piece_bytes: NDArray[np.int64],
+    region_blocks: int,
+    blocks: NDArray[np.int64],
+    arena: int,
+    slot_stride: int,
+    num_slots: int,
+    slots: NDArray[np.int64],
 ) -> None:
     """Device to host: for each pair j, the pieces of `blocks[j]` from every region, one after another, into `slots[j]`.
 
@@ -152,8 +158,14 @@ def gather(
     """
 
 def scatter(
-    regions: NDArray[np.int64], piece_bytes: NDArray[np.int64], region_blocks: int, blocks: NDArray[np.int64],
-    arena: int, slot_stride: int, num_slots: int, slots: NDArray[np.int64],
+    regions: NDArray[np.int64],
+    piece_bytes: NDArray[np.int64],
+    region_blocks: int,
+    blocks: NDArray[np.int64],
+    arena: int,
+    slot_stride: int,
+    num_slots: int,
+    slots: NDArray[np.int64],
 ) -> None:
     """Host to device: the inverse of `gather`."""
 

@@ -1,0 +1,36 @@
+"""How much work is under way in a wired system: messages queued or in a turn, and counted child jobs."""
+
+from __future__ import annotations
+
+import asyncio
+
+
+class Activity:
+    """A plain count with a way to wait for zero. Every message and job of one system shares one."""
+
+    __slots__ = ("_waiters", "count")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._waiters: list[asyncio.Future[None]] = []
+
+    def begin(self, n: int = 1) -> None:
+        """`n` more things are under way."""
+        self.count += n
+
+    def end(self, n: int = 1) -> None:
+        """`n` things are over; at zero everyone in `quiet` wakes."""
+        self.count -= n
+        assert self.count >= 0, "more endings than beginnings"
+        if not self.count and self._waiters:
+            waiters, self._waiters = self._waiters, []
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
+
+    async def quiet(self) -> None:
+        """Return when nothing is under way. The caller brings the deadline (`anyio.fail_after`)."""
+        while self.count:
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            await waiter

@@ -1,0 +1,259 @@
+"""An actor: one channel, a table of handlers, and turns that run to their end.
+
+A turn is synchronous code over the actor's own state. What is slow runs as a child job whose result comes back as a control
+message. What a turn tells goes out in order; if a receiver's lane is full the actor takes no further turn until it has
+room, which is how pressure travels upstream along the (acyclic) forward channels.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping
+from enum import IntEnum
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+import anyio
+import structlog
+
+from kvactors.actor.channel import ChannelStatistics
+from kvactors.actor.message import Control, Envelope, Message, PeerRestarted, Stop, bury
+from kvactors.actor.ref import ActorRef
+
+T = TypeVar("T")
+M = TypeVar("M", bound=Message)
+Handler = Callable[..., None]
+
+TURN_BUDGET = 64
+"""Turns before an actor lets others run: a receive that finds a message does not yield by itself."""
+
+
+class State(IntEnum):
+    """An actor's life; it only ever moves forward."""
+
+    STARTING = 0
+    RUNNING = 1
+    STOPPING = 2
+    STOPPED = 3
+
+
+class ActorStatistics(NamedTuple):
+    """A moment's picture of an actor in its present life."""
+
+    name: str
+    state: str
+    life: int  # restarts so far
+    turns: int
+    told: int  # messages sent
+    jobs: int  # child jobs running now
+    outbox: int  # messages waiting for room at their receivers
+    open_replies: int  # asks taken in and not answered yet
+    late_replies: int  # answers nobody waited for any more
+    skipped: int  # asks given up before their turn, or meant for an earlier life
+    channel: ChannelStatistics
+
+
+def on(message: type[Message]) -> Callable[[Handler], Handler]:
+    """Mark a method as the handler of one message type: `(self, message)`, for an ask `(self, message, envelope)`."""
+
+    def mark(method: Handler) -> Handler:
+        method.__dict__.setdefault("handles", []).append(message)
+        return method
+
+    return mark
+
+
+class Actor:
+    """Base of all actors.
+
+    ROLE names the class in the channel graph. SENDS declares, for each receiver's role, the message types this class tells it;
+    the supervisor checks the whole graph before anything starts, and `tell` checks each message.
+    """
+
+    ROLE: ClassVar[str]
+    SENDS: ClassVar[Mapping[str, tuple[type[Message], ...]]] = {}
+    HANDLERS: ClassVar[dict[type[Message], str]] = {}
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        table = dict(cls.HANDLERS)
+        for name, member in vars(cls).items():
+            for message in getattr(member, "handles", ()):
+                table[message] = name
+        cls.HANDLERS = table
+
+    def __init__(self, ref: ActorRef) -> None:
+        self.ref = ref
+        self.life = ref.life
+        self.log = structlog.get_logger().bind(actor=ref.name)
+        self.state = State.STARTING
+        self._table: dict[type[Message], Handler] = {m: getattr(self, n) for m, n in self.HANDLERS.items()}
+        self._allowed = {role: frozenset(types) for role, types in self.SENDS.items()}
+        self._outbox: deque[tuple[ActorRef, Envelope[Any]]] = deque()
+        self._unanswered: set[Envelope[Any]] = set()
+        self._jobs: dict[asyncio.Task[None], bool] = {}  # task -> whether it counts as activity
+        self._turns = self._told = self._late = self._skipped = 0
+
+    # -- for subclasses
+
+    def started(self) -> None:
+        """First turn of a life, before any message; may tell and start jobs."""
+
+    async def stopped(self) -> None:
+        """Last thing of a life, after its jobs ended: close what the actor owns. Must be brief."""
+
+    def check(self) -> None:
+        """Recompute this actor's invariants; AssertionError says what differs."""
+
+    def tell(self, to: ActorRef, message: Message) -> None:
+        """Send from within a turn, in order. WiringError-like AssertionError for an undeclared message."""
+        assert type(message) in self._allowed.get(to.role, ()), f"{self.ROLE} does not declare {type(message)} to {to.role}"
+        self._told += 1
+        envelope: Envelope[Any] = Envelope(message, None, None, to.life)
+        if (self._outbox and not isinstance(message, Control)) or not to.try_send(envelope):
+            self._outbox.append((to, envelope))
+            self.ref.activity.begin()
+
+    def answer(self, envelope: Envelope[T], value: T) -> bool:
+        """Answer an ask; False (and counted) if nobody waits any more."""
+        self._unanswered.discard(envelope)
+        if envelope.answer(value):
+            return True
+        self._late += 1
+        return False
+
+    def refuse(self, envelope: Envelope[Any], error: Exception) -> bool:
+        """Answer an ask with an error; False (and counted) if nobody waits any more."""
+        self._unanswered.discard(envelope)
+        if envelope.fail(error):
+            return True
+        self._late += 1
+        return False
+
+    def start_job(
+        self,
+        job: Coroutine[Any, Any, T],
+        done: Callable[[T], Control],
+        failed: Callable[[Exception], Control],
+        *,
+        counted: bool = True,
+    ) -> None:
+        """Run slow work beside the turns; its result, or its error, comes back as a control message.
+
+        counted: whether the system counts as busy meanwhile (a sink that waits for a dead server should not). Jobs end with their
+        actor: when it dies or stops they are cancelled and waited for.
+        """
+        task = asyncio.get_running_loop().create_task(self._run_job(job, done, failed))
+        self._jobs[task] = counted
+        if counted:
+            self.ref.activity.begin()
+        task.add_done_callback(self._job_ended)
+
+    def after(self, delay: float, message: Control) -> asyncio.TimerHandle:
+        """Send this actor a control message `delay` seconds from now (lost if it is another life by then)."""
+        return asyncio.get_running_loop().call_later(delay, self._to_self, message)
+
+    # -- the loop
+
+    async def run(self) -> None:
+        """Take turns until stopped. An exception out of a turn ends the life: every ask taken in fails, then it is raised."""
+        cause: BaseException | None = None
+        try:
+            self.started()
+            self.state = State.RUNNING
+            await self._take_turns()
+            self.state = State.STOPPING
+        except BaseException as error:
+            cause = error
+            raise
+        finally:
+            await self._end(cause)
+
+    async def _take_turns(self) -> None:
+        channel, budget = self.ref.channel, TURN_BUDGET
+        while self.state is State.RUNNING:
+            if self._outbox:
+                await self._flush_outbox()
+            envelope = channel.get_nowait()
+            if envelope is None:
+                envelope, budget = await channel.get(), TURN_BUDGET
+            elif budget == 0:
+                try:
+                    await asyncio.sleep(0)
+                except BaseException:
+                    self.ref.activity.end()
+                    bury(envelope, self.ref.name, None)
+                    raise
+                budget = TURN_BUDGET
+            budget -= 1
+            try:
+                self._turn(envelope)
+            finally:
+                self.ref.activity.end()
+
+    def _turn(self, envelope: Envelope[Any]) -> None:
+        message = envelope.message
+        if envelope.life != self.life or envelope.abandoned:
+            self._skipped += 1
+            bury(envelope, self.ref.name, None)
+            return
+        kind = type(message)
+        self._turns += 1
+        handler = self._table.get(kind)
+        if handler is not None:
+            if envelope.reply is None:
+                handler(message)
+            else:
+                self._unanswered.add(envelope)
+                handler(message, envelope)
+        elif kind is Stop:
+            self.state = State.STOPPING
+        elif kind is not PeerRestarted:
+            raise TypeError(f"{self.ref.name} has no handler for {kind.__name__}")
+
+    async def _flush_outbox(self) -> None:
+        while self._outbox:
+            to, envelope = self._outbox[0]
+            await to.channel.put(envelope)
+            self._outbox.popleft()
+
+    async def _run_job(
+        self, job: Coroutine[Any, Any, T], done: Callable[[T], Control], failed: Callable[[Exception], Control]
+    ) -> None:
+        try:
+            message = done(await job)
+        except Exception as error:  # a job's failure is a message like any other
+            message = failed(error)
+        self._to_self(message)
+
+    def _to_self(self, message: Control) -> None:
+        if self.state <= State.RUNNING and self.life == self.ref.life:
+            self.ref.try_send(Envelope(message, None, None, self.life))
+
+    def _job_ended(self, task: asyncio.Task[None]) -> None:
+        if self._jobs.pop(task, False):
+            self.ref.activity.end()
+        if not task.cancelled() and task.exception() is not None:
+            self.log.error("job's completion could not be built", error=repr(task.exception()))
+
+    async def _end(self, cause: BaseException | None) -> None:
+        """Leave nothing behind: jobs cancelled and awaited, unsent messages uncounted, open asks failed."""
+        for envelope in self._unanswered:
+            bury(envelope, self.ref.name, cause)
+        self._unanswered.clear()
+        self.ref.activity.end(len(self._outbox))
+        self._outbox.clear()
+        with anyio.CancelScope(shield=True):
+            jobs = list(self._jobs)
+            for job in jobs:
+                job.cancel()
+            await asyncio.gather(*jobs, return_exceptions=True)
+            await self.stopped()
+        self.state = State.STOPPED
+
+    def statistics(self) -> ActorStatistics:
+        """A moment's picture."""
+        return ActorStatistics(
+            self.ref.name, self.state.name.lower(), self.life, self._turns, self._told, len(self._jobs),
+            len(self._outbox), len(self._unanswered), self._late, self._skipped, self.ref.channel.statistics(),
+        )  # fmt: skip

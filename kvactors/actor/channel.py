@@ -1,0 +1,215 @@
+"""A channel: a bounded data lane, a control lane that overtakes it, and one receiver.
+
+An item lies in a lane until the receiver takes it, and stays with its sender until the sender itself has put it there. So a
+cancelled `put` has not delivered and a cancelled `get` has not taken: nothing is lost and nothing is doubled, whoever is
+cancelled, natively or by an anyio scope, at whatever point. Handing items to the waiting task directly (as anyio's memory
+streams do) cannot promise that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+from enum import Enum
+from typing import Generic, NamedTuple, TypeVar
+
+from kvactors.errors import ChannelClosed, ChannelFull
+
+T = TypeVar("T")
+
+
+class Overflow(Enum):
+    """What a full data lane does with one more item."""
+
+    WAIT = "wait"
+    REJECT = "reject"
+    MERGE = "merge"
+
+
+class ChannelStatistics(NamedTuple):
+    """A moment's picture of a channel."""
+
+    bound: int  # places in the data lane
+    queued: int  # items in the data lane
+    control: int  # items in the control lane
+    senders_waiting: int  # senders parked because the data lane is full
+    peak: int  # most items the data lane ever held
+    peak_control: int  # most items the control lane ever held
+    taken: int  # items the receiver has taken, both lanes
+    rejected: int  # items refused because the lane was full
+    merged: int  # items folded into one already queued
+
+
+class Channel(Generic[T]):
+    """Two lanes and one receiver.
+
+    bound: places in the data lane, at least 1. overflow: what to do when they are taken. merge_key, merge: for
+    `Overflow.MERGE`, the key of an item and how to fold a new item into the queued one of the same key (keeping its place).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        bound: int,
+        overflow: Overflow = Overflow.WAIT,
+        *,
+        merge_key: Callable[[T], Hashable] | None = None,
+        merge: Callable[[T, T], T] | None = None,
+    ) -> None:
+        if bound < 1:
+            raise ValueError(f"channel {name!r} needs a bound of at least 1, not {bound}")
+        if (overflow is Overflow.MERGE) != (merge_key is not None and merge is not None):
+            raise ValueError(f"channel {name!r}: merge_key and merge belong to Overflow.MERGE, and it needs both")
+        self.name = name
+        self.bound = bound
+        self.overflow = overflow
+        self._key, self._merge = merge_key, merge
+        self._data: deque[list[T]] = deque()  # one-item boxes, so that a queued item can be replaced in place
+        self._boxes: dict[Hashable, list[T]] = {}
+        self._control: deque[T] = deque()
+        self._receiver: asyncio.Future[None] | None = None
+        self._senders: deque[asyncio.Future[None]] = deque()
+        self._granted = 0  # places promised to senders that were woken but have not run yet
+        self._closed = False
+        self._peak = self._peak_control = self._taken = self._rejected = self._merged = 0
+
+    # -- sending
+
+    def put_control(self, item: T) -> None:
+        """Put into the control lane; never waits. ChannelClosed if nobody will receive."""
+        self._check_open()
+        self._control.append(item)
+        if len(self._control) > self._peak_control:
+            self._peak_control = len(self._control)
+        self._wake_receiver()
+
+    def try_put(self, item: T) -> bool:
+        """Put into the data lane if that needs no waiting; False (and nothing done) otherwise. ChannelClosed."""
+        self._check_open()
+        if self._fold(item):
+            return True
+        if self._senders or len(self._data) + self._granted >= self.bound:
+            return False
+        self._append(item)
+        return True
+
+    async def put(self, item: T) -> None:
+        """Put into the data lane, waiting for a place if need be; does not yield when there is one.
+
+        Raises ChannelFull on a rejecting channel without room, ChannelClosed if nobody will receive. If cancelled, the item
+        was not put.
+        """
+        if self.try_put(item):
+            return
+        if self.overflow is Overflow.REJECT:
+            self._rejected += 1
+            raise ChannelFull(f"channel {self.name!r} is full ({self.bound} messages)")
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._senders.append(turn)
+        try:
+            await turn
+        except BaseException:
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
+                self._granted -= 1  # the place was promised to us: pass it on
+                self._grant()
+            elif turn in self._senders:
+                self._senders.remove(turn)
+            raise
+        self._granted -= 1
+        if not self._fold(item):
+            self._append(item)
+
+    # -- receiving
+
+    def get_nowait(self) -> T | None:
+        """Take the next item, control lane first, or None if both lanes are empty."""
+        if self._control:
+            self._taken += 1
+            return self._control.popleft()
+        if not self._data:
+            return None
+        (item,) = self._data.popleft()
+        if self._key is not None:
+            del self._boxes[self._key(item)]
+        self._taken += 1
+        if self._senders:
+            self._grant()
+        return item
+
+    async def get(self) -> T:
+        """Wait for the next item. Only one task may wait. ChannelClosed once closed and empty. If cancelled, nothing was taken."""
+        while True:
+            item = self.get_nowait()
+            if item is not None:
+                return item
+            self._check_open()
+            if self._receiver is not None and not self._receiver.done():
+                raise RuntimeError(f"channel {self.name!r} has a receiver already")
+            self._receiver = asyncio.get_running_loop().create_future()
+            try:
+                await self._receiver
+            finally:
+                self._receiver = None
+
+    # -- ending
+
+    def purge(self) -> Iterator[T]:
+        """Take everything out at once, control lane first (the receiver died); parked senders get their places."""
+        while (item := self.get_nowait()) is not None:
+            yield item
+
+    def close(self) -> None:
+        """Refuse everything from now on; parked senders get ChannelClosed. What is queued can still be taken."""
+        self._closed = True
+        self._wake_receiver()
+        senders, self._senders = self._senders, deque()
+        for turn in senders:
+            if not turn.done():
+                turn.set_exception(ChannelClosed(f"channel {self.name!r} is closed"))
+
+    def __len__(self) -> int:
+        return len(self._data) + len(self._control)
+
+    def statistics(self) -> ChannelStatistics:
+        """A moment's picture."""
+        return ChannelStatistics(
+            self.bound, len(self._data), len(self._control), len(self._senders), self._peak, self._peak_control,
+            self._taken, self._rejected, self._merged,
+        )  # fmt: skip
+
+    # -- inner parts
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ChannelClosed(f"channel {self.name!r} is closed")
+
+    def _append(self, item: T) -> None:
+        box = [item]
+        self._data.append(box)
+        if self._key is not None:
+            self._boxes[self._key(item)] = box
+        if len(self._data) > self._peak:
+            self._peak = len(self._data)
+        self._wake_receiver()
+
+    def _fold(self, item: T) -> bool:
+        if self._key is None or self._merge is None:
+            return False
+        box = self._boxes.get(self._key(item))
+        if box is None:
+            return False
+        box[0] = self._merge(box[0], item)
+        self._merged += 1
+        return True
+
+    def _wake_receiver(self) -> None:
+        if self._receiver is not None and not self._receiver.done():
+            self._receiver.set_result(None)
+
+    def _grant(self) -> None:
+        while self._senders and len(self._data) + self._granted < self.bound:
+            turn = self._senders.popleft()
+            if not turn.done():
+                self._granted += 1
+                turn.set_result(None)

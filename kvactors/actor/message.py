@@ -1,0 +1,85 @@
+"""What may travel on a channel: tells, control messages and asks, and the envelope around each of them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from kvactors.errors import ActorFailed, DeadlineExceeded
+
+R = TypeVar("R")
+
+
+class Message(msgspec.Struct, frozen=True, eq=False):
+    """A tell that flows forward: it takes a place in the receiver's bounded data lane."""
+
+
+class Control(Message, frozen=True, eq=False):
+    """A completion or an order: it overtakes the data lane, and its number is bounded by the work in flight."""
+
+
+class Ask(Message, Generic[R], frozen=True, eq=False):
+    """A message that is answered with an `R`."""
+
+
+class Stop(Control, frozen=True, eq=False):
+    """Leave after this turn; sent by the supervisor once the system has drained."""
+
+
+class PeerRestarted(Control, frozen=True, eq=False):
+    """An actor lost its state and began anew: operations it had in flight will never be answered.
+
+    name: the actor's name. When this arrives none of its child jobs runs any more.
+    """
+
+    name: str
+
+
+class Envelope(Generic[R]):
+    """A message on its way, and for an ask the port its answer goes to.
+
+    deadline: absolute loop time after which nobody wants the answer, or None for a tell.
+    life: the receiver's life this was meant for; a later life drops it.
+    """
+
+    __slots__ = ("deadline", "life", "message", "reply")
+
+    def __init__(
+        self, message: Message, reply: asyncio.Future[R] | None = None, deadline: float | None = None, life: int = 0
+    ) -> None:
+        self.message = message
+        self.reply = reply
+        self.deadline = deadline
+        self.life = life
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether an asker existed and no longer waits."""
+        return self.reply is not None and self.reply.done()
+
+    def answer(self, value: R) -> bool:
+        """Deliver the reply; False if nobody waits any more (the value is dropped)."""
+        if self.reply is None or self.reply.done():
+            return False
+        self.reply.set_result(value)
+        return True
+
+    def fail(self, error: Exception) -> bool:
+        """Deliver an error in place of the reply; False if nobody waits any more."""
+        if self.reply is None or self.reply.done():
+            return False
+        self.reply.set_exception(error)
+        return True
+
+
+def expire(reply: asyncio.Future[Any], actor: str, message: str) -> None:
+    """End an unanswered ask at its deadline."""
+    if not reply.done():
+        reply.set_exception(DeadlineExceeded(f"{actor} did not answer {message} in time"))
+
+
+def bury(envelope: Envelope[Any], actor: str, cause: BaseException | None) -> None:
+    """Fail an ask whose actor is dead; a tell is simply dropped."""
+    envelope.fail(ActorFailed(actor, cause))

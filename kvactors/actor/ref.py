@@ -1,0 +1,113 @@
+"""A reference to an actor: how everybody else speaks to it. It outlives the actor's deaths and restarts."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Generic, TypeVar
+
+import anyio
+
+from kvactors.actor.activity import Activity
+from kvactors.actor.channel import Channel
+from kvactors.actor.message import Ask, Control, Envelope, Message, expire
+from kvactors.errors import DeadlineExceeded
+
+R = TypeVar("R")
+
+SWEEP = 0.05
+"""Seconds between looks at the deadlines of open asks: a timer for each would double the price of an ask."""
+
+
+class OpenAsks(Generic[R]):
+    """The unanswered asks of one ref, ended at their deadlines (to within SWEEP seconds)."""
+
+    __slots__ = ("_actor", "_open", "_timer")
+
+    def __init__(self, actor: str) -> None:
+        self._actor = actor
+        self._open: dict[asyncio.Future[Any], Envelope[Any]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, envelope: Envelope[Any]) -> None:
+        """Watch an ask until it is discarded."""
+        assert envelope.reply is not None
+        self._open[envelope.reply] = envelope
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(SWEEP, self._sweep)
+
+    def discard(self, envelope: Envelope[Any]) -> None:
+        """Watch it no longer."""
+        assert envelope.reply is not None
+        self._open.pop(envelope.reply, None)
+
+    def _sweep(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(SWEEP, self._sweep) if self._open else None
+        now = loop.time()
+        for reply, envelope in list(self._open.items()):
+            if envelope.deadline is not None and envelope.deadline <= now:
+                expire(reply, self._actor, type(envelope.message).__name__)
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+
+class ActorRef:
+    """name: unique in the system. role: the class of actor, as the channel graph names it (a pool shares one role)."""
+
+    __slots__ = ("_asks", "activity", "channel", "life", "name", "role")
+
+    def __init__(self, name: str, role: str, channel: Channel[Envelope[Any]], activity: Activity) -> None:
+        self.name = name
+        self.role = role
+        self.channel = channel
+        self.activity = activity
+        self.life = 0
+        self._asks: OpenAsks[Any] = OpenAsks(name)
+
+    def try_tell(self, message: Message) -> bool:
+        """Put a message without waiting; False if the data lane is full. Control messages always fit. ChannelClosed."""
+        return self.try_send(Envelope(message, None, None, self.life))
+
+    async def tell(self, message: Message) -> None:
+        """Put a message, waiting while the data lane is full. ChannelFull (rejecting channel), ChannelClosed."""
+        await self.send(Envelope(message, None, None, self.life))
+
+    async def ask(self, message: Ask[R], *, deadline: float) -> R:
+        """Put an ask and wait for its answer.
+
+        deadline: absolute loop time; it covers the wait for a place and the wait for the answer, and travels with the message.
+        Raises DeadlineExceeded, ActorFailed, ChannelFull, ChannelClosed, and whatever error the actor answers with. A
+        cancelled ask is withdrawn: if the actor has not begun with it, it never will.
+        """
+        reply: asyncio.Future[R] = asyncio.get_running_loop().create_future()
+        envelope: Envelope[R] = Envelope(message, reply, deadline, self.life)
+        self._asks.add(envelope)
+        try:
+            if not self.try_send(envelope):
+                with anyio.CancelScope(deadline=deadline):
+                    await self.send(envelope)
+                    return await reply
+                raise DeadlineExceeded(f"{self.name} did not take {type(message).__name__} in time")
+            return await reply
+        finally:
+            self._asks.discard(envelope)
+
+    def try_send(self, envelope: Envelope[Any]) -> bool:
+        """`try_tell` for a message that has its envelope already."""
+        if isinstance(envelope.message, Control):
+            self.channel.put_control(envelope)
+        elif not self.channel.try_put(envelope):
+            return False
+        self.activity.begin()
+        return True
+
+    async def send(self, envelope: Envelope[Any]) -> None:
+        """`tell` for a message that has its envelope already."""
+        await self.channel.put(envelope)
+        self.activity.begin()
+
+    @property
+    def open_asks(self) -> int:
+        """Asks that wait for an answer."""
+        return len(self._asks)

@@ -1,0 +1,1 @@
+"""Benchmarks: ours, the limit measured beside it, and the ratio."""

@@ -1,0 +1,232 @@
+"""Settings: frozen structs read from TOML. Sizes in blocks or bytes, times in seconds. An unknown key is an error that names it."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
+
+import msgspec
+
+from kvactors.errors import ConfigError
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """block_size: tokens a block. namespace: requests of different namespaces never share (a weight version, say).
+
+    recompute_last_token: on a hit of the whole prompt give the last block back, so that there is a token to compute.
+    deadline: seconds an operation may take unless its caller says otherwise.
+    """
+
+    block_size: int = 64
+    namespace: str = "default"
+    recompute_last_token: bool = True
+    deadline: float = 30.0
+
+
+class DeviceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """num_blocks: device blocks. free_low / free_high: fractions of them; when fewer than low are free, evict until high are
+    (both 0: evict on demand only)."""
+
+    kind: Literal["host"] = "host"
+    num_blocks: int = 1024
+    free_low: float = 0.0
+    free_high: float = 0.0
+
+
+class LayoutConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a block is made of; the defaults are a small GQA model's."""
+
+    kind: Literal["gqa"] = "gqa"
+    num_layers: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    dtype: Literal["float32", "float16", "bfloat16", "uint8", "int8"] = "float16"
+
+
+class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The host tier. slots: blocks it may hold (0: no host tier). transit_slots: extra slots for blocks on their way through.
+
+    mode: exclusive (a loaded block leaves the host) or inclusive (blocks are copied to the host at request finish and stay).
+    low / high watermark: fractions of `slots`; above high, evict down to low (both 0: evict on demand only).
+    pinned: try to lock the arena's pages. copy_threads: threads that move bytes between device and arena.
+    """
+
+    slots: int = 0
+    transit_slots: int = 256
+    mode: Literal["exclusive", "inclusive"] = "exclusive"
+    policy: Literal["lru"] = "lru"
+    low_watermark: float = 0.0
+    high_watermark: float = 0.0
+    pinned: bool = False
+    copy_threads: int = 1
+
+
+class StorageConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The storage tier. backend: none, memory, file. capacity_blocks: objects it may hold (0: unlimited).
+
+    exclusive: a block loaded from storage leaves it. write_policy: none, write_through (at request finish),
+    write_through_selective (at finish, blocks used at least `min_hits` times), write_back (when the host tier evicts).
+    fetch: whether acquire looks in storage beyond what the index knows. timeout: seconds one batch may take.
+    """
+
+    backend: Literal["none", "memory", "file"] = "none"
+    directory: str = ""
+    capacity_blocks: int = 0
+    exclusive: bool = False
+    write_policy: Literal["none", "write_through", "write_through_selective", "write_back"] = "write_back"
+    min_hits: int = 2
+    fetch: bool = True
+    readers: int = 2
+    writers: int = 2
+    timeout: float = 10.0
+
+
+class SinkConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A flush sink. kind: jsonl (needs path) or memory. tiers: what it hears of. view: per_tier (a block is reported for each
+    tier) or node (one report: resident while any of the tiers holds it). gains: when a gain is due, at commit or at request finish."""
+
+    kind: Literal["jsonl", "memory"]
+    name: str = ""
+    path: str = ""
+    tiers: tuple[Literal["device", "host", "storage"], ...] = ("device", "host")
+    view: Literal["per_tier", "node"] = "per_tier"
+    gains: Literal["commit", "request_finish"] = "commit"
+
+
+class FlushConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The flush notifier. only: flush-only mode, in which storage is neither read nor written. timeout: seconds a sink may
+    take for a batch. retry_min / retry_max: back-off in seconds. batch: blocks reported in one call at most."""
+
+    sinks: tuple[SinkConfig, ...] = ()
+    only: bool = False
+    timeout: float = 10.0
+    retry_min: float = 0.05
+    retry_max: float = 5.0
+    batch: int = 4096
+
+
+class ActorsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The runtime. channel_bound: messages a forward channel holds. drain: seconds a stop may take. restarts: deaths a group may have in 60 s."""
+
+    channel_bound: int = 256
+    drain: float = 10.0
+    restarts: int = 5
+
+
+class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything a cache is opened with."""
+
+    cache: CacheConfig = CacheConfig()
+    device: DeviceConfig = DeviceConfig()
+    layout: LayoutConfig = LayoutConfig()
+    host: HostConfig = HostConfig()
+    storage: StorageConfig = StorageConfig()
+    flush: FlushConfig = FlushConfig()
+    actors: ActorsConfig = ActorsConfig()
+
+    @classmethod
+    def from_toml(cls, path: str | Path) -> Config:
+        """Read a TOML file. ConfigError names what is wrong in it, OSError if it cannot be read."""
+        return cls.from_mapping(read_toml(path))
+
+    @classmethod
+    def from_mapping(cls, data: Mapping[str, Any]) -> Config:
+        """Check a mapping (as TOML gives it). ConfigError names what is wrong in it."""
+        config = convert(data, cls)
+        validate(config)
+        return config
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """A TOML file as a mapping. ConfigError if it is not TOML."""
+    try:
+        return tomllib.loads(Path(path).read_text("utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def convert(data: Mapping[str, Any], kind: type[S]) -> S:
+    """A mapping as a struct. ConfigError names the first unknown key with the nearest valid one, or the ill-typed value."""
+    check_keys(data, kind, "")
+    try:
+        return msgspec.convert(data, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(str(error)) from error
+
+
+def check_keys(data: Any, kind: Any, where: str) -> None:
+    """Raise ConfigError for the first key that `kind` (a struct, or a tuple of structs) does not have."""
+    for struct in [kind, *get_args(kind)]:
+        if not (isinstance(struct, type) and issubclass(struct, msgspec.Struct)):
+            continue
+        for item in data if isinstance(data, list | tuple) else [data]:
+            if isinstance(item, Mapping):
+                _check_struct_keys(item, struct, where)
+
+
+def _check_struct_keys(data: Mapping[str, Any], struct: type[msgspec.Struct], where: str) -> None:
+    hints = get_type_hints(struct)
+    for key, value in data.items():
+        name = f"{where}.{key}" if where else key
+        if key not in hints:
+            near = difflib.get_close_matches(key, hints, n=1, cutoff=0.0)
+            raise ConfigError(f"unknown key {name!r}; did you mean {near[0]!r}?")
+        check_keys(value, hints[key], name)
+
+
+def validate(config: Config) -> None:
+    """Raise ConfigError for values that do not make sense, naming the key."""
+    at_least = (
+        ("cache.block_size", config.cache.block_size, 1),
+        ("device.num_blocks", config.device.num_blocks, 1),
+        ("host.slots", config.host.slots, 0),
+        ("host.transit_slots", config.host.transit_slots, 1),
+        ("host.copy_threads", config.host.copy_threads, 1),
+        ("storage.capacity_blocks", config.storage.capacity_blocks, 0),
+        ("storage.readers", config.storage.readers, 1),
+        ("storage.writers", config.storage.writers, 1),
+        ("storage.min_hits", config.storage.min_hits, 1),
+        ("flush.batch", config.flush.batch, 1),
+        ("actors.channel_bound", config.actors.channel_bound, 1),
+        ("actors.restarts", config.actors.restarts, 0),
+        ("layout.num_layers", config.layout.num_layers, 1),
+        ("layout.num_kv_heads", config.layout.num_kv_heads, 1),
+        ("layout.head_dim", config.layout.head_dim, 1),
+    )
+    for name, value, low in at_least:
+        if value < low:
+            raise ConfigError(f"{name} must be at least {low}, not {value}")
+    positive = (
+        ("cache.deadline", config.cache.deadline),
+        ("storage.timeout", config.storage.timeout),
+        ("flush.timeout", config.flush.timeout),
+        ("flush.retry_min", config.flush.retry_min),
+        ("actors.drain", config.actors.drain),
+    )
+    for name, seconds in positive:
+        if not 0 < seconds < float("inf"):
+            raise ConfigError(f"{name} must be a positive number of seconds, not {seconds}")
+    _validate_pair("device.free_low", config.device.free_low, "device.free_high", config.device.free_high)
+    _validate_pair("host.low_watermark", config.host.low_watermark, "host.high_watermark", config.host.high_watermark)
+    if config.flush.retry_max < config.flush.retry_min:
+        raise ConfigError("flush.retry_max must not be below flush.retry_min")
+    if config.storage.backend == "file" and not config.storage.directory:
+        raise ConfigError("storage.directory is needed with storage.backend = 'file'")
+    names = [sink.name or sink.kind for sink in config.flush.sinks]
+    if len(set(names)) != len(names):
+        raise ConfigError("flush.sinks need different names")
+    for sink in config.flush.sinks:
+        if (sink.kind == "jsonl") != bool(sink.path):
+            raise ConfigError("flush.sinks.path belongs to kind = 'jsonl', and it needs one")
+        if not sink.tiers:
+            raise ConfigError("flush.sinks.tiers must name at least one tier")
+
+
+def _validate_pair(low_name: str, low: float, high_name: str, high: float) -> None:
+    if not 0 <= low <= high <= 1:
+        raise ConfigError(f"0 <= {low_name} <= {high_name} <= 1 must hold, not {low} and {high}")

@@ -1,0 +1,1 @@
+"""CpuEvictor: the host tier, its slots, and every movement through host memory."""

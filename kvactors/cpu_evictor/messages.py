@@ -1,0 +1,101 @@
+"""What may be said to CpuEvictor. It alone hands out host slots, so it leads every movement through host memory."""
+
+from __future__ import annotations
+
+from kvactors.actor import Control
+from kvactors.actor.message import Message
+
+
+class Offload(Message, frozen=True, eq=False):
+    """These device blocks must go: take what the host tier wants of them. Answered with Offloaded.
+
+    keys, parents: n x 32 bytes, least recently used first (deeper first on ties). blocks: their device blocks.
+    """
+
+    op: int
+    keys: bytes
+    parents: bytes
+    blocks: tuple[int, ...]
+
+
+class Load(Message, frozen=True, eq=False):
+    """Bring blocks back into device blocks. Answered with Loaded (how long a leading run arrived).
+
+    keys: names of the path from its first block on. start: first block to load, into blocks[0], the next into blocks[1] ...
+    root: what the first key's parent is. deadline: absolute loop time. fetch: whether what the host tier lacks may come from storage.
+    """
+
+    op: int
+    root: bytes
+    keys: bytes
+    start: int
+    blocks: tuple[int, ...]
+    deadline: float
+    fetch: bool
+
+
+class Admit(Message, frozen=True, eq=False):
+    """A finished request's path, all of it on the device (and held there until answered with Admitted).
+
+    keys: names of the path from its first block on; blocks: their device blocks. keep: whether the host tier should hold them from
+    now on (inclusive tiers). save: positions to write to storage.
+    """
+
+    op: int
+    root: bytes
+    keys: bytes
+    blocks: tuple[int, ...]
+    keep: bool
+    save: tuple[int, ...]
+
+
+class Discard(Message, frozen=True, eq=False):
+    """The device holds these (again): an exclusive host tier forgets them, an inclusive one ignores this."""
+
+    keys: bytes
+
+
+class ClearHost(Message, frozen=True, eq=False):
+    """Forget everything; what is being copied is forgotten when its copy ends. storage: empty the store too."""
+
+    storage: bool
+
+
+class Copied(Control, frozen=True, eq=False):
+    """Answer to Copy. failed: indices of pairs whose bytes did not arrive."""
+
+    op: int
+    failed: tuple[int, ...]
+
+
+class Probed(Control, frozen=True, eq=False):
+    """Answer to Probe: the first `found` keys can be read."""
+
+    op: int
+    found: int
+
+
+class ReadDone(Control, frozen=True, eq=False):
+    """Answer to Read: one `storage.messages.Outcome` byte a key."""
+
+    op: int
+    outcomes: bytes
+
+
+class Written(Control, frozen=True, eq=False):
+    """Answer to Write: one `storage.messages.Outcome` byte a key. The slots are not read any more."""
+
+    op: int
+    outcomes: bytes
+
+
+class StoreCleared(Control, frozen=True, eq=False):
+    """Answer to ClearStore."""
+
+    op: int
+
+
+class Overdue(Control, frozen=True, eq=False):
+    """To itself: an operation's deadline has come."""
+
+    op: int

@@ -1,0 +1,1 @@
+"""Where device blocks live."""

@@ -1,0 +1,105 @@
+"""Every error the package raises.
+
+KVActorsError
+├── ConfigError (ValueError)          a setting is unknown, malformed or contradicts another
+├── NoRoom                            not enough device blocks, even after evicting everything that may go
+├── DeadlineExceeded (TimeoutError)   an operation was not answered in time
+├── Paused                            the cache is paused and the deadline passed before it resumed
+├── LeaseEnded                        the lease was finished, preempted or given back already
+├── CacheClosed                       the cache is not open (any more)
+├── ChannelError
+│   ├── ChannelFull                   a rejecting channel has no room
+│   └── ChannelClosed                 nobody will ever receive from this channel
+├── ActorFailed                       an actor died while (or before) it handled an ask
+├── WiringError                       the declared channel graph does not fit together
+├── LayoutError (ValueError)          shapes, dtypes or counts of blocks do not fit
+├── StoreError                        a storage back end cannot do what was asked
+│   ├── StoreCorrupt                  an object failed its header or checksum
+│   ├── StoreFull                     no space for an object
+│   └── StoreUnavailable              the back end does not answer
+└── SinkError                         a flush sink did not take a task
+"""
+
+from __future__ import annotations
+
+
+class KVActorsError(Exception):
+    """Base of every error of this package."""
+
+
+class ConfigError(KVActorsError, ValueError):
+    """A setting is unknown, malformed or contradicts another; the message names it."""
+
+
+class NoRoom(KVActorsError):
+    """Not enough device blocks. `needed` and `available` count blocks; nothing was changed."""
+
+    def __init__(self, needed: int, available: int) -> None:
+        super().__init__(f"{needed} device blocks needed, {available} can be had")
+        self.needed = needed
+        self.available = available
+
+
+class DeadlineExceeded(KVActorsError, TimeoutError):
+    """An operation was not answered before its deadline."""
+
+
+class Paused(KVActorsError):
+    """The cache is paused and did not resume before the deadline."""
+
+
+class LeaseEnded(KVActorsError):
+    """The lease was finished, preempted or given back already, or its cache lost it in a restart."""
+
+
+class CacheClosed(KVActorsError):
+    """The cache is not open (any more)."""
+
+
+class ChannelError(KVActorsError):
+    """Base of channel errors."""
+
+
+class ChannelFull(ChannelError):
+    """A channel that rejects overflow has no room."""
+
+
+class ChannelClosed(ChannelError):
+    """Nobody will ever receive from this channel."""
+
+
+class ActorFailed(KVActorsError):
+    """An actor died while, or before, it handled an ask. `actor` is its name, `__cause__` what killed it."""
+
+    def __init__(self, actor: str, cause: BaseException | None = None) -> None:
+        super().__init__(f"actor {actor!r} failed" + (f": {cause!r}" if cause else ""))
+        self.actor = actor
+        self.__cause__ = cause
+
+
+class WiringError(KVActorsError):
+    """The declared channel graph does not fit together; the message lists every misfit."""
+
+
+class LayoutError(KVActorsError, ValueError):
+    """Shapes, dtypes or counts of blocks do not fit."""
+
+
+class StoreError(KVActorsError):
+    """A storage back end cannot do what was asked."""
+
+
+class StoreCorrupt(StoreError):
+    """An object failed its header or checksum."""
+
+
+class StoreFull(StoreError):
+    """No space for an object."""
+
+
+class StoreUnavailable(StoreError):
+    """The back end does not answer."""
+
+
+class SinkError(KVActorsError):
+    """A flush sink did not take a task."""

@@ -1,0 +1,1 @@
+"""FlushNotifier: tells external indexes what this node holds."""

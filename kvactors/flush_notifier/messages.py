@@ -1,0 +1,83 @@
+"""What may be said to FlushNotifier: what became resident, what went. Nobody waits for it, except whoever asks to settle."""
+
+from __future__ import annotations
+
+from kvactors.actor import Ask, Control
+from kvactors.actor.message import Message
+from kvactors.units import Reason, Residency, Tier
+
+
+class Announced(Message, frozen=True, eq=False):
+    """Blocks [start, start + count) of a path are resident on `tier`; the ledger learns the path's tokens and names from it.
+
+    tokens: little-endian uint32, whole blocks from the root on (shared, immutable). keys: their names, 32 bytes each. root: the
+    namespace key above the first block. With Reason.REQUEST_FINISH, gains that a sink wants only at the finish are due now.
+    """
+
+    root: bytes
+    tokens: bytes
+    keys: bytes
+    start: int
+    count: int
+    tier: Tier
+    reason: Reason
+
+
+class Gained(Message, frozen=True, eq=False):
+    """These names are resident on `tier` now."""
+
+    keys: bytes
+    tier: Tier
+    reason: Reason
+
+
+class Gone(Message, frozen=True, eq=False):
+    """These names left `tier`."""
+
+    keys: bytes
+    tier: Tier
+    reason: Reason
+
+
+class Cleared(Message, frozen=True, eq=False):
+    """Nothing is resident on `tier` any more."""
+
+    tier: Tier
+    reason: Reason
+
+
+class Settle(Ask[bool], frozen=True, eq=False):
+    """Wait until every sink believes what is true; True then. The asker's deadline bounds it."""
+
+
+class FlushTask(Message, frozen=True, eq=False):
+    """What a sink is told: blocks [start_block_idx, start_block_idx + count) of a path are resident, or gone. It carries no KV data.
+
+    tokens: the complete path from the root to the deepest block concerned, little-endian uint32 (shared, immutable):
+    (start_block_idx + count) whole blocks. keys: names of the `count` blocks, 32 bytes each. parent: name of the block before
+    them (the root key if start_block_idx is 0). epoch: the notifier's life; everything told in an earlier epoch is void.
+    """
+
+    tokens: bytes
+    start_block_idx: int
+    count: int
+    keys: bytes
+    parent: bytes
+    residency: Residency
+    tier: Tier
+    reason: Reason
+    epoch: int
+
+
+class Delivered(Control, frozen=True, eq=False):
+    """To itself: a sink took a batch (or did not: then `error` says why)."""
+
+    sink: str
+    ok: bool
+    error: str
+
+
+class RetryDue(Control, frozen=True, eq=False):
+    """To itself: a sink's back-off is over."""
+
+    sink: str

@@ -1,0 +1,1 @@
+"""Where flush tasks go."""

@@ -1,0 +1,1 @@
+"""GpuSwapper: copies between device memory and the host arena."""

@@ -1,0 +1,34 @@
+"""What may be said to GpuSwapper."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from kvactors.actor import Control
+from kvactors.actor.message import Message
+
+
+class Direction(Enum):
+    """Which way a copy goes."""
+
+    TO_HOST = "to_host"
+    TO_DEVICE = "to_device"
+
+
+class Copy(Message, frozen=True, eq=False):
+    """Copy pairs (blocks[j], slots[j]) between the device and the arena; answered with Copied."""
+
+    op: int
+    direction: Direction
+    blocks: tuple[int, ...]
+    slots: tuple[int, ...]
+
+
+class CopyFinished(Control, frozen=True, eq=False):
+    """To itself: a child job is over. failed: indices of pairs whose bytes did not arrive. seconds: time it took."""
+
+    op: int
+    direction: Direction
+    failed: tuple[int, ...]
+    pairs: int
+    seconds: float

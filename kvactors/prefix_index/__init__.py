@@ -1,0 +1,1 @@
+"""PrefixIndex: which blocks this node knows, who uses them, and the device block pool."""

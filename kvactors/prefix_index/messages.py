@@ -1,0 +1,157 @@
+"""What may be said to PrefixIndex. The asks come from the door, the control messages from the evictor and from itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvactors.actor import Ask, Control
+from kvactors.actor.message import Message
+from kvactors.native import Path
+
+
+class Granted(Message, frozen=True, eq=False):
+    """Blocks for every token of the request.
+
+    blocks: the device block table. cached_tokens: tokens whose cache is there or on its way. pending: whether copies are
+    still on their way; then the table and `cached_tokens` are final only in the `Landed` that answers `Ready`.
+    """
+
+    blocks: tuple[int, ...]
+    cached_tokens: int
+    pending: bool
+    device_hits: int
+
+
+class Landed(Message, frozen=True, eq=False):
+    """All loads of a lease landed or were written off. Hits in blocks, by the tier each came from."""
+
+    blocks: tuple[int, ...]
+    cached_tokens: int
+    device_hits: int
+    host_hits: int
+    storage_hits: int
+
+
+class Done(Message, frozen=True, eq=False):
+    """It is done. count: blocks concerned, where that means something."""
+
+    count: int = 0
+
+
+class Acquire(Ask[Granted], frozen=True, eq=False):
+    """Blocks for a request: match, pin, take device blocks. Answered with NoRoom if even eviction cannot make room.
+
+    lease: the door's number for the lease. path: the request's tokens; the index owns it from here on. deadline: absolute loop
+    time for everything the lease loads. wait: whether to wait for evictions that need a copy first.
+    """
+
+    lease: int
+    request_id: str
+    path: Path
+    deadline: float
+    wait: bool = True
+
+
+class Ready(Ask[Landed], frozen=True, eq=False):
+    """Wait until every load of the lease landed or was written off."""
+
+    lease: int
+
+
+class Extend(Ask[Granted], frozen=True, eq=False):
+    """More tokens (any integer buffer): `blocks` of the reply are the ones added to the table's end."""
+
+    lease: int
+    tokens: Any
+
+
+class Commit(Ask[Done], frozen=True, eq=False):
+    """The first `computed_tokens` tokens are computed: their full blocks become shareable. Reply: committed blocks."""
+
+    lease: int
+    computed_tokens: int
+
+
+class Finish(Ask[Done], frozen=True, eq=False):
+    """The request is over: unpin, and by policy save and announce. Reply: blocks left in the cache."""
+
+    lease: int
+
+
+class Preempt(Ask[Done], frozen=True, eq=False):
+    """The request gives way: keep the first `computed_tokens` tokens cached, give the rest back."""
+
+    lease: int
+    computed_tokens: int
+
+
+class Clear(Ask[Done], frozen=True, eq=False):
+    """Nothing cached before this can be hit after it. storage: also empty the store. Leases in use stay whole."""
+
+    storage: bool = False
+
+
+class Pause(Ask[Done], frozen=True, eq=False):
+    """Admit nobody; answered when no transfer is in flight."""
+
+
+class Resume(Ask[Done], frozen=True, eq=False):
+    """Admit again, those that waited first."""
+
+
+class SetNamespace(Ask[Done], frozen=True, eq=False):
+    """New weights, say: requests acquired from now on cannot hit what was cached under another name."""
+
+    namespace: str
+
+
+class Abandon(Control, frozen=True, eq=False):
+    """The lease's holder is gone (cancelled or forgotten): give everything back. Unknown leases are ignored."""
+
+    lease: int
+
+
+class Offloaded(Control, frozen=True, eq=False):
+    """Answer to Offload: the device blocks are free now. kept: one byte a key, non-zero if the host tier holds it."""
+
+    op: int
+    kept: bytes
+
+
+class Loaded(Control, frozen=True, eq=False):
+    """Answer to Load: the first `good` blocks have their bytes, `from_host` of them came from the host tier."""
+
+    op: int
+    good: int
+    from_host: int
+
+
+class Admitted(Control, frozen=True, eq=False):
+    """Answer to Admit: the device blocks are not read any more. kept: one byte a key, non-zero if the host tier holds it."""
+
+    op: int
+    kept: bytes
+
+
+class HostGone(Control, frozen=True, eq=False):
+    """A hint: the host tier no longer holds these."""
+
+    keys: bytes
+
+
+class HostGained(Control, frozen=True, eq=False):
+    """A hint: the host tier holds these."""
+
+    keys: bytes
+
+
+class Overdue(Control, frozen=True, eq=False):
+    """To itself: a load should have been answered by now."""
+
+    op: int
+
+
+class Expired(Control, frozen=True, eq=False):
+    """To itself: a waiting acquire's deadline has come."""
+
+    lease: int

@@ -1,0 +1,1 @@
+"""Scripted runs and trace replay."""

@@ -1,0 +1,1 @@
+"""The storage tier: readers, writers and the back ends they drive."""

@@ -1,0 +1,86 @@
+"""What may be said to StorageReader and StorageWriter."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from kvactors.actor import Control
+from kvactors.actor.message import Message
+
+
+class Outcome(IntEnum):
+    """What became of one key. One byte each in a batch's answer, never one bool for all."""
+
+    OK = 0
+    EXISTS = 1  # a write found the object there already
+    MISS = 2
+    CORRUPT = 3
+    NO_SPACE = 4
+    UNAVAILABLE = 5
+    LATE = 6  # the deadline came first
+
+
+class Probe(Message, frozen=True, eq=False):
+    """How many of these, from the first on, can be read? Answered with Probed."""
+
+    op: int
+    keys: bytes
+    deadline: float
+
+
+class Read(Message, frozen=True, eq=False):
+    """Read objects into arena slots; answered with ReadDone once no slot is written any more.
+
+    take: an exclusive store forgets what it has handed out.
+    """
+
+    op: int
+    keys: bytes
+    slots: tuple[int, ...]
+    deadline: float
+    take: bool
+
+
+class Write(Message, frozen=True, eq=False):
+    """Write arena slots as objects; answered with Written once no slot is read any more.
+
+    keys: least recently used first; an object that is there already counts as used now.
+    """
+
+    op: int
+    keys: bytes
+    slots: tuple[int, ...]
+    deadline: float
+
+
+class Touch(Message, frozen=True, eq=False):
+    """These were used, least recently first."""
+
+    keys: bytes
+
+
+class Remove(Message, frozen=True, eq=False):
+    """Forget these objects."""
+
+    keys: bytes
+
+
+class ClearStore(Message, frozen=True, eq=False):
+    """Forget every object of this namespace; answered with StoreCleared."""
+
+    op: int
+
+
+class Finished(Control, frozen=True, eq=False):
+    """To itself: a child job is over; `answer` goes to the evictor. gone: names the store gave up meanwhile, by reason.
+
+    stored: names that became readable, oldest first. failures: calls the back end failed (for the circuit breaker).
+    """
+
+    answer: Control
+    stored: bytes
+    evicted: bytes
+    corrupt: bytes
+    taken: bytes
+    moved_bytes: int
+    failures: int

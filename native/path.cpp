@@ -1,0 +1,57 @@
+#include "path.hpp"
+
+#include <stdexcept>
+
+#include "sha256.hpp"
+
+namespace kvactors {
+
+const std::string* Path::extra(u32 block) const {
+    if (extras.empty()) return nullptr;
+    const auto found = extras.find(block);
+    return found == extras.end() ? nullptr : &found->second;
+}
+
+void Path::set_extra(u32 block, std::string extra) {
+    if (block < names.size()) throw std::invalid_argument("extra key for a block that already has a name");
+    if (extra.size() > 0x7fffffffu) throw std::invalid_argument("extra key longer than 2**31 - 1 bytes");
+    if (extra.empty()) {
+        extras.erase(block);
+    } else {
+        extras[block] = std::move(extra);
+    }
+}
+
+void Path::name_to(u32 blocks) {
+    u32 i = u32(names.size());
+    if (blocks <= i) return;
+    ChainHasher hasher(block_size);
+    names.resize(blocks);
+    for (; i < blocks; ++i) {
+        const Key& parent = i == 0 ? root : names[i - 1];
+        const std::string* more = extra(i);
+        const u8* data = more == nullptr ? nullptr : reinterpret_cast<const u8*>(more->data());
+        hasher.name(parent, block_tokens(i), data, more == nullptr ? 0 : u32(more->size()), names[i]);
+    }
+}
+
+void Path::assign(u32 start, const u32* blocks, std::size_t count) {
+    if (start > table.size()) throw std::invalid_argument("gap: start lies beyond the end of the block table");
+    for (std::size_t i = start; i < table.size() && i < start + count; ++i)
+        if (shared[i] != 0) throw std::invalid_argument("the block at this position belongs to the tree");
+    for (std::size_t i = 0; i < count; ++i)
+        if (blocks[i] == kNil) throw std::invalid_argument("device block id out of range");
+    const std::size_t end = start + count;
+    if (end > table.size()) {
+        table.resize(end);
+        shared.resize(end, 0);
+    }
+    if (count != 0) std::memcpy(table.data() + start, blocks, 4 * count);
+}
+
+void Path::put(u32 position, u32 block, bool is_shared) {
+    table[position] = block;
+    shared[position] = is_shared ? 1 : 0;
+}
+
+}  // namespace kvactors

@@ -1,0 +1,37 @@
+// One request's tokens, the names of its blocks, the nodes it holds and its device block table.
+#pragma once
+
+#include <map>
+#include <string>
+
+#include "common.hpp"
+
+namespace kvactors {
+
+class Path {
+public:
+    Path(u32 block_size, const Key& root) : block_size(block_size), root(root) {}
+
+    u32 full_blocks() const { return u32(tokens.size() / block_size); }
+    u32 held() const { return u32(nodes.size()); }
+    const u32* block_tokens(u32 block) const { return tokens.data() + std::size_t(block) * block_size; }
+    const std::string* extra(u32 block) const;
+
+    void set_extra(u32 block, std::string extra);
+    void name_to(u32 blocks);  // afterwards names has at least `blocks` entries
+    void assign(u32 start, const u32* blocks, std::size_t count);
+    void put(u32 position, u32 block, bool is_shared);
+
+    u32 block_size;
+    Key root;
+    Raw<u32> tokens;
+    Raw<Key> names;                      // of the leading blocks; never shorter than `nodes`
+    std::map<u32, std::string> extras;   // few blocks have one
+    Raw<u32> nodes;                      // referenced by this path: blocks 0 .. held() - 1
+    Raw<u32> table;                      // device blocks; kNil where none is assigned
+    Raw<u8> shared;                      // as long as `table`: 1 where the block belongs to the tree
+    u32 committed = 0;
+    u64 tree = 0;                        // serial number of the tree the nodes belong to
+};
+
+}  // namespace kvactors

@@ -1,0 +1,85 @@
+// Open addressing from a 32-bit hash to a node id. Linear probing, deletion by shifting back (no tombstones), the hash
+// kept beside the id: a probe over a stranger touches no node, and growing rehashes nothing.
+#pragma once
+
+#include "common.hpp"
+
+namespace kvactors {
+
+class Table {
+public:
+    explicit Table(std::size_t capacity) { rebuild(slots_for(capacity)); }
+
+    template <class Same>
+    u32 find(u32 hash, Same same) const {
+        for (u32 i = hash & mask_;; i = (i + 1) & mask_) {
+            const Entry& entry = slots_[i];
+            if (entry.id == kNil) return kNil;
+            if (entry.hash == hash && same(entry.id)) return entry.id;
+        }
+    }
+
+    void prefetch(u32 hash) const { __builtin_prefetch(&slots_[hash & mask_], 1); }
+
+    // The caller knows that `id` is not in the table.
+    void insert(u32 hash, u32 id) {
+        if ((used_ + 1) * 4 > slots_.size() * 3) rebuild(slots_.size() * 2);
+        place({hash, id});
+        ++used_;
+    }
+
+    // The caller knows that `id` is in the table.
+    void erase(u32 hash, u32 id) {
+        u32 hole = hash & mask_;
+        while (slots_[hole].id != id) hole = (hole + 1) & mask_;
+        for (u32 i = hole;;) {
+            i = (i + 1) & mask_;
+            if (slots_[i].id == kNil) break;
+            const u32 from_home = (i - slots_[i].hash) & mask_;
+            if (from_home < ((i - hole) & mask_)) continue;  // it would land before its home
+            slots_[hole] = slots_[i];
+            hole = i;
+        }
+        slots_[hole].id = kNil;
+        --used_;
+    }
+
+    void reserve(std::size_t entries) {
+        if (slots_for(entries) > slots_.size()) rebuild(slots_for(entries));
+    }
+
+    std::size_t used() const { return used_; }
+    std::size_t bytes() const { return slots_.size() * sizeof(Entry); }
+
+private:
+    struct Entry {
+        u32 hash;
+        u32 id;
+    };
+
+    static std::size_t slots_for(std::size_t entries) {
+        std::size_t slots = 16;
+        while (slots * 3 < entries * 4 + 4) slots *= 2;
+        return slots;
+    }
+
+    void place(Entry entry) {
+        u32 i = entry.hash & mask_;
+        while (slots_[i].id != kNil) i = (i + 1) & mask_;
+        slots_[i] = entry;
+    }
+
+    void rebuild(std::size_t slots) {
+        std::vector<Entry> old(slots, Entry{0, kNil});
+        old.swap(slots_);
+        mask_ = u32(slots - 1);
+        for (const Entry& entry : old)
+            if (entry.id != kNil) place(entry);
+    }
+
+    std::vector<Entry> slots_;
+    u32 mask_ = 0;
+    std::size_t used_ = 0;
+};
+
+}  // namespace kvactors
