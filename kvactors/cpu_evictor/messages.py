@@ -21,7 +21,9 @@ class Offload(Message, frozen=True, eq=False):
 class Load(Message, frozen=True, eq=False):
     """Bring blocks back into device blocks. Answered with Loaded (how long a leading run arrived).
 
-    keys: names of the path from its first block on. start: first block to load, into blocks[0], the next into blocks[1] ...
+    keys: names of the path from its first block on, up to the last one to load. start: first block to load, into blocks[0], the
+    next into blocks[1] ... An empty `blocks` means that they follow in a Place: the sources are secured (and fetched) meanwhile,
+    so that making room for them cannot evict them.
     root: what the first key's parent is. deadline: absolute loop time. fetch: whether what the host tier lacks may come from storage.
     """
 
@@ -32,6 +34,19 @@ class Load(Message, frozen=True, eq=False):
     blocks: tuple[int, ...]
     deadline: float
     fetch: bool
+
+
+class Place(Message, frozen=True, eq=False):
+    """The device blocks for a Load that came without."""
+
+    op: int
+    blocks: tuple[int, ...]
+
+
+class Cancel(Message, frozen=True, eq=False):
+    """Drop a Load that was never placed; its sources are as before. Not answered."""
+
+    op: int
 
 
 class Admit(Message, frozen=True, eq=False):
