@@ -142,6 +142,17 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return config
 
 
+def from_environment(config: Config, environ: Mapping[str, str]) -> Config:
+    """The config with FD_AS_ONLY_FLUSH applied: 1 turns flush-only mode on, 0 or nothing leaves it. ConfigError for anything else."""
+    value = environ.get("FD_AS_ONLY_FLUSH", "").strip()
+    if value not in ("", "0", "1"):
+        raise ConfigError(f"FD_AS_ONLY_FLUSH must be 0 or 1, not {value!r}")
+    validate(config)
+    if value != "1":
+        return config
+    return msgspec.structs.replace(config, flush=msgspec.structs.replace(config.flush, only=True))
+
+
 def read_toml(path: str | Path) -> dict[str, Any]:
     """A TOML file as a mapping. ConfigError if it is not TOML."""
     try:

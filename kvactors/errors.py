@@ -5,6 +5,7 @@ KVActorsError
 ├── NoRoom                            not enough device blocks, even after evicting everything that may go
 ├── DeadlineExceeded (TimeoutError)   an operation was not answered in time
 ├── Paused                            the cache is paused and the deadline passed before it resumed
+├── NotReady                          the lease still waits for loads: await ready() first
 ├── LeaseEnded                        the lease was finished, preempted or given back already
 ├── CacheClosed                       the cache is not open (any more)
 ├── ChannelError
@@ -46,6 +47,10 @@ class DeadlineExceeded(KVActorsError, TimeoutError):
 
 class Paused(KVActorsError):
     """The cache is paused and did not resume before the deadline."""
+
+
+class NotReady(KVActorsError):
+    """The lease still waits for loads: await `ready()` before computing or committing."""
 
 
 class LeaseEnded(KVActorsError):

@@ -59,10 +59,11 @@ class Ready(Ask[Landed], frozen=True, eq=False):
 
 
 class Extend(Ask[Granted], frozen=True, eq=False):
-    """More tokens (any integer buffer): `blocks` of the reply are the ones added to the table's end."""
+    """More tokens (any integer buffer of `count`, checked by the door): `blocks` of the reply are the ones added to the table's end."""
 
     lease: int
     tokens: Any
+    count: int
 
 
 class Commit(Ask[Done], frozen=True, eq=False):

@@ -1,0 +1,309 @@
+"""The door: what a serving loop holds. `open` a cache, `acquire` a lease for a request, compute what is missing, `finish`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import warnings
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from functools import lru_cache
+from itertools import count
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import anyio
+
+from kvactors.actor import ActorRef, Ask
+from kvactors.actor.clock import deadline_after
+from kvactors.config import Config, from_environment
+from kvactors.device.base import Device
+from kvactors.errors import CacheClosed, ChannelError, DeadlineExceeded, LeaseEnded, NoRoom, Paused
+from kvactors.flush_notifier.messages import Settle
+from kvactors.flush_notifier.sinks.base import Sink
+from kvactors.native import Path
+from kvactors.observe.statistics import CacheStatistics, collect, invariants, residency
+from kvactors.prefix_index.keys import block_extras, root_key
+from kvactors.prefix_index.messages import (
+    Abandon, Acquire, Clear, Commit, Extend, Finish, Granted, Pause, Preempt, Ready, Resume, SetNamespace,
+)  # fmt: skip
+from kvactors.system import System
+
+if TYPE_CHECKING:
+    from kvactors.from_thread import FromThread
+
+Media = tuple[int, int, bytes | str | int]
+"""A media item in a prompt: offset and length in tokens, and the hash of its content."""
+
+
+class Hits(NamedTuple):
+    """Blocks of a request that need not be computed, by the tier that held them."""
+
+    device: int
+    host: int
+    storage: int
+
+
+class Lease:
+    """A request's hold on its device blocks. Use it as an async context manager, or `finish` it.
+
+    block_table: device block ids in order; final once `ready` has returned. cached_tokens: prefill from here on; before
+    `ready` it counts loads on their way, afterwards those that landed. pending: whether there are such loads.
+    """
+
+    def __init__(self, cache: KVCache, lease: int, request_id: str, path: Path, granted: Granted) -> None:
+        self.request_id = request_id
+        self.block_table = granted.blocks
+        self.cached_tokens = granted.cached_tokens
+        self.pending = granted.pending
+        self.hits = Hits(granted.device_hits, 0, 0)
+        self.num_tokens = path.num_tokens
+        self._cache = cache
+        self._id = lease
+        self._path = path
+        self._ended = False
+
+    async def ready(self, *, deadline: float | None = None) -> None:
+        """Return when every load has landed or was demoted to a miss; `block_table` and `cached_tokens` are final then.
+
+        Raises LeaseEnded, DeadlineExceeded, ActorFailed, and NoRoom if a failed load left blocks that could not be replaced.
+        """
+        if not self.pending:
+            return
+        landed = await self._ask(Ready(self._id), deadline)
+        self.block_table, self.cached_tokens, self.pending = landed.blocks, landed.cached_tokens, False
+        self.hits = Hits(landed.device_hits, landed.host_hits, landed.storage_hits)
+
+    async def extend(self, tokens: Any, *, deadline: float | None = None) -> tuple[int, ...]:
+        """Append tokens (any integer buffer); returns the device blocks added to the table.
+
+        Raises ValueError or TypeError for bad tokens, NoRoom, DeadlineExceeded, LeaseEnded, ActorFailed; then nothing changed.
+        """
+        checked = Path(self._cache.block_size, self._path.root)
+        checked.extend(tokens)
+        granted = await self._ask(Extend(self._id, tokens, checked.num_tokens), deadline)
+        self.block_table += granted.blocks
+        self.num_tokens += checked.num_tokens
+        return granted.blocks
+
+    async def commit(self, computed_tokens: int, *, deadline: float | None = None) -> int:
+        """The first `computed_tokens` tokens are in device memory: their full blocks become shareable. Returns committed blocks.
+
+        Raises NotReady, ValueError, DeadlineExceeded, LeaseEnded, ActorFailed.
+        """
+        return (await self._ask(Commit(self._id, computed_tokens), deadline)).count
+
+    async def finish(self, *, deadline: float | None = None) -> None:
+        """The request is over. Whatever happens, cancellation included, everything goes back."""
+        await self._end(Finish(self._id), deadline)
+
+    async def preempt(self, computed_tokens: int = 0, *, deadline: float | None = None) -> None:
+        """The request gives way: the first `computed_tokens` tokens (or what was committed) stay cached, the rest goes back."""
+        await self._end(Preempt(self._id, computed_tokens), deadline)
+
+    def keys(self, start: int, stop: int) -> bytes:
+        """Names of full blocks [start, stop), 32 bytes each."""
+        return self._path.keys(start, stop)
+
+    async def _ask(self, message: Ask[Any], deadline: float | None) -> Any:
+        if self._ended:
+            raise LeaseEnded(f"lease of {self.request_id!r} has ended")
+        return await self._cache.ask(message, deadline)
+
+    async def _end(self, message: Ask[Any], deadline: float | None) -> None:
+        try:
+            await self._ask(message, deadline)
+        except ValueError:
+            raise  # the message was refused: the lease goes on
+        except BaseException:
+            self.abandon()
+            raise
+        self._ended = True
+
+    def abandon(self) -> None:
+        """Give everything back without waiting for an answer. Harmless on a lease that has ended."""
+        if not self._ended:
+            self._ended = True
+            self._cache.abandon(self._id)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._ended:
+            return
+        if error is None:
+            await self.finish()
+        else:
+            self.abandon()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_ended", True):
+            self._ended = True
+            if self._cache.abandon_from_anywhere(self._id):
+                warnings.warn(f"lease of {self.request_id!r} was never finished", ResourceWarning, source=self, stacklevel=1)
+
+
+class KVCache:
+    """One open cache. All methods belong to the loop it was opened on; other threads use `from_thread`."""
+
+    def __init__(self, system: System) -> None:
+        self.system = system
+        self.config = system.config
+        self.block_size = system.config.cache.block_size
+        self.device: Any = system.device
+        self.namespace = system.config.cache.namespace
+        self._index: ActorRef = system.index
+        self._loop = asyncio.get_running_loop()
+        self._leases = count(1)
+        self._open = True
+        self._root = lru_cache(1024)(root_key)
+
+    # -- requests
+
+    async def acquire(
+        self,
+        request_id: str,
+        tokens: Any,
+        *,
+        extra_keys: Sequence[Media] = (),
+        salt: str | None = None,
+        lora: str | None = None,
+        deadline: float | None = None,
+        wait: bool = True,
+    ) -> Lease:
+        """Device blocks for a request of `tokens` (list, array, numpy array of any integer dtype, memoryview).
+
+        extra_keys: media items, which take part in the identity of the blocks they overlap. salt, lora: requests share blocks
+        only if both are equal. deadline: seconds for this call and for everything the lease loads. wait: whether to wait
+        for evictions whose blocks must be copied first (without, such a call is refused, but finds room a little later).
+
+        Raises ValueError or TypeError (bad tokens or media), NoRoom, DeadlineExceeded, Paused, ActorFailed, CacheClosed.
+        """
+        self._check_open()
+        path = Path(self.block_size, self._root(self.system.layout.fingerprint, self.namespace, salt, lora))
+        path.extend(tokens)
+        if not path.num_tokens:
+            raise ValueError("a request needs at least one token")
+        if extra_keys:
+            positions, hashes = [(o, n) for o, n, _ in extra_keys], [h for _, _, h in extra_keys]
+            for block, extra in block_extras(path.num_full_blocks, self.block_size, positions, hashes).items():
+                path.set_extra(block, extra)
+        lease = next(self._leases)
+        at = deadline_after(self.config.cache.deadline if deadline is None else deadline)
+        try:
+            granted = await self._index.ask(Acquire(lease, request_id, path, at, wait), deadline=at)
+        except (NoRoom, Paused):
+            raise
+        except BaseException:
+            self.abandon(lease)
+            raise
+        return Lease(self, lease, request_id, path, granted)
+
+    async def ask(self, message: Ask[Any], deadline: float | None) -> Any:
+        """Ask PrefixIndex. deadline: seconds, the configured ones if None."""
+        self._check_open()
+        at = deadline_after(self.config.cache.deadline if deadline is None else deadline)
+        return await self._index.ask(message, deadline=at)
+
+    def abandon(self, lease: int) -> None:
+        """Give a lease back on behalf of somebody who cannot wait."""
+        try:
+            self._index.try_tell(Abandon(lease))
+        except ChannelError:
+            return  # the cache is closed: there is nothing to give back to
+
+    def abandon_from_anywhere(self, lease: int) -> bool:
+        """The same from a finaliser, which may run in any thread; False if the cache is closed."""
+        if not self._open or self._loop.is_closed():
+            return False
+        self._loop.call_soon_threadsafe(self.abandon, lease)
+        return True
+
+    # -- the whole cache
+
+    async def clear(self, *, storage: bool = False, deadline: float | None = None) -> int:
+        """Nothing cached before this can be hit after it; leases in use stay whole. storage: empty the store as well.
+
+        Returns the device blocks that became free at once.
+        """
+        return int((await self.ask(Clear(storage), deadline)).count)
+
+    async def pause(self, *, deadline: float | None = None) -> None:
+        """Admit nobody; returns when no transfer is in flight. Requests acquired meanwhile wait for `resume`."""
+        await self.ask(Pause(), deadline)
+
+    async def resume(self, *, deadline: float | None = None) -> None:
+        """Admit again, first those that waited."""
+        await self.ask(Resume(), deadline)
+
+    async def set_namespace(self, namespace: str, *, deadline: float | None = None) -> None:
+        """Requests acquired from now on share only with others of this namespace (new weights must not hit old cache)."""
+        await self.ask(SetNamespace(namespace), deadline)
+        self.namespace = namespace
+
+    async def settled(self, deadline: float = 30.0) -> None:
+        """Return when no actor has anything left to do. DeadlineExceeded after `deadline` seconds."""
+        with anyio.move_on_after(deadline) as scope:
+            await self.system.activity.quiet()
+        if scope.cancelled_caught:
+            raise DeadlineExceeded(f"{self.system.activity.count} messages or jobs still under way after {deadline} s")
+
+    async def flush_settled(self, deadline: float = 30.0) -> None:
+        """Return when every sink believes what is true. DeadlineExceeded after `deadline` seconds."""
+        at = deadline_after(deadline)
+        await self.settled(deadline)
+        await self.system.notifier.ask(Settle(), deadline=at)
+
+    # -- looking in
+
+    @property
+    def sinks(self) -> dict[str, Sink]:
+        """The flush sinks by name."""
+        return self.system.sinks
+
+    @property
+    def from_thread(self) -> FromThread:
+        """The same door for other threads: every call blocks its thread until the loop has answered."""
+        from kvactors.from_thread import FromThread  # noqa: PLC0415  (it imports this module)
+
+        return FromThread(self, self._loop)
+
+    def statistics(self) -> CacheStatistics:
+        """A moment's picture of every actor."""
+        return collect(self.system)
+
+    def check(self) -> list[str]:
+        """Recompute every invariant; what is violated, in words. Meaningful at rest (after `settled`)."""
+        return invariants(self.system)
+
+    def divergence(self) -> int:
+        """Blocks on which a sink's view and the tiers differ. 0 at rest (after `flush_settled`)."""
+        return self.system.notifier_actor.divergence(residency(self.system))
+
+    def close(self) -> None:
+        """Refuse new work; `open` calls it on the way out."""
+        self._open = False
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise CacheClosed("the cache is closed")
+
+
+@asynccontextmanager
+async def open_cache(
+    config: Config | None = None, device: Device | None = None, *, inline_copies: bool = False
+) -> AsyncIterator[KVCache]:
+    """A running cache. config: the defaults if None; FD_AS_ONLY_FLUSH is honoured. device: made from the config if None.
+
+    inline_copies: copy in the loop's thread, for loops of virtual time. Raises ConfigError, LayoutError, StoreError, SinkError.
+    """
+    settings = from_environment(config or Config(), os.environ)
+    system = System(settings, device, inline_copies=inline_copies)
+    async with system.running():
+        cache = KVCache(system)
+        try:
+            yield cache
+        finally:
+            cache.close()
+

@@ -1,0 +1,61 @@
+"""A moment's picture of a whole system: what every actor counts, what the tiers hold, and which invariants do not hold."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from kvactors.actor import ActorStatistics, SupervisorStatistics
+from kvactors.prefix_index.actor import IndexStatistics
+from kvactors.system import System
+from kvactors.units import Tier, split_keys
+
+
+class CacheStatistics(NamedTuple):
+    """Counters since the cache was opened (of each actor's present life), and gauges as of now. Hits in blocks."""
+
+    requests: int
+    blocks_looked_up: int
+    device_hits: int
+    host_hits: int
+    storage_hits: int
+    no_room: int
+    messages: int  # told by actors
+    late_replies: int
+    index: IndexStatistics
+    host: Any  # cpu_evictor's record
+    store: Any  # the back end's record, None without one
+    flush: Any  # flush_notifier's record
+    actors: tuple[ActorStatistics, ...]
+    supervisor: SupervisorStatistics
+
+
+def collect(system: System) -> CacheStatistics:
+    """The picture as of now."""
+    index = system.index_actor.index_statistics()
+    actors = tuple(actor.statistics() for actor in system.supervisor.actors())
+    return CacheStatistics(
+        index.requests, index.blocks_looked_up, index.device_hits, index.host_hits, index.storage_hits, index.no_room,
+        sum(actor.told for actor in actors), sum(actor.late_replies for actor in actors), index,
+        system.evictor_actor.host_statistics(), system.backend.statistics() if system.backend is not None else None,
+        system.notifier_actor.flush_statistics(), actors, system.supervisor.statistics(),
+    )  # fmt: skip
+
+
+def residency(system: System) -> dict[Tier, set[bytes]]:
+    """Names of the blocks each tier holds, from their owners."""
+    return {
+        Tier.DEVICE: set(split_keys(system.index_actor.device_keys())),
+        Tier.HOST: set(system.evictor_actor.host_keys()),
+        Tier.STORAGE: set(system.backend.keys()) if system.backend is not None else set(),
+    }
+
+
+def invariants(system: System) -> list[str]:
+    """What every actor's own check finds wrong."""
+    violated = []
+    for actor in system.supervisor.actors():
+        try:
+            actor.check()
+        except (AssertionError, RuntimeError) as error:
+            violated.append(f"{actor.ref.name}: {error}")
+    return violated

@@ -1,0 +1,131 @@
+"""The pure state of PrefixIndex: the block tree and the device block pool, and what follows from both. No awaits, no messages."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvactors.native import HOST, LOADING, BlockTree, Path
+from kvactors.prefix_index.pool import BlockPool
+from kvactors.prefix_index.records import EvictOp, LoadOp, Segment
+from kvactors.units import KEY_BYTES
+
+
+class Match(NamedTuple):
+    """What a pinned path found. run: leading blocks on the device. segments: what may still be loaded, contiguous after it.
+    own: device blocks the request must be given."""
+
+    run: int
+    segments: list[Segment]
+    own: int
+
+
+class BlockIndex:
+    """Blocks known to this node and the device blocks they live in.
+
+    block_size: tokens. num_blocks: device blocks. capacity: nodes to size the tree for. recompute_last_token: never hit a whole prompt.
+    """
+
+    def __init__(self, block_size: int, num_blocks: int, capacity: int, *, recompute_last_token: bool) -> None:
+        self.block_size = block_size
+        self.capacity = capacity
+        self.pool = BlockPool(num_blocks)
+        self.tree = BlockTree(block_size, capacity)
+        self.loading: dict[int, LoadOp] = {}  # target block -> the load that fills it
+        self._recompute = recompute_last_token
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that hold so many tokens."""
+        return -(-tokens // self.block_size)
+
+    def match_limit(self, path: Path) -> int:
+        """Blocks of a prompt that may be hit: all full ones, or one less to leave a token to compute."""
+        full = path.num_full_blocks
+        return full - 1 if self._recompute and full and full * self.block_size == path.num_tokens else full
+
+    def could_fit(self, path: Path, needed: int, coming: int) -> bool:
+        """Whether there may be room, before anything is touched. `coming`: blocks on their way to being free."""
+        run, _ = self.tree.peek(path, self.match_limit(path))
+        return self.pool.free + self.evictable() + coming >= needed - run
+
+    def match(self, path: Path, *, fetch: bool) -> Match:
+        """Pin what is known of the path, and say what may be loaded. fetch: whether storage may hold what the tree does not know."""
+        limit = self.match_limit(path)
+        run, states = self.tree.pin(path, limit)
+        known = run + len(states)
+        segments: list[Segment] = []
+        joined_blocks = 0
+        position = run
+        while position < known:
+            state = states[position - run]
+            if not (state & (LOADING | HOST) or fetch):
+                break
+            stop = position + 1
+            if state & LOADING:
+                load = self.loading.get(path.blocks(position, stop)[0])
+                if load is None:
+                    break
+                while stop < known and states[stop - run] & LOADING and path.blocks(stop, stop + 1)[0] in load.blocks:
+                    stop += 1
+                segments.append(Segment(position, stop, load))
+                joined_blocks += stop - position
+            else:
+                while stop < known and not states[stop - run] & LOADING and (states[stop - run] & HOST or fetch):
+                    stop += 1
+                segments.append(Segment(position, stop, None))
+            position = stop
+        if position < known:
+            self.tree.trim(path, position)
+        elif fetch and position < limit:
+            if segments and segments[-1].joined is None:
+                segments[-1] = Segment(segments[-1].start, limit, None)
+            else:
+                segments.append(Segment(position, limit, None))
+        return Match(run, segments, self.blocks_for(path.num_tokens) - run - joined_blocks)
+
+    def fill_table(self, path: Path, match: Match, blocks: list[int]) -> None:
+        """Put the request's own blocks wherever no shared one stands."""
+        used, position = 0, match.run
+        total = self.blocks_for(path.num_tokens)
+        for start, stop, joined in [*match.segments, Segment(total, total, None)]:
+            gap = start - position
+            if joined is None:
+                gap = stop - position
+            if gap:
+                path.assign(position, blocks[used : used + gap])
+                used += gap
+            position = stop
+        assert used == len(blocks)
+
+    def evictable(self) -> int:
+        """Device blocks that could be evicted now."""
+        return self.tree.statistics()["evictable"]
+
+    def evict(self, count: int, op: int) -> EvictOp:
+        """Mark up to `count` of the least recently used device blocks as leaving."""
+        nodes, keys, parents, blocks, states = self.tree.evict(count, op)
+        return EvictOp(op, self.tree, nodes, keys, parents, tuple(blocks), states)
+
+    def finish_evict(self, op: EvictOp, on_host: bytes) -> tuple[list[int], list[int]]:
+        """The blocks of `op` are copied or dropped: free them, but for those matched again. Returns (indices that went, indices
+        that stayed)."""
+        freed, stayed = op.tree.finish_offload(op.nodes, op.op, on_host)
+        self.pool.give(freed)
+        kept = set(stayed)
+        return [j for j in range(op.count) if j not in kept], stayed
+
+    def retire(self) -> int:
+        """Start over with an empty tree; what nobody uses is free at once. Returns how many blocks that were."""
+        freed = self.tree.retire()
+        self.pool.give(freed)
+        self.tree = BlockTree(self.block_size, self.capacity)
+        return len(freed)
+
+    def check(self) -> None:
+        """RuntimeError or AssertionError if tree and pool disagree with themselves."""
+        self.tree.check()
+        self.pool.check()
+
+
+def pick_keys(keys: bytes, positions: list[int]) -> bytes:
+    """The names at some positions of a buffer of names."""
+    return b"".join(keys[p * KEY_BYTES : (p + 1) * KEY_BYTES] for p in positions)

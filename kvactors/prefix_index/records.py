@@ -1,0 +1,106 @@
+"""What PrefixIndex remembers of leases and of operations in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvactors.actor import Envelope
+from kvactors.native import BlockTree, Path
+
+
+class Lease:
+    """One request's hold on its blocks.
+
+    path: tokens, names, nodes and block table. tree: the tree its nodes are in (retired by a clear). ops: loads it waits
+    for. hoped: leading blocks that are cached if every load lands. fault: why `ready` must fail, if it must.
+    """
+
+    __slots__ = ("deadline", "device_hits", "fault", "hoped", "host_hits", "id", "ops", "path", "ready", "request_id", "storage_hits", "tree")
+
+    def __init__(self, lease: int, request_id: str, path: Path, tree: BlockTree, deadline: float) -> None:
+        self.id = lease
+        self.request_id = request_id
+        self.path = path
+        self.tree = tree
+        self.deadline = deadline
+        self.ops: list[LoadOp] = []
+        self.ready: list[Envelope[Any]] = []
+        self.hoped = 0
+        self.device_hits = self.host_hits = self.storage_hits = 0
+        self.fault: Exception | None = None
+
+
+class LoadOp:
+    """One run of blocks on its way to the device. Its owner took the target blocks; others may share them.
+
+    path: the owner's, which outlives its lease here. start: position of the first block (the same on every sharer's path).
+    blocks: targets, empty until placed. after: an earlier load that must be judged first, because a block without its parent
+    is of no use. result: (good, from host) once known. lost: overdue, so its leases went on without it.
+    """
+
+    __slots__ = ("after", "blocks", "judged", "lost", "nodes", "op", "owner", "path", "result", "sharers", "start", "stop", "tree")
+
+    def __init__(self, op: int, owner: Lease, start: int, stop: int, after: LoadOp | None) -> None:
+        self.op = op
+        self.tree = owner.tree
+        self.path = owner.path
+        self.owner: Lease | None = owner
+        self.start = start
+        self.stop = stop
+        self.after = after
+        self.nodes: NDArray[np.uint32] = np.empty(0, np.uint32)
+        self.blocks: list[int] = []
+        self.sharers: list[Lease] = []
+        self.result: tuple[int, int] | None = None
+        self.judged = self.lost = False
+
+
+class EvictOp(NamedTuple):
+    """Device blocks that are leaving: `count` nodes of `tree`, marked with `op`, and what is known of them."""
+
+    op: int
+    tree: BlockTree
+    nodes: NDArray[np.uint32]
+    keys: bytes
+    parents: bytes
+    blocks: tuple[int, ...]
+    states: bytes
+
+    @property
+    def count(self) -> int:
+        """Blocks concerned."""
+        return len(self.blocks)
+
+
+class Waiting:
+    """Somebody who was promised blocks that evictions in flight will free. `complete` gets them all at once."""
+
+    __slots__ = ("complete", "envelope", "give_up", "lease", "needed", "owed", "taken")
+
+    def __init__(
+        self,
+        lease: int,
+        envelope: Envelope[Any],
+        needed: int,
+        complete: Callable[[list[int]], None],
+        give_up: Callable[[], None],
+    ) -> None:
+        self.lease = lease
+        self.envelope = envelope
+        self.needed = needed
+        self.owed = needed
+        self.taken: list[int] = []
+        self.complete = complete
+        self.give_up = give_up
+
+
+class Segment(NamedTuple):
+    """A run of blocks [start, stop) that can be cached without computing: to be loaded, or being loaded by `joined`."""
+
+    start: int
+    stop: int
+    joined: LoadOp | None

@@ -1,0 +1,308 @@
+"""PrefixIndex, the part that moves blocks: loads, evictions and saves in flight, and what their completions mean."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+
+from kvactors.actor import Actor, ActorRef, on
+from kvactors.actor.clock import now
+from kvactors.cpu_evictor.messages import Cancel, Discard, Load, Offload, Place
+from kvactors.errors import NoRoom
+from kvactors.flush_notifier.messages import Announced, Gone
+from kvactors.native import HOST, BlockTree, Path
+from kvactors.prefix_index.index import BlockIndex, pick_keys
+from kvactors.prefix_index.messages import Admitted, HostGained, HostGone, Landed, Loaded, Offloaded, Overdue
+from kvactors.prefix_index.records import EvictOp, Lease, LoadOp, Segment
+from kvactors.units import Reason, Tier
+
+GRACE = 1.0
+"""Seconds past a load's deadline after which its leases go on without it, in other device blocks."""
+
+
+class Transfers(Actor):
+    """State and handlers of operations in flight.
+
+    exclusive: a block has one copy among device and host. host_tier: evicted blocks have somewhere to go. fetch: storage may hold
+    what the tree does not know. announce: somebody listens to the notifier.
+    """
+
+    def __init__(
+        self,
+        ref: ActorRef,
+        *,
+        index: BlockIndex,
+        evictor: ActorRef,
+        notifier: ActorRef,
+        exclusive: bool,
+        host_tier: bool,
+        fetch: bool,
+        announce: bool,
+    ) -> None:
+        super().__init__(ref)
+        self.index = index
+        self.evictor = evictor
+        self.notifier = notifier
+        self.exclusive = exclusive
+        self.host_tier = host_tier
+        self.fetch = fetch
+        self.announce = announce
+        self.loads: dict[int, LoadOp] = {}
+        self.offloads: dict[int, EvictOp] = {}
+        self.saves: dict[int, tuple[BlockTree, Path]] = {}
+        self.evicted = self.rescued = self.overdue_loads = 0
+        self.device_hits = self.host_hits = self.storage_hits = 0
+        self.ops = count(1)
+
+    def room_changed(self) -> None:
+        """Blocks became free, or an operation ended: see who waits for that."""
+        raise NotImplementedError  # pragma: no cover - the next class up has it
+
+    # -- loads: begin
+
+    def begin_loads(self, lease: Lease, segments: Sequence[Segment], *, placed: bool) -> None:
+        """Send a Load for each segment nobody loads yet, and join the others. placed: the block table has its targets."""
+        previous: LoadOp | None = None
+        for start, stop, joined in segments:
+            if joined is not None:
+                joined.sharers.append(lease)
+                lease.ops.append(joined)
+                previous = joined
+                continue
+            load = previous = LoadOp(next(self.ops), lease, start, stop, previous)
+            if placed:
+                self._mark(load, lease)
+            lease.ops.append(load)
+            self.loads[load.op] = load
+            keys = lease.path.keys(0, stop)
+            self.tell(
+                self.evictor, Load(load.op, lease.path.root, keys, start, tuple(load.blocks), lease.deadline, self.fetch)
+            )
+
+    def place_loads(self, lease: Lease) -> None:
+        """The lease got its blocks: give their targets to the loads that went ahead without."""
+        for load in [op for op in lease.ops if op.owner is lease and not op.blocks]:
+            try:
+                self._mark(load, lease)
+            except ValueError:  # somebody else computed or loads one of these meanwhile
+                self.cancel_loads(lease, load.start)
+                return
+            self.tell(self.evictor, Place(load.op, tuple(load.blocks)))
+
+    def cancel_loads(self, lease: Lease, first: int) -> None:
+        """Forget the lease's own unplaced loads from position `first` on."""
+        for load in [op for op in lease.ops if op.owner is lease and not op.blocks and op.start >= first]:
+            lease.ops.remove(load)
+            del self.loads[load.op]
+            self.tell(self.evictor, Cancel(load.op))
+        lease.hoped = min(lease.hoped, first)
+
+    def _mark(self, load: LoadOp, lease: Lease) -> None:
+        load.nodes = lease.tree.begin_load(lease.path, load.start, load.stop)
+        load.blocks = lease.path.blocks(load.start, load.stop)
+        for block in load.blocks:
+            self.index.loading[block] = load
+        self.after(max(0.0, lease.deadline - now()) + GRACE, Overdue(load.op))
+
+    # -- loads: end
+
+    @on(Loaded)
+    def loaded(self, message: Loaded) -> None:
+        """A load is over."""
+        load = self.loads.get(message.op)
+        if load is not None and load.result is None:
+            load.result = (message.good, message.from_host)
+            self._judge_all()
+            self.room_changed()
+
+    @on(Overdue)
+    def overdue(self, message: Overdue) -> None:
+        """No answer although the deadline is past: its leases go on in other blocks; the targets wait for the answer."""
+        load = self.loads.get(message.op)
+        if load is None or load.result is not None:
+            return
+        self.overdue_loads += 1
+        load.lost = load.judged = True
+        holders = [lease for lease in (load.owner, *load.sharers) if lease is not None]
+        load.owner, load.sharers = None, []
+        for lease in holders:
+            self._leave(lease, load, 0, 0, owner=False)
+        self._judge_all()
+        self.room_changed()
+
+    def _judge_all(self) -> None:
+        """Judge every load whose result is known and whose predecessor is judged, in order."""
+        for load in sorted(self.loads.values(), key=lambda one: one.op):
+            if load.result is not None and (load.after is None or load.after.judged):
+                self._judge(load, *load.result)
+
+    def _judge(self, load: LoadOp, good: int, from_host: int) -> None:
+        load.judged = True
+        load.after = None
+        del self.loads[load.op]
+        for block in load.blocks:
+            self.index.loading.pop(block, None)
+        if not load.blocks:
+            return  # never placed: nothing stands in the tree
+        orphans = load.tree.finish_load(load.nodes, good)
+        landed = len(load.blocks) - len(orphans)
+        if load.owner is None:
+            self.index.pool.give(orphans)
+        if landed and not load.tree.retired:
+            stop = load.start + landed
+            self.announced(load.path, load.start, stop, Reason.LOAD)
+            self.discard(load.path.keys(load.start, stop))
+        for lease in (load.owner, *load.sharers):
+            if lease is not None:
+                self._leave(lease, load, landed, from_host, owner=lease is load.owner)
+
+    def _leave(self, lease: Lease, load: LoadOp, landed: int, from_host: int, *, owner: bool) -> None:
+        """One load less that this lease waits for."""
+        lease.ops.remove(load)
+        before = lease.path.num_committed
+        committed = lease.tree.settle(lease.path)
+        host = max(0, min(committed, load.start + from_host) - before)
+        lease.host_hits += host
+        lease.storage_hits += committed - before - host
+        if not owner:
+            self._replace_targets(lease, load, load.start + landed)
+        if not lease.ops:
+            self.lease_ready(lease)
+
+    def _replace_targets(self, lease: Lease, load: LoadOp, first: int) -> None:
+        """What did not land stood in blocks that are not this lease's: it gets blocks of its own to compute into."""
+        targets = set(load.blocks)
+        last = min(load.stop, lease.path.num_blocks)
+        positions = [p for p in range(max(first, lease.path.num_committed), last) if lease.path.blocks(p, p + 1)[0] in targets]
+        if self.index.pool.free < len(positions):
+            self.drop(len(positions) - self.index.pool.free)
+        if self.index.pool.free < len(positions):
+            lease.fault = NoRoom(len(positions), self.index.pool.free)
+            fresh = [-1] * len(positions)
+        else:
+            fresh = self.index.pool.take(len(positions))
+        for position, block in zip(positions, fresh, strict=True):
+            lease.tree.replace(lease.path, position, block)
+
+    def lease_ready(self, lease: Lease) -> None:
+        """Every load of the lease is over: tell those who wait in `ready`."""
+        self.device_hits += lease.device_hits
+        self.host_hits += lease.host_hits
+        self.storage_hits += lease.storage_hits
+        waiting, lease.ready = lease.ready, []
+        for envelope in waiting:
+            if lease.fault is not None:
+                self.refuse(envelope, lease.fault)
+            else:
+                self.answer(envelope, landed(lease, self.index.block_size))
+
+    # -- evictions
+
+    def evict(self, wanted: int) -> int:
+        """Start to free `wanted` device blocks, least recently used first; returns how many will be (or are) free."""
+        op = self.index.evict(wanted, next(self.ops))
+        if not op.count:
+            return 0
+        self.evicted += op.count
+        if self.host_tier and self.exclusive:
+            self.offloads[op.op] = op
+            self.tell(self.evictor, Offload(op.op, op.keys, op.parents, op.blocks))
+        else:
+            self._evict_done(op, bytes(state & HOST for state in op.states))
+        return op.count
+
+    def drop(self, wanted: int) -> None:
+        """Free device blocks at once, without a copy."""
+        op = self.index.evict(wanted, next(self.ops))
+        self.evicted += op.count
+        self._evict_done(op, bytes(state & HOST for state in op.states))
+
+    @on(Offloaded)
+    def offloaded(self, message: Offloaded) -> None:
+        """The copies are done: only now are the device blocks free."""
+        op = self.offloads.pop(message.op, None)
+        if op is not None:
+            self._evict_done(op, message.kept)
+            self.room_changed()
+
+    def _evict_done(self, op: EvictOp, on_host: bytes) -> None:
+        went, stayed = self.index.finish_evict(op, on_host)
+        self.rescued += len(stayed)
+        if op.tree.retired:
+            return
+        for hosted, reason in ((True, Reason.DEVICE_EVICTION), (False, Reason.DEVICE_DROP)):
+            self.gone(pick_keys(op.keys, [j for j in went if bool(on_host[j]) is hosted]), reason)
+        self.discard(pick_keys(op.keys, [j for j in stayed if on_host[j]]))
+
+    # -- saves and hints
+
+    @on(Admitted)
+    def admitted(self, message: Admitted) -> None:
+        """A finished request's path is copied: its blocks may go now."""
+        save = self.saves.pop(message.op, None)
+        if save is None:
+            return
+        tree, path = save
+        if not tree.retired:
+            tree.host_gained(pick_keys(path.keys(0, len(message.kept)), [j for j, kept in enumerate(message.kept) if kept]))
+        self.index.pool.give(tree.release(path))
+        self.room_changed()
+
+    @on(HostGone)
+    def host_gone(self, message: HostGone) -> None:
+        """The host tier let go of some."""
+        self.index.tree.host_gone(message.keys)
+
+    @on(HostGained)
+    def host_gained(self, message: HostGained) -> None:
+        """The host tier has some more."""
+        self.index.tree.host_gained(message.keys)
+
+    def data_plane_restarted(self) -> None:
+        """Host tier and swapper began anew and no copy runs: what was in flight did not arrive, what was on the host is gone."""
+        for load in self.loads.values():
+            if load.result is None:
+                load.result = (0, 0)
+        for load in [one for one in self.loads.values() if not one.blocks]:
+            load.judged = True
+            del self.loads[load.op]
+            if load.owner is not None:
+                load.owner.ops.remove(load)
+                load.owner.hoped = min(load.owner.hoped, load.start)
+        self._judge_all()
+        for op in list(self.offloads.values()):
+            self.offloads.pop(op.op)
+            self._evict_done(op, bytes(op.count))
+        for tree, path in self.saves.values():
+            self.index.pool.give(tree.release(path))
+        self.saves.clear()
+        self.index.tree.clear_host()
+        self.room_changed()
+
+    # -- telling the notifier and the evictor
+
+    def announced(self, path: Path, start: int, stop: int, reason: Reason) -> None:
+        """Blocks [start, stop) of the path are on the device."""
+        if self.announce:
+            self.tell(
+                self.notifier,
+                Announced(path.root, path.tokens(0, stop), path.keys(0, stop), start, stop - start, Tier.DEVICE, reason),
+            )
+
+    def gone(self, keys: bytes, reason: Reason) -> None:
+        """These left the device."""
+        if keys and self.announce:
+            self.tell(self.notifier, Gone(keys, Tier.DEVICE, reason))
+
+    def discard(self, keys: bytes) -> None:
+        """The device holds these (and has said so): an exclusive host tier may let go of them."""
+        if keys and self.exclusive and self.host_tier:
+            self.index.tree.host_gone(keys)
+            self.tell(self.evictor, Discard(keys))
+
+
+def landed(lease: Lease, block_size: int) -> Landed:
+    """The final state of a lease whose loads are over."""
+    path = lease.path
+    cached = lease.device_hits + lease.host_hits + lease.storage_hits
+    return Landed(tuple(path.blocks()), cached * block_size, lease.device_hits, lease.host_hits, lease.storage_hits)

@@ -1,0 +1,174 @@
+"""READ THIS FIRST: the whole system in one page. Builds the actors in flow order, wires their channels, supervises them, drains them.
+
+    door -> PrefixIndex -> CpuEvictor -> GpuSwapper          copies between device and host arena
+                 |              |
+                 |              +------> StorageReader, StorageWriter (pools)
+                 |              |                |
+                 +--------------+----------------+-> FlushNotifier -> sinks
+
+Arrows are bounded data lanes and form no cycle; completions travel back on the control lanes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio.to_thread
+
+from kvactors.actor import Activity, ActorRef, ActorSpec, Group, RestartBudget, Supervisor
+from kvactors.config import Config, StorageConfig
+from kvactors.cpu_evictor.actor import CpuEvictor
+from kvactors.cpu_evictor.arena import Arena
+from kvactors.device import make_device
+from kvactors.device.base import Device
+from kvactors.errors import LayoutError
+from kvactors.flush_notifier.actor import FlushNotifier
+from kvactors.flush_notifier.sinks.base import Sink, make_sink
+from kvactors.gpu_swapper.actor import GpuSwapper
+from kvactors.gpu_swapper.executor import CopyExecutor, InlineExecutor
+from kvactors.layout import make_layout
+from kvactors.prefix_index.actor import PrefixIndex
+from kvactors.prefix_index.index import BlockIndex
+from kvactors.storage.backends import make_backend
+from kvactors.storage.reader import StorageReader
+from kvactors.storage.writer import StorageWriter
+
+
+class System:
+    """The parts of one cache. Nothing runs before `running()`.
+
+    inline_copies: copy in the loop's own thread (for loops of virtual time, which have no threads).
+    """
+
+    def __init__(self, config: Config, device: Device | None = None, *, inline_copies: bool = False) -> None:
+        self.config = config
+        self.layout = device.layout if device is not None else make_layout(config.layout, config.cache.block_size)
+        if self.layout.block_size != config.cache.block_size:
+            raise LayoutError(f"the device's blocks hold {self.layout.block_size} tokens, cache.block_size is {config.cache.block_size}")
+        self.device = device if device is not None else make_device(config.device, self.layout)
+        self.storage = StorageConfig(backend="none", write_policy="none") if config.flush.only else config.storage
+        self.backend = make_backend(self.storage, self.layout.fingerprint, self.layout.block_bytes)
+        through_host = config.host.slots > 0 or self.backend is not None
+        slots = config.host.slots + config.host.transit_slots if through_host else 0
+        self.arena = Arena(slots, self.layout.block_bytes, pinned=config.host.pinned)
+        executor = InlineExecutor if inline_copies else CopyExecutor
+        self.executor = executor(self.device, self.arena, config.host.copy_threads)
+        self.inline = inline_copies
+        self.sinks: dict[str, Sink] = {}
+        for settings in config.flush.sinks:
+            sink = make_sink(settings, config.cache.block_size)
+            self.sinks[sink.name] = sink
+        self.activity = Activity()
+        self.supervisor = Supervisor(self.activity, RestartBudget(config.actors.restarts))
+        self.epoch = time.time_ns() // 1_000_000
+        self._make_refs()
+
+    def _make_refs(self) -> None:
+        bound, pool = self.config.actors.channel_bound, self.storage if self.backend is not None else None
+        ref = self.supervisor.make_ref
+        self.index = ref(PrefixIndex, bound)
+        self.swapper = ref(GpuSwapper, bound)
+        self.evictor = ref(CpuEvictor, bound)
+        self.readers = [ref(StorageReader, bound, name=f"storage_reader-{i}") for i in range(pool.readers if pool else 0)]
+        self.writers = [ref(StorageWriter, bound, name=f"storage_writer-{i}") for i in range(pool.writers if pool else 0)]
+        self.notifier = ref(FlushNotifier, bound)
+
+    # -- the factories, in flow order
+
+    def _make_index(self, ref: ActorRef) -> PrefixIndex:
+        config, host, storage = self.config, self.config.host, self.storage
+        stored = self.backend is not None
+        host_tier = host.slots > 0 or (stored and storage.write_policy == "write_back")
+        exclusive = host.mode == "exclusive" or not host.slots
+        blocks = self.device.num_blocks
+        index = BlockIndex(
+            config.cache.block_size,
+            blocks,
+            blocks + host.slots + 1024,
+            recompute_last_token=config.cache.recompute_last_token,
+        )
+        return PrefixIndex(
+            ref, index=index, evictor=self.evictor, notifier=self.notifier, exclusive=exclusive, host_tier=host_tier,
+            fetch=stored and storage.fetch, announce=bool(self.sinks), free_low=int(config.device.free_low * blocks),
+            free_high=int(config.device.free_high * blocks), save=storage.write_policy if stored else "none",
+            min_hits=storage.min_hits, keep=not exclusive, namespace=config.cache.namespace,
+        )  # fmt: skip
+
+    def _make_swapper(self, ref: ActorRef) -> GpuSwapper:
+        return GpuSwapper(ref, executor=self.executor, evictor=self.evictor)
+
+    def _make_evictor(self, ref: ActorRef) -> CpuEvictor:
+        return CpuEvictor(
+            ref, config=self.config.host, storage=self.storage, arena=self.arena, index=self.index, swapper=self.swapper,
+            readers=self.readers, writers=self.writers, notifier=self.notifier,
+        )  # fmt: skip
+
+    def _make_reader(self, ref: ActorRef) -> StorageReader:
+        assert self.backend is not None
+        return StorageReader(ref, backend=self.backend, arena=self.arena, evictor=self.evictor, notifier=self.notifier)
+
+    def _make_writer(self, ref: ActorRef) -> StorageWriter:
+        assert self.backend is not None
+        return StorageWriter(ref, backend=self.backend, arena=self.arena, evictor=self.evictor, notifier=self.notifier)
+
+    def _make_notifier(self, ref: ActorRef) -> FlushNotifier:
+        return FlushNotifier(
+            ref, block_size=self.config.cache.block_size, sinks=list(self.sinks.values()), config=self.config.flush,
+            epoch=self.epoch,
+        )  # fmt: skip
+
+    def _members(self) -> tuple[Group, Group]:
+        """Who restarts with whom. Slots and device blocks are shared memory: whoever may still write to them goes down with the one
+        that hands them out, so that no copy of an earlier life touches a later one's blocks."""
+        readers = [Group(ref.name, (ActorSpec(StorageReader, self._make_reader, ref),)) for ref in self.readers]
+        writers = [Group(ref.name, (ActorSpec(StorageWriter, self._make_writer, ref),)) for ref in self.writers]
+        swapper = ActorSpec(GpuSwapper, self._make_swapper, self.swapper)
+        evictor = ActorSpec(CpuEvictor, self._make_evictor, self.evictor)
+        plane = Group("data plane", (swapper, evictor, *readers, *writers))
+        core = Group("core", (ActorSpec(PrefixIndex, self._make_index, self.index), plane))
+        notifier = Group("notifier", (ActorSpec(FlushNotifier, self._make_notifier, self.notifier),))
+        return core, notifier
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[System]:
+        """Open the store, touch the arena, run the actors; on the way out drain, stop in reverse and close everything."""
+        try:
+            if self.backend is not None:
+                await self.backend.open()
+            if self.inline:
+                self.arena.touch()
+            else:
+                await anyio.to_thread.run_sync(self.arena.touch)
+            drain = self.config.actors.drain
+            unused = () if self.backend is not None else (StorageReader, StorageWriter)
+            async with self.supervisor.running(*self._members(), drain=drain, outside=unused):
+                yield self
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self.executor.close()
+                if self.backend is not None:
+                    await self.backend.close()
+                self.arena.close()
+
+    # -- the present lives, for inspection
+
+    def _actor(self, ref: ActorRef) -> Any:
+        return self.supervisor.actor(ref.name)
+
+    @property
+    def index_actor(self) -> PrefixIndex:
+        """PrefixIndex as it is now."""
+        return self._actor(self.index)  # type: ignore[no-any-return]
+
+    @property
+    def evictor_actor(self) -> CpuEvictor:
+        """CpuEvictor as it is now."""
+        return self._actor(self.evictor)  # type: ignore[no-any-return]
+
+    @property
+    def notifier_actor(self) -> FlushNotifier:
+        """FlushNotifier as it is now."""
+        return self._actor(self.notifier)  # type: ignore[no-any-return]
