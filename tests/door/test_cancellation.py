@@ -1,0 +1,93 @@
+"""Cancelling a task at every await point of a request leaks nothing: every step of the loop is a chance."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+
+import anyio
+import pytest
+from door_kit import BLOCK, opened, prompt, serve
+
+HOST = {"slots": 8, "transit_slots": 16}
+STORE = {"backend": "memory", "write_policy": "write_back"}
+
+
+async def one_request(cache, reached):
+    tokens = prompt(1, 5, tail=1)
+    lease = await cache.acquire("victim", tokens)
+    reached.append("acquired")
+    await lease.ready()
+    reached.append("ready")
+    keys = lease.keys(0, 5)
+    cache.device.fill(list(lease.block_table[:5]), keys)
+    await lease.extend([1, 2, 3, 4])
+    reached.append("extended")
+    await lease.commit(5 * BLOCK)
+    reached.append("committed")
+    await lease.finish()
+    reached.append("finished")
+
+
+async def prepare(cache):
+    """The victim's blocks on the host and in storage, the device full of others': the request must evict and load."""
+    await serve(cache, "victim before", prompt(1, 5, tail=1))
+    for other in (2, 3):
+        await serve(cache, "other", prompt(other, 8))
+    await cache.settled()
+
+
+@pytest.mark.parametrize("how", ["task.cancel", "anyio scope"])
+async def test_cancelled_at_every_step(how):
+    seen = set()
+    for step in range(400):
+        async with opened(host=HOST, storage=STORE) as cache:
+            await prepare(cache)
+            reached: list[str] = []
+            scope = anyio.CancelScope()
+
+            async def run(scope=scope, cache=cache, reached=reached):
+                with scope:
+                    await one_request(cache, reached)
+
+            task = asyncio.create_task(run())
+            for _ in range(step):
+                await asyncio.sleep(0)
+            finished = task.done()
+            if how == "task.cancel":
+                task.cancel()
+            else:
+                scope.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            seen.add(tuple(reached))
+            del task
+            gc.collect()
+            await cache.settled()
+            index = cache.statistics().index
+            assert index.leases == index.waiting == index.nodes_referenced == 0, (step, reached)
+            assert index.blocks_free + index.evictable == index.blocks_total, (step, reached)
+            assert (await serve(cache, "after", prompt(1, 5, tail=1))).num_tokens == 21
+        if finished:
+            break
+    assert finished, "the request was never allowed to end"
+    assert ("acquired",) in seen or ("acquired", "ready") in seen
+    assert len(seen) >= 4
+
+
+async def test_a_forgotten_lease_comes_back_with_a_warning():
+    async with opened() as cache:
+        lease = await cache.acquire("forgetful", prompt(1, 3))
+        with pytest.warns(ResourceWarning, match="forgetful"):
+            del lease
+            gc.collect()
+        await cache.settled()
+        assert cache.statistics().index.blocks_free == 8
+
+
+async def test_an_error_inside_the_lease_gives_it_back():
+    async with opened() as cache:
+        with pytest.raises(RuntimeError, match="engine"):
+            async with await cache.acquire("a", prompt(1, 3)):
+                raise RuntimeError("engine")
+        await cache.settled()
+        assert cache.statistics().index.blocks_free == 8
