@@ -82,7 +82,7 @@ class BlockTree:
         """
     def peek(self, path: Path, max_blocks: int = -1) -> tuple[int, bytes]:
         """What `pin` would return, without changing anything."""
-    def trim(self, path: Path, held: int) -> None:
+    def trim(self, path: Path, held: int) -> list[int]:
         """Give back references beyond the first `held` nodes (not below `num_committed`), and forget shared
         blocks of those positions (they read -1)."""
     def commit(self, path: Path, upto: int) -> tuple[int, int, list[int]]:
@@ -134,8 +134,8 @@ class BlockTree:
         Referenced ones are returned by later `release`, in-flight ones by `finish_load` / `finish_offload`."""
     def device_keys(self) -> bytes:
         """Names of all nodes resident on the device."""
-    def paths(self) -> list[tuple[bytes, bytes, bytes]]:
-        """For each leaf of the tree: (tokens, keys, state bits) from the root."""
+    def paths(self) -> list[tuple[bytes, bytes, bytes, bytes]]:
+        """For each leaf of the tree: (root key, tokens, keys, state bits), all from the root on."""
     def statistics(self) -> dict[str, int]:
         """nodes, device, host, evictable, referenced (nodes), loading, offloading, bytes."""
     def check(self) -> None:

@@ -1,0 +1,267 @@
+// Nodes: how they are found, made and dropped, and the list of evictable ones.
+#include "tree.hpp"
+
+#include <atomic>
+#include <random>
+#include <stdexcept>
+
+namespace kvactors {
+namespace {
+
+u64 mix(u64 x) {
+    x = (x ^ (x >> 33)) * 0xff51afd7ed558ccdULL;
+    x = (x ^ (x >> 33)) * 0xc4ceb9fe1a85ec53ULL;
+    return x ^ (x >> 33);
+}
+
+unsigned chunk_shift(std::size_t capacity) {
+    unsigned shift = 8;
+    while (shift < 16 && (std::size_t(1) << shift) < capacity) ++shift;
+    return shift;
+}
+
+std::string text(const Key& key) { return std::string(reinterpret_cast<const char*>(key.bytes), 32); }
+
+std::atomic<u64> next_serial{1};
+
+}  // namespace
+
+Tree::Tree(u32 block_size, std::size_t capacity)
+    : block_size_(block_size),
+      serial_(next_serial.fetch_add(1)),
+      token_seed_((block_size + 1) & ~u32(1)),
+      nodes_(1, chunk_shift(capacity)),
+      tokens_(block_size, chunk_shift(capacity)),
+      children_(capacity),
+      names_(capacity),
+      extras_(1) {
+    std::random_device entropy;
+    for (u64& word : seed_) word = u64(entropy()) << 32 | entropy();
+    for (u32& word : token_seed_) word = u32(entropy());
+    nodes_.reserve(capacity);
+    tokens_.reserve(capacity);
+}
+
+// NH: the sum of products of (token + secret) pairs. Two different blocks collide with probability 2**-32 whatever
+// tokens a sender picks, and the loop vectorises.
+u32 Tree::child_hash(u32 parent, u32 extra, const u32* tokens) const {
+    const u32* secret = token_seed_.data();
+    u64 sum = 0;
+    const u32 even = block_size_ & ~u32(1);
+    for (u32 i = 0; i < even; i += 2) sum += u64(u32(tokens[i] + secret[i])) * u32(tokens[i + 1] + secret[i + 1]);
+    if (even != block_size_) sum += u64(u32(tokens[even] + secret[even])) * secret[even + 1];
+    return u32(mix(sum + parent * (seed_[0] | 1) + extra * (seed_[1] | 1)) >> 32);
+}
+
+u32 Tree::name_hash(const Key& name) const {
+    u64 first;
+    std::memcpy(&first, name.bytes, 8);
+    return u32(mix(first ^ seed_[2]) >> 32);
+}
+
+u32 Tree::find_root(const Key& root) const {
+    const auto found = roots_.find(text(root));
+    return found == roots_.end() ? kNil : found->second;
+}
+
+u32 Tree::find_name(const Key& name) const {
+    return names_.find(name_hash(name), [&](u32 id) { return at(id).name == name; });
+}
+
+// Nodes made together lie side by side, so the child is most often `guess`: then nothing is hashed.
+u32 Tree::find_child(u32 parent, u32 extra, const u32* tokens, u32 guess) const {
+    const auto same = [&](u32 id) {
+        const Node& node = at(id);
+        return node.parent == parent && node.extra == extra &&
+               std::memcmp(tokens_of(id), tokens, 4 * std::size_t(block_size_)) == 0;
+    };
+    if (guess < next_id_ && same(guess)) return guess;
+    return children_.find(child_hash(parent, extra, tokens), same);
+}
+
+// The interned id of a block's extra key: 0 for none, kNil for one that no node has.
+u32 Tree::known_extra(const Path& path, u32 block) const {
+    const std::string* extra = path.extra(block);
+    if (extra == nullptr) return 0;
+    const auto found = extra_ids_.find(*extra);
+    return found == extra_ids_.end() ? kNil : found->second;
+}
+
+u32 Tree::intern(const std::string* extra) {
+    if (extra == nullptr) return 0;
+    const auto found = extra_ids_.find(*extra);
+    if (found != extra_ids_.end()) {
+        ++extras_[found->second].uses;
+        return found->second;
+    }
+    u32 id = u32(extras_.size());
+    if (free_extras_.empty()) {
+        extras_.push_back({*extra, 1});
+    } else {
+        id = free_extras_.back();
+        free_extras_.pop_back();
+        extras_[id] = {*extra, 1};
+    }
+    extra_ids_.emplace(*extra, id);
+    return id;
+}
+
+// Freed ids come back last in, first out. Chains are freed deepest first, so a chain takes ascending ids again.
+u32 Tree::take_id() {
+    u32 id = free_;
+    if (id != kNil) {
+        free_ = at(id).next;
+        return id;
+    }
+    id = next_id_;
+    if (id >= kFree) throw std::runtime_error("the block tree is full");
+    if (id >= nodes_.rows()) {
+        nodes_.reserve(std::size_t(id) + 1);
+        tokens_.reserve(std::size_t(id) + 1);
+    }
+    ++next_id_;
+    return id;
+}
+
+u32 Tree::make_root(const Key& root) {
+    const u32 found = find_root(root);
+    if (found != kNil) return found;
+    const u32 id = take_id();
+    Node& node = at(id);
+    node = Node{};
+    node.name = root;
+    node.parent = node.block = kNil;
+    node.bits = kRoot;
+    roots_.emplace(text(root), id);
+    return id;
+}
+
+// Makes nodes for blocks [from, upto) of the path under the last node it holds, and references them. Table slots are
+// asked for before they are used: in a large tree each would otherwise be a wait for memory.
+void Tree::create(Path& path, u32 from, u32 upto) {
+    path.name_to(upto);
+    u32 parent = from == 0 ? make_root(path.root) : path.nodes[from - 1];
+    path.nodes.resize(upto);
+    hashes_.resize(2 * std::size_t(upto - from));
+    u32* hash = hashes_.data();
+    for (u32 i = from; i < upto; ++i, hash += 2) {
+        const u32 id = take_id();
+        Node& node = at(id);
+        node.name = path.names[i];
+        node.parent = parent;
+        node.block = kNil;
+        node.extra = path.extras.empty() ? 0 : intern(path.extra(i));
+        node.refs = node.hits = 1;
+        node.children = i + 1 < upto ? 1 : 0;
+        node.pending = node.bits = 0;
+        node.op = 0;
+        std::memcpy(tokens_of(id), path.block_tokens(i), 4 * std::size_t(block_size_));
+        hash[0] = child_hash(parent, node.extra, path.block_tokens(i));
+        hash[1] = name_hash(node.name);
+        children_.prefetch(hash[0]);
+        names_.prefetch(hash[1]);
+        path.nodes[i] = parent = id;
+    }
+    ++at(at(path.nodes[from]).parent).children;
+    hash = hashes_.data();
+    for (u32 i = from; i < upto; ++i, hash += 2) {
+        children_.insert(hash[0], path.nodes[i]);
+        names_.insert(hash[1], path.nodes[i]);
+    }
+    counts_.nodes += upto - from;
+    counts_.referenced += upto - from;
+}
+
+// Removes a node that nothing keeps any more, and then its parent if that was the last thing to keep it.
+void Tree::reap(u32 id) {
+    for (;;) {
+        const Node& node = at(id);
+        if (node.refs != 0 || node.children != 0 || (node.bits & kStateBits) != 0) return;
+        const u32 parent = node.parent;
+        drop(id);
+        if (parent == kNil) return;
+        --at(parent).children;
+        id = parent;
+    }
+}
+
+void Tree::drop(u32 id) {
+    Node& node = at(id);
+    if ((node.bits & kRoot) != 0) {
+        roots_.erase(text(node.name));
+    } else {
+        children_.erase(child_hash(node.parent, node.extra, tokens_of(id)), id);
+        names_.erase(name_hash(node.name), id);
+        if (node.extra != 0 && --extras_[node.extra].uses == 0) {
+            extra_ids_.erase(extras_[node.extra].bytes);
+            extras_[node.extra].bytes = std::string();
+            free_extras_.push_back(node.extra);
+        }
+        --counts_.nodes;
+    }
+    node.parent = kFree;
+    node.next = free_;
+    free_ = id;
+}
+
+void Tree::push(u32 id) {
+    Node& node = at(id);
+    node.bits |= kListed;
+    node.prev = tail_;
+    node.next = kNil;
+    (tail_ == kNil ? head_ : at(tail_).next) = id;
+    tail_ = id;
+    ++counts_.evictable;
+}
+
+void Tree::unlink(u32 id) {
+    Node& node = at(id);
+    (node.prev == kNil ? head_ : at(node.prev).next) = node.next;
+    (node.next == kNil ? tail_ : at(node.next).prev) = node.prev;
+    node.bits &= u8(~kListed);
+    --counts_.evictable;
+}
+
+void Tree::take_device(u32 id, u32 block) {
+    Node& node = at(id);
+    node.block = block;
+    node.bits = u8((node.bits | kDevice) & ~kAnnounced);
+    ++counts_.device;
+}
+
+u32 Tree::lose_device(u32 id) {
+    Node& node = at(id);
+    const u32 block = node.block;
+    if ((node.bits & kListed) != 0) unlink(id);
+    if ((node.bits & kOffloading) != 0) --counts_.offloading;
+    --counts_.device;
+    node.block = kNil;
+    node.bits &= u8(~(kDevice | kOffloading));
+    return block;
+}
+
+void Tree::acquire(u32 id) {
+    Node& node = at(id);
+    if (node.refs++ != 0) return;
+    ++counts_.referenced;
+    if ((node.bits & kListed) != 0) unlink(id);
+}
+
+// Drops one reference. The last one lists a resident node as most recently used, or in a retired tree frees its block.
+void Tree::let_go(u32 id, std::vector<u32>& freed) {
+    Node& node = at(id);
+    if (--node.refs != 0) return;
+    --counts_.referenced;
+    if (is_firm(node) && !retired_) {
+        push(id);
+        return;
+    }
+    if (retired_ && node.pending == 0) {
+        if ((node.bits & kDevice) != 0) freed.push_back(lose_device(id));
+        if ((node.bits & kHost) != 0) --counts_.host;
+        node.bits &= u8(~kHost);
+    }
+    reap(id);
+}
+
+}  // namespace kvactors

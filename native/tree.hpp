@@ -1,0 +1,184 @@
+// The block tree: blocks known to this node, found by tokens, named by hash, with one list of evictable device blocks.
+//
+// Not thread-safe. A tree and the paths that hold its nodes belong to one owner.
+#pragma once
+
+#include <string>
+#include <unordered_map>
+
+#include "path.hpp"
+#include "slab.hpp"
+#include "table.hpp"
+
+namespace kvactors {
+
+enum Bits : u8 {
+    kDevice = 1,      // owns a device block whose bytes are valid
+    kHost = 2,        // the host tier was last heard to hold it
+    kLoading = 4,     // a copy into `block` is in flight
+    kOffloading = 8,  // picked for eviction; `block` is being copied away
+    kStateBits = 15,
+    kAnnounced = 16,
+    kSaved = 32,
+    kListed = 64,  // in the list of evictable nodes
+    kRoot = 128,   // start of a namespace: no tokens, no state, `name` is the root key
+};
+
+// One cache line. Free nodes have parent kFree and are chained through `next`.
+struct alignas(64) Node {
+    Key name;
+    u32 parent;
+    u32 block;  // device block (also the target of a load), kNil if none
+    u32 extra;  // interned extra key, 0 if none
+    u32 refs;
+    u32 children;
+    u16 hits;
+    u8 pending;  // offload operations still reading `block`; more than one after match, release, evict again
+    u8 bits;
+    union {
+        struct {
+            u32 prev, next;
+        };
+        u64 op;  // while OFFLOADING (never listed then): the operation that will free it, 0 once that one has ended
+    };
+};
+static_assert(sizeof(Node) == 64, "a node fills one cache line");
+
+struct Match {
+    u32 device_run;
+    std::string states;  // of the known nodes beyond the run
+};
+
+struct Committed {
+    u32 start, stop;
+    std::vector<u32> adopted;
+};
+
+struct Evicted {
+    std::vector<u32> nodes, blocks;
+    std::vector<Key> keys, parents;
+    std::string states;
+};
+
+struct Offloaded {
+    std::vector<u32> freed, again;
+};
+
+struct Leaf {
+    Key root;
+    std::vector<u32> tokens;
+    std::vector<Key> keys;
+    std::string states;
+};
+
+struct Statistics {
+    u64 nodes = 0, device = 0, host = 0, evictable = 0, referenced = 0, loading = 0, offloading = 0;
+};
+
+class Tree {
+public:
+    Tree(u32 block_size, std::size_t capacity);
+    Tree(const Tree&) = delete;
+    Tree& operator=(const Tree&) = delete;
+
+    u32 block_size() const { return block_size_; }
+    bool retired() const { return retired_; }
+
+    // tree_match.cpp
+    Match peek(const Path& path, u32 limit);
+    Match pin(Path& path, u32 limit);
+    std::vector<u32> trim(Path& path, u32 held);
+    std::vector<u32> release(Path& path);
+    bool mark_announced(Path& path, u32 upto);
+    void clear_announced();
+    std::vector<u32> unsaved(Path& path, u32 upto, u32 min_hits);
+
+    // tree_commit.cpp
+    Committed commit(Path& path, u32 upto);
+    u32 settle(Path& path);
+    void replace(Path& path, u32 position, u32 block);
+
+    // tree_load.cpp
+    std::vector<u32> begin_load(Path& path, u32 start, u32 stop);
+    std::vector<u32> finish_load(const u32* nodes, std::size_t count, std::size_t good);
+
+    // tree_evict.cpp
+    Evicted evict(std::size_t count, u64 op);
+    Offloaded finish_offload(const u32* nodes, std::size_t count, u64 op, const u8* on_host);
+    std::size_t host_gained(const Key* keys, std::size_t count);
+    std::size_t host_gone(const Key* keys, std::size_t count);
+    void clear_host();
+    std::vector<u32> retire();
+
+    // tree_inspect.cpp
+    std::vector<Key> device_keys() const;
+    std::vector<Leaf> leaves() const;
+    Statistics statistics() const { return counts_; }
+    std::size_t bytes() const;
+    void check() const;
+
+private:
+    static constexpr u32 kFree = 0xfffffffeu;
+
+    struct Extra {
+        std::string bytes;
+        u32 uses;
+    };
+
+    Node& at(u32 id) { return *nodes_.row(id); }
+    const Node& at(u32 id) const { return *nodes_.row(id); }
+    u32* tokens_of(u32 id) { return tokens_.row(id); }
+    const u32* tokens_of(u32 id) const { return tokens_.row(id); }
+    bool is_used(u32 id) const { return id < next_id_ && at(id).parent != kFree; }
+    bool is_node(u32 id) const { return is_used(id) && (at(id).bits & kRoot) == 0; }
+    // Resident and staying so: the set of these is closed upwards (see tree_evict.cpp).
+    static bool is_firm(const Node& node) { return (node.bits & (kDevice | kOffloading)) == kDevice; }
+
+    // tree.cpp: nodes, their tables and the list
+    u32 child_hash(u32 parent, u32 extra, const u32* tokens) const;
+    u32 name_hash(const Key& name) const;
+    u32 find_root(const Key& root) const;
+    u32 find_name(const Key& name) const;
+    u32 find_child(u32 parent, u32 extra, const u32* tokens, u32 guess) const;
+    u32 known_extra(const Path& path, u32 block) const;
+    u32 intern(const std::string* extra);
+    u32 take_id();
+    u32 make_root(const Key& root);
+    void create(Path& path, u32 from, u32 upto);
+    void reap(u32 id);
+    void drop(u32 id);
+    void push(u32 id);
+    void unlink(u32 id);
+    void take_device(u32 id, u32 block);
+    u32 lose_device(u32 id);
+    void acquire(u32 id);
+    void let_go(u32 id, std::vector<u32>& freed);
+
+    void require(const Path& path) const;
+    void require_held(const Path& path, u32 upto) const;
+    void walk(const Path& path, u32 limit, std::vector<u32>& found) const;
+    Match describe(const std::vector<u32>& found) const;
+    void require_blocks(const Path& path, u32 upto) const;
+    void adopt(Path& path, u32 position, u32 id, Committed& result);
+    void freshen_ancestors(u32 id);
+
+    u32 block_size_;
+    bool retired_ = false;
+    u64 serial_;
+    u64 seed_[4];
+    Raw<u32> token_seed_;  // one random word a token: the hash of a block is universal, not merely scrambled
+    Slab<Node> nodes_;
+    Slab<u32> tokens_;
+    u32 next_id_ = 0;
+    u32 free_ = kNil;
+    u32 head_ = kNil, tail_ = kNil;  // least and most recently used
+    Table children_, names_;
+    std::unordered_map<std::string, u32> roots_;
+    std::unordered_map<std::string, u32> extra_ids_;
+    std::vector<Extra> extras_;
+    std::vector<u32> free_extras_;
+    Statistics counts_;
+    std::vector<u32> scratch_, hashes_;
+};
+
+}  // namespace kvactors

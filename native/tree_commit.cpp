@@ -1,0 +1,86 @@
+// Computed blocks become shareable; loads that ended are taken over by the paths that waited for them.
+#include <stdexcept>
+
+#include "tree.hpp"
+
+namespace kvactors {
+
+void Tree::require_blocks(const Path& path, u32 upto) const {
+    if (upto > path.full_blocks()) throw std::invalid_argument("commit beyond the full blocks of the path");
+    for (u32 i = path.committed; i < upto; ++i) {
+        if (i >= path.table.size() || path.table[i] == kNil)
+            throw std::invalid_argument("commit of a position without a device block");
+        // Left behind by a load that failed: somebody must say whose block it is now.
+        if (path.shared[i] != 0 && at(path.nodes[i]).block != path.table[i])
+            throw std::invalid_argument("commit of a position whose load has failed and was not settled");
+    }
+}
+
+Committed Tree::commit(Path& path, u32 upto) {
+    require(path);
+    require_blocks(path, upto);
+    Committed result{path.committed, path.committed, {}};
+    if (retired_) return result;
+    for (u32 i = path.committed; i < upto; ++i) {
+        if (i == path.held()) {
+            const u32 parent = i == 0 ? find_root(path.root) : path.nodes[i - 1];
+            const u32 extra = known_extra(path, i);
+            const u32 child = parent == kNil || extra == kNil
+                                  ? kNil
+                                  : find_child(parent, extra, path.block_tokens(i), parent + 1);
+            path.tree = serial_;
+            if (child == kNil) {
+                create(path, i, upto);  // under a new node everything is new
+            } else {
+                if ((at(child).bits & kLoading) != 0) break;
+                if (i == path.names.size()) path.names.push_back(at(child).name);
+                path.nodes.push_back(child);
+                acquire(child);
+            }
+        }
+        const u32 id = path.nodes[i];
+        if ((at(id).bits & kLoading) != 0) break;
+        adopt(path, i, id, result);
+        path.committed = result.stop = i + 1;
+    }
+    return result;
+}
+
+// One committed position: a resident node keeps its own block and the path's stays private, any other takes it.
+void Tree::adopt(Path& path, u32 position, u32 id, Committed& result) {
+    Node& node = at(id);
+    if ((node.bits & kDevice) != 0) {
+        if ((node.bits & kOffloading) != 0) {
+            node.bits &= u8(~kOffloading);
+            --counts_.offloading;
+        }
+        return;
+    }
+    if ((node.bits & kHost) != 0) result.adopted.push_back(position);
+    take_device(id, path.table[position]);
+    path.shared[position] = 1;
+}
+
+u32 Tree::settle(Path& path) {
+    require(path);
+    u32 i = path.committed;
+    while (i < path.held() && i < path.table.size()) {
+        const Node& node = at(path.nodes[i]);
+        if (!is_firm(node) || node.block != path.table[i]) break;
+        ++i;
+    }
+    path.committed = i;
+    for (; i < path.table.size(); ++i)
+        if (path.shared[i] != 0 && at(path.nodes[i]).block != path.table[i]) path.shared[i] = 0;
+    return path.committed;
+}
+
+void Tree::replace(Path& path, u32 position, u32 block) {
+    require(path);
+    if (position < path.committed) throw std::invalid_argument("cannot replace a committed block");
+    if (position >= path.table.size()) throw std::invalid_argument("position beyond the end of the block table");
+    if (block == kNil) throw std::invalid_argument("device block id out of range");
+    path.put(position, block, false);
+}
+
+}  // namespace kvactors

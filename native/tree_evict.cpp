@@ -1,0 +1,124 @@
+// Eviction, what the host tier says, and retirement.
+//
+// Why the head of one list is the right victim. A node is listed when its last reference goes or when a load of it ends.
+// References go deepest first, and a use of a node is a use of all its ancestors, so a listed parent always stands
+// behind its listed children: the head has no evictable child, and the order of the list is the order by (last use,
+// deeper first). Children that are referenced or loading keep their ancestors referenced, except that a load may outlive
+// its request; then finish_load does not make it resident under a parent that is leaving. So picking from the head is
+// leaf-first LRU at O(1) a block, and the nodes that are resident and staying form a tree that hangs from the roots.
+#include <stdexcept>
+
+#include "tree.hpp"
+
+namespace kvactors {
+
+Evicted Tree::evict(std::size_t count, u64 op) {
+    if (op == 0) throw std::invalid_argument("operation number 0 is not allowed");
+    Evicted result;
+    while (result.nodes.size() < count && head_ != kNil) {
+        const u32 id = head_;
+        Node& node = at(id);
+        if (node.pending == 0xff) break;  // 255 operations read this block; nothing above it may go before it
+        unlink(id);
+        node.bits |= kOffloading;
+        node.op = op;
+        ++node.pending;
+        ++counts_.offloading;
+        result.nodes.push_back(id);
+        result.blocks.push_back(node.block);
+        result.keys.push_back(node.name);
+        result.parents.push_back(at(node.parent).name);
+        result.states.push_back(char(node.bits & kStateBits));
+    }
+    return result;
+}
+
+// A block is freed by the last operation that reads it: a node that was matched, released and evicted again while the
+// first copy was still in flight must not have its block overwritten under that copy.
+Offloaded Tree::finish_offload(const u32* nodes, std::size_t count, u64 op, const u8* on_host) {
+    if (op == 0) throw std::invalid_argument("operation number 0 is not allowed");
+    for (std::size_t j = 0; j < count; ++j)
+        if (!is_node(nodes[j]) || at(nodes[j]).pending == 0)
+            throw std::invalid_argument("finish of an offload that is not in flight");
+    Offloaded result;
+    for (std::size_t j = 0; j < count; ++j) {
+        const u32 id = nodes[j];
+        Node& node = at(id);
+        if (!is_node(id) || node.pending == 0) throw std::invalid_argument("a node occurs twice in this offload");
+        --node.pending;
+        if (on_host[j] != 0 && (node.bits & kHost) == 0) {
+            node.bits |= kHost;
+            ++counts_.host;
+        }
+        const bool marked = (node.bits & kOffloading) != 0;
+        if (marked && node.op == op) {
+            node.op = 0;
+        } else {
+            result.again.push_back(u32(j));
+        }
+        if (node.pending != 0) continue;
+        if (marked || (retired_ && node.refs == 0)) result.freed.push_back(lose_device(id));
+        if (retired_ && node.refs == 0 && (node.bits & kHost) != 0) {
+            node.bits &= u8(~kHost);
+            --counts_.host;
+        }
+        reap(id);
+    }
+    return result;
+}
+
+std::size_t Tree::host_gained(const Key* keys, std::size_t count) {
+    std::size_t known = 0;
+    for (std::size_t i = 0; i < count; ++i) {
+        const u32 id = find_name(keys[i]);
+        if (id == kNil) continue;
+        ++known;
+        if ((at(id).bits & kHost) != 0) continue;
+        at(id).bits |= kHost;
+        ++counts_.host;
+    }
+    return known;
+}
+
+std::size_t Tree::host_gone(const Key* keys, std::size_t count) {
+    std::size_t known = 0;
+    for (std::size_t i = 0; i < count; ++i) {
+        const u32 id = find_name(keys[i]);
+        if (id == kNil) continue;
+        ++known;
+        if ((at(id).bits & kHost) == 0) continue;
+        at(id).bits &= u8(~kHost);
+        --counts_.host;
+        reap(id);
+    }
+    return known;
+}
+
+void Tree::clear_host() {
+    for (u32 id = 0; id < next_id_; ++id)
+        if (is_node(id)) at(id).bits &= u8(~kHost);
+    counts_.host = 0;
+    for (u32 id = 0; id < next_id_; ++id)
+        if (is_node(id)) reap(id);
+}
+
+std::vector<u32> Tree::retire() {
+    retired_ = true;
+    std::vector<u32> freed;
+    for (u32 id = 0; id < next_id_; ++id) {
+        if (!is_node(id)) continue;
+        Node& node = at(id);
+        if (node.refs != 0 || node.pending != 0 || (node.bits & kLoading) != 0) {
+            if ((node.bits & kListed) != 0) unlink(id);
+            continue;
+        }
+        if ((node.bits & kDevice) != 0) freed.push_back(lose_device(id));
+        if ((node.bits & kHost) != 0) --counts_.host;
+        node.bits &= u8(~kHost);
+    }
+    for (u32 id = 0; id < next_id_; ++id)
+        if (is_node(id)) reap(id);
+    return freed;
+}
+
+}  // namespace kvactors

@@ -1,0 +1,97 @@
+// Loads: nodes whose device block is being filled from another tier.
+#include <stdexcept>
+
+#include "tree.hpp"
+
+namespace kvactors {
+
+std::vector<u32> Tree::begin_load(Path& path, u32 start, u32 stop) {
+    require_held(path, start);
+    if (retired_) throw std::invalid_argument("the tree is retired: nothing can be loaded into it");
+    if (stop < start || stop > path.full_blocks()) throw std::invalid_argument("load beyond the full blocks of the path");
+    if (stop > path.table.size()) throw std::invalid_argument("load into a position without a device block");
+    std::vector<u32> known;
+    u32 parent = start == 0 ? find_root(path.root) : path.nodes[start - 1];
+    for (u32 i = start; i < stop; ++i) {
+        if (path.shared[i] != 0 || path.table[i] == kNil)
+            throw std::invalid_argument("load into a position without a private device block");
+        if (i < path.held()) {
+            parent = path.nodes[i];
+        } else if (parent != kNil) {
+            const u32 extra = known_extra(path, i);
+            parent = extra == kNil ? kNil : find_child(parent, extra, path.block_tokens(i), parent + 1);
+        }
+        if (parent == kNil) continue;
+        if ((at(parent).bits & (kDevice | kLoading)) != 0)
+            throw std::invalid_argument("load of a block that is on the device or loading already");
+        known.push_back(parent);
+    }
+    path.tree = serial_;
+    const u32 last_known = start + u32(known.size());
+    for (u32 i = path.held(); i < last_known; ++i) {
+        if (i == path.names.size()) path.names.push_back(at(known[i - start]).name);
+        path.nodes.push_back(known[i - start]);
+        acquire(known[i - start]);
+    }
+    if (path.held() < stop) create(path, path.held(), stop);
+    std::vector<u32> nodes(path.nodes.begin() + start, path.nodes.begin() + stop);
+    for (u32 i = start; i < stop; ++i) {
+        Node& node = at(path.nodes[i]);
+        node.bits |= kLoading;
+        node.block = path.table[i];
+        path.shared[i] = 1;
+    }
+    counts_.loading += nodes.size();
+    return nodes;
+}
+
+// A load of unreferenced nodes ends after their ancestors were listed. A use of a block is a use of everything before
+// it, so those ancestors become the most recently used again and stay younger than their children.
+void Tree::freshen_ancestors(u32 id) {
+    for (u32 up = at(id).parent; (at(up).bits & kListed) != 0; up = at(up).parent) {
+        unlink(up);
+        push(up);
+    }
+}
+
+std::vector<u32> Tree::finish_load(const u32* nodes, std::size_t count, std::size_t good) {
+    if (good > count) throw std::invalid_argument("more good blocks than the load has");
+    for (std::size_t i = 0; i < count; ++i)
+        if (!is_node(nodes[i]) || (at(nodes[i]).bits & kLoading) == 0)
+            throw std::invalid_argument("finish of a load that is not in flight");
+    std::vector<u32> lost;
+    for (std::size_t i = 0; i < count; ++i) {
+        Node& node = at(nodes[i]);
+        if ((node.bits & kLoading) == 0) throw std::invalid_argument("a node occurs twice in this load");
+        node.bits &= u8(~kLoading);
+        --counts_.loading;
+        const Node& parent = at(node.parent);
+        // Under a parent that is leaving the device the block would be out of reach once that has gone.
+        const bool keep = i < good && ((parent.bits & kRoot) != 0 || is_firm(parent)) && (!retired_ || node.refs != 0);
+        if (keep) {
+            take_device(nodes[i], node.block);
+        } else {
+            lost.push_back(node.block);
+            node.block = kNil;
+            if (retired_ && node.refs == 0 && (node.bits & kHost) != 0) {
+                node.bits &= u8(~kHost);
+                --counts_.host;
+            }
+        }
+    }
+    u32 top = kNil;
+    for (std::size_t i = count; i-- > 0;) {
+        Node& node = at(nodes[i]);
+        if (node.refs != 0) continue;
+        if (is_firm(node)) {
+            if ((node.bits & kListed) == 0) push(nodes[i]);
+            top = nodes[i];
+        } else {
+            reap(nodes[i]);
+        }
+    }
+    if (top != kNil) freshen_ancestors(top);
+    return lost;
+}
+
+}  // namespace kvactors
