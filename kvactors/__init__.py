@@ -1,1 +1,18 @@
 """kvactors: independent asyncio actors that keep a tiered KV cache and tell external indexes what this node holds."""
+
+from kvactors.cache import Hits, KVCache, Lease
+from kvactors.cache import open_cache as open  # noqa: A004  (kvactors.open reads as what it is)
+from kvactors.config import Config
+from kvactors.errors import (
+    ActorFailed, CacheClosed, ConfigError, DeadlineExceeded, KVActorsError, LayoutError, LeaseEnded, NoRoom, NotReady, Paused,
+    SinkError, StoreError,
+)  # fmt: skip
+from kvactors.layout.gqa import GQALayout
+from kvactors.observe.statistics import CacheStatistics
+from kvactors.units import Reason, Residency, Tier
+
+__all__ = [
+    "ActorFailed", "CacheClosed", "CacheStatistics", "Config", "ConfigError", "DeadlineExceeded", "GQALayout", "Hits", "KVActorsError",
+    "KVCache", "LayoutError", "Lease", "LeaseEnded", "NoRoom", "NotReady", "Paused", "Reason", "Residency", "SinkError", "StoreError",
+    "Tier", "open",
+]  # fmt: skip

@@ -187,7 +187,7 @@ class KVCache:
             raise ValueError("a request needs at least one token")
         if extra_keys:
             positions, hashes = [(o, n) for o, n, _ in extra_keys], [h for _, _, h in extra_keys]
-            for block, extra in block_extras(path.num_full_blocks, self.block_size, positions, hashes).items():
+            for block, extra in block_extras(path.num_full_blocks, self.block_size, positions, hashes, path.num_tokens).items():
                 path.set_extra(block, extra)
         lease = next(self._leases)
         at = deadline_after(self.config.cache.deadline if deadline is None else deadline)

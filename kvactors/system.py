@@ -21,7 +21,7 @@ import anyio.to_thread
 from kvactors.actor import Activity, ActorRef, ActorSpec, Group, RestartBudget, Supervisor
 from kvactors.config import Config, StorageConfig
 from kvactors.cpu_evictor.actor import CpuEvictor
-from kvactors.cpu_evictor.arena import Arena
+from kvactors.device.arena import Arena
 from kvactors.device import make_device
 from kvactors.device.base import Device
 from kvactors.errors import LayoutError

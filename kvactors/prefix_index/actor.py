@@ -269,14 +269,18 @@ class PrefixIndex(Room):
 
     def _give_back(self, lease: Lease) -> None:
         self._detach(lease)
-        self.index.pool.give(lease.tree.release(lease.path))
+        self._release(lease)
         self.room_changed()
+
+    def _release(self, lease: Lease) -> None:
+        blocks = lease.tree.release(lease.path)
+        self.index.pool.give([block for block in blocks if block not in lease.foreign] if lease.foreign else blocks)
 
     def _forget(self, lease: Lease) -> None:
         """A lease that never got its blocks."""
         self.cancel_loads(lease, 0)
         self._detach(lease)
-        self.index.pool.give(lease.tree.release(lease.path))
+        self._release(lease)
 
     def _detach(self, lease: Lease) -> None:
         self.leases.pop(lease.id, None)

@@ -17,9 +17,10 @@ class Lease:
 
     path: tokens, names, nodes and block table. tree: the tree its nodes are in (retired by a clear). ops: loads it waits
     for. hoped: leading blocks that are cached if every load lands. fault: why `ready` must fail, if it must.
+    foreign: blocks in the table that are not the lease's to give back (only with a fault).
     """
 
-    __slots__ = ("deadline", "device_hits", "fault", "hoped", "host_hits", "id", "ops", "path", "ready", "request_id", "storage_hits", "tree")
+    __slots__ = ("deadline", "device_hits", "fault", "foreign", "hoped", "host_hits", "id", "ops", "path", "ready", "request_id", "storage_hits", "tree")
 
     def __init__(self, lease: int, request_id: str, path: Path, tree: BlockTree, deadline: float) -> None:
         self.id = lease
@@ -32,6 +33,7 @@ class Lease:
         self.hoped = 0
         self.device_hits = self.host_hits = self.storage_hits = 0
         self.fault: Exception | None = None
+        self.foreign: set[int] = set()
 
 
 class LoadOp:

@@ -148,10 +148,10 @@ class Transfers(Actor):
         landed = len(load.blocks) - len(orphans)
         if load.owner is None:
             self.index.pool.give(orphans)
-        if landed and not load.tree.retired:
-            stop = load.start + landed
-            self.announced(load.path, load.start, stop, Reason.LOAD)
-            self.discard(load.path.keys(load.start, stop))
+        if not load.tree.retired:
+            if landed:
+                self.announced(load.path, load.start, load.start + landed, Reason.LOAD)
+            self.discard(load.path.keys(load.start, load.start + good))
         for lease in (load.owner, *load.sharers):
             if lease is not None:
                 self._leave(lease, load, landed, from_host, owner=lease is load.owner)
@@ -178,9 +178,9 @@ class Transfers(Actor):
             self.drop(len(positions) - self.index.pool.free)
         if self.index.pool.free < len(positions):
             lease.fault = NoRoom(len(positions), self.index.pool.free)
-            fresh = [-1] * len(positions)
-        else:
-            fresh = self.index.pool.take(len(positions))
+            lease.foreign = targets
+            return
+        fresh = self.index.pool.take(len(positions))
         for position, block in zip(positions, fresh, strict=True):
             lease.tree.replace(lease.path, position, block)
 

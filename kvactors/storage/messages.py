@@ -53,18 +53,6 @@ class Write(Message, frozen=True, eq=False):
     deadline: float
 
 
-class Touch(Message, frozen=True, eq=False):
-    """These were used, least recently first."""
-
-    keys: bytes
-
-
-class Remove(Message, frozen=True, eq=False):
-    """Forget these objects."""
-
-    keys: bytes
-
-
 class ClearStore(Message, frozen=True, eq=False):
     """Forget every object of this namespace; answered with StoreCleared."""
 
@@ -72,9 +60,9 @@ class ClearStore(Message, frozen=True, eq=False):
 
 
 class Finished(Control, frozen=True, eq=False):
-    """To itself: a child job is over; `answer` goes to the evictor. gone: names the store gave up meanwhile, by reason.
+    """To itself: a child job is over; `answer` goes to the evictor.
 
-    stored: names that became readable, oldest first. failures: calls the back end failed (for the circuit breaker).
+    stored: names that became readable, oldest first. evicted, corrupt, taken: names the store does not hold any more, and why.
     """
 
     answer: Control
@@ -83,4 +71,3 @@ class Finished(Control, frozen=True, eq=False):
     corrupt: bytes
     taken: bytes
     moved_bytes: int
-    failures: int

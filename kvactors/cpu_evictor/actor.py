@@ -1,0 +1,347 @@
+"""CpuEvictor: the host tier. It alone hands out host slots, so it leads every movement through host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+from kvactors.actor import ActorRef, Message, on
+from kvactors.actor.clock import now
+from kvactors.cpu_evictor.host import Entry, Place
+from kvactors.cpu_evictor.load import LoadJob
+from kvactors.cpu_evictor.messages import Admit, Cancel, ClearHost, Discard, Load, Offload, Overdue
+from kvactors.cpu_evictor.messages import Place as PlaceLoad
+from kvactors.cpu_evictor.traffic import Traffic
+from kvactors.flush_notifier.messages import Cleared, Gained, Gone
+from kvactors.gpu_swapper.messages import Copy, Direction
+from kvactors.prefix_index.messages import Admitted, HostGained, HostGone, Loaded, Offloaded
+from kvactors.storage.messages import ClearStore, Outcome, Probe, Read, Write
+from kvactors.units import Reason, Tier, join_keys, split_keys
+
+
+class HostStatistics(NamedTuple):
+    """A moment's picture of the host tier; the second half counts blocks of this life."""
+
+    slots: int
+    resident: int
+    free_slots: int
+    pinned: int
+    evicted: int
+    offloaded: int
+    loaded: int
+    fetched: int  # from storage
+    written: int
+    shed: int  # evicted without the write-back that was due, for want of slots
+    copy_failures: int
+    write_failures: int
+
+
+class CpuEvictor(Traffic):
+    """Owns host slots, the host LRU and slot pins."""
+
+    ROLE: ClassVar[str] = "cpu_evictor"
+    SENDS: ClassVar[Mapping[str, tuple[type[Message], ...]]] = {
+        "gpu_swapper": (Copy,),
+        "storage_reader": (Probe, Read),
+        "storage_writer": (Write, ClearStore),
+        "flush_notifier": (Gained, Gone, Cleared),
+        "prefix_index": (Offloaded, Loaded, Admitted, HostGained, HostGone),
+    }
+
+    def __init__(self, ref: ActorRef, **rest: Any) -> None:
+        super().__init__(ref, **rest)
+        self.loads: dict[int, LoadJob] = {}
+
+    def started(self) -> None:
+        """A life after a death begins with an empty host tier."""
+        if self.life:
+            self.tell(self.notifier, Cleared(Tier.HOST, Reason.RESTART))
+
+    # -- offload
+
+    @on(Offload)
+    def offload(self, message: Offload) -> None:
+        """Take what the host tier wants of evicted device blocks."""
+        keys, parents = split_keys(message.keys), split_keys(message.parents)
+        kept = bytearray(len(keys))
+        fresh: list[int] = []
+        for j, key in enumerate(keys):
+            entry = self.host.usable(key)
+            if entry is not None and (entry.place is Place.RESIDENT or self.host.resident < self.host.capacity):
+                self.host.move(entry, Place.RESIDENT)
+                self.host.touch([key])
+                kept[j] = 1
+            elif key not in self.host.entries:
+                fresh.append(j)
+        retain = self.host.capacity > 0
+        if retain:
+            self.make_room(len(fresh), len(fresh), keys)
+            fresh = fresh[len(fresh) - min(len(fresh), self.host.capacity - self.host.resident) :]
+        elif not self.write_back:
+            fresh = []
+        fresh = fresh[len(fresh) - min(len(fresh), self.host.free) :]
+        place = Place.RESIDENT if retain else Place.TRANSIT
+        entries = [self.host.add(keys[j], parents[j], place) for j in fresh]
+
+        def then(failed: frozenset[int]) -> None:
+            good = self._arrive(entries, failed)
+            if retain:
+                for i, j in enumerate(fresh):
+                    kept[j] = i not in failed and not entries[i].dropped
+                self.gained([entry.key for entry in good] + self._untold(keys, kept))
+                self.offloaded += len(good)
+            else:
+                self.write(good)
+            self.tell(self.index, Offloaded(message.op, bytes(kept)))
+            self.keep_watermarks()
+
+        self.copy(Direction.TO_HOST, [message.blocks[j] for j in fresh], entries, then)
+
+    def _untold(self, keys: Sequence[bytes], kept: bytearray) -> list[bytes]:
+        """Kept without a copy, but reported gone before (they were being written back)."""
+        found = [self.host.usable(key) for key, keep in zip(keys, kept, strict=True) if keep]
+        return [entry.key for entry in found if entry is not None and not entry.told and not entry.arriving]
+
+    def _arrive(self, entries: Sequence[Entry], failed: frozenset[int]) -> list[Entry]:
+        """A copy or read into slots is over: the good ones stand, unpinned; the others go."""
+        good = []
+        for i, entry in enumerate(entries):
+            entry.arriving = False
+            if i in failed:
+                self.host.drop(entry)
+            elif not entry.dropped:
+                good.append(entry)
+            self.host.unpin(entry)
+        return good
+
+    # -- load
+
+    @on(Load)
+    def load(self, message: Load) -> None:
+        """Bring blocks back: secure what the host has, look for the rest in storage."""
+        job = LoadJob(message.op, message.root, split_keys(message.keys), message.start, message.deadline, message.blocks)
+        self.loads[job.op] = job
+        self.host.touch(reversed(job.keys))
+        for key in job.wanted:
+            entry = self.host.usable(key)
+            if entry is None:
+                break
+            self._secure(job, entry)
+        rest = [key for key in job.wanted[len(job.entries) :] if self.host.usable(key) is None]
+        if rest and message.fetch and self.readers and message.deadline > now():
+            job.fetching = True
+            self.after(message.deadline - now(), Overdue(job.op))
+            self.probe(rest, message.deadline, lambda found: self._fetch(job, found))
+        self._copy_in(job, 0)
+        self._maybe_done(job)
+
+    def _secure(self, job: LoadJob, entry: Entry) -> None:
+        self.host.pin(entry)
+        if self.exclusive and entry.place is Place.RESIDENT:
+            self.host.move(entry, Place.LEAVING)
+        job.entries.append(entry)
+        job.from_host.append(True)
+
+    def _fetch(self, job: LoadJob, found: int) -> None:
+        """The store can give `found` of the blocks the host lacks, from the first one on: read them into slots."""
+        if job.late or job.over:
+            return
+        first, reading = len(job.entries), []
+        protected = job.keys
+        if not self.exclusive:
+            self.make_room(found, found, protected)
+        for offset, key in enumerate(job.wanted[first:], first):
+            entry = self.host.usable(key)
+            if entry is not None:
+                self._secure(job, entry)
+                continue
+            fits = self.host.free and (self.exclusive or self.host.resident < self.host.capacity)
+            if found == 0 or not fits or key in self.host.entries:
+                break
+            found -= 1
+            place = Place.TRANSIT if self.exclusive else Place.RESIDENT
+            entry = self.host.add(key, job.parent(job.start + offset), place)
+            self.host.pin(entry)
+            job.entries.append(entry)
+            job.from_host.append(False)
+            reading.append(entry)
+        self.host.touch(reversed(job.keys))
+        if not reading:
+            job.fetching = False
+            self._copy_in(job, first)
+            self._maybe_done(job)
+            return
+        self.read(reading, job.deadline, lambda outcomes: self._fetched(job, first, reading, outcomes))
+
+    def _fetched(self, job: LoadJob, first: int, reading: list[Entry], outcomes: bytes) -> None:
+        job.fetching = False
+        failed = frozenset(i for i, outcome in enumerate(outcomes) if outcome != Outcome.OK)
+        good = self._arrive(reading, failed)
+        self.fetched += len(good)
+        if not self.exclusive:
+            self.gained([entry.key for entry in good])
+            self.tell(self.index, HostGained(join_keys(entry.key for entry in good)))
+        if job.over:
+            for entry in good if self.exclusive else ():
+                self.host.drop(entry)
+            return
+        bad = {reading[i] for i in failed}
+        run = next((i for i, entry in enumerate(job.entries) if entry in bad), len(job.entries))
+        self._release_tail(job, run)
+        self._copy_in(job, first)
+        self._maybe_done(job)
+
+    def _copy_in(self, job: LoadJob, first: int) -> None:
+        """Copy secured sources from `first` on to the device, once there are blocks to copy into."""
+        sources = job.entries[first:]
+        if job.blocks is None or job.late or not sources or any(entry.arriving for entry in sources):
+            return
+        job.copies += 1
+
+        def then(failed: frozenset[int]) -> None:
+            job.copies -= 1
+            job.arrived.update(first + i for i in range(len(sources)) if i not in failed)
+            self._maybe_done(job)
+
+        self.copy(Direction.TO_DEVICE, job.blocks[first : first + len(sources)], sources, then)
+
+    @on(PlaceLoad)
+    def place(self, message: PlaceLoad) -> None:
+        """The device blocks of a load that went ahead without."""
+        job = self.loads.get(message.op)
+        if job is None:
+            return
+        job.blocks = message.blocks
+        ready = next((i for i, entry in enumerate(job.entries) if entry.arriving), len(job.entries))
+        waiting = job.entries[ready:]
+        job.entries = job.entries[:ready]
+        self._copy_in(job, 0)
+        job.entries += waiting
+        self._maybe_done(job)
+
+    @on(Cancel)
+    def cancel(self, message: Cancel) -> None:
+        """A load that was never placed is not wanted any more."""
+        job = self.loads.pop(message.op, None)
+        if job is not None:
+            job.over = True
+            self._release_tail(job, 0)
+
+    @on(Overdue)
+    def overdue(self, message: Overdue) -> None:
+        """The deadline of a load that looks in storage: what has not come by now is a miss."""
+        job = self.loads.get(message.op)
+        if job is not None:
+            job.late = True
+            self._maybe_done(job)
+
+    def _maybe_done(self, job: LoadJob) -> None:
+        waiting = job.copies or (job.fetching and not job.late)
+        if not (job.over or waiting or job.blocks is None):
+            self._answer(job)
+
+    def _answer(self, job: LoadJob) -> None:
+        """Say how much arrived. Sources that did go when the index discards them; the others are as before."""
+        job.over = True
+        self.loads.pop(job.op, None)
+        good = job.good()
+        self.loaded += good
+        self._release_tail(job, good)
+        for entry in job.entries[:good]:
+            if entry.place is Place.TRANSIT and not self._is_write(entry):
+                self.host.drop(entry)
+            self.host.unpin(entry)
+        job.entries = []
+        self.tell(self.index, Loaded(job.op, good, sum(job.from_host[:good])))
+
+    def _is_write(self, entry: Entry) -> bool:
+        """Whether a write still needs this slot (it drops the entry itself)."""
+        return entry.pins > 1
+
+    def _release_tail(self, job: LoadJob, keep: int) -> None:
+        """Unpin the sources from position `keep` on; those that were leaving stay after all, if there is room."""
+        tail, job.entries = job.entries[keep:], job.entries[:keep]
+        for entry in reversed(tail):
+            if entry.place is Place.LEAVING and not entry.dropped and entry.pins == 1:
+                if self.host.resident < self.host.capacity:
+                    self.host.move(entry, Place.RESIDENT)
+                else:
+                    self.gone([entry], Reason.CPU_EVICTION)
+                    self.tell(self.index, HostGone(entry.key))
+                    self.host.drop(entry)
+            elif entry.place is Place.TRANSIT and not entry.arriving and entry.pins == 1:
+                self.host.drop(entry)
+            self.host.unpin(entry)
+
+    @on(Discard)
+    def discard(self, message: Discard) -> None:
+        """The device holds these: an exclusive tier forgets them."""
+        if not self.exclusive:
+            return
+        found = [entry for key in split_keys(message.keys) if (entry := self.host.entries.get(key)) is not None]
+        self.gone(found, Reason.PROMOTION)
+        for entry in found:
+            if entry.place is not Place.TRANSIT and not entry.arriving:
+                self.host.drop(entry)
+
+    # -- admit
+
+    @on(Admit)
+    def admit(self, message: Admit) -> None:
+        """A finished request's path: keep a copy (inclusive tiers), write what is to be saved."""
+        keys = split_keys(message.keys)
+        lacking = [j for j, key in enumerate(keys) if key not in self.host.entries]
+        if message.keep:
+            self.make_room(len(lacking), len(lacking), keys)
+            lacking = lacking[: min(len(lacking), self.host.capacity - self.host.resident, self.host.free)]
+            place = Place.RESIDENT
+        else:
+            saved = set(message.save)
+            lacking = [j for j in lacking if j in saved][: self.host.free]
+            place = Place.TRANSIT
+        entries = [self.host.add(keys[j], keys[j - 1] if j else message.root, place) for j in lacking]
+        self.host.touch(reversed(keys))
+
+        def then(failed: frozenset[int]) -> None:
+            good = self._arrive(entries, failed)
+            if message.keep:
+                self.gained([entry.key for entry in good])
+                self.offloaded += len(good)
+            kept = bytes(message.keep and (e := self.host.usable(key)) is not None and e.place is Place.RESIDENT for key in keys)
+            if self.writers and message.save:
+                sources = [self.host.usable(keys[j]) for j in reversed(message.save)]
+                self.write([entry for entry in sources if entry is not None])
+            self.tell(self.index, Admitted(message.op, kept))
+            self.keep_watermarks()
+
+        self.copy(Direction.TO_HOST, [message.blocks[j] for j in lacking], entries, then)
+
+    # -- the whole tier
+
+    @on(ClearHost)
+    def clear(self, message: ClearHost) -> None:
+        """Forget everything; copies in flight end on entries that nobody finds any more."""
+        self.host.clear()
+        self.tell(self.notifier, Cleared(Tier.HOST, Reason.CLEAR))
+        if message.storage and self.writers:
+            self.tell(self.writers[0], ClearStore(0))
+
+    def host_keys(self) -> list[bytes]:
+        """Names of the blocks resident on the host."""
+        return self.host.keys()
+
+    def check(self) -> None:
+        """AssertionError if the tier's state is wrong, or something is pinned although nothing is in flight."""
+        self.host.check()
+        if not (self._copies or self._probes or self._reads or self._writes or self.loads):
+            assert not self.host.pinned(), f"{self.host.pinned()} slots pinned at rest"
+            leftover = [e for e in self.host.entries.values() if e.place is not Place.RESIDENT]
+            assert not leftover, f"{len(leftover)} slots in passage at rest"
+
+    def host_statistics(self) -> HostStatistics:
+        """A moment's picture."""
+        host = self.host
+        return HostStatistics(
+            host.num_slots, host.resident, host.free, host.pinned(), self.evicted, self.offloaded, self.loaded, self.fetched,
+            self.written, self.shed, self.copy_failures, self.write_failures,
+        )  # fmt: skip

@@ -1,0 +1,45 @@
+"""One load under way: what it reads from, what has arrived, and how long a leading run that makes."""
+
+from __future__ import annotations
+
+from kvactors.cpu_evictor.host import Entry
+
+
+class LoadJob:
+    """Blocks `start`.. of a path on their way to the device.
+
+    entries: sources in path order, as far as they are secured. host: how many leading ones came from the host tier. blocks: targets,
+    None until placed. copies: copies still to come. fetching: the store is still asked. arrived: per position whether its bytes are on the device.
+    late: the store is not waited for any more. over: answered (what still comes only cleans up).
+    """
+
+    __slots__ = ("arrived", "blocks", "copies", "deadline", "entries", "fetching", "from_host", "keys", "late", "op", "over", "root", "start")
+
+    def __init__(self, op: int, root: bytes, keys: list[bytes], start: int, deadline: float, blocks: tuple[int, ...]) -> None:
+        self.op = op
+        self.root = root
+        self.keys = keys
+        self.start = start
+        self.deadline = deadline
+        self.blocks: tuple[int, ...] | None = blocks or None
+        self.entries: list[Entry] = []
+        self.from_host: list[bool] = []
+        self.arrived: set[int] = set()
+        self.copies = 0
+        self.fetching = self.late = self.over = False
+
+    @property
+    def wanted(self) -> list[bytes]:
+        """Names still to be had."""
+        return self.keys[self.start :]
+
+    def good(self) -> int:
+        """Length of the leading run that arrived."""
+        run = 0
+        while run in self.arrived:
+            run += 1
+        return run
+
+    def parent(self, position: int) -> bytes:
+        """Name of the block before path position `position`."""
+        return self.keys[position - 1] if position else self.root

@@ -1,0 +1,230 @@
+"""CpuEvictor, the part that speaks to swapper and storage: copies, probes, reads and writes in flight, and what follows each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import NamedTuple
+
+from kvactors.actor import Actor, ActorRef, Control, PeerRestarted, on
+from kvactors.actor.clock import now
+from kvactors.config import HostConfig, StorageConfig
+from kvactors.cpu_evictor.host import Entry, HostTier, Place
+from kvactors.cpu_evictor.messages import Copied, Probed, ReadDone, StoreCleared, Written
+from kvactors.device.arena import Arena
+from kvactors.flush_notifier.messages import Gained, Gone
+from kvactors.gpu_swapper.messages import Copy, Direction
+from kvactors.prefix_index.messages import HostGone
+from kvactors.storage.messages import Outcome, Probe, Read, Write
+from kvactors.units import Reason, Tier, join_keys
+
+WRITE_BATCH = 256
+"""Blocks a write message carries at most: a slow store answers for a part of a large eviction early."""
+
+
+class Asked(NamedTuple):
+    """A request to a storage actor: whom, how many keys, and what to do with the answer."""
+
+    actor: ActorRef
+    keys: int
+    then: Callable[[bytes], None]
+
+
+class Traffic(Actor):
+    """Holds the host tier's state and carries movements out. A completion calls what was passed as `then`."""
+
+    def __init__(
+        self,
+        ref: ActorRef,
+        *,
+        config: HostConfig,
+        storage: StorageConfig,
+        arena: Arena,
+        index: ActorRef,
+        swapper: ActorRef,
+        readers: Sequence[ActorRef],
+        writers: Sequence[ActorRef],
+        notifier: ActorRef,
+    ) -> None:
+        super().__init__(ref)
+        self.config = config
+        self.storage = storage
+        self.index = index
+        self.swapper = swapper
+        self.readers = readers
+        self.writers = writers
+        self.notifier = notifier
+        self.host = HostTier(config.slots, arena.num_slots)
+        self.exclusive = config.mode == "exclusive" or not config.slots
+        self.write_back = storage.write_policy == "write_back" and bool(writers)
+        self.evicted = self.offloaded = self.loaded = self.fetched = self.shed = self.written = 0
+        self.copy_failures = self.write_failures = 0
+        self._ops = count(1)
+        self._copies: dict[int, Callable[[frozenset[int]], None]] = {}
+        self._probes: dict[int, Asked] = {}
+        self._reads: dict[int, Asked] = {}
+        self._writes: dict[int, Asked] = {}
+        self._held: list[Entry] = []  # evicted, to be written once no probe is open
+
+    # -- copies
+
+    def copy(
+        self, direction: Direction, blocks: Sequence[int], entries: Sequence[Entry], then: Callable[[frozenset[int]], None]
+    ) -> None:
+        """Move pairs; `then` gets the indices that failed. The caller holds the pins."""
+        if not entries:
+            then(frozenset())
+            return
+        op = next(self._ops)
+        self._copies[op] = then
+        self.tell(self.swapper, Copy(op, direction, tuple(blocks), tuple(entry.slot for entry in entries)))
+
+    @on(Copied)
+    def copied(self, message: Copied) -> None:
+        """A copy is over."""
+        self.copy_failures += len(message.failed)
+        then = self._copies.pop(message.op, None)
+        if then is not None:
+            then(frozenset(message.failed))
+
+    # -- storage
+
+    def probe(self, keys: Sequence[bytes], deadline: float, then: Callable[[int], None]) -> None:
+        """How many leading keys the store can give."""
+        op, reader = next(self._ops), self._least_loaded(self.readers, self._probes, self._reads)
+        self._probes[op] = Asked(reader, len(keys), lambda found: then(int.from_bytes(found, "little")))
+        self.tell(reader, Probe(op, join_keys(keys), deadline))
+
+    @on(Probed)
+    def probed(self, message: Probed) -> None:
+        """A probe is answered. Reads come before the writes that were held back for them."""
+        asked = self._probes.pop(message.op, None)
+        if asked is not None:
+            asked.then(message.found.to_bytes(8, "little"))
+            self.flush_writes()
+
+    def read(self, entries: Sequence[Entry], deadline: float, then: Callable[[bytes], None]) -> None:
+        """Fill slots from the store; `then` gets one outcome a key. The caller holds the pins."""
+        op, reader = next(self._ops), self._least_loaded(self.readers, self._probes, self._reads)
+        self._reads[op] = Asked(reader, len(entries), then)
+        keys = join_keys(entry.key for entry in entries)
+        self.tell(reader, Read(op, keys, tuple(e.slot for e in entries), deadline, self.storage.exclusive))
+
+    @on(ReadDone)
+    def read_done(self, message: ReadDone) -> None:
+        """A read is over."""
+        asked = self._reads.pop(message.op, None)
+        if asked is not None:
+            asked.then(message.outcomes)
+
+    def write(self, entries: Sequence[Entry]) -> None:
+        """Write slots to the store, least recently used first; each is pinned until its batch is over."""
+        for start in range(0, len(entries), WRITE_BATCH):
+            batch = list(entries[start : start + WRITE_BATCH])
+            for entry in batch:
+                self.host.pin(entry)
+            op, writer = next(self._ops), self._least_loaded(self.writers, self._writes)
+            self._writes[op] = Asked(writer, len(batch), lambda outcomes, batch=batch: self._after_write(batch, outcomes))
+            keys, slots = join_keys(entry.key for entry in batch), tuple(entry.slot for entry in batch)
+            self.tell(writer, Write(op, keys, slots, now() + self.storage.timeout))
+
+    def _after_write(self, batch: Sequence[Entry], outcomes: bytes) -> None:
+        for entry, outcome in zip(batch, outcomes, strict=True):
+            good = outcome in (Outcome.OK, Outcome.EXISTS)
+            self.written += good
+            self.write_failures += not good
+            if entry.place is Place.TRANSIT:
+                self.host.drop(entry)
+            self.host.unpin(entry)
+
+    @on(Written)
+    def write_done(self, message: Written) -> None:
+        """A write is over."""
+        asked = self._writes.pop(message.op, None)
+        if asked is not None:
+            asked.then(message.outcomes)
+
+    @on(StoreCleared)
+    def store_cleared(self, message: StoreCleared) -> None:
+        """The store is empty; nothing here waits for it."""
+
+    @on(PeerRestarted)
+    def peer_restarted(self, message: PeerRestarted) -> None:
+        """A storage actor began anew: what it was asked will not be answered. A new notifier is told what is here."""
+        if message.name == "flush_notifier":
+            self.gained(self.host.keys())
+            return
+        for table, reply in (
+            (self._probes, lambda op, n: Probed(op, 0)),
+            (self._reads, lambda op, n: ReadDone(op, bytes([Outcome.UNAVAILABLE]) * n)),
+            (self._writes, lambda op, n: Written(op, bytes([Outcome.UNAVAILABLE]) * n)),
+        ):
+            for op, asked in list(table.items()):
+                if asked.actor.name == message.name:
+                    self._answer_for_the_dead(reply(op, asked.keys))
+
+    def _answer_for_the_dead(self, message: Control) -> None:
+        self._table[type(message)](message)
+
+    @staticmethod
+    def _least_loaded(actors: Sequence[ActorRef], *tables: dict[int, Asked]) -> ActorRef:
+        load = {actor.name: 0 for actor in actors}
+        for table in tables:
+            for asked in table.values():
+                load[asked.actor.name] += asked.keys + 1
+        return min(actors, key=lambda actor: load[actor.name])
+
+    # -- eviction
+
+    def make_room(self, incoming: int, slots: int, protected: Sequence[bytes] = ()) -> None:
+        """Evict until `incoming` more residents fit the capacity, and leave `slots` slots free if writing back would take them all."""
+        over = self.host.resident + incoming - self.host.capacity
+        self.evict(self.host.victims(over, protected), slots)
+
+    def evict(self, victims: Sequence[Entry], slots: int = 0) -> None:
+        """Let blocks go, least recently used first: written back if that is the policy and there are slots to spare, else dropped."""
+        if not victims:
+            return
+        self.evicted += len(victims)
+        self.gone(victims, Reason.CPU_EVICTION)
+        self.tell(self.index, HostGone(join_keys(entry.key for entry in victims)))
+        shed = max(0, min(len(victims), slots - self.host.free)) if self.write_back else len(victims)
+        self.shed += shed if self.write_back else 0
+        for entry in victims[:shed]:
+            self.host.drop(entry)
+        for entry in victims[shed:]:
+            self.host.move(entry, Place.TRANSIT)
+            self.host.pin(entry)
+        self._held += victims[shed:]
+        self.flush_writes()
+
+    def flush_writes(self) -> None:
+        """Write what was held back, unless somebody is about to read: a store of limited size must not lose what is asked for."""
+        if self._held and not self._probes:
+            held, self._held = self._held, []
+            for entry in held:
+                self.host.unpin(entry)
+            self.write([entry for entry in held if not entry.dropped])
+
+    def keep_watermarks(self) -> None:
+        """Above the high mark evict down to the low one."""
+        high = self.config.high_watermark * self.host.capacity
+        if high and self.host.resident > high:
+            self.evict(self.host.victims(self.host.resident - int(self.config.low_watermark * self.host.capacity)))
+
+    # -- telling the notifier
+
+    def gained(self, keys: Sequence[bytes]) -> None:
+        """These are resident on the host."""
+        if keys:
+            for key in keys:
+                self.host.entries[key].told = True
+            self.tell(self.notifier, Gained(join_keys(keys), Tier.HOST, Reason.OFFLOAD))
+
+    def gone(self, entries: Sequence[Entry], reason: Reason) -> None:
+        """These left the host."""
+        told = [entry for entry in entries if entry.told]
+        for entry in told:
+            entry.told = False
+        if told:
+            self.tell(self.notifier, Gone(join_keys(entry.key for entry in told), Tier.HOST, reason))

@@ -1,0 +1,219 @@
+"""FlushNotifier: keeps the ledger and brings every sink to believe what is true. Nobody waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import anyio
+
+from kvactors.actor import Actor, ActorRef, Envelope, Message, on
+from kvactors.actor.clock import now
+from kvactors.config import FlushConfig
+from kvactors.flush_notifier.ledger import Change, Ledger
+from kvactors.flush_notifier.messages import Announced, Cleared, Delivered, FlushTask, Gained, Gone, RetryDue, Settle
+from kvactors.flush_notifier.sinks.base import Sink
+from kvactors.units import Residency, Tier
+
+
+class SinkStatistics(NamedTuple):
+    """A moment's picture of one sink."""
+
+    name: str
+    pending: int  # blocks on which it does not believe what is due
+    delivered: int  # tasks it took
+    resident: int  # of those, tasks that said resident
+    gone: int
+    blocks: int  # blocks in them
+    retried: int
+    coalesced: int  # differences that vanished before they were told
+    oldest_pending_age: float  # seconds
+    in_flight: bool
+
+
+class Delivery:
+    """One sink's side of the notifier: what is under way to it, and when it may be tried again."""
+
+    __slots__ = (
+        "begun", "blocks", "changes", "delay", "delivered", "gone", "in_flight", "resident", "retried", "since", "sink", "tasks", "waiting",
+    )  # fmt: skip
+
+    def __init__(self, sink: Sink, delay: float) -> None:
+        self.sink = sink
+        self.delay = delay
+        self.begun = self.in_flight = self.waiting = False
+        self.tasks: list[FlushTask] = []
+        self.changes: list[Change] = []
+        self.since: float | None = None  # since when something has been pending
+        self.delivered = self.resident = self.gone = self.blocks = self.retried = 0
+
+
+class FlushNotifier(Actor):
+    """Owns the ledger. epoch: number of this process's life; each life of the actor counts one further."""
+
+    ROLE: ClassVar[str] = "flush_notifier"
+    SENDS: ClassVar[Mapping[str, tuple[type[Message], ...]]] = {}
+
+    def __init__(self, ref: ActorRef, *, block_size: int, sinks: Sequence[Sink], config: FlushConfig, epoch: int) -> None:
+        super().__init__(ref)
+        self.epoch = epoch + ref.life
+        self.config = config
+        self.ledger = Ledger(block_size, [sink.view_of for sink in sinks])
+        self.deliveries = [Delivery(sink, config.retry_min) for sink in sinks]
+        self._by_name = {delivery.sink.name: i for i, delivery in enumerate(self.deliveries)}
+        self._settling: list[Envelope[bool]] = []
+
+    def started(self) -> None:
+        """Every sink first hears that a new epoch began."""
+        self._pump()
+
+    async def stopped(self) -> None:
+        """Close the sinks, within the time a call may take; a restart opens none anew, they bear it."""
+        for delivery in self.deliveries:
+            with anyio.move_on_after(self.config.timeout):
+                await delivery.sink.close()
+
+    # -- facts
+
+    @on(Announced)
+    def announced(self, message: Announced) -> None:
+        """Blocks of a path are resident."""
+        if self.deliveries:
+            self.ledger.announce(message)
+            self._pump()
+
+    @on(Gained)
+    def gained(self, message: Gained) -> None:
+        """Names are resident."""
+        if self.deliveries:
+            self.ledger.gain(message.keys, message.tier, message.reason)
+            self._pump()
+
+    @on(Gone)
+    def gone(self, message: Gone) -> None:
+        """Names left a tier."""
+        if self.deliveries:
+            self.ledger.lose(message.keys, message.tier, message.reason)
+            self._pump()
+
+    @on(Cleared)
+    def cleared(self, message: Cleared) -> None:
+        """A tier is empty."""
+        self.ledger.clear(message.tier, message.reason)
+        self._pump()
+
+    # -- deliveries
+
+    def _pump(self) -> None:
+        for i, delivery in enumerate(self.deliveries):
+            if self.ledger.pending(i) and delivery.since is None:
+                delivery.since = now()
+            if not (delivery.in_flight or delivery.waiting) and (self.ledger.pending(i) or not delivery.begun):
+                self._deliver(i, delivery)
+        if self._settling and self.settled():
+            settling, self._settling = self._settling, []
+            for envelope in settling:
+                self.answer(envelope, True)
+
+    def _deliver(self, i: int, delivery: Delivery) -> None:
+        if delivery.begun:
+            delivery.tasks, delivery.changes = self.ledger.take(i, self.config.batch, self.epoch)
+        delivery.in_flight = True
+        name = delivery.sink.name
+
+        def failed(error: Exception) -> Delivered:
+            return Delivered(name, False, repr(error))
+
+        self.start_job(self._call(delivery), lambda _: Delivered(name, True, ""), failed, counted=False)
+
+    async def _call(self, delivery: Delivery) -> None:
+        with anyio.fail_after(self.config.timeout):
+            if delivery.begun:
+                await delivery.sink.deliver(delivery.tasks)
+            else:
+                await delivery.sink.begin(self.epoch)
+
+    @on(Delivered)
+    def delivered(self, message: Delivered) -> None:
+        """A call to a sink is over: believe it, or back off and try again with what differs then."""
+        i = self._by_name[message.sink]
+        delivery = self.deliveries[i]
+        delivery.in_flight = False
+        if not message.ok:
+            delivery.retried += 1
+            delivery.waiting = True
+            self.log.warning("sink did not take a batch", sink=message.sink, error=message.error, again_in=delivery.delay)
+            self.after(delivery.delay, RetryDue(message.sink))
+            delivery.delay = min(2 * delivery.delay, self.config.retry_max)
+        elif not delivery.begun:
+            delivery.begun = True
+        else:
+            delivery.delay = self.config.retry_min
+            self.ledger.delivered(i, delivery.changes)
+            for task in delivery.tasks:
+                delivery.delivered += 1
+                delivery.blocks += task.count
+                delivery.resident += task.residency is Residency.RESIDENT
+                delivery.gone += task.residency is Residency.GONE
+            delivery.since = now() if self.ledger.pending(i) else None
+        delivery.tasks, delivery.changes = [], []
+        self._pump()
+
+    @on(RetryDue)
+    def retry_due(self, message: RetryDue) -> None:
+        """A back-off is over."""
+        self.deliveries[self._by_name[message.sink]].waiting = False
+        self._pump()
+
+    @on(Settle)
+    def settle(self, message: Settle, envelope: Envelope[bool]) -> None:
+        """Answer once every sink believes what is due."""
+        self._settling.append(envelope)
+        self._pump()
+
+    def settled(self) -> bool:
+        """Whether every sink believes what is due, and nothing is under way."""
+        return all(d.begun and not d.in_flight and not self.ledger.pending(i) for i, d in enumerate(self.deliveries))
+
+    # -- for inspection
+
+    def divergence(self, truth: Mapping[Tier, set[bytes]]) -> int:
+        """Blocks on which a sink's view and the given tiers differ. Of blocks whose path was never announced no sink can know."""
+        differing: set[bytes] = set()
+        for i, view in enumerate(self.ledger.views):
+            expected: dict[bytes, int] = {}
+            for tier, keys in truth.items():
+                if view.tiers & tier:
+                    for key in keys:
+                        expected[key] = expected.get(key, 0) | (int(Tier.DEVICE) if view.node else int(tier))
+            believed = self._believed(i)
+            for key in expected.keys() | believed.keys():
+                known = key in self.ledger.entries or key in believed
+                if known and expected.get(key, 0) != believed.get(key, 0):
+                    differing.add(key)
+        return len(differing)
+
+    def _believed(self, i: int) -> dict[bytes, int]:
+        """What a sink says it believes, if it can say so; else what it was told."""
+        view: Any = getattr(self.deliveries[i].sink, "view", None)
+        if view is None:
+            return dict(self.ledger.believed(i))
+        mirror: dict[bytes, int] = {}
+        for tier, keys in view().items():
+            for key in keys:
+                mirror[key] = mirror.get(key, 0) | int(tier)
+        return mirror
+
+    def check(self) -> None:
+        """AssertionError if the ledger is not consistent."""
+        self.ledger.check()
+
+    def flush_statistics(self) -> tuple[SinkStatistics, ...]:
+        """A moment's picture of every sink."""
+        return tuple(
+            SinkStatistics(
+                d.sink.name, self.ledger.pending(i), d.delivered, d.resident, d.gone, d.blocks, d.retried, self.ledger.coalesced[i],
+                now() - d.since if d.since is not None else 0.0, d.in_flight,
+            )
+            for i, d in enumerate(self.deliveries)
+        )  # fmt: skip

@@ -1,0 +1,72 @@
+"""GpuSwapper: carries copies out, as child jobs, and says which pairs arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, NamedTuple
+
+from kvactors.actor import Actor, ActorRef, Message, on
+from kvactors.actor.clock import now
+from kvactors.cpu_evictor.messages import Copied
+from kvactors.gpu_swapper.executor import Executor
+from kvactors.gpu_swapper.messages import Copy, CopyFinished, Direction
+
+
+class SwapperStatistics(NamedTuple):
+    """Totals by direction of this life. seconds: from the start of each copy to its end, added up."""
+
+    blocks_to_host: int
+    blocks_to_device: int
+    bytes_to_host: int
+    bytes_to_device: int
+    seconds_to_host: float
+    seconds_to_device: float
+    failed: int
+    in_flight: int
+
+
+class GpuSwapper(Actor):
+    """Owns the copies in flight between the device and the arena."""
+
+    ROLE: ClassVar[str] = "gpu_swapper"
+    SENDS: ClassVar[Mapping[str, tuple[type[Message], ...]]] = {"cpu_evictor": (Copied,)}
+
+    def __init__(self, ref: ActorRef, *, executor: Executor, evictor: ActorRef) -> None:
+        super().__init__(ref)
+        self._executor = executor
+        self._evictor = evictor
+        self._blocks = {Direction.TO_HOST: 0, Direction.TO_DEVICE: 0}
+        self._seconds = {Direction.TO_HOST: 0.0, Direction.TO_DEVICE: 0.0}
+        self._failed = self._in_flight = 0
+
+    @on(Copy)
+    def copy(self, message: Copy) -> None:
+        """Start a copy."""
+        began, pairs = now(), len(message.blocks)
+        self._in_flight += 1
+
+        def done(failed: tuple[int, ...]) -> CopyFinished:
+            return CopyFinished(message.op, message.direction, failed, pairs, now() - began)
+
+        def broke(_error: Exception) -> CopyFinished:
+            return done(tuple(range(pairs)))
+
+        self.start_job(self._executor.run(message.direction, message.blocks, message.slots), done, broke)
+
+    @on(CopyFinished)
+    def finished(self, message: CopyFinished) -> None:
+        """A copy is over."""
+        self._in_flight -= 1
+        self._failed += len(message.failed)
+        self._blocks[message.direction] += message.pairs - len(message.failed)
+        self._seconds[message.direction] += message.seconds
+        self.tell(self._evictor, Copied(message.op, message.failed))
+
+    def swapper_statistics(self) -> SwapperStatistics:
+        """A moment's picture."""
+        size = self._executor.device.layout.block_bytes
+        to_host, to_device = self._blocks[Direction.TO_HOST], self._blocks[Direction.TO_DEVICE]
+        return SwapperStatistics(
+            to_host, to_device, to_host * size, to_device * size, self._seconds[Direction.TO_HOST],
+            self._seconds[Direction.TO_DEVICE], self._failed, self._in_flight,
+        )  # fmt: skip

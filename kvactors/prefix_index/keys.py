@@ -1,0 +1,69 @@
+"""What goes into a block's name besides its tokens. `docs/keys.md` has the encoding and test vectors."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+DOMAIN = b"kvactors.key.v1"
+TAG_FINGERPRINT, TAG_NAMESPACE, TAG_SALT, TAG_LORA = 1, 2, 3, 4
+TAG_BYTES, TAG_TEXT, TAG_INT = 1, 2, 3
+
+
+def field(tag: int, value: bytes) -> bytes:
+    """A tagged, length-prefixed field: tag u8, length u32 little-endian, bytes."""
+    return bytes([tag]) + len(value).to_bytes(4, "little") + value
+
+
+def root_key(fingerprint: bytes, namespace: str, salt: str | None = None, lora: str | None = None) -> bytes:
+    """The 32-byte key above the first block: SHA-256 over the domain and the fields that are given, in tag order."""
+    message = DOMAIN + field(TAG_FINGERPRINT, fingerprint) + field(TAG_NAMESPACE, namespace.encode())
+    if salt is not None:
+        message += field(TAG_SALT, salt.encode())
+    if lora is not None:
+        message += field(TAG_LORA, lora.encode())
+    return hashlib.sha256(message).digest()
+
+
+def media_extra(hashes: Sequence[bytes | str | int]) -> bytes:
+    """The extra key of a block from the hashes of the media it overlaps, in item order; empty for none. TypeError for other types."""
+    encoded = b""
+    for value in hashes:
+        if isinstance(value, bytes):
+            encoded += field(TAG_BYTES, value)
+        elif isinstance(value, str):
+            encoded += field(TAG_TEXT, value.encode())
+        elif isinstance(value, int):
+            encoded += field(TAG_INT, str(value).encode())
+        else:
+            raise TypeError(f"a media hash must be bytes, str or int, not {type(value).__name__}")
+    return encoded
+
+
+def block_extras(
+    num_blocks: int,
+    block_size: int,
+    positions: Sequence[tuple[int, int]],
+    hashes: Sequence[bytes | str | int],
+    num_tokens: int | None = None,
+) -> dict[int, bytes]:
+    """Extra keys of blocks 0 .. num_blocks - 1 from media items at (offset, length) in tokens.
+
+    An item belongs to every block it overlaps, an item that ends exactly where a block starts does not; several items of a block
+    count in item order. num_tokens: the prompt's length; items must lie within it. ValueError for unequal lengths, empty or
+    negative ranges, items that are not in ascending order or overlap, or reach beyond the prompt.
+    """
+    if len(positions) != len(hashes):
+        raise ValueError(f"{len(positions)} media positions, {len(hashes)} hashes")
+    end = 0
+    for offset, length in positions:
+        if offset < end or length < 1:
+            raise ValueError(f"media item at {offset} of length {length}: items must be ascending, disjoint and not empty")
+        end = offset + length
+    if num_tokens is not None and end > num_tokens:
+        raise ValueError(f"a media item ends at {end}, beyond the prompt's {num_tokens} tokens")
+    per_block: dict[int, list[bytes | str | int]] = {}
+    for (offset, length), value in zip(positions, hashes, strict=True):
+        for block in range(offset // block_size, min(num_blocks, (offset + length - 1) // block_size + 1)):
+            per_block.setdefault(block, []).append(value)
+    return {block: media_extra(values) for block, values in per_block.items()}

@@ -1,0 +1,66 @@
+"""What a store holds, in order of use, within a capacity. Pure state; the back end that owns it changes it on the loop only."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+
+class Admission(NamedTuple):
+    """What became of a batch: names to write, names there already, names that do not fit, and names that went for them."""
+
+    fresh: list[bytes]
+    existing: list[bytes]
+    refused: list[bytes]
+    evicted: list[bytes]
+
+
+class Catalog:
+    """Names, least recently used first. capacity: objects at most, 0 for no limit."""
+
+    def __init__(self, capacity: int = 0) -> None:
+        self.capacity = capacity
+        self._names: OrderedDict[bytes, None] = OrderedDict()
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._names
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def keys(self) -> list[bytes]:
+        """Every name, least recently used first."""
+        return list(self._names)
+
+    def admit(self, keys: Sequence[bytes]) -> Admission:
+        """Take a batch in, least recently used first: all of it counts as used now, in that order, and none of it is a victim. If the
+        batch alone exceeds the capacity its last names (the root side of a path) are taken."""
+        keys = list(dict.fromkeys(keys))
+        refused: list[bytes] = []
+        if self.capacity and len(keys) > self.capacity:
+            refused, keys = keys[: -self.capacity], keys[-self.capacity :]
+        existing = [key for key in keys if key in self._names]
+        for key in keys:
+            self._names[key] = None
+            self._names.move_to_end(key)
+        evicted: list[bytes] = []
+        while self.capacity and len(self._names) > self.capacity:
+            evicted.append(self._names.popitem(last=False)[0])
+        there = set(existing)
+        return Admission([key for key in keys if key not in there], existing, refused, evicted)
+
+    def remove(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Forget names; returns those that were there."""
+        return [key for key in keys if self._names.pop(key, self) is None]
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._names.clear()
+
+    def run(self, keys: Sequence[bytes]) -> int:
+        """Length of the leading run of names that are here; they count as used now, the first most recently."""
+        run = next((i for i, key in enumerate(keys) if key not in self._names), len(keys))
+        for key in reversed(keys[:run]):
+            self._names.move_to_end(key)
+        return run

@@ -1,0 +1,58 @@
+"""StorageWriter: writes host slots to the store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from kvactors.actor import Message, PeerRestarted, on
+from kvactors.cpu_evictor.messages import StoreCleared, Written
+from kvactors.flush_notifier.messages import Cleared, Gained, Gone
+from kvactors.storage.messages import ClearStore, Finished, Outcome, Write
+from kvactors.storage.worker import StorageWorker
+from kvactors.units import Reason, Tier, join_keys, split_keys
+
+
+class StorageWriter(StorageWorker):
+    """Owns the writes it has under way."""
+
+    ROLE: ClassVar[str] = "storage_writer"
+    SENDS: ClassVar[Mapping[str, tuple[type[Message], ...]]] = {
+        "cpu_evictor": (Written, StoreCleared),
+        "flush_notifier": (Gained, Gone, Cleared),
+    }
+
+    @on(Write)
+    def write(self, message: Write) -> None:
+        """Write a batch."""
+        keys = split_keys(message.keys)
+        views = [self.arena.view(slot) for slot in message.slots]
+
+        async def work() -> Finished:
+            report = await self.backend.write(keys, views, self.expired(message.deadline))
+            safe = (Outcome.OK, Outcome.EXISTS)
+            pairs = list(zip(keys, report.outcomes, strict=True))
+            stored = join_keys(key for key, outcome in pairs if outcome in safe and key in self.backend.catalog)
+            evicted = join_keys(key for key in report.evicted if key not in self.backend.catalog)
+            moved = report.outcomes.count(Outcome.OK) * self.backend.block_bytes
+            return Finished(Written(message.op, report.outcomes), stored, evicted, b"", b"", moved)
+
+        lost = Written(message.op, bytes([Outcome.UNAVAILABLE]) * len(keys))
+        self.enqueue(work, Finished(lost, b"", b"", b"", b"", 0))
+
+    @on(ClearStore)
+    def clear(self, message: ClearStore) -> None:
+        """Empty the store."""
+
+        async def work() -> Finished:
+            await self.backend.clear()
+            return Finished(StoreCleared(message.op), b"", b"", b"", b"", 0)
+
+        self.enqueue(work, Finished(StoreCleared(message.op), b"", b"", b"", b"", 0))
+
+    @on(PeerRestarted)
+    def peer_restarted(self, message: PeerRestarted) -> None:
+        """A new notifier is told what the store holds, by one writer for all."""
+        keys = join_keys(self.backend.keys())
+        if message.name == "flush_notifier" and self.ref.name.endswith("-0") and keys:
+            self.tell(self.notifier, Gained(keys, Tier.STORAGE, Reason.STORED))
