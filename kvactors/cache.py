@@ -81,7 +81,7 @@ class Lease:
         """
         checked = Path(self._cache.block_size, self._path.root)
         checked.extend(tokens)
-        granted = await self._ask(Extend(self._id, tokens, checked.num_tokens), deadline)
+        granted: Granted = await self._ask(Extend(self._id, tokens, checked.num_tokens), deadline)
         self.block_table += granted.blocks
         self.num_tokens += checked.num_tokens
         return granted.blocks
@@ -91,7 +91,7 @@ class Lease:
 
         Raises NotReady, ValueError, DeadlineExceeded, LeaseEnded, ActorFailed.
         """
-        return (await self._ask(Commit(self._id, computed_tokens), deadline)).count
+        return int((await self._ask(Commit(self._id, computed_tokens), deadline)).count)
 
     async def finish(self, *, deadline: float | None = None) -> None:
         """The request is over. Whatever happens, cancellation included, everything goes back."""

@@ -87,6 +87,7 @@ class Actor:
         self.life = ref.life
         self.log = structlog.get_logger().bind(actor=ref.name)
         self.state = State.STARTING
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._table: dict[type[Message], Handler] = {m: getattr(self, n) for m, n in self.HANDLERS.items()}
         self._allowed = {role: frozenset(types) for role, types in self.SENDS.items()}
         self._outbox: deque[tuple[ActorRef, Envelope[Any]]] = deque()
@@ -250,6 +251,8 @@ class Actor:
             await asyncio.gather(*jobs, return_exceptions=True)
             await self.stopped()
         self.state = State.STOPPED
+        if not self.ended.done():
+            self.ended.set_result(None)
 
     def statistics(self) -> ActorStatistics:
         """A moment's picture."""

@@ -18,8 +18,12 @@ SWEEP = 0.05
 """Seconds between looks at the deadlines of open asks: a timer for each would double the price of an ask."""
 
 
+GRACE = 0.01
+"""Seconds past its deadline in which an actor may still refuse an ask in better words."""
+
+
 class OpenAsks(Generic[R]):
-    """The unanswered asks of one ref, ended at their deadlines (to within SWEEP seconds)."""
+    """The unanswered asks of one ref, ended at their deadlines (to within SWEEP + GRACE seconds)."""
 
     __slots__ = ("_actor", "_open", "_timer")
 
@@ -43,7 +47,7 @@ class OpenAsks(Generic[R]):
     def _sweep(self) -> None:
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(SWEEP, self._sweep) if self._open else None
-        now = loop.time()
+        now = loop.time() - GRACE
         for reply, envelope in list(self._open.items()):
             if envelope.deadline is not None and envelope.deadline <= now:
                 expire(reply, self._actor, type(envelope.message).__name__)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
@@ -94,23 +94,35 @@ class Supervisor:
         return list(self._actors.values())
 
     @asynccontextmanager
-    async def running(self, *members: ActorSpec | Group, drain: float = 10.0, outside: tuple[type[Actor], ...] = ()):  # type: ignore[no-untyped-def]  # noqa: ANN201
+    async def running(
+        self, *members: ActorSpec | Group, drain: float = 10.0, outside: tuple[type[Actor], ...] = ()
+    ) -> AsyncIterator[Supervisor]:
         """Run the members until the block ends; then drain for at most `drain` seconds and stop in reverse.
 
-        outside: roles that the graph may name and that live elsewhere. Raises WiringError before anything starts.
+        outside: classes that the graph may name and that are not wired here. Raises WiringError before anything starts, and whatever
+        kept an actor from its first start. An exception out of the block passes as it is.
         """
         self._root = root = Group("system", members)
         check_graph([*{spec.kind: None for spec in root.specs()}, *outside])
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._run_root, root)
-            try:
-                yield self
-            finally:
-                with anyio.CancelScope(shield=True):
+        life = asyncio.get_running_loop().create_task(self._run_root(root), name="kvactors supervisor")
+        try:
+            await self._all_started(root)
+            yield self
+        finally:
+            with anyio.CancelScope(shield=True):
+                if self.failed is None:
                     await self.drain(drain)
                     await self._stop_in_reverse(root, drain)
-                tasks.cancel_scope.cancel()
-                self._close_channels(root)
+                life.cancel()
+                await asyncio.gather(life, return_exceptions=True)
+            self._close_channels(root)
+
+    async def _all_started(self, root: Group) -> None:
+        names = [spec.ref.name for spec in root.specs()]
+        while not all(name in self._actors and self._actors[name].state is not State.STARTING for name in names):
+            if self.failed is not None:
+                raise self.failed
+            await asyncio.sleep(0)
 
     async def drain(self, limit: float) -> bool:
         """Wait until nothing is under way, for at most `limit` seconds; whether that was reached."""
@@ -128,7 +140,7 @@ class Supervisor:
         try:
             await self._run_group(root, RestartBudget(0, 1.0))
         except Exception as error:
-            self.failed = error
+            self.failed = root_cause(error)
             log.error("system failed", cause=self._last_death)
             self._close_channels(root)
 
@@ -192,10 +204,7 @@ class Supervisor:
                 actor = self._actors.get(spec.ref.name)
                 if actor is not None and actor.state <= State.RUNNING and not self.failed:
                     spec.ref.try_tell(Stop())
-                    while actor.state is not State.STOPPED:
-                        await asyncio.sleep(0)
-                        if actor.state is not State.STOPPED:
-                            await asyncio.sleep(0.001)
+                    await actor.ended
 
     def _close_channels(self, root: Group) -> None:
         for spec in root.specs():

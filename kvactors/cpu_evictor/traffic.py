@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 from typing import NamedTuple
 
-from kvactors.actor import Actor, ActorRef, Control, PeerRestarted, on
+from kvactors.actor import Actor, ActorRef, PeerRestarted, on
 from kvactors.actor.clock import now
 from kvactors.config import HostConfig, StorageConfig
 from kvactors.cpu_evictor.host import Entry, HostTier, Place
@@ -124,7 +125,7 @@ class Traffic(Actor):
             for entry in batch:
                 self.host.pin(entry)
             op, writer = next(self._ops), self._least_loaded(self.writers, self._writes)
-            self._writes[op] = Asked(writer, len(batch), lambda outcomes, batch=batch: self._after_write(batch, outcomes))
+            self._writes[op] = Asked(writer, len(batch), partial(self._after_write, batch))
             keys, slots = join_keys(entry.key for entry in batch), tuple(entry.slot for entry in batch)
             self.tell(writer, Write(op, keys, slots, now() + self.storage.timeout))
 
@@ -154,17 +155,13 @@ class Traffic(Actor):
         if message.name == "flush_notifier":
             self.gained(self.host.keys())
             return
-        for table, reply in (
-            (self._probes, lambda op, n: Probed(op, 0)),
-            (self._reads, lambda op, n: ReadDone(op, bytes([Outcome.UNAVAILABLE]) * n)),
-            (self._writes, lambda op, n: Written(op, bytes([Outcome.UNAVAILABLE]) * n)),
-        ):
-            for op, asked in list(table.items()):
-                if asked.actor.name == message.name:
-                    self._answer_for_the_dead(reply(op, asked.keys))
-
-    def _answer_for_the_dead(self, message: Control) -> None:
-        self._table[type(message)](message)
+        dead = message.name
+        for op, _ in [one for one in self._probes.items() if one[1].actor.name == dead]:
+            self.probed(Probed(op, 0))
+        for op, asked in [one for one in self._reads.items() if one[1].actor.name == dead]:
+            self.read_done(ReadDone(op, bytes([Outcome.UNAVAILABLE]) * asked.keys))
+        for op, asked in [one for one in self._writes.items() if one[1].actor.name == dead]:
+            self.write_done(Written(op, bytes([Outcome.UNAVAILABLE]) * asked.keys))
 
     @staticmethod
     def _least_loaded(actors: Sequence[ActorRef], *tables: dict[int, Asked]) -> ActorRef:

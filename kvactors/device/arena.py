@@ -46,7 +46,7 @@ class Arena:
         if not 0 <= slot < self.num_slots:
             raise IndexError(f"slot {slot} of {self.num_slots}")
         start = slot * self.stride
-        return memoryview(self._bytes[start : start + self.block_bytes])
+        return self._bytes[start : start + self.block_bytes].data
 
     def close(self) -> None:
         """Let the memory go as soon as the last view has."""

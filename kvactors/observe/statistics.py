@@ -21,7 +21,7 @@ class CacheStatistics(NamedTuple):
     no_room: int
     messages: int  # told by actors
     late_replies: int
-    index: IndexStatistics
+    prefix: IndexStatistics
     host: Any  # cpu_evictor's record
     store: Any  # the back end's record, None without one
     flush: Any  # flush_notifier's record

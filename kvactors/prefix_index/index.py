@@ -111,7 +111,7 @@ class BlockIndex:
         freed, stayed = op.tree.finish_offload(op.nodes, op.op, on_host)
         self.pool.give(freed)
         kept = set(stayed)
-        return [j for j in range(op.count) if j not in kept], stayed
+        return [j for j in range(op.total) if j not in kept], stayed
 
     def retire(self) -> int:
         """Start over with an empty tree; what nobody uses is free at once. Returns how many blocks that were."""

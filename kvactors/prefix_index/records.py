@@ -20,7 +20,8 @@ class Lease:
     foreign: blocks in the table that are not the lease's to give back (only with a fault).
     """
 
-    __slots__ = ("deadline", "device_hits", "fault", "foreign", "hoped", "host_hits", "id", "ops", "path", "ready", "request_id", "storage_hits", "tree")
+    __slots__ = ("deadline", "device_hits", "fault", "foreign", "hoped", "host_hits", "id", "ops", "path", "ready",
+                 "request_id", "storage_hits", "tree")
 
     def __init__(self, lease: int, request_id: str, path: Path, tree: BlockTree, deadline: float) -> None:
         self.id = lease
@@ -62,7 +63,7 @@ class LoadOp:
 
 
 class EvictOp(NamedTuple):
-    """Device blocks that are leaving: `count` nodes of `tree`, marked with `op`, and what is known of them."""
+    """Device blocks that are leaving: `total` nodes of `tree`, marked with `op`, and what is known of them."""
 
     op: int
     tree: BlockTree
@@ -73,7 +74,7 @@ class EvictOp(NamedTuple):
     states: bytes
 
     @property
-    def count(self) -> int:
+    def total(self) -> int:
         """Blocks concerned."""
         return len(self.blocks)
 

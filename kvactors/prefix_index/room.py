@@ -28,7 +28,7 @@ class Room(Transfers):
 
     def coming(self) -> int:
         """Device blocks that evictions in flight will free, at most."""
-        return sum(op.count for op in self.offloads.values())
+        return sum(op.total for op in self.offloads.values())
 
     def owed(self) -> int:
         """Device blocks that waiters still lack."""

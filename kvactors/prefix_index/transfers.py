@@ -201,20 +201,20 @@ class Transfers(Actor):
     def evict(self, wanted: int) -> int:
         """Start to free `wanted` device blocks, least recently used first; returns how many will be (or are) free."""
         op = self.index.evict(wanted, next(self.ops))
-        if not op.count:
+        if not op.total:
             return 0
-        self.evicted += op.count
+        self.evicted += op.total
         if self.host_tier and self.exclusive:
             self.offloads[op.op] = op
             self.tell(self.evictor, Offload(op.op, op.keys, op.parents, op.blocks))
         else:
             self._evict_done(op, bytes(state & HOST for state in op.states))
-        return op.count
+        return op.total
 
     def drop(self, wanted: int) -> None:
         """Free device blocks at once, without a copy."""
         op = self.index.evict(wanted, next(self.ops))
-        self.evicted += op.count
+        self.evicted += op.total
         self._evict_done(op, bytes(state & HOST for state in op.states))
 
     @on(Offloaded)
@@ -272,7 +272,7 @@ class Transfers(Actor):
         self._judge_all()
         for op in list(self.offloads.values()):
             self.offloads.pop(op.op)
-            self._evict_done(op, bytes(op.count))
+            self._evict_done(op, bytes(op.total))
         for tree, path in self.saves.values():
             self.index.pool.give(tree.release(path))
         self.saves.clear()

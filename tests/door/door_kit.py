@@ -40,7 +40,7 @@ async def opened(**kwargs):
         await cache.flush_settled(10)
         assert cache.check() == []
         assert cache.divergence() == 0
-        index = cache.statistics().index
+        index = cache.statistics().prefix
         assert index.leases == index.waiting == index.nodes_referenced == 0
 
 

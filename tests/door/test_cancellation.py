@@ -15,17 +15,16 @@ STORE = {"backend": "memory", "write_policy": "write_back"}
 
 async def one_request(cache, reached):
     tokens = prompt(1, 5, tail=1)
-    lease = await cache.acquire("victim", tokens)
-    reached.append("acquired")
-    await lease.ready()
-    reached.append("ready")
-    keys = lease.keys(0, 5)
-    cache.device.fill(list(lease.block_table[:5]), keys)
-    await lease.extend([1, 2, 3, 4])
-    reached.append("extended")
-    await lease.commit(5 * BLOCK)
-    reached.append("committed")
-    await lease.finish()
+    async with await cache.acquire("victim", tokens) as lease:
+        reached.append("acquired")
+        await lease.ready()
+        reached.append("ready")
+        cache.device.fill(list(lease.block_table[:5]), lease.keys(0, 5))
+        await lease.extend([1, 2, 3, 4])
+        reached.append("extended")
+        await lease.commit(5 * BLOCK)
+        reached.append("committed")
+        await lease.finish()
     reached.append("finished")
 
 
@@ -63,7 +62,7 @@ async def test_cancelled_at_every_step(how):
             del task
             gc.collect()
             await cache.settled()
-            index = cache.statistics().index
+            index = cache.statistics().prefix
             assert index.leases == index.waiting == index.nodes_referenced == 0, (step, reached)
             assert index.blocks_free + index.evictable == index.blocks_total, (step, reached)
             assert (await serve(cache, "after", prompt(1, 5, tail=1))).num_tokens == 21
@@ -81,7 +80,7 @@ async def test_a_forgotten_lease_comes_back_with_a_warning():
             del lease
             gc.collect()
         await cache.settled()
-        assert cache.statistics().index.blocks_free == 8
+        assert cache.statistics().prefix.blocks_free == 8
 
 
 async def test_an_error_inside_the_lease_gives_it_back():
@@ -90,4 +89,4 @@ async def test_an_error_inside_the_lease_gives_it_back():
             async with await cache.acquire("a", prompt(1, 3)):
                 raise RuntimeError("engine")
         await cache.settled()
-        assert cache.statistics().index.blocks_free == 8
+        assert cache.statistics().prefix.blocks_free == 8

@@ -29,9 +29,9 @@ async def test_fresh_blocks_are_the_lowest_and_all_come_back():
     async with opened() as cache:
         lease = await cache.acquire("a", prompt(1, 2))
         assert lease.block_table == (0, 1)
-        assert cache.statistics().index.blocks_free == 6
+        assert cache.statistics().prefix.blocks_free == 6
         await lease.finish()
-        assert cache.statistics().index.blocks_free == 8
+        assert cache.statistics().prefix.blocks_free == 8
 
 
 @pytest.mark.parametrize(("tokens", "blocks"), [(1, 1), (BLOCK, 1), (BLOCK + 1, 2), (2 * BLOCK, 2)])
@@ -67,23 +67,23 @@ async def test_every_kind_of_token_buffer_names_the_same_blocks():
 @pytest.mark.parametrize("bad", [[-1, 2], [2**32], np.array([-5]), [], np.array([1.5]), ["x"]])
 async def test_bad_tokens_are_named_errors_and_change_nothing(bad):
     async with opened() as cache:
-        before = cache.statistics().index
+        before = cache.statistics().prefix
         with pytest.raises((ValueError, TypeError)):
             await cache.acquire("a", bad)
-        assert cache.statistics().index == before
+        assert cache.statistics().prefix == before
 
 
 async def test_no_room_changes_nothing():
     async with opened() as cache:
         lease = await cache.acquire("a", prompt(1, 6))
-        before = cache.statistics().index
+        before = cache.statistics().prefix
         with pytest.raises(kvactors.NoRoom) as refused:
             await cache.acquire("b", prompt(2, 3))
         assert (refused.value.needed, refused.value.available) == (3, 2)
         with pytest.raises(kvactors.NoRoom):
             await lease.extend(prompt(2, 3))
         assert len(lease.block_table) == 6
-        after = cache.statistics().index
+        after = cache.statistics().prefix
         assert after._replace(no_room=0) == before
         with pytest.raises(kvactors.NoRoom):
             await cache.acquire("c", prompt(3, 9))
@@ -119,11 +119,11 @@ async def test_the_first_committed_copy_is_canonical():
         assert not set(one.block_table) & set(two.block_table)
         await one.commit(2 * BLOCK)
         await two.commit(2 * BLOCK)
-        assert cache.statistics().index.nodes == 2
+        assert cache.statistics().prefix.nodes == 2
         await two.finish()
-        assert cache.statistics().index.blocks_free == 6
+        assert cache.statistics().prefix.blocks_free == 6
         await one.finish()
-        assert cache.statistics().index.blocks_free == 6
+        assert cache.statistics().prefix.blocks_free == 6
 
 
 async def test_salt_lora_namespace_and_media_keep_requests_apart():
@@ -210,7 +210,7 @@ async def test_preempt_keeps_what_is_computed():
     async with opened() as cache:
         lease = await cache.acquire("a", prompt(1, 4))
         await lease.preempt(2 * BLOCK + 1)
-        assert cache.statistics().index.blocks_free == 6
+        assert cache.statistics().prefix.blocks_free == 6
         assert (await serve(cache, "a resumed", prompt(1, 4), verify=False)).hits == (2, 0, 0)
         with pytest.raises(kvactors.LeaseEnded):
             await lease.commit(BLOCK)

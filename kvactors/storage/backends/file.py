@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import anyio
 import xxhash
-from aiofiles.ospath import wrap
+from aiofiles.os import wrap
 
 from kvactors.actor.uncancelled import to_the_end
 from kvactors.errors import StoreError
@@ -112,7 +112,11 @@ class FileBackend(Backend):
     async def erase(self, keys: Sequence[bytes]) -> None:
         """See `Backend.erase`."""
         if keys:
-            await in_thread(lambda: [forget(self.path(key)) for key in keys])
+            await in_thread(self._erase, keys)
+
+    def _erase(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            forget(self.path(key))
 
     async def each(self, work: Sequence[Callable[[], Awaitable[None]]]) -> None:
         """A few at once."""
