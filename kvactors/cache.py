@@ -245,6 +245,7 @@ class KVCache:
     async def settled(self, deadline: float = 30.0) -> None:
         """Return when no actor has anything left to do. DeadlineExceeded after `deadline` seconds."""
         with anyio.move_on_after(deadline) as scope:
+            await asyncio.sleep(0)  # what finalisers have scheduled comes first
             await self.system.activity.quiet()
         if scope.cancelled_caught:
             raise DeadlineExceeded(f"{self.system.activity.count} messages or jobs still under way after {deadline} s")

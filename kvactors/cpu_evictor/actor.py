@@ -73,29 +73,34 @@ class CpuEvictor(Traffic):
                 kept[j] = 1
             elif key not in self.host.entries:
                 fresh.append(j)
-        retain = self.host.capacity > 0
-        if retain:
-            self.make_room(len(fresh), len(fresh), keys)
-            fresh = fresh[len(fresh) - min(len(fresh), self.host.capacity - self.host.resident) :]
-        elif not self.write_back:
-            fresh = []
-        fresh = fresh[len(fresh) - min(len(fresh), self.host.free) :]
-        place = Place.RESIDENT if retain else Place.TRANSIT
-        entries = [self.host.add(keys[j], parents[j], place) for j in fresh]
+        entries = self._take_slots(fresh, keys, parents)
+        first = len(fresh) - len(entries)
 
         def then(failed: frozenset[int]) -> None:
             good = self._arrive(entries, failed)
-            if retain:
-                for i, j in enumerate(fresh):
-                    kept[j] = i not in failed and not entries[i].dropped
-                self.gained([entry.key for entry in good] + self._untold(keys, kept))
-                self.offloaded += len(good)
-            else:
-                self.write(good)
+            for j, entry in zip(fresh[first:], entries, strict=True):
+                kept[j] = entry.place is Place.RESIDENT and not entry.dropped
+            stay = [entry.key for entry in good if entry.place is Place.RESIDENT]
+            self.gained(stay + self._untold(keys, kept))
+            self.offloaded += len(stay)
+            self.write([entry for entry in good if entry.place is Place.TRANSIT])
             self.tell(self.index, Offloaded(message.op, bytes(kept)))
             self.keep_watermarks()
 
-        self.copy(Direction.TO_HOST, [message.blocks[j] for j in fresh], entries, then)
+        self.copy(Direction.TO_HOST, [message.blocks[j] for j in fresh[first:]], entries, then)
+
+    def _take_slots(self, fresh: Sequence[int], keys: Sequence[bytes], parents: Sequence[bytes]) -> list[Entry]:
+        """Slots for evicted device blocks, for the last used of them if there are not enough. What exceeds the tier's capacity only
+        passes through, on its way to storage."""
+        self.make_room(len(fresh), len(fresh), keys)
+        passing = max(0, len(fresh) - (self.host.capacity - self.host.resident))
+        first = 0 if self.write_back else passing
+        first = max(first, len(fresh) - self.host.free)
+        return [
+            self.host.add(keys[j], parents[j], Place.TRANSIT if i < passing else Place.RESIDENT)
+            for i, j in enumerate(fresh)
+            if i >= first
+        ]
 
     def _untold(self, keys: Sequence[bytes], kept: bytearray) -> list[bytes]:
         """Kept without a copy, but reported gone before (they were being written back)."""

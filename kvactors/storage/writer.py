@@ -50,9 +50,18 @@ class StorageWriter(StorageWorker):
 
         self.enqueue(work, Finished(StoreCleared(message.op), b"", b"", b"", b"", 0))
 
+    def started(self) -> None:
+        """The notifier hears what the store has kept from before."""
+        self._report_all()
+
     @on(PeerRestarted)
     def peer_restarted(self, message: PeerRestarted) -> None:
-        """A new notifier is told what the store holds, by one writer for all."""
+        """A new notifier is told everything."""
+        if message.name == "flush_notifier":
+            self._report_all()
+
+    def _report_all(self) -> None:
+        """What the store holds, by one writer for all."""
         keys = join_keys(self.backend.keys())
-        if message.name == "flush_notifier" and self.ref.name.endswith("-0") and keys:
+        if keys and self.ref.name.endswith("-0"):
             self.tell(self.notifier, Gained(keys, Tier.STORAGE, Reason.STORED))
