@@ -52,6 +52,7 @@ void scatter(const Regions& regions, const i64* blocks, Slots slots, const i64* 
 void touch(u8* memory, std::size_t bytes) {
     volatile u8* page = memory;
     for (std::size_t i = 0; i < bytes; i += 4096) page[i] = 0;
+    if (bytes != 0) page[bytes - 1] = 0;  // memory that does not start on a page ends on one more
 }
 
 void fill_block(const Regions& regions, i64 block, const u8* key) {

@@ -81,8 +81,8 @@ std::vector<u32> Tree::finish_load(const u32* nodes, std::size_t count, std::siz
     }
     u32 top = kNil;
     for (std::size_t i = count; i-- > 0;) {
-        Node& node = at(nodes[i]);
-        if (node.refs != 0) continue;
+        const Node& node = at(nodes[i]);
+        if (node.parent == kFree || node.refs != 0) continue;  // free: it went along with its last child
         if (is_firm(node)) {
             if ((node.bits & kListed) == 0) push(nodes[i]);
             top = nodes[i];
