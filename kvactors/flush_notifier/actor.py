@@ -140,6 +140,7 @@ class FlushNotifier(Actor):
         delivery = self.deliveries[i]
         delivery.in_flight = False
         if not message.ok:
+            self.ledger.refused(delivery.changes)
             delivery.retried += 1
             delivery.waiting = True
             self.log.warning("sink did not take a batch", sink=message.sink, error=message.error, again_in=delivery.delay)

@@ -14,9 +14,10 @@ from kvactors.units import Reason, Residency, Tier, split_keys
 
 
 class Entry:
-    """One block. truth, and per sink `believed`, are sets of tiers. finished: covered by a finished request's path."""
+    """One block. truth, and per sink `believed`, are sets of tiers. finished: covered by a finished request's path. told: tasks about it
+    that sinks are being told now, after which they may believe what is not true any more."""
 
-    __slots__ = ("believed", "children", "depth", "finished", "key", "parent", "parent_key", "reason", "tokens", "truth")
+    __slots__ = ("believed", "children", "depth", "finished", "key", "parent", "parent_key", "reason", "told", "tokens", "truth")
 
     def __init__(self, key: bytes, parent: Entry | None, parent_key: bytes, tokens: bytes, sinks: int) -> None:
         self.key = key
@@ -26,6 +27,7 @@ class Entry:
         self.depth: int = parent.depth + 1 if parent is not None else 1
         self.children = 0
         self.truth = 0
+        self.told = 0
         self.believed = [0] * sinks
         self.finished = False
         self.reason = Reason.COMMIT
@@ -147,7 +149,7 @@ class Ledger:
                 self.coalesced[sink] += 1
 
     def _reap(self, entry: Entry | None) -> None:
-        while entry is not None and not (entry.truth or entry.children or any(entry.believed)):
+        while entry is not None and not (entry.truth or entry.children or entry.told or any(entry.believed)):
             del self.entries[entry.key]
             for dirty in self.dirty:
                 dirty.pop(entry.key, None)
@@ -170,6 +172,7 @@ class Ledger:
             for tier in Tier:
                 if (due ^ believed) & tier:
                     changes.append(Change(entry, int(tier), bool(due & tier)))
+                    entry.told += 1
         losses = [c for c in changes if not c.resident]
         gains = [c for c in changes if c.resident]
         tasks = [self._task(run, epoch) for run in sorted(runs(losses), key=lambda run: -run[-1].entry.depth)]
@@ -180,6 +183,7 @@ class Ledger:
         """The sink took these: it believes them now, whatever has become true since."""
         touched = []
         for entry, bit, resident in changes:
+            entry.told -= 1
             entry.believed[sink] = entry.believed[sink] | bit if resident else entry.believed[sink] & ~bit
             touched.append(entry)
         for entry in touched:
@@ -188,6 +192,13 @@ class Ledger:
             else:
                 self.dirty[sink][entry.key] = None
         for entry in touched:
+            if self.entries.get(entry.key) is entry:
+                self._reap(entry)
+
+    def refused(self, changes: Iterable[Change]) -> None:
+        """The sink did not take these: it believes what it did before."""
+        for entry, _, _ in changes:
+            entry.told -= 1
             if self.entries.get(entry.key) is entry:
                 self._reap(entry)
 
@@ -212,7 +223,7 @@ class Ledger:
                 children[entry.parent.key] = children.get(entry.parent.key, 0) + 1
         for key, entry in self.entries.items():
             assert entry.children == children.get(key, 0), "child counts disagree"
-            assert entry.truth or entry.children or any(entry.believed), "an entry that nothing keeps"
+            assert entry.truth or entry.children or entry.told or any(entry.believed), "an entry that nothing keeps"
             for sink, dirty in enumerate(self.dirty):
                 assert (self.due(entry, sink) != entry.believed[sink]) == (key in dirty), "a difference nobody noticed"
 

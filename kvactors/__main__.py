@@ -1,0 +1,5 @@
+"""`python -m kvactors`."""
+
+from kvactors.cli import main
+
+main()

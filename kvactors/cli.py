@@ -1,0 +1,138 @@
+"""The command line: run, replay, bench."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import structlog
+from cyclopts import App, Parameter
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from kvactors.config import read_toml
+from kvactors.errors import KVActorsError
+from kvactors.scenario.replay import ReplayConfig, replay
+from kvactors.scenario.report import Report, Totals, print_report, write_json
+from kvactors.scenario.runner import run_scenario, with_temporary
+from kvactors.scenario.spec import disappointments
+
+app = App(name="kvactors", help="A tiered KV cache of asyncio actors: scenarios, trace replay, benchmarks.", version=lambda: metadata.version("kvactors"))
+BENCHES = Literal["index", "acquire", "lag", "copy"]
+
+
+@app.command
+def run(
+    scenario: Path,
+    *,
+    json: Path | None = None,
+    seed: int | None = None,
+    virtual: Annotated[bool, Parameter(negative="--real")] = False,
+) -> int:
+    """Run a scripted scenario; the exit status is 0 only if what it expects holds.
+
+    Parameters
+    ----------
+    scenario: a TOML file.
+    json: where to write the report.
+    seed: in place of the scenario's own.
+    virtual: on a seeded loop of virtual time instead of the real clock.
+    """
+    with live_totals() as progress:
+        spec, report = run_scenario(read_toml(scenario), seed=seed, virtual=virtual, progress=progress)
+    failed = disappointments(spec.expect, report) + report.errors
+    return conclude(report, failed, json)
+
+
+@app.command(name="replay")
+def replay_command(
+    trace: Path, *, config: Path | None = None, speed: float | None = None, limit: int | None = None, json: Path | None = None
+) -> int:
+    """Replay a request trace with real bytes, verifying every loaded block; exit status 0 only if nothing is wrong.
+
+    Parameters
+    ----------
+    trace: JSON lines, plain or gzip.
+    config: a TOML file with a cache's settings and a [replay] table.
+    speed: of the trace's clock; implies timed mode.
+    limit: requests at most.
+    json: where to write the report.
+    """
+    import tempfile
+
+    with tempfile.TemporaryDirectory(prefix="kvactors-") as folder, live_totals() as progress:
+        settings = ReplayConfig.from_mapping(with_temporary(read_toml(config) if config else {}, folder))
+        changes: dict[str, Any] = {} if speed is None else {"mode": "timed", "speed": speed}
+        changes |= {} if limit is None else {"limit": limit}
+        mapping = {**msgspec.to_builtins(settings), "replay": {**msgspec.to_builtins(settings.replay), **changes}}
+        report = asyncio.run(replay(trace, ReplayConfig.from_mapping(mapping), progress))
+    failed = list(report.errors)
+    if report.corrupt_blocks_served:
+        failed.append(f"{report.corrupt_blocks_served} corrupt blocks served")
+    if report.flush["divergence"]:
+        failed.append(f"sinks diverge from the tiers on {report.flush['divergence']} blocks")
+    return conclude(report, failed, json)
+
+
+@app.command
+def bench(name: BENCHES, *, json: Path | None = None) -> int:
+    """Measure ours, and the limit beside it in the same run.
+
+    Parameters
+    ----------
+    name: what to measure.
+    json: where to write the report.
+    """
+    from kvactors.bench.report import print_bench
+
+    result = import_module(f"kvactors.bench.{name}").run()
+    print_bench(result, Console())
+    if json is not None:
+        write_json(result, json)
+    return 0
+
+
+def conclude(report: Report, failed: list[str], json: Path | None) -> int:
+    """Print, write, and say what the exit status is."""
+    print_report(report, Console())
+    if json is not None:
+        write_json(report, json)
+    for what in failed:
+        print(f"not as expected: {what}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+@contextmanager
+def live_totals() -> Iterator[Callable[[Totals], None]]:
+    """A live line on a terminal; elsewhere nothing."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda _: None
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        line = progress.add_task("starting")
+
+        def show(t: Totals) -> None:
+            share = (t.device + t.host + t.storage) / max(1, t.blocks_looked_up)
+            text = f"{t.requests} requests, {t.blocks_looked_up} blocks, hit rate {share:.3f}, {t.verified_blocks} verified"
+            progress.update(line, description=text)
+
+        yield show
+
+
+def main() -> None:
+    """Entry point: exit status 2 and one line for input that cannot be used."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
+    try:
+        status = app(result_action="return_value", exit_on_error=True)
+    except (KVActorsError, OSError) as error:
+        print(f"kvactors: {error}", file=sys.stderr)
+        sys.exit(2)
+    sys.exit(status if isinstance(status, int) else 0)

@@ -1,0 +1,56 @@
+"""How late the loop is: a ticker that notes how much longer than asked each of its sleeps took."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import NamedTuple
+
+import numpy as np
+
+INTERVAL = 0.001
+"""Seconds between ticks."""
+
+
+class Lag(NamedTuple):
+    """Percentiles of the loop's lag in milliseconds."""
+
+    p50: float
+    p99: float
+    p999: float
+
+    def as_dict(self) -> dict[str, float]:
+        """For reports."""
+        return {name: round(value, 4) for name, value in self._asdict().items()}
+
+
+class LagMonitor:
+    """Collects lags while `running`."""
+
+    def __init__(self) -> None:
+        self.lags: list[float] = []
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[LagMonitor]:
+        """Tick until the block ends."""
+        ticker = asyncio.get_running_loop().create_task(self._tick())
+        try:
+            yield self
+        finally:
+            ticker.cancel()
+            await asyncio.gather(ticker, return_exceptions=True)
+
+    async def _tick(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + INTERVAL
+            await asyncio.sleep(INTERVAL)
+            self.lags.append(max(0.0, loop.time() - due))
+
+    def result(self) -> Lag:
+        """Percentiles so far; zeros before the first tick."""
+        if not self.lags:
+            return Lag(0.0, 0.0, 0.0)
+        p50, p99, p999 = np.percentile(np.array(self.lags) * 1e3, [50, 99, 99.9])
+        return Lag(float(p50), float(p99), float(p999))

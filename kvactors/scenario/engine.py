@@ -1,0 +1,53 @@
+"""A stand-in for a serving engine: its model writes a pattern made from each block's name, and every block that comes back is verified."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvactors.cache import KVCache, Lease
+from kvactors.scenario.report import Totals
+from kvactors.units import KEY_BYTES
+
+
+class Engine:
+    """Serves requests on a cache whose device can `fill` and `check`, and keeps the totals."""
+
+    def __init__(self, cache: KVCache, totals: Totals) -> None:
+        self.cache = cache
+        self.totals = totals
+
+    async def begin(self, lease: Lease) -> None:
+        """Wait for the loads, count the hits, verify byte for byte what came back from a lower tier."""
+        await lease.ready()
+        hits, totals = lease.hits, self.totals
+        totals.requests += 1
+        totals.blocks_looked_up += lease.num_tokens // self.cache.block_size
+        totals.device += hits.device
+        totals.host += hits.host
+        totals.storage += hits.storage
+        loaded = hits.host + hits.storage
+        if loaded:
+            stop = hits.device + loaded
+            bad = self.cache.device.check(lease.block_table[hits.device : stop], lease.keys(hits.device, stop))
+            totals.verified_blocks += loaded
+            totals.corrupt_blocks_served += len(bad)
+
+    def compute(self, lease: Lease, first_token: int) -> None:
+        """The model's work: write every full block from `first_token` on."""
+        first, full = first_token // self.cache.block_size, lease.num_tokens // self.cache.block_size
+        if first < full:
+            keys = lease.keys(0, full)[first * KEY_BYTES :]
+            self.cache.device.fill(lease.block_table[first:full], keys)
+
+    async def serve(self, name: str, tokens: Any, output: Any = (), **options: Any) -> None:
+        """One request from acquire to finish. Raises NoRoom."""
+        async with await self.cache.acquire(name, tokens, **options) as lease:
+            await self.begin(lease)
+            self.compute(lease, lease.cached_tokens)
+            await lease.commit(lease.num_tokens)
+            if len(output):
+                before = lease.num_tokens
+                await lease.extend(output)
+                self.compute(lease, before)
+                await lease.commit(lease.num_tokens)
+            await lease.finish()

@@ -1,0 +1,105 @@
+"""What a run or a replay found out, in one vocabulary."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from kvactors.cache import KVCache
+from kvactors.observe.lag import Lag
+from kvactors.units import Residency
+
+
+class Totals(msgspec.Struct):
+    """What the driver of a run counts itself. Hits in blocks."""
+
+    requests: int = 0
+    rejected: int = 0
+    no_room: int = 0
+    blocks_looked_up: int = 0
+    device: int = 0
+    host: int = 0
+    storage: int = 0
+    verified_blocks: int = 0
+    corrupt_blocks_served: int = 0
+    errors: list[str] = msgspec.field(default_factory=list)
+
+
+class Report(msgspec.Struct):
+    """hit_rate: share of the blocks looked up, by tier. corrupt_blocks_served and flush["divergence"] must be 0. errors: what went
+    wrong, invariants that do not hold included."""
+
+    name: str
+    requests: int
+    rejected: int
+    no_room: int
+    blocks_looked_up: int
+    hit_rate: dict[str, float]
+    verified_blocks: int
+    corrupt_blocks_served: int
+    flush: dict[str, int]
+    loop_lag_ms: dict[str, float]
+    messages: int
+    wall_s: float
+    errors: list[str]
+
+
+def make_report(name: str, totals: Totals, cache: KVCache, lag: Lag, wall: float) -> Report:
+    """The report as of now; the cache should be settled."""
+    statistics = cache.statistics()
+    looked_up = max(1, totals.blocks_looked_up)
+    rates = {tier: round(getattr(totals, tier) / looked_up, 6) for tier in ("device", "host", "storage")}
+    rates["total"] = round((totals.device + totals.host + totals.storage) / looked_up, 6)
+    flush = {
+        Residency.RESIDENT.value: sum(sink.resident for sink in statistics.flush),
+        Residency.GONE.value: sum(sink.gone for sink in statistics.flush),
+        "delivered": sum(sink.delivered for sink in statistics.flush),
+        "pending": sum(sink.pending for sink in statistics.flush),
+        "divergence": cache.divergence(),
+    }
+    errors = totals.errors + cache.check()
+    return Report(
+        name, totals.requests, totals.rejected, totals.no_room, totals.blocks_looked_up, rates, totals.verified_blocks,
+        totals.corrupt_blocks_served, flush, lag.as_dict(), statistics.messages, round(wall, 3), errors,
+    )  # fmt: skip
+
+
+def lookup(report: Report, dotted: str) -> Any:
+    """A field of a report by its dotted name, such as hit_rate.host. KeyError names it if there is none."""
+    value: Any = msgspec.to_builtins(report)
+    for part in dotted.split("."):
+        if not isinstance(value, dict) or part not in value:
+            raise KeyError(dotted)
+        value = value[part]
+    return value
+
+
+def write_json(data: Any, path: str | Path) -> None:
+    """A report as a JSON file."""
+    Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(data), indent=2) + b"\n")
+
+
+def print_report(report: Report, console: Console) -> None:
+    """The summary table."""
+    table = Table(title=report.name, show_header=False)
+    rates = "  ".join(f"{tier} {rate:.4f}" for tier, rate in report.hit_rate.items())
+    flush = "  ".join(f"{name} {value}" for name, value in report.flush.items())
+    lag = "  ".join(f"{name} {value:.2f}" for name, value in report.loop_lag_ms.items())
+    rows = (
+        ("requests", f"{report.requests}  (no room {report.no_room}, rejected {report.rejected})"),
+        ("blocks looked up", f"{report.blocks_looked_up}"),
+        ("hit rate", rates),
+        ("verified blocks", f"{report.verified_blocks}  (corrupt {report.corrupt_blocks_served})"),
+        ("flush", flush),
+        ("loop lag, ms", lag),
+        ("messages", f"{report.messages}"),
+        ("wall, s", f"{report.wall_s:.2f}"),
+        ("errors", "; ".join(report.errors) or "none"),
+    )
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)

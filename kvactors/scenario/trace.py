@@ -1,0 +1,83 @@
+"""Request traces: JSON lines with block ids, plain or gzip, and the tokens those ids stand for.
+
+Two forms of a line: Mooncake's, `{"timestamp", "input_length", "output_length", "hash_ids": [..]}`, and one with run-length ids,
+`"hash_runs": [[first, count], ..]`. A line with "header" describes the trace. Ids are chained: the same id means the same block after
+the same prefix.
+"""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvactors.errors import ConfigError
+
+
+class TraceRequest(NamedTuple):
+    """timestamp: seconds from the trace's start. ids: one per block."""
+
+    timestamp: float
+    output_length: int
+    ids: NDArray[np.uint64]
+
+
+class _Line(msgspec.Struct):
+    timestamp: float = 0.0
+    output_length: int = 0
+    hash_ids: list[int] | None = None
+    hash_runs: list[tuple[int, int]] | None = None
+    header: dict[str, object] | None = None
+
+
+def read_trace(path: str | Path, *, coarse: int = 1, limit: int = 0) -> Iterator[TraceRequest]:
+    """The requests of a trace in file order. coarse: keep every so many-th id (blocks so many times as large, whole ones only).
+
+    limit: requests at most, 0 for all. ConfigError names the line that cannot be read.
+    """
+    if coarse < 1:
+        raise ConfigError(f"coarse must be at least 1, not {coarse}")
+    decoder, taken = msgspec.json.Decoder(_Line), 0
+    opener = gzip.open if str(path).endswith(".gz") else open
+    with opener(path, "rb") as file:
+        for number, raw in enumerate(file, 1):
+            if not raw.strip():
+                continue
+            try:
+                line = decoder.decode(raw)
+            except msgspec.DecodeError as error:
+                raise ConfigError(f"{path}, line {number}: {error}") from error
+            if line.header is not None:
+                continue
+            if (line.hash_ids is None) == (line.hash_runs is None):
+                raise ConfigError(f"{path}, line {number}: a request has either hash_ids or hash_runs")
+            ids = expand(line)[coarse - 1 :: coarse]
+            if not len(ids):
+                continue
+            yield TraceRequest(line.timestamp / 1e3, line.output_length, ids)
+            taken += 1
+            if taken == limit:
+                return
+
+
+def expand(line: _Line) -> NDArray[np.uint64]:
+    """The ids of a line."""
+    if line.hash_ids is not None:
+        return np.array(line.hash_ids, np.uint64)
+    runs = [np.arange(first, first + count, dtype=np.uint64) for first, count in line.hash_runs or ()]
+    return np.concatenate(runs) if runs else np.empty(0, np.uint64)
+
+
+def tokens_of(ids: NDArray[np.uint64], block_size: int) -> NDArray[np.uint32]:
+    """Tokens of blocks, uint32 [len(ids) * block_size]: a fixed, one-to-one function of each id. Ids below 2**64; block_size >= 2 for
+    ids from 2**32 on."""
+    position = np.arange(block_size, dtype=np.uint32) * np.uint32(2654435761)
+    tokens = ids.astype(np.uint32)[:, None] ^ position[None, :]  # position 0 carries the id's low half
+    if block_size > 1:
+        tokens[:, 1] = (ids >> np.uint64(32)).astype(np.uint32)
+    return tokens.reshape(-1)

@@ -1,0 +1,122 @@
+"""What requests a scenario makes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import anyio
+import numpy as np
+from numpy.typing import NDArray
+
+from kvactors.cache import Lease
+from kvactors.errors import NoRoom
+from kvactors.scenario.engine import Engine
+from kvactors.scenario.spec import Step, Workload
+
+VOCABULARY = 150_000
+RETRY = 0.005
+"""Seconds until a chat request that found no room tries again."""
+
+
+def random_tokens(rng: np.random.Generator, count: int) -> NDArray[np.uint32]:
+    """Tokens of a made-up text."""
+    return rng.integers(0, VOCABULARY, count, dtype=np.uint32)
+
+
+async def chat(engine: Engine, work: Workload, seed: int) -> None:
+    """Conversations that grow turn by turn; a turn's prompt is everything said before and a new question. Every conversation has its
+    turn before any has its next, so each comes back when the others have pushed it down the tiers."""
+    system = random_tokens(np.random.default_rng(seed), work.system_tokens)
+    said = [system] * work.sessions
+    texts = [np.random.default_rng((seed, session)) for session in range(work.sessions)]
+
+    async def client(sessions: Iterator[int], turn: int) -> None:
+        for session in sessions:
+            rng = texts[session]
+            question = random_tokens(rng, 1 + int(rng.poisson(work.user_tokens)))
+            answer = random_tokens(rng, 1 + int(rng.poisson(work.output_tokens)))
+            prompt = np.concatenate([said[session], question])
+            await until_room(engine, f"{session}.{turn}", prompt, answer)
+            said[session] = np.concatenate([prompt, answer])
+
+    for turn in range(work.turns):
+        sessions = iter(range(work.sessions))
+        async with anyio.create_task_group() as tasks:
+            for _ in range(min(work.concurrency, work.sessions)):
+                tasks.start_soon(client, sessions, turn)
+
+
+async def until_room(engine: Engine, name: str, prompt: NDArray[np.uint32], answer: NDArray[np.uint32]) -> None:
+    """Serve one request, again while there is no room for it now; one the device could never hold is rejected."""
+    if len(prompt) + len(answer) > engine.cache.device.num_blocks * engine.cache.block_size:
+        engine.totals.rejected += 1
+        return
+    while True:
+        try:
+            await engine.serve(name, prompt, answer)
+            return
+        except NoRoom:
+            engine.totals.no_room += 1
+            await anyio.sleep(RETRY)
+
+
+class Script:
+    """Runs the steps of a script; what does not come out as expected is an error in the totals."""
+
+    def __init__(self, engine: Engine, seed: int) -> None:
+        self.engine = engine
+        self.seed = seed
+        self.leases: dict[str, Lease] = {}
+
+    async def run(self, steps: tuple[Step, ...]) -> None:
+        """Every step, in order; leases left open at the end are finished."""
+        for number, step in enumerate(steps, 1):
+            outcome = "ok"
+            try:
+                await self._step(step)
+            except NoRoom:
+                outcome = "no_room"
+                self.engine.totals.no_room += 1
+            except KeyError:
+                self._complain(number, step, f"there is no lease of {step.request!r}")
+                continue
+            if outcome != step.expect:
+                self._complain(number, step, f"{outcome}, expected {step.expect}")
+            elif step.cached_tokens >= 0 and outcome == "ok":
+                cached = self.leases[step.request].cached_tokens
+                if cached != step.cached_tokens:
+                    self._complain(number, step, f"{cached} tokens cached, expected {step.cached_tokens}")
+        for lease in self.leases.values():
+            await lease.finish()
+
+    def _complain(self, number: int, step: Step, what: str) -> None:
+        self.engine.totals.errors.append(f"step {number} ({step.do} {step.request}): {what}".replace("  ", " "))
+
+    def _tokens(self, step: Step) -> Any:
+        return random_tokens(np.random.default_rng((self.seed, step.prompt)), step.tokens)
+
+    async def _step(self, step: Step) -> None:
+        cache, engine = self.engine.cache, self.engine
+        if step.do == "acquire":
+            self.leases[step.request] = lease = await cache.acquire(step.request, self._tokens(step))
+            await engine.begin(lease)
+        elif step.do == "extend":
+            await self.leases[step.request].extend(self._tokens(step))
+        elif step.do == "commit":
+            lease = self.leases[step.request]
+            engine.compute(lease, lease.cached_tokens)
+            await lease.commit(step.tokens or lease.num_tokens)
+        elif step.do == "finish":
+            await self.leases.pop(step.request).finish()
+        elif step.do == "preempt":
+            lease = self.leases.pop(step.request)
+            await lease.preempt(step.tokens)
+        elif step.do == "clear":
+            await cache.clear()
+        elif step.do == "pause":
+            await cache.pause()
+        elif step.do == "resume":
+            await cache.resume()
+        else:
+            await cache.settled()

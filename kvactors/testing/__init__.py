@@ -1,0 +1,1 @@
+"""What ships for testing: models, loops and helpers for your own tests."""
