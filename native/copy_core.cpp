@@ -1,7 +1,68 @@
 #include "copy_core.hpp"
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 namespace kvactors {
 namespace {
+
+// A batch larger than the caches is written past them: ordinary stores would first read every line they overwrite, which
+// is why libc's memcpy does the same, but only when a single piece is that large.
+constexpr std::size_t kStreamFrom = std::size_t(8) << 20;
+
+#if defined(__x86_64__)
+bool can_stream() {
+    static const bool can = __builtin_cpu_supports("avx2");
+    return can;
+}
+
+__attribute__((target("avx2"))) void stream_copy(u8* to, const u8* from, std::size_t bytes) {
+    const std::size_t lead = (32 - (reinterpret_cast<std::uintptr_t>(to) & 31)) & 31;
+    if (bytes < 1024) {
+        std::memcpy(to, from, bytes);
+        return;
+    }
+    std::memcpy(to, from, lead);
+    to += lead;
+    from += lead;
+    bytes -= lead;
+    for (; bytes >= 256; bytes -= 256, to += 256, from += 256) {
+        const __m256i* source = reinterpret_cast<const __m256i*>(from);
+        __m256i* target = reinterpret_cast<__m256i*>(to);
+        __m256i part[8];
+        for (int i = 0; i < 8; ++i) part[i] = _mm256_loadu_si256(source + i);
+        for (int i = 0; i < 8; ++i) _mm256_stream_si256(target + i, part[i]);
+    }
+    for (; bytes >= 64; bytes -= 64, to += 64, from += 64) {
+        const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+        const __m256i b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + 32));
+        _mm256_stream_si256(reinterpret_cast<__m256i*>(to), a);
+        _mm256_stream_si256(reinterpret_cast<__m256i*>(to + 32), b);
+    }
+    std::memcpy(to, from, bytes);
+}
+
+void end_stream() { _mm_sfence(); }
+#else
+bool can_stream() { return false; }
+void stream_copy(u8* to, const u8* from, std::size_t bytes) { std::memcpy(to, from, bytes); }
+void end_stream() {}
+#endif
+
+bool worth_streaming(const Regions& regions, std::size_t pairs) {
+    std::size_t block = 0;
+    for (std::size_t r = 0; r < regions.count; ++r) block += std::size_t(regions.piece_bytes[r]);
+    return block * pairs >= kStreamFrom && can_stream();
+}
+
+void copy_piece(u8* to, const u8* from, std::size_t bytes, bool stream) {
+    if (stream) {
+        stream_copy(to, from, bytes);
+    } else {
+        std::memcpy(to, from, bytes);
+    }
+}
 
 u8* piece(const Regions& regions, std::size_t r, i64 block) {
     return reinterpret_cast<u8*>(regions.address[r]) + std::size_t(block) * std::size_t(regions.piece_bytes[r]);
@@ -28,25 +89,29 @@ u64 seed_of(const u8* key, std::size_t region) {
 }  // namespace
 
 void gather(const Regions& regions, const i64* blocks, Slots slots, const i64* ids, std::size_t pairs) {
+    const bool stream = worth_streaming(regions, pairs);
     for (std::size_t j = 0; j < pairs; ++j) {
         u8* to = slots.arena + std::size_t(ids[j]) * slots.stride;
         for (std::size_t r = 0; r < regions.count; ++r) {
             const std::size_t bytes = std::size_t(regions.piece_bytes[r]);
-            std::memcpy(to, piece(regions, r, blocks[j]), bytes);
+            copy_piece(to, piece(regions, r, blocks[j]), bytes, stream);
             to += bytes;
         }
     }
+    if (stream) end_stream();
 }
 
 void scatter(const Regions& regions, const i64* blocks, Slots slots, const i64* ids, std::size_t pairs) {
+    const bool stream = worth_streaming(regions, pairs);
     for (std::size_t j = 0; j < pairs; ++j) {
         const u8* from = slots.arena + std::size_t(ids[j]) * slots.stride;
         for (std::size_t r = 0; r < regions.count; ++r) {
             const std::size_t bytes = std::size_t(regions.piece_bytes[r]);
-            std::memcpy(piece(regions, r, blocks[j]), from, bytes);
+            copy_piece(piece(regions, r, blocks[j]), from, bytes, stream);
             from += bytes;
         }
     }
+    if (stream) end_stream();
 }
 
 void touch(u8* memory, std::size_t bytes) {

@@ -1,0 +1,122 @@
+"""Requests that hit the device, through the actors: how many a second, and how long an acquire takes.
+
+The limits are the bars the runtime was built to: 10,000 requests a second on one core, 20 microseconds an ask. Beside them stands what
+the bare loop can do: a request is four asks, each of which is at least one pass through the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvactors.bench.report import Bench, Row, less_is_better, more_is_better
+from kvactors.cache import KVCache, open_cache
+from kvactors.config import Config
+
+BLOCK = 64
+PROMPT = 8192 + 8
+"""Tokens: 128 whole blocks, which all hit, and a tail to compute, as a model always needs one token."""
+CLIENTS = 8
+REQUESTS_PER_S = 10_000.0
+ASK_US = 20.0
+ASKS = 4
+"""Of a request: acquire, ready (answered on the spot), commit, finish, less the one that needs no answer, plus the client's own pass."""
+
+
+def run(*, quick: bool = False) -> Bench:
+    """All rows. quick: a few requests only, for tests."""
+    rows, requests = asyncio.run(measure(1_000 if quick else 20_000))
+    settings = {"prompt_tokens": PROMPT, "block_size": BLOCK, "requests": requests, "dtype": "int64", "quick": quick}
+    return Bench(name="acquire", rows=rows, settings=settings)
+
+
+async def measure(requests: int) -> tuple[list[Row], int]:
+    """All rows, and how many requests each took."""
+    config = Config.from_mapping(
+        {
+            "cache": {"block_size": BLOCK},
+            "device": {"num_blocks": 2 * CLIENTS * (PROMPT // BLOCK + 1)},
+            "layout": {"num_layers": 1, "num_kv_heads": 1, "head_dim": 8},
+        }
+    )
+    async with open_cache(config) as cache:
+        rng = np.random.default_rng(0)
+        prompts = [rng.integers(0, 150_000, PROMPT) for _ in range(CLIENTS)]
+        for prompt in prompts:
+            await serve(cache, prompt)
+        alone = await throughput(cache, prompts[:1], requests)
+        together = await throughput(cache, prompts, requests)
+        acquire, ask = await latencies(cache, prompts[0], requests)
+        bare = await bare_loop(requests)
+        missed = cache.statistics().blocks_looked_up - cache.statistics().device_hits - CLIENTS * (PROMPT // BLOCK)
+    assert missed == 0, f"{missed} blocks missed in what should have been hits"
+    bar = "the bar"
+    rows: list[Row] = [
+        more_is_better("acquire to finish, one client", alone, REQUESTS_PER_S, "requests/s", bar),
+        more_is_better(f"acquire to finish, {CLIENTS} clients", together, REQUESTS_PER_S, "requests/s", bar),
+        less_is_better("acquire, p50", acquire[0], ASK_US, "us", bar),
+        less_is_better("acquire, p99", acquire[1], ASK_US, "us", bar),
+        less_is_better("commit of nothing new (a bare ask), p50", ask[0], ASK_US, "us", bar),
+        less_is_better("commit of nothing new (a bare ask), p99", ask[1], ASK_US, "us", bar),
+        more_is_better(
+            f"{CLIENTS} clients, against the bare loop", together, bare / ASKS, "requests/s", f"asyncio.sleep(0) rate / {ASKS}"
+        ),
+    ]
+    return rows, requests
+
+
+async def serve(cache: KVCache, prompt: NDArray[np.int64]) -> None:
+    """One request's whole life."""
+    lease = await cache.acquire("bench", prompt)
+    await lease.ready()
+    await lease.commit(PROMPT)
+    await lease.finish()
+
+
+async def throughput(cache: KVCache, prompts: list[NDArray[np.int64]], requests: int) -> float:
+    """Requests a second with one client per prompt."""
+
+    async def client(prompt: NDArray[np.int64]) -> None:
+        for _ in range(requests // len(prompts)):
+            await serve(cache, prompt)
+
+    began = time.perf_counter()
+    async with asyncio.TaskGroup() as tasks:
+        for prompt in prompts:
+            tasks.create_task(client(prompt))
+    return requests // len(prompts) * len(prompts) / (time.perf_counter() - began)
+
+
+async def latencies(
+    cache: KVCache, prompt: NDArray[np.int64], requests: int
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Median and 99th percentile in microseconds of an acquire, and of an ask with nothing to do."""
+    acquires, asks = np.empty(requests), np.empty(requests)
+    clock = time.perf_counter
+    for i in range(requests):
+        began = clock()
+        lease = await cache.acquire("bench", prompt)
+        acquires[i] = clock() - began
+        await lease.commit(PROMPT)
+        began = clock()
+        await lease.commit(PROMPT)
+        asks[i] = clock() - began
+        await lease.finish()
+    return percentiles(acquires), percentiles(asks)
+
+
+def percentiles(seconds: NDArray[np.float64]) -> tuple[float, float]:
+    """Median and 99th percentile, in microseconds."""
+    p50, p99 = np.percentile(seconds * 1e6, [50, 99])
+    return float(p50), float(p99)
+
+
+async def bare_loop(passes: int) -> float:
+    """Passes a second of a loop with nothing to do."""
+    began = time.perf_counter()
+    for _ in range(passes):
+        await asyncio.sleep(0)
+    return passes / (time.perf_counter() - began)

@@ -1,0 +1,56 @@
+"""Gather and scatter against plain memcpy of the same bytes, interleaved."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from kvactors.bench.report import Row, bench_report, rate_row
+from kvactors.native import copy_bytes, gather, scatter, touch
+
+LAYERS = 32
+KIB = 1024
+
+
+def timed(work: Callable[[], None]) -> float:
+    """Seconds."""
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def run(*, quick: bool = False) -> dict[str, Any]:
+    """All rows: pieces of 8 KiB to 1 MiB, 64 regions (32 layers, key and value), shuffled blocks. quick: small sizes, for tests."""
+    total, rounds = (8 << 20, 2) if quick else (256 << 20, 9)
+    rows: list[Row] = []
+    rng = np.random.default_rng(3)
+    regions_count = 2 * LAYERS
+    memory = [np.empty(total, np.uint8) for _ in range(2)]
+    for array in memory:
+        touch(array.ctypes.data, array.nbytes)
+    device, host = (int(array.ctypes.data) for array in memory)
+    for piece in (8 * KIB, 32 * KIB, 128 * KIB, KIB * KIB):
+        blocks = total // (piece * regions_count)
+        if blocks < 1:
+            continue
+        region_bytes = blocks * piece
+        regions = np.array([device + r * region_bytes for r in range(regions_count)], np.int64)
+        pieces = np.full(regions_count, piece, np.int64)
+        ids, slots = rng.permutation(blocks).astype(np.int64), np.arange(blocks, dtype=np.int64)
+        stride, nbytes = piece * regions_count, region_bytes * regions_count
+        times: dict[str, list[float]] = {"memcpy": [], "gather": [], "scatter": []}
+        for _ in range(rounds):
+            times["memcpy"].append(timed(partial(copy_bytes, host, device, nbytes)))
+            times["gather"].append(timed(partial(gather, regions, pieces, blocks, ids, host, stride, blocks, slots)))
+            times["scatter"].append(timed(partial(scatter, regions, pieces, blocks, ids, host, stride, blocks, slots)))
+        limit = nbytes / median(times["memcpy"]) / 1e9
+        for name in ("gather", "scatter"):
+            ours = nbytes / median(times[name]) / 1e9
+            rows.append(rate_row(f"{name}, pieces of {piece // KIB} KiB", ours, limit, "GB/s", "memcpy of the same bytes, same run"))
+    settings = {"regions": regions_count, "total_bytes": total, "rounds": rounds, "threads": 1, "quick": quick}
+    return bench_report("copy", rows, settings)

@@ -1,0 +1,80 @@
+"""How late the loop is: idle, and with copies and storage saturated, in one run."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from typing import Any
+
+import anyio
+import numpy as np
+
+from kvactors.bench.report import Row, bench_report, time_row
+from kvactors.cache import KVCache, open_cache
+from kvactors.config import Config
+from kvactors.errors import NoRoom
+from kvactors.observe.lag import Lag, LagMonitor
+
+BLOCK, PROMPT_BLOCKS = 64, 16
+ABOVE_IDLE = 2.0
+
+
+def config(folder: str) -> Config:
+    """Small tiers over a file store, blocks of 1 MiB: nearly every request offloads, loads, writes and reads."""
+    return Config.from_mapping({
+        "cache": {"block_size": BLOCK},
+        "device": {"num_blocks": 64},
+        "layout": {"num_layers": 16, "num_kv_heads": 4, "head_dim": 128, "dtype": "float16"},
+        "host": {"slots": 64, "transit_slots": 128},
+        "storage": {"backend": "file", "directory": folder, "capacity_blocks": 256},
+        "flush": {"sinks": [{"kind": "memory", "tiers": ["device", "host", "storage"]}]},
+    })  # fmt: skip
+
+
+async def churn(cache: KVCache, seconds: float) -> int:
+    """Requests of random old prompts, a few at once, until the time is over; how many were served."""
+    prompts = [np.random.default_rng(i).integers(0, 150_000, BLOCK * PROMPT_BLOCKS + 1) for i in range(24)]
+    until, served = time.monotonic() + seconds, 0
+
+    async def client(seed: int) -> None:
+        nonlocal served
+        order = np.random.default_rng(seed)
+        while time.monotonic() < until:
+            try:
+                async with await cache.acquire("churn", prompts[int(order.integers(len(prompts)))]) as lease:
+                    await lease.ready()
+                    await lease.commit(lease.num_tokens)
+                served += 1
+            except NoRoom:
+                await anyio.sleep(0.001)
+
+    await asyncio.gather(*(client(seed) for seed in range(3)))
+    return served
+
+
+async def measure(seconds: float) -> tuple[Lag, Lag, int, float]:
+    """Idle lag, saturated lag, requests served, and gigabytes moved."""
+    with tempfile.TemporaryDirectory(prefix="kvactors-lag-") as folder:
+        async with open_cache(config(folder)) as cache:
+            async with LagMonitor().running() as idle:
+                await anyio.sleep(seconds)
+            async with LagMonitor().running() as busy:
+                served = await churn(cache, seconds)
+            await cache.settled()
+            statistics = cache.statistics()
+            blocks = statistics.host.loaded + statistics.host.offloaded + statistics.store.reads + statistics.store.writes
+            return idle.result(), busy.result(), served, blocks * cache.system.layout.block_bytes / 1e9
+
+
+def run(*, quick: bool = False) -> dict[str, Any]:
+    """All rows. quick: a moment only, for tests."""
+    seconds = 0.5 if quick else 10.0
+    idle, busy, served, gigabytes = asyncio.run(measure(seconds))
+    rows: list[Row] = []
+    for name in ("p50", "p99", "p999"):
+        limit = getattr(idle, name) + ABOVE_IDLE
+        rows.append(time_row(f"saturated, {name}", getattr(busy, name), limit, "ms", f"idle in the same run + {ABOVE_IDLE:g} ms"))
+        rows.append(time_row(f"idle, {name}", getattr(idle, name), ABOVE_IDLE, "ms", "2 ms"))
+    settings = {"seconds": seconds, "served": served, "gigabytes_moved": round(gigabytes, 2), "quick": quick}
+    return bench_report("lag", rows, settings)

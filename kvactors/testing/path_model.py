@@ -1,0 +1,186 @@
+"""A request's path and the tree's nodes in plain Python: the twin of `kvactors.native.Path`. See `tree_model` for its use."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvactors.native import DEVICE, KEY_BYTES, OFFLOADING
+
+NONE = -1
+"""No device block."""
+
+
+def require(holds: bool, message: str) -> None:
+    """ValueError unless it holds."""
+    if not holds:
+        raise ValueError(message)
+
+
+def token_list(tokens: Any) -> list[int]:
+    """The ids of a sequence or buffer. TypeError for what is no integer, ValueError for what does not fit 32 bits."""
+    if isinstance(tokens, str):
+        raise TypeError("tokens must be integers")
+    try:
+        items = memoryview(tokens).tolist()
+    except TypeError:
+        items = list(tokens)
+    ids = [operator.index(item) for item in items]
+    require(all(0 <= token < 2**32 for token in ids), "token ids must be between 0 and 2**32 - 1")
+    return ids
+
+
+def packed(tokens: Sequence[int]) -> bytes:
+    """Tokens as little-endian uint32."""
+    return struct.pack(f"<{len(tokens)}I", *tokens)
+
+
+def block_name(parent: bytes, tokens: Sequence[int], extra: bytes) -> bytes:
+    """The name of a block: SHA-256 over parent key, length of the extra key (uint32 LE), extra key, tokens (uint32 LE)."""
+    return hashlib.sha256(parent + struct.pack("<I", len(extra)) + extra + packed(tokens)).digest()
+
+
+@dataclass(eq=False)
+class Node:
+    """A block known to the tree. A root has depth 0 and no parent, and `name` is its root key."""
+
+    id: int
+    name: bytes
+    parent: Node | None
+    depth: int
+    tokens: tuple[int, ...] = ()
+    extra: bytes = b""
+    children: dict[tuple[tuple[int, ...], bytes], Node] = field(default_factory=dict)
+    bits: int = 0
+    block: int = NONE
+    refs: int = 0
+    hits: int = 1
+    used: int = 0  # when it was last released, or loaded with nobody waiting
+    evicting: int = 0  # while OFFLOADING: the operation that frees it
+    readers: set[int] = field(default_factory=set)  # offload operations whose copy of `block` may still run
+    announced: bool = False
+    saved: bool = False
+
+    @property
+    def firm(self) -> bool:
+        """Resident on the device and staying there. Nothing is below a root, so that a root is as firm as can be."""
+        return self.parent is None or (self.bits & (DEVICE | OFFLOADING)) == DEVICE
+
+    @property
+    def wanted(self) -> bool:
+        """Whether anything keeps the node in the tree."""
+        return bool(self.bits or self.refs or self.children)
+
+    def ancestors(self) -> Iterator[Node]:
+        """From the parent up, without the root."""
+        at = self.parent
+        while at is not None and at.parent is not None:
+            yield at
+            at = at.parent
+
+    def take_device(self, block: int) -> None:
+        """Become resident in a device block; what was announced of an earlier one no longer counts."""
+        self.bits |= DEVICE
+        self.block = block
+        self.announced = False
+
+    def lose_device(self) -> int:
+        """Leave the device. Returns the block that is free now."""
+        block, self.block = self.block, NONE
+        self.bits &= ~(DEVICE | OFFLOADING)
+        return block
+
+
+class PathModel:
+    """Twin of `Path`."""
+
+    def __init__(self, block_size: int, root: bytes) -> None:
+        require(1 <= block_size <= 2**24, "block_size must be between 1 and 2**24")
+        require(len(root) == KEY_BYTES, "root must be 32 bytes")
+        self.block_size = block_size
+        self.root = root
+        self.ids: list[int] = []
+        self.extras: dict[int, bytes] = {}
+        self.names: list[bytes] = []
+        self.nodes: list[Node] = []
+        self.table: list[int] = []
+        self.shared: list[bool] = []
+        self.num_committed = 0
+        self.tree: object = None  # whose nodes these are
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the path."""
+        return len(self.ids)
+
+    @property
+    def num_full_blocks(self) -> int:
+        """Blocks that have all their tokens."""
+        return len(self.ids) // self.block_size
+
+    @property
+    def num_held(self) -> int:
+        """Nodes referenced by this path."""
+        return len(self.nodes)
+
+    @property
+    def num_blocks(self) -> int:
+        """Entries of the block table."""
+        return len(self.table)
+
+    def extend(self, tokens: Any) -> None:
+        """Append tokens, all or none."""
+        self.ids += token_list(tokens)
+
+    def set_extra(self, block: int, extra: bytes) -> None:
+        """Extra identity of a block that has no name yet."""
+        require(block >= len(self.names), "extra key for a block that already has a name")
+        self.extras[block] = extra
+
+    def block_tokens(self, block: int) -> tuple[int, ...]:
+        """Tokens of one full block."""
+        return tuple(self.ids[block * self.block_size : (block + 1) * self.block_size])
+
+    def identity(self, block: int) -> tuple[tuple[int, ...], bytes]:
+        """What tells a block from its siblings."""
+        return self.block_tokens(block), self.extras.get(block, b"")
+
+    def name_to(self, blocks: int) -> None:
+        """Name the first blocks, as far as they are not named."""
+        for block in range(len(self.names), blocks):
+            parent = self.names[-1] if self.names else self.root
+            self.names.append(block_name(parent, *self.identity(block)))
+
+    def tokens(self, start: int, stop: int) -> bytes:
+        """Tokens of full blocks [start, stop) as little-endian uint32."""
+        require(0 <= start <= stop <= self.num_full_blocks, "blocks out of range")
+        return packed(self.ids[start * self.block_size : stop * self.block_size])
+
+    def keys(self, start: int, stop: int) -> bytes:
+        """Names of full blocks [start, stop)."""
+        require(0 <= start <= stop <= self.num_full_blocks, "blocks out of range")
+        self.name_to(stop)
+        return b"".join(self.names[start:stop])
+
+    def blocks(self, start: int = 0, stop: int = -1) -> list[int]:
+        """A copy of the block table."""
+        stop = len(self.table) if stop < 0 else stop
+        require(0 <= start <= stop <= len(self.table), "positions out of range")
+        return self.table[start:stop]
+
+    def assign(self, start: int, blocks: Sequence[int]) -> None:
+        """Write private blocks into the table."""
+        require(0 <= start <= len(self.table), "gap: start lies beyond the end of the block table")
+        require(not any(self.shared[start : start + len(blocks)]), "the block at this position belongs to the tree")
+        require(all(0 <= block < 2**32 - 1 for block in blocks), "device block id out of range")
+        self.table[start : start + len(blocks)] = blocks
+        self.shared += [False] * (len(self.table) - len(self.shared))
+
+    def is_shared(self, position: int) -> bool:
+        """Whether the tree owns the block at this position."""
+        require(0 <= position < len(self.shared), "position out of range")
+        return self.shared[position]
