@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from collections.abc import Mapping
+from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
 
-class Row(TypedDict):
+class Row(msgspec.Struct, frozen=True):
     """ours, limit: measured in one run (or a named bar), both in `unit`. ratio: above 1 where ours is better than the limit."""
 
     case: str
@@ -19,39 +21,32 @@ class Row(TypedDict):
     limit_name: str
 
 
-class Bench(TypedDict):
-    """A whole report. settings: what was measured, and how much of it."""
-
-    name: str
-    rows: list[Row]
-    settings: dict[str, Any]
+def rate_row(case: str, ours: float, limit: float, unit: str, limit_name: str) -> Row:
+    """A row in which more is better."""
+    return Row(case, round(ours, 4), round(limit, 4), round(ours / limit, 4), unit, limit_name)
 
 
-def more_is_better(case: str, ours: float, limit: float, unit: str, limit_name: str) -> Row:
-    """A row about a rate."""
-    return Row(
-        case=case, ours=round(ours, 4), limit=round(limit, 4), ratio=round(ours / limit, 4), unit=unit, limit_name=limit_name
-    )
+def time_row(case: str, ours: float, limit: float, unit: str, limit_name: str) -> Row:
+    """A row in which less is better."""
+    return Row(case, round(ours, 4), round(limit, 4), round(limit / ours, 4), unit, limit_name)
 
 
-def less_is_better(case: str, ours: float, limit: float, unit: str, limit_name: str) -> Row:
-    """A row about a time."""
-    return Row(
-        case=case, ours=round(ours, 4), limit=round(limit, 4), ratio=round(limit / ours, 4), unit=unit, limit_name=limit_name
-    )
+def bench_report(name: str, rows: list[Row], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The report as builtins: {"name", "rows": [{"case", "ours", "limit", "ratio", "unit", "limit_name"}], "settings"}."""
+    return {"name": name, "rows": msgspec.to_builtins(rows), "settings": dict(settings)}
 
 
-def print_bench(bench: Bench, console: Console) -> None:
+def print_bench(report: Mapping[str, Any], console: Console) -> None:
     """The report as a table."""
-    table = Table(title=bench["name"])
+    table = Table(title=str(report["name"]))
     for title in ("case", "ours", "limit", "ratio", "unit", "limit is"):
         table.add_column(title, justify="right" if title in ("ours", "limit", "ratio") else "left")
-    for row in bench["rows"]:
+    for row in report["rows"]:
         table.add_row(
             row["case"], number(row["ours"]), number(row["limit"]), f"{row['ratio']:.2f}", row["unit"], row["limit_name"]
         )
     console.print(table)
-    console.print("  ".join(f"{key} {value}" for key, value in bench["settings"].items()), style="dim")
+    console.print("  ".join(f"{key} {value}" for key, value in report["settings"].items()), style="dim")
 
 
 def number(value: float) -> str:
