@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable
 from functools import partial
 from statistics import median
+from typing import Any
 
 import numpy as np
 
-from kvactors.bench.report import Bench, Row, more_is_better
+from kvactors.bench.report import Row, bench_report, rate_row
 from kvactors.native import copy_bytes, gather, scatter, touch
 
 LAYERS = 32
@@ -23,7 +24,7 @@ def timed(work: Callable[[], None]) -> float:
     return time.perf_counter() - began
 
 
-def run(*, quick: bool = False) -> Bench:
+def run(*, quick: bool = False) -> dict[str, Any]:
     """All rows: pieces of 8 KiB to 1 MiB, 64 regions (32 layers, key and value), shuffled blocks. quick: small sizes, for tests."""
     total, rounds = (8 << 20, 2) if quick else (256 << 20, 9)
     rows: list[Row] = []
@@ -50,6 +51,6 @@ def run(*, quick: bool = False) -> Bench:
         limit = nbytes / median(times["memcpy"]) / 1e9
         for name in ("gather", "scatter"):
             ours = nbytes / median(times[name]) / 1e9
-            rows.append(more_is_better(f"{name}, pieces of {piece // KIB} KiB", ours, limit, "GB/s", "memcpy of the same bytes, same run"))
+            rows.append(rate_row(f"{name}, pieces of {piece // KIB} KiB", ours, limit, "GB/s", "memcpy of the same bytes, same run"))
     settings = {"regions": regions_count, "total_bytes": total, "rounds": rounds, "threads": 1, "quick": quick}
-    return Bench(name="copy", rows=rows, settings=settings)
+    return bench_report("copy", rows, settings)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from statistics import median
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvactors.bench.report import Bench, Row, more_is_better
+from kvactors.bench.report import Row, bench_report, rate_row
 from kvactors.native import BlockTree, Path, chain_keys
 
 PROMPTS, GROUPS, LENGTH, SHARED = 64, 8, 8192, 0.75
@@ -68,7 +69,7 @@ def naming_rate(block_size: int, rounds: int) -> float:
     return median(results)
 
 
-def run(*, quick: bool = False) -> Bench:
+def run(*, quick: bool = False) -> dict[str, Any]:
     """All rows. quick: small sizes, for tests."""
     rounds, filled, long = (1, 4096, 16_384) if quick else (9, 1_000_000, 131_072)
     rows: list[Row] = []
@@ -76,11 +77,11 @@ def run(*, quick: bool = False) -> Bench:
     for block_size in (64, 16):
         empty = rate(block_size, LENGTH, PROMPTS, 0, rounds)
         naming = naming_rate(block_size, rounds)
-        rows.append(more_is_better(f"block {block_size}, empty index", empty, SGLANG, unit, SGLANG_NAME))
-        rows.append(more_is_better(f"block {block_size}, empty index, beside naming", empty, naming, unit, "naming every block, same run"))
+        rows.append(rate_row(f"block {block_size}, empty index", empty, SGLANG, unit, SGLANG_NAME))
+        rows.append(rate_row(f"block {block_size}, empty index, beside naming", empty, naming, unit, "naming every block, same run"))
         full = rate(block_size, LENGTH, PROMPTS, filled, rounds)
-        rows.append(more_is_better(f"block {block_size}, {filled:,} blocks before", full, SGLANG, unit, SGLANG_NAME))
+        rows.append(rate_row(f"block {block_size}, {filled:,} blocks before", full, SGLANG, unit, SGLANG_NAME))
         longer = rate(block_size, long, max(2, PROMPTS * LENGTH // long), 0, rounds)
-        rows.append(more_is_better(f"block {block_size}, {long:,}-token prompts", longer, empty, unit, "8,192-token prompts, same run"))
+        rows.append(rate_row(f"block {block_size}, {long:,}-token prompts", longer, empty, unit, "8,192-token prompts, same run"))
     settings = {"prompts": PROMPTS, "tokens": LENGTH, "groups": GROUPS, "shared": SHARED, "rounds": rounds, "quick": quick}
-    return Bench(name="index", rows=rows, settings=settings)
+    return bench_report("index", rows, settings)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
+from typing import Any
 
 import anyio
 import numpy as np
 
-from kvactors.bench.report import Bench, Row, less_is_better
+from kvactors.bench.report import Row, bench_report, time_row
 from kvactors.cache import KVCache, open_cache
 from kvactors.config import Config
 from kvactors.errors import NoRoom
@@ -66,14 +67,14 @@ async def measure(seconds: float) -> tuple[Lag, Lag, int, float]:
             return idle.result(), busy.result(), served, blocks * cache.system.layout.block_bytes / 1e9
 
 
-def run(*, quick: bool = False) -> Bench:
+def run(*, quick: bool = False) -> dict[str, Any]:
     """All rows. quick: a moment only, for tests."""
     seconds = 0.5 if quick else 10.0
     idle, busy, served, gigabytes = asyncio.run(measure(seconds))
     rows: list[Row] = []
     for name in ("p50", "p99", "p999"):
         limit = getattr(idle, name) + ABOVE_IDLE
-        rows.append(less_is_better(f"saturated, {name}", getattr(busy, name), limit, "ms", f"idle in the same run + {ABOVE_IDLE:g} ms"))
-        rows.append(less_is_better(f"idle, {name}", getattr(idle, name), ABOVE_IDLE, "ms", "2 ms"))
+        rows.append(time_row(f"saturated, {name}", getattr(busy, name), limit, "ms", f"idle in the same run + {ABOVE_IDLE:g} ms"))
+        rows.append(time_row(f"idle, {name}", getattr(idle, name), ABOVE_IDLE, "ms", "2 ms"))
     settings = {"seconds": seconds, "served": served, "gigabytes_moved": round(gigabytes, 2), "quick": quick}
-    return Bench(name="lag", rows=rows, settings=settings)
+    return bench_report("lag", rows, settings)
