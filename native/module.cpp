@@ -51,8 +51,28 @@ private:
     bool& flag_;
 };
 
+// Token arrays of paths that have gone. A long prompt's is large enough for malloc to map it anew each time, and the page
+// faults of that would cost more than everything else done with the prompt. Touched under the GIL only.
+std::vector<Raw<u32>>& spare_arrays() {
+    static std::vector<Raw<u32>> spares;
+    return spares;
+}
+constexpr std::size_t kSpares = 16, kSpareTokens = std::size_t(1) << 21;
+
 struct PyPath : Path {
-    using Path::Path;
+    PyPath(u32 block_size, const Key& root) : Path(block_size, root) {
+        std::vector<Raw<u32>>& spares = spare_arrays();
+        if (spares.empty()) return;
+        tokens = std::move(spares.back());
+        spares.pop_back();
+    }
+    ~PyPath() {
+        if (tokens.capacity() > kSpareTokens || spare_arrays().size() >= kSpares) return;
+        tokens.clear();
+        spare_arrays().push_back(std::move(tokens));
+    }
+    PyPath(const PyPath&) = delete;
+    PyPath& operator=(const PyPath&) = delete;
     bool busy = false;
 };
 

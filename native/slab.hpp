@@ -23,6 +23,7 @@ public:
         while (rows() < rows_wanted) {
             void* memory = std::aligned_alloc(64, chunk_bytes);
             if (memory == nullptr) throw std::bad_alloc();
+            std::memset(memory, 0, chunk_bytes);  // bring the pages in now, not under the first request
             chunks_.emplace_back(static_cast<T*>(memory));
         }
     }

@@ -8,7 +8,7 @@ namespace {
 // The part of a value that must be zero for it to be a token id: its sign for narrow types, the sign and upper half
 // for 64-bit ones. It is collected with OR, so the loop has no branch and vectorises.
 template <class T>
-std::make_unsigned_t<T> excess(T value) {
+inline __attribute__((always_inline)) std::make_unsigned_t<T> excess(T value) {
     using U = std::make_unsigned_t<T>;
     if constexpr (sizeof(T) == 8) return U(value) >> 32;
     if constexpr (std::is_signed_v<T>) return U(value) >> (8 * sizeof(T) - 1);
@@ -16,7 +16,7 @@ std::make_unsigned_t<T> excess(T value) {
 }
 
 template <class T>
-bool narrow_as(const void* source, std::ptrdiff_t stride, std::size_t count, u32* out) {
+inline __attribute__((always_inline)) bool narrow_as(const void* source, std::ptrdiff_t stride, std::size_t count, u32* out) {
     std::make_unsigned_t<T> bad = 0;
     if (stride == std::ptrdiff_t(sizeof(T)) && reinterpret_cast<std::uintptr_t>(source) % alignof(T) == 0) {
         const T* in = static_cast<const T*>(source);
@@ -38,7 +38,7 @@ bool narrow_as(const void* source, std::ptrdiff_t stride, std::size_t count, u32
 
 }  // namespace
 
-bool narrow(IntKind kind, const void* source, std::ptrdiff_t stride, std::size_t count, u32* out) {
+KVACTORS_WIDE bool narrow(IntKind kind, const void* source, std::ptrdiff_t stride, std::size_t count, u32* out) {
     switch (kind) {
         case IntKind::i8: return narrow_as<std::int8_t>(source, stride, count, out);
         case IntKind::u8: return narrow_as<std::uint8_t>(source, stride, count, out);

@@ -14,6 +14,16 @@ u64 mix(u64 x) {
     return x ^ (x >> 33);
 }
 
+// NH: the sum of products of (token + secret) pairs. Two different blocks collide with probability 2**-32 whatever
+// tokens a sender picks, and the loop vectorises.
+KVACTORS_WIDE u64 nh(const u32* tokens, const u32* secret, u32 count) {
+    u64 sum = 0;
+    const u32 even = count & ~u32(1);
+    for (u32 i = 0; i < even; i += 2) sum += u64(u32(tokens[i] + secret[i])) * u32(tokens[i + 1] + secret[i + 1]);
+    if (even != count) sum += u64(u32(tokens[even] + secret[even])) * secret[even + 1];
+    return sum;
+}
+
 unsigned chunk_shift(std::size_t capacity) {
     unsigned shift = 8;
     while (shift < 16 && (std::size_t(1) << shift) < capacity) ++shift;
@@ -42,14 +52,8 @@ Tree::Tree(u32 block_size, std::size_t capacity)
     tokens_.reserve(capacity);
 }
 
-// NH: the sum of products of (token + secret) pairs. Two different blocks collide with probability 2**-32 whatever
-// tokens a sender picks, and the loop vectorises.
 u32 Tree::child_hash(u32 parent, u32 extra, const u32* tokens) const {
-    const u32* secret = token_seed_.data();
-    u64 sum = 0;
-    const u32 even = block_size_ & ~u32(1);
-    for (u32 i = 0; i < even; i += 2) sum += u64(u32(tokens[i] + secret[i])) * u32(tokens[i + 1] + secret[i + 1]);
-    if (even != block_size_) sum += u64(u32(tokens[even] + secret[even])) * secret[even + 1];
+    const u64 sum = nh(tokens, token_seed_.data(), block_size_);
     return u32(mix(sum + parent * (seed_[0] | 1) + extra * (seed_[1] | 1)) >> 32);
 }
 
