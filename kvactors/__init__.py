@@ -4,8 +4,18 @@ from kvactors.cache import Hits, KVCache, Lease
 from kvactors.cache import open_cache as open  # noqa: A004  (kvactors.open reads as what it is)
 from kvactors.config import Config
 from kvactors.errors import (
-    ActorFailed, CacheClosed, ConfigError, DeadlineExceeded, KVActorsError, LayoutError, LeaseEnded, NoRoom, NotReady, Paused,
-    SinkError, StoreError,
+    ActorFailed,
+    CacheClosed,
+    ConfigError,
+    DeadlineExceeded,
+    KVActorsError,
+    LayoutError,
+    LeaseEnded,
+    NoRoom,
+    NotReady,
+    Paused,
+    SinkError,
+    StoreError,
 )  # fmt: skip
 from kvactors.layout.gqa import GQALayout
 from kvactors.observe.statistics import CacheStatistics

@@ -25,7 +25,18 @@ from kvactors.native import Path
 from kvactors.observe.statistics import CacheStatistics, collect, invariants, residency
 from kvactors.prefix_index.keys import block_extras, root_key
 from kvactors.prefix_index.messages import (
-    Abandon, Acquire, Clear, Commit, Extend, Finish, Granted, Pause, Preempt, Ready, Resume, SetNamespace,
+    Abandon,
+    Acquire,
+    Clear,
+    Commit,
+    Extend,
+    Finish,
+    Granted,
+    Pause,
+    Preempt,
+    Ready,
+    Resume,
+    SetNamespace,
 )  # fmt: skip
 from kvactors.system import System
 
@@ -129,7 +140,9 @@ class Lease:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._ended:
             return
         if error is None:
@@ -266,7 +279,7 @@ class KVCache:
     @property
     def from_thread(self) -> FromThread:
         """The same door for other threads: every call blocks its thread until the loop has answered."""
-        from kvactors.from_thread import FromThread  # noqa: PLC0415  (it imports this module)
+        from kvactors.from_thread import FromThread
 
         return FromThread(self, self._loop)
 
@@ -307,4 +320,3 @@ async def open_cache(
             yield cache
         finally:
             cache.close()
-

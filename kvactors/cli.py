@@ -23,7 +23,11 @@ from kvactors.scenario.report import Report, Totals, print_report, write_json
 from kvactors.scenario.runner import run_scenario, with_temporary
 from kvactors.scenario.spec import disappointments
 
-app = App(name="kvactors", help="A tiered KV cache of asyncio actors: scenarios, trace replay, benchmarks.", version=lambda: metadata.version("kvactors"))
+app = App(
+    name="kvactors",
+    help="A tiered KV cache of asyncio actors: scenarios, trace replay, benchmarks.",
+    version=lambda: metadata.version("kvactors"),
+)
 BENCHES = Literal["index", "acquire", "lag", "copy"]
 
 
@@ -39,10 +43,14 @@ def run(
 
     Parameters
     ----------
-    scenario: a TOML file.
-    json: where to write the report.
-    seed: in place of the scenario's own.
-    virtual: on a seeded loop of virtual time instead of the real clock.
+    scenario
+        A TOML file.
+    json
+        Where to write the report.
+    seed
+        In place of the scenario's own.
+    virtual
+        On a seeded loop of virtual time instead of the real clock.
     """
     with live_totals() as progress:
         spec, report = run_scenario(read_toml(scenario), seed=seed, virtual=virtual, progress=progress)
@@ -58,11 +66,16 @@ def replay_command(
 
     Parameters
     ----------
-    trace: JSON lines, plain or gzip.
-    config: a TOML file with a cache's settings and a [replay] table.
-    speed: of the trace's clock; implies timed mode.
-    limit: requests at most.
-    json: where to write the report.
+    trace
+        JSON lines, plain or gzip.
+    config
+        A TOML file with a cache's settings and a [replay] table.
+    speed
+        Of the trace's clock; implies timed mode.
+    limit
+        Requests at most.
+    json
+        Where to write the report.
     """
     import tempfile
 
@@ -86,8 +99,10 @@ def bench(name: BENCHES, *, json: Path | None = None) -> int:
 
     Parameters
     ----------
-    name: what to measure.
-    json: where to write the report.
+    name
+        What to measure.
+    json
+        Where to write the report.
     """
     from kvactors.bench.report import print_bench
 

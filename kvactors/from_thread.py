@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from kvactors.cache import Hits, KVCache, Lease
 from kvactors.errors import CacheClosed, DeadlineExceeded
@@ -121,7 +121,7 @@ class ThreadLease:
         """See `Lease.preempt`."""
         self._door.call(self._lease.preempt(computed_tokens, deadline=deadline), deadline)
 
-    def __enter__(self) -> ThreadLease:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:

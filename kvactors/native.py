@@ -4,8 +4,21 @@ from __future__ import annotations
 
 try:
     from kvactors._native import (
-        DEVICE, HOST, KEY_BYTES, LOADING, OFFLOADING, BlockTree, Path, chain_keys, check_blocks, copy_bytes, fill_blocks, gather,
-        scatter, sha256_accelerated, touch,
+        DEVICE,
+        HOST,
+        KEY_BYTES,
+        LOADING,
+        OFFLOADING,
+        BlockTree,
+        Path,
+        chain_keys,
+        check_blocks,
+        copy_bytes,
+        fill_blocks,
+        gather,
+        scatter,
+        sha256_accelerated,
+        touch,
     )  # fmt: skip
 except ImportError as error:
     raise ImportError(

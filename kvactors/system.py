@@ -21,8 +21,8 @@ import anyio.to_thread
 from kvactors.actor import Activity, ActorRef, ActorSpec, Group, RestartBudget, Supervisor
 from kvactors.config import Config, StorageConfig
 from kvactors.cpu_evictor.actor import CpuEvictor
-from kvactors.device.arena import Arena
 from kvactors.device import make_device
+from kvactors.device.arena import Arena
 from kvactors.device.base import Device
 from kvactors.errors import LayoutError
 from kvactors.flush_notifier.actor import FlushNotifier
@@ -47,7 +47,9 @@ class System:
         self.config = config
         self.layout = device.layout if device is not None else make_layout(config.layout, config.cache.block_size)
         if self.layout.block_size != config.cache.block_size:
-            raise LayoutError(f"the device's blocks hold {self.layout.block_size} tokens, cache.block_size is {config.cache.block_size}")
+            raise LayoutError(
+                f"the device's blocks hold {self.layout.block_size} tokens, cache.block_size is {config.cache.block_size}"
+            )
         self.device = device if device is not None else make_device(config.device, self.layout)
         self.storage = StorageConfig(backend="none", write_policy="none") if config.flush.only else config.storage
         self.backend = make_backend(self.storage, self.layout.fingerprint, self.layout.block_bytes)

@@ -51,6 +51,8 @@ def run(*, quick: bool = False) -> dict[str, Any]:
         limit = nbytes / median(times["memcpy"]) / 1e9
         for name in ("gather", "scatter"):
             ours = nbytes / median(times[name]) / 1e9
-            rows.append(rate_row(f"{name}, pieces of {piece // KIB} KiB", ours, limit, "GB/s", "memcpy of the same bytes, same run"))
+            rows.append(
+                rate_row(f"{name}, pieces of {piece // KIB} KiB", ours, limit, "GB/s", "memcpy of the same bytes, same run")
+            )
     settings = {"regions": regions_count, "total_bytes": total, "rounds": rounds, "threads": 1, "quick": quick}
     return bench_report("copy", rows, settings)

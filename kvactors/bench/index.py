@@ -78,10 +78,14 @@ def run(*, quick: bool = False) -> dict[str, Any]:
         empty = rate(block_size, LENGTH, PROMPTS, 0, rounds)
         naming = naming_rate(block_size, rounds)
         rows.append(rate_row(f"block {block_size}, empty index", empty, SGLANG, unit, SGLANG_NAME))
-        rows.append(rate_row(f"block {block_size}, empty index, beside naming", empty, naming, unit, "naming every block, same run"))
+        rows.append(
+            rate_row(f"block {block_size}, empty index, beside naming", empty, naming, unit, "naming every block, same run")
+        )
         full = rate(block_size, LENGTH, PROMPTS, filled, rounds)
         rows.append(rate_row(f"block {block_size}, {filled:,} blocks before", full, SGLANG, unit, SGLANG_NAME))
         longer = rate(block_size, long, max(2, PROMPTS * LENGTH // long), 0, rounds)
-        rows.append(rate_row(f"block {block_size}, {long:,}-token prompts", longer, empty, unit, "8,192-token prompts, same run"))
+        rows.append(
+            rate_row(f"block {block_size}, {long:,}-token prompts", longer, empty, unit, "8,192-token prompts, same run")
+        )
     settings = {"prompts": PROMPTS, "tokens": LENGTH, "groups": GROUPS, "shared": SHARED, "rounds": rounds, "quick": quick}
     return bench_report("index", rows, settings)

@@ -74,7 +74,9 @@ def run(*, quick: bool = False) -> dict[str, Any]:
     rows: list[Row] = []
     for name in ("p50", "p99", "p999"):
         limit = getattr(idle, name) + ABOVE_IDLE
-        rows.append(time_row(f"saturated, {name}", getattr(busy, name), limit, "ms", f"idle in the same run + {ABOVE_IDLE:g} ms"))
+        rows.append(
+            time_row(f"saturated, {name}", getattr(busy, name), limit, "ms", f"idle in the same run + {ABOVE_IDLE:g} ms")
+        )
         rows.append(time_row(f"idle, {name}", getattr(idle, name), ABOVE_IDLE, "ms", "2 ms"))
     settings = {"seconds": seconds, "served": served, "gigabytes_moved": round(gigabytes, 2), "quick": quick}
     return bench_report("lag", rows, settings)

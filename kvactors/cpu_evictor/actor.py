@@ -312,7 +312,9 @@ class CpuEvictor(Traffic):
             if message.keep:
                 self.gained([entry.key for entry in good])
                 self.offloaded += len(good)
-            kept = bytes(message.keep and (e := self.host.usable(key)) is not None and e.place is Place.RESIDENT for key in keys)
+            kept = bytes(
+                message.keep and (e := self.host.usable(key)) is not None and e.place is Place.RESIDENT for key in keys
+            )
             if self.writers and message.save:
                 sources = [self.host.usable(keys[j]) for j in reversed(message.save)]
                 self.write([entry for entry in sources if entry is not None])

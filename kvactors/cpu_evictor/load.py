@@ -13,7 +13,21 @@ class LoadJob:
     late: the store is not waited for any more. over: answered (what still comes only cleans up).
     """
 
-    __slots__ = ("arrived", "blocks", "copies", "deadline", "entries", "fetching", "from_host", "keys", "late", "op", "over", "root", "start")
+    __slots__ = (
+        "arrived",
+        "blocks",
+        "copies",
+        "deadline",
+        "entries",
+        "fetching",
+        "from_host",
+        "keys",
+        "late",
+        "op",
+        "over",
+        "root",
+        "start",
+    )
 
     def __init__(self, op: int, root: bytes, keys: list[bytes], start: int, deadline: float, blocks: tuple[int, ...]) -> None:
         self.op = op

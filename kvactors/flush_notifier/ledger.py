@@ -17,7 +17,19 @@ class Entry:
     """One block. truth, and per sink `believed`, are sets of tiers. finished: covered by a finished request's path. told: tasks about it
     that sinks are being told now, after which they may believe what is not true any more."""
 
-    __slots__ = ("believed", "children", "depth", "finished", "key", "parent", "parent_key", "reason", "told", "tokens", "truth")
+    __slots__ = (
+        "believed",
+        "children",
+        "depth",
+        "finished",
+        "key",
+        "parent",
+        "parent_key",
+        "reason",
+        "tokens",
+        "told",
+        "truth",
+    )
 
     def __init__(self, key: bytes, parent: Entry | None, parent_key: bytes, tokens: bytes, sinks: int) -> None:
         self.key = key
@@ -207,7 +219,15 @@ class Ledger:
         residency = Residency.RESIDENT if run[0].resident else Residency.GONE
         keys = b"".join(change.entry.key for change in run)
         return FlushTask(
-            path_tokens(last), first.depth - 1, len(run), keys, first.parent_key, residency, Tier(run[0].bit), last.reason, epoch
+            path_tokens(last),
+            first.depth - 1,
+            len(run),
+            keys,
+            first.parent_key,
+            residency,
+            Tier(run[0].bit),
+            last.reason,
+            epoch,
         )
 
     def believed(self, sink: int) -> Iterator[tuple[bytes, int]]:
@@ -267,5 +287,3 @@ def runs(changes: list[Change]) -> list[list[Change]]:
             nxt = joined.get((nxt.entry.key, nxt.bit))
         result.append(run)
     return result
-
-

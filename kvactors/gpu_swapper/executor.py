@@ -8,9 +8,10 @@ import queue
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
-import anyio
+import anyio.to_thread
 
 from kvactors.actor.uncancelled import to_the_end
 from kvactors.device.arena import Arena
@@ -109,10 +110,8 @@ class CopyExecutor(Executor):
             self._workers.append(worker)
 
     def _work(self) -> None:
-        try:
+        with suppress(OSError):  # a system without thread priorities copies at the common one
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
-        except OSError:
-            pass  # a system without thread priorities copies at the common one
         while (piece := self._pieces.get()) is not None:
             try:
                 self.copy(piece.direction, piece.blocks, piece.slots)
@@ -126,12 +125,16 @@ class CopyExecutor(Executor):
 
     async def close(self) -> None:
         """Let the threads end; a thread stuck in a copy is left behind after CLOSE_LIMIT seconds (it is a daemon)."""
-        for _ in self._workers:
+        workers, self._workers = self._workers, []
+        for _ in workers:
             self._pieces.put(None)
-        with anyio.move_on_after(CLOSE_LIMIT):
-            while any(worker.is_alive() for worker in self._workers):
-                await anyio.sleep(0.001)
-        self._workers.clear()
+
+        def join() -> None:
+            for worker in workers:
+                worker.join(CLOSE_LIMIT)
+
+        if workers:
+            await anyio.to_thread.run_sync(join)
 
 
 def _finish(done: asyncio.Future[bool], good: bool) -> None:

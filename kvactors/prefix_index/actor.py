@@ -14,7 +14,21 @@ from kvactors.flush_notifier.messages import Announced, Cleared, Gone
 from kvactors.native import DEVICE
 from kvactors.prefix_index.index import Match
 from kvactors.prefix_index.messages import (
-    Abandon, Acquire, Clear, Commit, Done, Expired, Extend, Finish, Granted, Landed, Pause, Preempt, Ready, Resume, SetNamespace,
+    Abandon,
+    Acquire,
+    Clear,
+    Commit,
+    Done,
+    Expired,
+    Extend,
+    Finish,
+    Granted,
+    Landed,
+    Pause,
+    Preempt,
+    Ready,
+    Resume,
+    SetNamespace,
 )  # fmt: skip
 from kvactors.prefix_index.records import Lease, Waiting
 from kvactors.prefix_index.room import Room

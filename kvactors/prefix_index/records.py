@@ -20,8 +20,21 @@ class Lease:
     foreign: blocks in the table that are not the lease's to give back (only with a fault).
     """
 
-    __slots__ = ("deadline", "device_hits", "fault", "foreign", "hoped", "host_hits", "id", "ops", "path", "ready",
-                 "request_id", "storage_hits", "tree")
+    __slots__ = (
+        "deadline",
+        "device_hits",
+        "fault",
+        "foreign",
+        "hoped",
+        "host_hits",
+        "id",
+        "ops",
+        "path",
+        "ready",
+        "request_id",
+        "storage_hits",
+        "tree",
+    )
 
     def __init__(self, lease: int, request_id: str, path: Path, tree: BlockTree, deadline: float) -> None:
         self.id = lease
@@ -45,7 +58,21 @@ class LoadOp:
     is of no use. result: (good, from host) once known. lost: overdue, so its leases went on without it.
     """
 
-    __slots__ = ("after", "blocks", "judged", "lost", "nodes", "op", "owner", "path", "result", "sharers", "start", "stop", "tree")
+    __slots__ = (
+        "after",
+        "blocks",
+        "judged",
+        "lost",
+        "nodes",
+        "op",
+        "owner",
+        "path",
+        "result",
+        "sharers",
+        "start",
+        "stop",
+        "tree",
+    )
 
     def __init__(self, op: int, owner: Lease, start: int, stop: int, after: LoadOp | None) -> None:
         self.op = op

@@ -75,9 +75,7 @@ class Transfers(Actor):
             lease.ops.append(load)
             self.loads[load.op] = load
             keys = lease.path.keys(0, stop)
-            self.tell(
-                self.evictor, Load(load.op, lease.path.root, keys, start, tuple(load.blocks), lease.deadline, self.fetch)
-            )
+            self.tell(self.evictor, Load(load.op, lease.path.root, keys, start, tuple(load.blocks), lease.deadline, self.fetch))
 
     def place_loads(self, lease: Lease) -> None:
         """The lease got its blocks: give their targets to the loads that went ahead without."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvactors.cache import KVCache, Lease
+from kvactors.errors import DeadlineExceeded, KVActorsError
 from kvactors.scenario.report import Totals
 from kvactors.units import KEY_BYTES
 
@@ -51,3 +52,14 @@ class Engine:
                 self.compute(lease, before)
                 await lease.commit(lease.num_tokens)
             await lease.finish()
+
+    async def settle(self) -> None:
+        """Wait until nothing is under way and every sink is told; what cannot be reached in time is an error in the totals."""
+        try:
+            await self.cache.flush_settled()
+        except DeadlineExceeded as error:
+            self.totals.complain(f"at the end: {error}")
+
+    def failed(self, name: str, error: KVActorsError) -> None:
+        """A request was not served."""
+        self.totals.complain(f"request {name}: {type(error).__name__}: {error}")

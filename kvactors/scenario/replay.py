@@ -126,5 +126,3 @@ async def serve_timed(engine: Engine, name: str, request: TraceRequest, settings
         engine.compute(lease, lease.cached_tokens)
         await lease.commit(lease.num_tokens)
         await anyio.sleep(request.output_length / settings.decode_tokens_per_s / settings.speed)
-
-

@@ -13,6 +13,8 @@ from kvactors.cache import KVCache
 from kvactors.observe.lag import Lag
 from kvactors.units import Residency
 
+MAX_ERRORS = 50
+
 
 class Totals(msgspec.Struct):
     """What the driver of a run counts itself. Hits in blocks."""
@@ -27,6 +29,13 @@ class Totals(msgspec.Struct):
     verified_blocks: int = 0
     corrupt_blocks_served: int = 0
     errors: list[str] = msgspec.field(default_factory=list)
+
+    def complain(self, what: str) -> None:
+        """Something went wrong; the first MAX_ERRORS are kept in words."""
+        if len(self.errors) < MAX_ERRORS:
+            self.errors.append(what)
+        elif len(self.errors) == MAX_ERRORS:
+            self.errors.append("and more")
 
 
 class Report(msgspec.Struct):

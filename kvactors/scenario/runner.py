@@ -26,7 +26,9 @@ TEMP = "@temp"
 """Stands for a fresh folder, removed after the run, in storage.directory and sink paths."""
 
 
-def run_scenario(data: dict[str, Any], *, seed: int | None = None, virtual: bool = False, progress: Progress = lambda _: None) -> tuple[Scenario, Report]:
+def run_scenario(
+    data: dict[str, Any], *, seed: int | None = None, virtual: bool = False, progress: Progress = lambda _: None
+) -> tuple[Scenario, Report]:
     """Run what a scenario file says. Raises ConfigError for anything in it that cannot be."""
     with tempfile.TemporaryDirectory(prefix="kvactors-") as folder:
         scenario = Scenario.from_mapping(with_temporary(data, folder))

@@ -19,18 +19,22 @@ class ScenarioInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: int = 0
 
 
+ABOUT_A_REQUEST = ("acquire", "extend", "commit", "finish", "preempt")
+
+
 class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One move of a script.
 
-    do: what. request: whose (a name). prompt: seed of the tokens of acquire and extend. tokens: how many, or for commit and preempt how
-    many are computed (0: all). expect: no_room, or ok. cached_tokens: what acquire must find, after its loads; -1: anything.
+    do: what. request: whose (a name). prompt: seed of the tokens of acquire and extend. tokens: how many, or for commit and preempt how many
+    are computed (commit: 0 means all). expect: ok, or the refusal that must come. cached_tokens: what acquire must
+    find, after its loads; -1: anything.
     """
 
     do: Literal["acquire", "extend", "commit", "finish", "preempt", "clear", "pause", "resume", "settle"]
     request: str = ""
     prompt: int = 0
     tokens: int = 0
-    expect: Literal["ok", "no_room"] = "ok"
+    expect: Literal["ok", "no_room", "paused"] = "ok"
     cached_tokens: int = -1
 
 
@@ -63,7 +67,7 @@ class Scenario(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     scenario: ScenarioInfo
     workload: Workload = Workload()
-    expect: dict[str, float | Bound] = {}
+    expect: dict[str, float | Bound] = msgspec.field(default_factory=dict)
 
     @classmethod
     def from_mapping(cls, data: Any) -> Scenario:
@@ -71,13 +75,31 @@ class Scenario(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
         data = {**data, "expect": flatten(data.get("expect", {}))}
         scenario = convert(data, cls)
         validate(scenario)
-        work = scenario.workload
-        if (work.kind == "script") != bool(work.step):
-            raise ConfigError("workload.step belongs to kind = 'script', and it needs some")
-        for name in ("sessions", "turns", "concurrency", "user_tokens", "output_tokens"):
-            if getattr(work, name) < 1:
-                raise ConfigError(f"workload.{name} must be at least 1")
+        validate_workload(scenario.workload)
         return scenario
+
+
+def validate_workload(work: Workload) -> None:
+    """Raise ConfigError for values that do not make sense, naming the key or the step."""
+    if (work.kind == "script") != bool(work.step):
+        raise ConfigError("workload.step belongs to kind = 'script', and it needs some")
+    for name, low in (
+        ("sessions", 1),
+        ("turns", 1),
+        ("concurrency", 1),
+        ("system_tokens", 0),
+        ("user_tokens", 1),
+        ("output_tokens", 1),
+    ):
+        if getattr(work, name) < low:
+            raise ConfigError(f"workload.{name} must be at least {low}, not {getattr(work, name)}")
+    for number, step in enumerate(work.step, 1):
+        if step.do in ABOUT_A_REQUEST and not step.request:
+            raise ConfigError(f"workload.step, step {number} ({step.do}): request is missing")
+        if step.tokens < (1 if step.do in ("acquire", "extend") else 0) or step.prompt < 0:
+            raise ConfigError(f"workload.step, step {number} ({step.do}): too few tokens, or a negative prompt")
+        if step.cached_tokens >= 0 and step.do != "acquire":
+            raise ConfigError(f"workload.step, step {number} ({step.do}): cached_tokens belongs to acquire")
 
 
 def flatten(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -85,7 +107,7 @@ def flatten(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in data.items():
         name = f"{prefix}{key}"
-        if isinstance(value, dict) and not set(value) <= {"min", "max"}:
+        if isinstance(value, dict) and not set(value) & {"min", "max"}:
             flat |= flatten(value, name + ".")
         else:
             flat[name] = value
@@ -103,6 +125,8 @@ def disappointments(expect: dict[str, float | Bound], report: Report) -> list[st
         bound = wanted if isinstance(wanted, Bound) else Bound(wanted, wanted)
         if isinstance(value, list):
             value = len(value)
+        if not isinstance(value, int | float):
+            raise ConfigError(f"expect.{name} is about no number")
         if (bound.min is not None and value < bound.min) or (bound.max is not None and value > bound.max):
             failed.append(f"{name} is {value}, expected {msgspec.to_builtins(wanted)}")
     return failed

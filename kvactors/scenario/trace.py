@@ -8,9 +8,10 @@ the same prefix.
 from __future__ import annotations
 
 import gzip
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
@@ -27,11 +28,14 @@ class TraceRequest(NamedTuple):
     ids: NDArray[np.uint64]
 
 
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
 class _Line(msgspec.Struct):
     timestamp: float = 0.0
-    output_length: int = 0
-    hash_ids: list[int] | None = None
-    hash_runs: list[tuple[int, int]] | None = None
+    output_length: Count = 0
+    hash_ids: list[Count] | None = None
+    hash_runs: list[tuple[Count, Count]] | None = None
     header: dict[str, object] | None = None
 
 
@@ -42,31 +46,41 @@ def read_trace(path: str | Path, *, coarse: int = 1, limit: int = 0) -> Iterator
     """
     if coarse < 1:
         raise ConfigError(f"coarse must be at least 1, not {coarse}")
+    if limit < 0:
+        raise ConfigError(f"limit must not be negative, not {limit}")
     decoder, taken = msgspec.json.Decoder(_Line), 0
-    opener = gzip.open if str(path).endswith(".gz") else open
-    with opener(path, "rb") as file:
-        for number, raw in enumerate(file, 1):
-            if not raw.strip():
-                continue
-            try:
-                line = decoder.decode(raw)
-            except msgspec.DecodeError as error:
-                raise ConfigError(f"{path}, line {number}: {error}") from error
+    for number, raw in enumerate(read_lines(path), 1):
+        if not raw.strip():
+            continue
+        try:
+            line = decoder.decode(raw)
             if line.header is not None:
                 continue
-            if (line.hash_ids is None) == (line.hash_runs is None):
-                raise ConfigError(f"{path}, line {number}: a request has either hash_ids or hash_runs")
             ids = expand(line)[coarse - 1 :: coarse]
-            if not len(ids):
-                continue
-            yield TraceRequest(line.timestamp / 1e3, line.output_length, ids)
-            taken += 1
-            if taken == limit:
-                return
+        except (msgspec.DecodeError, ValueError, OverflowError) as error:
+            raise ConfigError(f"{path}, line {number}: {error}") from error
+        if not len(ids):
+            continue
+        yield TraceRequest(line.timestamp / 1e3, line.output_length, ids)
+        taken += 1
+        if taken == limit:
+            return
+
+
+def read_lines(path: str | Path) -> Iterator[bytes]:
+    """The lines of a file, plain or gzip. ConfigError if it is damaged."""
+    opener = gzip.open if str(path).endswith(".gz") else open
+    try:
+        with opener(path, "rb") as file:
+            yield from file
+    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def expand(line: _Line) -> NDArray[np.uint64]:
-    """The ids of a line."""
+    """The ids of a line. ValueError or OverflowError if it has none or they are out of range."""
+    if (line.hash_ids is None) == (line.hash_runs is None):
+        raise ValueError("a request has either hash_ids or hash_runs")
     if line.hash_ids is not None:
         return np.array(line.hash_ids, np.uint64)
     runs = [np.arange(first, first + count, dtype=np.uint64) for first, count in line.hash_runs or ()]

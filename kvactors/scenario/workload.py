@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvactors.cache import Lease
-from kvactors.errors import NoRoom
+from kvactors.errors import KVActorsError, NoRoom, Paused
 from kvactors.scenario.engine import Engine
 from kvactors.scenario.spec import Step, Workload
 
@@ -59,6 +59,9 @@ async def until_room(engine: Engine, name: str, prompt: NDArray[np.uint32], answ
         except NoRoom:
             engine.totals.no_room += 1
             await anyio.sleep(RETRY)
+        except KVActorsError as error:
+            engine.failed(name, error)
+            return
 
 
 class Script:
@@ -78,9 +81,13 @@ class Script:
             except NoRoom:
                 outcome = "no_room"
                 self.engine.totals.no_room += 1
+            except Paused:
+                outcome = "paused"
             except KeyError:
                 self._complain(number, step, f"there is no lease of {step.request!r}")
                 continue
+            except (KVActorsError, ValueError) as error:
+                outcome = f"{type(error).__name__}: {error}"
             if outcome != step.expect:
                 self._complain(number, step, f"{outcome}, expected {step.expect}")
             elif step.cached_tokens >= 0 and outcome == "ok":
@@ -91,7 +98,7 @@ class Script:
             await lease.finish()
 
     def _complain(self, number: int, step: Step, what: str) -> None:
-        self.engine.totals.errors.append(f"step {number} ({step.do} {step.request}): {what}".replace("  ", " "))
+        self.engine.totals.complain(f"step {number} ({step.do}{step.request and ' ' + step.request}): {what}")
 
     def _tokens(self, step: Step) -> Any:
         return random_tokens(np.random.default_rng((self.seed, step.prompt)), step.tokens)

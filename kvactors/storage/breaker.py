@@ -30,7 +30,7 @@ class Breaker:
         self._until = now() + self._pause  # half open: whoever asks next waits for this one's result
         return True
 
-    def saw(self, good: bool) -> None:  # noqa: FBT001
+    def saw(self, good: bool) -> None:
         """A batch that went through succeeded, at least in part, or failed altogether."""
         if good:
             self._failures = 0

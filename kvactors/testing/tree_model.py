@@ -299,9 +299,9 @@ class TreeModel:
             in_place = node.wanted and parent.children.get((node.tokens, node.extra)) is node and held_up
             named = node.name == block_name(parent.name, node.tokens, node.extra)
             placed = (node.block != NONE) == bool(node.bits & (DEVICE | LOADING))
-            ordered = parent.used >= node.used or not (self._evictable(node) and self._evictable(parent))
+            unordered = parent.depth > 0 and self._evictable(node) and self._evictable(parent) and parent.used < node.used
             reachable = self.retired or not node.firm or parent.firm
-            if not (in_place and named and placed and ordered and reachable):
+            if not (in_place and named and placed and reachable) or unordered:
                 raise RuntimeError(f"node {node.id} at depth {node.depth} contradicts the rules")
 
     # -- inside

@@ -12,7 +12,9 @@ BLOCK = 4
 TINY = {"kind": "gqa", "num_layers": 2, "num_kv_heads": 1, "head_dim": 8, "dtype": "uint8"}
 
 
-def settings(*, device=8, host=None, storage=None, sinks=({"kind": "memory", "tiers": ["device", "host", "storage"]},), **tables):
+def settings(
+    *, device=8, host=None, storage=None, sinks=({"kind": "memory", "tiers": ["device", "host", "storage"]},), **tables
+):
     cache = {"block_size": BLOCK, "deadline": 5.0, **tables.pop("cache", {})}
     return kvactors.Config.from_mapping(
         {
@@ -59,4 +61,3 @@ async def serve(cache, name, tokens, *, verify=True, **options):
     await lease.commit(lease.num_tokens)
     await lease.finish()
     return lease
-

@@ -75,10 +75,9 @@ async def test_cancelled_at_every_step(how):
 
 async def test_a_forgotten_lease_comes_back_with_a_warning():
     async with opened() as cache:
-        lease = await cache.acquire("forgetful", prompt(1, 3))
+        leases = [await cache.acquire("forgetful", prompt(1, 3))]
         with pytest.warns(ResourceWarning, match="forgetful"):
-            del lease
-            gc.collect()
+            leases.clear()
         await cache.settled()
         assert cache.statistics().prefix.blocks_free == 8
 

@@ -35,7 +35,7 @@ class Sink(ABC):
 
 def make_sink(config: SinkConfig, block_size: int) -> Sink:
     """The sink a config describes. Raises SinkError if it cannot work."""
-    from kvactors.flush_notifier.sinks.jsonl import JsonLinesSink  # noqa: PLC0415  (they derive from this module)
-    from kvactors.flush_notifier.sinks.memory import MemorySink  # noqa: PLC0415
+    from kvactors.flush_notifier.sinks.jsonl import JsonLinesSink
+    from kvactors.flush_notifier.sinks.memory import MemorySink
 
     return JsonLinesSink(config, block_size) if config.kind == "jsonl" else MemorySink(config, block_size)

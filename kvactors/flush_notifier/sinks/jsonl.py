@@ -1,8 +1,8 @@
 """A sink that appends JSON lines to a file.
 
-    {"type": "epoch", "epoch": 1732150000000}
-    {"type": "flush", "epoch": .., "residency": "resident" | "gone", "tier": "device" | "host" | "storage", "reason": "commit" | ..,
-     "start_block_idx": 0, "count": 2, "keys": [hex, ..], "parent": hex, "tokens": [..all tokens from the root on..]}
+{"type": "epoch", "epoch": 1732150000000}
+{"type": "flush", "epoch": .., "residency": "resident" | "gone", "tier": "device" | "host" | "storage", "reason": "commit" | ..,
+"start_block_idx": 0, "count": 2, "keys": [hex, ..], "parent": hex, "tokens": [..all tokens from the root on..]}
 """
 
 from __future__ import annotations

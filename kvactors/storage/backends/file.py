@@ -80,7 +80,9 @@ class FileBackend(Backend):
         try:
             with self.path(key).open("rb", buffering=0) as file:
                 header = bytearray(HEADER.size)
-                if os.preadv(file.fileno(), [header, into], 0) != HEADER.size + len(into) or file.seek(0, 2) != HEADER.size + len(into):
+                if os.preadv(file.fileno(), [header, into], 0) != HEADER.size + len(into) or file.seek(
+                    0, 2
+                ) != HEADER.size + len(into):
                     return Outcome.CORRUPT
         except (FileNotFoundError, NotADirectoryError):
             return Outcome.MISS
