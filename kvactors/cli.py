@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 import structlog
-from cyclopts import App, Parameter
+from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -23,11 +23,16 @@ from kvactors.scenario.report import Report, Totals, print_report, write_json
 from kvactors.scenario.runner import run_scenario, with_temporary
 from kvactors.scenario.spec import disappointments
 
-app = App(
-    name="kvactors",
-    help="A tiered KV cache of asyncio actors: scenarios, trace replay, benchmarks.",
-    version=lambda: metadata.version("kvactors"),
-)
+
+def version() -> str:
+    """Of the installed package; a source tree on the path has none."""
+    try:
+        return metadata.version("kvactors")
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+app = App(name="kvactors", help="A tiered KV cache of asyncio actors: scenarios, trace replay, benchmarks.", version=version)
 BENCHES = Literal["index", "acquire", "lag", "copy"]
 
 
@@ -94,7 +99,7 @@ def replay_command(
 
 
 @app.command
-def bench(name: BENCHES, *, json: Path | None = None) -> int:
+def bench(name: BENCHES, *, json: Path | None = None, quick: bool = False) -> int:
     """Measure ours, and the limit beside it in the same run.
 
     Parameters
@@ -103,10 +108,12 @@ def bench(name: BENCHES, *, json: Path | None = None) -> int:
         What to measure.
     json
         Where to write the report.
+    quick
+        A moment only, to see that it works.
     """
     from kvactors.bench.report import print_bench
 
-    result = import_module(f"kvactors.bench.{name}").run()
+    result = import_module(f"kvactors.bench.{name}").run(quick=quick)
     print_bench(result, Console())
     if json is not None:
         write_json(result, json)
@@ -146,8 +153,8 @@ def main() -> None:
     """Entry point: exit status 2 and one line for input that cannot be used."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
     try:
-        status = app(result_action="return_value", exit_on_error=True)
-    except (KVActorsError, OSError) as error:
-        print(f"kvactors: {error}", file=sys.stderr)
+        status = app(result_action="return_value", exit_on_error=False, print_error=False)
+    except (CycloptsError, KVActorsError, OSError, UnicodeDecodeError) as error:
+        print("kvactors:", " ".join(str(error).split()), file=sys.stderr)
         sys.exit(2)
     sys.exit(status if isinstance(status, int) else 0)

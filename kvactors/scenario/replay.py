@@ -9,10 +9,12 @@ from typing import Any, Literal
 
 import anyio
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from kvactors.cache import open_cache
+from kvactors.cache import Lease, open_cache
 from kvactors.config import Config, convert, validate
-from kvactors.errors import ConfigError, NoRoom
+from kvactors.errors import ConfigError, KVActorsError, NoRoom
 from kvactors.observe.lag import LagMonitor
 from kvactors.scenario.engine import Engine
 from kvactors.scenario.report import Report, Totals, make_report
@@ -70,7 +72,7 @@ async def replay(trace: str | Path, config: ReplayConfig, progress: Progress = l
             await replay_in_order(engine, requests, progress)
         else:
             await replay_timed(engine, requests, settings, progress)
-        await cache.flush_settled()
+        await engine.settle()
         wall = time.monotonic() - began
         return make_report(Path(trace).name, totals, cache, lag.result(), wall)
 
@@ -81,9 +83,11 @@ async def replay_in_order(engine: Engine, requests: Iterable[TraceRequest], prog
     for number, request in enumerate(requests):
         try:
             await engine.serve(str(number), tokens_of(request.ids, cache.block_size))
+            await cache.settled()
         except NoRoom:
             engine.totals.rejected += 1
-        await cache.settled()
+        except KVActorsError as error:
+            engine.failed(str(number), error)
         progress(engine.totals)
 
 
@@ -103,26 +107,37 @@ async def replay_timed(engine: Engine, requests: Iterable[TraceRequest], setting
 
 async def serve_timed(engine: Engine, name: str, request: TraceRequest, settings: ReplaySettings) -> None:
     """One request at the model's pace."""
-    cache, totals = engine.cache, engine.totals
-    tokens = tokens_of(request.ids, cache.block_size)
-    if len(request.ids) > cache.device.num_blocks:
-        totals.rejected += 1
+    if len(request.ids) > engine.cache.device.num_blocks:
+        engine.totals.rejected += 1
         return
+    try:
+        lease = await acquire_patiently(engine, name, tokens_of(request.ids, engine.cache.block_size), settings)
+        if lease is not None:
+            await compute_timed(engine, lease, request.output_length, settings)
+    except KVActorsError as error:
+        engine.failed(name, error)
+
+
+async def acquire_patiently(engine: Engine, name: str, tokens: NDArray[np.uint32], settings: ReplaySettings) -> Lease | None:
+    """Try again while there is no room; None when patience is at its end."""
     give_up = anyio.current_time() + settings.patience
     while True:
         try:
-            lease = await cache.acquire(name, tokens)
-            break
+            return await engine.cache.acquire(name, tokens)
         except NoRoom:
-            totals.no_room += 1
-            if anyio.current_time() > give_up:
-                totals.rejected += 1
-                return
-            await anyio.sleep(settings.retry)
+            engine.totals.no_room += 1
+        if anyio.current_time() > give_up:
+            engine.totals.rejected += 1
+            return None
+        await anyio.sleep(settings.retry)
+
+
+async def compute_timed(engine: Engine, lease: Lease, output_length: int, settings: ReplaySettings) -> None:
+    """Prefill what is missing and decode, at the model's pace."""
     async with lease:
         await engine.begin(lease)
         missing = lease.num_tokens - lease.cached_tokens
         await anyio.sleep(missing / settings.prefill_tokens_per_s / settings.speed)
         engine.compute(lease, lease.cached_tokens)
         await lease.commit(lease.num_tokens)
-        await anyio.sleep(request.output_length / settings.decode_tokens_per_s / settings.speed)
+        await anyio.sleep(output_length / settings.decode_tokens_per_s / settings.speed)

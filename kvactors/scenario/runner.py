@@ -51,8 +51,7 @@ async def _run(scenario: Scenario, seed: int, progress: Progress, *, virtual: bo
                     await chat(engine, work, seed)
                 else:
                     await Script(engine, seed).run(work.step)
-                await cache.settled()
-                await cache.flush_settled()
+                await engine.settle()
         lag = Lag(0.0, 0.0, 0.0) if virtual else monitor.result()
         return make_report(scenario.scenario.name, totals, cache, lag, time.monotonic() - began)
 

@@ -1,0 +1,103 @@
+"""What a scenario file may say, and what is said about one that may not."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvactors.errors import ConfigError
+from kvactors.scenario.report import Report, lookup
+from kvactors.scenario.spec import Bound, Scenario, disappointments
+
+BASE = {"scenario": {"name": "s"}}
+
+
+def report(**changes):
+    fields = {
+        "name": "s",
+        "requests": 10,
+        "rejected": 0,
+        "no_room": 2,
+        "blocks_looked_up": 100,
+        "hit_rate": {"device": 0.5, "host": 0.25, "storage": 0.0, "total": 0.75},
+        "verified_blocks": 25,
+        "corrupt_blocks_served": 0,
+        "flush": {"resident": 3, "gone": 1, "delivered": 4, "pending": 0, "divergence": 0},
+        "loop_lag_ms": {"p50": 0.1, "p99": 0.2, "p999": 0.3},
+        "messages": 50,
+        "wall_s": 1.0,
+        "errors": [],
+    }
+    return Report(**{**fields, **changes})
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"workload": {"sesions": 3}}, r"unknown key 'workload\.sesions'; did you mean 'sessions'"),
+        ({"wrkload": {}}, r"unknown key 'wrkload'; did you mean 'workload'"),
+        ({"device": {"num_block": 3}}, r"device\.num_block.*num_blocks"),
+        ({"workload": {"kind": "script", "step": [{"doo": "acquire"}]}}, r"workload\.step\.doo.*'do'"),
+        ({"workload": {"kind": "walk"}}, "walk"),
+        ({"workload": {"kind": "script"}}, r"workload\.step"),
+        ({"workload": {"step": [{"do": "pause"}]}}, r"workload\.step"),
+        ({"workload": {"turns": 0}}, r"workload\.turns"),
+        ({"workload": {"system_tokens": -1}}, r"workload\.system_tokens"),
+        ({"workload": {"kind": "script", "step": [{"do": "acquire", "request": "a", "tokens": -5}]}}, "step 1"),
+        ({"workload": {"kind": "script", "step": [{"do": "finish"}]}}, r"step 1.*request"),
+        ({"device": {"num_blocks": 0}}, r"device\.num_blocks"),
+        ({"scenario": {}}, "name"),
+        ({"expect": {"requests": {"min": 3, "mx": 4}}}, "`mx`"),
+    ],
+)
+def test_bad_input_is_named(change, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        Scenario.from_mapping({**BASE, **change})
+
+
+def test_expectations_may_be_dotted_or_nested():
+    dotted = Scenario.from_mapping({**BASE, "expect": {"hit_rate.host": {"min": 0.1}, "errors": 0}})
+    nested = Scenario.from_mapping({**BASE, "expect": {"hit_rate": {"host": {"min": 0.1}}, "errors": 0}})
+    assert dotted.expect == nested.expect == {"hit_rate.host": Bound(min=0.1), "errors": 0}
+
+
+def test_expectations_that_hold():
+    expect = {
+        "requests": 10.0,
+        "hit_rate.host": Bound(min=0.25, max=0.25),
+        "flush.gone": Bound(max=1),
+        "errors": 0.0,
+        "wall_s": Bound(),
+    }
+    assert disappointments(expect, report()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("requests", 11.0),
+        ("hit_rate.host", Bound(min=0.26)),
+        ("hit_rate.host", Bound(max=0.24)),
+        ("flush.gone", 0.0),
+        ("errors", 1.0),
+    ],
+)
+def test_expectations_that_do_not_hold_are_listed(name, wanted):
+    [complaint] = disappointments({name: wanted}, report())
+    assert complaint.startswith(f"{name} is ")
+
+
+def test_an_error_in_the_run_counts_as_one():
+    [complaint] = disappointments({"errors": 0.0}, report(errors=["broken"]))
+    assert complaint.startswith("errors is 1")
+
+
+@pytest.mark.parametrize("name", ["nonsense", "hit_rate.disk", "requests.x", "hit_rate", "name"])
+def test_an_expectation_about_no_number_is_bad_input(name):
+    with pytest.raises(ConfigError, match=name):
+        disappointments({name: Bound(min=0)}, report())
+
+
+def test_lookup_by_dotted_name():
+    assert lookup(report(), "flush.delivered") == 4
+    with pytest.raises(KeyError):
+        lookup(report(), "flush.nothing")
