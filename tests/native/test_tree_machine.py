@@ -1,0 +1,118 @@
+"""The native tree against its twin: every operation on both, every result compared, no device block lost or freed twice."""
+
+from __future__ import annotations
+
+from random import Random
+
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
+from tree_kit import EXTRAS, MAX_BLOCKS, MAX_PATHS, REACHED, ROOTS
+from tree_machine_kit import TreeMachine
+
+WANTED = [
+    "match again what is being evicted", "meet an eviction below a hole", "join a load", "hit on the host", "hit with an extra key",
+    "trim", "release while loading", "release the last use of a retired block", "some announced, some not",
+    "worth saving after more hits", "adopt a block the host holds", "commit what another has", "commit a new block",
+    "commit what is being evicted", "commit stops at a load", "commit into a retired tree", "load what the host holds",
+    "load what nobody knew", "load known nodes not held", "load ends with nobody waiting", "load ends after retirement",
+    "part of a load", "load lost with its parent", "a joined load fails", "settle a block that arrived",
+    "settle a block that did not", "evict a second time during the first", "evict some of several uses", "evicted",
+    "eviction overtaken by a match", "one of two copies of a block ends", "eviction ends after retirement", "hint of gain",
+    "hint of loss", "retire what is referenced", "retire what is in flight", "retire what is evictable",
+    "replace a block being loaded", "pin refused", "trim refused", "commit refused", "begin_load refused", "assign refused",
+    "set_extra refused", "replace refused", "mark_announced refused", "unsaved refused", "release refused",
+]  # fmt: skip
+
+
+def test_the_native_tree_does_what_its_twin_does() -> None:
+    machine_settings = settings(max_examples=80, stateful_step_count=40, deadline=None, derandomize=True)
+    run_state_machine_as_test(TreeMachine, settings=machine_settings)
+
+
+class Walk:
+    """A long seeded walk through the same machine: deeper states than short examples reach."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = Random(seed)
+        self.machine = TreeMachine()
+        self.machine.start(self.random.choice([1, 2, 3]), self.random.choice([0, 100]))
+
+    def kinds(self) -> list[int]:
+        return self.random.choices([0, 1], [4, 1], k=self.random.randint(1, MAX_BLOCKS))
+
+    def image(self) -> int:
+        return self.random.choice([0, 0, 0, 1, 2])
+
+    def less(self) -> int:
+        return self.random.choice([-1, 0, 0, 0, 1, 2])
+
+    def arrive(self) -> None:
+        number, machine = self.random.randrange, self.machine
+        if len(machine.leases) == MAX_PATHS:
+            return
+        if number(2):
+            machine.whole_request(self.kinds(), self.image())
+        else:
+            root = ROOTS[number(5) == 0]
+            machine.new_path(root, self.kinds(), number(3) > 0, number(3), self.image())
+
+    def use_path(self) -> None:
+        number, machine, index = self.random.randrange, self.machine, self.random.randrange(MAX_PATHS)
+        if not machine.leases:
+            return
+        moves = [
+            lambda: machine.extend(index, number(2), number(5)),
+            lambda: machine.set_extra(index, number(3), self.random.choice(EXTRAS)),
+            lambda: machine.name_blocks(index, number(3), number(MAX_BLOCKS)),
+            lambda: machine.provide(index, number(MAX_BLOCKS)),
+            lambda: machine.assign_again(index, number(MAX_BLOCKS + 3)),
+            lambda: machine.replace(index, number(MAX_BLOCKS)),
+            lambda: machine.pin(index, number(MAX_BLOCKS + 2) - 1),
+            lambda: machine.peek(index, number(MAX_BLOCKS + 2) - 1),
+            lambda: machine.trim(index, self.less()),
+            lambda: machine.mark_announced(index, self.less()),
+            lambda: machine.unsaved(index, self.less(), number(4)),
+            lambda: machine.commit(index, self.less(), number(4) > 0),
+            lambda: machine.begin_load(
+                index, number(MAX_BLOCKS), number(MAX_BLOCKS) + 1, self.random.choice(["held", "held", "committed", "any"])
+            ),
+            lambda: machine.hint(index, number(MAX_BLOCKS), number(2) > 0, number(4)),
+            lambda: machine.use_of_another_tree(index),
+            lambda: machine.release(index, number(2) > 0),
+        ]
+        weights = [2, 1, 1, 1, 1, 1, 3, 1, 1, 2, 2, 4, 6, 2, 1, 4]
+        self.random.choices(moves, weights)[0]()
+
+    def tiers(self) -> None:
+        number, machine = self.random.randrange, self.machine
+        chance = number(20)
+        if chance < 6:
+            machine.evict(number(5), 0 if number(4) else number(4))
+        elif chance < 11 and machine.offloads:
+            machine.finish_offload(number(20), number(256))
+        elif chance < 16 and machine.loads:
+            machine.finish_load(number(20), number(MAX_BLOCKS), number(2) > 0)
+        elif chance < 18:
+            machine.evict_at_once(number(8) + 1, self.random.choice([255, 255, 15, 0]))
+        elif chance == 18:
+            machine.clear_announced() if number(2) else machine.clear_host(number(3))
+        else:
+            machine.retire(number(3))
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.random.choices([self.arrive, self.use_path, self.tiers], [2, 5, 3])[0]()
+            self.machine.alike()
+        self.machine.teardown()
+
+
+def test_long_walks_agree_and_meet_every_situation() -> None:
+    REACHED.clear()
+    for seed in range(80):
+        try:
+            Walk(seed).run(250)
+        except Exception as error:
+            error.add_note(f"walk with seed {seed}")
+            raise
+    missing = [name for name in WANTED if not REACHED[name]]
+    assert not missing, f"never reached: {missing}"
