@@ -1,0 +1,133 @@
+"""Replay: real bytes, verified; sequential and timed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvactors.cache import open_cache
+from kvactors.errors import ConfigError
+from kvactors.scenario.engine import Engine
+from kvactors.scenario.replay import ReplayConfig, cache_config, replay
+from kvactors.scenario.report import MAX_ERRORS, Totals
+
+SHIPPED = sorted((Path(__file__).parents[2] / "scenarios" / "replay").glob("*.toml"))
+
+
+def config(*, device=8, host=16, **settings):
+    return ReplayConfig.from_mapping(
+        {
+            "cache": {"block_size": 4, "recompute_last_token": False},
+            "device": {"num_blocks": device},
+            "layout": {"num_layers": 2, "num_kv_heads": 1, "head_dim": 8, "dtype": "uint8"},
+            "host": {"slots": host},
+            "flush": {"sinks": [{"kind": "memory"}]},
+            "replay": settings,
+        }
+    )
+
+
+def trace(path, *requests):
+    lines = [{"timestamp": ms, "output_length": out, "hash_ids": ids} for ms, out, ids in requests]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+async def test_sequential_counts_every_block_looked_up(tmp_path):
+    path = trace(tmp_path / "t.jsonl", (0, 1, [1, 2, 3]), (0, 1, [1, 2, 4]), (0, 1, [5, 6, 7, 8, 9]), (0, 1, [1, 2, 3]))
+    report = await replay(path, config())
+    assert (report.requests, report.blocks_looked_up) == (4, 14)
+    assert report.hit_rate == {"device": round(4 / 14, 6), "host": round(1 / 14, 6), "storage": 0.0, "total": round(5 / 14, 6)}
+    assert (report.verified_blocks, report.corrupt_blocks_served, report.errors) == (1, 0, [])
+    assert report.flush["delivered"] == report.flush["resident"] + report.flush["gone"] > 0
+    assert report.name == "t.jsonl"
+
+
+async def test_a_request_larger_than_the_device_is_rejected(tmp_path):
+    path = trace(tmp_path / "t.jsonl", (0, 1, list(range(9))), (0, 1, [1, 2]))
+    for mode in ("sequential", "timed"):
+        report = await replay(path, config(mode=mode, speed=1000))
+        assert (report.requests, report.rejected, report.blocks_looked_up) == (1, 1, 2)
+
+
+async def test_timed_requests_overlap_and_wait_for_room(tmp_path):
+    requests = [(i, 10, [100 * i + j for j in range(5)]) for i in range(4)]
+    path = trace(tmp_path / "t.jsonl", *requests)
+    report = await replay(path, config(mode="timed", speed=1, decode_tokens_per_s=500, retry=0.005))
+    assert report.requests == 4
+    assert report.no_room > 0  # two of them do not fit at once
+    assert report.rejected == 0
+    assert report.wall_s > 0.08  # one after another, 20 ms each
+    assert report.errors == []
+
+
+async def test_timed_gives_up_at_the_end_of_patience(tmp_path):
+    path = trace(tmp_path / "t.jsonl", (0, 100, [1, 2, 3, 4, 5]), (1, 1, [6, 7, 8, 9, 10]))
+    report = await replay(path, config(mode="timed", decode_tokens_per_s=500, retry=0.005, patience=0.05))
+    assert (report.requests, report.rejected) == (1, 1)
+
+
+async def test_speed_divides_time(tmp_path):
+    path = trace(tmp_path / "t.jsonl", (5_000, 0, [1]), (15_000, 0, [2]))
+    report = await replay(path, config(mode="timed", speed=100))
+    assert 0.1 <= report.wall_s < 2
+
+
+async def test_corrupt_bytes_are_found():
+    totals = Totals()
+    async with open_cache(cache_config(config())) as cache:
+        engine = Engine(cache, totals)
+        await engine.serve("a", np.arange(20))
+        await engine.serve("b", np.arange(100, 120))
+        await cache.settled()
+        arena = cache.system.arena
+        for slot in range(arena.num_slots):
+            arena.view(slot)[0] ^= 1
+        await engine.serve("a", np.arange(20))
+        await engine.settle()
+    assert totals.host == totals.verified_blocks == totals.corrupt_blocks_served > 0
+
+
+async def test_what_fails_is_said_and_the_rest_goes_on(tmp_path):
+    requests = [(0, 1, [i]) for i in range(3)]
+    settings = config()
+    path = trace(tmp_path / "t.jsonl", *requests)
+    seen = []
+    report = await replay(path, settings, lambda totals: seen.append(totals.requests))
+    assert seen == [1, 2, 3]
+    assert report.errors == []
+
+
+def test_complaints_are_bounded():
+    totals = Totals()
+    for i in range(10 * MAX_ERRORS):
+        totals.complain(str(i))
+    assert len(totals.errors) == MAX_ERRORS + 1
+    assert totals.errors[-1] == "and more"
+
+
+@pytest.mark.parametrize("name", ["speed", "prefill_tokens_per_s", "decode_tokens_per_s", "retry", "patience"])
+def test_settings_must_be_positive(name):
+    with pytest.raises(ConfigError, match=rf"replay\.{name}"):
+        config(**{name: 0})
+
+
+def test_an_unknown_setting_is_named():
+    with pytest.raises(ConfigError, match=r"replay\.sped.*'speed'"):
+        config(sped=2)
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_settings_are_exact_lru(path):
+    shipped = ReplayConfig.from_toml(path)
+    assert (shipped.cache.block_size, shipped.cache.recompute_last_token) == (512, False)
+    assert shipped.replay.mode == "sequential"
+    assert shipped.host.low_watermark == shipped.device.free_low == 0
+    assert shipped.flush.sinks
+
+
+def test_settings_are_shipped():
+    assert len(SHIPPED) == 11

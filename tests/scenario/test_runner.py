@@ -1,0 +1,141 @@
+"""Running scenarios: chat and scripts, real and virtual time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvactors.config import read_toml
+from kvactors.errors import ConfigError
+from kvactors.scenario.runner import run_scenario, with_temporary
+from kvactors.scenario.spec import disappointments
+
+CHAT = {
+    "scenario": {"name": "chat", "seed": 5},
+    "cache": {"block_size": 4},
+    "device": {"num_blocks": 24},
+    "layout": {"num_layers": 1, "num_kv_heads": 1, "head_dim": 8, "dtype": "uint8"},
+    "host": {"slots": 24},
+    "storage": {"backend": "memory"},
+    "flush": {"sinks": [{"kind": "memory", "tiers": ["device", "host", "storage"]}]},
+    "workload": {"sessions": 6, "turns": 3, "concurrency": 2, "system_tokens": 8, "user_tokens": 6, "output_tokens": 4},
+}
+
+
+def script(*steps, **tables):
+    config = {key: CHAT[key] for key in ("scenario", "cache", "layout")}
+    return {**config, "device": {"num_blocks": 4}, "workload": {"kind": "script", "step": list(steps)}, **tables}
+
+
+def without_clocks(report):
+    fields = msgspec.to_builtins(report)
+    del fields["wall_s"]
+    return fields
+
+
+@pytest.mark.parametrize("virtual", [False, True])
+def test_chat_hits_every_tier_and_leaves_nothing_wrong(virtual):
+    _, report = run_scenario(CHAT, virtual=virtual)
+    assert report.requests >= 18
+    assert min(report.hit_rate.values()) > 0
+    assert report.verified_blocks > 0
+    assert (report.corrupt_blocks_served, report.flush["divergence"], report.flush["pending"], report.errors) == (0, 0, 0, [])
+
+
+def test_a_virtual_run_is_its_seeds():
+    [first, again, other] = [without_clocks(run_scenario(CHAT, seed=seed, virtual=True)[1]) for seed in (1, 1, 2)]
+    assert first == again
+    assert first != other
+
+
+@pytest.mark.parametrize(
+    "change", [{"storage": {"backend": "file", "directory": "@temp"}}, {"flush": {"sinks": [{"kind": "jsonl", "path": "@temp/x"}]}}]
+)
+def test_virtual_time_has_no_files(change):
+    with pytest.raises(ConfigError, match="virtual time"):
+        run_scenario({**CHAT, **change}, virtual=True)
+
+
+def test_a_temporary_folder_is_there_for_the_run_and_gone_after_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    seen = []
+    files = {"storage": {"backend": "file", "directory": "@temp"}, "flush": {"sinks": [{"kind": "jsonl", "path": "@temp/x.jsonl"}]}}
+    run_scenario({**CHAT, **files}, progress=lambda _: seen.append(len(list(tmp_path.glob("*/x.jsonl")))))
+    assert max(seen) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_whole_temp_paths_are_replaced():
+    data = {"a": "@temp", "b": ["@temp/x", {"c": "@temperature"}], "d": 1}
+    assert with_temporary(data, "/f") == {"a": "/f", "b": ["/f/x", {"c": "@temperature"}], "d": 1}
+
+
+def test_a_script_that_goes_as_expected():
+    _, report = run_scenario(
+        script(
+            {"do": "acquire", "request": "a", "prompt": 1, "tokens": 12, "cached_tokens": 0},
+            {"do": "acquire", "request": "b", "prompt": 2, "tokens": 8, "expect": "no_room"},
+            {"do": "commit", "request": "a"},
+            {"do": "extend", "request": "a", "prompt": 3, "tokens": 9, "expect": "no_room"},
+            {"do": "finish", "request": "a"},
+            {"do": "settle"},
+            {"do": "acquire", "request": "a", "prompt": 1, "tokens": 12, "cached_tokens": 8},
+            {"do": "preempt", "request": "a", "tokens": 8},
+            {"do": "clear"},
+            {"do": "acquire", "request": "a", "prompt": 1, "tokens": 12, "cached_tokens": 0},
+        )
+    )
+    assert report.errors == []
+    assert (report.requests, report.no_room) == (3, 2)
+
+
+def test_pause_refuses_until_resume():
+    _, report = run_scenario(
+        script(
+            {"do": "pause"},
+            {"do": "acquire", "request": "a", "tokens": 4, "expect": "paused"},
+            {"do": "resume"},
+            {"do": "acquire", "request": "a", "tokens": 4},
+            cache={"block_size": 4, "deadline": 0.05},
+        )
+    )
+    assert report.errors == []
+    assert report.requests == 1
+
+
+@pytest.mark.parametrize(
+    ("step", "complaint"),
+    [
+        ({"do": "acquire", "request": "a", "tokens": 8, "expect": "no_room"}, "step 1 (acquire a): ok, expected no_room"),
+        ({"do": "acquire", "request": "a", "tokens": 99}, "step 1 (acquire a): no_room, expected ok"),
+        ({"do": "acquire", "request": "a", "tokens": 8, "cached_tokens": 4}, "step 1 (acquire a): 0 tokens cached, expected 4"),
+        ({"do": "finish", "request": "a"}, "step 1 (finish a): there is no lease of 'a'"),
+    ],
+)
+def test_a_script_that_does_not_says_where(step, complaint):
+    _, report = run_scenario(script(step))
+    assert report.errors == [complaint]
+
+
+def test_an_error_in_a_script_is_said():
+    steps = [{"do": "acquire", "request": "a", "tokens": 8}, {"do": "commit", "request": "a", "tokens": 99}]
+    _, report = run_scenario(script(*steps))
+    [complaint] = report.errors
+    assert complaint.startswith("step 2 (commit a): ValueError: ")
+
+
+SCENARIOS = sorted((Path(__file__).parents[2] / "scenarios").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
+def test_shipped_scenarios_hold(path):
+    scenario, report = run_scenario(read_toml(path))
+    assert scenario.expect
+    assert disappointments(scenario.expect, report) == []
+    assert report.errors == []
+
+
+def test_scenarios_are_shipped():
+    assert {path.stem for path in SCENARIOS} >= {"quickstart", "flush_on_request_finish", "flush_on_cpu_eviction", "no_room"}
