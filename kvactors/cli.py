@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module, metadata
 from pathlib import Path
@@ -149,11 +149,16 @@ def live_totals() -> Iterator[Callable[[Totals], None]]:
         yield show
 
 
-def main() -> None:
-    """Entry point: exit status 2 and one line for input that cannot be used."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point, of the process's arguments unless given: exit status 2 and one line for input that cannot be used."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
     try:
-        status = app(result_action="return_value", exit_on_error=False, print_error=False)
+        status = app(
+            sys.argv[1:] if arguments is None else arguments,
+            result_action="return_value",
+            exit_on_error=False,
+            print_error=False,
+        )
     except (CycloptsError, KVActorsError, OSError, UnicodeDecodeError) as error:
         print("kvactors:", " ".join(str(error).split()), file=sys.stderr)
         sys.exit(2)

@@ -76,6 +76,9 @@ class Scenario(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
         scenario = convert(data, cls)
         validate(scenario)
         validate_workload(scenario.workload)
+        for name in scenario.expect:
+            if name.partition(".")[0] not in Report.__struct_fields__:
+                raise ConfigError(f"expect.{name}: reports have no such field")
         return scenario
 
 

@@ -51,7 +51,8 @@ def test_a_virtual_run_is_its_seeds():
 
 
 @pytest.mark.parametrize(
-    "change", [{"storage": {"backend": "file", "directory": "@temp"}}, {"flush": {"sinks": [{"kind": "jsonl", "path": "@temp/x"}]}}]
+    "change",
+    [{"storage": {"backend": "file", "directory": "@temp"}}, {"flush": {"sinks": [{"kind": "jsonl", "path": "@temp/x"}]}}],
 )
 def test_virtual_time_has_no_files(change):
     with pytest.raises(ConfigError, match="virtual time"):
@@ -61,7 +62,10 @@ def test_virtual_time_has_no_files(change):
 def test_a_temporary_folder_is_there_for_the_run_and_gone_after_it(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     seen = []
-    files = {"storage": {"backend": "file", "directory": "@temp"}, "flush": {"sinks": [{"kind": "jsonl", "path": "@temp/x.jsonl"}]}}
+    files = {
+        "storage": {"backend": "file", "directory": "@temp"},
+        "flush": {"sinks": [{"kind": "jsonl", "path": "@temp/x.jsonl"}]},
+    }
     run_scenario({**CHAT, **files}, progress=lambda _: seen.append(len(list(tmp_path.glob("*/x.jsonl")))))
     assert max(seen) == 1
     assert list(tmp_path.iterdir()) == []

@@ -47,6 +47,7 @@ def report(**changes):
         ({"device": {"num_blocks": 0}}, r"device\.num_blocks"),
         ({"scenario": {}}, "name"),
         ({"expect": {"requests": {"min": 3, "mx": 4}}}, "`mx`"),
+        ({"expect": {"hitrate.host": 0}}, r"expect\.hitrate\.host"),
     ],
 )
 def test_bad_input_is_named(change, complaint):

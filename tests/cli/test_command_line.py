@@ -1,0 +1,148 @@
+"""The command line: exit statuses, one-line complaints, reports."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import structlog
+
+from kvactors.cli import main
+
+ROOT = Path(__file__).parents[2]
+FIELDS = {
+    "requests", "blocks_looked_up", "hit_rate", "verified_blocks", "corrupt_blocks_served", "flush", "loop_lag_ms", "messages", "wall_s", "errors",
+}  # fmt: skip
+SCENARIO = """
+[scenario]
+name = "small"
+[cache]
+block_size = 4
+[layout]
+num_layers = 1
+[workload]
+sessions = 2
+turns = 2
+system_tokens = 8
+[expect]
+requests = {}
+"""
+BENCHES = ("index", "acquire", "lag", "copy")
+
+
+@pytest.fixture
+def kvactors(capsys):
+    def call(*arguments):
+        with pytest.raises(SystemExit) as exit_:
+            main([*map(str, arguments)])
+        out = capsys.readouterr()
+        return exit_.value.code, out.out, out.err
+
+    yield call
+    structlog.reset_defaults()
+
+
+def write(path, text):
+    path.write_text(text)
+    return path
+
+
+def test_run_prints_a_table_and_writes_the_report(kvactors, tmp_path):
+    path = write(tmp_path / "s.toml", SCENARIO.format(4))
+    status, out, err = kvactors("run", path, "--json", tmp_path / "r.json", "--seed", 3)
+    assert (status, err) == (0, "")
+    assert "small" in out
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert set(report) >= FIELDS
+    assert set(report["hit_rate"]) == {"device", "host", "storage", "total"}
+    assert set(report["flush"]) == {"resident", "gone", "delivered", "pending", "divergence"}
+    assert set(report["loop_lag_ms"]) == {"p50", "p99", "p999"}
+
+
+def test_run_fails_when_an_expectation_does_not_hold(kvactors, tmp_path):
+    status, _, err = kvactors("run", write(tmp_path / "s.toml", SCENARIO.format(5)))
+    assert status == 1
+    assert "requests is 4, expected 5" in err
+
+
+@pytest.mark.parametrize("flag", ["--real", "--virtual"])
+def test_both_kinds_of_time(kvactors, flag):
+    assert kvactors("run", ROOT / "scenarios" / "no_room.toml", flag)[0] == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("run",),
+        ("run", "--bogus", "1"),
+        ("run", "/nowhere/s.toml"),
+        ("run", ROOT),
+        ("run", ROOT / "scenarios" / "no_room.toml", "--seed", "x"),
+        ("run", ROOT / "scenarios" / "quickstart.toml", "--virtual"),
+        ("replay", ROOT / "scenarios" / "no_room.toml"),
+        ("replay", "/nowhere/t.jsonl"),
+        ("bench", "nonsense"),
+        ("nonsense",),
+    ],
+)
+def test_bad_usage_is_one_line_and_status_2(kvactors, arguments):
+    status, out, err = kvactors(*arguments)
+    assert (status, out) == (2, "")
+    assert err.startswith("kvactors: ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("[cache]\nblok_size = 4\n[scenario]\nname = 's'", "did you mean 'block_size'"),
+        ("[scenario", "at end of document"),
+        ("", "scenario"),
+        (SCENARIO.format("'many'"), "expect"),
+        (SCENARIO.format(4).replace("requests", "reqests"), "reqests"),
+    ],
+)
+def test_a_bad_scenario_is_one_line_and_status_2(kvactors, tmp_path, text, complaint):
+    status, _, err = kvactors("run", write(tmp_path / "s.toml", text))
+    assert status == 2
+    assert complaint in err
+    assert err.count("\n") == 1
+
+
+def test_replay_honours_its_options(kvactors, tmp_path):
+    lines = [json.dumps({"timestamp": 1000 * i, "output_length": 1, "hash_ids": [1, i + 2]}) for i in range(5)]
+    trace = write(tmp_path / "t.jsonl", "\n".join(lines))
+    config = write(tmp_path / "c.toml", "[cache]\nblock_size = 8\nrecompute_last_token = false\n[layout]\nnum_layers = 1\n")
+    out = tmp_path / "r.json"
+    assert kvactors("replay", trace, "--config", config, "--limit", 3, "--json", out)[0] == 0
+    report = json.loads(out.read_text())
+    assert (report["requests"], report["blocks_looked_up"], report["hit_rate"]["device"]) == (3, 6, round(2 / 6, 6))
+    assert kvactors("replay", trace, "--config", config, "--speed", 20, "--json", out)[0] == 0
+    report = json.loads(out.read_text())
+    assert report["requests"] == 5
+    assert report["wall_s"] >= 0.2  # four seconds of the trace
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_bench_prints_rows_and_writes_them(kvactors, tmp_path, name):
+    status, out, _ = kvactors("bench", name, "--quick", "--json", tmp_path / "b.json")
+    assert status == 0
+    assert "ratio" in out
+    report = json.loads((tmp_path / "b.json").read_text())
+    assert set(report) == {"name", "rows", "settings"}
+    assert report["name"] == name
+    assert report["rows"]
+    for row in report["rows"]:
+        assert set(row) == {"case", "ours", "limit", "ratio", "unit", "limit_name"}
+        assert row["ratio"] > 0
+
+
+def test_as_a_module():
+    done = subprocess.run(
+        [sys.executable, "-m", "kvactors", "--version"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert len(done.stdout.split()) >= 1
+    assert done.stderr == ""
