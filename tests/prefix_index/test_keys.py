@@ -1,0 +1,276 @@
+"""Names of blocks: the published vectors by three roads, media ranges, and token ids of every kind and range."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import struct
+from array import array
+from collections.abc import Callable
+from pathlib import Path as FilePath
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvactors.native import Path, chain_keys
+from kvactors.prefix_index.keys import block_extras, media_extra, root_key
+from kvactors.testing.path_model import PathModel
+
+DOC = (FilePath(__file__).parents[2] / "docs" / "keys.md").read_text()
+VECTORS: dict[str, list[dict[str, Any]]] = {}
+for text in re.findall(r"```json\n(.*?)```", DOC, re.DOTALL):
+    VECTORS |= json.loads(text)
+
+
+def sha(*parts: bytes) -> bytes:
+    return hashlib.sha256(b"".join(parts)).digest()
+
+
+def tagged(tag: int, value: bytes) -> bytes:
+    return struct.pack("<BI", tag, len(value)) + value
+
+
+def media_hash(value: dict[str, Any]) -> bytes | str | int:
+    return bytes.fromhex(value["hex"]) if "hex" in value else value.get("text", value.get("int"))
+
+
+# -- the published vectors
+
+
+def test_the_page_has_vectors_of_every_kind() -> None:
+    assert {name: len(rows) >= 5 for name, rows in VECTORS.items()} == {"roots": True, "extras": True, "chains": True}
+
+
+@pytest.mark.parametrize("row", VECTORS["roots"])
+def test_published_root_keys(row: dict[str, Any]) -> None:
+    fingerprint = bytes.fromhex(row["fingerprint"])
+    fields = [(1, fingerprint), (2, row["namespace"].encode())]
+    fields += [(tag, row[name].encode()) for tag, name in ((3, "salt"), (4, "lora")) if row[name] is not None]
+    by_hand = sha(b"kvactors.key.v1", *(tagged(tag, value) for tag, value in fields))
+    assert by_hand.hex() == row["key"]
+    assert root_key(fingerprint, row["namespace"], row["salt"], row["lora"]).hex() == row["key"]
+
+
+@pytest.mark.parametrize("row", VECTORS["extras"])
+def test_published_extra_keys(row: dict[str, Any]) -> None:
+    encode = {"hex": (1, bytes.fromhex), "text": (2, str.encode), "int": (3, lambda number: str(number).encode())}
+    by_hand = b"".join(
+        tagged(encode[kind][0], encode[kind][1](value)) for item in row["hashes"] for kind, value in item.items()
+    )
+    assert by_hand.hex() == row["extra"]
+    assert media_extra([media_hash(value) for value in row["hashes"]]).hex() == row["extra"]
+
+
+@pytest.mark.parametrize("row", VECTORS["chains"])
+def test_published_chains(row: dict[str, Any]) -> None:
+    size, tokens, root = row["block_size"], row["tokens"], bytes.fromhex(row["root"])
+    extras = {int(block): bytes.fromhex(extra) for block, extra in row["extras"].items()}
+    full = len(tokens) // size
+
+    by_hand, parent = [], root
+    for block in range(full):
+        extra = extras.get(block, b"")
+        packed = struct.pack(f"<{size}I", *tokens[block * size : (block + 1) * size])
+        parent = sha(parent, struct.pack("<I", len(extra)), extra, packed)
+        by_hand.append(parent.hex())
+    assert by_hand == row["keys"]
+
+    for path in (Path(size, root), PathModel(size, root)):
+        path.extend(tokens)
+        for block, extra in extras.items():
+            path.set_extra(block, extra)
+        assert path.keys(0, full).hex() == "".join(row["keys"])
+    if not extras:
+        assert chain_keys(root, tokens, size).hex() == "".join(row["keys"])
+
+
+def test_each_part_of_a_root_changes_the_key() -> None:
+    keys = {
+        root_key(b"f", "n"), root_key(b"g", "n"), root_key(b"f", "m"), root_key(b"fn", ""), root_key(b"", "fn"),
+        root_key(b"f", "n", salt=""), root_key(b"f", "n", salt="x"), root_key(b"f", "n", lora="x"),
+        root_key(b"f", "n", salt="x", lora="x"),
+    }  # fmt: skip
+    assert len(keys) == 9
+
+
+@given(
+    st.lists(st.binary(max_size=5) | st.text(max_size=5) | st.integers(), max_size=4), st.lists(st.text(max_size=5), max_size=4)
+)
+def test_different_media_have_different_extra_keys(one: list[Any], other: list[Any]) -> None:
+    assert (media_extra(one) == media_extra(other)) == (one == other)
+
+
+def test_a_media_hash_of_another_type_is_refused() -> None:
+    with pytest.raises(TypeError, match="float"):
+        media_extra([1.5])  # type: ignore[list-item]
+
+
+# -- media ranges: blocks of 4 tokens, blocks 0 to 3
+
+RANGES = [
+    ([], {}),
+    ([(0, 4)], {0: [0]}),  # ends exactly where block 1 starts
+    ([(0, 5)], {0: [0], 1: [0]}),
+    ([(3, 1)], {0: [0]}),
+    ([(4, 1)], {1: [0]}),  # starts exactly where block 0 ends
+    ([(3, 2)], {0: [0], 1: [0]}),
+    ([(2, 12)], {0: [0], 1: [0], 2: [0], 3: [0]}),  # spans
+    ([(0, 8), (8, 2), (10, 2)], {0: [0], 1: [0], 2: [1, 2]}),
+    ([(0, 1), (1, 1), (2, 1), (3, 1)], {0: [0, 1, 2, 3]}),
+    ([(1, 4), (5, 6)], {0: [0], 1: [0, 1], 2: [1]}),
+    ([(15, 9)], {3: [0]}),  # reaches into blocks beyond those asked for
+    ([(16, 4)], {}),
+    ([(20, 1)], {}),
+]
+
+
+@pytest.mark.parametrize(("positions", "expected"), RANGES)
+def test_media_belong_to_the_blocks_they_overlap(positions: list[tuple[int, int]], expected: dict[int, list[int]]) -> None:
+    hashes = [f"item {i}" for i in range(len(positions))]
+    extras = block_extras(4, 4, positions, hashes)
+    assert extras == {block: media_extra([hashes[i] for i in items]) for block, items in expected.items()}
+
+
+@given(st.integers(1, 5), st.lists(st.tuples(st.integers(0, 4), st.integers(1, 9)), max_size=5))
+def test_the_range_rule_holds_for_any_items(block_size: int, gaps: list[tuple[int, int]]) -> None:
+    positions, end = [], 0
+    for gap, length in gaps:
+        positions.append((end + gap, length))
+        end += gap + length
+    hashes = list(range(len(positions)))
+    extras = block_extras(6, block_size, positions, hashes)
+    for block in range(6):
+        start, stop = block * block_size, (block + 1) * block_size
+        overlapping = [i for i, (offset, length) in enumerate(positions) if offset < stop and offset + length > start]
+        assert extras.get(block, b"") == media_extra(overlapping)
+
+
+@pytest.mark.parametrize(
+    ("positions", "hashes", "message"),
+    [
+        ([(0, 1)], [], "1 media positions, 0 hashes"),
+        ([(-1, 2)], ["a"], "at -1"),
+        ([(0, 0)], ["a"], "length 0"),
+        ([(0, -3)], ["a"], "length -3"),
+        ([(0, 4), (3, 2)], ["a", "b"], "at 3"),  # they overlap
+        ([(8, 2), (0, 2)], ["a", "b"], "at 0"),  # not ascending
+        ([(14, 3)], ["a"], "ends at 17"),
+    ],
+)
+def test_bad_media_are_refused(positions: list[tuple[int, int]], hashes: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        block_extras(4, 4, positions, hashes, num_tokens=16)
+
+
+# -- token ids
+
+DTYPES = ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
+IDS = [0, 1, 2, 127, 5, 6, 7, 8, 99]
+
+
+def strided(dtype: str) -> Any:
+    wide = np.zeros(2 * len(IDS), dtype)
+    wide[::2] = IDS
+    return wide[::2]
+
+
+KINDS: list[tuple[str, Callable[[], Any]]] = [
+    ("list", lambda: list(IDS)),
+    ("tuple", lambda: tuple(IDS)),
+    ("bytes", lambda: bytes(IDS)),
+    ("bytearray", lambda: bytearray(IDS)),
+    ("list of numpy scalars", lambda: [np.int64(i) for i in IDS]),
+    ("list with a bool", lambda: [True if i == 1 else i for i in IDS]),
+    *[(f"array {code}", lambda code=code: array(code, IDS)) for code in "bBhHiIlLqQ"],
+    *[(f"numpy {dtype}", lambda dtype=dtype: np.array(IDS, dtype)) for dtype in DTYPES],
+    *[(f"memoryview {dtype}", lambda dtype=dtype: memoryview(np.array(IDS, dtype))) for dtype in DTYPES],
+    *[(f"strided {dtype}", lambda dtype=dtype: strided(dtype)) for dtype in DTYPES],
+    *[(f"reversed {dtype}", lambda dtype=dtype: np.array(IDS[::-1], dtype)[::-1]) for dtype in DTYPES],
+    ("read-only", lambda: np.frombuffer(np.array(IDS, np.int32).tobytes(), np.int32)),
+]
+
+
+@pytest.mark.parametrize("make", [make for _, make in KINDS], ids=[name for name, _ in KINDS])
+def test_every_kind_of_tokens_gives_the_same_names(make: Callable[[], Any]) -> None:
+    path = Path(4, bytes(32))
+    path.extend(make())
+    path.extend(make())
+    assert path.tokens(0, 4) == struct.pack("<16I", *(IDS + IDS)[:16])
+    assert path.keys(0, 4) == chain_keys(bytes(32), IDS + IDS, 4)
+    assert path.num_tokens == 2 * len(IDS)
+
+
+def bad_ids() -> list[tuple[str, Any]]:
+    cases: list[tuple[str, Any]] = [
+        ("list", [1, -1]),
+        ("list", [2**32]),
+        ("list", [2**64]),
+        ("list", [-(2**70)]),
+        ("tuple", (0, -5)),
+    ]
+    cases += [(f"numpy {dtype}", np.array([3, -1], dtype)) for dtype in ("int8", "int16", "int32", "int64")]
+    cases += [(f"numpy {dtype}", np.array([3, 2**32], dtype)) for dtype in ("int64", "uint64")]
+    cases += [
+        ("numpy uint64", np.array([2**63 + 5], np.uint64)),
+        ("array", array("q", [-1])),
+        ("memoryview", memoryview(array("i", [-1]))),
+    ]
+    long = np.zeros(20_000, np.int64)  # where vectors and the work outside the interpreter's lock begin
+    for position in (0, 7, 9_999, 19_999):
+        at = long.copy()
+        at[position] = -1 if position % 2 else 2**32
+        cases.append((f"one of many, at {position}", at))
+    return cases
+
+
+@pytest.mark.parametrize("bad", [bad for _, bad in bad_ids()], ids=[name for name, _ in bad_ids()])
+def test_ids_out_of_range_are_refused_and_nothing_is_appended(bad: Any) -> None:
+    path = Path(1, bytes(32))
+    path.extend([4, 2**32 - 1])
+    before = path.keys(0, 2)
+    with pytest.raises(ValueError, match="between 0 and"):
+        path.extend(bad)
+    with pytest.raises(ValueError, match="between 0 and"):
+        chain_keys(bytes(32), bad, 1)
+    with pytest.raises(ValueError, match="between 0 and"):
+        PathModel(1, bytes(32)).extend(bad)
+    assert path.num_tokens == 2
+    path.extend([9])
+    assert path.keys(0, 2) == before
+    assert path.tokens(0, 3) == struct.pack("<3I", 4, 2**32 - 1, 9)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        1.5,
+        [1, 2.0],
+        "12",
+        ["1"],
+        None,
+        [None],
+        {1: 2},
+        np.array([1.0]),
+        np.zeros((2, 2), np.int64),
+        np.array(["a"]),
+        5,
+        array("f", [1]),
+    ],
+)
+def test_what_is_no_row_of_integers_is_refused(bad: Any) -> None:
+    path = Path(1, bytes(32))
+    with pytest.raises(TypeError):
+        path.extend(bad)
+    assert path.num_tokens == 0
+
+
+@pytest.mark.parametrize("dtype", ["int64", "uint64", "int32", "uint32"])
+@given(values=st.lists(st.integers(0, 2**31 - 1), max_size=70))
+def test_wide_arrays_arrive_whole(dtype: str, values: list[int]) -> None:
+    path = Path(1, bytes(32))
+    path.extend(np.array(values, dtype))
+    assert path.tokens(0, len(values)) == struct.pack(f"<{len(values)}I", *values)
