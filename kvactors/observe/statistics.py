@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from kvactors.actor import ActorStatistics, SupervisorStatistics
-from kvactors.prefix_index.actor import IndexStatistics
+from kvactors.prefix_index.records import IndexStatistics
 from kvactors.system import System
 from kvactors.units import Tier, split_keys
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 from kvactors.actor import ActorRef, Envelope, Message, PeerRestarted, on
 from kvactors.actor.clock import now
@@ -30,38 +30,12 @@ from kvactors.prefix_index.messages import (
     Resume,
     SetNamespace,
 )  # fmt: skip
-from kvactors.prefix_index.records import Lease, Waiting
+from kvactors.prefix_index.records import IndexStatistics, Lease, Waiting
 from kvactors.prefix_index.room import Room
 from kvactors.prefix_index.transfers import landed
 from kvactors.units import KEY_BYTES, Reason, Tier
 
 WritePolicy = Literal["none", "write_through", "write_through_selective", "write_back"]
-
-
-class IndexStatistics(NamedTuple):
-    """A moment's picture of PrefixIndex. Hits in blocks, by the tier that held each when it was asked for."""
-
-    requests: int
-    blocks_looked_up: int
-    device_hits: int
-    host_hits: int
-    storage_hits: int
-    no_room: int
-    preempted: int
-    abandoned: int
-    leases: int
-    waiting: int
-    blocks_total: int
-    blocks_free: int
-    nodes: int
-    nodes_referenced: int
-    evictable: int
-    evicted: int
-    rescued: int  # matched again while they were being offloaded
-    loads_in_flight: int
-    offloads_in_flight: int
-    saves_in_flight: int
-    overdue_loads: int
 
 
 class PrefixIndex(Room):

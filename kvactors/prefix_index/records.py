@@ -134,3 +134,29 @@ class Segment(NamedTuple):
     start: int
     stop: int
     joined: LoadOp | None
+
+
+class IndexStatistics(NamedTuple):
+    """A moment's picture of PrefixIndex. Hits in blocks, by the tier that held each when it was asked for."""
+
+    requests: int
+    blocks_looked_up: int
+    device_hits: int
+    host_hits: int
+    storage_hits: int
+    no_room: int
+    preempted: int
+    abandoned: int
+    leases: int
+    waiting: int
+    blocks_total: int
+    blocks_free: int
+    nodes: int
+    nodes_referenced: int
+    evictable: int
+    evicted: int
+    rescued: int  # matched again while they were being offloaded
+    loads_in_flight: int
+    offloads_in_flight: int
+    saves_in_flight: int
+    overdue_loads: int

@@ -1,0 +1,85 @@
+"""Writes docs/messages.md from the classes: `python -m kvactors.docsgen > docs/messages.md`."""
+
+from __future__ import annotations
+
+import sys
+import typing
+from collections.abc import Iterator
+
+import msgspec
+
+from kvactors.actor import Actor, Ask, Control, Message, PeerRestarted
+from kvactors.cpu_evictor.actor import CpuEvictor
+from kvactors.flush_notifier.actor import FlushNotifier
+from kvactors.gpu_swapper.actor import GpuSwapper
+from kvactors.prefix_index.actor import PrefixIndex
+from kvactors.storage.reader import StorageReader
+from kvactors.storage.writer import StorageWriter
+
+ACTORS: tuple[type[Actor], ...] = (PrefixIndex, CpuEvictor, GpuSwapper, StorageReader, StorageWriter, FlushNotifier)
+
+
+def render() -> str:
+    """The page."""
+    lines = [
+        "# Messages",
+        "",
+        "Generated from the classes by `python -m kvactors.docsgen`. Lanes: *data* is bounded and flows forward, *control* overtakes it",
+        "and is bounded by the work in flight, an *ask* is a data message that is answered.",
+    ]
+    for actor in ACTORS:
+        lines += ["", f"## {actor.__name__} (`{actor.ROLE}`)", "", first_line(actor), ""]
+        lines += ["| message | lane | fields | reply | from | meaning |", "|---|---|---|---|---|---|"]
+        lines += [row(actor, message) for message in actor.HANDLERS]
+    return "\n".join(lines) + "\n"
+
+
+def row(actor: type[Actor], message: type[Message]) -> str:
+    """One message's line."""
+    lane = "control" if issubclass(message, Control) else "ask" if issubclass(message, Ask) else "data"
+    fields = ", ".join(f"{field.name}: {type_name(field.type)}" for field in msgspec.structs.fields(message))
+    cells = (
+        f"`{message.__name__}`",
+        lane,
+        fields or "-",
+        reply_of(message),
+        ", ".join(senders(actor, message)),
+        first_line(message),
+    )
+    return "| " + " | ".join(cell.replace("|", "or") for cell in cells) + " |"
+
+
+def senders(actor: type[Actor], message: type[Message]) -> Iterator[str]:
+    """Who sends a message."""
+    found = [other.ROLE for other in ACTORS if message in other.SENDS.get(actor.ROLE, ())]
+    if found:
+        yield from found
+    elif message is PeerRestarted:
+        yield "supervisor"
+    elif issubclass(message, Ask) or message.__name__ == "Abandon":
+        yield "the door"
+    else:
+        yield "itself"
+
+
+def reply_of(message: type[Message]) -> str:
+    """What an ask is answered with."""
+    for base in getattr(message, "__orig_bases__", ()):
+        if typing.get_origin(base) is Ask:
+            return type_name(typing.get_args(base)[0])
+    return "-"
+
+
+def type_name(kind: object) -> str:
+    """A type as one writes it."""
+    return kind.__name__ if isinstance(kind, type) and not typing.get_args(kind) else str(kind).replace("typing.", "")
+
+
+def first_line(kind: type) -> str:
+    """The first sentence of a docstring."""
+    text = " ".join((kind.__doc__ or "").split())
+    return text.split(". ")[0].rstrip(".") + "."
+
+
+if __name__ == "__main__":
+    sys.stdout.write(render())

@@ -1,0 +1,231 @@
+"""Actors and their supervisor: asks, back-pressure, jobs, deaths, restarts, drain."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvactors.actor import (
+    Activity,
+    Actor,
+    ActorSpec,
+    Ask,
+    Control,
+    Group,
+    Message,
+    PeerRestarted,
+    RestartBudget,
+    Supervisor,
+    on,
+)
+from kvactors.actor.clock import deadline_after, now
+from kvactors.errors import ActorFailed, ChannelClosed, DeadlineExceeded, WiringError
+
+
+class Ping(Ask[int], frozen=True, eq=False):
+    value: int
+
+
+class Boom(Ask[int], frozen=True, eq=False):
+    pass
+
+
+class Park(Ask[int], frozen=True, eq=False):
+    pass
+
+
+class Note(Message, frozen=True, eq=False):
+    value: int
+
+
+class Slow(Message, frozen=True, eq=False):
+    seconds: float
+
+
+class Worked(Control, frozen=True, eq=False):
+    value: object
+
+
+class Sink(Actor):
+    ROLE = "sink"
+
+    def __init__(self, ref):
+        super().__init__(ref)
+        self.notes, self.restarts = [], []
+
+    @on(Note)
+    def note(self, message):
+        self.notes.append(message.value)
+
+    @on(PeerRestarted)
+    def restarted(self, message):
+        self.restarts.append(message.name)
+
+
+class Server(Actor):
+    ROLE = "server"
+    SENDS = {"sink": (Note,)}
+
+    def __init__(self, ref, sink):
+        super().__init__(ref)
+        self.sink = sink
+        self.worked = []
+
+    @on(Ping)
+    def ping(self, message, envelope):
+        self.tell(self.sink, Note(message.value))
+        self.answer(envelope, message.value + 1)
+
+    @on(Boom)
+    def boom(self, message, envelope):
+        raise RuntimeError("boom")
+
+    @on(Park)
+    def park(self, message, envelope):
+        pass
+
+    @on(Slow)
+    def slow(self, message):
+        self.start_job(asyncio.sleep(message.seconds, "slept"), Worked, Worked)
+
+    @on(Worked)
+    def done(self, message):
+        self.worked.append(message.value)
+
+
+class Wired:
+    def __init__(self, bound=4, budget=None):
+        self.activity = Activity()
+        self.supervisor = Supervisor(self.activity, budget or RestartBudget())
+        self.server = self.supervisor.make_ref(Server, bound)
+        self.sink = self.supervisor.make_ref(Sink, 1)
+        self.members = (
+            Group("a", (ActorSpec(Server, lambda ref: Server(ref, self.sink), self.server),)),
+            Group("b", (ActorSpec(Sink, Sink, self.sink),)),
+        )
+
+    def running(self, **options):
+        return self.supervisor.running(*self.members, **options)
+
+
+async def test_ask_is_answered_and_tells_keep_their_order_through_a_full_channel():
+    wired = Wired()
+    async with wired.running():
+        assert await asyncio.gather(*(wired.server.ask(Ping(i), deadline=deadline_after(5)) for i in range(200))) == list(
+            range(1, 201)
+        )
+        await wired.activity.quiet()
+        assert wired.supervisor.actor("sink").notes == list(range(200))
+        assert wired.sink.channel.statistics().peak == 1
+
+
+async def test_a_death_fails_the_asker_the_parked_and_the_queued_by_name_and_the_next_life_serves():
+    wired = Wired()
+    async with wired.running():
+        asks = [
+            asyncio.create_task(wired.server.ask(message, deadline=deadline_after(5)))
+            for message in (Park(), Boom(), Ping(1), Ping(2))
+        ]
+        results = await asyncio.gather(*asks, return_exceptions=True)
+        assert [type(r) for r in results] == [ActorFailed] * 4
+        assert all(r.actor == "server" for r in results)
+        assert await wired.server.ask(Ping(3), deadline=deadline_after(5)) == 4
+        await wired.activity.quiet()
+        assert wired.supervisor.actor("sink").restarts == ["server"]
+        assert wired.supervisor.statistics().deaths == 1
+        assert wired.server.life == 1
+
+
+async def test_an_exhausted_budget_fails_the_system_and_hangs_nobody():
+    wired = Wired(budget=RestartBudget(1, 60))
+    async with wired.running():
+        for _ in range(2):
+            with pytest.raises(ActorFailed):
+                await wired.server.ask(Boom(), deadline=deadline_after(5))
+            await asyncio.sleep(0.02)
+        with pytest.raises((ActorFailed, ChannelClosed)):
+            await wired.server.ask(Ping(1), deadline=deadline_after(5))
+        assert isinstance(wired.supervisor.failed, RuntimeError)
+
+
+async def test_a_deadline_covers_the_wait_for_room_and_for_the_answer():
+    wired = Wired()
+    async with wired.running(drain=0.1):
+        began = now()
+        with pytest.raises(DeadlineExceeded):
+            await wired.server.ask(Park(), deadline=deadline_after(0.05))
+        assert now() - began < 1
+    lonely = Wired(bound=1)  # nobody receives: the channel fills up
+    lonely.server.try_tell(Note(0))
+    with pytest.raises(DeadlineExceeded):
+        await lonely.server.ask(Ping(1), deadline=deadline_after(0.05))
+
+
+async def test_a_cancelled_ask_is_withdrawn():
+    wired = Wired()
+    async with wired.running():
+        task = asyncio.create_task(wired.server.ask(Ping(7), deadline=deadline_after(5)))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await wired.activity.quiet()
+        assert 7 not in wired.supervisor.actor("sink").notes
+        assert wired.supervisor.actor("server").statistics().skipped == 1
+
+
+async def test_job_results_and_failures_return_as_messages_and_jobs_end_with_their_actor():
+    wired = Wired()
+    async with wired.running():
+        wired.server.try_tell(Slow(0.01))
+        await wired.activity.quiet()
+        server = wired.supervisor.actor("server")
+        assert server.worked == ["slept"]
+        wired.server.try_tell(Slow(60))
+        await asyncio.sleep(0.01)
+        assert server.statistics().jobs == 1
+        with pytest.raises(ActorFailed):
+            await wired.server.ask(Boom(), deadline=deadline_after(5))
+        await server.ended
+        assert server.statistics().jobs == 0
+
+
+async def test_the_users_own_exception_passes_as_it_is():
+    with pytest.raises(KeyError, match="mine"):
+        async with Wired().running():
+            raise KeyError("mine")
+
+
+async def test_a_failed_first_start_is_raised():
+    def broken(ref):
+        raise OSError("no such device")
+
+    wired = Wired()
+    group = Group("a", (ActorSpec(Sink, broken, wired.sink),))
+    with pytest.raises(OSError, match="no such device"):
+        async with Supervisor(wired.activity, RestartBudget(0)).running(group):
+            pass
+
+
+async def test_a_misfit_graph_starts_nothing():
+    wired = Wired()
+    with pytest.raises(WiringError, match="sink, which is not wired"):
+        async with wired.supervisor.running(wired.members[0]):
+            pass
+
+    class Back(Sink):
+        ROLE = "sink"
+        SENDS = {"server": (Slow,)}
+
+    loop = (ActorSpec(Server, lambda ref: Server(ref, wired.sink), wired.server), ActorSpec(Back, Back, wired.sink))
+    with pytest.raises(WiringError, match="cycle"):
+        async with wired.supervisor.running(*loop):
+            pass
+
+
+async def test_an_undeclared_message_is_a_fault():
+    wired = Wired()
+    async with wired.running():
+        server = wired.supervisor.actor("server")
+        with pytest.raises(AssertionError, match="does not declare"):
+            server.tell(wired.sink, Slow(1))

@@ -1,0 +1,181 @@
+"""Channel: two lanes, a bound, three overflow policies, and nothing lost or doubled whoever is cancelled whenever."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import anyio
+import pytest
+import uvloop
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvactors.actor import Channel, Overflow
+from kvactors.errors import ChannelClosed, ChannelFull
+from kvactors.testing.loop import Deadlock, SimLoop, simulate
+
+
+@pytest.fixture(params=["stdlib", "uvloop"], autouse=True)
+def on_both_loops(request):
+    """Every test of this file that calls `run` runs on both loops."""
+    request.node.loop_factory = asyncio.new_event_loop if request.param == "stdlib" else uvloop.new_event_loop
+    return request.node.loop_factory
+
+
+@pytest.fixture
+def run(on_both_loops):
+    def runner(main):
+        with asyncio.Runner(loop_factory=on_both_loops) as loop:
+            return loop.run(main())
+
+    return runner
+
+
+def test_control_overtakes_data_and_each_lane_keeps_order(run):
+    async def main():
+        channel = Channel("c", 4)
+        for i in range(3):
+            await channel.put(i)
+        channel.put_control("x")
+        channel.put_control("y")
+        return [await channel.get() for _ in range(5)]
+
+    assert run(main) == ["x", "y", 0, 1, 2]
+
+
+def test_a_full_lane_makes_senders_wait_in_order(run):
+    async def main():
+        channel = Channel("c", 1)
+        await channel.put(0)
+        senders = [asyncio.create_task(channel.put(i)) for i in (1, 2)]
+        await asyncio.sleep(0)
+        assert channel.statistics().senders_waiting == 2
+        assert not channel.try_put(9)
+        got = [await channel.get() for _ in range(3)]
+        await asyncio.gather(*senders)
+        return got
+
+    assert run(main) == [0, 1, 2]
+
+
+def test_reject_and_merge(run):
+    async def main():
+        rejecting = Channel("r", 1, Overflow.REJECT)
+        await rejecting.put(1)
+        with pytest.raises(ChannelFull):
+            await rejecting.put(2)
+        assert rejecting.statistics().rejected == 1
+        merging = Channel("m", 2, Overflow.MERGE, merge_key=lambda i: i[0], merge=lambda a, b: (a[0], a[1] + b[1]))
+        for item in (("a", 1), ("b", 1), ("a", 2)):
+            await merging.put(item)
+        assert merging.statistics().merged == 1
+        return [await merging.get() for _ in range(2)]
+
+    assert run(main) == [("a", 3), ("b", 1)]
+
+
+def test_close_wakes_everybody(run):
+    async def main():
+        channel = Channel("c", 1)
+        await channel.put(0)
+        sender = asyncio.create_task(channel.put(1))
+        await asyncio.sleep(0)
+        channel.close()
+        with pytest.raises(ChannelClosed):
+            await sender
+        assert await channel.get() == 0
+        with pytest.raises(ChannelClosed):
+            await channel.get()
+        with pytest.raises(ChannelClosed):
+            channel.put_control(2)
+
+    run(main)
+
+
+@pytest.mark.parametrize("bad", [{"bound": 0}, {"bound": 1, "overflow": Overflow.MERGE}])
+def test_bad_channels_are_refused(bad):
+    with pytest.raises(ValueError):
+        Channel("c", **bad)
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("cancel_first", [True, False])
+def test_cancelling_a_parked_receiver_loses_nothing(run, native, cancel_first):
+    async def main():
+        channel, got, scope = Channel("c", 2), [], anyio.CancelScope()
+
+        async def receive():
+            with scope:
+                got.append(await channel.get())
+
+        task = asyncio.create_task(receive())
+        for _ in range(3):
+            await asyncio.sleep(0)
+        cancel = task.cancel if native else scope.cancel
+        for act in (cancel, lambda: channel.try_put(1)) if cancel_first else (lambda: channel.try_put(1), cancel):
+            act()
+        await asyncio.gather(task, return_exceptions=True)
+        return len(got) + len(channel)
+
+    assert run(main) == 1
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    bound=st.integers(1, 3),
+    cancels=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 12)), max_size=8),
+)
+def test_exactly_once_under_cancellation_anywhere(seed, bound, cancels):
+    """Senders and receivers come and go; what a sender was not told is delivered is not, and the rest arrives exactly once."""
+
+    async def main():
+        channel, sent, got = Channel("c", bound), [], []
+
+        async def send(item):
+            await channel.put(item)
+            sent.append(item)
+
+        async def receive():
+            while True:
+                got.append(await channel.get())
+
+        tasks = [asyncio.create_task(send(i)) for i in range(7)]
+        receiver = asyncio.create_task(receive())
+        for step in range(13):
+            for who, when in cancels:
+                if when == step:
+                    if who < 7:
+                        tasks[who].cancel()
+                    else:
+                        receiver.cancel()
+                        await asyncio.gather(receiver, return_exceptions=True)
+                        receiver = asyncio.create_task(receive())
+            await asyncio.sleep(0)
+        await asyncio.sleep(1)
+        receiver.cancel()
+        await asyncio.gather(receiver, *tasks, return_exceptions=True)
+        rest = list(channel.purge())
+        assert Counter(got + rest) == Counter(sent)
+        assert channel._granted == 0
+
+    simulate(main, seed)
+
+
+def test_the_simulated_loop_names_a_deadlock_and_skips_time():
+    async def stuck():
+        await asyncio.get_running_loop().create_future()
+
+    with pytest.raises(Deadlock, match="nothing is ready"):
+        simulate(stuck)
+
+    async def long():
+        await asyncio.sleep(3600)
+        return asyncio.get_running_loop().time()
+
+    assert simulate(long) == 3600
+    loop = SimLoop()
+    with pytest.raises(RuntimeError, match="thread"):
+        loop.run_in_executor(None, len)
+    loop.close()
