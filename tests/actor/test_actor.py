@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import ClassVar
 
 import pytest
 
@@ -65,7 +66,7 @@ class Sink(Actor):
 
 class Server(Actor):
     ROLE = "server"
-    SENDS = {"sink": (Note,)}
+    SENDS: ClassVar = {"sink": (Note,)}
 
     def __init__(self, ref, sink):
         super().__init__(ref)
@@ -215,7 +216,7 @@ async def test_a_misfit_graph_starts_nothing():
 
     class Back(Sink):
         ROLE = "sink"
-        SENDS = {"server": (Slow,)}
+        SENDS: ClassVar = {"server": (Slow,)}
 
     loop = (ActorSpec(Server, lambda ref: Server(ref, wired.sink), wired.server), ActorSpec(Back, Back, wired.sink))
     with pytest.raises(WiringError, match="cycle"):
