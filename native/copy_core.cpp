@@ -57,6 +57,7 @@ bool worth_streaming(const Regions& regions, std::size_t pairs) {
 }
 
 void copy_piece(u8* to, const u8* from, std::size_t bytes, bool stream) {
+    if (bytes == 0) return;  // an empty region may have no address
     if (stream) {
         stream_copy(to, from, bytes);
     } else {
@@ -124,6 +125,7 @@ void fill_block(const Regions& regions, i64 block, const u8* key) {
     for (std::size_t r = 0; r < regions.count; ++r) {
         u8* to = piece(regions, r, block);
         const std::size_t bytes = std::size_t(regions.piece_bytes[r]), whole = bytes / 8;
+        if (bytes == 0) continue;
         const u64 seed = seed_of(key, r);
         for (std::size_t i = 0; i < whole; ++i) {
             const u64 value = word(seed, i);
@@ -138,6 +140,7 @@ bool check_block(const Regions& regions, i64 block, const u8* key) {
     for (std::size_t r = 0; r < regions.count; ++r) {
         const u8* from = piece(regions, r, block);
         const std::size_t bytes = std::size_t(regions.piece_bytes[r]), whole = bytes / 8;
+        if (bytes == 0) continue;
         const u64 seed = seed_of(key, r);
         u64 differs = 0;
         for (std::size_t i = 0; i < whole; ++i) {
