@@ -1,4 +1,4 @@
-"""Match and insert: 64 prompts of 8,192 tokens in 8 groups that share 75 %, given as 64-bit integers, names included."""
+"""Match and insert: 64 prompts of 8,192 tokens in groups of 8 that share 75 %, given as 64-bit integers, names included."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from kvactors.bench.report import Row, bench_report, rate_row
 from kvactors.native import BlockTree, Path, chain_keys
 
-PROMPTS, GROUPS, LENGTH, SHARED = 64, 8, 8192, 0.75
+PROMPTS, GROUP_SIZE, LENGTH, SHARED = 64, 8, 8192, 0.75
 ROOT = bytes(32)
 SGLANG = 233.0
 SGLANG_NAME = "SGLang's Rust tree on the same workload, no names (published)"
@@ -21,8 +21,9 @@ Prompts = list[NDArray[np.int64]]
 
 
 def prompts(rng: np.random.Generator, count: int, length: int) -> Prompts:
-    """Prompts in groups that share their beginning."""
-    groups = [rng.integers(0, 150_000, int(length * SHARED)) for _ in range(min(GROUPS, count))]
+    """Prompts in groups that share their beginning. The groups are of one size at any count, so that runs of few long prompts and
+    of many short ones have as many new tokens."""
+    groups = [rng.integers(0, 150_000, int(length * SHARED)) for _ in range(count // GROUP_SIZE)]
     rest = length - int(length * SHARED)
     return [np.concatenate([groups[i % len(groups)], rng.integers(0, 150_000, rest)]) for i in range(count)]
 
@@ -83,9 +84,16 @@ def run(*, quick: bool = False) -> dict[str, Any]:
         )
         full = rate(block_size, LENGTH, PROMPTS, filled, rounds)
         rows.append(rate_row(f"block {block_size}, {filled:,} blocks before", full, SGLANG, unit, SGLANG_NAME))
-        longer = rate(block_size, long, max(2, PROMPTS * LENGTH // long), 0, rounds)
+        longer = rate(block_size, long, GROUP_SIZE, 0, rounds)
         rows.append(
             rate_row(f"block {block_size}, {long:,}-token prompts", longer, empty, unit, "8,192-token prompts, same run")
         )
-    settings = {"prompts": PROMPTS, "tokens": LENGTH, "groups": GROUPS, "shared": SHARED, "rounds": rounds, "quick": quick}
+    settings = {
+        "prompts": PROMPTS,
+        "tokens": LENGTH,
+        "group_size": GROUP_SIZE,
+        "shared": SHARED,
+        "rounds": rounds,
+        "quick": quick,
+    }
     return bench_report("index", rows, settings)

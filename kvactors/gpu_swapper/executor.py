@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import queue
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import NamedTuple
 
 import anyio.to_thread
@@ -17,9 +15,7 @@ from kvactors.actor.uncancelled import to_the_end
 from kvactors.device.arena import Arena
 from kvactors.device.base import Device
 from kvactors.gpu_swapper.messages import Direction
-
-NICE = 10
-"""Copy threads yield to the loop's thread: with more runnable threads than cores its lag would grow tenfold otherwise."""
+from kvactors.threads import lower_priority
 
 PIECE = 2 << 20
 """Bytes a hand-off to a thread should at least be worth: each costs some tens of microseconds."""
@@ -110,8 +106,7 @@ class CopyExecutor(Executor):
             self._workers.append(worker)
 
     def _work(self) -> None:
-        with suppress(OSError):  # a system without thread priorities copies at the common one
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        lower_priority()
         while (piece := self._pieces.get()) is not None:
             try:
                 self.copy(piece.direction, piece.blocks, piece.slots)

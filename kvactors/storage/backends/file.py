@@ -13,6 +13,7 @@ import errno
 import os
 import struct
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 from typing import TypeVar
@@ -25,13 +26,14 @@ from kvactors.actor.uncancelled import to_the_end
 from kvactors.errors import StoreError
 from kvactors.storage.backends.base import Backend
 from kvactors.storage.messages import Outcome
+from kvactors.threads import lower_priority
 
 MAGIC = b"KVACTORS"
 VERSION = 1
 HEADER = struct.Struct("<8sII32s32sQQ")
 SUFFIX, TEMPORARY = ".kv", ".tmp"
-IN_FLIGHT = 8
-"""Files read or written at once by a batch."""
+IN_FLIGHT = 4
+"""Files read or written at once."""
 
 T = TypeVar("T")
 
@@ -43,6 +45,7 @@ class FileBackend(Backend):
         super().__init__(fingerprint, block_bytes, capacity)
         self.folder = Path(directory) / fingerprint.hex()[:16]
         self._temporary = count()
+        self._threads = ThreadPoolExecutor(IN_FLIGHT, "kvactors-file", lower_priority)
 
     def path(self, key: bytes) -> Path:
         """Where an object lives."""
@@ -52,7 +55,7 @@ class FileBackend(Backend):
     async def open(self) -> None:
         """Index complete files, oldest first, evict down to the capacity, delete what a crash left. StoreError if it cannot be done."""
         try:
-            keys = await in_thread(self._scan)
+            keys = await self._in_thread(self._scan)
         except OSError as error:
             raise StoreError(f"{self.folder}: {error}") from error
         evicted: list[bytes] = []
@@ -74,7 +77,7 @@ class FileBackend(Backend):
 
     async def load(self, key: bytes, into: memoryview) -> Outcome:
         """See `Backend.load`."""
-        return await in_thread(self._load, key, into)
+        return await self._in_thread(self._load, key, into)
 
     def _load(self, key: bytes, into: memoryview) -> Outcome:
         try:
@@ -93,7 +96,7 @@ class FileBackend(Backend):
 
     async def save(self, key: bytes, data: memoryview) -> Outcome:
         """See `Backend.save`."""
-        return await in_thread(self._save, key, data)
+        return await self._in_thread(self._save, key, data)
 
     def _save(self, key: bytes, data: memoryview) -> Outcome:
         path = self.path(key)
@@ -114,7 +117,7 @@ class FileBackend(Backend):
     async def erase(self, keys: Sequence[bytes]) -> None:
         """See `Backend.erase`."""
         if keys:
-            await in_thread(self._erase, keys)
+            await self._in_thread(self._erase, keys)
 
     def _erase(self, keys: Sequence[bytes]) -> None:
         for key in keys:
@@ -133,7 +136,12 @@ class FileBackend(Backend):
                 tasks.start_soon(worker)
 
     async def close(self) -> None:
-        """Nothing stays open between calls."""
+        """Let the threads end; every call has been waited for."""
+        self._threads.shutdown(wait=False)
+
+    async def _in_thread(self, function: Callable[..., T], *args: object) -> T:
+        """Run a blocking call in a thread, and wait for its end even if cancelled: it works on memory that is lent to it."""
+        return await to_the_end(asyncio.ensure_future(wrap(function)(*args, executor=self._threads)))
 
 
 def key_of(file: Path) -> bytes | None:
@@ -151,8 +159,3 @@ def forget(file: Path) -> None:
         file.unlink(missing_ok=True)
     except OSError:
         return
-
-
-async def in_thread(function: Callable[..., T], *args: object) -> T:
-    """Run a blocking call in aiofiles' executor, and wait for its end even if cancelled: it works on memory that is lent to it."""
-    return await to_the_end(asyncio.ensure_future(wrap(function)(*args)))
