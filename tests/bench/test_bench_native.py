@@ -1,0 +1,54 @@
+"""The benchmarks of the native core run, measure what they say and report it in the common form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvactors.bench import copy, index
+from kvactors.bench.report import rate_row, time_row
+from kvactors.native import BlockTree
+
+
+@pytest.mark.parametrize(("bench", "name"), [(index, "index"), (copy, "copy")])
+def test_a_quick_run_reports_in_the_common_form(bench: Any, name: str) -> None:
+    report = bench.run(quick=True)
+    assert set(report) == {"name", "rows", "settings"}
+    assert report["name"] == name
+    assert report["settings"]["quick"] is True
+    assert len({row["case"] for row in report["rows"]}) == len(report["rows"]) >= 6
+    for row in report["rows"]:
+        assert set(row) == {"case", "ours", "limit", "ratio", "unit", "limit_name"}
+        assert row["ours"] > 0
+        assert row["ratio"] == pytest.approx(row["ours"] / row["limit"], rel=1e-3, abs=1e-3)
+
+
+def test_a_higher_ratio_is_better_in_every_kind_of_row() -> None:
+    assert rate_row("r", 20.0, 10.0, "/s", "bar").ratio == 2.0
+    assert time_row("t", 5.0, 10.0, "ms", "bar").ratio == 2.0
+
+
+def test_prompts_share_what_they_should() -> None:
+    batch = index.prompts(np.random.default_rng(0), 16, 1024)
+    shared = int(1024 * index.SHARED)
+    assert all(len(tokens) == 1024 for tokens in batch)
+    for i, tokens in enumerate(batch):
+        again = batch[(i + 16 // index.GROUP_SIZE) % 16]
+        assert np.array_equal(tokens[:shared], again[:shared])
+        assert not np.array_equal(tokens[shared:], again[shared:])
+        assert not np.array_equal(tokens[:shared], batch[(i + 1) % 16][:shared])
+
+
+def test_what_is_timed_leaves_every_block_in_the_tree() -> None:
+    tree = BlockTree(16)
+    batch = index.prompts(np.random.default_rng(0), 16, 1024)
+    index.insert(tree, batch, 16)
+    groups, shared, own = 16 // index.GROUP_SIZE, 48, 16
+    expected = groups * shared + 16 * own
+    statistics = tree.statistics()
+    assert (statistics["nodes"], statistics["device"], statistics["evictable"]) == (expected, expected, expected)
+    index.insert(tree, batch, 16)
+    assert tree.statistics()["nodes"] == expected
+    tree.check()
