@@ -78,7 +78,7 @@ class BlockTree:
         Returns (device_run, states): `device_run` leading blocks are resident on the device and not loading (their
         ids are in the table, shared, and they count as committed); `states` has one byte of state bits for each
         further known node on the path. A LOADING node's target block is put in the table as shared; other further
-        positions read -1 there. A node being offloaded is kept: its OFFLOADING mark is cleared.
+        positions read -1 there. Nodes of the device run that are being offloaded are kept: their OFFLOADING mark is cleared.
         """
     def peek(self, path: Path, max_blocks: int = -1) -> tuple[int, bytes]:
         """What `pin` would return, without changing anything."""
@@ -110,13 +110,13 @@ class BlockTree:
         beyond it whose node neither is resident nor loading into that block become private again."""
     def replace(self, path: Path, position: int, block: int) -> None:
         """Put a private block at one position at or beyond `num_committed`, whatever stood there (no block is freed)."""
-    def evict(self, count: int, op: int) -> tuple[NDArray[np.uint32], bytes, bytes, list[int], bytes]:
+    def evict(self, count: int) -> tuple[NDArray[np.uint32], bytes, bytes, list[int], bytes]:
         """Pick up to `count` unreferenced device blocks, least recently used first (deeper first on ties), mark them
-        OFFLOADING under `op` (non-zero), and return (nodes, keys, parent keys, device blocks, state bits)."""
-    def finish_offload(self, nodes: NDArray[np.uint32], op: int, on_host: bytes) -> tuple[list[int], list[int]]:
-        """End of an eviction: `on_host[j]` non-zero if the host tier kept node j. Nodes still marked with `op` lose
-        their device block; others were matched again and keep it. Every kept one gets the HOST bit. Returns
-        (freed device blocks, indices j that were matched again). Empty unreferenced nodes go."""
+        OFFLOADING, and return (nodes, keys, parent keys, device blocks, state bits). `nodes` is the handle for `finish_offload`."""
+    def finish_offload(self, nodes: NDArray[np.uint32], on_host: bytes) -> tuple[list[int], list[int]]:
+        """End of an eviction: `on_host[j]` non-zero if the host tier kept node j, which then gets the HOST bit. Nodes still
+        marked lose their device block, once no other eviction is reading it; the rest, matched again or still being read,
+        keep it. Returns (freed device blocks, indices j that kept theirs). Empty unreferenced nodes go."""
     def host_gained(self, keys: bytes) -> int:
         """Set HOST on the known nodes of these names; returns how many were known."""
     def host_gone(self, keys: bytes) -> int:

@@ -108,9 +108,30 @@ class PrefixIndex(Room):
         self._granted(lease, envelope)
 
     def _grant_late(self, lease: Lease, match: Match, blocks: list[int], envelope: Envelope[Granted]) -> None:
-        self.index.fill_table(lease.path, match, blocks)
-        self.place_loads(lease)
-        self._granted(lease, envelope)
+        """The blocks are there at last. What is known of the path may have changed meanwhile: look again, and only if it has not, go
+        on with the loads that went ahead."""
+        before = lease.tree
+        before.release(lease.path)
+        lease.tree = self.index.tree
+        again = self.index.match(lease.path, fetch=self.fetch)
+        if again == match and lease.tree is before:
+            self.index.fill_table(lease.path, match, blocks)
+            self.place_loads(lease)
+            self._granted(lease, envelope)
+            return
+        self.cancel_loads(lease, 0)
+        self._detach(lease)
+        lease.device_hits = again.run
+        lease.hoped = again.segments[-1].stop if again.segments else again.run
+        lacking = max(0, again.own - len(blocks))  # a clear may have taken what had been hit
+        if lacking > self.index.pool.free:
+            self.index.pool.give(blocks)
+            self._forget(lease)
+            self._refuse_room(envelope, lacking)
+            return
+        blocks = blocks + self.index.pool.take(lacking)
+        self.index.pool.give(blocks[again.own :])
+        self._grant(lease, again, blocks[: again.own], envelope)
 
     def _granted(self, lease: Lease, envelope: Envelope[Granted]) -> None:
         self.leases[lease.id] = lease

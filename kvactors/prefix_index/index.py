@@ -102,13 +102,13 @@ class BlockIndex:
 
     def evict(self, count: int, op: int) -> EvictOp:
         """Mark up to `count` of the least recently used device blocks as leaving."""
-        nodes, keys, parents, blocks, states = self.tree.evict(count, op)
+        nodes, keys, parents, blocks, states = self.tree.evict(count)
         return EvictOp(op, self.tree, nodes, keys, parents, tuple(blocks), states)
 
     def finish_evict(self, op: EvictOp, on_host: bytes) -> tuple[list[int], list[int]]:
-        """The blocks of `op` are copied or dropped: free them, but for those matched again. Returns (indices that went, indices
-        that stayed)."""
-        freed, stayed = op.tree.finish_offload(op.nodes, op.op, on_host)
+        """The blocks of `op` are copied or dropped: free them, but for those matched again or still read by an earlier eviction.
+        Returns (indices that went, indices that stayed)."""
+        freed, stayed = op.tree.finish_offload(op.nodes, on_host)
         self.pool.give(freed)
         kept = set(stayed)
         return [j for j in range(op.total) if j not in kept], stayed

@@ -60,8 +60,7 @@ class Node:
     refs: int = 0
     hits: int = 1
     used: int = 0  # when it was last released, or loaded with nobody waiting
-    evicting: int = 0  # while OFFLOADING: the operation that frees it
-    readers: set[int] = field(default_factory=set)  # offload operations whose copy of `block` may still run
+    readers: int = 0  # evictions whose copy of `block` may still run
     announced: bool = False
     saved: bool = False
 

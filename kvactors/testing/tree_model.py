@@ -187,41 +187,39 @@ class TreeModel:
 
     # -- eviction and the host tier
 
-    def evict(self, count: int, op: int) -> tuple[NDArray[np.uint32], bytes, bytes, list[int], bytes]:
+    def evict(self, count: int) -> tuple[NDArray[np.uint32], bytes, bytes, list[int], bytes]:
         """Pick the least recently used, deeper ones first among those used together."""
-        require(count >= 0 and op > 0, "count or op out of range")
+        require(count >= 0, "count out of range")
         candidates = [node for node in self.nodes.values() if self._evictable(node)]
         picked = sorted(candidates, key=lambda node: (node.used, -node.depth))[:count]
         parents = []
         for node in picked:
             assert node.parent is not None
             node.bits |= OFFLOADING
-            node.evicting = op
-            node.readers.add(op)
+            node.readers += 1
             parents.append(node.parent.name)
         keys = b"".join(node.name for node in picked)
         blocks = [node.block for node in picked]
         return self._ids(picked), keys, b"".join(parents), blocks, bytes(node.bits for node in picked)
 
-    def finish_offload(self, nodes: NDArray[np.uint32], op: int, on_host: bytes) -> tuple[list[int], list[int]]:
+    def finish_offload(self, nodes: NDArray[np.uint32], on_host: bytes) -> tuple[list[int], list[int]]:
         """The end of an eviction. A block is free when the last copy that reads it has ended."""
         require(len(on_host) == len(nodes), "on_host must hold one byte for each node")
-        freed, again = [], []
-        for index, node in enumerate(self._in_flight(nodes, DEVICE)):
-            require(op in node.readers, "finish of an offload that is not in flight")
-            node.readers.remove(op)
+        batch = self._in_flight(nodes, DEVICE)
+        require(all(node.readers for node in batch), "finish of an offload that is not in flight")
+        freed, kept = [], []
+        for index, node in enumerate(batch):
+            node.readers -= 1
             node.bits |= HOST if on_host[index] else 0
-            leaving = bool(node.bits & OFFLOADING)
-            if not (leaving and node.evicting == op):
-                again.append(index)
             abandoned = self.retired and not node.refs
-            if not node.readers:
-                if leaving or abandoned:
-                    freed.append(node.lose_device())
-                if abandoned:
-                    node.bits &= ~HOST
-                self._reap(node)
-        return freed, again
+            if node.readers or not (node.bits & OFFLOADING or abandoned):
+                kept.append(index)
+                continue
+            freed.append(node.lose_device())
+            if abandoned:
+                node.bits &= ~HOST
+            self._reap(node)
+        return freed, kept
 
     def host_gained(self, keys: bytes) -> int:
         """Hear that the host tier holds these."""

@@ -140,9 +140,9 @@ def test_bench_prints_rows_and_writes_them(kvactors, tmp_path, name):
         assert row["ratio"] > 0
 
 
-def test_as_a_module():
+def test_as_a_module(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "kvactors", "--version"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-m", "kvactors", "--version"], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60
     )
     assert len(done.stdout.split()) >= 1
     assert done.stderr == ""
