@@ -294,20 +294,18 @@ void bind_tree(nb::module_& m) {
         .def("replace", [](PyTree& t, PyPath& p, Id position, Id block) {
             t.replace(p, size_of(position, "position out of range"), block_of(block));
         }, "path"_a, "position"_a, "block"_a)
-        .def("evict", [](PyTree& t, Id count, Id op) {
-            if (op <= 0) throw nb::value_error("op must be positive");
-            Evicted out = t.evict(size_of(count, "count out of range"), u64(op));
+        .def("evict", [](PyTree& t, Id count) {
+            Evicted out = t.evict(size_of(count, "count out of range"));
             return nb::make_tuple(nodes_of(std::move(out.nodes)), bytes_of(out.keys.data(), out.keys.size()),
                                   bytes_of(out.parents.data(), out.parents.size()), ids_of(out.blocks),
                                   nb::bytes(out.states.data(), out.states.size()));
-        }, "count"_a, "op"_a)
-        .def("finish_offload", [](PyTree& t, const NodesIn& nodes, Id op, const nb::bytes& on_host) {
+        }, "count"_a)
+        .def("finish_offload", [](PyTree& t, const NodesIn& nodes, const nb::bytes& on_host) {
             if (on_host.size() != nodes.shape(0)) throw nb::value_error("on_host must hold one byte for each node");
-            if (op <= 0) throw nb::value_error("op must be positive");
             const u8* flags = reinterpret_cast<const u8*>(on_host.c_str());
-            const Offloaded out = t.finish_offload(nodes.data(), nodes.shape(0), u64(op), flags);
-            return nb::make_tuple(ids_of(out.freed), out.again);
-        }, "nodes"_a, "op"_a, "on_host"_a)
+            const Offloaded out = t.finish_offload(nodes.data(), nodes.shape(0), flags);
+            return nb::make_tuple(ids_of(out.freed), out.kept);
+        }, "nodes"_a, "on_host"_a)
         .def("host_gained", [](PyTree& t, const nb::bytes& keys) {
             const std::vector<Key> names = keys_of(keys);
             return t.host_gained(names.data(), names.size());

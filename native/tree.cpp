@@ -158,7 +158,7 @@ void Tree::create(Path& path, u32 from, u32 upto) {
         node.refs = node.hits = 1;
         node.children = i + 1 < upto ? 1 : 0;
         node.pending = node.bits = 0;
-        node.op = 0;
+        node.prev = node.next = kNil;
         std::memcpy(tokens_of(id), path.block_tokens(i), 4 * std::size_t(block_size_));
         hash[0] = child_hash(parent, node.extra, path.block_tokens(i));
         hash[1] = name_hash(node.name);

@@ -35,12 +35,7 @@ struct alignas(64) Node {
     u16 hits;
     u8 pending;  // offload operations still reading `block`; more than one after match, release, evict again
     u8 bits;
-    union {
-        struct {
-            u32 prev, next;
-        };
-        u64 op;  // while OFFLOADING (never listed then): the operation that will free it, 0 once that one has ended
-    };
+    u32 prev, next;
 };
 static_assert(sizeof(Node) == 64, "a node fills one cache line");
 
@@ -61,7 +56,7 @@ struct Evicted {
 };
 
 struct Offloaded {
-    std::vector<u32> freed, again;
+    std::vector<u32> freed, kept;
 };
 
 struct Leaf {
@@ -103,8 +98,8 @@ public:
     std::vector<u32> finish_load(const u32* nodes, std::size_t count, std::size_t good);
 
     // tree_evict.cpp
-    Evicted evict(std::size_t count, u64 op);
-    Offloaded finish_offload(const u32* nodes, std::size_t count, u64 op, const u8* on_host);
+    Evicted evict(std::size_t count);
+    Offloaded finish_offload(const u32* nodes, std::size_t count, const u8* on_host);
     std::size_t host_gained(const Key* keys, std::size_t count);
     std::size_t host_gone(const Key* keys, std::size_t count);
     void clear_host();

@@ -12,8 +12,7 @@
 
 namespace kvactors {
 
-Evicted Tree::evict(std::size_t count, u64 op) {
-    if (op == 0) throw std::invalid_argument("operation number 0 is not allowed");
+Evicted Tree::evict(std::size_t count) {
     Evicted result;
     while (result.nodes.size() < count && head_ != kNil) {
         const u32 id = head_;
@@ -21,7 +20,6 @@ Evicted Tree::evict(std::size_t count, u64 op) {
         if (node.pending == 0xff) break;  // 255 operations read this block; nothing above it may go before it
         unlink(id);
         node.bits |= kOffloading;
-        node.op = op;
         ++node.pending;
         ++counts_.offloading;
         result.nodes.push_back(id);
@@ -33,10 +31,9 @@ Evicted Tree::evict(std::size_t count, u64 op) {
     return result;
 }
 
-// A block is freed by the last operation that reads it: a node that was matched, released and evicted again while the
-// first copy was still in flight must not have its block overwritten under that copy.
-Offloaded Tree::finish_offload(const u32* nodes, std::size_t count, u64 op, const u8* on_host) {
-    if (op == 0) throw std::invalid_argument("operation number 0 is not allowed");
+// A block is freed by the end of the last operation that reads it: a node that was matched, released and evicted again
+// while the first copy was still in flight must not have its block overwritten under that copy, whichever ends first.
+Offloaded Tree::finish_offload(const u32* nodes, std::size_t count, const u8* on_host) {
     for (std::size_t j = 0; j < count; ++j)
         if (!is_node(nodes[j]) || at(nodes[j]).pending == 0)
             throw std::invalid_argument("finish of an offload that is not in flight");
@@ -50,15 +47,13 @@ Offloaded Tree::finish_offload(const u32* nodes, std::size_t count, u64 op, cons
             node.bits |= kHost;
             ++counts_.host;
         }
-        const bool marked = (node.bits & kOffloading) != 0;
-        if (marked && node.op == op) {
-            node.op = 0;
-        } else {
-            result.again.push_back(u32(j));
+        const bool abandoned = retired_ && node.refs == 0;
+        if (node.pending != 0 || !((node.bits & kOffloading) != 0 || abandoned)) {
+            result.kept.push_back(u32(j));
+            continue;
         }
-        if (node.pending != 0) continue;
-        if (marked || (retired_ && node.refs == 0)) result.freed.push_back(lose_device(id));
-        if (retired_ && node.refs == 0 && (node.bits & kHost) != 0) {
+        result.freed.push_back(lose_device(id));
+        if (abandoned && (node.bits & kHost) != 0) {
             node.bits &= u8(~kHost);
             --counts_.host;
         }

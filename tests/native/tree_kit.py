@@ -48,7 +48,6 @@ class Flight:
     trees: Trees
     native: NDArray[np.uint32]
     model: NDArray[np.uint32]
-    op: int = 0
 
     def nodes(self) -> list[Node]:
         return [self.trees.model.nodes[int(i)] for i in self.model]
@@ -86,7 +85,6 @@ class PathRules(RuleBasedStateMachine):
         self.loads: list[Flight] = []
         self.offloads: list[Flight] = []
         self.out: set[int] = set()  # device blocks in somebody's hands
-        self.ops = 0
 
     def new_trees(self) -> Trees:
         return Trees(BlockTree(self.size, self.capacity), TreeModel(self.size, self.capacity))

@@ -138,24 +138,24 @@ class TreeMachine(PathRules):
     @rule(count=st.integers(0, 4), old=st.integers(0, 3))
     def evict(self, count: int, old: int) -> None:
         trees = self.all_trees[old % len(self.all_trees)]
-        self.ops += 1
         waits = [node.used for node in trees.model.nodes.values() if trees.model._evictable(node)]
-        native, model = trees.native.evict(count, self.ops), trees.model.evict(count, self.ops)
+        native, model = trees.native.evict(count), trees.model.evict(count)
         assert native[1:] == model[1:]
         assert len(native[0]) == len(model[0]) == len(native[3]) <= count
-        REACHED["evict a second time during the first"] += any(len(trees.model.nodes[int(i)].readers) > 1 for i in model[0])
+        REACHED["evict a second time during the first"] += any(trees.model.nodes[int(i)].readers > 1 for i in model[0])
         REACHED["evict some of several uses"] += len(set(waits)) > 1 and 0 < len(native[0]) < len(waits)
         if len(native[0]):
-            self.offloads.append(Flight(trees, native[0], model[0], self.ops))
+            self.offloads.append(Flight(trees, native[0], model[0]))
 
     @precondition(lambda self: self.offloads)
     @rule(number=st.integers(0, 20), kept=st.integers(0, 255))
     def finish_offload(self, number: int, kept: int) -> None:
         flight = self.offloads.pop(number % len(self.offloads))
         on_host = bytes(kept >> j & 1 for j in range(len(flight.native)))
-        again_read = any(len(node.readers) > 1 for node in flight.nodes())
-        native = flight.trees.native.finish_offload(flight.native, flight.op, on_host)
-        assert native == flight.trees.model.finish_offload(flight.model, flight.op, on_host)
+        again_read = any(node.readers > 1 for node in flight.nodes())
+        native = flight.trees.native.finish_offload(flight.native, on_host)
+        assert native == flight.trees.model.finish_offload(flight.model, on_host)
+        assert len(native[0]) + len(native[1]) == len(flight.native)
         REACHED["evicted"] += bool(native[0])
         REACHED["eviction overtaken by a match"] += bool(native[1])
         REACHED["one of two copies of a block ends"] += again_read
