@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import tempfile
 import time
 from typing import Any
 
 import anyio
 import numpy as np
+from numpy.typing import NDArray
 
 from kvactors.bench.report import Row, bench_report, time_row
 from kvactors.cache import KVCache, open_cache
 from kvactors.config import Config
 from kvactors.errors import NoRoom
 from kvactors.observe.lag import Lag, LagMonitor
+
+Prompts = list[NDArray[np.int64]]
 
 BLOCK, PROMPT_BLOCKS = 64, 16
 ABOVE_IDLE = 2.0
@@ -32,17 +36,21 @@ def config(folder: str) -> Config:
     })  # fmt: skip
 
 
-async def churn(cache: KVCache, seconds: float) -> int:
+def make_prompts() -> Prompts:
+    """More prompts than the tiers hold."""
+    return [np.random.default_rng(i).integers(0, 150_000, BLOCK * PROMPT_BLOCKS + 1) for i in range(24)]
+
+
+async def churn(cache: KVCache, prompts: Prompts, seconds: float) -> int:
     """Requests of random old prompts, a few at once, until the time is over; how many were served."""
-    prompts = [np.random.default_rng(i).integers(0, 150_000, BLOCK * PROMPT_BLOCKS + 1) for i in range(24)]
     until, served = time.monotonic() + seconds, 0
 
     async def client(seed: int) -> None:
         nonlocal served
-        order = np.random.default_rng(seed)
+        order = random.Random(seed)  # noqa: S311  (which prompt comes next is no secret)
         while time.monotonic() < until:
             try:
-                async with await cache.acquire("churn", prompts[int(order.integers(len(prompts)))]) as lease:
+                async with await cache.acquire("churn", order.choice(prompts)) as lease:
                     await lease.ready()
                     await lease.commit(lease.num_tokens)
                 served += 1
@@ -55,12 +63,13 @@ async def churn(cache: KVCache, seconds: float) -> int:
 
 async def measure(seconds: float) -> tuple[Lag, Lag, int, float]:
     """Idle lag, saturated lag, requests served, and gigabytes moved."""
+    prompts = make_prompts()
     with tempfile.TemporaryDirectory(prefix="kvactors-lag-") as folder:
         async with open_cache(config(folder)) as cache:
             async with LagMonitor().running() as idle:
                 await anyio.sleep(seconds)
             async with LagMonitor().running() as busy:
-                served = await churn(cache, seconds)
+                served = await churn(cache, prompts, seconds)
             await cache.settled()
             statistics = cache.statistics()
             blocks = statistics.host.loaded + statistics.host.offloaded + statistics.store.reads + statistics.store.writes

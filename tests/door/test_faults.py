@@ -38,6 +38,14 @@ def refuse_copies(cache, monkeypatch, name):
     monkeypatch.setattr(cache.device, name, broken)
 
 
+async def until(condition):
+    for _ in range(1000):
+        if condition():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("it never came to that")
+
+
 async def test_a_failed_load_is_a_miss_into_the_leases_own_blocks(monkeypatch):
     async with opened(host=HOST) as cache:
         await pressed(cache)
@@ -94,8 +102,7 @@ async def test_a_block_matched_again_while_it_is_offloaded_is_kept(monkeypatch):
     async with opened(device=8, host=HOST) as cache:
         await serve(cache, "a", prompt(1, 6))
         waiting = asyncio.create_task(cache.acquire("b", prompt(2, 6)))
-        while not cache.statistics().prefix.offloads_in_flight:
-            await asyncio.sleep(0)
+        await until(lambda: cache.statistics().prefix.offloads_in_flight)
         lease = await cache.acquire("a", prompt(1, 1, tail=1))
         assert lease.hits.device == 1
         assert cache.device.check(lease.block_table[:1], lease.keys(0, 1)) == []
@@ -114,16 +121,15 @@ async def test_without_waiting_an_eviction_refuses_and_makes_room_for_later():
 
 
 async def test_device_blocks_are_kept_free_ahead_of_need():
-    async with kvactors.open(
-        kvactors.Config.from_mapping(
-            {
-                "cache": {"block_size": BLOCK},
-                "device": {"num_blocks": 16, "free_low": 0.25, "free_high": 0.5},
-                "host": {"slots": 32},
-                "layout": {"num_layers": 1, "num_kv_heads": 1, "head_dim": 4},
-            }
-        )  # fmt: skip
-    ) as cache:
+    config = kvactors.Config.from_mapping(
+        {
+            "cache": {"block_size": BLOCK},
+            "device": {"num_blocks": 16, "free_low": 0.25, "free_high": 0.5},
+            "host": {"slots": 32},
+            "layout": {"num_layers": 1, "num_kv_heads": 1, "head_dim": 4},
+        }
+    )
+    async with kvactors.open(config) as cache:
         for i in range(6):
             await serve(cache, "x", prompt(i, 4))
             await cache.settled()
