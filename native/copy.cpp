@@ -1,114 +1,89 @@
-#include "copy.hpp"
-
-#include <unistd.h>
+// Bindings of the copies: bounds are checked here, the GIL is released around the work.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/vector.h>
 
 #include <stdexcept>
+
+#include "copy_core.hpp"
+
+namespace nb = nanobind;
 
 namespace kvactors {
 namespace {
 
-u8* piece(const Regions& regions, std::size_t region, std::int64_t block) {
-    return reinterpret_cast<u8*>(regions.address[region]) + block * regions.piece_bytes[region];
+using Ints = nb::ndarray<const i64, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+Regions regions_of(const Ints& regions, const Ints& piece_bytes) {
+    if (regions.shape(0) != piece_bytes.shape(0)) throw nb::value_error("regions and piece_bytes differ in length");
+    for (std::size_t r = 0; r < regions.shape(0); ++r)
+        if (piece_bytes.data()[r] < 0) throw nb::value_error("piece_bytes must not be negative");
+    return {regions.data(), piece_bytes.data(), regions.shape(0)};
 }
 
-u64 scramble(u64 x) {
-    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ULL;
-    x = (x ^ (x >> 27)) * 0x94d049bb133111ebULL;
-    return x ^ (x >> 31);
+void check_ids(const Ints& ids, i64 limit, const char* what) {
+    for (std::size_t j = 0; j < ids.shape(0); ++j)
+        if (ids.data()[j] < 0 || ids.data()[j] >= limit) throw nb::value_error(what);
 }
 
-// Eight bytes of the pattern at a time: a counter started from the key and the region, scrambled (SplitMix64).
-struct Pattern {
-    Pattern(const Key& key, std::size_t region) {
-        u64 words[4];
-        std::memcpy(words, key.bytes, 32);
-        state = scramble(region + 1);
-        for (u64 word : words) state = scramble(state ^ word);
-    }
-    u64 at(std::size_t word) const { return scramble(state + word * 0x9e3779b97f4a7c15ULL); }
-    u64 state;
-};
-
-void write_pattern(const Pattern& pattern, u8* to, std::size_t bytes) {
-    std::size_t word = 0;
-    for (; bytes >= 8; bytes -= 8, to += 8, ++word) {
-        const u64 value = pattern.at(word);
-        std::memcpy(to, &value, 8);
-    }
-    const u64 value = pattern.at(word);
-    std::memcpy(to, &value, bytes);
+template <class Copy>
+void move(Copy copy, const Ints& regions, const Ints& piece_bytes, i64 region_blocks, const Ints& blocks,
+          std::uintptr_t arena, std::size_t stride, i64 num_slots, const Ints& slots) {
+    const Regions device = regions_of(regions, piece_bytes);
+    if (blocks.shape(0) != slots.shape(0)) throw nb::value_error("blocks and slots differ in length");
+    check_ids(blocks, region_blocks, "block id out of range");
+    check_ids(slots, num_slots, "slot id out of range");
+    std::size_t bytes = 0;
+    for (std::size_t r = 0; r < device.count; ++r) bytes += std::size_t(device.piece_bytes[r]);
+    if (bytes > stride) throw nb::value_error("a block is larger than a slot");
+    const nb::gil_scoped_release release;
+    copy(device, blocks.data(), Slots{reinterpret_cast<u8*>(arena), stride}, slots.data(), blocks.shape(0));
 }
 
-bool has_pattern(const Pattern& pattern, const u8* from, std::size_t bytes) {
-    u64 differs = 0;
-    std::size_t word = 0;
-    for (; bytes >= 8; bytes -= 8, from += 8, ++word) {
-        u64 value;
-        std::memcpy(&value, from, 8);
-        differs |= value ^ pattern.at(word);
-    }
-    const u64 value = pattern.at(word);
-    return differs == 0 && std::memcmp(from, &value, bytes) == 0;
+void check_keys(const Ints& blocks, const nb::bytes& keys) {
+    if (keys.size() != 32 * blocks.shape(0)) throw nb::value_error("keys must hold 32 bytes for each block");
 }
 
 }  // namespace
 
-void require_blocks(const Regions& regions, const std::int64_t* blocks, std::size_t n) {
-    for (std::size_t r = 0; r < regions.count; ++r)
-        if (regions.piece_bytes[r] <= 0) throw std::invalid_argument("piece_bytes must be positive");
-    for (std::size_t j = 0; j < n; ++j)
-        if (blocks[j] < 0 || blocks[j] >= regions.blocks) throw std::invalid_argument("device block id out of range");
-}
-
-void require_slots(const Regions& regions, const Slots& slots, const std::int64_t* ids, std::size_t n) {
-    std::size_t total = 0;
-    for (std::size_t r = 0; r < regions.count; ++r) total += std::size_t(regions.piece_bytes[r]);
-    if (total > slots.stride) throw std::invalid_argument("slot_stride is smaller than the pieces of one block");
-    for (std::size_t j = 0; j < n; ++j)
-        if (ids[j] < 0 || ids[j] >= slots.count) throw std::invalid_argument("slot id out of range");
-}
-
-void gather(const Regions& regions, const std::int64_t* blocks, const Slots& slots, const std::int64_t* ids, std::size_t n) {
-    for (std::size_t j = 0; j < n; ++j) {
-        u8* slot = slots.arena + std::size_t(ids[j]) * slots.stride;
-        for (std::size_t r = 0; r < regions.count; ++r) {
-            std::memcpy(slot, piece(regions, r, blocks[j]), std::size_t(regions.piece_bytes[r]));
-            slot += regions.piece_bytes[r];
-        }
-    }
-}
-
-void scatter(const Regions& regions, const std::int64_t* blocks, const Slots& slots, const std::int64_t* ids, std::size_t n) {
-    for (std::size_t j = 0; j < n; ++j) {
-        const u8* slot = slots.arena + std::size_t(ids[j]) * slots.stride;
-        for (std::size_t r = 0; r < regions.count; ++r) {
-            std::memcpy(piece(regions, r, blocks[j]), slot, std::size_t(regions.piece_bytes[r]));
-            slot += regions.piece_bytes[r];
-        }
-    }
-}
-
-void touch(u8* address, std::size_t bytes) {
-    const std::size_t page = std::size_t(sysconf(_SC_PAGESIZE));
-    for (std::size_t i = 0; i < bytes; i += page) *const_cast<volatile u8*>(address + i) = 0;
-    if (bytes != 0) *const_cast<volatile u8*>(address + bytes - 1) = 0;
-}
-
-void fill_blocks(const Regions& regions, const std::int64_t* blocks, const Key* keys, std::size_t n) {
-    for (std::size_t j = 0; j < n; ++j)
-        for (std::size_t r = 0; r < regions.count; ++r)
-            write_pattern(Pattern(keys[j], r), piece(regions, r, blocks[j]), std::size_t(regions.piece_bytes[r]));
-}
-
-std::vector<u32> check_blocks(const Regions& regions, const std::int64_t* blocks, const Key* keys, std::size_t n) {
-    std::vector<u32> wrong;
-    for (std::size_t j = 0; j < n; ++j)
-        for (std::size_t r = 0; r < regions.count; ++r)
-            if (!has_pattern(Pattern(keys[j], r), piece(regions, r, blocks[j]), std::size_t(regions.piece_bytes[r]))) {
-                wrong.push_back(u32(j));
-                break;
-            }
-    return wrong;
+void bind_copy(nb::module_& m) {
+    m.def("gather", [](Ints regions, Ints pieces, i64 region_blocks, Ints blocks, std::uintptr_t arena, std::size_t stride,
+                       i64 num_slots, Ints slots) {
+        move(gather, regions, pieces, region_blocks, blocks, arena, stride, num_slots, slots);
+    }, nb::arg("regions"), nb::arg("piece_bytes"), nb::arg("region_blocks"), nb::arg("blocks"), nb::arg("arena"),
+       nb::arg("slot_stride"), nb::arg("num_slots"), nb::arg("slots"));
+    m.def("scatter", [](Ints regions, Ints pieces, i64 region_blocks, Ints blocks, std::uintptr_t arena, std::size_t stride,
+                        i64 num_slots, Ints slots) {
+        move(scatter, regions, pieces, region_blocks, blocks, arena, stride, num_slots, slots);
+    }, nb::arg("regions"), nb::arg("piece_bytes"), nb::arg("region_blocks"), nb::arg("blocks"), nb::arg("arena"),
+       nb::arg("slot_stride"), nb::arg("num_slots"), nb::arg("slots"));
+    m.def("touch", [](std::uintptr_t address, std::size_t bytes) {
+        const nb::gil_scoped_release release;
+        touch(reinterpret_cast<u8*>(address), bytes);
+    }, nb::arg("address"), nb::arg("nbytes"));
+    m.def("copy_bytes", [](std::uintptr_t dst, std::uintptr_t src, std::size_t bytes) {
+        const nb::gil_scoped_release release;
+        std::memcpy(reinterpret_cast<void*>(dst), reinterpret_cast<const void*>(src), bytes);
+    }, nb::arg("dst"), nb::arg("src"), nb::arg("nbytes"));
+    m.def("fill_blocks", [](Ints regions, Ints pieces, i64 region_blocks, Ints blocks, nb::bytes keys) {
+        const Regions device = regions_of(regions, pieces);
+        check_ids(blocks, region_blocks, "block id out of range");
+        check_keys(blocks, keys);
+        const u8* key = reinterpret_cast<const u8*>(keys.c_str());
+        const nb::gil_scoped_release release;
+        for (std::size_t j = 0; j < blocks.shape(0); ++j) fill_block(device, blocks.data()[j], key + 32 * j);
+    }, nb::arg("regions"), nb::arg("piece_bytes"), nb::arg("region_blocks"), nb::arg("blocks"), nb::arg("keys"));
+    m.def("check_blocks", [](Ints regions, Ints pieces, i64 region_blocks, Ints blocks, nb::bytes keys) {
+        const Regions device = regions_of(regions, pieces);
+        check_ids(blocks, region_blocks, "block id out of range");
+        check_keys(blocks, keys);
+        const u8* key = reinterpret_cast<const u8*>(keys.c_str());
+        std::vector<std::size_t> bad;
+        const nb::gil_scoped_release release;
+        for (std::size_t j = 0; j < blocks.shape(0); ++j)
+            if (!check_block(device, blocks.data()[j], key + 32 * j)) bad.push_back(j);
+        return bad;
+    }, nb::arg("regions"), nb::arg("piece_bytes"), nb::arg("region_blocks"), nb::arg("blocks"), nb::arg("keys"));
 }
 
 }  // namespace kvactors

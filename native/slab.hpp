@@ -19,7 +19,7 @@ public:
     std::size_t bytes() const { return rows() * width_ * sizeof(T); }
 
     void reserve(std::size_t rows_wanted) {
-        const std::size_t chunk_bytes = (((width_ * sizeof(T)) << shift_) + 63) & ~std::size_t(63);
+        const std::size_t chunk_bytes = ((width_ * sizeof(T)) << shift_) + 63 & ~std::size_t(63);
         while (rows() < rows_wanted) {
             void* memory = std::aligned_alloc(64, chunk_bytes);
             if (memory == nullptr) throw std::bad_alloc();

@@ -114,7 +114,6 @@ public:
 
 private:
     static constexpr u32 kFree = 0xfffffffeu;
-    static constexpr u8 kMostPending = 0x7f;
 
     struct Extra {
         std::string bytes;
@@ -157,7 +156,6 @@ private:
     void require_blocks(const Path& path, u32 upto) const;
     void adopt(Path& path, u32 position, u32 id, Committed& result);
     void freshen_ancestors(u32 id);
-    void require_in_flight(const u32* nodes, std::size_t count, u64 op);
 
     u32 block_size_;
     bool retired_ = false;

@@ -17,7 +17,7 @@ Evicted Tree::evict(std::size_t count) {
     while (result.nodes.size() < count && head_ != kNil) {
         const u32 id = head_;
         Node& node = at(id);
-        if (node.pending == kMostPending) break;  // nothing above this node may go before it
+        if (node.pending == 0xff) break;  // 255 operations read this block; nothing above it may go before it
         unlink(id);
         node.bits |= kOffloading;
         ++node.pending;
@@ -34,12 +34,15 @@ Evicted Tree::evict(std::size_t count) {
 // A block is freed by the end of the last operation that reads it: a node that was matched, released and evicted again
 // while the first copy was still in flight must not have its block overwritten under that copy, whichever ends first.
 Offloaded Tree::finish_offload(const u32* nodes, std::size_t count, const u8* on_host) {
-    require_in_flight(nodes, count, op);
+    for (std::size_t j = 0; j < count; ++j)
+        if (!is_node(nodes[j]) || at(nodes[j]).pending == 0)
+            throw std::invalid_argument("finish of an offload that is not in flight");
     Offloaded result;
     for (std::size_t j = 0; j < count; ++j) {
         const u32 id = nodes[j];
         Node& node = at(id);
-        node.pending = u8((node.pending & kMostPending) - 1);
+        if (!is_node(id) || node.pending == 0) throw std::invalid_argument("a node occurs twice in this offload");
+        --node.pending;
         if (on_host[j] != 0 && (node.bits & kHost) == 0) {
             node.bits |= kHost;
             ++counts_.host;

@@ -57,11 +57,12 @@ void Tree::freshen_ancestors(u32 id) {
 std::vector<u32> Tree::finish_load(const u32* nodes, std::size_t count, std::size_t good) {
     if (good > count) throw std::invalid_argument("more good blocks than the load has");
     for (std::size_t i = 0; i < count; ++i)
-        if (!is_node(nodes[i]) || (at(nodes[i]).bits & kLoading) == 0 || (i != 0 && at(nodes[i]).parent != nodes[i - 1]))
+        if (!is_node(nodes[i]) || (at(nodes[i]).bits & kLoading) == 0)
             throw std::invalid_argument("finish of a load that is not in flight");
     std::vector<u32> lost;
     for (std::size_t i = 0; i < count; ++i) {
         Node& node = at(nodes[i]);
+        if ((node.bits & kLoading) == 0) throw std::invalid_argument("a node occurs twice in this load");
         node.bits &= u8(~kLoading);
         --counts_.loading;
         const Node& parent = at(node.parent);
