@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import deque
 from typing import Any
 
@@ -100,9 +101,9 @@ class Room(Transfers):
             for envelope in quiescing:
                 self.quiet(envelope)
 
+    @abstractmethod
     def quiet(self, envelope: Envelope[Any]) -> None:
         """Nothing is in flight: answer a Pause."""
-        raise NotImplementedError  # pragma: no cover - the next class up has it
 
     def keep_some_free(self) -> None:
         """Evict ahead of need, if the device's free blocks ran below the low mark."""
