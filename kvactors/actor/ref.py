@@ -18,18 +18,15 @@ SWEEP = 0.05
 """Seconds between looks at the deadlines of open asks: a timer for each would double the price of an ask."""
 
 
-GRACE = 0.01
-"""Seconds past its deadline in which an actor may still refuse an ask in better words."""
-
-
 class OpenAsks(Generic[R]):
-    """The unanswered asks of one ref, ended at their deadlines (to within SWEEP + GRACE seconds)."""
+    """The unanswered asks of one ref, ended at their deadlines (to within two sweeps)."""
 
-    __slots__ = ("_actor", "_open", "_timer")
+    __slots__ = ("_actor", "_open", "_overdue", "_timer")
 
     def __init__(self, actor: str) -> None:
         self._actor = actor
         self._open: dict[asyncio.Future[Any], Envelope[Any]] = {}
+        self._overdue: set[asyncio.Future[Any]] = set()
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, envelope: Envelope[Any]) -> None:
@@ -47,10 +44,13 @@ class OpenAsks(Generic[R]):
     def _sweep(self) -> None:
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(SWEEP, self._sweep) if self._open else None
-        now = loop.time() - GRACE
-        for reply, envelope in list(self._open.items()):
-            if envelope.deadline is not None and envelope.deadline <= now:
-                expire(reply, self._actor, type(envelope.message).__name__)
+        now = loop.time()
+        overdue = {
+            reply for reply, envelope in self._open.items() if envelope.deadline is not None and envelope.deadline <= now
+        }
+        for reply in overdue & self._overdue:  # until the second look the actor may still refuse in better words
+            expire(reply, self._actor, type(self._open[reply].message).__name__)
+        self._overdue = overdue
 
     def __len__(self) -> int:
         return len(self._open)
