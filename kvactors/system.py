@@ -120,6 +120,7 @@ class System:
         return FlushNotifier(
             ref, block_size=self.config.cache.block_size, sinks=list(self.sinks.values()), config=self.config.flush,
             epoch=self.epoch,
+            limbo=self.device.num_blocks + self.arena.num_slots + 1024,
         )  # fmt: skip
 
     def _members(self) -> tuple[Group, Group]:

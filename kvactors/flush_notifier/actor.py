@@ -10,8 +10,9 @@ import anyio
 from kvactors.actor import Actor, ActorRef, Envelope, Message, on
 from kvactors.actor.clock import now
 from kvactors.config import FlushConfig
-from kvactors.flush_notifier.ledger import Change, Ledger
-from kvactors.flush_notifier.messages import Announced, Cleared, Delivered, FlushTask, Gained, Gone, RetryDue, Settle
+from kvactors.flush_notifier.ledger import LIMBO, Ledger
+from kvactors.flush_notifier.messages import Announced, Cleared, Delivered, Gained, Gone, RetryDue, Settle
+from kvactors.flush_notifier.runs import Batch
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.units import Residency, Tier
 
@@ -35,30 +36,31 @@ class Delivery:
     """One sink's side of the notifier: what is under way to it, and when it may be tried again."""
 
     __slots__ = (
-        "begun", "blocks", "changes", "delay", "delivered", "gone", "in_flight", "resident", "retried", "since", "sink", "tasks", "waiting",
+        "batch", "begun", "blocks", "delay", "delivered", "gone", "in_flight", "resident", "retried", "since", "sink", "waiting",
     )  # fmt: skip
 
     def __init__(self, sink: Sink, delay: float) -> None:
         self.sink = sink
         self.delay = delay
         self.begun = self.in_flight = self.waiting = False
-        self.tasks: list[FlushTask] = []
-        self.changes: list[Change] = []
+        self.batch = Batch([], [])
         self.since: float | None = None  # since when something has been pending
         self.delivered = self.resident = self.gone = self.blocks = self.retried = 0
 
 
 class FlushNotifier(Actor):
-    """Owns the ledger. epoch: number of this process's life; each life of the actor counts one further."""
+    """Owns the ledger. epoch: number of this process's life; each life of the actor counts one further. limbo: see `Ledger`."""
 
     ROLE: ClassVar[str] = "flush_notifier"
     SENDS: ClassVar[Mapping[str, tuple[type[Message], ...]]] = {}
 
-    def __init__(self, ref: ActorRef, *, block_size: int, sinks: Sequence[Sink], config: FlushConfig, epoch: int) -> None:
+    def __init__(
+        self, ref: ActorRef, *, block_size: int, sinks: Sequence[Sink], config: FlushConfig, epoch: int, limbo: int = LIMBO
+    ) -> None:
         super().__init__(ref)
         self.epoch = epoch + ref.life
         self.config = config
-        self.ledger = Ledger(block_size, [sink.view_of for sink in sinks])
+        self.ledger = Ledger(block_size, [sink.view_of for sink in sinks], limbo)
         self.deliveries = [Delivery(sink, config.retry_min) for sink in sinks]
         self._by_name = {delivery.sink.name: i for i, delivery in enumerate(self.deliveries)}
         self._settling: list[Envelope[bool]] = []
@@ -117,7 +119,7 @@ class FlushNotifier(Actor):
 
     def _deliver(self, i: int, delivery: Delivery) -> None:
         if delivery.begun:
-            delivery.tasks, delivery.changes = self.ledger.take(i, self.config.batch, self.epoch)
+            delivery.batch = self.ledger.take(i, self.config.batch, self.epoch)
         delivery.in_flight = True
         name = delivery.sink.name
 
@@ -129,7 +131,7 @@ class FlushNotifier(Actor):
     async def _call(self, delivery: Delivery) -> None:
         with anyio.fail_after(self.config.timeout):
             if delivery.begun:
-                await delivery.sink.deliver(delivery.tasks)
+                await delivery.sink.deliver(delivery.batch.tasks)
             else:
                 await delivery.sink.begin(self.epoch)
 
@@ -140,7 +142,7 @@ class FlushNotifier(Actor):
         delivery = self.deliveries[i]
         delivery.in_flight = False
         if not message.ok:
-            self.ledger.refused(delivery.changes)
+            self.ledger.refused(i, delivery.batch)
             delivery.retried += 1
             delivery.waiting = True
             self.log.warning("sink did not take a batch", sink=message.sink, error=message.error, again_in=delivery.delay)
@@ -150,14 +152,14 @@ class FlushNotifier(Actor):
             delivery.begun = True
         else:
             delivery.delay = self.config.retry_min
-            self.ledger.delivered(i, delivery.changes)
-            for task in delivery.tasks:
+            self.ledger.delivered(i, delivery.batch)
+            for task in delivery.batch.tasks:
                 delivery.delivered += 1
                 delivery.blocks += task.count
                 delivery.resident += task.residency is Residency.RESIDENT
                 delivery.gone += task.residency is Residency.GONE
             delivery.since = now() if self.ledger.pending(i) else None
-        delivery.tasks, delivery.changes = [], []
+        delivery.batch = Batch([], [])
         self._pump()
 
     @on(RetryDue)
@@ -168,7 +170,11 @@ class FlushNotifier(Actor):
 
     @on(Settle)
     def settle(self, message: Settle, envelope: Envelope[bool]) -> None:
-        """Answer once every sink believes what is due."""
+        """Answer once every sink believes what is due. Askers who gave up since are forgotten here."""
+        given_up = [one for one in self._settling if one.abandoned]
+        self._settling = [one for one in self._settling if not one.abandoned]
+        for one in given_up:
+            self.answer(one, False)
         self._settling.append(envelope)
         self._pump()
 
@@ -179,20 +185,27 @@ class FlushNotifier(Actor):
     # -- for inspection
 
     def divergence(self, truth: Mapping[Tier, set[bytes]]) -> int:
-        """Blocks on which a sink's view and the given tiers differ. Of blocks whose path was never announced no sink can know."""
+        """Blocks on which a sink's view and the given tiers differ. Blocks whose path was never announced are not counted (see
+        `unnamed`): no sink can know of them; nor gains that a sink does not want to hear before the request finishes."""
+        tiers_of: dict[bytes, int] = {}
+        for tier, keys in truth.items():
+            bit = int(tier)
+            for key in keys:
+                tiers_of[key] = tiers_of.get(key, 0) | bit
         differing: set[bytes] = set()
         for i, view in enumerate(self.ledger.views):
-            expected: dict[bytes, int] = {}
-            for tier, keys in truth.items():
-                if view.tiers & tier:
-                    for key in keys:
-                        expected[key] = expected.get(key, 0) | (int(Tier.DEVICE) if view.node else int(tier))
-            believed = self._believed(i)
-            for key in expected.keys() | believed.keys():
-                known = key in self.ledger.entries or key in believed
-                if known and expected.get(key, 0) != believed.get(key, 0):
+            table, believed = view.table(), self._believed(i)
+            for key in tiers_of.keys() | believed.keys():
+                entry, expected = self.ledger.entries.get(key), table[tiers_of.get(key, 0)]
+                if view.at_finish and entry is not None and not entry.finished:
+                    expected &= believed.get(key, 0)
+                if expected != believed.get(key, 0) and (entry is not None or key in believed):
                     differing.add(key)
         return len(differing)
+
+    def unnamed(self) -> int:
+        """Resident blocks whose path was never announced."""
+        return len(self.ledger.unnamed)
 
     def _believed(self, i: int) -> dict[bytes, int]:
         """What a sink says it believes, if it can say so; else what it was told."""

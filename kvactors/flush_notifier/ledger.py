@@ -1,107 +1,70 @@
 """The ledger: which blocks are resident where, what each sink believes of that, and the difference. Pure state.
 
 It is a tree of its own. It learns tokens and names from announced paths, and so can name the complete path when a block goes.
-It holds at most one entry a block that is resident, believed resident, or above such a block.
+News of one block come from several actors, in any order: a block that left one tier and has not reached the next, or that a path
+named before its tier did, stays for a while although it is nowhere ("limbo"). Otherwise there is an entry only for a block that is
+resident, believed resident, or above such a block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
+from itertools import islice
 
-from kvactors.flush_notifier.messages import Announced, FlushTask
-from kvactors.units import Reason, Residency, Tier, split_keys
+from kvactors.flush_notifier.messages import Announced
+from kvactors.flush_notifier.runs import LAST, Batch, Entry, Run, as_task, join, ordered
+from kvactors.flush_notifier.view import SinkView
+from kvactors.units import ALL_TIERS, Reason, Tier, split_keys
 
+LIMBO = 16_384
+"""Blocks that are nowhere and yet remembered, unless told otherwise."""
 
-class Entry:
-    """One block. truth, and per sink `believed`, are sets of tiers. finished: covered by a finished request's path. told: tasks about it
-    that sinks are being told now, after which they may believe what is not true any more."""
+UNSURE = 3
+"""Bits by which a sink's state holds the tiers it may believe or not."""
 
-    __slots__ = (
-        "believed",
-        "children",
-        "depth",
-        "finished",
-        "key",
-        "parent",
-        "parent_key",
-        "reason",
-        "tokens",
-        "told",
-        "truth",
-    )
+PATHS = 4
+"""A batch of n blocks may carry paths of PATHS x n blocks in all: many short runs deep in the tree are told in several batches."""
 
-    def __init__(self, key: bytes, parent: Entry | None, parent_key: bytes, tokens: bytes, sinks: int) -> None:
-        self.key = key
-        self.parent = parent
-        self.parent_key = parent_key
-        self.tokens = tokens
-        self.depth: int = parent.depth + 1 if parent is not None else 1
-        self.children = 0
-        self.truth = 0
-        self.told = 0
-        self.believed = [0] * sinks
-        self.finished = False
-        self.reason = Reason.COMMIT
-
-
-class SinkView(NamedTuple):
-    """What a sink wants to hear. tiers: of which. node: as one fact, resident while any of them holds it. at_finish: gains are due
-    when a request that covers them finishes; otherwise, and for losses, at once."""
-
-    tiers: int
-    node: bool
-    at_finish: bool
-
-
-class Change(NamedTuple):
-    """One block's difference for one sink. bit: the tier it is about."""
-
-    entry: Entry
-    bit: int
-    resident: bool
+BITS = tuple([int(tier) for tier in Tier if tier & tiers] for tiers in range(ALL_TIERS + 1))
+"""By set of tiers: its members as numbers (plain ints: arithmetic on flags is slow)."""
 
 
 class Ledger:
-    """views: one per sink. block_bytes: bytes of a block's tokens (4 a token)."""
+    """views: one per sink. limbo: blocks remembered although they are nowhere."""
 
-    def __init__(self, block_size: int, views: list[SinkView]) -> None:
+    def __init__(self, block_size: int, views: list[SinkView], limbo: int = LIMBO) -> None:
         self.block_bytes = 4 * block_size
         self.views = views
         self.entries: dict[bytes, Entry] = {}
-        self.unnamed: dict[bytes, int] = {}  # resident, but no path has named them yet
-        self.dirty: list[dict[bytes, None]] = [{} for _ in views]
+        self.unnamed: dict[bytes, int] = {}  # resident (so as many as there are blocks at most), but no path has named them yet
+        self.dirty: list[dict[Entry, None]] = [{} for _ in views]  # per sink, in the order in which they began to differ
         self.coalesced = [0] * len(views)
+        self._tables = [view.table() for view in views]
+        self._limbo: dict[Entry, None] = {}
+        self._limbo_bound = max(1, limbo)
 
     # -- what is true
 
     def announce(self, message: Announced) -> None:
-        """Blocks [start, start + count) of a path are resident; the path is learned."""
-        keys, stop = split_keys(message.keys), message.start + message.count
+        """Blocks [start, start + count) of a path are resident; all of the path is learned."""
+        keys, start, stop = split_keys(message.keys), message.start, message.start + message.count
         assert len(message.tokens) == self.block_bytes * len(keys), "an announced path needs a name for each block"
-        finish = message.reason is Reason.REQUEST_FINISH
-        first = self._first_unknown(keys, message.start, finish=finish)
-        parent = self.entries.get(keys[first - 1]) if first else None
-        parent_key = keys[first - 1] if first else message.root
+        bit, reason, finish = int(message.tier), message.reason, message.reason is Reason.REQUEST_FINISH
+        # A path whose upper part is known need not be walked from the root, unless the finish is news to that part as well.
+        first = start if start and keys[start - 1] in self.entries and not finish else 0
+        parent, parent_key = (self.entries[keys[first - 1]], keys[first - 1]) if first else (None, message.root)
         for i in range(first, len(keys)):
-            entry = self.entries.get(keys[i])
+            key = keys[i]
+            entry = self.entries.get(key)
             if entry is None:
-                tokens = message.tokens[i * self.block_bytes : (i + 1) * self.block_bytes]
-                entry = self._learn(keys[i], parent, parent_key, tokens)
-            if finish and i < stop:
-                entry.finished = True
-            if message.start <= i < stop:
-                entry.truth |= message.tier
-                entry.reason = message.reason
+                entry = self._learn(key, parent, parent_key, message.tokens[i * self.block_bytes : (i + 1) * self.block_bytes])
+            if i < stop:
+                entry.finished |= finish
+                if i >= start:
+                    entry.truth |= bit
+                    entry.reasons[LAST] = entry.reasons[bit] = reason
             self._look(entry)
-            parent, parent_key = entry, keys[i]
-        if not message.count:
-            for key in keys[first:]:
-                self._reap(self.entries.get(key))
-
-    def _first_unknown(self, keys: list[bytes], start: int, *, finish: bool) -> int:
-        """Where to begin: at `start` if the block before it is known, else at the root."""
-        return 0 if finish or (start and keys[start - 1] not in self.entries) else start
+            parent, parent_key = entry, key
 
     def _learn(self, key: bytes, parent: Entry | None, parent_key: bytes, tokens: bytes) -> Entry:
         entry = Entry(key, parent, parent_key, tokens, len(self.views))
@@ -113,127 +76,140 @@ class Ledger:
 
     def gain(self, keys: bytes, tier: Tier, reason: Reason) -> None:
         """These are resident on `tier`."""
+        bit = int(tier)
         for key in split_keys(keys):
             entry = self.entries.get(key)
             if entry is None:
-                self.unnamed[key] = self.unnamed.get(key, 0) | tier
-                continue
-            entry.truth |= tier
-            entry.reason = reason
-            self._look(entry)
+                self.unnamed[key] = self.unnamed.get(key, 0) | bit
+            else:
+                entry.truth |= bit
+                entry.reasons[LAST] = entry.reasons[bit] = reason
+                self._look(entry)
 
     def lose(self, keys: bytes, tier: Tier, reason: Reason) -> None:
         """These left `tier`."""
+        bit = int(tier)
         for key in split_keys(keys):
             entry = self.entries.get(key)
             if entry is not None:
-                entry.truth &= ~tier
-                entry.reason = reason
-                self._look(entry)
-                self._reap(entry)
-            elif key in self.unnamed:
-                self.unnamed[key] &= ~tier
-                if not self.unnamed[key]:
-                    del self.unnamed[key]
+                self._lose(entry, bit, reason)
+            elif left := self.unnamed.pop(key, 0) & ~bit:
+                self.unnamed[key] = left
 
     def clear(self, tier: Tier, reason: Reason) -> None:
         """Nothing is resident on `tier`."""
-        self.lose(b"".join(key for key, entry in self.entries.items() if entry.truth & tier), tier, reason)
-        self.lose(b"".join(key for key, mask in self.unnamed.items() if mask & tier), tier, reason)
+        bit = int(tier)
+        for entry in [entry for entry in self.entries.values() if entry.truth & bit]:
+            self._lose(entry, bit, reason)
+        self.unnamed = {key: tiers & ~bit for key, tiers in self.unnamed.items() if tiers & ~bit}
+
+    def _lose(self, entry: Entry, bit: int, reason: Reason) -> None:
+        if entry.truth & bit:
+            entry.truth &= ~bit
+            entry.reasons[LAST] = entry.reasons[bit] = reason
+            self._look(entry)
 
     # -- the difference
 
     def due(self, entry: Entry, sink: int) -> int:
-        """What the sink should believe of a block by now."""
-        view = self.views[sink]
-        mask = entry.truth & view.tiers
-        if view.node:
-            mask = int(Tier.DEVICE) if mask else 0
-        if view.at_finish and not entry.finished:
-            mask &= entry.believed[sink]
-        return mask
+        """What the sink should believe of a block by now, as a set of tiers."""
+        tiers = self._tables[sink][entry.truth]
+        return tiers if entry.finished or not self.views[sink].at_finish else tiers & entry.states[sink]
 
     def _look(self, entry: Entry) -> None:
+        """An entry changed: see for which sinks it differs now."""
         for sink, dirty in enumerate(self.dirty):
-            if self.due(entry, sink) != entry.believed[sink]:
-                dirty[entry.key] = None
-            elif entry.key in dirty:
-                del dirty[entry.key]
-                self.coalesced[sink] += 1
+            if self.due(entry, sink) != entry.states[sink]:
+                dirty[entry] = None
+            elif entry in dirty:
+                del dirty[entry]
+                self.coalesced[sink] += not entry.held
+        if not entry.truth and entry.idle():
+            self._remember(entry)
 
-    def _reap(self, entry: Entry | None) -> None:
-        while entry is not None and not (entry.truth or entry.children or entry.told or any(entry.believed)):
+    def _remember(self, entry: Entry) -> None:
+        """An entry is idle: keep it among the last such. One that comes back into use just loses its place, later."""
+        self._limbo.pop(entry, None)
+        self._limbo[entry] = None
+        while len(self._limbo) > self._limbo_bound:
+            oldest = next(iter(self._limbo))
+            del self._limbo[oldest]
+            self._forget(oldest)
+
+    def _forget(self, entry: Entry | None) -> None:
+        while entry is not None and not entry.children and entry.idle() and entry not in self._limbo:
             del self.entries[entry.key]
-            for dirty in self.dirty:
-                dirty.pop(entry.key, None)
-            parent = entry.parent
-            if parent is not None:
-                parent.children -= 1
-            entry = parent
+            entry = entry.parent
+            if entry is not None:
+                entry.children -= 1
 
     def pending(self, sink: int) -> int:
         """Blocks on which a sink's belief and the truth that is due differ."""
         return len(self.dirty[sink])
 
-    def take(self, sink: int, limit: int, epoch: int) -> tuple[list[FlushTask], list[Change]]:
-        """The next differences of a sink, at most `limit` blocks, as tasks: losses first, children before parents; then gains, parents
-        before children. Nothing is believed yet: that is what `delivered` is for."""
-        changes: list[Change] = []
-        for key, _ in zip(self.dirty[sink], range(limit), strict=False):
-            entry = self.entries[key]
-            due, believed = self.due(entry, sink), entry.believed[sink]
-            for tier in Tier:
-                if (due ^ believed) & tier:
-                    changes.append(Change(entry, int(tier), bool(due & tier)))
-                    entry.told += 1
-        losses = [c for c in changes if not c.resident]
-        gains = [c for c in changes if c.resident]
-        tasks = [self._task(run, epoch) for run in sorted(runs(losses), key=lambda run: -run[-1].entry.depth)]
-        tasks += [self._task(run, epoch) for run in sorted(runs(gains), key=lambda run: run[0].entry.depth)]
-        return tasks, changes
+    def take(self, sink: int, limit: int, epoch: int) -> Batch:
+        """The next differences of a sink, at most `limit` blocks, in the order of `runs.ordered`; they are in delivery until
+        `delivered` or `refused`. A gain takes along the gains above it that are pending."""
+        losses: dict[int, list[Entry]] = {}
+        gains: dict[int, list[Entry]] = {}
+        for entry in self._pick(sink, limit):
+            due, state = self.due(entry, sink), entry.states[sink]
+            for bit in BITS[((due ^ state) | state >> UNSURE) & ALL_TIERS.value]:
+                (gains if due & bit else losses).setdefault(bit, []).append(entry)
+        reason_of = (lambda _: LAST) if self.views[sink].node else int
+        runs = [run for bit, some in losses.items() for run in join(some, bit, resident=False, reason_index=reason_of(bit))]
+        runs += [run for bit, some in gains.items() for run in join(some, bit, resident=True, reason_index=reason_of(bit))]
+        runs = list(_within(ordered(runs), PATHS * limit))
+        for run in runs:
+            for entry in run.entries:
+                entry.held += 1
+        return Batch([as_task(run, epoch) for run in runs], runs)
 
-    def delivered(self, sink: int, changes: Iterable[Change]) -> None:
+    def _pick(self, sink: int, limit: int) -> list[Entry]:
+        dirty = self.dirty[sink]
+        picked: dict[Entry, None] = {}
+        for entry in dirty:
+            chain, above = [entry], entry.parent
+            if self.due(entry, sink) & ~entry.states[sink]:
+                while above in dirty and above not in picked:
+                    chain.append(above)
+                    above = above.parent
+            picked.update(dict.fromkeys(reversed(chain)))
+            if len(picked) >= limit:
+                break
+        return list(islice(picked, limit))
+
+    def delivered(self, sink: int, batch: Batch) -> None:
         """The sink took these: it believes them now, whatever has become true since."""
-        touched = []
-        for entry, bit, resident in changes:
-            entry.told -= 1
-            entry.believed[sink] = entry.believed[sink] | bit if resident else entry.believed[sink] & ~bit
-            touched.append(entry)
-        for entry in touched:
-            if self.due(entry, sink) == entry.believed[sink]:
-                self.dirty[sink].pop(entry.key, None)
-            else:
-                self.dirty[sink][entry.key] = None
-        for entry in touched:
-            if self.entries.get(entry.key) is entry:
-                self._reap(entry)
+        for entries, bit, resident, _ in batch.runs:
+            settled, believed = ~(bit | bit << UNSURE), bit if resident else 0
+            for entry in entries:
+                entry.states[sink] = entry.states[sink] & settled | believed
+        self._end(batch)
 
-    def refused(self, changes: Iterable[Change]) -> None:
-        """The sink did not take these: it believes what it did before."""
-        for entry, _, _ in changes:
-            entry.told -= 1
-            if self.entries.get(entry.key) is entry:
-                self._reap(entry)
+    def refused(self, sink: int, batch: Batch) -> None:
+        """No answer, or a bad one. The sink may have taken any of these all the same: they are told again, whatever is true then."""
+        for run in batch.runs:
+            for entry in run.entries:
+                entry.states[sink] |= run.bit << UNSURE
+        self._end(batch)
 
-    def _task(self, run: list[Change], epoch: int) -> FlushTask:
-        first, last = run[0].entry, run[-1].entry
-        residency = Residency.RESIDENT if run[0].resident else Residency.GONE
-        keys = b"".join(change.entry.key for change in run)
-        return FlushTask(
-            path_tokens(last),
-            first.depth - 1,
-            len(run),
-            keys,
-            first.parent_key,
-            residency,
-            Tier(run[0].bit),
-            last.reason,
-            epoch,
-        )
+    def _end(self, batch: Batch) -> None:
+        for run in batch.runs:
+            for entry in run.entries:
+                self._look(entry)
+                entry.held -= 1
+        for run in batch.runs:
+            for entry in reversed(run.entries):  # the deepest first: they are to be forgotten first
+                if not entry.truth and entry.idle():
+                    self._remember(entry)
+
+    # -- for inspection
 
     def believed(self, sink: int) -> Iterator[tuple[bytes, int]]:
-        """What a sink believes: names and sets of tiers."""
-        return ((key, entry.believed[sink]) for key, entry in self.entries.items() if entry.believed[sink])
+        """What a sink was told and answered: names and sets of tiers."""
+        tiers = ((key, entry.states[sink] & ALL_TIERS.value) for key, entry in self.entries.items())
+        return ((key, believed) for key, believed in tiers if believed)
 
     def check(self) -> None:
         """AssertionError if counts and differences are not what the entries say."""
@@ -243,48 +219,21 @@ class Ledger:
                 assert self.entries.get(entry.parent.key) is entry.parent, "an entry's parent is gone"
                 children[entry.parent.key] = children.get(entry.parent.key, 0) + 1
         for key, entry in self.entries.items():
+            assert key not in self.unnamed, "a named block among the unnamed"
             assert entry.children == children.get(key, 0), "child counts disagree"
-            assert entry.truth or entry.children or entry.told or any(entry.believed), "an entry that nothing keeps"
+            assert entry.children or not entry.idle() or entry in self._limbo, "an entry that nothing keeps"
             for sink, dirty in enumerate(self.dirty):
-                assert (self.due(entry, sink) != entry.believed[sink]) == (key in dirty), "a difference nobody noticed"
+                assert (self.due(entry, sink) != entry.states[sink]) == (entry in dirty), "a difference nobody noticed"
+        assert all(self.entries.get(entry.key) is entry for dirty in self.dirty for entry in dirty), "a difference of nobody"
+        assert len(self._limbo) <= self._limbo_bound, "too many blocks remembered"
+        assert all(self.entries.get(entry.key) is entry for entry in self._limbo), "a block remembered and forgotten"
+        assert all(self.unnamed.values()), "an unnamed block that is nowhere"
 
 
-def path_tokens(entry: Entry) -> bytes:
-    """The complete token path from the root to a block."""
-    parts: list[bytes] = []
-    node: Entry | None = entry
-    while node is not None:
-        parts.append(node.tokens)
-        node = node.parent
-    parts.reverse()
-    return b"".join(parts)
-
-
-def runs(changes: list[Change]) -> list[list[Change]]:
-    """Join changes that are alike (tier, reason) along parent chains; a branch point splits. Each run is in path order."""
-    by_key = {(change.entry.key, change.bit): change for change in changes}
-    heirs: dict[tuple[bytes, int], int] = {}
-    for entry, bit, _ in changes:
-        if entry.parent is not None:
-            heirs[entry.parent.key, bit] = heirs.get((entry.parent.key, bit), 0) + 1
-
-    def goes_on(parent: Entry, child: Change) -> bool:
-        above = by_key.get((parent.key, child.bit))
-        return above is not None and heirs[parent.key, child.bit] == 1 and above.entry.reason is child.entry.reason
-
-    joined: dict[tuple[bytes, int], Change] = {}
-    heads: list[Change] = []
-    for change in changes:
-        parent = change.entry.parent
-        if parent is not None and goes_on(parent, change):
-            joined[parent.key, change.bit] = change
-        else:
-            heads.append(change)
-    result: list[list[Change]] = []
-    for head in heads:
-        run, nxt = [head], joined.get((head.entry.key, head.bit))
-        while nxt is not None:
-            run.append(nxt)
-            nxt = joined.get((nxt.entry.key, nxt.bit))
-        result.append(run)
-    return result
+def _within(runs: list[Run], blocks: int) -> Iterator[Run]:
+    """The first runs (one at least) whose paths have `blocks` blocks in all."""
+    for i, run in enumerate(runs):
+        blocks -= run.entries[-1].depth
+        if i and blocks < 0:
+            return
+        yield run

@@ -1,92 +1,106 @@
-"""The ledger against a naive model, the shape of its tasks, and the notifier with sinks that misbehave."""
+"""What the ledger says of single histories: tasks, runs, views, and what it forgets."""
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
-
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from flush_kit import AT_FINISH, NODE, PER_TIER, ROOT, announced, finished, ledger, names, path, settle
 
-from kvactors.actor import Activity, ActorSpec, Group, Supervisor
-from kvactors.actor.clock import deadline_after
-from kvactors.config import FlushConfig, SinkConfig
-from kvactors.flush_notifier.actor import FlushNotifier
-from kvactors.flush_notifier.ledger import Ledger, SinkView
-from kvactors.flush_notifier.messages import Announced, Gained, Gone, Settle
-from kvactors.flush_notifier.sinks.jsonl import JsonLinesSink, replay
-from kvactors.flush_notifier.sinks.memory import MemorySink
-from kvactors.units import Reason, Residency, Tier, join_keys, split_keys
+from kvactors.flush_notifier.ledger import PATHS
+from kvactors.flush_notifier.messages import Announced
+from kvactors.units import Reason, Residency, Tier, join_keys
 
-BLOCK = 2
-ROOT = bytes(32)
+RESIDENT, GONE = Residency.RESIDENT, Residency.GONE
 
 
-def path(*branch: int) -> tuple[bytes, bytes]:
-    """Tokens and names of the path that takes these branches, one block each."""
-    tokens, keys, key = b"", [], ROOT
-    for step in branch:
-        block = np.array([step, step], "<u4").tobytes()
-        tokens += block
-        key = hashlib.sha256(key + block).digest()
-        keys.append(key)
-    return tokens, join_keys(keys)
+def shape(tasks):
+    return [(task.residency, task.tier, task.start_block_idx, task.count) for task in tasks]
 
 
-def announced(*branch: int, start=0, count=None, tier=Tier.DEVICE, reason=Reason.COMMIT) -> Announced:
-    tokens, keys = path(*branch)
-    return Announced(ROOT, tokens, keys, start, len(branch) - start if count is None else count, tier, reason)
-
-
-def ledger(*views) -> Ledger:
-    return Ledger(BLOCK, list(views) or [SinkView(int(Tier.DEVICE | Tier.HOST), node=False, at_finish=False)])
-
-
-def settle(book: Ledger, sink: int = 0):
-    tasks, changes = book.take(sink, 10**6, 1)
-    book.delivered(sink, changes)
-    return tasks
+# -- tasks
 
 
 def test_request_finish_gives_the_whole_path_from_block_0():
-    book = ledger(SinkView(int(Tier.DEVICE), node=False, at_finish=True))
+    book = ledger(AT_FINISH)
     book.announce(announced(1, 2, 3))
     assert settle(book) == []
-    book.announce(announced(1, 2, 3, reason=Reason.REQUEST_FINISH))
+    book.announce(finished(1, 2, 3))
     (task,) = settle(book)
-    assert (task.residency, task.start_block_idx, task.count, task.reason) == (Residency.RESIDENT, 0, 3, Reason.REQUEST_FINISH)
-    assert (task.tokens, task.keys, task.parent) == (*path(1, 2, 3), ROOT)
+    assert (task.residency, task.start_block_idx, task.count, task.reason) == (RESIDENT, 0, 3, Reason.REQUEST_FINISH)
+    assert (task.tokens, task.keys, task.parent, task.epoch) == (*path(1, 2, 3), ROOT, 1)
+
+
+def test_a_finish_covers_only_its_own_path():
+    book = ledger(AT_FINISH)
+    book.announce(announced(1, 2, 3))
+    book.announce(finished(1, 2))
+    (task,) = settle(book)
+    assert task.tokens == path(1, 2)[0]
+    book.announce(finished(1, 2, 3))
+    (task,) = settle(book)
+    assert (task.start_block_idx, task.count, task.parent) == (2, 1, names(1, 2)[-1])
+
+
+def test_losses_are_due_at_once_and_a_gain_on_another_tier_once_finished():
+    book = ledger(AT_FINISH)
+    book.announce(finished(1))
+    settle(book)
+    book.gain(path(1)[1], Tier.HOST, Reason.OFFLOAD)
+    book.lose(path(1)[1], Tier.DEVICE, Reason.DEVICE_EVICTION)
+    assert shape(settle(book)) == [(GONE, Tier.DEVICE, 0, 1), (RESIDENT, Tier.HOST, 0, 1)]
 
 
 def test_eviction_gives_one_task_a_run_with_the_complete_path_and_depth_minus_one():
     book = ledger()
     book.announce(announced(1, 2, 3, 4))
-    book.announce(announced(1, 2, 9, start=2))
     settle(book)
-    keys = split_keys(path(1, 2, 3, 4)[1])
-    book.lose(join_keys([keys[3], keys[2]]), Tier.DEVICE, Reason.CPU_EVICTION)
+    book.lose(join_keys(reversed(names(1, 2, 3, 4)[2:])), Tier.DEVICE, Reason.CPU_EVICTION)  # leaves first
     (task,) = settle(book)
-    assert (task.residency, task.start_block_idx, task.count) == (Residency.GONE, 2, 2)
+    assert (task.residency, task.start_block_idx, task.count, task.reason) == (GONE, 2, 2, Reason.CPU_EVICTION)
     assert task.tokens == path(1, 2, 3, 4)[0]
-    assert task.keys == join_keys(keys[2:])
-    book.lose(path(1, 2, 9)[1][64:], Tier.DEVICE, Reason.CPU_EVICTION)
-    (other,) = settle(book)
-    assert other.tokens == path(1, 2, 9)[0]
-    book.check()
+    assert (task.keys, task.parent) == (join_keys(names(1, 2, 3, 4)[2:]), names(1, 2)[-1])
 
 
-def test_a_branch_point_splits_runs_and_shared_blocks_stay():
+def test_the_path_of_a_block_is_complete_whichever_request_made_its_parts():
+    book = ledger()
+    book.announce(announced(1, 2))
+    book.announce(announced(1, 2, 3, start=2))
+    settle(book)
+    book.lose(names(1, 2, 3)[2], Tier.DEVICE, Reason.CPU_EVICTION)
+    (task,) = settle(book)
+    assert (task.tokens, task.start_block_idx, task.count) == (path(1, 2, 3)[0], 2, 1)
+
+
+def test_what_another_request_shares_is_not_reported_gone():
     book = ledger()
     book.announce(announced(1, 2, 3))
     book.announce(announced(1, 2, 4, start=2))
     settle(book)
+    book.lose(names(1, 2, 3)[2], Tier.DEVICE, Reason.CPU_EVICTION)
+    (task,) = settle(book)
+    assert task.keys == names(1, 2, 3)[2]
+    assert {key for key, _ in book.believed(0)} == set(names(1, 2, 4))
+
+
+def test_a_branch_point_splits_runs_and_children_go_before_parents():
+    book = ledger()
+    book.announce(announced(1, 2, 3))
+    book.announce(announced(1, 2, 4, 5, start=2))
+    gains = settle(book)
+    assert [(t.start_block_idx, t.count) for t in gains] == [(0, 2), (2, 1), (2, 2)], "parents come before children"
     book.clear(Tier.DEVICE, Reason.CLEAR)
+    assert [(t.start_block_idx, t.count) for t in settle(book)] == [(2, 2), (2, 1), (0, 2)]
+
+
+def test_runs_split_where_the_reason_changes_and_each_tier_keeps_its_own():
+    book = ledger()
+    book.announce(announced(1, 2, 3))
+    settle(book)
+    book.gain(join_keys(names(1, 2, 3)[1:]), Tier.HOST, Reason.OFFLOAD)
+    book.lose(names(1, 2, 3)[2], Tier.DEVICE, Reason.DEVICE_EVICTION)
+    book.lose(names(1, 2, 3)[1], Tier.DEVICE, Reason.CORRUPT)
     tasks = settle(book)
-    assert sorted((t.start_block_idx, t.count) for t in tasks) == [(0, 2), (2, 1), (2, 1)]
-    assert tasks[-1].start_block_idx == 0, "children go before parents"
-    assert not book.entries
+    assert shape(tasks) == [(GONE, Tier.DEVICE, 2, 1), (GONE, Tier.DEVICE, 1, 1), (RESIDENT, Tier.HOST, 1, 2)]
+    assert [task.reason for task in tasks] == [Reason.DEVICE_EVICTION, Reason.CORRUPT, Reason.OFFLOAD]
 
 
 @pytest.mark.parametrize("n", [500, 1000, 2000, 4000])
@@ -94,10 +108,35 @@ def test_an_evicted_run_costs_bytes_in_proportion_to_its_length(n):
     book = ledger()
     book.announce(announced(*range(n)))
     settle(book)
-    keys = split_keys(path(*range(n))[1])
-    book.lose(join_keys(reversed(keys)), Tier.DEVICE, Reason.CPU_EVICTION)
+    book.lose(join_keys(reversed(names(*range(n)))), Tier.DEVICE, Reason.CPU_EVICTION)
     (task,) = settle(book)
-    assert len(task.tokens) + len(task.keys) == n * (4 * BLOCK + 32)
+    assert len(task.tokens) + len(task.keys) == n * (4 * 2 + 32)
+
+
+# -- views
+
+
+def test_a_node_view_is_gone_only_when_every_tier_is():
+    book = ledger(NODE)
+    book.announce(announced(1))
+    assert shape(settle(book)) == [(RESIDENT, Tier.DEVICE, 0, 1)]
+    book.gain(path(1)[1], Tier.HOST, Reason.OFFLOAD)
+    book.lose(path(1)[1], Tier.DEVICE, Reason.DEVICE_EVICTION)
+    assert settle(book) == []
+    book.lose(path(1)[1], Tier.HOST, Reason.CPU_EVICTION)
+    (task,) = settle(book)
+    assert (task.residency, task.tier, task.reason) == (GONE, Tier.DEVICE, Reason.CPU_EVICTION)
+
+
+def test_a_sink_hears_only_of_its_tiers():
+    book = ledger(PER_TIER)
+    book.announce(announced(1, tier=Tier.STORAGE))
+    assert book.pending(0) == 0
+    book.gain(path(1)[1], Tier.HOST, Reason.LOAD)
+    assert shape(settle(book)) == [(RESIDENT, Tier.HOST, 0, 1)]
+
+
+# -- what is pending
 
 
 def test_resident_then_gone_cancels():
@@ -105,153 +144,129 @@ def test_resident_then_gone_cancels():
     book.announce(announced(1, 2))
     book.lose(path(1, 2)[1], Tier.DEVICE, Reason.DEVICE_DROP)
     assert settle(book) == []
-    assert not book.entries
+    assert book.coalesced == [2]
 
 
-def test_a_node_view_is_gone_only_when_every_tier_is():
-    book = ledger(SinkView(int(Tier.DEVICE | Tier.HOST), node=True, at_finish=False))
+def test_gone_while_resident_is_under_way_is_told_afterwards():
+    book = ledger()
     book.announce(announced(1))
-    settle(book)
-    book.gain(path(1)[1], Tier.HOST, Reason.OFFLOAD)
-    book.lose(path(1)[1], Tier.DEVICE, Reason.DEVICE_EVICTION)
-    assert settle(book) == []
-    book.lose(path(1)[1], Tier.HOST, Reason.CPU_EVICTION)
+    batch = book.take(0, 10, 1)
+    book.lose(path(1)[1], Tier.DEVICE, Reason.DEVICE_DROP)
+    assert book.coalesced == [0], "it did not vanish: the sink is hearing of it"
+    book.delivered(0, batch)
+    assert shape(settle(book)) == [(GONE, Tier.DEVICE, 0, 1)]
+    assert dict(book.believed(0)) == {}
+
+
+@pytest.mark.parametrize("still_resident", [True, False])
+def test_a_sink_whose_answer_was_lost_is_told_again_what_is_true(still_resident):
+    book = ledger()
+    book.announce(announced(1))
+    batch = book.take(0, 10, 1)
+    if not still_resident:
+        book.lose(path(1)[1], Tier.DEVICE, Reason.DEVICE_DROP)
+    book.refused(0, batch)
+    book.check()
     (task,) = settle(book)
-    assert task.residency is Residency.GONE
+    assert task.residency is (RESIDENT if still_resident else GONE)
+    assert settle(book) == []
 
 
-branches = st.lists(st.integers(0, 2), min_size=1, max_size=4)
-tiers = st.sampled_from(list(Tier))
-facts = st.one_of(
-    st.tuples(st.just("announce"), branches, tiers),
-    st.tuples(st.just("gain"), branches, tiers),
-    st.tuples(st.just("lose"), branches, tiers),
-    st.tuples(st.just("clear"), st.just([0]), tiers),
-    st.tuples(st.sampled_from(["take", "ok", "fail"]), st.just([0]), tiers),
-)
+def test_a_batch_is_bounded_and_takes_gains_above_along():
+    book = ledger()
+    book.announce(announced(1, 2, 3, start=1))
+    book.gain(names(1)[0], Tier.DEVICE, Reason.COMMIT)  # the youngest difference, above the others
+    (task,) = book.take(0, 2, 1).tasks
+    assert (task.start_block_idx, task.count) == (0, 2)
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.lists(facts, max_size=40))
-def test_the_mirror_equals_the_truth_whatever_happens(history):
-    """Announcements, gains, losses and deliveries that fail or succeed in any order; at rest every sink believes what is true."""
-    book = ledger(SinkView(7, node=False, at_finish=False), SinkView(3, node=True, at_finish=False))
-    truth: dict[bytes, int] = {}
-    named: set[bytes] = set()
-    mirrors: list[set[tuple[bytes, Tier]]] = [set(), set()]
-    flying: list = [None, None]
+def test_many_short_runs_deep_in_the_tree_are_told_in_several_batches():
+    book, trunk = ledger(), range(100, 150)
+    book.announce(announced(*trunk))
+    for leaf in range(20):
+        book.announce(announced(*trunk, leaf, start=50))
+    settle(book)
+    for leaf in range(20):
+        book.lose(names(*trunk, leaf)[-1], Tier.DEVICE, Reason.CPU_EVICTION)
+    batches = []
+    while book.pending(0):
+        batches.append(book.take(0, 64, 1))
+        book.delivered(0, batches[-1])
+    assert sum(len(batch.tasks) for batch in batches) == 20
+    assert len(batches) == 4
+    assert all(sum(len(task.tokens) for task in batch.tasks) <= PATHS * 64 * 8 for batch in batches)
 
-    def deliver(sink):
-        tasks, changes = flying[sink]
-        for task in tasks:
-            pairs = {(key, task.tier) for key in split_keys(task.keys)}
-            assert len(task.tokens) == 4 * BLOCK * (task.start_block_idx + task.count)
-            mirrors[sink] = mirrors[sink] | pairs if task.residency is Residency.RESIDENT else mirrors[sink] - pairs
-        book.delivered(sink, changes)
-        flying[sink] = None
 
-    for what, branch, tier in history:
-        keys = split_keys(path(*branch)[1])
-        if what == "announce":
-            book.announce(announced(*branch, tier=tier))
-            named.update(keys)
-            truth.update({key: truth.get(key, 0) | tier for key in keys})
-        elif what == "gain":
-            book.gain(keys[-1], tier, Reason.STORED)
-            truth[keys[-1]] = truth.get(keys[-1], 0) | tier
-        elif what == "lose":
-            book.lose(keys[-1], tier, Reason.CPU_EVICTION)
-            truth[keys[-1]] = truth.get(keys[-1], 0) & ~tier
-        elif what == "clear":
-            book.clear(tier, Reason.CLEAR)
-            truth = {key: mask & ~tier for key, mask in truth.items()}
-        for sink in (0, 1):
-            if what == "take" and flying[sink] is None:
-                flying[sink] = book.take(sink, 3, 1)
-            elif what == "ok" and flying[sink] is not None:
-                deliver(sink)
-            elif what == "fail" and flying[sink] is not None:
-                book.refused(flying[sink][1])
-                flying[sink] = None
+# -- what is remembered
+
+
+def test_a_name_gained_before_its_path_is_known_counts_once_it_is():
+    book = ledger()
+    book.gain(path(1)[1], Tier.HOST, Reason.LOAD)
+    book.lose(path(1)[1], Tier.STORAGE, Reason.STORAGE_EVICTION)
+    assert book.unnamed == {path(1)[1]: Tier.HOST}
+    book.announce(announced(1, 2))
+    assert shape(settle(book)) == [(RESIDENT, Tier.DEVICE, 0, 2), (RESIDENT, Tier.HOST, 0, 1)]
+    assert book.unnamed == {}
+
+
+def test_an_unnamed_block_that_goes_is_forgotten():
+    book = ledger()
+    book.gain(join_keys(names(1, 2)), Tier.HOST, Reason.LOAD)
+    book.lose(names(1)[0], Tier.HOST, Reason.CPU_EVICTION)
+    book.clear(Tier.HOST, Reason.CLEAR)
+    assert book.unnamed == {}
+
+
+@pytest.mark.parametrize("first", ["path", "names"])
+def test_a_path_may_name_blocks_of_other_tiers_before_or_after_these_speak(first):
+    book = ledger()
+    facts = [
+        lambda: book.announce(announced(1, 2, 3, count=1)),
+        lambda: book.gain(join_keys(names(1, 2, 3)[1:]), Tier.HOST, Reason.OFFLOAD),
+    ]
+    for fact in facts if first == "path" else reversed(facts):
+        fact()
         book.check()
-    for sink in (0, 1):
-        while flying[sink] is not None or book.pending(sink):
-            if flying[sink] is None:
-                flying[sink] = book.take(sink, 1000, 1)
-            deliver(sink)
-    known = set(book.entries)
-    assert mirrors[0] == {(key, t) for key, mask in truth.items() if key in known for t in Tier if mask & t}
-    assert {key for key, _ in mirrors[1]} == {key for key, mask in truth.items() if key in known and mask & 3}
-    assert all(key in named for key in known)
+    assert shape(settle(book)) == [(RESIDENT, Tier.DEVICE, 0, 1), (RESIDENT, Tier.HOST, 1, 2)]
 
 
-class Wired:
-    """A notifier with two sinks, one of which may misbehave."""
-
-    def __init__(self, **config):
-        self.activity = Activity()
-        self.supervisor = Supervisor(self.activity)
-        self.ref = self.supervisor.make_ref(FlushNotifier, 64)
-        self.good, self.bad = (
-            MemorySink(SinkConfig("memory", name=name, tiers=("device", "host")), BLOCK) for name in ("good", "bad")
-        )
-        self.config = FlushConfig(retry_min=0.01, retry_max=0.05, timeout=0.05, **config)
-        self.spec = ActorSpec(FlushNotifier, self.make, self.ref)
-
-    def make(self, ref):
-        return FlushNotifier(ref, block_size=BLOCK, sinks=[self.good, self.bad], config=self.config, epoch=100)
-
-    def running(self):
-        return self.supervisor.running(Group("notifier", (self.spec,)), drain=1.0)
-
-    async def settle(self, seconds=5.0):
-        return await self.ref.ask(Settle(), deadline=deadline_after(seconds))
+def test_a_block_on_its_way_from_tier_to_tier_keeps_its_path():
+    book = ledger()
+    book.announce(announced(1, 2))
+    settle(book)
+    book.lose(path(1, 2)[1], Tier.DEVICE, Reason.DEVICE_EVICTION)
+    settle(book)
+    book.gain(path(1, 2)[1], Tier.HOST, Reason.OFFLOAD)
+    (task,) = settle(book)
+    assert (task.tokens, task.tier) == (path(1, 2)[0], Tier.HOST)
 
 
-@pytest.mark.parametrize("fault", ["failing", "hang", "fail_every"])
-async def test_a_misbehaving_sink_neither_delays_the_other_nor_loses_anything(fault):
-    wired = Wired(batch=2)
-    setattr(wired.bad, fault, {"failing": True, "hang": 10.0, "fail_every": 2}[fault])
-    async with wired.running():
-        for i in range(20):
-            await wired.ref.tell(announced(i, i + 1, i + 2))
-        await asyncio.sleep(0.1)
-        assert len(wired.good.view()[Tier.DEVICE]) == 60
-        if fault != "fail_every":
-            assert len(wired.bad.view()[Tier.DEVICE]) == 0
-        await wired.ref.tell(Gone(path(0, 1, 2)[1], Tier.DEVICE, Reason.DEVICE_DROP))
-        wired.bad.failing, wired.bad.hang = False, 0.0
-        assert await wired.settle() is True
-        assert wired.bad.view() == wired.good.view()
-        assert len(wired.good.view()[Tier.DEVICE]) == 57
-        statistics = wired.supervisor.actor("flush_notifier").flush_statistics()
-        assert statistics[1].retried >= 1
-        assert [s.pending for s in statistics] == [0, 0]
+def test_entries_are_bounded_by_what_is_resident_and_the_limbo():
+    book = ledger(limbo=10)
+    book.announce(announced(0, 0, 0))
+    for i in range(1, 50):
+        book.announce(announced(i, i, i))
+        settle(book)
+        book.lose(join_keys(reversed(names(i, i, i))), Tier.DEVICE, Reason.DEVICE_DROP)
+        settle(book)
+        book.check()
+    assert len(book.entries) <= 3 + 10
+    assert set(names(0, 0, 0)) <= set(book.entries)
 
 
-async def test_a_new_life_begins_a_new_epoch_first():
-    wired = Wired()
-    async with wired.running():
-        await wired.ref.tell(announced(1, 2))
-        await wired.settle()
-        await wired.ref.tell(Announced(ROOT, b"x", b"short", 0, 1, Tier.DEVICE, Reason.COMMIT))  # a fault: it dies
-        await asyncio.sleep(0.05)
-        assert wired.ref.life == 1
-        await wired.settle()
-        assert wired.good.epochs == [100, 101]
-        assert wired.good.view()[Tier.DEVICE] == set()
-        await wired.ref.tell(announced(1, 2))
-        await wired.settle()
-        assert len(wired.good.view()[Tier.DEVICE]) == 2
+def test_nothing_is_kept_of_a_dead_sinks_blocks_but_one_entry_each():
+    book = ledger(limbo=1)
+    for _ in range(50):
+        book.announce(announced(1, 2, 3))
+        book.lose(path(1, 2, 3)[1], Tier.DEVICE, Reason.DEVICE_DROP)
+    assert book.pending(0) == 0
+    assert len(book.entries) <= 3
 
 
-async def test_json_lines_stand_for_the_same_view(tmp_path):
-    wired = Wired()
-    wired.bad = JsonLinesSink(SinkConfig("jsonl", path=str(tmp_path / "x.jsonl"), tiers=("device", "host")), BLOCK)
-    async with wired.running():
-        await wired.ref.tell(announced(1, 2, 3))
-        await wired.ref.tell(Gained(path(1, 2)[1], Tier.HOST, Reason.OFFLOAD))
-        await wired.settle()
-        await wired.ref.tell(Gone(path(1, 2, 3)[1][64:], Tier.DEVICE, Reason.DEVICE_DROP))
-        await wired.settle()
-    assert replay(tmp_path / "x.jsonl") == wired.good.view()
+def test_a_path_with_tokens_missing_is_refused():
+    book = ledger()
+    tokens, keys = path(1, 2)
+    with pytest.raises(AssertionError, match="a name for each block"):
+        book.announce(Announced(ROOT, tokens[:-4], keys, 0, 2, Tier.DEVICE, Reason.COMMIT))
+    assert not book.entries

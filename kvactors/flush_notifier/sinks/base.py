@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from kvactors.config import SinkConfig
-from kvactors.flush_notifier.ledger import SinkView
 from kvactors.flush_notifier.messages import FlushTask
+from kvactors.flush_notifier.view import SinkView
 from kvactors.units import Tier
 
 

@@ -1,12 +1,17 @@
 """A sink that appends JSON lines to a file.
 
+One object a line, of two kinds:
+
 {"type": "epoch", "epoch": 1732150000000}
 {"type": "flush", "epoch": .., "residency": "resident" | "gone", "tier": "device" | "host" | "storage", "reason": "commit" | ..,
-"start_block_idx": 0, "count": 2, "keys": [hex, ..], "parent": hex, "tokens": [..all tokens from the root on..]}
+"start_block_idx": 0, "count": 2, "keys": [hex, ..], "parent": hex, "num_tokens": 128, "tokens": [..all from the root on..]}
+
+An epoch line makes everything above it void. The other fields are those of `FlushTask`.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,9 +25,16 @@ from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.units import Residency, Tier, split_keys
 
+CHUNK = 16_384
+"""Tokens turned into text at a time: between chunks others run."""
+
+TAIL = 65_536
+"""Bytes looked at, at a time, for the end of the last whole line."""
+
 
 class JsonLinesSink(Sink):
-    """path: appended to; its folder must exist (SinkError otherwise)."""
+    """path: appended to, by this process alone; its folder must exist (SinkError otherwise). A line that a crash or a failed write cut
+    short is removed before the next is written."""
 
     def __init__(self, config: SinkConfig, block_size: int) -> None:
         super().__init__(config, block_size)
@@ -30,48 +42,90 @@ class JsonLinesSink(Sink):
         if not self.path.parent.is_dir():
             raise SinkError(f"sink {self.name!r}: {self.path.parent} is not a folder")
         self._encoder = msgspec.json.Encoder()
+        self._writing: asyncio.Task[None] | None = None
+        self._torn = True  # whether the file may end within a line
 
     async def begin(self, epoch: int) -> None:
         """See `Sink.begin`."""
-        await self._append([{"type": "epoch", "epoch": epoch}])
+        await self._append([self._encoder.encode({"type": "epoch", "epoch": epoch})])
 
     async def deliver(self, tasks: Sequence[FlushTask]) -> None:
         """See `Sink.deliver`."""
-        await self._append([as_record(task) for task in tasks])
+        await self._append([self._encoder.encode(await self._record(task)) for task in tasks])
 
-    async def _append(self, records: list[dict[str, object]]) -> None:
-        lines = b"".join(self._encoder.encode(record) + b"\n" for record in records)
-        async with aiofiles.open(self.path, "ab") as file:
-            await file.write(lines)
+    async def close(self) -> None:
+        """A write that was given up comes to its end."""
+        await self._earlier_write()
+
+    async def _record(self, task: FlushTask) -> dict[str, object]:
+        tokens = np.frombuffer(task.tokens, "<u4")
+        parts = []
+        for i in range(0, len(tokens), CHUNK):
+            parts.append(self._encoder.encode(tokens[i : i + CHUNK].tolist())[1:-1])
+            await asyncio.sleep(0)
+        return {
+            "type": "flush",
+            "epoch": task.epoch,
+            "residency": task.residency.value,
+            "tier": (task.tier.name or "").lower(),
+            "reason": task.reason.value,
+            "start_block_idx": task.start_block_idx,
+            "count": task.count,
+            "keys": [key.hex() for key in split_keys(task.keys)],
+            "parent": task.parent.hex(),
+            "num_tokens": len(tokens),
+            "tokens": msgspec.Raw(b"[%b]" % b",".join(parts)),
+        }
+
+    async def _append(self, lines: list[bytes]) -> None:
+        """A thread cannot be interrupted: a call given up at its deadline leaves its write to the next call, which waits for it."""
+        await self._earlier_write()
+        self._writing = asyncio.get_running_loop().create_task(self._write(b"".join(line + b"\n" for line in lines)))
+        await asyncio.shield(self._writing)
+
+    async def _earlier_write(self) -> None:
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
+
+    async def _write(self, data: bytes) -> None:
+        try:
+            async with aiofiles.open(self.path, "ab") as file:
+                if self._torn:
+                    await file.truncate(await self._whole_lines())
+                self._torn = True
+                await file.write(data)
+            self._torn = False
+        except OSError as error:
+            raise SinkError(f"sink {self.name!r}: {error}") from error
+
+    async def _whole_lines(self) -> int:
+        """Bytes of the file up to the end of its last whole line."""
+        async with aiofiles.open(self.path, "rb") as file:
+            end = await file.seek(0, 2)
+            while end:
+                start = max(0, end - TAIL)
+                await file.seek(start)
+                found = (await file.read(end - start)).rfind(b"\n")
+                if found >= 0:
+                    return start + found + 1
+                end = start
+        return 0
 
 
-def as_record(task: FlushTask) -> dict[str, object]:
-    """A task as the fields of its line."""
-    return {
-        "type": "flush",
-        "epoch": task.epoch,
-        "residency": task.residency.value,
-        "tier": (task.tier.name or "").lower(),
-        "reason": task.reason.value,
-        "start_block_idx": task.start_block_idx,
-        "count": task.count,
-        "keys": [key.hex() for key in split_keys(task.keys)],
-        "parent": task.parent.hex(),
-        "tokens": np.frombuffer(task.tokens, "<u4").tolist(),
-    }
+def replay_jsonl(path: str | Path) -> dict[Tier, set[bytes]]:
+    """The view that a file of such lines stands for: names by tier. A last line without its end does not count.
 
-
-def replay(path: str | Path) -> dict[Tier, set[bytes]]:
-    """The view that a file of such lines stands for: names by tier. ValueError for a line that is none."""
+    Raises ValueError for a line that is none, OSError if the file cannot be read.
+    """
     view: dict[Tier, set[bytes]] = {tier: set() for tier in Tier}
-    for line in Path(path).read_bytes().splitlines():
-        record = msgspec.json.decode(line)
+    for line in Path(path).read_bytes().split(b"\n")[:-1]:
+        record = msgspec.json.decode(line)  # msgspec.DecodeError is a ValueError
         if record["type"] == "epoch":
             view = {tier: set() for tier in Tier}
         elif record["type"] == "flush":
-            keys = {bytes.fromhex(key) for key in record["keys"]}
-            held = view[Tier[record["tier"].upper()]]
-            view[Tier[record["tier"].upper()]] = held | keys if record["residency"] == Residency.RESIDENT.value else held - keys
+            held, keys = view[Tier[record["tier"].upper()]], [bytes.fromhex(key) for key in record["keys"]]
+            gained = Residency(record["residency"]) is Residency.RESIDENT
+            (held.update if gained else held.difference_update)(keys)
         else:
             raise ValueError(f"unknown record type {record['type']!r}")
     return view

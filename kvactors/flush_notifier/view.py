@@ -1,0 +1,22 @@
+"""What a sink wants to hear of a block's residency."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvactors.units import ALL_TIERS, Tier
+
+
+class SinkView(NamedTuple):
+    """What a sink wants to hear. tiers: of which, a set. node: as one fact, resident while any of them holds the block; it is told as
+    Tier.DEVICE, whichever tier it is. at_finish: gains are due when a request that covers the block finishes, losses at once;
+    otherwise both at once."""
+
+    tiers: int
+    node: bool
+    at_finish: bool
+
+    def table(self) -> tuple[int, ...]:
+        """By the set of tiers that hold a block: the set the sink should believe."""
+        sets = (tiers & self.tiers for tiers in range(ALL_TIERS + 1))
+        return tuple(int(Tier.DEVICE) * bool(tiers) if self.node else tiers for tiers in sets)

@@ -1,0 +1,92 @@
+"""Paths of tiny blocks named as they are in earnest, and a wired notifier."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+from kvactors.actor import Activity, ActorSpec, Group, Supervisor
+from kvactors.actor.clock import deadline_after
+from kvactors.config import FlushConfig, SinkConfig
+from kvactors.flush_notifier.actor import FlushNotifier
+from kvactors.flush_notifier.ledger import Ledger
+from kvactors.flush_notifier.messages import Announced, Settle
+from kvactors.flush_notifier.sinks.memory import MemorySink
+from kvactors.flush_notifier.view import SinkView
+from kvactors.units import Reason, Tier, join_keys, split_keys
+
+BLOCK = 2
+ROOT = bytes(32)
+BOTH = int(Tier.DEVICE | Tier.HOST)
+PER_TIER = SinkView(BOTH, node=False, at_finish=False)
+NODE = SinkView(BOTH, node=True, at_finish=False)
+AT_FINISH = SinkView(BOTH, node=False, at_finish=True)
+
+
+def path(*branch: int) -> tuple[bytes, bytes]:
+    """Tokens and names of the path that takes these branches, one block each."""
+    tokens, keys, key = [], [], ROOT
+    for step in branch:
+        tokens.append(np.array([step, step], "<u4").tobytes())
+        key = hashlib.sha256(key + tokens[-1]).digest()
+        keys.append(key)
+    return b"".join(tokens), join_keys(keys)
+
+
+def names(*branch: int) -> list[bytes]:
+    return split_keys(path(*branch)[1])
+
+
+def announced(*branch: int, start=0, count=None, tier=Tier.DEVICE, reason=Reason.COMMIT) -> Announced:
+    tokens, keys = path(*branch)
+    return Announced(ROOT, tokens, keys, start, len(branch) - start if count is None else count, tier, reason)
+
+
+def finished(*branch: int) -> Announced:
+    return announced(*branch, reason=Reason.REQUEST_FINISH)
+
+
+def ledger(*views, limbo=100) -> Ledger:
+    return Ledger(BLOCK, list(views) or [PER_TIER], limbo)
+
+
+def settle(book: Ledger, sink: int = 0):
+    """Deliver everything that is pending; the tasks."""
+    batch = book.take(sink, 10**6, 1)
+    book.delivered(sink, batch)
+    return batch.tasks
+
+
+class Wired:
+    """A notifier and its sinks; `config` is FlushConfig's."""
+
+    def __init__(self, *sinks, block=BLOCK, **config):
+        self.supervisor = Supervisor(Activity())
+        self.ref = self.supervisor.make_ref(FlushNotifier, 64)
+        self.sinks = sinks or (memory("good"), memory("bad"))
+        self.block = block
+        self.config = FlushConfig(**{"retry_min": 0.01, "retry_max": 0.04, "timeout": 0.05, **config})
+
+    def make(self, ref):
+        return FlushNotifier(ref, block_size=self.block, sinks=self.sinks, config=self.config, epoch=100)
+
+    def running(self):
+        spec = ActorSpec(FlushNotifier, self.make, self.ref)
+        return self.supervisor.running(Group("notifier", (spec,)), drain=1.0)
+
+    @property
+    def actor(self) -> FlushNotifier:
+        return self.supervisor.actor("flush_notifier")
+
+    async def tell(self, *messages):
+        for message in messages:
+            await self.ref.tell(message)
+
+    async def settle(self, seconds=5.0):
+        assert await self.ref.ask(Settle(), deadline=deadline_after(seconds)) is True
+        self.actor.check()
+
+
+def memory(name: str, **config) -> MemorySink:
+    return MemorySink(SinkConfig("memory", name=name, **{"tiers": ("device", "host"), **config}), BLOCK)

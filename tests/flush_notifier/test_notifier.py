@@ -1,0 +1,230 @@
+"""The notifier with sinks that misbehave, die and come back, and with lives of its own."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from flush_kit import BLOCK, ROOT, Wired, announced, finished, memory, names, path
+
+from kvactors.actor.clock import deadline_after
+from kvactors.errors import ActorFailed, DeadlineExceeded
+from kvactors.flush_notifier.messages import Announced, Cleared, Gained, Gone, Settle
+from kvactors.units import Reason, Residency, Tier, join_keys
+
+FAULTS = {"failing": True, "hang": 10.0, "fail_every": 2, "lose_answers": True}
+NOTHING = {tier: set() for tier in Tier}
+
+
+async def until(condition):
+    for _ in range(500):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it did not come about")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_a_misbehaving_sink_neither_delays_the_other_nor_loses_anything(fault):
+    wired = Wired(batch=8)
+    good, bad = wired.sinks
+    setattr(bad, fault, FAULTS[fault])
+    async with wired.running():
+        for i in range(20):
+            await wired.tell(announced(i, i + 1, i + 2))
+        await until(lambda: len(good.view()[Tier.DEVICE]) == 60)
+        await wired.tell(Gone(path(0, 1, 2)[1], Tier.DEVICE, Reason.DEVICE_DROP))
+        await until(lambda: bad.calls >= 3)
+        bad.failing, bad.hang, bad.lose_answers = False, 0.0, False
+        await wired.settle()
+        assert bad.view() == good.view()
+        assert len(good.view()[Tier.DEVICE]) == 57
+        one, other = wired.actor.flush_statistics()
+        assert one.retried == 0 < other.retried
+        assert one.pending == other.pending == 0
+
+
+async def test_only_the_difference_is_sent_after_an_outage():
+    sink = memory("one")
+    wired = Wired(sink)
+    async with wired.running():
+        await wired.tell(announced(1, 2))
+        await wired.settle()
+        told = len(sink.tasks)
+        sink.failing = True
+        await wired.tell(announced(9))
+        await until(lambda: sink.calls >= 4)
+        for i in range(10, 30):
+            await wired.tell(announced(i), Gone(path(i)[1], Tier.DEVICE, Reason.DEVICE_DROP))
+        sink.failing = False
+        await wired.settle()
+        assert [task.keys for task in list(sink.tasks)[told:]] == [path(9)[1]]
+        (statistics,) = wired.actor.flush_statistics()
+        assert statistics.coalesced == 20
+
+
+async def test_what_a_sink_took_although_its_answer_was_lost_is_taken_back():
+    sink = memory("one")
+    wired = Wired(sink)
+    async with wired.running():
+        await wired.settle()
+        sink.lose_answers = True
+        await wired.tell(announced(1))
+        await until(lambda: sink.view()[Tier.DEVICE])
+        await wired.tell(Gone(path(1)[1], Tier.DEVICE, Reason.DEVICE_DROP))
+        sink.lose_answers = False
+        await wired.settle()
+        assert sink.view() == NOTHING
+
+
+async def test_a_dead_sink_is_tried_less_and_less_often():
+    sink = memory("one")
+    sink.failing = True
+    wired = Wired(sink, retry_min=0.01, retry_max=0.08)
+    async with wired.running():
+        await asyncio.sleep(0.4)
+        assert 4 <= sink.calls <= 8, "after 10, 30, 70, 150, 230, .. ms"
+        sink.failing = False
+        await wired.settle()
+
+
+async def test_a_dead_sink_does_not_make_the_system_look_busy():
+    sink = memory("one")
+    sink.hang = 10.0
+    wired = Wired(sink, timeout=5.0)
+    async with wired.running():
+        await wired.tell(announced(1))
+        assert await wired.supervisor.drain(1.0)
+        (statistics,) = wired.actor.flush_statistics()
+        assert statistics.in_flight
+        await asyncio.sleep(0.02)
+        assert wired.actor.flush_statistics()[0].oldest_pending_age >= 0.02
+
+
+async def test_settle_waits_until_every_sink_believes_and_no_longer_than_its_deadline():
+    wired = Wired()
+    wired.sinks[1].failing = True
+    async with wired.running():
+        await wired.tell(announced(1))
+        for _ in range(3):
+            with pytest.raises(DeadlineExceeded):
+                await wired.ref.ask(Settle(), deadline=deadline_after(0.02))
+        asker = asyncio.create_task(wired.settle())
+        await asyncio.sleep(0.1)
+        assert not asker.done()
+        assert wired.actor.statistics().open_replies == 1, "those who gave up are forgotten"
+        wired.sinks[1].failing = False
+        await asker
+        assert wired.sinks[1].view()[Tier.DEVICE] == set(names(1))
+
+
+async def test_settle_does_not_wait_for_gains_that_are_not_due():
+    sink = memory("one", gains="request_finish")
+    wired = Wired(sink)
+    async with wired.running():
+        await wired.tell(announced(1, 2))
+        await wired.settle()
+        assert sink.view() == NOTHING
+        assert wired.actor.divergence({Tier.DEVICE: set(names(1, 2))}) == 0
+        await wired.tell(finished(1, 2))
+        await wired.settle()
+        assert sink.view()[Tier.DEVICE] == set(names(1, 2))
+
+
+async def test_a_cleared_tier_is_told_gone():
+    sink = memory("one")
+    wired = Wired(sink)
+    async with wired.running():
+        await wired.tell(announced(1, 2), Gained(path(1)[1], Tier.HOST, Reason.OFFLOAD), Cleared(Tier.DEVICE, Reason.CLEAR))
+        await wired.settle()
+        assert sink.view() == NOTHING | {Tier.HOST: set(names(1))}
+
+
+async def test_divergence_counts_blocks_with_a_path_and_unnamed_those_without():
+    wired = Wired(memory("each"), memory("node", view="node"))
+    async with wired.running():
+        await wired.tell(announced(1, 2, 3), Gained(path(8, 9)[1], Tier.HOST, Reason.LOAD))
+        await wired.settle()
+        held = {Tier.DEVICE: set(names(1, 2, 3)), Tier.HOST: set(names(8, 9))}
+        assert wired.actor.divergence(held) == 0
+        assert wired.actor.unnamed() == 2
+        assert wired.actor.divergence({Tier.DEVICE: set(names(1))}) == 2
+        assert wired.actor.divergence({**held, Tier.HOST: set(names(1))}) == 1, "per tier one differs, for the node none does"
+        assert wired.actor.divergence({}) == 3
+
+
+async def test_statistics_count_tasks_and_blocks():
+    sink = memory("one")
+    wired = Wired(sink)
+    async with wired.running():
+        await wired.tell(announced(1, 2, 3))
+        await wired.settle()
+        await wired.tell(Gone(join_keys(names(1, 2, 3)[1:]), Tier.DEVICE, Reason.DEVICE_DROP))
+        await wired.settle()
+        (statistics,) = wired.actor.flush_statistics()
+        assert (statistics.delivered, statistics.resident, statistics.gone, statistics.blocks) == (2, 1, 1, 5)
+        assert (statistics.pending, statistics.in_flight, statistics.oldest_pending_age) == (0, False, 0.0)
+        assert sink.counts == {Residency.RESIDENT: 1, Residency.GONE: 1}
+
+
+async def test_a_new_life_begins_a_new_epoch_first_and_what_it_is_told_again_counts():
+    wired = Wired()
+    good, bad = wired.sinks
+    async with wired.running():
+        await wired.tell(announced(1, 2), announced(3))
+        await wired.settle()
+        bad.hang = 10.0
+        await wired.tell(announced(4))
+        asker = asyncio.create_task(wired.settle())
+        await until(lambda: len(good.view()[Tier.DEVICE]) == 4)
+        await wired.tell(Announced(ROOT, b"x", b"short", 0, 1, Tier.DEVICE, Reason.COMMIT))  # a fault: it dies
+        with pytest.raises(ActorFailed):
+            await asker
+        bad.hang = 0.0
+        await until(lambda: wired.ref.life == 1)
+        await wired.settle()
+        assert good.epochs == bad.epochs == [100, 101]
+        assert good.view() == bad.view() == NOTHING
+        await wired.tell(announced(1, 2))
+        await wired.settle()
+        assert good.view() == bad.view() == NOTHING | {Tier.DEVICE: set(names(1, 2))}
+        assert good.tasks[-1].epoch == 101
+
+
+async def test_a_begin_that_fails_comes_again_before_any_task():
+    sink = memory("one")
+    sink.failing = True
+    wired = Wired(sink)
+    async with wired.running():
+        await wired.tell(announced(1))
+        await until(lambda: sink.calls >= 3)
+        assert sink.epochs == []
+        sink.failing = False
+        await wired.settle()
+        assert sink.epochs == [100]
+        assert sink.view()[Tier.DEVICE] == set(names(1))
+
+
+async def test_without_sinks_it_keeps_no_books():
+    wired = Wired()
+    wired.sinks = ()
+    async with wired.running():
+        await wired.tell(announced(1), Gained(path(2)[1], Tier.HOST, Reason.LOAD), Cleared(Tier.HOST, Reason.CLEAR))
+        await wired.settle()
+        assert not wired.actor.ledger.entries
+        assert not wired.actor.ledger.unnamed
+
+
+async def test_a_turn_of_thousands_of_blocks_is_one_task():
+    sink = memory("one")
+    wired = Wired(sink)
+    async with wired.running():
+        await wired.tell(announced(*range(2000)))
+        await wired.settle()
+        await wired.tell(Gone(join_keys(reversed(names(*range(2000)))), Tier.DEVICE, Reason.CPU_EVICTION))
+        await wired.settle()
+        assert [(task.residency, task.start_block_idx, task.count) for task in sink.tasks] == [
+            (Residency.RESIDENT, 0, 2000),
+            (Residency.GONE, 0, 2000),
+        ]
+        assert len(sink.tasks[-1].tokens) == 2000 * 4 * BLOCK

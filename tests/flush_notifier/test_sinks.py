@@ -1,0 +1,208 @@
+"""Sinks by themselves: the file of JSON lines through torn writes and faults, and the memory sink's own checks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import aiofiles
+import anyio
+import msgspec
+import pytest
+from flush_kit import BLOCK, ROOT, Wired, announced, memory, names, path
+
+from kvactors.config import SinkConfig
+from kvactors.errors import SinkError
+from kvactors.flush_notifier.messages import FlushTask, Gained, Gone
+from kvactors.flush_notifier.sinks.base import make_sink
+from kvactors.flush_notifier.sinks.jsonl import CHUNK, TAIL, JsonLinesSink, replay_jsonl
+from kvactors.flush_notifier.sinks.memory import MemorySink
+from kvactors.units import Reason, Residency, Tier, join_keys
+
+NOTHING = {tier: set() for tier in Tier}
+
+
+def task(*branch: int, start=0, residency=Residency.RESIDENT, tier=Tier.DEVICE, epoch=1) -> FlushTask:
+    parent = names(*branch)[start - 1] if start else ROOT
+    keys = names(*branch)[start:]
+    return FlushTask(path(*branch)[0], start, len(keys), join_keys(keys), parent, residency, tier, Reason.COMMIT, epoch)
+
+
+def lines(tmp_path) -> JsonLinesSink:
+    return JsonLinesSink(SinkConfig("jsonl", path=str(tmp_path / "flush.jsonl"), tiers=("device", "host")), BLOCK)
+
+
+# -- JSON lines
+
+
+async def test_a_line_has_every_field_of_its_task(tmp_path):
+    sink = lines(tmp_path)
+    await sink.begin(5)
+    await sink.deliver([task(1, 2, 3, start=1, epoch=5)])
+    epoch, flush = map(json.loads, sink.path.read_text().splitlines())
+    assert epoch == {"type": "epoch", "epoch": 5}
+    assert flush == {
+        "type": "flush",
+        "epoch": 5,
+        "residency": "resident",
+        "tier": "device",
+        "reason": "commit",
+        "start_block_idx": 1,
+        "count": 2,
+        "keys": [key.hex() for key in names(1, 2, 3)[1:]],
+        "parent": names(1)[0].hex(),
+        "num_tokens": 6,
+        "tokens": [1, 1, 2, 2, 3, 3],
+    }
+
+
+async def test_a_path_of_many_chunks_is_one_list(tmp_path):
+    sink, steps = lines(tmp_path), range(CHUNK + 1)
+    tokens = path(*range(4))[0] * ((CHUNK + 4) // 4)
+    await sink.begin(1)
+    await sink.deliver([msgspec.structs.replace(task(1), tokens=tokens[: 4 * BLOCK * len(steps)])])
+    told = json.loads(sink.path.read_text().splitlines()[1])["tokens"]
+    assert told == ([0, 0, 1, 1, 2, 2, 3, 3] * len(steps))[: BLOCK * len(steps)]
+
+
+async def test_the_file_stands_for_the_view_of_whoever_heard_the_same(tmp_path):
+    wired = Wired(memory("good"), lines(tmp_path), timeout=5.0)
+    async with wired.running():
+        await wired.tell(announced(1, 2, 3), Gained(path(1, 2)[1], Tier.HOST, Reason.OFFLOAD))
+        await wired.settle()
+        await wired.tell(Gone(names(1, 2, 3)[2], Tier.DEVICE, Reason.DEVICE_DROP))
+        await wired.settle()
+    assert replay_jsonl(tmp_path / "flush.jsonl") == wired.sinks[0].view()
+    assert wired.sinks[0].view() == NOTHING | {Tier.DEVICE: set(names(1, 2)), Tier.HOST: set(names(1, 2))}
+
+
+async def test_an_epoch_makes_what_was_told_before_void(tmp_path):
+    sink = lines(tmp_path)
+    await sink.begin(1)
+    await sink.deliver([task(1)])
+    await sink.begin(2)
+    await sink.deliver([task(2, epoch=2), task(2, residency=Residency.GONE, epoch=2), task(3, tier=Tier.HOST, epoch=2)])
+    assert replay_jsonl(sink.path) == NOTHING | {Tier.HOST: set(names(3))}
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"type": "flush", "residency"', b"x" * (2 * TAIL + 5)])
+async def test_a_line_cut_short_by_a_crash_is_removed_before_the_next(tmp_path, torn):
+    sink = lines(tmp_path)
+    await sink.begin(1)
+    await sink.deliver([task(1)])
+    whole = sink.path.read_bytes()
+    sink.path.write_bytes(whole + torn)
+    assert replay_jsonl(sink.path)[Tier.DEVICE] == set(names(1)), "readers may come before the writer does"
+    after = lines(tmp_path)
+    await after.begin(2)
+    assert sink.path.read_bytes() == whole + b'{"type":"epoch","epoch":2}\n'
+
+
+async def test_a_file_of_nothing_but_a_cut_line_begins_anew(tmp_path):
+    (tmp_path / "flush.jsonl").write_bytes(b"half")
+    sink = lines(tmp_path)
+    await sink.begin(1)
+    assert sink.path.read_bytes() == b'{"type":"epoch","epoch":1}\n'
+
+
+async def test_a_write_given_up_ends_before_the_next_begins(tmp_path, monkeypatch):
+    """The first write hangs past its caller's patience, and then is cut short by an error: the file has whole lines only."""
+    sink, release = lines(tmp_path), asyncio.get_running_loop().create_future()
+    await sink.begin(1)
+    plain = aiofiles.open
+
+    class Slow:
+        def __init__(self, *args):
+            self.context = plain(*args)
+
+        async def __aenter__(self):
+            self.file = await self.context.__aenter__()
+            return self
+
+        async def __aexit__(self, *error):
+            return await self.context.__aexit__(*error)
+
+        async def write(self, data):
+            await self.file.write(data[: len(data) // 2])
+            await release
+            raise OSError("no space")
+
+    monkeypatch.setattr("kvactors.flush_notifier.sinks.jsonl.aiofiles.open", Slow)
+    with anyio.move_on_after(0.05) as scope:
+        await sink.deliver([task(1)])
+    assert scope.cancelled_caught
+    monkeypatch.undo()
+    second = asyncio.create_task(sink.deliver([task(1, 2)]))
+    await asyncio.sleep(0.05)
+    assert not second.done()
+    release.set_result(None)
+    await second
+    await sink.close()
+    assert replay_jsonl(sink.path)[Tier.DEVICE] == set(names(1, 2))
+    assert len(sink.path.read_bytes().splitlines()) == 2
+
+
+async def test_an_error_of_the_file_system_is_a_sink_error(tmp_path):
+    sink = lines(tmp_path)
+    sink.path.mkdir()
+    with pytest.raises(SinkError, match="directory"):
+        await sink.begin(1)
+    sink.path.rmdir()
+    await sink.begin(1)
+    assert replay_jsonl(sink.path) == NOTHING
+
+
+def test_a_folder_that_is_not_there_is_an_error_at_once(tmp_path):
+    with pytest.raises(SinkError, match="is not a folder"):
+        make_sink(SinkConfig("jsonl", path=str(tmp_path / "missing" / "flush.jsonl")), BLOCK)
+
+
+@pytest.mark.parametrize("line", [b"nonsense\n", b'{"type":"other"}\n'])
+def test_a_line_that_is_none_is_a_value_error(tmp_path, line):
+    (tmp_path / "flush.jsonl").write_bytes(line)
+    with pytest.raises(ValueError):
+        replay_jsonl(tmp_path / "flush.jsonl")
+
+
+def test_a_config_makes_its_sink(tmp_path):
+    made = make_sink(SinkConfig("jsonl", path=str(tmp_path / "a"), view="node", tiers=("host",)), BLOCK)
+    assert isinstance(made, JsonLinesSink)
+    assert made.view_of == (int(Tier.HOST), True, False)
+    other = make_sink(SinkConfig("memory", name="m", gains="request_finish"), BLOCK)
+    assert isinstance(other, MemorySink)
+    assert (other.name, other.view_of) == ("m", (int(Tier.DEVICE | Tier.HOST), False, True))
+
+
+# -- the memory sink's checks: what a wrong ledger could say
+
+WRONG = {
+    "count": {"count": 2},
+    "no blocks": {"count": 0, "keys": b""},
+    "own tokens only": {"tokens": path(3)[0]},
+    "longer path": {"tokens": path(1, 2, 3, 4)[0]},
+    "start counted from 1": {"start_block_idx": 3},
+    "no parent": {"parent": b""},
+    "parent at another depth": {"parent": names(1)[0]},
+    "another path": {"keys": names(1, 2)[1]},
+    "other tokens": {"tokens": path(1, 2, 9)[0]},
+    "old epoch": {"epoch": 0},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+async def test_a_task_that_does_not_add_up_is_refused_and_nothing_of_its_batch_counts(wrong):
+    sink = memory("strict")
+    await sink.begin(1)
+    await sink.deliver([task(1, 2, 3)])
+    before = sink.view()
+    bad = msgspec.structs.replace(task(1, 2, 3, start=2, residency=Residency.GONE), **WRONG[wrong])
+    with pytest.raises(SinkError):
+        await sink.deliver([task(7), bad])
+    assert sink.view() == before
+    await sink.deliver([task(1, 2, 3, start=2, residency=Residency.GONE)])
+    assert sink.view()[Tier.DEVICE] == set(names(1, 2))
+
+
+async def test_tasks_before_an_epoch_are_refused():
+    with pytest.raises(SinkError, match="outside"):
+        await memory("strict").deliver([task(1)])
