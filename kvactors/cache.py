@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import warnings
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -16,7 +15,7 @@ import anyio
 
 from kvactors.actor import ActorRef, Ask
 from kvactors.actor.clock import deadline_after
-from kvactors.config import Config, from_environment
+from kvactors.config import Config
 from kvactors.device.base import Device
 from kvactors.errors import CacheClosed, ChannelError, DeadlineExceeded, LeaseEnded, NoRoom, Paused
 from kvactors.flush_notifier.messages import Settle
@@ -263,10 +262,20 @@ class KVCache:
         if scope.cancelled_caught:
             raise DeadlineExceeded(f"{self.system.activity.count} messages or jobs still under way after {deadline} s")
 
-    async def flush_settled(self, deadline: float = 30.0) -> None:
-        """Return when every sink believes what is true. DeadlineExceeded after `deadline` seconds."""
+    async def flush_settled(self, deadline: float = 30.0, *, at_rest: bool = True) -> None:
+        """Return when every sink believes what is true. DeadlineExceeded after `deadline` seconds.
+
+        at_rest: first wait until the cache has nothing left to do. Without it, under load, the barrier is about what is true as of
+        this call: residency that changes later, transfers under way now included, may or may not have been told.
+        """
         at = deadline_after(deadline)
-        await self.settled(deadline)
+        if at_rest:
+            await self.settled(deadline)
+        with anyio.CancelScope(deadline=at) as scope:
+            for actor in self.system.supervisor.actors():
+                await actor.sent()
+        if scope.cancelled_caught:
+            raise DeadlineExceeded(f"what the actors have to tell was not taken in {deadline} s")
         await self.system.notifier.ask(Settle(), deadline=at)
 
     # -- looking in
@@ -306,14 +315,14 @@ class KVCache:
 
 @asynccontextmanager
 async def open_cache(
-    config: Config | None = None, device: Device | None = None, *, inline_copies: bool = False
+    config: Config | None = None, device: Device | None = None, *, sinks: Sequence[Sink] = (), inline_copies: bool = False
 ) -> AsyncIterator[KVCache]:
-    """A running cache. config: the defaults if None; FD_AS_ONLY_FLUSH is honoured. device: made from the config if None.
+    """A running cache. config: the defaults if None; FastDeploy's variables are honoured (see `Config.from_env`). device: made from
+    the config if None. sinks: of the caller's own making, beside those of the config.
 
     inline_copies: copy in the loop's thread, for loops of virtual time. Raises ConfigError, LayoutError, StoreError, SinkError.
     """
-    settings = from_environment(config or Config(), os.environ)
-    system = System(settings, device, inline_copies=inline_copies)
+    system = System(Config.from_env(base=config), device, sinks, inline_copies=inline_copies)
     async with system.running():
         cache = KVCache(system)
         try:

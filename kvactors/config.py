@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from kvactors.errors import ConfigError
+from kvactors.sink_config import AnySinkConfig, AttentionStoreConfig
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -86,23 +88,11 @@ class StorageConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     timeout: float = 10.0
 
 
-class SinkConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A flush sink. kind: jsonl (needs path) or memory. tiers: what it hears of. view: per_tier (a block is reported for each
-    tier) or node (one report: resident while any of the tiers holds it). gains: when a gain is due, at commit or at request finish."""
-
-    kind: Literal["jsonl", "memory"]
-    name: str = ""
-    path: str = ""
-    tiers: tuple[Literal["device", "host", "storage"], ...] = ("device", "host")
-    view: Literal["per_tier", "node"] = "per_tier"
-    gains: Literal["commit", "request_finish"] = "commit"
-
-
 class FlushConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The flush notifier. only: flush-only mode, in which storage is neither read nor written. timeout: seconds a sink may
     take for a batch. retry_min / retry_max: back-off in seconds. batch: blocks reported in one call at most."""
 
-    sinks: tuple[SinkConfig, ...] = ()
+    sinks: tuple[AnySinkConfig, ...] = ()
     only: bool = False
     timeout: float = 10.0
     retry_min: float = 0.05
@@ -127,6 +117,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: HostConfig = HostConfig()
     storage: StorageConfig = StorageConfig()
     flush: FlushConfig = FlushConfig()
+    attention_store: AttentionStoreConfig = AttentionStoreConfig()
     actors: ActorsConfig = ActorsConfig()
 
     @classmethod
@@ -141,16 +132,34 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         validate(config)
         return config
 
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None, base: Config | None = None) -> Config:
+        """`base` (the defaults if None) with FastDeploy's variables applied, of the process's environment unless given.
+
+        FD_AS_ONLY_FLUSH (0 or 1), AS_NAMESPACE, AS_POD_NAME, AS_MODEL_VERSION, ENABLE_EP_DP_IN_FD (0 or 1); unset ones change nothing.
+        ConfigError names a value that cannot be, or what is wrong in the base.
+        """
+        return from_environment(base or Config(), os.environ if environ is None else environ)
+
 
 def from_environment(config: Config, environ: Mapping[str, str]) -> Config:
-    """The config with FD_AS_ONLY_FLUSH applied: 1 turns flush-only mode on, 0 or nothing leaves it. ConfigError for anything else."""
-    value = environ.get("FD_AS_ONLY_FLUSH", "").strip()
-    if value not in ("", "0", "1"):
-        raise ConfigError(f"FD_AS_ONLY_FLUSH must be 0 or 1, not {value!r}")
+    """See `Config.from_env`."""
     validate(config)
-    if value != "1":
-        return config
-    return msgspec.structs.replace(config, flush=msgspec.structs.replace(config.flush, only=True))
+    only, suffix = _switch(environ, "FD_AS_ONLY_FLUSH"), _switch(environ, "ENABLE_EP_DP_IN_FD")
+    texts = {"namespace": "AS_NAMESPACE", "pod_name": "AS_POD_NAME", "model_version": "AS_MODEL_VERSION"}
+    store: dict[str, Any] = {field: environ[name] for field, name in texts.items() if environ.get(name)}
+    store |= {} if suffix is None else {"role_suffix": suffix}
+    replace = msgspec.structs.replace
+    if store:
+        config = replace(config, attention_store=replace(config.attention_store, **store))
+    return replace(config, flush=replace(config.flush, only=True)) if only else config
+
+
+def _switch(environ: Mapping[str, str], name: str) -> bool | None:
+    value = environ.get(name, "").strip()
+    if value not in ("", "0", "1"):
+        raise ConfigError(f"{name} must be 0 or 1, not {value!r}")
+    return None if not value else value == "1"
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
@@ -171,19 +180,40 @@ def convert(data: Mapping[str, Any], kind: type[S]) -> S:
 
 
 def check_keys(data: Any, kind: Any, where: str) -> None:
-    """Raise ConfigError for the first key that `kind` (a struct, or a tuple of structs) does not have."""
-    for struct in [kind, *get_args(kind)]:
-        if not (isinstance(struct, type) and issubclass(struct, msgspec.Struct)):
-            continue
-        for item in data if isinstance(data, list | tuple) else [data]:
-            if isinstance(item, Mapping):
-                _check_struct_keys(item, struct, where)
+    """Raise ConfigError for the first key that `kind` (a struct, a union of tagged ones, or a tuple of either) does not have."""
+    kinds = list(_structs(kind))
+    for item in data if isinstance(data, list | tuple) else [data]:
+        if kinds and isinstance(item, Mapping):
+            _check_struct_keys(item, _pick(item, kinds, where), where)
+
+
+def _structs(kind: Any) -> Iterator[type[msgspec.Struct]]:
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        yield kind
+    for inner in () if get_origin(kind) is dict else get_args(kind):
+        yield from _structs(inner)
+
+
+def _pick(data: Mapping[str, Any], kinds: list[type[msgspec.Struct]], where: str) -> type[msgspec.Struct]:
+    """The struct of a union that the data's tag names."""
+    field = kinds[0].__struct_config__.tag_field
+    if field is None:
+        return kinds[0]
+    tags = {str(kind.__struct_config__.tag): kind for kind in kinds}
+    if field not in data:
+        raise ConfigError(f"{where}.{field} is missing; it is one of {', '.join(tags)}")
+    if data[field] not in tags:
+        near = difflib.get_close_matches(str(data[field]), tags, n=1, cutoff=0.0)
+        raise ConfigError(f"unknown {where}.{field} {data[field]!r}; did you mean {near[0]!r}? There are {', '.join(tags)}")
+    return tags[data[field]]
 
 
 def _check_struct_keys(data: Mapping[str, Any], struct: type[msgspec.Struct], where: str) -> None:
     hints = get_type_hints(struct)
     for key, value in data.items():
         name = f"{where}.{key}" if where else key
+        if key == struct.__struct_config__.tag_field:
+            continue
         if key not in hints:
             near = difflib.get_close_matches(key, hints, n=1, cutoff=0.0)
             raise ConfigError(f"unknown key {name!r}; did you mean {near[0]!r}?")
@@ -228,14 +258,12 @@ def validate(config: Config) -> None:
         raise ConfigError("flush.retry_max must not be below flush.retry_min")
     if config.storage.backend == "file" and not config.storage.directory:
         raise ConfigError("storage.directory is needed with storage.backend = 'file'")
-    names = [sink.name or sink.kind for sink in config.flush.sinks]
+    config.attention_store.check()
+    names = [sink.label for sink in config.flush.sinks]
     if len(set(names)) != len(names):
         raise ConfigError("flush.sinks need different names")
     for sink in config.flush.sinks:
-        if (sink.kind == "jsonl") != bool(sink.path):
-            raise ConfigError("flush.sinks.path belongs to kind = 'jsonl', and it needs one")
-        if not sink.tiers:
-            raise ConfigError("flush.sinks.tiers must name at least one tier")
+        sink.check()
 
 
 def _validate_pair(low_name: str, low: float, high_name: str, high: float) -> None:

@@ -12,21 +12,23 @@ Arrows are bounded data lanes and form no cycle; completions travel back on the 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import anyio.to_thread
 
 from kvactors.actor import Activity, ActorRef, ActorSpec, Group, RestartBudget, Supervisor
+from kvactors.actor.clock import deadline_after
 from kvactors.config import Config, StorageConfig
 from kvactors.cpu_evictor.actor import CpuEvictor
 from kvactors.device import make_device
 from kvactors.device.arena import Arena
 from kvactors.device.base import Device
-from kvactors.errors import LayoutError
+from kvactors.errors import ConfigError, KVActorsError, LayoutError
 from kvactors.flush_notifier.actor import FlushNotifier
-from kvactors.flush_notifier.sinks.base import Sink, make_sink
+from kvactors.flush_notifier.messages import Settle
+from kvactors.flush_notifier.sinks import Sink, make_sinks
 from kvactors.gpu_swapper.actor import GpuSwapper
 from kvactors.gpu_swapper.executor import CopyExecutor, InlineExecutor
 from kvactors.layout import make_layout
@@ -40,10 +42,12 @@ from kvactors.storage.writer import StorageWriter
 class System:
     """The parts of one cache. Nothing runs before `running()`.
 
-    inline_copies: copy in the loop's own thread (for loops of virtual time, which have no threads).
+    sinks: beside those of the config. inline_copies: copy in the loop's own thread (for loops of virtual time, which have no threads).
     """
 
-    def __init__(self, config: Config, device: Device | None = None, *, inline_copies: bool = False) -> None:
+    def __init__(
+        self, config: Config, device: Device | None = None, sinks: Sequence[Sink] = (), *, inline_copies: bool = False
+    ) -> None:
         self.config = config
         self.layout = device.layout if device is not None else make_layout(config.layout, config.cache.block_size)
         if self.layout.block_size != config.cache.block_size:
@@ -59,10 +63,10 @@ class System:
         executor = InlineExecutor if inline_copies else CopyExecutor
         self.executor = executor(self.device, self.arena, config.host.copy_threads)
         self.inline = inline_copies
-        self.sinks: dict[str, Sink] = {}
-        for settings in config.flush.sinks:
-            sink = make_sink(settings, config.cache.block_size)
-            self.sinks[sink.name] = sink
+        made = [*make_sinks(config, self.layout), *sinks]
+        self.sinks = {sink.name: sink for sink in made}
+        if len(self.sinks) < len(made):
+            raise ConfigError("flush sinks need different names")
         self.activity = Activity()
         self.supervisor = Supervisor(self.activity, RestartBudget(config.actors.restarts))
         self.epoch = time.time_ns() // 1_000_000
@@ -137,24 +141,38 @@ class System:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[System]:
-        """Open the store, touch the arena, run the actors; on the way out drain, stop in reverse and close everything."""
+        """Open the store and the sinks, touch the arena, run the actors; on the way out drain, tell the sinks that take it what is still
+        due, stop in reverse and close everything. What cannot be opened is an error, and what was opened before it is closed."""
         try:
-            if self.backend is not None:
-                await self.backend.open()
-            if self.inline:
-                self.arena.touch()
-            else:
-                await anyio.to_thread.run_sync(self.arena.touch)
-            drain = self.config.actors.drain
-            unused = () if self.backend is not None else (StorageReader, StorageWriter)
-            async with self.supervisor.running(*self._members(), drain=drain, outside=unused):
-                yield self
+            async with AsyncExitStack() as opened:
+                await self._open(opened)
+                drain = self.config.actors.drain
+                unused = () if self.backend is not None else (StorageReader, StorageWriter)
+                async with self.supervisor.running(*self._members(), drain=drain, outside=unused):
+                    yield self
+                    with anyio.CancelScope(shield=True):
+                        await self._last_words(drain)
         finally:
-            with anyio.CancelScope(shield=True):
-                await self.executor.close()
-                if self.backend is not None:
-                    await self.backend.close()
-                self.arena.close()
+            self.arena.close()
+
+    async def _open(self, opened: AsyncExitStack) -> None:
+        opened.push_async_callback(shielded, self.executor.close)
+        if self.backend is not None:
+            await self.backend.open()
+            opened.push_async_callback(shielded, self.backend.close)
+        for sink in self.sinks.values():
+            await sink.open()
+            opened.push_async_callback(shielded, sink.close, self.config.flush.timeout)
+        if self.inline:
+            self.arena.touch()
+        else:
+            await anyio.to_thread.run_sync(self.arena.touch)
+
+    async def _last_words(self, limit: float) -> None:
+        at = deadline_after(limit)
+        await self.supervisor.drain(limit)
+        with suppress(KVActorsError):
+            await self.notifier.ask(Settle(healthy=True), deadline=at)
 
     # -- the present lives, for inspection
 
@@ -175,3 +193,9 @@ class System:
     def notifier_actor(self) -> FlushNotifier:
         """FlushNotifier as it is now."""
         return self._actor(self.notifier)  # type: ignore[no-any-return]
+
+
+async def shielded(close: Callable[[], Awaitable[None]], limit: float = float("inf")) -> None:
+    """Close something whatever is cancelled around it, in `limit` seconds at most."""
+    with anyio.move_on_after(limit, shield=True):
+        await close()

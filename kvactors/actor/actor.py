@@ -91,6 +91,7 @@ class Actor:
         self._table: dict[type[Message], Handler] = {m: getattr(self, n) for m, n in self.HANDLERS.items()}
         self._allowed = {role: frozenset(types) for role, types in self.SENDS.items()}
         self._outbox: deque[tuple[ActorRef, Envelope[Any]]] = deque()
+        self._waiters: list[asyncio.Future[None]] = []  # in `sent`
         self._unanswered: set[Envelope[Any]] = set()
         self._jobs: dict[asyncio.Task[None], bool] = {}  # task -> whether it counts as activity
         self._turns = self._told = self._late = self._skipped = 0
@@ -217,6 +218,20 @@ class Actor:
             to, envelope = self._outbox[0]
             await to.channel.put(envelope)
             self._outbox.popleft()
+        self._outbox_empty()
+
+    def _outbox_empty(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def sent(self) -> None:
+        """Return when everything told so far is in its receivers' channels (or this life has ended)."""
+        while self._outbox:
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            await waiter
 
     async def _run_job(
         self, job: Coroutine[Any, Any, T], done: Callable[[T], Control], failed: Callable[[Exception], Control]
@@ -244,6 +259,7 @@ class Actor:
         self._unanswered.clear()
         self.ref.activity.end(len(self._outbox))
         self._outbox.clear()
+        self._outbox_empty()
         with anyio.CancelScope(shield=True):
             jobs = list(self._jobs)
             for job in jobs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import anyio
@@ -36,7 +37,7 @@ class Delivery:
     """One sink's side of the notifier: what is under way to it, and when it may be tried again."""
 
     __slots__ = (
-        "batch", "begun", "blocks", "delay", "delivered", "gone", "in_flight", "resident", "retried", "since", "sink", "waiting",
+        "batch", "begun", "blocks", "delay", "delivered", "failures", "gone", "in_flight", "resident", "retried", "since", "sink", "waiting",
     )  # fmt: skip
 
     def __init__(self, sink: Sink, delay: float) -> None:
@@ -45,7 +46,20 @@ class Delivery:
         self.begun = self.in_flight = self.waiting = False
         self.batch = Batch([], [])
         self.since: float | None = None  # since when something has been pending
+        self.failures = 0  # in a row
         self.delivered = self.resident = self.gone = self.blocks = self.retried = 0
+
+    @property
+    def ailing(self) -> bool:
+        """Whether its last call failed."""
+        return self.failures > 0
+
+
+class Settling(NamedTuple):
+    """Who waits. marks: of each sink, the ledger's clock that it must reach (None: known when the call under way is over)."""
+
+    envelope: Envelope[bool]
+    marks: dict[int, int | None]
 
 
 class FlushNotifier(Actor):
@@ -63,17 +77,13 @@ class FlushNotifier(Actor):
         self.ledger = Ledger(block_size, [sink.view_of for sink in sinks], limbo)
         self.deliveries = [Delivery(sink, config.retry_min) for sink in sinks]
         self._by_name = {delivery.sink.name: i for i, delivery in enumerate(self.deliveries)}
-        self._settling: list[Envelope[bool]] = []
+        self._settling: list[Settling] = []
 
     def started(self) -> None:
         """Every sink first hears that a new epoch began."""
+        for i, delivery in enumerate(self.deliveries):
+            delivery.sink.attach(partial(self.ledger.holdings, i))
         self._pump()
-
-    async def stopped(self) -> None:
-        """Close the sinks, within the time a call may take; a restart opens none anew, they bear it."""
-        for delivery in self.deliveries:
-            with anyio.move_on_after(self.config.timeout):
-                await delivery.sink.close()
 
     # -- facts
 
@@ -112,10 +122,8 @@ class FlushNotifier(Actor):
                 delivery.since = now()
             if not (delivery.in_flight or delivery.waiting) and (self.ledger.pending(i) or not delivery.begun):
                 self._deliver(i, delivery)
-        if self._settling and self.settled():
-            settling, self._settling = self._settling, []
-            for envelope in settling:
-                self.answer(envelope, True)
+        if self._settling:
+            self._answer_settled()
 
     def _deliver(self, i: int, delivery: Delivery) -> None:
         if delivery.begun:
@@ -144,14 +152,15 @@ class FlushNotifier(Actor):
         if not message.ok:
             self.ledger.refused(i, delivery.batch)
             delivery.retried += 1
+            delivery.failures += 1
             delivery.waiting = True
             self.log.warning("sink did not take a batch", sink=message.sink, error=message.error, again_in=delivery.delay)
             self.after(delivery.delay, RetryDue(message.sink))
             delivery.delay = min(2 * delivery.delay, self.config.retry_max)
         elif not delivery.begun:
-            delivery.begun = True
+            delivery.begun, delivery.failures = True, 0
         else:
-            delivery.delay = self.config.retry_min
+            delivery.delay, delivery.failures = self.config.retry_min, 0
             self.ledger.delivered(i, delivery.batch)
             for task in delivery.batch.tasks:
                 delivery.delivered += 1
@@ -160,6 +169,9 @@ class FlushNotifier(Actor):
                 delivery.gone += task.residency is Residency.GONE
             delivery.since = now() if self.ledger.pending(i) else None
         delivery.batch = Batch([], [])
+        for one in self._settling:
+            if i in one.marks and one.marks[i] is None:
+                one.marks[i] = self.ledger.clock
         self._pump()
 
     @on(RetryDue)
@@ -170,17 +182,27 @@ class FlushNotifier(Actor):
 
     @on(Settle)
     def settle(self, message: Settle, envelope: Envelope[bool]) -> None:
-        """Answer once every sink believes what is due. Askers who gave up since are forgotten here."""
-        given_up = [one for one in self._settling if one.abandoned]
-        self._settling = [one for one in self._settling if not one.abandoned]
+        """Answer once every sink believes what is due as of now. Askers who gave up since are forgotten here."""
+        given_up = [one for one in self._settling if one.envelope.abandoned]
+        self._settling = [one for one in self._settling if not one.envelope.abandoned]
         for one in given_up:
-            self.answer(one, False)
-        self._settling.append(envelope)
+            self.answer(one.envelope, False)
+        sinks = [i for i, delivery in enumerate(self.deliveries) if not (message.healthy and delivery.ailing)]
+        self._settling.append(Settling(envelope, {i: self._mark(i) for i in sinks}))
         self._pump()
 
-    def settled(self) -> bool:
-        """Whether every sink believes what is due, and nothing is under way."""
-        return all(d.begun and not d.in_flight and not self.ledger.pending(i) for i, d in enumerate(self.deliveries))
+    def _mark(self, i: int) -> int | None:
+        """What is under way may be out of date already: then what it leaves to be corrected is known when it is over."""
+        return None if self.deliveries[i].in_flight else self.ledger.clock
+
+    def _answer_settled(self) -> None:
+        done = [one for one in self._settling if all(self._reached(i, mark) for i, mark in one.marks.items())]
+        for one in done:
+            self._settling.remove(one)
+            self.answer(one.envelope, True)
+
+    def _reached(self, i: int, mark: int | None) -> bool:
+        return mark is not None and self.deliveries[i].begun and self.ledger.told_until(i) >= mark
 
     # -- for inspection
 

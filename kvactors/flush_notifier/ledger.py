@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 from kvactors.flush_notifier.messages import Announced
-from kvactors.flush_notifier.runs import LAST, Batch, Entry, Run, as_task, join, ordered
+from kvactors.flush_notifier.runs import LAST, Batch, Entry, Holding, Run, as_task, join, ordered
 from kvactors.flush_notifier.view import SinkView
 from kvactors.units import ALL_TIERS, Reason, Tier, split_keys
 
@@ -37,7 +37,8 @@ class Ledger:
         self.views = views
         self.entries: dict[bytes, Entry] = {}
         self.unnamed: dict[bytes, int] = {}  # resident (so as many as there are blocks at most), but no path has named them yet
-        self.dirty: list[dict[Entry, None]] = [{} for _ in views]  # per sink, in the order in which they began to differ
+        self.clock = 0  # counts the differences that began
+        self.dirty: list[dict[Entry, int]] = [{} for _ in views]  # per sink, when they began to differ, in that order
         self.coalesced = [0] * len(views)
         self._tables = [view.table() for view in views]
         self._limbo: dict[Entry, None] = {}
@@ -57,7 +58,7 @@ class Ledger:
             key = keys[i]
             entry = self.entries.get(key)
             if entry is None:
-                entry = self._learn(key, parent, parent_key, message.tokens[i * self.block_bytes : (i + 1) * self.block_bytes])
+                entry = self._learn(key, parent, parent_key, message, i)
             if i < stop:
                 entry.finished |= finish
                 if i >= start:
@@ -66,8 +67,9 @@ class Ledger:
             self._look(entry)
             parent, parent_key = entry, key
 
-    def _learn(self, key: bytes, parent: Entry | None, parent_key: bytes, tokens: bytes) -> Entry:
-        entry = Entry(key, parent, parent_key, tokens, len(self.views))
+    def _learn(self, key: bytes, parent: Entry | None, parent_key: bytes, message: Announced, position: int) -> Entry:
+        tokens = message.tokens[position * self.block_bytes : (position + 1) * self.block_bytes]
+        entry = Entry(key, parent, parent_key, tokens, message.origin, len(self.views))
         entry.truth = self.unnamed.pop(key, 0)
         self.entries[key] = entry
         if parent is not None:
@@ -120,7 +122,9 @@ class Ledger:
         """An entry changed: see for which sinks it differs now."""
         for sink, dirty in enumerate(self.dirty):
             if self.due(entry, sink) != entry.states[sink]:
-                dirty[entry] = None
+                if entry not in dirty:
+                    self.clock += 1
+                    dirty[entry] = self.clock
             elif entry in dirty:
                 del dirty[entry]
                 self.coalesced[sink] += not entry.held
@@ -146,6 +150,10 @@ class Ledger:
     def pending(self, sink: int) -> int:
         """Blocks on which a sink's belief and the truth that is due differ."""
         return len(self.dirty[sink])
+
+    def told_until(self, sink: int) -> int:
+        """Every difference that began up to here (by `clock`) has been delivered to the sink, or has vanished."""
+        return next(iter(self.dirty[sink].values()), self.clock + 1) - 1
 
     def take(self, sink: int, limit: int, epoch: int) -> Batch:
         """The next differences of a sink, at most `limit` blocks, in the order of `runs.ordered`; they are in delivery until
@@ -185,6 +193,7 @@ class Ledger:
             settled, believed = ~(bit | bit << UNSURE), bit if resident else 0
             for entry in entries:
                 entry.states[sink] = entry.states[sink] & settled | believed
+                self.dirty[sink].pop(entry, None)  # if it differs again, that began later
         self._end(batch)
 
     def refused(self, sink: int, batch: Batch) -> None:
@@ -210,6 +219,13 @@ class Ledger:
         """What a sink was told and answered: names and sets of tiers."""
         tiers = ((key, entry.states[sink] & ALL_TIERS.value) for key, entry in self.entries.items())
         return ((key, believed) for key, believed in tiers if believed)
+
+    def holdings(self, sink: int) -> Iterator[Holding]:
+        """Every block a sink was told is resident, parents before children; what changes meanwhile may or may not show. An entry is
+        learned after its parent and forgotten before it, so the order of learning is such an order."""
+        for entry in list(self.entries.values()):
+            if tiers := entry.states[sink] & ALL_TIERS.value:
+                yield Holding(entry.key, entry.parent_key, entry.depth - 1, entry.tokens, tiers, entry.origin)
 
     def check(self) -> None:
         """AssertionError if counts and differences are not what the entries say."""

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from kvactors.actor import Ask, Control
 from kvactors.actor.message import Message
 from kvactors.units import Reason, Residency, Tier
+
+
+class Origin(NamedTuple):
+    """What requests have in common beside their tokens to share blocks: the adapter's name and the cache salt, None without."""
+
+    lora: str | None = None
+    salt: str | None = None
+
+
+PLAIN = Origin()
 
 
 class Announced(Message, frozen=True, eq=False):
     """Blocks [start, start + count) of a path are resident on `tier`; the ledger learns the path's tokens and names from it.
 
     tokens: little-endian uint32, whole blocks from the root on (shared, immutable). keys: their names, 32 bytes each. root: the
-    namespace key above the first block. With Reason.REQUEST_FINISH, gains that a sink wants only at the finish are due now.
+    namespace key above the first block; origin: what is in it. With Reason.REQUEST_FINISH, gains that a sink wants only at the finish
+    are due now.
     """
 
     root: bytes
@@ -21,6 +34,7 @@ class Announced(Message, frozen=True, eq=False):
     count: int
     tier: Tier
     reason: Reason
+    origin: Origin = PLAIN
 
 
 class Gained(Message, frozen=True, eq=False):
@@ -47,7 +61,11 @@ class Cleared(Message, frozen=True, eq=False):
 
 
 class Settle(Ask[bool], frozen=True, eq=False):
-    """Wait until every sink believes what is true; True then. The asker's deadline bounds it."""
+    """Wait until every sink believes what is true as of this message; True then. The asker's deadline bounds it.
+
+    healthy: leave out the sinks whose last call failed."""
+
+    healthy: bool = False
 
 
 class FlushTask(Message, frozen=True, eq=False):
@@ -67,6 +85,7 @@ class FlushTask(Message, frozen=True, eq=False):
     tier: Tier
     reason: Reason
     epoch: int
+    origin: Origin = PLAIN
 
 
 class Delivered(Control, frozen=True, eq=False):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-from kvactors.flush_notifier.messages import FlushTask
+from kvactors.flush_notifier.messages import FlushTask, Origin
 from kvactors.units import Reason, Residency, Tier
 
 LAST = 0
@@ -20,10 +20,24 @@ class Entry:
     the path of a finished request. reasons: of the last change, by LAST or by tier.
     """
 
-    __slots__ = ("children", "depth", "finished", "held", "key", "parent", "parent_key", "reasons", "states", "tokens", "truth")
+    __slots__ = (
+        "children",
+        "depth",
+        "finished",
+        "held",
+        "key",
+        "origin",
+        "parent",
+        "parent_key",
+        "reasons",
+        "states",
+        "tokens",
+        "truth",
+    )
 
-    def __init__(self, key: bytes, parent: Entry | None, parent_key: bytes, tokens: bytes, sinks: int) -> None:
+    def __init__(self, key: bytes, parent: Entry | None, parent_key: bytes, tokens: bytes, origin: Origin, sinks: int) -> None:
         self.key = key
+        self.origin = origin
         self.parent = parent
         self.parent_key = parent_key
         self.tokens = tokens
@@ -52,6 +66,17 @@ class Batch(NamedTuple):
 
     tasks: list[FlushTask]
     runs: list[Run]
+
+
+class Holding(NamedTuple):
+    """One block that a sink was told is resident. tokens: its own. tiers: a set."""
+
+    key: bytes
+    parent: bytes
+    position: int
+    tokens: bytes
+    tiers: int
+    origin: Origin
 
 
 def join(entries: Collection[Entry], bit: int, *, resident: bool, reason_index: int) -> list[Run]:
@@ -89,6 +114,7 @@ def as_task(run: Run, epoch: int) -> FlushTask:
         Tier(run.bit),
         run.reason,
         epoch,
+        first.origin,
     )
 
 

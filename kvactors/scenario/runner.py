@@ -36,8 +36,10 @@ def run_scenario(
             seed = scenario.scenario.seed
         if not virtual:
             return scenario, asyncio.run(_run(scenario, seed, progress, virtual=False))
-        if scenario.storage.backend == "file" or any(sink.kind == "jsonl" for sink in scenario.flush.sinks):
-            raise ConfigError("a run in virtual time has no threads: storage.backend = 'file' and jsonl sinks need them")
+        if scenario.storage.backend == "file" or any(sink.kind != "memory" for sink in scenario.flush.sinks):
+            raise ConfigError(
+                "a run in virtual time has no threads: storage.backend = 'file' and sinks of other kinds than memory need them"
+            )
         return scenario, simulate(lambda: _run(scenario, seed, progress, virtual=True), seed)
 
 

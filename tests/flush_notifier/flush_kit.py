@@ -8,12 +8,13 @@ import numpy as np
 
 from kvactors.actor import Activity, ActorSpec, Group, Supervisor
 from kvactors.actor.clock import deadline_after
-from kvactors.config import FlushConfig, SinkConfig
+from kvactors.config import FlushConfig
 from kvactors.flush_notifier.actor import FlushNotifier
 from kvactors.flush_notifier.ledger import Ledger
 from kvactors.flush_notifier.messages import Announced, Settle
 from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.flush_notifier.view import SinkView
+from kvactors.sink_config import MemorySinkConfig
 from kvactors.units import Reason, Tier, join_keys, split_keys
 
 BLOCK = 2
@@ -89,4 +90,4 @@ class Wired:
 
 
 def memory(name: str, **config) -> MemorySink:
-    return MemorySink(SinkConfig("memory", name=name, **{"tiers": ("device", "host"), **config}), BLOCK)
+    return MemorySink(MemorySinkConfig(name=name, **{"tiers": ("device", "host"), **config}), BLOCK)

@@ -11,15 +11,20 @@ import msgspec
 import pytest
 from flush_kit import BLOCK, ROOT, Wired, announced, memory, names, path
 
-from kvactors.config import SinkConfig
+from kvactors.config import Config
 from kvactors.errors import SinkError
 from kvactors.flush_notifier.messages import FlushTask, Gained, Gone
-from kvactors.flush_notifier.sinks.base import make_sink
+from kvactors.flush_notifier.sinks import make_sink
 from kvactors.flush_notifier.sinks.jsonl import CHUNK, TAIL, JsonLinesSink, replay_jsonl
 from kvactors.flush_notifier.sinks.memory import MemorySink
+from kvactors.layout.gqa import GQALayout
+from kvactors.sink_config import JsonLinesSinkConfig, MemorySinkConfig
 from kvactors.units import Reason, Residency, Tier, join_keys
 
 NOTHING = {tier: set() for tier in Tier}
+
+
+LAYOUT = GQALayout(1, 1, 2, BLOCK)
 
 
 def task(*branch: int, start=0, residency=Residency.RESIDENT, tier=Tier.DEVICE, epoch=1) -> FlushTask:
@@ -29,7 +34,7 @@ def task(*branch: int, start=0, residency=Residency.RESIDENT, tier=Tier.DEVICE, 
 
 
 def lines(tmp_path) -> JsonLinesSink:
-    return JsonLinesSink(SinkConfig("jsonl", path=str(tmp_path / "flush.jsonl"), tiers=("device", "host")), BLOCK)
+    return JsonLinesSink(JsonLinesSinkConfig(path=str(tmp_path / "flush.jsonl"), tiers=("device", "host")), BLOCK)
 
 
 # -- JSON lines
@@ -154,7 +159,7 @@ async def test_an_error_of_the_file_system_is_a_sink_error(tmp_path):
 
 def test_a_folder_that_is_not_there_is_an_error_at_once(tmp_path):
     with pytest.raises(SinkError, match="is not a folder"):
-        make_sink(SinkConfig("jsonl", path=str(tmp_path / "missing" / "flush.jsonl")), BLOCK)
+        make_sink(JsonLinesSinkConfig(path=str(tmp_path / "missing" / "flush.jsonl")), Config(), LAYOUT)
 
 
 @pytest.mark.parametrize("line", [b"nonsense\n", b'{"type":"other"}\n'])
@@ -165,10 +170,10 @@ def test_a_line_that_is_none_is_a_value_error(tmp_path, line):
 
 
 def test_a_config_makes_its_sink(tmp_path):
-    made = make_sink(SinkConfig("jsonl", path=str(tmp_path / "a"), view="node", tiers=("host",)), BLOCK)
+    made = make_sink(JsonLinesSinkConfig(path=str(tmp_path / "a"), view="node", tiers=("host",)), Config(), LAYOUT)
     assert isinstance(made, JsonLinesSink)
     assert made.view_of == (int(Tier.HOST), True, False)
-    other = make_sink(SinkConfig("memory", name="m", gains="request_finish"), BLOCK)
+    other = make_sink(MemorySinkConfig(name="m", gains="request_finish"), Config(), LAYOUT)
     assert isinstance(other, MemorySink)
     assert (other.name, other.view_of) == ("m", (int(Tier.DEVICE | Tier.HOST), False, True))
 

@@ -1,1 +1,40 @@
 """Where flush tasks go."""
+
+from kvactors.config import Config
+from kvactors.flush_notifier.sinks.base import Sink
+from kvactors.flush_notifier.sinks.jsonl import JsonLinesSink
+from kvactors.flush_notifier.sinks.memory import MemorySink
+from kvactors.layout.base import Layout
+from kvactors.sink_config import (
+    AttentionStoreSinkConfig,
+    JsonLinesSinkConfig,
+    KvEventsSinkConfig,
+    MemorySinkConfig,
+    SinkConfig,
+)
+
+__all__ = ["JsonLinesSink", "MemorySink", "Sink", "make_sink", "make_sinks"]
+
+
+def make_sink(settings: SinkConfig, config: Config, layout: Layout) -> Sink:
+    """The sink that settings describe. SinkError names what it lacks to work (an extra, an SDK, a folder)."""
+    if isinstance(settings, MemorySinkConfig):
+        return MemorySink(settings, layout.block_size)
+    if isinstance(settings, JsonLinesSinkConfig):
+        return JsonLinesSink(settings, layout.block_size)
+    if isinstance(settings, AttentionStoreSinkConfig):
+        from kvactors.flush_notifier.sinks.attention_store import AttentionStoreSink
+
+        return AttentionStoreSink(settings, config.attention_store, layout)
+    assert isinstance(settings, KvEventsSinkConfig)
+    from kvactors.flush_notifier.sinks.kv_events import KvEventsSink
+
+    return KvEventsSink(settings, layout.block_size)
+
+
+def make_sinks(config: Config, layout: Layout) -> list[Sink]:
+    """A config's sinks that this rank reports to: AttentionStore hears from rank 0 alone."""
+    reporting = [
+        s for s in config.flush.sinks if not (isinstance(s, AttentionStoreSinkConfig) and config.attention_store.shard_id)
+    ]
+    return [make_sink(settings, config, layout) for settings in reporting]

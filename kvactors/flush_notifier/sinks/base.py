@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from kvactors.config import SinkConfig
 from kvactors.flush_notifier.messages import FlushTask
+from kvactors.flush_notifier.runs import Holding
 from kvactors.flush_notifier.view import SinkView
+from kvactors.sink_config import SinkConfig
 from kvactors.units import Tier
+
+Holdings = Callable[[], Iterator[Holding]]
+"""Everything a sink has been told is resident and has not been told gone since, parents before children."""
 
 
 class Sink(ABC):
-    """name: unique among a notifier's sinks. view: what it hears of, and when. One call at a time; each may be given up at its deadline
-    and repeated, so a sink must bear hearing the same task twice. Errors are raised, SinkError or whatever the edge gives."""
+    """name: unique among a notifier's sinks. view_of: what it hears of, and when.
+
+    Its life: `open`, then for each life of the notifier `begin` and any number of `deliver`, then `close`. One call at a time; each
+    may be given up at its deadline (its task is cancelled) and repeated with what is true then, so a sink must bear hearing the same
+    twice. Errors are raised, SinkError or whatever the edge gives.
+    """
 
     def __init__(self, config: SinkConfig, block_size: int) -> None:
-        self.name = config.name or config.kind
+        self.name = config.label
         self.block_size = block_size
         tiers = sum({Tier[tier.upper()] for tier in config.tiers}, Tier(0))
         self.view_of = SinkView(int(tiers), config.view == "node", config.gains == "request_finish")
+
+    async def open(self) -> None:
+        """Before anything else, once. SinkError (or ConfigError) if it cannot work; then nothing is left half-open."""
+
+    def attach(self, holdings: Holdings) -> None:
+        """A new life of the notifier: what it says this sink was told, on demand. Comes before that life's `begin`."""
 
     @abstractmethod
     async def begin(self, epoch: int) -> None:
@@ -30,12 +44,4 @@ class Sink(ABC):
         """Take tasks, in order."""
 
     async def close(self) -> None:
-        """No more calls."""
-
-
-def make_sink(config: SinkConfig, block_size: int) -> Sink:
-    """The sink a config describes. Raises SinkError if it cannot work."""
-    from kvactors.flush_notifier.sinks.jsonl import JsonLinesSink
-    from kvactors.flush_notifier.sinks.memory import MemorySink
-
-    return JsonLinesSink(config, block_size) if config.kind == "jsonl" else MemorySink(config, block_size)
+        """No more calls. Must not take longer than a moment, whatever the other side does."""

@@ -19,10 +19,10 @@ import aiofiles
 import msgspec
 import numpy as np
 
-from kvactors.config import SinkConfig
 from kvactors.errors import SinkError
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.base import Sink
+from kvactors.sink_config import JsonLinesSinkConfig
 from kvactors.units import Residency, Tier, split_keys
 
 CHUNK = 16_384
@@ -36,7 +36,7 @@ class JsonLinesSink(Sink):
     """path: appended to, by this process alone; its folder must exist (SinkError otherwise). A line that a crash or a failed write cut
     short is removed before the next is written."""
 
-    def __init__(self, config: SinkConfig, block_size: int) -> None:
+    def __init__(self, config: JsonLinesSinkConfig, block_size: int) -> None:
         super().__init__(config, block_size)
         self.path = Path(config.path)
         if not self.path.parent.is_dir():

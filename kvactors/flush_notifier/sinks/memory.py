@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import anyio
 
-from kvactors.config import SinkConfig
 from kvactors.errors import SinkError
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.base import Sink
+from kvactors.sink_config import MemorySinkConfig
 from kvactors.units import KEY_BYTES, Residency, Tier, split_keys
 
 KEEP = 10_000
@@ -33,7 +33,7 @@ class MemorySink(Sink):
     then fail all the same.
     """
 
-    def __init__(self, config: SinkConfig, block_size: int) -> None:
+    def __init__(self, config: MemorySinkConfig, block_size: int) -> None:
         super().__init__(config, block_size)
         self.tasks: deque[FlushTask] = deque(maxlen=KEEP)
         self.counts: Counter[Residency] = Counter()

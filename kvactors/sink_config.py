@@ -1,0 +1,156 @@
+"""Settings of the flush sinks, one struct a kind; `kind` in TOML picks it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from kvactors.errors import ConfigError
+
+TierName = Literal["device", "host", "storage"]
+
+
+class SinkConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind"):
+    """What every sink has. name: unique, the kind if empty. tiers: what it hears of. view: per_tier (a block is reported for each
+    tier) or node (one report: resident while any of the tiers holds it). gains: when a gain is due, at commit or at request finish."""
+
+    name: str = ""
+    tiers: tuple[TierName, ...] = ("device", "host")
+    view: Literal["per_tier", "node"] = "per_tier"
+    gains: Literal["commit", "request_finish"] = "commit"
+
+    @property
+    def kind(self) -> str:
+        """As TOML says it."""
+        return str(self.__struct_config__.tag)
+
+    @property
+    def label(self) -> str:
+        """The sink's name."""
+        return self.name or self.kind
+
+    def check(self) -> None:
+        """Raise ConfigError for values that do not make sense."""
+        if not self.tiers:
+            raise ConfigError(f"flush.sinks {self.label!r}: tiers must name at least one tier")
+
+
+class MemorySinkConfig(SinkConfig, frozen=True, tag="memory"):
+    """A mirror in this process: for tests and reports."""
+
+
+class JsonLinesSinkConfig(SinkConfig, frozen=True, tag="jsonl"):
+    """JSON lines appended to a file. path: the file; its folder must exist."""
+
+    path: str = ""
+
+    def check(self) -> None:
+        """See `SinkConfig.check`."""
+        super().check()
+        if not self.path:
+            raise ConfigError(f"flush.sinks {self.label!r}: path is missing")
+
+
+class AttentionStoreSinkConfig(SinkConfig, frozen=True, tag="attention_store"):
+    """AttentionStore's token index, through its SDK (see the table `[attention_store]`). It hears of this node as a whole: a block is
+    resident while device or host holds it, and from the finish of a request on. journal: a file that remembers what was told, so
+    that a new life can take back what an earlier one left behind (empty: none)."""
+
+    view: Literal["per_tier", "node"] = "node"
+    gains: Literal["commit", "request_finish"] = "request_finish"
+    journal: str = ""
+
+    def check(self) -> None:
+        """See `SinkConfig.check`."""
+        super().check()
+        if self.view != "node":
+            raise ConfigError(f"flush.sinks {self.label!r}: AttentionStore's index knows no tiers; view must be 'node'")
+
+
+class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
+    """KV events over ZMQ as vLLM and SGLang publish them; docs/kv_events.md has the bytes.
+
+    endpoint, replay_endpoint: of the PUB and ROUTER sockets (ROUTER: none if empty); the port of a tcp endpoint is raised by dp_rank.
+    topic: of the events. dialect: map (vLLM after 0.23, SGLang) or array (older readers). media: names of the tiers, vllm (GPU, CPU, STORAGE)
+    or sglang (GPU, CPU_PINNED, EXTERNAL or DISK). hashes: int (the last 8 bytes of a block's name, unsigned) or bytes (all 32). replay:
+    five_frames (with the topic) or four_frames (older readers). replay_window: batches kept for replay. high_water_mark: messages queued
+    for a subscriber before it loses some. max_blocks: blocks in one event batch. detail_topic: of the second stream (epochs, removal
+    reasons, snapshots; off if empty). detail_endpoint: where that stream is published, the events' own socket if empty.
+    """
+
+    tiers: tuple[TierName, ...] = ("device", "host", "storage")
+    endpoint: str = "tcp://*:5557"
+    replay_endpoint: str = ""
+    topic: str = ""
+    dialect: Literal["map", "array"] = "map"
+    media: Literal["vllm", "sglang"] = "vllm"
+    hashes: Literal["int", "bytes"] = "int"
+    dp_rank: int = 0
+    replay: Literal["five_frames", "four_frames"] = "five_frames"
+    replay_window: int = 10_000
+    high_water_mark: int = 100_000
+    max_blocks: int = 1024
+    detail_topic: str = ""
+    detail_endpoint: str = ""
+
+    def check(self) -> None:
+        """See `SinkConfig.check`."""
+        super().check()
+        where = f"flush.sinks {self.label!r}"
+        if self.view != "per_tier":
+            raise ConfigError(f"{where}: KV events are told for each tier; view must be 'per_tier'")
+        for name in ("endpoint", "replay_endpoint", "detail_endpoint"):
+            value = getattr(self, name)
+            if (value or name == "endpoint") and value.partition("://")[0] not in ("tcp", "ipc", "inproc"):
+                raise ConfigError(f"{where}: {name} must begin with tcp://, ipc:// or inproc://, not {value!r}")
+        for name, low in (("dp_rank", 0), ("replay_window", 1), ("high_water_mark", 1), ("max_blocks", 1)):
+            if getattr(self, name) < low:
+                raise ConfigError(f"{where}: {name} must be at least {low}, not {getattr(self, name)}")
+        if self.detail_endpoint and not self.detail_topic:
+            raise ConfigError(f"{where}: detail_endpoint needs a detail_topic")
+        if self.detail_topic and not self.detail_endpoint and self.detail_topic.startswith(self.topic):
+            raise ConfigError(
+                f"{where}: a reader of topic {self.topic!r} would get {self.detail_topic!r} as well, and it may not bear that: give the "
+                "details a topic that does not begin like the events', or a detail_endpoint of their own"
+            )
+
+
+AnySinkConfig = MemorySinkConfig | JsonLinesSinkConfig | AttentionStoreSinkConfig | KvEventsSinkConfig
+
+
+class AttentionStoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How AttentionStore's SDK is opened; one connection serves the sink and the storage back end.
+
+    sdk: the package to import. namespace, pod_name, model_version: as FastDeploy passes them. shard_id, shard_num: tensor-parallel rank
+    and ranks; rank 0 alone reports to the index. layer_num, bytes_per_shard_layer_per_block: taken from the layout if 0. role_suffix:
+    append `_{splitwise_role}_{dp_id}` to the pod's name. platform: cuda passes the constructor's longer argument list. ready_timeout,
+    ready_interval: seconds to wait for "cuda memory not ready" to pass, and between looks.
+    """
+
+    sdk: str = "attentionstore_sdk"
+    namespace: str = "default_ns"
+    pod_name: str = "default_pod"
+    model_version: str = "v0"
+    shard_id: int = 0
+    shard_num: int = 1
+    layer_num: int = 0
+    bytes_per_shard_layer_per_block: int = 0
+    device_id: int = 0
+    dp_id: int = 0
+    splitwise_role: str = "mixed"
+    role_suffix: bool = True
+    platform: Literal["cuda", "other"] = "other"
+    ready_timeout: float = 300.0
+    ready_interval: float = 5.0
+
+    def check(self) -> None:
+        """Raise ConfigError for values that do not make sense."""
+        if not 0 <= self.shard_id < self.shard_num:
+            raise ConfigError(f"attention_store.shard_id must be in 0..{self.shard_num - 1}, not {self.shard_id}")
+        for name in ("ready_timeout", "ready_interval"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ConfigError(f"attention_store.{name} must be a positive number of seconds, not {getattr(self, name)}")
+        for name in ("layer_num", "bytes_per_shard_layer_per_block", "device_id", "dp_id"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"attention_store.{name} must not be negative")
