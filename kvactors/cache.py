@@ -18,7 +18,7 @@ from kvactors.actor.clock import deadline_after
 from kvactors.config import Config
 from kvactors.device.base import Device
 from kvactors.errors import CacheClosed, ChannelError, DeadlineExceeded, LeaseEnded, NoRoom, Paused
-from kvactors.flush_notifier.messages import Settle
+from kvactors.flush_notifier.messages import PLAIN, Origin, Settle
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.native import Path
 from kvactors.observe.statistics import CacheStatistics, collect, invariants, residency
@@ -201,10 +201,11 @@ class KVCache:
             positions, hashes = [(o, n) for o, n, _ in extra_keys], [h for _, _, h in extra_keys]
             for block, extra in block_extras(path.num_full_blocks, self.block_size, positions, hashes, path.num_tokens).items():
                 path.set_extra(block, extra)
+        origin = PLAIN if salt is None and lora is None else Origin(lora, salt)
         lease = next(self._leases)
         at = deadline_after(self.config.cache.deadline if deadline is None else deadline)
         try:
-            granted = await self._index.ask(Acquire(lease, request_id, path, at, wait), deadline=at)
+            granted = await self._index.ask(Acquire(lease, request_id, path, at, wait, origin), deadline=at)
         except (NoRoom, Paused):
             raise
         except BaseException:

@@ -72,16 +72,20 @@ class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
     """KV events over ZMQ as vLLM and SGLang publish them; docs/kv_events.md has the bytes.
 
     endpoint, replay_endpoint: of the PUB and ROUTER sockets (ROUTER: none if empty); the port of a tcp endpoint is raised by dp_rank.
-    topic: of the events. dialect: map (vLLM after 0.23, SGLang) or array (older readers). media: names of the tiers, vllm (GPU, CPU, STORAGE)
-    or sglang (GPU, CPU_PINNED, EXTERNAL or DISK). hashes: int (the last 8 bytes of a block's name, unsigned) or bytes (all 32). replay:
-    five_frames (with the topic) or four_frames (older readers). replay_window: batches kept for replay. high_water_mark: messages queued
-    for a subscriber before it loses some. max_blocks: blocks in one event batch. detail_topic: of the second stream (epochs, removal
-    reasons, snapshots; off if empty). detail_endpoint: where that stream is published, the events' own socket if empty.
+    bind: whether the publisher listens or connects; auto listens at ipc, inproc and this machine's own addresses (*, ::, localhost, 127.*).
+    topic: of the events. dialect: map (vLLM after 0.23, SGLang) or array (older readers). media: names of the tiers, vllm (GPU, CPU,
+    STORAGE) or sglang (GPU, CPU_PINNED, DISK). hashes: int (the last 8 bytes of a block's name, unsigned) or bytes (all 32).
+    replay: five_frames (with the topic) or four_frames (older readers). replay_window: batches kept for replay, replay_bytes: bytes of
+    them at most. high_water_mark: messages queued for a subscriber before it loses some. max_blocks: blocks in one event batch.
+    detail_topic: of the second stream (epochs, removal reasons, snapshots; off if empty). detail_endpoint: where that stream is
+    published, the events' own socket if empty. snapshot_interval: seconds between snapshots on that stream (0: only when a reader
+    asks, through replay_endpoint).
     """
 
     tiers: tuple[TierName, ...] = ("device", "host", "storage")
     endpoint: str = "tcp://*:5557"
     replay_endpoint: str = ""
+    bind: Literal["auto", "bind", "connect"] = "auto"
     topic: str = ""
     dialect: Literal["map", "array"] = "map"
     media: Literal["vllm", "sglang"] = "vllm"
@@ -89,10 +93,12 @@ class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
     dp_rank: int = 0
     replay: Literal["five_frames", "four_frames"] = "five_frames"
     replay_window: int = 10_000
+    replay_bytes: int = 256 << 20
     high_water_mark: int = 100_000
-    max_blocks: int = 1024
+    max_blocks: int = 256
     detail_topic: str = ""
     detail_endpoint: str = ""
+    snapshot_interval: float = 0.0
 
     def check(self) -> None:
         """See `SinkConfig.check`."""
@@ -104,11 +110,18 @@ class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
             value = getattr(self, name)
             if (value or name == "endpoint") and value.partition("://")[0] not in ("tcp", "ipc", "inproc"):
                 raise ConfigError(f"{where}: {name} must begin with tcp://, ipc:// or inproc://, not {value!r}")
-        for name, low in (("dp_rank", 0), ("replay_window", 1), ("high_water_mark", 1), ("max_blocks", 1)):
+        for name, low in (
+            ("dp_rank", 0),
+            ("replay_window", 1),
+            ("replay_bytes", 1),
+            ("snapshot_interval", 0),
+            ("high_water_mark", 1),
+            ("max_blocks", 1),
+        ):
             if getattr(self, name) < low:
                 raise ConfigError(f"{where}: {name} must be at least {low}, not {getattr(self, name)}")
-        if self.detail_endpoint and not self.detail_topic:
-            raise ConfigError(f"{where}: detail_endpoint needs a detail_topic")
+        if (self.detail_endpoint or self.snapshot_interval) and not self.detail_topic:
+            raise ConfigError(f"{where}: detail_endpoint and snapshot_interval need a detail_topic")
         if self.detail_topic and not self.detail_endpoint and self.detail_topic.startswith(self.topic):
             raise ConfigError(
                 f"{where}: a reader of topic {self.topic!r} would get {self.detail_topic!r} as well, and it may not bear that: give the "

@@ -74,7 +74,8 @@ class FlushNotifier(Actor):
         super().__init__(ref)
         self.epoch = epoch + ref.life
         self.config = config
-        self.ledger = Ledger(block_size, [sink.view_of for sink in sinks], limbo)
+        takes_clear = [i for i, sink in enumerate(sinks) if sink.takes_clear]
+        self.ledger = Ledger(block_size, [sink.view_of for sink in sinks], limbo, takes_clear)
         self.deliveries = [Delivery(sink, config.retry_min) for sink in sinks]
         self._by_name = {delivery.sink.name: i for i, delivery in enumerate(self.deliveries)}
         self._settling: list[Settling] = []

@@ -8,11 +8,11 @@ resident, believed resident, or above such a block.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 
 from kvactors.flush_notifier.messages import Announced
-from kvactors.flush_notifier.runs import LAST, Batch, Entry, Holding, Run, as_task, join, ordered
+from kvactors.flush_notifier.runs import LAST, Batch, Entry, Holding, Run, as_task, clear_task, join, ordered
 from kvactors.flush_notifier.view import SinkView
 from kvactors.units import ALL_TIERS, Reason, Tier, split_keys
 
@@ -30,9 +30,10 @@ BITS = tuple([int(tier) for tier in Tier if tier & tiers] for tiers in range(ALL
 
 
 class Ledger:
-    """views: one per sink. limbo: blocks remembered although they are nowhere."""
+    """views: one per sink. limbo: blocks remembered although they are nowhere. takes_clear: the sinks to which "everything is gone" may
+    be told as one task."""
 
-    def __init__(self, block_size: int, views: list[SinkView], limbo: int = LIMBO) -> None:
+    def __init__(self, block_size: int, views: list[SinkView], limbo: int = LIMBO, takes_clear: Collection[int] = ()) -> None:
         self.block_bytes = 4 * block_size
         self.views = views
         self.entries: dict[bytes, Entry] = {}
@@ -40,6 +41,8 @@ class Ledger:
         self.clock = 0  # counts the differences that began
         self.dirty: list[dict[Entry, int]] = [{} for _ in views]  # per sink, when they began to differ, in that order
         self.coalesced = [0] * len(views)
+        self._takes_clear = takes_clear
+        self._cleared: set[int] = set()  # of those sinks: everything they believe was gone at once, and they have not been told
         self._tables = [view.table() for view in views]
         self._limbo: dict[Entry, None] = {}
         self._limbo_bound = max(1, limbo)
@@ -104,6 +107,12 @@ class Ledger:
         for entry in [entry for entry in self.entries.values() if entry.truth & bit]:
             self._lose(entry, bit, reason)
         self.unnamed = {key: tiers & ~bit for key, tiers in self.unnamed.items() if tiers & ~bit}
+        if reason is Reason.CLEAR:
+            self._cleared.update(i for i in self._takes_clear if not self._anything(i))
+
+    def _anything(self, sink: int) -> bool:
+        table = self._tables[sink]
+        return any(table[entry.truth] for entry in self.entries.values())
 
     def _lose(self, entry: Entry, bit: int, reason: Reason) -> None:
         if entry.truth & bit:
@@ -158,6 +167,10 @@ class Ledger:
     def take(self, sink: int, limit: int, epoch: int) -> Batch:
         """The next differences of a sink, at most `limit` blocks, in the order of `runs.ordered`; they are in delivery until
         `delivered` or `refused`. A gain takes along the gains above it that are pending."""
+        if sink in self._cleared:
+            self._cleared.discard(sink)
+            if self.dirty[sink]:
+                return Batch([clear_task(self.views[sink].tiers, epoch)], [], [*self.entries.values()])
         losses: dict[int, list[Entry]] = {}
         gains: dict[int, list[Entry]] = {}
         for entry in self._pick(sink, limit):
@@ -189,6 +202,8 @@ class Ledger:
 
     def delivered(self, sink: int, batch: Batch) -> None:
         """The sink took these: it believes them now, whatever has become true since."""
+        if batch.cleared:
+            self._end_clear(sink, batch.cleared)
         for entries, bit, resident, _ in batch.runs:
             settled, believed = ~(bit | bit << UNSURE), bit if resident else 0
             for entry in entries:
@@ -198,10 +213,29 @@ class Ledger:
 
     def refused(self, sink: int, batch: Batch) -> None:
         """No answer, or a bad one. The sink may have taken any of these all the same: they are told again, whatever is true then."""
+        if batch.cleared:
+            self._cleared.add(sink)
+            for entry in batch.cleared:
+                entry.states[sink] |= (entry.states[sink] & ALL_TIERS.value) << UNSURE
+                self._look(entry)
         for run in batch.runs:
             for entry in run.entries:
                 entry.states[sink] |= run.bit << UNSURE
         self._end(batch)
+
+    def _end_clear(self, sink: int, entries: Sequence[Entry]) -> None:
+        """The sink forgot everything. What has come back meanwhile differs since before anything else."""
+        later, self.dirty[sink] = self.dirty[sink], {}
+        believed = [entry for entry in entries if entry.states[sink]]
+        for entry in believed:
+            entry.states[sink] = 0
+            later.pop(entry, None)
+            if self.due(entry, sink):
+                self.dirty[sink][entry] = 0
+        self.dirty[sink].update(later)
+        for entry in reversed(believed):
+            if not entry.truth and entry.idle():
+                self._remember(entry)
 
     def _end(self, batch: Batch) -> None:
         for run in batch.runs:

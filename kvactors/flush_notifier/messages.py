@@ -72,8 +72,9 @@ class FlushTask(Message, frozen=True, eq=False):
     """What a sink is told: blocks [start_block_idx, start_block_idx + count) of a path are resident, or gone. It carries no KV data.
 
     tokens: the complete path from the root to the deepest block concerned, little-endian uint32 (shared, immutable):
-    (start_block_idx + count) whole blocks. keys: names of the `count` blocks, 32 bytes each. parent: name of the block before
-    them (the root key if start_block_idx is 0). epoch: the notifier's life; everything told in an earlier epoch is void.
+    (start_block_idx + count) whole blocks. count 0: everything is gone (only to sinks that take it so). keys: names of the `count`
+    blocks, 32 bytes each. parent: name of the block before them (the root key if start_block_idx is 0). epoch: the notifier's life;
+    everything told in an earlier epoch is void.
     """
 
     tokens: bytes

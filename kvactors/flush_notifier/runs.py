@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from kvactors.flush_notifier.messages import FlushTask, Origin
@@ -62,10 +62,12 @@ class Run(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """One delivery: what the sink is told, and the runs behind the tasks, one for one."""
+    """One delivery: what the sink is told, and the runs behind the tasks, one for one; or that all of `cleared` (everything known then)
+    is gone."""
 
     tasks: list[FlushTask]
     runs: list[Run]
+    cleared: Sequence[Entry] = ()
 
 
 class Holding(NamedTuple):
@@ -116,6 +118,11 @@ def as_task(run: Run, epoch: int) -> FlushTask:
         epoch,
         first.origin,
     )
+
+
+def clear_task(tiers: int, epoch: int) -> FlushTask:
+    """Everything is gone from every tier that a sink hears of."""
+    return FlushTask(b"", 0, 0, b"", b"", Residency.GONE, Tier(tiers), Reason.CLEAR, epoch)
 
 
 def path_tokens(entry: Entry) -> bytes:

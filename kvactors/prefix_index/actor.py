@@ -11,7 +11,6 @@ from kvactors.actor.clock import now
 from kvactors.cpu_evictor.messages import Admit, Cancel, ClearHost, Discard, Load, Offload, Place
 from kvactors.errors import LeaseEnded, NoRoom, NotReady, Paused
 from kvactors.flush_notifier.messages import Announced, Cleared, Gone
-from kvactors.native import DEVICE
 from kvactors.prefix_index.index import Match
 from kvactors.prefix_index.messages import (
     Abandon,
@@ -76,6 +75,7 @@ class PrefixIndex(Room):
             self.after(max(0.0, message.deadline - now()), Expired(message.lease))
             return
         path, index = message.path, self.index
+        self.remember_origin(path.root, message.origin)
         needed = index.blocks_for(path.num_tokens)
         if index.pool.free < needed and not (self.saves or index.could_fit(path, needed, self.coming() - self.owed())):
             self._refuse_room(envelope, needed)
@@ -363,14 +363,7 @@ class PrefixIndex(Room):
             self.data_plane_restarted()
         elif message.name == "flush_notifier":
             self.index.tree.clear_announced()
-            self._announce_all()
-
-    def _announce_all(self) -> None:
-        roots = self.index.tree.paths()
-        for root, tokens, keys, states in roots:
-            run = next((j for j, state in enumerate(states) if not state & DEVICE), len(states))
-            if self.announce:
-                self.tell(self.notifier, Announced(root, tokens, keys, 0, run, Tier.DEVICE, Reason.REQUEST_FINISH))
+            self.announce_all()
 
     # -- for inspection
 

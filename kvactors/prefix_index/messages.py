@@ -6,6 +6,7 @@ from typing import Any
 
 from kvactors.actor import Ask, Control
 from kvactors.actor.message import Message
+from kvactors.flush_notifier.messages import PLAIN, Origin
 from kvactors.native import Path
 
 
@@ -42,7 +43,7 @@ class Acquire(Ask[Granted], frozen=True, eq=False):
     """Blocks for a request: match, pin, take device blocks. Answered with NoRoom if even eviction cannot make room.
 
     lease: the door's number for the lease. path: the request's tokens; the index owns it from here on. deadline: absolute loop
-    time for everything the lease loads. wait: whether to wait for evictions that need a copy first.
+    time for everything the lease loads. wait: whether to wait for evictions that need a copy first. origin: what is in the path's root.
     """
 
     lease: int
@@ -50,6 +51,7 @@ class Acquire(Ask[Granted], frozen=True, eq=False):
     path: Path
     deadline: float
     wait: bool = True
+    origin: Origin = PLAIN
 
 
 class Ready(Ask[Landed], frozen=True, eq=False):

@@ -10,8 +10,8 @@ from kvactors.actor import Actor, ActorRef, on
 from kvactors.actor.clock import now
 from kvactors.cpu_evictor.messages import Cancel, Discard, Load, Offload, Place
 from kvactors.errors import NoRoom
-from kvactors.flush_notifier.messages import Announced, Gone
-from kvactors.native import HOST, BlockTree, Path
+from kvactors.flush_notifier.messages import PLAIN, Announced, Gone, Origin
+from kvactors.native import DEVICE, HOST, BlockTree, Path
 from kvactors.prefix_index.index import BlockIndex, pick_keys
 from kvactors.prefix_index.messages import Admitted, HostGained, HostGone, Landed, Loaded, Offloaded, Overdue
 from kvactors.prefix_index.records import EvictOp, Lease, LoadOp, Segment
@@ -19,6 +19,10 @@ from kvactors.units import Reason, Tier
 
 GRACE = 1.0
 """Seconds past a load's deadline after which its leases go on without it, in other device blocks."""
+
+
+ORIGINS = 65_536
+"""Roots with an adapter or a salt that are remembered."""
 
 
 class Transfers(Actor):
@@ -53,6 +57,7 @@ class Transfers(Actor):
         self.saves: dict[int, tuple[BlockTree, Path]] = {}
         self.evicted = self.rescued = self.overdue_loads = 0
         self.device_hits = self.host_hits = self.storage_hits = 0
+        self.origins: dict[bytes, Origin] = {}  # by root; those without adapter and salt are left out
         self.ops = count(1)
 
     @abstractmethod
@@ -280,13 +285,28 @@ class Transfers(Actor):
 
     # -- telling the notifier and the evictor
 
+    def remember_origin(self, root: bytes, origin: Origin) -> None:
+        """What is in a root, for whoever is told of blocks below it; the oldest of very many are forgotten."""
+        if origin is not PLAIN and root not in self.origins:
+            self.origins[root] = origin
+            if len(self.origins) > ORIGINS:
+                del self.origins[next(iter(self.origins))]
+
     def announced(self, path: Path, start: int, stop: int, reason: Reason) -> None:
         """Blocks [start, stop) of the path are on the device."""
         if self.announce:
-            self.tell(
-                self.notifier,
-                Announced(path.root, path.tokens(0, stop), path.keys(0, stop), start, stop - start, Tier.DEVICE, reason),
-            )
+            self._announce(path.root, path.tokens(0, stop), path.keys(0, stop), start, stop - start, reason)
+
+    def announce_all(self) -> None:
+        """Tell a notifier that knows nothing every path."""
+        if self.announce:
+            for root, tokens, keys, states in self.index.tree.paths():
+                run = next((j for j, state in enumerate(states) if not state & DEVICE), len(states))
+                self._announce(root, tokens, keys, 0, run, Reason.REQUEST_FINISH)
+
+    def _announce(self, root: bytes, tokens: bytes, keys: bytes, start: int, count: int, reason: Reason) -> None:
+        origin = self.origins.get(root, PLAIN)
+        self.tell(self.notifier, Announced(root, tokens, keys, start, count, Tier.DEVICE, reason, origin))
 
     def gone(self, keys: bytes, reason: Reason) -> None:
         """These left the device."""

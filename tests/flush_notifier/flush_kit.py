@@ -48,8 +48,8 @@ def finished(*branch: int) -> Announced:
     return announced(*branch, reason=Reason.REQUEST_FINISH)
 
 
-def ledger(*views, limbo=100) -> Ledger:
-    return Ledger(BLOCK, list(views) or [PER_TIER], limbo)
+def ledger(*views, limbo=100, takes_clear=()) -> Ledger:
+    return Ledger(BLOCK, list(views) or [PER_TIER], limbo, takes_clear)
 
 
 def settle(book: Ledger, sink: int = 0):

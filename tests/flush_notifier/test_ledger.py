@@ -270,3 +270,75 @@ def test_a_path_with_tokens_missing_is_refused():
     with pytest.raises(AssertionError, match="a name for each block"):
         book.announce(Announced(ROOT, tokens[:-4], keys, 0, 2, Tier.DEVICE, Reason.COMMIT))
     assert not book.entries
+
+
+# -- everything gone, to a sink that takes it as one
+
+
+def test_a_full_clear_is_one_task_without_a_path():
+    book = ledger(PER_TIER, PER_TIER, takes_clear=[1])
+    book.announce(announced(1, 2, 3))
+    book.gain(path(1, 2)[1], Tier.HOST, Reason.OFFLOAD)
+    settle(book, 0)
+    settle(book, 1)
+    book.clear(Tier.DEVICE, Reason.CLEAR)
+    assert not book._cleared, "the host holds some"
+    book.clear(Tier.HOST, Reason.CLEAR)
+    assert [task.count for task in settle(book, 0)] == [3, 2], "run by run"
+    assert [(task.count, task.tokens, task.residency, task.reason) for task in settle(book, 1)] == [
+        (0, b"", Residency.GONE, Reason.CLEAR)
+    ]
+    assert not list(book.believed(1))
+    book.check()
+
+
+@pytest.mark.parametrize("answered", [True, False])
+def test_what_comes_back_while_a_clear_is_told_is_told_again(answered):
+    book = ledger(PER_TIER, takes_clear=[0])
+    book.announce(announced(1, 2, 3))
+    settle(book)
+    book.clear(Tier.DEVICE, Reason.CLEAR)
+    batch = book.take(0, 100, 1)
+    book.announce(announced(1, 2))
+    (book.delivered if answered else book.refused)(0, batch)
+    book.check()
+    tasks = [*settle(book), *settle(book)]
+    assert [task.count for task in tasks] == ([2] if answered else [0, 2])
+    assert dict(book.believed(0)) == dict.fromkeys(names(1, 2), int(Tier.DEVICE))
+    book.check()
+
+
+def test_a_restart_is_no_clear():
+    book = ledger(PER_TIER, takes_clear=[0])
+    book.announce(announced(1))
+    settle(book)
+    book.clear(Tier.DEVICE, Reason.RESTART)
+    assert [task.count for task in settle(book)] == [1]
+
+
+# -- the barrier
+
+
+def test_told_until_says_how_far_a_sink_has_been_told():
+    book = ledger()
+    book.announce(announced(1))
+    mark = book.clock
+    book.announce(announced(2))
+    assert book.told_until(0) < mark
+    batch = book.take(0, 1, 1)
+    book.refused(0, batch)
+    assert book.told_until(0) < mark
+    book.delivered(0, book.take(0, 1, 1))
+    assert mark <= book.told_until(0) < book.clock
+    settle(book)
+    assert book.told_until(0) == book.clock
+
+
+def test_a_change_during_its_delivery_began_later():
+    book = ledger()
+    book.announce(announced(1))
+    batch, mark = book.take(0, 1, 1), book.clock
+    book.lose(names(1)[0], Tier.DEVICE, Reason.DEVICE_DROP)
+    book.delivered(0, batch)
+    assert book.pending(0) == 1
+    assert book.told_until(0) == mark

@@ -21,7 +21,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.book = ledger(*VIEWS, limbo=10_000)
+        self.book = ledger(*VIEWS, limbo=10_000, takes_clear=[0])
         self.truth: dict[bytes, int] = {}
         self.paths: dict[bytes, bytes] = {}
         self.finished: set[bytes] = set()
@@ -65,6 +65,11 @@ class LedgerMachine(RuleBasedStateMachine):
         self.book.clear(tier, Reason.CLEAR)
         self.truth = {key: mask & ~tier for key, mask in self.truth.items()}
 
+    @rule()
+    def clear_everything(self):
+        for tier in Tier:
+            self.clear(tier)
+
     @rule(sink=sinks, limit=st.integers(1, 6))
     def take(self, sink, limit):
         if self.flying[sink] is None:
@@ -84,6 +89,11 @@ class LedgerMachine(RuleBasedStateMachine):
         mirror, gained = self.mirrors[sink], False
         for task in self.flying[sink].tasks:
             keys, bit = split_keys(task.keys), int(task.tier)
+            if not task.count:
+                assert sink == 0
+                assert len(self.flying[sink].tasks) == 1
+                mirror.clear()
+                continue
             assert task.epoch == 7
             assert len(keys) == task.count >= 1
             for i, key in enumerate(keys):
@@ -110,6 +120,8 @@ class LedgerMachine(RuleBasedStateMachine):
     def what_no_difference_is_pending_for_is_believed_rightly(self):
         """Of every block that is neither pending nor under way: the mirror says what is true, except gains not yet due."""
         for sink, mirror in enumerate(self.mirrors):
+            if self.flying[sink] and self.flying[sink].cleared:
+                continue
             under_way = {k for task in (self.flying[sink].tasks if self.flying[sink] else ()) for k in split_keys(task.keys)}
             pending = {entry.key for entry in self.book.dirty[sink]} | under_way
             for key in (self.paths.keys() | mirror.keys()) - pending:

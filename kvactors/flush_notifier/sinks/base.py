@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar
 
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.runs import Holding
@@ -22,6 +23,9 @@ class Sink(ABC):
     may be given up at its deadline (its task is cancelled) and repeated with what is true then, so a sink must bear hearing the same
     twice. Errors are raised, SinkError or whatever the edge gives.
     """
+
+    takes_clear: ClassVar[bool] = False
+    """Whether "everything is gone" may be told as one task, with count 0 and no path, instead of run by run."""
 
     def __init__(self, config: SinkConfig, block_size: int) -> None:
         self.name = config.label

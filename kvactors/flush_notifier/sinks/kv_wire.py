@@ -1,0 +1,161 @@
+"""KV events on the wire, as vLLM and SGLang publish and read them (vllm/distributed/kv_events.py; docs/kv_events.md has golden bytes).
+
+A batch is a msgpack array [timestamp in seconds, events, data-parallel rank]. An event is a map with its class under `type` (vLLM after
+0.23, SGLang 0.5.23), or an array with the class first (older vLLM); in maps, fields that have their default are left out.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from kvactors.flush_notifier.messages import FlushTask, Origin
+from kvactors.sink_config import KvEventsSinkConfig
+from kvactors.units import KEY_BYTES, Residency, Tier
+
+MEDIA = {
+    "vllm": {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.STORAGE: "STORAGE"},
+    "sglang": {Tier.DEVICE: "GPU", Tier.HOST: "CPU_PINNED", Tier.STORAGE: "DISK"},
+}
+"""By dialect: what a tier is called."""
+
+END = (1 << 64) - 1
+"""In place of a sequence number: the end of a reply."""
+
+Hash = int | bytes
+
+
+class BlockStored(msgspec.Struct, frozen=True, tag=True, tag_field="type", omit_defaults=True):
+    """Blocks of one path, each the parent of the next, are on `medium`. parent_block_hash: None at the start of a sequence. token_ids: of
+    all these blocks. extra_keys: per block, what beside tokens is in its hash."""
+
+    block_hashes: list[Hash]
+    parent_block_hash: Hash | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[Any] | None = None
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, tag=True, tag_field="type", omit_defaults=True):
+    """Blocks have left `medium`."""
+
+    block_hashes: list[Hash]
+    medium: str | None
+
+
+class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True, tag_field="type", omit_defaults=True):
+    """Nothing is held any more, on any medium."""
+
+
+class StoredArray(BlockStored, frozen=True, array_like=True, tag="BlockStored"):
+    """The same for older readers."""
+
+
+class RemovedArray(BlockRemoved, frozen=True, array_like=True, tag="BlockRemoved"):
+    """The same for older readers."""
+
+
+class ClearedArray(AllBlocksCleared, frozen=True, array_like=True, tag="AllBlocksCleared"):
+    """The same for older readers."""
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class Dialect(NamedTuple):
+    """How a reader wants it."""
+
+    stored: type[BlockStored]
+    removed: type[BlockRemoved]
+    cleared: type[AllBlocksCleared]
+    media: dict[Tier, str]
+    as_bytes: bool
+    block_size: int
+
+    @classmethod
+    def of(cls, config: KvEventsSinkConfig, block_size: int) -> Dialect:
+        """The dialect that a sink is configured for."""
+        kinds: tuple[Any, Any, Any] = (BlockStored, BlockRemoved, AllBlocksCleared)
+        if config.dialect == "array":
+            kinds = (StoredArray, RemovedArray, ClearedArray)
+        return cls(*kinds, MEDIA[config.media], config.hashes == "bytes", block_size)
+
+    def hashes(self, keys: bytes) -> list[Hash]:
+        """Names as readers know them: the last 8 bytes as a big-endian unsigned number, or all 32."""
+        if self.as_bytes:
+            return [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)]
+        return list(struct.unpack(">" + "24xQ" * (len(keys) // KEY_BYTES), keys))
+
+    def stored_event(self, keys: bytes, parent: bytes, tokens: bytes, tier: Tier, position: int, origin: Origin) -> BlockStored:
+        """tokens: of these blocks alone. position: of the first of them in its path; at 0 there is no parent."""
+        count = len(keys) // KEY_BYTES
+        return self.stored(
+            self.hashes(keys),
+            self.hashes(parent)[0] if position else None,
+            list(struct.unpack(f"<{len(tokens) // 4}I", tokens)),
+            self.block_size,
+            None,
+            self.media[tier],
+            origin.lora,
+            extra_keys(origin, position, count),
+        )
+
+    def events(self, task: FlushTask, max_blocks: int) -> Iterator[Event]:
+        """A task as events of at most `max_blocks` blocks each."""
+        if not task.count:
+            yield self.cleared()
+            return
+        size = 4 * self.block_size
+        for start in range(0, task.count, max_blocks):
+            keys = task.keys[KEY_BYTES * start : KEY_BYTES * (start + max_blocks)]
+            if task.residency is Residency.GONE:
+                yield self.removed(self.hashes(keys), self.media[task.tier])
+                continue
+            position = task.start_block_idx + start
+            parent = task.keys[KEY_BYTES * (start - 1) : KEY_BYTES * start] if start else task.parent
+            tokens = task.tokens[size * position : size * (position + len(keys) // KEY_BYTES)]
+            yield self.stored_event(keys, parent, tokens, task.tier, position, task.origin)
+
+
+def extra_keys(origin: Origin, position: int, count: int) -> list[Any] | None:
+    """Per block, the adapter's name and, in a sequence's first block, the cache salt; None if there is neither."""
+    if origin.lora is None and (origin.salt is None or position):
+        return None
+    lora = [] if origin.lora is None else [origin.lora]
+    keys: list[list[str] | None] = [lora or None] * count
+    if origin.salt is not None and not position:
+        keys[0] = [*lora, origin.salt]
+    return keys
+
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode_batch(timestamp: float, events: Sequence[Any], dp_rank: int) -> bytes:
+    """A batch as its payload frame."""
+    return _encoder.encode((timestamp, events, dp_rank))
+
+
+def encode_sequence(number: int) -> bytes:
+    """A sequence number as its frame: 8 bytes, big-endian."""
+    return number.to_bytes(8, "big")
+
+
+MapEvents = list[BlockStored | BlockRemoved | AllBlocksCleared]
+ArrayEvents = list[StoredArray | RemovedArray | ClearedArray]
+_decoders: dict[str, Any] = {
+    "map": msgspec.msgpack.Decoder(tuple[float, MapEvents, int | None]),
+    "array": msgspec.msgpack.Decoder(tuple[float, ArrayEvents, int | None]),
+}
+
+
+def decode_batch(payload: bytes, dialect: Literal["map", "array"] = "map") -> tuple[float, Sequence[Event], int | None]:
+    """A payload frame as timestamp, events and rank. msgspec.DecodeError (or its ValidationError) if it is none."""
+    decoded: tuple[float, Sequence[Event], int | None] = _decoders[dialect].decode(payload)
+    return decoded
