@@ -31,6 +31,9 @@ def sha256_accelerated() -> bool:
 def chain_keys(parent: bytes, tokens: Tokens, block_size: int) -> bytes:
     """Names of all full blocks of `tokens` under `parent` (32 bytes), without extra keys: n x 32 bytes."""
 
+def pack_tokens(tokens: bytes) -> bytes:
+    """Little-endian uint32 tokens as a MessagePack array of numbers. ValueError for a broken last token."""
+
 class Path:
     """One request's tokens, the names of its blocks, the nodes it holds and its device block table.
 

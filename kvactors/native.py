@@ -16,6 +16,7 @@ try:
         copy_bytes,
         fill_blocks,
         gather,
+        pack_tokens,
         scatter,
         sha256_accelerated,
         touch,
@@ -28,5 +29,5 @@ except ImportError as error:
 
 __all__ = [
     "DEVICE", "HOST", "KEY_BYTES", "LOADING", "OFFLOADING", "BlockTree", "Path", "chain_keys", "check_blocks", "copy_bytes",
-    "fill_blocks", "gather", "scatter", "sha256_accelerated", "touch",
+    "fill_blocks", "gather", "pack_tokens", "scatter", "sha256_accelerated", "touch",
 ]  # fmt: skip

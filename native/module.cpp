@@ -358,6 +358,13 @@ nb::bytes chain_keys(const nb::bytes& parent, nb::handle tokens, Id block_size) 
     return bytes_of(path.names.data(), path.names.size());
 }
 
+nb::bytes pack_tokens(const nb::bytes& tokens) {
+    const std::size_t count = tokens.size() / 4;
+    if (tokens.size() % 4 || count > 0xffffffff) throw nb::value_error("tokens must be whole little-endian uint32");
+    std::vector<u8> out(5 * count + 5);
+    return bytes_of(out.data(), pack_msgpack(reinterpret_cast<const u8*>(tokens.c_str()), count, out.data()));
+}
+
 }  // namespace
 }  // namespace kvactors
 
@@ -370,6 +377,7 @@ NB_MODULE(_native, m) {
     m.attr("OFFLOADING") = int(kOffloading);
     m.def("sha256_accelerated", &sha256_accelerated);
     m.def("chain_keys", &chain_keys, "parent"_a, "tokens"_a, "block_size"_a);
+    m.def("pack_tokens", &pack_tokens, "tokens"_a);
     bind_path(m);
     bind_tree(m);
     bind_copy(m);

@@ -52,4 +52,23 @@ KVACTORS_WIDE bool narrow(IntKind kind, const void* source, std::ptrdiff_t strid
     return false;
 }
 
+std::size_t pack_msgpack(const u8* source, std::size_t count, u8* out) {
+    u8* at = out;
+    const auto put = [&at](u8 tag, u32 value, int bytes) {
+        *at++ = tag;
+        for (int shift = 8 * (bytes - 1); shift >= 0; shift -= 8) *at++ = u8(value >> shift);
+    };
+    if (count < 16) *at++ = u8(0x90 | count);
+    else if (count < 65536) put(0xdc, u32(count), 2);
+    else put(0xdd, u32(count), 4);
+    for (std::size_t i = 0; i < count; ++i, source += 4) {
+        const u32 value = u32(source[0]) | u32(source[1]) << 8 | u32(source[2]) << 16 | u32(source[3]) << 24;
+        if (value < 128) *at++ = u8(value);
+        else if (value < 256) put(0xcc, value, 1);
+        else if (value < 65536) put(0xcd, value, 2);
+        else put(0xce, value, 4);
+    }
+    return std::size_t(at - out);
+}
+
 }  // namespace kvactors

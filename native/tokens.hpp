@@ -11,4 +11,8 @@ enum class IntKind : u8 { i8, u8, i16, u16, i32, u32, i64, u64 };
 // (then `out` holds rubbish, which the caller drops).
 bool narrow(IntKind kind, const void* source, std::ptrdiff_t stride, std::size_t count, u32* out);
 
+// Writes `count` little-endian uint32 at `source` as a MessagePack array (https://github.com/msgpack/msgpack/blob/master/spec.md), each
+// in its shortest form. `out` has room for 5 * count + 5 bytes; returns how many were written.
+std::size_t pack_msgpack(const u8* source, std::size_t count, u8* out);
+
 }  // namespace kvactors

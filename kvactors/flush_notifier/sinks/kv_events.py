@@ -15,8 +15,8 @@ from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.runs import Holding
 from kvactors.flush_notifier.sinks.base import Holdings, Sink
 from kvactors.flush_notifier.sinks.kv_replay import BURST, ReplayServer, Window
-from kvactors.flush_notifier.sinks.kv_sockets import Sockets, offset
-from kvactors.flush_notifier.sinks.kv_wire import Dialect, Event, encode_batch, encode_sequence
+from kvactors.flush_notifier.sinks.kv_sockets import Sockets, offset, send
+from kvactors.flush_notifier.sinks.kv_wire import Dialect, Event, encode_batch
 from kvactors.sink_config import KvEventsSinkConfig
 from kvactors.units import Tier
 
@@ -121,13 +121,13 @@ class KvEventsSink(Sink):
     def _publish(self, events: Sequence[Event]) -> None:
         payload = encode_batch(time.time(), events, self.config.dp_rank)
         self._window.add(self.sequence, payload)
-        self._socket.send_multipart((self._topic, encode_sequence(self.sequence), payload))
+        send(self._socket, self._topic, self.sequence, payload)
         self.sequence += 1
 
     def _tell_detail(self, record: dict[str, Any]) -> None:
         if self._detail_topic:
             payload = encode_batch(time.time(), [record], self.config.dp_rank)
-            self._detail.send_multipart((self._detail_topic, encode_sequence(self.detail_sequence), payload))
+            send(self._detail, self._detail_topic, self.detail_sequence, payload)
             self.detail_sequence += 1
 
     # -- snapshots
@@ -152,7 +152,7 @@ class KvEventsSink(Sink):
         while True:
             await asyncio.sleep(interval)
             async for part in self.snapshot():
-                self._detail.send_multipart((self._detail_topic, encode_sequence(self.detail_sequence), part))
+                send(self._detail, self._detail_topic, self.detail_sequence, part)
                 self.detail_sequence += 1
 
     def statistics(self) -> KvEventsStatistics:

@@ -15,8 +15,8 @@ from typing import Any
 
 import anyio
 import structlog
-import zmq
 
+from kvactors.flush_notifier.sinks.kv_sockets import zmq
 from kvactors.flush_notifier.sinks.kv_wire import END, encode_sequence
 
 SNAPSHOT = b"kvactors.snapshot"

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from kvactors.flush_notifier.messages import FlushTask, Origin
+from kvactors.native import pack_tokens
 from kvactors.sink_config import KvEventsSinkConfig
 from kvactors.units import KEY_BYTES, Residency, Tier
 
@@ -34,7 +35,7 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True, tag_field="type", omit_
 
     block_hashes: list[Hash]
     parent_block_hash: Hash | None
-    token_ids: list[int]
+    token_ids: list[int] | msgspec.Raw  # packed when sent, a list when read
     block_size: int
     lora_id: int | None
     medium: str | None
@@ -98,7 +99,7 @@ class Dialect(NamedTuple):
         return self.stored(
             self.hashes(keys),
             self.hashes(parent)[0] if position else None,
-            list(struct.unpack(f"<{len(tokens) // 4}I", tokens)),
+            msgspec.Raw(pack_tokens(tokens)),
             self.block_size,
             None,
             self.media[tier],

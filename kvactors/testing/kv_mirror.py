@@ -1,0 +1,239 @@
+"""A reader of KV events as a router is one: it rebuilds what a node holds from its messages alone, loses some, and catches up.
+
+`Mirror` is the pure state, `Reader` has the sockets, and `python -m kvactors.testing.kv_mirror` is a process of its own: a line
+`report N` on its input is answered with the mirror as JSON once batch N - 1 has been applied.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from kvactors.flush_notifier.sinks.kv_replay import SNAPSHOT
+from kvactors.flush_notifier.sinks.kv_wire import (
+    END,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    Hash,
+    MapEvents,
+    decode_batch,
+    encode_sequence,
+)
+
+PATIENCE = 2.0
+"""Seconds for one message of an answer from the replay socket."""
+
+
+class MirrorStatistics(NamedTuple):
+    """applied: batches. dropped: lost on purpose. gaps: noticed. replayed: batches had from replay. snapshots: taken. connections: made."""
+
+    applied: int
+    dropped: int
+    gaps: int
+    replayed: int
+    snapshots: int
+    connections: int
+
+
+class SnapshotPart(msgspec.Struct, frozen=True, tag="Snapshot", tag_field="type"):
+    """One record of a snapshot."""
+
+    epoch: int
+    next_sequence: int
+    part: int
+    last: bool
+    events: MapEvents
+
+
+class Mirror:
+    """view: hashes by medium. expected: number of the next batch."""
+
+    def __init__(self) -> None:
+        self.view: dict[str, set[Hash]] = {}
+        self.expected = 0
+
+    def apply(self, events: Iterable[Event]) -> None:
+        """Take events, in order."""
+        for event in events:
+            if isinstance(event, BlockStored):
+                self.view.setdefault(event.medium or "", set()).update(event.block_hashes)
+            elif isinstance(event, BlockRemoved):
+                self.view.setdefault(event.medium or "", set()).difference_update(event.block_hashes)
+            else:
+                self.view.clear()
+
+    def batch(self, number: int, events: Sequence[Event]) -> bool:
+        """Take a numbered batch; False if there is a gap before it. An old one is passed over."""
+        if number > self.expected:
+            return False
+        if number == self.expected:
+            self.apply(events)
+            self.expected = number + 1
+        return True
+
+    def restart(self, next_sequence: int) -> None:
+        """Forget everything; the next batch is `next_sequence`."""
+        self.view.clear()
+        self.expected = next_sequence
+
+
+class Reader:
+    """A subscriber with a mirror. lose: share of the live messages that it drops, drawn from `seed`. dialect: of the publisher.
+
+    Whenever a connection is (re)made it takes a snapshot: what was queued belongs to another life, and a publisher that restarts counts
+    from 0 again, so numbers alone could not tell.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        replay: str,
+        topic: str = "",
+        dialect: Literal["map", "array"] = "map",
+        lose: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        self.mirror = Mirror()
+        self.dialect: Literal["map", "array"] = dialect
+        self._replay = replay
+        self._lose = lose
+        self._random = random.Random(seed)  # noqa: S311  (which message is lost is no secret)
+        self._counts = dict.fromkeys(MirrorStatistics._fields, 0)
+        self._context: Any = zmq.Context.instance()
+        self.socket: Any = self._context.socket(zmq.SUB)
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.monitor: Any = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self.socket.setsockopt_string(zmq.SUBSCRIBE, topic)
+        self.socket.connect(endpoint)
+        self.poller = zmq.Poller()
+        self.poller.register(self.socket, zmq.POLLIN)
+        self.poller.register(self.monitor, zmq.POLLIN)
+
+    def step(self, timeout: float) -> None:
+        """Wait for something at most `timeout` seconds and take everything there is."""
+        ready = dict(self.poller.poll(int(1000 * timeout)))
+        if self.monitor in ready:
+            recv_monitor_message(self.monitor)
+            self._counts["connections"] += 1
+            while self.socket.poll(0):
+                self.socket.recv_multipart()
+            self.catch_up(snapshot=True)
+        while self.socket.poll(0):
+            _, number, payload = self.socket.recv_multipart()
+            self._live(int.from_bytes(number, "big"), payload)
+
+    def _live(self, number: int, payload: bytes) -> None:
+        if self._random.random() < self._lose:
+            self._counts["dropped"] += 1
+            return
+        if not self._take(number, payload):
+            self._counts["gaps"] += 1
+            self.catch_up()
+            if not self._take(number, payload):  # too old for the window
+                self.catch_up(snapshot=True)
+
+    def _take(self, number: int, payload: bytes) -> bool:
+        before = self.mirror.expected
+        taken = self.mirror.batch(number, decode_batch(payload, self.dialect)[1])
+        self._counts["applied"] += self.mirror.expected - before
+        return taken
+
+    def catch_up(self, *, snapshot: bool = False) -> bool:
+        """Ask for a snapshot, if wanted, and for what came after it or was lost. False if nobody answers."""
+        if snapshot:
+            parts = self._ask(SNAPSHOT)
+            if parts is None:
+                return False
+            records = [self._part(payload) for _, payload in parts]
+            self.mirror.restart(records[-1].next_sequence)
+            for record in records:
+                self.mirror.apply(record.events)
+            self._counts["snapshots"] += 1
+        answer = self._ask(encode_sequence(self.mirror.expected))
+        for number, payload in answer or ():
+            before = self.mirror.expected
+            self._take(number, payload)
+            self._counts["replayed"] += self.mirror.expected - before
+        return answer is not None
+
+    def _part(self, payload: bytes) -> SnapshotPart:
+        return msgspec.msgpack.decode(payload, type=tuple[float, tuple[SnapshotPart], int])[1][0]
+
+    def _ask(self, body: bytes) -> list[tuple[int, bytes]] | None:
+        socket: Any = self._context.socket(zmq.DEALER)  # a REQ socket would take the first message only
+        try:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.RCVHWM, 0)
+            socket.connect(self._replay)
+            socket.send_multipart([b"", body])
+            answer: list[tuple[int, bytes]] = []
+            while socket.poll(int(1000 * PATIENCE)):
+                *_, number, payload = socket.recv_multipart()
+                if int.from_bytes(number, "big") == END:
+                    return answer
+                answer.append((int.from_bytes(number, "big"), payload))
+            return None
+        finally:
+            socket.close()
+
+    def reach(self, sequence: int, deadline: float) -> bool:
+        """Take messages until every batch before `sequence` has been applied, for at most `deadline` seconds."""
+        until = time.monotonic() + deadline
+        while self.mirror.expected < sequence and time.monotonic() < until:
+            before = self.mirror.expected
+            self.step(0.1)
+            if self.mirror.expected == before:
+                self.catch_up()
+        return self.mirror.expected >= sequence
+
+    def report(self) -> dict[str, Any]:
+        """The mirror as builtins."""
+        view = {medium: sorted(hashes) for medium, hashes in self.mirror.view.items() if hashes}
+        return {"sequence": self.mirror.expected, "view": view, "statistics": self.statistics()._asdict()}
+
+    def statistics(self) -> MirrorStatistics:
+        """A moment's picture."""
+        return MirrorStatistics(**self._counts)
+
+    def close(self) -> None:
+        """Close the sockets."""
+        self.socket.disable_monitor()
+        self.monitor.close()
+        self.socket.close(linger=0)
+
+
+def main() -> None:
+    """Read until the input ends."""
+    parser = argparse.ArgumentParser(
+        description="Mirror a publisher of KV events; `report N` on the input prints the mirror as JSON."
+    )
+    parser.add_argument("endpoint")
+    parser.add_argument("replay")
+    parser.add_argument("--topic", default="")
+    parser.add_argument("--lose", type=float, default=0.0)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    reader = Reader(options.endpoint, options.replay, options.topic, lose=options.lose, seed=options.seed)
+    reader.poller.register(sys.stdin.fileno(), zmq.POLLIN)
+    print("ready", flush=True)
+    while True:
+        reader.step(1.0)
+        if dict(reader.poller.poll(0)).get(sys.stdin.fileno()):
+            words = sys.stdin.readline().split()
+            if not words:
+                return
+            reader.reach(int(words[1]), 30.0)
+            print(msgspec.json.encode(reader.report()).decode(), flush=True)
+
+
+if __name__ == "__main__":
+    main()
