@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -12,7 +13,7 @@ from kvactors.actor import Actor, ActorRef, Envelope, Message, on
 from kvactors.actor.clock import now
 from kvactors.config import FlushConfig
 from kvactors.flush_notifier.ledger import LIMBO, Ledger
-from kvactors.flush_notifier.messages import Announced, Cleared, Delivered, Gained, Gone, RetryDue, Settle
+from kvactors.flush_notifier.messages import Announced, Cleared, Deliver, Delivered, Gained, Gone, RetryDue, Settle
 from kvactors.flush_notifier.runs import Batch
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.units import Residency, Tier
@@ -75,10 +76,12 @@ class FlushNotifier(Actor):
         self.epoch = epoch + ref.life
         self.config = config
         takes_clear = [i for i, sink in enumerate(sinks) if sink.takes_clear]
-        self.ledger = Ledger(block_size, [sink.view_of for sink in sinks], limbo, takes_clear)
+        by_name = [i for i, sink in enumerate(sinks) if sink.by_name]
+        self.ledger = Ledger(block_size, [sink.view_of for sink in sinks], limbo, takes_clear, by_name)
         self.deliveries = [Delivery(sink, config.retry_min) for sink in sinks]
         self._by_name = {delivery.sink.name: i for i, delivery in enumerate(self.deliveries)}
         self._settling: list[Settling] = []
+        self._woken = False
 
     def started(self) -> None:
         """Every sink first hears that a new epoch began."""
@@ -121,10 +124,22 @@ class FlushNotifier(Actor):
         for i, delivery in enumerate(self.deliveries):
             if self.ledger.pending(i) and delivery.since is None:
                 delivery.since = now()
-            if not (delivery.in_flight or delivery.waiting) and (self.ledger.pending(i) or not delivery.begun):
-                self._deliver(i, delivery)
+            if not self._woken and self._ready(i, delivery):
+                self._woken = True  # the turns that are due come first: one batch for them all
+                asyncio.get_running_loop().call_soon(self._to_self, Deliver())
         if self._settling:
             self._answer_settled()
+
+    def _ready(self, i: int, delivery: Delivery) -> bool:
+        return not (delivery.in_flight or delivery.waiting) and (bool(self.ledger.pending(i)) or not delivery.begun)
+
+    @on(Deliver)
+    def deliver(self, message: Deliver) -> None:
+        """Tell every sink that can take something what differs for it."""
+        self._woken = False
+        for i, delivery in enumerate(self.deliveries):
+            if self._ready(i, delivery):
+                self._deliver(i, delivery)
 
     def _deliver(self, i: int, delivery: Delivery) -> None:
         if delivery.begun:

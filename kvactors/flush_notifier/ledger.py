@@ -31,9 +31,16 @@ BITS = tuple([int(tier) for tier in Tier if tier & tiers] for tiers in range(ALL
 
 class Ledger:
     """views: one per sink. limbo: blocks remembered although they are nowhere. takes_clear: the sinks to which "everything is gone" may
-    be told as one task."""
+    be told as one task. by_name: the sinks that need no paths."""
 
-    def __init__(self, block_size: int, views: list[SinkView], limbo: int = LIMBO, takes_clear: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        views: list[SinkView],
+        limbo: int = LIMBO,
+        takes_clear: Collection[int] = (),
+        by_name: Collection[int] = (),
+    ) -> None:
         self.block_bytes = 4 * block_size
         self.views = views
         self.entries: dict[bytes, Entry] = {}
@@ -42,6 +49,7 @@ class Ledger:
         self.dirty: list[dict[Entry, int]] = [{} for _ in views]  # per sink, when they began to differ, in that order
         self.coalesced = [0] * len(views)
         self._takes_clear = takes_clear
+        self._by_name = by_name
         self._cleared: set[int] = set()  # of those sinks: everything they believe was gone at once, and they have not been told
         self._tables = [view.table() for view in views]
         self._limbo: dict[Entry, None] = {}
@@ -180,11 +188,12 @@ class Ledger:
         reason_of = (lambda _: LAST) if self.views[sink].node else int
         runs = [run for bit, some in losses.items() for run in join(some, bit, resident=False, reason_index=reason_of(bit))]
         runs += [run for bit, some in gains.items() for run in join(some, bit, resident=True, reason_index=reason_of(bit))]
-        runs = list(_within(ordered(runs), PATHS * limit))
+        by_name = sink in self._by_name
+        runs = ordered(runs) if by_name else list(_within(ordered(runs), PATHS * limit))
         for run in runs:
             for entry in run.entries:
                 entry.held += 1
-        return Batch([as_task(run, epoch) for run in runs], runs)
+        return Batch([as_task(run, epoch, by_name=by_name) for run in runs], runs)
 
     def _pick(self, sink: int, limit: int) -> list[Entry]:
         dirty = self.dirty[sink]

@@ -73,7 +73,8 @@ class FlushTask(Message, frozen=True, eq=False):
 
     tokens: the complete path from the root to the deepest block concerned, little-endian uint32 (shared, immutable):
     (start_block_idx + count) whole blocks. count 0: everything is gone (only to sinks that take it so). keys: names of the `count`
-    blocks, 32 bytes each. parent: name of the block before them (the root key if start_block_idx is 0). epoch: the notifier's life;
+    blocks, 32 bytes each. A sink that knows blocks by name (`Sink.by_name`) finds in `tokens` only those of the `count` blocks, and nothing
+    if they are gone. parent: name of the block before them (the root key if start_block_idx is 0). epoch: the notifier's life;
     everything told in an earlier epoch is void.
     """
 
@@ -87,6 +88,10 @@ class FlushTask(Message, frozen=True, eq=False):
     reason: Reason
     epoch: int
     origin: Origin = PLAIN
+
+
+class Deliver(Control, frozen=True, eq=False):
+    """To itself: what has been said meanwhile can be told in one go."""
 
 
 class Delivered(Control, frozen=True, eq=False):

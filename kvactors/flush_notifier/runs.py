@@ -101,13 +101,14 @@ def join(entries: Collection[Entry], bit: int, *, resident: bool, reason_index: 
     return runs
 
 
-def as_task(run: Run, epoch: int) -> FlushTask:
-    """What a sink is told of a run."""
+def as_task(run: Run, epoch: int, *, by_name: bool = False) -> FlushTask:
+    """What a sink is told of a run. by_name: it needs no path."""
     first, last = run.entries[0], run.entries[-1]
+    tokens = path_tokens(last) if not by_name else b"".join([e.tokens for e in run.entries]) if run.resident else b""
     keys = b"".join([entry.key for entry in run.entries])
     residency = Residency.RESIDENT if run.resident else Residency.GONE
     return FlushTask(
-        path_tokens(last),
+        tokens,
         first.depth - 1,
         len(run.entries),
         keys,

@@ -27,6 +27,10 @@ class Sink(ABC):
     takes_clear: ClassVar[bool] = False
     """Whether "everything is gone" may be told as one task, with count 0 and no path, instead of run by run."""
 
+    by_name: ClassVar[bool] = False
+    """Whether it knows blocks by their names, and so is told no tokens but those of blocks that are resident now, instead of complete
+    paths."""
+
     def __init__(self, config: SinkConfig, block_size: int) -> None:
         self.name = config.label
         self.block_size = block_size

@@ -41,6 +41,7 @@ class KvEventsSink(Sink):
     """endpoint, replay_endpoint: where it really is, once open."""
 
     takes_clear = True
+    by_name = True
 
     def __init__(self, config: KvEventsSinkConfig, block_size: int) -> None:
         super().__init__(config, block_size)

@@ -108,7 +108,7 @@ class Dialect(NamedTuple):
         )
 
     def events(self, task: FlushTask, max_blocks: int) -> Iterator[Event]:
-        """A task as events of at most `max_blocks` blocks each."""
+        """A task (of a sink that knows blocks by name) as events of at most `max_blocks` blocks each."""
         if not task.count:
             yield self.cleared()
             return
@@ -120,7 +120,7 @@ class Dialect(NamedTuple):
                 continue
             position = task.start_block_idx + start
             parent = task.keys[KEY_BYTES * (start - 1) : KEY_BYTES * start] if start else task.parent
-            tokens = task.tokens[size * position : size * (position + len(keys) // KEY_BYTES)]
+            tokens = task.tokens[size * start : size * start + size * (len(keys) // KEY_BYTES)]
             yield self.stored_event(keys, parent, tokens, task.tier, position, task.origin)
 
 
