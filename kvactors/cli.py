@@ -33,7 +33,7 @@ def version() -> str:
 
 
 app = App(name="kvactors", help="A tiered KV cache of asyncio actors: scenarios, trace replay, benchmarks.", version=version)
-BENCHES = Literal["index", "acquire", "lag", "copy"]
+BENCHES = Literal["index", "acquire", "lag", "copy", "flush"]
 
 
 @app.command

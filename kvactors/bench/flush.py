@@ -1,0 +1,216 @@
+"""Flush: how soon a sink has a change, how many event batches a second reach another process, and what an evicted run costs."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import numpy as np
+import zmq
+
+from kvactors.actor import Activity, ActorRef, ActorSpec, Group, Supervisor
+from kvactors.actor.clock import deadline_after
+from kvactors.bench.report import Row, bench_report, rate_row, time_row
+from kvactors.config import FlushConfig
+from kvactors.flush_notifier.actor import FlushNotifier
+from kvactors.flush_notifier.messages import Announced, FlushTask, Gained, Gone, Settle
+from kvactors.flush_notifier.sinks.base import Sink
+from kvactors.flush_notifier.sinks.kv_events import KvEventsSink
+from kvactors.flush_notifier.sinks.kv_sockets import send
+from kvactors.flush_notifier.sinks.memory import MemorySink
+from kvactors.native import KEY_BYTES, chain_keys
+from kvactors.observe.lag import Lag, LagMonitor
+from kvactors.sink_config import KvEventsSinkConfig, MemorySinkConfig
+from kvactors.units import Reason, Residency, Tier, split_keys
+
+BLOCK, DEPTH, PATHS = 64, 16, 500
+RATE = 10_000
+BAR_BATCHES, BAR_BLOCKS = 40_000, 300_000
+ROOT = bytes(KEY_BYTES)
+
+
+class TimedSink(KvEventsSink):
+    """Notes how long each change took to be published. sent: when it was told, by name."""
+
+    def __init__(self, endpoint: str) -> None:
+        super().__init__(KvEventsSinkConfig(endpoint=endpoint), BLOCK)
+        self.sent: dict[bytes, float] = {}
+        self.took: list[float] = []
+
+    async def deliver(self, tasks: Sequence[FlushTask]) -> None:
+        """Publish, and look at the clock."""
+        await super().deliver(tasks)
+        now = time.perf_counter()
+        for task in tasks:
+            for key in split_keys(task.keys):
+                sent = self.sent.pop(key, None)
+                if sent is not None:
+                    self.took.append(now - sent)
+
+
+@asynccontextmanager
+async def notifier(*sinks: Sink) -> AsyncIterator[ActorRef]:
+    """A notifier alone, with its sinks."""
+    supervisor = Supervisor(Activity())
+    ref = supervisor.make_ref(FlushNotifier, 1024)
+
+    def make(ref: ActorRef) -> FlushNotifier:
+        return FlushNotifier(ref, block_size=BLOCK, sinks=sinks, config=FlushConfig(), epoch=1, limbo=PATHS * DEPTH)
+
+    for sink in sinks:
+        await sink.open()
+    async with supervisor.running(Group("notifier", (ActorSpec(FlushNotifier, make, ref),))):
+        yield ref
+    for sink in sinks:
+        await sink.close()
+
+
+def path_of(seed: int, blocks: int) -> Announced:
+    """A made-up path, resident on the device."""
+    tokens = np.random.default_rng(seed).integers(0, 150_000, blocks * BLOCK, dtype=np.uint32)
+    keys = chain_keys(ROOT, tokens, BLOCK)
+    return Announced(ROOT, tokens.tobytes(), keys, 0, blocks, Tier.DEVICE, Reason.REQUEST_FINISH)
+
+
+async def changes(seconds: float, folder: str) -> tuple[list[float], Lag, Lag]:
+    """Deepest blocks come and go, RATE times a second: seconds from each change to its publication, and the loop's lag before and
+    meanwhile."""
+    sink = TimedSink(f"ipc://{folder}/changes")
+    async with notifier(sink) as ref:
+        keys = []
+        for seed in range(PATHS):
+            path = path_of(seed, DEPTH)
+            keys.append(path.keys[-KEY_BYTES:])
+            await ref.tell(path)
+        await ref.ask(Settle(), deadline=deadline_after(30.0))
+        async with LagMonitor().running() as idle:
+            await asyncio.sleep(min(2.0, seconds))
+        async with LagMonitor().running() as busy:
+            began, told = time.perf_counter(), 0
+            while told < seconds * RATE:
+                due = int((time.perf_counter() - began) * RATE)
+                for number in range(told, due):
+                    key = keys[number % PATHS]
+                    gone = number // PATHS % 2 == 0
+                    sink.sent[key] = time.perf_counter()
+                    change = Gone(key, Tier.DEVICE, Reason.DEVICE_DROP) if gone else Gained(key, Tier.DEVICE, Reason.LOAD)
+                    if not ref.try_tell(change):
+                        await ref.tell(change)
+                told = due
+                await asyncio.sleep(0.0005)
+        await ref.ask(Settle(), deadline=deadline_after(30.0))
+    return sorted(sink.took), idle.result(), busy.result()
+
+
+def reader(endpoint: str, count: int) -> subprocess.Popen[str]:
+    """A subscriber in another process that prints how many seconds `count` messages took to arrive."""
+    command = [sys.executable, "-m", "kvactors.bench.flush", endpoint, str(count)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)  # noqa: S603  (this module)
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
+
+
+def read(endpoint: str, count: int) -> None:
+    """What that process does."""
+    socket: Any = zmq.Context.instance().socket(zmq.SUB)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.subscribe(b"")
+    socket.connect(endpoint)
+    print("connected", flush=True)
+    began = 0.0
+    for _ in range(count):
+        socket.recv_multipart()
+        began = began or time.monotonic()
+    print(time.monotonic() - began, flush=True)
+
+
+async def publish(blocks: int, tokens: int, count: int, folder: str) -> tuple[float, float]:
+    """Batches a second that reach another process: one task of `blocks` blocks a batch through the sink; ready-made bytes of the same
+    size through a bare socket."""
+    rng = np.random.default_rng(1)
+    config = KvEventsSinkConfig(endpoint=f"ipc://{folder}/{blocks}-{tokens}", high_water_mark=count + 10)
+    sink = KvEventsSink(config, tokens)
+    tasks = []
+    for _ in range(256):
+        ids = rng.integers(0, 150_000, blocks * tokens, dtype=np.uint32).tobytes()
+        keys = rng.bytes(KEY_BYTES * blocks)
+        tasks.append(FlushTask(ids, 0, blocks, keys, ROOT, Residency.RESIDENT, Tier.DEVICE, Reason.COMMIT, 1))
+    await sink.open()
+    rates = []
+    payload = b""
+    for ours in (True, False):
+        process = reader(sink.endpoint, count)
+        await asyncio.sleep(0.5)
+        for number in range(count):
+            if ours:
+                await sink.deliver(tasks[number % len(tasks) :][:1])
+            else:
+                send(sink._socket, b"", number, payload)
+            if number % 64 == 0:
+                await asyncio.sleep(0)
+        out, _ = await asyncio.to_thread(process.communicate, timeout=60)
+        rates.append((count - 1) / float(out))
+        payload = sink._window.since(sink.sequence - 1)[0][1]
+    await sink.close()
+    return rates[0], rates[1]
+
+
+async def growth(*, quick: bool) -> list[Row]:
+    """Bytes of tokens handed to a sink that wants complete paths, for one evicted run of n blocks, against n times a block's."""
+    result = []
+    for blocks in (50, 100) if quick else (500, 1000, 2000, 4000):
+        sink = MemorySink(MemorySinkConfig(view="node"), BLOCK)
+        path = path_of(blocks, blocks)
+        async with notifier(sink) as ref:
+            for start in range(0, blocks, 10):  # a conversation that grew turn by turn
+                await ref.tell(msgspec.structs.replace(path, start=start, count=10))
+            await ref.ask(Settle(), deadline=deadline_after(30.0))
+            told = len(sink.tasks)
+            await ref.tell(Gone(path.keys, Tier.DEVICE, Reason.CPU_EVICTION))
+            await ref.ask(Settle(), deadline=deadline_after(30.0))
+        handed = sum(len(task.tokens) for task in list(sink.tasks)[told:])
+        case = f"evicting a run of {blocks} blocks: token bytes handed to the sink"
+        result.append(time_row(case, handed, blocks * BLOCK * 4, "bytes", "the run's own tokens, once"))
+    return result
+
+
+async def rows(*, quick: bool) -> tuple[list[Row], dict[str, Any]]:
+    """Every row."""
+    seconds, count = (0.3, 2000) if quick else (10.0, 100_000)
+    result: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="kvactors-flush-") as folder:
+        took, idle, busy = await changes(seconds, folder)
+        for name, share in (("p50", 0.5), ("p99", 0.99), ("p99.9", 0.999)):
+            value = 1000 * took[int(share * len(took))]
+            result.append(time_row(f"change to sink, {RATE:,} a second, {name}", value, 1.0, "ms", "the bar for p99"))
+        for name in ("p50", "p99", "p999"):
+            result.append(
+                time_row(f"loop lag meanwhile, {name}", getattr(busy, name), getattr(idle, name) + 2.0, "ms", "idle + 2 ms")
+            )
+        for blocks, tokens in ((1, 16), (8, 16), (8, 64)):
+            ours, bare = await publish(blocks, tokens, count, folder)
+            case = f"batches of {blocks} x {tokens} tokens to another process"
+            result.append(rate_row(case, ours, bare, "batches/s", "bare socket, ready-made bytes"))
+            if tokens == 16:
+                bar, unit = (BAR_BATCHES, "batches/s") if blocks == 1 else (BAR_BLOCKS, "blocks/s")
+                result.append(rate_row(f"{case}, bar", ours * (max(1, blocks)), bar, unit, "the bar"))
+        result += await growth(quick=quick)
+    return result, {"changes": len(took), "batches": count, "quick": quick}
+
+
+def run(*, quick: bool = False) -> dict[str, Any]:
+    """All rows. quick: a moment only, for tests."""
+    result, settings = asyncio.run(rows(quick=quick))
+    return bench_report("flush", result, settings)
+
+
+if __name__ == "__main__":
+    read(sys.argv[1], int(sys.argv[2]))
