@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import warnings
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from functools import lru_cache
 from itertools import count
@@ -263,12 +263,18 @@ class KVCache:
         if scope.cancelled_caught:
             raise DeadlineExceeded(f"{self.system.activity.count} messages or jobs still under way after {deadline} s")
 
-    async def flush_settled(self, deadline: float = 30.0, *, at_rest: bool = True) -> None:
-        """Return when every sink believes what is true. DeadlineExceeded after `deadline` seconds.
+    async def flush_settled(
+        self, deadline: float = 30.0, *, at_rest: bool = True, sinks: Collection[str] | None = None
+    ) -> None:
+        """Return when every sink believes what is true. DeadlineExceeded after `deadline` seconds, ValueError for an unknown sink.
 
-        at_rest: first wait until the cache has nothing left to do. Without it, under load, the barrier is about what is true as of
-        this call: residency that changes later, transfers under way now included, may or may not have been told.
+        sinks: names of those that matter, all if None. at_rest: first wait until the cache has nothing left to do. Without it, under
+        load, the barrier is about what is true as of this call: residency that changes later, transfers under way now included, may
+        or may not have been told.
         """
+        unknown = set(sinks or ()) - self.sinks.keys()
+        if unknown:
+            raise ValueError(f"there is no sink {min(unknown)!r}; there are {', '.join(self.sinks) or 'none'}")
         at = deadline_after(deadline)
         if at_rest:
             await self.settled(deadline)
@@ -277,7 +283,7 @@ class KVCache:
                 await actor.sent()
         if scope.cancelled_caught:
             raise DeadlineExceeded(f"what the actors have to tell was not taken in {deadline} s")
-        await self.system.notifier.ask(Settle(), deadline=at)
+        await self.system.notifier.ask(Settle(None if sinks is None else tuple(sinks)), deadline=at)
 
     # -- looking in
 
@@ -301,9 +307,9 @@ class KVCache:
         """Recompute every invariant; what is violated, in words. Meaningful at rest (after `settled`)."""
         return invariants(self.system)
 
-    def divergence(self) -> int:
-        """Blocks on which a sink's view and the tiers differ. 0 at rest (after `flush_settled`)."""
-        return self.system.notifier_actor.divergence(residency(self.system))
+    def divergence(self, sinks: Collection[str] | None = None) -> int:
+        """Blocks on which a sink's view (of those named, of all if None) and the tiers differ. 0 at rest (after `flush_settled`)."""
+        return self.system.notifier_actor.divergence(residency(self.system), sinks)
 
     def close(self) -> None:
         """Refuse new work; `open` calls it on the way out."""

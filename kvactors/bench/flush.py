@@ -191,10 +191,8 @@ async def rows(*, quick: bool) -> tuple[list[Row], dict[str, Any]]:
         for name, share in (("p50", 0.5), ("p99", 0.99), ("p99.9", 0.999)):
             value = 1000 * took[int(share * len(took))]
             result.append(time_row(f"change to sink, {RATE:,} a second, {name}", value, 1.0, "ms", "the bar for p99"))
-        for name in ("p50", "p99", "p999"):
-            result.append(
-                time_row(f"loop lag meanwhile, {name}", getattr(busy, name), getattr(idle, name) + 2.0, "ms", "idle + 2 ms")
-            )
+        lag = "loop lag meanwhile"
+        result += [time_row(f"{lag}, {n}", getattr(busy, n), getattr(idle, n) + 2.0, "ms", "idle + 2 ms") for n in Lag._fields]
         for blocks, tokens in ((1, 16), (8, 16), (8, 64)):
             ours, bare = await publish(blocks, tokens, count, folder)
             case = f"batches of {blocks} x {tokens} tokens to another process"

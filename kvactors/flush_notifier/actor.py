@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -203,7 +203,8 @@ class FlushNotifier(Actor):
         self._settling = [one for one in self._settling if not one.envelope.abandoned]
         for one in given_up:
             self.answer(one.envelope, False)
-        sinks = [i for i, delivery in enumerate(self.deliveries) if not (message.healthy and delivery.ailing)]
+        asked = [i for i, d in enumerate(self.deliveries) if message.sinks is None or d.sink.name in message.sinks]
+        sinks = [i for i in asked if not (message.healthy and self.deliveries[i].ailing)]
         self._settling.append(Settling(envelope, {i: self._mark(i) for i in sinks}))
         self._pump()
 
@@ -222,9 +223,11 @@ class FlushNotifier(Actor):
 
     # -- for inspection
 
-    def divergence(self, truth: Mapping[Tier, set[bytes]]) -> int:
-        """Blocks on which a sink's view and the given tiers differ. Blocks whose path was never announced are not counted (see
-        `unnamed`): no sink can know of them; nor gains that a sink does not want to hear before the request finishes."""
+    def divergence(self, truth: Mapping[Tier, set[bytes]], sinks: Collection[str] | None = None) -> int:
+        """Blocks on which a sink's view (of those named, of all if None) and the given tiers differ.
+
+        Blocks whose path was never announced are not counted (see `unnamed`): no sink can know of them; nor gains that a sink does
+        not want to hear before the request finishes."""
         tiers_of: dict[bytes, int] = {}
         for tier, keys in truth.items():
             bit = int(tier)
@@ -232,6 +235,8 @@ class FlushNotifier(Actor):
                 tiers_of[key] = tiers_of.get(key, 0) | bit
         differing: set[bytes] = set()
         for i, view in enumerate(self.ledger.views):
+            if sinks is not None and self.deliveries[i].sink.name not in sinks:
+                continue
             table, believed = view.table(), self._believed(i)
             for key in tiers_of.keys() | believed.keys():
                 entry, expected = self.ledger.entries.get(key), table[tiers_of.get(key, 0)]

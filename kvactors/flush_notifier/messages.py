@@ -63,8 +63,9 @@ class Cleared(Message, frozen=True, eq=False):
 class Settle(Ask[bool], frozen=True, eq=False):
     """Wait until every sink believes what is true as of this message; True then. The asker's deadline bounds it.
 
-    healthy: leave out the sinks whose last call failed."""
+    sinks: by name, all if None. healthy: leave out those whose last call failed."""
 
+    sinks: tuple[str, ...] | None = None
     healthy: bool = False
 
 

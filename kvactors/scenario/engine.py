@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
+
+import anyio
 
 from kvactors.cache import KVCache, Lease
 from kvactors.errors import DeadlineExceeded, KVActorsError
@@ -40,12 +43,14 @@ class Engine:
             keys = lease.keys(0, full)[first * KEY_BYTES :]
             self.cache.device.fill(lease.block_table[first:full], keys)
 
-    async def serve(self, name: str, tokens: Any, output: Any = (), **options: Any) -> None:
-        """One request from acquire to finish. Raises NoRoom."""
+    async def serve(self, name: str, tokens: Any, output: Any = (), think: float = 0.0, **options: Any) -> None:
+        """One request from acquire to finish; the model takes `think` seconds. Raises NoRoom."""
         async with await self.cache.acquire(name, tokens, **options) as lease:
             await self.begin(lease)
             self.compute(lease, lease.cached_tokens)
             await lease.commit(lease.num_tokens)
+            if think:
+                await anyio.sleep(think)
             if len(output):
                 before = lease.num_tokens
                 await lease.extend(output)
@@ -53,10 +58,11 @@ class Engine:
                 await lease.commit(lease.num_tokens)
             await lease.finish()
 
-    async def settle(self) -> None:
-        """Wait until nothing is under way and every sink is told; what cannot be reached in time is an error in the totals."""
+    async def settle(self, sinks: Collection[str] | None = None) -> None:
+        """Wait until nothing is under way and every sink (of those named) is told; what cannot be reached in time is an error in the
+        totals."""
         try:
-            await self.cache.flush_settled()
+            await self.cache.flush_settled(sinks=sinks)
         except DeadlineExceeded as error:
             self.totals.complain(f"at the end: {error}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,9 @@ class Totals(msgspec.Struct):
 
 
 class Report(msgspec.Struct):
-    """hit_rate: share of the blocks looked up, by tier. corrupt_blocks_served and flush["divergence"] must be 0. errors: what went
-    wrong, invariants that do not hold included."""
+    """hit_rate: share of the blocks looked up, by tier. corrupt_blocks_served and flush["divergence"] must be 0. sinks: of each sink what
+    it took, what is pending, and on how many blocks it differs from the tiers. router: what the router process says, and on how many
+    blocks it differs. lives: of the cache's process. errors: what went wrong, invariants that do not hold included."""
 
     name: str
     requests: int
@@ -55,10 +57,15 @@ class Report(msgspec.Struct):
     messages: int
     wall_s: float
     errors: list[str]
+    sinks: dict[str, dict[str, float]] = msgspec.field(default_factory=dict)
+    router: dict[str, int] = msgspec.field(default_factory=dict)
+    lives: int = 1
 
 
-def make_report(name: str, totals: Totals, cache: KVCache, lag: Lag, wall: float) -> Report:
-    """The report as of now; the cache should be settled."""
+def make_report(
+    name: str, totals: Totals, cache: KVCache, lag: Lag, wall: float, sinks: Collection[str] | None = None
+) -> Report:
+    """The report as of now; the cache should be settled. sinks: the names of those that count, all if None."""
     statistics = cache.statistics()
     looked_up = max(1, totals.blocks_looked_up)
     rates = {tier: round(getattr(totals, tier) / looked_up, 6) for tier in ("device", "host", "storage")}
@@ -67,13 +74,24 @@ def make_report(name: str, totals: Totals, cache: KVCache, lag: Lag, wall: float
         Residency.RESIDENT.value: sum(sink.resident for sink in statistics.flush),
         Residency.GONE.value: sum(sink.gone for sink in statistics.flush),
         "delivered": sum(sink.delivered for sink in statistics.flush),
-        "pending": sum(sink.pending for sink in statistics.flush),
-        "divergence": cache.divergence(),
+        "pending": sum(sink.pending for sink in statistics.flush if sinks is None or sink.name in sinks),
+        "divergence": cache.divergence(sinks),
+    }
+    each = {
+        sink.name: {
+            "delivered": sink.delivered,
+            "pending": sink.pending,
+            "retried": sink.retried,
+            "coalesced": sink.coalesced,
+            "oldest_pending_age": round(sink.oldest_pending_age, 3),
+            "divergence": cache.divergence([sink.name]),
+        }
+        for sink in statistics.flush
     }
     errors = totals.errors + cache.check()
     return Report(
         name, totals.requests, totals.rejected, totals.no_room, totals.blocks_looked_up, rates, totals.verified_blocks,
-        totals.corrupt_blocks_served, flush, lag.as_dict(), statistics.messages, round(wall, 3), errors,
+        totals.corrupt_blocks_served, flush, lag.as_dict(), statistics.messages, round(wall, 3), errors, each,
     )  # fmt: skip
 
 
@@ -98,7 +116,7 @@ def print_report(report: Report, console: Console) -> None:
     rates = "  ".join(f"{tier} {rate:.4f}" for tier, rate in report.hit_rate.items())
     flush = "  ".join(f"{name} {value}" for name, value in report.flush.items())
     lag = "  ".join(f"{name} {value:.2f}" for name, value in report.loop_lag_ms.items())
-    rows = (
+    rows: tuple[tuple[str, str], ...] = (
         ("requests", f"{report.requests}  (no room {report.no_room}, rejected {report.rejected})"),
         ("blocks looked up", f"{report.blocks_looked_up}"),
         ("hit rate", rates),
@@ -109,6 +127,13 @@ def print_report(report: Report, console: Console) -> None:
         ("wall, s", f"{report.wall_s:.2f}"),
         ("errors", "; ".join(report.errors) or "none"),
     )
+    if len(report.sinks) > 1 or any(sink["retried"] for sink in report.sinks.values()):
+        told = (
+            f"{name}: " + ", ".join(f"{key} {value:g}" for key, value in sink.items()) for name, sink in report.sinks.items()
+        )
+        rows += (("sinks", "\n".join(told)),)
+    if report.router:
+        rows += (("router", "  ".join(f"{key} {value}" for key, value in report.router.items())),)
     for row in rows:
         table.add_row(*row)
     console.print(table)

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import anyio
-
-from kvactors.cache import open_cache
-from kvactors.errors import ConfigError
-from kvactors.observe.lag import Lag, LagMonitor
-from kvactors.scenario.engine import Engine
-from kvactors.scenario.replay import cache_config
-from kvactors.scenario.report import Report, Totals, make_report
-from kvactors.scenario.spec import Scenario
-from kvactors.scenario.workload import Script, chat
+from kvactors.errors import ConfigError, KVActorsError
+from kvactors.scenario.lives import run_lives
+from kvactors.scenario.report import Report
+from kvactors.scenario.router import compare, routing
+from kvactors.scenario.session import Progress, Session, session
+from kvactors.scenario.spec import Scenario, events_of
+from kvactors.sink_config import MemorySinkConfig
 from kvactors.testing.loop import simulate
 
-Progress = Callable[[Totals], None]
 TEMP = "@temp"
-"""Stands for a fresh folder, removed after the run, in storage.directory and sink paths."""
+"""Stands for a fresh folder, removed after the run, in paths and endpoints."""
 
 
 def run_scenario(
@@ -31,48 +25,51 @@ def run_scenario(
 ) -> tuple[Scenario, Report]:
     """Run what a scenario file says. Raises ConfigError for anything in it that cannot be."""
     with tempfile.TemporaryDirectory(prefix="kvactors-") as folder:
-        scenario = Scenario.from_mapping(with_temporary(data, folder))
+        data = with_temporary(data, folder)
+        scenario = Scenario.from_mapping(data)
         if seed is None:
             seed = scenario.scenario.seed
-        if not virtual:
-            return scenario, asyncio.run(_run(scenario, seed, progress, virtual=False))
-        if scenario.storage.backend == "file" or any(sink.kind != "memory" for sink in scenario.flush.sinks):
-            raise ConfigError(
-                "a run in virtual time has no threads: storage.backend = 'file' and sinks of other kinds than memory need them"
-            )
-        return scenario, simulate(lambda: _run(scenario, seed, progress, virtual=True), seed)
+        if virtual:
+            check_virtual(scenario)
+            return scenario, simulate(lambda: run_session(scenario, seed, progress, virtual=True), seed)
+        if scenario.lives.kills:
+            return scenario, asyncio.run(run_lives(scenario, data, seed))
+        return scenario, asyncio.run(run_session(scenario, seed, progress, virtual=False))
 
 
-async def _run(scenario: Scenario, seed: int, progress: Progress, *, virtual: bool) -> Report:
-    totals, work = Totals(), scenario.workload
-    async with open_cache(cache_config(scenario), inline_copies=virtual) as cache:
-        began, engine, monitor = time.monotonic(), Engine(cache, totals), LagMonitor()
-        with reporting(totals, progress):
-            async with monitor.running():
-                if work.kind == "chat":
-                    await chat(engine, work, seed)
-                else:
-                    await Script(engine, seed).run(work.step)
-                await engine.settle()
-        lag = Lag(0.0, 0.0, 0.0) if virtual else monitor.result()
-        return make_report(scenario.scenario.name, totals, cache, lag, time.monotonic() - began)
+def check_virtual(scenario: Scenario) -> None:
+    """ConfigError for what needs threads, sockets or processes: a loop of virtual time has none."""
+    if scenario.storage.backend == "file" or any(not isinstance(sink, MemorySinkConfig) for sink in scenario.flush.sinks):
+        raise ConfigError(
+            "a run in virtual time has no threads: storage.backend = 'file' and sinks other than memory need them"
+        )
+    if scenario.router.enabled or scenario.lives.kills:
+        raise ConfigError("a run in virtual time has no processes: router and lives need them")
 
 
-@contextmanager
-def reporting(totals: Totals, progress: Progress) -> Iterator[None]:
-    """Report progress a few times a second while the block runs."""
+async def run_session(scenario: Scenario, seed: int, progress: Progress, *, virtual: bool) -> Report:
+    """Run it in this process, with its router beside it if it has one."""
+    async with session(scenario, virtual=virtual) as one:
+        if not scenario.router.enabled:
+            return await one.run(seed, progress)
+        return await run_routed(one, seed, progress)
 
-    async def report() -> None:
-        while True:
-            progress(totals)
-            await anyio.sleep(0.1)
 
-    task = asyncio.get_running_loop().create_task(report())
-    try:
-        yield
-    finally:
-        task.cancel()
-        progress(totals)
+async def run_routed(one: Session, seed: int, progress: Progress) -> Report:
+    """Run it with a router that looks on, and compare the two at rest."""
+    from kvactors.flush_notifier.sinks.kv_wire import MEDIA
+
+    settings = events_of(one.scenario)
+    assert settings is not None
+    sink: Any = one.sinks[settings.label].inner
+    async with routing(one.scenario.router, sink.endpoint, sink.replay_endpoint, settings.topic, seed) as router:
+        report = await one.run(seed, progress)
+        try:
+            report.router = await compare(router, sink.sequence, one.held(MEDIA[settings.media]))
+            report.flush["divergence"] += report.router["divergence"]
+        except KVActorsError as error:
+            report.errors.append(f"router: {error}")
+        return report
 
 
 def with_temporary(data: dict[str, Any], folder: str) -> dict[str, Any]:
@@ -83,9 +80,7 @@ def with_temporary(data: dict[str, Any], folder: str) -> dict[str, Any]:
             return {key: replaced(item) for key, item in value.items()}
         if isinstance(value, list):
             return [replaced(item) for item in value]
-        if isinstance(value, str) and (value == TEMP or value.startswith(TEMP + "/")):
-            return folder + value[len(TEMP) :]
-        return value
+        return re.sub(rf"(^|//){TEMP}(?=/|$)", lambda m: m[1] + folder, value) if isinstance(value, str) else value
 
     result = replaced(data)
     assert isinstance(result, dict)

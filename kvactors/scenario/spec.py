@@ -9,6 +9,7 @@ import msgspec
 from kvactors.config import Config, convert, validate
 from kvactors.errors import ConfigError
 from kvactors.scenario.report import Report, lookup
+from kvactors.sink_config import KvEventsSinkConfig
 
 
 class ScenarioInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -42,7 +43,8 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """kind: chat (conversations that grow by turns behind a shared system prompt) or script (the steps, in order).
 
     sessions, turns: how many conversations of how many turns. concurrency: sessions at once. system_tokens: shared beginning.
-    user_tokens, output_tokens: mean lengths of a turn's question and answer.
+    user_tokens, output_tokens: mean lengths of a turn's question and answer. think: seconds between question and answer, as a model
+    would take.
     """
 
     kind: Literal["chat", "script"] = "chat"
@@ -52,7 +54,34 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     system_tokens: int = 256
     user_tokens: int = 128
     output_tokens: int = 64
+    think: float = 0.0
     step: tuple[Step, ...] = ()
+
+
+class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What goes wrong, and when. sink: whose (a name). kind: down (refuses every call), hang (never answers), fail_every (refuses every
+    `every`-th call), lose_answers (does what it is told, then fails). at: seconds after the workload began. seconds: how long; 0: for
+    ever, and then nobody waits for that sink."""
+
+    sink: str
+    kind: Literal["down", "hang", "fail_every", "lose_answers"]
+    at: float = 0.0
+    seconds: float = 0.0
+    every: int = 2
+
+
+class RouterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A process that mirrors this node from its KV events alone. enabled: whether there is one. lose: share of the messages that it
+    drops; it asks for a replay then."""
+
+    enabled: bool = False
+    lose: float = 0.0
+
+
+class Lives(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The cache runs in a process of its own. kills: seconds after which each life but the last is killed (SIGKILL)."""
+
+    kills: tuple[float, ...] = ()
 
 
 class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -67,6 +96,9 @@ class Scenario(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     scenario: ScenarioInfo
     workload: Workload = Workload()
+    fault: tuple[Fault, ...] = ()
+    router: RouterSpec = RouterSpec()
+    lives: Lives = Lives()
     expect: dict[str, float | Bound] = msgspec.field(default_factory=dict)
 
     @classmethod
@@ -76,6 +108,7 @@ class Scenario(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
         scenario = convert(data, cls)
         validate(scenario)
         validate_workload(scenario.workload)
+        validate_faults(scenario)
         for name in scenario.expect:
             if name.partition(".")[0] not in Report.__struct_fields__:
                 raise ConfigError(f"expect.{name}: reports have no such field")
@@ -96,6 +129,8 @@ def validate_workload(work: Workload) -> None:
     ):
         if getattr(work, name) < low:
             raise ConfigError(f"workload.{name} must be at least {low}, not {getattr(work, name)}")
+    if not 0 <= work.think < float("inf"):
+        raise ConfigError(f"workload.think must not be negative, nor for ever: {work.think}")
     for number, step in enumerate(work.step, 1):
         if step.do in ABOUT_A_REQUEST and not step.request:
             raise ConfigError(f"workload.step, step {number} ({step.do}): request is missing")
@@ -103,6 +138,30 @@ def validate_workload(work: Workload) -> None:
             raise ConfigError(f"workload.step, step {number} ({step.do}): too few tokens, or a negative prompt")
         if step.cached_tokens >= 0 and step.do != "acquire":
             raise ConfigError(f"workload.step, step {number} ({step.do}): cached_tokens belongs to acquire")
+
+
+def validate_faults(scenario: Scenario) -> None:
+    """Raise ConfigError for a fault of nobody, or a router with nothing to read."""
+    names = [sink.label for sink in scenario.flush.sinks]
+    for number, fault in enumerate(scenario.fault, 1):
+        if fault.sink not in names:
+            raise ConfigError(f"fault {number}: there is no sink {fault.sink!r}; there are {', '.join(names) or 'none'}")
+        if not (0 <= fault.at < float("inf") and 0 <= fault.seconds < float("inf")) or fault.every < 1:
+            raise ConfigError(f"fault {number}: at and seconds must not be negative, every at least 1")
+    if not 0 <= scenario.router.lose < 1:
+        raise ConfigError(f"router.lose must be in 0..1, not {scenario.router.lose}")
+    if scenario.router.enabled and events_of(scenario) is None:
+        raise ConfigError("router needs a sink of kind 'kv_events' with a replay_endpoint")
+    if any(not 0 < seconds < float("inf") for seconds in scenario.lives.kills):
+        raise ConfigError("lives.kills must be positive numbers of seconds")
+    if scenario.lives.kills and scenario.workload.kind != "chat":
+        raise ConfigError("lives.kills belongs to workload.kind = 'chat'")
+
+
+def events_of(config: Config) -> KvEventsSinkConfig | None:
+    """The first KV-events sink that can be asked for a replay."""
+    found = [s for s in config.flush.sinks if isinstance(s, KvEventsSinkConfig) and s.replay_endpoint]
+    return found[0] if found else None
 
 
 def flatten(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:

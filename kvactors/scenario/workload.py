@@ -37,7 +37,7 @@ async def chat(engine: Engine, work: Workload, seed: int) -> None:
             question = random_tokens(rng, 1 + int(rng.poisson(work.user_tokens)))
             answer = random_tokens(rng, 1 + int(rng.poisson(work.output_tokens)))
             prompt = np.concatenate([said[session], question])
-            await until_room(engine, f"{session}.{turn}", prompt, answer)
+            await until_room(engine, f"{session}.{turn}", prompt, answer, work.think)
             said[session] = np.concatenate([prompt, answer])
 
     for turn in range(work.turns):
@@ -47,14 +47,14 @@ async def chat(engine: Engine, work: Workload, seed: int) -> None:
                 tasks.start_soon(client, sessions, turn)
 
 
-async def until_room(engine: Engine, name: str, prompt: NDArray[np.uint32], answer: NDArray[np.uint32]) -> None:
+async def until_room(engine: Engine, name: str, prompt: NDArray[np.uint32], answer: NDArray[np.uint32], think: float) -> None:
     """Serve one request, again while there is no room for it now; one the device could never hold is rejected."""
     if len(prompt) + len(answer) > engine.cache.device.num_blocks * engine.cache.block_size:
         engine.totals.rejected += 1
         return
     while True:
         try:
-            await engine.serve(name, prompt, answer)
+            await engine.serve(name, prompt, answer, think)
             return
         except NoRoom:
             engine.totals.no_room += 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar
 
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.runs import Holding
@@ -24,10 +23,10 @@ class Sink(ABC):
     twice. Errors are raised, SinkError or whatever the edge gives.
     """
 
-    takes_clear: ClassVar[bool] = False
+    takes_clear: bool = False
     """Whether "everything is gone" may be told as one task, with count 0 and no path, instead of run by run."""
 
-    by_name: ClassVar[bool] = False
+    by_name: bool = False
     """Whether it knows blocks by their names, and so is told no tokens but those of blocks that are resident now, instead of complete
     paths."""
 

@@ -1,0 +1,110 @@
+"""A scenario whose cache runs in a process of its own that is killed (SIGKILL) and started anew, while a router and files look on.
+
+`python -m kvactors.scenario.lives` is one such life: it reads what to run as one JSON line, says "started", runs it, says what came out and
+what its tiers hold, and stays until its input ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import msgspec
+import structlog
+
+from kvactors.flush_notifier.sinks.jsonl import replay_jsonl
+from kvactors.scenario.report import Report
+from kvactors.scenario.router import Child, child, compare, routing
+from kvactors.scenario.session import session
+from kvactors.scenario.spec import Scenario, events_of
+from kvactors.sink_config import JsonLinesSinkConfig
+from kvactors.units import Tier
+
+PATIENCE = 300.0
+"""Seconds for a life to run its workload."""
+
+
+class Epitaph(msgspec.Struct):
+    """What a life says at rest: its report, hashes by medium, names (hex) by tier, and how many batches of events it published."""
+
+    report: Report
+    held: dict[str, list[int]]
+    names: dict[str, list[str]]
+    sequence: int
+
+
+async def run_lives(scenario: Scenario, data: dict[str, Any], seed: int) -> Report:
+    """Kill every life but the last as told; compare the router, and files of JSON lines, with the last one's tiers."""
+    orders = msgspec.json.encode({"data": data, "seed": seed}).decode()
+    events = events_of(scenario) if scenario.router.enabled else None
+    async with AsyncExitStack() as stack:
+        router = None
+        if events is not None:
+            ends = (events.endpoint, events.replay_endpoint, events.topic)
+            router = await stack.enter_async_context(routing(scenario.router, *ends, seed))
+        for seconds in scenario.lives.kills:
+            async with child("-m", "kvactors.scenario.lives") as life:
+                await start(life, orders)
+                await anyio.sleep(seconds)
+                life.process.kill()
+        last = await stack.enter_async_context(child("-m", "kvactors.scenario.lives"))
+        await start(last, orders)
+        rest = msgspec.json.decode(await last.hear(PATIENCE), type=Epitaph)
+        report = rest.report
+        report.lives = 1 + len(scenario.lives.kills)
+        if router is not None:
+            held = {medium: set(hashes) for medium, hashes in rest.held.items()}
+            report.router = await compare(router, rest.sequence, held)
+            report.flush["divergence"] += report.router["divergence"]
+        report.flush["divergence"] += sum(
+            differing(sink, rest.names) for sink in scenario.flush.sinks if isinstance(sink, JsonLinesSinkConfig)
+        )
+        return report
+
+
+async def start(life: Child, orders: str) -> None:
+    """Tell a life what to run."""
+    await life.say(orders)
+    await life.hear()
+
+
+def differing(sink: JsonLinesSinkConfig, names: dict[str, list[str]]) -> int:
+    """Blocks on which a file of JSON lines and the tiers differ."""
+    view = replay_jsonl(Path(sink.path))
+    tiers = [Tier[tier.upper()] for tier in sink.tiers]
+    if sink.view == "node":
+        truth = {name for tier in tiers for name in names[tier.name or ""]}
+        return len({key.hex() for keys in view.values() for key in keys} ^ truth)
+    return sum(len({key.hex() for key in view[tier]} ^ set(names[tier.name or ""])) for tier in tiers)
+
+
+async def live() -> None:
+    """One life."""
+    orders = msgspec.json.decode(await anyio.to_thread.run_sync(sys.stdin.readline))
+    scenario = Scenario.from_mapping(orders["data"])
+    async with session(scenario, virtual=False) as one:
+        print("started", flush=True)
+        report = await one.run(orders["seed"], lambda _: None)
+        media = {tier: str(tier.name) for tier in Tier}
+        held: dict[str, list[int]] = {}
+        sequence = 0
+        settings = events_of(scenario)
+        if settings is not None:
+            from kvactors.flush_notifier.sinks.kv_wire import MEDIA
+
+            media = MEDIA[settings.media]
+            sequence = one.sinks[settings.label].inner.sequence  # type: ignore[attr-defined]
+        held = {medium: sorted(hashes) for medium, hashes in one.held(media).items()}
+        names = {str(tier.name): [key.hex() for key in keys] for tier, keys in one.named().items()}
+        print(msgspec.json.encode(Epitaph(report, held, names, sequence)).decode(), flush=True)
+        await anyio.to_thread.run_sync(sys.stdin.readline)
+
+
+if __name__ == "__main__":
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
+    asyncio.run(live())

@@ -1,0 +1,72 @@
+"""The router of a scenario: another process that mirrors this node from its KV events alone."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import msgspec
+from anyio.streams.buffered import BufferedByteReceiveStream
+
+from kvactors.errors import DeadlineExceeded, KVActorsError
+from kvactors.scenario.spec import RouterSpec
+
+PATIENCE = 60.0
+"""Seconds for an answer of a child process."""
+
+
+class Child:
+    """A child process that is spoken to in lines."""
+
+    def __init__(self, process: Any) -> None:
+        self.process = process
+        self._lines = BufferedByteReceiveStream(process.stdout)
+
+    async def say(self, line: str) -> None:
+        """One line to its input."""
+        await self.process.stdin.send(line.encode() + b"\n")
+
+    async def hear(self, seconds: float = PATIENCE) -> str:
+        """One line of its output. DeadlineExceeded, or KVActorsError if it has ended."""
+        try:
+            with anyio.fail_after(seconds):
+                return (await self._lines.receive_until(b"\n", 1 << 30)).decode()
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"child process {self.process.pid} said nothing for {seconds} s") from error
+        except (anyio.IncompleteRead, anyio.EndOfStream, anyio.ClosedResourceError) as error:
+            raise KVActorsError(f"child process {self.process.pid} ended, status {self.process.returncode}") from error
+
+
+@asynccontextmanager
+async def child(*arguments: str) -> AsyncIterator[Child]:
+    """The running Python with these arguments; killed on the way out."""
+    process = await anyio.open_process([sys.executable, *arguments], stderr=None)
+    try:
+        yield Child(process)
+    finally:
+        with anyio.CancelScope(shield=True):
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+            await process.aclose()
+
+
+@asynccontextmanager
+async def routing(spec: RouterSpec, endpoint: str, replay: str, topic: str, seed: int) -> AsyncIterator[Child]:
+    """A router process, connected."""
+    arguments = ("-m", "kvactors.testing.kv_mirror", endpoint, replay, "--topic", topic, "--lose", str(spec.lose))
+    async with child(*arguments, "--seed", str(seed)) as router:
+        await router.hear()
+        yield router
+
+
+async def compare(router: Child, sequence: int, truth: Mapping[str, set[int]]) -> dict[str, int]:
+    """What the router says once it has read every batch before `sequence`, and on how many blocks it differs from the truth, by medium."""
+    await router.say(f"report {sequence}")
+    said = msgspec.json.decode(await router.hear())
+    view = {medium: set(hashes) for medium, hashes in said["view"].items()}
+    differing = sum(len(view.get(medium, set()) ^ truth.get(medium, set())) for medium in view.keys() | truth.keys())
+    return {"divergence": differing, "behind": sequence - said["sequence"], **said["statistics"]}

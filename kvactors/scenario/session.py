@@ -1,0 +1,111 @@
+"""One run of a scenario's workload on an open cache, with its faults."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import msgspec
+
+from kvactors.cache import KVCache, open_cache
+from kvactors.config import Config
+from kvactors.flush_notifier.sinks import Sink, make_sinks
+from kvactors.layout import make_layout
+from kvactors.observe.lag import Lag, LagMonitor
+from kvactors.observe.statistics import residency
+from kvactors.scenario.engine import Engine
+from kvactors.scenario.replay import cache_config
+from kvactors.scenario.report import Report, Totals, make_report
+from kvactors.scenario.spec import Fault, Scenario
+from kvactors.scenario.workload import Script, chat
+from kvactors.testing.faults import FaultySink
+from kvactors.units import Tier
+
+Progress = Callable[[Totals], None]
+
+
+class Session:
+    """An open cache and the scenario that runs on it. sinks: by name, each able to misbehave."""
+
+    def __init__(self, scenario: Scenario, cache: KVCache, sinks: Mapping[str, FaultySink], *, virtual: bool) -> None:
+        self.scenario = scenario
+        self.cache = cache
+        self.sinks = sinks
+        self.totals = Totals()
+        self.virtual = virtual
+        dead = {fault.sink for fault in scenario.fault if not fault.seconds and fault.kind in ("down", "hang")}
+        self.living = None if not dead else [name for name in cache.sinks if name not in dead]
+
+    async def run(self, seed: int, progress: Progress) -> Report:
+        """Workload and faults, then rest; the report."""
+        engine, monitor, work = Engine(self.cache, self.totals), LagMonitor(), self.scenario.workload
+        began = time.monotonic()
+        async with (
+            beside(reporting(self.totals, progress), *(self._fault(fault) for fault in self.scenario.fault)),
+            monitor.running(),
+        ):
+            if work.kind == "chat":
+                await chat(engine, work, seed)
+            else:
+                await Script(engine, seed).run(work.step)
+            await engine.settle(self.living)
+        progress(self.totals)
+        lag = Lag(0.0, 0.0, 0.0) if self.virtual else monitor.result()
+        name = self.scenario.scenario.name
+        return make_report(name, self.totals, self.cache, lag, time.monotonic() - began, self.living)
+
+    async def _fault(self, fault: Fault) -> None:
+        sink = self.sinks[fault.sink]
+        await anyio.sleep(fault.at)
+        sink.every = fault.every
+        sink.misdeed = fault.kind
+        if fault.seconds:
+            await anyio.sleep(fault.seconds)
+            sink.misdeed = ""
+
+    def named(self) -> dict[Tier, set[bytes]]:
+        """What the tiers hold of blocks with a path; no sink can know of others."""
+        entries = self.cache.system.notifier_actor.ledger.entries
+        return {tier: {key for key in keys if key in entries} for tier, keys in residency(self.cache.system).items()}
+
+    def held(self, media: Mapping[Tier, str]) -> dict[str, set[int]]:
+        """The same as readers of KV events name it: hashes by medium."""
+        return {media[tier]: {int.from_bytes(key[-8:], "big") for key in keys} for tier, keys in self.named().items()}
+
+
+@asynccontextmanager
+async def session(scenario: Scenario, *, virtual: bool) -> AsyncIterator[Session]:
+    """A scenario's cache, open, its sinks wrapped so that they can misbehave."""
+    config = Config.from_env(base=cache_config(scenario))
+    sinks = faulty(make_sinks(config, make_layout(config.layout, config.cache.block_size)))
+    bare = msgspec.structs.replace(config, flush=msgspec.structs.replace(config.flush, sinks=()))
+    async with open_cache(bare, sinks=list(sinks.values()), inline_copies=virtual) as cache:
+        yield Session(scenario, cache, sinks, virtual=virtual)
+
+
+def faulty(sinks: Iterable[Sink]) -> dict[str, FaultySink]:
+    """Sinks by name, wrapped."""
+    return {sink.name: FaultySink(sink) for sink in sinks}
+
+
+async def reporting(totals: Totals, progress: Progress) -> None:
+    """Report progress a few times a second."""
+    while True:
+        progress(totals)
+        await anyio.sleep(0.1)
+
+
+@asynccontextmanager
+async def beside(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run coroutines beside a block; they end with it."""
+    tasks = [asyncio.get_running_loop().create_task(one) for one in work]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
