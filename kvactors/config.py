@@ -97,7 +97,7 @@ class FlushConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     timeout: float = 10.0
     retry_min: float = 0.05
     retry_max: float = 5.0
-    batch: int = 4096
+    batch: int = 512
 
 
 class ActorsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

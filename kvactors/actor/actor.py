@@ -27,6 +27,9 @@ Handler = Callable[..., None]
 TURN_BUDGET = 64
 """Turns before an actor lets others run: a receive that finds a message does not yield by itself."""
 
+TURN_TIME = 0.0005
+"""Seconds of turns before it does so."""
+
 
 class State(IntEnum):
     """An actor's life; it only ever moves forward."""
@@ -172,21 +175,23 @@ class Actor:
             await self._end(cause)
 
     async def _take_turns(self) -> None:
-        channel, budget = self.ref.channel, TURN_BUDGET
+        channel, budget, time = self.ref.channel, TURN_BUDGET, asyncio.get_running_loop().time
+        until = time() + TURN_TIME
         while self.state is State.RUNNING:
             if self._outbox:
                 await self._flush_outbox()
             envelope = channel.get_nowait()
             if envelope is None:
                 envelope, budget = await channel.get(), TURN_BUDGET
-            elif budget == 0:
+                until = time() + TURN_TIME
+            elif budget == 0 or time() > until:
                 try:
                     await asyncio.sleep(0)
                 except BaseException:
                     self.ref.activity.end()
                     bury(envelope, self.ref.name, None)
                     raise
-                budget = TURN_BUDGET
+                budget, until = TURN_BUDGET, time() + TURN_TIME
             budget -= 1
             try:
                 self._turn(envelope)

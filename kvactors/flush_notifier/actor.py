@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -13,7 +13,18 @@ from kvactors.actor import Actor, ActorRef, Envelope, Message, on
 from kvactors.actor.clock import now
 from kvactors.config import FlushConfig
 from kvactors.flush_notifier.ledger import LIMBO, Ledger
-from kvactors.flush_notifier.messages import Announced, Cleared, Deliver, Delivered, Gained, Gone, RetryDue, Settle
+from kvactors.flush_notifier.messages import (
+    Announced,
+    Cleared,
+    Continue,
+    Deliver,
+    Delivered,
+    FlushTask,
+    Gained,
+    Gone,
+    RetryDue,
+    Settle,
+)
 from kvactors.flush_notifier.runs import Batch
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.units import Residency, Tier
@@ -50,6 +61,14 @@ class Delivery:
         self.failures = 0  # in a row
         self.delivered = self.resident = self.gone = self.blocks = self.retried = 0
 
+    def count(self, tasks: Sequence[FlushTask]) -> None:
+        """The sink took these."""
+        self.delivered += len(tasks)
+        for task in tasks:
+            self.blocks += task.count
+            self.resident += task.residency is Residency.RESIDENT
+            self.gone += task.residency is Residency.GONE
+
     @property
     def ailing(self) -> bool:
         """Whether its last call failed."""
@@ -82,6 +101,7 @@ class FlushNotifier(Actor):
         self._by_name = {delivery.sink.name: i for i, delivery in enumerate(self.deliveries)}
         self._settling: list[Settling] = []
         self._woken = False
+        self._unfinished = 0  # facts of which there are steps to come
 
     def started(self) -> None:
         """Every sink first hears that a new epoch began."""
@@ -95,28 +115,39 @@ class FlushNotifier(Actor):
     def announced(self, message: Announced) -> None:
         """Blocks of a path are resident."""
         if self.deliveries:
-            self.ledger.announce(message)
-            self._pump()
+            self._work(self.ledger.announce(message))
 
     @on(Gained)
     def gained(self, message: Gained) -> None:
         """Names are resident."""
         if self.deliveries:
-            self.ledger.gain(message.keys, message.tier, message.reason)
-            self._pump()
+            self._work(self.ledger.gain(message.keys, message.tier, message.reason))
 
     @on(Gone)
     def gone(self, message: Gone) -> None:
         """Names left a tier."""
         if self.deliveries:
-            self.ledger.lose(message.keys, message.tier, message.reason)
-            self._pump()
+            self._work(self.ledger.lose(message.keys, message.tier, message.reason))
 
     @on(Cleared)
     def cleared(self, message: Cleared) -> None:
         """A tier is empty."""
-        self.ledger.clear(message.tier, message.reason)
-        self._pump()
+        self._work(self.ledger.clear(message.tier, message.reason))
+
+    @on(Continue)
+    def go_on(self, message: Continue) -> None:
+        """The next step of something large."""
+        self._unfinished -= 1
+        self._work(message.work)
+
+    def _work(self, work: Iterator[None]) -> None:
+        """Do a step. The next one overtakes every other fact, and yet others than this actor may run before it. Sinks are told when all
+        is done: half a path in one task and half in the next would carry its tokens twice."""
+        if next(work, self) is None:
+            self._unfinished += 1
+            self._to_self(Continue(work))
+        else:
+            self._pump()
 
     # -- deliveries
 
@@ -124,7 +155,7 @@ class FlushNotifier(Actor):
         for i, delivery in enumerate(self.deliveries):
             if self.ledger.pending(i) and delivery.since is None:
                 delivery.since = now()
-            if not self._woken and self._ready(i, delivery):
+            if not (self._woken or self._unfinished) and self._ready(i, delivery):
                 self._woken = True  # the turns that are due come first: one batch for them all
                 asyncio.get_running_loop().call_soon(self._to_self, Deliver())
         if self._settling:
@@ -137,6 +168,8 @@ class FlushNotifier(Actor):
     def deliver(self, message: Deliver) -> None:
         """Tell every sink that can take something what differs for it."""
         self._woken = False
+        if self._unfinished:
+            return
         for i, delivery in enumerate(self.deliveries):
             if self._ready(i, delivery):
                 self._deliver(i, delivery)
@@ -164,7 +197,6 @@ class FlushNotifier(Actor):
         """A call to a sink is over: believe it, or back off and try again with what differs then."""
         i = self._by_name[message.sink]
         delivery = self.deliveries[i]
-        delivery.in_flight = False
         if not message.ok:
             self.ledger.refused(i, delivery.batch)
             delivery.retried += 1
@@ -173,22 +205,24 @@ class FlushNotifier(Actor):
             self.log.warning("sink did not take a batch", sink=message.sink, error=message.error, again_in=delivery.delay)
             self.after(delivery.delay, RetryDue(message.sink))
             delivery.delay = min(2 * delivery.delay, self.config.retry_max)
-        elif not delivery.begun:
-            delivery.begun, delivery.failures = True, 0
         else:
-            delivery.delay, delivery.failures = self.config.retry_min, 0
+            delivery.begun, delivery.delay, delivery.failures = True, self.config.retry_min, 0
             self.ledger.delivered(i, delivery.batch)
-            for task in delivery.batch.tasks:
-                delivery.delivered += 1
-                delivery.blocks += task.count
-                delivery.resident += task.residency is Residency.RESIDENT
-                delivery.gone += task.residency is Residency.GONE
+            delivery.count(delivery.batch.tasks)
+        self._work(self._over(i, delivery, cleared=message.ok))
+
+    def _over(self, i: int, delivery: Delivery, *, cleared: bool) -> Iterator[None]:
+        """The end of a call; if it said that everything is gone, that takes some time."""
+        if cleared:
+            yield from self.ledger.cleared(i, delivery.batch)
+        told_again = bool(delivery.batch.cleared)
+        delivery.in_flight = False
+        if not delivery.failures:
             delivery.since = now() if self.ledger.pending(i) else None
         delivery.batch = Batch([], [])
         for one in self._settling:
-            if i in one.marks and one.marks[i] is None:
+            if i in one.marks and (one.marks[i] is None or told_again):
                 one.marks[i] = self.ledger.clock
-        self._pump()
 
     @on(RetryDue)
     def retry_due(self, message: RetryDue) -> None:
@@ -219,7 +253,9 @@ class FlushNotifier(Actor):
             self.answer(one.envelope, True)
 
     def _reached(self, i: int, mark: int | None) -> bool:
-        return mark is not None and self.deliveries[i].begun and self.ledger.told_until(i) >= mark
+        delivery = self.deliveries[i]
+        settled = delivery.begun and not delivery.batch.cleared  # after a clear, what came back meanwhile is told again
+        return mark is not None and settled and self.ledger.told_until(i) >= mark
 
     # -- for inspection
 

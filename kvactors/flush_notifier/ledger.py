@@ -8,8 +8,7 @@ resident, believed resident, or above such a block.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from itertools import islice
+from collections.abc import Collection, Iterator
 
 from kvactors.flush_notifier.messages import Announced
 from kvactors.flush_notifier.runs import LAST, Batch, Entry, Holding, Run, as_task, clear_task, join, ordered
@@ -21,6 +20,9 @@ LIMBO = 16_384
 
 UNSURE = 3
 """Bits by which a sink's state holds the tiers it may believe or not."""
+
+SLICE = 256
+"""Blocks looked at in one turn."""
 
 PATHS = 4
 """A batch of n blocks may carry paths of PATHS x n blocks in all: many short runs deep in the tree are told in several batches."""
@@ -55,9 +57,9 @@ class Ledger:
         self._limbo: dict[Entry, None] = {}
         self._limbo_bound = max(1, limbo)
 
-    # -- what is true
+    # -- what is true: steps of at most SLICE blocks, between which others may run (but no other fact may come)
 
-    def announce(self, message: Announced) -> None:
+    def announce(self, message: Announced) -> Iterator[None]:
         """Blocks [start, start + count) of a path are resident; all of the path is learned."""
         keys, start, stop = split_keys(message.keys), message.start, message.start + message.count
         assert len(message.tokens) == self.block_bytes * len(keys), "an announced path needs a name for each block"
@@ -77,6 +79,10 @@ class Ledger:
                     entry.reasons[LAST] = entry.reasons[bit] = reason
             self._look(entry)
             parent, parent_key = entry, key
+            if i % SLICE == SLICE - 1:
+                entry.held += 1  # it must not be forgotten before its child is there
+                yield
+                entry.held -= 1
 
     def _learn(self, key: bytes, parent: Entry | None, parent_key: bytes, message: Announced, position: int) -> Entry:
         tokens = message.tokens[position * self.block_bytes : (position + 1) * self.block_bytes]
@@ -87,10 +93,10 @@ class Ledger:
             parent.children += 1
         return entry
 
-    def gain(self, keys: bytes, tier: Tier, reason: Reason) -> None:
+    def gain(self, keys: bytes, tier: Tier, reason: Reason) -> Iterator[None]:
         """These are resident on `tier`."""
         bit = int(tier)
-        for key in split_keys(keys):
+        for i, key in enumerate(split_keys(keys), 1):
             entry = self.entries.get(key)
             if entry is None:
                 self.unnamed[key] = self.unnamed.get(key, 0) | bit
@@ -98,29 +104,33 @@ class Ledger:
                 entry.truth |= bit
                 entry.reasons[LAST] = entry.reasons[bit] = reason
                 self._look(entry)
+            if not i % SLICE:
+                yield
 
-    def lose(self, keys: bytes, tier: Tier, reason: Reason) -> None:
+    def lose(self, keys: bytes, tier: Tier, reason: Reason) -> Iterator[None]:
         """These left `tier`."""
         bit = int(tier)
-        for key in split_keys(keys):
+        for i, key in enumerate(split_keys(keys), 1):
             entry = self.entries.get(key)
             if entry is not None:
                 self._lose(entry, bit, reason)
             elif left := self.unnamed.pop(key, 0) & ~bit:
                 self.unnamed[key] = left
+            if not i % SLICE:
+                yield
 
-    def clear(self, tier: Tier, reason: Reason) -> None:
+    def clear(self, tier: Tier, reason: Reason) -> Iterator[None]:
         """Nothing is resident on `tier`."""
         bit = int(tier)
-        for entry in [entry for entry in self.entries.values() if entry.truth & bit]:
+        left = 0  # the tiers that still hold something
+        for i, entry in enumerate(list(self.entries.values()), 1):
             self._lose(entry, bit, reason)
+            left |= entry.truth
+            if not i % SLICE:
+                yield
         self.unnamed = {key: tiers & ~bit for key, tiers in self.unnamed.items() if tiers & ~bit}
         if reason is Reason.CLEAR:
-            self._cleared.update(i for i in self._takes_clear if not self._anything(i))
-
-    def _anything(self, sink: int) -> bool:
-        table = self._tables[sink]
-        return any(table[entry.truth] for entry in self.entries.values())
+            self._cleared.update(sink for sink in self._takes_clear if not self._tables[sink][left])
 
     def _lose(self, entry: Entry, bit: int, reason: Reason) -> None:
         if entry.truth & bit:
@@ -173,8 +183,8 @@ class Ledger:
         return next(iter(self.dirty[sink].values()), self.clock + 1) - 1
 
     def take(self, sink: int, limit: int, epoch: int) -> Batch:
-        """The next differences of a sink, at most `limit` blocks, in the order of `runs.ordered`; they are in delivery until
-        `delivered` or `refused`. A gain takes along the gains above it that are pending."""
+        """The next differences of a sink, about `limit` blocks, in the order of `runs.ordered`; they are in delivery until `delivered` or
+        `refused`."""
         if sink in self._cleared:
             self._cleared.discard(sink)
             if self.dirty[sink]:
@@ -196,23 +206,24 @@ class Ledger:
         return Batch([as_task(run, epoch, by_name=by_name) for run in runs], runs)
 
     def _pick(self, sink: int, limit: int) -> list[Entry]:
+        """About `limit` entries: each with those above it that differ as well, and never the first part of a run only, since every part
+        would carry the path from the root again."""
         dirty = self.dirty[sink]
         picked: dict[Entry, None] = {}
+        last: Entry | None = None
         for entry in dirty:
-            chain, above = [entry], entry.parent
-            if self.due(entry, sink) & ~entry.states[sink]:
-                while above in dirty and above not in picked:
-                    chain.append(above)
-                    above = above.parent
-            picked.update(dict.fromkeys(reversed(chain)))
-            if len(picked) >= limit:
+            if len(picked) >= limit and entry.parent is not last:
                 break
-        return list(islice(picked, limit))
+            chain, above = [entry], entry.parent
+            while above in dirty and above not in picked:
+                chain.append(above)
+                above = above.parent
+            picked.update(dict.fromkeys(reversed(chain)))
+            last = entry
+        return list(picked)
 
     def delivered(self, sink: int, batch: Batch) -> None:
         """The sink took these: it believes them now, whatever has become true since."""
-        if batch.cleared:
-            self._end_clear(sink, batch.cleared)
         for entries, bit, resident, _ in batch.runs:
             settled, believed = ~(bit | bit << UNSURE), bit if resident else 0
             for entry in entries:
@@ -232,19 +243,15 @@ class Ledger:
                 entry.states[sink] |= run.bit << UNSURE
         self._end(batch)
 
-    def _end_clear(self, sink: int, entries: Sequence[Entry]) -> None:
-        """The sink forgot everything. What has come back meanwhile differs since before anything else."""
-        later, self.dirty[sink] = self.dirty[sink], {}
-        believed = [entry for entry in entries if entry.states[sink]]
-        for entry in believed:
-            entry.states[sink] = 0
-            later.pop(entry, None)
-            if self.due(entry, sink):
-                self.dirty[sink][entry] = 0
-        self.dirty[sink].update(later)
-        for entry in reversed(believed):
-            if not entry.truth and entry.idle():
-                self._remember(entry)
+    def cleared(self, sink: int, batch: Batch) -> Iterator[None]:
+        """The sink took that everything is gone. What has come back meanwhile differs from now on."""
+        for i, entry in enumerate(batch.cleared, 1):
+            if entry.states[sink]:
+                entry.states[sink] = 0
+                self.dirty[sink].pop(entry, None)
+                self._look(entry)
+            if not i % SLICE:
+                yield
 
     def _end(self, batch: Batch) -> None:
         for run in batch.runs:

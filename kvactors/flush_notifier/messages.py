@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvactors.actor import Ask, Control
@@ -93,6 +94,12 @@ class FlushTask(Message, frozen=True, eq=False):
 
 class Deliver(Control, frozen=True, eq=False):
     """To itself: what has been said meanwhile can be told in one go."""
+
+
+class Continue(Control, frozen=True, eq=False):
+    """To itself: the next step of a fact about very many blocks. It comes before any other fact."""
+
+    work: Iterator[None]
 
 
 class Delivered(Control, frozen=True, eq=False):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 
 import numpy as np
 
@@ -52,10 +53,21 @@ def ledger(*views, limbo=100, takes_clear=()) -> Ledger:
     return Ledger(BLOCK, list(views) or [PER_TIER], limbo, takes_clear)
 
 
+def do(steps) -> None:
+    """All steps of a fact."""
+    deque(steps, maxlen=0)
+
+
+def answer(book, sink, batch) -> None:
+    """A sink took a batch."""
+    book.delivered(sink, batch)
+    do(book.cleared(sink, batch))
+
+
 def settle(book: Ledger, sink: int = 0):
     """Deliver everything that is pending; the tasks."""
     batch = book.take(sink, 10**6, 1)
-    book.delivered(sink, batch)
+    answer(book, sink, batch)
     return batch.tasks
 
 

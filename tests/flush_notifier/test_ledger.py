@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from flush_kit import AT_FINISH, NODE, PER_TIER, ROOT, announced, finished, ledger, names, path, settle
+from flush_kit import AT_FINISH, NODE, PER_TIER, ROOT, announced, answer, do, finished, ledger, names, path, settle
 
 from kvactors.flush_notifier.ledger import PATHS
 from kvactors.flush_notifier.messages import Announced
@@ -21,9 +21,9 @@ def shape(tasks):
 
 def test_request_finish_gives_the_whole_path_from_block_0():
     book = ledger(AT_FINISH)
-    book.announce(announced(1, 2, 3))
+    do(book.announce(announced(1, 2, 3)))
     assert settle(book) == []
-    book.announce(finished(1, 2, 3))
+    do(book.announce(finished(1, 2, 3)))
     (task,) = settle(book)
     assert (task.residency, task.start_block_idx, task.count, task.reason) == (RESIDENT, 0, 3, Reason.REQUEST_FINISH)
     assert (task.tokens, task.keys, task.parent, task.epoch) == (*path(1, 2, 3), ROOT, 1)
@@ -31,29 +31,29 @@ def test_request_finish_gives_the_whole_path_from_block_0():
 
 def test_a_finish_covers_only_its_own_path():
     book = ledger(AT_FINISH)
-    book.announce(announced(1, 2, 3))
-    book.announce(finished(1, 2))
+    do(book.announce(announced(1, 2, 3)))
+    do(book.announce(finished(1, 2)))
     (task,) = settle(book)
     assert task.tokens == path(1, 2)[0]
-    book.announce(finished(1, 2, 3))
+    do(book.announce(finished(1, 2, 3)))
     (task,) = settle(book)
     assert (task.start_block_idx, task.count, task.parent) == (2, 1, names(1, 2)[-1])
 
 
 def test_losses_are_due_at_once_and_a_gain_on_another_tier_once_finished():
     book = ledger(AT_FINISH)
-    book.announce(finished(1))
+    do(book.announce(finished(1)))
     settle(book)
-    book.gain(path(1)[1], Tier.HOST, Reason.OFFLOAD)
-    book.lose(path(1)[1], Tier.DEVICE, Reason.DEVICE_EVICTION)
+    do(book.gain(path(1)[1], Tier.HOST, Reason.OFFLOAD))
+    do(book.lose(path(1)[1], Tier.DEVICE, Reason.DEVICE_EVICTION))
     assert shape(settle(book)) == [(GONE, Tier.DEVICE, 0, 1), (RESIDENT, Tier.HOST, 0, 1)]
 
 
 def test_eviction_gives_one_task_a_run_with_the_complete_path_and_depth_minus_one():
     book = ledger()
-    book.announce(announced(1, 2, 3, 4))
+    do(book.announce(announced(1, 2, 3, 4)))
     settle(book)
-    book.lose(join_keys(reversed(names(1, 2, 3, 4)[2:])), Tier.DEVICE, Reason.CPU_EVICTION)  # leaves first
+    do(book.lose(join_keys(reversed(names(1, 2, 3, 4)[2:])), Tier.DEVICE, Reason.CPU_EVICTION))  # leaves first
     (task,) = settle(book)
     assert (task.residency, task.start_block_idx, task.count, task.reason) == (GONE, 2, 2, Reason.CPU_EVICTION)
     assert task.tokens == path(1, 2, 3, 4)[0]
@@ -62,20 +62,20 @@ def test_eviction_gives_one_task_a_run_with_the_complete_path_and_depth_minus_on
 
 def test_the_path_of_a_block_is_complete_whichever_request_made_its_parts():
     book = ledger()
-    book.announce(announced(1, 2))
-    book.announce(announced(1, 2, 3, start=2))
+    do(book.announce(announced(1, 2)))
+    do(book.announce(announced(1, 2, 3, start=2)))
     settle(book)
-    book.lose(names(1, 2, 3)[2], Tier.DEVICE, Reason.CPU_EVICTION)
+    do(book.lose(names(1, 2, 3)[2], Tier.DEVICE, Reason.CPU_EVICTION))
     (task,) = settle(book)
     assert (task.tokens, task.start_block_idx, task.count) == (path(1, 2, 3)[0], 2, 1)
 
 
 def test_what_another_request_shares_is_not_reported_gone():
     book = ledger()
-    book.announce(announced(1, 2, 3))
-    book.announce(announced(1, 2, 4, start=2))
+    do(book.announce(announced(1, 2, 3)))
+    do(book.announce(announced(1, 2, 4, start=2)))
     settle(book)
-    book.lose(names(1, 2, 3)[2], Tier.DEVICE, Reason.CPU_EVICTION)
+    do(book.lose(names(1, 2, 3)[2], Tier.DEVICE, Reason.CPU_EVICTION))
     (task,) = settle(book)
     assert task.keys == names(1, 2, 3)[2]
     assert {key for key, _ in book.believed(0)} == set(names(1, 2, 4))
@@ -83,21 +83,21 @@ def test_what_another_request_shares_is_not_reported_gone():
 
 def test_a_branch_point_splits_runs_and_children_go_before_parents():
     book = ledger()
-    book.announce(announced(1, 2, 3))
-    book.announce(announced(1, 2, 4, 5, start=2))
+    do(book.announce(announced(1, 2, 3)))
+    do(book.announce(announced(1, 2, 4, 5, start=2)))
     gains = settle(book)
     assert [(t.start_block_idx, t.count) for t in gains] == [(0, 2), (2, 1), (2, 2)], "parents come before children"
-    book.clear(Tier.DEVICE, Reason.CLEAR)
+    do(book.clear(Tier.DEVICE, Reason.CLEAR))
     assert [(t.start_block_idx, t.count) for t in settle(book)] == [(2, 2), (2, 1), (0, 2)]
 
 
 def test_runs_split_where_the_reason_changes_and_each_tier_keeps_its_own():
     book = ledger()
-    book.announce(announced(1, 2, 3))
+    do(book.announce(announced(1, 2, 3)))
     settle(book)
-    book.gain(join_keys(names(1, 2, 3)[1:]), Tier.HOST, Reason.OFFLOAD)
-    book.lose(names(1, 2, 3)[2], Tier.DEVICE, Reason.DEVICE_EVICTION)
-    book.lose(names(1, 2, 3)[1], Tier.DEVICE, Reason.CORRUPT)
+    do(book.gain(join_keys(names(1, 2, 3)[1:]), Tier.HOST, Reason.OFFLOAD))
+    do(book.lose(names(1, 2, 3)[2], Tier.DEVICE, Reason.DEVICE_EVICTION))
+    do(book.lose(names(1, 2, 3)[1], Tier.DEVICE, Reason.CORRUPT))
     tasks = settle(book)
     assert shape(tasks) == [(GONE, Tier.DEVICE, 2, 1), (GONE, Tier.DEVICE, 1, 1), (RESIDENT, Tier.HOST, 1, 2)]
     assert [task.reason for task in tasks] == [Reason.DEVICE_EVICTION, Reason.CORRUPT, Reason.OFFLOAD]
@@ -106,9 +106,9 @@ def test_runs_split_where_the_reason_changes_and_each_tier_keeps_its_own():
 @pytest.mark.parametrize("n", [500, 1000, 2000, 4000])
 def test_an_evicted_run_costs_bytes_in_proportion_to_its_length(n):
     book = ledger()
-    book.announce(announced(*range(n)))
+    do(book.announce(announced(*range(n))))
     settle(book)
-    book.lose(join_keys(reversed(names(*range(n)))), Tier.DEVICE, Reason.CPU_EVICTION)
+    do(book.lose(join_keys(reversed(names(*range(n)))), Tier.DEVICE, Reason.CPU_EVICTION))
     (task,) = settle(book)
     assert len(task.tokens) + len(task.keys) == n * (4 * 2 + 32)
 
@@ -118,21 +118,21 @@ def test_an_evicted_run_costs_bytes_in_proportion_to_its_length(n):
 
 def test_a_node_view_is_gone_only_when_every_tier_is():
     book = ledger(NODE)
-    book.announce(announced(1))
+    do(book.announce(announced(1)))
     assert shape(settle(book)) == [(RESIDENT, Tier.DEVICE, 0, 1)]
-    book.gain(path(1)[1], Tier.HOST, Reason.OFFLOAD)
-    book.lose(path(1)[1], Tier.DEVICE, Reason.DEVICE_EVICTION)
+    do(book.gain(path(1)[1], Tier.HOST, Reason.OFFLOAD))
+    do(book.lose(path(1)[1], Tier.DEVICE, Reason.DEVICE_EVICTION))
     assert settle(book) == []
-    book.lose(path(1)[1], Tier.HOST, Reason.CPU_EVICTION)
+    do(book.lose(path(1)[1], Tier.HOST, Reason.CPU_EVICTION))
     (task,) = settle(book)
     assert (task.residency, task.tier, task.reason) == (GONE, Tier.DEVICE, Reason.CPU_EVICTION)
 
 
 def test_a_sink_hears_only_of_its_tiers():
     book = ledger(PER_TIER)
-    book.announce(announced(1, tier=Tier.STORAGE))
+    do(book.announce(announced(1, tier=Tier.STORAGE)))
     assert book.pending(0) == 0
-    book.gain(path(1)[1], Tier.HOST, Reason.LOAD)
+    do(book.gain(path(1)[1], Tier.HOST, Reason.LOAD))
     assert shape(settle(book)) == [(RESIDENT, Tier.HOST, 0, 1)]
 
 
@@ -141,17 +141,17 @@ def test_a_sink_hears_only_of_its_tiers():
 
 def test_resident_then_gone_cancels():
     book = ledger()
-    book.announce(announced(1, 2))
-    book.lose(path(1, 2)[1], Tier.DEVICE, Reason.DEVICE_DROP)
+    do(book.announce(announced(1, 2)))
+    do(book.lose(path(1, 2)[1], Tier.DEVICE, Reason.DEVICE_DROP))
     assert settle(book) == []
     assert book.coalesced == [2]
 
 
 def test_gone_while_resident_is_under_way_is_told_afterwards():
     book = ledger()
-    book.announce(announced(1))
+    do(book.announce(announced(1)))
     batch = book.take(0, 10, 1)
-    book.lose(path(1)[1], Tier.DEVICE, Reason.DEVICE_DROP)
+    do(book.lose(path(1)[1], Tier.DEVICE, Reason.DEVICE_DROP))
     assert book.coalesced == [0], "it did not vanish: the sink is hearing of it"
     book.delivered(0, batch)
     assert shape(settle(book)) == [(GONE, Tier.DEVICE, 0, 1)]
@@ -161,10 +161,10 @@ def test_gone_while_resident_is_under_way_is_told_afterwards():
 @pytest.mark.parametrize("still_resident", [True, False])
 def test_a_sink_whose_answer_was_lost_is_told_again_what_is_true(still_resident):
     book = ledger()
-    book.announce(announced(1))
+    do(book.announce(announced(1)))
     batch = book.take(0, 10, 1)
     if not still_resident:
-        book.lose(path(1)[1], Tier.DEVICE, Reason.DEVICE_DROP)
+        do(book.lose(path(1)[1], Tier.DEVICE, Reason.DEVICE_DROP))
     book.refused(0, batch)
     book.check()
     (task,) = settle(book)
@@ -174,20 +174,32 @@ def test_a_sink_whose_answer_was_lost_is_told_again_what_is_true(still_resident)
 
 def test_a_batch_is_bounded_and_takes_gains_above_along():
     book = ledger()
-    book.announce(announced(1, 2, 3, start=1))
-    book.gain(names(1)[0], Tier.DEVICE, Reason.COMMIT)  # the youngest difference, above the others
+    do(book.announce(announced(1, 2, 3, start=1)))
+    do(book.announce(announced(7, 8)))
+    do(book.gain(names(1)[0], Tier.DEVICE, Reason.COMMIT))  # the youngest difference, above the others
     (task,) = book.take(0, 2, 1).tasks
-    assert (task.start_block_idx, task.count) == (0, 2)
+    assert (task.start_block_idx, task.count) == (0, 3)
+
+
+@pytest.mark.parametrize("order", [list, reversed])
+def test_a_batch_never_ends_within_a_run(order):
+    book = ledger()
+    do(book.announce(announced(*range(40))))
+    do(book.announce(announced(99)))
+    settle(book)
+    do(book.lose(join_keys(order(names(*range(40))[10:])), Tier.DEVICE, Reason.CPU_EVICTION))
+    do(book.lose(names(99)[0], Tier.DEVICE, Reason.CPU_EVICTION))
+    assert shape(book.take(0, 4, 1).tasks) == [(GONE, Tier.DEVICE, 10, 30)]
 
 
 def test_many_short_runs_deep_in_the_tree_are_told_in_several_batches():
     book, trunk = ledger(), range(100, 150)
-    book.announce(announced(*trunk))
+    do(book.announce(announced(*trunk)))
     for leaf in range(20):
-        book.announce(announced(*trunk, leaf, start=50))
+        do(book.announce(announced(*trunk, leaf, start=50)))
     settle(book)
     for leaf in range(20):
-        book.lose(names(*trunk, leaf)[-1], Tier.DEVICE, Reason.CPU_EVICTION)
+        do(book.lose(names(*trunk, leaf)[-1], Tier.DEVICE, Reason.CPU_EVICTION))
     batches = []
     while book.pending(0):
         batches.append(book.take(0, 64, 1))
@@ -202,19 +214,19 @@ def test_many_short_runs_deep_in_the_tree_are_told_in_several_batches():
 
 def test_a_name_gained_before_its_path_is_known_counts_once_it_is():
     book = ledger()
-    book.gain(path(1)[1], Tier.HOST, Reason.LOAD)
-    book.lose(path(1)[1], Tier.STORAGE, Reason.STORAGE_EVICTION)
+    do(book.gain(path(1)[1], Tier.HOST, Reason.LOAD))
+    do(book.lose(path(1)[1], Tier.STORAGE, Reason.STORAGE_EVICTION))
     assert book.unnamed == {path(1)[1]: Tier.HOST}
-    book.announce(announced(1, 2))
+    do(book.announce(announced(1, 2)))
     assert shape(settle(book)) == [(RESIDENT, Tier.DEVICE, 0, 2), (RESIDENT, Tier.HOST, 0, 1)]
     assert book.unnamed == {}
 
 
 def test_an_unnamed_block_that_goes_is_forgotten():
     book = ledger()
-    book.gain(join_keys(names(1, 2)), Tier.HOST, Reason.LOAD)
-    book.lose(names(1)[0], Tier.HOST, Reason.CPU_EVICTION)
-    book.clear(Tier.HOST, Reason.CLEAR)
+    do(book.gain(join_keys(names(1, 2)), Tier.HOST, Reason.LOAD))
+    do(book.lose(names(1)[0], Tier.HOST, Reason.CPU_EVICTION))
+    do(book.clear(Tier.HOST, Reason.CLEAR))
     assert book.unnamed == {}
 
 
@@ -222,8 +234,8 @@ def test_an_unnamed_block_that_goes_is_forgotten():
 def test_a_path_may_name_blocks_of_other_tiers_before_or_after_these_speak(first):
     book = ledger()
     facts = [
-        lambda: book.announce(announced(1, 2, 3, count=1)),
-        lambda: book.gain(join_keys(names(1, 2, 3)[1:]), Tier.HOST, Reason.OFFLOAD),
+        lambda: do(book.announce(announced(1, 2, 3, count=1))),
+        lambda: do(book.gain(join_keys(names(1, 2, 3)[1:]), Tier.HOST, Reason.OFFLOAD)),
     ]
     for fact in facts if first == "path" else reversed(facts):
         fact()
@@ -233,22 +245,22 @@ def test_a_path_may_name_blocks_of_other_tiers_before_or_after_these_speak(first
 
 def test_a_block_on_its_way_from_tier_to_tier_keeps_its_path():
     book = ledger()
-    book.announce(announced(1, 2))
+    do(book.announce(announced(1, 2)))
     settle(book)
-    book.lose(path(1, 2)[1], Tier.DEVICE, Reason.DEVICE_EVICTION)
+    do(book.lose(path(1, 2)[1], Tier.DEVICE, Reason.DEVICE_EVICTION))
     settle(book)
-    book.gain(path(1, 2)[1], Tier.HOST, Reason.OFFLOAD)
+    do(book.gain(path(1, 2)[1], Tier.HOST, Reason.OFFLOAD))
     (task,) = settle(book)
     assert (task.tokens, task.tier) == (path(1, 2)[0], Tier.HOST)
 
 
 def test_entries_are_bounded_by_what_is_resident_and_the_limbo():
     book = ledger(limbo=10)
-    book.announce(announced(0, 0, 0))
+    do(book.announce(announced(0, 0, 0)))
     for i in range(1, 50):
-        book.announce(announced(i, i, i))
+        do(book.announce(announced(i, i, i)))
         settle(book)
-        book.lose(join_keys(reversed(names(i, i, i))), Tier.DEVICE, Reason.DEVICE_DROP)
+        do(book.lose(join_keys(reversed(names(i, i, i))), Tier.DEVICE, Reason.DEVICE_DROP))
         settle(book)
         book.check()
     assert len(book.entries) <= 3 + 10
@@ -258,8 +270,8 @@ def test_entries_are_bounded_by_what_is_resident_and_the_limbo():
 def test_nothing_is_kept_of_a_dead_sinks_blocks_but_one_entry_each():
     book = ledger(limbo=1)
     for _ in range(50):
-        book.announce(announced(1, 2, 3))
-        book.lose(path(1, 2, 3)[1], Tier.DEVICE, Reason.DEVICE_DROP)
+        do(book.announce(announced(1, 2, 3)))
+        do(book.lose(path(1, 2, 3)[1], Tier.DEVICE, Reason.DEVICE_DROP))
     assert book.pending(0) == 0
     assert len(book.entries) <= 3
 
@@ -268,7 +280,7 @@ def test_a_path_with_tokens_missing_is_refused():
     book = ledger()
     tokens, keys = path(1, 2)
     with pytest.raises(AssertionError, match="a name for each block"):
-        book.announce(Announced(ROOT, tokens[:-4], keys, 0, 2, Tier.DEVICE, Reason.COMMIT))
+        do(book.announce(Announced(ROOT, tokens[:-4], keys, 0, 2, Tier.DEVICE, Reason.COMMIT)))
     assert not book.entries
 
 
@@ -277,13 +289,13 @@ def test_a_path_with_tokens_missing_is_refused():
 
 def test_a_full_clear_is_one_task_without_a_path():
     book = ledger(PER_TIER, PER_TIER, takes_clear=[1])
-    book.announce(announced(1, 2, 3))
-    book.gain(path(1, 2)[1], Tier.HOST, Reason.OFFLOAD)
+    do(book.announce(announced(1, 2, 3)))
+    do(book.gain(path(1, 2)[1], Tier.HOST, Reason.OFFLOAD))
     settle(book, 0)
     settle(book, 1)
-    book.clear(Tier.DEVICE, Reason.CLEAR)
+    do(book.clear(Tier.DEVICE, Reason.CLEAR))
     assert not book._cleared, "the host holds some"
-    book.clear(Tier.HOST, Reason.CLEAR)
+    do(book.clear(Tier.HOST, Reason.CLEAR))
     assert [task.count for task in settle(book, 0)] == [3, 2], "run by run"
     assert [(task.count, task.tokens, task.residency, task.reason) for task in settle(book, 1)] == [
         (0, b"", Residency.GONE, Reason.CLEAR)
@@ -295,12 +307,12 @@ def test_a_full_clear_is_one_task_without_a_path():
 @pytest.mark.parametrize("answered", [True, False])
 def test_what_comes_back_while_a_clear_is_told_is_told_again(answered):
     book = ledger(PER_TIER, takes_clear=[0])
-    book.announce(announced(1, 2, 3))
+    do(book.announce(announced(1, 2, 3)))
     settle(book)
-    book.clear(Tier.DEVICE, Reason.CLEAR)
+    do(book.clear(Tier.DEVICE, Reason.CLEAR))
     batch = book.take(0, 100, 1)
-    book.announce(announced(1, 2))
-    (book.delivered if answered else book.refused)(0, batch)
+    do(book.announce(announced(1, 2)))
+    answer(book, 0, batch) if answered else book.refused(0, batch)
     book.check()
     tasks = [*settle(book), *settle(book)]
     assert [task.count for task in tasks] == ([2] if answered else [0, 2])
@@ -310,9 +322,9 @@ def test_what_comes_back_while_a_clear_is_told_is_told_again(answered):
 
 def test_a_restart_is_no_clear():
     book = ledger(PER_TIER, takes_clear=[0])
-    book.announce(announced(1))
+    do(book.announce(announced(1)))
     settle(book)
-    book.clear(Tier.DEVICE, Reason.RESTART)
+    do(book.clear(Tier.DEVICE, Reason.RESTART))
     assert [task.count for task in settle(book)] == [1]
 
 
@@ -321,9 +333,9 @@ def test_a_restart_is_no_clear():
 
 def test_told_until_says_how_far_a_sink_has_been_told():
     book = ledger()
-    book.announce(announced(1))
+    do(book.announce(announced(1)))
     mark = book.clock
-    book.announce(announced(2))
+    do(book.announce(announced(2)))
     assert book.told_until(0) < mark
     batch = book.take(0, 1, 1)
     book.refused(0, batch)
@@ -336,9 +348,9 @@ def test_told_until_says_how_far_a_sink_has_been_told():
 
 def test_a_change_during_its_delivery_began_later():
     book = ledger()
-    book.announce(announced(1))
+    do(book.announce(announced(1)))
     batch, mark = book.take(0, 1, 1), book.clock
-    book.lose(names(1)[0], Tier.DEVICE, Reason.DEVICE_DROP)
+    do(book.lose(names(1)[0], Tier.DEVICE, Reason.DEVICE_DROP))
     book.delivered(0, batch)
     assert book.pending(0) == 1
     assert book.told_until(0) == mark

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from flush_kit import AT_FINISH, BLOCK, NODE, PER_TIER, announced, finished, ledger, names, path
+from flush_kit import AT_FINISH, BLOCK, NODE, PER_TIER, announced, answer, do, finished, ledger, names, path
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -38,31 +38,31 @@ class LedgerMachine(RuleBasedStateMachine):
     def announce(self, branch, tier, data):
         start = data.draw(st.integers(0, len(branch)))
         count = data.draw(st.integers(0, len(branch) - start))
-        self.book.announce(announced(*branch, start=start, count=count, tier=tier))
+        do(self.book.announce(announced(*branch, start=start, count=count, tier=tier)))
         self.learn(branch)
         self.hold(names(*branch)[start : start + count], tier)
 
     @rule(branch=branches)
     def finish(self, branch):
-        self.book.announce(finished(*branch))
+        do(self.book.announce(finished(*branch)))
         self.learn(branch)
         self.hold(names(*branch), Tier.DEVICE)
         self.finished.update(names(*branch))
 
     @rule(branch=branches, tier=tiers)
     def gain(self, branch, tier):
-        self.book.gain(path(*branch)[1], tier, Reason.OFFLOAD)
+        do(self.book.gain(path(*branch)[1], tier, Reason.OFFLOAD))
         self.hold(names(*branch), tier)
 
     @rule(branch=branches, last=st.integers(1, 5), tier=tiers)
     def lose(self, branch, last, tier):
         keys = names(*branch)[-last:]
-        self.book.lose(join_keys(reversed(keys)), tier, Reason.CPU_EVICTION)
+        do(self.book.lose(join_keys(reversed(keys)), tier, Reason.CPU_EVICTION))
         self.truth.update({key: self.truth.get(key, 0) & ~tier for key in keys})
 
     @rule(tier=tiers)
     def clear(self, tier):
-        self.book.clear(tier, Reason.CLEAR)
+        do(self.book.clear(tier, Reason.CLEAR))
         self.truth = {key: mask & ~tier for key, mask in self.truth.items()}
 
     @rule()
@@ -82,7 +82,10 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         if answered or arrived:
             self.arrive(sink)
-        (self.book.delivered if answered else self.book.refused)(sink, self.flying[sink])
+        if answered:
+            answer(self.book, sink, self.flying[sink])
+        else:
+            self.book.refused(sink, self.flying[sink])
         self.flying[sink] = None
 
     def arrive(self, sink):
@@ -156,12 +159,12 @@ def test_a_small_limbo_forgets_only_what_is_nowhere(limbo):
     kept = set()
     for i in range(200):
         branch = [i % 3, i % 5, i % 7, i % 2]
-        book.announce(announced(*branch, start=i % 3))
+        do(book.announce(announced(*branch, start=i % 3)))
         if i % 4:
-            book.lose(path(*branch)[1], Tier.DEVICE, Reason.CPU_EVICTION)
+            do(book.lose(path(*branch)[1], Tier.DEVICE, Reason.CPU_EVICTION))
             kept.difference_update(names(*branch))
         else:
-            book.gain(names(*branch)[-1], Tier.DEVICE, Reason.LOAD)
+            do(book.gain(names(*branch)[-1], Tier.DEVICE, Reason.LOAD))
         kept.update(names(*branch)[i % 3 :] if not i % 4 else ())
         book.check()
         assert kept <= set(book.entries)
