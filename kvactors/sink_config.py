@@ -110,15 +110,9 @@ class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
             value = getattr(self, name)
             if (value or name == "endpoint") and value.partition("://")[0] not in ("tcp", "ipc", "inproc"):
                 raise ConfigError(f"{where}: {name} must begin with tcp://, ipc:// or inproc://, not {value!r}")
-        for name, low in (
-            ("dp_rank", 0),
-            ("replay_window", 1),
-            ("replay_bytes", 1),
-            ("snapshot_interval", 0),
-            ("high_water_mark", 1),
-            ("max_blocks", 1),
-        ):
-            if getattr(self, name) < low:
+        least = {"replay_window": 1, "replay_bytes": 1, "high_water_mark": 1, "max_blocks": 1, "dp_rank": 0, "snapshot_interval": 0}
+        for name, low in least.items():
+            if not low <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"{where}: {name} must be at least {low}, not {getattr(self, name)}")
         if (self.detail_endpoint or self.snapshot_interval) and not self.detail_topic:
             raise ConfigError(f"{where}: detail_endpoint and snapshot_interval need a detail_topic")

@@ -9,6 +9,7 @@ from kvactors.scenario.report import Report, lookup
 from kvactors.scenario.spec import Bound, Scenario, disappointments
 
 BASE = {"scenario": {"name": "s"}}
+MEMORY = {"flush": {"sinks": [{"kind": "memory"}]}}
 
 
 def report(**changes):
@@ -48,6 +49,14 @@ def report(**changes):
         ({"scenario": {}}, "name"),
         ({"expect": {"requests": {"min": 3, "mx": 4}}}, "`mx`"),
         ({"expect": {"hitrate.host": 0}}, r"expect\.hitrate\.host"),
+        ({"workload": {"think": -1}}, r"workload\.think"),
+        ({"fault": [{"sink": "x", "kind": "down"}]}, "fault 1: there is no sink 'x'; there are none"),
+        ({"fault": [{"sink": "memory", "kind": "down", "at": -1}], **MEMORY}, "fault 1: at and seconds"),
+        ({"fault": [{"sink": "memory", "kind": "explode"}], **MEMORY}, "explode"),
+        ({"router": {"enabled": True}, **MEMORY}, "router needs a sink of kind 'kv_events'"),
+        ({"router": {"lose": 1.0}}, r"router\.lose"),
+        ({"lives": {"kills": [0.0]}}, r"lives\.kills"),
+        ({"lives": {"kills": [1.0]}, "workload": {"kind": "script", "step": [{"do": "settle"}]}}, r"lives\.kills belongs"),
     ],
 )
 def test_bad_input_is_named(change, complaint):

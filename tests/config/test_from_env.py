@@ -1,0 +1,117 @@
+"""FastDeploy's variables, and the settings of sinks."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvactors.config import Config
+from kvactors.errors import ConfigError, SinkError
+from kvactors.flush_notifier.sinks import make_sinks
+from kvactors.layout.gqa import GQALayout
+from kvactors.sink_config import AttentionStoreSinkConfig, KvEventsSinkConfig, MemorySinkConfig
+
+LAYOUT = GQALayout(1, 1, 2, 4)
+
+
+def with_sinks(*sinks, **tables):
+    return Config.from_mapping({"flush": {"sinks": list(sinks)}, **tables})
+
+
+def test_without_variables_nothing_changes():
+    base = Config.from_mapping({"device": {"num_blocks": 7}})
+    assert Config.from_env({}, base) == base
+    assert Config.from_env({"FD_AS_ONLY_FLUSH": "", "AS_NAMESPACE": ""}, base) == base
+
+
+@pytest.mark.parametrize(("value", "only"), [("1", True), ("0", False), (" 1 ", True)])
+def test_flush_only_mode(value, only):
+    assert Config.from_env({"FD_AS_ONLY_FLUSH": value}).flush.only is only
+
+
+def test_a_config_that_is_flush_only_stays_so():
+    base = Config.from_mapping({"flush": {"only": True}})
+    assert Config.from_env({"FD_AS_ONLY_FLUSH": "0"}, base).flush.only
+
+
+@pytest.mark.parametrize("name", ["FD_AS_ONLY_FLUSH", "ENABLE_EP_DP_IN_FD"])
+@pytest.mark.parametrize("value", ["maybe", "true", "2", "-1"])
+def test_a_switch_is_0_or_1(name, value):
+    with pytest.raises(ConfigError, match=f"{name} must be 0 or 1, not '{value}'"):
+        Config.from_env({name: value})
+
+
+def test_attention_store_by_variables():
+    environ = {"AS_NAMESPACE": "ns", "AS_POD_NAME": "pod-3", "AS_MODEL_VERSION": "v7", "ENABLE_EP_DP_IN_FD": "0"}
+    store = Config.from_env(environ).attention_store
+    assert (store.namespace, store.pod_name, store.model_version, store.role_suffix) == ("ns", "pod-3", "v7", False)
+
+
+def test_the_process_environment_is_read_unless_another_is_given(monkeypatch):
+    monkeypatch.setenv("FD_AS_ONLY_FLUSH", "1")
+    assert Config.from_env().flush.only
+    assert not Config.from_env({}).flush.only
+
+
+def test_each_kind_of_sink_has_settings_of_its_own():
+    sinks = with_sinks(
+        {"kind": "memory"}, {"kind": "kv_events", "dp_rank": 2}, {"kind": "attention_store", "name": "as"}
+    ).flush.sinks
+    assert [type(sink) for sink in sinks] == [MemorySinkConfig, KvEventsSinkConfig, AttentionStoreSinkConfig]
+    assert [sink.label for sink in sinks] == ["memory", "kv_events", "as"]
+    assert (sinks[2].view, sinks[2].gains, sinks[2].tiers) == ("node", "request_finish", ("device", "host"))
+    assert sinks[1].tiers == ("device", "host", "storage")
+
+
+@pytest.mark.parametrize(
+    ("sink", "complaint"),
+    [
+        ({"kind": "kv_event"}, r"unknown flush\.sinks\.kind 'kv_event'; did you mean 'kv_events'\? There are memory, jsonl"),
+        ({"name": "x"}, r"flush\.sinks\.kind is missing"),
+        ({"kind": "memory", "path": "x"}, r"unknown key 'flush\.sinks\.path'"),
+        ({"kind": "jsonl"}, "path is missing"),
+        ({"kind": "memory", "tiers": []}, "at least one tier"),
+        ({"kind": "memory", "tiers": ["gpu"]}, "gpu"),
+        ({"kind": "attention_store", "view": "per_tier"}, "must be 'node'"),
+        ({"kind": "kv_events", "view": "node"}, "must be 'per_tier'"),
+        ({"kind": "kv_events", "dialect": "json"}, "json"),
+        ({"kind": "kv_events", "endpoint": "http://x"}, "endpoint must begin with tcp://"),
+        ({"kind": "kv_events", "endpoint": ""}, "endpoint must begin with"),
+        ({"kind": "kv_events", "dp_rank": -1}, "dp_rank must be at least 0"),
+        ({"kind": "kv_events", "replay_window": 0}, "replay_window must be at least 1"),
+        ({"kind": "kv_events", "detail_topic": "x"}, "would get 'x' as well"),
+        ({"kind": "kv_events", "detail_endpoint": "tcp://*:1"}, "need a detail_topic"),
+        ({"kind": "kv_events", "snapshot_interval": float("nan"), "detail_topic": "x", "topic": "y"}, "snapshot_interval"),
+    ],
+)
+def test_settings_that_cannot_be_are_named(sink, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        with_sinks(sink)
+
+
+@pytest.mark.parametrize(
+    ("table", "complaint"),
+    [
+        ({"shard_id": 2, "shard_num": 2}, r"shard_id must be in 0\.\.1"),
+        ({"ready_timeout": 0}, "ready_timeout"),
+        ({"platform": "tpu"}, "tpu"),
+        ({"pod": "x"}, "did you mean 'pod_name'"),
+    ],
+)
+def test_settings_of_attention_store_that_cannot_be_are_named(table, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        Config.from_mapping({"attention_store": table})
+
+
+def test_rank_0_alone_reports_to_attention_store():
+    config = with_sinks({"kind": "attention_store"}, {"kind": "memory"}, attention_store={"shard_id": 1, "shard_num": 2})
+    assert [sink.name for sink in make_sinks(config, LAYOUT)] == ["memory"]
+
+
+def test_two_sinks_of_one_name_are_refused():
+    with pytest.raises(ConfigError, match="different names"):
+        with_sinks({"kind": "memory"}, {"kind": "memory"})
+
+
+def test_a_missing_sdk_is_named():
+    with pytest.raises(SinkError, match="attentionstore_sdk"):
+        make_sinks(with_sinks({"kind": "attention_store"}), LAYOUT)

@@ -1,0 +1,137 @@
+"""`flush_settled`: every sink believes what is true, at rest and under load, and nobody waits longer than asked."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from flush_kit import Wired, announced, memory, names
+
+import kvactors
+from kvactors.actor.clock import deadline_after
+from kvactors.config import Config
+from kvactors.errors import DeadlineExceeded
+from kvactors.flush_notifier.messages import Gone, Settle
+from kvactors.flush_notifier.sinks import MemorySink
+from kvactors.sink_config import MemorySinkConfig
+from kvactors.testing.faults import FaultySink
+from kvactors.testing.loop import simulate
+from kvactors.units import Reason, Tier
+
+CONFIG = Config.from_mapping(
+    {
+        "cache": {"block_size": 4},
+        "device": {"num_blocks": 16},
+        "host": {"slots": 16},
+        "layout": {"num_layers": 1, "num_kv_heads": 1, "head_dim": 2},
+        "flush": {"retry_min": 0.01, "retry_max": 0.05},
+        "actors": {"drain": 2.0},
+    }
+)
+
+
+def sink(name: str) -> FaultySink:
+    return FaultySink(MemorySink(MemorySinkConfig(name=name), 4))
+
+
+async def request(cache, seed: int, blocks: int = 3) -> None:
+    async with await cache.acquire(f"r{seed}", [seed] * (4 * blocks)) as lease:
+        await lease.ready()
+        await lease.commit(4 * blocks)
+
+
+async def test_at_rest_every_sink_equals_the_tiers():
+    one, other = sink("one"), sink("other")
+    async with kvactors.open(CONFIG, sinks=[one, other]) as cache:
+        for seed in range(12):
+            await request(cache, seed)
+        await cache.flush_settled(5.0)
+        assert cache.divergence() == 0
+        assert one.view() == other.view()
+        assert one.view()[Tier.HOST]
+
+
+async def test_under_load_the_barrier_is_about_what_was_true_when_asked():
+    """Requests never stop, so the cache never rests; what was committed before the call has been told when it returns."""
+    one = sink("one")
+    async with kvactors.open(CONFIG, sinks=[one]) as cache:
+
+        async def churn() -> None:
+            for seed in range(10**9):
+                await request(cache, seed % 50)
+
+        load = [asyncio.create_task(churn()) for _ in range(3)]
+        try:
+            for seed in range(100, 110):
+                async with await cache.acquire("probe", [seed] * 8) as lease:
+                    await lease.ready()
+                    await lease.commit(8)
+                    await cache.flush_settled(5.0, at_rest=False)
+                    held = one.view()[Tier.DEVICE]
+                    assert {lease.keys(0, 2)[:32], lease.keys(0, 2)[32:]} <= held, "pinned, so still true"
+        finally:
+            for task in load:
+                task.cancel()
+            await asyncio.gather(*load, return_exceptions=True)
+
+
+async def test_a_dead_sink_is_waited_for_no_longer_than_asked_and_may_be_left_out():
+    one, dead = sink("one"), sink("dead")
+    async with kvactors.open(CONFIG, sinks=[one, dead]) as cache:
+        dead.misdeed = "down"
+        await request(cache, 1)
+        with pytest.raises(DeadlineExceeded):
+            await cache.flush_settled(0.2)
+        await cache.flush_settled(5.0, sinks=["one"])
+        assert cache.divergence(["one"]) == 0
+        assert cache.divergence() > 0
+        with pytest.raises(ValueError, match="there is no sink 'two'; there are one, dead"):
+            await cache.flush_settled(1.0, sinks=["two"])
+        dead.misdeed = ""
+        await cache.flush_settled(5.0)
+        assert cache.divergence() == 0
+
+
+async def test_closing_tells_the_last_words_to_sinks_that_listen_and_does_not_wait_for_others():
+    slow, dead = sink("slow"), sink("dead")
+    began = asyncio.get_running_loop().time()
+    async with kvactors.open(CONFIG, sinks=[slow, dead]) as cache:
+        dead.misdeed = "down"
+        await request(cache, 1)
+        await cache.flush_settled(5.0, sinks=["slow"])
+        lease = await cache.acquire("last", [9] * 8)
+        await lease.commit(8)
+        await lease.finish()
+        slow.inner.hang = 0.05
+    assert len(slow.view()[Tier.DEVICE]) == 5
+    assert asyncio.get_running_loop().time() - began < 1.5, "nobody waited for the dead one"
+
+
+async def test_the_barrier_covers_what_an_unfinished_call_leaves_to_be_corrected():
+    """A block goes while its arrival is being told: the barrier asked then comes after the correction."""
+    slow = memory("slow")
+    wired = Wired(slow, timeout=5.0)
+    async with wired.running():
+        await wired.settle()
+        slow.hang = 0.1
+        await wired.tell(announced(1, 2))
+        await asyncio.sleep(0.02)
+        await wired.tell(Gone(names(1, 2)[1], Tier.DEVICE, Reason.DEVICE_DROP))
+        assert await wired.ref.ask(Settle(), deadline=deadline_after(2.0))
+        assert slow.view()[Tier.DEVICE] == {names(1, 2)[0]}
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_barrier_on_a_seeded_loop_with_faults(seed):
+    async def main() -> None:
+        one, other = sink("one"), sink("other")
+        async with kvactors.open(CONFIG, sinks=[one, other], inline_copies=True) as cache:
+            one.misdeed, other.misdeed, other.every = "lose_answers", "fail_every", 3
+            for number in range(20):
+                await request(cache, (seed + number) % 11)
+            one.misdeed = ""
+            await cache.flush_settled(60.0)
+            assert cache.divergence() == 0
+            assert cache.check() == []
+
+    simulate(main, seed)

@@ -1,0 +1,74 @@
+"""Facts about very many blocks are taken in steps: others run in between, no later fact overtakes, and sinks hear of the whole."""
+
+from __future__ import annotations
+
+import asyncio
+
+from flush_kit import Wired, announced, finished, memory, names, path
+
+from kvactors.flush_notifier.ledger import SLICE
+from kvactors.flush_notifier.messages import Cleared, Gone
+from kvactors.units import Reason, Residency, Tier, join_keys
+
+MANY = 4 * SLICE + 7
+
+
+async def test_others_run_between_the_steps():
+    wired = Wired(memory("one", gains="request_finish"))
+    async with wired.running():
+        steps = 0
+
+        async def count() -> None:
+            nonlocal steps
+            while True:
+                steps += 1
+                await asyncio.sleep(0)
+
+        counting = asyncio.create_task(count())
+        await wired.tell(announced(*range(MANY)))
+        while not wired.actor.ledger.entries:
+            await asyncio.sleep(0)
+        before = steps
+        while len(wired.actor.ledger.entries) < MANY:
+            await asyncio.sleep(0)
+        assert steps - before >= 2
+        counting.cancel()
+
+
+async def test_a_later_fact_waits_for_all_steps_of_an_earlier_one():
+    wired = Wired(memory("one"))
+    async with wired.running():
+        await wired.tell(
+            announced(*range(MANY)),
+            Gone(join_keys(names(*range(MANY))[-3:]), Tier.DEVICE, Reason.DEVICE_DROP),
+            Cleared(Tier.HOST, Reason.CLEAR),
+            announced(*range(MANY), start=MANY - 1, count=1),
+        )
+        await wired.settle()
+        expected = set(names(*range(MANY))) - set(names(*range(MANY))[-3:-1])
+        assert wired.sinks[0].view()[Tier.DEVICE] == expected
+
+
+async def test_a_clear_goes_over_everything_although_blocks_come_back_right_after():
+    sink = memory("one")
+    wired = Wired(sink)
+    async with wired.running():
+        await wired.tell(finished(*range(MANY)))
+        await wired.settle()
+        await wired.tell(Cleared(Tier.DEVICE, Reason.CLEAR), announced(0, 1, 2))
+        await wired.settle()
+        assert sink.view()[Tier.DEVICE] == set(names(0, 1, 2))
+
+
+async def test_a_large_fact_is_one_task():
+    sink = memory("one")
+    wired = Wired(sink, batch=16)
+    async with wired.running():
+        await wired.tell(finished(*range(MANY)))
+        await wired.settle()
+        await wired.tell(Gone(path(*range(MANY))[1], Tier.DEVICE, Reason.CPU_EVICTION))
+        await wired.settle()
+        assert [(task.residency, task.start_block_idx, task.count) for task in sink.tasks] == [
+            (Residency.RESIDENT, 0, MANY),
+            (Residency.GONE, 0, MANY),
+        ]
