@@ -41,13 +41,29 @@ class DeviceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LayoutConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a block is made of; the defaults are a small GQA model's."""
+    """What a block is made of; the defaults are a small GQA model's.
 
-    kind: Literal["gqa"] = "gqa"
+    kind: gqa (num_kv_heads, head_dim, dtype, quantization, scale_dtype), mla (kv_lora_rank, qk_rope_head_dim, dtype), dsa (kv_lora_rank,
+    qk_rope_head_dim, index_head_dim), or package.module:Class. num_layers, layer_offset: main layers, and the number of the first.
+    extra_layers, extra_block_ratio: MTP or draft layers after them, and their blocks for each main block. tensor_parallel: ranks that
+    num_kv_heads are shared among. options: of a layout of another package.
+    """
+
+    kind: str = "gqa"
     num_layers: int = 4
     num_kv_heads: int = 2
     head_dim: int = 32
     dtype: Literal["float32", "float16", "bfloat16", "uint8", "int8"] = "float16"
+    quantization: Literal["none", "block_wise_fp8"] = "none"
+    scale_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    kv_lora_rank: int = 512
+    qk_rope_head_dim: int = 64
+    index_head_dim: int = 128
+    layer_offset: int = 0
+    extra_layers: int = 0
+    extra_block_ratio: float = 1.0
+    tensor_parallel: int = 1
+    options: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

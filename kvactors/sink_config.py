@@ -110,7 +110,14 @@ class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
             value = getattr(self, name)
             if (value or name == "endpoint") and value.partition("://")[0] not in ("tcp", "ipc", "inproc"):
                 raise ConfigError(f"{where}: {name} must begin with tcp://, ipc:// or inproc://, not {value!r}")
-        least = {"replay_window": 1, "replay_bytes": 1, "high_water_mark": 1, "max_blocks": 1, "dp_rank": 0, "snapshot_interval": 0}
+        least = {
+            "replay_window": 1,
+            "replay_bytes": 1,
+            "high_water_mark": 1,
+            "max_blocks": 1,
+            "dp_rank": 0,
+            "snapshot_interval": 0,
+        }
         for name, low in least.items():
             if not low <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"{where}: {name} must be at least {low}, not {getattr(self, name)}")

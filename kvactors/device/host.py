@@ -22,7 +22,7 @@ class HostDevice(Device):
             raise LayoutError(f"a device needs at least 1 block, not {num_blocks}")
         self.layout = layout
         self.num_blocks = num_blocks
-        self._memory = [np.empty((num_blocks, piece.nbytes), np.uint8) for piece in layout.pieces]
+        self._memory = [np.empty((layout.region_blocks(piece, num_blocks), piece.nbytes), np.uint8) for piece in layout.pieces]
         for region in self._memory:
             touch(region.ctypes.data, region.nbytes)
         self.regions = np.array([region.ctypes.data for region in self._memory], np.int64)

@@ -1,12 +1,37 @@
 """What a block is made of."""
 
-from kvactors.config import LayoutConfig
-from kvactors.layout.base import Layout, Piece
-from kvactors.layout.gqa import GQALayout
+from importlib import import_module
 
-__all__ = ["GQALayout", "Layout", "Piece", "make_layout"]
+import msgspec
+
+from kvactors.config import LayoutConfig
+from kvactors.errors import LayoutError
+from kvactors.layout.base import Layout, Piece, Role, heads_on_rank
+from kvactors.layout.gqa import GQALayout
+from kvactors.layout.latent import DSALayout, MLALayout
+
+__all__ = ["DSALayout", "GQALayout", "Layout", "MLALayout", "Piece", "Role", "heads_on_rank", "make_layout"]
+
+KINDS: dict[str, type[Layout]] = {"gqa": GQALayout, "mla": MLALayout, "dsa": DSALayout}
 
 
 def make_layout(config: LayoutConfig, block_size: int) -> Layout:
-    """The layout a config describes. Raises LayoutError."""
-    return GQALayout(config.num_layers, config.num_kv_heads, config.head_dim, block_size, config.dtype)
+    """The layout a config describes; one of another package is named `package.module:Class`. Raises LayoutError."""
+    settings = {**msgspec.to_builtins(config), **config.options}
+    return layout_class(config.kind).from_settings(settings, block_size)
+
+
+def layout_class(kind: str) -> type[Layout]:
+    """The class of a kind. LayoutError if there is none."""
+    if kind in KINDS:
+        return KINDS[kind]
+    module, _, name = kind.partition(":")
+    if not name:
+        raise LayoutError(f"unknown layout {kind!r}; there are {', '.join(KINDS)}, and package.module:Class")
+    try:
+        found = getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise LayoutError(f"layout {kind!r} cannot be imported: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, Layout)):
+        raise LayoutError(f"{kind!r} is not a Layout")
+    return found

@@ -4,36 +4,82 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple, Self, TypeVar
 
 from kvactors.errors import LayoutError
+
+T = TypeVar("T")
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1, "int8": 1}
 """Bytes an element, by dtype name."""
 
+ORDER = ("key", "value", "indexer", "key_scale", "value_scale")
+"""Roles as they follow one another within a layer; roles of other layouts' making come last, in alphabetical order."""
+
+
+class Role(NamedTuple):
+    """What every layer has one of. shape: of one block, without the block axis. dtype: a name in `ITEM_BYTES`."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one block."""
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
 
 class Piece(NamedTuple):
-    """One block's share of one region. shape: of one block, without the block axis. nbytes: of that."""
+    """One block's share of one region. shape: of one block, without the block axis. nbytes: of that. extra: whether the region belongs to an
+    extra (MTP, draft) layer."""
 
     layer: int
     role: str
     shape: tuple[int, ...]
     dtype: str
     nbytes: int
+    extra: bool = False
 
 
 class Layout(ABC):
-    """The pieces of a block in contract order: roles key, value inside ascending layers. Kernels index regions by that order, host
-    slots and stored objects hold the pieces one after another in it.
+    """The pieces of a block in contract order: roles in the order of `ORDER` inside ascending layers, extra layers last. Kernels index regions
+    by that order (`position`), host slots and stored objects hold the pieces one after another in it.
 
-    block_size: tokens a block. fingerprint: 32 bytes; blocks of different fingerprints can never be mixed up.
+    A subclass says what its roles are; that is all a layout of one's own needs.
+
+    block_size: tokens a block. num_layers: main layers, numbered from layer_offset on (a pipeline stage's first). extra_layers: those after
+    them, whose regions have extra_block_ratio (at least 1) times as many blocks. fingerprint: 32 bytes; blocks of different fingerprints
+    can never be mixed up. Raises LayoutError for counts that cannot be.
     """
 
-    def __init__(self, block_size: int) -> None:
-        if block_size < 1:
-            raise LayoutError(f"block_size must be at least 1, not {block_size}")
+    def __init__(
+        self,
+        block_size: int,
+        num_layers: int,
+        *,
+        layer_offset: int = 0,
+        extra_layers: int = 0,
+        extra_block_ratio: float = 1.0,
+    ) -> None:
+        for name, value, low in (
+            ("block_size", block_size, 1),
+            ("num_layers", num_layers, 1),
+            ("layer_offset", layer_offset, 0),
+            ("extra_layers", extra_layers, 0),
+            ("extra_block_ratio", extra_block_ratio, 1),
+        ):
+            if not low <= value < float("inf"):
+                raise LayoutError(f"{name} must be at least {low}, not {value}")
         self.block_size = block_size
-        self.pieces = self.make_pieces()
+        self.num_layers = num_layers
+        self.layer_offset = layer_offset
+        self.extra_layers = extra_layers
+        self.extra_block_ratio = extra_block_ratio
+        self.roles = self._sorted(self.make_roles())
+        self.pieces = self._make_pieces()
         self.block_bytes = sum(piece.nbytes for piece in self.pieces)
         self.fingerprint = self._fingerprint()
 
@@ -43,8 +89,34 @@ class Layout(ABC):
         """The layout's name."""
 
     @abstractmethod
-    def make_pieces(self) -> tuple[Piece, ...]:
-        """The pieces in contract order."""
+    def make_roles(self) -> Sequence[Role]:
+        """What every layer has, in any order. Called once, by the constructor, when the layout's own fields are set."""
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any], block_size: int) -> Self:
+        """The layout that the table `[layout]` (all its settings, by name) describes."""
+        raise LayoutError(f"{cls.__name__} cannot be made from settings; give `open` a device that has it")
+
+    @staticmethod
+    def _sorted(roles: Sequence[Role]) -> tuple[Role, ...]:
+        names = [role.name for role in roles]
+        if not names or len(set(names)) != len(names):
+            raise LayoutError(f"a layout needs roles of different names, not {names}")
+        for role in roles:
+            if role.dtype not in ITEM_BYTES:
+                raise LayoutError(f"unknown dtype {role.dtype!r}; known: {', '.join(ITEM_BYTES)}")
+            if any(size < 1 for size in role.shape):
+                raise LayoutError(f"role {role.name!r} has an empty shape: {role.shape}")
+        return tuple(sorted(roles, key=lambda r: (ORDER.index(r.name) if r.name in ORDER else len(ORDER), r.name)))
+
+    def _make_pieces(self) -> tuple[Piece, ...]:
+        layers = range(self.layer_offset, self.layer_offset + self.num_layers + self.extra_layers)
+        first_extra = self.layer_offset + self.num_layers
+        return tuple(
+            Piece(layer, role.name, role.shape, role.dtype, role.nbytes, layer >= first_extra)
+            for layer in layers
+            for role in self.roles
+        )
 
     def _fingerprint(self) -> bytes:
         """SHA-256 over kind, block size and every piece, as length-prefixed text."""
@@ -55,3 +127,45 @@ class Layout(ABC):
             raw = field.encode()
             digest.update(len(raw).to_bytes(4, "little") + raw)
         return digest.digest()
+
+    # -- regions
+
+    def position(self, layer: int, role: str) -> int:
+        """Where a region stands in the flat list: (layer - layer_offset) * number of roles + the role's place. LayoutError if there is none."""
+        names = [one.name for one in self.roles]
+        if role not in names or not 0 <= layer - self.layer_offset < self.num_layers + self.extra_layers:
+            raise LayoutError(f"there is no region of layer {layer}, role {role!r}")
+        return (layer - self.layer_offset) * len(names) + names.index(role)
+
+    def region_blocks(self, piece: Piece, num_blocks: int) -> int:
+        """Blocks in a piece's region, for a cache of `num_blocks`."""
+        return int(num_blocks * self.extra_block_ratio) if piece.extra else num_blocks
+
+    def region_shape(self, piece: Piece, num_blocks: int) -> tuple[int, ...]:
+        """The shape of a piece's region: blocks first."""
+        return (self.region_blocks(piece, num_blocks), *piece.shape)
+
+    def allocate(self, make: Callable[[tuple[int, ...], str], T], num_blocks: int) -> list[T]:
+        """All regions in contract order; `make(shape, dtype)` makes one, on whatever device."""
+        if num_blocks < 1:
+            raise LayoutError(f"a cache needs at least 1 block, not {num_blocks}")
+        return [make(self.region_shape(piece, num_blocks), piece.dtype) for piece in self.pieces]
+
+    def verify(self, shapes: Sequence[tuple[tuple[int, ...], str]], num_blocks: int) -> None:
+        """LayoutError names the first of these regions (shape and dtype each, in contract order) that is not as it should be."""
+        if len(shapes) != len(self.pieces):
+            raise LayoutError(f"a {self.kind} layout of {len(self.pieces)} regions, and {len(shapes)} were given")
+        for piece, (shape, dtype) in zip(self.pieces, shapes, strict=True):
+            wanted = self.region_shape(piece, num_blocks)
+            if tuple(shape) != wanted or dtype != piece.dtype:
+                raise LayoutError(
+                    f"region of layer {piece.layer}, {piece.role}, is {dtype} {list(shape)}, not {piece.dtype} {list(wanted)}"
+                )
+
+
+def heads_on_rank(num_kv_heads: int, ranks: int) -> int:
+    """KV heads on each of `ranks` tensor-parallel ranks: they are split, or, if there are fewer heads than ranks, repeated. LayoutError if it
+    does not come out even."""
+    if ranks < 1 or num_kv_heads < 1 or (num_kv_heads % ranks and ranks % num_kv_heads):
+        raise LayoutError(f"{num_kv_heads} KV heads cannot be shared among {ranks} ranks")
+    return max(1, num_kv_heads // ranks)

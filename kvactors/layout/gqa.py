@@ -2,34 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Self
+
 from kvactors.errors import LayoutError
-from kvactors.layout.base import ITEM_BYTES, Layout, Piece
+from kvactors.layout.base import Layout, Role, heads_on_rank
+
+Quantization = Literal["none", "block_wise_fp8"]
 
 
 class GQALayout(Layout):
-    """num_layers, num_kv_heads (on this rank), head_dim: at least 1. dtype: a name in `ITEM_BYTES`. Raises LayoutError."""
+    """num_layers, num_kv_heads (on this rank), head_dim: at least 1. dtype: a name in `ITEM_BYTES`. quantization: with block_wise_fp8 key and
+    value are bytes, and each token of each head has a scale of dtype scale_dtype. options: `Layout`'s. Raises LayoutError."""
 
-    def __init__(self, num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: str = "float16") -> None:
-        for name, value in (("num_layers", num_layers), ("num_kv_heads", num_kv_heads), ("head_dim", head_dim)):
+    def __init__(
+        self,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        dtype: str = "float16",
+        *,
+        quantization: Quantization = "none",
+        scale_dtype: str = "float32",
+        **options: Any,
+    ) -> None:
+        for name, value in (("num_kv_heads", num_kv_heads), ("head_dim", head_dim)):
             if value < 1:
                 raise LayoutError(f"{name} must be at least 1, not {value}")
-        if dtype not in ITEM_BYTES:
-            raise LayoutError(f"unknown dtype {dtype!r}; known: {', '.join(ITEM_BYTES)}")
-        self.num_layers = num_layers
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
-        self.dtype = dtype
-        super().__init__(block_size)
+        self.quantization = quantization
+        self.dtype = dtype if quantization == "none" else "uint8"
+        self.scale_dtype = scale_dtype
+        self._block_size = block_size
+        super().__init__(block_size, num_layers, **options)
 
     @property
     def kind(self) -> str:
         """The layout's name."""
-        return "gqa"
+        return "gqa" if self.quantization == "none" else f"gqa-{self.quantization}"
 
-    def make_pieces(self) -> tuple[Piece, ...]:
-        """Key and value of every layer, each [num_kv_heads, block_size, head_dim]."""
-        shape = (self.num_kv_heads, self.block_size, self.head_dim)
-        nbytes = shape[0] * shape[1] * shape[2] * ITEM_BYTES[self.dtype]
-        return tuple(
-            Piece(layer, role, shape, self.dtype, nbytes) for layer in range(self.num_layers) for role in ("key", "value")
-        )
+    def make_roles(self) -> Sequence[Role]:
+        """Key and value of [num_kv_heads, block_size, head_dim]; scales of [num_kv_heads, block_size]."""
+        shape = (self.num_kv_heads, self._block_size, self.head_dim)
+        roles = [Role("key", shape, self.dtype), Role("value", shape, self.dtype)]
+        if self.quantization != "none":
+            roles += [Role("key_scale", shape[:2], self.scale_dtype), Role("value_scale", shape[:2], self.scale_dtype)]
+        return roles
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any], block_size: int) -> Self:
+        """See `Layout.from_settings`; `num_kv_heads` there counts all ranks' heads."""
+        heads = heads_on_rank(settings["num_kv_heads"], settings["tensor_parallel"])
+        options = {name: settings[name] for name in ("quantization", "scale_dtype", *OPTIONS)}
+        return cls(settings["num_layers"], heads, settings["head_dim"], block_size, settings["dtype"], **options)
+
+
+OPTIONS = ("layer_offset", "extra_layers", "extra_block_ratio")
+"""Settings that every layout takes."""

@@ -1,0 +1,98 @@
+"""Layouts with one latent per token instead of keys and values per head: MLA, and DSA with its indexer.
+
+Source of the sizes: DeepSeek-V2 (multi-head latent attention) and DeepSeek-V3.2 (sparse attention), as FastDeploy stores them. The latent is
+the same on every tensor-parallel rank, so it is not split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+from kvactors.errors import LayoutError
+from kvactors.layout.base import Layout, Role
+from kvactors.layout.gqa import OPTIONS
+
+SCALE_GROUP = 128
+"""Elements that share a float32 scale in DSA's bytes."""
+
+
+class MLALayout(Layout):
+    """One key of kv_lora_rank + qk_rope_head_dim elements a token, and no value. options: `Layout`'s. Raises LayoutError."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        block_size: int,
+        kv_lora_rank: int = 512,
+        qk_rope_head_dim: int = 64,
+        dtype: str = "bfloat16",
+        **options: Any,
+    ) -> None:
+        _positive(kv_lora_rank=kv_lora_rank, qk_rope_head_dim=qk_rope_head_dim)
+        self.kv_lora_rank = kv_lora_rank
+        self.qk_rope_head_dim = qk_rope_head_dim
+        self.dtype = dtype
+        self._block_size = block_size
+        super().__init__(block_size, num_layers, **options)
+
+    @property
+    def kind(self) -> str:
+        """The layout's name."""
+        return "mla"
+
+    def make_roles(self) -> Sequence[Role]:
+        """A key of [1, block_size, kv_lora_rank + qk_rope_head_dim]."""
+        return [Role("key", (1, self._block_size, self.kv_lora_rank + self.qk_rope_head_dim), self.dtype)]
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any], block_size: int) -> Self:
+        """See `Layout.from_settings`."""
+        sizes = (settings["num_layers"], block_size, settings["kv_lora_rank"], settings["qk_rope_head_dim"], settings["dtype"])
+        return cls(*sizes, **{name: settings[name] for name in OPTIONS})
+
+
+class DSALayout(Layout):
+    """Bytes only: a key of kv_lora_rank fp8 values with their scales and 2 * qk_rope_head_dim bytes of rope (656 bytes a token at 512 and 64),
+    and an indexer of index_head_dim fp8 values with their scales (132 bytes at 128). options: `Layout`'s. Raises LayoutError."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        block_size: int,
+        kv_lora_rank: int = 512,
+        qk_rope_head_dim: int = 64,
+        index_head_dim: int = 128,
+        **options: Any,
+    ) -> None:
+        _positive(kv_lora_rank=kv_lora_rank, qk_rope_head_dim=qk_rope_head_dim, index_head_dim=index_head_dim)
+        for name, value in (("kv_lora_rank", kv_lora_rank), ("index_head_dim", index_head_dim)):
+            if value % SCALE_GROUP:
+                raise LayoutError(f"{name} must be a multiple of {SCALE_GROUP}, not {value}")
+        self.key_bytes = kv_lora_rank + 4 * (kv_lora_rank // SCALE_GROUP) + 2 * qk_rope_head_dim
+        self.indexer_bytes = index_head_dim + 4 * (index_head_dim // SCALE_GROUP)
+        self._block_size = block_size
+        super().__init__(block_size, num_layers, **options)
+
+    @property
+    def kind(self) -> str:
+        """The layout's name."""
+        return "dsa"
+
+    def make_roles(self) -> Sequence[Role]:
+        """A key of [1, block_size, key_bytes] and an indexer of [block_size, indexer_bytes]."""
+        key = Role("key", (1, self._block_size, self.key_bytes), "uint8")
+        return [key, Role("indexer", (self._block_size, self.indexer_bytes), "uint8")]
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any], block_size: int) -> Self:
+        """See `Layout.from_settings`."""
+        names = ("kv_lora_rank", "qk_rope_head_dim", "index_head_dim")
+        sizes = [settings[name] for name in names]
+        return cls(settings["num_layers"], block_size, *sizes, **{name: settings[name] for name in OPTIONS})
+
+
+def _positive(**sizes: int) -> None:
+    for name, value in sizes.items():
+        if value < 1:
+            raise LayoutError(f"{name} must be at least 1, not {value}")
