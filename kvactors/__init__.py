@@ -8,6 +8,7 @@ from kvactors.errors import (
     CacheClosed,
     ConfigError,
     DeadlineExceeded,
+    DeviceError,
     KVActorsError,
     LayoutError,
     LeaseEnded,
@@ -22,7 +23,7 @@ from kvactors.observe.statistics import CacheStatistics
 from kvactors.units import Reason, Residency, Tier
 
 __all__ = [
-    "ActorFailed", "CacheClosed", "CacheStatistics", "Config", "ConfigError", "DeadlineExceeded", "GQALayout", "Hits", "KVActorsError",
+    "ActorFailed", "CacheClosed", "CacheStatistics", "Config", "ConfigError", "DeadlineExceeded", "DeviceError", "GQALayout", "Hits", "KVActorsError",
     "KVCache", "LayoutError", "Lease", "LeaseEnded", "NoRoom", "NotReady", "Paused", "Reason", "Residency", "SinkError", "StoreError",
     "Tier", "open",
 ]  # fmt: skip

@@ -31,10 +31,12 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DeviceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """num_blocks: device blocks. free_low / free_high: fractions of them; when fewer than low are free, evict until high are
+    """kind: host (numpy arrays standing in for device memory) or paddle (tensors of Paddle's, at `place`: cpu, gpu:0, ..; CPU memory only
+    for now). num_blocks: device blocks. free_low / free_high: fractions of them; when fewer than low are free, evict until high are
     (both 0: evict on demand only)."""
 
-    kind: Literal["host"] = "host"
+    kind: Literal["host", "paddle"] = "host"
+    place: str = "cpu"
     num_blocks: int = 1024
     free_low: float = 0.0
     free_high: float = 0.0

@@ -14,6 +14,7 @@ KVActorsError
 ├── ActorFailed                       an actor died while (or before) it handled an ask
 ├── WiringError                       the declared channel graph does not fit together
 ├── LayoutError (ValueError)          shapes, dtypes or counts of blocks do not fit
+├── DeviceError                       a device cannot be had, or its memory is not what it was
 ├── StoreError                        a storage back end cannot do what was asked
 │   ├── StoreCorrupt                  an object failed its header or checksum
 │   ├── StoreFull                     no space for an object
@@ -88,6 +89,10 @@ class WiringError(KVActorsError):
 
 class LayoutError(KVActorsError, ValueError):
     """Shapes, dtypes or counts of blocks do not fit."""
+
+
+class DeviceError(KVActorsError):
+    """A device cannot be had, or its memory is not what it was when it was registered."""
 
 
 class StoreError(KVActorsError):

@@ -1,0 +1,149 @@
+"""A device whose regions are somebody's tensors in host memory: Paddle, torch, numpy, or anything else that speaks DLPack.
+
+Its memory is taken as it is, by address; nothing is copied through the framework. The tensors are kept alive as long as the device is,
+and that they still lie where they did is checked before every batch of copies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvactors.device.arena import Arena
+from kvactors.device.base import Device
+from kvactors.errors import DeviceError, LayoutError
+from kvactors.layout.base import Layout
+from kvactors.native import check_blocks, fill_blocks, gather, scatter
+
+HOST_DEVICES = {1, 3, 11}
+"""DLPack's device types whose memory the host can address: CPU, pinned for CUDA, pinned for ROCm."""
+
+DTYPES = {(2, 32): "float32", (2, 16): "float16", (4, 16): "bfloat16", (1, 8): "uint8", (0, 8): "int8"}
+"""By DLPack's type code and bits. Eight-bit floats count as bytes."""
+FIRST_FLOAT8, LAST_FLOAT8 = 7, 14
+
+
+class _DLTensor(ctypes.Structure):
+    """dlpack.h (v0.8 and v1 alike up to here)."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class Region(NamedTuple):
+    """Where a tensor lies and what it is. host: whether the host can address it."""
+
+    address: int
+    shape: tuple[int, ...]
+    dtype: str
+    host: bool
+
+
+_get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_get_pointer.restype = ctypes.c_void_p
+_get_pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
+
+
+def region_of(tensor: Any) -> Region:
+    """A tensor's region. DeviceError for what is not a contiguous tensor of a known dtype."""
+    try:
+        capsule = tensor.__dlpack__()
+    except Exception as error:
+        raise DeviceError(f"{type(tensor).__name__} cannot be taken by DLPack: {error}") from error
+    found = _DLTensor.from_address(_get_pointer(capsule, b"dltensor"))
+    shape = tuple(found.shape[i] for i in range(found.ndim))
+    if found.strides and not _contiguous(shape, tuple(found.strides[i] for i in range(found.ndim))):
+        raise DeviceError(f"a tensor of shape {list(shape)} is not contiguous")
+    dtype = "uint8" if found.bits == 8 and FIRST_FLOAT8 <= found.code <= LAST_FLOAT8 else DTYPES.get((found.code, found.bits))
+    if dtype is None or found.lanes != 1:
+        raise DeviceError(f"tensors of DLPack type {found.code}, {found.bits} bits, {found.lanes} lanes cannot hold blocks")
+    return Region((found.data or 0) + found.byte_offset, shape, dtype, found.device_type in HOST_DEVICES)
+
+
+def _contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def address_of(tensor: Any) -> int:
+    """Where a tensor lies now, by its framework's own word: fast enough to ask before every batch."""
+    if hasattr(tensor, "data_ptr"):
+        return int(tensor.data_ptr())
+    if isinstance(tensor, np.ndarray):
+        return int(tensor.ctypes.data)
+    return region_of(tensor).address
+
+
+class TensorDevice(Device):
+    """tensors: in the layout's contract order, or by (layer, role); each [blocks, *the role's shape].
+
+    LayoutError names the first that has another shape or dtype, DeviceError one that cannot be taken or is not in host memory.
+    """
+
+    def __init__(self, layout: Layout, tensors: Sequence[Any] | Mapping[tuple[int, str], Any]) -> None:
+        self.layout = layout
+        self.tensors = self._ordered(layout, tensors)
+        regions = [region_of(tensor) for tensor in self.tensors]
+        elsewhere = [region for region in regions if not region.host]
+        if elsewhere:
+            raise DeviceError("these tensors are not in host memory; a CUDA device takes them")
+        self.num_blocks = regions[0].shape[0] if regions and regions[0].shape else 0
+        if self.num_blocks < 1:
+            raise LayoutError("a device needs at least 1 block")
+        layout.verify([(region.shape, region.dtype) for region in regions], self.num_blocks)
+        self.regions = np.array([region.address for region in regions], np.int64)
+        self.piece_bytes = np.array([piece.nbytes for piece in layout.pieces], np.int64)
+
+    @staticmethod
+    def _ordered(layout: Layout, tensors: Sequence[Any] | Mapping[tuple[int, str], Any]) -> list[Any]:
+        if not isinstance(tensors, Mapping):
+            return list(tensors)
+        wanted = [(piece.layer, piece.role) for piece in layout.pieces]
+        lacking = [key for key in wanted if key not in tensors]
+        if lacking or len(tensors) != len(wanted):
+            raise LayoutError(f"tensors by (layer, role) must be {wanted}; lacking: {lacking}")
+        return [tensors[key] for key in wanted]
+
+    def ensure_in_place(self) -> None:
+        """DeviceError if a tensor has moved since it was registered: its framework has given the memory away."""
+        for i, tensor in enumerate(self.tensors):
+            if address_of(tensor) != self.regions[i]:
+                piece = self.layout.pieces[i]
+                raise DeviceError(f"the tensor of layer {piece.layer}, {piece.role}, has moved since it was registered")
+
+    def copy_to_host(self, blocks: Sequence[int], arena: Arena, slots: Sequence[int]) -> None:
+        """See `Device`."""
+        self.ensure_in_place()
+        ids, to = np.asarray(blocks, np.int64), np.asarray(slots, np.int64)
+        gather(self.regions, self.piece_bytes, self.num_blocks, ids, arena.address, arena.stride, arena.num_slots, to)
+
+    def copy_to_device(self, blocks: Sequence[int], arena: Arena, slots: Sequence[int]) -> None:
+        """See `Device`."""
+        self.ensure_in_place()
+        ids, source = np.asarray(blocks, np.int64), np.asarray(slots, np.int64)
+        scatter(self.regions, self.piece_bytes, self.num_blocks, ids, arena.address, arena.stride, arena.num_slots, source)
+
+    def fill(self, blocks: Sequence[int], keys: bytes) -> None:
+        """See `HostDevice.fill`."""
+        fill_blocks(self.regions, self.piece_bytes, self.num_blocks, np.asarray(blocks, np.int64), keys)
+
+    def check(self, blocks: Sequence[int], keys: bytes) -> list[int]:
+        """See `HostDevice.check`."""
+        return check_blocks(self.regions, self.piece_bytes, self.num_blocks, np.asarray(blocks, np.int64), keys)
