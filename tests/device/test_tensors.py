@@ -138,7 +138,12 @@ def test_a_tensor_that_moved_is_an_error_and_no_copy():
 
 def test_addresses_by_the_frameworks_word_and_by_dlpack_agree():
     paddle = import_paddle()
-    for tensor in (paddle.zeros([5, 3]), paddle.zeros([5, 3])[1:3], np.zeros((4, 4), np.float32)[2:], Stranger(np.zeros(3, np.float32))):
+    for tensor in (
+        paddle.zeros([5, 3]),
+        paddle.zeros([5, 3])[1:3],
+        np.zeros((4, 4), np.float32)[2:],
+        Stranger(np.zeros(3, np.float32)),
+    ):
         assert address_of(tensor) == region_of(tensor).address
 
 

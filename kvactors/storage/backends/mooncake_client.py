@@ -1,0 +1,176 @@
+"""Mooncake's client behind calls that can be awaited, with its traps guarded.
+
+The client ends the process if it is called before `setup` or after `close`, waits a long time for a master that is not there, and answers
+some failures with nothing. Here every call runs in one of a few threads, none begins once closing has, closing waits for those under way,
+and what a call cannot answer is a negative code. `setup` and `close` hold the interpreter's lock for as long as they try to reach the master (90 s
+and 18 s when it is gone), so the master is looked for first. Facts are those of mooncake-transfer-engine 0.3.13.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import anyio
+import structlog
+
+from kvactors.actor.uncancelled import to_the_end
+from kvactors.errors import StoreError
+from kvactors.mooncake_config import MooncakeConfig, in_bytes
+from kvactors.threads import Workers
+
+T = TypeVar("T")
+
+THREADS = 2
+"""More brought nothing when measured."""
+
+OK, NO_SPACE, NOT_FOUND, NOT_READY, HAS_LEASE, RPC_FAILED = 0, -200, -704, -703, -706, -900
+"""Return codes of the client that mean something of their own; other negative ones are failed transfers and dead masters."""
+
+CLOSE_LIMIT = 10.0
+"""Seconds `close` waits for calls under way, and for the client's own close (2 s when all is well)."""
+
+
+class MooncakeClient:
+    """One client of a pool. Pointers must stay valid until a call has returned; calls are not cut short, Mooncake's own time-outs end
+    them (`timeout` of the config)."""
+
+    def __init__(self, config: MooncakeConfig, rank: int = 0) -> None:
+        self.config = config
+        self._rank = rank
+        self._store: Any = None
+        self._workers = Workers(THREADS, "kvactors-mooncake")
+        self._open = False
+        self._log = structlog.get_logger()
+
+    async def open(self) -> None:
+        """Join the pool. StoreError names what is missing: the package, the master, a wrong setting."""
+        store = self._make()
+        config = self.config
+        if not await self.reachable(config.connect_timeout):
+            raise StoreError(f"Mooncake's master at {config.master_server_address} does not answer")
+        # Read by the client at setup; whoever set them knows better.
+        os.environ.setdefault("MC_RPC_TIMEOUT_MS", str(int(1000 * config.timeout)))
+        os.environ.setdefault("MC_RPC_CONNECT_TIMEOUT_MS", str(int(1000 * config.timeout)))
+        os.environ.setdefault("MC_TCP_STATUS_TIMEOUT_SEC", str(max(1, int(config.timeout))))
+        arguments = (
+            config.local_hostname or own_address(config.master_server_address),
+            config.metadata_server,
+            in_bytes(config.global_segment_size, "global_segment_size"),
+            in_bytes(config.local_buffer_size, "local_buffer_size"),
+            config.protocol,
+            config.devices_of(self._rank),
+            config.master_server_address,
+        )
+        joining = self._workers.submit(lambda: store.setup(*arguments))
+        with anyio.move_on_after(config.connect_timeout):
+            code = await asyncio.shield(asyncio.wrap_future(joining))
+            if code != OK:
+                raise StoreError(f"Mooncake at {config.master_server_address} refused to be joined: code {code}")
+            self._store = store
+            self._open = True
+            return
+        joining.add_done_callback(lambda done: _close_late(store, done))
+        raise StoreError(f"Mooncake at {config.master_server_address} could not be joined in {config.connect_timeout} s")
+
+    async def reachable(self, seconds: float) -> bool:
+        """Whether somebody listens at the master's address."""
+        host, _, port = self.config.master_server_address.rpartition(":")
+        with anyio.move_on_after(seconds), suppress(OSError, ValueError):
+            async with await anyio.connect_tcp(host or "127.0.0.1", int(port)):
+                return True
+        return False
+
+    @staticmethod
+    def _make() -> Any:
+        try:
+            from mooncake.store import MooncakeDistributedStore
+        except ImportError as error:
+            raise StoreError(
+                f"a mooncake store needs its client: pip install 'kvactors[mooncake]' (and libibverbs1, libnuma1): {error}"
+            ) from error
+        return MooncakeDistributedStore()
+
+    async def call(self, work: Callable[[Any], T], failed: T) -> T:
+        """`work(store)` in a thread, to its end; `failed` if there is no store (any more) or the client raises."""
+        if not self._open:
+            return failed
+
+        def guarded() -> T:
+            if not self._open:
+                return failed
+            try:
+                return work(self._store)
+            except Exception as error:
+                self._log.warning("mooncake raised", error=repr(error))
+                return failed
+
+        return await to_the_end(asyncio.wrap_future(self._workers.submit(guarded)))
+
+    async def exist(self, keys: Sequence[str]) -> list[int]:
+        """1, 0, or a negative code a key. Asking gives an object a lease: ask only for what is about to be read."""
+        return await self.call(lambda store: list(store.batch_is_exist(list(keys))), [RPC_FAILED] * len(keys))
+
+    async def put(self, keys: Sequence[str], pointers: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]) -> list[int]:
+        """Write objects, each of several pieces of memory; a code a key. 0 is no proof that anything is readable: see `exist`."""
+        work = [list(keys), [list(p) for p in pointers], [list(s) for s in sizes]]
+        return await self.call(lambda store: list(store.batch_put_from_multi_buffers(*work)), [RPC_FAILED] * len(keys))
+
+    async def get(self, keys: Sequence[str], pointers: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]) -> list[int]:
+        """Read objects into several pieces of memory each: the bytes read, or a negative code, a key."""
+        work = [list(keys), [list(p) for p in pointers], [list(s) for s in sizes]]
+        return await self.call(lambda store: list(store.batch_get_into_multi_buffers(*work)), [RPC_FAILED] * len(keys))
+
+    async def remove(self, keys: Sequence[str]) -> list[int]:
+        """Delete objects, leases or not; a code a key."""
+
+        def work(store: Any) -> list[int]:
+            return [int(store.remove(key, True)) for key in keys]
+
+        return await self.call(work, [RPC_FAILED] * len(keys))
+
+    async def register(self, address: int, size: int) -> int:
+        """Let memory take part in transfers without staging; a code."""
+        return await self.call(lambda store: int(store.register_buffer(address, size)), RPC_FAILED)
+
+    async def unregister(self, address: int) -> int:
+        """The opposite."""
+        return await self.call(lambda store: int(store.unregister_buffer(address)), RPC_FAILED)
+
+    async def close(self) -> None:
+        """Leave the pool: what this client gave to it is gone. A call that hangs is left behind, and then the client is not closed, since
+        that could end the process; nor without a master, since that would stop everything for 18 s."""
+        if not self._open:
+            self._workers.close()
+            return
+        self._open = False
+        idle = await self._workers.drained(CLOSE_LIMIT)
+        if idle and await self.reachable(1.0):
+            closing = self._workers.submit(self._store.close)
+            with anyio.move_on_after(CLOSE_LIMIT):
+                await asyncio.shield(asyncio.wrap_future(closing))
+        else:
+            self._log.warning("mooncake's master is gone or a call hangs: the client stays open until the process ends")
+        self._workers.close()
+
+
+def _close_late(store: Any, joined: Future[int]) -> None:
+    """A pool joined after nobody waits any more is left again."""
+    if not joined.cancelled() and joined.exception() is None and joined.result() == OK:
+        store.close()
+
+
+def own_address(master: str) -> str:
+    """The address of this machine on the way to the master."""
+    host, _, port = master.rpartition(":")
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host or "127.0.0.1", int(port) if port.isdigit() else 1))
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise StoreError(f"there is no way to Mooncake's master at {master}: {error}") from error
