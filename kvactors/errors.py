@@ -20,6 +20,7 @@ KVActorsError
 │   ├── StoreFull                     no space for an object
 │   └── StoreUnavailable              the back end does not answer
 └── SinkError                         a flush sink did not take a task
+    └── SdkError                      AttentionStore's SDK is not there, or refused a call
 """
 
 from __future__ import annotations
@@ -113,3 +114,7 @@ class StoreUnavailable(StoreError):
 
 class SinkError(KVActorsError):
     """A flush sink did not take a task."""
+
+
+class SdkError(SinkError):
+    """AttentionStore's SDK is not there, or refused a call."""

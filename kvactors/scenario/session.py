@@ -10,9 +10,11 @@ from typing import Any
 
 import anyio
 import msgspec
+import numpy as np
 
 from kvactors.cache import KVCache, open_cache
 from kvactors.config import Config
+from kvactors.flush_notifier.runs import path_tokens
 from kvactors.flush_notifier.sinks import Sink, make_sinks
 from kvactors.layout import make_layout
 from kvactors.observe.lag import Lag, LagMonitor
@@ -56,7 +58,27 @@ class Session:
         progress(self.totals)
         lag = Lag(0.0, 0.0, 0.0) if self.virtual else monitor.result()
         name = self.scenario.scenario.name
-        return make_report(name, self.totals, self.cache, lag, time.monotonic() - began, self.living)
+        report = make_report(name, self.totals, self.cache, lag, time.monotonic() - began, self.living)
+        for label, differing in self._index_divergence().items():
+            report.sinks[label]["divergence"] = differing
+            report.flush["divergence"] += differing
+        return report
+
+    def _index_divergence(self) -> dict[str, int]:
+        """Of AttentionStore's stand-in: blocks on which its index and the tiers differ."""
+        from kvactors.flush_notifier.sinks.attention_store import AttentionStoreSink
+        from kvactors.testing.attentionstore_sdk.sdk import AttentionStoreSDK
+
+        differing = {}
+        ledger = self.cache.system.notifier_actor.ledger
+        for name, sink in self.sinks.items():
+            inner = sink.inner
+            if isinstance(inner, AttentionStoreSink) and isinstance(inner.sdk.connection, AttentionStoreSDK):
+                held = {key for tier, keys in self.named().items() if inner.view_of.tiers & tier for key in keys}
+                finished = [entry for entry in map(ledger.entries.__getitem__, held) if entry.finished]
+                paths = {tuple(np.frombuffer(path_tokens(entry), "<u4").tolist()) for entry in finished}
+                differing[name] = len(paths ^ inner.sdk.connection.service.resident)
+        return differing
 
     async def _fault(self, fault: Fault) -> None:
         sink = self.sinks[fault.sink]

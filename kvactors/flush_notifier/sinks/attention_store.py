@@ -1,0 +1,71 @@
+"""AttentionStore's token index as a sink: which token blocks are on this node, whichever tier holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvactors.attention_store import Sdk
+from kvactors.errors import SinkError
+from kvactors.flush_notifier.messages import FlushTask
+from kvactors.flush_notifier.sinks.base import Sink
+from kvactors.flush_notifier.sinks.journal import Journal
+from kvactors.flush_notifier.sinks.told import Told
+from kvactors.layout.base import Layout
+from kvactors.sink_config import AttentionStoreConfig, AttentionStoreSinkConfig
+from kvactors.units import Residency, split_keys
+
+
+class AttentionStoreSink(Sink):
+    """One index call a task, with the complete token path. Since the index has no word for "everything is void", the sink remembers what it
+    told, in a journal if it has one, and takes it back when a life begins."""
+
+    def __init__(self, config: AttentionStoreSinkConfig, store: AttentionStoreConfig, layout: Layout) -> None:
+        super().__init__(config, layout.block_size)
+        self.sdk = Sdk(store, layout)
+        self._told = Told(layout.block_size)
+        self._journal = Journal(config.journal) if config.journal else None
+        if self._journal is not None and not self._journal.path.parent.is_dir():
+            raise SinkError(f"sink {self.name!r}: {self._journal.path.parent} is not a folder")
+
+    async def open(self) -> None:
+        """Read the journal, connect, wait until the other side is ready. SinkError, DeadlineExceeded."""
+        if self._journal is not None:
+            await self._journal.read(self._told)
+        try:
+            await self.sdk.open()
+        except BaseException:
+            self.sdk.close()
+            raise
+
+    async def begin(self, epoch: int) -> None:
+        """Take back what was told in earlier lives. Given up in the middle, the next attempt goes on."""
+        for path in list(self._told.take_back()):
+            await self.sdk.flush(np.frombuffer(path.tokens, "<u4"), path.start, resident=False)
+            self._told.gone(path.names)
+        if self._journal is not None:
+            await self._journal.rewrite(self._told)
+
+    async def deliver(self, tasks: Sequence[FlushTask]) -> None:
+        """Tell the index, in order. SinkError at the first call that fails; what came before it is told all the same."""
+        gains = [task for task in tasks if task.residency is Residency.RESIDENT]
+        for task in gains:
+            self._told.resident(task)  # before the call: a call that is given up may still be carried out
+        if self._journal is not None:
+            await self._journal.resident(gains, self._told)
+        gone: list[bytes] = []
+        try:
+            for task in tasks:
+                resident = task.residency is Residency.RESIDENT
+                await self.sdk.flush(np.frombuffer(task.tokens, "<u4"), task.start_block_idx, resident=resident)
+                if not resident:
+                    gone += split_keys(task.keys)
+        finally:
+            self._told.gone(gone)
+        if self._journal is not None:
+            await self._journal.gone(gone, self._told)
+
+    async def close(self) -> None:
+        """See `Sink.close`."""
+        self.sdk.close()

@@ -1,0 +1,119 @@
+"""A file that remembers what a sink was told, for the process after this one.
+
+It holds JSON lines of three kinds:
+
+["+", start, parent hex, [key hex, ..], [tokens of the complete path, ..]]   these blocks are about to be told resident
+["+own", start, parent hex, [key hex, ..], [tokens of these blocks, ..]]     the same, of a parent that an earlier line has
+["-", [key hex, ..]]                                                         these have been told gone
+
+A last line without its end (a process killed while it wrote) does not count: what it says was not told yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import aiofiles
+import aiofiles.os
+import msgspec
+import numpy as np
+
+from kvactors.errors import SinkError
+from kvactors.flush_notifier.messages import FlushTask
+from kvactors.flush_notifier.sinks.told import Told
+from kvactors.units import split_keys
+
+GROWTH = 1 << 20
+"""Bytes a journal may grow beyond twice what it held when it was last written anew."""
+
+
+class Journal:
+    """path: the file; its folder must exist. Raises SinkError for whatever the file system says."""
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+        self._size = 0
+        self._limit = GROWTH
+
+    async def read(self, told: Told) -> None:
+        """What an earlier process told and did not take back."""
+        try:
+            if not await aiofiles.os.path.exists(self.path):
+                async with aiofiles.open(self.path, "ab"):
+                    return
+            async with aiofiles.open(self.path, "rb") as file:
+                data = await file.read()
+        except OSError as error:
+            raise SinkError(f"journal {self.path}: {error}") from error
+        whole = data[: data.rfind(b"\n") + 1]
+        for number, line in enumerate(whole.splitlines(), 1):
+            try:
+                replay(told, msgspec.json.decode(line))
+            except (msgspec.DecodeError, ValueError, TypeError, KeyError, IndexError) as error:
+                raise SinkError(f"journal {self.path}, line {number}: {error}") from error
+        self._size = len(data)
+        if len(whole) < len(data):
+            await self.rewrite(told)
+
+    async def resident(self, tasks: Iterable[FlushTask], told: Told) -> None:
+        """Before these tasks are told."""
+        await self._append([line_of(t.start_block_idx, t.parent, split_keys(t.keys), t.tokens) for t in tasks], told)
+
+    async def gone(self, keys: Sequence[bytes], told: Told) -> None:
+        """After these have been told gone."""
+        await self._append([msgspec.json.encode(["-", [key.hex() for key in keys]])] if keys else [], told)
+
+    async def _append(self, lines: list[bytes], told: Told) -> None:
+        if not lines:
+            return
+        data = b"".join(line + b"\n" for line in lines)
+        try:
+            async with aiofiles.open(self.path, "ab") as file:
+                await file.write(data)
+        except OSError as error:
+            raise SinkError(f"journal {self.path}: {error}") from error
+        self._size += len(data)
+        if self._size > self._limit:
+            await self.rewrite(told)
+
+    async def rewrite(self, told: Told) -> None:
+        """Write what counts as told anew, in place of all that led to it."""
+        lines = [
+            line_of(node.position, node.parent, [key], told.path_tokens(key) if node.top else node.tokens, whole=node.top)
+            for key, node in told.nodes.items()
+        ]
+        lines.append(msgspec.json.encode(["-", [key.hex() for key, node in told.nodes.items() if not node.told]]))
+        data = b"".join(line + b"\n" for line in lines)
+        fresh = self.path.with_name(self.path.name + ".new")
+        try:
+            async with aiofiles.open(fresh, "wb") as file:
+                await file.write(data)
+            await aiofiles.os.replace(fresh, self.path)
+        except OSError as error:
+            raise SinkError(f"journal {self.path}: {error}") from error
+        self._size = len(data)
+        self._limit = 2 * self._size + GROWTH
+
+
+def line_of(start: int, parent: bytes, keys: Sequence[bytes], tokens: bytes, *, whole: bool = True) -> bytes:
+    """A "+" line. whole: whether the tokens are the complete path, or those of the blocks alone (their parent is in an earlier line)."""
+    ids = np.frombuffer(tokens, "<u4").tolist()
+    return msgspec.json.encode(["+" if whole else "+own", start, parent.hex(), [key.hex() for key in keys], ids])
+
+
+def replay(told: Told, line: list[object]) -> None:
+    """What a line says. ValueError, TypeError or KeyError if it is none."""
+    kind, *rest = line
+    if kind == "-":
+        (names,) = rest
+        told.gone(bytes.fromhex(name) for name in names)  # type: ignore[attr-defined]
+        return
+    if kind not in ("+", "+own"):
+        raise ValueError(f"unknown kind {kind!r}")
+    start, parent, names, ids = rest
+    tokens = np.array(ids, "<u4").tobytes()
+    above = bytes.fromhex(parent)  # type: ignore[arg-type]
+    if kind == "+own":
+        tokens = told.path_tokens(above) + tokens
+    told.add(above, start, [bytes.fromhex(name) for name in names], tokens)  # type: ignore[arg-type, attr-defined]

@@ -1,0 +1,3 @@
+"""Media, as numbers."""
+
+MEDIA_HBM = 1

@@ -1,0 +1,5 @@
+"""The SDK's error."""
+
+
+class AttentionStoreSDKError(Exception):
+    """Anything the service refuses or cannot do."""
