@@ -188,6 +188,7 @@ class FlushNotifier(Actor):
     async def _call(self, delivery: Delivery) -> None:
         with anyio.fail_after(self.config.timeout):
             if delivery.begun:
+                delivery.sink.taken = 0
                 await delivery.sink.deliver(delivery.batch.tasks)
             else:
                 await delivery.sink.begin(self.epoch)
@@ -198,7 +199,10 @@ class FlushNotifier(Actor):
         i = self._by_name[message.sink]
         delivery = self.deliveries[i]
         if not message.ok:
-            self.ledger.refused(i, delivery.batch)
+            taken, rest = delivery.batch.split(delivery.sink.taken)
+            self.ledger.delivered(i, taken)
+            delivery.count(taken.tasks)
+            self.ledger.refused(i, rest)
             delivery.retried += 1
             delivery.failures += 1
             delivery.waiting = True

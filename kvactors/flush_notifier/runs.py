@@ -69,6 +69,10 @@ class Batch(NamedTuple):
     runs: list[Run]
     cleared: Sequence[Entry] = ()
 
+    def split(self, count: int) -> tuple[Batch, Batch]:
+        """The first `count` tasks, and the others."""
+        return Batch(self.tasks[:count], self.runs[:count]), Batch(self.tasks[count:], self.runs[count:], self.cleared)
+
 
 class Holding(NamedTuple):
     """One block that a sink was told is resident. tokens: its own. tiers: a set."""

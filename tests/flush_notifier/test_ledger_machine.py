@@ -88,6 +88,16 @@ class LedgerMachine(RuleBasedStateMachine):
             self.book.refused(sink, self.flying[sink])
         self.flying[sink] = None
 
+    @rule(sink=sinks, taken=st.integers(0, 4))
+    def end_in_the_middle(self, sink, taken):
+        if self.flying[sink] is None or self.flying[sink].cleared:
+            return
+        self.flying[sink], rest = self.flying[sink].split(taken)
+        self.arrive(sink)
+        self.book.delivered(sink, self.flying[sink])
+        self.book.refused(sink, rest)
+        self.flying[sink] = None
+
     def arrive(self, sink):
         mirror, gained = self.mirrors[sink], False
         for task in self.flying[sink].tasks:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import structlog
 
 from kvactors.attention_store import Sdk
 from kvactors.errors import SinkError
@@ -25,6 +26,8 @@ class AttentionStoreSink(Sink):
         super().__init__(config, layout.block_size)
         self.sdk = Sdk(store, layout)
         self._told = Told(layout.block_size)
+        self._well = True  # whether the last call was answered
+        self._log = structlog.get_logger()
         self._journal = Journal(config.journal) if config.journal else None
         if self._journal is not None and not self._journal.path.parent.is_dir():
             raise SinkError(f"sink {self.name!r}: {self._journal.path.parent} is not a folder")
@@ -41,14 +44,23 @@ class AttentionStoreSink(Sink):
 
     async def begin(self, epoch: int) -> None:
         """Take back what was told in earlier lives. Given up in the middle, the next attempt goes on."""
-        for path in list(self._told.take_back()):
-            await self.sdk.flush(np.frombuffer(path.tokens, "<u4"), path.start, resident=False)
-            self._told.gone(path.names)
+        await self._take_back()
         if self._journal is not None:
             await self._journal.rewrite(self._told)
 
+    async def _take_back(self) -> None:
+        for path in list(self._told.take_back()):
+            await self._flush(path.tokens, path.start, resident=False)
+            self._told.gone(path.names)
+
+    async def _flush(self, tokens: bytes, start: int, *, resident: bool) -> None:
+        self._well = False
+        await self.sdk.flush(np.frombuffer(tokens, "<u4"), start, resident=resident)
+        self._well = True
+
     async def deliver(self, tasks: Sequence[FlushTask]) -> None:
         """Tell the index, in order. SinkError at the first call that fails; what came before it is told all the same."""
+        self.taken = 0
         gains = [task for task in tasks if task.residency is Residency.RESIDENT]
         for task in gains:
             self._told.resident(task)  # before the call: a call that is given up may still be carried out
@@ -58,14 +70,21 @@ class AttentionStoreSink(Sink):
         try:
             for task in tasks:
                 resident = task.residency is Residency.RESIDENT
-                await self.sdk.flush(np.frombuffer(task.tokens, "<u4"), task.start_block_idx, resident=resident)
+                await self._flush(task.tokens, task.start_block_idx, resident=resident)
                 if not resident:
                     gone += split_keys(task.keys)
+                self.taken += 1
         finally:
             self._told.gone(gone)
         if self._journal is not None:
             await self._journal.gone(gone, self._told)
 
     async def close(self) -> None:
-        """See `Sink.close`."""
-        self.sdk.close()
+        """A process that ends holds nothing. Without a journal nobody could say so later: it is said now, if the index still answers."""
+        try:
+            if self._journal is None and self._well:
+                await self._take_back()
+        except SinkError as error:
+            self._log.warning("the index was not told that this node stops", sink=self.name, error=str(error))
+        finally:
+            self.sdk.close()

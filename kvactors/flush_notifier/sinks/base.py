@@ -30,6 +30,10 @@ class Sink(ABC):
     """Whether it knows blocks by their names, and so is told no tokens but those of blocks that are resident now, instead of complete
     paths."""
 
+    taken: int = 0
+    """How many tasks of the present or last `deliver`, from the first on, are told for certain. A sink for which a task is a call of its own
+    counts them, so that a call that fails or is too late does not cost those before it."""
+
     def __init__(self, config: SinkConfig, block_size: int) -> None:
         self.name = config.label
         self.block_size = block_size
