@@ -1,0 +1,486 @@
+"""KV events: bytes as documented, and readers of every kind, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+import zmq.asyncio
+
+import kvactors
+from kvactors.config import Config
+from kvactors.errors import SinkError
+from kvactors.flush_notifier.messages import PLAIN, FlushTask, Origin
+from kvactors.flush_notifier.runs import Holding
+from kvactors.flush_notifier.sinks.kv_events import KvEventsSink, batches
+from kvactors.flush_notifier.sinks.kv_replay import SNAPSHOT, Window
+from kvactors.flush_notifier.sinks.kv_sockets import binds, offset
+from kvactors.flush_notifier.sinks.kv_wire import END, Dialect, decode_batch, encode_batch
+from kvactors.sink_config import KvEventsSinkConfig
+from kvactors.testing.kv_mirror import Mirror, Reader
+from kvactors.units import Reason, Residency, Tier
+
+BLOCK = 4
+DOC = (Path(__file__).parents[2] / "docs" / "kv_events.md").read_text("utf-8")
+GOLDEN = dict(re.findall(r"^\| `([a-z_]+)` \|[^|]*\| `([0-9a-f]+)` \|$", DOC, re.MULTILINE))
+KEYS = [bytes(24) + bytes([0x80 + i, 0, 0, 0, 0, 0, 0, i]) for i in range(8)]
+ROOT = bytes([9]) * 32
+TOKENS = np.arange(100, 100 + 8 * BLOCK, dtype="<u4").tobytes()
+
+
+def hash_of(key: bytes) -> int:
+    return int.from_bytes(key[-8:], "big")
+
+
+def task(start=0, count=2, residency=Residency.RESIDENT, tier=Tier.DEVICE, reason=Reason.COMMIT, origin=PLAIN) -> FlushTask:
+    """As a sink that knows blocks by name gets it."""
+    own = TOKENS[4 * BLOCK * start : 4 * BLOCK * (start + count)] if residency is Residency.RESIDENT else b""
+    parent = KEYS[start - 1] if start else ROOT
+    return FlushTask(own, start, count, b"".join(KEYS[start : start + count]), parent, residency, tier, reason, 7, origin)
+
+
+def gone(start=0, count=2, tier=Tier.DEVICE, reason=Reason.CPU_EVICTION) -> FlushTask:
+    return task(start, count, Residency.GONE, tier, reason)
+
+
+CLEAR = FlushTask(b"", 0, 0, b"", b"", Residency.GONE, Tier(7), Reason.CLEAR, 7)
+
+
+# -- bytes
+
+CASES = {
+    "stored": ([task(0, 2)], {}),
+    "stored_below": ([task(1, 1, tier=Tier.HOST)], {}),
+    "removed": ([gone(0, 2, Tier.STORAGE)], {}),
+    "cleared": ([CLEAR], {}),
+    "several": ([gone(2, 1), task(2, 1, tier=Tier.HOST)], {"dp_rank": 3}),
+    "stored_array": ([task(0, 2)], {"dialect": "array"}),
+    "removed_array": ([gone(0, 1, Tier.HOST)], {"dialect": "array"}),
+    "cleared_array": ([CLEAR], {"dialect": "array"}),
+    "stored_bytes": ([task(1, 1)], {"hashes": "bytes"}),
+    "stored_sglang": ([task(0, 1, tier=Tier.HOST), task(0, 1, tier=Tier.STORAGE)], {"media": "sglang"}),
+    "stored_lora_salt": ([task(0, 2, origin=Origin("adapter", "tenant-a"))], {}),
+}
+
+
+def payload(name: str) -> bytes:
+    tasks, options = CASES[name]
+    config = KvEventsSinkConfig(**options)
+    [(events, _)] = batches(tasks, Dialect.of(config, BLOCK), 256)
+    return encode_batch(1.5, events, config.dp_rank)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_are_as_documented(name):
+    assert payload(name).hex() == GOLDEN[name]
+
+
+def test_every_documented_payload_is_made():
+    assert set(GOLDEN) == set(CASES)
+
+
+def test_a_plain_decoder_sees_what_the_format_says():
+    timestamp, events, rank = msgspec.msgpack.decode(payload("several"))
+    assert (timestamp, rank) == (1.5, 3)
+    assert events == [
+        {"type": "BlockRemoved", "block_hashes": [hash_of(KEYS[2])], "medium": "GPU"},
+        {
+            "type": "BlockStored",
+            "block_hashes": [hash_of(KEYS[2])],
+            "parent_block_hash": hash_of(KEYS[1]),
+            "token_ids": list(range(108, 112)),
+            "block_size": BLOCK,
+            "lora_id": None,
+            "medium": "CPU",
+            "lora_name": None,
+        },
+    ]
+    assert msgspec.msgpack.decode(payload("stored"))[1][0]["parent_block_hash"] is None, "at the start of a sequence"
+    assert msgspec.msgpack.decode(payload("stored_lora_salt"))[1][0]["extra_keys"] == [["adapter", "tenant-a"], ["adapter"]]
+    assert msgspec.msgpack.decode(payload("cleared"))[1] == [{"type": "AllBlocksCleared"}]
+
+
+class VllmEvent(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=True):
+    """As vLLM declared its events before 0.23."""
+
+
+class BlockStored(VllmEvent):
+    block_hashes: list[int | bytes]
+    parent_block_hash: int | bytes | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None = None
+
+
+class BlockRemoved(VllmEvent):
+    block_hashes: list[int | bytes]
+    medium: str | None = None
+
+
+class AllBlocksCleared(VllmEvent):
+    pass
+
+
+class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    ts: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    data_parallel_rank: int | None = None
+
+
+@pytest.mark.parametrize("name", ["stored_array", "removed_array", "cleared_array"])
+def test_an_older_reader_decodes_the_array_dialect(name):
+    [event] = msgspec.msgpack.decode(payload(name), type=EventBatch).events
+    assert type(event).__name__ in ("BlockStored", "BlockRemoved", "AllBlocksCleared")
+    if isinstance(event, BlockStored):
+        assert (event.block_hashes, event.token_ids, event.medium) == ([*map(hash_of, KEYS[:2])], list(range(100, 108)), "GPU")
+
+
+def test_long_runs_are_cut_with_their_parents():
+    dialect = Dialect.of(KvEventsSinkConfig(), BLOCK)
+    made = [events for events, _ in batches([task(1, 7), gone(0, 1)], dialect, 3)]
+    assert [[len(e.block_hashes) for e in events] for events in made] == [[3], [3], [1, 1]]
+    assert [e.parent_block_hash for events in made for e in events[:1]] == [hash_of(KEYS[i]) for i in (0, 3, 6)]
+    tokens = [t for events in made for e in events[:1] for t in msgspec.msgpack.decode(e.token_ids)]
+    assert tokens == list(range(104, 132))
+
+
+# -- sockets
+
+
+@asynccontextmanager
+async def opened(tmp_path, **options):
+    options = {"endpoint": f"ipc://{tmp_path}/e", "replay_endpoint": f"ipc://{tmp_path}/r", **options}
+    sink = KvEventsSink(KvEventsSinkConfig(**options), BLOCK)
+    await sink.open()
+    try:
+        yield sink
+    finally:
+        await sink.close()
+
+
+@asynccontextmanager
+async def socket(kind: int, endpoint: str, topic: str = ""):
+    one: Any = zmq.asyncio.Context.instance().socket(kind)
+    one.setsockopt(zmq.LINGER, 0)
+    if kind == zmq.SUB:
+        one.setsockopt_string(zmq.SUBSCRIBE, topic)
+    one.connect(endpoint)
+    await asyncio.sleep(0.15)
+    try:
+        yield one
+    finally:
+        one.close()
+
+
+async def receive(one: Any, seconds: float = 3.0) -> list[bytes]:
+    assert await one.poll(int(1000 * seconds)), "nothing came"
+    frames: list[bytes] = await one.recv_multipart()
+    return frames
+
+
+async def answers(one: Any) -> list[list[bytes]]:
+    """A whole answer, end marker included."""
+    got = []
+    while True:
+        got.append(await receive(one))
+        if END.to_bytes(8, "big") in got[-1]:
+            return got
+
+
+def number(frame: bytes) -> int:
+    return int.from_bytes(frame, "big")
+
+
+async def test_live_messages_are_three_frames_numbered_from_0(tmp_path):
+    async with opened(tmp_path, topic="kv@pod@model") as sink, socket(zmq.SUB, sink.endpoint) as reader:
+        await sink.begin(7)
+        await sink.deliver([task(0, 2)])
+        await sink.deliver([gone(1, 1)])
+        await sink.begin(8)
+        got = [await receive(reader) for _ in range(4)]
+        assert [(topic, number(n), len(n)) for topic, n, _ in got] == [(b"kv@pod@model", i, 8) for i in range(4)]
+        kinds = [type(decode_batch(p)[1][0]).__name__ for _, _, p in got]
+        assert kinds == ["AllBlocksCleared", "BlockStored", "BlockRemoved", "AllBlocksCleared"], "a life begins with nothing"
+
+
+@pytest.mark.parametrize("form", ["five_frames", "four_frames"])
+async def test_replay_by_a_dealer(tmp_path, form):
+    async with opened(tmp_path, replay=form, topic="t") as sink, socket(zmq.DEALER, sink.replay_endpoint) as dealer:
+        await sink.begin(7)
+        for start in range(6):
+            await sink.deliver([task(start, 1)])
+        await dealer.send_multipart([b"", (3).to_bytes(8, "big")])
+        *got, end = await answers(dealer)
+        assert [number(frames[-2]) for frames in got] == [3, 4, 5, 6]
+        head = [b"", b"t"] if form == "five_frames" else [b""]
+        assert all(frames[:-2] == head for frames in got)
+        assert end == ([b"", b""] if form == "five_frames" else [b""]) + [b"\xff" * 8, b""]
+        events = [decode_batch(frames[-1])[1][0] for frames in got]
+        assert [event.block_hashes for event in events] == [[hash_of(KEYS[i])] for i in (2, 3, 4, 5)]
+        await dealer.send_multipart([b"", (100).to_bytes(8, "big")])
+        assert len(await answers(dealer)) == 1, "nothing but the marker"
+
+
+async def test_what_is_older_than_the_window_is_not_replayed(tmp_path):
+    async with opened(tmp_path, replay_window=3) as sink, socket(zmq.DEALER, sink.replay_endpoint) as dealer:
+        await sink.begin(7)
+        for start in range(6):
+            await sink.deliver([task(start, 1)])
+        await dealer.send_multipart([b"", bytes(8)])
+        assert [number(frames[2]) for frames in (await answers(dealer))[:-1]] == [4, 5, 6]
+
+
+def test_a_window_is_bounded_by_batches_and_by_bytes():
+    window = Window(100, 50)
+    for i in range(20):
+        window.add(i, bytes(10))
+    assert [n for n, _ in window.since(0)] == [15, 16, 17, 18, 19]
+    assert window.held == 50
+    window.add(20, bytes(1000))
+    assert [n for n, _ in window.since(0)] == [20], "one is always kept"
+    assert window.since(21) == []
+    assert Window(3, 10).since(0) == []
+
+
+@pytest.mark.parametrize("request_", [[b"", b"short"], [b"x", bytes(8)], [b""], [b"", bytes(8), b"more"]])
+async def test_malformed_requests_are_counted_and_others_served(tmp_path, request_):
+    async with opened(tmp_path) as sink, socket(zmq.DEALER, sink.replay_endpoint) as dealer:
+        await sink.begin(7)
+        await dealer.send_multipart(request_)
+        await dealer.send_multipart([b"", bytes(8)])
+        assert len(await answers(dealer)) == 2
+        assert (sink.statistics().malformed, sink.statistics().requests) == (1, 1)
+
+
+async def test_a_reader_that_leaves_or_does_not_read_costs_the_others_nothing(tmp_path):
+    async with opened(tmp_path) as sink, socket(zmq.DEALER, sink.replay_endpoint) as dealer:
+        await sink.begin(7)
+        for i in range(3000):
+            await sink.deliver([task(i % 8, 1)])
+        async with socket(zmq.DEALER, sink.replay_endpoint) as idle, socket(zmq.DEALER, sink.replay_endpoint) as leaving:
+            for one in (idle, leaving):
+                await one.send_multipart([b"", bytes(8)])
+            await receive(leaving)
+            leaving.close()
+            await dealer.send_multipart([b"", bytes(8)])
+            assert len(await answers(dealer)) == 3002
+
+
+# -- the second topic, and snapshots
+
+
+def holdings():
+    """Three blocks, the second on two tiers."""
+    own = [TOKENS[16 * i : 16 * (i + 1)] for i in range(3)]
+    yield Holding(KEYS[0], ROOT, 0, own[0], Tier.DEVICE, Origin())
+    yield Holding(KEYS[1], KEYS[0], 1, own[1], Tier.DEVICE | Tier.STORAGE, Origin())
+    yield Holding(KEYS[2], KEYS[1], 2, own[2], Tier.HOST, Origin())
+
+
+async def test_epochs_and_reasons_go_to_a_second_topic_with_a_sequence_of_its_own(tmp_path):
+    own = f"ipc://{tmp_path}/d"
+    async with (
+        opened(tmp_path, detail_topic="detail", detail_endpoint=own) as sink,
+        socket(zmq.SUB, sink.endpoint) as events,
+        socket(zmq.SUB, own) as details,
+    ):
+        await sink.begin(7)
+        await sink.deliver([gone(1, 1, reason=Reason.STORAGE_EVICTION), task(0, 1)])
+        got = [await receive(details) for _ in range(2)]
+        assert [(topic, number(n)) for topic, n, _ in got] == [(b"detail", 0), (b"detail", 1)]
+        assert [msgspec.msgpack.decode(p)[1] for _, _, p in got] == [
+            [{"type": "Epoch", "epoch": 7, "next_sequence": 1}],
+            [{"type": "Reasons", "sequence": 1, "reasons": ["storage_eviction", "commit"]}],
+        ]
+        seen = [await receive(events) for _ in range(2)]
+        assert [topic for topic, _, _ in seen] == [b"", b""]
+        assert not await events.poll(100), "readers of events see nothing of it"
+
+
+async def test_the_second_topic_may_share_the_socket(tmp_path):
+    async with opened(tmp_path, topic="kv", detail_topic="detail") as sink, socket(zmq.SUB, sink.endpoint, "kv") as events:
+        await sink.begin(7)
+        assert (await receive(events))[0] == b"kv"
+        assert not await events.poll(100)
+        assert sink.statistics().detail_sequence == 1
+
+
+async def test_a_snapshot_and_what_follows_it_give_the_whole(tmp_path):
+    async with opened(tmp_path) as sink, socket(zmq.DEALER, sink.replay_endpoint) as dealer:
+        sink.attach(holdings)
+        await sink.begin(7)
+        await dealer.send_multipart([b"", SNAPSHOT])
+        *parts, _ = await answers(dealer)
+        records = [msgspec.msgpack.decode(frames[-1])[1][0] for frames in parts]
+        assert [(r["type"], r["epoch"], r["next_sequence"], r["part"], r["last"]) for r in records] == [
+            ("Snapshot", 7, 1, 0, False),
+            ("Snapshot", 7, 1, 1, True),
+        ]
+        mirror = Mirror()
+        mirror.restart(1)
+        mirror.apply(decode_batch(msgspec.msgpack.encode([0.0, records[0]["events"], 0]))[1])
+        one, two, three = map(hash_of, KEYS[:3])
+        assert mirror.view == {"GPU": {one, two}, "STORAGE": {two}, "CPU": {three}}
+
+
+async def test_snapshots_at_an_interval(tmp_path):
+    own = f"ipc://{tmp_path}/d"
+    async with (
+        opened(tmp_path, detail_topic="d", detail_endpoint=own, snapshot_interval=0.05) as sink,
+        socket(zmq.SUB, own) as details,
+    ):
+        sink.attach(holdings)
+        kinds = [msgspec.msgpack.decode((await receive(details))[2])[1][0]["type"] for _ in range(4)]
+        assert kinds == ["Snapshot"] * 4
+
+
+# -- a whole cache
+
+CACHE = {
+    "cache": {"block_size": BLOCK},
+    "device": {"num_blocks": 16},
+    "host": {"slots": 12, "transit_slots": 16},
+    "layout": {"num_layers": 1, "num_kv_heads": 1, "head_dim": 2},
+    "storage": {"backend": "memory", "write_policy": "write_back", "capacity_blocks": 20},
+}
+
+
+def config(tmp_path, **options) -> Config:
+    sink = {"kind": "kv_events", "endpoint": f"ipc://{tmp_path}/e", "replay_endpoint": f"ipc://{tmp_path}/r", **options}
+    return Config.from_mapping({**CACHE, "flush": {"sinks": [sink]}})
+
+
+async def churn(cache, seeds) -> None:
+    for seed in seeds:
+        async with await cache.acquire(f"r{seed}", [seed % 3] * BLOCK + [seed] * 3 * BLOCK) as lease:
+            await lease.ready()
+            await lease.commit(4 * BLOCK)
+
+
+def tiers_of(cache) -> dict[str, set[int]]:
+    from kvactors.observe.statistics import residency
+
+    entries = cache.system.notifier_actor.ledger.entries
+    names = {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.STORAGE: "STORAGE"}
+    held = {names[tier]: {hash_of(key) for key in keys if key in entries} for tier, keys in residency(cache.system).items()}
+    return {medium: hashes for medium, hashes in held.items() if hashes}
+
+
+@pytest.mark.parametrize(("lose", "window"), [(0.0, 10_000), (0.3, 10_000), (0.3, 2)])
+async def test_a_reader_that_loses_messages_ends_equal_to_the_tiers(tmp_path, lose, window):
+    """With a window of two batches it takes snapshots in the middle of the work."""
+    async with kvactors.open(config(tmp_path, replay_window=window)) as cache:
+        sink: Any = cache.sinks["kv_events"]
+        reader = Reader(sink.endpoint, sink.replay_endpoint, lose=lose, seed=4)
+        work = asyncio.create_task(churn(cache, range(60)))
+        for _ in range(200):
+            await asyncio.to_thread(reader.step, 0.01)
+            if work.done():
+                break
+        await work
+        await cache.flush_settled(10.0)
+        assert await asyncio.to_thread(reader.reach, sink.sequence, 20.0)
+        assert {m: h for m, h in reader.mirror.view.items() if h} == tiers_of(cache)
+        assert reader.statistics().dropped >= 3 or not lose
+        assert len(tiers_of(cache)) == 3
+        reader.close()
+
+
+async def test_a_full_clear_is_one_event_and_a_clear_of_two_tiers_is_told_by_tier(tmp_path):
+    async with kvactors.open(config(tmp_path)) as cache:
+        sink: Any = cache.sinks["kv_events"]
+        await churn(cache, range(12))
+        await cache.flush_settled(10.0)
+        assert len(tiers_of(cache)) == 3
+
+        start = sink.sequence
+        await cache.clear()
+        await cache.flush_settled(10.0)
+        events = [event for _, p in sink._window.since(start) for event in decode_batch(p)[1]]
+        assert {(type(e).__name__, getattr(e, "medium", "")) for e in events} == {
+            ("BlockRemoved", "GPU"),
+            ("BlockRemoved", "CPU"),
+        }
+        await churn(cache, range(3))
+        await cache.flush_settled(10.0)
+        start = sink.sequence
+        await cache.clear(storage=True)
+        await cache.flush_settled(10.0)
+        events = [event for _, p in sink._window.since(start) for event in decode_batch(p)[1]]
+        assert [type(e).__name__ for e in events].count("AllBlocksCleared") == 1
+        mirror = Mirror()
+        mirror.apply(events)
+        assert not any(mirror.view.values())
+        assert tiers_of(cache) == {}
+
+
+async def test_a_slow_subscriber_never_slows_the_publisher(tmp_path):
+    async with opened(tmp_path, high_water_mark=50, replay_window=100) as sink, socket(zmq.SUB, sink.endpoint):
+        began = asyncio.get_running_loop().time()
+        for i in range(20_000):
+            await sink.deliver([task(i % 8, 1)])
+        assert sink.statistics().sequence == 20_000
+        assert asyncio.get_running_loop().time() - began < 10.0, "it does not wait"
+
+
+# -- what cannot be
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://nope", "tcp://127.0.0.1", "tcp://127.0.0.1:x", "ipc:///no/such/folder/e"])
+async def test_an_endpoint_that_cannot_be_had_is_named(endpoint):
+    with pytest.raises(SinkError, match=re.escape(endpoint)):
+        await KvEventsSink(KvEventsSinkConfig(endpoint=endpoint, bind="bind"), BLOCK).open()
+
+
+async def test_a_port_that_is_taken_is_an_error_at_start_and_nothing_is_half_started(tmp_path):
+    async with opened(tmp_path, endpoint="tcp://127.0.0.1:0") as first:
+        table = {"kind": "kv_events", "endpoint": f"ipc://{tmp_path}/free", "replay_endpoint": first.endpoint}
+        with pytest.raises(SinkError, match="Address already in use"):
+            async with kvactors.open(Config.from_mapping({**CACHE, "flush": {"sinks": [table]}})):
+                pass
+    async with kvactors.open(Config.from_mapping({**CACHE, "flush": {"sinks": [table]}})) as cache:
+        await churn(cache, [1])
+
+
+def test_a_missing_pyzmq_names_its_extra(monkeypatch):
+    import importlib
+    import sys
+
+    from kvactors.flush_notifier.sinks import kv_sockets
+
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    with pytest.raises(SinkError, match=r"kvactors\[kv-events\]"):
+        importlib.reload(kv_sockets)
+    monkeypatch.undo()
+    importlib.reload(kv_sockets)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "rank", "expected"),
+    [
+        ("tcp://*:5557", 0, "tcp://*:5557"),
+        ("tcp://*:5557", 3, "tcp://*:5560"),
+        ("tcp://*:0", 3, "tcp://*:0"),
+        ("inproc://events", 2, "inproc://events_dp2"),
+        ("ipc:///tmp/e", 1, "ipc:///tmp/e_dp1"),
+        ("", 2, ""),
+    ],
+)
+def test_endpoints_of_data_parallel_ranks(endpoint, rank, expected):
+    assert offset(endpoint, rank) == expected
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "listens"),
+    [("tcp://*:1", True), ("tcp://[::]:1", True), ("tcp://127.0.0.1:1", True), ("tcp://router:1", False), ("ipc://x", True)],
+)
+def test_where_a_publisher_listens_and_where_it_connects(endpoint, listens):
+    assert binds(endpoint) is listens
