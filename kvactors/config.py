@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import msgspec
 
 from kvactors.errors import ConfigError
+from kvactors.mooncake_config import MooncakeConfig, resolve
 from kvactors.sink_config import AnySinkConfig, AttentionStoreConfig
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -87,14 +88,15 @@ class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StorageConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The storage tier. backend: none, memory, file. capacity_blocks: objects it may hold (0: unlimited).
+    """The storage tier. backend: none, memory, file, mooncake, or package.module:Class. capacity_blocks: objects it may hold (0: unlimited).
 
     exclusive: a block loaded from storage leaves it. write_policy: none, write_through (at request finish),
     write_through_selective (at finish, blocks used at least `min_hits` times), write_back (when the host tier evicts).
-    fetch: whether acquire looks in storage beyond what the index knows. timeout: seconds one batch may take.
+    fetch: whether acquire looks in storage beyond what the index knows. timeout: seconds one batch may take. mooncake: settings of that
+    back end.
     """
 
-    backend: Literal["none", "memory", "file"] = "none"
+    backend: str = "none"
     directory: str = ""
     capacity_blocks: int = 0
     exclusive: bool = False
@@ -104,6 +106,7 @@ class StorageConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     readers: int = 2
     writers: int = 2
     timeout: float = 10.0
+    mooncake: MooncakeConfig = MooncakeConfig()
 
 
 class FlushConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -154,7 +157,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def from_env(cls, environ: Mapping[str, str] | None = None, base: Config | None = None) -> Config:
         """`base` (the defaults if None) with FastDeploy's variables applied, of the process's environment unless given.
 
-        FD_AS_ONLY_FLUSH (0 or 1), AS_NAMESPACE, AS_POD_NAME, AS_MODEL_VERSION, ENABLE_EP_DP_IN_FD (0 or 1); unset ones change nothing.
+        FD_AS_ONLY_FLUSH (0 or 1), AS_NAMESPACE, AS_POD_NAME, AS_MODEL_VERSION, ENABLE_EP_DP_IN_FD (0 or 1); with the mooncake
+        back end MOONCAKE_CONFIG_PATH and MOONCAKE_*. Unset ones change nothing.
         ConfigError names a value that cannot be, or what is wrong in the base.
         """
         return from_environment(base or Config(), os.environ if environ is None else environ)
@@ -168,6 +172,8 @@ def from_environment(config: Config, environ: Mapping[str, str]) -> Config:
     store: dict[str, Any] = {field: environ[name] for field, name in texts.items() if environ.get(name)}
     store |= {} if suffix is None else {"role_suffix": suffix}
     replace = msgspec.structs.replace
+    if config.storage.backend == "mooncake":
+        config = replace(config, storage=replace(config.storage, mooncake=resolve(config.storage.mooncake, environ)))
     if store:
         config = replace(config, attention_store=replace(config.attention_store, **store))
     return replace(config, flush=replace(config.flush, only=True)) if only else config

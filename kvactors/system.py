@@ -167,6 +167,8 @@ class System:
             self.arena.touch()
         else:
             await anyio.to_thread.run_sync(self.arena.touch)
+        if self.backend is not None:
+            await self.backend.attach(self.arena)
 
     async def _last_words(self, limit: float) -> None:
         at = deadline_after(limit)

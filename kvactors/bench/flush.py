@@ -111,7 +111,7 @@ async def changes(seconds: float, folder: str) -> tuple[list[float], Lag, Lag]:
 
 def reader(endpoint: str, count: int) -> subprocess.Popen[str]:
     """A subscriber in another process that prints how many seconds `count` messages took to arrive."""
-    command = [sys.executable, "-m", "kvactors.bench.flush", endpoint, str(count)]
+    command = [sys.executable, "-P", "-m", "kvactors.bench.flush", endpoint, str(count)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)  # noqa: S603  (this module)
     assert process.stdout is not None
     process.stdout.readline()

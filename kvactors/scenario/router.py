@@ -42,8 +42,8 @@ class Child:
 
 @asynccontextmanager
 async def child(*arguments: str) -> AsyncIterator[Child]:
-    """The running Python with these arguments; killed on the way out."""
-    process = await anyio.open_process([sys.executable, *arguments], stderr=None)
+    """The running Python with these arguments, killed on the way out. It finds the package where this process did, whatever folder it is in."""
+    process = await anyio.open_process([sys.executable, "-P", *arguments], stderr=None)
     try:
         yield Child(process)
     finally:

@@ -24,8 +24,20 @@ class StorageReader(StorageWorker):
 
     @on(Probe)
     def probe(self, message: Probe) -> None:
-        """The catalog knows."""
-        self.tell(self.evictor, Probed(message.op, self.backend.probe(split_keys(message.keys))))
+        """A store of our own knows at once; a shared pool must be asked."""
+        keys = split_keys(message.keys)
+        found = self.backend.probe(keys)
+        if found is not None:
+            self.tell(self.evictor, Probed(message.op, found))
+            return
+
+        async def work() -> Finished:
+            return done(await self.backend.ask(keys, self.expired(message.deadline)))
+
+        def done(run: int) -> Finished:
+            return Finished(Probed(message.op, run), b"", b"", b"", b"", 0)
+
+        self.enqueue(work, done(0))
 
     @on(Read)
     def read(self, message: Read) -> None:
@@ -37,8 +49,8 @@ class StorageReader(StorageWorker):
 
         async def work() -> Finished:
             report = await self.backend.read(keys, views, self.expired(message.deadline))
-            taken = [key for key in keys if key not in self.backend.catalog] if message.take else []
-            await self.backend.erase(taken)
+            taken = [key for key in keys if not self.backend.holds(key)] if message.take else []
+            await self.backend.remove(taken)
             moved = report.outcomes.count(Outcome.OK) * self.backend.block_bytes
             answer = ReadDone(message.op, report.outcomes)
             return Finished(answer, b"", b"", join_keys(report.gone), join_keys(taken), moved)

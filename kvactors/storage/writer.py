@@ -32,8 +32,8 @@ class StorageWriter(StorageWorker):
             report = await self.backend.write(keys, views, self.expired(message.deadline))
             safe = (Outcome.OK, Outcome.EXISTS)
             pairs = list(zip(keys, report.outcomes, strict=True))
-            stored = join_keys(key for key, outcome in pairs if outcome in safe and key in self.backend.catalog)
-            evicted = join_keys(key for key in report.evicted if key not in self.backend.catalog)
+            stored = join_keys(key for key, outcome in pairs if outcome in safe and self.backend.holds(key))
+            evicted = join_keys(key for key in report.evicted if not self.backend.holds(key))
             moved = report.outcomes.count(Outcome.OK) * self.backend.block_bytes
             return Finished(Written(message.op, report.outcomes), stored, evicted, b"", b"", moved)
 

@@ -205,7 +205,7 @@ asyncio.run(main())
 
 async def test_sigterm_still_ends_a_serving_loop_cleanly():
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", SCRIPT, stdout=subprocess.PIPE, env=environ)
+    process = await asyncio.create_subprocess_exec(sys.executable, "-P", "-c", SCRIPT, stdout=subprocess.PIPE, env=environ)
     assert await process.stdout.readline() == b"ready\n"
     process.send_signal(signal.SIGTERM)
     out, _ = await process.communicate()

@@ -2,8 +2,7 @@
 
     DIRECTORY / first 16 hex digits of the fingerprint / key[0] / key[1] / key .kv          (hex)
 
-Format, little-endian: magic "KVACTORS", version u32 = 1, reserved u32 = 0, fingerprint 32 bytes, key 32 bytes, payload length u64,
-XXH3-64 of the payload u64 (together 96 bytes), then the payload.
+A file is a header (see `header`) and then the payload.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import struct
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
@@ -19,18 +17,15 @@ from pathlib import Path
 from typing import TypeVar
 
 import anyio
-import xxhash
 from aiofiles.os import wrap
 
 from kvactors.actor.uncancelled import to_the_end
 from kvactors.errors import StoreError
-from kvactors.storage.backends.base import Backend
+from kvactors.storage.backends.header import HEADER, fits, header_of
+from kvactors.storage.backends.owned import OwnedBackend
 from kvactors.storage.messages import Outcome
 from kvactors.threads import lower_priority
 
-MAGIC = b"KVACTORS"
-VERSION = 1
-HEADER = struct.Struct("<8sII32s32sQQ")
 SUFFIX, TEMPORARY = ".kv", ".tmp"
 IN_FLIGHT = 2
 """Files read or written at once: more gain nothing from a page cache, and cost the loop its promptness."""
@@ -38,7 +33,7 @@ IN_FLIGHT = 2
 T = TypeVar("T")
 
 
-class FileBackend(Backend):
+class FileBackend(OwnedBackend):
     """directory: made if missing. capacity: files at most, 0 for no limit. Other fingerprints' folders are never touched."""
 
     def __init__(self, directory: str | Path, fingerprint: bytes, block_bytes: int, capacity: int = 0) -> None:
@@ -91,8 +86,7 @@ class FileBackend(Backend):
             return Outcome.MISS
         except OSError:
             return Outcome.UNAVAILABLE
-        expected = HEADER.pack(MAGIC, VERSION, 0, self.fingerprint, key, len(into), xxhash.xxh3_64_intdigest(into))
-        return Outcome.OK if header == expected else Outcome.CORRUPT
+        return Outcome.OK if fits(header, self.fingerprint, key, into) else Outcome.CORRUPT
 
     async def save(self, key: bytes, data: memoryview) -> Outcome:
         """See `Backend.save`."""
@@ -101,7 +95,7 @@ class FileBackend(Backend):
     def _save(self, key: bytes, data: memoryview) -> Outcome:
         path = self.path(key)
         temporary = path.with_suffix(f".{os.getpid()}-{next(self._temporary)}{TEMPORARY}")
-        header = HEADER.pack(MAGIC, VERSION, 0, self.fingerprint, key, len(data), xxhash.xxh3_64_intdigest(data))
+        header = header_of(self.fingerprint, key, data)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with temporary.open("xb", buffering=0) as file:

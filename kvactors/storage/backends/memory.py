@@ -6,11 +6,11 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import xxhash
 
-from kvactors.storage.backends.base import Backend
+from kvactors.storage.backends.owned import OwnedBackend
 from kvactors.storage.messages import Outcome
 
 
-class MemoryBackend(Backend):
+class MemoryBackend(OwnedBackend):
     """Objects as bytes, each with its XXH3-64. Nothing survives `close`."""
 
     def __init__(self, fingerprint: bytes, block_bytes: int, capacity: int = 0) -> None:

@@ -1,0 +1,26 @@
+"""What stands beside every stored object, and is compared on every read.
+
+Little-endian: magic "KVACTORS", version u32, reserved u32 = 0, fingerprint 32 bytes, key 32 bytes, payload length u64, XXH3-64 of the payload
+u64; together 96 bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import xxhash
+
+MAGIC = b"KVACTORS"
+VERSION = 1
+HEADER = struct.Struct("<8sII32s32sQQ")
+
+
+def header_of(fingerprint: bytes, key: bytes, payload: Any) -> bytes:
+    """The header of a payload (any buffer)."""
+    return HEADER.pack(MAGIC, VERSION, 0, fingerprint, key, len(payload), xxhash.xxh3_64_intdigest(payload))
+
+
+def fits(header: Any, fingerprint: bytes, key: bytes, payload: Any) -> bool:
+    """Whether a payload is what its header says, and is the object of this name."""
+    return bytes(header) == header_of(fingerprint, key, payload)

@@ -1,0 +1,125 @@
+"""Stores that one process owns alone: a catalog knows what they hold, within a capacity, in order of use."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+
+from kvactors.storage.backends.base import Backend, Expired, ReadReport, WriteReport
+from kvactors.storage.catalog import Catalog
+from kvactors.storage.messages import Outcome
+
+
+class OwnedBackend(Backend):
+    """capacity: objects at most, 0 for no limit. Names change hands synchronously: `probe`, `take`, and the admission of a write have their
+    effect before anything else runs on the loop."""
+
+    exclusive = True
+
+    def __init__(self, fingerprint: bytes, block_bytes: int, capacity: int = 0) -> None:
+        super().__init__(fingerprint, block_bytes)
+        self.catalog = Catalog(capacity)
+        self.pending: set[bytes] = set()  # names in the catalog whose objects are being written
+
+    @abstractmethod
+    async def load(self, key: bytes, into: memoryview) -> Outcome:
+        """Read one object into `into` (block_bytes long): OK, MISS, CORRUPT or UNAVAILABLE (then what is in
+        `into` means nothing). Nothing is written there after the call has ended, cancelled or not."""
+
+    @abstractmethod
+    async def save(self, key: bytes, data: memoryview) -> Outcome:
+        """Write one object, whole or not at all: OK, NO_SPACE or UNAVAILABLE. `data` is not read after the call has ended."""
+
+    @abstractmethod
+    async def erase(self, keys: Sequence[bytes]) -> None:
+        """Delete objects that the catalog has forgotten already."""
+
+    @abstractmethod
+    async def each(self, work: Sequence[Callable[[], Awaitable[None]]]) -> None:
+        """Await the coroutines that `work` makes, as many at once as suits the store."""
+
+    def keys(self) -> list[bytes]:
+        """See `Backend.keys`."""
+        return self.catalog.keys()
+
+    def holds(self, key: bytes) -> bool:
+        """See `Backend.holds`."""
+        return key in self.catalog
+
+    def probe(self, keys: Sequence[bytes]) -> int:
+        """See `Backend.probe`."""
+        if self.breaker.state() == "open":
+            return 0
+        ready = next((i for i, key in enumerate(keys) if key in self.pending), len(keys))
+        return self.catalog.run(keys[:ready])
+
+    def take(self, keys: Sequence[bytes]) -> None:
+        """Forget names that are about to be read for the last time (an exclusive store): they stop counting at once."""
+        self.catalog.remove(keys)
+
+    async def read(self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired) -> ReadReport:
+        """See `Backend.read`."""
+        outcomes = bytearray([Outcome.LATE]) * len(keys)
+
+        async def one(i: int) -> None:
+            if not expired():
+                outcomes[i] = await self.load(keys[i], views[i])
+
+        await self._batch(len(keys), one, outcomes)
+        corrupt = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome == Outcome.CORRUPT]
+        missing = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome == Outcome.MISS]
+        self.reads += outcomes.count(Outcome.OK)
+        gone = self.catalog.remove(key for key in (*corrupt, *missing) if key not in self.pending)
+        await self.erase([key for key in gone if key not in self.catalog])
+        return ReadReport(bytes(outcomes), gone)
+
+    async def write(self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired) -> WriteReport:
+        """See `Backend.write`."""
+        busy = set(self.pending)
+        admission = self.catalog.admit([key for key in keys if key not in busy])
+        self.evicted += len(admission.evicted)
+        outcomes = bytearray([Outcome.LATE]) * len(keys)
+        fresh, existing, refused = set(admission.fresh), set(admission.existing), set(admission.refused)
+        self.pending |= fresh
+
+        async def one(i: int) -> None:
+            key = keys[i]
+            if key in refused:
+                outcomes[i] = Outcome.NO_SPACE
+            elif key in existing:
+                outcomes[i] = Outcome.EXISTS
+            elif key in fresh and not expired():
+                outcomes[i] = await self.save(key, views[i])
+                if outcomes[i] == Outcome.OK and key not in self.catalog:  # evicted by another batch meanwhile
+                    await self.erase([key])
+                    outcomes[i] = Outcome.NO_SPACE
+
+        try:
+            await self.erase(admission.evicted)
+            await self._batch(len(keys), one, outcomes)
+        finally:
+            self.pending -= fresh
+            failed = {key for key, outcome in zip(keys, outcomes, strict=True) if outcome != Outcome.OK}
+            self.catalog.remove(fresh & failed)
+        self.writes += outcomes.count(Outcome.OK)
+        return WriteReport(bytes(outcomes), admission.evicted)
+
+    async def _batch(self, count: int, one: Callable[[int], Awaitable[None]], outcomes: bytearray) -> None:
+        if self.breaker.closed():
+            await self.each([partial(one, i) for i in range(count)])
+        else:
+            outcomes[:] = bytes([Outcome.UNAVAILABLE]) * count
+        self.saw(bytes(outcomes))
+
+    async def remove(self, keys: Sequence[bytes]) -> None:
+        """See `Backend.remove`; an object that is being written stays. Names that were taken before are no more in the catalog: their
+        objects go all the same."""
+        self.catalog.remove(key for key in keys if key not in self.pending)
+        await self.erase([key for key in keys if key not in self.catalog])
+
+    async def clear(self) -> None:
+        """See `Backend.clear`; what is being written meanwhile does not stay either."""
+        keys = self.catalog.keys()
+        self.catalog.clear()
+        await self.erase(keys)

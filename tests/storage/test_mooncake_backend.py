@@ -1,0 +1,210 @@
+"""A Mooncake pool as a store, with a real master: two nodes that share it, and what can go wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from typing import Self
+
+import numpy as np
+import pytest
+from mooncake_kit import master
+
+import kvactors
+from kvactors.config import Config
+from kvactors.device.arena import Arena
+from kvactors.mooncake_config import MooncakeConfig
+from kvactors.storage.backends.mooncake import MooncakeBackend
+from kvactors.storage.messages import Outcome
+
+SIZE, PRINT = 40_000, bytes(range(32))
+
+
+def key(i: int) -> bytes:
+    return i.to_bytes(4, "big") + bytes(28)
+
+
+def never() -> bool:
+    return False
+
+
+@pytest.fixture(scope="module")
+def running():
+    with master() as one:
+        yield one
+
+
+class Node:
+    """A back end and its arena, filled with a pattern."""
+
+    def __init__(self, address, slots=200, print_=PRINT, **changes) -> None:
+        settings = {"global_segment_size": "64MB", "local_buffer_size": "16MB", "local_hostname": "127.0.0.1", "timeout": 1.0}
+        self.backend = MooncakeBackend(MooncakeConfig(master_server_address=address, **{**settings, **changes}), print_, SIZE)
+        self.arena = Arena(slots, SIZE)
+
+    async def __aenter__(self) -> Self:
+        await self.backend.open()
+        await self.backend.attach(self.arena)
+        return self
+
+    async def __aexit__(self, *error) -> None:
+        await self.backend.close()
+        self.arena.close()
+
+    def fill(self, slot: int, number: int) -> None:
+        self.arena.view(slot)[:] = np.random.default_rng(number).integers(0, 256, SIZE, np.uint8).data
+
+    def holds(self, slot: int, number: int) -> bool:
+        return bytes(self.arena.view(slot)) == np.random.default_rng(number).integers(0, 256, SIZE, np.uint8).tobytes()
+
+    async def put(self, *numbers: int) -> list[int]:
+        for slot, number in enumerate(numbers):
+            self.fill(slot, number)
+        views = [self.arena.view(slot) for slot in range(len(numbers))]
+        return list((await self.backend.write([key(n) for n in numbers], views, never)).outcomes)
+
+    async def get(self, *numbers: int) -> list[int]:
+        views = [self.arena.view(slot) for slot in range(len(numbers))]
+        for view in views:
+            view[:] = bytes(SIZE)
+        outcomes = list((await self.backend.read([key(n) for n in numbers], views, never)).outcomes)
+        for slot, (number, outcome) in enumerate(zip(numbers, outcomes, strict=True)):
+            assert (outcome == Outcome.OK) == self.holds(slot, number)
+        return outcomes
+
+
+async def test_what_one_node_wrote_the_other_loads(running):
+    async with Node(running.address) as one, Node(running.address, global_segment_size=0) as other:
+        numbers = range(100)
+        assert await one.put(*numbers) == [Outcome.OK] * 100
+        assert await other.backend.ask([key(n) for n in numbers], never) == 100
+        assert await other.get(3, 999, 70) == [Outcome.OK, Outcome.MISS, Outcome.OK]
+        assert await other.backend.ask([key(5), key(999), key(6)], never) == 1
+        await one.backend.remove([key(5)])
+        assert await other.get(5) == [Outcome.MISS]
+        await one.backend.clear()
+        assert await other.backend.ask([key(3)], never) == 0
+        assert one.backend.keys() == []
+        assert one.backend.statistics().writes == 100
+
+
+async def test_other_fingerprints_never_mix(running):
+    async with Node(running.address) as one, Node(running.address, print_=bytes(32)) as other:
+        await one.put(1)
+        assert await other.backend.ask([key(1)], never) == 0
+        await other.backend.clear()
+        assert await one.get(1) == [Outcome.OK]
+        await one.backend.clear()
+
+
+async def test_a_bad_object_is_corrupt_and_goes(running):
+    async with Node(running.address) as one:
+        await one.put(1, 2)
+        name = one.backend.name(key(1))
+        good = await one.backend._client.call(lambda store: bytes(store.get(name)), b"")
+        assert len(good) == SIZE + 96
+        for bad in (good[:-97] + bytes([good[-97] ^ 1]) + good[-96:], good[: SIZE // 2], good + b"x"):
+            assert await one.backend._client.remove([name]) == [0]
+            assert await one.backend._client.call(lambda store, bad=bad: int(store.put(name, bad)), -1) == 0
+            outcome = (await one.get(1))[0]
+            assert outcome in (Outcome.CORRUPT, Outcome.UNAVAILABLE)
+            if outcome == Outcome.CORRUPT:
+                assert await one.get(1) == [Outcome.MISS]
+                await one.put(1)
+            else:
+                await one.backend.remove([key(1)])
+                await one.put(1)
+        assert await one.get(2) == [Outcome.OK]
+        await one.backend.clear()
+
+
+async def test_a_full_pool_is_no_space_and_no_exception(running):
+    async with Node(running.address, slots=600, global_segment_size="16MB") as one:
+        for start in range(0, 1200, 300):
+            outcomes = await one.put(*range(start, start + 300))
+            assert set(outcomes) <= {Outcome.OK, Outcome.NO_SPACE}
+        assert one.backend.statistics().unavailable == 0
+        await one.backend.clear()
+
+
+async def test_a_master_that_dies_is_unavailable_and_one_that_comes_back_serves_again():
+    with master() as one:
+        async with Node(one.address) as node:
+            assert await node.put(1) == [Outcome.OK]
+            one.kill()
+            assert await node.get(1) == [Outcome.UNAVAILABLE]
+            assert await node.backend.ask([key(1)], never) == 0
+            one.start()
+            for _ in range(100):
+                if await node.put(2) == [Outcome.OK]:
+                    break
+                await asyncio.sleep(0.2)
+            assert await node.get(2) == [Outcome.OK]
+            assert await node.get(1) == [Outcome.MISS], "its memory went with the master's index"
+
+
+async def test_a_master_that_hangs_costs_its_time_out_and_the_loop_nothing():
+    with master() as one:
+        async with Node(one.address) as node:
+            await node.put(1)
+            assert one.process is not None
+            one.process.send_signal(signal.SIGSTOP)
+            loop, worst = asyncio.get_running_loop(), 0.0
+            asked = asyncio.create_task(node.get(1))
+            began = loop.time()
+            while not asked.done():
+                before = loop.time()
+                await asyncio.sleep(0.005)
+                worst = max(worst, loop.time() - before)
+            assert await asked == [Outcome.UNAVAILABLE]
+            assert loop.time() - began < 10.0
+            assert worst < 0.5
+            one.process.send_signal(signal.SIGCONT)
+            await asyncio.sleep(0.5)
+
+
+# -- a whole cache on each of two nodes
+
+
+def config(address: str) -> Config:
+    return Config.from_mapping(
+        {
+            "cache": {"block_size": 16},
+            "device": {"num_blocks": 32},
+            "host": {"slots": 16},
+            "layout": {"num_layers": 2, "num_kv_heads": 2, "head_dim": 32},
+            "storage": {
+                "backend": "mooncake",
+                "write_policy": "write_through",
+                "mooncake": {
+                    "master_server_address": address,
+                    "local_hostname": "127.0.0.1",
+                    "global_segment_size": "64MB",
+                    "local_buffer_size": "16MB",
+                },
+            },
+            "flush": {"sinks": [{"kind": "memory", "tiers": ["device", "host", "storage"]}]},
+        }
+    )
+
+
+async def request(cache, seed: int) -> int:
+    async with await cache.acquire(f"r{seed}", [seed] * 129) as lease:
+        await lease.ready()
+        cached, keys = lease.cached_tokens // 16, lease.keys(0, 8)
+        assert cache.device.check(lease.block_table[:cached], keys[: 32 * cached]) == []
+        cache.device.fill(lease.block_table[cached:8], keys[32 * cached :])
+        await lease.commit(129)
+        return lease.hits.storage
+
+
+async def test_two_caches_share_a_pool(running):
+    async with kvactors.open(config(running.address)) as one, kvactors.open(config(running.address)) as other:
+        for seed in range(6):
+            assert await request(one, seed) == 0
+        await one.settled()
+        assert [await request(other, seed) for seed in range(6)] == [8] * 6
+        await other.flush_settled()
+        for cache in (one, other):
+            assert cache.divergence() == 0
+            assert cache.check() == []
