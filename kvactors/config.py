@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import msgspec
 
 from kvactors.errors import ConfigError
-from kvactors.mooncake_config import MooncakeConfig, resolve
+from kvactors.mooncake_config import MooncakeConfig, in_bytes, resolve
 from kvactors.sink_config import AnySinkConfig, AttentionStoreConfig
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -88,7 +88,12 @@ class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StorageConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The storage tier. backend: none, memory, file, mooncake, or package.module:Class. capacity_blocks: objects it may hold (0: unlimited).
+    """The storage tier. backend: none, memory, file, mooncake, or package.module:Class. capacity_blocks, capacity_bytes: objects and bytes
+    it may hold (0: unlimited; the smaller counts). namespace, rank, ranks: objects of different ones never mix.
+
+    Of the file store: directory. free_space_floor: bytes of the file system it leaves free. durability: an object counts as stored when the
+    system has it (written) or the device has it (synced). read_only: a view beside the process that writes. io_depth: reads and writes
+    at once. Sizes may be written "4GB".
 
     exclusive: a block loaded from storage leaves it. write_policy: none, write_through (at request finish),
     write_through_selective (at finish, blocks used at least `min_hits` times), write_back (when the host tier evicts).
@@ -99,6 +104,14 @@ class StorageConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     backend: str = "none"
     directory: str = ""
     capacity_blocks: int = 0
+    namespace: str = "default"
+    rank: int = 0
+    ranks: int = 1
+    capacity_bytes: int | str = 0
+    free_space_floor: int | str = "64MB"
+    durability: Literal["written", "synced"] = "written"
+    read_only: bool = False
+    io_depth: int = 4
     exclusive: bool = False
     write_policy: Literal["none", "write_through", "write_through_selective", "write_back"] = "write_back"
     min_hits: int = 2
@@ -157,8 +170,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def from_env(cls, environ: Mapping[str, str] | None = None, base: Config | None = None) -> Config:
         """`base` (the defaults if None) with FastDeploy's variables applied, of the process's environment unless given.
 
-        FD_AS_ONLY_FLUSH (0 or 1), AS_NAMESPACE, AS_POD_NAME, AS_MODEL_VERSION, ENABLE_EP_DP_IN_FD (0 or 1); with the mooncake
-        back end MOONCAKE_CONFIG_PATH and MOONCAKE_*. Unset ones change nothing.
+        FD_AS_ONLY_FLUSH (0 or 1), AS_NAMESPACE, AS_POD_NAME, AS_MODEL_VERSION, ENABLE_EP_DP_IN_FD (0 or 1); with the file back end
+        FILE_BACKEND_STORAGE_DIR, if no directory is set; with the mooncake back end MOONCAKE_CONFIG_PATH and MOONCAKE_*. Unset ones change nothing.
         ConfigError names a value that cannot be, or what is wrong in the base.
         """
         return from_environment(base or Config(), os.environ if environ is None else environ)
@@ -172,6 +185,9 @@ def from_environment(config: Config, environ: Mapping[str, str]) -> Config:
     store: dict[str, Any] = {field: environ[name] for field, name in texts.items() if environ.get(name)}
     store |= {} if suffix is None else {"role_suffix": suffix}
     replace = msgspec.structs.replace
+    directory = environ.get("FILE_BACKEND_STORAGE_DIR", "")
+    if config.storage.backend == "file" and directory and not config.storage.directory:
+        config = replace(config, storage=replace(config.storage, directory=directory))
     if config.storage.backend == "mooncake":
         config = replace(config, storage=replace(config.storage, mooncake=resolve(config.storage.mooncake, environ)))
     if store:
@@ -253,6 +269,9 @@ def validate(config: Config) -> None:
         ("host.transit_slots", config.host.transit_slots, 1),
         ("host.copy_threads", config.host.copy_threads, 1),
         ("storage.capacity_blocks", config.storage.capacity_blocks, 0),
+        ("storage.io_depth", config.storage.io_depth, 1),
+        ("storage.ranks", config.storage.ranks, 1),
+        ("storage.rank", config.storage.rank, 0),
         ("storage.readers", config.storage.readers, 1),
         ("storage.writers", config.storage.writers, 1),
         ("storage.min_hits", config.storage.min_hits, 1),
@@ -280,14 +299,23 @@ def validate(config: Config) -> None:
     _validate_pair("host.low_watermark", config.host.low_watermark, "host.high_watermark", config.host.high_watermark)
     if config.flush.retry_max < config.flush.retry_min:
         raise ConfigError("flush.retry_max must not be below flush.retry_min")
-    if config.storage.backend == "file" and not config.storage.directory:
-        raise ConfigError("storage.directory is needed with storage.backend = 'file'")
+    validate_storage(config.storage)
     config.attention_store.check()
     names = [sink.label for sink in config.flush.sinks]
     if len(set(names)) != len(names):
         raise ConfigError("flush.sinks need different names")
     for sink in config.flush.sinks:
         sink.check()
+
+
+def validate_storage(storage: StorageConfig) -> None:
+    """Raise ConfigError for what the storage tier cannot be."""
+    if storage.rank >= storage.ranks:
+        raise ConfigError(f"storage.rank must be below storage.ranks ({storage.ranks}), not {storage.rank}")
+    for name in ("capacity_bytes", "free_space_floor"):
+        in_bytes(getattr(storage, name), f"storage.{name}")
+    if not storage.namespace or "/" in storage.namespace or storage.namespace in (".", ".."):
+        raise ConfigError(f"storage.namespace must be a plain name, not {storage.namespace!r}")
 
 
 def _validate_pair(low_name: str, low: float, high_name: str, high: float) -> None:

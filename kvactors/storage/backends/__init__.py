@@ -1,16 +1,18 @@
 """Storage back ends behind one contract."""
 
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from kvactors.config import StorageConfig
 from kvactors.errors import ConfigError
+from kvactors.mooncake_config import in_bytes
 from kvactors.storage.backends.base import Backend
 from kvactors.storage.backends.file import FileBackend
 from kvactors.storage.backends.memory import MemoryBackend
 from kvactors.storage.backends.owned import OwnedBackend
 
-__all__ = ["Backend", "FileBackend", "MemoryBackend", "OwnedBackend", "make_backend"]
+__all__ = ["Backend", "FileBackend", "MemoryBackend", "OwnedBackend", "capacity_of", "make_backend"]
 
 KINDS = ("none", "memory", "file", "mooncake")
 
@@ -22,21 +24,38 @@ def make_backend(config: StorageConfig, fingerprint: bytes, block_bytes: int) ->
     if kind == "none":
         return None
     if kind == "memory":
-        return MemoryBackend(fingerprint, block_bytes, config.capacity_blocks)
+        return MemoryBackend(fingerprint, block_bytes, capacity_of(config, block_bytes))
     if kind == "file":
-        if not config.directory:
-            raise ConfigError("storage.directory is needed with storage.backend = 'file'")
-        return FileBackend(config.directory, fingerprint, block_bytes, config.capacity_blocks)
+        return make_file_backend(config, fingerprint, block_bytes)
     if kind == "mooncake":
         from kvactors.storage.backends.mooncake import MooncakeBackend
 
         if config.exclusive:
             raise ConfigError("storage.exclusive has no meaning for a pool that other nodes share")
-        return MooncakeBackend(config.mooncake, fingerprint, block_bytes)
-    made: Any = backend_class(kind)(config, fingerprint, block_bytes)
-    if not isinstance(made, Backend):
-        raise ConfigError(f"storage.backend {kind!r} is not a Backend")
+        return MooncakeBackend(config.mooncake, fingerprint, block_bytes, config.rank, config.ranks)
+    made: Backend = backend_class(kind)(config, fingerprint, block_bytes)
     return made
+
+
+def make_file_backend(config: StorageConfig, fingerprint: bytes, block_bytes: int) -> FileBackend:
+    """The file store a config describes."""
+    if not config.directory:
+        raise ConfigError("storage.directory is needed with storage.backend = 'file' (or FILE_BACKEND_STORAGE_DIR)")
+    return FileBackend(
+        Path(config.directory) / config.namespace / f"rank-{config.rank}-of-{config.ranks}", fingerprint, block_bytes,
+        capacity_of(config, block_bytes), floor=in_bytes(config.free_space_floor, "storage.free_space_floor"),
+        durability=config.durability, read_only=config.read_only, depth=config.io_depth,
+    )  # fmt: skip
+
+
+def capacity_of(config: StorageConfig, block_bytes: int) -> int:
+    """Objects a store may hold, 0 for no limit. ConfigError if not even one fits the bytes."""
+    nbytes = in_bytes(config.capacity_bytes, "storage.capacity_bytes")
+    if not nbytes:
+        return config.capacity_blocks
+    if nbytes < block_bytes:
+        raise ConfigError(f"storage.capacity_bytes holds no block of {block_bytes} bytes")
+    return min(nbytes // block_bytes, config.capacity_blocks or nbytes)
 
 
 def backend_class(kind: str) -> Any:
@@ -45,6 +64,9 @@ def backend_class(kind: str) -> Any:
     if not name:
         raise ConfigError(f"unknown storage.backend {kind!r}; there are {', '.join(KINDS)}, and package.module:Class")
     try:
-        return getattr(import_module(module), name)
+        found = getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"storage.backend {kind!r} cannot be imported: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, Backend)):
+        raise ConfigError(f"storage.backend {kind!r} is not a Backend")
+    return found

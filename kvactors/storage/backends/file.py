@@ -1,124 +1,258 @@
-"""A store of files: one per block, under hashed folders, written under a temporary name and renamed, verified on every read.
-
-    DIRECTORY / first 16 hex digits of the fingerprint / key[0] / key[1] / key .kv          (hex)
-
-A file is a header (see `header`) and then the payload.
-"""
+"""A store of preallocated slab files: the default, without any server. See `slab_files` for the files, `slab_table` for what is in them."""
 
 from __future__ import annotations
 
 import asyncio
-import errno
-import os
-from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import count
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import anyio
-from aiofiles.os import wrap
 
 from kvactors.actor.uncancelled import to_the_end
+from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
-from kvactors.storage.backends.header import HEADER, fits, header_of
+from kvactors.storage.backends.header import header_of
 from kvactors.storage.backends.owned import OwnedBackend
+from kvactors.storage.backends.slab_files import SlabFiles, address_of
+from kvactors.storage.backends.slab_table import PAGE, Found, Meta, entry_of, scan
 from kvactors.storage.messages import Outcome
-from kvactors.threads import lower_priority
-
-SUFFIX, TEMPORARY = ".kv", ".tmp"
-IN_FLIGHT = 2
-"""Files read or written at once: more gain nothing from a page cache, and cost the loop its promptness."""
+from kvactors.threads import Workers
 
 T = TypeVar("T")
 
+SLAB_BYTES = 256 << 20
+"""Bytes of a slab, unless the whole capacity is less."""
+
+
+class FileStatistics(NamedTuple):
+    """A moment's picture of the files. direct: whether the page cache is passed by. quarantined: slots that held bad objects. torn: entries that
+    made no sense when the store was opened. scan_s: seconds to find out what was there."""
+
+    slots: int
+    free: int
+    slabs: int
+    direct: bool
+    quarantined: int
+    torn: int
+    scan_s: float
+
 
 class FileBackend(OwnedBackend):
-    """directory: made if missing. capacity: files at most, 0 for no limit. Other fingerprints' folders are never touched."""
+    """folder: of this namespace and rank. capacity: objects at most, 0 for as many as fit. floor: bytes of the file system left free. durability:
+    written (the system has it: survives the process) or synced (the device has it: survives the power). depth: reads and writes at once."""
 
-    def __init__(self, directory: str | Path, fingerprint: bytes, block_bytes: int, capacity: int = 0) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        fingerprint: bytes,
+        block_bytes: int,
+        capacity: int = 0,
+        *,
+        floor: int = 0,
+        durability: Literal["written", "synced"] = "written",
+        read_only: bool = False,
+        depth: int = 4,
+    ) -> None:
         super().__init__(fingerprint, block_bytes, capacity)
-        self.folder = Path(directory) / fingerprint.hex()[:16]
-        self._temporary = count()
-        self._threads = ThreadPoolExecutor(IN_FLIGHT, "kvactors-file", lower_priority)
-
-    def path(self, key: bytes) -> Path:
-        """Where an object lives."""
-        name = key.hex()
-        return self.folder / name[:2] / name[2:4] / (name + SUFFIX)
+        stride = -(-block_bytes // PAGE) * PAGE
+        per_slab = max(1, SLAB_BYTES // stride)
+        meta = Meta(fingerprint.hex(), block_bytes, stride, min(per_slab, capacity) if capacity else per_slab)
+        self.files = SlabFiles(Path(folder) / fingerprint.hex()[:16], meta, read_only=read_only, floor=floor)
+        self.read_only = read_only
+        self.durability = durability
+        self._depth = depth
+        self._threads = Workers(depth, "kvactors-file")
+        self._objects: dict[bytes, tuple[int, bytes]] = {}  # slot and table entry, of what can be read
+        self._written: dict[bytes, tuple[int, bytes]] = {}  # the same, of payloads whose entries are not written yet
+        self._free: deque[int] = deque()
+        self._readers: Counter[int] = Counter()
+        self._zombies: set[int] = set()  # free once nobody reads them any more
+        self._quarantined = self._torn = self._sequence = 0
+        self._scan_s = 0.0
+        self._growing: asyncio.Task[Outcome] | None = None
+        self._arena: Arena | None = None
 
     async def open(self) -> None:
-        """Index complete files, oldest first, evict down to the capacity, delete what a crash left. StoreError if it cannot be done."""
-        try:
-            keys = await self._in_thread(self._scan)
-        except OSError as error:
-            raise StoreError(f"{self.folder}: {error}") from error
+        """See what is there, newest objects first to stay if the capacity is smaller now. StoreError if it cannot be used."""
+        began = asyncio.get_running_loop().time()
+        found, self._torn = await self._in_thread(self._scan)
         evicted: list[bytes] = []
-        for key in keys:
-            evicted += self.catalog.admit([key]).evicted
-        await self.erase(evicted)
+        doubles: list[int] = []
+        for one in found:
+            before = self._objects.get(one.key)
+            if before is not None:
+                doubles.append(before[0])
+            self._objects[one.key] = (one.slot, self._entry(one))
+            evicted += self.catalog.admit([one.key]).evicted
+            self._sequence = one.sequence + 1
+        self._scan_s = asyncio.get_running_loop().time() - began
+        used = {slot for slot, _ in self._objects.values()}
+        slots = len(self.files.slabs) * self.files.meta.slots_per_slab
+        self._free.extend(slot for slot in range(slots) if slot not in used)
+        if not self.read_only:
+            await self._in_thread(self.files.free, doubles)
+            await self.erase(evicted)
+            await self._drop_empty_slabs()
 
-    def _scan(self) -> list[bytes]:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        found: list[tuple[int, bytes]] = []
-        for file in self.folder.glob("??/??/*"):
-            status = file.stat()
-            key = key_of(file)
-            if key is None or status.st_size != HEADER.size + self.block_bytes:
-                file.unlink()
-            else:
-                found.append((status.st_mtime_ns, key))
-        return [key for _, key in sorted(found)]
+    def _scan(self) -> tuple[list[Found], int]:
+        try:
+            return scan(self.files.open(), self.fingerprint, self.block_bytes)
+        except OSError as error:
+            raise StoreError(f"{self.files.folder}: {error}") from error
+
+    def _entry(self, one: Found) -> bytes:
+        return self._header_entry(one.key, one.checksum, one.sequence)
+
+    def _header_entry(self, key: bytes, checksum: int, sequence: int) -> bytes:
+        return entry_of(header_of(self.fingerprint, key, self.block_bytes, checksum), sequence)
+
+    async def _drop_empty_slabs(self) -> None:
+        """Slabs at the end that a smaller capacity does not need."""
+        per_slab = self.files.meta.slots_per_slab
+        last = max((slot for slot, _ in self._objects.values()), default=-1)
+        needed = -(-self.catalog.capacity // per_slab) if self.catalog.capacity else len(self.files.slabs)
+        keep = max(last // per_slab + 1, min(needed, len(self.files.slabs)))
+        await self._in_thread(self.files.shrink, keep)
+        self._free = deque(slot for slot in self._free if slot < keep * per_slab)
+
+    async def attach(self, arena: Arena) -> None:
+        """See `Backend.attach`: slots of the arena are whole pages, so that their last page may be read and written to its end."""
+        self._arena = arena
+
+    def keys(self) -> list[bytes]:
+        """See `Backend.keys`; a reader beside another process is answerable for nothing."""
+        return [] if self.read_only else super().keys()
+
+    def _where(self, view: memoryview) -> tuple[int, int]:
+        """Address of a view, and bytes from there on that are its slot's."""
+        address, arena = address_of(view), self._arena
+        if arena is not None and 0 <= address - arena.address < arena.num_slots * arena.stride:
+            return address, arena.stride
+        return address, len(view)
+
+    # -- reading
 
     async def load(self, key: bytes, into: memoryview) -> Outcome:
-        """See `Backend.load`."""
-        return await self._in_thread(self._load, key, into)
-
-    def _load(self, key: bytes, into: memoryview) -> Outcome:
-        try:
-            with self.path(key).open("rb", buffering=0) as file:
-                header = bytearray(HEADER.size)
-                if os.preadv(file.fileno(), [header, into], 0) != HEADER.size + len(into) or file.seek(
-                    0, 2
-                ) != HEADER.size + len(into):
-                    return Outcome.CORRUPT
-        except (FileNotFoundError, NotADirectoryError):
+        """See `OwnedBackend.load`."""
+        found = self._objects.get(key)
+        if found is None:
             return Outcome.MISS
-        except OSError:
-            return Outcome.UNAVAILABLE
-        return Outcome.OK if fits(header, self.fingerprint, key, into) else Outcome.CORRUPT
+        slot, entry = found
+        self._readers[slot] += 1
+        try:
+            outcome = await self._in_thread(self._load, key, slot, entry, into)
+        finally:
+            self._readers[slot] -= 1
+            if not self._readers[slot]:
+                del self._readers[slot]
+                if slot in self._zombies:
+                    self._zombies.remove(slot)
+                    self._free.append(slot)
+        if outcome == Outcome.CORRUPT:
+            if self.read_only:
+                return Outcome.MISS  # whoever writes here may have put something else there
+            if self._objects.get(key) == found:
+                del self._objects[key]
+                self._quarantined += 1  # its slot is left alone for this life
+                await self._in_thread(self.files.free, [slot])
+        return outcome
+
+    def _load(self, key: bytes, slot: int, entry: bytes, into: memoryview) -> Outcome:
+        if not self.files.in_place():
+            return Outcome.MISS  # somebody deleted the folder: what is left of it goes with this process
+        outcome = self.files.read(slot, *self._where(into))
+        if outcome == Outcome.MISS:
+            return Outcome.CORRUPT  # the slab is shorter than it was
+        if outcome != Outcome.OK:
+            return outcome
+        expected = self._expected(key, entry, into)
+        return Outcome.OK if expected == entry == self.files.entry(slot) else Outcome.CORRUPT
+
+    def _expected(self, key: bytes, entry: bytes, payload: memoryview) -> bytes:
+        sequence = int.from_bytes(entry[96:104], "little")
+        return entry_of(header_of(self.fingerprint, key, payload), sequence)
+
+    # -- writing
 
     async def save(self, key: bytes, data: memoryview) -> Outcome:
-        """See `Backend.save`."""
-        return await self._in_thread(self._save, key, data)
+        """See `OwnedBackend.save`: the payload, into a free slot; `seal` makes it an object."""
+        if self.read_only:
+            return Outcome.NO_SPACE
+        slot, outcome = await self._take_slot()
+        if slot is None:
+            return outcome
+        sequence, self._sequence = self._sequence, self._sequence + 1
+        outcome, entry = await self._in_thread(self._save, key, slot, sequence, data)
+        if outcome == Outcome.OK:
+            self._written[key] = (slot, entry)
+        else:
+            self._free.append(slot)
+        return outcome
 
-    def _save(self, key: bytes, data: memoryview) -> Outcome:
-        path = self.path(key)
-        temporary = path.with_suffix(f".{os.getpid()}-{next(self._temporary)}{TEMPORARY}")
-        header = header_of(self.fingerprint, key, data)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with temporary.open("xb", buffering=0) as file:
-                if os.writev(file.fileno(), [header, data]) != HEADER.size + len(data):
-                    raise OSError(errno.ENOSPC, "short write")
-            temporary.replace(path)
-        except OSError as error:
-            forget(temporary)
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-            return Outcome.NO_SPACE if full else Outcome.UNAVAILABLE
-        return Outcome.OK
+    def _save(self, key: bytes, slot: int, sequence: int, data: memoryview) -> tuple[Outcome, bytes]:
+        outcome = self.files.write(slot, *self._where(data))
+        return outcome, entry_of(header_of(self.fingerprint, key, data), sequence)
+
+    async def _take_slot(self) -> tuple[int | None, Outcome]:
+        while not self._free:
+            if self._growing is None:
+                self._growing = asyncio.get_running_loop().create_task(self._grow())
+            growing = self._growing
+            outcome = await to_the_end(growing)
+            if self._growing is growing:
+                self._growing = None
+            if outcome != Outcome.OK and not self._free:
+                return None, outcome
+        return self._free.popleft(), Outcome.OK
+
+    async def _grow(self) -> Outcome:
+        per_slab, slabs = self.files.meta.slots_per_slab, len(self.files.slabs)
+        # Slots that wait for their readers, or are quarantined, may ask for one slab more than the capacity does.
+        limit = -(-self.catalog.capacity // per_slab) + 1 if self.catalog.capacity else 0
+        if limit and slabs >= limit:
+            return Outcome.NO_SPACE
+        outcome = await self._in_thread(self.files.grow)
+        if outcome == Outcome.OK:
+            self._free.extend(range(slabs * per_slab, (slabs + 1) * per_slab))
+        return outcome
+
+    async def seal(self, keys: Sequence[bytes]) -> Outcome:
+        """See `OwnedBackend.seal`: their entries, and for `synced` everything to the device."""
+        entries = [self._written[key] for key in keys]
+        outcome = await self._in_thread(self._seal_entries, entries)
+        for key in keys:
+            slot_entry = self._written.pop(key)
+            if outcome == Outcome.OK:
+                self._objects[key] = slot_entry
+            else:
+                self._free.append(slot_entry[0])
+        return outcome
+
+    def _seal_entries(self, entries: list[tuple[int, bytes]]) -> Outcome:
+        return self.files.seal(entries, sync=self.durability == "synced")
+
+    def abandon(self, keys: Iterable[bytes]) -> None:
+        """See `OwnedBackend.abandon`."""
+        for key in keys:
+            slot_entry = self._written.pop(key, None)
+            if slot_entry is not None:
+                self._free.append(slot_entry[0])
 
     async def erase(self, keys: Sequence[bytes]) -> None:
-        """See `Backend.erase`."""
-        if keys:
-            await self._in_thread(self._erase, keys)
-
-    def _erase(self, keys: Sequence[bytes]) -> None:
-        for key in keys:
-            forget(self.path(key))
+        """See `OwnedBackend.erase`."""
+        slots = [self._objects.pop(key)[0] for key in keys if key in self._objects]
+        if slots and not self.read_only:
+            await self._in_thread(self.files.free, slots)
+        for slot in slots:
+            if self._readers[slot]:
+                self._zombies.add(slot)
+            else:
+                self._free.append(slot)
 
     async def each(self, work: Sequence[Callable[[], Awaitable[None]]]) -> None:
-        """A few at once."""
+        """`depth` at once."""
         queue = iter(work)
 
         async def worker() -> None:
@@ -126,30 +260,23 @@ class FileBackend(OwnedBackend):
                 await item()
 
         async with anyio.create_task_group() as tasks:
-            for _ in range(min(IN_FLIGHT, len(work))):
+            for _ in range(min(self._depth, len(work))):
                 tasks.start_soon(worker)
 
     async def close(self) -> None:
-        """Let the threads end; every call has been waited for."""
-        self._threads.shutdown(wait=False)
+        """Close the files; every call has been waited for."""
+        await self._threads.drained(10.0)
+        self._threads.close()
+        self.files.close()
+
+    def file_statistics(self) -> FileStatistics:
+        """A moment's picture of the files."""
+        slabs = len(self.files.slabs)
+        return FileStatistics(
+            slabs * self.files.meta.slots_per_slab, len(self._free), slabs, self.files.direct, self._quarantined, self._torn,
+            self._scan_s,
+        )  # fmt: skip
 
     async def _in_thread(self, function: Callable[..., T], *args: object) -> T:
-        """Run a blocking call in a thread, and wait for its end even if cancelled: it works on memory that is lent to it."""
-        return await to_the_end(asyncio.ensure_future(wrap(function)(*args, executor=self._threads)))
-
-
-def key_of(file: Path) -> bytes | None:
-    """The key a file's name stands for, None if it is not an object's name."""
-    try:
-        key = bytes.fromhex(file.stem)
-    except ValueError:
-        return None
-    return key if file.suffix == SUFFIX and len(key) == 32 else None
-
-
-def forget(file: Path) -> None:
-    """Delete a file if it is there; one that cannot be deleted is left: nothing refers to it."""
-    try:
-        file.unlink(missing_ok=True)
-    except OSError:
-        return
+        """A blocking call in a thread, to its end even if cancelled: it works on memory that is lent to it."""
+        return await to_the_end(asyncio.wrap_future(self._threads.submit(lambda: function(*args))))

@@ -16,8 +16,10 @@ VERSION = 1
 HEADER = struct.Struct("<8sII32s32sQQ")
 
 
-def header_of(fingerprint: bytes, key: bytes, payload: Any) -> bytes:
-    """The header of a payload (any buffer)."""
+def header_of(fingerprint: bytes, key: bytes, payload: Any, checksum: int | None = None) -> bytes:
+    """The header of a payload (any buffer), or of its length and checksum."""
+    if checksum is not None:
+        return HEADER.pack(MAGIC, VERSION, 0, fingerprint, key, payload, checksum)
     return HEADER.pack(MAGIC, VERSION, 0, fingerprint, key, len(payload), xxhash.xxh3_64_intdigest(payload))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 
 from kvactors.storage.backends.base import Backend, Expired, ReadReport, WriteReport
@@ -30,6 +30,13 @@ class OwnedBackend(Backend):
     @abstractmethod
     async def save(self, key: bytes, data: memoryview) -> Outcome:
         """Write one object, whole or not at all: OK, NO_SPACE or UNAVAILABLE. `data` is not read after the call has ended."""
+
+    async def seal(self, keys: Sequence[bytes]) -> Outcome:
+        """Make saved payloads objects that can be read, all or none: OK, NO_SPACE or UNAVAILABLE."""
+        return Outcome.OK
+
+    def abandon(self, keys: Iterable[bytes]) -> None:
+        """What was saved of these and never sealed will not be (a batch was cancelled)."""
 
     @abstractmethod
     async def erase(self, keys: Sequence[bytes]) -> None:
@@ -91,19 +98,30 @@ class OwnedBackend(Backend):
                 outcomes[i] = Outcome.EXISTS
             elif key in fresh and not expired():
                 outcomes[i] = await self.save(key, views[i])
-                if outcomes[i] == Outcome.OK and key not in self.catalog:  # evicted by another batch meanwhile
-                    await self.erase([key])
-                    outcomes[i] = Outcome.NO_SPACE
 
         try:
             await self.erase(admission.evicted)
             await self._batch(len(keys), one, outcomes)
+            await self._seal(keys, fresh, outcomes)
         finally:
+            self.abandon(fresh)
             self.pending -= fresh
             failed = {key for key, outcome in zip(keys, outcomes, strict=True) if outcome != Outcome.OK}
             self.catalog.remove(fresh & failed)
         self.writes += outcomes.count(Outcome.OK)
         return WriteReport(bytes(outcomes), admission.evicted)
+
+    async def _seal(self, keys: Sequence[bytes], fresh: set[bytes], outcomes: bytearray) -> None:
+        saved = [i for i, key in enumerate(keys) if key in fresh and outcomes[i] == Outcome.OK]
+        if not saved:
+            return
+        outcome = await self.seal([keys[i] for i in saved])
+        gone = [i for i in saved if keys[i] not in self.catalog]  # evicted by another batch meanwhile, or cleared
+        for i in saved:
+            outcomes[i] = outcome
+        for i in gone:
+            outcomes[i] = Outcome.NO_SPACE
+        await self.erase([keys[i] for i in gone])
 
     async def _batch(self, count: int, one: Callable[[int], Awaitable[None]], outcomes: bytearray) -> None:
         if self.breaker.closed():

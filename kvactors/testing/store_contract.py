@@ -1,0 +1,215 @@
+"""What every storage back end must do, as tests: subclass `StoreContract`, say how a store is made, and let pytest (with pytest-asyncio, mode
+auto) collect it.
+
+    class TestMyStore(StoreContract):
+        async def make(self, folder, capacity):
+            return MyStore(folder, FINGERPRINT, self.block_bytes, capacity)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvactors.device.arena import Arena
+from kvactors.storage.backends.base import Backend
+from kvactors.storage.messages import Outcome
+
+GOOD = (Outcome.OK, Outcome.EXISTS)
+
+
+def key(number: int) -> bytes:
+    """A name."""
+    return number.to_bytes(8, "big") + bytes(24)
+
+
+def never() -> bool:
+    """A deadline that does not come."""
+    return False
+
+
+class Bench:
+    """An open store and host slots to move blocks from and to."""
+
+    def __init__(self, store: Backend, arena: Arena) -> None:
+        self.store = store
+        self.arena = arena
+
+    def pattern(self, number: int) -> bytes:
+        """A block's bytes."""
+        return np.random.default_rng(number).integers(0, 256, self.store.block_bytes, np.uint8).tobytes()
+
+    def views(self, count: int, first: int = 0) -> list[memoryview]:
+        """Host slots."""
+        return [self.arena.view(first + i) for i in range(count)]
+
+    async def put(self, *numbers: int, expired: Any = never) -> list[int]:
+        """Write blocks; an outcome each."""
+        views = self.views(len(numbers))
+        for view, number in zip(views, numbers, strict=True):
+            view[:] = self.pattern(number)
+        return list((await self.store.write([key(n) for n in numbers], views, expired)).outcomes)
+
+    async def get(self, *numbers: int, expired: Any = never) -> list[int]:
+        """Read blocks; an outcome each. What is OK holds the right bytes."""
+        views = self.views(len(numbers))
+        for view in views:
+            view[:] = bytes(len(view))
+        outcomes = list((await self.store.read([key(n) for n in numbers], views, expired)).outcomes)
+        for view, number, outcome in zip(views, numbers, outcomes, strict=True):
+            assert outcome != Outcome.OK or bytes(view) == self.pattern(number), f"wrong bytes of {number}"
+        return outcomes
+
+    async def found(self, *numbers: int) -> int:
+        """Length of the leading run that can be read."""
+        keys = [key(n) for n in numbers]
+        run = self.store.probe(keys)
+        return await self.store.ask(keys, never) if run is None else run
+
+
+class StoreContract:
+    """block_bytes: of the stores that `make` makes. evicts: whether a store of limited capacity evicts by itself, least recently used first."""
+
+    block_bytes = 5000
+    evicts = True
+
+    async def make(self, folder: Path, capacity: int) -> Backend:
+        """A store, not open yet. folder: for what it keeps. capacity: objects at most, 0 for no limit."""
+        raise NotImplementedError
+
+    @asynccontextmanager
+    async def opened(self, folder: Path, capacity: int = 0) -> AsyncIterator[Bench]:
+        """A store, open, and its slots."""
+        store, arena = await self.make(folder, capacity), Arena(64, self.block_bytes)
+        await store.open()
+        try:
+            await store.attach(arena)
+            yield Bench(store, arena)
+        finally:
+            await store.close()
+            arena.close()
+
+    async def test_what_was_written_is_read_and_results_are_per_key(self, tmp_path: Path) -> None:
+        """Holes in a batch are holes in its answer."""
+        async with self.opened(tmp_path) as bench:
+            assert await bench.put(1, 2, 3) == [Outcome.OK] * 3
+            assert await bench.get(1, 9, 3, 8, 2) == [Outcome.OK, Outcome.MISS, Outcome.OK, Outcome.MISS, Outcome.OK]
+            assert bench.store.statistics().reads == 3
+            assert bench.store.statistics().misses == 2
+
+    async def test_probes_tell_the_leading_run(self, tmp_path: Path) -> None:
+        """Whatever comes after the first gap does not count."""
+        async with self.opened(tmp_path) as bench:
+            await bench.put(*range(10))
+            assert await bench.found(*range(10)) == 10
+            assert await bench.found(0, 1, 99, 2) == 2
+            assert await bench.found(99) == 0
+            assert await bench.found() == 0
+
+    async def test_what_is_there_already_stays_as_it_is(self, tmp_path: Path) -> None:
+        """A name stands for one content."""
+        async with self.opened(tmp_path) as bench:
+            await bench.put(1)
+            assert (await bench.put(1, 2))[0] in GOOD
+            assert await bench.get(1, 2) == [Outcome.OK] * 2
+
+    async def test_removed_objects_are_misses(self, tmp_path: Path) -> None:
+        """Removing what is not there is no error."""
+        async with self.opened(tmp_path) as bench:
+            await bench.put(1, 2)
+            await bench.store.remove([key(1), key(77)])
+            assert await bench.get(1, 2) == [Outcome.MISS, Outcome.OK]
+            assert await bench.put(1) == [Outcome.OK]
+            assert await bench.get(1) == [Outcome.OK]
+
+    async def test_clear_takes_everything_also_what_is_being_written(self, tmp_path: Path) -> None:
+        """And the store goes on working."""
+        async with self.opened(tmp_path) as bench:
+            await bench.put(1, 2)
+            writing = asyncio.create_task(bench.put(*range(10, 30)))
+            await asyncio.sleep(0)
+            await bench.store.clear()
+            await writing
+            await bench.store.clear()
+            assert await bench.found(1) == 0
+            assert await bench.get(1, 2, 10, 29) == [Outcome.MISS] * 4
+            assert await bench.put(1) == [Outcome.OK]
+            assert await bench.get(1) == [Outcome.OK]
+
+    async def test_a_deadline_leaves_the_rest_late(self, tmp_path: Path) -> None:
+        """A batch begun too late changes nothing."""
+        async with self.opened(tmp_path) as bench:
+            assert await bench.put(1, 2, expired=lambda: True) == [Outcome.LATE] * 2
+            assert await bench.get(1) == [Outcome.MISS]
+            await bench.put(1)
+            assert await bench.get(1, expired=lambda: True) == [Outcome.LATE]
+
+    async def test_a_full_store_evicts_the_least_recently_used(self, tmp_path: Path) -> None:
+        """And says so; nothing of a batch is evicted for the batch itself."""
+        if not self.evicts:
+            return
+        async with self.opened(tmp_path, 8) as bench:
+            await bench.put(*range(8))
+            await bench.found(0)
+            views = bench.views(2)
+            report = await bench.store.write([key(8), key(9)], views, never)
+            assert report.evicted == [key(1), key(2)]
+            assert await bench.get(0, 1, 3) == [Outcome.OK, Outcome.MISS, Outcome.OK]
+            outcomes = await bench.put(*range(20, 30))
+            assert outcomes == [Outcome.NO_SPACE] * 2 + [Outcome.OK] * 8
+            assert sorted(bench.store.keys()) == [key(i) for i in range(22, 30)]
+
+    async def test_slots_are_left_alone_once_a_call_has_ended_cancelled_or_not(self, tmp_path: Path) -> None:
+        """What is cancelled may have taken effect or not, but touches nobody's memory later."""
+        async with self.opened(tmp_path) as bench:
+            await bench.put(*range(20))
+            for pause in (0.0, 0.0005, 0.002):
+                reading = asyncio.create_task(bench.store.read([key(i) for i in range(20)], bench.views(20), never))
+                await asyncio.sleep(pause)
+                reading.cancel()
+                await asyncio.gather(reading, return_exceptions=True)
+                self._mark(bench.views(20))
+                await asyncio.sleep(0.02)
+                assert all(bytes(view) == b"\xee" * len(view) for view in bench.views(20))
+                writing = asyncio.create_task(bench.put(*range(100, 120)))
+                await asyncio.sleep(pause)
+                writing.cancel()
+                await asyncio.gather(writing, return_exceptions=True)
+                self._mark(bench.views(20))
+                for number in range(100, 120):
+                    assert (await bench.get(number))[0] in (Outcome.OK, Outcome.MISS)
+                await bench.store.remove([key(i) for i in range(100, 120)])
+
+    @staticmethod
+    def _mark(views: Sequence[memoryview]) -> None:
+        for view in views:
+            view[:] = b"\xee" * len(view)
+
+    async def test_many_at_once_see_whole_objects_only(self, tmp_path: Path) -> None:
+        """Readers and writers of the same names."""
+        async with self.opened(tmp_path, 16 if self.evicts else 0) as bench:
+
+            async def writer(first: int) -> None:
+                for round_ in range(6):
+                    numbers = [(first + round_ * 3 + i) % 40 for i in range(8)]
+                    views = bench.views(8, 8 * (first // 10))
+                    for view, number in zip(views, numbers, strict=True):
+                        view[:] = bench.pattern(number)
+                    await bench.store.write([key(n) for n in numbers], views, never)
+
+            async def reader(first: int) -> None:
+                views = bench.views(8, 32 + 8 * (first // 10))
+                for round_ in range(12):
+                    numbers = [(first + round_ * 5 + i) % 40 for i in range(8)]
+                    report = await bench.store.read([key(n) for n in numbers], views, never)
+                    for view, number, outcome in zip(views, numbers, report.outcomes, strict=True):
+                        assert outcome in (Outcome.OK, Outcome.MISS)
+                        assert outcome != Outcome.OK or bytes(view) == bench.pattern(number)
+
+            await asyncio.gather(*(writer(i * 10) for i in range(4)), *(reader(i * 10) for i in range(4)))
+            assert bench.store.statistics().corrupt == 0

@@ -1,0 +1,100 @@
+"""Every back end of ours keeps the contract."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+from kvactors.config import StorageConfig
+from kvactors.storage.backends import FileBackend, MemoryBackend, OwnedBackend, make_backend
+from kvactors.storage.backends.slab_files import SlabFiles
+from kvactors.testing.store_contract import StoreContract
+
+PRINT = bytes(range(32))
+
+
+class TestMemory(StoreContract):
+    async def make(self, folder, capacity):
+        return MemoryBackend(PRINT, self.block_bytes, capacity)
+
+
+class TestFile(StoreContract):
+    async def make(self, folder, capacity):
+        return FileBackend(folder, PRINT, self.block_bytes, capacity)
+
+
+class TestFileOfWholePages(StoreContract):
+    block_bytes = 8192
+
+    async def make(self, folder, capacity):
+        return FileBackend(folder, PRINT, self.block_bytes, capacity, depth=8)
+
+
+class TestFileSynced(StoreContract):
+    async def make(self, folder, capacity):
+        return FileBackend(folder, PRINT, self.block_bytes, capacity, durability="synced")
+
+
+class TestFileWithoutDirectIO(StoreContract):
+    async def make(self, folder, capacity):
+        store = FileBackend(folder, PRINT, self.block_bytes, capacity)
+        store.files = RefusesDirect(store.files.folder, store.files.meta, read_only=False, floor=0)
+        return store
+
+
+class RefusesDirect(SlabFiles):
+    def _open_slab(self, number):
+        real = os.open
+
+        def refusing(path, flags, mode=0o777):
+            if flags & os.O_DIRECT:
+                raise OSError(errno.EINVAL, "no O_DIRECT here")
+            return real(path, flags, mode)
+
+        os.open = refusing
+        try:
+            return super()._open_slab(number)
+        finally:
+            os.open = real
+
+
+class Strangers(OwnedBackend):
+    """A back end of another package: chosen by its module path, called with the config."""
+
+    def __init__(self, config, fingerprint, block_bytes):
+        super().__init__(fingerprint, block_bytes, config.capacity_blocks)
+        self.objects = {}
+
+    async def open(self):
+        pass
+
+    async def load(self, key, into):
+        from kvactors.storage.messages import Outcome
+
+        if key not in self.objects:
+            return Outcome.MISS
+        into[:] = self.objects[key]
+        return Outcome.OK
+
+    async def save(self, key, data):
+        from kvactors.storage.messages import Outcome
+
+        self.objects[key] = bytes(data)
+        return Outcome.OK
+
+    async def erase(self, keys):
+        for key in keys:
+            self.objects.pop(key, None)
+
+    async def each(self, work):
+        for item in work:
+            await item()
+
+    async def close(self):
+        pass
+
+
+class TestAStrangers(StoreContract):
+    async def make(self, folder, capacity):
+        config = StorageConfig(backend=f"{__name__}:Strangers", capacity_blocks=capacity)
+        return make_backend(config, PRINT, self.block_bytes)

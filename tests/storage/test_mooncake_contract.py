@@ -1,0 +1,35 @@
+"""Mooncake's pool keeps the contract, with a real master."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from mooncake_kit import master
+
+from kvactors.mooncake_config import MooncakeConfig
+from kvactors.storage.backends.mooncake import MooncakeBackend
+from kvactors.testing.store_contract import StoreContract
+
+numbers = itertools.count()
+addresses: list[str] = []
+
+
+@pytest.fixture(autouse=True, scope="module")
+def running():
+    with master() as one:
+        addresses[:] = [one.address]
+        yield
+
+
+class TestMooncake(StoreContract):
+    evicts = False
+
+    async def make(self, folder, capacity):
+        config = MooncakeConfig(
+            master_server_address=addresses[0],
+            local_hostname="127.0.0.1",
+            global_segment_size="32MB",
+            local_buffer_size="16MB",
+        )
+        return MooncakeBackend(config, next(numbers).to_bytes(32, "big"), self.block_bytes)
