@@ -1,4 +1,4 @@
-"""The command line: run, replay, bench."""
+"""The command line: run, replay, bench, inspect."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def version() -> str:
 
 
 app = App(name="kvactors", help="A tiered KV cache of asyncio actors: scenarios, trace replay, benchmarks.", version=version)
-BENCHES = Literal["index", "acquire", "lag", "copy", "flush"]
+BENCHES = Literal["index", "acquire", "lag", "copy", "flush", "store", "faults"]
 
 
 @app.command
@@ -118,6 +118,29 @@ def bench(name: BENCHES, *, json: Path | None = None, quick: bool = False) -> in
     if json is not None:
         write_json(result, json)
     return 0
+
+
+@app.command(name="inspect")
+def inspect_command(directory: Path, *, verify: bool = False, json: Path | None = None) -> int:
+    """Say what the file stores under a directory hold; the exit status is 1 if any object is bad.
+
+    Parameters
+    ----------
+    directory
+        As in storage.directory, or any folder below it.
+    verify
+        Read and check every object.
+    json
+        Where to write what was found.
+    """
+    from kvactors.storage.inspect import inspect, lines
+
+    found = inspect(directory, verify=verify)
+    for line in lines(found):
+        print(line)
+    if json is not None:
+        write_json(found, json)
+    return 1 if any(one.bad for one in found) else 0
 
 
 def conclude(report: Report, failed: list[str], json: Path | None) -> int:

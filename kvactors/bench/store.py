@@ -1,0 +1,238 @@
+"""The file store through the storage actors, beside plain O_DIRECT threads of the same depth, interleaved in one sitting; and the start-up
+scan."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from kvactors.actor import Activity, Actor, ActorRef, ActorSpec, Group, Supervisor, on
+from kvactors.bench.report import Row, bench_report, rate_row, time_row
+from kvactors.cpu_evictor.messages import Probed, ReadDone, StoreCleared, Written
+from kvactors.device.arena import Arena
+from kvactors.flush_notifier.messages import Cleared, Gained, Gone
+from kvactors.observe.lag import Lag, LagMonitor
+from kvactors.storage.backends import FileBackend
+from kvactors.storage.backends.header import header_of
+from kvactors.storage.backends.slab_table import PAGE, Meta, entry_of
+from kvactors.storage.messages import Outcome, Read, Write
+from kvactors.storage.reader import StorageReader
+from kvactors.storage.writer import StorageWriter
+from kvactors.units import join_keys
+
+PRINT = bytes(32)
+DEPTH = 4
+BATCH = 16
+ROUNDS = 3
+
+
+class Sink(Actor):
+    """Stands where evictor and notifier stand: it counts answers."""
+
+    ROLE: ClassVar[str] = "cpu_evictor"
+
+    def __init__(self, ref: ActorRef) -> None:
+        super().__init__(ref)
+        self.outcomes: dict[int, bytes] = {}
+
+    @on(Written)
+    def written(self, message: Written) -> None:
+        """A batch was written."""
+        self.outcomes[message.op] = message.outcomes
+
+    @on(ReadDone)
+    def read_done(self, message: ReadDone) -> None:
+        """A batch was read."""
+        self.outcomes[message.op] = message.outcomes
+
+    @on(Probed)
+    def probed(self, message: Probed) -> None:
+        """Nobody asks."""
+
+    @on(StoreCleared)
+    def cleared(self, message: StoreCleared) -> None:
+        """Nobody asks."""
+
+
+class Ear(Actor):
+    """The notifier's place."""
+
+    ROLE: ClassVar[str] = "flush_notifier"
+
+    @on(Gained)
+    def gained(self, message: Gained) -> None:
+        """Nothing to do."""
+
+    @on(Gone)
+    def gone(self, message: Gone) -> None:
+        """Nothing to do."""
+
+    @on(Cleared)
+    def cleared(self, message: Cleared) -> None:
+        """Nothing to do."""
+
+
+def names(count: int, first: int = 0) -> list[bytes]:
+    """Names of blocks."""
+    return [(first + i).to_bytes(32, "little") for i in range(count)]
+
+
+async def ours(folder: Path, arena: Arena, size: int, count: int, first: int) -> tuple[float, float, Lag]:
+    """Bytes a second written and read through writer and reader actors, and the loop's lag meanwhile."""
+    store = FileBackend(folder, PRINT, size, depth=DEPTH)
+    await store.open()
+    await store.attach(arena)
+    supervisor = Supervisor(Activity())
+    refs = {kind: supervisor.make_ref(kind, 256) for kind in (StorageReader, StorageWriter, Sink, Ear)}
+    parts: dict[str, Any] = {"backend": store, "arena": arena, "evictor": refs[Sink], "notifier": refs[Ear]}
+    specs = [
+        ActorSpec(StorageReader, lambda ref: StorageReader(ref, **parts), refs[StorageReader]),
+        ActorSpec(StorageWriter, lambda ref: StorageWriter(ref, **parts), refs[StorageWriter]),
+        ActorSpec(Sink, Sink, refs[Sink]),
+        ActorSpec(Ear, Ear, refs[Ear]),
+    ]
+    deadline = asyncio.get_running_loop().time() + 600.0
+    rates = []
+    async with supervisor.running(Group("store", tuple(specs))), LagMonitor().running() as lag:
+        for kind in (Write, Read):
+            target = refs[StorageWriter] if kind is Write else refs[StorageReader]
+            began = time.perf_counter()
+            for op, start in enumerate(range(0, count, BATCH)):
+                keys = names(min(BATCH, count - start), first + start)
+                slots = tuple((start + i) % arena.num_slots for i in range(len(keys)))
+                if kind is Write:
+                    await target.tell(Write(op, join_keys(keys), slots, deadline))
+                else:
+                    await target.tell(Read(op, join_keys(keys), slots, deadline, take=False))
+            await supervisor.activity.quiet()
+            rates.append(count * size / (time.perf_counter() - began))
+            sink: Any = supervisor.actor(refs[Sink].name)
+            assert all(o == Outcome.OK for outcomes in sink.outcomes.values() for o in outcomes), "a block was lost"
+    await store.close()
+    return rates[0], rates[1], lag.result()
+
+
+def plain(folder: Path, arena: Arena, size: int, count: int) -> tuple[float, float]:
+    """The same bytes by threads that do nothing but O_DIRECT reads and writes of a preallocated file."""
+    stride, path = arena.stride, folder / "plain"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+    os.posix_fallocate(fd, 0, stride * count)
+    memory = [np.frombuffer(arena.view(slot), np.uint8) for slot in range(arena.num_slots)]
+    rates = []
+    with ThreadPoolExecutor(DEPTH) as threads:
+        for call in (os.pwritev, os.preadv):
+            began = time.perf_counter()
+            done = threads.map(lambda i, call=call: call(fd, [memory[i % len(memory)]], i * stride), range(count))
+            assert all(moved == size for moved in done)
+            rates.append(count * size / (time.perf_counter() - began))
+    os.close(fd)
+    path.unlink()
+    return rates[0], rates[1]
+
+
+def fio(folder: Path, size: int, count: int) -> tuple[float, float] | None:
+    """What fio gets with the same depth, None if it is not installed."""
+    binary = shutil.which("fio")
+    if binary is None:
+        return None
+    rates = []
+    for mode in ("write", "read"):
+        command = [
+            binary, "--name=kv", f"--filename={folder / 'fio'}", f"--rw={mode}", f"--bs={size}", f"--size={size * count // DEPTH}",
+            f"--numjobs={DEPTH}", "--thread", "--direct=1", "--ioengine=psync", "--group_reporting", "--output-format=json",
+            f"--offset_increment={size * count // DEPTH}",
+        ]  # fmt: skip
+        out = subprocess.run(command, capture_output=True, text=True, check=True).stdout  # noqa: S603  (found on the path)
+        rates.append(float(json.loads(out[out.index("{") :])["jobs"][0][mode]["bw_bytes"]))
+    (folder / "fio").unlink()
+    return rates[0], rates[1]
+
+
+async def scan_of(folder: Path, slots: int) -> float:
+    """Seconds to open a store whose table has so many objects."""
+    store = FileBackend(folder, PRINT, PAGE)
+    meta = Meta(PRINT.hex(), PAGE, PAGE, slots)
+    store.files.folder.mkdir(parents=True)
+    header = [header_of(PRINT, key, PAGE, 0) for key in names(slots)]
+    table = meta.page() + b"".join(entry_of(one, i) for i, one in enumerate(header))
+    await asyncio.to_thread((store.files.folder / "table").write_bytes, table)
+    with (store.files.folder / "slab-0000").open("wb") as slab:
+        slab.truncate(slots * PAGE)
+    began = time.perf_counter()
+    await store.open()
+    took = time.perf_counter() - began
+    assert len(store.keys()) == slots
+    await store.close()
+    return took
+
+
+def compare(folder: Path, size: int, total: int) -> tuple[list[Row], Lag]:
+    """Rows of one block size, medians of ROUNDS rounds of each, taken in turn."""
+    count = max(4, total // size)
+    arena = Arena(32, size)
+    arena.touch()
+    for slot in range(arena.num_slots):
+        arena.view(slot)[:] = np.random.default_rng(slot).bytes(size)
+    mine: list[Sequence[float]] = []
+    theirs: list[Sequence[float]] = []
+    others: list[Sequence[float]] = []
+    lags = []
+    for round_ in range(ROUNDS):
+        write, read, lag = asyncio.run(ours(folder / str(round_), arena, size, count, 1 + round_ * count))
+        mine.append((write, read))
+        lags.append(lag)
+        shutil.rmtree(folder / str(round_))
+        theirs.append(plain(folder, arena, size, count))
+        known = fio(folder, size, count)
+        others += [known] if known is not None else []
+    arena.close()
+    rows = []
+    for i, what in enumerate(("write", "read")):
+        case = f"{size >> 20} MiB blocks, {what}" if size >= 1 << 20 else f"{size >> 10} KiB blocks, {what}"
+        us = statistics.median(one[i] for one in mine) / 1e6
+        rows.append(
+            rate_row(case, us, statistics.median(one[i] for one in theirs) / 1e6, "MB/s", f"{DEPTH} plain O_DIRECT threads")
+        )
+        if others:
+            rows.append(
+                rate_row(f"{case}, fio", us, statistics.median(one[i] for one in others) / 1e6, "MB/s", f"fio, {DEPTH} jobs")
+            )
+    return rows, max(lags, key=lambda one: one.p999)
+
+
+async def idle(seconds: float) -> Lag:
+    """The loop's lag with nothing to do."""
+    async with LagMonitor().running() as lag:
+        await asyncio.sleep(seconds)
+    return lag.result()
+
+
+def run(*, quick: bool = False) -> dict[str, Any]:
+    """All rows. quick: a moment only, for tests."""
+    total, slots = (2 << 20, 1000) if quick else (2 << 30, 100_000)
+    sizes = (64 << 10,) if quick else (2 << 20, 8 << 20)
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="kvactors-store-", dir=".") as name:
+        folder = Path(name).resolve()
+        quiet = asyncio.run(idle(0.3 if quick else 3.0))
+        for size in sizes:
+            some, lag = compare(folder, size, total)
+            rows += some
+            rows.append(
+                time_row(f"loop lag meanwhile, p99.9, {size >> 10} KiB blocks", lag.p999, quiet.p999 + 2.0, "ms", "idle + 2 ms")
+            )
+        took = asyncio.run(scan_of(folder / "scan", slots))
+        rows.append(time_row(f"start-up scan of {slots:,} slots", took, 2.0, "s", "the bar"))
+    return bench_report("store", rows, {"bytes": total, "depth": DEPTH, "rounds": ROUNDS, "quick": quick})
