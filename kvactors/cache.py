@@ -37,6 +37,7 @@ from kvactors.prefix_index.messages import (
     Resume,
     SetNamespace,
 )  # fmt: skip
+from kvactors.storage.backends import Backend
 from kvactors.system import System
 
 if TYPE_CHECKING:
@@ -322,14 +323,20 @@ class KVCache:
 
 @asynccontextmanager
 async def open_cache(
-    config: Config | None = None, device: Device | None = None, *, sinks: Sequence[Sink] = (), inline_copies: bool = False
+    config: Config | None = None,
+    device: Device | None = None,
+    *,
+    sinks: Sequence[Sink] = (),
+    backend: Backend | None = None,
+    inline_copies: bool = False,
 ) -> AsyncIterator[KVCache]:
     """A running cache. config: the defaults if None; FastDeploy's variables are honoured (see `Config.from_env`). device: made from
-    the config if None. sinks: of the caller's own making, beside those of the config.
+    the config if None. sinks: of the caller's own making, beside those of the config. backend: a store of the caller's own making, in place
+    of the config's (flush-only mode leaves it alone).
 
     inline_copies: copy in the loop's thread, for loops of virtual time. Raises ConfigError, LayoutError, StoreError, SinkError.
     """
-    system = System(Config.from_env(base=config), device, sinks, inline_copies=inline_copies)
+    system = System(Config.from_env(base=config), device, sinks, backend, inline_copies=inline_copies)
     async with system.running():
         cache = KVCache(system)
         try:

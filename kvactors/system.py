@@ -34,7 +34,7 @@ from kvactors.gpu_swapper.executor import CopyExecutor, InlineExecutor
 from kvactors.layout import make_layout
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.index import BlockIndex
-from kvactors.storage.backends import make_backend
+from kvactors.storage.backends import Backend, make_backend
 from kvactors.storage.reader import StorageReader
 from kvactors.storage.writer import StorageWriter
 
@@ -42,11 +42,18 @@ from kvactors.storage.writer import StorageWriter
 class System:
     """The parts of one cache. Nothing runs before `running()`.
 
-    sinks: beside those of the config. inline_copies: copy in the loop's own thread (for loops of virtual time, which have no threads).
+    sinks: beside those of the config. backend: in place of the config's.
+    inline_copies: copy in the loop's own thread (for loops of virtual time, which have no threads).
     """
 
     def __init__(
-        self, config: Config, device: Device | None = None, sinks: Sequence[Sink] = (), *, inline_copies: bool = False
+        self,
+        config: Config,
+        device: Device | None = None,
+        sinks: Sequence[Sink] = (),
+        backend: Backend | None = None,
+        *,
+        inline_copies: bool = False,
     ) -> None:
         self.config = config
         self.layout = device.layout if device is not None else make_layout(config.layout, config.cache.block_size)
@@ -56,7 +63,9 @@ class System:
             )
         self.device = device if device is not None else make_device(config.device, self.layout)
         self.storage = StorageConfig(backend="none", write_policy="none") if config.flush.only else config.storage
-        self.backend = make_backend(self.storage, self.layout.fingerprint, self.layout.block_bytes)
+        self.backend = backend
+        if backend is None or config.flush.only:
+            self.backend = make_backend(self.storage, self.layout.fingerprint, self.layout.block_bytes)
         through_host = config.host.slots > 0 or self.backend is not None
         slots = config.host.slots + config.host.transit_slots if through_host else 0
         self.arena = Arena(slots, self.layout.block_bytes, pinned=config.host.pinned)

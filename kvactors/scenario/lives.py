@@ -23,6 +23,7 @@ from kvactors.scenario.router import Child, child, compare, routing
 from kvactors.scenario.session import session
 from kvactors.scenario.spec import Scenario, events_of
 from kvactors.sink_config import JsonLinesSinkConfig
+from kvactors.storage.backends.slab_table import PAGE, meta_of, scan
 from kvactors.units import Tier
 
 PATIENCE = 300.0
@@ -47,16 +48,20 @@ async def run_lives(scenario: Scenario, data: dict[str, Any], seed: int) -> Repo
         if events is not None:
             ends = (events.endpoint, events.replay_endpoint, events.topic)
             router = await stack.enter_async_context(routing(scenario.router, *ends, seed))
+        missing = 0
         for seconds in scenario.lives.kills:
             async with child("-m", "kvactors.scenario.lives") as life:
                 await start(life, orders)
                 await anyio.sleep(seconds)
                 life.process.kill()
+                await life.process.wait()
+            missing += missing_of(scenario)
         last = await stack.enter_async_context(child("-m", "kvactors.scenario.lives"))
         await start(last, orders)
         rest = msgspec.json.decode(await last.hear(PATIENCE), type=Epitaph)
         report = rest.report
         report.lives = 1 + len(scenario.lives.kills)
+        report.storage["missing"] = missing
         if router is not None:
             held = {medium: set(hashes) for medium, hashes in rest.held.items()}
             report.router = await compare(router, rest.sequence, held)
@@ -65,6 +70,21 @@ async def run_lives(scenario: Scenario, data: dict[str, Any], seed: int) -> Repo
             differing(sink, rest.names) for sink in scenario.flush.sinks if isinstance(sink, JsonLinesSinkConfig)
         )
         return report
+
+
+def missing_of(scenario: Scenario) -> int:
+    """Blocks that a file of JSON lines says are in the file store, and that are not: for stores without a limit, whose blocks never go."""
+    files = [
+        s for s in scenario.flush.sinks if isinstance(s, JsonLinesSinkConfig) and "storage" in s.tiers and s.view == "per_tier"
+    ]
+    if scenario.storage.backend != "file" or scenario.storage.capacity_blocks or not files:
+        return 0
+    held: set[bytes] = set()
+    for table in Path(scenario.storage.directory).rglob("table"):
+        raw = table.read_bytes()
+        meta = meta_of(raw[:PAGE], str(table))
+        held.update(one.key for one in scan(raw[PAGE:], bytes.fromhex(meta.fingerprint), meta.block_bytes)[0])
+    return sum(len(replay_jsonl(Path(s.path))[Tier.STORAGE] - held) for s in files)
 
 
 async def start(life: Child, orders: str) -> None:

@@ -29,6 +29,7 @@ class Totals(msgspec.Struct):
     storage: int = 0
     verified_blocks: int = 0
     corrupt_blocks_served: int = 0
+    rotten: int = 0  # slots in which a bit was flipped
     errors: list[str] = msgspec.field(default_factory=list)
 
     def complain(self, what: str) -> None:
@@ -42,7 +43,8 @@ class Totals(msgspec.Struct):
 class Report(msgspec.Struct):
     """hit_rate: share of the blocks looked up, by tier. corrupt_blocks_served and flush["divergence"] must be 0. sinks: of each sink what
     it took, what is pending, and on how many blocks it differs from the tiers. router: what the router process says, and on how many
-    blocks it differs. lives: of the cache's process. errors: what went wrong, invariants that do not hold included."""
+    blocks it differs. lives: of the cache's process. storage: what the store counts.
+    errors: what went wrong, invariants that do not hold included."""
 
     name: str
     requests: int
@@ -60,6 +62,7 @@ class Report(msgspec.Struct):
     sinks: dict[str, dict[str, float]] = msgspec.field(default_factory=dict)
     router: dict[str, int] = msgspec.field(default_factory=dict)
     lives: int = 1
+    storage: dict[str, float] = msgspec.field(default_factory=dict)
 
 
 def make_report(
@@ -89,9 +92,14 @@ def make_report(
         for sink in statistics.flush
     }
     errors = totals.errors + cache.check()
+    store, host = statistics.store, statistics.host
+    stored: dict[str, float] = {}
+    if store is not None:
+        stored = {name: value for name, value in store._asdict().items() if isinstance(value, int)}
+        stored |= {"shed": host.shed, "rotten": totals.rotten}
     return Report(
         name, totals.requests, totals.rejected, totals.no_room, totals.blocks_looked_up, rates, totals.verified_blocks,
-        totals.corrupt_blocks_served, flush, lag.as_dict(), statistics.messages, round(wall, 3), errors, each,
+        totals.corrupt_blocks_served, flush, lag.as_dict(), statistics.messages, round(wall, 3), errors, each, storage=stored,
     )  # fmt: skip
 
 

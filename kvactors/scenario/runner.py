@@ -5,14 +5,20 @@ from __future__ import annotations
 import asyncio
 import re
 import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
+
+import anyio
+import anyio.to_thread
+import msgspec
 
 from kvactors.errors import ConfigError, KVActorsError
 from kvactors.scenario.lives import run_lives
 from kvactors.scenario.report import Report
 from kvactors.scenario.router import compare, routing
-from kvactors.scenario.session import Progress, Session, session
-from kvactors.scenario.spec import Scenario, events_of
+from kvactors.scenario.session import Progress, Session, beside, session
+from kvactors.scenario.spec import Pool, Scenario, events_of
 from kvactors.sink_config import MemorySinkConfig
 from kvactors.testing.loop import simulate
 
@@ -43,12 +49,34 @@ def check_virtual(scenario: Scenario) -> None:
         raise ConfigError(
             "a run in virtual time has no threads: storage.backend = 'file' and sinks other than memory need them"
         )
-    if scenario.router.enabled or scenario.lives.kills:
-        raise ConfigError("a run in virtual time has no processes: router and lives need them")
+    if scenario.router.enabled or scenario.lives.kills or scenario.storage.backend == "mooncake":
+        raise ConfigError("a run in virtual time has no processes: router, lives and mooncake need them")
 
 
 async def run_session(scenario: Scenario, seed: int, progress: Progress, *, virtual: bool) -> Report:
-    """Run it in this process, with its router beside it if it has one."""
+    """Run it in this process, after the lives that came before, with what it has beside it: a router, a pool's master and another node."""
+    if scenario.mooncake.enabled:
+        async with pool(scenario.mooncake) as address:
+            return await run_in_pool(with_master(scenario, address), seed, progress)
+    for _ in range(scenario.lives.restarts):
+        async with session(scenario, virtual=virtual) as one:
+            await one.run(seed, progress)
+    return await run_once(scenario, seed, progress, virtual=virtual)
+
+
+async def run_in_pool(scenario: Scenario, seed: int, progress: Progress) -> Report:
+    """With another node of the pool that has run the workload already, if there is to be one."""
+    if not scenario.mooncake.first_node:
+        return await run_once(scenario, seed, progress, virtual=False)
+    async with session(scenario, virtual=False) as first:
+        before = await first.run(seed, progress)
+        report = await run_once(scenario, seed, progress, virtual=False)
+        report.errors += before.errors
+        return report
+
+
+async def run_once(scenario: Scenario, seed: int, progress: Progress, *, virtual: bool) -> Report:
+    """The run that counts."""
     async with session(scenario, virtual=virtual) as one:
         if not scenario.router.enabled:
             return await one.run(seed, progress)
@@ -70,6 +98,34 @@ async def run_routed(one: Session, seed: int, progress: Progress) -> Report:
         except KVActorsError as error:
             report.errors.append(f"router: {error}")
         return report
+
+
+@asynccontextmanager
+async def pool(settings: Pool) -> AsyncIterator[str]:
+    """A master's address, while it runs; killed and started again as told."""
+    from kvactors.testing.mooncake_master import Master
+
+    master = Master()
+
+    async def outage() -> None:
+        await anyio.sleep(settings.down_at)
+        await anyio.to_thread.run_sync(master.kill)
+        await anyio.sleep(settings.down_for)
+        await anyio.to_thread.run_sync(master.start)
+
+    await anyio.to_thread.run_sync(master.start)
+    try:
+        async with beside(*([outage()] if settings.down_at else [])):
+            yield master.address
+    finally:
+        master.kill()
+
+
+def with_master(scenario: Scenario, address: str) -> Scenario:
+    """The scenario with its pool's master, and small shares of memory."""
+    replace = msgspec.structs.replace
+    mooncake = replace(scenario.storage.mooncake, master_server_address=address, local_hostname="127.0.0.1")
+    return replace(scenario, storage=replace(scenario.storage, mooncake=mooncake))
 
 
 def with_temporary(data: dict[str, Any], folder: str) -> dict[str, Any]:

@@ -24,7 +24,8 @@ from kvactors.scenario.replay import cache_config
 from kvactors.scenario.report import Report, Totals, make_report
 from kvactors.scenario.spec import Fault, Scenario
 from kvactors.scenario.workload import Script, chat
-from kvactors.testing.faults import FaultySink
+from kvactors.storage.backends import make_backend
+from kvactors.testing.faults import FaultyBackend, FaultySink, rot
 from kvactors.units import Tier
 
 Progress = Callable[[Totals], None]
@@ -39,7 +40,7 @@ class Session:
         self.sinks = sinks
         self.totals = Totals()
         self.virtual = virtual
-        dead = {fault.sink for fault in scenario.fault if not fault.seconds and fault.kind in ("down", "hang")}
+        dead = {fault.sink for fault in scenario.fault if fault.sink and not fault.seconds and fault.kind in ("down", "hang")}
         self.living = None if not dead else [name for name in cache.sinks if name not in dead]
 
     async def run(self, seed: int, progress: Progress) -> Report:
@@ -81,13 +82,16 @@ class Session:
         return differing
 
     async def _fault(self, fault: Fault) -> None:
-        sink = self.sinks[fault.sink]
         await anyio.sleep(fault.at)
-        sink.every = fault.every
-        sink.misdeed = fault.kind
+        part: Any = self.sinks[fault.sink] if fault.sink else self.cache.system.backend
+        if fault.kind == "bit_rot":
+            self.totals.rotten += rot(part.inner, fault.every)
+            return
+        part.every, part.delay = fault.every, fault.delay
+        part.misdeed = fault.kind
         if fault.seconds:
             await anyio.sleep(fault.seconds)
-            sink.misdeed = ""
+            part.misdeed = ""
 
     def named(self) -> dict[Tier, set[bytes]]:
         """What the tiers hold of blocks with a path; no sink can know of others."""
@@ -103,9 +107,12 @@ class Session:
 async def session(scenario: Scenario, *, virtual: bool) -> AsyncIterator[Session]:
     """A scenario's cache, open, its sinks wrapped so that they can misbehave."""
     config = Config.from_env(base=cache_config(scenario))
-    sinks = faulty(make_sinks(config, make_layout(config.layout, config.cache.block_size)))
+    layout = make_layout(config.layout, config.cache.block_size)
+    sinks = faulty(make_sinks(config, layout))
+    store = None if config.flush.only else make_backend(config.storage, layout.fingerprint, layout.block_bytes)
+    backend = None if store is None else FaultyBackend(store)
     bare = msgspec.structs.replace(config, flush=msgspec.structs.replace(config.flush, sinks=()))
-    async with open_cache(bare, sinks=list(sinks.values()), inline_copies=virtual) as cache:
+    async with open_cache(bare, sinks=list(sinks.values()), backend=backend, inline_copies=virtual) as cache:
         yield Session(scenario, cache, sinks, virtual=virtual)
 
 

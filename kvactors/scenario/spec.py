@@ -59,15 +59,22 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What goes wrong, and when. sink: whose (a name). kind: down (refuses every call), hang (never answers), fail_every (refuses every
-    `every`-th call), lose_answers (does what it is told, then fails). at: seconds after the workload began. seconds: how long; 0: for
-    ever, and then nobody waits for that sink."""
+    """What goes wrong, and when. sink: whose (a name): down (refuses every call), hang (never answers), fail_every (refuses every
+    `every`-th call), lose_answers (does what it is told, then fails). storage: the store: down (nothing can be had), full (nothing can be
+    written), slow (every call takes `delay` seconds more), bit_rot (a bit of every `every`-th slot of a file store is flipped, at once).
+    at: seconds after the workload began. seconds: how long; 0: for ever, and then nobody waits for that sink."""
 
-    sink: str
-    kind: Literal["down", "hang", "fail_every", "lose_answers"]
+    kind: Literal["down", "hang", "fail_every", "lose_answers", "full", "slow", "bit_rot"]
+    sink: str = ""
+    storage: bool = False
+    delay: float = 0.1
     at: float = 0.0
     seconds: float = 0.0
     every: int = 2
+
+
+SINK_FAULTS = ("down", "hang", "fail_every", "lose_answers")
+STORAGE_FAULTS = ("down", "full", "slow", "bit_rot")
 
 
 class RouterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -79,9 +86,21 @@ class RouterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Lives(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The cache runs in a process of its own. kills: seconds after which each life but the last is killed (SIGKILL)."""
+    """kills: the cache runs in a process of its own; seconds after which each life but the last is killed (SIGKILL). restarts: the workload
+    is run, the cache closed and opened again, so many times before the run that counts."""
 
     kills: tuple[float, ...] = ()
+    restarts: int = 0
+
+
+class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A Mooncake pool of this machine. enabled: whether a master is started for the run. first_node: whether another cache of the pool runs the
+    workload first and stays. down_at, down_for: seconds after which the master is killed, and until it is started again (0: never)."""
+
+    enabled: bool = False
+    first_node: bool = False
+    down_at: float = 0.0
+    down_for: float = 1.0
 
 
 class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -99,6 +118,7 @@ class Scenario(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
     fault: tuple[Fault, ...] = ()
     router: RouterSpec = RouterSpec()
     lives: Lives = Lives()
+    mooncake: Pool = Pool()
     expect: dict[str, float | Bound] = msgspec.field(default_factory=dict)
 
     @classmethod
@@ -141,21 +161,50 @@ def validate_workload(work: Workload) -> None:
 
 
 def validate_faults(scenario: Scenario) -> None:
-    """Raise ConfigError for a fault of nobody, or a router with nothing to read."""
-    names = [sink.label for sink in scenario.flush.sinks]
+    """Raise ConfigError for what cannot happen to this scenario."""
     for number, fault in enumerate(scenario.fault, 1):
-        if fault.sink not in names:
-            raise ConfigError(f"fault {number}: there is no sink {fault.sink!r}; there are {', '.join(names) or 'none'}")
-        if not (0 <= fault.at < float("inf") and 0 <= fault.seconds < float("inf")) or fault.every < 1:
-            raise ConfigError(f"fault {number}: at and seconds must not be negative, every at least 1")
+        complaint = misfit(fault, scenario)
+        if complaint:
+            raise ConfigError(f"fault {number}: {complaint}")
     if not 0 <= scenario.router.lose < 1:
         raise ConfigError(f"router.lose must be in 0..1, not {scenario.router.lose}")
     if scenario.router.enabled and events_of(scenario) is None:
         raise ConfigError("router needs a sink of kind 'kv_events' with a replay_endpoint")
     if any(not 0 < seconds < float("inf") for seconds in scenario.lives.kills):
         raise ConfigError("lives.kills must be positive numbers of seconds")
+    if scenario.lives.restarts < 0:
+        raise ConfigError(f"lives.restarts must be at least 0, not {scenario.lives.restarts}")
+    if scenario.mooncake.enabled and scenario.storage.backend != "mooncake":
+        raise ConfigError("mooncake needs storage.backend = 'mooncake'")
+    if not (scenario.mooncake.down_at >= 0 and scenario.mooncake.down_for >= 0):
+        raise ConfigError("mooncake.down_at and down_for must not be negative")
     if scenario.lives.kills and scenario.workload.kind != "chat":
         raise ConfigError("lives.kills belongs to workload.kind = 'chat'")
+
+
+def misfit(fault: Fault, scenario: Scenario) -> str:
+    """Why a fault cannot be, empty if it can."""
+    names = [sink.label for sink in scenario.flush.sinks]
+    backend = scenario.storage.backend
+    inf = float("inf")
+    checks = (
+        (fault.storage == bool(fault.sink), "say either which sink, or storage = true"),
+        (
+            fault.kind not in (STORAGE_FAULTS if fault.storage else SINK_FAULTS),
+            f"{fault.kind} is no fault of {'storage' if fault.storage else 'a sink'}",
+        ),
+        (fault.storage and backend == "none", "there is no storage"),
+        (fault.kind == "bit_rot" and backend != "file", "bit_rot needs storage.backend = 'file'"),
+        (
+            not fault.storage and fault.sink not in names,
+            f"there is no sink {fault.sink!r}; there are {', '.join(names) or 'none'}",
+        ),
+        (
+            not (0 <= fault.at < inf and 0 <= fault.seconds < inf and 0 <= fault.delay < inf) or fault.every < 1,
+            "at, seconds and delay must not be negative, every at least 1",
+        ),
+    )
+    return next((complaint for wrong, complaint in checks if wrong), "")
 
 
 def events_of(config: Config) -> KvEventsSinkConfig | None:

@@ -7,11 +7,16 @@ from typing import Any, Literal
 
 import anyio
 
+from kvactors.device.arena import Arena
 from kvactors.errors import SinkError
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.base import Holdings, Sink
+from kvactors.storage.backends.base import Backend, Expired, ReadReport, StoreStatistics, WriteReport
+from kvactors.storage.backends.file import FileBackend
+from kvactors.storage.messages import Outcome
 
 Misdeed = Literal["", "down", "hang", "fail_every", "lose_answers"]
+StoreMisdeed = Literal["", "down", "full", "slow"]
 
 
 class FaultySink(Sink):
@@ -77,3 +82,99 @@ class FaultySink(Sink):
     def _after(self) -> None:
         if self.misdeed == "lose_answers":
             raise SinkError(f"sink {self.name!r} was told to lose its answer")
+
+
+class FaultyBackend(Backend):
+    """A store around another. misdeed: down (nothing can be had), full (nothing can be written), slow (every call takes `delay` seconds more),
+    or nothing."""
+
+    def __init__(self, inner: Backend) -> None:
+        super().__init__(inner.fingerprint, inner.block_bytes)
+        self.inner = inner
+        self.exclusive = inner.exclusive
+        self.breaker = inner.breaker
+        self.misdeed: StoreMisdeed = ""
+        self.delay = 0.0
+
+    async def _pause(self) -> None:
+        if self.misdeed == "slow":
+            await anyio.sleep(self.delay)
+
+    def _all(self, keys: Sequence[bytes], outcome: Outcome) -> bytes:
+        outcomes = bytes([outcome]) * len(keys)
+        self.inner.saw(outcomes)
+        return outcomes
+
+    async def open(self) -> None:
+        """See `Backend.open`."""
+        await self.inner.open()
+
+    async def attach(self, arena: Arena) -> None:
+        """See `Backend.attach`."""
+        await self.inner.attach(arena)
+
+    def probe(self, keys: Sequence[bytes]) -> int | None:
+        """See `Backend.probe`."""
+        return 0 if self.misdeed == "down" else self.inner.probe(keys)
+
+    async def ask(self, keys: Sequence[bytes], expired: Expired) -> int:
+        """See `Backend.ask`."""
+        await self._pause()
+        return await self.inner.ask(keys, expired)
+
+    def take(self, keys: Sequence[bytes]) -> None:
+        """See `Backend.take`."""
+        self.inner.take(keys)
+
+    async def read(self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired) -> ReadReport:
+        """See `Backend.read`."""
+        await self._pause()
+        if self.misdeed == "down":
+            return ReadReport(self._all(keys, Outcome.UNAVAILABLE), [])
+        return await self.inner.read(keys, views, expired)
+
+    async def write(self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired) -> WriteReport:
+        """See `Backend.write`."""
+        await self._pause()
+        if self.misdeed in ("down", "full"):
+            return WriteReport(self._all(keys, Outcome.UNAVAILABLE if self.misdeed == "down" else Outcome.NO_SPACE), [])
+        return await self.inner.write(keys, views, expired)
+
+    async def remove(self, keys: Sequence[bytes]) -> None:
+        """See `Backend.remove`."""
+        await self.inner.remove(keys)
+
+    async def clear(self) -> None:
+        """See `Backend.clear`."""
+        await self.inner.clear()
+
+    async def close(self) -> None:
+        """See `Backend.close`."""
+        await self.inner.close()
+
+    def keys(self) -> list[bytes]:
+        """See `Backend.keys`."""
+        return self.inner.keys()
+
+    def holds(self, key: bytes) -> bool:
+        """See `Backend.holds`."""
+        return self.inner.holds(key)
+
+    def statistics(self) -> StoreStatistics:
+        """See `Backend.statistics`."""
+        return self.inner.statistics()
+
+
+def rot(store: FileBackend, every: int) -> int:
+    """Flip a bit in the payload of every n-th slot of a file store, on the disk; how many."""
+    files, flipped = store.files, 0
+    for slot in range(0, len(files.slabs) * files.meta.slots_per_slab, every):
+        slab, index = divmod(slot, files.meta.slots_per_slab)
+        with (files.folder / f"slab-{slab:04}").open("r+b", buffering=0) as file:
+            at = index * files.meta.stride + slot % files.meta.block_bytes
+            file.seek(at)
+            byte = file.read(1)
+            file.seek(at)
+            file.write(bytes([byte[0] ^ 1 << slot % 8]))
+        flipped += 1
+    return flipped

@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 
 import kvactors
@@ -22,6 +20,7 @@ from kvactors.errors import StoreError
 from kvactors.storage.backends import FileBackend
 from kvactors.storage.backends.slab_table import ENTRY, PAGE, scan
 from kvactors.storage.messages import Outcome
+from kvactors.testing.kills import storm
 from kvactors.testing.store_contract import Bench, key
 
 SIZE, PRINT = 5000, bytes(range(32))
@@ -135,6 +134,7 @@ import asyncio, resource, signal, sys
 sys.path[:0] = {sys.path!r}
 from kvactors.storage.backends import FileBackend
 from kvactors.storage.messages import Outcome
+from kvactors.testing.kills import storm
 from kvactors.testing.store_contract import Bench
 from kvactors.device.arena import Arena
 async def main():
@@ -255,62 +255,13 @@ async def test_a_second_process_is_told_who_holds_the_folder_or_looks_on(tmp_pat
 
 # -- kills
 
-WRITER = """
-import asyncio, sys
-import numpy as np
-sys.path[:0] = PATHS
-from kvactors.device.arena import Arena
-from kvactors.storage.backends import FileBackend
-from kvactors.storage.messages import Outcome
-from kvactors.testing.store_contract import key, never
-async def main():
-    store, arena = FileBackend(FOLDER, bytes(range(32)), 20000, 60, durability="synced"), Arena(16, 20000)
-    await store.open(); await store.attach(arena)
-    print("held", *[int.from_bytes(k[:8], "big") for k in store.keys()], flush=True)
-    number = START
-    while True:
-        views, batch = [arena.view(i) for i in range(8)], range(number, number + 8)
-        for view, n in zip(views, batch):
-            view[:] = np.random.default_rng(n).integers(0, 256, 20000, np.uint8).tobytes()
-        report = await store.write([key(n) for n in batch], views, never)
-        gone = [int.from_bytes(k[:8], "big") for k in report.evicted]
-        stored = [n for n, o in zip(batch, report.outcomes) if o == Outcome.OK]
-        print("gone", *gone, flush=True); print("stored", *stored, flush=True)
-        number += 8
-asyncio.run(main())
-"""
-
 
 async def test_after_a_kill_everything_announced_is_there_and_whole(tmp_path):
-    """Each round a writer is killed (SIGKILL) at some moment; what it had announced as stored and not as gone must be served, and right."""
-    rng, start = np.random.default_rng(7), 0
-    for _round in range(12):
-        script = f"PATHS, FOLDER, START = {sys.path!r}, {str(tmp_path)!r}, {start}\n{WRITER}"
-        process = await asyncio.create_subprocess_exec(sys.executable, "-P", "-c", script, stdout=subprocess.PIPE)
-        assert process.stdout is not None
-        lines = [await process.stdout.readline()]
-        await asyncio.sleep(float(rng.uniform(0.0, 0.08)))
-        process.send_signal(signal.SIGKILL)
-        lines += (await process.stdout.read()).splitlines(keepends=True)
-        await process.wait()
-        announced: set[int] = set()
-        unsure: set[int] = set()
-        for line in lines:
-            if not line.endswith(b"\n"):
-                continue
-            word, *numbers = line.split()
-            found = {int(n) for n in numbers}
-            announced = announced - found if word == b"gone" else announced | found
-        if announced:
-            start = max(announced) + 9
-            oldest = sorted(announced)
-            unsure = set(oldest[:16])  # what a batch under way was evicting may be gone without having been announced so
-        async with opened(tmp_path, 60, size=20_000) as bench:
-            names = bench.store.keys()
-            held = {int.from_bytes(name[:8], "big") for name in names}
-            assert announced - held <= unsure
-            for number in sorted(held):
-                assert await bench.get(number) == [OK]
+    """Each round a writer is killed (SIGKILL) at some moment; what it had announced as stored and not as gone is served, and right."""
+    seen = await storm(tmp_path, rounds=15, seed=7)
+    assert seen.announced > 100
+    assert seen.served >= seen.announced - 15 * 16
+    assert (seen.missing, seen.wrong) == (0, 0)
 
 
 # -- a whole cache

@@ -1,0 +1,103 @@
+"""Killing a process that writes to a file store, again and again (SIGKILL), and looking each time at what is left.
+
+`python -m kvactors.testing.kills FOLDER FIRST` is such a process: it writes blocks FIRST, FIRST + 1, .. for ever, with durability `synced`, and
+says a line `stored N N ..` or `gone N N ..` for each batch once that is so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import anyio
+import numpy as np
+
+from kvactors.device.arena import Arena
+from kvactors.storage.backends.file import FileBackend
+from kvactors.storage.messages import Outcome
+from kvactors.testing.store_contract import Bench, key, never
+
+PRINT = bytes(range(32))
+SIZE = 20_000
+CAPACITY = 60
+BATCH = 8
+
+
+class Storm(NamedTuple):
+    """What came of it. announced: blocks said to be stored and not said to be gone, over all rounds. missing: of those, not there (blocks that the
+    batch under way was evicting may be gone without a word, and do not count). served: blocks read back right. wrong: anything else."""
+
+    rounds: int
+    announced: int
+    missing: int
+    served: int
+    wrong: int
+
+
+async def write(folder: str, first: int) -> None:
+    """Write until killed."""
+    store, arena = FileBackend(folder, PRINT, SIZE, CAPACITY, durability="synced"), Arena(BATCH, SIZE)
+    await store.open()
+    await store.attach(arena)
+    print("open", flush=True)
+    while True:
+        views, numbers = [arena.view(i) for i in range(BATCH)], range(first, first + BATCH)
+        for view, number in zip(views, numbers, strict=True):
+            view[:] = np.random.default_rng(number).integers(0, 256, SIZE, np.uint8).data
+        report = await store.write([key(n) for n in numbers], views, never)
+        print("gone", *(int.from_bytes(one[:8], "big") for one in report.evicted), flush=True)
+        stored = (n for n, outcome in zip(numbers, report.outcomes, strict=True) if outcome == Outcome.OK)
+        print("stored", *stored, flush=True)
+        first += BATCH
+
+
+async def storm(folder: Path, rounds: int, seed: int = 0) -> Storm:
+    """Kill a writer `rounds` times at random moments; after each, open the store and read everything that it holds."""
+    rng, first = random.Random(seed), 0  # noqa: S311  (when to kill is no secret)
+    announced = missing = served = wrong = 0
+    for _ in range(rounds):
+        said = await one_life(folder, first, rng.uniform(0.0, 0.08))
+        first = max(said, default=first) + BATCH + 1
+        store, arena = FileBackend(folder, PRINT, SIZE, CAPACITY), Arena(1, SIZE)
+        await store.open()
+        await store.attach(arena)
+        bench, names = Bench(store, arena), store.keys()
+        held = [int.from_bytes(name[:8], "big") for name in names]
+        going = set(sorted(said)[: 2 * BATCH])
+        announced += len(said)
+        missing += len(said - set(held) - going)
+        for number in held:
+            try:
+                right = await bench.get(number) == [Outcome.OK]
+            except AssertionError:
+                right = False
+            served += right
+            wrong += not right
+        await store.close()
+        arena.close()
+    return Storm(rounds, announced, missing, served, wrong)
+
+
+async def one_life(folder: Path, first: int, seconds: float) -> set[int]:
+    """Run a writer for some seconds after it has opened its store; what it announced as stored and not as gone."""
+    command = [sys.executable, "-P", "-m", "kvactors.testing.kills", str(folder), str(first)]
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    assert process.stdout is not None
+    await process.stdout.readline()
+    await anyio.sleep(seconds)
+    process.kill()
+    said: set[int] = set()
+    for line in (await process.stdout.read()).splitlines(keepends=True):
+        word, *rest = line.split() or [b""]
+        numbers = {int(one) for one in rest}
+        if line.endswith(b"\n"):
+            said = said - numbers if word == b"gone" else said | numbers
+    await process.wait()
+    return said
+
+
+if __name__ == "__main__":
+    asyncio.run(write(sys.argv[1], int(sys.argv[2])))

@@ -1,0 +1,79 @@
+"""A real mooncake_master on this machine, for scenarios and tests; it can be killed and started again at the same address."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvactors.errors import StoreError
+
+PATIENCE = 20.0
+"""Seconds until a started master must listen."""
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Master:
+    """flags: further ones of mooncake_master. Bound to 127.0.0.1, since it asks nobody who they are."""
+
+    def __init__(self, *flags: str) -> None:
+        self.port, self._metrics = free_port(), free_port()
+        self._flags = flags
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def address(self) -> str:
+        """host:port."""
+        return f"127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Start it and wait until it listens. StoreError if it cannot be."""
+        try:
+            import mooncake
+        except ImportError as error:
+            raise StoreError("mooncake_master comes with pip install 'kvactors[mooncake]'") from error
+        command = [
+            str(Path(next(iter(mooncake.__path__))) / "mooncake_master"),
+            "--rpc_address=127.0.0.1",
+            f"--rpc_port={self.port}",
+            "--metrics_host=127.0.0.1",
+            f"--metrics_port={self._metrics}",
+            "--client_ttl=3",
+            *self._flags,
+        ]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # noqa: S603
+        until = time.monotonic() + PATIENCE
+        while time.monotonic() < until and self.process.poll() is None:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
+                    return
+            time.sleep(0.05)
+        self.kill()
+        raise StoreError("mooncake_master does not listen (Debian: it needs libibverbs1 and libnuma1)")
+
+    def kill(self) -> None:
+        """SIGKILL, if it runs."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+
+@contextmanager
+def master(*flags: str) -> Iterator[Master]:
+    """One that runs while the block does."""
+    one = Master(*flags)
+    one.start()
+    try:
+        yield one
+    finally:
+        one.kill()
