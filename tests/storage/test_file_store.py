@@ -101,6 +101,7 @@ async def test_a_folder_deleted_behind_its_back_is_misses_and_no_exception(tmp_p
         assert await bench.get(1, 2) == [MISS, MISS]
         assert bench.store.keys() == []
         assert await bench.put(3) == [Outcome.UNAVAILABLE]
+        assert bench.store.statistics().unavailable == 1
         assert bench.store.keys() == []
     async with opened(tmp_path / "store") as bench:
         assert await bench.put(1) == [OK]

@@ -70,6 +70,7 @@ class MooncakeBackend(Backend):
                 return run
             codes = await self._client.exist([self.name(key) for key in some])
             self.breaker.saw(any(code >= 0 for code in codes))
+            self.counts[Outcome.UNAVAILABLE] += sum(code < 0 for code in codes)
             good = next((i for i, code in enumerate(codes) if code != 1), len(some))
             run += good
             if good < len(some):

@@ -74,6 +74,7 @@ class OwnedBackend(Backend):
                 outcomes[i] = await self.load(keys[i], views[i])
 
         await self._batch(len(keys), one, outcomes)
+        self.saw(bytes(outcomes))
         corrupt = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome == Outcome.CORRUPT]
         missing = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome == Outcome.MISS]
         self.reads += outcomes.count(Outcome.OK)
@@ -103,6 +104,7 @@ class OwnedBackend(Backend):
             await self.erase(admission.evicted)
             await self._batch(len(keys), one, outcomes)
             await self._seal(keys, fresh, outcomes)
+            self.saw(bytes(outcomes))
         finally:
             self.abandon(fresh)
             self.pending -= fresh
@@ -128,7 +130,6 @@ class OwnedBackend(Backend):
             await self.each([partial(one, i) for i in range(count)])
         else:
             outcomes[:] = bytes([Outcome.UNAVAILABLE]) * count
-        self.saw(bytes(outcomes))
 
     async def remove(self, keys: Sequence[bytes]) -> None:
         """See `Backend.remove`; an object that is being written stays. Names that were taken before are no more in the catalog: their
