@@ -33,6 +33,7 @@ from kvactors.prefix_index.messages import (
     Granted,
     Pause,
     Preempt,
+    Prefetch,
     Ready,
     Resume,
     SetNamespace,
@@ -193,15 +194,7 @@ class KVCache:
 
         Raises ValueError or TypeError (bad tokens or media), NoRoom, DeadlineExceeded, Paused, ActorFailed, CacheClosed.
         """
-        self._check_open()
-        path = Path(self.block_size, self._root(self.system.layout.fingerprint, self.namespace, salt, lora))
-        path.extend(tokens)
-        if not path.num_tokens:
-            raise ValueError("a request needs at least one token")
-        if extra_keys:
-            positions, hashes = [(o, n) for o, n, _ in extra_keys], [h for _, _, h in extra_keys]
-            for block, extra in block_extras(path.num_full_blocks, self.block_size, positions, hashes, path.num_tokens).items():
-                path.set_extra(block, extra)
+        path = self._path(tokens, extra_keys, salt, lora)
         origin = PLAIN if salt is None and lora is None else Origin(lora, salt)
         lease = next(self._leases)
         at = deadline_after(self.config.cache.deadline if deadline is None else deadline)
@@ -213,6 +206,33 @@ class KVCache:
             self.abandon(lease)
             raise
         return Lease(self, lease, request_id, path, granted)
+
+    async def prefetch(
+        self,
+        tokens: Any,
+        *,
+        extra_keys: Sequence[Media] = (),
+        salt: str | None = None,
+        lora: str | None = None,
+        deadline: float | None = None,
+    ) -> int:
+        """A hint that a request of `tokens` will come: what storage has of it is brought to the host tier meanwhile, within `deadline`
+        seconds. Returns at once, with the number of blocks looked for. tokens and the rest, and what is raised: as in `acquire`."""
+        path = self._path(tokens, extra_keys, salt, lora)
+        at = deadline_after(self.config.cache.deadline if deadline is None else deadline)
+        return int((await self._index.ask(Prefetch(path, at), deadline=at)).count)
+
+    def _path(self, tokens: Any, extra_keys: Sequence[Media], salt: str | None, lora: str | None) -> Path:
+        self._check_open()
+        path = Path(self.block_size, self._root(self.system.layout.fingerprint, self.namespace, salt, lora))
+        path.extend(tokens)
+        if not path.num_tokens:
+            raise ValueError("a request needs at least one token")
+        if extra_keys:
+            positions, hashes = [(o, n) for o, n, _ in extra_keys], [h for _, _, h in extra_keys]
+            for block, extra in block_extras(path.num_full_blocks, self.block_size, positions, hashes, path.num_tokens).items():
+                path.set_extra(block, extra)
+        return path
 
     async def ask(self, message: Ask[Any], deadline: float | None) -> Any:
         """Ask PrefixIndex. deadline: seconds, the configured ones if None."""

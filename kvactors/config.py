@@ -97,8 +97,8 @@ class StorageConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     exclusive: a block loaded from storage leaves it. write_policy: none, write_through (at request finish),
     write_through_selective (at finish, blocks used at least `min_hits` times), write_back (when the host tier evicts).
-    fetch: whether acquire looks in storage beyond what the index knows. timeout: seconds one batch may take. mooncake: settings of that
-    back end.
+    fetch: whether acquire looks in storage beyond what the index knows, and takes what it finds if that is min_fetch_blocks at least.
+    timeout: seconds one batch may take. mooncake: settings of that back end.
     """
 
     backend: str = "none"
@@ -116,6 +116,7 @@ class StorageConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     write_policy: Literal["none", "write_through", "write_through_selective", "write_back"] = "write_back"
     min_hits: int = 2
     fetch: bool = True
+    min_fetch_blocks: int = 1
     readers: int = 2
     writers: int = 2
     timeout: float = 10.0
@@ -269,6 +270,7 @@ def validate(config: Config) -> None:
         ("host.transit_slots", config.host.transit_slots, 1),
         ("host.copy_threads", config.host.copy_threads, 1),
         ("storage.capacity_blocks", config.storage.capacity_blocks, 0),
+        ("storage.min_fetch_blocks", config.storage.min_fetch_blocks, 1),
         ("storage.io_depth", config.storage.io_depth, 1),
         ("storage.ranks", config.storage.ranks, 1),
         ("storage.rank", config.storage.rank, 0),

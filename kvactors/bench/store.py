@@ -22,14 +22,18 @@ from kvactors.actor import Activity, Actor, ActorRef, ActorSpec, Group, Supervis
 from kvactors.bench.report import Row, bench_report, rate_row, time_row
 from kvactors.cpu_evictor.messages import Probed, ReadDone, StoreCleared, Written
 from kvactors.device.arena import Arena
+from kvactors.errors import StoreError
 from kvactors.flush_notifier.messages import Cleared, Gained, Gone
+from kvactors.mooncake_config import MooncakeConfig
 from kvactors.observe.lag import Lag, LagMonitor
 from kvactors.storage.backends import FileBackend
 from kvactors.storage.backends.header import header_of
+from kvactors.storage.backends.mooncake import MooncakeBackend
 from kvactors.storage.backends.slab_table import PAGE, Meta, entry_of
 from kvactors.storage.messages import Outcome, Read, Write
 from kvactors.storage.reader import StorageReader
 from kvactors.storage.writer import StorageWriter
+from kvactors.testing.mooncake_master import master
 from kvactors.units import join_keys
 
 PRINT = bytes(32)
@@ -212,6 +216,55 @@ def compare(folder: Path, size: int, total: int) -> tuple[list[Row], Lag]:
     return rows, max(lags, key=lambda one: one.p999)
 
 
+async def in_pool(address: str, size: int, count: int) -> tuple[list[float], list[float]]:
+    """Bytes a second written to and read from a pool: through the back end, checksums included, and by the raw client in batches of the same
+    size. The pool's memory is this process's own."""
+    share = f"{(size * count * 5 >> 20) + 64}MB"
+    config = MooncakeConfig(
+        master_server_address=address, local_hostname="127.0.0.1", global_segment_size=share, local_buffer_size="16MB"
+    )
+    store, arena = MooncakeBackend(config, PRINT, size), Arena(64, size)
+    arena.touch()
+    await store.open()
+    await store.attach(arena)
+    client, deadline = store._client, asyncio.get_running_loop().time() + 600.0
+    pointers = [[arena.address + slot * arena.stride] for slot in range(arena.num_slots)]
+    mine: list[float] = []
+    raw: list[float] = []
+    for what in ("write", "read"):
+        for ours_ in (True, False):
+            began = time.perf_counter()
+            for start in range(0, count, arena.num_slots):
+                keys = names(min(arena.num_slots, count - start), start)
+                views = [arena.view(slot) for slot in range(len(keys))]
+                texts, sizes = ["raw/" + key.hex() for key in keys], [[size]] * len(keys)
+                if ours_:
+                    move = store.write if what == "write" else store.read
+                    report = await move(keys, views, lambda: asyncio.get_running_loop().time() > deadline)
+                    assert set(report.outcomes) == {Outcome.OK}, "a block was lost"
+                else:
+                    call = client.put if what == "write" else client.get
+                    assert all(code >= 0 for code in await call(texts, pointers[: len(keys)], sizes)), "a block was lost"
+            (mine if ours_ else raw).append(count * size / (time.perf_counter() - began))
+    await store.close()
+    arena.close()
+    return mine, raw
+
+
+def pool_rows(size: int, count: int) -> list[Row]:
+    """Medians over ROUNDS rounds beside a real master; no rows where Mooncake is not installed."""
+    try:
+        with master() as one:
+            measured = [asyncio.run(in_pool(one.address, size, count)) for _ in range(ROUNDS)]
+    except StoreError:
+        return []
+    rows = []
+    for i, what in enumerate(("write", "read")):
+        us, raw = (statistics.median(one[k][i] for one in measured) / 1e6 for k in (0, 1))
+        rows.append(rate_row(f"Mooncake, {size >> 10} KiB blocks, {what}", us, raw, "MB/s", "the raw client, no checksums"))
+    return rows
+
+
 async def idle(seconds: float) -> Lag:
     """The loop's lag with nothing to do."""
     async with LagMonitor().running() as lag:
@@ -233,6 +286,7 @@ def run(*, quick: bool = False) -> dict[str, Any]:
             rows.append(
                 time_row(f"loop lag meanwhile, p99.9, {size >> 10} KiB blocks", lag.p999, quiet.p999 + 2.0, "ms", "idle + 2 ms")
             )
+        rows += pool_rows(sizes[0], 32 if quick else 128)
         took = asyncio.run(scan_of(folder / "scan", slots))
         rows.append(time_row(f"start-up scan of {slots:,} slots", took, 2.0, "s", "the bar"))
     return bench_report("store", rows, {"bytes": total, "depth": DEPTH, "rounds": ROUNDS, "quick": quick})

@@ -9,7 +9,7 @@ from kvactors.actor import ActorRef, Message, on
 from kvactors.actor.clock import now
 from kvactors.cpu_evictor.host import Entry, Place
 from kvactors.cpu_evictor.load import LoadJob
-from kvactors.cpu_evictor.messages import Admit, Cancel, ClearHost, Discard, Load, Offload, Overdue
+from kvactors.cpu_evictor.messages import Admit, Cancel, ClearHost, Discard, Load, Offload, Overdue, Prefetch
 from kvactors.cpu_evictor.messages import Place as PlaceLoad
 from kvactors.cpu_evictor.traffic import Traffic
 from kvactors.flush_notifier.messages import Cleared, Gained, Gone
@@ -151,6 +151,8 @@ class CpuEvictor(Traffic):
         """The store can give `found` of the blocks the host lacks, from the first one on: read them into slots."""
         if job.late or job.over:
             return
+        if found < self.storage.min_fetch_blocks:
+            found = 0  # not worth the trip
         first, reading = len(job.entries), []
         protected = job.keys
         if not self.exclusive:
@@ -209,6 +211,33 @@ class CpuEvictor(Traffic):
             self._maybe_done(job)
 
         self.copy(Direction.TO_DEVICE, job.blocks[first : first + len(sources)], sources, then)
+
+    @on(Prefetch)
+    def prefetch(self, message: Prefetch) -> None:
+        """Look in storage for what the host lacks; it comes to the host tier, where a load will find it."""
+        keys = split_keys(message.keys)
+        first = next((j for j in range(message.start, len(keys)) if keys[j] not in self.host.entries), len(keys))
+        if first == len(keys) or not (self.readers and self.host.capacity and message.deadline > now()):
+            return
+
+        def found(run: int) -> None:
+            lacking = [j for j in range(first, first + run) if keys[j] not in self.host.entries]
+            if run < self.storage.min_fetch_blocks or not lacking:
+                return
+            self.make_room(len(lacking), len(lacking), keys)
+            room = min(self.host.free, self.host.capacity - self.host.resident)
+            entries = [self.host.add(keys[j], keys[j - 1] if j else message.root, Place.RESIDENT) for j in lacking[:room]]
+            if entries:
+                self.read(entries, message.deadline, lambda outcomes: self._prefetched(entries, outcomes))
+
+        self.probe(keys[first:], message.deadline, found)
+
+    def _prefetched(self, entries: list[Entry], outcomes: bytes) -> None:
+        good = self._arrive(entries, frozenset(i for i, outcome in enumerate(outcomes) if outcome != Outcome.OK))
+        self.fetched += len(good)
+        self.gained([entry.key for entry in good])
+        self.tell(self.index, HostGained(join_keys(entry.key for entry in good)))
+        self.keep_watermarks()
 
     @on(PlaceLoad)
     def place(self, message: PlaceLoad) -> None:

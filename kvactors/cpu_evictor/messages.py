@@ -36,6 +36,18 @@ class Load(Message, frozen=True, eq=False):
     fetch: bool
 
 
+class Prefetch(Message, frozen=True, eq=False):
+    """Somebody will want these: bring what storage has of them, from `start` on, to the host tier, if there is one. Not answered.
+
+    root, keys, start, deadline: as in Load.
+    """
+
+    root: bytes
+    keys: bytes
+    start: int
+    deadline: float
+
+
 class Place(Message, frozen=True, eq=False):
     """The device blocks for a Load that came without."""
 

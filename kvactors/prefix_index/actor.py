@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from kvactors.actor import ActorRef, Envelope, Message, PeerRestarted, on
 from kvactors.actor.clock import now
-from kvactors.cpu_evictor.messages import Admit, Cancel, ClearHost, Discard, Load, Offload, Place
+from kvactors.cpu_evictor.messages import Admit, Cancel, ClearHost, Discard, Load, Offload, Place, Prefetch
 from kvactors.errors import LeaseEnded, NoRoom, NotReady, Paused
 from kvactors.flush_notifier.messages import Announced, Cleared, Gone
 from kvactors.prefix_index.index import Match
@@ -45,7 +45,7 @@ class PrefixIndex(Room):
 
     ROLE: ClassVar[str] = "prefix_index"
     SENDS: ClassVar[Mapping[str, tuple[type[Message], ...]]] = {
-        "cpu_evictor": (Offload, Load, Place, Cancel, Admit, Discard, ClearHost),
+        "cpu_evictor": (Offload, Load, Place, Cancel, Admit, Discard, ClearHost, Prefetch),
         "flush_notifier": (Announced, Gone, Cleared),
     }
 

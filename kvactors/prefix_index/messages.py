@@ -54,6 +54,16 @@ class Acquire(Ask[Granted], frozen=True, eq=False):
     origin: Origin = PLAIN
 
 
+class Prefetch(Ask[Done], frozen=True, eq=False):
+    """A request of these tokens will come: what storage has of them may be brought nearer meanwhile. Done counts the blocks looked for.
+
+    path: for this alone. deadline: absolute loop time for what is fetched.
+    """
+
+    path: Path
+    deadline: float
+
+
 class Ready(Ask[Landed], frozen=True, eq=False):
     """Wait until every load of the lease landed or was written off."""
 

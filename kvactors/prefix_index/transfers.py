@@ -6,14 +6,15 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from itertools import count
 
-from kvactors.actor import Actor, ActorRef, on
+from kvactors.actor import Actor, ActorRef, Envelope, on
 from kvactors.actor.clock import now
 from kvactors.cpu_evictor.messages import Cancel, Discard, Load, Offload, Place
+from kvactors.cpu_evictor.messages import Prefetch as PrefetchToHost
 from kvactors.errors import NoRoom
 from kvactors.flush_notifier.messages import PLAIN, Announced, Gone, Origin
 from kvactors.native import DEVICE, HOST, BlockTree, Path
 from kvactors.prefix_index.index import BlockIndex, pick_keys
-from kvactors.prefix_index.messages import Admitted, HostGained, HostGone, Landed, Loaded, Offloaded, Overdue
+from kvactors.prefix_index.messages import Admitted, Done, HostGained, HostGone, Landed, Loaded, Offloaded, Overdue, Prefetch
 from kvactors.prefix_index.records import EvictOp, Lease, LoadOp, Segment
 from kvactors.units import Reason, Tier
 
@@ -63,6 +64,16 @@ class Transfers(Actor):
     @abstractmethod
     def room_changed(self) -> None:
         """Blocks became free, or an operation ended: see who waits for that."""
+
+    @on(Prefetch)
+    def prefetch(self, message: Prefetch, envelope: Envelope[Done]) -> None:
+        """Ask for what the device lacks; the host tier knows what it has itself."""
+        path, limit = message.path, self.index.match_limit(message.path)
+        run = self.index.tree.peek(path, limit)[0]
+        wanted = limit - run if self.fetch else 0
+        if wanted:
+            self.tell(self.evictor, PrefetchToHost(path.root, path.keys(0, limit), run, message.deadline))
+        self.answer(envelope, Done(wanted))
 
     # -- loads: begin
 

@@ -7,7 +7,7 @@ it sees fit, so this back end is answerable for no names: it announces nothing a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 import anyio
@@ -25,8 +25,11 @@ from kvactors.threads import Workers
 
 T = TypeVar("T")
 
-BATCH = 64
-"""Objects in one call: more bring nothing, and a call cannot be cut short."""
+BATCH = 16
+"""Objects in one call, which cannot be cut short."""
+
+AT_ONCE = 2
+"""Calls at once: while one batch moves, the checksums of another are looked at."""
 
 RETRY = 0.2
 """Seconds until objects that found no space are tried once more: a burst outruns the master's eviction."""
@@ -80,10 +83,12 @@ class MooncakeBackend(Backend):
     async def read(self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired) -> ReadReport:
         """See `Backend.read`."""
         outcomes = bytearray([Outcome.LATE]) * len(keys)
-        for start in range(0, len(keys), BATCH):
-            if not expired():
-                some = slice(start, start + BATCH)
-                outcomes[some] = await self._read(keys[some], views[some])
+
+        async def batch(start: int) -> None:
+            some = slice(start, start + BATCH)
+            outcomes[some] = await self._read(keys[some], views[some])
+
+        await self._each(len(keys), batch, expired)
         corrupt = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome == Outcome.CORRUPT]
         await self.remove(corrupt)
         self.saw(bytes(outcomes))
@@ -115,15 +120,16 @@ class MooncakeBackend(Backend):
     async def write(self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired) -> WriteReport:
         """See `Backend.write`. An object that is there is not written again, which the pool does not tell apart."""
         outcomes = bytearray([Outcome.LATE]) * len(keys)
-        for start in range(0, len(keys), BATCH):
-            if expired():
-                break
+
+        async def batch(start: int) -> None:
             some = list(range(start, min(start + BATCH, len(keys))))
             await self._write(some, keys, views, outcomes)
             full = [i for i in some if outcomes[i] == Outcome.NO_SPACE]
             if full and not expired():
                 await anyio.sleep(RETRY)
                 await self._write(full, keys, views, outcomes)
+
+        await self._each(len(keys), batch, expired)
         self.saw(bytes(outcomes))
         self.writes += outcomes.count(Outcome.OK)
         return WriteReport(bytes(outcomes), [])
@@ -141,6 +147,20 @@ class MooncakeBackend(Backend):
             codes = await self._client.put([self.name(keys[i]) for i in which], pointers, sizes)
         for i, code in zip(which, codes, strict=True):
             outcomes[i] = _outcome(code)
+
+    async def _each(self, count: int, batch: Callable[[int], Awaitable[None]], expired: Expired) -> None:
+        """Every batch that begins before the deadline, a few at once."""
+        starts = iter(range(0, count, BATCH))
+
+        async def work() -> None:
+            for start in starts:
+                if expired():
+                    return
+                await batch(start)
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(min(AT_ONCE, -(-count // BATCH))):
+                tasks.start_soon(work)
 
     async def _aside(self, work: Callable[[], T]) -> T:
         """Checksums are no work for the loop."""
