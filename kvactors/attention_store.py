@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
 import anyio
 
+from kvactors.actor.uncancelled import to_the_end
 from kvactors.errors import DeadlineExceeded, SdkError
 from kvactors.layout.base import Layout
 from kvactors.sink_config import AttentionStoreConfig
@@ -119,6 +121,40 @@ class Sdk:
             self.connection.flush_token_index(self.layers, names.tokens(tokens.tolist(), self.block_size), start, *media)
 
         await self.run(call)
+
+    async def match(self, tokens: Any, start: int, seconds: float) -> int:
+        """How many blocks, from `start` on, can be read."""
+        return int(await self._moving(lambda t: self.connection.match(t, start, seconds), tokens))
+
+    async def read(
+        self, tokens: Any, start: int, keys: list[int], values: list[int], blocks: Sequence[int], seconds: float
+    ) -> int:
+        """Bytes into device blocks; how many blocks."""
+        options = {"remote_addrs": None} if self.config.platform == "cuda" else {}
+        return int(
+            await self._moving(
+                lambda t: self.connection.read(self.layers, t, start, keys, values, list(blocks), seconds, **options), tokens
+            )
+        )
+
+    async def write(
+        self, tokens: Any, start: int, keys: list[int], values: list[int], blocks: Sequence[int], seconds: float
+    ) -> int:
+        """Bytes out of device blocks; how many blocks."""
+        options = {"h2h_copy": False, "params": None} if self.config.platform == "cuda" else {}
+        return int(
+            await self._moving(
+                lambda t: self.connection.write(self.layers, t, start, keys, values, list(blocks), seconds, **options), tokens
+            )
+        )
+
+    async def _moving(self, call: Callable[[Any], Any], tokens: Any) -> Any:
+        """A call that touches device memory: waited for to its end, whatever is cancelled."""
+        future = self._thread.submit(lambda: call(self.names.tokens(tokens.tolist(), self.block_size)))
+        try:
+            return await to_the_end(asyncio.wrap_future(future))
+        except Exception as error:
+            raise SdkError(f"AttentionStore: {error}") from error
 
     def close(self) -> None:
         """No more calls; one that hangs is left behind."""

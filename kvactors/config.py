@@ -88,8 +88,9 @@ class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StorageConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The storage tier. backend: none, memory, file, mooncake, or package.module:Class. capacity_blocks, capacity_bytes: objects and bytes
-    it may hold (0: unlimited; the smaller counts). namespace, rank, ranks: objects of different ones never mix.
+    """The storage tier. backend: none, memory, file, mooncake, attention_store, or package.module:Class. capacity_blocks,
+    capacity_bytes: objects and bytes it may hold (0: unlimited; the smaller counts). namespace, rank, ranks: objects of different
+    ones never mix.
 
     Of the file store: directory. free_space_floor: bytes of the file system it leaves free. durability: an object counts as stored when the
     system has it (written) or the device has it (synced). read_only: a view beside the process that writes. io_depth: reads and writes
@@ -171,7 +172,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def from_env(cls, environ: Mapping[str, str] | None = None, base: Config | None = None) -> Config:
         """`base` (the defaults if None) with FastDeploy's variables applied, of the process's environment unless given.
 
-        FD_AS_ONLY_FLUSH (0 or 1), AS_NAMESPACE, AS_POD_NAME, AS_MODEL_VERSION, ENABLE_EP_DP_IN_FD (0 or 1); with the file back end
+        FD_AS_ONLY_FLUSH (0 or 1), AS_NAMESPACE, AS_POD_NAME, AS_MODEL_VERSION, AS_WRITE_TOTAL_TIMEOUT, AS_WRITE_SLICE_BLOCK_NUM,
+        AS_WRITE_SLICE_TIMEOUT, ENABLE_EP_DP_IN_FD (0 or 1); with the file back end
         FILE_BACKEND_STORAGE_DIR, if no directory is set; with the mooncake back end MOONCAKE_CONFIG_PATH and MOONCAKE_*. Unset ones change nothing.
         ConfigError names a value that cannot be, or what is wrong in the base.
         """
@@ -185,6 +187,12 @@ def from_environment(config: Config, environ: Mapping[str, str]) -> Config:
     texts = {"namespace": "AS_NAMESPACE", "pod_name": "AS_POD_NAME", "model_version": "AS_MODEL_VERSION"}
     store: dict[str, Any] = {field: environ[name] for field, name in texts.items() if environ.get(name)}
     store |= {} if suffix is None else {"role_suffix": suffix}
+    numbers = {"write_total_timeout": float, "write_slice_blocks": int, "write_slice_timeout": float}
+    names = {"write_slice_blocks": "AS_WRITE_SLICE_BLOCK_NUM"}
+    for field, kind in numbers.items():
+        name = names.get(field, f"AS_{field.upper()}")
+        if environ.get(name):
+            store[field] = _number(environ[name], kind, name)
     replace = msgspec.structs.replace
     directory = environ.get("FILE_BACKEND_STORAGE_DIR", "")
     if config.storage.backend == "file" and directory and not config.storage.directory:
@@ -194,6 +202,13 @@ def from_environment(config: Config, environ: Mapping[str, str]) -> Config:
     if store:
         config = replace(config, attention_store=replace(config.attention_store, **store))
     return replace(config, flush=replace(config.flush, only=True)) if only else config
+
+
+def _number(text: str, kind: type[int | float], name: str) -> float:
+    try:
+        return kind(text)
+    except ValueError:
+        raise ConfigError(f"{name} must be a number, not {text!r}") from None
 
 
 def _switch(environ: Mapping[str, str], name: str) -> bool | None:

@@ -139,7 +139,9 @@ class AttentionStoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=Tr
     sdk: the package to import. namespace, pod_name, model_version: as FastDeploy passes them. shard_id, shard_num: tensor-parallel rank
     and ranks; rank 0 alone reports to the index. layer_num, bytes_per_shard_layer_per_block: taken from the layout if 0. role_suffix:
     append `_{splitwise_role}_{dp_id}` to the pod's name. platform: cuda passes the constructor's longer argument list. ready_timeout,
-    ready_interval: seconds to wait for "cuda memory not ready" to pass, and between looks.
+    ready_interval: seconds to wait for "cuda memory not ready" to pass, and between looks. write_slice_blocks, write_slice_timeout,
+    write_total_timeout: as storage, blocks and seconds of one write, and seconds of all writes of a request (0: what storage.timeout
+    leaves).
     """
 
     sdk: str = "attentionstore_sdk"
@@ -157,12 +159,17 @@ class AttentionStoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=Tr
     platform: Literal["cuda", "other"] = "other"
     ready_timeout: float = 300.0
     ready_interval: float = 5.0
+    write_slice_blocks: int = 100
+    write_slice_timeout: float = 10.0
+    write_total_timeout: float = 0.0
 
     def check(self) -> None:
         """Raise ConfigError for values that do not make sense."""
         if not 0 <= self.shard_id < self.shard_num:
             raise ConfigError(f"attention_store.shard_id must be in 0..{self.shard_num - 1}, not {self.shard_id}")
-        for name in ("ready_timeout", "ready_interval"):
+        if self.write_slice_blocks < 1 or not 0 <= self.write_total_timeout < float("inf"):
+            raise ConfigError("attention_store.write_slice_blocks must be at least 1, write_total_timeout not negative")
+        for name in ("ready_timeout", "ready_interval", "write_slice_timeout"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(f"attention_store.{name} must be a positive number of seconds, not {getattr(self, name)}")
         for name in ("layer_num", "bytes_per_shard_layer_per_block", "device_id", "dp_id"):

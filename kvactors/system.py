@@ -18,7 +18,7 @@ from typing import Any
 
 import anyio.to_thread
 
-from kvactors.actor import Activity, ActorRef, ActorSpec, Group, RestartBudget, Supervisor
+from kvactors.actor import Activity, Actor, ActorRef, ActorSpec, Group, RestartBudget, Supervisor
 from kvactors.actor.clock import deadline_after
 from kvactors.config import Config, StorageConfig
 from kvactors.cpu_evictor.actor import CpuEvictor
@@ -34,7 +34,8 @@ from kvactors.gpu_swapper.executor import CopyExecutor, InlineExecutor
 from kvactors.layout import make_layout
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.index import BlockIndex
-from kvactors.storage.backends import Backend, make_backend
+from kvactors.storage.backends import Backend, make_backend, make_direct
+from kvactors.storage.direct import StorageDirect
 from kvactors.storage.reader import StorageReader
 from kvactors.storage.writer import StorageWriter
 
@@ -66,6 +67,7 @@ class System:
         self.backend = backend
         if backend is None or config.flush.only:
             self.backend = make_backend(self.storage, self.layout.fingerprint, self.layout.block_bytes)
+        self.direct_backend = make_direct(config, self.device)
         through_host = config.host.slots > 0 or self.backend is not None
         slots = config.host.slots + config.host.transit_slots if through_host else 0
         self.arena = Arena(slots, self.layout.block_bytes, pinned=config.host.pinned)
@@ -88,6 +90,7 @@ class System:
         self.swapper = ref(GpuSwapper, bound)
         self.evictor = ref(CpuEvictor, bound)
         self.readers = [ref(StorageReader, bound, name=f"storage_reader-{i}") for i in range(pool.readers if pool else 0)]
+        self.direct = None if self.direct_backend is None else ref(StorageDirect, bound)
         self.writers = [ref(StorageWriter, bound, name=f"storage_writer-{i}") for i in range(pool.writers if pool else 0)]
         self.notifier = ref(FlushNotifier, bound)
 
@@ -95,7 +98,7 @@ class System:
 
     def _make_index(self, ref: ActorRef) -> PrefixIndex:
         config, host, storage = self.config, self.config.host, self.storage
-        stored = self.backend is not None
+        stored = self.backend is not None or self.direct is not None
         host_tier = host.slots > 0 or (stored and storage.write_policy == "write_back")
         exclusive = host.mode == "exclusive" or not host.slots
         blocks = self.device.num_blocks
@@ -109,7 +112,7 @@ class System:
             ref, index=index, evictor=self.evictor, notifier=self.notifier, exclusive=exclusive, host_tier=host_tier,
             fetch=stored and storage.fetch, announce=bool(self.sinks), free_low=int(config.device.free_low * blocks),
             free_high=int(config.device.free_high * blocks), save=storage.write_policy if stored else "none",
-            min_hits=storage.min_hits, keep=not exclusive, namespace=config.cache.namespace,
+            by_tokens=self.direct is not None, min_hits=storage.min_hits, keep=not exclusive, namespace=config.cache.namespace,
         )  # fmt: skip
 
     def _make_swapper(self, ref: ActorRef) -> GpuSwapper:
@@ -118,7 +121,7 @@ class System:
     def _make_evictor(self, ref: ActorRef) -> CpuEvictor:
         return CpuEvictor(
             ref, config=self.config.host, storage=self.storage, arena=self.arena, index=self.index, swapper=self.swapper,
-            readers=self.readers, writers=self.writers, notifier=self.notifier,
+            readers=self.readers, writers=self.writers, notifier=self.notifier, direct=self.direct,
         )  # fmt: skip
 
     def _make_reader(self, ref: ActorRef) -> StorageReader:
@@ -128,6 +131,10 @@ class System:
     def _make_writer(self, ref: ActorRef) -> StorageWriter:
         assert self.backend is not None
         return StorageWriter(ref, backend=self.backend, arena=self.arena, evictor=self.evictor, notifier=self.notifier)
+
+    def _make_direct(self, ref: ActorRef) -> StorageDirect:
+        assert self.direct_backend is not None
+        return StorageDirect(ref, backend=self.direct_backend, evictor=self.evictor)
 
     def _make_notifier(self, ref: ActorRef) -> FlushNotifier:
         return FlushNotifier(
@@ -143,7 +150,9 @@ class System:
         writers = [Group(ref.name, (ActorSpec(StorageWriter, self._make_writer, ref),)) for ref in self.writers]
         swapper = ActorSpec(GpuSwapper, self._make_swapper, self.swapper)
         evictor = ActorSpec(CpuEvictor, self._make_evictor, self.evictor)
-        plane = Group("data plane", (swapper, evictor, *readers, *writers))
+        refs = () if self.direct is None else (self.direct,)
+        direct = [Group(ref.name, (ActorSpec(StorageDirect, self._make_direct, ref),)) for ref in refs]
+        plane = Group("data plane", (swapper, evictor, *readers, *writers, *direct))
         core = Group("core", (ActorSpec(PrefixIndex, self._make_index, self.index), plane))
         notifier = Group("notifier", (ActorSpec(FlushNotifier, self._make_notifier, self.notifier),))
         return core, notifier
@@ -156,7 +165,8 @@ class System:
             async with AsyncExitStack() as opened:
                 await self._open(opened)
                 drain = self.config.actors.drain
-                unused = () if self.backend is not None else (StorageReader, StorageWriter)
+                unused: tuple[type[Actor], ...] = () if self.backend is not None else (StorageReader, StorageWriter)
+                unused += () if self.direct is not None else (StorageDirect,)
                 async with self.supervisor.running(*self._members(), drain=drain, outside=unused):
                     yield self
                     with anyio.CancelScope(shield=True):
@@ -169,6 +179,9 @@ class System:
         if self.backend is not None:
             await self.backend.open()
             opened.push_async_callback(shielded, self.backend.close)
+        if self.direct_backend is not None:
+            await self.direct_backend.open()
+            opened.push_async_callback(shielded, self.direct_backend.close)
         for sink in self.sinks.values():
             await sink.open()
             opened.push_async_callback(shielded, sink.close, self.config.flush.timeout)

@@ -7,15 +7,15 @@ from typing import Any, ClassVar, NamedTuple
 
 from kvactors.actor import ActorRef, Message, on
 from kvactors.actor.clock import now
+from kvactors.cpu_evictor.direct import Direct
 from kvactors.cpu_evictor.host import Entry, Place
 from kvactors.cpu_evictor.load import LoadJob
 from kvactors.cpu_evictor.messages import Admit, Cancel, ClearHost, Discard, Load, Offload, Overdue, Prefetch
 from kvactors.cpu_evictor.messages import Place as PlaceLoad
-from kvactors.cpu_evictor.traffic import Traffic
 from kvactors.flush_notifier.messages import Cleared, Gained, Gone
 from kvactors.gpu_swapper.messages import Copy, Direction
 from kvactors.prefix_index.messages import Admitted, HostGained, HostGone, Loaded, Offloaded
-from kvactors.storage.messages import ClearStore, Outcome, Probe, Read, Write
+from kvactors.storage.messages import ClearStore, FetchDevice, Outcome, Probe, Read, SaveDevice, Write
 from kvactors.units import Reason, Tier, join_keys, split_keys
 
 
@@ -36,7 +36,7 @@ class HostStatistics(NamedTuple):
     write_failures: int
 
 
-class CpuEvictor(Traffic):
+class CpuEvictor(Direct):
     """Owns host slots, the host LRU and slot pins."""
 
     ROLE: ClassVar[str] = "cpu_evictor"
@@ -44,6 +44,7 @@ class CpuEvictor(Traffic):
         "gpu_swapper": (Copy,),
         "storage_reader": (Probe, Read),
         "storage_writer": (Write, ClearStore),
+        "storage_direct": (FetchDevice, SaveDevice),
         "flush_notifier": (Gained, Gone, Cleared),
         "prefix_index": (Offloaded, Loaded, Admitted, HostGained, HostGone),
     }
@@ -124,7 +125,9 @@ class CpuEvictor(Traffic):
     @on(Load)
     def load(self, message: Load) -> None:
         """Bring blocks back: secure what the host has, look for the rest in storage."""
-        job = LoadJob(message.op, message.root, split_keys(message.keys), message.start, message.deadline, message.blocks)
+        job = LoadJob(
+            message.op, message.root, split_keys(message.keys), message.start, message.deadline, message.blocks, message.tokens
+        )
         self.loads[job.op] = job
         self.host.touch(reversed(job.keys))
         for key in job.wanted:
@@ -137,7 +140,14 @@ class CpuEvictor(Traffic):
             job.fetching = True
             self.after(message.deadline - now(), Overdue(job.op))
             self.probe(rest, message.deadline, lambda found: self._fetch(job, found))
+        elif rest and message.fetch and self.direct is not None and message.deadline > now():
+            job.fetching = True
+            self.fetch_direct(job)
         self._copy_in(job, 0)
+        self._maybe_done(job)
+
+    def load_moved(self, job: LoadJob) -> None:
+        """See `Direct.load_moved`."""
         self._maybe_done(job)
 
     def _secure(self, job: LoadJob, entry: Entry) -> None:
@@ -251,6 +261,7 @@ class CpuEvictor(Traffic):
         job.entries = job.entries[:ready]
         self._copy_in(job, 0)
         job.entries += waiting
+        self.fetch_direct(job)
         self._maybe_done(job)
 
     @on(Cancel)
@@ -330,7 +341,7 @@ class CpuEvictor(Traffic):
             lacking = lacking[: min(len(lacking), self.host.capacity - self.host.resident, self.host.free)]
             place = Place.RESIDENT
         else:
-            saved = set(message.save)
+            saved = set(message.save) if self.direct is None else set()
             lacking = [j for j in lacking if j in saved][: self.host.free]
             place = Place.TRANSIT
         entries = [self.host.add(keys[j], keys[j - 1] if j else message.root, place) for j in lacking]
@@ -344,6 +355,10 @@ class CpuEvictor(Traffic):
             kept = bytes(
                 message.keep and (e := self.host.usable(key)) is not None and e.place is Place.RESIDENT for key in keys
             )
+            if self.direct is not None and message.save:
+                start, tell = message.save[0], lambda _: self.tell(self.index, Admitted(message.op, kept))
+                self.save_direct(message.tokens, start, message.blocks[start : message.save[-1] + 1], tell)
+                return
             if self.writers and message.save:
                 sources = [self.host.usable(keys[j]) for j in reversed(message.save)]
                 self.write([entry for entry in sources if entry is not None])

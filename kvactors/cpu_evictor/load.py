@@ -9,8 +9,9 @@ class LoadJob:
     """Blocks `start`.. of a path on their way to the device.
 
     entries: sources in path order, as far as they are secured. host: how many leading ones came from the host tier. blocks: targets,
-    None until placed. copies: copies still to come. fetching: the store is still asked. arrived: per position whether its bytes are on the device.
-    late: the store is not waited for any more. over: answered (what still comes only cleans up).
+    None until placed. copies: copies still to come. fetching: the store is still asked. arrived: per position whether its bytes are on
+    the device. late: the store is not waited for any more. over: answered (what still comes only cleans up). tokens: of the path, for a
+    store that is addressed by them.
     """
 
     __slots__ = (
@@ -27,9 +28,20 @@ class LoadJob:
         "over",
         "root",
         "start",
+        "tokens",
     )
 
-    def __init__(self, op: int, root: bytes, keys: list[bytes], start: int, deadline: float, blocks: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        op: int,
+        root: bytes,
+        keys: list[bytes],
+        start: int,
+        deadline: float,
+        blocks: tuple[int, ...],
+        tokens: bytes = b"",
+    ) -> None:
+        self.tokens = tokens
         self.op = op
         self.root = root
         self.keys = keys

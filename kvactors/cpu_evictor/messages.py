@@ -25,6 +25,7 @@ class Load(Message, frozen=True, eq=False):
     next into blocks[1] ... An empty `blocks` means that they follow in a Place: the sources are secured (and fetched) meanwhile,
     so that making room for them cannot evict them.
     root: what the first key's parent is. deadline: absolute loop time. fetch: whether what the host tier lacks may come from storage.
+    tokens: of the same path, for a store that is addressed by them.
     """
 
     op: int
@@ -34,6 +35,7 @@ class Load(Message, frozen=True, eq=False):
     blocks: tuple[int, ...]
     deadline: float
     fetch: bool
+    tokens: bytes = b""
 
 
 class Prefetch(Message, frozen=True, eq=False):
@@ -46,6 +48,20 @@ class Prefetch(Message, frozen=True, eq=False):
     keys: bytes
     start: int
     deadline: float
+
+
+class Fetched(Control, frozen=True, eq=False):
+    """Answer to FetchDevice: so many blocks, from the first on, have their bytes."""
+
+    op: int
+    good: int
+
+
+class Saved(Control, frozen=True, eq=False):
+    """Answer to SaveDevice: so many blocks, from the first on, are stored."""
+
+    op: int
+    good: int
 
 
 class Place(Message, frozen=True, eq=False):
@@ -65,7 +81,7 @@ class Admit(Message, frozen=True, eq=False):
     """A finished request's path, all of it on the device (and held there until answered with Admitted).
 
     keys: names of the path from its first block on; blocks: their device blocks. keep: whether the host tier should hold them from
-    now on (inclusive tiers). save: positions to write to storage.
+    now on (inclusive tiers). save: positions to write to storage. tokens: as in Load.
     """
 
     op: int
@@ -74,6 +90,7 @@ class Admit(Message, frozen=True, eq=False):
     blocks: tuple[int, ...]
     keep: bool
     save: tuple[int, ...]
+    tokens: bytes = b""
 
 
 class Discard(Message, frozen=True, eq=False):

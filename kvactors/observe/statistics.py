@@ -36,9 +36,15 @@ def collect(system: System) -> CacheStatistics:
     return CacheStatistics(
         index.requests, index.blocks_looked_up, index.device_hits, index.host_hits, index.storage_hits, index.no_room,
         sum(actor.told for actor in actors), sum(actor.late_replies for actor in actors), index,
-        system.evictor_actor.host_statistics(), system.backend.statistics() if system.backend is not None else None,
+        system.evictor_actor.host_statistics(), store_of(system),
         system.notifier_actor.flush_statistics(), actors, system.supervisor.statistics(),
     )  # fmt: skip
+
+
+def store_of(system: System) -> Any:
+    """The store's record, None without one."""
+    store = system.backend if system.backend is not None else system.direct_backend
+    return store.statistics() if store is not None else None
 
 
 def residency(system: System) -> dict[Tier, set[bytes]]:

@@ -266,7 +266,8 @@ class PrefixIndex(Room):
         op = next(self.ops)
         self.saves[op] = (tree, path)
         blocks = tuple(path.blocks(0, committed))
-        self.tell(self.evictor, Admit(op, path.root, path.keys(0, committed), blocks, self._keep, tuple(save)))
+        tokens = path.tokens(0, save[-1] + 1) if save and self.by_tokens else b""
+        self.tell(self.evictor, Admit(op, path.root, path.keys(0, committed), blocks, self._keep, tuple(save), tokens))
         return committed
 
     def _positions_to_save(self, lease: Lease, committed: int) -> list[int]:

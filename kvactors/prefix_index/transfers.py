@@ -30,7 +30,7 @@ class Transfers(Actor):
     """State and handlers of operations in flight.
 
     exclusive: a block has one copy among device and host. host_tier: evicted blocks have somewhere to go. fetch: storage may hold
-    what the tree does not know. announce: somebody listens to the notifier.
+    what the tree does not know. announce: somebody listens to the notifier. by_tokens: the store is addressed by tokens, not by names.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class Transfers(Actor):
         host_tier: bool,
         fetch: bool,
         announce: bool,
+        by_tokens: bool = False,
     ) -> None:
         super().__init__(ref)
         self.index = index
@@ -53,6 +54,7 @@ class Transfers(Actor):
         self.host_tier = host_tier
         self.fetch = fetch
         self.announce = announce
+        self.by_tokens = by_tokens
         self.loads: dict[int, LoadOp] = {}
         self.offloads: dict[int, EvictOp] = {}
         self.saves: dict[int, tuple[BlockTree, Path]] = {}
@@ -91,8 +93,11 @@ class Transfers(Actor):
                 self._mark(load, lease)
             lease.ops.append(load)
             self.loads[load.op] = load
-            keys = lease.path.keys(0, stop)
-            self.tell(self.evictor, Load(load.op, lease.path.root, keys, start, tuple(load.blocks), lease.deadline, self.fetch))
+            path, blocks = lease.path, tuple(load.blocks)
+            tokens = path.tokens(0, stop) if self.by_tokens else b""
+            self.tell(
+                self.evictor, Load(load.op, path.root, path.keys(0, stop), start, blocks, lease.deadline, self.fetch, tokens)
+            )
 
     def place_loads(self, lease: Lease) -> None:
         """The lease got its blocks: give their targets to the loads that went ahead without."""

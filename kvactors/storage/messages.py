@@ -59,6 +59,35 @@ class ClearStore(Message, frozen=True, eq=False):
     op: int
 
 
+class FetchDevice(Message, frozen=True, eq=False):
+    """Read blocks of a path straight into device blocks; answered with Fetched once none is written any more.
+
+    tokens: the complete path (little-endian uint32), up to the last block wanted. start: the first one, into blocks[0], and so on.
+    """
+
+    op: int
+    tokens: bytes
+    start: int
+    blocks: tuple[int, ...]
+    deadline: float
+
+
+class SaveDevice(Message, frozen=True, eq=False):
+    """Write blocks of a path straight from device blocks; answered with Saved once none is read any more. Fields as in FetchDevice."""
+
+    op: int
+    tokens: bytes
+    start: int
+    blocks: tuple[int, ...]
+    deadline: float
+
+
+class Moved(Control, frozen=True, eq=False):
+    """To itself: a child job is over; `answer` goes to the evictor."""
+
+    answer: Control
+
+
 class Finished(Control, frozen=True, eq=False):
     """To itself: a child job is over; `answer` goes to the evictor.
 

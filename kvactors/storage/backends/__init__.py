@@ -4,24 +4,36 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from kvactors.config import StorageConfig
+from kvactors.config import Config, StorageConfig
+from kvactors.device.base import Device
 from kvactors.errors import ConfigError
 from kvactors.mooncake_config import in_bytes
 from kvactors.storage.backends.base import Backend
+from kvactors.storage.backends.direct import DirectBackend
 from kvactors.storage.backends.file import FileBackend
 from kvactors.storage.backends.memory import MemoryBackend
 from kvactors.storage.backends.owned import OwnedBackend
 
-__all__ = ["Backend", "FileBackend", "MemoryBackend", "OwnedBackend", "capacity_of", "make_backend"]
+__all__ = [
+    "Backend",
+    "DirectBackend",
+    "FileBackend",
+    "MemoryBackend",
+    "OwnedBackend",
+    "capacity_of",
+    "make_backend",
+    "make_direct",
+]
 
-KINDS = ("none", "memory", "file", "mooncake")
+DIRECT = "attention_store"
+KINDS = ("none", "memory", "file", "mooncake", DIRECT)
 
 
 def make_backend(config: StorageConfig, fingerprint: bytes, block_bytes: int) -> Backend | None:
-    """The store a config describes, None for none. A class of another package (`package.module:Class`) is called with the config, the
-    fingerprint and the bytes of a block. Raises ConfigError, StoreError."""
+    """The store a config describes, None for none and for one that moves device memory itself (`make_direct`). A class of another
+    package (`package.module:Class`) is called with the config, the fingerprint and the bytes of a block. Raises ConfigError, StoreError."""
     kind = config.backend
-    if kind == "none":
+    if kind in ("none", DIRECT):
         return None
     if kind == "memory":
         return MemoryBackend(fingerprint, block_bytes, capacity_of(config, block_bytes))
@@ -35,6 +47,20 @@ def make_backend(config: StorageConfig, fingerprint: bytes, block_bytes: int) ->
         return MooncakeBackend(config.mooncake, fingerprint, block_bytes, config.rank, config.ranks)
     made: Backend = backend_class(kind)(config, fingerprint, block_bytes)
     return made
+
+
+def make_direct(config: Config, device: Device) -> DirectBackend | None:
+    """The store that moves device memory itself, if the config names one. ConfigError, LayoutError, SdkError."""
+    if config.storage.backend != DIRECT or config.flush.only:
+        return None
+    from kvactors.storage.backends.attention_store import AttentionStoreBackend
+
+    if config.storage.write_policy == "write_back" or config.storage.exclusive:
+        raise ConfigError(
+            "attention_store moves blocks between its store and the device: storage.write_policy must be write_through, "
+            "write_through_selective or none, and storage.exclusive false"
+        )
+    return AttentionStoreBackend(config.attention_store, device)
 
 
 def make_file_backend(config: StorageConfig, fingerprint: bytes, block_bytes: int) -> FileBackend:

@@ -1,0 +1,89 @@
+"""AttentionStore as storage, through its SDK: match, read and write with device pointers and block ids."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvactors.actor.clock import now
+from kvactors.attention_store import Sdk
+from kvactors.device.base import Device
+from kvactors.errors import LayoutError, SdkError
+from kvactors.sink_config import AttentionStoreConfig
+from kvactors.storage.backends.direct import DirectBackend
+
+
+class AttentionStoreBackend(DirectBackend):
+    """The device's regions are handed to the SDK as they are: a pointer a layer for keys and, if the layout has them, for values. LayoutError
+    for a layout with anything else in it (scales, an indexer)."""
+
+    def __init__(self, config: AttentionStoreConfig, device: Device) -> None:
+        super().__init__(device.layout.block_bytes)
+        layout = device.layout
+        roles = [role.name for role in layout.roles]
+        if roles not in (["key"], ["key", "value"]):
+            raise LayoutError(f"AttentionStore takes keys and values; this layout has {', '.join(roles)}")
+        self.config = config
+        self.sdk = Sdk(config, layout)
+        pointers = [int(address) for address in device.regions]
+        self.keys, self.values = pointers[:: len(roles)], pointers[1::2] if len(roles) == 2 else []
+
+    async def open(self) -> None:
+        """Connect, and wait until the other side is ready."""
+        try:
+            await self.sdk.open()
+        except BaseException:
+            self.sdk.close()
+            raise
+
+    async def fetch(self, tokens: bytes, start: int, blocks: tuple[int, ...], seconds: float) -> int:
+        """See `DirectBackend.fetch`: what matches is read, from the first missing block on nothing."""
+        if not self.breaker.closed():
+            return 0
+        ids, deadline = np.frombuffer(tokens, "<u4"), now() + seconds
+        try:
+            found = min(await self.sdk.match(ids, start, seconds), len(blocks))
+            self.misses += len(blocks) - found
+            if not found or now() >= deadline:
+                return self._saw(0)
+            path = ids[: (start + found) * self.sdk.block_size]
+            got = await self.sdk.read(path, start, self.keys, self.values, blocks[:found], deadline - now())
+        except SdkError:
+            return self._failed(len(blocks))
+        good = max(0, min(got, found))
+        self.reads += good
+        return self._saw(good)
+
+    async def save(self, tokens: bytes, start: int, blocks: tuple[int, ...], seconds: float) -> int:
+        """See `DirectBackend.save`: in slices, up to the first that is short, or until the time is over."""
+        ids, config = np.frombuffer(tokens, "<u4"), self.config
+        total = min(seconds, config.write_total_timeout or seconds)
+        deadline, written = now() + total, 0
+        for first in range(0, len(blocks), config.write_slice_blocks):
+            some = blocks[first : first + config.write_slice_blocks]
+            if now() >= deadline or not self.breaker.closed():
+                break
+            path = ids[: (start + first + len(some)) * self.sdk.block_size]
+            try:
+                got = await self.sdk.write(path, start + first, self.keys, self.values, some, config.write_slice_timeout)
+            except SdkError:
+                self._failed(len(some))
+                break
+            self._saw(got)
+            written += max(0, min(got, len(some)))
+            if got < len(some):
+                break
+        self.writes += written
+        return written
+
+    def _saw(self, good: int) -> int:
+        self.breaker.saw(good=True)
+        return good
+
+    def _failed(self, blocks: int) -> int:
+        self.unavailable += blocks
+        self.breaker.saw(good=False)
+        return 0
+
+    async def close(self) -> None:
+        """See `DirectBackend.close`."""
+        self.sdk.close()

@@ -1,0 +1,204 @@
+"""AttentionStore as storage: bytes between device memory and the stand-in of its service, without host slots."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+import kvactors
+from kvactors.config import Config
+from kvactors.device.host import HostDevice
+from kvactors.layout import DSALayout, GQALayout, MLALayout
+from kvactors.sink_config import AttentionStoreConfig
+from kvactors.storage.backends.attention_store import AttentionStoreBackend
+from kvactors.testing import attentionstore_sdk as stand_in
+
+STAND_IN = "kvactors.testing.attentionstore_sdk"
+BLOCK = 4
+LAYOUT = GQALayout(3, 2, 8, BLOCK)
+
+
+@pytest.fixture(autouse=True)
+def fresh_services():
+    stand_in.services.clear()
+
+
+def calls(name: str):
+    return [call.arguments for call in stand_in.service().calls if call.name == name]
+
+
+async def backend(layout=LAYOUT, **changes) -> AttentionStoreBackend:
+    made = AttentionStoreBackend(AttentionStoreConfig(sdk=STAND_IN, **changes), HostDevice(layout, 16))
+    await made.open()
+    return made
+
+
+def path(blocks: int, seed: int = 1) -> bytes:
+    return np.random.default_rng(seed).integers(0, 1000, blocks * BLOCK, dtype="<u4").tobytes()
+
+
+@pytest.mark.parametrize("platform", ["other", "cuda"])
+@pytest.mark.parametrize("layout", [LAYOUT, MLALayout(3, BLOCK, 24, 8)])
+async def test_bytes_go_from_device_blocks_to_the_store_and_back_into_others(platform, layout):
+    store = await backend(layout, platform=platform)
+    names, device = np.random.default_rng(2).bytes(32 * 6), HostDevice(layout, 16)
+    store.keys, store.values = store.keys, store.values
+    mine = AttentionStoreBackend(AttentionStoreConfig(sdk=STAND_IN, platform=platform), device)
+    await mine.open()
+    device.fill([3, 1, 7, 2, 9, 4], names)
+    assert await mine.save(path(6), 0, (3, 1, 7, 2, 9, 4), 5.0) == 6
+    assert await mine.fetch(path(6), 2, (10, 11, 12, 13), 5.0) == 4
+    assert device.check([10, 11, 12, 13], names[64:]) == []
+    assert await mine.fetch(path(6, seed=9), 0, (0, 5), 5.0) == 0
+    options = calls("read")[0][-1]
+    assert options == ({"remote_addrs": None} if platform == "cuda" else {})
+    assert calls("write")[0][-1] == ({"h2h_copy": False, "params": None} if platform == "cuda" else {})
+    for one in (store, mine):
+        await one.close()
+
+
+async def test_writes_go_in_slices_and_stop_at_the_first_that_is_short():
+    store = await backend(write_slice_blocks=4)
+    assert await store.save(path(10), 0, tuple(range(10)), 5.0) == 10
+    made = [(len(tokens.ids) // BLOCK, start, list(blocks)) for _, tokens, start, _, _, blocks, _ in calls("write")]
+    assert made == [(4, 0, [0, 1, 2, 3]), (8, 4, [4, 5, 6, 7]), (10, 8, [8, 9])], "each with the path up to its end"
+    stand_in.service().broken = "no space"
+    assert await store.save(path(10, seed=2), 0, tuple(range(10)), 5.0) == 0
+    assert len(calls("write")) == 4, "the other slices would leave a gap"
+    await store.close()
+
+
+async def test_a_total_time_out_ends_between_slices():
+    store = await backend(write_slice_blocks=2, write_total_timeout=0.05)
+    stand_in.service().hang = 0.04
+    assert 2 <= await store.save(path(10), 0, tuple(range(10)), 5.0) < 10
+    await store.close()
+
+
+async def test_errors_are_counts_and_open_the_circuit():
+    store = await backend()
+    stand_in.service().broken = "it is broken"
+    for _ in range(5):
+        assert await store.fetch(path(2), 0, (0, 1), 5.0) == 0
+    assert store.statistics().unavailable == 10
+    assert store.statistics().breaker == "open"
+    before = len(stand_in.service().calls)
+    assert await store.fetch(path(2), 0, (0, 1), 5.0) == 0
+    assert len(stand_in.service().calls) == before, "it is left alone"
+    await store.close()
+
+
+def test_layouts_it_cannot_hold_are_named():
+    with pytest.raises(kvactors.LayoutError, match="key, indexer"):
+        AttentionStoreBackend(AttentionStoreConfig(sdk=STAND_IN), HostDevice(DSALayout(1, BLOCK), 2))
+
+
+# -- a whole cache
+
+
+def config(**tables) -> Config:
+    return Config.from_mapping(
+        {
+            "cache": {"block_size": BLOCK, "deadline": 5.0},
+            "device": {"num_blocks": 12},
+            "layout": {"num_layers": 3, "num_kv_heads": 2, "head_dim": 8},
+            "storage": {"backend": "attention_store", "write_policy": "write_through"},
+            "attention_store": {"sdk": STAND_IN},
+            "flush": {"sinks": [{"kind": "memory"}, {"kind": "attention_store"}]},
+            **tables,
+        }
+    )
+
+
+async def serve(cache, seed: int, blocks: int = 6) -> kvactors.Hits:
+    async with await cache.acquire(f"r{seed}", [seed % 2] * BLOCK + [seed] * (BLOCK * (blocks - 1) + 1)) as lease:
+        await lease.ready()
+        cached, keys = lease.cached_tokens // BLOCK, lease.keys(0, blocks)
+        assert cache.device.check(lease.block_table[:cached], keys[: 32 * cached]) == []
+        cache.device.fill(lease.block_table[cached:blocks], keys[32 * cached :])
+        await lease.commit(lease.num_tokens)
+        return lease.hits
+
+
+@pytest.mark.parametrize("host", [{}, {"slots": 8}])
+async def test_blocks_come_back_from_the_store_byte_for_byte(host):
+    async with kvactors.open(config(host=host)) as cache:
+        for seed in range(8):
+            await serve(cache, seed)
+            await cache.settled()
+        hits = []
+        for seed in range(8):
+            hits.append(await serve(cache, seed))
+            await cache.settled()
+        assert sum(one.storage for one in hits) >= 20
+        assert all(one.device + one.host + one.storage == 6 for one in hits)
+        await cache.flush_settled()
+        assert (cache.divergence(), cache.check()) == (0, [])
+        assert cache.statistics().store.reads >= 20
+
+
+async def test_a_new_process_finds_what_an_earlier_one_wrote():
+    async with kvactors.open(config()) as cache:
+        await serve(cache, 3)
+    async with kvactors.open(config()) as cache:
+        assert await serve(cache, 3) == kvactors.Hits(0, 0, 6)
+
+
+async def test_many_at_once_and_the_service_failing_now_and_then():
+    async with kvactors.open(config(device={"num_blocks": 80})) as cache:
+
+        async def client(first: int) -> None:
+            for round_ in range(8):
+                await serve(cache, (first + round_ * 3) % 10)
+                stand_in.service().broken = "for a while" if round_ == 3 else ""
+
+        await asyncio.gather(*(client(i) for i in range(4)))
+        await cache.flush_settled()
+        assert (cache.divergence(), cache.check()) == (0, [])
+        index = cache.statistics().prefix
+        assert index.leases == index.nodes_referenced == 0
+
+
+async def test_a_slow_read_holds_its_blocks_but_not_the_request_beyond_its_deadline():
+    async with kvactors.open(config(device={"num_blocks": 24}, cache={"block_size": BLOCK, "deadline": 0.3})) as cache:
+        await serve(cache, 3)
+        await cache.settled()
+        await cache.clear()
+        stand_in.service().hang = 1.0
+        began = asyncio.get_running_loop().time()
+        lease = await cache.acquire("late", [1] * BLOCK + [3] * (BLOCK * 5 + 1))
+        try:
+            await lease.ready(deadline=10.0)
+            assert lease.cached_tokens == 0
+            assert asyncio.get_running_loop().time() - began < 3.0
+        finally:
+            lease.abandon()
+        stand_in.service().hang = 0.0
+        await cache.settled(20.0)
+        assert cache.check() == []
+
+
+@pytest.mark.parametrize("storage", [{"write_policy": "write_back"}, {"write_policy": "write_through", "exclusive": True}])
+async def test_what_it_cannot_do_is_an_error_at_start(storage):
+    with pytest.raises(kvactors.ConfigError, match="attention_store moves blocks"):
+        async with kvactors.open(config(storage={"backend": "attention_store", **storage})):
+            pass
+
+
+async def test_in_flush_only_mode_it_is_neither_read_nor_written():
+    async with kvactors.open(config(flush={"only": True, "sinks": [{"kind": "attention_store"}]})) as cache:
+        await serve(cache, 3)
+        await cache.flush_settled()
+        assert not calls("write")
+        assert not calls("read")
+        assert calls("flush_token_index")
+
+
+def test_slices_by_variables():
+    environ = {"AS_WRITE_SLICE_BLOCK_NUM": "7", "AS_WRITE_SLICE_TIMEOUT": "2.5", "AS_WRITE_TOTAL_TIMEOUT": "9"}
+    store = Config.from_env(environ).attention_store
+    assert (store.write_slice_blocks, store.write_slice_timeout, store.write_total_timeout) == (7, 2.5, 9.0)
+    with pytest.raises(kvactors.ConfigError, match="AS_WRITE_SLICE_BLOCK_NUM must be a number"):
+        Config.from_env({"AS_WRITE_SLICE_BLOCK_NUM": "many"})
