@@ -19,7 +19,7 @@ from kvactors.errors import StoreError
 from kvactors.mooncake_config import MooncakeConfig
 from kvactors.storage.backends.base import Backend, Expired, ReadReport, WriteReport
 from kvactors.storage.backends.header import HEADER, fits, header_of
-from kvactors.storage.backends.mooncake_client import NO_SPACE, NOT_FOUND, OK, MooncakeClient
+from kvactors.storage.backends.mooncake_client import NO_SPACE, NOT_FOUND, NOT_READY, OK, MooncakeClient
 from kvactors.storage.messages import Outcome
 from kvactors.threads import Workers
 
@@ -187,4 +187,4 @@ def _outcome(code: int) -> Outcome:
     """What a code of the client means for a key."""
     if code >= OK:
         return Outcome.OK
-    return {NO_SPACE: Outcome.NO_SPACE, NOT_FOUND: Outcome.MISS}.get(code, Outcome.UNAVAILABLE)
+    return {NO_SPACE: Outcome.NO_SPACE, NOT_FOUND: Outcome.MISS, NOT_READY: Outcome.MISS}.get(code, Outcome.UNAVAILABLE)
