@@ -70,7 +70,8 @@ class System:
         self.direct_backend = make_direct(config, self.device)
         through_host = config.host.slots > 0 or self.backend is not None
         slots = config.host.slots + config.host.transit_slots if through_host else 0
-        self.arena = Arena(slots, self.layout.block_bytes, pinned=config.host.pinned)
+        trailer = self.backend.trailer if self.backend is not None else 0
+        self.arena = Arena(slots, self.layout.block_bytes, pinned=config.host.pinned, trailer=trailer)
         executor = InlineExecutor if inline_copies else CopyExecutor
         self.executor = executor(self.device, self.arena, config.host.copy_threads)
         self.inline = inline_copies

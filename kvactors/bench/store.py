@@ -223,7 +223,7 @@ async def in_pool(address: str, size: int, count: int) -> tuple[list[float], lis
     config = MooncakeConfig(
         master_server_address=address, local_hostname="127.0.0.1", global_segment_size=share, local_buffer_size="16MB"
     )
-    store, arena = MooncakeBackend(config, PRINT, size), Arena(64, size)
+    store, arena = MooncakeBackend(config, PRINT, size), Arena(64, size, trailer=MooncakeBackend.trailer)
     arena.touch()
     await store.open()
     await store.attach(arena)

@@ -16,15 +16,18 @@ log = structlog.get_logger()
 
 
 class Arena:
-    """num_slots slots of `stride` bytes (block_bytes rounded up to whole pages), one after another from `address`.
+    """num_slots slots of `stride` bytes (block_bytes and the trailer rounded up to whole pages), one after another from `address`.
+
+    trailer: bytes right behind each block that a store may use for what it keeps beside a block.
 
     pinned: lock the pages in memory; `locked` tells whether the system allowed it. Views must be dropped before `close`.
     """
 
-    def __init__(self, num_slots: int, block_bytes: int, *, pinned: bool = False) -> None:
+    def __init__(self, num_slots: int, block_bytes: int, *, pinned: bool = False, trailer: int = 0) -> None:
         self.num_slots = num_slots
         self.block_bytes = block_bytes
-        self.stride = -(-block_bytes // PAGE) * PAGE
+        self.trailer = trailer
+        self.stride = -(-(block_bytes + trailer) // PAGE) * PAGE
         self.pinned = pinned
         self.locked = False
         self._map = mmap.mmap(-1, max(1, num_slots) * self.stride)
@@ -47,6 +50,10 @@ class Arena:
             raise IndexError(f"slot {slot} of {self.num_slots}")
         start = slot * self.stride
         return self._bytes[start : start + self.block_bytes].data
+
+    def holds(self, address: int) -> bool:
+        """Whether an address is a slot's first."""
+        return 0 <= address - self.address < self.num_slots * self.stride and (address - self.address) % self.stride == 0
 
     def close(self) -> None:
         """Let the memory go as soon as the last view has."""

@@ -92,6 +92,7 @@ class FaultyBackend(Backend):
         super().__init__(inner.fingerprint, inner.block_bytes)
         self.inner = inner
         self.exclusive = inner.exclusive
+        self.trailer = inner.trailer
         self.breaker = inner.breaker
         self.misdeed: StoreMisdeed = ""
         self.delay = 0.0

@@ -85,7 +85,8 @@ class StoreContract:
     @asynccontextmanager
     async def opened(self, folder: Path, capacity: int = 0) -> AsyncIterator[Bench]:
         """A store, open, and its slots."""
-        store, arena = await self.make(folder, capacity), Arena(64, self.block_bytes)
+        store = await self.make(folder, capacity)
+        arena = Arena(64, self.block_bytes, trailer=store.trailer)
         await store.open()
         try:
             await store.attach(arena)

@@ -55,6 +55,8 @@ class Backend(ABC):
     """
 
     exclusive: bool = False
+    trailer: int = 0
+    """Bytes behind each block of the arena that it wants for itself."""
 
     def __init__(self, fingerprint: bytes, block_bytes: int) -> None:
         self.fingerprint = fingerprint

@@ -7,11 +7,13 @@ it sees fit, so this back end is answerable for no names: it announces nothing a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import anyio
 import numpy as np
+from numpy.typing import NDArray
 
 from kvactors.actor.uncancelled import to_the_end
 from kvactors.device.arena import Arena
@@ -20,23 +22,32 @@ from kvactors.mooncake_config import MooncakeConfig
 from kvactors.storage.backends.base import Backend, Expired, ReadReport, WriteReport
 from kvactors.storage.backends.header import HEADER, fits, header_of
 from kvactors.storage.backends.mooncake_client import NO_SPACE, NOT_FOUND, NOT_READY, OK, MooncakeClient
+from kvactors.storage.backends.slab_files import memory
 from kvactors.storage.messages import Outcome
 from kvactors.threads import Workers
 
 T = TypeVar("T")
 
-BATCH = 16
-"""Objects in one call, which cannot be cut short."""
-
-AT_ONCE = 2
-"""Calls at once: while one batch moves, the checksums of another are looked at."""
+BATCH = 32
+"""Objects in one call, which cannot be cut short. Two calls at once are slower than one after another."""
 
 RETRY = 0.2
 """Seconds until objects that found no space are tried once more: a burst outruns the master's eviction."""
 
 
+class Place(NamedTuple):
+    """Where a block and its header lie, and the pieces of memory that makes."""
+
+    payload: NDArray[np.uint8]
+    header: NDArray[np.uint8]
+    pointers: list[int]
+    sizes: list[int]
+
+
 class MooncakeBackend(Backend):
     """rank, ranks: this process's part of every block; objects of different ranks never mix."""
+
+    trailer = HEADER.size
 
     def __init__(self, config: MooncakeConfig, fingerprint: bytes, block_bytes: int, rank: int = 0, ranks: int = 1) -> None:
         super().__init__(fingerprint, block_bytes)
@@ -81,55 +92,56 @@ class MooncakeBackend(Backend):
         return run
 
     async def read(self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired) -> ReadReport:
-        """See `Backend.read`."""
+        """See `Backend.read`. While one batch moves, the checksums of the one before are looked at."""
         outcomes = bytearray([Outcome.LATE]) * len(keys)
-
-        async def batch(start: int) -> None:
-            some = slice(start, start + BATCH)
-            outcomes[some] = await self._read(keys[some], views[some])
-
-        await self._each(len(keys), batch, expired)
+        judging: list[tuple[slice, asyncio.Future[bytes]]] = []
+        try:
+            for start in range(0, len(keys), BATCH):
+                some = slice(start, start + BATCH)
+                if expired():
+                    break
+                if not self.breaker.closed():
+                    outcomes[some] = bytes([Outcome.UNAVAILABLE]) * len(keys[some])
+                    continue
+                places = [self._place(view) for view in views[some]]
+                pointers, sizes = [place.pointers for place in places], [place.sizes for place in places]
+                codes = await self._client.get([self.name(key) for key in keys[some]], pointers, sizes)
+                judge = partial(self._judge, keys[some], places, codes)
+                judging.append((some, asyncio.wrap_future(self._sums.submit(judge))))
+        finally:
+            for some, judged in judging:
+                seen: bytes = await to_the_end(judged)
+                outcomes[some] = seen
         corrupt = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome == Outcome.CORRUPT]
         await self.remove(corrupt)
         self.saw(bytes(outcomes))
         self.reads += outcomes.count(Outcome.OK)
         return ReadReport(bytes(outcomes), [])
 
-    async def _read(self, keys: Sequence[bytes], views: Sequence[memoryview]) -> bytes:
-        if not self.breaker.closed():
-            return bytes([Outcome.UNAVAILABLE]) * len(keys)
-        payloads = [np.frombuffer(view, np.uint8) for view in views]
-        headers = np.zeros((len(keys), HEADER.size), np.uint8)
-        pointers = [[p.ctypes.data, h.ctypes.data] for p, h in zip(payloads, headers, strict=True)]
-        sizes = [[self.block_bytes, HEADER.size]] * len(keys)
-        codes = await self._client.get([self.name(key) for key in keys], pointers, sizes)
-        whole = self.block_bytes + HEADER.size
-
-        def judge() -> bytes:
-            return bytes(
-                _outcome(code)
-                if code < 0
-                else Outcome.OK
-                if code == whole and fits(header, self.fingerprint, key, payload)
-                else Outcome.CORRUPT
-                for code, header, key, payload in zip(codes, headers, keys, payloads, strict=True)
-            )
-
-        return await self._aside(judge)
+    def _judge(self, keys: Sequence[bytes], places: Sequence[Place], codes: Sequence[int]) -> bytes:
+        """An outcome a key, of the codes and of what has come."""
+        outcomes = bytearray()
+        for key, place, code in zip(keys, places, codes, strict=True):
+            if code < 0:
+                outcomes.append(_outcome(code))
+            else:
+                whole = code == self.block_bytes + HEADER.size
+                good = whole and fits(place.header, self.fingerprint, key, place.payload)
+                outcomes.append(Outcome.OK if good else Outcome.CORRUPT)
+        return bytes(outcomes)
 
     async def write(self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired) -> WriteReport:
         """See `Backend.write`. An object that is there is not written again, which the pool does not tell apart."""
         outcomes = bytearray([Outcome.LATE]) * len(keys)
-
-        async def batch(start: int) -> None:
+        for start in range(0, len(keys), BATCH):
+            if expired():
+                break
             some = list(range(start, min(start + BATCH, len(keys))))
             await self._write(some, keys, views, outcomes)
             full = [i for i in some if outcomes[i] == Outcome.NO_SPACE]
             if full and not expired():
                 await anyio.sleep(RETRY)
                 await self._write(full, keys, views, outcomes)
-
-        await self._each(len(keys), batch, expired)
         self.saw(bytes(outcomes))
         self.writes += outcomes.count(Outcome.OK)
         return WriteReport(bytes(outcomes), [])
@@ -139,28 +151,27 @@ class MooncakeBackend(Backend):
     ) -> None:
         codes = [-1] * len(which)
         if self.breaker.closed():
-            payloads = [np.frombuffer(views[i], np.uint8) for i in which]
-            texts = await self._aside(lambda: [header_of(self.fingerprint, keys[i], views[i]) for i in which])
-            headers = [np.frombuffer(text, np.uint8) for text in texts]
-            pointers = [[p.ctypes.data, h.ctypes.data] for p, h in zip(payloads, headers, strict=True)]
-            sizes = [[self.block_bytes, HEADER.size]] * len(which)
+            places = [self._place(views[i]) for i in which]
+
+            def head() -> None:
+                for i, place in zip(which, places, strict=True):
+                    place.header[:] = np.frombuffer(header_of(self.fingerprint, keys[i], place.payload), np.uint8)
+
+            await self._aside(head)
+            pointers, sizes = [place.pointers for place in places], [place.sizes for place in places]
             codes = await self._client.put([self.name(keys[i]) for i in which], pointers, sizes)
         for i, code in zip(which, codes, strict=True):
             outcomes[i] = _outcome(code)
 
-    async def _each(self, count: int, batch: Callable[[int], Awaitable[None]], expired: Expired) -> None:
-        """Every batch that begins before the deadline, a few at once."""
-        starts = iter(range(0, count, BATCH))
-
-        async def work() -> None:
-            for start in starts:
-                if expired():
-                    return
-                await batch(start)
-
-        async with anyio.create_task_group() as tasks:
-            for _ in range(min(AT_ONCE, -(-count // BATCH))):
-                tasks.start_soon(work)
+    def _place(self, view: memoryview) -> Place:
+        """A slot of the arena is one piece with its trailer: over a network a piece more costs as much as a small block."""
+        payload, arena = np.frombuffer(view, np.uint8), self._arena
+        address, size = int(payload.ctypes.data), self.block_bytes
+        if arena is not None and arena.holds(address) and arena.trailer >= HEADER.size:
+            header = np.frombuffer(memory(address + size, HEADER.size), np.uint8)
+            return Place(payload, header, [address], [size + HEADER.size])
+        header = np.zeros(HEADER.size, np.uint8)
+        return Place(payload, header, [address, int(header.ctypes.data)], [size, HEADER.size])
 
     async def _aside(self, work: Callable[[], T]) -> T:
         """Checksums are no work for the loop."""
