@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from pathlib import Path
 from typing import Self
 
 import numpy as np
@@ -143,12 +144,18 @@ async def test_a_master_that_dies_is_unavailable_and_one_that_comes_back_serves_
             assert await node.get(1) == [Outcome.MISS], "its memory went with the master's index"
 
 
+def stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().split()[2] == "T"
+
+
 async def test_a_master_that_hangs_costs_its_time_out_and_the_loop_nothing():
     with master() as one:
         async with Node(one.address) as node:
             await node.put(1)
             assert one.process is not None
             one.process.send_signal(signal.SIGSTOP)
+            while not stopped(one.process.pid):
+                await asyncio.sleep(0.01)
             loop, worst = asyncio.get_running_loop(), 0.0
             asked = asyncio.create_task(node.get(1))
             began = loop.time()
