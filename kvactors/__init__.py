@@ -15,15 +15,18 @@ from kvactors.errors import (
     NoRoom,
     NotReady,
     Paused,
+    RankError,
+    RankLost,
     SinkError,
     StoreError,
 )  # fmt: skip
 from kvactors.layout.gqa import GQALayout
 from kvactors.observe.statistics import CacheStatistics
+from kvactors.ranks.serve import serve_rank
 from kvactors.units import Reason, Residency, Tier
 
 __all__ = [
-    "ActorFailed", "CacheClosed", "CacheStatistics", "Config", "ConfigError", "DeadlineExceeded", "DeviceError", "GQALayout", "Hits", "KVActorsError",
-    "KVCache", "LayoutError", "Lease", "LeaseEnded", "NoRoom", "NotReady", "Paused", "Reason", "Residency", "SinkError", "StoreError",
-    "Tier", "open",
+    "ActorFailed", "CacheClosed", "CacheStatistics", "Config", "ConfigError", "DeadlineExceeded", "DeviceError", "GQALayout",
+    "Hits", "KVActorsError", "KVCache", "LayoutError", "Lease", "LeaseEnded", "NoRoom", "NotReady", "Paused", "RankError",
+    "RankLost", "Reason", "Residency", "SinkError", "StoreError", "Tier", "open", "serve_rank",
 ]  # fmt: skip

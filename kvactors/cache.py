@@ -31,6 +31,7 @@ from kvactors.prefix_index.messages import (
     Extend,
     Finish,
     Granted,
+    LayerReady,
     Pause,
     Preempt,
     Prefetch,
@@ -85,6 +86,20 @@ class Lease:
         landed = await self._ask(Ready(self._id), deadline)
         self.block_table, self.cached_tokens, self.pending = landed.blocks, landed.cached_tokens, False
         self.hits = Hits(landed.device_hits, landed.host_hits, landed.storage_hits)
+
+    async def layer_ready(self, layer: int, *, deadline: float | None = None) -> int:
+        """Return when one layer (counted from the layout's first, 0) of every load has landed, so that attention on it can start while later
+        ones still load; layers land one by one with `device.layerwise`, else all at once. Returns the tokens that are cached in it.
+
+        `ready` has the last word: if it says that fewer are cached, what was computed on top of the others must be thrown away.
+        Raises ValueError for a layer that is not there, and what `ready` raises.
+        """
+        layout = self._cache.system.layout
+        if not 0 <= layer < layout.num_layers + layout.extra_layers:
+            raise ValueError(f"there is no layer {layer} of {layout.num_layers + layout.extra_layers}")
+        if not self.pending:
+            return self.cached_tokens
+        return int(await self._ask(LayerReady(self._id, layer), deadline))
 
     async def extend(self, tokens: Any, *, deadline: float | None = None) -> tuple[int, ...]:
         """Append tokens (any integer buffer); returns the device blocks added to the table.

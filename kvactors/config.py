@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from kvactors.endpoint import split_endpoint
 from kvactors.errors import ConfigError
 from kvactors.mooncake_config import MooncakeConfig, in_bytes, resolve
 from kvactors.sink_config import AnySinkConfig, AttentionStoreConfig
@@ -32,15 +33,17 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DeviceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """kind: host (numpy arrays standing in for device memory) or paddle (tensors of Paddle's, at `place`: cpu, gpu:0, ..; CPU memory only
-    for now). num_blocks: device blocks. free_low / free_high: fractions of them; when fewer than low are free, evict until high are
-    (both 0: evict on demand only)."""
+    """kind: host (numpy arrays standing in for device memory), paddle (tensors of Paddle's, at `place`: cpu, gpu:0, ..) or cuda (memory of
+    the GPU numbered `ordinal`, without any framework). num_blocks: device blocks. free_low / free_high: fractions of them; when fewer
+    than low are free, evict until high are (both 0: evict on demand only). layerwise: load layer by layer (`Lease.layer_ready`)."""
 
-    kind: Literal["host", "paddle"] = "host"
+    kind: Literal["host", "paddle", "cuda"] = "host"
     place: str = "cpu"
+    ordinal: int = 0
     num_blocks: int = 1024
     free_low: float = 0.0
     free_high: float = 0.0
+    layerwise: bool = False
 
 
 class LayoutConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -74,7 +77,8 @@ class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     mode: exclusive (a loaded block leaves the host) or inclusive (blocks are copied to the host at request finish and stay).
     low / high watermark: fractions of `slots`; above high, evict down to low (both 0: evict on demand only).
-    pinned: try to lock the arena's pages. copy_threads: threads that move bytes between device and arena.
+    pinned: try to lock the arena's pages (a CUDA device's are in any case). copy_threads: threads that move bytes between device and arena.
+    batch_from: for a CUDA device, bytes from which on a piece goes by the copy engines instead of our kernel; measured at start if not set.
     """
 
     slots: int = 0
@@ -85,6 +89,22 @@ class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     high_watermark: float = 0.0
     pinned: bool = False
     copy_threads: int = 1
+    batch_from: int | None = None
+
+    def arena_slots(self, *, stored: bool) -> int:
+        """Slots of the arena: those of the tier and those for passing through, if anything passes. stored: whether a store does."""
+        return self.slots + self.transit_slots if self.slots or stored else 0
+
+
+class RanksConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Tensor-parallel ranks. count: with more than one, each worker process serves its own (`kvactors.serve_rank`) at endpoint
+    (unix:///path or tcp://host:port), where this process listens; layout.tensor_parallel must be the same number. timeout: seconds an
+    answer may take before a rank counts as silent. start: seconds all ranks together may take to come."""
+
+    count: int = 1
+    endpoint: str = ""
+    timeout: float = 2.0
+    start: float = 30.0
 
 
 class StorageConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -155,6 +175,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     flush: FlushConfig = FlushConfig()
     attention_store: AttentionStoreConfig = AttentionStoreConfig()
     actors: ActorsConfig = ActorsConfig()
+    ranks: RanksConfig = RanksConfig()
 
     @classmethod
     def from_toml(cls, path: str | Path) -> Config:
@@ -295,6 +316,7 @@ def validate(config: Config) -> None:
         ("flush.batch", config.flush.batch, 1),
         ("actors.channel_bound", config.actors.channel_bound, 1),
         ("actors.restarts", config.actors.restarts, 0),
+        ("ranks.count", config.ranks.count, 1),
         ("layout.num_layers", config.layout.num_layers, 1),
         ("layout.num_kv_heads", config.layout.num_kv_heads, 1),
         ("layout.head_dim", config.layout.head_dim, 1),
@@ -307,6 +329,8 @@ def validate(config: Config) -> None:
         ("storage.timeout", config.storage.timeout),
         ("flush.timeout", config.flush.timeout),
         ("flush.retry_min", config.flush.retry_min),
+        ("ranks.timeout", config.ranks.timeout),
+        ("ranks.start", config.ranks.start),
         ("actors.drain", config.actors.drain),
     )
     for name, seconds in positive:
@@ -317,6 +341,7 @@ def validate(config: Config) -> None:
     if config.flush.retry_max < config.flush.retry_min:
         raise ConfigError("flush.retry_max must not be below flush.retry_min")
     validate_storage(config.storage)
+    validate_ranks(config)
     config.attention_store.check()
     names = [sink.label for sink in config.flush.sinks]
     if len(set(names)) != len(names):
@@ -333,6 +358,20 @@ def validate_storage(storage: StorageConfig) -> None:
         in_bytes(getattr(storage, name), f"storage.{name}")
     if not storage.namespace or "/" in storage.namespace or storage.namespace in (".", ".."):
         raise ConfigError(f"storage.namespace must be a plain name, not {storage.namespace!r}")
+
+
+def validate_ranks(config: Config) -> None:
+    """Raise ConfigError for ranks that cannot be."""
+    ranks = config.ranks
+    if ranks.count == 1:
+        return
+    split_endpoint(ranks.endpoint)
+    if config.layout.tensor_parallel != ranks.count:
+        raise ConfigError(
+            f"layout.tensor_parallel is {config.layout.tensor_parallel}, ranks.count {ranks.count}: they must agree"
+        )
+    if config.storage.backend == "attention_store":
+        raise ConfigError("attention_store moves the device memory of its own process: it cannot serve ranks in others")
 
 
 def _validate_pair(low_name: str, low: float, high_name: str, high: float) -> None:

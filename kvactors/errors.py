@@ -15,6 +15,9 @@ KVActorsError
 ├── WiringError                       the declared channel graph does not fit together
 ├── LayoutError (ValueError)          shapes, dtypes or counts of blocks do not fit
 ├── DeviceError                       a device cannot be had, or its memory is not what it was
+│   └── CudaError                     (device.cuda_driver) a call of the CUDA driver failed
+├── RankError                         a tensor-parallel rank cannot be admitted, or nobody can listen for it
+│   └── RankLost                      a rank's memory is gone, and with it what a lease's blocks held
 ├── StoreError                        a storage back end cannot do what was asked
 │   ├── StoreCorrupt                  an object failed its header or checksum
 │   ├── StoreFull                     no space for an object
@@ -94,6 +97,14 @@ class LayoutError(KVActorsError, ValueError):
 
 class DeviceError(KVActorsError):
     """A device cannot be had, or its memory is not what it was when it was registered."""
+
+
+class RankError(KVActorsError):
+    """A tensor-parallel rank cannot be admitted, or nobody can listen for it."""
+
+
+class RankLost(RankError):
+    """A rank's memory is gone, and with it what a lease's blocks held there: acquire again."""
 
 
 class StoreError(KVActorsError):

@@ -25,16 +25,21 @@ from kvactors.cpu_evictor.actor import CpuEvictor
 from kvactors.device import make_device
 from kvactors.device.arena import Arena
 from kvactors.device.base import Device
+from kvactors.device.remote import RanksArena, RanksDevice
 from kvactors.errors import ConfigError, KVActorsError, LayoutError
 from kvactors.flush_notifier.actor import FlushNotifier
 from kvactors.flush_notifier.messages import Settle
 from kvactors.flush_notifier.sinks import Sink, make_sinks
 from kvactors.gpu_swapper.actor import GpuSwapper
-from kvactors.gpu_swapper.executor import CopyExecutor, InlineExecutor
+from kvactors.gpu_swapper.executor import Executor, make_executor
+from kvactors.gpu_swapper.remote import RemoteExecutor
 from kvactors.layout import make_layout
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.index import BlockIndex
+from kvactors.ranks.group import RankGroup
 from kvactors.storage.backends import Backend, make_backend, make_direct
+from kvactors.storage.backends.direct import DirectBackend
+from kvactors.storage.backends.ranks import RankBackend
 from kvactors.storage.direct import StorageDirect
 from kvactors.storage.reader import StorageReader
 from kvactors.storage.writer import StorageWriter
@@ -62,19 +67,18 @@ class System:
             raise LayoutError(
                 f"the device's blocks hold {self.layout.block_size} tokens, cache.block_size is {config.cache.block_size}"
             )
-        self.device = device if device is not None else make_device(config.device, self.layout)
         self.storage = StorageConfig(backend="none", write_policy="none") if config.flush.only else config.storage
-        self.backend = backend
-        if backend is None or config.flush.only:
-            self.backend = make_backend(self.storage, self.layout.fingerprint, self.layout.block_bytes)
-        self.direct_backend = make_direct(config, self.device)
-        through_host = config.host.slots > 0 or self.backend is not None
-        slots = config.host.slots + config.host.transit_slots if through_host else 0
-        trailer = self.backend.trailer if self.backend is not None else 0
-        self.arena = Arena(slots, self.layout.block_bytes, pinned=config.host.pinned, trailer=trailer)
-        executor = InlineExecutor if inline_copies else CopyExecutor
-        self.executor = executor(self.device, self.arena, config.host.copy_threads)
         self.inline = inline_copies
+        self.ranks: RankGroup | None = None
+        self.device: Device
+        self.arena: Arena
+        self.executor: Executor
+        self.backend: Backend | None
+        self.direct_backend: DirectBackend | None
+        if config.ranks.count > 1:
+            self._make_remote(device, backend)
+        else:
+            self._make_local(device, backend)
         made = [*make_sinks(config, self.layout), *sinks]
         self.sinks = {sink.name: sink for sink in made}
         if len(self.sinks) < len(made):
@@ -83,6 +87,40 @@ class System:
         self.supervisor = Supervisor(self.activity, RestartBudget(config.actors.restarts))
         self.epoch = time.time_ns() // 1_000_000
         self._make_refs()
+
+    def _make_local(self, device: Device | None, backend: Backend | None) -> None:
+        """The data plane in this process."""
+        config = self.config
+        self.device = device if device is not None else make_device(config.device, self.layout)
+        self._own_device = device is None
+        self.backend = backend
+        if backend is None or config.flush.only:
+            self.backend = make_backend(self.storage, self.layout.fingerprint, self.layout.block_bytes)
+        self.direct_backend = make_direct(config, self.device)
+        slots = config.host.arena_slots(stored=self.backend is not None)
+        trailer = self.backend.trailer if self.backend is not None else 0
+        self.arena = Arena(
+            slots, self.layout.block_bytes, pinned=config.host.pinned and self.device.kind != "cuda", trailer=trailer
+        )
+        self.executor = make_executor(self.device, self.arena, config.host, inline=self.inline)
+
+    def _make_remote(self, device: Device | None, backend: Backend | None) -> None:
+        """The data plane in the ranks' processes."""
+        config, layout = self.config, self.layout
+        if device is not None or backend is not None:
+            raise ConfigError("with ranks.count above 1, devices and stores belong to the ranks: give them to serve_rank")
+        stored = self.storage.backend != "none"
+        slots = config.host.arena_slots(stored=stored)
+        self._own_device = True
+        self.device = RanksDevice(layout, config.device.num_blocks)
+        self.arena = RanksArena(slots, layout.block_bytes)
+        self.ranks = RankGroup(config.ranks, layout.fingerprint, config.device.num_blocks, slots)
+        self.executor = RemoteExecutor(self.device, self.arena, self.ranks)
+        self.direct_backend, self.backend = None, None
+        if stored:
+            self.backend = RankBackend(
+                self.ranks, layout.fingerprint, layout.block_bytes, self.storage.timeout, exclusive=self.storage.exclusive
+            )
 
     def _make_refs(self) -> None:
         bound, pool = self.config.actors.channel_bound, self.storage if self.backend is not None else None
@@ -117,12 +155,13 @@ class System:
         )  # fmt: skip
 
     def _make_swapper(self, ref: ActorRef) -> GpuSwapper:
-        return GpuSwapper(ref, executor=self.executor, evictor=self.evictor)
+        return GpuSwapper(ref, executor=self.executor, evictor=self.evictor, index=self.index)
 
     def _make_evictor(self, ref: ActorRef) -> CpuEvictor:
         return CpuEvictor(
             ref, config=self.config.host, storage=self.storage, arena=self.arena, index=self.index, swapper=self.swapper,
             readers=self.readers, writers=self.writers, notifier=self.notifier, direct=self.direct,
+            layerwise=self.config.device.layerwise,
         )  # fmt: skip
 
     def _make_reader(self, ref: ActorRef) -> StorageReader:
@@ -172,11 +211,17 @@ class System:
                     yield self
                     with anyio.CancelScope(shield=True):
                         await self._last_words(drain)
+                    self.executor.release()
         finally:
             self.arena.close()
 
     async def _open(self, opened: AsyncExitStack) -> None:
+        if self._own_device:
+            opened.callback(self.device.close)
         opened.push_async_callback(shielded, self.executor.close)
+        if self.ranks is not None:
+            await self.ranks.open()
+            opened.push_async_callback(shielded, self.ranks.close)
         if self.backend is not None:
             await self.backend.open()
             opened.push_async_callback(shielded, self.backend.close)
@@ -192,6 +237,7 @@ class System:
             await anyio.to_thread.run_sync(self.arena.touch)
         if self.backend is not None:
             await self.backend.attach(self.arena)
+        await self.executor.open()
 
     async def _last_words(self, limit: float) -> None:
         at = deadline_after(limit)
@@ -213,6 +259,11 @@ class System:
     def evictor_actor(self) -> CpuEvictor:
         """CpuEvictor as it is now."""
         return self._actor(self.evictor)  # type: ignore[no-any-return]
+
+    @property
+    def swapper_actor(self) -> GpuSwapper:
+        """GpuSwapper as it is now."""
+        return self._actor(self.swapper)  # type: ignore[no-any-return]
 
     @property
     def notifier_actor(self) -> FlushNotifier:

@@ -156,7 +156,7 @@ class Actor:
 
     def after(self, delay: float, message: Control) -> asyncio.TimerHandle:
         """Send this actor a control message `delay` seconds from now (lost if it is another life by then)."""
-        return asyncio.get_running_loop().call_later(delay, self._to_self, message)
+        return asyncio.get_running_loop().call_later(delay, self.to_self, message)
 
     # -- the loop
 
@@ -245,9 +245,10 @@ class Actor:
             message = done(await job)
         except Exception as error:  # a job's failure is a message like any other
             message = failed(error)
-        self._to_self(message)
+        self.to_self(message)
 
-    def _to_self(self, message: Control) -> None:
+    def to_self(self, message: Control) -> None:
+        """Send this actor a control message from a callback on the loop (lost if it is another life by then)."""
         if self.state <= State.RUNNING and self.life == self.ref.life:
             self.ref.try_send(Envelope(message, None, None, self.life))
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
-from kvactors.actor import ActorRef, Message, on
+from kvactors.actor import Message, on
 from kvactors.actor.clock import now
-from kvactors.cpu_evictor.direct import Direct
 from kvactors.cpu_evictor.host import Entry, Place
 from kvactors.cpu_evictor.load import LoadJob
 from kvactors.cpu_evictor.messages import Admit, Cancel, ClearHost, Discard, Load, Offload, Overdue, Prefetch
 from kvactors.cpu_evictor.messages import Place as PlaceLoad
+from kvactors.cpu_evictor.plane import Plane
 from kvactors.flush_notifier.messages import Cleared, Gained, Gone
 from kvactors.gpu_swapper.messages import Copy, Direction
-from kvactors.prefix_index.messages import Admitted, HostGained, HostGone, Loaded, Offloaded
-from kvactors.storage.messages import ClearStore, FetchDevice, Outcome, Probe, Read, SaveDevice, Write
+from kvactors.prefix_index.messages import Admitted, HostGained, HostGone, LayersLoaded, Loaded, LoadStalled, Offloaded
+from kvactors.storage.messages import ClearStore, FetchDevice, Outcome, Probe, Read, Recount, SaveDevice, Write
 from kvactors.units import Reason, Tier, join_keys, split_keys
 
 
@@ -36,22 +36,18 @@ class HostStatistics(NamedTuple):
     write_failures: int
 
 
-class CpuEvictor(Direct):
+class CpuEvictor(Plane):
     """Owns host slots, the host LRU and slot pins."""
 
     ROLE: ClassVar[str] = "cpu_evictor"
     SENDS: ClassVar[Mapping[str, tuple[type[Message], ...]]] = {
         "gpu_swapper": (Copy,),
         "storage_reader": (Probe, Read),
-        "storage_writer": (Write, ClearStore),
+        "storage_writer": (Write, ClearStore, Recount),
         "storage_direct": (FetchDevice, SaveDevice),
         "flush_notifier": (Gained, Gone, Cleared),
-        "prefix_index": (Offloaded, Loaded, Admitted, HostGained, HostGone),
+        "prefix_index": (Offloaded, Loaded, Admitted, HostGained, HostGone, LayersLoaded, LoadStalled),
     }
-
-    def __init__(self, ref: ActorRef, **rest: Any) -> None:
-        super().__init__(ref, **rest)
-        self.loads: dict[int, LoadJob] = {}
 
     def started(self) -> None:
         """A life after a death begins with an empty host tier."""
@@ -220,7 +216,8 @@ class CpuEvictor(Direct):
             job.arrived.update(first + i for i in range(len(sources)) if i not in failed)
             self._maybe_done(job)
 
-        self.copy(Direction.TO_DEVICE, job.blocks[first : first + len(sources)], sources, then)
+        blocks = job.blocks[first : first + len(sources)]
+        self.copy(Direction.TO_DEVICE, blocks, sources, then, self.progress_of(job, first))
 
     @on(Prefetch)
     def prefetch(self, message: Prefetch) -> None:

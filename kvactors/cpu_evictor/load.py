@@ -11,7 +11,7 @@ class LoadJob:
     entries: sources in path order, as far as they are secured. host: how many leading ones came from the host tier. blocks: targets,
     None until placed. copies: copies still to come. fetching: the store is still asked. arrived: per position whether its bytes are on
     the device. late: the store is not waited for any more. over: answered (what still comes only cleans up). tokens: of the path, for a
-    store that is addressed by them.
+    store that is addressed by them. layers: by the first position of a copy, how many layers of it have arrived.
     """
 
     __slots__ = (
@@ -24,6 +24,7 @@ class LoadJob:
         "from_host",
         "keys",
         "late",
+        "layers",
         "op",
         "over",
         "root",
@@ -52,6 +53,7 @@ class LoadJob:
         self.from_host: list[bool] = []
         self.arrived: set[int] = set()
         self.copies = 0
+        self.layers: dict[int, int] = {}
         self.fetching = self.late = self.over = False
 
     @property
@@ -65,6 +67,10 @@ class LoadJob:
         while run in self.arrived:
             run += 1
         return run
+
+    def reached(self) -> int:
+        """Layers of all its copies that have arrived."""
+        return min(self.layers.values(), default=0)
 
     def parent(self, position: int) -> bytes:
         """Name of the block before path position `position`."""

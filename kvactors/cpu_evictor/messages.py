@@ -112,6 +112,20 @@ class Copied(Control, frozen=True, eq=False):
     failed: tuple[int, ...]
 
 
+class CopyProgress(Control, frozen=True, eq=False):
+    """Of a layerwise Copy, the first `layers` layers have arrived."""
+
+    op: int
+    layers: int
+
+
+class HostChanged(Control, frozen=True, eq=False):
+    """Copies can be made (again), or cannot for now. lost: what was in the slots may be gone."""
+
+    possible: bool
+    lost: bool
+
+
 class Probed(Control, frozen=True, eq=False):
     """Answer to Probe: the first `found` keys can be read."""
 

@@ -11,7 +11,7 @@ from kvactors.actor import Actor, ActorRef, PeerRestarted, on
 from kvactors.actor.clock import now
 from kvactors.config import HostConfig, StorageConfig
 from kvactors.cpu_evictor.host import Entry, HostTier, Place
-from kvactors.cpu_evictor.messages import Copied, Probed, ReadDone, StoreCleared, Written
+from kvactors.cpu_evictor.messages import Copied, CopyProgress, Probed, ReadDone, StoreCleared, Written
 from kvactors.device.arena import Arena
 from kvactors.flush_notifier.messages import Gained, Gone
 from kvactors.gpu_swapper.messages import Copy, Direction
@@ -62,6 +62,7 @@ class Traffic(Actor):
         self.copy_failures = self.write_failures = 0
         self._ops = count(1)
         self._copies: dict[int, Callable[[frozenset[int]], None]] = {}
+        self._progress: dict[int, Callable[[int], None]] = {}
         self._probes: dict[int, Asked] = {}
         self._reads: dict[int, Asked] = {}
         self._writes: dict[int, Asked] = {}
@@ -70,20 +71,36 @@ class Traffic(Actor):
     # -- copies
 
     def copy(
-        self, direction: Direction, blocks: Sequence[int], entries: Sequence[Entry], then: Callable[[frozenset[int]], None]
+        self,
+        direction: Direction,
+        blocks: Sequence[int],
+        entries: Sequence[Entry],
+        then: Callable[[frozenset[int]], None],
+        progress: Callable[[int], None] | None = None,
     ) -> None:
-        """Move pairs; `then` gets the indices that failed. The caller holds the pins."""
+        """Move pairs; `then` gets the indices that failed, `progress` how many layers have arrived. The caller holds the pins."""
         if not entries:
             then(frozenset())
             return
         op = next(self._ops)
         self._copies[op] = then
-        self.tell(self.swapper, Copy(op, direction, tuple(blocks), tuple(entry.slot for entry in entries)))
+        if progress is not None:
+            self._progress[op] = progress
+        slots = tuple(entry.slot for entry in entries)
+        self.tell(self.swapper, Copy(op, direction, tuple(blocks), slots, progress is not None))
+
+    @on(CopyProgress)
+    def copy_progress(self, message: CopyProgress) -> None:
+        """Some layers of a copy are there."""
+        progress = self._progress.get(message.op)
+        if progress is not None:
+            progress(message.layers)
 
     @on(Copied)
     def copied(self, message: Copied) -> None:
         """A copy is over."""
         self.copy_failures += len(message.failed)
+        self._progress.pop(message.op, None)
         then = self._copies.pop(message.op, None)
         if then is not None:
             then(frozenset(message.failed))

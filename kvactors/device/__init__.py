@@ -12,7 +12,11 @@ __all__ = ["Device", "HostDevice", "TensorDevice", "make_device"]
 def make_device(config: DeviceConfig, layout: Layout) -> Device:
     """The device a config describes. Raises LayoutError, DeviceError."""
     if config.kind == "paddle":
-        from kvactors.device.paddle import PaddleDevice
+        from kvactors.device.paddle import make_paddle_device
 
-        return PaddleDevice.allocate(layout, config.num_blocks, config.place)
+        return make_paddle_device(layout, config.num_blocks, config.place)
+    if config.kind == "cuda":
+        from kvactors.device.cuda import CudaDevice
+
+        return CudaDevice.allocate(layout, config.num_blocks, ordinal=config.ordinal)
     return HostDevice(layout, config.num_blocks)

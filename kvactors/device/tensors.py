@@ -134,11 +134,13 @@ class TensorDevice(Device):
         ids, to = np.asarray(blocks, np.int64), np.asarray(slots, np.int64)
         gather(self.regions, self.piece_bytes, self.num_blocks, ids, arena.address, arena.stride, arena.num_slots, to)
 
-    def copy_to_device(self, blocks: Sequence[int], arena: Arena, slots: Sequence[int]) -> None:
+    def copy_to_device(self, blocks: Sequence[int], arena: Arena, slots: Sequence[int], layers: range | None = None) -> None:
         """See `Device`."""
         self.ensure_in_place()
         ids, source = np.asarray(blocks, np.int64), np.asarray(slots, np.int64)
-        scatter(self.regions, self.piece_bytes, self.num_blocks, ids, arena.address, arena.stride, arena.num_slots, source)
+        pieces, offset = self.share(layers)
+        regions, sizes = self.regions[pieces], self.piece_bytes[pieces]
+        scatter(regions, sizes, self.num_blocks, ids, arena.address + offset, arena.stride, arena.num_slots, source)
 
     def fill(self, blocks: Sequence[int], keys: bytes) -> None:
         """See `HostDevice.fill`."""

@@ -145,7 +145,7 @@ class FlushNotifier(Actor):
         is done: half a path in one task and half in the next would carry its tokens twice."""
         if next(work, self) is None:
             self._unfinished += 1
-            self._to_self(Continue(work))
+            self.to_self(Continue(work))
         else:
             self._pump()
 
@@ -157,7 +157,7 @@ class FlushNotifier(Actor):
                 delivery.since = now()
             if not (self._woken or self._unfinished) and self._ready(i, delivery):
                 self._woken = True  # the turns that are due come first: one batch for them all
-                asyncio.get_running_loop().call_soon(self._to_self, Deliver())
+                asyncio.get_running_loop().call_soon(self.to_self, Deliver())
         if self._settling:
             self._answer_settled()
 

@@ -7,9 +7,10 @@ from typing import ClassVar, NamedTuple
 
 from kvactors.actor import Actor, ActorRef, Message, on
 from kvactors.actor.clock import now
-from kvactors.cpu_evictor.messages import Copied
+from kvactors.cpu_evictor.messages import Copied, CopyProgress, HostChanged
 from kvactors.gpu_swapper.executor import Executor
-from kvactors.gpu_swapper.messages import Copy, CopyFinished, Direction
+from kvactors.gpu_swapper.messages import Copy, CopyFinished, CopyLayers, Direction, PlaneChanged
+from kvactors.prefix_index.messages import DeviceLost
 
 
 class SwapperStatistics(NamedTuple):
@@ -29,15 +30,31 @@ class GpuSwapper(Actor):
     """Owns the copies in flight between the device and the arena."""
 
     ROLE: ClassVar[str] = "gpu_swapper"
-    SENDS: ClassVar[Mapping[str, tuple[type[Message], ...]]] = {"cpu_evictor": (Copied,)}
+    SENDS: ClassVar[Mapping[str, tuple[type[Message], ...]]] = {
+        "cpu_evictor": (Copied, CopyProgress, HostChanged),
+        "prefix_index": (DeviceLost,),
+    }
 
-    def __init__(self, ref: ActorRef, *, executor: Executor, evictor: ActorRef) -> None:
+    def __init__(self, ref: ActorRef, *, executor: Executor, evictor: ActorRef, index: ActorRef) -> None:
         super().__init__(ref)
         self._executor = executor
         self._evictor = evictor
+        self._index = index
         self._blocks = {Direction.TO_HOST: 0, Direction.TO_DEVICE: 0}
         self._seconds = {Direction.TO_HOST: 0.0, Direction.TO_DEVICE: 0.0}
         self._failed = self._in_flight = 0
+
+    def started(self) -> None:
+        """Hear of copies that cannot be made, and of what was lost while nobody listened."""
+        self._executor.watch(lambda possible, lost: self.to_self(PlaneChanged(possible, lost)))
+
+    @on(PlaneChanged)
+    def plane_changed(self, message: PlaneChanged) -> None:
+        """Ranks come and go."""
+        if message.lost:
+            self.tell(self._index, DeviceLost())
+            self._executor.heard()
+        self.tell(self._evictor, HostChanged(message.possible, message.lost))
 
     @on(Copy)
     def copy(self, message: Copy) -> None:
@@ -51,7 +68,16 @@ class GpuSwapper(Actor):
         def broke(_error: Exception) -> CopyFinished:
             return done(tuple(range(pairs)))
 
-        self.start_job(self._executor.run(message.direction, message.blocks, message.slots), done, broke)
+        def progress(layers: int) -> None:
+            self.to_self(CopyLayers(message.op, layers))
+
+        said = progress if message.layerwise else None
+        self.start_job(self._executor.run(message.direction, message.blocks, message.slots, said), done, broke)
+
+    @on(CopyLayers)
+    def copy_layers(self, message: CopyLayers) -> None:
+        """Some more layers of a copy are there."""
+        self.tell(self._evictor, CopyProgress(message.op, message.layers))
 
     @on(CopyFinished)
     def finished(self, message: CopyFinished) -> None:

@@ -6,12 +6,13 @@ import asyncio
 import queue
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import anyio.to_thread
 
 from kvactors.actor.uncancelled import to_the_end
+from kvactors.config import HostConfig
 from kvactors.device.arena import Arena
 from kvactors.device.base import Device
 from kvactors.gpu_swapper.messages import Direction
@@ -24,6 +25,10 @@ CLOSE_LIMIT = 10.0
 """Seconds `close` waits for a thread in the middle of a copy."""
 
 
+Progress = Callable[[int], None]
+"""Called on the loop with the number of leading layers whose bytes have all arrived, whenever there are more."""
+
+
 class Executor(ABC):
     """Copies between a device and the arena."""
 
@@ -32,29 +37,61 @@ class Executor(ABC):
         self.arena = arena
         self.threads = threads
 
+    async def open(self) -> None:
+        """Get ready, once the arena's memory is there. Raises DeviceError."""
+
     @abstractmethod
-    async def run(self, direction: Direction, blocks: Sequence[int], slots: Sequence[int]) -> tuple[int, ...]:
-        """Copy every pair; returns the indices of pairs whose bytes did not arrive. When it has returned or been cancelled, no copy runs."""
+    async def run(
+        self, direction: Direction, blocks: Sequence[int], slots: Sequence[int], progress: Progress | None = None
+    ) -> tuple[int, ...]:
+        """Copy every pair; returns the indices of pairs whose bytes did not arrive. When it has returned or been cancelled, no copy runs.
+
+        progress: with it, a copy to the device goes layer by layer.
+        """
 
     async def close(self) -> None:
         """No more copies."""
 
-    def copy(self, direction: Direction, blocks: Sequence[int], slots: Sequence[int]) -> None:
+    def watch(self, changed: Callable[[bool, bool], None]) -> None:
+        """changed: called when copies begin or cease to be possible, with whether they are, and whether device memory may be lost."""
+
+    def heard(self) -> None:
+        """Whoever watches knows of the loss; a later watcher need not be told."""
+
+    def release(self) -> None:
+        """Blocks and slots will not be used again: whoever waits only for these need not any more."""
+
+    def copy(self, direction: Direction, blocks: Sequence[int], slots: Sequence[int], layers: range | None = None) -> None:
         """The blocking copy itself."""
         if direction is Direction.TO_HOST:
             self.device.copy_to_host(blocks, self.arena, slots)
         else:
-            self.device.copy_to_device(blocks, self.arena, slots)
+            self.device.copy_to_device(blocks, self.arena, slots, layers)
+
+    def statistics(self) -> Any:
+        """A record of its own, or None."""
+
+    def layer_groups(self, pairs: int, least: int = PIECE) -> list[range]:
+        """All layers in runs worth at least `least` bytes for so many pairs."""
+        count = self.device.layout.num_layers + self.device.layout.extra_layers
+        step = max(1, -(-least * count // max(1, pairs * self.device.layout.block_bytes)))
+        return [range(first, min(count, first + step)) for first in range(0, count, step)]
 
 
 class InlineExecutor(Executor):
     """Copies in the calling thread."""
 
-    async def run(self, direction: Direction, blocks: Sequence[int], slots: Sequence[int]) -> tuple[int, ...]:
+    async def run(
+        self, direction: Direction, blocks: Sequence[int], slots: Sequence[int], progress: Progress | None = None
+    ) -> tuple[int, ...]:
         """See `Executor`."""
-        await asyncio.sleep(0)
+        layerwise = progress is not None and direction is Direction.TO_DEVICE
         try:
-            self.copy(direction, blocks, slots)
+            for layers in self.layer_groups(len(blocks), 1) if layerwise else [None]:
+                await asyncio.sleep(0)
+                self.copy(direction, blocks, slots, layers)
+                if progress is not None and layers is not None:
+                    progress(layers.stop)
         except Exception:
             return tuple(range(len(blocks)))
         return ()
@@ -64,6 +101,7 @@ class _Piece(NamedTuple):
     direction: Direction
     blocks: Sequence[int]
     slots: Sequence[int]
+    layers: range | None
     loop: asyncio.AbstractEventLoop
     done: asyncio.Future[bool]
 
@@ -76,27 +114,32 @@ class CopyExecutor(Executor):
         self._pieces: queue.SimpleQueue[_Piece | None] = queue.SimpleQueue()
         self._workers: list[threading.Thread] = []
 
-    async def run(self, direction: Direction, blocks: Sequence[int], slots: Sequence[int]) -> tuple[int, ...]:
+    async def run(
+        self, direction: Direction, blocks: Sequence[int], slots: Sequence[int], progress: Progress | None = None
+    ) -> tuple[int, ...]:
         """See `Executor`."""
         if not self._workers:
             self._start()
         loop = asyncio.get_running_loop()
-        step = self._step(len(blocks))
+        layerwise = progress is not None and direction is Direction.TO_DEVICE
+        groups = self.layer_groups(len(blocks)) if layerwise else [None]
+        step = self._step(len(blocks), len(groups))
         starts = range(0, len(blocks), step)
-        futures: list[asyncio.Future[bool]] = []
-        for start in starts:
-            future: asyncio.Future[bool] = loop.create_future()
-            futures.append(future)
-            self._pieces.put(_Piece(direction, blocks[start : start + step], slots[start : start + step], loop, future))
-        await to_the_end(asyncio.gather(*futures))
-        return tuple(
-            j for start, future in zip(starts, futures, strict=True) if not future.result()
-            for j in range(start, min(start + step, len(blocks)))
-        )  # fmt: skip
+        futures: list[list[asyncio.Future[bool]]] = []
+        for layers in groups:
+            futures.append([loop.create_future() for _ in starts])
+            for start, future in zip(starts, futures[-1], strict=True):
+                part = slice(start, start + step)
+                self._pieces.put(_Piece(direction, blocks[part], slots[part], layers, loop, future))
+        if progress is not None and layerwise:
+            _report(progress, [group for group in groups if group is not None], futures)
+        await to_the_end(asyncio.gather(*(future for group in futures for future in group)))
+        bad = [start for i, start in enumerate(starts) if not all(group[i].result() for group in futures)]
+        return tuple(j for start in bad for j in range(start, min(start + step, len(blocks))))
 
-    def _step(self, pairs: int) -> int:
+    def _step(self, pairs: int, groups: int) -> int:
         """Pairs a piece: shared among the threads, but none below PIECE bytes."""
-        least = max(1, PIECE // max(1, self.device.layout.block_bytes))
+        least = max(1, PIECE * groups // max(1, self.device.layout.block_bytes))
         return max(least, -(-pairs // self.threads), 1)
 
     def _start(self) -> None:
@@ -109,7 +152,7 @@ class CopyExecutor(Executor):
         lower_priority()
         while (piece := self._pieces.get()) is not None:
             try:
-                self.copy(piece.direction, piece.blocks, piece.slots)
+                self.copy(piece.direction, piece.blocks, piece.slots, piece.layers)
                 good = True
             except Exception:
                 good = False
@@ -130,6 +173,34 @@ class CopyExecutor(Executor):
 
         if workers:
             await anyio.to_thread.run_sync(join)
+
+
+def _report(progress: Progress, groups: Sequence[range], futures: Sequence[Sequence[asyncio.Future[bool]]]) -> None:
+    """Call `progress` as the groups' futures come true, in the groups' order."""
+    reached = 0
+
+    def look(_done: asyncio.Future[bool]) -> None:
+        nonlocal reached
+        before = reached
+        while reached < len(groups) and all(one.done() and not one.cancelled() and one.result() for one in futures[reached]):
+            reached += 1
+        if reached > before:
+            progress(groups[reached - 1].stop)
+
+    for group in futures:
+        for future in group:
+            future.add_done_callback(look)
+
+
+def make_executor(device: Device, arena: Arena, config: HostConfig, *, inline: bool) -> Executor:
+    """Who copies for a device of this process. inline: in the loop's own thread."""
+    if inline:
+        return InlineExecutor(device, arena, config.copy_threads)
+    if device.kind == "cuda":
+        from kvactors.gpu_swapper.cuda_executor import cuda_executor
+
+        return cuda_executor(device, arena, config.batch_from)
+    return CopyExecutor(device, arena, config.copy_threads)
 
 
 def _finish(done: asyncio.Future[bool], good: bool) -> None:

@@ -16,12 +16,13 @@ class Direction(Enum):
 
 
 class Copy(Message, frozen=True, eq=False):
-    """Copy pairs (blocks[j], slots[j]) between the device and the arena; answered with Copied."""
+    """Copy pairs (blocks[j], slots[j]) between the device and the arena; answered with Copied. layerwise: with CopyProgress before that."""
 
     op: int
     direction: Direction
     blocks: tuple[int, ...]
     slots: tuple[int, ...]
+    layerwise: bool = False
 
 
 class CopyFinished(Control, frozen=True, eq=False):
@@ -32,3 +33,17 @@ class CopyFinished(Control, frozen=True, eq=False):
     failed: tuple[int, ...]
     pairs: int
     seconds: float
+
+
+class PlaneChanged(Control, frozen=True, eq=False):
+    """To itself: copies can be made, or cannot. lost: what was in device memory may be gone."""
+
+    possible: bool
+    lost: bool
+
+
+class CopyLayers(Control, frozen=True, eq=False):
+    """To itself: the first `layers` layers of a copy are there."""
+
+    op: int
+    layers: int

@@ -25,6 +25,8 @@ class CacheStatistics(NamedTuple):
     host: Any  # cpu_evictor's record
     store: Any  # the back end's record, None without one
     flush: Any  # flush_notifier's record
+    swapper: Any  # gpu_swapper's record
+    copies: Any  # the executor's record: CUDA's thresholds and counts, or one a rank; None without
     actors: tuple[ActorStatistics, ...]
     supervisor: SupervisorStatistics
 
@@ -37,7 +39,8 @@ def collect(system: System) -> CacheStatistics:
         index.requests, index.blocks_looked_up, index.device_hits, index.host_hits, index.storage_hits, index.no_room,
         sum(actor.told for actor in actors), sum(actor.late_replies for actor in actors), index,
         system.evictor_actor.host_statistics(), store_of(system),
-        system.notifier_actor.flush_statistics(), actors, system.supervisor.statistics(),
+        system.notifier_actor.flush_statistics(), system.swapper_actor.swapper_statistics(), system.executor.statistics(), actors,
+        system.supervisor.statistics(),
     )  # fmt: skip
 
 

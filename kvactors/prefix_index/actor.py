@@ -9,9 +9,10 @@ from typing import Any, ClassVar, Literal
 from kvactors.actor import ActorRef, Envelope, Message, PeerRestarted, on
 from kvactors.actor.clock import now
 from kvactors.cpu_evictor.messages import Admit, Cancel, ClearHost, Discard, Load, Offload, Place, Prefetch
-from kvactors.errors import LeaseEnded, NoRoom, NotReady, Paused
+from kvactors.errors import LeaseEnded, NoRoom, NotReady, Paused, RankLost
 from kvactors.flush_notifier.messages import Announced, Cleared, Gone
 from kvactors.prefix_index.index import Match
+from kvactors.prefix_index.layers import Layers
 from kvactors.prefix_index.messages import (
     Abandon,
     Acquire,
@@ -30,14 +31,13 @@ from kvactors.prefix_index.messages import (
     SetNamespace,
 )  # fmt: skip
 from kvactors.prefix_index.records import IndexStatistics, Lease, Waiting
-from kvactors.prefix_index.room import Room
 from kvactors.prefix_index.transfers import landed
 from kvactors.units import KEY_BYTES, Reason, Tier
 
 WritePolicy = Literal["none", "write_through", "write_through_selective", "write_back"]
 
 
-class PrefixIndex(Room):
+class PrefixIndex(Layers):
     """Owns the block tree, the device block pool, reference counts, the device LRU and the leases.
 
     save: when finished requests are written to storage. keep: whether the host tier gets a copy at finish (inclusive tiers).
@@ -51,7 +51,6 @@ class PrefixIndex(Room):
 
     def __init__(self, ref: ActorRef, *, save: WritePolicy, min_hits: int, keep: bool, namespace: str, **rest: Any) -> None:
         super().__init__(ref, **rest)
-        self.leases: dict[int, Lease] = {}
         self.namespace = namespace
         self.paused = False
         self.held: deque[tuple[Acquire, Envelope[Granted]]] = deque()
@@ -111,7 +110,8 @@ class PrefixIndex(Room):
         """The blocks are there at last. What is known of the path may have changed meanwhile: look again, and only if it has not, go
         on with the loads that went ahead."""
         before = lease.tree
-        before.release(lease.path)
+        self._release(lease)  # with blocks of its own in place of a shared load's that came short
+        lease.fault, lease.foreign = None, set()
         lease.tree = self.index.tree
         again = self.index.match(lease.path, fetch=self.fetch)
         if again == match and lease.tree is before:
@@ -121,7 +121,7 @@ class PrefixIndex(Room):
             return
         self.cancel_loads(lease, 0)
         self._detach(lease)
-        lease.device_hits = again.run
+        lease.device_hits, lease.host_hits, lease.storage_hits = again.run, 0, 0  # loads that landed meanwhile are in the run
         lease.hoped = again.segments[-1].stop if again.segments else again.run
         lacking = max(0, again.own - len(blocks))  # a clear may have taken what had been hit
         if lacking > self.index.pool.free:
@@ -135,6 +135,7 @@ class PrefixIndex(Room):
 
     def _granted(self, lease: Lease, envelope: Envelope[Granted]) -> None:
         self.leases[lease.id] = lease
+        lease.granted = True
         pending = bool(lease.ops)
         if not pending:
             lease.hoped = lease.path.num_committed
@@ -151,13 +152,13 @@ class PrefixIndex(Room):
     @on(Ready)
     def ready(self, message: Ready, envelope: Envelope[Landed]) -> None:
         """Answer once the lease's loads are over."""
-        lease = self._lease(message.lease, envelope)
+        lease = self.find_lease(message.lease, envelope)
         if lease is None:
             return
-        if lease.ops:
-            lease.ready.append(envelope)
-        elif lease.fault is not None:
+        if lease.fault is not None:
             self.refuse(envelope, lease.fault)
+        elif lease.ops:
+            lease.ready.append(envelope)
         else:
             self.answer(envelope, landed(lease, self.index.block_size))
 
@@ -166,8 +167,11 @@ class PrefixIndex(Room):
     @on(Extend)
     def extend(self, message: Extend, envelope: Envelope[Granted]) -> None:
         """More tokens; more blocks when a boundary is crossed."""
-        lease = self._lease(message.lease, envelope)
+        lease = self.find_lease(message.lease, envelope)
         if lease is None:
+            return
+        if isinstance(lease.fault, RankLost):
+            self.refuse(envelope, lease.fault)
             return
         path = lease.path
         position = path.num_blocks
@@ -189,7 +193,7 @@ class PrefixIndex(Room):
     @on(Commit)
     def commit(self, message: Commit, envelope: Envelope[Done]) -> None:
         """Full blocks of what is computed become shareable."""
-        lease = self._lease(message.lease, envelope)
+        lease = self.find_lease(message.lease, envelope)
         if lease is None:
             return
         error = self._uncommittable(lease, message.computed_tokens)
@@ -200,6 +204,8 @@ class PrefixIndex(Room):
         self.answer(envelope, Done(lease.path.num_committed))
 
     def _uncommittable(self, lease: Lease, computed: int) -> Exception | None:
+        if isinstance(lease.fault, RankLost):
+            return lease.fault
         if lease.ops:
             return NotReady(f"lease of {lease.request_id!r} waits for loads: await ready() before commit()")
         if not 0 <= computed <= lease.path.num_tokens:
@@ -219,14 +225,14 @@ class PrefixIndex(Room):
     @on(Finish)
     def finish(self, message: Finish, envelope: Envelope[Done]) -> None:
         """Unpin; save and announce by policy."""
-        lease = self._lease(message.lease, envelope)
+        lease = self.find_lease(message.lease, envelope)
         if lease is not None:
             self.answer(envelope, Done(self._close(lease)))
 
     @on(Preempt)
     def preempt(self, message: Preempt, envelope: Envelope[Done]) -> None:
         """Keep what is computed, give the rest back."""
-        lease = self._lease(message.lease, envelope)
+        lease = self.find_lease(message.lease, envelope)
         if lease is None:
             return
         error = self._uncommittable(lease, message.computed_tokens) if message.computed_tokens else None
@@ -300,15 +306,10 @@ class PrefixIndex(Room):
             else:
                 load.sharers.remove(lease)
         lease.ops.clear()
-        for envelope in lease.ready:
+        for envelope in (*lease.ready, *(envelope for _, envelope in lease.layers)):
             self.refuse(envelope, LeaseEnded(f"lease of {lease.request_id!r} has ended"))
         lease.ready.clear()
-
-    def _lease(self, lease: int, envelope: Envelope[Any]) -> Lease | None:
-        found = self.leases.get(lease)
-        if found is None:
-            self.refuse(envelope, LeaseEnded("this lease was finished, preempted or given back"))
-        return found
+        lease.layers.clear()
 
     # -- the whole cache
 

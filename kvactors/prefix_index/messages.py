@@ -70,6 +70,14 @@ class Ready(Ask[Landed], frozen=True, eq=False):
     lease: int
 
 
+class LayerReady(Ask[int], frozen=True, eq=False):
+    """Wait until one layer (counted from the layout's first) of everything the lease loads is on the device. Reply: tokens that are cached
+    if the other layers land as well."""
+
+    lease: int
+    layer: int
+
+
 class Extend(Ask[Granted], frozen=True, eq=False):
     """More tokens (any integer buffer of `count`, checked by the door): `blocks` of the reply are the ones added to the table's end."""
 
@@ -137,6 +145,24 @@ class Loaded(Control, frozen=True, eq=False):
     op: int
     good: int
     from_host: int
+
+
+class LayersLoaded(Control, frozen=True, eq=False):
+    """Of a load, the first `layers` layers of its first `blocks` blocks are there; nothing more of it is looked for."""
+
+    op: int
+    layers: int
+    blocks: int
+
+
+class LoadStalled(Control, frozen=True, eq=False):
+    """Whom this load needs does not answer; the load is answered when it does."""
+
+    op: int
+
+
+class DeviceLost(Control, frozen=True, eq=False):
+    """What device blocks held may be lost."""
 
 
 class Admitted(Control, frozen=True, eq=False):

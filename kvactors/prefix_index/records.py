@@ -17,7 +17,8 @@ class Lease:
 
     path: tokens, names, nodes and block table. tree: the tree its nodes are in (retired by a clear). ops: loads it waits
     for. hoped: leading blocks that are cached if every load lands. fault: why `ready` must fail, if it must.
-    foreign: blocks in the table that are not the lease's to give back (only with a fault).
+    foreign: blocks in the table that are not the lease's to give back (only with a fault). layers: who waits for which layer. granted: it has its
+    blocks (one that waits for room may have loads, too).
     """
 
     __slots__ = (
@@ -25,9 +26,11 @@ class Lease:
         "device_hits",
         "fault",
         "foreign",
+        "granted",
         "hoped",
         "host_hits",
         "id",
+        "layers",
         "ops",
         "path",
         "ready",
@@ -44,8 +47,10 @@ class Lease:
         self.deadline = deadline
         self.ops: list[LoadOp] = []
         self.ready: list[Envelope[Any]] = []
+        self.layers: list[tuple[int, Envelope[int]]] = []
         self.hoped = 0
         self.device_hits = self.host_hits = self.storage_hits = 0
+        self.granted = False
         self.fault: Exception | None = None
         self.foreign: set[int] = set()
 
@@ -55,13 +60,16 @@ class LoadOp:
 
     path: the owner's, which outlives its lease here. start: position of the first block (the same on every sharer's path).
     blocks: targets, empty until placed. after: an earlier load that must be judged first, because a block without its parent
-    is of no use. result: (good, from host) once known. lost: overdue, so its leases went on without it.
+    is of no use. result: (good, from host) once known. lost: overdue, so its leases went on without it. layers, arriving: how many layers
+    of how many blocks are there.
     """
 
     __slots__ = (
         "after",
+        "arriving",
         "blocks",
         "judged",
+        "layers",
         "lost",
         "nodes",
         "op",
@@ -87,6 +95,7 @@ class LoadOp:
         self.sharers: list[Lease] = []
         self.result: tuple[int, int] | None = None
         self.judged = self.lost = False
+        self.layers = self.arriving = 0
 
 
 class EvictOp(NamedTuple):

@@ -186,7 +186,7 @@ class Transfers(Actor):
         lease.storage_hits += committed - before - host
         if not owner:
             self._replace_targets(lease, load, load.start + landed)
-        if not lease.ops:
+        if not lease.ops and lease.granted:
             self.lease_ready(lease)
 
     def _replace_targets(self, lease: Lease, load: LoadOp, first: int) -> None:

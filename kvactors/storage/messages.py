@@ -59,6 +59,10 @@ class ClearStore(Message, frozen=True, eq=False):
     op: int
 
 
+class Recount(Message, frozen=True, eq=False):
+    """Names may have ceased to be there: tell whoever should know. Not answered."""
+
+
 class FetchDevice(Message, frozen=True, eq=False):
     """Read blocks of a path straight into device blocks; answered with Fetched once none is written any more.
 

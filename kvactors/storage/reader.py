@@ -43,12 +43,11 @@ class StorageReader(StorageWorker):
     def read(self, message: Read) -> None:
         """Read a batch. What an exclusive store hands out stops counting here, before anything else can be written."""
         keys = split_keys(message.keys)
-        views = [self.arena.view(slot) for slot in message.slots]
         if message.take:
             self.backend.take(keys)
 
         async def work() -> Finished:
-            report = await self.backend.read(keys, views, self.expired(message.deadline))
+            report = await self.backend.read_slots(keys, self.arena, message.slots, self.expired(message.deadline))
             taken = [key for key in keys if not self.backend.holds(key)] if message.take else []
             await self.backend.remove(taken)
             moved = report.outcomes.count(Outcome.OK) * self.backend.block_bytes

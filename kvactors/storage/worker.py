@@ -13,7 +13,7 @@ from kvactors.device.arena import Arena
 from kvactors.flush_notifier.messages import Cleared, Gained, Gone
 from kvactors.storage.backends.base import Backend
 from kvactors.storage.messages import Finished
-from kvactors.units import Reason, Tier
+from kvactors.units import Reason, Tier, join_keys
 
 UNDER_WAY = 2
 """Batches an actor has at the store at once; the others wait, so that bytes in flight are bounded."""
@@ -66,6 +66,7 @@ class StorageWorker(Actor):
             (message.evicted, Reason.STORAGE_EVICTION),
             (message.corrupt, Reason.CORRUPT),
             (message.taken, Reason.PROMOTION),
+            (join_keys(self.backend.lost()), Reason.RESTART),
         ):
             if keys:
                 self.tell(self.notifier, Gone(keys, Tier.STORAGE, reason))

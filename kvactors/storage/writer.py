@@ -8,7 +8,7 @@ from typing import ClassVar
 from kvactors.actor import Message, PeerRestarted, on
 from kvactors.cpu_evictor.messages import StoreCleared, Written
 from kvactors.flush_notifier.messages import Cleared, Gained, Gone
-from kvactors.storage.messages import ClearStore, Finished, Outcome, Write
+from kvactors.storage.messages import ClearStore, Finished, Outcome, Recount, Write
 from kvactors.storage.worker import StorageWorker
 from kvactors.units import Reason, Tier, join_keys, split_keys
 
@@ -26,10 +26,9 @@ class StorageWriter(StorageWorker):
     def write(self, message: Write) -> None:
         """Write a batch."""
         keys = split_keys(message.keys)
-        views = [self.arena.view(slot) for slot in message.slots]
 
         async def work() -> Finished:
-            report = await self.backend.write(keys, views, self.expired(message.deadline))
+            report = await self.backend.write_slots(keys, self.arena, message.slots, self.expired(message.deadline))
             safe = (Outcome.OK, Outcome.EXISTS)
             pairs = list(zip(keys, report.outcomes, strict=True))
             stored = join_keys(key for key, outcome in pairs if outcome in safe and self.backend.holds(key))
@@ -49,6 +48,13 @@ class StorageWriter(StorageWorker):
             return Finished(StoreCleared(message.op), b"", b"", b"", b"", 0)
 
         self.enqueue(work, Finished(StoreCleared(message.op), b"", b"", b"", b"", 0))
+
+    @on(Recount)
+    def recount(self, message: Recount) -> None:
+        """Tell of names that ceased to be there outside of any batch."""
+        lost = join_keys(self.backend.lost())
+        if lost:
+            self.tell(self.notifier, Gone(lost, Tier.STORAGE, Reason.RESTART))
 
     def started(self) -> None:
         """The notifier hears what the store has kept from before."""

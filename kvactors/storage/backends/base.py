@@ -93,6 +93,14 @@ class Backend(ABC):
         """Write a batch, least recently used first, each object whole or not at all. What is there already counts as used now. No view is
         read after the call has ended."""
 
+    async def read_slots(self, keys: Sequence[bytes], arena: Arena, slots: Sequence[int], expired: Expired) -> ReadReport:
+        """`read` into the arena's slots."""
+        return await self.read(keys, [arena.view(slot) for slot in slots], expired)
+
+    async def write_slots(self, keys: Sequence[bytes], arena: Arena, slots: Sequence[int], expired: Expired) -> WriteReport:
+        """`write` from the arena's slots."""
+        return await self.write(keys, [arena.view(slot) for slot in slots], expired)
+
     @abstractmethod
     async def remove(self, keys: Sequence[bytes]) -> None:
         """Delete objects; those that are not there are passed over."""
@@ -112,6 +120,10 @@ class Backend(ABC):
     def holds(self, key: bytes) -> bool:
         """Whether a name is among them."""
         return False
+
+    def lost(self) -> list[bytes]:
+        """Names that ceased to be there outside of any batch, since the last call."""
+        return []
 
     def saw(self, outcomes: bytes) -> None:
         """Count what became of a batch, and let the circuit breaker know."""

@@ -125,6 +125,10 @@ class FileBackend(OwnedBackend):
         """See `Backend.keys`; a reader beside another process is answerable for nothing."""
         return [] if self.read_only else super().keys()
 
+    def holds(self, key: bytes) -> bool:
+        """See `Backend.holds`; a view of another process's store answers for nothing."""
+        return not self.read_only and super().holds(key)
+
     def _where(self, view: memoryview) -> tuple[int, int]:
         """Address of a view, and bytes from there on that are its slot's."""
         address, arena = address_of(view), self._arena

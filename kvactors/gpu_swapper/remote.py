@@ -1,0 +1,58 @@
+"""Copies that the ranks' own processes carry out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvactors.device.arena import Arena
+from kvactors.device.base import Device
+from kvactors.gpu_swapper.executor import Executor, Progress
+from kvactors.gpu_swapper.messages import Direction
+from kvactors.ranks.group import Health, RankGroup, RankStatistics
+from kvactors.ranks.protocol import CopyBlocks
+
+
+class RemoteExecutor(Executor):
+    """A pair has arrived if it has on every rank."""
+
+    def __init__(self, device: Device, arena: Arena, group: RankGroup) -> None:
+        super().__init__(device, arena, threads=0)
+        self.group = group
+        self._untold = False
+
+    async def run(
+        self, direction: Direction, blocks: Sequence[int], slots: Sequence[int], progress: Progress | None = None
+    ) -> tuple[int, ...]:
+        """See `Executor`."""
+        pairs, to_device = (tuple(blocks), tuple(slots)), direction is Direction.TO_DEVICE
+        answers = await self.group.scatter(lambda op: CopyBlocks(op, to_device, *pairs, progress is not None), progress)
+        failed = set()
+        for answer in answers:
+            if answer is None or len(answer.outcomes) != len(blocks):
+                return tuple(range(len(blocks)))
+            failed |= {j for j, outcome in enumerate(answer.outcomes) if outcome}
+        return tuple(sorted(failed))
+
+    def watch(self, changed: Callable[[bool, bool], None]) -> None:
+        """See `Executor`."""
+
+        def note(_rank: int, health: Health) -> None:
+            lost = health is Health.AWAY
+            self._untold |= lost
+            changed(self.group.healthy, lost)
+
+        self.group.changed = note
+        if self._untold or not self.group.healthy:
+            changed(self.group.healthy, self._untold)
+
+    def heard(self) -> None:
+        """See `Executor`."""
+        self._untold = False
+
+    def release(self) -> None:
+        """See `Executor`."""
+        self.group.release()
+
+    def statistics(self) -> tuple[RankStatistics, ...]:
+        """One record a rank."""
+        return self.group.statistics()

@@ -1,0 +1,94 @@
+"""PrefixIndex, the part that hears of the data plane: layers that have arrived, loads that hang, device memory that is lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvactors.actor import ActorRef, Envelope, on
+from kvactors.errors import LeaseEnded, RankLost
+from kvactors.flush_notifier.messages import Cleared
+from kvactors.prefix_index.messages import DeviceLost, LayerReady, LayersLoaded, LoadStalled, Overdue
+from kvactors.prefix_index.records import Lease
+from kvactors.prefix_index.room import Room
+from kvactors.units import Reason, Tier
+
+
+class Layers(Room):
+    """Leases by number, and who waits for which layer of them."""
+
+    def __init__(self, ref: ActorRef, **rest: Any) -> None:
+        super().__init__(ref, **rest)
+        self.leases: dict[int, Lease] = {}
+
+    def find_lease(self, lease: int, envelope: Envelope[Any]) -> Lease | None:
+        """The lease; if there is none any more, the asker is told."""
+        found = self.leases.get(lease)
+        if found is None:
+            self.refuse(envelope, LeaseEnded("this lease was finished, preempted or given back"))
+        return found
+
+    # -- layers
+
+    @on(LayerReady)
+    def layer_ready(self, message: LayerReady, envelope: Envelope[int]) -> None:
+        """Answer once this layer has arrived for every load of the lease."""
+        lease = self.find_lease(message.lease, envelope)
+        if lease is not None:
+            lease.layers.append((message.layer, envelope))
+            self._answer_layers(lease)
+
+    @on(LayersLoaded)
+    def layers_loaded(self, message: LayersLoaded) -> None:
+        """Some more layers of a load are there."""
+        load = self.loads.get(message.op)
+        if load is not None and load.result is None:
+            load.layers, load.arriving = message.layers, message.blocks
+            for lease in (load.owner, *load.sharers):
+                if lease is not None:
+                    self._answer_layers(lease)
+
+    def _answer_layers(self, lease: Lease) -> None:
+        there = min((load.layers for load in lease.ops), default=None)
+        waiting, lease.layers = lease.layers, []
+        for layer, envelope in waiting:
+            if lease.fault is not None:
+                self.refuse(envelope, lease.fault)
+            elif there is None or layer < there:
+                self.answer(envelope, self._cached(lease) * self.index.block_size)
+            else:
+                lease.layers.append((layer, envelope))
+
+    def _cached(self, lease: Lease) -> int:
+        """Leading blocks that are cached if everything lands that is arriving now."""
+        run = lease.path.num_committed
+        for load in sorted(lease.ops, key=lambda one: one.start):
+            if load.start > run:
+                break
+            run = max(run, load.start + load.arriving)
+        return min(run, lease.hoped) if lease.ops else run
+
+    def lease_ready(self, lease: Lease) -> None:
+        """See `Transfers.lease_ready`."""
+        super().lease_ready(lease)
+        self._answer_layers(lease)
+
+    # -- trouble
+
+    @on(LoadStalled)
+    def load_stalled(self, message: LoadStalled) -> None:
+        """Somebody whom a load needs does not answer: its leases go on without it, as if it were overdue."""
+        self.overdue(Overdue(message.op))
+
+    @on(DeviceLost)
+    def device_lost(self, message: DeviceLost) -> None:
+        """What was on the device may be gone: nothing cached counts any more, and no lease of before can be relied on."""
+        self.index.retire()
+        if self.announce:
+            self.tell(self.notifier, Cleared(Tier.DEVICE, Reason.RESTART))
+        for lease in self.leases.values():
+            lease.fault = lease.fault or RankLost("a rank was lost, and with it what this lease's blocks held there")
+            for envelope in lease.ready:
+                self.refuse(envelope, lease.fault)
+            lease.ready.clear()
+            self._answer_layers(lease)
+        self.room_changed()

@@ -1,0 +1,145 @@
+"""Worker processes of tensor-parallel ranks, for tests of whoever leads them: real ones, with devices in host memory.
+
+Each serves its rank in its own loop and does, beside that, what an engine's worker does with its blocks: it computes them (writes a pattern
+that depends on their names and on the rank) and reads them (checks that pattern).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections import deque
+from contextlib import suppress
+from typing import Literal
+
+import anyio
+import msgspec
+
+from kvactors.config import Config
+from kvactors.device.host import HostDevice
+from kvactors.layout import make_layout
+from kvactors.ranks.serve import serve_rank
+
+ANSWER_LIMIT = 30.0
+"""Seconds a worker may take over one command; it may be stopped meanwhile."""
+
+
+class Work(msgspec.Struct, frozen=True):
+    """A command: compute these blocks, or check them. keys: 32 bytes each."""
+
+    kind: Literal["fill", "check"]
+    blocks: tuple[int, ...]
+    keys: bytes
+
+
+def keys_on_rank(keys: bytes, rank: int) -> bytes:
+    """Names of one rank's shares of blocks: no two ranks hold the same bytes."""
+    return bytes(byte ^ (rank + 1) if i % 32 == 0 else byte for i, byte in enumerate(keys))
+
+
+class RankProcess:
+    """One rank in a process of its own. config: the leader's."""
+
+    def __init__(self, config: Config, rank: int) -> None:
+        self.config = config
+        self.rank = rank
+        self.process: asyncio.subprocess.Process | None = None
+        self._answers: deque[asyncio.Future[list[int]]] = deque()
+        self._hearing: asyncio.Task[None] | None = None
+        self._deaf = False  # its process has ended
+
+    async def start(self) -> None:
+        """A new process with empty memory."""
+        self.process = await asyncio.create_subprocess_exec(
+            sys.executable, "-P", "-m", "kvactors.testing.ranks", msgspec.json.encode(self.config).decode(), str(self.rank),
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        assert self.process.stdout is not None
+        self._answers = deque()
+        self._deaf = False
+        self._hearing = asyncio.get_running_loop().create_task(self._hear(self.process.stdout, self._answers))
+
+    async def fill(self, blocks: tuple[int, ...], keys: bytes) -> None:
+        """Compute blocks. ConnectionError if the process has died."""
+        await self._do(Work("fill", blocks, keys))
+
+    async def check(self, blocks: tuple[int, ...], keys: bytes) -> list[int]:
+        """Indices of blocks that do not hold this rank's share of what their names stand for. ConnectionError if the process has died."""
+        return await self._do(Work("check", blocks, keys))
+
+    async def _do(self, work: Work) -> list[int]:
+        process = self.process
+        if process is None or process.stdin is None or self._deaf:
+            raise ConnectionError(f"rank {self.rank} does not run")
+        body = msgspec.msgpack.encode(work)
+        answer: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
+        self._answers.append(answer)
+        process.stdin.write(len(body).to_bytes(4, "little") + body)
+        with anyio.fail_after(ANSWER_LIMIT):
+            return await answer
+
+    async def _hear(self, reader: asyncio.StreamReader, answers: deque[asyncio.Future[list[int]]]) -> None:
+        """Answers come in the order of their commands; with the process they end."""
+        with suppress(asyncio.IncompleteReadError):
+            while True:
+                size = int.from_bytes(await reader.readexactly(4), "little")
+                result = msgspec.msgpack.decode(await reader.readexactly(size), type=list[int])
+                answer = answers.popleft()
+                if not answer.done():
+                    answer.set_result(result)
+        self._deaf = self._deaf or self._answers is answers
+        for answer in answers:
+            if not answer.done():
+                answer.set_exception(ConnectionError(f"rank {self.rank} has died"))
+
+    def signal(self, number: int) -> None:
+        """Send a signal, if it still lives."""
+        if self.process is not None:
+            with suppress(ProcessLookupError):
+                self.process.send_signal(number)
+
+    async def kill(self) -> None:
+        """Kill -9, and wait for the end."""
+        if self.process is not None:
+            self.signal(signal.SIGKILL)
+            await self.process.wait()
+            self.process = None
+        if self._hearing is not None:
+            await self._hearing
+
+
+async def worker(config: Config, rank: int) -> None:
+    """Serve a rank and do the commands that come in, until those end."""
+    device = HostDevice(make_layout(config.layout, config.cache.block_size), config.device.num_blocks)
+    serving = asyncio.get_running_loop().create_task(
+        serve_rank(config.ranks.endpoint, device, rank=rank, ranks=config.ranks.count, config=config)
+    )
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    commands = asyncio.get_running_loop().create_task(_commands(reader, device, rank))
+    await asyncio.wait((serving, commands), return_when=asyncio.FIRST_COMPLETED)
+    serving.cancel()
+    commands.cancel()
+    for result in await asyncio.gather(serving, commands, return_exceptions=True):
+        if isinstance(result, Exception):
+            raise result
+
+
+async def _commands(reader: asyncio.StreamReader, device: HostDevice, rank: int) -> None:
+    with suppress(asyncio.IncompleteReadError):
+        while True:
+            size = int.from_bytes(await reader.readexactly(4), "little")
+            work = msgspec.msgpack.decode(await reader.readexactly(size), type=Work)
+            keys, bad = keys_on_rank(work.keys, rank), []
+            if work.kind == "fill":
+                device.fill(work.blocks, keys)
+            else:
+                bad = device.check(work.blocks, keys)
+            body = msgspec.msgpack.encode(bad)
+            os.write(1, len(body).to_bytes(4, "little") + body)
+
+
+if __name__ == "__main__":
+    asyncio.run(worker(msgspec.json.decode(sys.argv[1], type=Config), int(sys.argv[2])))

@@ -1,0 +1,110 @@
+"""A cache whose ranks are real worker processes, an engine that uses it, and faults."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+
+import kvactors
+from kvactors.config import CacheConfig, Config, DeviceConfig, HostConfig, LayoutConfig, RanksConfig, StorageConfig
+from kvactors.testing.ranks import RankProcess
+
+BLOCK = 8
+
+
+def settings(tmp_path: Path, count: int = 2, **over) -> Config:
+    """Small tiers, so that everything moves: 24 device blocks, 24 host slots, a file store a rank."""
+    parts = {
+        "cache": CacheConfig(block_size=BLOCK, deadline=10.0),
+        "device": DeviceConfig(num_blocks=24),
+        "host": HostConfig(slots=24, transit_slots=32),
+        "layout": LayoutConfig(num_layers=2, num_kv_heads=4, head_dim=32, tensor_parallel=count),
+        "storage": StorageConfig(backend="file", directory=str(tmp_path / "store"), capacity_blocks=200),
+        "ranks": RanksConfig(count, f"unix://{tmp_path}/ranks", timeout=0.3, start=30.0),
+    }
+    return Config(**{**parts, **over})
+
+
+@asynccontextmanager
+async def led(config: Config):
+    """The cache, and its ranks' processes; all of them end here."""
+    ranks = [RankProcess(config, rank) for rank in range(config.ranks.count)]
+    try:
+        for rank in ranks:
+            await rank.start()
+        async with kvactors.open(config) as cache:
+            yield cache, ranks
+    finally:
+        for rank in ranks:
+            await rank.kill()
+
+
+class Engine:
+    """Serves prompts of shared prefixes; every cached block is checked on every rank before it is used."""
+
+    def __init__(self, cache, ranks, seed: int = 0) -> None:
+        self.cache = cache
+        self.ranks = ranks
+        self.rng = random.Random(seed)
+        self.served = self.reused = self.wrong = self.broken = 0
+        self.hits = [0, 0, 0]
+
+    def prompt(self) -> list[int]:
+        family = self.rng.randrange(12)
+        length = self.rng.randrange(1, 7)
+        return [family * 1000 + i for i in range(length * BLOCK + self.rng.randrange(BLOCK))]
+
+    async def serve(self, prompt: list[int]) -> None:
+        """One request. What a lost rank does to it ends it, and nothing else."""
+        try:
+            async with await self.cache.acquire(f"r{self.served}", prompt, deadline=5.0) as lease:
+                await lease.ready()
+                cached, full = lease.cached_tokens // BLOCK, len(prompt) // BLOCK
+                table = lease.block_table
+                keys = lease.keys(0, full)
+                bad = await asyncio.gather(*(rank.check(table[:cached], keys[: cached * 32]) for rank in self.ranks))
+                if any(bad):
+                    await self._judge(lease)
+                await asyncio.gather(*(rank.fill(table[cached:full], keys[cached * 32 :]) for rank in self.ranks))
+                await lease.commit(full * BLOCK)
+                self.hits = [a + b for a, b in zip(self.hits, lease.hits, strict=True)]
+                self.reused += cached
+                self.served += 1
+        except (ConnectionError, kvactors.RankLost, kvactors.LeaseEnded):
+            self.broken += 1  # the worker is gone: the engine takes the request up again
+        except (kvactors.NoRoom, kvactors.DeadlineExceeded):
+            self.broken += 1
+
+    async def _judge(self, lease) -> None:
+        """Blocks without their bytes are wrong, unless the cache has told us not to rely on them: a worker that died lost them."""
+        await asyncio.sleep(0.02)
+        await lease.commit(lease.cached_tokens)  # RankLost says so
+        self.wrong += 1
+
+    async def run(self, until: anyio.Event | None = None, requests: int = 0, clients: int = 3) -> None:
+        """Clients until the event, or so many requests."""
+        left = [requests]
+
+        async def client() -> None:
+            while (left[0] > 0) if requests else not until.is_set():
+                left[0] -= 1
+                await self.serve(self.prompt())
+                await asyncio.sleep(0)
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(clients):
+                tasks.start_soon(client)
+
+
+async def at_rest(cache) -> None:
+    """Nothing in flight, nothing pinned, nothing leased, nothing violated."""
+    await cache.settled(20.0)
+    assert cache.check() == []
+    statistics = cache.statistics()
+    assert statistics.prefix.leases == statistics.prefix.waiting == 0
+    assert statistics.host.pinned == 0
+    assert all(rank.in_flight == 0 for rank in cache.system.ranks.statistics())

@@ -1,0 +1,212 @@
+"""Ranks in real processes: they are killed, stopped and cut off in the middle of their work."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import signal
+
+import anyio
+import pytest
+from rank_kit import BLOCK, Engine, at_rest, led, settings
+
+import kvactors
+from kvactors.config import ActorsConfig, LayoutConfig, RanksConfig
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+async def test_blocks_go_through_every_tier_of_every_rank(tmp_path, ranks):
+    async with led(settings(tmp_path, ranks)) as (cache, workers):
+        engine = Engine(cache, workers)
+        await engine.run(requests=150)
+        await at_rest(cache)
+        assert engine.served == 150
+        assert engine.wrong == engine.broken == 0
+        assert min(engine.hits) > 0, engine.hits
+        assert [rank.health for rank in cache.system.ranks.statistics()] == ["healthy"] * ranks
+
+
+async def test_over_tcp(tmp_path, unused_tcp_port_factory):
+    port = unused_tcp_port_factory()
+    config = settings(tmp_path, ranks=RanksConfig(2, f"tcp://127.0.0.1:{port}", 0.3, 30.0))
+    async with led(config) as (cache, workers):
+        engine = Engine(cache, workers)
+        await engine.run(requests=30)
+        assert engine.served == 30
+        assert engine.wrong == 0
+
+
+async def test_the_store_outlives_leader_and_ranks(tmp_path):
+    config = settings(tmp_path)
+    prompts = [[f * 1000 + i for i in range(6 * BLOCK)] for f in range(16)]
+    for life in range(2):
+        async with led(config) as (cache, workers):
+            engine = Engine(cache, workers)
+            for prompt in prompts:
+                await engine.serve(prompt)
+            await at_rest(cache)
+            assert engine.wrong == engine.broken == 0
+            if life:
+                assert engine.hits[2] > 0, "nothing came from the stores of the life before"
+
+
+async def test_a_killed_rank_ends_what_was_cached_and_is_admitted_again(tmp_path):
+    async with led(settings(tmp_path)) as (cache, workers):
+        engine = Engine(cache, workers)
+        await engine.run(requests=40)
+        prompt = [7] * (3 * BLOCK)
+        await engine.serve(prompt)
+        lease = await cache.acquire("holder", prompt)
+        await workers[1].kill()
+        while cache.system.ranks.statistics()[1].health != "away":
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)  # what is in flight with it stays so until it is back, but nobody waits for that
+        with pytest.raises(kvactors.RankLost):
+            await lease.commit(2 * BLOCK)
+        with pytest.raises(kvactors.RankLost):
+            await lease.extend([1] * BLOCK)
+        await lease.finish()
+        other = await cache.acquire("other", prompt)
+        await other.ready()
+        assert other.cached_tokens == 0, "a rank is gone, and its share with it"
+        await other.finish()
+        await workers[1].start()
+        while not cache.system.ranks.healthy:
+            await asyncio.sleep(0.01)
+        served = engine.served
+        await engine.run(requests=60)
+        assert engine.served == served + 60
+        assert engine.wrong == 0
+        await at_rest(cache)
+
+
+async def test_a_stopped_rank_holds_no_request(tmp_path):
+    """Its loads become misses after ranks.timeout, not after the request's deadline."""
+    async with led(settings(tmp_path)) as (cache, workers):
+        engine = Engine(cache, workers)
+        await engine.run(requests=60)
+        workers[0].signal(signal.SIGSTOP)
+        loop, misses = asyncio.get_running_loop(), 0
+        for family in range(12):
+            began = loop.time()
+            try:
+                lease = await cache.acquire(f"s{family}", [family * 1000 + i for i in range(6 * BLOCK)], wait=False)
+            except kvactors.NoRoom:
+                continue  # it would need an eviction first, which needs the rank
+            await lease.ready()
+            assert loop.time() - began < 0.8 * cache.config.cache.deadline
+            misses += lease.cached_tokens < 6 * BLOCK
+            lease.abandon()
+        assert misses
+        assert cache.system.ranks.statistics()[0].silences == 1
+        workers[0].signal(signal.SIGCONT)
+        while not cache.system.ranks.healthy:
+            await asyncio.sleep(0.01)
+        await engine.run(requests=40)
+        assert engine.wrong == 0
+        await at_rest(cache)
+
+
+async def test_closing_with_a_stopped_rank_does_not_hang(tmp_path):
+    config = settings(tmp_path, actors=ActorsConfig(drain=1.0))
+    with anyio.fail_after(30):
+        async with led(config) as (cache, workers):
+            engine = Engine(cache, workers)
+            await engine.run(requests=60)
+            workers[0].signal(signal.SIGSTOP)
+            for family in range(12):
+                with contextlib.suppress(kvactors.NoRoom):
+                    (await cache.acquire("last", [family * 1000 + i for i in range(6 * BLOCK)], wait=False)).abandon()
+            await asyncio.sleep(0.5)
+            assert cache.system.ranks.statistics()[0].in_flight
+
+
+async def test_faults_at_a_hundred_random_moments(tmp_path):
+    """kill -9, SIGSTOP, a cut connection: no hang, no wrong byte, no leaked slot."""
+    rng = random.Random(5)
+    async with led(settings(tmp_path)) as (cache, workers):
+        engine, stop = Engine(cache, workers, seed=5), anyio.Event()
+        done = {"kill": 0, "stop": 0, "cut": 0}
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(engine.run, stop)
+            for _ in range(100):
+                await asyncio.sleep(rng.random() * 0.1)
+                victim, fault = rng.choice(workers), rng.choice(["kill", "stop", "stop", "cut", "cut"])
+                done[fault] += 1
+                if fault == "kill":
+                    await victim.kill()
+                    await victim.start()
+                elif fault == "stop":
+                    victim.signal(signal.SIGSTOP)
+                    await asyncio.sleep(rng.random() * 0.5)
+                    victim.signal(signal.SIGCONT)
+                else:
+                    cache.system.ranks.hang_up(victim.rank)
+                if rng.random() < 0.7:
+                    with anyio.fail_after(30):
+                        while not cache.system.ranks.healthy:
+                            await asyncio.sleep(0.005)
+            with anyio.fail_after(30):
+                while not cache.system.ranks.healthy:
+                    await asyncio.sleep(0.005)
+            served = engine.served
+            with anyio.fail_after(60):
+                while engine.served < served + 50:
+                    await asyncio.sleep(0.01)
+            stop.set()
+        await at_rest(cache)
+        assert engine.wrong == 0
+        assert min(done.values()) > 5
+        assert min(engine.hits) > 0
+        losses = sum(rank.losses for rank in cache.system.ranks.statistics())
+        assert losses >= done["kill"] + done["cut"] // 2
+        assert cache.statistics().supervisor.deaths == 0
+
+
+async def test_ranks_that_do_not_fit_are_refused_by_name(tmp_path):
+    config = settings(tmp_path, ranks=RanksConfig(2, f"unix://{tmp_path}/ranks", 0.3, 1.5))
+    other = settings(tmp_path, layout=LayoutConfig(num_layers=3, num_kv_heads=4, head_dim=32, tensor_parallel=2))
+    from kvactors.device.host import HostDevice
+    from kvactors.layout import make_layout
+
+    device = HostDevice(make_layout(other.layout, BLOCK), 24)
+
+    async def misfit() -> None:
+        with pytest.raises(kvactors.RankError, match="layout"):
+            await kvactors.serve_rank(config.ranks.endpoint, device, rank=0, ranks=2, config=other)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(misfit)
+        with pytest.raises(kvactors.RankError, match=r"ranks \[0, 1\] of 2 .*layout"):
+            async with kvactors.open(config):
+                pass
+
+
+async def test_a_number_of_its_own(tmp_path):
+    from kvactors.device.host import HostDevice
+    from kvactors.layout import make_layout
+
+    config = settings(tmp_path)
+    device = HostDevice(make_layout(config.layout, BLOCK), 24)
+    with pytest.raises(kvactors.ConfigError, match="no rank 2 of 2"):
+        await kvactors.serve_rank(config.ranks.endpoint, device, rank=2, ranks=2, config=config)
+    with pytest.raises(kvactors.ConfigError, match="belong to the ranks"):
+        async with kvactors.open(config, device):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"ranks": RanksConfig(2, "")}, "endpoint"),
+        ({"ranks": RanksConfig(2, "http://x")}, "endpoint"),
+        ({"ranks": RanksConfig(0)}, "ranks.count"),
+        ({"ranks": RanksConfig(3, "unix:///tmp/x")}, "tensor_parallel"),
+        ({"ranks": RanksConfig(2, "unix:///tmp/x", timeout=0.0)}, "ranks.timeout"),
+    ],
+)
+async def test_settings_that_cannot_be(tmp_path, change, word):
+    with pytest.raises(kvactors.ConfigError, match=word):
+        async with kvactors.open(settings(tmp_path, **change)):
+            pass
