@@ -1,7 +1,8 @@
-"""Gather and scatter against plain memcpy of the same bytes, interleaved."""
+"""Gather and scatter against plain memcpy of the same bytes, interleaved; whole layouts; ranks; and a GPU, where there is one."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from kvactors.bench.copy_gpu import gpu_rows
+from kvactors.bench.copy_ranks import rank_rows
 from kvactors.bench.report import Row, bench_report, rate_row
+from kvactors.device.arena import Arena
+from kvactors.device.host import HostDevice
+from kvactors.layout import DSALayout, GQALayout, Layout, MLALayout
 from kvactors.native import copy_bytes, gather, scatter, touch
 
 LAYERS = 32
@@ -54,5 +60,40 @@ def run(*, quick: bool = False) -> dict[str, Any]:
             rows.append(
                 rate_row(f"{name}, pieces of {piece // KIB} KiB", ours, limit, "GB/s", "memcpy of the same bytes, same run")
             )
+    rows += layout_rows(*((16 << 20, 2) if quick else (256 << 20, 9)))
+    rows += asyncio.run(rank_rows(20 if quick else 2000))
+    rows += asyncio.run(gpu_rows(quick=quick))
     settings = {"regions": regions_count, "total_bytes": total, "rounds": rounds, "threads": 1, "quick": quick}
     return bench_report("copy", rows, settings)
+
+
+def layouts() -> dict[str, Layout]:
+    """Of an 8B-class model, and of DeepSeek's; blocks of 64 tokens."""
+    return {
+        "GQA, 32 layers of 8 heads of 128": GQALayout(32, 8, 128, 64, "bfloat16"),
+        "MLA, 61 layers of 512 + 64": MLALayout(61, 64),
+        "DSA, 61 layers of 656 + 132 bytes": DSALayout(61, 64),
+    }
+
+
+def layout_rows(total: int, rounds: int) -> list[Row]:
+    """Whole blocks through the host device, shuffled, against memcpy of as many bytes."""
+    rows = []
+    for name, layout in layouts().items():
+        blocks = max(2, total // layout.block_bytes)
+        device, arena = HostDevice(layout, blocks), Arena(blocks, layout.block_bytes)
+        arena.touch()
+        ids, slots = np.random.default_rng(5).permutation(blocks).tolist(), list(range(blocks))
+        nbytes = blocks * layout.block_bytes
+        source, target = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
+        times: dict[str, list[float]] = {"memcpy": [], "to host": [], "to device": []}
+        for _ in range(rounds):
+            times["memcpy"].append(timed(partial(copy_bytes, target.ctypes.data, source.ctypes.data, nbytes)))
+            times["to host"].append(timed(partial(device.copy_to_host, ids, arena, slots)))
+            times["to device"].append(timed(partial(device.copy_to_device, ids, arena, slots)))
+        limit = nbytes / median(times["memcpy"]) / 1e9
+        for way in ("to host", "to device"):
+            ours = nbytes / median(times[way]) / 1e9
+            rows.append(rate_row(f"{name}: {way}", ours, limit, "GB/s", "memcpy of the same bytes, same run"))
+        arena.close()
+    return rows

@@ -1,0 +1,174 @@
+"""How bytes go between a GPU and the arena: large pieces by the copy engines, many in one call; small ones by a kernel.
+
+A copy engine takes a few microseconds a piece whatever its size, and is out of the model's way; the kernel is fast at any size, but
+takes a few of the multiprocessors. The size from which on the engines are as fast is measured at start (`cuda_calibrate`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import structlog
+from numpy.typing import NDArray
+
+from kvactors.device.arena import Arena
+from kvactors.device.cuda import CudaDevice, addresses, quietly
+from kvactors.device.cuda_driver import DEVICE_MAP, NO_KERNEL, PORTABLE, CudaDriver, CudaError
+
+BATCH_FROM = 32 << 10
+"""Bytes of a piece from which on it goes by the copy engines, unless measured otherwise."""
+
+BATCH = 4096
+"""Copies a call: the driver holds its locks meanwhile, and the loop's questions wait for them."""
+
+BLOCKS_OF_THREADS, THREADS = 8, 256
+"""What the kernel may occupy: 8 of an H100's 132 multiprocessors saturate its PCIe link."""
+
+KERNELS = Path(__file__).parents[1] / "device" / "block_copy.ptx"
+NAMES = {False: "kvactors_gather", True: "kvactors_scatter"}
+"""By whether they copy to the device."""
+
+log = structlog.get_logger()
+
+
+class Scratch:
+    """Pinned host memory for `count` int64, and as much on the device. `host`: the former as an array; `device`: the latter's address."""
+
+    def __init__(self, driver: CudaDriver, count: int) -> None:
+        self.count = count
+        self._driver = driver
+        self._undo = ExitStack()
+        try:
+            pinned = driver.read("cuMemHostAlloc", 8 * count, PORTABLE | DEVICE_MAP)
+            self._undo.callback(quietly, driver, "cuMemFreeHost", pinned)
+            self.device = driver.read("cuMemAlloc", 8 * count)
+            self._undo.callback(quietly, driver, "cuMemFree", self.device)
+        except BaseException:
+            self._undo.close()
+            raise
+        self.host: NDArray[np.int64] = np.frombuffer(memoryview((ctypes.c_int64 * count).from_address(pinned)), np.int64)
+        self._pinned = pinned
+
+    def push(self, count: int, stream: int) -> None:
+        """Bring the first `count` numbers to the device, in the stream's order. CudaError."""
+        self._driver.call("cuMemcpyHtoDAsync", self.device, self._pinned, 8 * count, stream)
+
+    def close(self) -> None:
+        """Give the memory back; nothing may use it any more."""
+        self._undo.close()
+
+
+class Counts:
+    """What a lane has done: calls by kind, bytes and copies that failed."""
+
+    def __init__(self) -> None:
+        self.batches = self.launches = self.singles = self.bytes = self.errors = 0
+
+
+class Copies:
+    """Puts copies on streams. slots: the arena's address as the GPU sees it. batch_from: bytes of a piece. Needs the device's context to
+    be current; `undo` gets what is to be given back. CudaError."""
+
+    def __init__(self, device: CudaDevice, arena: Arena, undo: ExitStack) -> None:
+        self.device = device
+        self.arena = arena
+        self.driver = device.driver
+        self.slots = device.register_arena(arena)
+        undo.callback(device.unregister_arena, arena)
+        self.has_batch = self.driver.has_batch
+        self.kernels = self._load_kernels(undo)
+        self._table = Scratch(self.driver, 3 * len(device.piece_bytes))
+        undo.callback(self._table.close)
+        self.batch_from = BATCH_FROM
+
+    def _load_kernels(self, undo: ExitStack) -> dict[bool, int] | None:
+        """The kernels, or None if this driver cannot make them out of their text."""
+        try:
+            module = self.driver.read("cuModuleLoadData", KERNELS.read_bytes())
+        except CudaError as error:
+            if error.code not in NO_KERNEL:
+                raise
+            log.warning("no kernels for this GPU: copies go piece by piece", error=str(error))
+            return None
+        undo.callback(quietly, self.driver, "cuModuleUnload", module)
+        return {way: self.driver.read("cuModuleGetFunction", module, name.encode()) for way, name in NAMES.items()}
+
+    def split(self, batch_from: int, stream: int) -> None:
+        """Have pieces of at least so many bytes go by the copy engines. Waits for the stream. CudaError."""
+        if self.kernels is None:
+            batch_from = 0
+        self.batch_from = batch_from
+        device = self.device
+        by_kernel = device.piece_bytes < batch_from
+        self._small, self._large = np.flatnonzero(by_kernel), np.flatnonzero(~by_kernel)
+        rows = np.stack([device.regions, device.piece_bytes, device.offsets], axis=1)[self._small]
+        if rows.size:
+            self._table.host[: rows.size] = rows.ravel()
+            self._table.push(rows.size, stream)
+            self.driver.call("cuStreamSynchronize", stream)
+
+    @property
+    def by_kernel(self) -> bool:
+        """Whether some pieces go by the kernel."""
+        return bool(self._small.size)
+
+    def enqueue(
+        self,
+        to_device: bool,
+        blocks: NDArray[np.int64],
+        slots: NDArray[np.int64],
+        pieces: range,
+        ids: int,
+        stream: int,
+        counts: Counts,
+    ) -> None:
+        """Copy some pieces (in contract order) of n pairs. ids: the device's address of the n blocks and, behind them, the n slots, there by
+        the time the stream gets so far. CudaError: some of it may run nevertheless."""
+        first, last = np.searchsorted(self._small, (pieces.start, pieces.stop)).tolist()
+        if last > first:
+            row = self._table.device + 24 * first
+            n = len(blocks)
+            self.launch(to_device, (row, last - first, ids, ids + 8 * n, n, self.slots, self.arena.stride), stream)
+            counts.launches += 1
+        first, last = np.searchsorted(self._large, (pieces.start, pieces.stop)).tolist()
+        if last > first:
+            self._by_engine(
+                to_device, addresses(self.device, self.arena, blocks, slots, self._large[first:last]), stream, counts
+            )
+        counts.bytes += len(blocks) * int(self.device.piece_bytes[pieces.start : pieces.stop].sum())
+
+    def _by_engine(
+        self,
+        to_device: bool,
+        copies: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]],
+        stream: int,
+        counts: Counts,
+    ) -> None:
+        on_device, on_host, sizes = copies
+        if self.has_batch:
+            targets, sources = (on_device, on_host) if to_device else (on_host, on_device)
+            for at in range(0, len(sizes), BATCH):
+                part = slice(at, at + BATCH)
+                self.batch(targets[part], sources[part], sizes[part], stream)
+                counts.batches += 1
+        else:
+            self.driver.copy_singly(to_device, on_device, on_host, sizes, stream)
+            counts.singles += len(sizes)
+
+    def batch(self, targets: NDArray[np.int64], sources: NDArray[np.int64], sizes: NDArray[np.int64], stream: int) -> None:
+        """One call for many copies, in any order. int64 arrays, read during the call. CudaError."""
+        lengths = np.ascontiguousarray(sizes)
+        self.driver.copy_batch(targets.ctypes.data, sources.ctypes.data, lengths.ctypes.data, len(lengths), stream)
+
+    def launch(self, to_device: bool, arguments: tuple[int, ...], stream: int) -> None:
+        """Launch a kernel; arguments: block_copy.cu's. CudaError."""
+        assert self.kernels is not None
+        values = (ctypes.c_int64 * len(arguments))(*arguments)
+        base = ctypes.addressof(values)
+        pointers = (ctypes.c_void_p * len(arguments))(*(base + 8 * i for i in range(len(arguments))))
+        tiles = arguments[1] * arguments[4]
+        grid = max(1, min(BLOCKS_OF_THREADS, -(-tiles // (THREADS // 32))))
+        self.driver.call("cuLaunchKernel", self.kernels[to_device], grid, 1, 1, THREADS, 1, 1, 0, stream, pointers, None)

@@ -1,0 +1,309 @@
+"""Copies between a GPU and the arena, by streams of our own: nothing of it blocks the loop, and no thread waits for the GPU.
+
+A thread a direction puts copies on its stream; the loop asks now and then, while something is under way, how far the stream is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, suppress
+from functools import partial
+from typing import Any, NamedTuple
+
+import anyio
+import anyio.to_thread
+import structlog
+
+from kvactors.actor.uncancelled import to_the_end
+from kvactors.device.arena import Arena
+from kvactors.device.base import Device
+from kvactors.device.cuda import CudaDevice
+from kvactors.device.cuda_driver import FATAL, NOT_READY, CudaError
+from kvactors.errors import DeviceError
+from kvactors.gpu_swapper.cuda_calibrate import Timing, calibrate
+from kvactors.gpu_swapper.cuda_copies import Copies, Counts
+from kvactors.gpu_swapper.cuda_lane import Lane, Op
+from kvactors.gpu_swapper.executor import CLOSE_LIMIT, Executor, Progress
+from kvactors.gpu_swapper.messages import Direction
+
+FIRST_PAUSE, LAST_PAUSE = 100e-6, 2e-3
+"""Seconds between two questions how far a stream is: they double as long as the answer is the same."""
+
+GROUP = 1 << 20
+"""Bytes from which on a run of layers is worth an event of its own."""
+
+ABANDONED: list[Any] = []
+"""Memory that copies which never ended may still use: kept for good."""
+
+log = structlog.get_logger()
+
+
+class CudaStatistics(NamedTuple):
+    """Totals since `open`. batches: calls for many copies; launches: of kernels; singles: calls for one copy. bytes: put
+    on a stream, whether they arrived or not. errors: operations that
+    failed. batch_from: bytes from which on a piece goes by the copy engines. timings: what that was chosen by; none: it was not measured.
+    has_batch, has_kernel: what the driver can do. broken: why nothing is copied any more, or None."""
+
+    batches: int
+    launches: int
+    singles: int
+    bytes_to_host: int
+    bytes_to_device: int
+    errors: int
+    batch_from: int
+    timings: tuple[Timing, ...]
+    has_batch: bool
+    has_kernel: bool
+    broken: str | None
+
+
+class CudaExecutor(Executor):
+    """batch_from: bytes from which on a piece goes by the copy engines; None: measured by `open`. limit: seconds `close` waits for copies
+    under way. Every operation fails before `open`, and after an error of the driver: what the GPU then does is not known."""
+
+    device: CudaDevice
+
+    def __init__(self, device: CudaDevice, arena: Arena, *, batch_from: int | None = None, limit: float = CLOSE_LIMIT) -> None:
+        super().__init__(device, arena, 2)
+        self._batch_from = batch_from
+        self._limit = limit
+        self._undo = ExitStack()
+        self._lanes: dict[Direction, Lane] = {}
+        self._timings: tuple[Timing, ...] = ()
+        self._copies: Copies | None = None
+        self._broken: str | None = None
+        self._lost = self._untold = False
+        self._changed: Callable[[bool, bool], None] | None = None
+        self._under_way: dict[Op, Lane] = {}  # not over
+        self._watched: list[Op] = []  # of these, those whose stream is asked
+        self._timer: asyncio.TimerHandle | None = None
+        self._pause = FIRST_PAUSE
+        self._loads = 0
+        self._newest: Op | None = None
+
+    # -- life
+
+    async def open(self) -> None:
+        """Pin the arena, make streams, load the kernels, measure. CudaError: nothing is left behind."""
+        if not self._lanes and self._broken is None:
+            await anyio.to_thread.run_sync(self._open)
+
+    def _open(self) -> None:
+        with self.device.current():
+            try:
+                copies = self._copies = Copies(self.device, self.arena, self._undo)
+                lanes = {}
+                for direction in Direction:
+                    lanes[direction] = Lane(copies, direction is Direction.TO_DEVICE)
+                    self._undo.callback(lanes[direction].close)
+                stream = lanes[Direction.TO_DEVICE].stream
+                measured, self._timings = calibrate(copies, stream)
+                copies.split(measured if self._batch_from is None else self._batch_from, stream)
+            except BaseException:
+                self._copies = None
+                self._undo.close()
+                raise
+        self._lanes = lanes
+
+    async def close(self) -> None:
+        """Wait for what is under way, then give everything back. What does not end within the limit keeps its memory for good."""
+        lanes, self._lanes = self._lanes, {}
+        self._broken = self._broken or "closed"
+        if not lanes:
+            return
+        settled = [asyncio.wrap_future(lane.workers.submit(lane.settle)) for lane in lanes.values()]
+        with anyio.move_on_after(self._limit):
+            await asyncio.gather(*settled)
+            await asyncio.gather(*(op.told for op in self._under_way))
+        if all(one.done() and not one.cancelled() and one.exception() is None for one in settled) and not self._under_way:
+            await anyio.to_thread.run_sync(self._give_back)
+        else:
+            log.error("copies of a GPU did not end; their memory is kept", gpu=self.device.name)
+            ABANDONED.extend((self._undo.pop_all(), self.device, self.arena, self.arena.view(0)))
+            self.device.abandon()
+        for lane in lanes.values():
+            lane.workers.close()
+        self._copies = None
+
+    def _give_back(self) -> None:
+        with ExitStack() as entered:
+            try:
+                entered.enter_context(self.device.current())
+            except CudaError:  # of a moment, perhaps; without a context nothing can be given back
+                with suppress(CudaError):
+                    entered.enter_context(self.device.current())
+            self._undo.close()
+
+    def release(self) -> None:
+        """See `Executor`: operations under way are over, failed, though the GPU may still be at them; `close` knows."""
+        for op in self._under_way:
+            op.over = True
+            if not op.done.done():
+                op.done.set_result(False)
+
+    # -- operations
+
+    async def run(
+        self, direction: Direction, blocks: Sequence[int], slots: Sequence[int], progress: Progress | None = None
+    ) -> tuple[int, ...]:
+        """See `Executor`; all pairs or none."""
+        lane = self._lanes.get(direction)
+        if not len(blocks):
+            return ()
+        if lane is None or self._broken is not None:
+            return tuple(range(len(blocks)))
+        loop = asyncio.get_running_loop()
+        load = direction is Direction.TO_DEVICE
+        groups = self.layer_groups(len(blocks), GROUP) if load else self.layer_groups(1, 1 << 62)
+        self._loads += load
+        op = Op(blocks, slots, groups, self._loads, progress if load else None, loop.create_future())
+        if load:
+            self._newest = op
+        self._under_way[op] = lane
+        self._in_thread(lane, partial(lane.submit, op), lambda error, _result: self._submitted(op, error))
+        good = await to_the_end(op.done)
+        return () if good else tuple(range(len(blocks)))
+
+    def _in_thread(self, lane: Lane, call: Callable[[], Any], then: Callable[[BaseException | None, Any], None]) -> None:
+        """Call in the lane's thread, then on the loop, with the call's error and result."""
+        loop = asyncio.get_running_loop()
+
+        def over(future: Future[Any]) -> None:
+            error = future.exception()
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(then, error, None if error else future.result())
+
+        lane.workers.submit(call).add_done_callback(over)
+
+    def _submitted(self, op: Op, error: BaseException | None) -> None:
+        if error is None:
+            self._watched.append(op)
+            self._pause = FIRST_PAUSE
+            self._look_again()
+            return
+        log.warning("copies could not be begun", error=str(error))
+        self._note(op, error)
+        self._over(op, good=False)
+
+    def _note(self, op: Op, error: BaseException) -> None:
+        if self._under_way[op].failed(error) or not isinstance(error, (ValueError, DeviceError)):
+            self._break(error)
+
+    def _break(self, error: BaseException) -> None:
+        """No more copies; those under way come to their end."""
+        lost = isinstance(error, CudaError) and error.code in FATAL
+        if self._broken is None or (lost and not self._lost):
+            self._broken = str(error)
+            self._lost |= lost
+            self._untold |= lost
+            log.error("no more copies of this GPU's memory", gpu=self.device.name, error=str(error), memory_lost=lost)
+            if self._changed is not None:
+                self._changed(False, lost)
+
+    def _over(self, op: Op, *, good: bool) -> None:
+        lane = self._under_way.pop(op)
+        lane.give_back(op)
+        op.over = True
+        op.told.set_result(None)
+        if not good and op is self._newest:
+            self._newest = None
+        if not op.done.done():
+            op.done.set_result(good)
+
+    # -- how far the streams are
+
+    def _look_again(self) -> None:
+        if self._timer is None and self._watched:
+            self._timer = asyncio.get_running_loop().call_later(self._pause, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        before = sum(op.reached for op in self._watched)
+        try:
+            with self.device.current():
+                for op in list(self._watched):
+                    self._ask(op)
+        except CudaError as error:
+            for op in list(self._watched):
+                self._suspect(op, error)
+        same = before == sum(op.reached for op in self._watched)
+        self._pause = min(2 * self._pause, LAST_PAUSE) if same else FIRST_PAUSE
+        self._look_again()
+
+    def _ask(self, op: Op) -> None:
+        """How far a stream is with an operation. What a stream has reached, it has reached: errors come later."""
+        driver, before, code = self.device.driver, op.reached, 0
+        while op.reached < len(op.events) and (code := driver.status("cuEventQuery", op.events[op.reached])) == 0:
+            op.reached += 1
+        if op.progress is not None and op.reached > before and not op.over:
+            try:
+                op.progress(op.groups[op.reached - 1].stop)
+            except Exception:
+                log.exception("whoever waits for layers failed")
+        if op.reached == len(op.events):
+            self._watched.remove(op)
+            self._over(op, good=True)
+        elif code != NOT_READY:
+            self._suspect(op, driver.error("cuEventQuery", code))
+
+    def _suspect(self, op: Op, error: CudaError) -> None:
+        """An operation's stream answers with an error: the operation is over as soon as nothing runs any more."""
+        if op not in self._watched:
+            return
+        self._watched.remove(op)
+        self._note(op, error)
+        lane = self._under_way[op]
+        self._in_thread(lane, lane.settle, lambda _error, _alive: self._over(op, good=False))
+
+    # -- for engines
+
+    @property
+    def newest_load(self) -> int:
+        """The token of the copy to the device that was begun last; 0: there was none."""
+        return self._loads
+
+    def wait_on(self, stream: int, token: int, layer: int) -> bool:
+        """Have an engine's stream wait for a layer of the newest load, on the loop's thread; whether it does (or the bytes are there
+        already). False: that load is not the newest, has failed, or is not on its stream yet; wait for it otherwise. stream: the driver's
+        handle. layer: the layout's number. CudaError, LayoutError."""
+        op = self._newest
+        index = self.device.layout.position(layer, self.device.layout.roles[0].name) // len(self.device.layout.roles)
+        if op is None or op.token != token or not (op.submitted or op.over) or (op.over and op in self._under_way):
+            return False
+        if not op.over:
+            group = next(i for i, layers in enumerate(op.groups) if index in layers)
+            with self.device.current():
+                self.device.driver.call("cuStreamWaitEvent", stream, op.events[group], 0)
+        return True
+
+    # -- for whoever watches
+
+    def watch(self, changed: Callable[[bool, bool], None]) -> None:
+        """See `Executor`."""
+        self._changed = changed
+        if self._broken is not None:
+            changed(False, self._untold)
+
+    def heard(self) -> None:
+        """See `Executor`."""
+        self._untold = False
+
+    def statistics(self) -> CudaStatistics:
+        """A moment's picture."""
+        counts = {direction: lane.counts for direction, lane in self._lanes.items()}
+        to_host, to_device = counts.get(Direction.TO_HOST, Counts()), counts.get(Direction.TO_DEVICE, Counts())
+        copies = self._copies
+        return CudaStatistics(
+            to_host.batches + to_device.batches, to_host.launches + to_device.launches, to_host.singles + to_device.singles,
+            to_host.bytes, to_device.bytes, to_host.errors + to_device.errors,
+            0 if copies is None else copies.batch_from, self._timings, copies is not None and copies.has_batch,
+            copies is not None and copies.kernels is not None, self._broken,
+        )  # fmt: skip
+
+
+def cuda_executor(device: Device, arena: Arena, batch_from: int | None) -> CudaExecutor:
+    """One for a CudaDevice."""
+    assert isinstance(device, CudaDevice)
+    return CudaExecutor(device, arena, batch_from=batch_from)

@@ -1,0 +1,231 @@
+"""Devices of GPU memory, on the stand-in driver."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from cuda_kit import GpuTensor, PointerTensor, stand_in
+
+from kvactors.device.arena import Arena
+from kvactors.device.cuda import CudaDevice, DeviceMemory, cuda_address_of, cuda_region_of
+from kvactors.device.cuda_driver import CudaDriver, CudaError
+from kvactors.device.host import HostDevice
+from kvactors.errors import DeviceError, LayoutError
+from kvactors.layout import DSALayout, GQALayout, MLALayout
+
+LAYOUTS = {
+    "gqa": GQALayout(2, 2, 32, 16, "float16"),
+    "bfloat16": GQALayout(2, 2, 32, 16, "bfloat16"),
+    "fp8": GQALayout(2, 2, 32, 16, quantization="block_wise_fp8"),
+    "odd": GQALayout(3, 1, 7, 5, "uint8"),
+    "mla": MLALayout(2, 16, 48, 16),
+    "dsa": DSALayout(2, 16, 128, 8),
+    "mtp": GQALayout(2, 1, 8, 16, extra_layers=1, extra_block_ratio=2.0),
+}
+EVERYTHING = ("device", "pinned", "streams", "events", "modules", "contexts", "current", "running")
+
+
+@pytest.fixture
+def fake():
+    fake = stand_in()
+    fake.reset()
+    yield fake
+    fake.reset()
+    assert {what: fake.live(what) for what in EVERYTHING} == dict.fromkeys(EVERYTHING, 0), "leaked"
+
+
+@pytest.fixture
+def driver(fake):
+    return CudaDriver(fake.path)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_blocks_go_to_host_slots_and_come_back(driver, name):
+    layout, blocks, rng = LAYOUTS[name], 6, np.random.default_rng(5)
+    device, arena = CudaDevice.allocate(layout, blocks, driver=driver), Arena(blocks, layout.block_bytes)
+    names, ids, slots = rng.bytes(32 * blocks), rng.permutation(blocks).tolist(), rng.permutation(blocks).tolist()
+    device.fill(ids, names)
+    assert device.check(ids, names) == []
+    twin = HostDevice(layout, blocks)
+    twin.fill(ids, names)
+    device.copy_to_host(ids, arena, slots)
+    twin.copy_to_device(ids, arena, slots)
+    assert twin.check(ids, names) == [], "the same bytes as any other device's"
+    device.fill(ids, bytes(32 * blocks))
+    assert device.check(ids, names) == list(range(blocks))
+    for layer in range(layout.num_layers + layout.extra_layers):
+        assert device.check(ids, names) == list(range(blocks))
+        device.copy_to_device(ids, arena, slots, range(layer, layer + 1))
+    assert device.check(ids, names) == []
+    device.close()
+    arena.close()
+
+
+@pytest.mark.parametrize("kind", [GpuTensor, PointerTensor, "interface"])
+def test_an_engines_tensors_are_taken_by_address(driver, kind):
+    layout = LAYOUTS["gqa"]
+    owner = CudaDevice.allocate(layout, 4, driver=driver)
+    tensors = owner.tensors
+    if kind != "interface":
+        tensors = [kind(memory.address, memory.shape, "float16") for memory in owner.tensors]
+    device = CudaDevice(layout, tensors, driver=driver)
+    assert device.regions.tolist() == owner.regions.tolist()
+    assert device.num_blocks == 4
+    device.fill([2], b"n" * 32)
+    assert owner.check([2], b"n" * 32) == []
+    by_name = {(p.layer, p.role): t for p, t in zip(layout.pieces, tensors, strict=True)}
+    named = CudaDevice(layout, by_name, driver=driver)
+    assert named.regions.tolist() == owner.regions.tolist()
+    for one in (named, device, owner):
+        one.close()
+        one.close()
+
+
+def interface(**changes):
+    fields = {"shape": (4, 8), "typestr": "<f2", "data": (4096, False), "version": 3, "strides": None, **changes}
+    return SimpleNamespace(__cuda_array_interface__=fields)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "complaint"),
+    [
+        (interface(data=(4096, True)), "read-only"),
+        (interface(version=1), "version 1 of the CUDA array interface is too old"),
+        (interface(typestr="<f8"), "type '<f8'"),
+        (interface(strides=(32, 2)), "not contiguous"),
+        (interface(mask=interface()), "masked"),
+        (np.zeros((2, 2), np.float32), "host memory"),
+        (GpuTensor(4096, (2, 2), "float32", kind=1), "host memory"),
+        ("a tensor", "str is no GPU tensor"),
+    ],
+)
+def test_tensors_that_cannot_be_taken(tensor, complaint):
+    with pytest.raises(DeviceError, match=complaint):
+        cuda_region_of(tensor)
+
+
+def test_regions_by_the_interface():
+    assert cuda_region_of(interface(strides=(16, 2))) == (4096, (4, 8), "float16", False)
+    assert cuda_region_of(interface(shape=(1, 8), strides=(99, 2), version=2)).shape == (1, 8)
+    assert cuda_region_of(interface(typestr="|V1")).dtype == "uint8"
+    assert cuda_region_of(interface(typestr="<V2")).dtype == "bfloat16"
+    assert cuda_address_of(interface()) == cuda_address_of(GpuTensor(4096, (2,), "int8")) == 4096
+
+
+def test_what_does_not_fit_the_layout_or_the_gpu_is_an_error(driver):
+    layout = LAYOUTS["gqa"]
+    owner = CudaDevice.allocate(layout, 4, driver=driver)
+    good = [PointerTensor(memory.address, memory.shape, "float16") for memory in owner.tensors]
+    host = np.zeros(good[3].shape, np.float16)
+    for tensors, error, complaint in (
+        (good[:3], LayoutError, "4 regions, and 3"),
+        ([*good[:3], PointerTensor(good[3].address, good[3].shape, "float32")], LayoutError, "layer 1, value, is float32"),
+        ([*good[:3], PointerTensor(host.ctypes.data, host.shape, "float16")], DeviceError, "not in CUDA's memory"),
+        ([PointerTensor(t.address, (0, *t.shape[1:]), t.dtype) for t in good], LayoutError, "at least 1 block"),
+    ):
+        with pytest.raises(error, match=complaint):
+            CudaDevice(layout, tensors, driver=driver)
+    with pytest.raises(DeviceError, match="no GPU 1: the driver knows 1"):
+        CudaDevice(layout, good, ordinal=1, driver=driver)
+    owner.close()
+
+
+def test_tensors_of_another_gpu_are_refused(fake, driver):
+    fake.set("devices", 2)
+    owner = CudaDevice.allocate(LAYOUTS["gqa"], 4, driver=driver)
+    with pytest.raises(DeviceError, match="not in the memory of GPU 1"):
+        CudaDevice(LAYOUTS["gqa"], owner.tensors, ordinal=1, driver=driver)
+    owner.close()
+
+
+def test_a_tensor_that_moved_is_an_error_and_no_copy(driver):
+    layout = LAYOUTS["gqa"]
+    owner, arena = CudaDevice.allocate(layout, 4, driver=driver), Arena(2, layout.block_bytes)
+    device = CudaDevice(layout, [PointerTensor(m.address, m.shape, "float16") for m in owner.tensors], driver=driver)
+    device.tensors[1].address += 256
+    with pytest.raises(DeviceError, match="layer 0, value, has moved"):
+        device.copy_to_host([0], arena, [0])
+    assert not any(arena.view(0))
+    device.close()
+    owner.close()
+    arena.close()
+
+
+@pytest.mark.parametrize(("blocks", "slots"), [([4], [0]), ([0], [2]), ([-1], [0]), ([0, 1], [0])])
+def test_ids_out_of_range(driver, blocks, slots):
+    layout = LAYOUTS["gqa"]
+    device, arena = CudaDevice.allocate(layout, 4, driver=driver), Arena(2, layout.block_bytes)
+    for copy in (device.copy_to_host, device.copy_to_device):
+        with pytest.raises(ValueError, match=r"out of range|2 blocks and 1 slots"):
+            copy(blocks, arena, slots)
+    device.close()
+    arena.close()
+
+
+def test_an_arena_is_pinned_once_and_until_the_end(fake, driver):
+    layout = LAYOUTS["gqa"]
+    device, arena = CudaDevice.allocate(layout, 4, driver=driver), Arena(2, layout.block_bytes)
+    assert device.register_arena(arena) == device.register_arena(arena) == arena.address
+    assert (fake.live("pinned"), fake.calls("cuMemHostRegister")) == (1, 1)
+    with device.current():
+        device.unregister_arena(arena)
+        device.unregister_arena(arena)
+    assert fake.live("pinned") == 0
+    device.register_arena(arena)
+    device.close()
+    assert fake.live("pinned") == 0
+    arena.close()
+
+
+CALLS = [
+    "cuDeviceGetCount", "cuDeviceGet", "cuDeviceGetName", "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent", "cuStreamCreate",
+    "cuMemAlloc", "cuPointerGetAttribute", "cuMemHostRegister", "cuMemHostGetDevicePointer", "cuMemcpyHtoDAsync",
+    "cuMemcpyDtoHAsync", "cuStreamSynchronize",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("nth", [1, 2])
+def test_every_call_may_fail_and_nothing_leaks(fake, driver, call, nth):
+    layout = LAYOUTS["gqa"]
+    arena = Arena(2, layout.block_bytes)
+    device = None
+    fake.fail(call, 2, nth)
+    failures = []
+    try:
+        device = CudaDevice.allocate(layout, 4, driver=driver)
+        device.register_arena(arena)
+        device.copy_to_host([1, 2], arena, [0, 1])
+        device.copy_to_device([1, 2], arena, [0, 1])
+    except (CudaError, DeviceError) as error:
+        failures.append(str(error))
+    if device is not None:
+        device.close()
+    assert len(failures) == (fake.calls(call) >= nth)
+    assert all("OUT_OF_MEMORY" in failure for failure in failures)
+    arena.close()
+
+
+@pytest.mark.parametrize("call", ["cuMemFree", "cuCtxPushCurrent", "cuMemHostUnregister", "cuStreamDestroy"])
+def test_closing_never_raises(fake, driver, call):
+    device = CudaDevice.allocate(LAYOUTS["gqa"], 4, driver=driver)
+    arena = Arena(2, LAYOUTS["gqa"].block_bytes)
+    device.register_arena(arena)
+    fake.fail(call, 700)
+    device.close()
+    arena.close()
+    if call == "cuMemFree":
+        driver.call("cuCtxPushCurrent", 1)
+        driver.call("cuMemFree", device.tensors[-1].address)
+        driver.read("cuCtxPopCurrent")
+    elif call in {"cuMemHostUnregister", "cuStreamDestroy"}:
+        driver.call("cuCtxPushCurrent", 1)
+        driver.status("cuMemHostUnregister", arena.address)
+        driver.status("cuStreamDestroy", device._stream)
+        driver.read("cuCtxPopCurrent")
+
+
+def test_memory_of_our_own_speaks_the_interface():
+    assert cuda_region_of(DeviceMemory(512, (3, 2), "<V2")) == (512, (3, 2), "bfloat16", False)

@@ -1,0 +1,565 @@
+"""Copies by streams, on the stand-in driver."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import sys
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvactors
+from kvactors import system
+from kvactors.config import Config
+from kvactors.device.arena import Arena
+from kvactors.device.cuda import CudaDevice
+from kvactors.device.cuda_driver import CudaDriver, CudaError
+from kvactors.gpu_swapper import cuda_copies, cuda_executor
+from kvactors.gpu_swapper.cuda_calibrate import Timing, choose
+from kvactors.gpu_swapper.cuda_copies import BATCH_FROM
+from kvactors.gpu_swapper.cuda_executor import CudaExecutor
+from kvactors.gpu_swapper.messages import Direction
+from kvactors.layout import DSALayout, GQALayout, MLALayout
+
+SPEC = importlib.util.spec_from_file_location("cuda_kit", Path(__file__).parents[1] / "device" / "cuda_kit.py")
+cuda_kit = sys.modules.get("cuda_kit") or importlib.util.module_from_spec(SPEC)
+if "cuda_kit" not in sys.modules:
+    SPEC.loader.exec_module(cuda_kit)
+
+TO_HOST, TO_DEVICE = Direction.TO_HOST, Direction.TO_DEVICE
+LAYOUTS = {
+    "1000 bytes": GQALayout(3, 1, 8, 125, "uint8"),
+    "1 KiB": GQALayout(3, 2, 16, 16, "float16"),
+    "1090 bytes": GQALayout(2, 1, 10, 109, "uint8"),
+    "fp8": GQALayout(3, 4, 64, 16, quantization="block_wise_fp8"),
+    "bfloat16 16 KiB": GQALayout(2, 4, 128, 16, "bfloat16"),
+    "mla": MLALayout(3, 64),
+    "dsa": DSALayout(3, 64),
+    "mtp": GQALayout(2, 1, 64, 16, extra_layers=1, extra_block_ratio=2.0),
+    "64 KiB": GQALayout(2, 8, 128, 32, "float16"),
+    "2 MiB": GQALayout(1, 8, 128, 1024, "float16"),
+}
+SMALL = LAYOUTS["1 KiB"]
+EVERYTHING = ("device", "pinned", "streams", "events", "modules", "contexts", "current", "running")
+
+
+@pytest.fixture
+def fake():
+    fake = cuda_kit.stand_in()
+    fake.reset()
+    yield fake
+    fake.reset()
+    assert {what: fake.live(what) for what in EVERYTHING} == dict.fromkeys(EVERYTHING, 0), "leaked"
+
+
+class Stand:
+    """A device, an arena and an executor."""
+
+    def __init__(self, fake, layout, blocks=8, slots=8, **options):
+        self.fake, self.layout, self.blocks = fake, layout, blocks
+        self.device = CudaDevice.allocate(layout, blocks, driver=CudaDriver(fake.path))
+        self.arena = Arena(slots, layout.block_bytes)
+        self.executor = CudaExecutor(self.device, self.arena, **options)
+        self.names = np.random.default_rng(3).bytes(32 * blocks)
+
+    def name(self, ids):
+        return b"".join(self.names[32 * i : 32 * i + 32] for i in ids)
+
+    def close(self):
+        self.device.close()
+        self.arena.close()
+
+    def wrong(self, ids):
+        return self.device.check(ids, self.name(ids))
+
+
+@asynccontextmanager
+async def standing(fake, layout=SMALL, **options):
+    stand = Stand(fake, layout, **options)
+    try:
+        await stand.executor.open()
+        yield stand
+    finally:
+        fake.gate(-1)
+        await stand.executor.close()
+        stand.close()
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+# -- bytes
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("way", ["kernel", "batch", "old batch", "singles", "measured"])
+async def test_every_byte_goes_there_and_comes_back(fake, name, way):
+    """In place and shuffled; by every way there is."""
+    fake.set("version", {"old batch": 12080, "singles": 12040}.get(way, 13000))
+    layout = LAYOUTS[name]
+    batch_from = {"kernel": 1 << 40, "measured": None}.get(way, 0)
+    async with standing(fake, layout, batch_from=batch_from) as stand:
+        rng = np.random.default_rng(7)
+        for shuffled in (False, True):
+            ids = rng.permutation(8)[:5].tolist() if shuffled else [2, 3, 4, 5, 6]
+            slots = rng.permutation(8)[:5].tolist() if shuffled else [1, 2, 3, 4, 5]
+            before = bytes(stand.arena._map)
+            stand.device.fill(ids, stand.name(ids))
+            assert await stand.executor.run(TO_HOST, ids, slots) == ()
+            after = bytes(stand.arena._map)
+            for slot in set(range(8)) - set(slots):
+                rows = slice(slot * stand.arena.stride, (slot + 1) * stand.arena.stride)
+                assert before[rows] == after[rows], "slots of others are left alone"
+            others = list(reversed(range(8)))[:5]
+            stand.device.fill(range(8), bytes(32 * 8))
+            assert await stand.executor.run(TO_DEVICE, others, slots) == ()
+            assert stand.device.check(others, stand.name(ids)) == []
+            rest = sorted(set(range(8)) - set(others))
+            assert stand.device.check(rest, bytes(32 * 3)) == [], "blocks of others are left alone"
+            assert bytes(stand.arena._map) == after
+        found = stand.executor.statistics()
+        kinds = {"kernel": found.launches, "batch": found.batches, "old batch": found.batches, "singles": found.singles}
+        assert {kind: count > 0 for kind, count in kinds.items() if way in kinds} == {
+            kind: kind == way or {kind, way} == {"batch", "old batch"} for kind in kinds if way in kinds
+        }
+        assert (found.bytes_to_host, found.bytes_to_device) == (10 * layout.block_bytes, 10 * layout.block_bytes)
+        assert (found.errors, found.broken) == (0, None)
+
+
+async def test_pieces_of_a_block_may_go_by_different_ways(fake):
+    async with standing(fake, LAYOUTS["fp8"], batch_from=2048) as stand:
+        stand.device.fill(range(8), stand.names)
+        assert await stand.executor.run(TO_HOST, range(8), range(8)) == ()
+        stand.device.fill(range(8), bytes(32 * 8))
+        assert await stand.executor.run(TO_DEVICE, range(8), range(8)) == ()
+        assert stand.wrong(range(8)) == []
+        found = stand.executor.statistics()
+        assert found.launches > 0
+        assert found.batches > 0
+
+
+async def test_a_call_is_not_for_ever_so_many_copies(fake, monkeypatch):
+    monkeypatch.setattr(cuda_copies, "BATCH", 5)
+    async with standing(fake, batch_from=0) as stand:
+        stand.device.fill(range(8), stand.names)
+        assert await stand.executor.run(TO_HOST, range(8), range(8)) == ()
+        assert stand.executor.statistics().batches == -(-8 * 6 // 5)
+        stand.device.fill(range(8), bytes(32 * 8))
+        assert await stand.executor.run(TO_DEVICE, range(8), range(8)) == ()
+        assert stand.wrong(range(8)) == []
+
+
+async def test_our_copies_are_of_pinned_memory_only(fake):
+    async with standing(fake, batch_from=2048) as stand:
+        await stand.executor.run(TO_HOST, range(8), range(8))
+        await stand.executor.run(TO_DEVICE, range(8), range(8))
+        assert fake.calls("pageable") == 0
+
+
+async def test_more_pairs_than_the_first_scratch_memory_has_room_for(fake):
+    layout = GQALayout(1, 1, 4, 1, "uint8")
+    async with standing(fake, layout, blocks=3000, slots=3000, batch_from=1 << 40) as stand:
+        ids = np.random.default_rng(1).permutation(3000).tolist()
+        stand.device.fill(ids, stand.name(ids))
+        assert await stand.executor.run(TO_HOST, ids, range(3000)) == ()
+        stand.device.fill(ids, bytes(32 * 3000))
+        assert await stand.executor.run(TO_DEVICE, ids, range(3000)) == ()
+        assert stand.wrong(ids) == []
+
+
+async def test_many_operations_at_once_in_both_directions(fake):
+    async with standing(fake, blocks=64, slots=64, batch_from=1 << 40) as stand:
+        stand.device.fill(range(64), stand.names)
+        fake.set("delay_us", 300)
+        await stand.executor.run(TO_HOST, range(32), range(32))
+        down = [stand.executor.run(TO_HOST, [32 + i], [32 + i]) for i in range(16)]
+        up = [stand.executor.run(TO_DEVICE, [48 + i], [i]) for i in range(16)]
+        assert set(await asyncio.gather(*down, *up)) == {()}
+        assert stand.device.check(range(48, 64), stand.names[: 32 * 16]) == []
+        await stand.executor.run(TO_DEVICE, range(16), range(32, 48))
+        assert stand.device.check(range(16), stand.names[32 * 32 : 32 * 48]) == []
+        assert await stand.executor.run(TO_HOST, [], []) == ()
+
+
+# -- layers
+
+
+async def test_progress_tells_of_layers_in_order_as_they_arrive(fake, monkeypatch):
+    monkeypatch.setattr(cuda_executor, "GROUP", 1)
+    layout = GQALayout(4, 1, 8, 16, "float16")
+    async with standing(fake, layout, batch_from=0) as stand:
+        stand.device.fill(range(8), stand.names)
+        await stand.executor.run(TO_HOST, range(8), range(8))
+        stand.device.fill(range(8), bytes(32 * 8))
+        fake.gate(0)
+        seen = []
+        running = asyncio.ensure_future(stand.executor.run(TO_DEVICE, range(8), range(8), seen.append))
+        for layers in range(1, 4):
+            fake.gate(1)
+            await until(lambda layers=layers: seen[-1:] == [layers])
+            assert not running.done()
+        fake.gate(-1)
+        assert await running == ()
+        assert seen == [1, 2, 3, 4]
+        assert stand.wrong(range(8)) == []
+        await stand.executor.run(TO_HOST, range(8), range(8), seen.append)
+        assert seen == [1, 2, 3, 4], "stores do not go by layers"
+
+
+async def test_a_progress_that_raises_stops_nothing(fake):
+    async with standing(fake) as stand:
+        assert await stand.executor.run(TO_DEVICE, [1], [1], lambda layers: 1 // 0) == ()
+
+
+async def test_an_engines_stream_waits_for_a_layer(fake, monkeypatch):
+    monkeypatch.setattr(cuda_executor, "GROUP", 1)
+    layout = GQALayout(3, 1, 8, 16, "float16", layer_offset=5)
+    async with standing(fake, layout, batch_from=0) as stand:
+        device, driver, executor = stand.device, stand.device.driver, stand.executor
+        with device.current():
+            engine, event = driver.read("cuStreamCreate", 1), driver.read("cuEventCreate", 2)
+        assert executor.newest_load == 0
+        assert not executor.wait_on(engine, 0, 5)
+        fake.gate(0)
+        running = asyncio.ensure_future(executor.run(TO_DEVICE, [1], [1]))
+        await asyncio.sleep(0)
+        token = executor.newest_load
+        await until(lambda: executor.wait_on(engine, token, 6))
+        assert not executor.wait_on(engine, token - 1, 6)
+        with device.current():
+            driver.call("cuEventRecord", event, engine)
+            assert driver.status("cuEventQuery", event) == 600
+            fake.gate(1)
+            await asyncio.sleep(0.01)
+            assert driver.status("cuEventQuery", event) == 600, "the second layer is not there"
+            fake.gate(1)
+            await until(lambda: driver.status("cuEventQuery", event) == 0)
+        assert not running.done()
+        fake.gate(-1)
+        assert await running == ()
+        assert executor.wait_on(engine, token, 7), "all is there"
+        with device.current():
+            driver.call("cuEventDestroy", event)
+            driver.call("cuStreamDestroy", engine)
+
+
+# -- what goes wrong
+
+
+@pytest.mark.parametrize(("blocks", "slots"), [([8], [0]), ([0], [8]), ([-1], [0]), ([0, 1], [0])])
+async def test_ids_out_of_range_fail_alone(fake, blocks, slots):
+    async with standing(fake) as stand:
+        assert await stand.executor.run(TO_HOST, blocks, slots) == tuple(range(len(blocks)))
+        assert stand.executor.statistics().errors == 1
+        assert await stand.executor.run(TO_HOST, [0], [0]) == (), "the next is none the worse"
+
+
+async def test_a_tensor_that_moved_fails_the_copy(fake):
+    layout = SMALL
+    owner = CudaDevice.allocate(layout, 4, driver=CudaDriver(fake.path))
+    tensors = [cuda_kit.PointerTensor(m.address, m.shape, "float16") for m in owner.tensors]
+    device, arena = CudaDevice(layout, tensors, driver=owner.driver), Arena(4, layout.block_bytes)
+    executor = CudaExecutor(device, arena)
+    await executor.open()
+    assert await executor.run(TO_HOST, [0], [0]) == ()
+    tensors[2].address += 16
+    assert await executor.run(TO_HOST, [0], [0]) == (0,)
+    await executor.close()
+    for one in (device, owner, arena):
+        one.close()
+
+
+async def test_before_open_and_after_close_everything_fails(fake):
+    stand = Stand(fake, SMALL)
+    assert await stand.executor.run(TO_HOST, [0, 1], [0, 1]) == (0, 1)
+    await stand.executor.close()
+    await stand.executor.open()
+    await stand.executor.open()
+    await stand.executor.close()
+    await stand.executor.close()
+    assert await stand.executor.run(TO_HOST, [0, 1], [0, 1]) == (0, 1)
+    assert fake.live("pinned") == 0
+    stand.close()
+
+
+STARTING = [
+    "cuCtxPushCurrent", "cuMemHostRegister", "cuMemHostGetDevicePointer", "cuModuleLoadData", "cuModuleGetFunction",
+    "cuMemHostAlloc", "cuMemAlloc", "cuStreamCreate", "cuEventCreate", "cuMemcpyHtoDAsync", "cuMemcpyBatchAsync",
+    "cuLaunchKernel", "cuEventRecord", "cuEventSynchronize", "cuEventElapsedTime", "cuStreamSynchronize",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call", STARTING)
+@pytest.mark.parametrize("nth", [1, 2, 3])
+async def test_every_call_at_start_may_fail(fake, call, nth):
+    """A clean error with the call's name, and nothing left behind; or, where the call is not made so often, none."""
+    stand = Stand(fake, SMALL)
+    fake.reset()
+    before = {what: fake.live(what) for what in EVERYTHING}
+    fake.fail(call, 2, nth)
+    caught = None
+    try:
+        await stand.executor.open()
+    except CudaError as error:
+        caught = error
+    if caught is not None:
+        assert (caught.function, caught.name) == (call, "CUDA_ERROR_OUT_OF_MEMORY")
+        assert {what: fake.live(what) for what in EVERYTHING} == before
+    else:
+        assert fake.calls(call) < nth or call == "cuStreamSynchronize"
+    fake.fail(call, 0, 0)
+    await stand.executor.open()
+    assert await stand.executor.run(TO_HOST, [1], [1]) == ()
+    await stand.executor.close()
+    stand.close()
+
+
+RUNNING = [
+    "cuCtxSetCurrent", "cuCtxPushCurrent", "cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuMemcpyBatchAsync", "cuLaunchKernel",
+    "cuEventCreate", "cuEventRecord", "cuEventQuery", "cuStreamSynchronize", "cuMemHostAlloc", "cuMemAlloc",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call", RUNNING)
+@pytest.mark.parametrize("nth", [1, 2, 3])
+@pytest.mark.parametrize("way", ["kernel", "batch", "singles"])
+@pytest.mark.parametrize("code", [2, 719])
+async def test_every_call_of_a_copy_may_fail(fake, monkeypatch, call, nth, way, code):
+    """Pairs that are said to have arrived have; nothing runs on; the failure is told, and later operations fail at once."""
+    monkeypatch.setattr(cuda_executor, "GROUP", 1)
+    fake.set("version", 12040 if way == "singles" else 13000)
+    async with standing(fake, batch_from=1 << 40 if way == "kernel" else 0) as stand:
+        executor, told = stand.executor, []
+        executor.watch(lambda possible, lost: told.append((possible, lost)))
+        stand.device.fill(range(8), stand.names)
+        assert await executor.run(TO_HOST, range(4), range(4)) == ()
+        stand.device.fill(range(4), bytes(32 * 4))
+        fake.set("delay_us", 200)
+        fake.fail(call, code, nth)
+        results = await asyncio.gather(
+            executor.run(TO_DEVICE, range(4), range(4)),
+            executor.run(TO_HOST, [4], [4]),
+            executor.run(TO_DEVICE, [7], [0]),
+        )
+        assert fake.live("running") == 0
+        fake.fail(call, 0, 0)
+        fake.set("delay_us", 0)
+        if results[0] == ():
+            assert stand.wrong(range(4)) == []
+        if results[2] == ():
+            assert stand.device.check([7], stand.name([0])) == []
+        if any(results):
+            assert executor.statistics().errors == sum(map(bool, results))
+            assert call in executor.statistics().broken
+            assert told[0] == (False, code == 719)
+            assert await executor.run(TO_HOST, [1], [1]) == (0,)
+        else:
+            assert told == []
+            assert await executor.run(TO_HOST, [1], [1]) == ()
+
+
+async def test_a_batch_refused_in_the_middle_runs_out_before_the_pairs_are_given_back(fake):
+    async with standing(fake, batch_from=0) as stand:
+        fake.gate(0)
+        fake.fail("cuMemcpyBatchAsync", 1)
+        running = asyncio.ensure_future(stand.executor.run(TO_HOST, range(8), range(8)))
+        await until(lambda: fake.calls("cuStreamSynchronize") > 1)
+        await asyncio.sleep(0.01)
+        assert not running.done(), "the half that was begun still runs"
+        fake.gate(-1)
+        assert await running == tuple(range(8))
+
+
+async def test_a_context_that_breaks_fails_everything_and_hangs_nothing(fake):
+    async with standing(fake) as stand:
+        told = []
+        fake.gate(0)
+        running = [asyncio.ensure_future(stand.executor.run(way, [i], [i])) for i, way in enumerate(Direction)]
+        await until(lambda: fake.live("running") > 0)
+        fake.sticky(700)
+        assert [await one for one in running] == [(0,), (0,)]
+        stand.executor.watch(lambda possible, lost: told.append((possible, lost)))
+        stand.executor.heard()
+        stand.executor.watch(lambda possible, lost: told.append((possible, lost)))
+        assert told == [(False, True), (False, False)]
+        assert await stand.executor.run(TO_HOST, [0], [0]) == (0,)
+        assert "ILLEGAL_ADDRESS" in stand.executor.statistics().broken
+        fake.gate(-1)
+        fake.sticky(0)  # so that the leak check means something
+
+
+async def test_a_cancelled_run_returns_when_nothing_runs(fake):
+    async with standing(fake, batch_from=0) as stand:
+        stand.device.fill(range(8), stand.names)
+        fake.gate(0)
+        running = asyncio.ensure_future(stand.executor.run(TO_HOST, range(8), range(8)))
+        await until(lambda: fake.live("running") > 0)
+        for _ in range(3):
+            running.cancel()
+            await asyncio.sleep(0.005)
+            assert not running.done()
+        fake.gate(-1)
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert fake.live("running") == 0
+        assert await stand.executor.run(TO_DEVICE, range(8), range(8)) == ()
+        assert stand.wrong(range(8)) == []
+
+
+async def test_a_stream_that_hangs_is_waited_for(fake):
+    async with standing(fake) as stand:
+        stand.device.fill(range(8), stand.names)
+        fake.gate(0)
+        running = asyncio.ensure_future(stand.executor.run(TO_HOST, range(8), range(8)))
+        await asyncio.sleep(0.05)
+        assert not running.done()
+        fake.gate(-1)
+        assert await running == ()
+
+
+async def test_nothing_is_asked_while_nothing_runs(fake):
+    async with standing(fake) as stand:
+        await stand.executor.run(TO_HOST, [0], [0])
+        asked = fake.calls("cuEventQuery")
+        await asyncio.sleep(0.02)
+        assert fake.calls("cuEventQuery") == asked
+        assert stand.executor._timer is None
+
+
+async def test_what_never_ends_keeps_its_memory(fake):
+    """Released, the operation is over; closed, nothing that a copy may still use is given back."""
+    stand = Stand(fake, SMALL, limit=0.05)
+    await stand.executor.open()
+    stand.device.fill(range(8), stand.names)
+    fake.gate(0)
+    running = asyncio.ensure_future(stand.executor.run(TO_HOST, range(8), range(8)))
+    await until(lambda: fake.live("running") > 0)
+    stand.executor.release()
+    assert await running == tuple(range(8))
+    await stand.executor.close()
+    pinned = fake.live("pinned")
+    stand.close()
+    assert fake.live("pinned") == pinned > 0
+    assert fake.live("device") > 0
+    fake.gate(-1)  # the copies run now, into memory that is still there
+    await until(lambda: not stand.executor._under_way)
+    kept, device, _arena, _view = cuda_executor.ABANDONED[-4:]
+    del cuda_executor.ABANDONED[-4:]
+    with device.current():
+        kept.close()
+        for memory in device.tensors:
+            device.driver.call("cuMemFree", memory.address)
+        device.driver.call("cuStreamDestroy", device._stream)
+    device.driver.call("cuDevicePrimaryCtxRelease", 0)
+    device.driver.call("cuCtxPushCurrent", 1)
+    device.driver.status("cuMemHostUnregister", stand.arena.address)
+    device.driver.read("cuCtxPopCurrent")
+
+
+async def test_closing_waits_for_what_is_under_way(fake):
+    stand = Stand(fake, SMALL)
+    await stand.executor.open()
+    stand.device.fill(range(8), stand.names)
+    fake.set("delay_us", 5000)
+    running = asyncio.ensure_future(stand.executor.run(TO_HOST, range(8), range(8)))
+    await until(lambda: fake.live("running") > 0)
+    await stand.executor.close()
+    assert await running == ()
+    stand.close()
+
+
+# -- a cache
+
+
+async def test_a_cache_on_gpu_memory_brings_the_right_bytes_back(fake, monkeypatch):
+    monkeypatch.setattr(system, "make_executor", lambda device, arena, config, *, inline: CudaExecutor(device, arena))
+    layout = GQALayout(2, 2, 32, 16, "bfloat16")
+    device = CudaDevice.allocate(layout, 6, driver=CudaDriver(fake.path))
+    settings = {
+        "cache": {"block_size": 16},
+        "device": {"num_blocks": 6},
+        "host": {"slots": 16},
+        "layout": {"num_layers": 2, "num_kv_heads": 2, "head_dim": 32, "dtype": "bfloat16"},
+    }
+    async with kvactors.open(Config.from_mapping(settings), device=device) as cache:
+        for seed in (1, 2, 3, 1, 2, 3):
+            async with await cache.acquire("r", [seed] * 49) as lease:
+                await lease.ready()
+                cached, keys = lease.cached_tokens // 16, lease.keys(0, 3)
+                assert device.check(lease.block_table[:cached], keys[: 32 * cached]) == []
+                device.fill(lease.block_table[cached:3], keys[32 * cached :])
+                await lease.commit(48)
+        await cache.settled()
+        assert cache.statistics().host_hits >= 6
+        assert cache.check() == []
+    assert fake.live("pinned") == 0, "the arena is no longer pinned when it is unmapped"
+    device.close()
+
+
+# -- ways
+
+
+@pytest.mark.parametrize("code", [209, 218, 222, 801])
+async def test_a_driver_that_cannot_make_the_kernels_copies_without(fake, code):
+    fake.fail("cuModuleLoadData", code, -1)
+    async with standing(fake) as stand:
+        stand.device.fill(range(8), stand.names)
+        assert await stand.executor.run(TO_HOST, range(8), range(8)) == ()
+        stand.device.fill(range(8), bytes(32 * 8))
+        assert await stand.executor.run(TO_DEVICE, range(8), range(8)) == ()
+        assert stand.wrong(range(8)) == []
+        found = stand.executor.statistics()
+        assert (found.has_kernel, found.launches, found.batch_from) == (False, 0, 0)
+
+
+async def test_a_driver_whose_batches_are_not_supported_copies_without(fake):
+    fake.fail("cuMemcpyBatchAsync", 801, -1)
+    async with standing(fake, LAYOUTS["64 KiB"]) as stand:
+        stand.device.fill(range(8), stand.names)
+        assert await stand.executor.run(TO_HOST, range(8), range(8)) == ()
+        found = stand.executor.statistics()
+        assert (found.has_batch, found.batches, found.timings, found.batch_from) == (False, 0, (), BATCH_FROM)
+        assert found.singles > 0
+
+
+async def test_neither_kernels_nor_batches(fake):
+    fake.set("no cuMemcpyBatchAsync", 1)
+    fake.fail("cuModuleLoadData", 801, -1)
+    async with standing(fake) as stand:
+        stand.device.fill(range(8), stand.names)
+        assert await stand.executor.run(TO_HOST, range(8), range(8)) == ()
+        stand.device.fill(range(8), bytes(32 * 8))
+        assert await stand.executor.run(TO_DEVICE, range(8), range(8)) == ()
+        assert stand.wrong(range(8)) == []
+
+
+async def test_what_is_measured_is_shown(fake):
+    async with standing(fake) as stand:
+        found = stand.executor.statistics()
+        assert len(found.timings) == 5
+        assert found.batch_from == choose(found.timings)
+    fake.set("still", 1)
+    async with standing(fake) as stand:
+        assert stand.executor.statistics().batch_from == BATCH_FROM, "clocks that stand decide nothing"
+
+
+@pytest.mark.parametrize(
+    ("batch", "kernel", "expected"),
+    [
+        ([5, 4, 3, 2, 1], [3, 3, 3, 2, 2], 16384),
+        ([1, 1, 1, 1, 1], [2, 2, 2, 2, 2], 4096),
+        ([9, 9, 9, 9, 9], [2, 2, 2, 2, 2], 131072),
+        ([1, 9, 1, 9, 1], [2, 2, 2, 2, 2], 65536),
+        ([1, 9, 0, 9, 1], [2, 2, 2, 2, 2], BATCH_FROM),
+        ([1, 9, float("nan"), 9, 1], [2, 2, 2, 2, 2], BATCH_FROM),
+        ([], [], BATCH_FROM),
+    ],
+)
+def test_the_size_is_the_smallest_from_which_batches_are_never_slower(batch, kernel, expected):
+    timings = [Timing(4096 << i, b, k) for i, (b, k) in enumerate(zip(batch, kernel, strict=True))]
+    assert choose(tuple(timings)) == expected
