@@ -1,0 +1,315 @@
+"""A tiny GPT served twice, without a cache and with kvactors, and compared bit by bit: `python scenarios/serve_tiny_gpt.py --help`.
+
+Conversations of several turns with shared system prompts are served concurrently from a device pool that is too small for them. First every
+request is computed from nothing; then kvactors keeps what was computed, on the device, in host memory and in files. The logits of every
+sampled position and the blocks of every request at its end must be the same to the last bit, there must have been hits from every tier, and
+preemptions. Exit 1 says what was not so.
+"""  # noqa: INP001  (a script, not a package)
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import anyio
+import msgspec
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from tiny_gpt.model import BLOCK, SIZES, Attention, Here, Trunk, layout_config, make_shard
+from tiny_gpt.rank import quiet, worker_processes
+from tiny_gpt.server import CacheLike, PlainCache, Server, Totals
+
+import kvactors
+
+SYSTEM, USER, NEW = 96, 56, 16
+"""Tokens of a system prompt, of what a user says (about), and of an answer."""
+SYSTEMS = 3
+RUNNING = 8
+
+
+class Options(NamedTuple):
+    """Of the command line."""
+
+    layout: str
+    ranks: int
+    conversations: int
+    turns: int
+    seed: int
+    restart: bool
+    json: str
+    breaking: str
+
+    @property
+    def longest(self) -> int:
+        """Blocks of a whole conversation."""
+        return -(-(SYSTEM + self.turns * (USER + BLOCK // 2 + NEW)) // BLOCK)
+
+    @property
+    def blocks(self) -> int:
+        """Of the device: too few for everybody."""
+        return self.longest * 3 // 2
+
+
+class Workload:
+    """Who says what, from a seed."""
+
+    def __init__(self, options: Options) -> None:
+        self.rng = np.random.default_rng(options.seed)
+        self.seed = options.seed
+        systems = [self._tokens(SYSTEM) for _ in range(SYSTEMS)]
+        self.histories = [list(systems[i % SYSTEMS]) for i in range(options.conversations)]
+        self.says = [
+            [self._tokens(USER + int(self.rng.integers(-BLOCK // 2, BLOCK // 2))) for _ in range(options.turns)]
+            for _ in range(options.conversations)
+        ]
+
+    def _tokens(self, number: int) -> list[int]:
+        return [int(one) for one in self.rng.integers(0, SIZES.vocabulary, number)]
+
+    def sample(self, name: str, position: int, logits: np.ndarray) -> int:
+        """Random by the logits, but the same for the same logits."""
+        rng = np.random.default_rng([self.seed, zlib.crc32(name.encode()), position])
+        return int(np.argmax(logits + rng.gumbel(size=logits.shape)))
+
+    async def converse(self, server: Server, turns: range) -> None:
+        """Everybody takes their turns at once."""
+        async with anyio.create_task_group() as group:
+            for number in range(len(self.histories)):
+                group.start_soon(self._conversation, server, number, turns)
+
+    async def _conversation(self, server: Server, number: int, turns: range) -> None:
+        history = self.histories[number]
+        for turn in turns:
+            history += self.says[number][turn]
+            history += await server.generate(f"{number}.{turn}", history, NEW)
+            await anyio.sleep(0.002 * (number % 3))
+
+
+class Result(NamedTuple):
+    """A run's. The last three are the cache's own counts."""
+
+    totals: Totals
+    seconds: float
+    iterations: int
+    widest: int
+    device_evictions: int = 0
+    host_evictions: int = 0
+    written: int = 0
+
+
+def cache_config(options: Options, directory: Path) -> kvactors.Config:
+    """Small tiers, so that blocks have to move."""
+    settings: dict[str, Any] = {
+        "cache": {"block_size": BLOCK, "deadline": 30.0},
+        "device": {"kind": "paddle", "num_blocks": options.blocks},
+        "layout": msgspec.to_builtins(layout_config(options.layout, options.ranks)),
+        "host": {"slots": options.blocks // 2, "transit_slots": 64},
+        "storage": {
+            "backend": "file",
+            "directory": str(directory / "store"),
+            "write_policy": "write_through" if options.restart else "write_back",
+        },
+    }
+    if options.ranks > 1:
+        settings["ranks"] = {"count": options.ranks, "endpoint": f"unix://{directory / 'ranks'}"}
+    return kvactors.Config.from_mapping(settings)
+
+
+async def plain_run(options: Options, trunk: Trunk) -> Result:
+    """Every request computed from nothing."""
+    workload, totals, began = Workload(options), Totals(), time.monotonic()
+    server = Server(PlainCache(options.blocks), trunk, workload.sample, totals, running=RUNNING)
+    async with server.serving():
+        await workload.converse(server, range(options.turns))
+    return Result(totals, time.monotonic() - began, server.steps.iterations, server.steps.widest)
+
+
+async def cached_run(options: Options, trunk: Trunk, config: kvactors.Config, device: Any) -> Result:
+    """The same with kvactors; with a restart in the middle, which the device's and the host's memory do not survive."""
+    workload, totals = Workload(options), Totals()
+    middle = options.turns // 2 if options.restart else options.turns
+    result = Result(totals, 0.0, 0, 0)
+    for turns in filter(None, (range(middle), range(middle, options.turns))):
+        trunk.attention.tamper("poison", ())
+        async with kvactors.open(config, device) as cache:
+            began = time.monotonic()
+            server = Server(
+                _as_cache(cache), trunk, workload.sample, totals, running=RUNNING, after_load=breaker(options, trunk.attention)
+            )
+            async with server.serving():
+                await workload.converse(server, turns)
+            seconds = time.monotonic() - began
+            await cache.settled()
+            violated = cache.check()
+            if violated:
+                raise SystemExit(f"invariants of the cache do not hold: {violated}")
+            counts = cache.statistics()
+        result = Result(
+            totals,
+            result.seconds + seconds,
+            result.iterations + server.steps.iterations,
+            max(result.widest, server.steps.widest),
+            result.device_evictions + counts.prefix.evicted,
+            result.host_evictions + counts.host.evicted,
+            result.written + counts.host.written,
+        )
+    return result
+
+
+def _as_cache(cache: Any) -> CacheLike:
+    found: CacheLike = cache
+    return found
+
+
+def breaker(options: Options, attention: Attention) -> Callable[[Sequence[int]], None] | None:
+    """What spoils the first load."""
+    done: list[str] = []
+
+    def spoil(blocks: Sequence[int]) -> None:
+        if not done:
+            done.append(options.breaking)
+            attention.tamper(options.breaking, blocks)
+            print(f"--break: {options.breaking} on blocks {list(blocks[:2])}", file=sys.stderr)
+
+    return spoil if options.breaking else None
+
+
+@asynccontextmanager
+async def model(options: Options, config: kvactors.Config, directory: Path) -> AsyncIterator[tuple[Trunk, Any]]:
+    """The model, and the device for the cache (None: the ranks have it)."""
+    if options.ranks == 1:
+        shard = make_shard(options.layout, options.seed, options.blocks)
+        yield Trunk(options.seed, Here(shard)), shard.device
+        return
+    settings = (options.layout, options.seed, options.blocks, options.ranks, directory, config, f"unix://{directory / 'ranks'}")
+    async with worker_processes(*settings) as ranks:
+        yield Trunk(options.seed, ranks), None
+
+
+def complaints(plain: Result, cached: Result) -> list[str]:
+    """What was not as it must be."""
+    wanted, found = plain.totals, cached.totals
+    differing = [key for key, row in wanted.logits.items() if not same(row, found.logits.get(key))]
+    said = []
+    if differing or wanted.logits.keys() != found.logits.keys():
+        first = min(differing, default=("-", 0))
+        said.append(f"logits differ at {len(differing)} of {len(wanted.logits)} positions, first in {first[0]} at {first[1]}")
+    if wanted.text != found.text:
+        said.append(f"text differs in {sum(wanted.text[name] != found.text.get(name) for name in wanted.text)} answers")
+    spoilt = [name for name in wanted.bytes if wanted.bytes[name] != found.bytes.get(name)]
+    if spoilt:
+        said.append(f"the blocks of {len(spoilt)} of {len(wanted.bytes)} requests hold other bytes, first of {min(spoilt)}")
+    said += [f"no block came from {tier}" for tier in ("device", "host", "storage") if not getattr(found, tier)]
+    if not found.preemptions:
+        said.append("nobody was preempted")
+    return said
+
+
+def same(a: np.ndarray, b: np.ndarray | None) -> bool:
+    """To the last bit."""
+    return b is not None and a.tobytes() == b.tobytes() and bool(np.isfinite(a).all())
+
+
+def _hits(tier: str, result: Result) -> int:
+    return int(getattr(result.totals, tier))
+
+
+def table(plain: Result, cached: Result) -> Table:
+    """The two runs side by side."""
+    shown = Table(title="a tiny GPT, served twice")
+    for name in ("", "plain", "kvactors"):
+        shown.add_column(name, justify="right" if name else "left")
+
+    def row(name: str, of: Callable[[Result], Any]) -> None:
+        shown.add_row(name, str(of(plain)), str(of(cached)))
+
+    row("positions compared", lambda r: len(r.totals.logits))
+    row("chunks computed", lambda r: r.totals.chunks)
+    row("tokens computed", lambda r: r.totals.computed)
+    row("tokens reused", lambda r: r.totals.reused)
+    for tier in ("device", "host", "storage"):
+        row(f"blocks reused from {tier}", partial(_hits, tier))
+    row("preemptions", lambda r: r.totals.preemptions)
+    row("admissions put off", lambda r: r.totals.refused)
+    row("blocks evicted from device", lambda r: r.device_evictions)
+    row("blocks evicted from host", lambda r: r.host_evictions)
+    row("blocks written to storage", lambda r: r.written)
+    row("iterations (widest)", lambda r: f"{r.iterations} ({r.widest})")
+    row("seconds", lambda r: f"{r.seconds:.2f}")
+    shown.add_row("time saved", "", f"{1 - cached.seconds / plain.seconds:.0%}")
+    return shown
+
+
+def summary(plain: Result, cached: Result, said: list[str]) -> dict[str, Any]:
+    """For --json."""
+    runs = {}
+    for name, run in (("plain", plain), ("kvactors", cached)):
+        counted = {k: v for k, v in vars(run.totals).items() if isinstance(v, int)}
+        runs[name] = {k: v for k, v in run._asdict().items() if k != "totals"} | counted
+    return {"positions": len(plain.totals.logits), "complaints": said, **runs}
+
+
+async def serve(options: Options) -> tuple[Result, Result]:
+    """Both runs."""
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder)
+        config = cache_config(options, directory)
+        async with model(options, config, directory) as (trunk, device):
+            trunk.attention.tamper("poison", ())
+            plain = await plain_run(options, trunk)
+            cached = await cached_run(options, trunk, config, device)
+    return plain, cached
+
+
+def first_fault(error: Exception) -> Exception:
+    """What is inside of groups of groups."""
+    return first_fault(error.exceptions[0]) if isinstance(error, ExceptionGroup) else error
+
+
+def main(options: Options) -> int:
+    """Serve, compare, tell."""
+    quiet()
+    try:
+        plain, cached = asyncio.run(serve(options))
+    except ExceptionGroup as group:
+        print(f"FAILED: a run ended early: {first_fault(group)!r}", file=sys.stderr)
+        return 1
+    said = complaints(plain, cached)
+    console = Console()
+    console.print(table(plain, cached))
+    if options.json:
+        Path(options.json).write_bytes(msgspec.json.format(msgspec.json.encode(summary(plain, cached, said)), indent=2))
+    for one in said:
+        print(f"FAILED: {one}", file=sys.stderr)
+    if not said:
+        equal = f"{len(plain.totals.logits)} positions, and in the blocks of {len(plain.totals.bytes)} requests"
+        console.print(f"equal to the last bit at {equal}")
+    return 1 if said else 0
+
+
+def parse(arguments: Sequence[str] | None = None) -> Options:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layout", choices=("gqa", "mla"), default="gqa")
+    parser.add_argument("--ranks", type=int, default=1, help="processes the heads are split over")
+    parser.add_argument("--conversations", type=int, default=10)
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--restart", action="store_true", help="close the cache and open it again between turns")
+    parser.add_argument("--json", default="", metavar="OUT", help="write what was counted there")
+    parser.add_argument("--break", dest="breaking", choices=("swap_blocks", "flip_bit"), default="", help="must fail")
+    return Options(**vars(parser.parse_args(arguments)))
+
+
+if __name__ == "__main__":
+    sys.exit(main(parse()))

@@ -1,0 +1,186 @@
+"""Heads split over processes: each rank has its heads, its part of every block and a kvactors rank of its own; the leader has the rest.
+
+The leader asks all ranks for a layer's attention and adds their answers in the order of ranks, so that the bits are the same every time.
+On the wire: a head (operation, layer, blocks in the table, rows' bytes), the table, the rows; back come a size and
+so many bytes: rows, a digest, or nothing.
+
+    python -P -m tiny_gpt.rank --rank 0 --ranks 2 --socket PATH ..      (started by `worker_processes`)
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import socket
+import struct
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import msgspec
+import numpy as np
+import structlog
+
+import kvactors
+from tiny_gpt.model import BLOCK, SIZES, Shard, make_shard
+
+HEAD = struct.Struct("<BBHI")
+OPERATIONS = ("attend", "digest", "poison", "swap_blocks", "flip_bit")
+ROWS = (BLOCK, SIZES.width)
+SIZE = struct.Struct("<I")
+START = 90.0
+"""Seconds the workers may take to import Paddle and to connect."""
+STEP = 60.0
+"""Seconds an answer may take."""
+
+
+def quiet() -> None:
+    """Only warnings of the library's; the table is what matters."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+
+
+def receive(peer: socket.socket, size: int) -> bytearray:
+    """Exactly so many bytes. ConnectionError if the peer is gone, TimeoutError if it is late."""
+    data, have = bytearray(size), 0
+    while have < size:
+        got = peer.recv_into(memoryview(data)[have:])
+        if not got:
+            raise ConnectionError("the other side has closed the connection")
+        have += got
+    return data
+
+
+class Ranks:
+    """The leader's side, used from the model's thread."""
+
+    def __init__(self, peers: Sequence[socket.socket]) -> None:
+        self.peers = peers
+
+    def attend(self, layer: int, table: Sequence[int], x: np.ndarray) -> list[np.ndarray]:
+        """See `model.Attention`."""
+        answers = self._ask(self.peers, "attend", layer, table, x.astype(np.float32).tobytes())
+        return [np.frombuffer(one, np.float32).reshape(ROWS) for one in answers]
+
+    def digest(self, blocks: Sequence[int]) -> list[bytes]:
+        """See `model.Attention`."""
+        return self._ask(self.peers, "digest", 0, blocks, b"")
+
+    def tamper(self, kind: str, blocks: Sequence[int]) -> None:
+        """See `model.Attention`."""
+        self._ask(self.peers if kind == "poison" else self.peers[:1], kind, 0, blocks, b"")
+
+    @staticmethod
+    def _ask(peers: Sequence[socket.socket], what: str, layer: int, table: Sequence[int], rows: bytes) -> list[bytes]:
+        message = HEAD.pack(OPERATIONS.index(what), layer, len(table), len(rows)) + np.asarray(table, "<i4").tobytes() + rows
+        for peer in peers:
+            peer.sendall(message)
+        return [bytes(receive(peer, SIZE.unpack(receive(peer, SIZE.size))[0])) for peer in peers]
+
+
+def answer(shard: Shard, peer: socket.socket) -> None:
+    """A rank's side: do what the leader asks until it hangs up."""
+    while True:
+        try:
+            operation, layer, blocks, size = HEAD.unpack(receive(peer, HEAD.size))
+            table = np.frombuffer(receive(peer, 4 * blocks), "<i4").tolist()
+            rows = receive(peer, size)
+        except OSError:
+            return
+        result = b""
+        if OPERATIONS[operation] == "attend":
+            result = shard.attend(layer, table, np.frombuffer(rows, np.float32).reshape(ROWS)).tobytes()
+        elif OPERATIONS[operation] == "digest":
+            result = shard.digest(table)
+        else:
+            shard.tamper(OPERATIONS[operation], table)
+        try:
+            peer.sendall(SIZE.pack(len(result)) + result)
+        except OSError:
+            return
+
+
+async def work(options: argparse.Namespace) -> None:
+    """A worker's life: the model's steps in a thread, kvactors' rank in the loop."""
+    shard = make_shard(options.layout, options.seed, options.blocks, options.rank, options.ranks)
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.connect(options.socket)
+        peer.sendall(bytes([options.rank]))
+        async with anyio.create_task_group() as group:
+            if options.config:
+                group.start_soon(_serve_rank, options, shard)
+            try:
+                await anyio.to_thread.run_sync(answer, shard, peer, abandon_on_cancel=True)
+            finally:
+                peer.shutdown(socket.SHUT_RDWR)  # ends the thread, if it was not that which ended
+            group.cancel_scope.cancel()
+
+
+async def _serve_rank(options: argparse.Namespace, shard: Shard) -> None:
+    config = msgspec.json.decode(options.config, type=kvactors.Config)
+    await kvactors.serve_rank(options.endpoint, shard.device, rank=options.rank, ranks=options.ranks, config=config)
+
+
+@asynccontextmanager
+async def worker_processes(
+    layout: str, seed: int, blocks: int, ranks: int, directory: Path, config: kvactors.Config | None, endpoint: str
+) -> AsyncIterator[Ranks]:
+    """Started workers, connected. config, endpoint: the leader's cache's; without a config the workers serve no rank of it."""
+    path = directory / "steps"
+    scenarios = str(Path(__file__).parents[1])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [scenarios, os.environ.get("PYTHONPATH")]))}
+    shared = ["--layout", layout, "--seed", str(seed), "--blocks", str(blocks), "--ranks", str(ranks), "--socket", str(path)]
+    if config is not None:
+        shared += ["--config", msgspec.json.encode(config).decode(), "--endpoint", endpoint]
+    async with AsyncExitStack() as opened:
+        listener = opened.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(str(path))
+        listener.listen(ranks)
+        listener.settimeout(START)
+        for rank in range(ranks):
+            command = [sys.executable, "-P", "-m", "tiny_gpt.rank", "--rank", str(rank), *shared]
+            process = await asyncio.create_subprocess_exec(*command, env=environment)
+            opened.push_async_callback(_end, process)
+        peers = await anyio.to_thread.run_sync(_accept, listener, ranks)
+        for peer in peers:
+            opened.callback(peer.close)
+        yield Ranks(peers)
+
+
+def _accept(listener: socket.socket, ranks: int) -> list[socket.socket]:
+    """One connection of each rank, in their order."""
+    found: dict[int, socket.socket] = {}
+    while len(found) < ranks:
+        peer, _ = listener.accept()
+        peer.settimeout(STEP)
+        found[receive(peer, 1)[0]] = peer
+    return [found[rank] for rank in range(ranks)]
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """It ends when the leader hangs up; if it does not, it is ended."""
+    with anyio.CancelScope(shield=True):
+        with anyio.move_on_after(10.0):
+            await process.wait()
+            return
+        process.kill()
+        await process.wait()
+
+
+def main() -> None:
+    """Run a worker."""
+    parser = argparse.ArgumentParser()
+    for name in ("layout", "socket", "config", "endpoint"):
+        parser.add_argument(f"--{name}", default="")
+    for name in ("rank", "ranks", "seed", "blocks"):
+        parser.add_argument(f"--{name}", type=int)
+    quiet()
+    asyncio.run(work(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

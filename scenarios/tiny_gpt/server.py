@@ -1,0 +1,371 @@
+"""A serving loop with continuous batching, as an engine would embed kvactors: an admission queue, and steps of the model that take what is
+ready from whoever runs.
+
+It is written against what a cache does, so that the same loop runs on `PlainCache`, which never keeps anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from itertools import count
+from typing import Any, NamedTuple, Protocol, Self
+
+import anyio
+import anyio.to_thread
+import numpy as np
+
+from kvactors import Hits, NoRoom
+from tiny_gpt.model import BLOCK, Chunk, Trunk
+
+TRIES, PAUSE = 500, 0.01
+"""How often, and after how many seconds again, a request is tried that finds no room although nobody runs."""
+
+
+class LeaseLike(Protocol):
+    """What the loop uses of `kvactors.Lease`."""
+
+    block_table: tuple[int, ...]
+    cached_tokens: int
+    hits: Hits
+
+    async def ready(self) -> None:
+        """Loads have landed."""
+
+    async def extend(self, tokens: Any) -> tuple[int, ...]:
+        """Room for more tokens, or NoRoom."""
+
+    async def commit(self, computed_tokens: int) -> int:
+        """So many tokens are in device memory."""
+
+    async def finish(self) -> None:
+        """The request is over."""
+
+    async def preempt(self, computed_tokens: int = 0) -> None:
+        """The request gives way."""
+
+    def abandon(self) -> None:
+        """Give everything back at once."""
+
+
+class CacheLike(Protocol):
+    """What the loop uses of `kvactors.KVCache`."""
+
+    async def acquire(self, request_id: str, tokens: Any) -> LeaseLike:
+        """Blocks for a request, or NoRoom."""
+
+
+class PlainCache:
+    """Device blocks without a memory: every request starts from nothing."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.free = list(range(num_blocks))
+
+    async def acquire(self, request_id: str, tokens: Any) -> PlainLease:
+        """See `CacheLike`."""
+        return PlainLease(self, self.take(-(-len(tokens) // BLOCK)), len(tokens))
+
+    def take(self, needed: int) -> tuple[int, ...]:
+        """So many blocks, or NoRoom."""
+        if needed > len(self.free):
+            raise NoRoom(needed, len(self.free))
+        return tuple(self.free.pop() for _ in range(needed))
+
+
+class PlainLease:
+    """Some of a `PlainCache`'s blocks."""
+
+    def __init__(self, cache: PlainCache, blocks: tuple[int, ...], tokens: int) -> None:
+        self.block_table, self.cached_tokens, self.hits = blocks, 0, Hits(0, 0, 0)
+        self._cache, self._tokens = cache, tokens
+
+    async def ready(self) -> None:
+        """See `LeaseLike`."""
+
+    async def extend(self, tokens: Any) -> tuple[int, ...]:
+        """See `LeaseLike`."""
+        added = self._cache.take(-(-(self._tokens + len(tokens)) // BLOCK) - len(self.block_table))
+        self._tokens += len(tokens)
+        self.block_table += added
+        return added
+
+    async def commit(self, computed_tokens: int) -> int:
+        """See `LeaseLike`."""
+        return computed_tokens // BLOCK
+
+    async def finish(self) -> None:
+        """See `LeaseLike`."""
+        self.abandon()
+
+    async def preempt(self, computed_tokens: int = 0) -> None:
+        """See `LeaseLike`."""
+        self.abandon()
+
+    def abandon(self) -> None:
+        """See `LeaseLike`."""
+        self._cache.free += self.block_table
+        self.block_table = ()
+
+
+class Job(NamedTuple):
+    """Something for the worker thread, and where its result goes."""
+
+    work: Callable[[], Any]
+    result: asyncio.Future[Any]
+
+
+class Steps:
+    """The model's thread. Each iteration takes up to `width` jobs: decoding first, but always a chunk of prefill if one waits."""
+
+    def __init__(self, width: int, deadline: float) -> None:
+        self.width, self.deadline = width, deadline
+        self.iterations = self.widest = 0
+        self._decode: deque[Job] = deque()
+        self._prefill: deque[Job] = deque()
+        self._bell = anyio.Event()
+
+    async def submit(self, work: Callable[[], Any], *, decode: bool) -> Any:
+        """Do it in the next iteration that has room for it. TimeoutError after the deadline."""
+        job = Job(work, asyncio.get_running_loop().create_future())
+        (self._decode if decode else self._prefill).append(job)
+        self._bell.set()
+        try:
+            with anyio.fail_after(self.deadline):
+                await asyncio.wait([job.result])
+        except BaseException:
+            await self._withdraw(job)
+            raise
+        return job.result.result()
+
+    async def _withdraw(self, job: Job) -> None:
+        """Nobody wants it any more. If it has begun, its end comes first: it writes to blocks that are about to be given back."""
+        for queue in (self._decode, self._prefill):
+            if job in queue:
+                queue.remove(job)
+                return
+        with anyio.CancelScope(shield=True):
+            await asyncio.wait([job.result])
+        job.result.exception()  # looked at, since nobody else will
+
+    def _take(self) -> list[Job]:
+        reserved = 1 if self._prefill else 0
+        batch = [self._decode.popleft() for _ in range(min(len(self._decode), self.width - reserved))]
+        batch += [self._prefill.popleft() for _ in range(min(len(self._prefill), self.width - len(batch)))]
+        return batch
+
+    async def run(self) -> None:
+        """Iterate until cancelled."""
+        while True:
+            batch = self._take()
+            if not batch:
+                self._bell = anyio.Event()
+                await self._bell.wait()
+                continue
+            self.iterations += 1
+            self.widest = max(self.widest, len(batch))
+            with anyio.CancelScope(shield=True):
+                outcomes = await anyio.to_thread.run_sync(_outcomes, [job.work for job in batch])
+            for job, (value, error) in zip(batch, outcomes, strict=True):
+                if error is None:
+                    job.result.set_result(value)
+                else:
+                    job.result.set_exception(error)
+
+
+def _outcomes(work: Sequence[Callable[[], Any]]) -> list[tuple[Any, Exception | None]]:
+    """In the thread: what each gives or raises."""
+    found: list[tuple[Any, Exception | None]] = []
+    for one in work:
+        try:
+            found.append((one(), None))
+        except Exception as error:  # whoever asked gets it
+            found.append((None, error))
+    return found
+
+
+class Totals:
+    """What a run counted. logits: by request and position. text, bytes (digests of the full blocks at the end): by request."""
+
+    def __init__(self) -> None:
+        self.chunks = self.computed = self.reused = self.preemptions = self.refused = 0
+        self.device = self.host = self.storage = 0
+        self.logits: dict[tuple[str, int], np.ndarray] = {}
+        self.text: dict[str, list[int]] = {}
+        self.bytes: dict[str, list[bytes]] = {}
+
+
+class Server:
+    """Serves requests on a cache. running: how many at once. deadline: seconds any wait may take.
+
+    sample: (request, position, logits) -> token. after_load: told of the device blocks that a request got from lower tiers (a test's way in).
+    """
+
+    def __init__(
+        self,
+        cache: CacheLike,
+        trunk: Trunk,
+        sample: Callable[[str, int, np.ndarray], int],
+        totals: Totals,
+        *,
+        running: int = 6,
+        width: int = 4,
+        deadline: float = 60.0,
+        after_load: Callable[[Sequence[int]], None] | None = None,
+    ) -> None:
+        self.cache, self.trunk, self.sample, self.totals = cache, trunk, sample, totals
+        self.deadline, self.after_load = deadline, after_load
+        self.steps = Steps(width, deadline)
+        self._slots = self._all = running
+        self._numbers = count()
+        self._waiting: asyncio.PriorityQueue[Ticket] = asyncio.PriorityQueue()
+        self._departed = anyio.Event()
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[Self]:
+        """The loop runs beside this block."""
+        async with anyio.create_task_group() as group:
+            group.start_soon(self.steps.run)
+            group.start_soon(self._admit)
+            yield self
+            group.cancel_scope.cancel()
+
+    async def generate(self, name: str, prompt: Sequence[int], new_tokens: int) -> list[int]:
+        """Tokens that follow the prompt. A request that must give way keeps its place in the queue."""
+        tokens, goal, number = list(prompt), len(prompt) + new_tokens, next(self._numbers)
+        while len(tokens) < goal:
+            ticket = Ticket(number, name, tokens, asyncio.get_running_loop().create_future())
+            self._waiting.put_nowait(ticket)
+            lease = await self._admitted(ticket)
+            try:
+                await self._serve(lease, name, tokens, goal)
+            except BaseException:
+                lease.abandon()
+                raise
+            finally:
+                self._leave()
+        self.totals.text[name] = tokens[len(prompt) :]
+        return tokens[len(prompt) :]
+
+    # -- admission
+
+    async def _admit(self) -> None:
+        """In order of arrival; who finds no room waits until somebody leaves."""
+        while True:
+            ticket = await self._waiting.get()
+            if ticket.lease.done():
+                continue  # nobody waits for it any more
+            left = self._departed
+            try:
+                lease = await self._acquire(ticket) if self._slots > 0 else None
+            except Exception as error:  # the request's own
+                if not ticket.lease.done():
+                    ticket.lease.set_exception(error)
+                continue
+            if lease is None:
+                self._waiting.put_nowait(ticket)
+                if self._slots < self._all:
+                    await left.wait()
+                else:
+                    await anyio.sleep(PAUSE)  # nobody runs: what is being saved will be let go
+            elif ticket.lease.done():
+                lease.abandon()
+            else:
+                self._slots -= 1
+                ticket.lease.set_result(lease)
+
+    async def _admitted(self, ticket: Ticket) -> LeaseLike:
+        try:
+            with anyio.fail_after(self.deadline):
+                return await ticket.lease
+        except BaseException:
+            given = ticket.lease
+            if given.done() and not given.cancelled() and given.exception() is None:
+                given.result().abandon()
+                self._leave()
+            raise
+
+    def _leave(self) -> None:
+        """A running request is none any more: whoever waits may try again."""
+        self._slots += 1
+        bell, self._departed = self._departed, anyio.Event()
+        bell.set()
+
+    async def _acquire(self, ticket: Ticket) -> LeaseLike | None:
+        try:
+            lease = await self.cache.acquire(ticket.name, ticket.tokens)
+        except NoRoom:
+            self.totals.refused += 1
+            ticket.tries += self._slots == self._all
+            if ticket.tries == TRIES:
+                raise
+            return None
+        try:
+            await lease.ready()
+            self._count(lease)
+            loaded = lease.block_table[lease.hits.device : lease.cached_tokens // BLOCK]
+            if self.after_load is not None and len(loaded) > 1:
+                await self.steps.submit(partial(self.after_load, loaded), decode=True)
+        except BaseException:
+            lease.abandon()
+            raise
+        return lease
+
+    def _count(self, lease: LeaseLike) -> None:
+        self.totals.reused += lease.cached_tokens
+        self.totals.device += lease.hits.device
+        self.totals.host += lease.hits.host
+        self.totals.storage += lease.hits.storage
+
+    # -- one request
+
+    async def _serve(self, lease: LeaseLike, name: str, tokens: list[int], goal: int) -> None:
+        """Compute what is missing, sample, go on; until the goal, or until there is no room for the next token."""
+        at = lease.cached_tokens
+        while True:
+            logits = await self._compute(lease, tokens, at)
+            at = len(tokens)
+            token = self.sample(name, at, logits)
+            self.totals.logits[name, at] = logits
+            tokens.append(token)
+            if len(tokens) == goal:
+                full = lease.block_table[: at // BLOCK]
+                self.totals.bytes[name] = await self.steps.submit(partial(self.trunk.attention.digest, full), decode=True)
+                await lease.finish()
+                return
+            try:
+                await lease.extend([token])
+            except NoRoom:
+                self.totals.preemptions += 1
+                await lease.preempt(at)
+                return
+
+    async def _compute(self, lease: LeaseLike, tokens: list[int], at: int) -> np.ndarray:
+        """Rows from `at` to the end, block by block; the last row's logits."""
+        decode, logits = len(tokens) - at == 1, None
+        while at < len(tokens):
+            block = at // BLOCK
+            end = min(len(tokens), (block + 1) * BLOCK)
+            row = end - 1 - block * BLOCK if end == len(tokens) else None
+            chunk = Chunk(lease.block_table, block, tuple(tokens[block * BLOCK : end]), row)
+            logits = await self.steps.submit(partial(self.trunk.step, chunk), decode=decode)
+            self.totals.computed += end - at
+            self.totals.chunks += 1
+            at = end
+            if at % BLOCK == 0:
+                await lease.commit(at)
+        assert logits is not None
+        return np.asarray(logits)
+
+
+class Ticket:
+    """A request that waits to be admitted; the earlier it came the sooner it goes."""
+
+    def __init__(self, number: int, name: str, tokens: list[int], lease: asyncio.Future[LeaseLike]) -> None:
+        self.number, self.name, self.tokens, self.lease = number, name, tokens, lease
+        self.tries = 0
+
+    def __lt__(self, other: Ticket) -> bool:
+        return self.number < other.number
