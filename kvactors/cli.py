@@ -143,6 +143,26 @@ def inspect_command(directory: Path, *, verify: bool = False, json: Path | None 
     return 1 if any(one.bad for one in found) else 0
 
 
+@app.command
+def chaos(*, minutes: float = 1.0, seed: int | None = None, only: str = "", json: Path | None = None) -> int:
+    """Real faults under load, situation after situation; the exit status is 0 only if nothing is violated.
+
+    Parameters
+    ----------
+    minutes
+        How long; every situation runs at least once.
+    seed
+        Of the prompts, and of when and what is broken; drawn if not given.
+    only
+        One situation's name.
+    json
+        Where to write the report.
+    """
+    from kvactors.chaos.command import run_chaos
+
+    return run_chaos(minutes, seed, only, json)
+
+
 def conclude(report: Report, failed: list[str], json: Path | None) -> int:
     """Print, write, and say what the exit status is."""
     print_report(report, Console())

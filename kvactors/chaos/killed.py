@@ -1,0 +1,65 @@
+"""kill -9 of a process with a file store and a file of JSON lines, again and again; then a life on the same directory that comes to rest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from anyio.to_thread import run_sync
+
+from kvactors.chaos.record import Setting, Situation, Tally
+from kvactors.chaos.rest import compare_lines, jsonl, settings, varied
+from kvactors.chaos.worker import worker
+from kvactors.flush_notifier.sinks.jsonl import replay_jsonl
+from kvactors.storage.backends.slab_table import PAGE, meta_of, scan
+from kvactors.storage.inspect import inspect
+from kvactors.units import Tier
+
+
+async def run(setting: Setting, tally: Tally) -> None:
+    """Two to four kills; what was announced as stored is there after each, and everything that is there is whole."""
+    store, lines = setting.folder / "store", setting.folder / "lines"
+    mapping = varied(settings(store, jsonl(lines)), setting)
+    announced = 0
+    for number in range(setting.times(2, 4)):
+        early = number > 0 and setting.rng.random() < 0.25
+        async with worker(mapping, setting, tally, early=early) as life:
+            if not number:
+                await life.reach(30)
+            await setting.moment(0.05, 2.0)
+            await life.killed()
+        tally.count("killed while they started", early)
+        announced += await run_sync(autopsy, store, lines, tally)
+    async with worker(mapping, setting, tally) as last:
+        await setting.moment(0.1, 0.5)
+        said = await last.rest()
+        await run_sync(compare_lines, lines, said.truth(), tally)
+    if not announced or not said.tally.stored:
+        tally.violate(f"the round proves nothing: {announced} blocks announced, {said.tally.stored} came back from the store")
+    tally.count("announced blocks looked for after kills", announced)
+
+
+def autopsy(store: Path, lines: Path, tally: Tally) -> int:
+    """Look at what a killed process left; how many blocks it had announced as stored."""
+    if not lines.exists() or not any(store.rglob("table")):
+        return 0
+    announced = replay_jsonl(lines)[Tier.STORAGE]
+    lost = len(announced - held(store))
+    if lost:
+        tally.violate(f"{lost} of {len(announced)} blocks that were announced as stored are gone")
+    bad = sum(len(one.bad) for one in inspect(store, verify=True))
+    if bad:
+        tally.violate(f"{bad} objects of the store are not whole")
+    return len(announced)
+
+
+def held(store: Path) -> set[bytes]:
+    """Names of the blocks in file stores under a folder."""
+    names: set[bytes] = set()
+    for table in store.rglob("table"):
+        raw = table.read_bytes()
+        meta = meta_of(raw[:PAGE], str(table))
+        names.update(one.key for one in scan(raw[PAGE:], bytes.fromhex(meta.fingerprint), meta.block_bytes)[0])
+    return names
+
+
+SITUATION = Situation("killed", "kill -9 with a file store and JSON lines, restart on the same directory", run)

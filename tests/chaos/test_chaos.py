@@ -1,0 +1,111 @@
+"""Each situation once, small; and that what goes wrong is seen, told with its seed, and fails the command."""
+
+from __future__ import annotations
+
+import anyio
+import msgspec
+import pytest
+
+from kvactors.chaos import command, run
+from kvactors.chaos.proxy import Proxy
+from kvactors.chaos.record import Setting, Situation, Tally
+from kvactors.chaos.run import chaos, one_round
+from kvactors.chaos.situations import MODULES, situations
+from kvactors.errors import ConfigError
+
+
+@pytest.mark.parametrize("name", MODULES)
+async def test_a_small_round(name, tmp_path):
+    [situation] = situations(name)
+    tally = await one_round(situation, 7, tmp_path, small=True)
+    if not tally.available:
+        pytest.skip("; ".join(tally.notes))
+    assert tally.violations == []
+    assert tally.wrong == 0
+    assert min(tally.faults, tally.requests, tally.verified) > 0
+
+
+def test_an_unknown_situation_is_named():
+    with pytest.raises(ConfigError, match=r"no situation 'earthquake'; there are killed, stopped"):
+        situations("earthquake")
+
+
+async def works(setting: Setting, tally: Tally) -> None:
+    tally.faults += 1
+    tally.requests += 10
+    tally.verified += setting.rng.randrange(1, 100)
+
+
+async def breaks(setting: Setting, tally: Tally) -> None:
+    await works(setting, tally)
+    raise RuntimeError("of nobody's making")
+
+
+async def hangs(setting: Setting, tally: Tally) -> None:
+    await works(setting, tally)
+    await anyio.sleep_forever()
+
+
+async def idles(setting: Setting, tally: Tally) -> None:
+    return
+
+
+async def lacks(setting: Setting, tally: Tally) -> None:
+    tally.unavailable("there is no such machine")
+
+
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [(breaks, "RuntimeError: of nobody's making"), (hangs, "hangs: the round"), (idles, "the round proves nothing")],
+)
+async def test_whatever_goes_wrong_is_a_violation_with_a_command_that_repeats_it(how, what, monkeypatch):
+    monkeypatch.setattr(run, "ROUND", 0.2)
+    report = await chaos([Situation("some", "", how)], seed=41, minutes=0)
+    [row] = report.rows
+    assert [violation.startswith(what) for violation in row.tally.violations] == [True]
+    assert row.repeat == ["kvactors chaos --only some --seed 41 --minutes 0"]
+
+
+async def test_a_seed_says_what_happens(tmp_path):
+    one, same, other = [(await one_round(Situation("w", "", works), seed, tmp_path)).verified for seed in (1, 1, 2)]
+    assert one == same != other
+
+
+@pytest.mark.parametrize(("how", "status"), [(works, 0), (breaks, 1), (lacks, 0)])
+def test_the_command(how, status, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(command, "situations", lambda only: [Situation("some", "", how)])
+    path = tmp_path / "out.json"
+    assert command.run_chaos(0.0, 5, "", path) == status
+    [row] = msgspec.json.decode(path.read_bytes())["rows"]
+    assert row["rounds"] == 1
+    assert row["tally"]["available"] is (how is not lacks)
+    said = capsys.readouterr()
+    assert ("--seed 5" in said.err) is bool(status)
+    assert row["tally"]["notes"] == (["not available: there is no such machine"] if how is lacks else [])
+    assert ("machine" in said.out) is (how is lacks)
+
+
+async def test_a_proxy_cuts_and_parts():
+    async def echo(stream):
+        async with stream:
+            async for data in stream:
+                await stream.send(data)
+
+    listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
+    port = listener.extra(anyio.abc.SocketAttribute.local_port)
+    async with listener, anyio.create_task_group() as tasks, Proxy(port).running() as proxy:
+        tasks.start_soon(listener.serve, echo)
+        async with await anyio.connect_tcp("127.0.0.1", proxy.port) as stream:
+            await stream.send(b"a")
+            assert await stream.receive() == b"a"
+            proxy.parted = True
+            await stream.send(b"b")
+            with anyio.move_on_after(0.1) as scope:
+                await stream.receive()
+            assert scope.cancelled_caught
+            proxy.parted = False
+            assert await stream.receive() == b"b"
+            assert proxy.cut() == 2
+            with pytest.raises((anyio.EndOfStream, anyio.BrokenResourceError)):
+                await stream.receive()
+        tasks.cancel_scope.cancel()
