@@ -165,6 +165,7 @@ class Actor:
         cause: BaseException | None = None
         try:
             self.started()
+            self.ref.revived()
             self.state = State.RUNNING
             await self._take_turns()
             self.state = State.STOPPING
@@ -260,6 +261,8 @@ class Actor:
 
     async def _end(self, cause: BaseException | None) -> None:
         """Leave nothing behind: jobs cancelled and awaited, unsent messages uncounted, open asks failed."""
+        if isinstance(cause, Exception):
+            self.ref.reviving()
         for envelope in self._unanswered:
             bury(envelope, self.ref.name, cause)
         self._unanswered.clear()

@@ -59,7 +59,7 @@ class OpenAsks(Generic[R]):
 class ActorRef:
     """name: unique in the system. role: the class of actor, as the channel graph names it (a pool shares one role)."""
 
-    __slots__ = ("_asks", "activity", "channel", "life", "name", "role")
+    __slots__ = ("_asks", "_reviving", "activity", "channel", "life", "name", "role")
 
     def __init__(self, name: str, role: str, channel: Channel[Envelope[Any]], activity: Activity) -> None:
         self.name = name
@@ -68,6 +68,17 @@ class ActorRef:
         self.activity = activity
         self.life = 0
         self._asks: OpenAsks[Any] = OpenAsks(name)
+        self._reviving = 0
+
+    def reviving(self) -> None:
+        """The actor has died, or is made anew: until its next life has begun, the system is not at rest."""
+        self._reviving += 1
+        self.activity.begin()
+
+    def revived(self) -> None:
+        """Its next life has begun, or there will be none."""
+        count, self._reviving = self._reviving, 0
+        self.activity.end(count)
 
     def try_tell(self, message: Message) -> bool:
         """Put a message without waiting; False if the data lane is full. Control messages always fit. ChannelClosed."""

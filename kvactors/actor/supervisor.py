@@ -153,6 +153,7 @@ class Supervisor:
                         if isinstance(member, Group):
                             tasks.start_soon(self._run_group, member, self._budget)
                         else:
+                            member.ref.reviving()
                             self._actors[member.ref.name] = member.factory(member.ref)
                             tasks.start_soon(self._run_actor, member)
                 return
@@ -213,6 +214,7 @@ class Supervisor:
                 envelope.fail(ActorFailed(spec.ref.name, cause))
                 self.activity.end()
             spec.ref.channel.close()
+            spec.ref.revived()
 
 
 def root_cause(error: BaseException) -> BaseException:

@@ -17,10 +17,11 @@ class Admission(NamedTuple):
 
 
 class Catalog:
-    """Names, least recently used first. capacity: objects at most, 0 for no limit."""
+    """Names, least recently used first. capacity: objects at most, 0 for no limit. departed: names that went, until somebody has told of it."""
 
     def __init__(self, capacity: int = 0) -> None:
         self.capacity = capacity
+        self.departed: set[bytes] = set()
         self._names: OrderedDict[bytes, None] = OrderedDict()
 
     def __contains__(self, key: bytes) -> bool:
@@ -47,15 +48,19 @@ class Catalog:
         evicted: list[bytes] = []
         while self.capacity and len(self._names) > self.capacity:
             evicted.append(self._names.popitem(last=False)[0])
+        self.departed.update(evicted)
         there = set(existing)
         return Admission([key for key in keys if key not in there], existing, refused, evicted)
 
     def remove(self, keys: Iterable[bytes]) -> list[bytes]:
         """Forget names; returns those that were there."""
-        return [key for key in keys if self._names.pop(key, self) is None]
+        gone = [key for key in keys if self._names.pop(key, self) is None]
+        self.departed.update(gone)
+        return gone
 
     def clear(self) -> None:
         """Forget everything."""
+        self.departed.update(self._names)
         self._names.clear()
 
     def run(self, keys: Sequence[bytes]) -> int:

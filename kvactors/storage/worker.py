@@ -13,7 +13,7 @@ from kvactors.device.arena import Arena
 from kvactors.flush_notifier.messages import Cleared, Gained, Gone
 from kvactors.storage.backends.base import Backend
 from kvactors.storage.messages import Finished
-from kvactors.units import Reason, Tier, join_keys
+from kvactors.units import Reason, Tier, join_keys, split_keys
 
 UNDER_WAY = 2
 """Batches an actor has at the store at once; the others wait, so that bytes in flight are bounded."""
@@ -39,6 +39,20 @@ class StorageWorker(Actor):
         self.notifier = notifier
         self._waiting: deque[tuple[Callable[[], Coroutine[Any, Any, Finished]], Finished]] = deque()
         self._under_way = self._batches = self._moved = 0
+
+    def started(self) -> None:
+        """What the life before was about to tell is told by this one."""
+        if self.life:
+            self.report_all()
+
+    def report_all(self) -> None:
+        """Tell the notifier every name that the store does not hold any more, and every name it holds."""
+        lost = join_keys(self.backend.lost())
+        if lost:
+            self.tell(self.notifier, Gone(lost, Tier.STORAGE, Reason.RESTART))
+        keys = join_keys(self.backend.keys())
+        if keys:
+            self.tell(self.notifier, Gained(keys, Tier.STORAGE, Reason.STORED))
 
     def enqueue(self, work: Callable[[], Coroutine[Any, Any, Finished]], broken: Finished) -> None:
         """Run a batch when its turn comes. broken: what to say if the back end raises, which its contract forbids."""
@@ -66,14 +80,15 @@ class StorageWorker(Actor):
             (message.evicted, Reason.STORAGE_EVICTION),
             (message.corrupt, Reason.CORRUPT),
             (message.taken, Reason.PROMOTION),
-            (join_keys(self.backend.lost()), Reason.RESTART),
         ):
             if keys:
                 self.tell(self.notifier, Gone(keys, Tier.STORAGE, reason))
+                self.backend.told(split_keys(keys))
         if message.stored:
             self.tell(self.notifier, Gained(message.stored, Tier.STORAGE, Reason.STORED))
         if isinstance(message.answer, StoreCleared):
             self.tell(self.notifier, Cleared(Tier.STORAGE, Reason.CLEAR))
+            self.backend.lost()  # nobody needs to hear of them one by one
         self.tell(self.evictor, message.answer)
         self._start_next()
 

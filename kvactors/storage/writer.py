@@ -57,17 +57,17 @@ class StorageWriter(StorageWorker):
             self.tell(self.notifier, Gone(lost, Tier.STORAGE, Reason.RESTART))
 
     def started(self) -> None:
-        """The notifier hears what the store has kept from before."""
-        self._report_all()
+        """The notifier hears what the store has kept from before, by one writer for all."""
+        super().started()
+        if not self.life and self._first:
+            self.report_all()
 
     @on(PeerRestarted)
     def peer_restarted(self, message: PeerRestarted) -> None:
         """A new notifier is told everything."""
-        if message.name == "flush_notifier":
-            self._report_all()
+        if message.name == "flush_notifier" and self._first:
+            self.report_all()
 
-    def _report_all(self) -> None:
-        """What the store holds, by one writer for all."""
-        keys = join_keys(self.backend.keys())
-        if keys and self.ref.name.endswith("-0"):
-            self.tell(self.notifier, Gained(keys, Tier.STORAGE, Reason.STORED))
+    @property
+    def _first(self) -> bool:
+        return self.ref.name.endswith("-0")

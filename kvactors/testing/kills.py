@@ -58,8 +58,8 @@ async def storm(folder: Path, rounds: int, seed: int = 0) -> Storm:
     """Kill a writer `rounds` times at random moments; after each, open the store and read everything that it holds."""
     rng, first = random.Random(seed), 0  # noqa: S311  (when to kill is no secret)
     announced = missing = served = wrong = 0
-    for _ in range(rounds):
-        said = await one_life(folder, first, rng.uniform(0.0, 0.08))
+    for number in range(rounds):
+        said = await one_life(folder, first, rng.uniform(0.0, 0.08), patient=number % 2 == 0)
         first = max(said, default=first) + BATCH + 1
         store, arena = FileBackend(folder, PRINT, SIZE, CAPACITY), Arena(1, SIZE)
         await store.open()
@@ -81,16 +81,23 @@ async def storm(folder: Path, rounds: int, seed: int = 0) -> Storm:
     return Storm(rounds, announced, missing, served, wrong)
 
 
-async def one_life(folder: Path, first: int, seconds: float) -> set[int]:
-    """Run a writer for some seconds after it has opened its store; what it announced as stored and not as gone."""
+async def one_life(folder: Path, first: int, seconds: float, *, patient: bool) -> set[int]:
+    """Run a writer for some seconds after it has opened its store (patient: after it has stored a batch, however slow the disk is); what it
+    announced as stored and not as gone."""
     command = [sys.executable, "-P", "-m", "kvactors.testing.kills", str(folder), str(first)]
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     assert process.stdout is not None
     await process.stdout.readline()
+    lines: list[bytes] = []
+    while patient and not (lines and lines[-1].startswith(b"stored")):
+        lines.append(await process.stdout.readline())
+        if not lines[-1]:
+            break  # it has died by itself
     await anyio.sleep(seconds)
     process.kill()
     said: set[int] = set()
-    for line in (await process.stdout.read()).splitlines(keepends=True):
+    lines += (await process.stdout.read()).splitlines(keepends=True)
+    for line in lines:
         word, *rest = line.split() or [b""]
         numbers = {int(one) for one in rest}
         if line.endswith(b"\n"):

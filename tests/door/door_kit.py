@@ -35,9 +35,9 @@ def prompt(seed: int, blocks: int, *, tail: int = 0) -> list[int]:
 
 
 @asynccontextmanager
-async def opened(**kwargs):
+async def opened(*, inline=False, **kwargs):
     """A cache that is checked when the block ends: nothing referenced, pools add up, every sink's view equals the tiers."""
-    async with kvactors.open(settings(**kwargs)) as cache:
+    async with kvactors.open(settings(**kwargs), inline_copies=inline) as cache:
         yield cache
         await cache.flush_settled(10)
         assert cache.check() == []

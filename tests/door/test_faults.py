@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 
 import pytest
 from door_kit import BLOCK, opened, prompt, serve, settings
@@ -14,6 +15,7 @@ from kvactors.device.host import HostDevice
 from kvactors.gpu_swapper.messages import Direction
 from kvactors.layout import make_layout
 from kvactors.storage.messages import Outcome
+from kvactors.testing.loop import simulate
 from kvactors.units import Tier
 
 HOST = {"slots": 8, "transit_slots": 16}
@@ -228,6 +230,45 @@ async def test_any_actor_may_die_at_any_time(victim):
         for seed in (1, 2, 3, 1):
             await serve(cache, "after", prompt(seed, 6, tail=1))
         await cache.flush_settled()
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("victim", ["reader", "writer"])
+def test_what_a_dead_storage_actor_was_about_to_tell_is_told_by_its_next_life(victim, seed):
+    """A small store evicts and hands out all the time; a sink that follows storage still ends equal to it."""
+    rng = random.Random(seed)
+    store = {**STORE, "capacity_blocks": 10, "exclusive": True, "readers": 1, "writers": 1}
+
+    async def main():
+        async with opened(inline=True, host=HOST, storage=store, actors={"restarts": 100}) as cache:
+            system = cache.system
+            ref = system.readers[0] if victim == "reader" else system.writers[0]
+            slow_down(system.backend, rng)
+            for _ in range(6):
+                for _ in range(3):
+                    await serve(cache, "r", prompt(rng.randrange(8), 6, tail=1))
+                await asyncio.sleep(rng.random() * 0.02)
+                ref.try_tell(Unwelcome())
+            await cache.flush_settled(10)
+            assert cache.divergence() == 0
+            assert cache.statistics().supervisor.deaths == 6
+
+    simulate(main, seed)
+
+
+def slow_down(backend, rng):
+    """Every object takes its time, so that a death finds some under way."""
+    load, save = backend.load, backend.save
+
+    async def slow_load(key, into):
+        await asyncio.sleep(rng.random() * 0.01)
+        return await load(key, into)
+
+    async def slow_save(key, data):
+        await asyncio.sleep(rng.random() * 0.01)
+        return await save(key, data)
+
+    backend.load, backend.save = slow_load, slow_save
 
 
 async def test_answers_to_unknown_operations_are_ignored():

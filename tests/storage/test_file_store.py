@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import fcntl
 import os
 import shutil
 import subprocess
@@ -54,7 +56,57 @@ def slot_of(bench: Bench, number: int) -> int:
     return bench.store._objects[key(number)][0]
 
 
+def whole(store: FileBackend) -> None:
+    """Every slot is free or holds an object, and every name has one."""
+    assert set(store.catalog.keys()) == set(store._objects)
+    assert not store._written
+    assert not store.pending
+    used = [slot for slot, _ in store._objects.values()]
+    total = len(store.files.slabs) * store.files.meta.slots_per_slab
+    assert sorted(used + list(store._free)) == list(range(total))
+
+
 # -- what goes wrong
+
+
+@pytest.mark.parametrize("step", range(14))
+async def test_a_write_cancelled_at_any_step_leaks_no_slot_and_leaves_no_name(tmp_path, step):
+    async with opened(tmp_path, capacity=12) as bench:
+        await bench.put(*range(12))
+        calls, inner = [0], bench.store._in_thread
+
+        async def stepwise(function, *args):
+            calls[0] += 1
+            if calls[0] == step:
+                writing.cancel()
+            return await inner(function, *args)
+
+        bench.store._in_thread = stepwise
+        writing = asyncio.get_running_loop().create_task(bench.put(*range(20, 26)))
+        await asyncio.gather(writing, return_exceptions=True)
+        bench.store._in_thread = inner
+        whole(bench.store)
+        assert set(await bench.put(*range(30, 36))) == {OK}
+        whole(bench.store)
+
+
+async def test_direct_io_that_is_refused_when_it_is_tried_goes_through_the_page_cache(tmp_path, monkeypatch):
+    async with opened(tmp_path) as bench:
+        if not bench.store.files.direct:
+            pytest.skip("this file system has no direct I/O")
+        real, refused = os.pwritev, []
+
+        def refusing(fd, buffers, at):
+            if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+                refused.append(fd)
+                raise OSError(errno.EINVAL, "told to refuse")
+            return real(fd, buffers, at)
+
+        monkeypatch.setattr(os, "pwritev", refusing)
+        assert set(await bench.put(*range(4))) == {OK}
+        assert refused
+        assert not bench.store.files.direct
+        assert set(await bench.get(*range(4))) == {OK}
 
 
 @pytest.mark.parametrize(

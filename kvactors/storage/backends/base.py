@@ -4,7 +4,7 @@ loop."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from kvactors.device.arena import Arena
@@ -122,8 +122,11 @@ class Backend(ABC):
         return False
 
     def lost(self) -> list[bytes]:
-        """Names that ceased to be there outside of any batch, since the last call."""
+        """Names that ceased to be there, and of which nobody has told since."""
         return []
+
+    def told(self, keys: Iterable[bytes]) -> None:
+        """Whoever should know has been told that these are gone."""
 
     def saw(self, outcomes: bytes) -> None:
         """Count what became of a batch, and let the circuit breaker know."""

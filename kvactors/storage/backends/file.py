@@ -188,7 +188,11 @@ class FileBackend(OwnedBackend):
         if slot is None:
             return outcome
         sequence, self._sequence = self._sequence, self._sequence + 1
-        outcome, entry = await self._in_thread(self._save, key, slot, sequence, data)
+        try:
+            outcome, entry = await self._in_thread(self._save, key, slot, sequence, data)
+        except BaseException:
+            self._free.append(slot)
+            raise
         if outcome == Outcome.OK:
             self._written[key] = (slot, entry)
         else:
@@ -247,13 +251,15 @@ class FileBackend(OwnedBackend):
     async def erase(self, keys: Sequence[bytes]) -> None:
         """See `OwnedBackend.erase`."""
         slots = [self._objects.pop(key)[0] for key in keys if key in self._objects]
-        if slots and not self.read_only:
-            await self._in_thread(self.files.free, slots)
-        for slot in slots:
-            if self._readers[slot]:
-                self._zombies.add(slot)
-            else:
-                self._free.append(slot)
+        try:
+            if slots and not self.read_only:
+                await self._in_thread(self.files.free, slots)
+        finally:
+            for slot in slots:
+                if self._readers[slot]:
+                    self._zombies.add(slot)
+                else:
+                    self._free.append(slot)
 
     async def each(self, work: Sequence[Callable[[], Awaitable[None]]]) -> None:
         """`depth` at once."""

@@ -47,12 +47,22 @@ class OwnedBackend(Backend):
         """Await the coroutines that `work` makes, as many at once as suits the store."""
 
     def keys(self) -> list[bytes]:
-        """See `Backend.keys`."""
-        return self.catalog.keys()
+        """See `Backend.keys`; not what is only being written."""
+        names = self.catalog.keys()
+        return [key for key in names if key not in self.pending] if self.pending else names
 
     def holds(self, key: bytes) -> bool:
         """See `Backend.holds`."""
-        return key in self.catalog
+        return key in self.catalog and key not in self.pending
+
+    def lost(self) -> list[bytes]:
+        """See `Backend.lost`."""
+        departed, self.catalog.departed = self.catalog.departed, set()
+        return [key for key in departed if not self.holds(key)]
+
+    def told(self, keys: Iterable[bytes]) -> None:
+        """See `Backend.told`."""
+        self.catalog.departed.difference_update(keys)
 
     def probe(self, keys: Sequence[bytes]) -> int:
         """See `Backend.probe`."""
@@ -105,6 +115,9 @@ class OwnedBackend(Backend):
             await self._batch(len(keys), one, outcomes)
             await self._seal(keys, fresh, outcomes)
             self.saw(bytes(outcomes))
+        except BaseException:
+            outcomes[:] = bytes([Outcome.UNAVAILABLE]) * len(keys)  # saved or not, nothing of it was sealed for sure
+            raise
         finally:
             self.abandon(fresh)
             self.pending -= fresh

@@ -137,20 +137,35 @@ class SlabFiles:
 
     def read(self, slot: int, address: int, room: int) -> Outcome:
         """A slot's payload to memory; `room` bytes may be written there. MISS if the file is shorter than that."""
+        try:
+            return self._read(slot, address, room)
+        except OSError as error:
+            if self._buffered_from_now_on(error):
+                return self.read(slot, address, room)
+            return outcome_of(error)
+
+    def _read(self, slot: int, address: int, room: int) -> Outcome:
         fd, at = self._place(slot)
         size = self.meta.block_bytes
-        try:
-            if not self.direct:
-                return Outcome.OK if os.preadv(fd, [memory(address, size)], at) == size else Outcome.MISS
-            if not (address % PAGE or room < self.meta.stride):
-                return Outcome.OK if os.preadv(fd, [memory(address, self.meta.stride)], at) >= size else Outcome.MISS
-            bounce = self._bounce_buffer()
-            if os.preadv(fd, [bounce], at) < size:
-                return Outcome.MISS
-            ctypes.memmove(address, address_of(bounce), size)
-            return Outcome.OK
-        except OSError as error:
-            return outcome_of(error)
+        if not self.direct:
+            return Outcome.OK if os.preadv(fd, [memory(address, size)], at) == size else Outcome.MISS
+        if not (address % PAGE or room < self.meta.stride):
+            return Outcome.OK if os.preadv(fd, [memory(address, self.meta.stride)], at) >= size else Outcome.MISS
+        bounce = self._bounce_buffer()
+        if os.preadv(fd, [bounce], at) < size:
+            return Outcome.MISS
+        ctypes.memmove(address, address_of(bounce), size)
+        return Outcome.OK
+
+    def _buffered_from_now_on(self, error: OSError) -> bool:
+        """Whether it was direct I/O that was refused (some file systems open for it and then do not do it): from now on it goes through
+        the page cache."""
+        if error.errno != errno.EINVAL or not self.direct:
+            return False
+        for fd in self.slabs:
+            fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+        self.direct = False
+        return True
 
     def write(self, slot: int, address: int, room: int) -> Outcome:
         """Memory to a slot's payload; `room` bytes may be read there."""
@@ -166,6 +181,8 @@ class SlabFiles:
                 ctypes.memmove(address_of(bounce), address, size)
                 written, wanted = os.pwritev(fd, [bounce], at), stride
         except OSError as error:
+            if self._buffered_from_now_on(error):
+                return self.write(slot, address, room)
             return outcome_of(error)
         return Outcome.OK if written == wanted else Outcome.NO_SPACE
 
