@@ -29,7 +29,7 @@ def test_a_missing_driver_is_said_to_be_missing():
 
 def test_nothing_is_loaded_at_import():
     script = "import kvactors.device.cuda, kvactors.gpu_swapper.cuda_executor as c; print('libcuda' in open('/proc/self/maps').read())"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 
 

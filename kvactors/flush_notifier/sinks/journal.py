@@ -11,14 +11,17 @@ A last line without its end (a process killed while it wrote) does not count: wh
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Literal
 
 import aiofiles
 import aiofiles.os
 import msgspec
 import numpy as np
 
+from kvactors.actor.uncancelled import to_the_end
 from kvactors.errors import SinkError
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.told import Told
@@ -69,8 +72,7 @@ class Journal:
             return
         data = b"".join(line + b"\n" for line in lines)
         try:
-            async with aiofiles.open(self.path, "ab") as file:
-                await file.write(data)
+            await self._write("ab", data)
         except OSError as error:
             raise SinkError(f"journal {self.path}: {error}") from error
         self._size += len(data)
@@ -87,13 +89,22 @@ class Journal:
         data = b"".join(line + b"\n" for line in lines)
         fresh = self.path.with_name(self.path.name + ".new")
         try:
-            async with aiofiles.open(fresh, "wb") as file:
-                await file.write(data)
-            await aiofiles.os.replace(fresh, self.path)
+            await self._write("wb", data, fresh)
         except OSError as error:
             raise SinkError(f"journal {self.path}: {error}") from error
         self._size = len(data)
         self._limit = 2 * self._size + GROWTH
+
+    async def _write(self, mode: Literal["ab", "wb"], data: bytes, fresh: Path | None = None) -> None:
+        """Write the file, or a fresh one in its place; to the end even if the sink's time is up, so that no line comes out of turn."""
+
+        async def work() -> None:
+            async with aiofiles.open(fresh or self.path, mode) as file:
+                await file.write(data)
+            if fresh is not None:
+                await aiofiles.os.replace(fresh, self.path)
+
+        await to_the_end(asyncio.get_running_loop().create_task(work()))
 
 
 def line_of(start: int, parent: bytes, keys: Sequence[bytes], tokens: bytes, *, whole: bool = True) -> bytes:
