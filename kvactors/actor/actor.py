@@ -95,7 +95,7 @@ class Actor:
         self._allowed = {role: frozenset(types) for role, types in self.SENDS.items()}
         self._outbox: deque[tuple[ActorRef, Envelope[Any]]] = deque()
         self._waiters: list[asyncio.Future[None]] = []  # in `sent`
-        self._unanswered: set[Envelope[Any]] = set()
+        self._unanswered: dict[Envelope[Any], None] = {}
         self._jobs: dict[asyncio.Task[None], bool] = {}  # task -> whether it counts as activity
         self._turns = self._told = self._late = self._skipped = 0
 
@@ -121,7 +121,7 @@ class Actor:
 
     def answer(self, envelope: Envelope[T], value: T) -> bool:
         """Answer an ask; False (and counted) if nobody waits any more."""
-        self._unanswered.discard(envelope)
+        self._unanswered.pop(envelope, None)
         if envelope.answer(value):
             return True
         self._late += 1
@@ -129,7 +129,7 @@ class Actor:
 
     def refuse(self, envelope: Envelope[Any], error: Exception) -> bool:
         """Answer an ask with an error; False (and counted) if nobody waits any more."""
-        self._unanswered.discard(envelope)
+        self._unanswered.pop(envelope, None)
         if envelope.fail(error):
             return True
         self._late += 1
@@ -212,7 +212,7 @@ class Actor:
             if envelope.reply is None:
                 handler(message)
             else:
-                self._unanswered.add(envelope)
+                self._unanswered[envelope] = None
                 handler(message, envelope)
         elif kind is Stop:
             self.state = State.STOPPING

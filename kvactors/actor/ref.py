@@ -26,7 +26,7 @@ class OpenAsks(Generic[R]):
     def __init__(self, actor: str) -> None:
         self._actor = actor
         self._open: dict[asyncio.Future[Any], Envelope[Any]] = {}
-        self._overdue: set[asyncio.Future[Any]] = set()
+        self._overdue: dict[asyncio.Future[Any], None] = {}  # in the order they were asked: a run must repeat from its seed
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, envelope: Envelope[Any]) -> None:
@@ -45,12 +45,12 @@ class OpenAsks(Generic[R]):
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(SWEEP, self._sweep) if self._open else None
         now = loop.time()
-        overdue = {
+        overdue = [
             reply for reply, envelope in self._open.items() if envelope.deadline is not None and envelope.deadline <= now
-        }
-        for reply in overdue & self._overdue:  # until the second look the actor may still refuse in better words
+        ]
+        for reply in [reply for reply in overdue if reply in self._overdue]:  # until the second look the actor may still refuse in better words
             expire(reply, self._actor, type(self._open[reply].message).__name__)
-        self._overdue = overdue
+        self._overdue = dict.fromkeys(overdue)
 
     def __len__(self) -> int:
         return len(self._open)

@@ -1,1 +1,71 @@
-"""What ships for testing: models, loops and helpers for your own tests."""
+"""What ships for testing: your own serving loop against a simulated cache, and the models and stand-ins this package tests itself with.
+
+The harness, each of it explained where it is defined (and by example in docs/testing_your_loop.md):
+
+- `SimLoop`, `simulate`, `loop_factory`: asyncio in virtual time and in an order drawn from a seed; `Deadlock`, `Livelock`.
+- `Sim`: a whole cache in such a loop, with copies and a store that take time; `SimFaults`, `FaultPlan`, `Fault`: what goes wrong in it;
+  `Unclean`: what was not as it must be at the end; `small_config`: settings for tests.
+- `Trace`, `minimal`, `render`: every message between the actors.
+- `Probe`, `Unexpected`: an actor that the test plays; `Stepper`: one actor, turn by turn.
+- The pytest plugin `kvactors.testing.plugin`: fixtures `kv_sim`, `kv_cache`, `kv_faults`, options `--kv-seeds`, `--kv-seed`. It is loaded where
+  kvactors is installed; `pytest -p kvactors.testing` loads it from a checkout. Nothing else here needs pytest.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pytest
+
+    from kvactors.testing.loop import Deadlock as Deadlock
+    from kvactors.testing.loop import Livelock as Livelock
+    from kvactors.testing.loop import SimLoop as SimLoop
+    from kvactors.testing.loop import loop_factory as loop_factory
+    from kvactors.testing.loop import simulate as simulate
+    from kvactors.testing.plan import Fault as Fault
+    from kvactors.testing.plan import FaultPlan as FaultPlan
+    from kvactors.testing.probe import Probe as Probe
+    from kvactors.testing.probe import Unexpected as Unexpected
+    from kvactors.testing.sim import SMALL as SMALL
+    from kvactors.testing.sim import Sim as Sim
+    from kvactors.testing.sim import Unclean as Unclean
+    from kvactors.testing.sim import small_config as small_config
+    from kvactors.testing.sim_faults import SimFaults as SimFaults
+    from kvactors.testing.stepper import Effects as Effects
+    from kvactors.testing.stepper import Stepper as Stepper
+    from kvactors.testing.trace import Trace as Trace
+    from kvactors.testing.trace import minimal as minimal
+    from kvactors.testing.trace import render as render
+
+HOMES = {
+    "loop": ("Deadlock", "Livelock", "SimLoop", "loop_factory", "simulate"),
+    "plan": ("Fault", "FaultPlan"),
+    "probe": ("Probe", "Unexpected"),
+    "sim": ("SMALL", "Sim", "Unclean", "small_config"),
+    "sim_faults": ("SimFaults",),
+    "stepper": ("Effects", "Stepper"),
+    "trace": ("Trace", "minimal", "render"),
+}
+"""Public names by the module that has them. They are imported when they are first used: parts of the package itself import what lies here."""
+
+__all__ = [
+    "SMALL", "Deadlock", "Effects", "Fault", "FaultPlan", "Livelock", "Probe", "Sim", "SimFaults", "SimLoop", "Stepper",
+    "Trace", "Unclean", "Unexpected", "loop_factory", "minimal", "render", "simulate", "small_config",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in HOMES.items():
+        if name in names:
+            return getattr(import_module(f"kvactors.testing.{home}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
+    """`pytest -p kvactors.testing`: the plugin under the name of its entry point, so that it is there once, whoever else brings it."""
+    from kvactors.testing import plugin
+
+    if not pluginmanager.is_registered(plugin) and not pluginmanager.is_blocked("kvactors"):
+        pluginmanager.register(plugin, "kvactors")

@@ -2,7 +2,8 @@
 
 Two things are taken away from the loop: the clock, which jumps to the next timer when nothing is ready, and the order of ready
 task steps, which is a seeded shuffle. Plain callbacks keep their order, since asyncio's own machinery relies on it. There are
-no threads and no sockets in it; asking for them is an error.
+no threads and no sockets in it; asking for them is an error. So is waiting for ever: `Deadlock` says who waits for what, and `Livelock`
+who keeps running while the clock stands still.
 """
 
 from __future__ import annotations
@@ -11,28 +12,107 @@ import asyncio
 import heapq
 import random
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any, NoReturn, TypeVar
+from weakref import WeakKeyDictionary
+
+from kvactors.actor import Actor
+from kvactors.actor.ref import OpenAsks
+from kvactors.testing.waits import frames_of, site, who_waits
 
 T = TypeVar("T")
 
+SPINS = 100
+"""Passes in a row in which nothing ran but anyio's delivery of a cancellation, after which the clock moves on all the same."""
+
+DEADLINES = frozenset({"Overdue", "Expired"})
+"""Messages that actors send themselves when a deadline comes."""
+
+TIDY_STEPS = 10_000
+"""Steps in which the tasks that are left over must end once they are cancelled."""
+
 
 class Deadlock(RuntimeError):
-    """Nothing is ready and no timer is set: whoever waits, waits for ever."""
+    """Nothing is ready and no timer is set: whoever waits, waits for ever. waiting: a line for each task, who waits for what and where."""
+
+    def __init__(self, why: str, waiting: list[str]) -> None:
+        super().__init__("\n  ".join([why, *waiting]))
+        self.waiting = waiting
+
+
+class Livelock(RuntimeError):
+    """Too many steps ran without the clock moving. running: whose steps were ready at the end."""
+
+    def __init__(self, why: str, running: list[str]) -> None:
+        super().__init__("\n  ".join([why, *running]))
+        self.running = running
 
 
 class SimLoop(asyncio.BaseEventLoop):
-    """seed: of the order in which ready tasks run. steps: callbacks run so far."""
+    """seed: of the order in which ready tasks run. steps: callbacks run so far.
 
-    def __init__(self, seed: int = 0) -> None:
+    limit: steps that may run at one instant of virtual time before that is a Livelock, None for any number. stalled: who waited for
+    what when everybody last waited for time-outs alone (a deadlock, but for somebody's deadline), with the time; empty if that never was.
+    impatient: whether that is a Deadlock at once.
+    """
+
+    def __init__(self, seed: int = 0, *, limit: int | None = None, impatient: bool = False) -> None:
         super().__init__()
         self.seed = seed
         self.steps = 0
+        self.limit = limit
+        self.impatient = impatient
+        self.stalled: list[str] = []
         self._order = random.Random(seed)  # noqa: S311  (a schedule, not a secret)
         self._now = 0.0
+        self._standing = 0  # steps at this instant
+        self._spins = 0
+        self._task_steps, self._stalled_after = 0, -1
+        self._numbers: WeakKeyDictionary[asyncio.Task[Any], int] = WeakKeyDictionary()
+        self._born = 0
+
+    # -- time
 
     def time(self) -> float:
         """Virtual seconds."""
         return self._now
+
+    def jump(self, seconds: float) -> None:
+        """The clock leaps forward, as after a machine's sleep: every timer on the way is late. ValueError for a negative number."""
+        if not seconds >= 0:
+            raise ValueError(f"time goes forward only, not by {seconds!r} seconds")
+        self._move_to(self._now + seconds)
+
+    def _move_to(self, when: float) -> None:
+        if when > self._now:
+            self._now, self._standing = when, 0
+
+    # -- tasks
+
+    def create_task(self, coro: Any, **options: Any) -> asyncio.Task[Any]:
+        """See asyncio. A task without a name is called after its coroutine, and all are numbered in order of their making."""
+        task: asyncio.Task[Any] = super().create_task(coro, **options)
+        self._number(task)
+        if options.get("name") is None:
+            task.set_name(getattr(coro, "__qualname__", "task"))
+        return task
+
+    def label(self, task: asyncio.Task[Any]) -> str:
+        """What a task is called in reports, the same in every run of one seed: the last part of its name and its number."""
+        return f"{task.get_name().rpartition('.')[2]}#{self._number(task)}"
+
+    def waiting(self) -> list[str]:
+        """Who waits for what now: a line for each task that is not over, in order of their making."""
+        return who_waits(sorted(asyncio.all_tasks(self), key=self._number), self.label)
+
+    def _number(self, task: asyncio.Task[Any]) -> int:
+        number = self._numbers.get(task)
+        if number is None:
+            self._born += 1
+            number = self._numbers[task] = self._born
+        return number
+
+    # -- what a loop of virtual time does not have
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> NoReturn:  # type: ignore[override]
         """There are no threads here."""
@@ -44,45 +124,135 @@ class SimLoop(asyncio.BaseEventLoop):
     def _write_to_self(self) -> None:
         """There is nothing to wake."""
 
+    # -- one pass
+
     def _run_once(self) -> None:
         ready, timers = self._ready, self._scheduled  # type: ignore[attr-defined]
         while timers and timers[0]._cancelled:
             heapq.heappop(timers)._scheduled = False
         if not ready:
-            if not timers:
-                waiting = sorted(task.get_name() for task in asyncio.all_tasks(self))
-                raise Deadlock(f"nothing is ready and no timer is set; waiting: {', '.join(waiting)}")
-            self._now = max(self._now, timers[0].when())
+            self._nothing_ready([timer for timer in timers if not timer._cancelled])
+        elif timers and self._only_cancelling(ready):
+            self._move_to(timers[0].when())
         while timers and timers[0].when() <= self._now:
             timer = heapq.heappop(timers)
             timer._scheduled = False
             ready.append(timer)
-        batch = list(ready)
+        batch = self._shuffled(list(ready))
         ready.clear()
-        steps = [i for i, handle in enumerate(batch) if is_task_step(handle)]
-        shuffled = [batch[i] for i in steps]
-        self._order.shuffle(shuffled)
-        for i, handle in zip(steps, shuffled, strict=True):
-            batch[i] = handle
+        self._check_limit(batch)
         for handle in batch:
             if not handle._cancelled:
                 self.steps += 1
+                self._standing += 1
                 handle._run()
+
+    def _shuffled(self, batch: list[asyncio.Handle]) -> list[asyncio.Handle]:
+        """Task steps in a drawn order, in the places that task steps had. They are sorted before: whoever wakes several tasks may do so in the
+        order of a set, which is another one in every run."""
+        places = [i for i, handle in enumerate(batch) if is_task_step(handle)]
+        steps = sorted((batch[i] for i in places), key=lambda handle: self._number(task_of(handle)))
+        self._order.shuffle(steps)
+        self._task_steps += len(steps)
+        for i, handle in zip(places, steps, strict=True):
+            batch[i] = handle
+        return batch
+
+    def _nothing_ready(self, timers: list[asyncio.TimerHandle]) -> None:
+        live = [timer for timer in timers if not is_idle(timer)]
+        if not live:
+            raise Deadlock("nothing is ready and no timer is set", self.waiting())
+        if all(is_timeout(timer) for timer in live):
+            if (
+                self._stalled_after != self._task_steps
+            ):  # otherwise it is the same stall, in which asks' deadlines were looked at
+                self._stalled_after = self._task_steps
+                self.stalled = [f"since {self._now:.4f} s everybody waits for time-outs alone", *self.waiting()]
+            if self.impatient:
+                raise Deadlock(self.stalled[0], self.stalled[1:])
+        self._move_to(timers[0].when())
+
+    def _only_cancelling(self, ready: Any) -> bool:
+        """A cancelled scope of anyio delivers its cancellation again at every pass until it is heeded; while somebody waits for a timer
+        meanwhile (in a shield, say), time must go by, as it would on any machine."""
+        plain = [handle for handle in ready if not is_task_step(handle)]
+        redelivers = any(is_redelivery(handle) for handle in plain)
+        self._spins = self._spins + 1 if redelivers else 0
+        return self._spins > SPINS
+
+    def _check_limit(self, batch: list[asyncio.Handle]) -> None:
+        if self.limit is not None and self._standing > self.limit:
+            ready = [task_of(one) for one in batch if is_task_step(one) and not one.cancelled()]
+            running = [f"{self.label(task)} is ready ({site(list(frames_of(task)))})" for task in ready]
+            raise Livelock(f"{self._standing} steps at {self._now:.4f} s and the clock has not moved", running)
 
 
 def is_task_step(handle: asyncio.Handle) -> bool:
     """Whether a handle is a task's first step or its wake-up, rather than a plain callback."""
-    callback = handle._callback  # type: ignore[attr-defined]
-    owner = getattr(callback, "__self__", None)
-    return isinstance(owner, asyncio.Task) or type(callback).__name__ == "TaskStepMethWrapper"
+    return isinstance(getattr(handle._callback, "__self__", None), asyncio.Task)  # type: ignore[attr-defined]
 
 
-def simulate(main: Callable[[], Coroutine[Any, Any, T]], seed: int = 0) -> T:
-    """Run a coroutine function to its end on a loop of its own. Deadlock if it can never end."""
-    loop = SimLoop(seed)
+def task_of(handle: asyncio.Handle) -> asyncio.Task[Any]:
+    """The task that a task step belongs to."""
+    return handle._callback.__self__  # type: ignore[attr-defined, no-any-return]
+
+
+def is_redelivery(handle: asyncio.Handle) -> bool:
+    """Whether a handle is anyio's repeated delivery of a cancellation."""
+    return getattr(handle._callback, "__name__", "") == "_deliver_cancellation"  # type: ignore[attr-defined]
+
+
+def is_idle(timer: asyncio.TimerHandle) -> bool:
+    """Whether a timer can change nothing: it looks after asks none of which has a deadline."""
+    asks = getattr(timer._callback, "__self__", None)  # type: ignore[attr-defined]
+    if not isinstance(asks, OpenAsks):
+        return False
+    return all(envelope.deadline in (None, float("inf")) for envelope in asks._open.values())
+
+
+def is_timeout(timer: asyncio.TimerHandle) -> bool:
+    """Whether a timer is somebody's deadline: of asks, of an actor's operation, of an anyio scope, or of asyncio's."""
+    callback, args = timer._callback, timer._args  # type: ignore[attr-defined]
+    owner, name = getattr(callback, "__self__", None), getattr(callback, "__name__", "")
+    if isinstance(owner, Actor):
+        return name == "to_self" and type(args[0]).__name__ in DEADLINES
+    return isinstance(owner, OpenAsks) or name in ("_timeout", "_on_timeout")
+
+
+def loop_factory(seed: int = 0, *, limit: int | None = None) -> Callable[[], SimLoop]:
+    """Makes loops of one seed: for `asyncio.Runner(loop_factory=..)`, pytest-asyncio's `pytest_asyncio_loop_factories` hook, and the options of
+    anyio's `anyio_backend` fixture. limit: as in SimLoop."""
+
+    def make() -> SimLoop:
+        return SimLoop(seed, limit=limit)
+
+    return make
+
+
+def simulate(main: Callable[[], Coroutine[Any, Any, T]], seed: int = 0, *, loop: SimLoop | None = None) -> T:
+    """Run a coroutine function to its end on a loop of its own (or on `loop`), cancel what it left running, and close the loop.
+
+    Deadlock if it can never end, Livelock if the loop has a limit and it only spins.
+    """
+    loop = loop or SimLoop(seed)
     asyncio.set_event_loop(loop)
     try:
         return loop.run_until_complete(main())
     finally:
-        asyncio.set_event_loop(None)
-        loop.close()
+        try:
+            tidy(loop)
+        finally:
+            asyncio.set_event_loop(None)
+            loop.close()
+
+
+def tidy(loop: SimLoop) -> None:
+    """Cancel every task that is left and let it end, unless it cannot."""
+    left = sorted(asyncio.all_tasks(loop), key=loop._number)
+    for task in left:
+        task.cancel()
+    loop.limit, loop._standing = TIDY_STEPS, 0
+    with suppress(Deadlock, Livelock):
+        if left:
+            loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        loop.run_until_complete(loop.shutdown_asyncgens())

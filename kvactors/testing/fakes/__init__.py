@@ -1,0 +1,9 @@
+"""Parts for simulations, around no hardware at all: copies, stores, sinks and ranks that take virtual time and fail on command."""
+
+from kvactors.testing.fakes.copies import SimDevice, SimExecutor
+from kvactors.testing.fakes.gate import Gate, Latency, instant, latency
+from kvactors.testing.fakes.ranks import SimRank
+from kvactors.testing.fakes.sink import SimSink
+from kvactors.testing.fakes.store import SimBackend, SimPool
+
+__all__ = ["Gate", "Latency", "SimBackend", "SimDevice", "SimExecutor", "SimPool", "SimRank", "SimSink", "instant", "latency"]

@@ -1,0 +1,91 @@
+"""Ranks in the same loop, behind a relay that delays, holds and cuts what they and their leader say to each other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import anyio
+
+from kvactors.config import Config
+from kvactors.layout import make_layout
+from kvactors.ranks.serve import serve_rank
+from kvactors.ranks.wire import Wire, connect, listen
+from kvactors.testing.fakes.copies import SimDevice
+from kvactors.testing.fakes.gate import Gate, Latency, instant
+from kvactors.testing.fakes.store import SimBackend
+
+
+class SimRank:
+    """One rank. config: the leader's, with a memory:// endpoint. latency: seconds of each message. store: it outlives a restart, as a disk
+    does; the device and the arena do not. gate: while it is shut, no message goes either way. lives: how often it was started."""
+
+    def __init__(self, config: Config, rank: int, *, store: SimBackend | None = None, latency: Latency = instant) -> None:
+        self.config = config
+        self.rank = rank
+        self.store = store
+        self.latency = latency
+        self.gate = Gate()
+        self.endpoint = f"{config.ranks.endpoint}-{rank}"
+        self.device = self._new_device()
+        self.lives = self.cuts = 0
+        self.serving: asyncio.Task[None] | None = None
+        self._wires: list[Wire] = []
+        self._forget: Callable[[], Awaitable[None]] | None = None
+
+    def _new_device(self) -> SimDevice:
+        return SimDevice(make_layout(self.config.layout, self.config.cache.block_size), self.config.device.num_blocks)
+
+    async def start(self) -> None:
+        """Serve, with empty memory."""
+        if self._forget is None:
+            self._forget = await listen(self.endpoint, self._relay)
+        self.device = self._new_device()
+        self.lives += 1
+        count = self.config.ranks.count
+        work = serve_rank(
+            self.endpoint, self.device, rank=self.rank, ranks=count, config=self.config, backend=self.store, inline_copies=True
+        )
+        self.serving = asyncio.get_running_loop().create_task(work, name=f"rank {self.rank}")
+
+    async def stop(self) -> None:
+        """The process dies."""
+        serving, self.serving = self.serving, None
+        if serving is not None:
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+
+    async def close(self) -> None:
+        """Stop, and let nobody connect any more."""
+        await self.stop()
+        self.gate.open()
+        self.cut()
+        if self._forget is not None:
+            await self._forget()
+            self._forget = None
+
+    def cut(self) -> None:
+        """Cut the connection; the rank will come again."""
+        self.cuts += 1
+        wires, self._wires = self._wires, []
+        for wire in wires:
+            wire.close()
+
+    async def _relay(self, wire: Wire) -> None:
+        try:
+            leader = await connect(self.config.ranks.endpoint)
+        except OSError:
+            wire.close()
+            return
+        self._wires += [wire, leader]
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._pump, wire, leader)
+            tasks.start_soon(self._pump, leader, wire)
+
+    async def _pump(self, source: Wire, target: Wire) -> None:
+        while (message := await source.receive()) is not None:
+            await asyncio.sleep(self.latency())
+            await self.gate.passed()
+            target.send(message)
+        source.close()
+        target.close()

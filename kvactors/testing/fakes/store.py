@@ -1,0 +1,152 @@
+"""A store in memory that behaves as disks do: slow, full, gone for a while, and with objects that rot. It outlives its process: `close` leaves
+the objects, and the next `open` finds them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+
+import anyio
+import xxhash
+
+from kvactors.storage.backends.base import Expired
+from kvactors.storage.backends.owned import OwnedBackend
+from kvactors.storage.messages import Outcome
+from kvactors.testing.fakes.gate import Gate, Latency, instant
+
+
+class SimBackend(OwnedBackend):
+    """Objects as bytes, each with the XXH3-64 of what was meant to be written. latency: seconds of each read and write.
+
+    gate: reads and writes that come to it while it is shut hang until it opens. down: nothing can be had. full: nothing can be written.
+    slower: seconds more each call takes. tearing: writes still to be cut short, unnoticed. troubled: calls that met any of these.
+    """
+
+    def __init__(self, fingerprint: bytes, block_bytes: int, capacity: int = 0, latency: Latency = instant) -> None:
+        super().__init__(fingerprint, block_bytes, capacity)
+        self.objects: dict[bytes, tuple[bytes, int]] = {}
+        self.latency = latency
+        self.gate = Gate()
+        self.down = self.full = False
+        self.slower = 0.0
+        self.tearing = 0
+        self.troubled = self.torn = self.flipped = self.vanished = 0
+
+    async def open(self) -> None:
+        """Find what is there."""
+        self.pending.clear()
+        self.catalog.clear()
+        self.catalog.admit(list(self.objects))
+
+    async def _delay(self) -> None:
+        self.troubled += self.slower > 0 or self.gate.shut or self.down
+        await asyncio.sleep(self.latency() + self.slower)
+        await self.gate.passed()
+
+    async def load(self, key: bytes, into: memoryview) -> Outcome:
+        """See `Backend.load`. Half of the bytes come before the delay."""
+        found, half = self.objects.get(key), len(into) // 2
+        if found is not None:
+            into[:half] = found[0][:half]
+        await self._delay()
+        if self.down:
+            return Outcome.UNAVAILABLE
+        found = self.objects.get(key)
+        if found is None:
+            return Outcome.MISS
+        data, checksum = found
+        into[:] = data
+        return Outcome.OK if xxhash.xxh3_64_intdigest(data) == checksum else Outcome.CORRUPT
+
+    async def save(self, key: bytes, data: memoryview) -> Outcome:
+        """See `Backend.save`. Half of the bytes are read after the delay."""
+        half = len(data) // 2
+        first = bytes(data[:half])
+        await self._delay()
+        if self.down:
+            return Outcome.UNAVAILABLE
+        if self.full:
+            self.troubled += 1
+            return Outcome.NO_SPACE
+        whole = first + bytes(data[half:])
+        checksum = xxhash.xxh3_64_intdigest(whole)
+        if self.tearing:
+            self.tearing -= 1
+            self.torn += 1
+            whole = first + bytes(byte ^ 0x5A for byte in whole[half:])
+        self.objects[key] = (whole, checksum)
+        return Outcome.OK
+
+    async def erase(self, keys: Sequence[bytes]) -> None:
+        """See `Backend.erase`. Half of them go after the delay."""
+        half = len(keys) // 2
+        for key in keys[:half]:
+            self.objects.pop(key, None)
+        if keys:
+            await self._delay()
+        for key in keys[half:]:
+            if key not in self.catalog:
+                self.objects.pop(key, None)
+
+    def abandon(self, keys: Iterable[bytes]) -> None:
+        """See `OwnedBackend.abandon`; what was saved stays until it is written again."""
+
+    async def each(self, work: Sequence[Callable[[], Awaitable[None]]]) -> None:
+        """All at once."""
+
+        async def do(item: Callable[[], Awaitable[None]]) -> None:
+            await item()
+
+        async with anyio.create_task_group() as tasks:
+            for item in work:
+                tasks.start_soon(do, item)
+
+    async def close(self) -> None:
+        """The objects stay."""
+
+    # -- what time does to objects
+
+    def flip(self, count: int) -> int:
+        """Flip a bit in the oldest objects that are whole; how many."""
+        chosen = list(self.objects)[:count]
+        for key in chosen:
+            data, checksum = self.objects[key]
+            self.objects[key] = (data[:-1] + bytes([data[-1] ^ 1]), checksum)
+        self.flipped += len(chosen)
+        return len(chosen)
+
+    def lose(self, count: int) -> int:
+        """Take the oldest objects away behind the store's back; how many."""
+        chosen = list(self.objects)[:count]
+        for key in chosen:
+            del self.objects[key]
+        self.vanished += len(chosen)
+        return len(chosen)
+
+    def heal(self) -> None:
+        """No more trouble; what has rotted stays so."""
+        self.down = self.full = False
+        self.slower, self.tearing = 0.0, 0
+        self.gate.open()
+
+
+class SimPool(SimBackend):
+    """The same as a pool that others use as well: only asking tells what is there, which takes its time, and nothing of it is this process's."""
+
+    exclusive = False
+
+    def probe(self, keys: Sequence[bytes]) -> None:  # type: ignore[override]
+        """See `Backend.probe`."""
+
+    async def ask(self, keys: Sequence[bytes], expired: Expired) -> int:
+        """See `Backend.ask`."""
+        await self._delay()
+        return 0 if self.down or expired() else super().probe(keys)
+
+    def keys(self) -> list[bytes]:
+        """None that this process is answerable for."""
+        return []
+
+    def holds(self, key: bytes) -> bool:
+        """See `keys`."""
+        return False

@@ -1,0 +1,154 @@
+"""What will go wrong, and when: pure data, drawn from a seed or written by hand as TOML ([[fault]] tables) or JSON."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+
+import msgspec
+
+from kvactors.config import convert, read_toml
+from kvactors.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import SearchStrategy
+
+Kind = Literal[
+    "copy_fail", "copy_slow", "copy_hang", "store_down", "store_slow", "store_hang", "torn_write", "bit_flip", "disk_full",
+    "object_lost", "sink_down", "sink_hang", "sink_lose_answers", "sink_duplicate", "rank_silent", "rank_cut", "rank_lost", "actor_crash",
+    "cancel", "clock_jump",
+]  # fmt: skip
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+STEPPED: frozenset[Kind] = frozenset({"actor_crash", "cancel"})
+"""Kinds whose moment is a count: of an actor's turns, of a client's awaits."""
+
+LASTING: frozenset[Kind] = frozenset(KINDS) - {"copy_fail", "torn_write", "bit_flip", "object_lost", "rank_cut", "actor_crash"}
+"""Kinds for which `duration` means something: how long it lasts, by how much the clock jumps, how long an await goes on before its cancellation."""
+
+
+class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One thing that goes wrong.
+
+    at: virtual second since the work began, or, of an actor_crash or cancel, which turn or await (from 1 on). target: an actor's or
+    sink's name, the number of a rank or client; the first if empty. duration: seconds. amount: pairs, writes or objects concerned.
+    """
+
+    kind: Kind
+    at: float = 0.0
+    target: str = ""
+    duration: float = 0.0
+    amount: int = 1
+
+
+class Targets(NamedTuple):
+    """What a plan may aim at. span: seconds in which faults begin. steps: turns or awaits among which they do."""
+
+    actors: tuple[str, ...] = ()
+    sinks: tuple[str, ...] = ()
+    ranks: int = 1
+    clients: int = 1
+    store: bool = False
+    span: float = 1.0
+    steps: int = 200
+
+
+class FaultPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Every fault of a run, in order of `at`."""
+
+    fault: tuple[Fault, ...] = ()
+
+    @classmethod
+    def from_toml(cls, path: str | Path) -> FaultPlan:
+        """Read [[fault]] tables. ConfigError names what is wrong, OSError if the file cannot be read."""
+        plan = convert(read_toml(path), cls)
+        plan.check()
+        return plan
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> FaultPlan:
+        """What `to_json` gave. ConfigError."""
+        try:
+            plan = msgspec.json.decode(text, type=cls)
+        except msgspec.MsgspecError as error:
+            raise ConfigError(str(error)) from error
+        plan.check()
+        return plan
+
+    def to_json(self) -> str:
+        """As JSON, in one line."""
+        return msgspec.json.encode(self).decode()
+
+    def check(self) -> None:
+        """ConfigError for values that cannot be."""
+        for number, fault in enumerate(self.fault):
+            for name, value, low in (("at", fault.at, 0.0), ("duration", fault.duration, 0.0), ("amount", fault.amount, 1)):
+                if not low <= value < float("inf"):
+                    raise ConfigError(f"fault {number} ({fault.kind}): {name} must be at least {low:g}, not {value}")
+            if fault.kind in STEPPED and (fault.at < 1 or fault.at != int(fault.at)):
+                raise ConfigError(f"fault {number} ({fault.kind}): at counts from 1, it cannot be {fault.at}")
+
+
+def possible(targets: Targets) -> list[Kind]:
+    """Kinds that have something to hit."""
+    without: set[Kind] = set()
+    if not targets.actors:
+        without.add("actor_crash")
+    if not targets.sinks:
+        without |= {"sink_down", "sink_hang", "sink_lose_answers", "sink_duplicate"}
+    if targets.ranks == 1:
+        without |= {"rank_silent", "rank_cut", "rank_lost"}
+    else:
+        without |= {"copy_slow", "copy_hang"}  # the ranks' messages are slow and held instead
+    if not targets.store:
+        without |= {"store_down", "store_slow", "store_hang", "torn_write", "bit_flip", "disk_full", "object_lost"}
+    return [kind for kind in KINDS if kind not in without]
+
+
+def draw(rng: random.Random, count: int, targets: Targets) -> FaultPlan:
+    """`count` faults, drawn from the kinds that have something to hit."""
+    kinds = possible(targets)
+    faults = [_draw_one(rng, rng.choice(kinds), targets) for _ in range(count)]
+    return FaultPlan(tuple(sorted(faults, key=lambda fault: fault.at)))
+
+
+def _draw_one(rng: random.Random, kind: Kind, targets: Targets) -> Fault:
+    at = float(int(rng.triangular(1, targets.steps, 1))) if kind in STEPPED else round(rng.uniform(0, targets.span), 4)
+    lasting = kind in LASTING
+    duration = round(min(3.0, rng.expovariate(3.0)), 4) if lasting else 0.0
+    if kind == "cancel":
+        duration = round(rng.choice((0.0, 0.0, rng.expovariate(200.0), rng.expovariate(20.0))), 4)
+    return Fault(kind, at, rng.choice(aims(kind, targets)), duration, rng.randint(1, 8))
+
+
+def aims(kind: Kind, targets: Targets) -> tuple[str, ...]:
+    """What a kind of fault may aim at."""
+    if kind == "actor_crash":
+        return targets.actors
+    if kind.startswith("sink_"):
+        return targets.sinks
+    if kind == "cancel":
+        return tuple(str(number) for number in range(targets.clients))
+    return tuple(str(number) for number in range(targets.ranks))
+
+
+def plans(targets: Targets, most: int = 6) -> SearchStrategy[FaultPlan]:
+    """A Hypothesis strategy: plans of at most `most` faults, simplest first."""
+    from hypothesis import strategies as st
+
+    def fault(kind: Kind) -> SearchStrategy[Fault]:
+        counted = st.integers(1, targets.steps).map(float)
+        timed = st.floats(0, targets.span, allow_nan=False).map(lambda at: round(at, 4))
+        lasting = st.floats(0, 3.0, allow_nan=False).map(lambda length: round(length, 4))
+        return st.builds(
+            Fault,
+            st.just(kind),
+            counted if kind in STEPPED else timed,
+            st.sampled_from(aims(kind, targets)),
+            lasting if kind in LASTING else st.just(0.0),
+            st.integers(1, 8),
+        )
+
+    one = st.sampled_from(possible(targets)).flatmap(fault)
+    return st.lists(one, max_size=most).map(lambda faults: FaultPlan(tuple(sorted(faults, key=lambda f: f.at))))

@@ -1,0 +1,165 @@
+"""Sim: one simulated run of a whole cache. A loop of virtual time, copies and a store that take time, faults, and a trace of every message."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+from kvactors.cache import KVCache
+from kvactors.config import Config
+from kvactors.errors import KVActorsError
+from kvactors.flush_notifier.sinks.memory import MemorySink
+from kvactors.layout import make_layout
+from kvactors.sink_config import MemorySinkConfig
+from kvactors.system import System
+from kvactors.testing.fakes import SimBackend, SimExecutor, SimSink, latency
+from kvactors.testing.loop import SimLoop, simulate
+from kvactors.testing.sim_faults import SimFaults
+from kvactors.testing.trace import Trace
+
+T = TypeVar("T")
+
+STEPS = 200_000
+"""Steps at one instant of virtual time after which a simulated run counts as a livelock."""
+
+LAGS = {"copies": 0.001, "store": 0.004, "sink": 0.002}
+"""Seconds that a copy, an access to the store and a delivery take on average."""
+
+SMALL: dict[str, dict[str, Any]] = {
+    "cache": {"block_size": 8, "deadline": 10.0},
+    "device": {"num_blocks": 32},
+    "layout": {"kind": "gqa", "num_layers": 2, "num_kv_heads": 1, "head_dim": 8, "dtype": "uint8"},
+    "host": {"slots": 32, "transit_slots": 16},
+    "storage": {"backend": "memory", "capacity_blocks": 256, "write_policy": "write_through"},
+}
+"""Settings under which a test soon meets eviction: blocks of 8 tokens, 32 of them on the device, 32 on the host, 256 stored."""
+
+
+class Unclean(AssertionError):
+    """A cache was not as it must be at the end of a test. problems: each thing that was wrong, in words. requests: whose leases nobody ended."""
+
+    def __init__(self, problems: list[str], requests: list[str]) -> None:
+        super().__init__("; ".join(problems))
+        self.problems = problems
+        self.requests = requests
+
+
+def small_config(**tables: Mapping[str, Any]) -> Config:
+    """The small settings, with tables of settings in place of their own values: `small_config(device={"num_blocks": 8})`.
+
+    ConfigError names what is wrong in them.
+    """
+    data = {name: {**SMALL.get(name, {}), **tables.get(name, {})} for name in {**SMALL, **tables}}
+    return Config.from_mapping(data)
+
+
+async def check_at_rest(cache: KVCache, forgotten: list[str], *, deadline: float = 30.0) -> None:
+    """Look at a cache that nobody uses any more. forgotten: requests whose leases were dropped, as `watch_leases` saw them.
+
+    Unclean says what is wrong: leases that nobody ended, violated invariants, sinks that believe what is not so, work that does not end within
+    `deadline` seconds.
+    """
+    try:
+        await cache.flush_settled(deadline)
+    except KVActorsError as error:
+        raise Unclean([f"the cache does not come to rest: {error}"], []) from error
+    kept = [lease.request_id for lease in cache.system.index_actor.leases.values()]
+    problems = [f"the lease of {name!r} was dropped and never finished" for name in forgotten]
+    problems += [f"the lease of {name!r} was never finished" for name in kept]
+    problems += cache.check()
+    if differing := cache.divergence():
+        problems.append(f"a sink's view differs from the tiers in {differing} blocks")
+    if problems:
+        raise Unclean(problems, forgotten + kept)
+
+
+def watch_leases(cache: KVCache) -> list[str]:
+    """A list that grows by the request of every lease that is garbage-collected without having been ended."""
+    forgotten: list[str] = []
+    abandon = cache.abandon_from_anywhere
+
+    def noted(number: int) -> bool:
+        lease = cache.system.index_actor.leases.get(number)
+        forgotten.append("?" if lease is None else lease.request_id)
+        return abandon(number)
+
+    setattr(cache, "abandon_from_anywhere", noted)  # noqa: B010  (the type checker knows that a method is no variable)
+    return forgotten
+
+
+class Sim:
+    """One run, decided by its seed alone. tables: settings in place of the small ones (see `small_config`).
+
+    random: for the test's own draws, from the seed. loop: what the last `run` ran on. trace: of that run. faults: of it, and the fakes.
+    """
+
+    def __init__(self, seed: int, **tables: Mapping[str, Any]) -> None:
+        self.seed = seed
+        self.tables = tables
+        self.faults = SimFaults(seed)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.random = random.Random(f"test {self.seed}")  # noqa: S311  (a schedule, not a secret)
+        self._lags = random.Random(f"lags {self.seed}")  # noqa: S311
+        self.trace = Trace()
+        self.loop: SimLoop | None = None
+
+    def run(self, main: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
+        """Run a coroutine function to its end on a loop of this seed. A second run begins from the beginning: it is the same.
+
+        Raises what `main` raises, Deadlock and Livelock.
+        """
+        if self.loop is not None:
+            self._begin()
+            self.faults.reset()
+        self.loop = SimLoop(self.seed, limit=STEPS)
+        return simulate(lambda: main(*args), loop=self.loop)
+
+    def config(self, **tables: Mapping[str, Any]) -> Config:
+        """The run's settings, with these in place of theirs. ConfigError."""
+        merged = {name: {**self.tables.get(name, {}), **tables.get(name, {})} for name in {**self.tables, **tables}}
+        return small_config(**merged)
+
+    @asynccontextmanager
+    async def open(
+        self, config: Config | None = None, *, checked: bool = True, **tables: Mapping[str, Any]
+    ) -> AsyncIterator[KVCache]:
+        """A cache whose copies, store and sink are simulated: they take virtual time drawn from the seed. config: in place of the run's
+        settings. What one cache of a run stored, the next finds.
+
+        checked: at the end of a block that raised nothing, faults are healed and the cache must come to rest with no lease left, no violated
+        invariant, and a sink that believes what is true. Unclean says what was not so.
+        """
+        cache = KVCache(system := self._system(config or self.config(**tables)))
+        forgotten = watch_leases(cache)
+        async with system.running():
+            self.faults.begin(cache)
+            try:
+                yield cache
+                await self.faults.heal()
+                if checked:
+                    await check_at_rest(cache, forgotten)
+            finally:
+                cache.close()
+                await self.faults.heal()
+
+    def _system(self, config: Config) -> System:
+        layout = make_layout(config.layout, config.cache.block_size)
+        faults = self.faults
+        stored = config.storage.backend != "none" and not config.flush.only
+        kept = faults.store
+        if not stored:
+            faults.store = None
+        elif kept is None or (kept.fingerprint, kept.block_bytes) != (layout.fingerprint, layout.block_bytes):
+            lag = latency(self._lags, LAGS["store"])
+            faults.store = SimBackend(layout.fingerprint, layout.block_bytes, config.storage.capacity_blocks, lag)
+        tiers = MemorySinkConfig(name="sim", tiers=("device", "host", "storage"))
+        faults.sink = SimSink(MemorySink(tiers, config.cache.block_size), latency(self._lags, LAGS["sink"]))
+        system = System(config, None, [faults.sink], faults.store, inline_copies=True)
+        system.epoch = 1  # not the time of day
+        system.executor = faults.copies = SimExecutor(system.device, system.arena, latency(self._lags, LAGS["copies"]))
+        self.trace.attach(system)
+        return system

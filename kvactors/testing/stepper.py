@@ -1,0 +1,242 @@
+"""Stepper: one actor, turn by turn, with nobody else there. A turn is synchronous, so a test is too: message in, effects out."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from asyncio.events import _get_running_loop, _set_running_loop
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Generic, NamedTuple, Self, TypeVar
+
+from kvactors.actor import Activity, Actor, ActorRef, Ask, Channel, Control, Envelope, Message, State
+from kvactors.testing.loop import SimLoop
+from kvactors.testing.words import describe
+
+A = TypeVar("A", bound=Actor)
+
+
+class Told(NamedTuple):
+    """A message that a turn told, and whom (its own name for a message to itself)."""
+
+    receiver: str
+    message: Message
+
+
+class Answered(NamedTuple):
+    """An ask that was answered: with a value, or with an error (then `value` is None)."""
+
+    message: Message
+    value: Any
+    error: BaseException | None
+
+
+class Job(NamedTuple):
+    """A child job that a turn started. It does not run: `Stepper.finish` and `Stepper.fail` say how it ended.
+
+    name: of its coroutine function. arguments: what that was called with.
+    """
+
+    name: str
+    arguments: dict[str, Any]
+    counted: bool
+    coroutine: Coroutine[Any, Any, Any]
+    done: Callable[[Any], Control]
+    failed: Callable[[Exception], Control]
+
+
+class Timer(NamedTuple):
+    """A control message the actor will be sent at `when` (the stepper's seconds), unless `handle` is cancelled by then."""
+
+    when: float
+    message: Control
+    handle: asyncio.TimerHandle
+
+
+class Effects(NamedTuple):
+    """All that came of a turn, each in order. stopped: whether the actor has left."""
+
+    told: tuple[Told, ...] = ()
+    answered: tuple[Answered, ...] = ()
+    jobs: tuple[Job, ...] = ()
+    timers: tuple[Timer, ...] = ()
+    stopped: bool = False
+
+    def to(self, receiver: ActorRef | str) -> list[Message]:
+        """What one receiver was told."""
+        name = receiver if isinstance(receiver, str) else receiver.name
+        return [told.message for told in self.told if told.receiver == name]
+
+    def then(self, later: Effects) -> Effects:
+        """These and those of a later turn together."""
+        return Effects(
+            self.told + later.told, self.answered + later.answered, self.jobs + later.jobs, self.timers + later.timers,
+            self.stopped or later.stopped,
+        )  # fmt: skip
+
+
+class Stepper(Generic[A]):
+    """Makes an actor with `factory(ref)` and holds its clock. Its state is in `actor`, what `started` did in `started`.
+
+    Refs that the actor needs of others are `Probe`s, whose channels stay empty here. It works with and without a running loop. Jobs
+    that were never run are disposed of when it is closed, or goes.
+    """
+
+    def __init__(self, factory: Callable[[ActorRef], A], name: str = "stepped", *, life: int = 0) -> None:
+        self._loop = SimLoop()
+        self._told: list[Told] = []
+        self._jobs: list[Job] = []
+        self._timers: list[Timer] = []
+        self._open: list[Envelope[Any]] = []
+        self._pending: list[Timer] = []
+        self._running: list[Job] = []
+        self._ref = ActorRef(name, name, Channel(name, 1), Activity())
+        self._ref.life = life
+        with self._inside():
+            self.actor = factory(self._ref)
+            self._ref.role = self.actor.ROLE
+            self._ref.name = self.actor.ROLE if name == "stepped" else name
+            self._take_over()
+            self.actor.started()
+            self.actor.state = State.RUNNING
+        self.started = self._effects()
+
+    def _take_over(self) -> None:
+        """What reaches out of a turn goes through these of an actor's methods, and comes here."""
+        hooks = {"tell": self._tell, "start_job": self._start_job, "after": self._after}
+        for method, hook in hooks.items():
+            setattr(self.actor, method, hook)
+
+    # -- turns
+
+    @property
+    def now(self) -> float:
+        """Seconds on the actor's clock."""
+        return self._loop.time()
+
+    def turn(self, message: Message, *, deadline: float | None = None) -> Effects:
+        """One turn with a message. deadline: of an ask, in absolute seconds of the actor's clock.
+
+        Raises what the turn raises, which to the actor would have been the end of its life; TypeError for a message it has no handler for.
+        """
+        with self._inside():
+            reply = self._loop.create_future() if isinstance(message, Ask) else None
+            envelope: Envelope[Any] = Envelope(message, reply, deadline, self._ref.life)
+            if reply is not None:
+                self._open.append(envelope)
+            self.actor._turn(envelope)
+        return self._effects()
+
+    def withdraw(self, message: Message) -> None:
+        """The asker of an open ask gives up. LookupError if it is not open."""
+        self._open_ask(message).cancel()
+
+    def finish(self, job: Job, value: Any = None) -> Effects:
+        """A job returned a value: the turn with the message that becomes of it."""
+        self._end_job(job)
+        return self.turn(job.done(value))
+
+    def fail(self, job: Job, error: Exception) -> Effects:
+        """A job raised: the turn with the message that becomes of it."""
+        self._end_job(job)
+        return self.turn(job.failed(error))
+
+    def elapse(self, seconds: float) -> Effects:
+        """Let time go by and take the turns of the timers that come due, in order; their effects together."""
+        until, total = self.now + seconds, Effects()
+        while due := sorted((t for t in self._pending if t.when <= until and not t.handle.cancelled()), key=lambda t: t.when):
+            self._pending.remove(due[0])
+            self._loop.jump(max(0.0, due[0].when - self.now))
+            total = total.then(self.turn(due[0].message))
+        self._loop.jump(max(0.0, until - self.now))
+        return total
+
+    # -- the end
+
+    def close(self) -> None:
+        """Dispose of jobs that were never run, and of the clock."""
+        for job in self._running:
+            job.coroutine.close()
+        self._running.clear()
+        for envelope in self._open:
+            if envelope.reply is not None:
+                envelope.reply.cancel()
+        if not self._loop.is_closed():
+            self._loop.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_running"):
+            self.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    # -- inner parts
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """The stepper's clock is the running loop's meanwhile, also inside a test that runs on a loop itself."""
+        outer = _get_running_loop()
+        _set_running_loop(self._loop)
+        try:
+            yield
+        finally:
+            _set_running_loop(outer)
+
+    def _tell(self, to: ActorRef, message: Message) -> None:
+        allowed = self.actor._allowed.get(to.role, frozenset())
+        assert type(message) in allowed, f"{self.actor.ROLE} does not declare {type(message)} to {to.role}"
+        self._told.append(Told(to.name, message))
+
+    def _start_job(
+        self,
+        job: Coroutine[Any, Any, Any],
+        done: Callable[[Any], Control],
+        failed: Callable[[Exception], Control],
+        *,
+        counted: bool = True,
+    ) -> None:
+        name, arguments = getattr(job, "__qualname__", type(job).__name__), {}
+        if inspect.iscoroutine(job):
+            arguments = {key: value for key, value in inspect.getcoroutinelocals(job).items() if key != "self"}
+        started = Job(name, arguments, counted, job, done, failed)
+        self._jobs.append(started)
+        self._running.append(started)
+
+    def _after(self, delay: float, message: Control) -> asyncio.TimerHandle:
+        handle = asyncio.TimerHandle(self.now + delay, lambda: None, [], self._loop)
+        timer = Timer(self.now + delay, message, handle)
+        self._timers.append(timer)
+        self._pending.append(timer)
+        return handle
+
+    def _end_job(self, job: Job) -> None:
+        if job not in self._running:
+            raise LookupError(f"job {job.name} is over")
+        self._running.remove(job)
+        job.coroutine.close()
+
+    def _open_ask(self, message: Message) -> asyncio.Future[Any]:
+        for envelope in self._open:
+            if envelope.message is message and envelope.reply is not None:
+                return envelope.reply
+        raise LookupError(f"{describe(message)} is not open")
+
+    def _effects(self) -> Effects:
+        own = [Told(self._ref.name, envelope.message) for envelope in self._ref.channel.purge()]
+        answered = []
+        for envelope in [one for one in self._open if one.abandoned]:
+            self._open.remove(envelope)
+            reply = envelope.reply
+            if reply is not None and not reply.cancelled():
+                error = reply.exception()
+                answered.append(Answered(envelope.message, None if error else reply.result(), error))
+        found = Effects(
+            (*self._told, *own), tuple(answered), tuple(self._jobs), tuple(self._timers), self.actor.state > State.RUNNING
+        )
+        self._told, self._jobs, self._timers = [], [], []
+        return found

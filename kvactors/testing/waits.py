@@ -1,0 +1,116 @@
+"""Who waits for what: the waiting tasks of a loop, in words, read from the frames where they stand.
+
+Tasks of kvactors are named for what they are (an actor, a job of one, a request); any other by its task's name. Nothing is recorded while a loop
+runs: everything is found in the tasks themselves, so that it costs nothing until somebody asks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import anyio.to_thread
+
+from kvactors.actor import Activity, Actor, ActorRef, Channel
+
+Label = Callable[["asyncio.Task[Any]"], str]
+
+LIBRARY = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+"""Folders whose code is never what somebody wants to see as the place where his task waits."""
+
+OURS = str(Path(__file__).parents[1])
+
+
+def who_waits(tasks: Iterable[asyncio.Task[Any]], label: Label) -> list[str]:
+    """A line for each task that is not over: who it is, what it waits for, and the line of code where. label: what a task is called."""
+    return [waiting_of(task, label) for task in tasks if not task.done()]
+
+
+def waiting_of(task: asyncio.Task[Any], label: Label) -> str:
+    """One task's line."""
+    frames = list(frames_of(task))
+    return f"{_who(task, frames, label)} waits for {_what(task, frames, label)} ({site(frames)})"
+
+
+def frames_of(task: asyncio.Task[Any]) -> Iterator[FrameType]:
+    """The frames a suspended task stands in, outermost first."""
+    inner: Any = task.get_coro()
+    while inner is not None:
+        frame = getattr(inner, "cr_frame", None) or getattr(inner, "ag_frame", None) or getattr(inner, "gi_frame", None)
+        if frame is None:
+            return
+        yield frame
+        following = next((n for kind in ("cr_await", "ag_await", "gi_yieldfrom") if (n := getattr(inner, kind, None))), None)
+        if following is not None and not hasattr(following, "cr_frame") and not hasattr(following, "gi_frame"):
+            # an async generator's step hides its generator; a context manager made of one holds it
+            following = getattr(frame.f_locals.get("self"), "gen", None)
+        inner = following
+
+
+def site(frames: list[FrameType]) -> str:
+    """`file:line` of the innermost frame that is neither of the standard library, nor installed, nor kvactors' own; else of the innermost."""
+    if not frames:
+        return "not started"
+    foreign = [frame for frame in frames if not _path(frame).startswith((*LIBRARY, OURS))]
+    frame = (foreign or frames)[-1]
+    path = Path(_path(frame))
+    short = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else Path(*path.parts[-2:])
+    return f"{short}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def _path(frame: FrameType) -> str:
+    return frame.f_code.co_filename
+
+
+def _self_of(frames: list[FrameType], code: CodeType) -> Any:
+    """`self` in the innermost frame of a method, None if the task is not in it."""
+    return next((frame.f_locals.get("self") for frame in reversed(frames) if frame.f_code is code), None)
+
+
+def _who(task: asyncio.Task[Any], frames: list[FrameType], label: Label) -> str:
+    actor = _self_of(frames, Actor.run.__code__)
+    if actor is not None:
+        return str(actor.ref.name)
+    actor = _self_of(frames, Actor._run_job.__code__)
+    if actor is not None:
+        return f"a job of {actor.ref.name}"
+    for frame in reversed(frames):
+        of = frame.f_locals.get("message"), frame.f_locals.get("self")
+        request = next((found for one in of if (found := getattr(one, "request_id", None)) is not None), None)
+        if request is not None:
+            return f"request {request} ({label(task)})"
+    return label(task)
+
+
+def _what(task: asyncio.Task[Any], frames: list[FrameType], label: Label) -> str:
+    for frame in reversed(frames):
+        found = frame.f_locals.get("self")
+        if frame.f_code is ActorRef.ask.__code__:
+            return f"the answer to {type(frame.f_locals['message']).__name__} by {frame.f_locals['self'].name}"
+        if frame.f_code is Channel.get.__code__:
+            return "a message" if _self_of(frames, Actor.run.__code__) else f"a message in {found.name}'s channel"  # type: ignore[union-attr]
+        if frame.f_code is Channel.put.__code__:
+            return f"room in {found.name}'s channel"  # type: ignore[union-attr]
+        if frame.f_code is Activity.quiet.__code__:
+            return f"quiet: {found.count} messages or jobs are under way"  # type: ignore[union-attr]
+        if frame.f_code is anyio.to_thread.run_sync.__code__:
+            return "a thread, and a loop of virtual time has none"
+    return _other_tasks(task, frames, label)
+
+
+def _other_tasks(task: asyncio.Task[Any], frames: list[FrameType], label: Label) -> str:
+    """What a task waits for if it is other tasks: in a group, in a gather, or one by name."""
+    for frame in reversed(frames):
+        if frame.f_code.co_name == "__aexit__":
+            group = frame.f_locals.get("self")
+            inner = [one for one in getattr(group, "_tasks", ()) if isinstance(one, asyncio.Task) and not one.done()]
+            if inner:
+                return "its tasks " + ", ".join(sorted(label(one) for one in inner))
+    future: Any = getattr(task, "_fut_waiter", None)
+    children = getattr(future, "_children", [future])
+    names = sorted(label(one) for one in children if isinstance(one, asyncio.Task) and not one.done())
+    return "the end of " + ", ".join(names) if names else "a future that nobody completes"

@@ -1,0 +1,397 @@
+"""The pytest plugin: seeds, fixtures, and what a failure tells."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvactors.testing import Sim, plugin
+
+assert Sim, (
+    plugin
+)  # imported before the inner sessions begin: what they import is forgotten after them, and numpy comes only once
+
+pytest_plugins = ["pytester"]
+
+ROOT = Path(__file__).parents[2]
+OPTIONS = (
+    "-p",
+    "kvactors.testing",
+    "-p",
+    "no:hypothesispytest",
+    "-p",
+    "no:cacheprovider",
+    "-o",
+    "asyncio_default_fixture_loop_scope=function",
+)
+
+
+def run(pytester, *arguments):
+    return pytester.runpytest_inprocess(*OPTIONS, *arguments)
+
+
+def section(result):
+    """The failure's section of ours, as a list of lines."""
+    lines = result.outlines
+    start = next(i for i, line in enumerate(lines) if re.fullmatch("-+ kvactors -+", line))
+    stop = next(i for i, line in enumerate(lines) if i > start and re.match("[=_]{9}", line))
+    return lines[start + 1 : stop]
+
+
+SEEDS = """
+    import anyio
+
+    def test_simulated(kv_sim):
+        async def main():
+            async with kv_sim.open() as cache:
+                await anyio.sleep(3600)
+                return kv_sim.seed
+        assert kv_sim.run(main) == kv_sim.seed
+
+    def test_plain():
+        pass
+"""
+
+
+def test_a_simulated_test_runs_once_for_each_seed(pytester):
+    pytester.makepyfile(SEEDS)
+    run(pytester).assert_outcomes(passed=6)
+    result = run(pytester, "--kv-seeds", "3", "-v")
+    result.assert_outcomes(passed=4)
+    result.stdout.fnmatch_lines(["*test_simulated?seed2?*"])
+    result = run(pytester, "--kv-seed", "1234", "-v")
+    result.assert_outcomes(passed=2)
+    result.stdout.fnmatch_lines(["*test_simulated?seed1234?*"])
+
+
+def test_no_seeds_is_a_mistake(pytester):
+    pytester.makepyfile(SEEDS)
+    result = run(pytester, "--kv-seeds", "0")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*--kv-seeds: must be at least 1, not 0*"])
+
+
+RACE = """
+    import anyio
+
+    def test_race(kv_sim):
+        async def main():
+            async with kv_sim.open() as cache:
+                tokens = list(range(40))
+
+                async def one(name):
+                    await anyio.sleep(kv_sim.random.random() * 0.002)
+                    async with await cache.acquire(name, tokens) as lease:
+                        await lease.ready()
+                        cached = lease.cached_tokens // 8
+                        assert not cache.device.check(lease.block_table[:cached], lease.keys(0, cached))
+                        await lease.commit(40)
+                        await anyio.sleep(0.001)
+                        cache.device.fill(lease.block_table[cached:], lease.keys(cached, 5))
+
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(one, "left")
+                    tasks.start_soon(one, "right")
+
+        kv_sim.run(main)
+"""
+
+
+def test_a_failure_tells_its_seed_its_messages_and_how_to_replay_it_and_the_replay_is_the_same(pytester):
+    pytester.makepyfile(RACE)
+    result = run(pytester, "--kv-seeds", "20")
+    outcomes = result.parseoutcomes()
+    assert 0 < outcomes["failed"] < 20
+    told = section(result)
+    found = re.fullmatch(r"seed (\d+); replay it: pytest (.*)", told[0])
+    seed, command = found[1], shlex.split(found[2])
+    assert command == [f"{Path(command[0]).name}", "--kv-seed", seed]
+    header = re.fullmatch(r"of (\d+) messages the (\d+) that concern request (left|right):", told[2])
+    assert int(header[2]) < int(header[1])
+    assert f"request_id={header[3]}" in told[4]
+    other = {"left": "right", "right": "left"}[header[3]]
+    assert not any(f"request_id={other}" in line for line in told)
+    again = run(pytester, *command)
+    again.assert_outcomes(failed=1)
+    assert section(again) == told
+
+
+def test_a_failure_without_a_request_shows_the_last_messages(pytester):
+    pytester.makepyfile("""
+        def test_it(kv_sim):
+            async def main():
+                async with kv_sim.open() as cache:
+                    for number in range(30):
+                        async with await cache.acquire(f"r{number}", [number]) as lease:
+                            pass
+            kv_sim.run(main)
+            assert False
+    """)
+    told = section(run(pytester, "--kv-seeds", "1"))
+    assert re.fullmatch(r"of \d{2,} messages the last 40:", told[2])
+    assert len(told) >= 44
+
+
+def test_a_deadlock_is_reported_by_name(pytester):
+    pytester.makepyfile("""
+        import asyncio, anyio
+
+        def test_it(kv_sim):
+            async def main():
+                async with kv_sim.open() as cache:
+                    lease = await cache.acquire("r1", [1, 2, 3])
+                    async with lease:
+                        await asyncio.get_running_loop().create_future()
+            kv_sim.run(main)
+    """)
+    result = run(pytester, "--kv-seed", "0")
+    result.stdout.fnmatch_lines(["*Deadlock: nothing is ready and no timer is set*", "*prefix_index waits for a message*"])
+    result.stdout.fnmatch_lines(
+        ["*main#1 waits for a future that nobody completes (test_a_deadlock_is_reported_by_name.py:8 in main)*"]
+    )
+
+
+def test_a_deadlock_that_only_a_deadline_ended_is_told_too(pytester):
+    pytester.makepyfile("""
+        def test_it(kv_sim):
+            async def main():
+                async with kv_sim.open() as cache:
+                    await cache.pause()
+                    await cache.acquire("r1", [1, 2, 3], deadline=2.0)
+            kv_sim.run(main)
+    """)
+    told = section(run(pytester, "--kv-seed", "0"))
+    assert re.fullmatch(r"since 0\.\d{4} s everybody waits for time-outs alone", told[2])
+    assert any("that concern request r1:" in line for line in told)
+    assert any(line.startswith("request r1 (main#1) waits for the answer to Acquire by prefix_index") for line in told)
+
+
+def test_an_unclean_end_names_the_leases(pytester):
+    pytester.makepyfile("""
+        import pytest
+        from kvactors.testing import Unclean
+
+        @pytest.mark.filterwarnings("ignore:lease of 'dropped'")
+        @pytest.mark.parametrize("kept", [True, False])
+        def test_it(kv_sim, kept):
+            async def main():
+                async with kv_sim.open() as cache:
+                    lease = await cache.acquire("held" if kept else "dropped", [1, 2, 3])
+                    if not kept:
+                        lease = None
+            with pytest.raises(Unclean) as caught:
+                kv_sim.run(main)
+            text = "'held' was never finished" if kept else "'dropped' was dropped and never finished"
+            assert caught.value.problems == [f"the lease of {text}"]
+
+        def test_a_violated_invariant_is_named(kv_sim):
+            async def main():
+                async with kv_sim.open() as cache:
+                    cache.check = lambda: ["prefix_index: two and two are five"]
+            with pytest.raises(Unclean, match="two and two are five"):
+                kv_sim.run(main)
+
+        def test_unless_asked_not_to_look(kv_sim):
+            async def main():
+                async with kv_sim.open(checked=False) as cache:
+                    cache.kept = await cache.acquire("held", [1, 2, 3])
+            kv_sim.run(main)
+    """)
+    run(pytester, "--kv-seeds", "2").assert_outcomes(passed=8)
+
+
+def test_settings_and_runs(pytester):
+    pytester.makepyfile("""
+        import pytest
+
+        @pytest.fixture
+        def kv_config():
+            return {"device": {"num_blocks": 7}, "cache": {"deadline": 3.0}}
+
+        def test_it(kv_sim):
+            async def main(**tables):
+                async with kv_sim.open(**tables) as cache:
+                    return cache.config.device.num_blocks, cache.config.cache.deadline, cache.block_size
+            assert kv_sim.run(main) == (7, 3.0, 8)
+            assert kv_sim.config(device={"num_blocks": 9}).device.num_blocks == 9
+
+            async def other():
+                return await main(device={"num_blocks": 5})
+            assert kv_sim.run(other) == (5, 3.0, 8)
+
+        def test_what_was_stored_is_found_by_the_next_cache_of_a_run_and_not_of_the_next_run(kv_sim):
+            async def main():
+                hits = []
+                for life in range(2):
+                    async with kv_sim.open() as cache:
+                        async with await cache.acquire("r", list(range(24))) as lease:
+                            await lease.ready()
+                            hits.append(lease.hits.storage)
+                            cache.device.fill(lease.block_table, lease.keys(0, 3))
+                            await lease.commit(24)
+                return hits
+            assert kv_sim.run(main) == [0, 2]
+            first = str(kv_sim.trace)
+            assert kv_sim.run(main) == [0, 2]
+            assert str(kv_sim.trace) == first
+
+        async def test_a_real_one(kv_cache):
+            assert kv_cache.config.device.num_blocks == 7
+    """)
+    run(pytester, "--kv-seeds", "2", "-o", "asyncio_mode=auto").assert_outcomes(passed=5)
+
+
+FAULTS = """
+    import anyio, pytest
+    from kvactors.testing import Fault, FaultPlan
+
+    async def serve(cache, name):
+        async with await cache.acquire(name, list(range(40)), deadline=1.0) as lease:
+            await lease.ready()
+            cached = lease.cached_tokens // 8
+            cache.device.fill(lease.block_table[cached:], lease.keys(cached, 5))
+            await lease.commit(40)
+        return lease.hits
+
+    async def twice(kv_sim, between):
+        # the second life finds everything in the store
+        async with kv_sim.open(host={"slots": 0}) as cache:
+            await serve(cache, "first")
+        async with kv_sim.open(host={"slots": 0}) as cache:
+            between(kv_sim.faults)
+            return await serve(cache, "second")
+
+    @pytest.mark.parametrize("kind, hits", [(None, 4), ("store_down", 0), ("store_hang", 0), ("bit_flip", 0), ("object_lost", 0)])
+    def test_of_the_store(kv_sim, kv_faults, kind, hits):
+        def between(faults):
+            assert faults is kv_faults
+            plan = FaultPlan(() if kind is None else (Fault(kind, duration=2.0, amount=5),))
+            faults.plan(plan)
+        async def main():
+            return (await twice(kv_sim, between)).storage
+        assert kv_sim.run(main) == hits
+        assert [fault.kind for fault in kv_faults.befallen] == ([kind] if kind else [])
+
+    def test_by_hand(kv_sim, kv_faults):
+        async def main():
+            return (await twice(kv_sim, lambda faults: faults.copies.gate.close())).storage
+        assert kv_sim.run(main) == 0
+
+    def test_drawn(kv_sim, kv_faults):
+        plan = kv_faults.draw(5)
+        assert len(plan.fault) == 5
+        assert plan == kv_faults.draw(5)
+        async def main():
+            async with kv_sim.open() as cache:
+                kv_faults.plan(plan)
+                for number in range(5):
+                    await serve(cache, f"r{number}")
+                    await anyio.sleep(0.03)
+            return [fault.kind for fault in kv_faults.befallen]
+        assert kv_sim.run(main) == [fault.kind for fault in plan.fault]
+
+    def test_once(kv_sim, kv_faults):
+        async def main():
+            kv_faults.plan(FaultPlan((Fault("store_slow", duration=0.01),)))
+            for life in range(2):
+                async with kv_sim.open() as cache:
+                    await serve(cache, f"r{life}")
+            return len(kv_faults.befallen)
+        assert kv_sim.run(main) == 1
+
+    def test_refused(kv_faults):
+        with pytest.raises(ValueError, match="rank_cut cannot befall"):
+            kv_faults.plan(FaultPlan((Fault("rank_cut"),)))
+"""
+
+
+def test_faults(pytester):
+    pytester.makepyfile(FAULTS)
+    run(pytester, "--kv-seeds", "3").assert_outcomes(passed=27)
+
+
+CACHE = """
+    import pytest, kvactors
+    pytestmark = pytest.mark.{mark}
+
+    async def test_it(kv_cache):
+        async with await kv_cache.acquire("r", list(range(20))) as lease:
+            await lease.ready()
+            assert lease.cached_tokens == 0
+            await lease.commit(20)
+
+    async def test_unclean(kv_cache):
+        kv_cache.kept = await kv_cache.acquire("held", list(range(20)))
+"""
+
+
+@pytest.mark.parametrize("mode", ["auto", "strict"])
+def test_a_real_cache_under_pytest_asyncio(pytester, mode):
+    pytester.makepyfile(CACHE.format(mark="asyncio"))
+    result = run(pytester, "-o", f"asyncio_mode={mode}")
+    result.assert_outcomes(passed=2, errors=1)
+    result.stdout.fnmatch_lines(["*Unclean: the lease of 'held' was never finished*"])
+
+
+def test_a_real_cache_under_anyios_plugin(pytester):
+    pytester.makeconftest("import pytest\n\n@pytest.fixture\ndef anyio_backend():\n    return 'asyncio'\n")
+    pytester.makepyfile(CACHE.format(mark="anyio"))
+    result = run(pytester, "-p", "no:asyncio")
+    result.assert_outcomes(passed=2, errors=1)
+
+
+# -- how it is found
+
+
+def outside(pytester, *arguments):
+    """A pytest of its own process, in which kvactors is installed with its entry point."""
+    info = pytester.path / "site" / "kvactors-0.dist-info"
+    info.mkdir(parents=True)
+    info.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: kvactors\nVersion: 0\n")
+    info.joinpath("entry_points.txt").write_text("[pytest11]\nkvactors = kvactors.testing.plugin\n")
+    environment = {**os.environ, "PYTHONPATH": f"{info.parent}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", *arguments]
+    return subprocess.run(command, cwd=pytester.path, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("brought", [(), ("-p", "kvactors.testing"), ("-p", "kvactors")])
+def test_it_is_there_once_however_it_is_brought(pytester, brought):
+    pytester.makepyfile(SEEDS)
+    done = outside(pytester, *brought)
+    assert "6 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_it_can_be_turned_off(pytester):
+    pytester.makepyfile(SEEDS)
+    assert "fixture 'kv_sim' not found" in outside(pytester, "-p", "no:kvactors").stdout
+
+
+def test_the_harness_needs_no_pytest():
+    program = """
+        import sys
+        for name in ("pytest", "_pytest", "pytest_asyncio"):
+            sys.modules[name] = None
+        import kvactors.testing as t
+        sim = t.Sim(0)
+        async def main():
+            async with sim.open() as cache:
+                async with await cache.acquire("r", [1, 2, 3]):
+                    pass
+        sim.run(main)
+        for name in t.__all__:
+            assert getattr(t, name) is not None
+        assert t.minimal(sim.trace, request="r")
+        try:
+            t.nothing
+        except AttributeError as error:
+            print(error)
+    """
+    code = "\n".join(line[8:] for line in program.splitlines())
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "module 'kvactors.testing' has no attribute 'nothing'\n", done.stderr
