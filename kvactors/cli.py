@@ -1,4 +1,4 @@
-"""The command line: run, replay, bench, inspect."""
+"""The command line: run, replay, bench, inspect, simulate, chaos."""
 
 from __future__ import annotations
 
@@ -141,6 +141,38 @@ def inspect_command(directory: Path, *, verify: bool = False, json: Path | None 
     if json is not None:
         write_json(found, json)
     return 1 if any(one.bad for one in found) else 0
+
+
+@app.command
+def simulate(
+    *,
+    seeds: int = 200,
+    first: int = 0,
+    minutes: float | None = None,
+    seed: int | None = None,
+    processes: int = 2,
+    json: Path | None = None,
+) -> int:
+    """Run whole systems in virtual time under random work and faults; the exit status is 0 only if nothing is violated.
+
+    Parameters
+    ----------
+    seeds
+        How many.
+    first
+        The first of them.
+    minutes
+        At most.
+    seed
+        Only this one, with its trace.
+    processes
+        At once.
+    json
+        Where to write the report.
+    """
+    from kvactors.simulation.command import run_simulate
+
+    return run_simulate(seeds, first, minutes, json, processes, seed)
 
 
 @app.command

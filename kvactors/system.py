@@ -152,6 +152,7 @@ class System:
             fetch=stored and storage.fetch, announce=bool(self.sinks), free_low=int(config.device.free_low * blocks),
             free_high=int(config.device.free_high * blocks), save=storage.write_policy if stored else "none",
             by_tokens=self.direct is not None, min_hits=storage.min_hits, keep=not exclusive, namespace=config.cache.namespace,
+            era=self.executor.era,
         )  # fmt: skip
 
     def _make_swapper(self, ref: ActorRef) -> GpuSwapper:
@@ -162,6 +163,7 @@ class System:
             ref, config=self.config.host, storage=self.storage, arena=self.arena, index=self.index, swapper=self.swapper,
             readers=self.readers, writers=self.writers, notifier=self.notifier, direct=self.direct,
             layerwise=self.config.device.layerwise,
+            era=self.executor.era,
         )  # fmt: skip
 
     def _make_reader(self, ref: ActorRef) -> StorageReader:
@@ -208,10 +210,16 @@ class System:
                 unused: tuple[type[Actor], ...] = () if self.backend is not None else (StorageReader, StorageWriter)
                 unused += () if self.direct is not None else (StorageDirect,)
                 async with self.supervisor.running(*self._members(), drain=drain, outside=unused):
-                    yield self
-                    with anyio.CancelScope(shield=True):
-                        await self._last_words(drain)
-                    self.executor.release()
+                    try:
+                        yield self
+                        with anyio.CancelScope(shield=True):
+                            await self._last_words(drain)
+                    except BaseException:
+                        with anyio.CancelScope(shield=True):
+                            await self.supervisor.drain(drain if self.supervisor.failed is None else 0)
+                        raise
+                    finally:
+                        self.executor.release()
         finally:
             self.arena.close()
 

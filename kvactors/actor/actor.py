@@ -88,6 +88,9 @@ class Actor:
     def __init__(self, ref: ActorRef) -> None:
         self.ref = ref
         self.life = ref.life
+        self.lives: dict[
+            str, int
+        ] = {}  # of the others, as far as this one knows: what was told to a dead one is not for the next
         self.log = structlog.get_logger().bind(actor=ref.name)
         self.state = State.STARTING
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -114,7 +117,7 @@ class Actor:
         """Send from within a turn, in order. WiringError-like AssertionError for an undeclared message."""
         assert type(message) in self._allowed.get(to.role, ()), f"{self.ROLE} does not declare {type(message)} to {to.role}"
         self._told += 1
-        envelope: Envelope[Any] = Envelope(message, None, None, to.life)
+        envelope: Envelope[Any] = Envelope(message, None, None, self.lives.get(to.name, to.life))
         if (self._outbox and not isinstance(message, Control)) or not to.try_send(envelope):
             self._outbox.append((to, envelope))
             self.ref.activity.begin()
@@ -153,6 +156,7 @@ class Actor:
         if counted:
             self.ref.activity.begin()
         task.add_done_callback(self._job_ended)
+        task.add_done_callback(lambda _: job.close())  # one that was cancelled before its first step
 
     def after(self, delay: float, message: Control) -> asyncio.TimerHandle:
         """Send this actor a control message `delay` seconds from now (lost if it is another life by then)."""
@@ -206,6 +210,8 @@ class Actor:
             bury(envelope, self.ref.name, None)
             return
         kind = type(message)
+        if isinstance(message, PeerRestarted) and message.life >= 0:
+            self.lives[message.name] = message.life
         self._turns += 1
         handler = self._table.get(kind)
         if handler is not None:

@@ -31,10 +31,11 @@ class Stop(Control, frozen=True, eq=False):
 class PeerRestarted(Control, frozen=True, eq=False):
     """An actor lost its state and began anew: operations it had in flight will never be answered.
 
-    name: the actor's name. When this arrives none of its child jobs runs any more.
+    name: the actor's name. life: its new one's number. When this arrives none of its child jobs runs any more.
     """
 
     name: str
+    life: int = -1
 
 
 class Envelope(Generic[R]):

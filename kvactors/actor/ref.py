@@ -48,7 +48,9 @@ class OpenAsks(Generic[R]):
         overdue = [
             reply for reply, envelope in self._open.items() if envelope.deadline is not None and envelope.deadline <= now
         ]
-        for reply in [reply for reply in overdue if reply in self._overdue]:  # until the second look the actor may still refuse in better words
+        for reply in [
+            reply for reply in overdue if reply in self._overdue
+        ]:  # until the second look the actor may still refuse in better words
             expire(reply, self._actor, type(self._open[reply].message).__name__)
         self._overdue = dict.fromkeys(overdue)
 
@@ -59,7 +61,7 @@ class OpenAsks(Generic[R]):
 class ActorRef:
     """name: unique in the system. role: the class of actor, as the channel graph names it (a pool shares one role)."""
 
-    __slots__ = ("_asks", "_reviving", "activity", "channel", "life", "name", "role")
+    __slots__ = ("_asks", "_reviving", "activity", "channel", "dead", "life", "name", "role")
 
     def __init__(self, name: str, role: str, channel: Channel[Envelope[Any]], activity: Activity) -> None:
         self.name = name
@@ -69,6 +71,7 @@ class ActorRef:
         self.life = 0
         self._asks: OpenAsks[Any] = OpenAsks(name)
         self._reviving = 0
+        self.dead = False  # and nobody was told yet
 
     def reviving(self) -> None:
         """The actor has died, or is made anew: until its next life has begun, the system is not at rest."""

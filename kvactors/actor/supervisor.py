@@ -154,7 +154,7 @@ class Supervisor:
                             tasks.start_soon(self._run_group, member, self._budget)
                         else:
                             member.ref.reviving()
-                            self._actors[member.ref.name] = member.factory(member.ref)
+                            self._actors[member.ref.name] = self._make(member)
                             tasks.start_soon(self._run_actor, member)
                 return
             except Exception as error:
@@ -168,6 +168,13 @@ class Supervisor:
                 self._restarts += 1
                 self._notify_survivors(group)
 
+    def _make(self, spec: ActorSpec) -> Actor:
+        """A new life, which knows the others' lives; of one whose death is not made known yet, the one that has ended."""
+        assert self._root is not None
+        actor = spec.factory(spec.ref)
+        actor.lives = {other.ref.name: other.ref.life - other.ref.dead for other in self._root.specs()}
+        return actor
+
     async def _run_actor(self, spec: ActorSpec) -> None:
         actor = self._actors[spec.ref.name]
         try:
@@ -177,6 +184,7 @@ class Supervisor:
             self._last_death = f"{spec.ref.name}: {error!r}"
             log.error("actor died", actor=spec.ref.name, error=repr(error), exc_info=error)
             spec.ref.life += 1  # from here on, what was meant for the dead is stale
+            spec.ref.dead = True
             raise
 
     def _bury_queues(self, group: Group, cause: BaseException) -> None:
@@ -191,11 +199,13 @@ class Supervisor:
 
     def _notify_survivors(self, group: Group) -> None:
         assert self._root is not None
-        dead = {spec.ref.name for spec in group.specs()}
+        dead = {spec.ref.name: spec.ref for spec in group.specs()}
+        for ref in dead.values():
+            ref.dead = False
         for spec in self._root.specs():
-            if spec.ref.name not in dead and self._actors[spec.ref.name].state is State.RUNNING:
+            if spec.ref.name not in dead and self._actors[spec.ref.name].state <= State.RUNNING:
                 for name in sorted(dead):
-                    spec.ref.try_tell(PeerRestarted(name))
+                    spec.ref.try_tell(PeerRestarted(name, dead[name].life))
 
     # -- stopping
 

@@ -59,6 +59,9 @@ class CpuEvictor(Plane):
     @on(Offload)
     def offload(self, message: Offload) -> None:
         """Take what the host tier wants of evicted device blocks."""
+        if message.era != self.era:
+            self.tell(self.index, Offloaded(message.op, bytes(len(message.blocks))))
+            return
         keys, parents = split_keys(message.keys), split_keys(message.parents)
         kept = bytearray(len(keys))
         fresh: list[int] = []
@@ -121,6 +124,9 @@ class CpuEvictor(Plane):
     @on(Load)
     def load(self, message: Load) -> None:
         """Bring blocks back: secure what the host has, look for the rest in storage."""
+        if message.era != self.era:
+            self.tell(self.index, Loaded(message.op, 0, 0))
+            return
         job = LoadJob(
             message.op, message.root, split_keys(message.keys), message.start, message.deadline, message.blocks, message.tokens
         )
@@ -304,13 +310,8 @@ class CpuEvictor(Plane):
         """Unpin the sources from position `keep` on; those that were leaving stay after all, if there is room."""
         tail, job.entries = job.entries[keep:], job.entries[:keep]
         for entry in reversed(tail):
-            if entry.place is Place.LEAVING and not entry.dropped and entry.pins == 1:
-                if self.host.resident < self.host.capacity:
-                    self.host.move(entry, Place.RESIDENT)
-                else:
-                    self.gone([entry], Reason.CPU_EVICTION)
-                    self.tell(self.index, HostGone(entry.key))
-                    self.host.drop(entry)
+            if entry.place is Place.LEAVING and entry.pins == 1:
+                self.stay_after_all(entry)
             elif entry.place is Place.TRANSIT and not entry.arriving and entry.pins == 1:
                 self.host.drop(entry)
             self.host.unpin(entry)
@@ -331,6 +332,9 @@ class CpuEvictor(Plane):
     @on(Admit)
     def admit(self, message: Admit) -> None:
         """A finished request's path: keep a copy (inclusive tiers), write what is to be saved."""
+        if message.era != self.era:
+            self.tell(self.index, Admitted(message.op, bytes(len(message.blocks))))
+            return
         keys = split_keys(message.keys)
         lacking = [j for j, key in enumerate(keys) if key not in self.host.entries]
         if message.keep:

@@ -9,13 +9,15 @@ from kvactors.actor.message import Message
 class Offload(Message, frozen=True, eq=False):
     """These device blocks must go: take what the host tier wants of them. Answered with Offloaded.
 
-    keys, parents: n x 32 bytes, least recently used first (deeper first on ties). blocks: their device blocks.
+    keys, parents: n x 32 bytes, least recently used first (deeper first on ties). blocks: their device blocks. era: of the memory they are
+    in, see `Executor`; nothing is kept of another era's.
     """
 
     op: int
     keys: bytes
     parents: bytes
     blocks: tuple[int, ...]
+    era: int = 0
 
 
 class Load(Message, frozen=True, eq=False):
@@ -36,6 +38,7 @@ class Load(Message, frozen=True, eq=False):
     deadline: float
     fetch: bool
     tokens: bytes = b""
+    era: int = 0
 
 
 class Prefetch(Message, frozen=True, eq=False):
@@ -91,6 +94,7 @@ class Admit(Message, frozen=True, eq=False):
     keep: bool
     save: tuple[int, ...]
     tokens: bytes = b""
+    era: int = 0
 
 
 class Discard(Message, frozen=True, eq=False):
@@ -120,10 +124,11 @@ class CopyProgress(Control, frozen=True, eq=False):
 
 
 class HostChanged(Control, frozen=True, eq=False):
-    """Copies can be made (again), or cannot for now. lost: what was in the slots may be gone."""
+    """Copies can be made (again), or cannot for now. lost: what was in the slots may be gone, and a new era begins."""
 
     possible: bool
     lost: bool
+    era: int
 
 
 class Probed(Control, frozen=True, eq=False):

@@ -40,6 +40,7 @@ class Plane(Direct):
     @on(HostChanged)
     def host_changed(self, message: HostChanged) -> None:
         """Loads do not wait for whoever does not answer; lost slots hold nothing."""
+        self.era = message.era
         if message.lost:
             self.host.clear()
             self.tell(self.notifier, Cleared(Tier.HOST, Reason.RESTART))

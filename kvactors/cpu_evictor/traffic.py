@@ -46,8 +46,10 @@ class Traffic(Actor):
         readers: Sequence[ActorRef],
         writers: Sequence[ActorRef],
         notifier: ActorRef,
+        era: int,
     ) -> None:
         super().__init__(ref)
+        self.era = era
         self.config = config
         self.storage = storage
         self.index = index
@@ -87,7 +89,7 @@ class Traffic(Actor):
         if progress is not None:
             self._progress[op] = progress
         slots = tuple(entry.slot for entry in entries)
-        self.tell(self.swapper, Copy(op, direction, tuple(blocks), slots, progress is not None))
+        self.tell(self.swapper, Copy(op, direction, tuple(blocks), slots, progress is not None, self.era))
 
     @on(CopyProgress)
     def copy_progress(self, message: CopyProgress) -> None:
@@ -126,7 +128,7 @@ class Traffic(Actor):
         op, reader = next(self._ops), self._least_loaded(self.readers, self._probes, self._reads)
         self._reads[op] = Asked(reader, len(entries), then)
         keys = join_keys(entry.key for entry in entries)
-        self.tell(reader, Read(op, keys, tuple(e.slot for e in entries), deadline, self.storage.exclusive))
+        self.tell(reader, Read(op, keys, tuple(e.slot for e in entries), deadline, self.storage.exclusive, self.era))
 
     @on(ReadDone)
     def read_done(self, message: ReadDone) -> None:
@@ -144,7 +146,7 @@ class Traffic(Actor):
             op, writer = next(self._ops), self._least_loaded(self.writers, self._writes)
             self._writes[op] = Asked(writer, len(batch), partial(self._after_write, batch))
             keys, slots = join_keys(entry.key for entry in batch), tuple(entry.slot for entry in batch)
-            self.tell(writer, Write(op, keys, slots, now() + self.storage.timeout))
+            self.tell(writer, Write(op, keys, slots, now() + self.storage.timeout, self.era))
 
     def _after_write(self, batch: Sequence[Entry], outcomes: bytes) -> None:
         for entry, outcome in zip(batch, outcomes, strict=True):
@@ -154,6 +156,19 @@ class Traffic(Actor):
             if entry.place is Place.TRANSIT:
                 self.host.drop(entry)
             self.host.unpin(entry)
+            if entry.place is Place.LEAVING and not entry.pins:
+                self.stay_after_all(entry)
+
+    def stay_after_all(self, entry: Entry) -> None:
+        """It was leaving for the device and is not wanted there: it stays if there is room."""
+        if entry.dropped:
+            return
+        if self.host.resident < self.host.capacity:
+            self.host.move(entry, Place.RESIDENT)
+        else:
+            self.gone([entry], Reason.CPU_EVICTION)
+            self.tell(self.index, HostGone(entry.key))
+            self.host.drop(entry)
 
     @on(Written)
     def write_done(self, message: Written) -> None:

@@ -224,11 +224,15 @@ class Ledger:
 
     def delivered(self, sink: int, batch: Batch) -> None:
         """The sink took these: it believes them now, whatever has become true since."""
+        told: dict[Entry, int] = {}
         for entries, bit, resident, _ in batch.runs:
             settled, believed = ~(bit | bit << UNSURE), bit if resident else 0
             for entry in entries:
                 entry.states[sink] = entry.states[sink] & settled | believed
-                self.dirty[sink].pop(entry, None)  # if it differs again, that began later
+                told[entry] = told.get(entry, 0) | bit | bit << UNSURE
+        for entry, bits in told.items():
+            if not (self.due(entry, sink) ^ entry.states[sink]) & ~bits:
+                self.dirty[sink].pop(entry, None)  # if it differs again in what was told, that began later
         self._end(batch)
 
     def refused(self, sink: int, batch: Batch) -> None:

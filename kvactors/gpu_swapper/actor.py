@@ -10,7 +10,7 @@ from kvactors.actor.clock import now
 from kvactors.cpu_evictor.messages import Copied, CopyProgress, HostChanged
 from kvactors.gpu_swapper.executor import Executor
 from kvactors.gpu_swapper.messages import Copy, CopyFinished, CopyLayers, Direction, PlaneChanged
-from kvactors.prefix_index.messages import DeviceLost
+from kvactors.prefix_index.messages import CopiesStalled, DeviceLost
 
 
 class SwapperStatistics(NamedTuple):
@@ -32,7 +32,7 @@ class GpuSwapper(Actor):
     ROLE: ClassVar[str] = "gpu_swapper"
     SENDS: ClassVar[Mapping[str, tuple[type[Message], ...]]] = {
         "cpu_evictor": (Copied, CopyProgress, HostChanged),
-        "prefix_index": (DeviceLost,),
+        "prefix_index": (CopiesStalled, DeviceLost),
     }
 
     def __init__(self, ref: ActorRef, *, executor: Executor, evictor: ActorRef, index: ActorRef) -> None:
@@ -46,15 +46,17 @@ class GpuSwapper(Actor):
 
     def started(self) -> None:
         """Hear of copies that cannot be made, and of what was lost while nobody listened."""
-        self._executor.watch(lambda possible, lost: self.to_self(PlaneChanged(possible, lost)))
+        self._executor.watch(lambda possible, lost: self.to_self(PlaneChanged(possible, lost, self._executor.era)))
 
     @on(PlaneChanged)
     def plane_changed(self, message: PlaneChanged) -> None:
         """Ranks come and go."""
         if message.lost:
-            self.tell(self._index, DeviceLost())
+            self.tell(self._index, DeviceLost(message.era))
             self._executor.heard()
-        self.tell(self._evictor, HostChanged(message.possible, message.lost))
+        elif not message.possible:
+            self.tell(self._index, CopiesStalled())
+        self.tell(self._evictor, HostChanged(message.possible, message.lost, message.era))
 
     @on(Copy)
     def copy(self, message: Copy) -> None:
@@ -72,7 +74,13 @@ class GpuSwapper(Actor):
             self.to_self(CopyLayers(message.op, layers))
 
         said = progress if message.layerwise else None
-        self.start_job(self._executor.run(message.direction, message.blocks, message.slots, said), done, broke)
+
+        async def work() -> tuple[int, ...]:
+            if message.era != self._executor.era:
+                return tuple(range(pairs))  # it is about memory that may be lost
+            return await self._executor.run(message.direction, message.blocks, message.slots, said)
+
+        self.start_job(work(), done, broke)
 
     @on(CopyLayers)
     def copy_layers(self, message: CopyLayers) -> None:

@@ -37,6 +37,11 @@ class Executor(ABC):
         self.arena = arena
         self.threads = threads
 
+    @property
+    def era(self) -> int:
+        """How often the memory may have been lost (if it is elsewhere); copies asked for in an earlier era are not made."""
+        return 0
+
     async def open(self) -> None:
         """Get ready, once the arena's memory is there. Raises DeviceError."""
 
@@ -53,7 +58,7 @@ class Executor(ABC):
         """No more copies."""
 
     def watch(self, changed: Callable[[bool, bool], None]) -> None:
-        """changed: called when copies begin or cease to be possible, with whether they are, and whether device memory may be lost."""
+        """changed: called when copies begin or cease to be possible, with whether they are, and whether memory may be lost (a new era)."""
 
     def heard(self) -> None:
         """Whoever watches knows of the loss; a later watcher need not be told."""

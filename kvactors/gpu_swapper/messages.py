@@ -16,13 +16,16 @@ class Direction(Enum):
 
 
 class Copy(Message, frozen=True, eq=False):
-    """Copy pairs (blocks[j], slots[j]) between the device and the arena; answered with Copied. layerwise: with CopyProgress before that."""
+    """Copy pairs (blocks[j], slots[j]) between the device and the arena; answered with Copied. layerwise: with CopyProgress before that.
+
+    era: see `Executor`; a copy of another era arrives nowhere."""
 
     op: int
     direction: Direction
     blocks: tuple[int, ...]
     slots: tuple[int, ...]
     layerwise: bool = False
+    era: int = 0
 
 
 class CopyFinished(Control, frozen=True, eq=False):
@@ -36,10 +39,11 @@ class CopyFinished(Control, frozen=True, eq=False):
 
 
 class PlaneChanged(Control, frozen=True, eq=False):
-    """To itself: copies can be made, or cannot. lost: what was in device memory may be gone."""
+    """To itself: copies can be made, or cannot. lost: what was in device memory may be gone, and a new era begins."""
 
     possible: bool
     lost: bool
+    era: int
 
 
 class CopyLayers(Control, frozen=True, eq=False):

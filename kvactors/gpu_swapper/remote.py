@@ -20,6 +20,11 @@ class RemoteExecutor(Executor):
         self.group = group
         self._untold = False
 
+    @property
+    def era(self) -> int:
+        """See `Executor`."""
+        return self.group.era
+
     async def run(
         self, direction: Direction, blocks: Sequence[int], slots: Sequence[int], progress: Progress | None = None
     ) -> tuple[int, ...]:
@@ -41,7 +46,7 @@ class RemoteExecutor(Executor):
             self._untold |= lost
             changed(self.group.healthy, lost)
 
-        self.group.changed = note
+        self.group.changed, self.group.used = note, True
         if self._untold or not self.group.healthy:
             changed(self.group.healthy, self._untold)
 

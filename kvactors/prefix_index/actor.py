@@ -273,7 +273,9 @@ class PrefixIndex(Layers):
         self.saves[op] = (tree, path)
         blocks = tuple(path.blocks(0, committed))
         tokens = path.tokens(0, save[-1] + 1) if save and self.by_tokens else b""
-        self.tell(self.evictor, Admit(op, path.root, path.keys(0, committed), blocks, self._keep, tuple(save), tokens))
+        self.tell(
+            self.evictor, Admit(op, path.root, path.keys(0, committed), blocks, self._keep, tuple(save), tokens, self.era)
+        )
         return committed
 
     def _positions_to_save(self, lease: Lease, committed: int) -> list[int]:
@@ -306,8 +308,12 @@ class PrefixIndex(Layers):
             else:
                 load.sharers.remove(lease)
         lease.ops.clear()
+        ended = LeaseEnded(f"lease of {lease.request_id!r} has ended")
+        for waiter in [one for one in self.waiting if one.lease == lease.id and lease.granted]:  # an extend
+            self.stop_waiting(waiter)
+            self.refuse(waiter.envelope, ended)
         for envelope in (*lease.ready, *(envelope for _, envelope in lease.layers)):
-            self.refuse(envelope, LeaseEnded(f"lease of {lease.request_id!r} has ended"))
+            self.refuse(envelope, ended)
         lease.ready.clear()
         lease.layers.clear()
 

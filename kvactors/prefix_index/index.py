@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvactors.native import HOST, LOADING, BlockTree, Path
+from kvactors.native import DEVICE, HOST, LOADING, BlockTree, Path
 from kvactors.prefix_index.pool import BlockPool
 from kvactors.prefix_index.records import EvictOp, LoadOp, Segment
 from kvactors.units import KEY_BYTES
@@ -44,8 +44,9 @@ class BlockIndex:
 
     def could_fit(self, path: Path, needed: int, coming: int) -> bool:
         """Whether there may be room, before anything is touched. `coming`: blocks on their way to being free."""
-        run, _ = self.tree.peek(path, self.match_limit(path))
-        return self.pool.free + self.evictable() + coming >= needed - run
+        run, states = self.tree.peek(path, self.match_limit(path))
+        shared = sum(1 for state in states if state & LOADING)  # others load these: they come with their blocks
+        return self.pool.free + self.evictable() + coming >= needed - run - shared
 
     def match(self, path: Path, *, fetch: bool) -> Match:
         """Pin what is known of the path, and say what may be loaded. fetch: whether storage may hold what the tree does not know."""
@@ -57,8 +58,8 @@ class BlockIndex:
         position = run
         while position < known:
             state = states[position - run]
-            if not (state & (LOADING | HOST) or fetch):
-                break
+            if state & DEVICE or not (state & (LOADING | HOST) or fetch):
+                break  # on the device still, but leaving after the block above it: nobody may load it meanwhile
             stop = position + 1
             if state & LOADING:
                 load = self.loading.get(path.blocks(position, stop)[0])
@@ -69,7 +70,7 @@ class BlockIndex:
                 segments.append(Segment(position, stop, load))
                 joined_blocks += stop - position
             else:
-                while stop < known and not states[stop - run] & LOADING and (states[stop - run] & HOST or fetch):
+                while stop < known and not states[stop - run] & (DEVICE | LOADING) and (states[stop - run] & HOST or fetch):
                     stop += 1
                 segments.append(Segment(position, stop, None))
             position = stop

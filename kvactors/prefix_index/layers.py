@@ -7,7 +7,7 @@ from typing import Any
 from kvactors.actor import ActorRef, Envelope, on
 from kvactors.errors import LeaseEnded, RankLost
 from kvactors.flush_notifier.messages import Cleared
-from kvactors.prefix_index.messages import DeviceLost, LayerReady, LayersLoaded, LoadStalled, Overdue
+from kvactors.prefix_index.messages import CopiesStalled, DeviceLost, LayerReady, LayersLoaded, LoadStalled, Overdue
 from kvactors.prefix_index.records import Lease
 from kvactors.prefix_index.room import Room
 from kvactors.units import Reason, Tier
@@ -79,9 +79,15 @@ class Layers(Room):
         """Somebody whom a load needs does not answer: its leases go on without it, as if it were overdue."""
         self.overdue(Overdue(message.op))
 
+    @on(CopiesStalled)
+    def copies_stalled(self, message: CopiesStalled) -> None:
+        """Whoever waits for room gets other blocks."""
+        self.stall()
+
     @on(DeviceLost)
     def device_lost(self, message: DeviceLost) -> None:
         """What was on the device may be gone: nothing cached counts any more, and no lease of before can be relied on."""
+        self.era = message.era
         self.index.retire()
         if self.announce:
             self.tell(self.notifier, Cleared(Tier.DEVICE, Reason.RESTART))
@@ -91,4 +97,4 @@ class Layers(Room):
                 self.refuse(envelope, lease.fault)
             lease.ready.clear()
             self._answer_layers(lease)
-        self.room_changed()
+        self.stall()

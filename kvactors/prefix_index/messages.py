@@ -161,8 +161,14 @@ class LoadStalled(Control, frozen=True, eq=False):
     op: int
 
 
+class CopiesStalled(Control, frozen=True, eq=False):
+    """Somebody whom copies need does not answer: those under way end nobody knows when."""
+
+
 class DeviceLost(Control, frozen=True, eq=False):
-    """What device blocks held may be lost."""
+    """What device blocks held may be lost; a new era begins."""
+
+    era: int
 
 
 class Admitted(Control, frozen=True, eq=False):

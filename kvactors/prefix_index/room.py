@@ -25,11 +25,17 @@ class Room(Transfers):
         self.free_low = free_low
         self.free_high = free_high
         self.waiting: deque[Waiting] = deque()
+        self.stalled: set[int] = set()  # offloads that end nobody knows when
         self.quiescing: list[Envelope[Any]] = []
 
     def coming(self) -> int:
         """Device blocks that evictions in flight will free, at most."""
-        return sum(op.total for op in self.offloads.values())
+        return sum(op.total for op in self.offloads.values() if op.op not in self.stalled)
+
+    def stall(self) -> None:
+        """Do not count on the offloads in flight: whoever waits for room gets other blocks."""
+        self.stalled = set(self.offloads)
+        self.room_changed()
 
     def owed(self) -> int:
         """Device blocks that waiters still lack."""

@@ -45,8 +45,10 @@ class Transfers(Actor):
         fetch: bool,
         announce: bool,
         by_tokens: bool = False,
+        era: int = 0,
     ) -> None:
         super().__init__(ref)
+        self.era = era
         self.index = index
         self.evictor = evictor
         self.notifier = notifier
@@ -96,7 +98,8 @@ class Transfers(Actor):
             path, blocks = lease.path, tuple(load.blocks)
             tokens = path.tokens(0, stop) if self.by_tokens else b""
             self.tell(
-                self.evictor, Load(load.op, path.root, path.keys(0, stop), start, blocks, lease.deadline, self.fetch, tokens)
+                self.evictor,
+                Load(load.op, path.root, path.keys(0, stop), start, blocks, lease.deadline, self.fetch, tokens, self.era),
             )
 
     def place_loads(self, lease: Lease) -> None:
@@ -197,10 +200,11 @@ class Transfers(Actor):
         if self.index.pool.free < len(positions):
             self.drop(len(positions) - self.index.pool.free)
         if self.index.pool.free < len(positions):
-            lease.fault = NoRoom(len(positions), self.index.pool.free)
-            lease.foreign = targets
+            lease.fault = lease.fault or NoRoom(len(positions), self.index.pool.free)
+            lease.foreign |= {lease.path.blocks(p, p + 1)[0] for p in positions}  # beside those of other loads it shares
             return
         fresh = self.index.pool.take(len(positions))
+        lease.foreign.difference_update(fresh)
         for position, block in zip(positions, fresh, strict=True):
             lease.tree.replace(lease.path, position, block)
 
@@ -226,7 +230,7 @@ class Transfers(Actor):
         self.evicted += op.total
         if self.host_tier and self.exclusive:
             self.offloads[op.op] = op
-            self.tell(self.evictor, Offload(op.op, op.keys, op.parents, op.blocks))
+            self.tell(self.evictor, Offload(op.op, op.keys, op.parents, op.blocks, self.era))
         else:
             self._evict_done(op, bytes(state & HOST for state in op.states))
         return op.total

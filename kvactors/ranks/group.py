@@ -87,7 +87,8 @@ class _Rank:
 class RankGroup:
     """All ranks of one cache. fingerprint: of the layout. blocks, slots: what every rank must have.
 
-    changed: called with a rank's number and health whenever that changes. held: names in the stores of all ranks, as of their hellos.
+    era: how often memory may have been lost. changed: called with a rank's number and health whenever that changes. stored: called with a
+    rank's number and the names in its store when it is admitted.
     """
 
     def __init__(self, config: RanksConfig, fingerprint: bytes, blocks: int, slots: int) -> None:
@@ -97,9 +98,10 @@ class RankGroup:
         self.slots = slots
         self.changed: Callable[[int, Health], None] = lambda _rank, _health: None
         self.stored: Callable[[int, set[bytes]], None] = lambda _rank, _keys: None
+        self.era = 0
         self._ranks = [_Rank(number) for number in range(config.count)]
         self._ops = count(1)
-        self._closing = False
+        self._closing = self.used = False  # used: somebody relies on what the ranks hold
         self._refusals: list[str] = []
         self._admission: asyncio.Future[None] | None = None
         self._stack = AsyncExitStack()
@@ -119,7 +121,7 @@ class RankGroup:
                     await self._admission
             if not self.healthy:
                 lacking = [rank.number for rank in self._ranks if rank.health is not Health.HEALTHY]
-                said = f" ({'; '.join(self._refusals[-3:])})" if self._refusals else ""
+                said = f" ({'; '.join(self._refusals)})" if self._refusals else ""
                 raise RankError(f"ranks {lacking} of {self.config.count} did not come to {self.config.endpoint} in time{said}")
         except BaseException:
             await self.close()
@@ -178,7 +180,9 @@ class RankGroup:
 
     def _silent(self, rank: _Rank, op: int) -> None:
         """An answer is late."""
-        if op in rank.open:
+        if self._closing:
+            rank.settle()
+        elif op in rank.open:
             rank.overdue.add(op)
             if rank.health is Health.HEALTHY:
                 rank.silences += 1
@@ -196,10 +200,11 @@ class RankGroup:
                 return
             reason = self._misfit(hello)
             if reason:
-                self._refusals.append(reason)
+                self._refusals = [*self._refusals[-2:], reason]
                 log.error("a rank was refused", reason=reason)
                 wire.send(Refused(reason))
-                await wire.receive()  # it hangs up when it has read this
+                with anyio.move_on_after(HELLO_LIMIT):
+                    await wire.receive()  # it hangs up when it has read this
                 return
             rank = self._ranks[hello.rank]
             if rank.wire is not None:  # the old connection is not known to be lost yet
@@ -228,6 +233,9 @@ class RankGroup:
     def _admit(self, rank: _Rank, wire: Wire, hello: Hello) -> None:
         rank.settle()  # it says hello when everything from before is over
         rank.wire = wire
+        if self.used:  # it may have begun anew more than once meanwhile, unseen
+            self.era += 1
+            self.changed(rank.number, Health.AWAY)
         self.stored(rank.number, set(split_keys(hello.keys)))
         wire.send(Welcome())
         self._set(rank, Health.HEALTHY)
@@ -262,8 +270,10 @@ class RankGroup:
         wire.close()
         rank.wire = None
         if self._closing:
+            rank.settle()
             return
         rank.losses += 1
+        self.era += 1
         self._set(rank, Health.AWAY)
         log.warning("rank lost", rank=rank.number, in_flight=len(rank.open))
 

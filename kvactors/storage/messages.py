@@ -39,6 +39,7 @@ class Read(Message, frozen=True, eq=False):
     slots: tuple[int, ...]
     deadline: float
     take: bool
+    era: int = 0
 
 
 class Write(Message, frozen=True, eq=False):
@@ -51,6 +52,7 @@ class Write(Message, frozen=True, eq=False):
     keys: bytes
     slots: tuple[int, ...]
     deadline: float
+    era: int = 0
 
 
 class ClearStore(Message, frozen=True, eq=False):

@@ -47,6 +47,8 @@ class StorageReader(StorageWorker):
             self.backend.take(keys)
 
         async def work() -> Finished:
+            if message.era != self.backend.era:
+                return lost
             report = await self.backend.read_slots(keys, self.arena, message.slots, self.expired(message.deadline))
             taken = [key for key in keys if not self.backend.holds(key)] if message.take else []
             await self.backend.remove(taken)
@@ -54,5 +56,6 @@ class StorageReader(StorageWorker):
             answer = ReadDone(message.op, report.outcomes)
             return Finished(answer, b"", b"", join_keys(report.gone), join_keys(taken), moved)
 
-        lost = ReadDone(message.op, bytes([Outcome.UNAVAILABLE]) * len(keys))
-        self.enqueue(work, Finished(lost, b"", b"", b"", message.keys if message.take else b"", 0))
+        unread = ReadDone(message.op, bytes([Outcome.UNAVAILABLE]) * len(keys))
+        lost = Finished(unread, b"", b"", b"", message.keys if message.take else b"", 0)
+        self.enqueue(work, lost)

@@ -81,14 +81,19 @@ class StorageWorker(Actor):
             (message.corrupt, Reason.CORRUPT),
             (message.taken, Reason.PROMOTION),
         ):
-            if keys:
-                self.tell(self.notifier, Gone(keys, Tier.STORAGE, reason))
-                self.backend.told(split_keys(keys))
-        if message.stored:
-            self.tell(self.notifier, Gained(message.stored, Tier.STORAGE, Reason.STORED))
+            names = split_keys(keys)
+            gone = join_keys(
+                key for key in names if not self.backend.holds(key)
+            )  # what is back by now is told by whoever wrote it
+            if gone:
+                self.tell(self.notifier, Gone(gone, Tier.STORAGE, reason))
+            self.backend.told(names)
+        stored = join_keys(key for key in split_keys(message.stored) if self.backend.holds(key))  # some may have gone meanwhile
+        if stored:
+            self.tell(self.notifier, Gained(stored, Tier.STORAGE, Reason.STORED))
         if isinstance(message.answer, StoreCleared):
             self.tell(self.notifier, Cleared(Tier.STORAGE, Reason.CLEAR))
-            self.backend.lost()  # nobody needs to hear of them one by one
+            self.report_all()  # what was written since the store was cleared
         self.tell(self.evictor, message.answer)
         self._start_next()
 

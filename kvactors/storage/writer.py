@@ -28,6 +28,8 @@ class StorageWriter(StorageWorker):
         keys = split_keys(message.keys)
 
         async def work() -> Finished:
+            if message.era != self.backend.era:
+                return lost
             report = await self.backend.write_slots(keys, self.arena, message.slots, self.expired(message.deadline))
             safe = (Outcome.OK, Outcome.EXISTS)
             pairs = list(zip(keys, report.outcomes, strict=True))
@@ -36,8 +38,8 @@ class StorageWriter(StorageWorker):
             moved = report.outcomes.count(Outcome.OK) * self.backend.block_bytes
             return Finished(Written(message.op, report.outcomes), stored, evicted, b"", b"", moved)
 
-        lost = Written(message.op, bytes([Outcome.UNAVAILABLE]) * len(keys))
-        self.enqueue(work, Finished(lost, b"", b"", b"", b"", 0))
+        lost = Finished(Written(message.op, bytes([Outcome.UNAVAILABLE]) * len(keys)), b"", b"", b"", b"", 0)
+        self.enqueue(work, lost)
 
     @on(ClearStore)
     def clear(self, message: ClearStore) -> None:
@@ -51,7 +53,9 @@ class StorageWriter(StorageWorker):
 
     @on(Recount)
     def recount(self, message: Recount) -> None:
-        """Tell of names that ceased to be there outside of any batch."""
+        """Tell of names that ceased to be there outside of any batch; repeat a clear that did not reach all of the store."""
+        if self.backend.uncleared:
+            self.clear(ClearStore(0))
         lost = join_keys(self.backend.lost())
         if lost:
             self.tell(self.notifier, Gone(lost, Tier.STORAGE, Reason.RESTART))

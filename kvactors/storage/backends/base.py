@@ -58,6 +58,9 @@ class Backend(ABC):
     trailer: int = 0
     """Bytes behind each block of the arena that it wants for itself."""
 
+    uncleared: bool = False
+    """Whether a `clear` did not reach all of it, and is to be repeated."""
+
     def __init__(self, fingerprint: bytes, block_bytes: int) -> None:
         self.fingerprint = fingerprint
         self.block_bytes = block_bytes
@@ -68,6 +71,11 @@ class Backend(ABC):
     @abstractmethod
     async def open(self) -> None:
         """Find out what is there. Raises StoreError if the store cannot be used at all; then nothing is left half-open."""
+
+    @property
+    def era(self) -> int:
+        """How often the arena's memory may have been lost (if it is elsewhere); batches of an earlier era are not carried out."""
+        return 0
 
     async def attach(self, arena: Arena) -> None:
         """The memory that views will be of, before the first of them comes."""

@@ -27,7 +27,8 @@ class RankBackend(Backend):
         self._held: dict[bytes, None] = {}
         self._lost: list[bytes] = []
         self._said: dict[int, set[bytes]] = {}  # by rank, until all were heard
-        self._uncleared = False
+        self.uncleared = False
+        self._clears = 0
         group.stored = self._stored
 
     def _stored(self, rank: int, keys: set[bytes]) -> None:
@@ -37,6 +38,7 @@ class RankBackend(Backend):
             self._said[rank] = keys
             if len(self._said) == self.group.config.count:
                 self._held.update(dict.fromkeys(set.intersection(*self._said.values())))
+                self._said = {one: set() for one in self._said}  # the names themselves are of no more use
 
     def _drop(self, keys: Sequence[bytes]) -> None:
         for key in keys:
@@ -47,6 +49,11 @@ class RankBackend(Backend):
         """See `Backend.lost`."""
         lost, self._lost = self._lost, []
         return [key for key in lost if key not in self._held]
+
+    @property
+    def era(self) -> int:
+        """See `Backend.era`."""
+        return self.group.era
 
     async def open(self) -> None:
         """The ranks open their stores themselves."""
@@ -93,17 +100,19 @@ class RankBackend(Backend):
         """See `Backend.write_slots`."""
         if expired():
             return WriteReport(bytes([Outcome.LATE]) * len(keys), [])
-        if self._uncleared:
+        era = self.era
+        if self.uncleared:
             await self.clear()
-        if self._uncleared:
+        if self.uncleared or era != self.era:
             return WriteReport(bytes([Outcome.UNAVAILABLE]) * len(keys), [])
+        clears = self._clears
         outcomes, gone = await self._all("write", keys, slots)
         self.writes += outcomes.count(Outcome.OK)
         evicted = [key for key in gone if key in self._held]
         self.evicted += len(evicted)
         self.take(evicted)
         for key, outcome in zip(keys, outcomes, strict=True):
-            if outcome in (Outcome.OK, Outcome.EXISTS) and key not in gone:
+            if outcome in (Outcome.OK, Outcome.EXISTS) and key not in gone and clears == self._clears:
                 self._held[key] = None
         return WriteReport(outcomes, evicted)
 
@@ -124,8 +133,9 @@ class RankBackend(Backend):
     async def clear(self) -> None:
         """See `Backend.clear`. While a rank does not answer, its objects stay, and nothing is written until it could be cleared as well."""
         self._held.clear()
+        self._clears += 1  # what is being written now is emptied, too
         answers = await self.group.scatter(lambda op: StoreObjects(op, "clear"))
-        self._uncleared = None in answers
+        self.uncleared = None in answers
 
     async def close(self) -> None:
         """The ranks close their stores themselves."""

@@ -1,0 +1,106 @@
+"""What the runs have exercised, and of what there is to exercise, what was never reached."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from kvactors.actor import Actor, edges
+from kvactors.cpu_evictor.actor import CpuEvictor
+from kvactors.flush_notifier.actor import FlushNotifier
+from kvactors.gpu_swapper.actor import GpuSwapper
+from kvactors.prefix_index.actor import PrefixIndex
+from kvactors.storage.reader import StorageReader
+from kvactors.storage.writer import StorageWriter
+from kvactors.testing.plan import KINDS
+
+ACTORS: tuple[type[Actor], ...] = (PrefixIndex, GpuSwapper, CpuEvictor, StorageReader, StorageWriter, FlushNotifier)
+"""Those a simulation wires: everybody but storage_direct, which speaks to an SDK."""
+
+WORKERS = {
+    "storage_reader": {"Probed", "ReadDone", "Gone"},
+    "storage_writer": {"Written", "StoreCleared", "Gained", "Gone", "Cleared"},
+}
+"""What each of the storage actors really tells: they declare the same, since they answer through the same code."""
+
+OUTCOMES: Mapping[str, tuple[str, ...]] = {
+    "acquire": ("ok", "NoRoom", "DeadlineExceeded", "Paused", "ActorFailed", "cancelled"),
+    "ready": ("ok", "NoRoom", "LeaseEnded", "ActorFailed", "RankLost", "cancelled"),
+    "layer_ready": ("ok", "NoRoom", "ActorFailed", "RankLost", "cancelled"),
+    "extend": ("ok", "NoRoom", "DeadlineExceeded", "LeaseEnded", "ActorFailed", "RankLost", "cancelled"),
+    "commit": ("ok", "LeaseEnded", "ActorFailed", "RankLost", "cancelled"),
+    "finish": ("ok", "LeaseEnded", "ActorFailed", "cancelled"),
+    "preempt": ("ok", "LeaseEnded", "ActorFailed", "RankLost", "cancelled"),
+    "clear": ("ok", "ActorFailed", "cancelled"),
+    "clear storage": ("ok", "ActorFailed", "cancelled"),
+    "pause": ("ok", "DeadlineExceeded", "ActorFailed", "cancelled"),
+    "set_namespace": ("ok", "ActorFailed", "cancelled"),
+    "prefetch": ("ok", "ActorFailed", "cancelled"),
+    "settled": ("ok", "DeadlineExceeded", "cancelled"),
+}
+
+STATES = (
+    *(f"place {a} to {b}" for a, b in (
+        ("resident", "leaving"), ("resident", "transit"), ("resident", "free"), ("resident", "ghost"), ("leaving", "resident"),
+        ("leaving", "free"), ("leaving", "ghost"), ("transit", "resident"), ("transit", "free"), ("transit", "ghost"),
+    )),
+    *(f"health {a} to {b}" for a, b in (
+        ("away", "healthy"), ("healthy", "silent"), ("silent", "healthy"), ("healthy", "away"), ("silent", "away"),
+    )),
+    *(f"lease {what}" for what in (
+        "granted to forgotten", "loading to ended", "layer checked", "ready to finish", "ready to preempt", "ready to abandon", "ready to fail",
+        "ready to lost",
+    )),
+    "lives again",
+    *(f"load {what}" for what in ("whole", "part", "none", "unplaced", "placed", "cancelled", "stalled", "overdue")),
+)  # fmt: skip
+
+MET = (
+    "copy_fail", "copy_slow", "copy_hang", "store", "store_hang", "torn_write", "bit_flip", "object_lost", "sink", "sink_duplicate",
+    "rank_silent", "rank_lost",
+)  # fmt: skip
+
+
+class Coverage(NamedTuple):
+    """By group of things: how many there are, and which of them never happened."""
+
+    there: dict[str, int]
+    never: dict[str, list[str]]
+
+
+def universe() -> dict[str, list[str]]:
+    """Everything that can be reached, by group."""
+    told = [
+        f"message {edge.sender} {edge.receiver} {edge.message.__name__}"
+        for edge in edges(ACTORS)
+        if edge.receiver != "storage_direct" and edge.message.__name__ in WORKERS.get(edge.sender, {edge.message.__name__})
+    ]
+    elsewhere = {"Fetched", "Saved"}  # of storage_direct, which is not wired
+    turns = sorted(
+        {
+            f"crash {actor.ROLE} {when} {kind.__name__}"
+            for actor in ACTORS
+            for kind in actor.HANDLERS
+            if kind.__name__ not in elsewhere
+            for when in ("before", "after")
+        }
+    )
+    return {
+        "faults": [f"fault {kind}" for kind in KINDS if kind != "actor_crash"],
+        "faults met": [f"met {what}" for what in MET],
+        "messages": told,
+        "outcomes": [f"outcome {what} {outcome}" for what, outcomes in OUTCOMES.items() for outcome in outcomes],
+        "states": list(STATES),
+        "deaths": turns,
+    }
+
+
+def coverage(reports: Iterable[Mapping[str, int]]) -> Coverage:
+    """Of many runs' `seen` together."""
+    seen: Counter[str] = Counter()
+    for one in reports:
+        seen.update(one)
+    groups = universe()
+    never = {group: [what for what in things if not seen[what]] for group, things in groups.items()}
+    return Coverage({group: len(things) for group, things in groups.items()}, never)

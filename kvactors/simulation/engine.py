@@ -1,0 +1,79 @@
+"""What an engine does with its blocks: it fills them with what their names stand for, and checks before use that they hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from kvactors.device.arena import Arena
+from kvactors.device.host import HostDevice
+from kvactors.errors import KVActorsError
+from kvactors.layout.base import Layout
+from kvactors.testing.ranks import keys_on_rank
+from kvactors.units import KEY_BYTES, split_keys
+
+
+class WorkerGone(KVActorsError):
+    """A rank's process is dead: nothing can be computed until it is back."""
+
+
+Devices = Callable[[], Sequence[HostDevice | None]]
+"""The device of every rank as it is now, None for one that is not there."""
+
+
+class Engine:
+    """devices: see above. verified: blocks checked so far, on all ranks."""
+
+    def __init__(self, layout: Layout, devices: Devices) -> None:
+        self.devices = devices
+        self.layout = layout
+        self.verified = 0
+        self._pattern = HostDevice(layout, 1)
+        self._slot = Arena(1, layout.block_bytes)
+        self._known: dict[bytes, bytes] = {}
+
+    def _shares(self, keys: bytes) -> list[tuple[HostDevice, bytes]]:
+        """Each rank's device, and the names of its shares. WorkerGone."""
+        devices = [device for device in self.devices() if device is not None]
+        if len(devices) < len(self.devices()):
+            raise WorkerGone
+        if len(devices) == 1:
+            return [(devices[0], keys)]
+        return [(device, keys_on_rank(keys, rank)) for rank, device in enumerate(devices)]
+
+    def fill(self, blocks: Sequence[int], keys: bytes) -> None:
+        """Compute blocks."""
+        for device, share in self._shares(keys):
+            device.fill(blocks, share)
+
+    def wrong(self, blocks: Sequence[int], keys: bytes) -> list[int]:
+        """Indices of blocks that do not hold, on every rank, what their names stand for."""
+        self.verified += len(blocks)
+        bad: set[int] = set()
+        for device, share in self._shares(keys):
+            bad |= set(device.check(blocks, share))
+        return sorted(bad)
+
+    def wrong_in_layer(self, layer: int, blocks: Sequence[int], keys: bytes) -> list[int]:
+        """The same of one layer, counted from the layout's first."""
+        bad: set[int] = set()
+        for device, share in self._shares(keys):
+            for j, (block, key) in enumerate(zip(blocks, split_keys(share), strict=True)):
+                self._pattern.fill([0], key)
+                for role in self.layout.roles:
+                    number = self.layout.pieces[layer * len(self.layout.roles)].layer
+                    expected, found = self._pattern.region(number, role.name), device.region(number, role.name)
+                    if not np.array_equal(expected[0], found[block]):
+                        bad.add(j)
+        return sorted(bad)
+
+    def bytes_of(self, key: bytes) -> bytes:
+        """What a block of that name holds, as a slot or an object has it."""
+        assert len(key) == KEY_BYTES
+        found = self._known.get(key)
+        if found is None:
+            self._pattern.fill([0], key)
+            self._pattern.copy_to_host([0], self._slot, [0])
+            found = self._known[key] = bytes(self._slot.view(0))
+        return found

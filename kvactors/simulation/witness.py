@@ -1,0 +1,147 @@
+"""Who sees everything: every turn and every message goes into a digest, and actors die here when the plan says so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from typing import Any, NoReturn
+
+import xxhash
+
+from kvactors.actor import Actor, ActorRef, ActorSpec, Envelope, Group, Message
+from kvactors.config import Config
+from kvactors.cpu_evictor.actor import CpuEvictor
+from kvactors.cpu_evictor.host import Entry, Place
+from kvactors.cpu_evictor.messages import Cancel, Load
+from kvactors.cpu_evictor.messages import Place as PlaceLoad
+from kvactors.flush_notifier.sinks.base import Sink
+from kvactors.prefix_index.messages import Loaded, LoadStalled
+from kvactors.ranks.group import Health
+from kvactors.storage.backends.base import Backend
+from kvactors.system import System
+from kvactors.testing.plan import Fault
+from kvactors.units import count_keys
+
+AboutLoad = Cancel | PlaceLoad | LoadStalled
+ABOUT = {Cancel: "cancelled", PlaceLoad: "placed", LoadStalled: "stalled"}
+
+EPOCH = 1
+"""In place of the wall clock's."""
+
+
+class PlannedDeath(Exception):
+    """An actor dies because the plan says so."""
+
+
+class Witness:
+    """crashes: of the plan, by actor. died: those that happened. seen: see `SeedReport`. keep: lines of the trace that are remembered."""
+
+    def __init__(self, crashes: list[Fault], keep: int = 200) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.seen: Counter[str] = Counter()
+        self.lines: deque[str] = deque(maxlen=keep)
+        self.digest = xxhash.xxh3_128()
+        self.turns: Counter[str] = Counter()
+        self.died = 0
+        self._wanted: dict[int, int] = {}  # blocks, by the load's number
+        self._crashes = {(fault.target, int(fault.at)): fault for fault in crashes}
+
+    def note(self, line: str) -> None:
+        """Put a line into the trace."""
+        stamped = f"{self.loop.time():.6f} {line}"
+        self.lines.append(stamped)
+        self.digest.update(stamped.encode())
+
+    def disarm(self) -> None:
+        """Nobody dies any more."""
+        self._crashes.clear()
+
+    def watch(self, actor: Actor) -> Actor:
+        """See what an actor does in this life."""
+        name, take, tell = actor.ref.name, actor._turn, actor.tell
+
+        def turn(envelope: Envelope[Any]) -> None:
+            kind = type(envelope.message).__name__
+            self.turns[name] += 1
+            self.note(f"{name} takes {kind}")
+            fault = self._crashes.pop((name, self.turns[name]), None)
+            if fault is None:
+                take(envelope)
+                return
+            if fault.amount % 2 == 0:
+                take(envelope)
+                die(f"after {kind}")
+            actor._table[type(envelope.message)] = lambda *_: die(f"before {kind}")
+            take(envelope)
+
+        def die(when: str) -> NoReturn:
+            self.died += 1
+            self.seen[f"crash {actor.ROLE} {when}"] += 1
+            raise PlannedDeath(f"{name} dies at turn {self.turns[name]}, {when}")
+
+        def told(to: ActorRef, message: Message) -> None:
+            self.seen[f"message {actor.ROLE} {to.role} {type(message).__name__}"] += 1
+            self._see_load(message)
+            tell(to, message)
+
+        setattr(actor, "_turn", turn)  # noqa: B010  (the type checker knows that a method is no variable)
+        setattr(actor, "tell", told)  # noqa: B010
+        if isinstance(actor, CpuEvictor):
+            self._watch_places(actor)
+        return actor
+
+    def _see_load(self, message: Message) -> None:
+        if isinstance(message, Load):
+            self._wanted[message.op] = count_keys(message.keys) - message.start
+            self.seen["load unplaced"] += not message.blocks
+        elif isinstance(message, Loaded):
+            wanted = self._wanted.pop(message.op, 0)
+            self.seen["load whole" if message.good == wanted else "load part" if message.good else "load none"] += 1
+        elif isinstance(message, AboutLoad):
+            self.seen[f"load {ABOUT[type(message)]}"] += 1
+
+    def _watch_places(self, evictor: CpuEvictor) -> None:
+        move, drop = evictor.host.move, evictor.host.drop
+
+        def moved(entry: Entry, place: Place) -> None:
+            self.seen[f"place {entry.place.value} to {place.value}"] += 1
+            move(entry, place)
+
+        def dropped(entry: Entry) -> None:
+            self.seen[f"place {entry.place.value} to {'ghost' if entry.pins else 'free'}"] += 1
+            drop(entry)
+
+        setattr(evictor.host, "move", moved)  # noqa: B010
+        setattr(evictor.host, "drop", dropped)  # noqa: B010
+
+
+class SimSystem(System):
+    """A system whose actors a witness watches, from their first turn on, in every life."""
+
+    def __init__(self, config: Config, sinks: list[Sink], backend: Backend | None, witness: Witness) -> None:
+        super().__init__(config, None, sinks, backend, inline_copies=True)
+        self.witness = witness
+        self.epoch = EPOCH
+        if self.ranks is not None:
+            self._watch_health()
+
+    def _members(self) -> tuple[Group, Group]:
+        core, notifier = super()._members()
+        return self._watched(core), self._watched(notifier)
+
+    def _watched(self, group: Group) -> Group:
+        members = (self._watched(one) if isinstance(one, Group) else self._watched_spec(one) for one in group.members)
+        return Group(group.name, tuple(members))
+
+    def _watched_spec(self, spec: ActorSpec) -> ActorSpec:
+        return ActorSpec(spec.kind, lambda ref: self.witness.watch(spec.factory(ref)), spec.ref)
+
+    def _watch_health(self) -> None:
+        assert self.ranks is not None
+        change = self.ranks._set
+
+        def changed(rank: Any, health: Health) -> None:
+            self.witness.seen[f"health {rank.health.value} to {health.value}"] += 1
+            change(rank, health)
+
+        setattr(self.ranks, "_set", changed)  # noqa: B010

@@ -1,0 +1,236 @@
+"""Ranks on the loop of virtual time: each behind a relay that can hold, cut and delay what it and its leader say to each other."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import asynccontextmanager, suppress
+
+import anyio
+
+import kvactors
+from kvactors.config import CacheConfig, Config, DeviceConfig, HostConfig, LayoutConfig, RanksConfig, StorageConfig
+from kvactors.device.host import HostDevice
+from kvactors.flush_notifier.sinks.memory import MemorySink
+from kvactors.layout import make_layout
+from kvactors.ranks.serve import serve_rank
+from kvactors.ranks.wire import connect, listen
+from kvactors.sink_config import MemorySinkConfig
+from kvactors.storage.backends.memory import MemoryBackend
+from kvactors.testing.ranks import keys_on_rank
+
+BLOCK = 4
+ENDPOINT = "memory://leader"
+
+
+def settings(count: int = 2, **over) -> Config:
+    """Small tiers, so that everything moves. The store is the ranks' own: "file" only says that there is one."""
+    parts = {
+        "cache": CacheConfig(block_size=BLOCK, deadline=10.0),
+        "device": DeviceConfig(num_blocks=16),
+        "host": HostConfig(slots=16, transit_slots=16),
+        "layout": LayoutConfig(num_layers=3, num_kv_heads=count, head_dim=4, dtype="uint8", tensor_parallel=count),
+        "storage": StorageConfig(backend="none", write_policy="none"),
+        "ranks": RanksConfig(count, ENDPOINT, timeout=0.3, start=30.0),
+    }
+    return Config(**{**parts, **over})
+
+
+def stored(**options) -> StorageConfig:
+    return StorageConfig(backend="file", directory="unused", capacity_blocks=60, **options)
+
+
+class Disk(MemoryBackend):
+    """What it holds outlives the process."""
+
+    async def close(self) -> None:
+        pass
+
+
+class Rank:
+    """One rank. Its store outlives a restart; its device and arena do not. held: no message goes through. lag: seconds a message takes."""
+
+    def __init__(self, config: Config, number: int) -> None:
+        self.config = config
+        self.number = number
+        self.layout = make_layout(config.layout, BLOCK)
+        self.store = None
+        if config.storage.backend != "none":
+            self.store = Disk(self.layout.fingerprint, self.layout.block_bytes, config.storage.capacity_blocks)
+        self.lag = lambda: 0.0
+        self.flows = asyncio.Event()
+        self.flows.set()
+        self.wires = []
+        self.serving = None
+        self.forget = None
+        self.device = None
+
+    async def start(self) -> None:
+        """A new life with empty memory."""
+        if self.forget is None:
+            self.forget = await listen(f"{ENDPOINT}-{self.number}", self._relay)
+        self.device = HostDevice(self.layout, self.config.device.num_blocks)
+        self.serving = asyncio.ensure_future(
+            serve_rank(
+                f"{ENDPOINT}-{self.number}", self.device, rank=self.number, ranks=self.config.ranks.count, config=self.config,
+                backend=self.store, inline_copies=True,
+            )
+        )  # fmt: skip
+
+    async def kill(self) -> None:
+        """The process dies."""
+        if self.serving is not None:
+            self.serving.cancel()
+            await asyncio.gather(self.serving, return_exceptions=True)
+            self.serving = None
+
+    async def close(self) -> None:
+        await self.kill()
+        self.flows.set()
+        self.cut()
+        if self.forget is not None:
+            await self.forget()
+
+    def cut(self) -> None:
+        """The connection breaks."""
+        wires, self.wires = self.wires, []
+        for wire in wires:
+            wire.close()
+
+    async def _relay(self, wire) -> None:
+        try:
+            leader = await connect(ENDPOINT)
+        except OSError:
+            wire.close()
+            return
+        self.wires = [wire, leader]
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._pump, wire, leader)
+            tasks.start_soon(self._pump, leader, wire)
+
+    async def _pump(self, source, target) -> None:
+        while (message := await source.receive()) is not None:
+            await asyncio.sleep(self.lag())
+            await self.flows.wait()
+            target.send(message)
+        source.close()
+        target.close()
+
+
+@asynccontextmanager
+async def led(config: Config, sinks=()):
+    """The cache and its ranks."""
+    ranks = [Rank(config, number) for number in range(config.ranks.count)]
+    try:
+        for rank in ranks:
+            await rank.start()
+        async with kvactors.open(config, sinks=sinks, inline_copies=True) as cache:
+            yield cache, ranks
+    finally:
+        for rank in ranks:
+            await rank.close()
+
+
+def sink(name: str = "all", **options) -> MemorySink:
+    return MemorySink(MemorySinkConfig(name=name, **options), BLOCK)
+
+
+def prompt(family: int, blocks: int, more: int = 1) -> list[int]:
+    return [family * 1000 + i for i in range(blocks * BLOCK + more)]
+
+
+def compute(lease, ranks, first: int, full: int) -> None:
+    """What an engine does with blocks [first, full) on every rank."""
+    keys = lease.keys(first, full)
+    for rank in ranks:
+        rank.device.fill(lease.block_table[first:full], keys_on_rank(keys, rank.number))
+
+
+def wrong(lease, ranks, count: int) -> list[int]:
+    """Positions of cached blocks that do not hold what their names stand for."""
+    keys = lease.keys(0, count)
+    return [j for rank in ranks for j in rank.device.check(lease.block_table[:count], keys_on_rank(keys, rank.number))]
+
+
+class Engine:
+    """Serves prompts of shared prefixes; every cached block is checked on every rank before it is used."""
+
+    def __init__(self, cache, ranks, seed: int) -> None:
+        self.cache = cache
+        self.ranks = ranks
+        self.rng = random.Random(seed)
+        self.served = self.broken = self.layers = 0
+        self.reused = 0
+        self.bad: list[str] = []
+
+    async def serve(self, tokens: list[int], how: str = "finish") -> None:
+        """One request; `how` it ends. What a lost rank does to it ends it, and nothing else."""
+        try:
+            async with await self.cache.acquire(f"r{self.served}", tokens, deadline=5.0) as lease:
+                lives = [rank.serving for rank in self.ranks]
+                if self.cache.config.device.layerwise:
+                    await self._by_layers(lease)
+                await lease.ready()
+                await asyncio.sleep(self.rng.random() * 0.05)
+                cached, full = lease.cached_tokens // BLOCK, len(tokens) // BLOCK
+                if any(rank.serving is None for rank in self.ranks):
+                    raise kvactors.RankLost("nobody computes without all of its workers")
+                found = wrong(lease, self.ranks, cached)
+                compute(lease, self.ranks, cached, full)
+                await asyncio.sleep(self.rng.random() * 0.05)
+                if found:
+                    await asyncio.sleep(1.0)
+                await lease.commit(full * BLOCK)  # RankLost says that the bytes may be gone
+                if found and lives == [rank.serving for rank in self.ranks]:
+                    self.bad.append(
+                        f"{lease.request_id}: blocks {found} of {cached} at {asyncio.get_running_loop().time():.3f}"
+                    )
+                if how == "preempt":
+                    await lease.preempt(full * BLOCK)
+                elif how == "extend":
+                    await lease.extend([7] * BLOCK, deadline=1.0)
+                self.served += 1
+                self.reused += cached
+        except (kvactors.RankLost, kvactors.LeaseEnded, kvactors.NoRoom, kvactors.DeadlineExceeded, kvactors.ActorFailed):
+            self.broken += 1
+
+    async def _by_layers(self, lease) -> None:
+        for layer in range(3):
+            cached = await lease.layer_ready(layer)
+            self.layers += cached > 0
+
+    async def run(self, requests: int, clients: int = 3) -> None:
+        left = [requests]
+
+        async def client() -> None:
+            while left[0] > 0:
+                left[0] -= 1
+                family, blocks = self.rng.randrange(8), self.rng.randrange(1, 6)
+                how = self.rng.choice(["finish", "finish", "preempt", "extend", "cancel"])
+                work = self.serve(prompt(family, blocks, self.rng.randrange(BLOCK)), how)
+                if how == "cancel":
+                    with anyio.move_on_after(self.rng.random() * 0.2):
+                        await work
+                else:
+                    await work
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(clients):
+                tasks.start_soon(client)
+
+
+async def all_there(cache) -> None:
+    with anyio.fail_after(60):
+        while not cache.system.ranks.healthy:
+            await asyncio.sleep(0.01)
+
+
+async def at_rest(cache) -> None:
+    """Nothing in flight, nothing pinned, nothing leased, nothing violated."""
+    await cache.settled(60.0)
+    assert cache.check() == []
+    statistics = cache.statistics()
+    assert statistics.prefix.leases == statistics.prefix.waiting == 0
+    assert statistics.host.pinned == 0
+    with suppress(AttributeError):
+        assert all(rank.in_flight == 0 for rank in cache.system.ranks.statistics())

@@ -1,0 +1,191 @@
+"""Faults of ranks that once hung, killed an actor or kept what was lost, made small."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import anyio
+import pytest
+from sim_kit import BLOCK, ENDPOINT, Engine, all_there, at_rest, compute, led, prompt, settings, stored, wrong
+
+import kvactors
+from kvactors.config import ActorsConfig, DeviceConfig, HostConfig, LayoutConfig, RanksConfig
+from kvactors.ranks.protocol import Answer
+from kvactors.ranks.wire import MemoryWire
+from kvactors.testing.loop import simulate
+
+ALONE = {
+    "count": 1,
+    "layout": LayoutConfig(num_layers=3, num_kv_heads=1, head_dim=4, dtype="uint8"),
+    "ranks": RanksConfig(),
+    "device": DeviceConfig(num_blocks=8),
+}
+
+
+async def serve(cache, ranks, family: int, blocks: int) -> None:
+    async with await cache.acquire(f"r{family}", prompt(family, blocks, 0)) as lease:
+        await lease.ready()
+        compute(lease, ranks, lease.cached_tokens // BLOCK, blocks)
+        await lease.commit(blocks * BLOCK)
+
+
+@pytest.mark.parametrize("after", ["silent", "cut", "error"])
+def test_closing_waits_for_no_silent_rank(after):
+    async def main() -> None:
+        config = settings(actors=ActorsConfig(drain=0.1), ranks=RanksConfig(2, ENDPOINT, timeout=2.0))
+        async with led(config) as (cache, ranks):
+            await Engine(cache, ranks, 0).run(60)
+            ranks[0].flows.clear()
+            for family in range(8):
+                with contextlib.suppress(kvactors.NoRoom):
+                    (await cache.acquire("last", prompt(family, 5), wait=False)).abandon()
+            await asyncio.sleep(0.01)
+            assert cache.system.ranks.statistics()[0].in_flight
+            if after == "cut":
+                asyncio.get_running_loop().call_later(0.5, ranks[0].cut)
+            if after == "error":
+                raise KeyError
+
+    async def limited() -> None:
+        try:
+            with anyio.fail_after(60.0):
+                await main()
+        except KeyError:
+            assert after == "error"
+
+    simulate(limited, 1)
+
+
+@pytest.mark.parametrize("end", ["finish", "preempt"])
+def test_a_lease_may_end_while_it_waits_for_more_blocks(end):
+    async def main(steps: int) -> None:
+        async with kvactors.open(settings(**ALONE), inline_copies=True) as cache:
+            async with await cache.acquire("a", prompt(0, 4)) as lease:
+                await lease.commit(4 * BLOCK) if not lease.pending else await lease.ready()
+            lease = await cache.acquire("b", prompt(1, 2))
+            more = asyncio.ensure_future(lease.extend([1] * (4 * BLOCK)))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            await getattr(lease, end)()
+            result = (await asyncio.gather(more, return_exceptions=True))[0]
+            assert isinstance(result, tuple | kvactors.LeaseEnded)
+            await cache.settled()
+            assert cache.check() == []
+            assert cache.statistics().supervisor.deaths == 0
+
+    for steps in range(14):
+        simulate(lambda steps=steps: main(steps), 1)
+
+
+def test_blocks_that_are_being_loaded_need_no_room():
+    async def main() -> None:
+        async with kvactors.open(settings(**ALONE, host=HostConfig(slots=16)), inline_copies=True) as cache:
+            for family in (0, 1):
+                await serve(cache, [], family, 6)
+            one = await cache.acquire("one", prompt(0, 6))
+            assert one.pending
+            two = await cache.acquire("two", prompt(0, 6))
+            assert one.block_table[:6] == two.block_table[:6]
+            for lease in (one, two):
+                await lease.ready()
+                await lease.finish()
+            await cache.settled()
+            assert cache.check() == []
+
+    simulate(main, 1)
+
+
+def test_what_a_rank_computed_before_it_began_anew_unseen_does_not_count():
+    async def main() -> None:
+        async with led(settings()) as (cache, ranks):
+            await Engine(cache, ranks, 0).run(10)
+            await ranks[1].kill()
+            await asyncio.sleep(1.0)
+            ranks[1].flows.clear()  # its hello is under way
+            await ranks[1].start()
+            await asyncio.sleep(1.0)
+            lease = await cache.acquire("a", prompt(50, 3))
+            await lease.ready()
+            compute(lease, ranks, 0, 3)
+            await ranks[1].kill()
+            await ranks[1].start()
+            ranks[1].flows.set()
+            await all_there(cache)
+            with pytest.raises(kvactors.RankLost):
+                await lease.commit(3 * BLOCK)
+            await lease.finish()
+            await at_rest(cache)
+
+    simulate(main, 1)
+
+
+def test_a_stopped_rank_that_owes_an_offload_keeps_nobody_from_other_blocks():
+    async def main() -> None:
+        async with led(settings()) as (cache, ranks):
+            for family in range(3):
+                await serve(cache, ranks, family, 5)
+            await cache.settled()
+            ranks[0].flows.clear()
+            for family in range(10, 14):
+                lease = await cache.acquire("x", prompt(family, 3), deadline=5.0)
+                await lease.finish()
+            assert asyncio.get_running_loop().time() < 2.0
+            ranks[0].flows.set()
+            await all_there(cache)
+            await at_rest(cache)
+
+    simulate(main, 1)
+
+
+def test_a_block_that_leaves_later_than_its_parent_is_not_loaded():
+    async def main() -> None:
+        tiers = {"storage": stored(write_policy="write_back"), "device": DeviceConfig(num_blocks=16)}
+        async with led(settings(**tiers)) as (cache, ranks):
+            for family in (0, 1):
+                await serve(cache, ranks, family, 6)
+            await cache.settled()
+            ranks[0].flows.clear()
+            asked = [asyncio.ensure_future(cache.acquire("x", prompt(10, 7, 0), deadline=60.0))]
+            await asyncio.sleep(1.0)  # three of family 0 are on their way, and stay so
+            asked.append(asyncio.ensure_future(cache.acquire("y", prompt(11, 3, 0), deadline=60.0)))
+            await asyncio.sleep(1.0)  # those above them are gone
+            for task in asked:
+                await (await task).finish()
+            lease = await cache.acquire("z", prompt(0, 6), deadline=60.0)
+            ranks[0].flows.set()
+            await lease.ready()
+            assert wrong(lease, ranks, lease.cached_tokens // BLOCK) == []
+            await lease.finish()
+            await all_there(cache)
+            await at_rest(cache)
+            assert cache.statistics().supervisor.deaths == 0
+
+    simulate(main, 1)
+
+
+def test_a_clear_that_did_not_reach_every_rank_is_repeated():
+    async def main() -> None:
+        host = HostConfig(slots=16, transit_slots=16, mode="inclusive")
+        async with led(settings(storage=stored(write_policy="write_through"), host=host)) as (cache, ranks):
+            await serve(cache, ranks, 0, 3)
+            await cache.settled()
+            await ranks[1].kill()
+            await asyncio.sleep(0.1)
+            await cache.clear(storage=True)
+            await ranks[1].start()
+            await all_there(cache)
+            await cache.settled()
+            assert [rank.store.keys() for rank in ranks] == [[], []]
+
+    simulate(main, 1)
+
+
+def test_what_is_sent_first_arrives_first():
+    async def main() -> None:
+        one, two = MemoryWire.pair()
+        for op in range(20):
+            one.send(Answer(op))
+        assert [(await two.receive()).op for _ in range(20)] == list(range(20))
+
+    simulate(main, 1)

@@ -1,0 +1,237 @@
+"""Ranks that fall silent, die, are cut off and come back, on the loop of virtual time: every seed is another interleaving."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import anyio
+import pytest
+from sim_kit import BLOCK, ENDPOINT, Engine, Rank, all_there, at_rest, compute, led, prompt, settings, sink, stored, wrong
+
+import kvactors
+from kvactors.config import DeviceConfig, HostConfig, RanksConfig
+from kvactors.testing.loop import simulate
+
+FAULTS = ("kill", "hold", "cut", "hang up", "clear", "clear all", "prefetch", "pause")
+
+EXCLUSIVE = HostConfig(slots=16, transit_slots=16)
+INCLUSIVE = HostConfig(slots=16, transit_slots=16, mode="inclusive")
+TIERS = {
+    "exclusive": {"host": EXCLUSIVE},
+    "inclusive": {"host": INCLUSIVE},
+    "write_through": {"host": INCLUSIVE, "storage": stored(write_policy="write_through")},
+    "write_back": {"host": HostConfig(slots=8, transit_slots=16), "storage": stored(write_policy="write_back")},
+    "exclusive store": {"host": EXCLUSIVE, "storage": stored(write_policy="write_back", exclusive=True)},
+    "layers": {
+        "host": EXCLUSIVE,
+        "device": DeviceConfig(num_blocks=12, layerwise=True),
+        "storage": stored(write_policy="write_through_selective"),
+    },
+}
+
+
+async def befall(cache, ranks, kind: str, rng: random.Random) -> None:
+    victim = rng.choice(ranks)
+    if kind == "kill":
+        await victim.kill()
+        await asyncio.sleep(rng.choice([0.0, 0.5]) * rng.random())
+        await victim.start()
+    elif kind == "hold":
+        victim.flows.clear()
+        await asyncio.sleep(rng.random() * 0.8)
+        victim.flows.set()
+    elif kind == "cut":
+        victim.cut()
+    elif kind == "hang up":
+        cache.system.ranks.hang_up(victim.number)
+    elif kind.startswith("clear"):
+        await cache.clear(storage="all" in kind)
+    elif kind == "prefetch":
+        await cache.prefetch(prompt(rng.randrange(8), 5))
+    else:
+        with anyio.move_on_after(0.5):
+            await cache.pause()
+        await cache.resume()
+
+
+async def weather(seed: int, tiers: dict) -> Engine:
+    rng, mirror = random.Random(seed), sink()
+    async with led(settings(rng.choice([2, 2, 3]), **tiers), [mirror]) as (cache, ranks):
+        for rank in ranks:
+            rank.lag = lambda: rng.random() * 0.005
+        engine, kinds = Engine(cache, ranks, seed), rng.sample(FAULTS, 4)
+
+        async def faults() -> None:
+            for _ in range(12):
+                await asyncio.sleep(rng.random() * 0.2)
+                await befall(cache, ranks, rng.choice(kinds), rng)
+                if rng.random() < 0.5:
+                    await all_there(cache)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(faults)
+            tasks.start_soon(engine.run, 50)
+        await all_there(cache)
+        await engine.run(10)
+        await at_rest(cache)
+        await cache.flush_settled(60.0)
+        assert cache.divergence() == 0, kinds
+        assert engine.bad == [], kinds
+        assert cache.statistics().supervisor.deaths == 0
+        return engine
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("tiers", TIERS.values(), ids=TIERS)
+def test_no_wrong_byte_no_leak_no_divergence(tiers, seed):
+    engine = simulate(lambda: weather(seed, tiers), seed)
+    assert engine.served
+
+
+def test_layers_come_from_ranks():
+    async def main() -> None:
+        async with led(settings(**TIERS["layers"])) as (cache, ranks):
+            engine = Engine(cache, ranks, 3)
+            await engine.run(60)
+            assert engine.layers
+            assert engine.bad == []
+            await at_rest(cache)
+
+    simulate(main, 3)
+
+
+@pytest.mark.parametrize("end", ["finish", "preempt", "abandon"])
+def test_a_lease_of_before_a_loss_says_so_and_leaks_nothing(end):
+    async def main() -> None:
+        async with led(settings(device=DeviceConfig(num_blocks=16, layerwise=True))) as (cache, ranks):
+            engine = Engine(cache, ranks, 1)
+            await engine.run(40)
+            held = [await cache.acquire(f"h{f}", prompt(f, 2), deadline=60.0) for f in range(2)]
+            for rank in ranks:
+                rank.lag = lambda: 0.05  # the loads of this one are under way
+            pending = await cache.acquire("pending", prompt(0, 3), deadline=60.0)
+            ranks[1].flows.clear()
+            waits = [asyncio.ensure_future(pending.layer_ready(layer)) for layer in (0, 2)] if pending.pending else []
+            ranks[1].cut()
+            await asyncio.sleep(0.1)
+            for lease in (*held, pending):
+                with pytest.raises(kvactors.RankLost):
+                    await lease.extend([1] * BLOCK)
+                with pytest.raises(kvactors.RankLost):
+                    await lease.commit(BLOCK)
+            for result in await asyncio.gather(*waits, return_exceptions=True):
+                assert isinstance(result, int | kvactors.RankLost)
+            for lease in (*held, pending):
+                if end == "abandon":
+                    lease.abandon()
+                else:
+                    await getattr(lease, end)()
+            ranks[1].flows.set()
+            await all_there(cache)
+            await engine.run(20)
+            assert engine.bad == []
+            await at_rest(cache)
+
+    simulate(main, 1)
+
+
+def test_requests_that_wait_for_room_when_a_rank_is_lost_are_matched_anew():
+    async def main(seed: int) -> None:
+        async with led(settings(device=DeviceConfig(num_blocks=10))) as (cache, ranks):
+            engine = Engine(cache, ranks, seed)
+            await engine.run(20)
+            ranks[0].flows.clear()
+            asked = [asyncio.ensure_future(cache.acquire(f"w{f}", prompt(f, 4), deadline=20.0)) for f in range(5)]
+            await asyncio.sleep(0.05)
+            ranks[0].cut()
+            ranks[0].flows.set()
+            while asked:
+                await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+                for task in [one for one in asked if one.done()]:
+                    asked.remove(task)
+                    if task.exception() is None:
+                        await task.result().finish()
+            await all_there(cache)
+            await engine.run(20)
+            assert engine.bad == []
+            await at_rest(cache)
+
+    for seed in range(4):
+        simulate(lambda seed=seed: main(seed), seed)
+
+
+def test_a_rank_that_comes_and_dies_before_the_others_come():
+    async def main() -> None:
+        config = settings(storage=stored(write_policy="write_through"))
+        ranks = [Rank(config, number) for number in range(2)]
+
+        async def come() -> None:
+            await ranks[0].start()
+            await asyncio.sleep(0.1)
+            await ranks[0].kill()
+            await asyncio.sleep(0.1)
+            await ranks[1].start()
+            await asyncio.sleep(0.1)
+            await ranks[0].start()
+
+        coming = asyncio.ensure_future(come())
+        async with kvactors.open(config, inline_copies=True) as cache:
+            engine = Engine(cache, ranks, 0)
+            await engine.run(30)
+            assert engine.served
+            assert engine.bad == []
+            await at_rest(cache)
+        await coming
+        for rank in ranks:
+            await rank.close()
+
+    simulate(main, 2)
+
+
+def test_a_leader_that_begins_anew_finds_what_all_ranks_kept():
+    async def main() -> None:
+        config = settings(storage=stored(write_policy="write_through"), host=INCLUSIVE)
+        ranks = [Rank(config, number) for number in range(2)]
+        for rank in ranks:
+            await rank.start()
+        async with kvactors.open(config, inline_copies=True) as cache:
+            async with await cache.acquire("a", prompt(0, 3)) as lease:
+                await lease.ready()
+                compute(lease, ranks, 0, 3)
+                await lease.commit(3 * BLOCK)
+            await cache.settled()
+        lacking = next(iter(ranks[1].store.objects))
+        await ranks[1].store.remove([lacking])
+        async with kvactors.open(config, inline_copies=True) as cache:
+            held = cache.system.backend.keys()
+            assert len(held) == 2
+            assert lacking not in held
+            async with await cache.acquire("b", prompt(0, 3)) as lease:
+                await lease.ready()
+                assert wrong(lease, ranks, lease.cached_tokens // BLOCK) == []
+            await at_rest(cache)
+        for rank in ranks:
+            await rank.close()
+
+    simulate(main, 0)
+
+
+def test_a_leader_without_its_ranks_says_which_are_missing():
+    async def main() -> None:
+        config = settings(ranks=RanksConfig(3, ENDPOINT, 0.3, 2.0))
+        rank = Rank(config, 1)
+        await rank.start()
+        with pytest.raises(kvactors.ConfigError, match="tensor_parallel"):
+            async with kvactors.open(config, inline_copies=True):
+                pass
+        config = settings(3, ranks=RanksConfig(3, ENDPOINT, 0.3, 2.0))
+        await rank.close()
+        rank = Rank(config, 1)
+        await rank.start()
+        with pytest.raises(kvactors.RankError, match=r"\[0, 2\] of 3"):
+            async with kvactors.open(config, inline_copies=True):
+                pass
+        await rank.close()
+
+    simulate(main, 0)

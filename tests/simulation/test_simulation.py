@@ -1,0 +1,94 @@
+"""Seeds, as many as a test run can afford; `kvactors simulate` runs as many as there is time for."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvactors.simulation import run_seed
+from kvactors.simulation.coverage import coverage, universe
+from kvactors.simulation.draw import draw_run
+from kvactors.simulation.pool import run_seeds
+from kvactors.testing.plan import Fault, FaultPlan
+
+SEEDS, PART = 80, 20
+
+
+@pytest.fixture(scope="module")
+def reports():
+    return {}
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, PART))
+def test_nothing_is_violated(first, reports):
+    some = [run_seed(seed) for seed in range(first, first + PART)]
+    reports.update({one.seed: one for one in some})
+    assert {one.seed: one.violations for one in some if one.violations} == {}
+
+
+def test_so_few_seeds_reach_most_of_it(reports):
+    if len(reports) < SEEDS:
+        pytest.skip("not all seeds were run")
+    found, groups = coverage([one.seen for one in reports.values()]), universe()
+    assert sum(one.verified for one in reports.values()) > 5_000
+    for group, least in {"faults": 1.0, "messages": 0.85, "outcomes": 0.5, "states": 0.7}.items():
+        reached = 1 - len(found.never[group]) / len(groups[group])
+        assert reached >= least, (group, found.never[group])
+
+
+def test_a_device_that_loses_writes_is_caught(monkeypatch):
+    """The proof proves something: whoever breaks a copy is seen."""
+    from kvactors.device.host import HostDevice
+
+    copy, calls = HostDevice.copy_to_device, []
+
+    def forgetful(self, blocks, arena, slots, layers=None):
+        calls.append(1)
+        copy(self, blocks[1:], arena, slots[1:], layers)
+
+    monkeypatch.setattr(HostDevice, "copy_to_device", forgetful)
+    assert any(run_seed(seed).wrong for seed in range(10))
+    assert calls
+
+
+def test_a_leak_is_caught(monkeypatch):
+    from kvactors.prefix_index.pool import BlockPool
+
+    give = BlockPool.give
+    monkeypatch.setattr(BlockPool, "give", lambda self, blocks: give(self, list(blocks)[:-1]))
+    assert any(run_seed(seed).violations for seed in range(5))
+
+
+def test_a_death_that_nobody_planned_is_caught(monkeypatch):
+    from kvactors.gpu_swapper.actor import GpuSwapper
+    from kvactors.gpu_swapper.messages import CopyFinished
+
+    def broken(self, message):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(GpuSwapper, GpuSwapper.HANDLERS[CopyFinished], broken)
+    assert any("by plan" in what for seed in range(5) for what in run_seed(seed).violations)
+
+
+def test_a_sink_that_is_told_nothing_is_caught(monkeypatch):
+    from kvactors.testing.fakes import SimSink
+
+    async def deaf(self, tasks):
+        return None
+
+    monkeypatch.setattr(SimSink, "deliver", deaf)
+    assert any("divergence" in what for seed in range(8) for what in run_seed(seed).violations)
+
+
+def test_a_plan_of_ones_own():
+    drawn = draw_run(3)
+    plan = FaultPlan((Fault("actor_crash", 20.0, "cpu_evictor"), Fault("clock_jump", 0.01, duration=2.0)))
+    report = run_seed(3, drawn._replace(plan=plan))
+    assert report.violations == []
+    assert report.faults == 2
+
+
+def test_processes_give_the_same_reports():
+    here = {one.seed: one for one in run_seeds(0, 3, 1)}
+    there = {one.seed: one for one in run_seeds(0, 3, 2)}
+    assert here.keys() == there.keys() == {0, 1, 2}
+    assert all(here[seed].same_run(there[seed]) for seed in here)
