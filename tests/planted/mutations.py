@@ -1,0 +1,313 @@
+"""Bugs as they happen, each planted alone: what to replace in which file, what that breaks, and which tests must notice.
+
+Here those of what is decided (index, host tier, telling); `mutations_below` has those of what is carried out.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Mutation(NamedTuple):
+    """file: below kvactors/. old: must occur there exactly once. catchers: arguments for pytest; one of these tests must fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    breaks: str
+    catchers: tuple[str, ...]
+
+
+DECIDED: tuple[Mutation, ...] = (
+    Mutation(
+        "device_blocks_free_before_the_copy",
+        "prefix_index/transfers.py",
+        "            self.offloads[op.op] = op\n",
+        "            self._evict_done(op, bytes([HOST]) * op.total)\n",
+        "an evicted device block is given to the next request while it is still being copied to the host",
+        ("tests/door/test_faults.py::test_two_requests_share_one_load_and_a_failure_of_it",),
+    ),
+    Mutation(
+        "abandoned_lease_keeps_its_references",
+        "prefix_index/actor.py",
+        "            self._abandoned += 1\n            self._give_back(lease)\n",
+        "            self._abandoned += 1\n            self._detach(lease)\n",
+        "the blocks of a request that was cancelled are never given back",
+        ("tests/door/test_cancellation.py::test_cancelled_at_every_step",),
+    ),
+    Mutation(
+        "waiter_that_gives_up_keeps_its_blocks",
+        "prefix_index/room.py",
+        "        self.index.pool.give(waiter.taken)\n        waiter.give_up()\n",
+        "        waiter.give_up()\n",
+        "blocks handed to somebody who stops waiting for the rest are lost",
+        ("tests/door/test_concurrent_requests.py::test_what_is_called_cached_is",),
+    ),
+    Mutation(
+        "hits_counted_twice",
+        "prefix_index/actor.py",
+        "lease.device_hits, lease.host_hits, lease.storage_hits = again.run, 0, 0  # loads that landed meanwhile are in the run",
+        "lease.device_hits = again.run",
+        "a request that waited and is matched again says more tokens are cached than are",
+        ("tests/planted/test_gaps.py::test_what_lands_while_a_request_waits_for_room_is_counted_once",),
+    ),
+    Mutation(
+        "device_forgets_to_discard",
+        "prefix_index/transfers.py",
+        "            self.discard(load.path.keys(load.start, load.start + good))\n",
+        "",
+        "an exclusive host tier is never told that the device holds what it lent: slots leak",
+        ("tests/door/test_life.py::test_offload_and_load_bring_the_same_bytes_back",),
+    ),
+    Mutation(
+        "sharer_computes_into_anothers_blocks",
+        "prefix_index/transfers.py",
+        "        if not owner:\n            self._replace_targets(",
+        "        if not owner and landed:\n            self._replace_targets(",
+        "of two requests that share a failed load the second one goes on in the first one's blocks",
+        ("tests/door/test_faults.py::test_two_requests_share_one_load_and_a_failure_of_it",),
+    ),
+    Mutation(
+        "partial_block_shared",
+        "prefix_index/actor.py",
+        "lease.tree.commit(lease.path, computed // self.index.block_size)",
+        "lease.tree.commit(lease.path, -(-computed // self.index.block_size))",
+        "a block whose last tokens are not computed yet becomes shareable",
+        ("tests/door/test_life.py::test_cold_then_hit_on_the_device",),
+    ),
+    Mutation(
+        "whole_prompt_hit",
+        "prefix_index/index.py",
+        "return full - 1 if self._recompute",
+        "return full - 0 if self._recompute",
+        "a whole prompt is a hit, and the engine has no token left to compute the first output from",
+        ("tests/door/test_life.py::test_a_full_hit_leaves_a_block_to_compute_unless_configured",),
+    ),
+    Mutation(
+        "clear_leaves_the_host",
+        "prefix_index/actor.py",
+        "        self.tell(self.evictor, ClearHost(message.storage))\n",
+        "        if message.storage:\n            self.tell(self.evictor, ClearHost(message.storage))\n",
+        "clear() without the storage leaves the host tier as it was",
+        ("tests/planted/test_gaps.py::test_clear_takes_the_host_too",),
+    ),
+    Mutation(
+        "lost_rank_leaves_the_device",
+        "prefix_index/layers.py",
+        "        self.index.retire()\n        if self.announce:",
+        "        if self.announce:",
+        "blocks that died with a rank's process are served as hits",
+        ("tests/planted/test_gaps.py::test_nothing_that_died_with_a_rank_is_a_hit",),
+    ),
+    Mutation(
+        "silent_restart_of_the_device",
+        "prefix_index/actor.py",
+        "            self.tell(self.notifier, Cleared(Tier.DEVICE, Reason.RESTART))",
+        '            self.log.debug("a new life")',
+        "after a restart of PrefixIndex indexes go on believing in blocks of its last life",
+        ("tests/planted/test_gaps.py::test_what_a_dead_actor_held_is_told_gone_before_anything_comes_again",),
+    ),
+    Mutation(
+        "namespace_not_in_the_key",
+        "prefix_index/keys.py",
+        "field(TAG_NAMESPACE, namespace.encode())",
+        'field(TAG_NAMESPACE, b"")',
+        "requests of different namespaces share blocks",
+        ("tests/prefix_index/test_keys.py::test_each_part_of_a_root_changes_the_key",),
+    ),
+    Mutation(
+        "salt_not_in_the_key",
+        "prefix_index/keys.py",
+        "field(TAG_SALT, salt.encode())",
+        'field(TAG_SALT, b"")',
+        "tenants with different salts share blocks",
+        ("tests/prefix_index/test_keys.py::test_each_part_of_a_root_changes_the_key",),
+    ),
+    Mutation(
+        "slot_free_while_in_use",
+        "cpu_evictor/host.py",
+        "        if entry.dropped and not entry.pins:\n"
+        "            self._ghosts.discard(entry)\n"
+        "            self._free.append(entry.slot)\n"
+        "\n"
+        "    def drop(self, entry: Entry) -> None:\n"
+        '        """Forget an entry; its slot is free at once, or with its last use."""\n'
+        "        if entry.dropped:\n"
+        "            return\n"
+        "        entry.dropped = True\n"
+        "        if entry.place is Place.RESIDENT:\n"
+        "            self._exit(entry)\n"
+        "        del self.entries[entry.key]\n"
+        "        if entry.pins:\n"
+        "            self._ghosts.add(entry)\n"
+        "        else:\n"
+        "            self._free.append(entry.slot)\n",
+        "\n"
+        "    def drop(self, entry: Entry) -> None:\n"
+        '        """Forget an entry; its slot is free at once, or with its last use."""\n'
+        "        if entry.dropped:\n"
+        "            return\n"
+        "        entry.dropped = True\n"
+        "        if entry.place is Place.RESIDENT:\n"
+        "            self._exit(entry)\n"
+        "        del self.entries[entry.key]\n"
+        "        self._free.append(entry.slot)\n",
+        "a host slot is handed out again before a copy or a write has read it",
+        ("tests/planted/test_gaps.py::test_a_slot_is_free_with_its_last_use_and_not_before",),
+    ),
+    Mutation(
+        "slot_free_before_the_write",
+        "cpu_evictor/traffic.py",
+        "            self._writes[op] = Asked(writer, len(batch), partial(self._after_write, batch))\n",
+        "            self._after_write(batch, bytes([Outcome.OK]) * len(batch))\n",
+        "a slot is free as soon as the write was sent, not when the store has read it",
+        ("tests/door/test_concurrent_requests.py::test_what_is_called_cached_is",),
+    ),
+    Mutation(
+        "cancelled_load_keeps_a_pin",
+        "cpu_evictor/actor.py",
+        "            self._release_tail(job, 0)\n",
+        "            self._release_tail(job, 1)\n",
+        "a load that is cancelled leaves its first slot pinned for ever",
+        ("tests/door/test_cancellation.py::test_cancelled_at_every_step",),
+    ),
+    Mutation(
+        "one_block_too_many",
+        "cpu_evictor/actor.py",
+        "        good = job.good()\n",
+        "        good = min(job.good() + 1, len(job.entries))\n",
+        "a load of which a copy failed reports one block more than arrived",
+        ("tests/door/test_faults.py::test_a_failed_load_is_a_miss_into_the_leases_own_blocks",),
+    ),
+    Mutation(
+        "youngest_evicted_first",
+        "cpu_evictor/host.py",
+        "for key, entry in self.lru.items():\n            if entry.pins",
+        "for key, entry in reversed(self.lru.items()):\n            if entry.pins",
+        "the host evicts what was used last",
+        ("tests/e2e/test_replay_oracle.py::test_hits_of_every_tier_equal_the_models[inclusive]",),
+    ),
+    Mutation(
+        "used_in_the_wrong_order",
+        "cpu_evictor/actor.py",
+        "        self.host.touch(reversed(keys))\n\n        def then(failed",
+        "        self.host.touch(keys)\n\n        def then(failed",
+        "a finished request makes the end of its prefix younger than its beginning",
+        ("tests/e2e/test_replay_oracle.py::test_hits_of_every_tier_equal_the_models[inclusive]",),
+    ),
+    Mutation(
+        "exclusive_host_keeps_its_copy",
+        "cpu_evictor/actor.py",
+        "            if entry.place is not Place.TRANSIT and not entry.arriving:\n",
+        "            if entry.place is Place.RESIDENT and not entry.arriving:\n",
+        "what went back to the device stays in an exclusive host's slots",
+        ("tests/door/test_life.py::test_offload_and_load_bring_the_same_bytes_back",),
+    ),
+    Mutation(
+        "deadline_of_a_fetch_ignored",
+        "cpu_evictor/actor.py",
+        "            self.after(message.deadline - now(), Overdue(job.op))\n",
+        "",
+        "a load waits for a slow store beyond its deadline",
+        ("tests/door/test_faults.py::test_a_slow_or_broken_store_costs_a_miss_by_the_deadline",),
+    ),
+    Mutation(
+        "silent_restart_of_the_host",
+        "cpu_evictor/actor.py",
+        "            self.tell(self.notifier, Cleared(Tier.HOST, Reason.RESTART))",
+        '            self.log.debug("a new life")',
+        "after a restart of CpuEvictor indexes go on believing in what its slots held",
+        ("tests/planted/test_gaps.py::test_what_a_dead_actor_held_is_told_gone_before_anything_comes_again",),
+    ),
+    Mutation(
+        "evicted_without_a_word",
+        "cpu_evictor/traffic.py",
+        "        self.gone(victims, Reason.CPU_EVICTION)\n",
+        "",
+        "indexes never hear that the host let go of blocks",
+        ("tests/door/test_faults.py::test_host_watermarks_evict_ahead_of_need",),
+    ),
+    Mutation(
+        "children_told_before_parents",
+        "flush_notifier/runs.py",
+        "run.entries[0].depth if run.resident else",
+        "-run.entries[0].depth if run.resident else",
+        "a sink hears of a block before it hears of the block's parent",
+        ("tests/flush_notifier/test_ledger.py",),
+    ),
+    Mutation(
+        "start_block_off_by_one",
+        "flush_notifier/runs.py",
+        "        first.depth - 1,\n        len(run.entries),",
+        "        first.depth,\n        len(run.entries),",
+        "every task says that it begins one block later than it does",
+        ("tests/flush_notifier/test_ledger.py",),
+    ),
+    Mutation(
+        "lost_answer_forgotten",
+        "flush_notifier/ledger.py",
+        "                entry.states[sink] |= run.bit << UNSURE\n",
+        "                entry.states[sink] |= 0\n",
+        "what a sink may have taken although its answer was lost is not taken back",
+        ("tests/flush_notifier/test_ledger.py",),
+    ),
+    Mutation(
+        "refused_batch_counts_as_told",
+        "flush_notifier/actor.py",
+        "delivery.batch.split(delivery.sink.taken)",
+        "delivery.batch.split(len(delivery.batch.tasks))",
+        "after a sink has failed nothing of the batch is sent again",
+        ("tests/flush_notifier/test_notifier.py",),
+    ),
+    Mutation(
+        "epoch_stands_still",
+        "flush_notifier/actor.py",
+        "        self.epoch = epoch + ref.life\n",
+        "        self.epoch = epoch\n",
+        "a new life of the notifier speaks in the last one's epoch",
+        ("tests/flush_notifier/test_notifier.py",),
+    ),
+    Mutation(
+        "overdue_load_keeps_its_blocks",
+        "prefix_index/transfers.py",
+        "            self._leave(lease, load, 0, 0, owner=False)",
+        "            self._leave(lease, load, 0, 0, owner=True)",
+        "a request whose load hangs goes on in the very blocks that the copy may still write to",
+        ("tests/door/test_faults.py::test_a_copy_that_hangs_costs_other_blocks_and_its_own_stay_out_of_use",),
+    ),
+    Mutation(
+        "load_judged_before_its_parent",
+        "prefix_index/transfers.py",
+        "load.result is not None and (load.after is None or load.after.judged)",
+        "load.result is not None",
+        "a block counts as cached although the load of its parent is still under way, and may fail",
+        ("tests/planted/test_gaps.py::test_a_load_counts_only_with_the_one_above_it",),
+    ),
+    Mutation(
+        "saves_forgotten_at_a_restart",
+        "prefix_index/transfers.py",
+        "        for tree, path in self.saves.values():\n"
+        "            self.index.pool.give(tree.release(path))\n"
+        "        self.saves.clear()\n",
+        "        self.saves.clear()\n",
+        "blocks that were being saved when CpuEvictor died are never given back",
+        ("tests/planted/test_gaps.py::test_what_was_being_saved_when_the_host_died_is_given_back",),
+    ),
+    Mutation(
+        "barrier_forgets_the_call_under_way",
+        "flush_notifier/actor.py",
+        "return None if self.deliveries[i].in_flight else self.ledger.clock",
+        "return self.ledger.clock",
+        "flush_settled returns although a call under way may leave something to be corrected",
+        ("tests/flush_notifier/test_barrier.py::test_the_barrier_covers_what_an_unfinished_call_leaves_to_be_corrected",),
+    ),
+    Mutation(
+        "adapter_not_in_the_key",
+        "prefix_index/keys.py",
+        "field(TAG_LORA, lora.encode())",
+        'field(TAG_LORA, b"")',
+        "different adapters share blocks",
+        ("tests/prefix_index/test_keys.py::test_published_root_keys",),
+    ),
+)

@@ -1,0 +1,215 @@
+"""Bugs of what carries out: copies, ranks, stores, and the actors themselves. See `mutations`."""
+
+from __future__ import annotations
+
+from mutations import DECIDED, Mutation
+
+CARRIED_OUT: tuple[Mutation, ...] = (
+    Mutation(
+        "failed_copy_never_told",
+        "gpu_swapper/actor.py",
+        "        self.tell(self._evictor, Copied(message.op, message.failed))",
+        "        if len(message.failed) < message.pairs:\n"
+        "            self.tell(self._evictor, Copied(message.op, message.failed))",
+        "the completion of a copy that failed altogether is lost: whoever waits for it waits for ever",
+        ("tests/door/test_faults.py::test_a_failed_load_is_a_miss_into_the_leases_own_blocks",),
+    ),
+    Mutation(
+        "layers_reported_before_the_copy",
+        "gpu_swapper/executor.py",
+        "                self.copy(direction, blocks, slots, layers)\n"
+        "                if progress is not None and layers is not None:\n"
+        "                    progress(layers.stop)\n",
+        "                if progress is not None and layers is not None:\n"
+        "                    progress(layers.stop)\n"
+        "                self.copy(direction, blocks, slots, layers)\n",
+        "a layer is said to be there before its bytes are",
+        ("tests/gpu_swapper/test_executor.py::test_what_is_reported_has_arrived",),
+    ),
+    Mutation(
+        "layers_reported_with_the_first_piece",
+        "gpu_swapper/executor.py",
+        "while reached < len(groups) and all(",
+        "while reached < len(groups) and any(",
+        "a layer is said to be there when the first of several threads has copied its part",
+        ("tests/planted/test_gaps_below.py::test_a_layer_is_there_when_all_its_pieces_are",),
+    ),
+    Mutation(
+        "copies_of_the_last_rank_only",
+        "gpu_swapper/remote.py",
+        "            failed |= {",
+        "            failed = {",
+        "a copy that failed on one rank counts if the last rank made it",
+        ("tests/planted/test_gaps_below.py::test_a_copy_is_as_good_as_its_worst_rank",),
+    ),
+    Mutation(
+        "best_rank_wins",
+        "storage/backends/ranks.py",
+        "        worst = [0] * len(keys)\n"
+        "        gone: set[bytes] = set()\n"
+        "        for answer in answers:\n"
+        "            for i, outcome in enumerate(outcomes_of(answer, len(keys))):\n"
+        "                worst[i] = max(",
+        "        worst = [len(BADNESS) - 1] * len(keys)\n"
+        "        gone: set[bytes] = set()\n"
+        "        for answer in answers:\n"
+        "            for i, outcome in enumerate(outcomes_of(answer, len(keys))):\n"
+        "                worst[i] = min(",
+        "an object counts as read although only one rank has its share of it",
+        ("tests/planted/test_gaps_below.py::test_an_object_is_as_good_as_its_worst_share",),
+    ),
+    Mutation(
+        "silence_taken_for_the_end",
+        "ranks/group.py",
+        "                self._set(rank, Health.SILENT)\n",
+        "                rank.settle()\n                self._set(rank, Health.SILENT)\n",
+        "blocks that a stopped rank may still write to are handed out again",
+        ("tests/planted/test_gaps_below.py::test_what_a_silent_rank_was_asked_stays_open_until_it_answers",),
+    ),
+    Mutation(
+        "checksum_not_compared",
+        "storage/backends/file.py",
+        "return Outcome.OK if expected == entry == self.files.entry(slot) else Outcome.CORRUPT",
+        "return Outcome.OK if expected[:88] == entry[:88] == self.files.entry(slot)[:88] else Outcome.CORRUPT",
+        "a rotten bit in a stored object is served as a hit",
+        ("tests/storage/test_file_store.py::test_a_damaged_object_is_a_counted_miss_and_its_slot_is_left_alone",),
+    ),
+    Mutation(
+        "slots_overlap",
+        "storage/backends/slab_files.py",
+        "return self.slabs[slab], index * self.meta.stride",
+        "return self.slabs[slab], max(0, index - 1) * self.meta.stride",
+        "two slots of a slab lie on the same bytes",
+        ("tests/storage/test_contract.py::TestFile::test_what_was_written_is_read_and_results_are_per_key",),
+    ),
+    Mutation(
+        "found_before_it_is_written",
+        "storage/backends/owned.py",
+        "        return self.catalog.run(keys[:ready])",
+        "        return self.catalog.run(keys)",
+        "a probe finds objects that are still being written",
+        ("tests/planted/test_gaps_below.py::test_nothing_is_found_before_it_is_written",),
+    ),
+    Mutation(
+        "failed_seal_ignored",
+        "storage/backends/owned.py",
+        "            outcomes[i] = outcome\n",
+        "            outcomes[i] = Outcome.OK\n",
+        "a write whose objects could not be sealed is announced as stored",
+        ("tests/storage/test_file_store.py::test_a_full_or_failing_disk_leaves_nothing_behind",),
+    ),
+    Mutation(
+        "never_synced",
+        "storage/backends/file.py",
+        'sync=self.durability == "synced"',
+        'sync=self.durability == "written"',
+        "with durability synced a write is announced before the device has it",
+        ("tests/storage/test_file_store.py::test_a_full_or_failing_disk_leaves_nothing_behind",),
+    ),
+    Mutation(
+        "slot_used_again_while_read",
+        "storage/backends/file.py",
+        "            if self._readers[slot]:\n",
+        "            if slot in self._zombies:\n",
+        "the slot of an object that goes is written anew under its reader",
+        ("tests/planted/test_gaps_below.py::test_what_is_removed_while_it_is_read_keeps_its_place_until_then",),
+    ),
+    Mutation(
+        "cancelled_thread_not_awaited",
+        "storage/backends/file.py",
+        "        return await to_the_end(asyncio.wrap_future(self._threads.submit(lambda: function(*args))))",
+        "        return await asyncio.wrap_future(self._threads.submit(lambda: function(*args)))",
+        "a cancelled read goes on in its thread and writes into a slot that is somebody else's by then",
+        ("tests/planted/test_gaps_below.py::test_a_cancelled_read_has_ended_when_it_returns",),
+    ),
+    Mutation(
+        "newest_object_evicted",
+        "storage/catalog.py",
+        "self._names.popitem(last=False)",
+        "self._names.popitem(last=True)",
+        "a full store throws away what it has just taken in",
+        ("tests/storage/test_backends.py::test_the_catalog_is_an_exact_lru",),
+    ),
+    Mutation(
+        "cancelled_put_delivers",
+        "actor/channel.py",
+        "                self._granted -= 1  # the place was promised to us: pass it on\n                self._grant()\n",
+        "                self._granted -= 1  # the place was promised to us: pass it on\n                self._append(item)\n",
+        "a put that was cancelled has delivered all the same, and its sender sends again",
+        ("tests/actor/test_channel.py::test_exactly_once_under_cancellation_anywhere",),
+    ),
+    Mutation(
+        "cancelled_put_keeps_the_place",
+        "actor/channel.py",
+        "                self._granted -= 1  # the place was promised to us: pass it on\n                self._grant()\n",
+        "                self._granted -= 1  # the place was promised to us: pass it on\n",
+        "the place of a cancelled sender is passed on to nobody: the next one waits for ever",
+        ("tests/actor/test_channel.py::test_exactly_once_under_cancellation_anywhere",),
+    ),
+    Mutation(
+        "cancelled_get_loses",
+        "actor/channel.py",
+        "            if item is not None:\n                return item\n",
+        "            if item is not None:\n                await asyncio.sleep(0)\n                return item\n",
+        "a get that is cancelled has taken an item that nobody sees",
+        ("tests/actor/test_channel.py::test_cancelling_a_parked_receiver_loses_nothing",),
+    ),
+    Mutation(
+        "jobs_outlive_their_actor",
+        "actor/actor.py",
+        "            await asyncio.gather(*jobs, return_exceptions=True)\n",
+        "",
+        "an actor is restarted while copies of its last life still write",
+        ("tests/actor/test_actor.py::test_job_results_and_failures_return_as_messages_and_jobs_end_with_their_actor",),
+    ),
+    Mutation(
+        "letters_to_the_dead_are_read",
+        "actor/actor.py",
+        "        if envelope.life != self.life or envelope.abandoned:\n",
+        "        if envelope.abandoned:\n",
+        "a restarted actor acts on what its last life was told",
+        ("tests/planted/test_gaps.py::test_what_was_on_its_way_to_a_dead_actor_is_not_for_its_next_life",),
+    ),
+    Mutation(
+        "survivors_hear_nothing",
+        "actor/supervisor.py",
+        "                self._notify_survivors(group)\n",
+        "",
+        "who waits for an answer of a dead actor waits for ever",
+        ("tests/door/test_faults.py::test_any_actor_may_die_at_any_time",),
+    ),
+    Mutation(
+        "corrupt_object_stays",
+        "storage/backends/owned.py",
+        "key for key in (*corrupt, *missing) if",
+        "key for key in missing if",
+        "a rotten object still counts as held after it was seen, and indexes do not hear of it",
+        ("tests/planted/test_gaps_below.py::test_a_rotten_object_is_gone_with_the_first_look",),
+    ),
+    Mutation(
+        "cleared_while_it_was_written",
+        "storage/backends/owned.py",
+        "gone = [i for i in saved if keys[i] not in self.catalog]",
+        "gone = [i for i in saved if i < 0]",
+        "what was being written when the store was cleared is announced as stored, and its place is lost",
+        ("tests/storage/test_contract.py::TestFile::test_clear_takes_everything_also_what_is_being_written",),
+    ),
+    Mutation(
+        "admitted_with_open_questions",
+        "ranks/group.py",
+        "        rank.settle()  # it says hello when everything from before is over\n",
+        "",
+        "what a rank was asked before its process died is waited for for ever",
+        ("tests/planted/test_gaps_below.py::test_what_was_asked_of_a_rank_before_it_died_is_over_when_it_is_back",),
+    ),
+    Mutation(
+        "uncleared_rank_forgotten",
+        "storage/backends/ranks.py",
+        "uncleared = None in answers",
+        "uncleared = False",
+        "a rank that could not be asked to clear its store serves what was cleared",
+        ("tests/planted/test_gaps_below.py::test_nothing_is_written_beside_what_could_not_be_cleared",),
+    ),
+)
+
+MUTATIONS = (*DECIDED, *CARRIED_OUT)

@@ -1,0 +1,241 @@
+"""Plants each mutation alone in a copy of the tree and runs the tests that must notice it.
+
+    python tests/planted/run.py [--only NAME ...] [--jobs 2] [--json OUT] [--markdown OUT]
+
+Exit 0 if every mutation was caught and the same tests pass on the unmutated copy, else 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from mutations import Mutation
+from mutations_below import MUTATIONS
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Column, Table
+
+ROOT = Path(__file__).resolve().parents[2]
+TREE = ("kvactors", "tests", "docs", "scenarios", "pyproject.toml", "README.md")
+LIMIT = 200.0
+"""Seconds for a mutation's tests; a hang is seen by then."""
+
+TEST_LIMIT = 60
+"""Seconds for one of them (pytest-timeout)."""
+
+
+class Stale(Exception):
+    """A mutation that does not fit the code any more."""
+
+
+class Verdict(NamedTuple):
+    """caught: a test failed, or hung. by: the first such test. how: fails, hang, passes, or why pytest could not run it."""
+
+    name: str
+    caught: bool
+    how: str
+    by: str
+    seconds: float
+    failing: tuple[str, ...]
+    output: str
+
+
+def planted(mutation: Mutation, source: str) -> str:
+    """The source with the mutation in it. Stale if its old text does not occur exactly once, or nothing but words changes."""
+    count = source.count(mutation.old)
+    if count != 1:
+        raise Stale(f"{mutation.name} is stale: its old text occurs {count} times in kvactors/{mutation.file}, not once")
+    mutated = source.replace(mutation.old, mutation.new)
+    try:
+        same = ast.dump(ast.parse(mutated)) == ast.dump(ast.parse(source))
+    except SyntaxError as error:
+        raise Stale(f"{mutation.name} is stale: kvactors/{mutation.file} is no Python with it ({error})") from error
+    if same:
+        raise Stale(f"{mutation.name} changes nothing in kvactors/{mutation.file}")
+    return mutated
+
+
+def source_of(mutation: Mutation, tree: Path = ROOT) -> str:
+    """The text of the file that a mutation is about."""
+    return (tree / "kvactors" / mutation.file).read_text("utf-8")
+
+
+def copy_tree(to: Path) -> Path:
+    """The package, its tests and what these read, in a folder of its own; with the native module that is used here."""
+    for name in TREE:
+        here = ROOT / name
+        if here.is_dir():
+            shutil.copytree(here, to / name, ignore=shutil.ignore_patterns("__pycache__", ".hypothesis"), dirs_exist_ok=True)
+        elif here.exists():
+            shutil.copy2(here, to / name)
+    native = importlib.util.find_spec("kvactors._native")
+    if native is None or native.origin is None:
+        raise SystemExit("kvactors._native is not built: nothing can be tested")
+    shutil.copy2(native.origin, to / "kvactors")
+    command = [sys.executable, "-c", "import kvactors._native; print(kvactors.__file__)"]
+    found = subprocess.run(command, cwd=to, env=environment_of(to), capture_output=True, text=True, check=False)
+    if not found.stdout.startswith(str(to)):  # an editable installation may come first
+        raise SystemExit(f"the copy in {to} is not what Python imports there: {found.stdout}{found.stderr}")
+    return to
+
+
+def environment_of(tree: Path) -> dict[str, str]:
+    """In which a copy comes before any other kvactors; caches would confuse a file with what it was a second ago."""
+    mine = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    return {**mine, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0"}
+
+
+def run_tests(tree: Path, catchers: Sequence[str], options: Sequence[str], limit: float) -> Verdict:
+    """Run tests in a copy for `limit` seconds at most; nothing outside it can be imported in its place."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="planted-tests-") as scratch:
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=line", f"--timeout={TEST_LIMIT}"]
+        with subprocess.Popen(
+            [*command, f"--basetemp={scratch}/t", *options, *catchers],
+            cwd=tree,
+            env=environment_of(tree),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        ) as process:
+            try:
+                output, code = process.communicate(timeout=limit)[0], process.returncode
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)  # a session of its own: this ends its children as well
+                output, code = process.communicate()[0], None
+    return verdict_of(code, output, time.monotonic() - began)
+
+
+def verdict_of(code: int | None, output: str, seconds: float) -> Verdict:
+    """What pytest's exit status and words mean: 1 is a test that failed, 2 to 5 are tests that could not be run. None: killed."""
+    found = re.findall(r"^(?:FAILED|ERROR) (tests/\S+?::.*?)(?: - (.*))?$", output, re.MULTILINE)
+    failing = tuple(test for test, _ in found)
+    by = failing[0].removeprefix("tests/") if failing else ""
+    if code is None:
+        return Verdict("", True, "hang", by or "(killed)", seconds, failing, output)
+    if code == 1 and failing:
+        return Verdict("", True, "hang" if "Timeout" in found[0][1] else "fails", by, seconds, failing, output)
+    how = "passes" if code == 0 else f"pytest ended with {code}"
+    return Verdict("", False, how, by, seconds, failing, output)
+
+
+@contextmanager
+def mutated(tree: Path, mutation: Mutation) -> Iterator[None]:
+    """The mutation in a copy, for a while."""
+    file, source = tree / "kvactors" / mutation.file, source_of(mutation, tree)
+    file.write_text(planted(mutation, source), "utf-8")
+    try:
+        yield
+    finally:
+        file.write_text(source, "utf-8")
+
+
+def try_all(mutations: Sequence[Mutation], jobs: int, console: Console) -> tuple[list[str], list[Verdict]]:
+    """Which catchers fail without any mutation (they prove nothing, and are left out), and how each mutation does under the others."""
+    with tempfile.TemporaryDirectory(prefix="planted-") as folder:
+        free = [copy_tree(Path(folder) / f"tree-{i}") for i in range(jobs)]
+        broken: list[str] = []
+
+        def clean(catchers: Sequence[str]) -> None:
+            tree = free.pop()  # there are as many trees as threads
+            verdict = run_tests(tree, catchers, ["--maxfail=20"], 6 * LIMIT)
+            free.append(tree)
+            if verdict.how != "passes":
+                console.print(verdict.output[-3000:], markup=False)
+                broken.extend(verdict.failing or [verdict.how])
+
+        def one(mutation: Mutation) -> Verdict:
+            tree = free.pop()
+            with mutated(tree, mutation):
+                options = ["-x", *(f"--deselect={test}" for test in broken if "::" in test)]
+                verdict = run_tests(tree, mutation.catchers, options, LIMIT)._replace(name=mutation.name)
+            free.append(tree)
+            console.print(f"{verdict.name}: {verdict.how} {verdict.by} ({verdict.seconds:.1f} s)", markup=False)
+            return verdict
+
+        catchers = [*dict.fromkeys(catcher for mutation in mutations for catcher in mutation.catchers)]
+        with ThreadPoolExecutor(jobs) as threads:
+            list(threads.map(clean, [part for i in range(jobs) if (part := catchers[i::jobs])]))
+            verdicts = list(threads.map(one, mutations))
+    return broken, verdicts
+
+
+def markdown_of(mutations: Sequence[Mutation], verdicts: Sequence[Verdict]) -> str:
+    """For a page."""
+    rows = ["| mutation | in | breaks | caught by | s |", "|---|---|---|---|---|"]
+    for mutation, verdict in zip(mutations, verdicts, strict=True):
+        by = f"`{verdict.by}`{' (hang)' if verdict.how == 'hang' else ''}" if verdict.caught else f"nothing: {verdict.how}"
+        rows.append(f"| {mutation.name} | `{mutation.file}` | {mutation.breaks} | {by} | {verdict.seconds:.1f} |")
+    return "\n".join(rows) + "\n"
+
+
+def table_of(mutations: Sequence[Mutation], verdicts: Sequence[Verdict]) -> Table:
+    """For people."""
+    table = Table("mutation", "breaks", Column("caught by", overflow="fold"), "s")
+    for mutation, verdict in zip(mutations, verdicts, strict=True):
+        by = f"{verdict.by}{' (hang)' if verdict.how == 'hang' else ''}" if verdict.caught else f"NOT CAUGHT: {verdict.how}"
+        table.add_row(mutation.name, mutation.breaks, escape(by), f"{verdict.seconds:.1f}")
+    return table
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", metavar="NAME", choices=[m.name for m in MUTATIONS])
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--json", type=Path, metavar="OUT")
+    parser.add_argument("--markdown", type=Path, metavar="OUT")
+    chosen = parser.parse_args(arguments)
+    mutations = [m for m in MUTATIONS if not chosen.only or m.name in chosen.only]
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    try:
+        for mutation in mutations:
+            planted(mutation, source_of(mutation))
+    except Stale as error:
+        console.print(str(error), markup=False)
+        return 1
+    broken, verdicts = try_all(mutations, max(1, min(chosen.jobs, len(mutations))), console)
+    console.print(table_of(mutations, verdicts))
+    caught = sum(verdict.caught for verdict in verdicts)
+    clean = f"fails {len(broken)} of" if broken else "passes"
+    console.print(f"{caught} of {len(verdicts)} caught; the unmutated copy {clean} the same tests", markup=False)
+    for test in broken:
+        console.print(f"fails without any mutation, and was left out: {test}", markup=False)
+    if chosen.json is not None:
+        rows = [
+            {
+                "name": m.name,
+                "file": m.file,
+                "breaks": m.breaks,
+                "caught": v.caught,
+                "how": v.how,
+                "by": v.by,
+                "seconds": v.seconds,
+            }
+            for m, v in zip(mutations, verdicts, strict=True)
+        ]
+        chosen.json.write_text(json.dumps({"broken": broken, "mutations": rows}, indent=1) + "\n", "utf-8")
+    if chosen.markdown is not None:
+        chosen.markdown.write_text(markdown_of(mutations, verdicts), "utf-8")
+    return 0 if caught == len(verdicts) and not broken else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""The planted bugs still fit the code, and a few of them are really planted; `run.py` does all of them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import run
+from mutations import Mutation
+from mutations_below import MUTATIONS
+from rich.console import Console
+
+FEW = ("start_block_off_by_one", "salt_not_in_the_key", "cancelled_get_loses")
+HARMLESS_FOR = "tests/prefix_index/test_keys.py::test_each_part_of_a_root_changes_the_key"
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_a_mutation_occurs_once_and_changes_the_code(mutation):
+    run.planted(mutation, run.source_of(mutation))
+    assert mutation.catchers
+    assert all((run.ROOT / catcher.partition("::")[0]).exists() for catcher in mutation.catchers)
+
+
+def test_names_are_given_once():
+    assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS) >= 18
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        ("b = 3\n", "b = 4\n", "occurs 0 times"),
+        ("a", "b", "occurs 2 times"),
+        ("a = 1\n", "a = 1  # one\n", "changes nothing"),
+        ("a = 1\n", "a = (\n", "is no Python"),
+    ],
+)
+def test_what_does_not_fit_any_more_is_stale(old, new, why):
+    mutation = Mutation("one", "units.py", old, new, "nothing", ("tests",))
+    with pytest.raises(run.Stale, match=why):
+        run.planted(mutation, "a = 1\nc = a\n")
+
+
+FAILED = "FAILED tests/a/test_b.py::test_c[x - y] - assert 1 == 2\n"
+HANGS = "FAILED tests/a/test_b.py::test_c - Failed: Timeout (>25.0s) from pytest-timeout.\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "caught", "how"),
+    [
+        (1, FAILED, True, "fails"),
+        (1, HANGS, True, "hang"),
+        (None, "", True, "hang"),
+        (0, "", False, "passes"),
+        (1, "", False, "pytest ended with 1"),
+        (2, "ERROR tests/a/test_b.py\n", False, "pytest ended with 2"),
+        (4, "", False, "pytest ended with 4"),
+        (5, "", False, "pytest ended with 5"),
+    ],
+)
+def test_only_a_test_that_fails_or_hangs_has_caught_anything(code, output, caught, how):
+    verdict = run.verdict_of(code, output, 1.0)
+    assert (verdict.caught, verdict.how) == (caught, how)
+
+
+def test_some_are_planted_and_caught(tmp_path, capsys):
+    only = [argument for name in FEW for argument in ("--only", name)]
+    assert run.main([*only, "--json", str(tmp_path / "out.json"), "--markdown", str(tmp_path / "out.md")]) == 0
+    assert "3 of 3 caught" in capsys.readouterr().out
+    result = json.loads((tmp_path / "out.json").read_text("utf-8"))
+    assert result["broken"] == []
+    assert [one["caught"] for one in result["mutations"]] == [True] * 3
+    assert (tmp_path / "out.md").read_text("utf-8").count("\n") == 5
+
+
+def test_what_no_test_notices_is_not_caught():
+    harmless = Mutation(
+        "another_budget", "actor/actor.py", "TURN_BUDGET = 64\n", "TURN_BUDGET = 63\n", "nothing", (HARMLESS_FOR,)
+    )
+    broken, verdicts = run.try_all([harmless], 1, Console(quiet=True))
+    assert broken == []
+    assert [(verdict.caught, verdict.how) for verdict in verdicts] == [(False, "passes")]
