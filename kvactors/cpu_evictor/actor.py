@@ -376,7 +376,7 @@ class CpuEvictor(Plane):
         self.host.clear()
         self.tell(self.notifier, Cleared(Tier.HOST, Reason.CLEAR))
         if message.storage and self.writers:
-            self.tell(self.writers[0], ClearStore(0))
+            self.clear_store()
 
     def host_keys(self) -> list[bytes]:
         """Names of the blocks resident on the host."""

@@ -16,7 +16,7 @@ from kvactors.device.arena import Arena
 from kvactors.flush_notifier.messages import Gained, Gone
 from kvactors.gpu_swapper.messages import Copy, Direction
 from kvactors.prefix_index.messages import HostGone
-from kvactors.storage.messages import Outcome, Probe, Read, Write
+from kvactors.storage.messages import ClearStore, Outcome, Probe, Read, Write
 from kvactors.units import Reason, Tier, join_keys
 
 WRITE_BATCH = 256
@@ -68,6 +68,7 @@ class Traffic(Actor):
         self._probes: dict[int, Asked] = {}
         self._reads: dict[int, Asked] = {}
         self._writes: dict[int, Asked] = {}
+        self._clears: dict[int, ActorRef] = {}
         self._held: list[Entry] = []  # evicted, to be written once no probe is open
 
     # -- copies
@@ -177,9 +178,16 @@ class Traffic(Actor):
         if asked is not None:
             asked.then(message.outcomes)
 
+    def clear_store(self) -> None:
+        """Have the store emptied; if the writer dies before it has heard of it, by its next life."""
+        op = next(self._ops)
+        self._clears[op] = self.writers[0]
+        self.tell(self.writers[0], ClearStore(op))
+
     @on(StoreCleared)
     def store_cleared(self, message: StoreCleared) -> None:
-        """The store is empty; nothing here waits for it."""
+        """The store is empty."""
+        self._clears.pop(message.op, None)
 
     @on(PeerRestarted)
     def peer_restarted(self, message: PeerRestarted) -> None:
@@ -188,6 +196,9 @@ class Traffic(Actor):
             self.gained(self.host.keys())
             return
         dead = message.name
+        for op in [op for op, writer in self._clears.items() if writer.name == dead]:
+            del self._clears[op]
+            self.clear_store()
         for op, _ in [one for one in self._probes.items() if one[1].actor.name == dead]:
             self.probed(Probed(op, 0))
         for op, asked in [one for one in self._reads.items() if one[1].actor.name == dead]:

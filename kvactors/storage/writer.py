@@ -43,10 +43,16 @@ class StorageWriter(StorageWorker):
 
     @on(ClearStore)
     def clear(self, message: ClearStore) -> None:
-        """Empty the store."""
+        """Empty the store; if this life ends before that, the next one does."""
+        self.backend.uncleared = True
 
         async def work() -> Finished:
-            await self.backend.clear()
+            self.backend.uncleared = False
+            try:
+                await self.backend.clear()
+            except BaseException:
+                self.backend.uncleared = True
+                raise
             return Finished(StoreCleared(message.op), b"", b"", b"", b"", 0)
 
         self.enqueue(work, Finished(StoreCleared(message.op), b"", b"", b"", b"", 0))
@@ -65,6 +71,8 @@ class StorageWriter(StorageWorker):
         super().started()
         if not self.life and self._first:
             self.report_all()
+        if self.life and self.backend.uncleared:
+            self.clear(ClearStore(0))
 
     @on(PeerRestarted)
     def peer_restarted(self, message: PeerRestarted) -> None:

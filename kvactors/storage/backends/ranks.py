@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, NoReturn
 
 from kvactors.device.arena import Arena
@@ -25,7 +25,7 @@ class RankBackend(Backend):
         self.group = group
         self.seconds = seconds
         self._held: dict[bytes, None] = {}
-        self._lost: list[bytes] = []
+        self._departed: set[bytes] = set()  # until somebody has told of it
         self._said: dict[int, set[bytes]] = {}  # by rank, until all were heard
         self.uncleared = False
         self._clears = 0
@@ -33,22 +33,21 @@ class RankBackend(Backend):
 
     def _stored(self, rank: int, keys: set[bytes]) -> None:
         """A rank was admitted, and says what its store holds. At the beginning, what all hold is here; later, nothing that it lacks is."""
-        self._drop([key for key in self._held if key not in keys])
+        self.take([key for key in self._held if key not in keys])
         if len(self._said) < self.group.config.count:
             self._said[rank] = keys
             if len(self._said) == self.group.config.count:
                 self._held.update(dict.fromkeys(set.intersection(*self._said.values())))
                 self._said = {one: set() for one in self._said}  # the names themselves are of no more use
 
-    def _drop(self, keys: Sequence[bytes]) -> None:
-        for key in keys:
-            if self._held.pop(key, self) is None:
-                self._lost.append(key)
-
     def lost(self) -> list[bytes]:
         """See `Backend.lost`."""
-        lost, self._lost = self._lost, []
-        return [key for key in lost if key not in self._held]
+        departed, self._departed = self._departed, set()
+        return [key for key in departed if key not in self._held]
+
+    def told(self, keys: Iterable[bytes]) -> None:
+        """See `Backend.told`."""
+        self._departed.difference_update(keys)
 
     @property
     def era(self) -> int:
@@ -66,8 +65,7 @@ class RankBackend(Backend):
 
     def take(self, keys: Sequence[bytes]) -> None:
         """See `Backend.take`."""
-        for key in keys:
-            self._held.pop(key, None)
+        self._departed.update(key for key in keys if self._held.pop(key, self) is None)
 
     async def _all(
         self, kind: Literal["read", "write", "remove", "clear"], keys: Sequence[bytes], slots: Sequence[int] = ()
@@ -132,7 +130,8 @@ class RankBackend(Backend):
 
     async def clear(self) -> None:
         """See `Backend.clear`. While a rank does not answer, its objects stay, and nothing is written until it could be cleared as well."""
-        self._held.clear()
+        self.take(list(self._held))
+        self.uncleared = True  # until all have said so
         self._clears += 1  # what is being written now is emptied, too
         answers = await self.group.scatter(lambda op: StoreObjects(op, "clear"))
         self.uncleared = None in answers
