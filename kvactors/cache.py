@@ -21,7 +21,8 @@ from kvactors.errors import CacheClosed, ChannelError, DeadlineExceeded, LeaseEn
 from kvactors.flush_notifier.messages import PLAIN, Origin, Settle
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.native import Path
-from kvactors.observe.statistics import CacheStatistics, collect, invariants, residency
+from kvactors.observe.invariants import invariants
+from kvactors.observe.statistics import CacheStatistics, collect, residency
 from kvactors.prefix_index.keys import block_extras, root_key
 from kvactors.prefix_index.messages import (
     Abandon,
@@ -340,7 +341,8 @@ class KVCache:
         return collect(self.system)
 
     def check(self) -> list[str]:
-        """Recompute every invariant; what is violated, in words. Meaningful at rest (after `settled`)."""
+        """Look whether every invariant holds; what is violated, in words. Under load each actor looks at its own state (pools add up, no slot
+        is given twice, every reference has a lease); at rest (after `settled`) also at what they say of each other."""
         return invariants(self.system)
 
     def divergence(self, sinks: Collection[str] | None = None) -> int:

@@ -57,14 +57,3 @@ def residency(system: System) -> dict[Tier, set[bytes]]:
         Tier.HOST: set(system.evictor_actor.host_keys()),
         Tier.STORAGE: set(system.backend.keys()) if system.backend is not None else set(),
     }
-
-
-def invariants(system: System) -> list[str]:
-    """What every actor's own check finds wrong."""
-    violated = []
-    for actor in system.supervisor.actors():
-        try:
-            actor.check()
-        except (AssertionError, RuntimeError) as error:
-            violated.append(f"{actor.ref.name}: {error}")
-    return violated
