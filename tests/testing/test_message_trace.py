@@ -82,7 +82,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_another_story():
 
 def test_another_process_with_other_hashes_and_addresses_tells_the_same():
     command = "import sys; sys.path.insert(0, sys.argv[1]); import test_message_trace as t; print(t.traced(3)[1])"
-    environment = {**os.environ, "PYTHONHASHSEED": "77", "PYTHONPATH": str(Path.cwd())}
+    environment = {**os.environ, "PYTHONHASHSEED": "77", "PYTHONPATH": str(Path(kvactors.__file__).parents[1])}
     done = subprocess.run(
         [sys.executable, "-c", command, str(Path(__file__).parent)],
         env=environment,
