@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
+import kvactors
 from kvactors.testing import Sim, plugin
 
 assert Sim, (
@@ -108,7 +109,7 @@ class Reader:
 
 
 def test_the_tutorial_is_true(pytester, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(PAGE.parents[1]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(kvactors.__file__).parents[1]))
     monkeypatch.syspath_prepend(pytester.path)
     page = list(blocks(PAGE.read_text("utf-8")))
     assert [block.kind for block in page].count("console") == 7

@@ -26,7 +26,7 @@ def test_other_seeds_are_other_runs():
 def test_another_process_replays_it(capfd):
     run_simulate(seed=5)
     first = capfd.readouterr().out
-    command = [sys.executable, "-m", "kvactors.simulation", "--seed", "5"]
+    command = [sys.executable, "-P", "-m", "kvactors.simulation", "--seed", "5"]
     again = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert again.stdout == first
     assert " takes " in first

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import kvactors
 from kvactors.testing import Sim, plugin
 
 assert Sim, (
@@ -19,7 +20,7 @@ assert Sim, (
 
 pytest_plugins = ["pytester"]
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(kvactors.__file__).parents[1]
 OPTIONS = (
     "-p",
     "kvactors.testing",
@@ -311,7 +312,7 @@ FAULTS = """
 """
 
 
-def test_faults(pytester):
+def test_what_the_faults_fixture_does(pytester):
     pytester.makepyfile(FAULTS)
     run(pytester, "--kv-seeds", "3").assert_outcomes(passed=27)
 
