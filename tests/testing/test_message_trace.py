@@ -84,7 +84,7 @@ def test_another_process_with_other_hashes_and_addresses_tells_the_same():
     command = "import sys; sys.path.insert(0, sys.argv[1]); import test_message_trace as t; print(t.traced(3)[1])"
     environment = {**os.environ, "PYTHONHASHSEED": "77", "PYTHONPATH": str(Path(kvactors.__file__).parents[1])}
     done = subprocess.run(
-        [sys.executable, "-c", command, str(Path(__file__).parent)],
+        [sys.executable, "-P", "-c", command, str(Path(__file__).parent)],
         env=environment,
         capture_output=True,
         text=True,
