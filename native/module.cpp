@@ -369,6 +369,7 @@ nb::bytes pack_tokens(const nb::bytes& tokens) {
 }  // namespace kvactors
 
 NB_MODULE(_native, m) {
+    nb::set_leak_warnings(false);  // objects alive when the interpreter ends are no news to anybody
     using namespace kvactors;
     m.attr("KEY_BYTES") = 32;
     m.attr("DEVICE") = int(kDevice);
