@@ -9,7 +9,7 @@ from kvactors.actor import Message, on
 from kvactors.actor.clock import now
 from kvactors.cpu_evictor.host import Entry, Place
 from kvactors.cpu_evictor.load import LoadJob
-from kvactors.cpu_evictor.messages import Admit, Cancel, ClearHost, Discard, Load, Offload, Overdue, Prefetch
+from kvactors.cpu_evictor.messages import Admit, Cancel, ClearHost, Load, Offload, Overdue, Prefetch
 from kvactors.cpu_evictor.messages import Place as PlaceLoad
 from kvactors.cpu_evictor.plane import Plane
 from kvactors.flush_notifier.messages import Cleared, Gained, Gone
@@ -80,6 +80,8 @@ class CpuEvictor(Plane):
             good = self._arrive(entries, failed)
             for j, entry in zip(fresh[first:], entries, strict=True):
                 kept[j] = entry.place is Place.RESIDENT and not entry.dropped
+            for j in [j for j, key in enumerate(keys) if key not in self.host.lru]:
+                kept[j] = 0  # it was here already, and has been evicted meanwhile
             stay = [entry.key for entry in good if entry.place is Place.RESIDENT]
             self.gained(stay + self._untold(keys, kept))
             self.offloaded += len(stay)
@@ -138,7 +140,7 @@ class CpuEvictor(Plane):
                 break
             self._secure(job, entry)
         rest = [key for key in job.wanted[len(job.entries) :] if self.host.usable(key) is None]
-        if rest and message.fetch and self.readers and message.deadline > now():
+        if rest and message.fetch and self.may_read and message.deadline > now():
             job.fetching = True
             self.after(message.deadline - now(), Overdue(job.op))
             self.probe(rest, message.deadline, lambda found: self._fetch(job, found))
@@ -230,7 +232,7 @@ class CpuEvictor(Plane):
         """Look in storage for what the host lacks; it comes to the host tier, where a load will find it."""
         keys = split_keys(message.keys)
         first = next((j for j in range(message.start, len(keys)) if keys[j] not in self.host.entries), len(keys))
-        if first == len(keys) or not (self.readers and self.host.capacity and message.deadline > now()):
+        if first == len(keys) or not (self.may_read and self.host.capacity and message.deadline > now()):
             return
 
         def found(run: int) -> None:
@@ -249,6 +251,8 @@ class CpuEvictor(Plane):
         good = self._arrive(entries, frozenset(i for i, outcome in enumerate(outcomes) if outcome != Outcome.OK))
         self.fetched += len(good)
         self.gained([entry.key for entry in good])
+        for entry in good:
+            entry.hinted = True
         self.tell(self.index, HostGained(join_keys(entry.key for entry in good)))
         self.keep_watermarks()
 
@@ -315,17 +319,6 @@ class CpuEvictor(Plane):
             elif entry.place is Place.TRANSIT and not entry.arriving and entry.pins == 1:
                 self.host.drop(entry)
             self.host.unpin(entry)
-
-    @on(Discard)
-    def discard(self, message: Discard) -> None:
-        """The device holds these: an exclusive tier forgets them."""
-        if not self.exclusive:
-            return
-        found = [entry for key in split_keys(message.keys) if (entry := self.host.entries.get(key)) is not None]
-        self.gone(found, Reason.PROMOTION)
-        for entry in found:
-            if entry.place is not Place.TRANSIT and not entry.arriving:
-                self.host.drop(entry)
 
     # -- admit
 

@@ -17,9 +17,9 @@ class Place(Enum):
 
 class Entry:
     """A block in a slot. pins: copies and writes that use the slot now. arriving: its bytes are not there yet. told: the notifier
-    believes it resident. dropped: forgotten; the slot is free as soon as nobody uses it."""
+    believes it resident. hinted: the index was told that it came by itself. dropped: forgotten; the slot is free as soon as nobody uses it."""
 
-    __slots__ = ("arriving", "dropped", "key", "parent", "pins", "place", "slot", "told")
+    __slots__ = ("arriving", "dropped", "hinted", "key", "parent", "pins", "place", "slot", "told")
 
     def __init__(self, key: bytes, parent: bytes, slot: int, place: Place) -> None:
         self.key = key
@@ -29,6 +29,7 @@ class Entry:
         self.pins = 0
         self.arriving = False
         self.told = False
+        self.hinted = False
         self.dropped = False
 
 

@@ -1,4 +1,5 @@
-"""CpuEvictor, the part that hears of the data plane: layers of a load that have arrived, copies that cannot be made, slots that are lost."""
+"""CpuEvictor, the part that hears of device memory: layers of a load that have arrived, copies that cannot be made, slots that are lost, blocks
+that the device holds."""
 
 from __future__ import annotations
 
@@ -7,12 +8,13 @@ from typing import Any
 
 from kvactors.actor import ActorRef, on
 from kvactors.cpu_evictor.direct import Direct
+from kvactors.cpu_evictor.host import Place
 from kvactors.cpu_evictor.load import LoadJob
-from kvactors.cpu_evictor.messages import HostChanged
+from kvactors.cpu_evictor.messages import Discard, HostChanged
 from kvactors.flush_notifier.messages import Cleared
-from kvactors.prefix_index.messages import LayersLoaded, LoadStalled
+from kvactors.prefix_index.messages import HostGone, LayersLoaded, LoadStalled
 from kvactors.storage.messages import Recount
-from kvactors.units import Reason, Tier
+from kvactors.units import Reason, Tier, join_keys, split_keys
 
 
 class Plane(Direct):
@@ -54,3 +56,17 @@ class Plane(Direct):
                 self.tell(self.index, LoadStalled(job.op))
             else:
                 self.load_moved(job)
+
+    @on(Discard)
+    def discard(self, message: Discard) -> None:
+        """The device holds these: an exclusive tier forgets them."""
+        if not self.exclusive:
+            return
+        found = [entry for key in split_keys(message.keys) if (entry := self.host.entries.get(key)) is not None]
+        self.gone(found, Reason.PROMOTION)
+        hinted = [entry.key for entry in found if entry.hinted]
+        if hinted:
+            self.tell(self.index, HostGone(join_keys(hinted)))  # the hint may have come after it had said this
+        for entry in found:
+            if entry.place is not Place.TRANSIT and not entry.arriving:
+                self.host.drop(entry)

@@ -178,6 +178,11 @@ class Traffic(Actor):
         if asked is not None:
             asked.then(message.outcomes)
 
+    @property
+    def may_read(self) -> bool:
+        """Whether there is a store to read from; one that is to be emptied is as good as empty."""
+        return bool(self.readers) and not self._clears
+
     def clear_store(self) -> None:
         """Have the store emptied; if the writer dies before it has heard of it, by its next life."""
         op = next(self._ops)

@@ -36,6 +36,7 @@ def _between_actors(system: System) -> Iterator[str]:
     where = residency(system)
     if evictor.exclusive and not index.leases:
         both = where[Tier.DEVICE] & where[Tier.HOST]
+        both = {key for key in both if not evictor.host.entries[key].hinted}  # a prefetch may come after the block itself
         if both:
             yield f"{len(both)} blocks are on the device and on the host, and the tiers are exclusive"
     stale = _host_hints(system) - where[Tier.HOST]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import array
+import asyncio
 
 import numpy as np
 import pytest
 from door_kit import BLOCK, opened, prompt, serve
 
 import kvactors
+from kvactors.testing.loop import simulate
 
 EXCLUSIVE = {"slots": 8, "transit_slots": 16}
 INCLUSIVE = {"slots": 8, "transit_slots": 16, "mode": "inclusive"}
@@ -261,3 +263,28 @@ async def test_from_another_thread():
         with pytest.raises(RuntimeError, match="other threads"):
             door.acquire("here", [1])
         assert (await serve(cache, "after", prompt(2, 3, tail=1), verify=False)).hits.device == 3
+
+
+def test_a_cleared_store_is_not_hit_even_before_it_is_empty():
+    """The writer has much to do before it comes to the clear; nobody reads what is to go."""
+
+    async def main():
+        store = {"backend": "memory", "write_policy": "write_through", "writers": 1}
+        async with opened(inline=True, storage=store) as cache:
+            await serve(cache, "a", prompt(1, 4, tail=1))
+            await cache.settled()
+            inner = cache.system.backend.clear
+
+            async def slow():
+                await asyncio.sleep(1.0)
+                await inner()
+
+            cache.system.backend.clear = slow
+            await cache.clear(storage=True)
+            lease = await cache.acquire("b", prompt(1, 4, tail=1))
+            await lease.ready()
+            assert lease.cached_tokens == 0
+            await lease.finish()
+            await cache.settled()
+
+    simulate(main)

@@ -198,7 +198,7 @@ DECIDED: tuple[Mutation, ...] = (
     ),
     Mutation(
         "exclusive_host_keeps_its_copy",
-        "cpu_evictor/actor.py",
+        "cpu_evictor/plane.py",
         "            if entry.place is not Place.TRANSIT and not entry.arriving:\n",
         "            if entry.place is Place.RESIDENT and not entry.arriving:\n",
         "what went back to the device stays in an exclusive host's slots",
