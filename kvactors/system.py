@@ -119,7 +119,12 @@ class System:
         self.direct_backend, self.backend = None, None
         if stored:
             self.backend = RankBackend(
-                self.ranks, layout.fingerprint, layout.block_bytes, self.storage.timeout, exclusive=self.storage.exclusive
+                self.ranks,
+                layout.fingerprint,
+                layout.block_bytes,
+                self.storage.timeout,
+                exclusive=self.storage.exclusive,
+                shared=self.storage.backend == "mooncake",
             )
 
     def _make_refs(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -29,9 +30,9 @@ class Direct(Traffic):
         self.fetching: dict[int, Fetching] = {}
         self.saving: dict[int, Callable[[int], None]] = {}
 
+    @abstractmethod
     def load_moved(self, job: LoadJob) -> None:
         """More of a load has arrived, or will not: see whether it is over."""
-        raise NotImplementedError
 
     def fetch_direct(self, job: LoadJob) -> None:
         """Read what the host lacks straight into the load's blocks, as soon as it has some. Nobody gives up on that before the store says

@@ -53,10 +53,13 @@ class CopyBlocks(Frame, frozen=True):
 
 
 class StoreObjects(Frame, frozen=True):
-    """Read or write slots (one a key), remove keys, or clear the rank's store. seconds: what is not begun by then is LATE."""
+    """Read or write slots (one a key), ask which leading keys can be read (the others are MISS), remove keys, or clear the rank's store.
+
+    seconds: what is not begun by then is LATE.
+    """
 
     op: int
-    kind: Literal["read", "write", "remove", "clear"]
+    kind: Literal["read", "write", "ask", "remove", "clear"]
     keys: bytes = b""
     slots: tuple[int, ...] = ()
     seconds: float = 0.0

@@ -174,6 +174,10 @@ class _Serving:
             report = await move(keys, views, lambda: now() >= until)
             gone = getattr(report, "gone", None) or getattr(report, "evicted", [])
             return report.outcomes, [key for key in gone if not store.holds(key)]
+        if message.kind == "ask":
+            found = store.probe(keys)
+            found = await store.ask(keys, lambda: now() >= until) if found is None else found
+            return bytes([Outcome.OK]) * found + bytes([Outcome.MISS]) * (len(keys) - found), []
         if message.kind == "remove":
             await store.remove(keys)
         else:

@@ -9,6 +9,7 @@ auto) collect it.
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -72,15 +73,15 @@ class Bench:
         return await self.store.ask(keys, never) if run is None else run
 
 
-class StoreContract:
+class StoreContract(ABC):
     """block_bytes: of the stores that `make` makes. evicts: whether a store of limited capacity evicts by itself, least recently used first."""
 
     block_bytes = 5000
     evicts = True
 
+    @abstractmethod
     async def make(self, folder: Path, capacity: int) -> Backend:
         """A store, not open yet. folder: for what it keeps. capacity: objects at most, 0 for no limit."""
-        raise NotImplementedError
 
     @asynccontextmanager
     async def opened(self, folder: Path, capacity: int = 0) -> AsyncIterator[Bench]:

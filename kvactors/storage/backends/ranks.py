@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, NoReturn
+from typing import Literal
 
 from kvactors.device.arena import Arena
 from kvactors.ranks.group import RankGroup
@@ -17,11 +17,15 @@ BADNESS = (Outcome.OK, Outcome.EXISTS, Outcome.MISS, Outcome.NO_SPACE, Outcome.L
 
 
 class RankBackend(Backend):
-    """exclusive: as its ranks' stores. seconds: what a batch may take. Slots are numbers here: the bytes never come to this process."""
+    """exclusive: as its ranks' stores. shared: whether these are a pool of many nodes', which must be asked and for which nobody answers alone.
+    seconds: what a batch may take. Slots are numbers here: the bytes never come to this process."""
 
-    def __init__(self, group: RankGroup, fingerprint: bytes, block_bytes: int, seconds: float, *, exclusive: bool) -> None:
+    def __init__(
+        self, group: RankGroup, fingerprint: bytes, block_bytes: int, seconds: float, *, exclusive: bool, shared: bool = False
+    ) -> None:
         super().__init__(fingerprint, block_bytes)
         self.exclusive = exclusive
+        self.shared = shared
         self.group = group
         self.seconds = seconds
         self._held: dict[bytes, None] = {}
@@ -57,18 +61,32 @@ class RankBackend(Backend):
     async def open(self) -> None:
         """The ranks open their stores themselves."""
 
-    def probe(self, keys: Sequence[bytes]) -> int:
+    def probe(self, keys: Sequence[bytes]) -> int | None:
         """See `Backend.probe`."""
         if not self.group.healthy:
             return 0
+        if self.shared:
+            return None
         return next((i for i, key in enumerate(keys) if key not in self._held), len(keys))
+
+    async def ask(self, keys: Sequence[bytes], expired: Expired) -> int:
+        """See `Backend.ask`: the shortest run of all ranks."""
+        if expired():
+            return 0
+        outcomes, _ = await self._all("ask", keys, count=False)
+        return next((i for i, outcome in enumerate(outcomes) if outcome != Outcome.OK), len(keys))
 
     def take(self, keys: Sequence[bytes]) -> None:
         """See `Backend.take`."""
         self._departed.update(key for key in keys if self._held.pop(key, self) is None)
 
     async def _all(
-        self, kind: Literal["read", "write", "remove", "clear"], keys: Sequence[bytes], slots: Sequence[int] = ()
+        self,
+        kind: Literal["read", "write", "ask", "remove"],
+        keys: Sequence[bytes],
+        slots: Sequence[int] = (),
+        *,
+        count: bool = True,
     ) -> tuple[bytes, list[bytes]]:
         """One outcome a key for all ranks together, and the names that any of them does not hold any more."""
         joined = join_keys(keys)
@@ -80,7 +98,8 @@ class RankBackend(Backend):
                 worst[i] = max(worst[i], BADNESS.index(Outcome(outcome)))
             gone |= set(split_keys(answer.gone)) if answer is not None else set()
         outcomes = bytes(BADNESS[i] for i in worst)
-        self.saw(outcomes)
+        if count:
+            self.saw(outcomes)
         return outcomes, list(gone)
 
     async def read_slots(self, keys: Sequence[bytes], arena: Arena, slots: Sequence[int], expired: Expired) -> ReadReport:
@@ -110,17 +129,17 @@ class RankBackend(Backend):
         self.evicted += len(evicted)
         self.take(evicted)
         for key, outcome in zip(keys, outcomes, strict=True):
-            if outcome in (Outcome.OK, Outcome.EXISTS) and key not in gone and clears == self._clears:
+            if outcome in (Outcome.OK, Outcome.EXISTS) and key not in gone and clears == self._clears and not self.shared:
                 self._held[key] = None
         return WriteReport(outcomes, evicted)
 
-    async def read(self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired) -> NoReturn:
-        """Only `read_slots` has a meaning here."""
-        raise NotImplementedError
+    async def read(self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired) -> ReadReport:
+        """See `Backend.read`: memory of this process is not within the ranks' reach."""
+        return ReadReport(bytes([Outcome.UNAVAILABLE]) * len(keys), [])
 
-    async def write(self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired) -> NoReturn:
-        """Only `write_slots` has a meaning here."""
-        raise NotImplementedError
+    async def write(self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired) -> WriteReport:
+        """See `Backend.write`: memory of this process is not within the ranks' reach."""
+        return WriteReport(bytes([Outcome.UNAVAILABLE]) * len(keys), [])
 
     async def remove(self, keys: Sequence[bytes]) -> None:
         """See `Backend.remove`."""

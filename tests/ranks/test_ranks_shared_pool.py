@@ -1,0 +1,78 @@
+"""Ranks whose stores are a pool of many nodes': what one leader's ranks wrote, another's find, and nobody announces it as this node's."""
+
+from __future__ import annotations
+
+import asyncio
+
+import kvactors
+from kvactors.config import CacheConfig, Config, DeviceConfig, HostConfig, LayoutConfig, RanksConfig, StorageConfig
+from kvactors.layout import make_layout
+from kvactors.mooncake_config import MooncakeConfig
+from kvactors.simulation.engine import Engine
+from kvactors.storage.backends.base import ReadReport, WriteReport
+from kvactors.testing.fakes import SimPool, SimRank
+from kvactors.testing.loop import simulate
+
+BLOCK, BLOCKS = 4, 5
+CONFIG = Config(
+    cache=CacheConfig(block_size=BLOCK),
+    device=DeviceConfig(num_blocks=16),
+    host=HostConfig(slots=8, transit_slots=8),
+    layout=LayoutConfig(num_layers=2, num_kv_heads=2, head_dim=4, dtype="uint8", tensor_parallel=2),
+    storage=StorageConfig(
+        backend="mooncake", write_policy="write_through", mooncake=MooncakeConfig(master_server_address="of.nobody:1")
+    ),
+    ranks=RanksConfig(2, "memory://pool", timeout=5.0),
+)
+PROMPT = list(range(BLOCK * BLOCKS + 1))
+
+
+async def life(stores, lacking=()):
+    """One leader with two ranks serves the prompt; the blocks it found in storage, and how many were wrong."""
+    layout = make_layout(CONFIG.layout, BLOCK)
+    ranks = [SimRank(CONFIG, number, store=store, latency=lambda: 0.001) for number, store in enumerate(stores)]
+    engine = Engine(layout, lambda: [rank.device for rank in ranks])
+    for rank in ranks:
+        await rank.start()
+    async with kvactors.open(CONFIG, inline_copies=True) as cache:
+        async with await cache.acquire("a", PROMPT) as lease:
+            await lease.ready()
+            cached, keys = lease.cached_tokens // BLOCK, lease.keys(0, BLOCKS)
+            wrong = engine.wrong(lease.block_table[:cached], keys[: 32 * cached])
+            engine.fill(lease.block_table[cached:BLOCKS], keys[32 * cached :])
+            await lease.commit(len(PROMPT))
+            hits = lease.hits.storage
+        await cache.settled()
+        assert cache.check() == []
+        assert cache.system.backend.keys() == []
+        view = memoryview(bytearray(layout.block_bytes))
+        assert isinstance(await cache.system.backend.read([keys[:32]], [view], lambda: False), ReadReport)
+        assert isinstance(await cache.system.backend.write([keys[:32]], [view], lambda: False), WriteReport)
+    for rank in ranks:
+        await rank.close()
+    return hits, len(wrong), [keys[32 * i : 32 * i + 32] for i in range(BLOCKS)]
+
+
+def pools():
+    layout = make_layout(CONFIG.layout, BLOCK)
+    return [SimPool(layout.fingerprint, layout.block_bytes, latency=lambda: 0.001) for _ in range(2)]
+
+
+def test_another_leader_finds_what_the_first_ones_ranks_wrote():
+    async def main() -> None:
+        stores = pools()
+        assert (await life(stores))[:2] == (0, 0)
+        assert (await life(stores))[:2] == (BLOCKS, 0)
+
+    simulate(main)
+
+
+def test_the_rank_that_has_least_decides():
+    async def main() -> None:
+        stores = pools()
+        _, _, keys = await life(stores)
+        await stores[1].remove([keys[2]])
+        assert (await life(stores))[:2] == (2, 0)
+        await asyncio.sleep(0)
+
+    simulate(main)
