@@ -88,9 +88,8 @@ class Actor:
     def __init__(self, ref: ActorRef) -> None:
         self.ref = ref
         self.life = ref.life
-        self.lives: dict[
-            str, int
-        ] = {}  # of the others, as far as this one knows: what was told to a dead one is not for the next
+        # The others' lives, as far as this one knows: what was told to a dead one is not for the next.
+        self.lives: dict[str, int] = {}
         self.log = structlog.get_logger().bind(actor=ref.name)
         self.state = State.STARTING
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -48,9 +48,8 @@ class OpenAsks(Generic[R]):
         overdue = [
             reply for reply, envelope in self._open.items() if envelope.deadline is not None and envelope.deadline <= now
         ]
-        for reply in [
-            reply for reply in overdue if reply in self._overdue
-        ]:  # until the second look the actor may still refuse in better words
+        twice = [reply for reply in overdue if reply in self._overdue]
+        for reply in twice:  # until the second look the actor may still refuse in better words
             expire(reply, self._actor, type(self._open[reply].message).__name__)
         self._overdue = dict.fromkeys(overdue)
 
