@@ -23,8 +23,8 @@ try:
     )  # fmt: skip
 except ImportError as error:
     raise ImportError(
-        "kvactors' native module is missing or does not fit this Python; build it with `pip install .` in a clone of the "
-        f"repository (needs a C++17 compiler): {error}"
+        "kvactors' native module is missing or was built for another Python. In a clone run `pip install -e .` (needs a C++17 "
+        f"compiler); the source tree alone does not contain it: {error}"
     ) from error
 
 __all__ = [

@@ -25,8 +25,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from mutations import Mutation
-from mutations_below import MUTATIONS
+from catalogue import MUTATIONS
+from mutation import Mutation
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
@@ -38,6 +38,12 @@ LIMIT = 200.0
 
 TEST_LIMIT = 60
 """Seconds for one of them (pytest-timeout)."""
+
+NO_EDITABLE = """import sys
+
+sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != "ScikitBuildRedirectingFinder"]
+"""
+"""`sitecustomize` of a copy: an editable install would redirect imports to the tree that was copied."""
 
 
 class Stale(Exception):
@@ -88,9 +94,10 @@ def copy_tree(to: Path) -> Path:
     if native is None or native.origin is None:
         raise SystemExit("kvactors._native is not built: nothing can be tested")
     shutil.copy2(native.origin, to / "kvactors")
+    (to / "sitecustomize.py").write_text(NO_EDITABLE, "utf-8")
     command = [sys.executable, "-c", "import kvactors._native; print(kvactors.__file__)"]
     found = subprocess.run(command, cwd=to, env=environment_of(to), capture_output=True, text=True, check=False)
-    if not found.stdout.startswith(str(to)):  # an editable installation may come first
+    if not found.stdout.startswith(str(to)):
         raise SystemExit(f"the copy in {to} is not what Python imports there: {found.stdout}{found.stderr}")
     return to
 

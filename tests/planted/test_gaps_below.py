@@ -1,4 +1,4 @@
-"""Tests that the planted bugs asked for, of copies, stores and ranks: without them one of `mutations_below.py` went unnoticed."""
+"""Tests that the planted bugs asked for, of copies, stores and ranks: without them one of `bugs_carried_out.py` went unnoticed."""
 
 from __future__ import annotations
 

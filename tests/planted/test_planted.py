@@ -6,8 +6,8 @@ import json
 
 import pytest
 import run
-from mutations import Mutation
-from mutations_below import MUTATIONS
+from catalogue import MUTATIONS
+from mutation import Mutation
 from rich.console import Console
 
 FEW = ("start_block_off_by_one", "salt_not_in_the_key", "cancelled_get_loses")

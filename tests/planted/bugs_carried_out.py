@@ -1,10 +1,10 @@
-"""Bugs of what carries out: copies, ranks, stores, and the actors themselves. See `mutations`."""
+"""Bugs of what carries out: copies, ranks, stores, and the actors themselves. See `catalogue`."""
 
 from __future__ import annotations
 
-from mutations import DECIDED, Mutation
+from mutation import Mutation
 
-CARRIED_OUT: tuple[Mutation, ...] = (
+BUGS: tuple[Mutation, ...] = (
     Mutation(
         "failed_copy_never_told",
         "gpu_swapper/actor.py",
@@ -211,5 +211,3 @@ CARRIED_OUT: tuple[Mutation, ...] = (
         ("tests/planted/test_gaps_below.py::test_nothing_is_written_beside_what_could_not_be_cleared",),
     ),
 )
-
-MUTATIONS = (*DECIDED, *CARRIED_OUT)

@@ -1,25 +1,10 @@
-"""Bugs as they happen, each planted alone: what to replace in which file, what that breaks, and which tests must notice.
-
-Here those of what is decided (index, host tier, telling); `mutations_below` has those of what is carried out.
-"""
+"""Planted bugs of what decides: prefix index, host tier, flush notifier. See `catalogue`."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from mutation import Mutation
 
-
-class Mutation(NamedTuple):
-    """file: below kvactors/. old: must occur there exactly once. catchers: arguments for pytest; one of these tests must fail."""
-
-    name: str
-    file: str
-    old: str
-    new: str
-    breaks: str
-    catchers: tuple[str, ...]
-
-
-DECIDED: tuple[Mutation, ...] = (
+BUGS: tuple[Mutation, ...] = (
     Mutation(
         "device_blocks_free_before_the_copy",
         "prefix_index/transfers.py",
