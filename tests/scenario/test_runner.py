@@ -135,6 +135,10 @@ SCENARIOS = sorted((Path(__file__).parents[2] / "scenarios").glob("*.toml"))
 
 @pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
 def test_shipped_scenarios_hold(path):
+    if path.stem.startswith("mooncake"):
+        pytest.importorskip(
+            "mooncake.store", reason="Mooncake's client needs Debian's libibverbs1 and libnuma1", exc_type=ImportError
+        )
     scenario, report = run_scenario(read_toml(path))
     assert scenario.expect
     assert disappointments(scenario.expect, report) == []
