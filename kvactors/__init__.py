@@ -1,6 +1,6 @@
 """kvactors: independent asyncio actors that keep a tiered KV cache and tell external indexes what this node holds."""
 
-from kvactors.cache import Hits, KVCache, Lease
+from kvactors.cache import KVCache
 from kvactors.cache import open_cache as open  # noqa: A004  (kvactors.open reads as what it is)
 from kvactors.config import Config
 from kvactors.errors import (
@@ -21,6 +21,7 @@ from kvactors.errors import (
     StoreError,
 )  # fmt: skip
 from kvactors.layout.gqa import GQALayout
+from kvactors.lease import Hits, Lease
 from kvactors.observe.statistics import CacheStatistics
 from kvactors.ranks.serve import serve_rank
 from kvactors.units import Reason, Residency, Tier

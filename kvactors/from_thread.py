@@ -7,8 +7,9 @@ import concurrent.futures
 from collections.abc import Coroutine
 from typing import Any, Self, TypeVar
 
-from kvactors.cache import Hits, KVCache, Lease
+from kvactors.cache import KVCache
 from kvactors.errors import CacheClosed, DeadlineExceeded
+from kvactors.lease import Hits, Lease
 
 T = TypeVar("T")
 

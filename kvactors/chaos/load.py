@@ -11,9 +11,10 @@ import anyio
 import numpy as np
 from numpy.typing import NDArray
 
-from kvactors.cache import KVCache, Lease
+from kvactors.cache import KVCache
 from kvactors.chaos.record import Tally
 from kvactors.errors import KVActorsError, NoRoom
+from kvactors.lease import Lease
 from kvactors.units import KEY_BYTES
 
 FAMILIES, MEMBERS, SHARED, OWN, ANSWERS = 6, 6, 4, 4, 3

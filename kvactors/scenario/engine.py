@@ -7,8 +7,9 @@ from typing import Any
 
 import anyio
 
-from kvactors.cache import KVCache, Lease
+from kvactors.cache import KVCache
 from kvactors.errors import DeadlineExceeded, KVActorsError
+from kvactors.lease import Lease
 from kvactors.scenario.report import Totals
 from kvactors.units import KEY_BYTES
 

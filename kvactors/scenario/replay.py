@@ -12,9 +12,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvactors.cache import Lease, open_cache
+from kvactors.cache import open_cache
 from kvactors.config import Config, convert, validate
 from kvactors.errors import ConfigError, KVActorsError, NoRoom
+from kvactors.lease import Lease
 from kvactors.observe.lag import LagMonitor
 from kvactors.scenario.engine import Engine
 from kvactors.scenario.report import Report, Totals, make_report

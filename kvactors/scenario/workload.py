@@ -9,8 +9,8 @@ import anyio
 import numpy as np
 from numpy.typing import NDArray
 
-from kvactors.cache import Lease
 from kvactors.errors import KVActorsError, NoRoom, Paused
+from kvactors.lease import Lease
 from kvactors.scenario.engine import Engine
 from kvactors.scenario.spec import Step, Workload
 

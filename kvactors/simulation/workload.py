@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
-from kvactors.cache import Lease, Media
+from kvactors.cache import Media
 from kvactors.errors import KVActorsError, LeaseEnded, NoRoom, RankLost
+from kvactors.lease import Lease
 from kvactors.prefix_index.transfers import GRACE
 from kvactors.simulation.client import Door
 from kvactors.simulation.draw import BLOCK

@@ -126,7 +126,8 @@ def story(sim: Sim, nodeid: str, error: BaseException) -> Iterator[str]:
 def request_of(error: BaseException) -> str | None:
     """The request at whose lease the error arose: one that was never ended, or that of the innermost frame that acquires or holds a lease.
     None if there is none."""
-    from kvactors.cache import KVCache, Lease
+    from kvactors.cache import KVCache
+    from kvactors.lease import Lease
     from kvactors.testing.sim import Unclean
 
     if isinstance(error, Unclean):
