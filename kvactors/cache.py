@@ -18,11 +18,12 @@ from kvactors.device.base import Device
 from kvactors.errors import CacheClosed, ChannelError, DeadlineExceeded, NoRoom, Paused
 from kvactors.flush_notifier.messages import PLAIN, Origin, Settle
 from kvactors.flush_notifier.sinks.base import Sink
+from kvactors.identity import CacheScope
 from kvactors.lease import Lease
 from kvactors.native import Path
 from kvactors.observe.invariants import invariants
 from kvactors.observe.statistics import CacheStatistics, collect, residency
-from kvactors.prefix_index.keys import block_extras, root_key
+from kvactors.prefix_index.keys import block_extras
 from kvactors.prefix_index.messages import Abandon, Acquire, Clear, Pause, Prefetch, Resume, SetNamespace
 from kvactors.storage.backends import Backend
 from kvactors.system import System
@@ -47,7 +48,7 @@ class KVCache:
         self._loop = asyncio.get_running_loop()
         self._leases = count(1)
         self._open = True
-        self._root = lru_cache(1024)(root_key)
+        self._root = lru_cache(1024)(CacheScope.root)
 
     # -- requests
 
@@ -100,7 +101,8 @@ class KVCache:
 
     def _path(self, tokens: Any, extra_keys: Sequence[Media], salt: str | None, lora: str | None) -> Path:
         self._check_open()
-        path = Path(self.block_size, self._root(self.system.layout.fingerprint, self.namespace, salt, lora))
+        scope = CacheScope(self.config.cache.model, self.namespace, lora, salt)
+        path = Path(self.block_size, self._root(scope, self.system.layout.fingerprint))
         path.extend(tokens)
         if not path.num_tokens:
             raise ValueError("a request needs at least one token")

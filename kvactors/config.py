@@ -20,13 +20,15 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """block_size: tokens a block. namespace: requests of different namespaces never share (a weight version, say).
+    """block_size: tokens a block. model: the model's name and version; blocks of different models never mix, in any tier or store.
+    namespace: requests of different namespaces never share (a weight version, say).
 
     recompute_last_token: on a hit of the whole prompt give the last block back, so that there is a token to compute.
     deadline: seconds an operation may take unless its caller says otherwise.
     """
 
     block_size: int = 64
+    model: str = ""
     namespace: str = "default"
     recompute_last_token: bool = True
     deadline: float = 30.0

@@ -1,28 +1,12 @@
-"""What goes into a block's name besides its tokens. `docs/keys.md` has the encoding and test vectors."""
+"""Extra keys of blocks: the media items that take part in a block hash. `docs/keys.md` has the encoding and test vectors."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
-DOMAIN = b"kvactors.key.v1"
-TAG_FINGERPRINT, TAG_NAMESPACE, TAG_SALT, TAG_LORA = 1, 2, 3, 4
+from kvactors.identity import field
+
 TAG_BYTES, TAG_TEXT, TAG_INT = 1, 2, 3
-
-
-def field(tag: int, value: bytes) -> bytes:
-    """A tagged, length-prefixed field: tag u8, length u32 little-endian, bytes."""
-    return bytes([tag]) + len(value).to_bytes(4, "little") + value
-
-
-def root_key(fingerprint: bytes, namespace: str, salt: str | None = None, lora: str | None = None) -> bytes:
-    """The 32-byte key above the first block: SHA-256 over the domain and the fields that are given, in tag order."""
-    message = DOMAIN + field(TAG_FINGERPRINT, fingerprint) + field(TAG_NAMESPACE, namespace.encode())
-    if salt is not None:
-        message += field(TAG_SALT, salt.encode())
-    if lora is not None:
-        message += field(TAG_LORA, lora.encode())
-    return hashlib.sha256(message).digest()
 
 
 def media_extra(hashes: Sequence[bytes | str | int]) -> bytes:

@@ -16,8 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvactors.identity import CacheScope
 from kvactors.native import Path, chain_keys
-from kvactors.prefix_index.keys import block_extras, media_extra, root_key
+from kvactors.prefix_index.keys import block_extras, media_extra
 from kvactors.testing.path_model import PathModel
 
 DOC = (FilePath(__file__).parents[2] / "docs" / "keys.md").read_text()
@@ -48,11 +49,12 @@ def test_the_page_has_vectors_of_every_kind() -> None:
 @pytest.mark.parametrize("row", VECTORS["roots"])
 def test_published_root_keys(row: dict[str, Any]) -> None:
     fingerprint = bytes.fromhex(row["fingerprint"])
-    fields = [(1, fingerprint), (2, row["namespace"].encode())]
-    fields += [(tag, row[name].encode()) for tag, name in ((3, "salt"), (4, "lora")) if row[name] is not None]
-    by_hand = sha(b"kvactors.key.v1", *(tagged(tag, value) for tag, value in fields))
+    fields = [(1, fingerprint), (2, row["model"].encode()), (3, row["namespace"].encode())]
+    fields += [(tag, row[name].encode()) for tag, name in ((4, "salt"), (5, "lora")) if row[name] is not None]
+    by_hand = sha(b"kvactors.key.v2", *(tagged(tag, value) for tag, value in fields))
     assert by_hand.hex() == row["key"]
-    assert root_key(fingerprint, row["namespace"], row["salt"], row["lora"]).hex() == row["key"]
+    scope = CacheScope(row["model"], row["namespace"], row["lora"], row["salt"])
+    assert scope.root(fingerprint).hex() == row["key"]
 
 
 @pytest.mark.parametrize("row", VECTORS["extras"])
@@ -86,15 +88,6 @@ def test_published_chains(row: dict[str, Any]) -> None:
         assert path.keys(0, full).hex() == "".join(row["keys"])
     if not extras:
         assert chain_keys(root, tokens, size).hex() == "".join(row["keys"])
-
-
-def test_each_part_of_a_root_changes_the_key() -> None:
-    keys = {
-        root_key(b"f", "n"), root_key(b"g", "n"), root_key(b"f", "m"), root_key(b"fn", ""), root_key(b"", "fn"),
-        root_key(b"f", "n", salt=""), root_key(b"f", "n", salt="x"), root_key(b"f", "n", lora="x"),
-        root_key(b"f", "n", salt="x", lora="x"),
-    }  # fmt: skip
-    assert len(keys) == 9
 
 
 @given(
