@@ -33,7 +33,7 @@ BITS = tuple([int(tier) for tier in Tier if tier & tiers] for tiers in range(ALL
 
 class Ledger:
     """views: one per sink. limbo: blocks remembered although they are nowhere. takes_clear: the sinks to which "everything is gone" may
-    be told as one task. by_name: the sinks that need no paths."""
+    be told as one task. by_name: the sinks that need no paths. step: blocks looked at in one step."""
 
     def __init__(
         self,
@@ -42,7 +42,9 @@ class Ledger:
         limbo: int = LIMBO,
         takes_clear: Collection[int] = (),
         by_name: Collection[int] = (),
+        step: int = SLICE,
     ) -> None:
+        self.step = step
         self.block_bytes = 4 * block_size
         self.views = views
         self.entries: dict[bytes, Entry] = {}
@@ -79,10 +81,14 @@ class Ledger:
                     entry.reasons[LAST] = entry.reasons[bit] = reason
             self._look(entry)
             parent, parent_key = entry, key
-            if i % SLICE == SLICE - 1:
+            if i % self.step == self.step - 1:
                 entry.held += 1  # it must not be forgotten before its child is there
+                self._trim()
                 yield
                 entry.held -= 1
+                if entry.idle():
+                    self._remember(entry)
+        self._trim()
 
     def _learn(self, key: bytes, parent: Entry | None, parent_key: bytes, message: Announced, position: int) -> Entry:
         tokens = message.tokens[position * self.block_bytes : (position + 1) * self.block_bytes]
@@ -104,7 +110,7 @@ class Ledger:
                 entry.truth |= bit
                 entry.reasons[LAST] = entry.reasons[bit] = reason
                 self._look(entry)
-            if not i % SLICE:
+            if not i % self.step:
                 yield
 
     def lose(self, keys: bytes, tier: Tier, reason: Reason) -> Iterator[None]:
@@ -116,8 +122,10 @@ class Ledger:
                 self._lose(entry, bit, reason)
             elif left := self.unnamed.pop(key, 0) & ~bit:
                 self.unnamed[key] = left
-            if not i % SLICE:
+            if not i % self.step:
+                self._trim()
                 yield
+        self._trim()
 
     def clear(self, tier: Tier, reason: Reason) -> Iterator[None]:
         """Nothing is resident on `tier`."""
@@ -126,8 +134,10 @@ class Ledger:
         for i, entry in enumerate(list(self.entries.values()), 1):
             self._lose(entry, bit, reason)
             left |= entry.truth
-            if not i % SLICE:
+            if not i % self.step:
+                self._trim()
                 yield
+        self._trim()
         self.unnamed = {key: tiers & ~bit for key, tiers in self.unnamed.items() if tiers & ~bit}
         if reason is Reason.CLEAR:
             self._cleared.update(sink for sink in self._takes_clear if not self._tables[sink][left])
@@ -159,9 +169,13 @@ class Ledger:
             self._remember(entry)
 
     def _remember(self, entry: Entry) -> None:
-        """An entry is idle: keep it among the last such. One that comes back into use just loses its place, later."""
+        """Keep an idle entry among the last idle ones. An entry that comes back into use loses its place when its turn comes."""
         self._limbo.pop(entry, None)
         self._limbo[entry] = None
+
+    def _trim(self) -> None:
+        """Forget the oldest idle entries beyond the bound. Runs at the end of a step only: within a step every entry that is idle by then
+        has been remembered, so no entry that the step still refers to is forgotten."""
         while len(self._limbo) > self._limbo_bound:
             oldest = next(iter(self._limbo))
             del self._limbo[oldest]
@@ -240,8 +254,9 @@ class Ledger:
         if batch.cleared:
             self._cleared.add(sink)
             for entry in batch.cleared:
-                entry.states[sink] |= (entry.states[sink] & ALL_TIERS.value) << UNSURE
-                self._look(entry)
+                if entry.states[sink]:  # others may have been forgotten since
+                    entry.states[sink] |= (entry.states[sink] & ALL_TIERS.value) << UNSURE
+                    self._look(entry)
         for run in batch.runs:
             for entry in run.entries:
                 entry.states[sink] |= run.bit << UNSURE
@@ -254,8 +269,10 @@ class Ledger:
                 entry.states[sink] = 0
                 self.dirty[sink].pop(entry, None)
                 self._look(entry)
-            if not i % SLICE:
+            if not i % self.step:
+                self._trim()
                 yield
+        self._trim()
 
     def _end(self, batch: Batch) -> None:
         for run in batch.runs:
@@ -266,6 +283,7 @@ class Ledger:
             for entry in reversed(run.entries):  # the deepest first: they are to be forgotten first
                 if not entry.truth and entry.idle():
                     self._remember(entry)
+        self._trim()
 
     # -- for inspection
 
@@ -289,6 +307,7 @@ class Ledger:
                 assert self.entries.get(entry.parent.key) is entry.parent, "an entry's parent is gone"
                 children[entry.parent.key] = children.get(entry.parent.key, 0) + 1
         for key, entry in self.entries.items():
+            assert entry.key == key, "an entry under another key"
             assert key not in self.unnamed, "a named block among the unnamed"
             assert entry.children == children.get(key, 0), "child counts disagree"
             assert entry.children or not entry.idle() or entry in self._limbo, "an entry that nothing keeps"

@@ -1,166 +1,163 @@
-"""The ledger against a naive model: any facts, any interleaving with deliveries that succeed, fail, or lose their answers."""
+"""The ledger against a naive model: any facts, any interleaving with deliveries that succeed, fail, or lose their answers, any limits."""
 
 from __future__ import annotations
 
 import pytest
-from flush_kit import AT_FINISH, BLOCK, NODE, PER_TIER, announced, answer, do, finished, ledger, names, path
+from flush_kit import PER_TIER, announced, do, ledger, names, path, settle
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from ledger_model import DEPTH, VIEWS, WIDTH, Model, Settings, walk
 
-from kvactors.units import Reason, Residency, Tier, join_keys, split_keys
+from kvactors.units import Reason, Tier, join_keys
 
-VIEWS = (PER_TIER, NODE, AT_FINISH)
-branches = st.lists(st.integers(0, 2), min_size=1, max_size=5)
+branches = st.lists(st.integers(0, WIDTH - 1), min_size=1, max_size=DEPTH).map(tuple)
 tiers = st.sampled_from(list(Tier))
-sinks = st.integers(0, len(VIEWS) - 1)
+some = st.sets(st.integers(0, 3)).map(sorted).map(tuple)
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """truth: tiers by name. mirrors: by sink, tiers by name, as the tasks that arrived say. flying: by sink, the batch under way."""
+    @initialize(
+        views=st.lists(st.sampled_from(VIEWS), min_size=1, max_size=4),
+        limbo=st.integers(1, 64),
+        step=st.sampled_from((1, 2, 256)),
+        takes_clear=some,
+        by_name=some,
+    )
+    def begin(self, views, limbo, step, takes_clear, by_name):
+        takes_clear, by_name = (tuple(i for i in chosen if i < len(views)) for chosen in (takes_clear, by_name))
+        self.model = Model(Settings(tuple(views), limbo, step, takes_clear, by_name))
 
-    def __init__(self):
-        super().__init__()
-        self.book = ledger(*VIEWS, limbo=10_000, takes_clear=[0])
-        self.truth: dict[bytes, int] = {}
-        self.paths: dict[bytes, bytes] = {}
-        self.finished: set[bytes] = set()
-        self.mirrors: list[dict[bytes, int]] = [{} for _ in VIEWS]
-        self.flying: list = [None] * len(VIEWS)
-
-    def learn(self, branch):
-        self.paths.update({key: path(*branch[: i + 1])[0] for i, key in enumerate(names(*branch))})
-
-    def hold(self, keys, tier):
-        self.truth.update({key: self.truth.get(key, 0) | tier for key in keys})
+    def sink(self, number):
+        return number % len(self.model.sinks)
 
     @rule(branch=branches, tier=tiers, data=st.data())
     def announce(self, branch, tier, data):
         start = data.draw(st.integers(0, len(branch)))
-        count = data.draw(st.integers(0, len(branch) - start))
-        do(self.book.announce(announced(*branch, start=start, count=count, tier=tier)))
-        self.learn(branch)
-        self.hold(names(*branch)[start : start + count], tier)
+        self.model.announce(branch, start, data.draw(st.integers(0, len(branch) - start)), tier)
 
     @rule(branch=branches)
     def finish(self, branch):
-        do(self.book.announce(finished(*branch)))
-        self.learn(branch)
-        self.hold(names(*branch), Tier.DEVICE)
-        self.finished.update(names(*branch))
+        self.model.finish(branch)
 
     @rule(branch=branches, tier=tiers)
     def gain(self, branch, tier):
-        do(self.book.gain(path(*branch)[1], tier, Reason.OFFLOAD))
-        self.hold(names(*branch), tier)
+        self.model.gain(branch, tier)
 
-    @rule(branch=branches, last=st.integers(1, 5), tier=tiers)
+    @rule(branch=branches, last=st.integers(1, DEPTH), tier=tiers)
     def lose(self, branch, last, tier):
-        keys = names(*branch)[-last:]
-        do(self.book.lose(join_keys(reversed(keys)), tier, Reason.CPU_EVICTION))
-        self.truth.update({key: self.truth.get(key, 0) & ~tier for key in keys})
+        self.model.lose(branch, last, tier)
 
     @rule(tier=tiers)
     def clear(self, tier):
-        do(self.book.clear(tier, Reason.CLEAR))
-        self.truth = {key: mask & ~tier for key, mask in self.truth.items()}
+        self.model.clear(tier)
 
     @rule()
     def clear_everything(self):
-        for tier in Tier:
-            self.clear(tier)
+        self.model.clear_everything()
 
-    @rule(sink=sinks, limit=st.integers(1, 6))
-    def take(self, sink, limit):
-        if self.flying[sink] is None:
-            self.flying[sink] = self.book.take(sink, limit, 7)
-            assert bool(self.flying[sink].tasks) == bool(self.book.pending(sink))
-
-    @rule(sink=sinks, answered=st.booleans(), arrived=st.booleans())
-    def end(self, sink, answered, arrived):
-        if self.flying[sink] is None:
-            return
-        if answered or arrived:
-            self.arrive(sink)
-        if answered:
-            answer(self.book, sink, self.flying[sink])
-        else:
-            self.book.refused(sink, self.flying[sink])
-        self.flying[sink] = None
-
-    @rule(sink=sinks, taken=st.integers(0, 4))
-    def end_in_the_middle(self, sink, taken):
-        if self.flying[sink] is None or self.flying[sink].cleared:
-            return
-        self.flying[sink], rest = self.flying[sink].split(taken)
-        self.arrive(sink)
-        self.book.delivered(sink, self.flying[sink])
-        self.book.refused(sink, rest)
-        self.flying[sink] = None
-
-    def arrive(self, sink):
-        mirror, gained = self.mirrors[sink], False
-        for task in self.flying[sink].tasks:
-            keys, bit = split_keys(task.keys), int(task.tier)
-            if not task.count:
-                assert sink == 0
-                assert len(self.flying[sink].tasks) == 1
-                mirror.clear()
-                continue
-            assert task.epoch == 7
-            assert len(keys) == task.count >= 1
-            for i, key in enumerate(keys):
-                end = 4 * BLOCK * (task.start_block_idx + i + 1)
-                assert task.tokens[:end] == self.paths[key], "the complete path, block by block"
-            assert end == len(task.tokens)
-            if task.residency is Residency.RESIDENT:
-                gained = True
-                mirror.update({key: mirror.get(key, 0) | bit for key in keys})
-            else:
-                assert not gained, "losses come first"
-                mirror.update({key: mirror.get(key, 0) & ~bit for key in keys})
-
-    def expected(self, sink, key):
-        view = VIEWS[sink]
-        mask = self.truth.get(key, 0) & view.tiers if key in self.paths else 0
-        return int(Tier.DEVICE) * bool(mask) if view.node else mask
-
-    @invariant()
-    def the_books_balance(self):
-        self.book.check()
-
-    @invariant()
-    def what_no_difference_is_pending_for_is_believed_rightly(self):
-        """Of every block that is neither pending nor under way: the mirror says what is true, except gains not yet due."""
-        for sink, mirror in enumerate(self.mirrors):
-            if self.flying[sink] and self.flying[sink].cleared:
-                continue
-            under_way = {k for task in (self.flying[sink].tasks if self.flying[sink] else ()) for k in split_keys(task.keys)}
-            pending = {entry.key for entry in self.book.dirty[sink]} | under_way
-            for key in (self.paths.keys() | mirror.keys()) - pending:
-                expected = self.expected(sink, key)
-                if VIEWS[sink].at_finish and key not in self.finished:
-                    expected &= mirror.get(key, 0)
-                assert mirror.get(key, 0) == expected
-
-    @precondition(lambda self: not any(self.flying))
     @rule()
-    def come_to_rest(self):
-        for sink in range(len(VIEWS)):
-            while self.book.pending(sink):
-                self.flying[sink] = self.book.take(sink, 4, 7)
-                self.end(sink, answered=True, arrived=True)
+    def go_on(self):
+        self.model.go_on()
+
+    @rule(number=st.integers(0, 3), limit=st.integers(1, 8))
+    def take(self, number, limit):
+        self.model.take(self.sink(number), limit)
+
+    @rule(number=st.integers(0, 3), answered=st.booleans(), arrived=st.booleans())
+    def end(self, number, answered, arrived):
+        self.model.end(self.sink(number), answered=answered, arrived=arrived)
+
+    @rule(number=st.integers(0, 3), taken=st.integers(0, 4))
+    def end_in_the_middle(self, number, taken):
+        self.model.end_in_the_middle(self.sink(number), taken)
+
+    @rule()
+    def settle(self):
+        self.model.settle()
+
+    @invariant()
+    def ledger_and_model_agree(self):
+        if hasattr(self, "model"):
+            self.model.compare()
 
     def teardown(self):
-        for sink in range(len(VIEWS)):
-            self.end(sink, answered=True, arrived=True)
-        self.come_to_rest()
-        self.what_no_difference_is_pending_for_is_believed_rightly()
-        assert not any(self.book.dirty)
+        if hasattr(self, "model"):
+            self.model.settle()
 
 
 LedgerMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
 TestLedgerMachine = LedgerMachine.TestCase
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_walks_with_small_limits(seed):
+    walk(seed, 600)
+
+
+def test_the_walks_forget_and_interleave():
+    """The tests above would prove nothing if these did not happen."""
+    walks = [walk(seed, 300) for seed in range(10)]
+    assert sum(model.forgotten for model in walks) > 100
+    assert len({model.settings for model in walks}) == 10
+    assert {model.settings.limbo for model in walks} & {1, 2, 3}
+
+
+def tell(book):
+    settle(book)
+    book.check()
+
+
+def test_a_parent_in_the_same_batch_is_not_forgotten_before_it_is_remembered():
+    book = ledger(limbo=1)
+    do(book.announce(announced(0, 1)))
+    do(book.announce(announced(2)))
+    tell(book)
+    do(book.lose(names(0, 1)[1], Tier.DEVICE, Reason.DEVICE_DROP))
+    tell(book)
+    do(book.lose(join_keys([names(2)[0], names(0)[0]]), Tier.DEVICE, Reason.DEVICE_DROP))
+    tell(book)
+    do(book.announce(announced(2, 2)))
+    tell(book)
+    do(book.lose(path(2, 2)[1], Tier.DEVICE, Reason.DEVICE_DROP))
+    tell(book)
+    assert len(book.entries) <= 2
+
+
+def test_a_clear_that_is_refused_does_not_bring_back_what_was_forgotten_since():
+    book = ledger(PER_TIER, PER_TIER, limbo=1, takes_clear=[0])
+    do(
+        book.announce(
+            announced(0),
+        )
+    )
+    tell(book)
+    settle(book, 1)
+    do(book.lose(names(0)[0], Tier.DEVICE, Reason.DEVICE_DROP))
+    tell(book)
+    settle(book, 1)
+    do(book.announce(announced(1)))
+    tell(book)
+    do(book.clear(Tier.DEVICE, Reason.CLEAR))
+    batch = book.take(0, 10, 1)
+    settle(book, 1)
+    do(book.announce(announced(2)))
+    do(book.lose(names(2)[0], Tier.DEVICE, Reason.DEVICE_DROP))  # it takes the place of block 0
+    book.refused(0, batch)
+    book.check()
+    for i in range(3, 6):
+        do(book.announce(announced(i)))
+        do(book.lose(names(i)[0], Tier.DEVICE, Reason.DEVICE_DROP))
+        book.check()
+    tell(book)
+
+
+def test_the_blocks_that_became_idle_last_are_remembered():
+    book = ledger(limbo=4)
+    for i in range(20):
+        do(book.announce(announced(i)))
+        do(book.lose(names(i)[0], Tier.DEVICE, Reason.DEVICE_DROP))
+    assert set(book.entries) == {names(i)[0] for i in range(16, 20)}
 
 
 @pytest.mark.parametrize("limbo", [1, 3])

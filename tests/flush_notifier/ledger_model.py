@@ -1,0 +1,347 @@
+"""A naive model of the ledger: what is true, what each sink was sent, what may be forgotten and what must not.
+
+`Model` carries out one action at a time on a ledger and on itself, and compares. Hypothesis chooses the actions in
+test_ledger_machine.py; `walk` chooses them at random, which is faster:
+
+    python tests/flush_notifier/ledger_model.py --steps 1000000 [--seed N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from flush_kit import AT_FINISH, BLOCK, BOTH, NODE, PER_TIER, announced, finished, names, path
+
+from kvactors.flush_notifier.ledger import Ledger
+from kvactors.flush_notifier.runs import Batch
+from kvactors.flush_notifier.view import SinkView
+from kvactors.units import ALL_TIERS, Reason, Residency, Tier, join_keys, split_keys
+
+WIDTH, DEPTH = 3, 5
+EVERYTHING = SinkView(int(ALL_TIERS), node=False, at_finish=False)
+NODE_AT_FINISH = SinkView(BOTH, node=True, at_finish=True)
+VIEWS = (PER_TIER, NODE, AT_FINISH, EVERYTHING, NODE_AT_FINISH)
+EPOCH = 7
+
+
+class Settings(NamedTuple):
+    """Limits of one ledger. takes_clear, by_name: sinks, by number."""
+
+    views: tuple[SinkView, ...] = VIEWS[:3]
+    limbo: int = 1
+    step: int = 256
+    takes_clear: tuple[int, ...] = (0,)
+    by_name: tuple[int, ...] = ()
+
+
+def drawn(rng: random.Random) -> Settings:
+    """Settings at random, every limit small."""
+    views = tuple(rng.choice(VIEWS) for _ in range(rng.randint(1, 4)))
+    sinks = range(len(views))
+    some = [tuple(i for i in sinks if rng.random() < 0.5) for _ in range(2)]
+    return Settings(views, rng.choice((1, 1, 2, 3, 5, 8, 13, 30, 64)), rng.choice((1, 2, 3, 256)), *some)
+
+
+class Fact(NamedTuple):
+    """A fact of which the ledger has taken a part. end: makes it true in the model. keys: the blocks that it is about."""
+
+    steps: Iterator[None]
+    end: Callable[[], None]
+    keys: frozenset[bytes]
+
+
+class Model:
+    """truth: tiers by block. known: blocks whose path the ledger remembers. mirrors: by sink, tiers by block, as the tasks that arrived
+    say. flying: by sink, the batch in flight. ending: by sink, the steps that a delivered batch still takes."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.book = Ledger(BLOCK, list(settings.views), settings.limbo, settings.takes_clear, settings.by_name, settings.step)
+        self.sinks = range(len(settings.views))
+        self.truth: dict[bytes, int] = {}
+        self.tokens: dict[bytes, bytes] = {}  # of every path that was ever announced
+        self.known: set[bytes] = set()
+        self.finished: set[bytes] = set()
+        self.mirrors: list[dict[bytes, int]] = [{} for _ in self.sinks]
+        self.flying: list[Batch | None] = [None for _ in self.sinks]
+        self.ending: dict[int, Iterator[None]] = {}
+        self.fact: Fact | None = None
+        self.before: dict[bytes, int] = {}  # what was true before the fact that ends now
+        self.suspects: dict[bytes, int] = {}  # forgotten while a fact was about them, and what was true before that fact
+        self.forgotten = 0
+
+    # -- facts
+
+    def announce(self, branch: tuple[int, ...], start: int, count: int, tier: Tier) -> None:
+        self._learn(branch)
+        held = names(*branch)[start : start + count]
+        self._begin(
+            self.book.announce(announced(*branch, start=start, count=count, tier=tier)), held, lambda: self._hold(held, tier)
+        )
+
+    def finish(self, branch: tuple[int, ...]) -> None:
+        self._learn(branch)
+        held = names(*branch)
+
+        def end() -> None:
+            self._hold(held, Tier.DEVICE)
+            self.finished.update(held)
+
+        self._begin(self.book.announce(finished(*branch)), held, end)
+
+    def gain(self, branch: tuple[int, ...], tier: Tier) -> None:
+        keys = names(*branch)
+        self._begin(self.book.gain(join_keys(keys), tier, Reason.OFFLOAD), keys, lambda: self._hold(keys, tier))
+
+    def lose(self, branch: tuple[int, ...], last: int, tier: Tier) -> None:
+        keys = names(*branch)[-last:]
+
+        def end() -> None:
+            self.truth.update({key: self.truth.get(key, 0) & ~tier for key in keys})
+
+        self._begin(self.book.lose(join_keys(keys[::-1]), tier, Reason.CPU_EVICTION), keys, end)
+
+    def clear(self, tier: Tier) -> None:
+        def end() -> None:
+            self.truth = {key: mask & ~tier for key, mask in self.truth.items()}
+
+        self.complete()
+        self._begin(self.book.clear(tier, Reason.CLEAR), list(self.truth), end)
+
+    def clear_everything(self) -> None:
+        for tier in Tier:
+            self.clear(tier)
+            self.complete()
+
+    def _learn(self, branch: tuple[int, ...]) -> None:
+        self.tokens.update({key: path(*branch[: i + 1])[0] for i, key in enumerate(names(*branch))})
+
+    def _hold(self, keys: list[bytes], tier: Tier) -> None:
+        self.truth.update({key: self.truth.get(key, 0) | tier for key in keys})
+
+    def _begin(self, steps: Iterator[None], keys: list[bytes], end: Callable[[], None]) -> None:
+        self.complete()
+        self.fact = Fact(steps, end, frozenset(keys))
+        self.go_on()
+
+    def go_on(self) -> None:
+        """One step of the fact in progress, and one of every delivery that is ending. No other fact comes before its last step."""
+        if self.fact is not None and next(self.fact.steps, self) is self:
+            fact, self.fact = self.fact, None
+            self.before = {key: self.truth.get(key, 0) for key in fact.keys}
+            fact.end()
+            self._notice_forgotten()
+            self.before = {}
+            resident = [key for key, before in self.suspects.items() if before & self.truth.get(key, 0)]
+            assert not resident, "a resident block was forgotten"
+            self.suspects.clear()
+        for sink, steps in list(self.ending.items()):
+            if next(steps, self) is self:
+                del self.ending[sink]
+        self._notice_forgotten()
+
+    def complete(self) -> None:
+        while self.fact is not None or self.ending:
+            self.go_on()
+
+    def _notice_forgotten(self) -> None:
+        """Only blocks that are nowhere, and that no sink and no delivery is about, may be forgotten, and only when too many are kept."""
+        now = self.book.entries.keys()
+        vanished = self.known - now
+        moving = self.fact.keys if self.fact is not None else frozenset()
+        for key in vanished:
+            if key in moving:  # known at the end of the fact
+                self.suspects[key] = self.truth.get(key, 0)
+            else:
+                held = self.truth.get(key, 0) & self.before.get(key, ALL_TIERS)
+                assert not held, "a resident block was forgotten"
+            assert not any(mirror.get(key, 0) for mirror in self.mirrors), "a block was forgotten that a sink holds"
+        if vanished:
+            assert len(self.book._limbo) == self.settings.limbo, "a block was forgotten although there was room"
+            for batch in filter(None, self.flying):
+                assert vanished.isdisjoint(key for task in batch.tasks for key in split_keys(task.keys)), (
+                    "forgotten in delivery"
+                )
+        self.forgotten += len(vanished)
+        self.finished -= vanished
+        self.known = set(now)
+
+    # -- deliveries
+
+    def take(self, sink: int, limit: int) -> None:
+        self.complete()
+        if self.flying[sink] is None:
+            batch = self.flying[sink] = self.book.take(sink, limit, EPOCH)
+            assert bool(batch.tasks) == bool(self.book.pending(sink))
+
+    def end(self, sink: int, *, answered: bool, arrived: bool) -> None:
+        """A call is over. answered: the sink said so. arrived: it took the tasks, whether or not it said so."""
+        batch = self.flying[sink]
+        if batch is None or sink in self.ending:
+            return
+        if answered or arrived:
+            self._arrive(sink, batch)
+        self.flying[sink] = None
+        if answered:
+            self.book.delivered(sink, batch)
+            self.ending[sink] = self.book.cleared(sink, batch)
+        else:
+            self.book.refused(sink, batch)
+        self.go_on()
+
+    def end_in_the_middle(self, sink: int, taken: int) -> None:
+        batch = self.flying[sink]
+        if batch is None or batch.cleared or sink in self.ending:
+            return
+        done, rest = batch.split(taken)
+        self._arrive(sink, done)
+        self.flying[sink] = None
+        self.book.delivered(sink, done)
+        self.book.refused(sink, rest)
+        self.go_on()
+
+    def _arrive(self, sink: int, batch: Batch) -> None:
+        mirror, gained, by_name = self.mirrors[sink], False, sink in self.settings.by_name
+        for task in batch.tasks:
+            keys, bit, resident = split_keys(task.keys), int(task.tier), task.residency is Residency.RESIDENT
+            if not task.count:
+                assert sink in self.settings.takes_clear
+                assert len(batch.tasks) == 1
+                mirror.clear()
+                continue
+            assert task.epoch == EPOCH
+            assert len(keys) == task.count >= 1
+            self._compare_tokens(task, keys, own=by_name)
+            if resident:
+                gained = True
+                mirror.update({key: mirror.get(key, 0) | bit for key in keys})
+            else:
+                assert not gained, "losses come first"
+                mirror.update({key: mirror.get(key, 0) & ~bit for key in keys})
+
+    def _compare_tokens(self, task: Any, keys: list[bytes], *, own: bool) -> None:
+        path_of_last = self.tokens[keys[-1]]
+        size = 4 * BLOCK
+        assert len(path_of_last) == size * (task.start_block_idx + task.count)
+        for i, key in enumerate(keys, task.start_block_idx + 1):
+            assert path_of_last.startswith(self.tokens[key])
+            assert len(self.tokens[key]) == size * i, "block by block"
+        if not own:
+            assert task.tokens == path_of_last, "the complete path"
+        elif task.residency is Residency.RESIDENT:
+            assert task.tokens == path_of_last[size * task.start_block_idx :], "the blocks' own tokens"
+        else:
+            assert task.tokens == b""
+
+    # -- comparison
+
+    def expected(self, sink: int, key: bytes) -> int:
+        view = self.settings.views[sink]
+        mask = self.truth.get(key, 0) & view.tiers if key in self.known else 0
+        return int(Tier.DEVICE) * bool(mask) if view.node else mask
+
+    def compare(self) -> None:
+        """The ledger is consistent, and each mirror says what is true of every block that is neither pending nor in flight."""
+        self.book.check()
+        if self.fact is not None:
+            return
+        unnamed = {key: mask for key, mask in self.truth.items() if mask and key not in self.known}
+        assert self.book.unnamed == unnamed, "resident blocks whose path is not known"
+        for sink, mirror in enumerate(self.mirrors):
+            batch = self.flying[sink]
+            if sink in self.ending or (batch is not None and batch.cleared):
+                continue
+            in_flight = {key for task in (batch.tasks if batch is not None else ()) for key in split_keys(task.keys)}
+            pending = {entry.key for entry in self.book.dirty[sink]} | in_flight
+            for key in (self.known | mirror.keys()) - pending:
+                expected = self.expected(sink, key)
+                if self.settings.views[sink].at_finish and key not in self.finished:
+                    expected &= mirror.get(key, 0)
+                assert mirror.get(key, 0) == expected, "a mirror differs, and nothing is pending"
+
+    def settle(self) -> None:
+        """End what is in flight and deliver everything that is pending; then every mirror is right."""
+        for sink in self.sinks:
+            self.end(sink, answered=True, arrived=True)
+        self.complete()
+        for sink in self.sinks:
+            for round_ in itertools.count():
+                if not self.book.pending(sink):
+                    break
+                assert round_ < 10_000, "it does not settle"
+                self.take(sink, 4)
+                self.end(sink, answered=True, arrived=True)
+                self.complete()
+        self.compare()
+        assert not any(self.book.dirty)
+        kept = {key for key, mask in self.truth.items() if mask and key in self.known}
+        assert len(self.book.entries) <= DEPTH * (len(kept) + self.settings.limbo), "too much is remembered"
+
+
+def act(model: Model, rng: random.Random) -> None:
+    """One action at random."""
+    branch = tuple(rng.randrange(WIDTH) for _ in range(rng.randint(1, DEPTH)))
+    tier, sink = rng.choice(list(Tier)), rng.choice(model.sinks)
+    kind = rng.random()
+    if (model.fact is not None or model.ending) and rng.random() < 0.8:  # more often than not, deliveries end between steps
+        kind = rng.choice((0.71, 0.89, 0.93, 0.93))
+    if kind < 0.12:
+        start = rng.randint(0, len(branch))
+        model.announce(branch, start, rng.randint(0, len(branch) - start), tier)
+    elif kind < 0.18:
+        model.finish(branch)
+    elif kind < 0.25:
+        model.gain(branch, tier)
+    elif kind < 0.48:
+        model.lose(branch, rng.randint(1, DEPTH), tier)
+    elif kind < 0.50:
+        model.clear(tier)
+    elif kind < 0.505:
+        model.clear_everything()
+    elif kind < 0.70:
+        model.take(sink, rng.randint(1, 8))
+    elif kind < 0.88:
+        model.end(sink, answered=rng.random() < 0.7, arrived=rng.random() < 0.5)
+    elif kind < 0.92:
+        model.end_in_the_middle(sink, rng.randint(0, 4))
+    elif kind < 0.998:
+        model.go_on()
+    else:
+        model.settle()
+
+
+def walk(seed: int, steps: int) -> Model:
+    """Random actions on a ledger with random limits."""
+    rng = random.Random(seed)
+    model = Model(drawn(rng))
+    for i in range(steps):
+        act(model, rng)
+        if not i % 8:
+            model.compare()
+    model.settle()
+    return model
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=1_000_000)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    began, done, forgotten, seed = time.monotonic(), 0, 0, given.seed
+    while done < given.steps:
+        try:
+            forgotten += walk(seed, 1000).forgotten
+        except BaseException:
+            print(f"seed {seed}")
+            raise
+        seed, done = seed + 1, done + 1000
+    print(f"{done} steps, {seed - given.seed} ledgers, {forgotten} blocks forgotten, {time.monotonic() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
