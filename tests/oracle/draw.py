@@ -1,0 +1,168 @@
+"""From a seed: a small cache of any shape, and the work it gets. Every limit is drawn from 1 to 64."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvactors.config import CacheConfig
+
+MODEL = "model-a"
+
+
+def limit(rng: random.Random, low: int = 1, high: int = 64) -> int:
+    """A limit, small ones more often."""
+    return min(high, max(low, int(low * (high / low) ** rng.random()))) if low else rng.choice((0, limit(rng, 1, high)))
+
+
+@dataclass
+class Draw:
+    """tables: the config as TOML gives it. work: what clients and the controller do."""
+
+    seed: int
+    tables: dict[str, Any]
+    clients: int
+    threads: int
+    families: int
+    longest: int
+    cut: float
+    cancelled: float
+    hostile: bool
+    clears: bool
+    pauses: bool
+    weights: bool
+    forgotten: float
+    media: bool
+    scopes: bool
+    sinks: tuple[str, ...]
+    seen: list[str] = field(default_factory=list)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens a block."""
+        return int(self.tables["cache"]["block_size"])
+
+    @property
+    def store(self) -> str:
+        """The storage back end."""
+        return str(self.tables["storage"]["backend"])
+
+
+def draw(seed: int, folder: str, *, store: str | None = None, threads: bool = True, sinks: bool = True) -> Draw:
+    """The cache and the work of a seed. folder: of the file store and of sinks. store: this back end in place of a drawn one."""
+    rng = random.Random(f"oracle {seed}")
+    blocks = limit(rng, 3, 64)
+    kind = store or rng.choice(("none", "memory", "memory", "file", "file", "attention_store"))
+    weights, clients = rng.random() < 0.35, rng.randint(1, max(1, min(8, blocks // 2)))
+    tables: dict[str, Any] = {
+        "cache": {
+            "block_size": rng.choice((1, 2, 3, 4, 4, 7, 16)),
+            "recompute_last_token": rng.random() < 0.7,
+            "deadline": 10.0,
+            "namespace": "weights-0",
+        },
+        "device": _device(rng, blocks),
+        "layout": {"num_layers": 2, "num_kv_heads": 1, "head_dim": 32, "dtype": "uint8"},
+        "host": _host(rng),
+        "storage": _storage(rng, kind, folder),
+        "flush": {"batch": limit(rng), "retry_min": 0.01, "retry_max": 0.1, "timeout": 10.0},
+        "actors": {"channel_bound": limit(rng), "drain": 20.0, "restarts": rng.randint(0, 5)},
+    }
+    if "model" in CacheConfig.__struct_fields__:
+        tables["cache"]["model"] = MODEL
+    names = _sinks(rng, tables, folder, seed) if sinks else ()
+    if kind == "attention_store" or "attention_store" in names:
+        tables["attention_store"] = {"namespace": f"oracle-{seed}", "ready_interval": 0.01, "model_version": "v0"}
+    return Draw(
+        seed=seed,
+        tables=tables,
+        clients=clients,
+        threads=rng.choice((0, 0, 0, 1, 2)) if threads and not weights else 0,
+        families=limit(rng, 1, 32),
+        longest=_longest(rng, blocks, clients),
+        cut=rng.choice((0.0, 0.05, 0.3)),
+        cancelled=rng.choice((0.0, 0.05, 0.3)),
+        hostile=rng.random() < 0.3,
+        clears=rng.random() < 0.5,
+        pauses=rng.random() < 0.4,
+        weights=weights,
+        forgotten=rng.choice((0.0, 0.0, 0.03)),
+        media=rng.random() < 0.4,
+        scopes=rng.random() < 0.6,
+        sinks=names,
+    )
+
+
+def _longest(rng: random.Random, blocks: int, clients: int) -> int:
+    """Blocks of the longest prompt: mostly such that all clients find room, now and then more than the device holds."""
+    if rng.random() < 0.06:
+        return blocks + 1
+    return max(1, min(24, blocks // rng.choice((1, clients, 2 * clients))))
+
+
+def _device(rng: random.Random, blocks: int) -> dict[str, Any]:
+    ahead = rng.random() < 0.25
+    return {
+        "num_blocks": blocks,
+        "free_low": 0.1 if ahead else 0.0,
+        "free_high": 0.4 if ahead else 0.0,
+        "layerwise": rng.random() < 0.3,
+    }
+
+
+def _host(rng: random.Random) -> dict[str, Any]:
+    slots = limit(rng, 0)
+    marks = slots > 0 and rng.random() < 0.25
+    return {
+        "slots": slots,
+        "transit_slots": limit(rng),
+        "mode": rng.choice(("exclusive", "inclusive")),
+        "low_watermark": 0.5 if marks else 0.0,
+        "high_watermark": 0.8 if marks else 0.0,
+        "copy_threads": rng.choice((1, 2)),
+    }
+
+
+def _storage(rng: random.Random, kind: str, folder: str) -> dict[str, Any]:
+    policies = ["write_through", "write_through_selective", "none"] + ["write_back", "write_back"] * (kind != "attention_store")
+    found: dict[str, Any] = {"backend": kind}
+    if kind == "none":
+        return found
+    found |= {"write_policy": rng.choice(policies), "min_hits": rng.randint(1, 3), "fetch": rng.random() < 0.9}
+    if kind == "attention_store":
+        return found
+    found |= {
+        "capacity_blocks": rng.choice((limit(rng), 4096)),
+        "exclusive": rng.random() < 0.3,
+        "min_fetch_blocks": rng.choice((1, 1, 2, 5)),
+        "readers": rng.randint(1, 3),
+        "writers": rng.randint(1, 3),
+        "timeout": 10.0,
+    }
+    if kind == "file":
+        found |= {"directory": f"{folder}/store", "io_depth": limit(rng, 1, 8), "free_space_floor": 0}
+    return found
+
+
+def _sinks(rng: random.Random, tables: dict[str, Any], folder: str, seed: int) -> tuple[str, ...]:
+    names = tuple(one for one in ("memory", "jsonl", "kv_events", "attention_store") if rng.random() < 0.4)
+    every = ["device", "host", "storage"]
+    made: list[dict[str, Any]] = []
+    for name in names:
+        sink: dict[str, Any] = {"kind": name}
+        if name == "memory":
+            sink |= {"tiers": rng.choice((["device"], ["host", "storage"], every)), "view": rng.choice(("per_tier", "node"))}
+            sink["gains"] = rng.choice(("commit", "request_finish"))
+        elif name == "jsonl":
+            sink |= {"tiers": every, "path": f"{folder}/events-{seed}.jsonl"}
+        elif name == "kv_events":
+            sink |= {
+                "endpoint": f"ipc://{folder}/events-{seed}",
+                "replay_endpoint": f"ipc://{folder}/replay-{seed}",
+                "replay_window": limit(rng),
+                "max_blocks": limit(rng),
+            }
+        made.append(sink)
+    tables["flush"]["sinks"] = made
+    return names

@@ -1,0 +1,39 @@
+"""What a run counts, and what it found wrong."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+SHOWN = 20
+
+
+@dataclass
+class Record:
+    """failures: each different one once, with the world it was found in. wrong: blocks that held other bytes. seen: what was reached."""
+
+    requests: int = 0
+    finished: int = 0
+    verified: int = 0
+    wrong: int = 0
+    restarts: int = 0
+    failures: list[str] = field(default_factory=list)
+    failed: int = 0
+    seen: Counter[str] = field(default_factory=Counter)
+
+    def fail(self, what: str) -> None:
+        """One failure."""
+        self.failed += 1
+        if what not in self.failures and len(self.failures) < SHOWN:
+            self.failures.append(what)
+
+    def add(self, other: Record) -> None:
+        """Count what another record counted."""
+        for name in ("requests", "finished", "verified", "wrong", "restarts"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        failed = other.failed
+        for what in other.failures:
+            self.fail(what)
+            failed -= 1
+        self.failed += failed
+        self.seen.update(other.seen)

@@ -1,0 +1,89 @@
+"""One seed: a drawn cache under drawn work, at rest, closed, and some of them opened again on the same store."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import kvactors
+
+from .client import Client
+from .draw import MODEL, Draw, draw
+from .history import History
+from .record import Record
+from .sink import Recorder
+from .threads import work_in_thread
+from .world import World
+
+LIMIT = 300.0
+"""Seconds within which a round must end. Only a hang takes as long."""
+
+
+async def serve_round(drawn: Draw, history: History, record: Record, requests: int, life: int = 0, readers: Any = None) -> None:
+    """Open, serve, come to rest, look at everything, close. readers: of the sinks, compared with what was announced (see `tests.soak`)."""
+    rng = random.Random(f"round {drawn.seed} {life}")
+    recorder = Recorder(drawn.block_size, record)
+    config = kvactors.Config.from_mapping(drawn.tables)
+    async with kvactors.open(config, sinks=[recorder]) as cache:
+        world = World(cache, drawn, history, record, rng)
+        if readers is not None:
+            readers.begin(cache)
+        loop = asyncio.get_running_loop()
+        share = requests // (drawn.clients + drawn.threads) if drawn.threads else 0
+        left = [requests - share * drawn.threads]
+        control = loop.create_task(world.control())
+        work = [loop.create_task(Client(world, 10 * life + number, left).run()) for number in range(drawn.clients)]
+        work += [loop.create_task(asyncio.to_thread(work_in_thread, world, number, share)) for number in range(drawn.threads)]
+        done, late = await asyncio.wait(work, timeout=LIMIT)
+        for task in done:
+            if not task.cancelled() and task.exception() is not None:
+                world.fail(f"a client ended with {task.exception()!r}")
+        if late:
+            world.fail(f"{len(late)} clients have not ended after {LIMIT} s")
+            for task in late:
+                task.cancel()
+        control.cancel()
+        await asyncio.gather(control, *late, return_exceptions=True)
+        await world.rest()
+        if readers is not None:
+            await readers.compare(world, recorder)
+            await readers.close()
+
+
+def run_seed(seed: int, requests: int = 120, *, store: str | None = None, hostile: bool = True) -> Record:
+    """The record of one seed. hostile: whether it may pass bad arguments."""
+    folder = tempfile.mkdtemp(prefix="kvo-")
+    record, history = Record(), History()
+    drawn = draw(seed, folder, store=store)
+    drawn.hostile &= hostile
+    if "attention_store" in (*drawn.sinks, drawn.store):
+        from kvactors.testing.attentionstore_sdk import install
+
+        install()
+    try:
+        asyncio.run(serve_round(drawn, history, record, requests))
+        if drawn.store == "file" and not record.failed:
+            record.seen["opened again"] += 1
+            asyncio.run(serve_round(drawn, history, record, requests // 2, life=1))
+            _other_model(drawn, record, requests // 4)
+    except Exception as error:
+        record.fail(f"seed {seed} ({drawn.store}): the round raised {error!r}")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if Path(folder).exists():
+            record.fail("the folder of a seed cannot be removed")
+    return record
+
+
+def _other_model(drawn: Draw, record: Record, requests: int) -> None:
+    """Another model on the same store: it must hit nothing of the first one's."""
+    if "model" not in drawn.tables["cache"]:
+        return
+    cache = {**drawn.tables["cache"], "model": f"not {MODEL}"}
+    other = Draw(**{**vars(drawn), "tables": {**drawn.tables, "cache": cache}})
+    record.seen["opened by another model"] += 1
+    asyncio.run(serve_round(other, History(begun=1, floor=1), record, requests, life=2))

@@ -1,0 +1,167 @@
+"""One open cache, the engine on it, and what both must agree on."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+from typing import Any
+
+from kvactors import ActorFailed, DeadlineExceeded, KVActorsError, KVCache, LeaseEnded, NoRoom, Paused
+
+from .draw import MODEL, Draw
+from .history import History
+from .model import Memory, Prompt, Scope
+from .record import Record
+
+REST = 60.0
+"""Seconds within which a cache without work must be idle. Only a hang takes as long."""
+
+
+class World:
+    """weights: the namespace that the engine computes with. leases: granted and not ended. draining: requests end as soon as they can."""
+
+    def __init__(self, cache: KVCache, drawn: Draw, history: History, record: Record, rng: random.Random) -> None:
+        self.cache = cache
+        self.drawn = drawn
+        self.history = history
+        self.record = record
+        self.rng = rng
+        self.weights: str = drawn.tables["cache"]["namespace"]
+        self.leases = 0
+        self.draining = False
+        layout = drawn.tables["layout"]
+        self.memory = Memory(cache.device, range(layout["num_layers"]), ("key", "value"))
+
+    @property
+    def seen(self) -> Any:
+        """See `Record`."""
+        return self.record.seen
+
+    def fail(self, what: str) -> None:
+        """A failure, with the seed it was found in."""
+        self.record.fail(f"seed {self.drawn.seed} ({self.drawn.store}): {what}")
+
+    def scope(self, lora: str | None, salt: str | None) -> Scope:
+        """The scope of a request that is admitted now."""
+        return Scope(MODEL, self.weights, lora, salt)
+
+    def verify(self, what: str, blocks: Any, prompt: Prompt, until: int, layers: Any = None) -> None:
+        """The first blocks of a prompt hold its bytes, and none is older than a clear that returned before `until`."""
+        digests = prompt.digests[: len(blocks)]
+        found = self.memory.read(blocks, digests, layers)
+        self.record.verified += len(found)
+        for position, stamp in enumerate(found):
+            if stamp is None:
+                self.record.wrong += 1
+                self.fail(f"{what}: a block holds other bytes (block {position} of {len(found)})")
+            elif self.history.stale(stamp, until):
+                self.record.wrong += 1
+                self.fail(f"{what}: a block computed before a clear (block {position} of {len(found)})")
+
+    def judge(self, what: str, error: BaseException, *, cut: bool = False) -> None:
+        """Whether a call may end with this error. cut: whether a call on the same lease was cancelled before."""
+        self.seen[f"{what} {type(error).__name__}"] += 1
+        if isinstance(error, NoRoom | DeadlineExceeded | Paused) or (isinstance(error, LeaseEnded) and cut):
+            return
+        if isinstance(error, ActorFailed):
+            self.fail(f"{what}: an actor failed: {error!r}; last: {self._last_failure()}")
+            return
+        self.fail(f"{what} raised {error!r}")
+
+    def _last_failure(self) -> str:
+        return repr(self.cache.statistics().supervisor)
+
+    # -- the controller
+
+    async def control(self) -> None:
+        """Clears, pauses and changes of weights, until cancelled."""
+        drawn, rng = self.drawn, self.rng
+        kinds = (
+            ["clear"] * drawn.clears + ["clear storage"] * drawn.clears + ["pause"] * drawn.pauses + ["weights"] * drawn.weights
+        )
+        while True:
+            await asyncio.sleep(rng.choice((0.002, 0.01, 0.05)))
+            under_load = self.cache.check()
+            if under_load:
+                self.fail(f"check under load: {under_load[:3]}")
+            if not kinds:
+                continue
+            kind = rng.choice(kinds)
+            self.seen[kind] += 1
+            try:
+                await self._order(kind)
+            except (DeadlineExceeded, Paused) as error:
+                self.seen[f"{kind} {type(error).__name__}"] += 1
+            except KVActorsError as error:
+                self.judge(kind, error)
+
+    async def _order(self, kind: str) -> None:
+        if kind in ("clear", "clear storage"):
+            await self.clear(storage=kind == "clear storage")
+        elif kind == "pause":
+            await self._pause(None)
+        else:
+            await self._pause(self.rng.choice(("weights-0", "weights-1", "weights-2")))
+
+    async def clear(self, *, storage: bool) -> None:
+        """Clear; from its return on nothing computed before may be hit, unless a store was left alone."""
+        everything = storage or self.drawn.store == "none"
+        open_at = self.history.open_now()
+        number = self.history.clear() if everything else 0
+        await self.cache.clear(storage=storage, deadline=30.0)
+        if everything:
+            self.history.cleared(number, open_at)
+
+    async def _pause(self, weights: str | None) -> None:
+        self.draining = weights is not None
+        try:
+            await self.cache.pause(deadline=self.rng.choice((0.05, 10.0)))
+            if weights is not None:
+                for _ in range(20_000):
+                    if not self.leases:
+                        break
+                    await asyncio.sleep(0.001)
+                else:
+                    self.fail("leases do not end while the cache is paused")
+                    return
+                await self.cache.set_namespace(weights)
+                self.weights = weights
+            await asyncio.sleep(self.rng.choice((0.0, 0.002, 0.01)))
+        finally:
+            self.draining = False
+            await self.cache.resume()
+
+    # -- at rest
+
+    async def rest(self) -> None:
+        """Nothing is left over, invariants hold, sinks agree."""
+        cache = self.cache
+        gc.collect()  # forgotten leases that an exception's traceback still referred to
+        try:
+            await cache.resume()
+            await cache.flush_settled(REST)
+        except KVActorsError as error:
+            self.fail(f"not idle: {error!r}")
+        for violated in cache.check():
+            self.fail(f"check at rest: {violated}")
+        divergence = cache.divergence()
+        if divergence:
+            self.fail(f"sinks differ from the tiers on {divergence} blocks at rest")
+        statistics = cache.statistics()
+        left = {
+            "leases": statistics.prefix.leases,
+            "waiting requests": statistics.prefix.waiting,
+            "loads": statistics.prefix.loads_in_flight,
+            "offloads": statistics.prefix.offloads_in_flight,
+            "saves": statistics.prefix.saves_in_flight,
+            "pinned slots": statistics.host.pinned,
+        }
+        for what, count in left.items():
+            if count:
+                self.fail(f"left over at rest: {count} {what}")
+        if statistics.prefix.blocks_free + statistics.prefix.evictable != statistics.prefix.blocks_total:
+            self.fail("device blocks do not add up at rest")
+        if statistics.supervisor.restarts:
+            self.record.restarts += statistics.supervisor.restarts
+            self.fail(f"actors restarted: {statistics.supervisor}")

@@ -1,0 +1,1 @@
+"""A soak: random requests on caches whose limits are tiny, with every tier and every sink, verified byte for byte."""

@@ -1,0 +1,142 @@
+"""`python -m tests.soak --requests N`: a soak. Exit status 1 on any failure."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import queue
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tests.oracle.record import Record
+from tests.soak.rounds import work
+
+GROWTH_KIB = 24 * 1024
+"""Memory a process may grow by between a quarter of its rounds and their end: what allocators keep, far below a leak of 1 KiB a request."""
+
+SILENT = 900.0
+"""Seconds without a word from a process after which it counts as hung."""
+
+
+def main() -> int:
+    """Run, print, write; the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
+    parser.add_argument("--requests", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, help="stop after so many minutes even if requests are left")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--json", help="write the report to this file, - for standard output")
+    parser.add_argument("--no-hostile", action="store_true", help="no bad arguments")
+    options = parser.parse_args()
+    if options.requests < 1 or options.processes < 1 or (options.minutes is not None and options.minutes <= 0):
+        parser.error("--requests, --processes and --minutes must be positive")
+    if options.json not in (None, "-"):
+        Path(options.json).touch()
+    report = soak(options.seed, options.requests, options.minutes, options.processes, hostile=not options.no_hostile)
+    show(report)
+    if options.json:
+        text = json.dumps(report, indent=2) + "\n"
+        sys.stdout.write(text) if options.json == "-" else Path(options.json).write_text(text)
+    return 1 if report["failures"] or report["shown"] else 0
+
+
+def soak(seed: int, requests: int, minutes: float | None, processes: int, *, hostile: bool) -> dict[str, Any]:
+    """Run the rounds in several processes; what came of it."""
+    began = time.monotonic()
+    until = float("inf") if minutes is None else began + 60 * minutes
+    context = multiprocessing.get_context("spawn")
+    results: Any = context.Queue()
+    shares = [requests // processes + (i < requests % processes) for i in range(processes)]
+    arguments = [(seed * 1000 + i, share, until, results, hostile, i) for i, share in enumerate(shares) if share]
+    workers = [context.Process(target=work, args=one) for one in arguments]
+    for worker in workers:
+        worker.start()
+    total, memory, heard = Record(), {i: [] for *_, i in arguments}, time.monotonic()
+    running = set(memory)
+    while running:
+        try:
+            number, record, kib = results.get(timeout=1.0)
+        except queue.Empty:
+            for i in [i for i in running if workers[i].exitcode not in (None, 0)]:
+                total.fail(f"process {i} ended with exit status {workers[i].exitcode}")
+                running.discard(i)
+            if time.monotonic() - heard > SILENT:
+                total.fail(f"processes {sorted(running)} do not end")
+                break
+            continue
+        heard = time.monotonic()
+        if record is None:
+            running.discard(number)
+            continue
+        total.add(record)
+        memory[number].append(kib)
+    for worker in workers:
+        worker.join(5.0)
+        if worker.is_alive():
+            worker.kill()
+    points = [quarters(one) for one in memory.values() if one]
+    grown = max((end - quarter for _, quarter, _, end in points), default=0)
+    if grown > GROWTH_KIB:
+        total.fail(f"memory grew by {grown} KiB between a quarter and the end of a process's rounds")
+    wall = time.monotonic() - began
+    return {
+        "requests": total.requests,
+        "requests_per_s": round(total.requests / wall, 1),
+        "wall_s": round(wall, 1),
+        "finished": total.finished,
+        "verified_blocks": total.verified,
+        "wrong_bytes": total.wrong,
+        "actor_restarts": total.restarts,
+        "failures": total.failed,
+        "rounds": sum(map(len, memory.values())),
+        "memory_kib": [sum(column) for column in zip(*points, strict=True)] if points else [],
+        "memory_grown_kib": grown,
+        "seen": dict(sorted(total.seen.items())),
+        "shown": total.failures,
+        "settings": {"seed": seed, "requests": requests, "processes": processes, "hostile": hostile},
+    }
+
+
+def quarters(memory: list[int]) -> tuple[int, int, int, int]:
+    """After the first round, a quarter, a half, all of them. Each is the median of the rounds around it."""
+
+    def around(at: int) -> int:
+        near = sorted(memory[max(0, at - 4) : at + 5])
+        return near[len(near) // 2]
+
+    last = len(memory) - 1
+    return memory[0], around(last // 4), around(last // 2), around(last)
+
+
+def show(report: dict[str, Any]) -> None:
+    """The table."""
+    table = Table(title=f"soak, seed {report['settings']['seed']}", show_header=False)
+    start, quarter, half, end = report["memory_kib"] or [0, 0, 0, 0]
+    rows = {
+        "requests": f"{report['requests']:,} ({report['finished']:,} finished) in {report['rounds']} rounds",
+        "requests a second": f"{report['requests_per_s']:,}",
+        "wall, s": f"{report['wall_s']}",
+        "verified blocks": f"{report['verified_blocks']:,}",
+        "wrong bytes": f"{report['wrong_bytes']}",
+        "actor restarts": f"{report['actor_restarts']}",
+        "memory, MiB": f"start {start >> 10}  quarter {quarter >> 10}  half {half >> 10}  end {end >> 10}",
+        "failures": f"{report['failures']}",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    console = Console()
+    console.print(table)
+    seen = ", ".join(f"{what} {count:,}" for what, count in report["seen"].items())
+    console.print(f"reached: {seen}", style="dim", highlight=False)
+    for what in report["shown"]:
+        print(f"FAILED {what}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

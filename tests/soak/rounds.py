@@ -1,0 +1,114 @@
+"""Rounds of the soak: each on a cache drawn anew, or on the store of the round before."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import kvactors
+from kvactors.testing.attentionstore_sdk import install, services
+from tests.oracle.draw import Draw, draw
+from tests.oracle.history import History
+from tests.oracle.record import Record
+from tests.oracle.run import serve_round
+from tests.oracle.sink import Recorder
+from tests.oracle.world import World
+from tests.soak.readers import EventsReader, agrees, jsonl_held, stale_paths
+
+ROUND = 400
+"""Requests of a round."""
+
+
+def resident_kib() -> int:
+    """Memory of this process, resident and not shared with files."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon"):
+            return int(line.split()[1])
+    return 0
+
+
+def run_rounds(seed: int, requests: int, until: float, report: Callable[[Record, int], None], *, hostile: bool = True) -> None:
+    """Rounds until the requests are made or `until` (of `time.monotonic`) has come. report: is given each round's record and the memory in KiB."""
+    install()
+    number = made = 0
+    while made < requests and time.monotonic() < until:
+        size = min(ROUND, requests - made)
+        record = Record()
+        _round(seed * 1_000_003 + number, size, record, hostile=hostile)
+        made += size
+        number += 1
+        gc.collect()
+        report(record, resident_kib())
+
+
+def work(seed: int, requests: int, until: float, results: Any, hostile: bool, number: int) -> None:
+    """The work of one process; its results go into a queue."""
+    run_rounds(seed, requests, until, lambda record, kib: results.put((number, record, kib)), hostile=hostile)
+    results.put((number, None, 0))
+
+
+def _round(seed: int, requests: int, record: Record, *, hostile: bool) -> None:
+    folder = tempfile.mkdtemp(prefix="kvs-")
+    drawn, history = draw(seed, folder), History()
+    drawn.hostile &= hostile
+    try:
+        again = drawn.store == "file" and requests > 10
+        first = requests - requests // 4 if again else requests
+        asyncio.run(serve_round(drawn, history, record, first, readers=Readers(drawn, folder)))
+        if again:
+            record.seen["opened again"] += 1
+            asyncio.run(serve_round(drawn, history, record, requests - first, life=1, readers=Readers(drawn, folder)))
+    except Exception as error:
+        record.fail(f"seed {seed} ({drawn.store}): the round raised {error!r}")
+    finally:
+        services.clear()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class Readers:
+    """The external indexes of one round."""
+
+    def __init__(self, drawn: Draw, folder: str) -> None:
+        self.drawn = drawn
+        self.folder = folder
+        self._events: EventsReader | None = None
+
+    def begin(self, _cache: kvactors.KVCache) -> None:
+        """Connect."""
+        if "kv_events" in self.drawn.sinks:
+            sink = next(one for one in self.drawn.tables["flush"]["sinks"] if one["kind"] == "kv_events")
+            self._events = EventsReader(sink["endpoint"], sink["replay_endpoint"])
+
+    async def compare(self, world: World, recorder: Recorder) -> None:
+        """At rest: every reader holds what was announced."""
+        if self._events is not None:
+            differing = await agrees(self._events, recorder)
+            if differing:
+                world.fail(differing)
+            world.seen["KV events compared"] += 1
+            world.seen["KV events replayed"] += self._events.replays
+            world.seen["KV events snapshots"] += self._events.snapshots
+        if "jsonl" in self.drawn.sinks:
+            path = Path(self.folder) / f"events-{self.drawn.seed}.jsonl"
+            if jsonl_held(path) != recorder.held:
+                world.fail("the JSON-lines file differs from what was announced")
+            world.seen["JSON lines compared"] += 1
+        if "attention_store" in self.drawn.sinks:
+            stale = sum(stale_paths(one.resident, recorder) for one in self._services())
+            if stale:
+                world.fail(f"AttentionStore's index has {stale} token paths that this node does not hold")
+            world.seen["AttentionStore's index compared"] += 1
+
+    def _services(self) -> list[Any]:
+        return list(services.values())
+
+    async def close(self) -> None:
+        """Disconnect."""
+        if self._events is not None:
+            await self._events.close()
