@@ -112,7 +112,7 @@ class BlockTree:
         """Advance `num_committed` over held nodes now resident with the table's block; returns it. Table positions
         beyond it whose node neither is resident nor loading into that block become private again."""
     def replace(self, path: Path, position: int, block: int) -> None:
-        """Put a private block at one position at or beyond `num_committed`, whatever stood there (no block is freed)."""
+        """Put a private block (-1: none) at one position at or beyond `num_committed`, whatever stood there (no block is freed)."""
     def evict(self, count: int) -> tuple[NDArray[np.uint32], bytes, bytes, list[int], bytes]:
         """Pick up to `count` unreferenced device blocks, least recently used first (deeper first on ties), mark them
         OFFLOADING, and return (nodes, keys, parent keys, device blocks, state bits). `nodes` is the handle for `finish_offload`."""

@@ -292,7 +292,7 @@ void bind_tree(nb::module_& m) {
         }, "nodes"_a, "good"_a)
         .def("settle", [](PyTree& t, PyPath& p) { return t.settle(p); }, "path"_a)
         .def("replace", [](PyTree& t, PyPath& p, Id position, Id block) {
-            t.replace(p, size_of(position, "position out of range"), block_of(block));
+            t.replace(p, size_of(position, "position out of range"), block == -1 ? kNil : block_of(block));
         }, "path"_a, "position"_a, "block"_a)
         .def("evict", [](PyTree& t, Id count) {
             Evicted out = t.evict(size_of(count, "count out of range"));

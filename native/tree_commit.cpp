@@ -79,7 +79,6 @@ void Tree::replace(Path& path, u32 position, u32 block) {
     require(path);
     if (position < path.committed) throw std::invalid_argument("cannot replace a committed block");
     if (position >= path.table.size()) throw std::invalid_argument("position beyond the end of the block table");
-    if (block == kNil) throw std::invalid_argument("device block id out of range");
     path.put(position, block, false);
 }
 

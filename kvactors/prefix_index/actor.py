@@ -30,7 +30,7 @@ from kvactors.prefix_index.messages import (
     Resume,
     SetNamespace,
 )  # fmt: skip
-from kvactors.prefix_index.records import IndexStatistics, Lease, Waiting
+from kvactors.prefix_index.records import Fault, IndexStatistics, Lease, Waiting
 from kvactors.prefix_index.transfers import landed
 from kvactors.units import KEY_BYTES, Reason, Tier
 
@@ -111,10 +111,10 @@ class PrefixIndex(Layers):
         on with the loads that went ahead."""
         before = lease.tree
         self._release(lease)  # with blocks of its own in place of a shared load's that came short
-        lease.fault, lease.foreign = None, set()
+        lease.fault = None
         lease.tree = self.index.tree
         again = self.index.match(lease.path, fetch=self.fetch)
-        if again == match and lease.tree is before:
+        if again == match and lease.tree is before and len(lease.ops) == len(match.segments):
             self.index.fill_table(lease.path, match, blocks)
             self.place_loads(lease)
             self._granted(lease, envelope)
@@ -124,6 +124,8 @@ class PrefixIndex(Layers):
         lease.device_hits, lease.host_hits, lease.storage_hits = again.run, 0, 0  # loads that landed meanwhile are in the run
         lease.hoped = again.segments[-1].stop if again.segments else again.run
         lacking = max(0, again.own - len(blocks))  # a clear may have taken what had been hit
+        if lacking > self.index.pool.free:
+            self.drop(lacking - self.index.pool.free)
         if lacking > self.index.pool.free:
             self.index.pool.give(blocks)
             self._forget(lease)
@@ -156,7 +158,7 @@ class PrefixIndex(Layers):
         if lease is None:
             return
         if lease.fault is not None:
-            self.refuse(envelope, lease.fault)
+            self.refuse(envelope, lease.fault.error())
         elif lease.ops:
             lease.ready.append(envelope)
         else:
@@ -170,8 +172,8 @@ class PrefixIndex(Layers):
         lease = self.find_lease(message.lease, envelope)
         if lease is None:
             return
-        if isinstance(lease.fault, RankLost):
-            self.refuse(envelope, lease.fault)
+        if lease.fault is not None and lease.fault.kind is RankLost:
+            self.refuse(envelope, lease.fault.error())
             return
         path = lease.path
         position = path.num_blocks
@@ -196,29 +198,37 @@ class PrefixIndex(Layers):
         lease = self.find_lease(message.lease, envelope)
         if lease is None:
             return
-        error = self._uncommittable(lease, message.computed_tokens)
+        error = self._uncommittable(lease, message.computed_tokens) or self._commit(lease, message.computed_tokens)
         if error is not None:
             self.refuse(envelope, error)
             return
-        self._commit(lease, message.computed_tokens)
         self.answer(envelope, Done(lease.path.num_committed))
 
     def _uncommittable(self, lease: Lease, computed: int) -> Exception | None:
-        if isinstance(lease.fault, RankLost):
-            return lease.fault
+        if lease.fault is not None and lease.fault.kind is RankLost:
+            return lease.fault.error()
         if lease.ops:
             return NotReady(f"lease of {lease.request_id!r} waits for loads: await ready() before commit()")
         if not 0 <= computed <= lease.path.num_tokens:
             return ValueError(f"computed_tokens is {computed}, the lease has {lease.path.num_tokens} tokens")
-        return lease.fault
+        return None if lease.fault is None else lease.fault.error()
 
-    def _commit(self, lease: Lease, computed: int) -> None:
-        start, stop, adopted = lease.tree.commit(lease.path, computed // self.index.block_size)
+    def _commit(self, lease: Lease, computed: int) -> Exception | None:
+        """None, or why the tree does not take these blocks: such a lease is unusable, and it alone."""
+        try:
+            start, stop, adopted = lease.tree.commit(lease.path, computed // self.index.block_size)
+        except ValueError as error:
+            self.log.error("commit refused by the block tree", error=str(error))
+            lease.fault = Fault(
+                LeaseEnded, (f"lease of {lease.request_id!r} cannot be used any more: acquire again ({error})",)
+            )
+            return lease.fault.error()
         if stop > start and not lease.tree.retired:
             self.announced(lease.path, start, stop, Reason.COMMIT)
             if adopted:
                 keys = lease.path.keys(0, stop)
                 self.discard(b"".join(keys[p * KEY_BYTES : (p + 1) * KEY_BYTES] for p in adopted))
+        return None
 
     # -- the end of a lease
 
@@ -235,24 +245,28 @@ class PrefixIndex(Layers):
         lease = self.find_lease(message.lease, envelope)
         if lease is None:
             return
-        error = self._uncommittable(lease, message.computed_tokens) if message.computed_tokens else None
+        computed, error = message.computed_tokens, None
+        if computed:
+            error = self._uncommittable(lease, computed) or self._commit(lease, computed)
         if error is not None:
             self.refuse(envelope, error)
             return
-        if message.computed_tokens:
-            self._commit(lease, message.computed_tokens)
         self._preempted += 1
         self.answer(envelope, Done(self._close(lease)))
 
     @on(Abandon)
     def abandon(self, message: Abandon) -> None:
         """The holder is gone."""
-        for waiter in [one for one in self.waiting if one.lease == message.lease]:
-            self.stop_waiting(waiter)
         lease = self.leases.get(message.lease)
         if lease is not None:
             self._abandoned += 1
             self._give_back(lease)
+        for waiter in [one for one in self.waiting if one.lease == message.lease]:
+            self.stop_waiting(waiter)
+            self.refuse(waiter.envelope, LeaseEnded("this request was given up"))
+        for acquire, asker in [one for one in self.held if one[0].lease == message.lease]:
+            self.held.remove((acquire, asker))
+            self.refuse(asker, LeaseEnded("this request was given up"))
         self.room_changed()
 
     def _close(self, lease: Lease) -> int:
@@ -292,7 +306,7 @@ class PrefixIndex(Layers):
 
     def _release(self, lease: Lease) -> None:
         blocks = lease.tree.release(lease.path)
-        self.index.pool.give([block for block in blocks if block not in lease.foreign] if lease.foreign else blocks)
+        self.index.pool.give(blocks)
 
     def _forget(self, lease: Lease) -> None:
         """A lease that never got its blocks."""
@@ -374,19 +388,6 @@ class PrefixIndex(Layers):
             self.announce_all()
 
     # -- for inspection
-
-    def device_keys(self) -> bytes:
-        """Names of the blocks that can be hit on the device."""
-        return self.index.tree.device_keys()
-
-    def check(self) -> None:
-        """AssertionError or RuntimeError if tree, pool, leases and operations disagree; at rest nothing is referenced without a lease."""
-        self.index.check()
-        if not (self.leases or self.loads or self.offloads or self.saves or self.waiting):
-            state = self.index.tree.statistics()
-            assert state["referenced"] == 0, f"{state['referenced']} nodes referenced, no lease"
-            used = self.index.pool.total - self.index.pool.free
-            assert used == state["device"], f"{used} blocks in use, {state['device']} in the tree"
 
     def index_statistics(self) -> IndexStatistics:
         """A moment's picture."""

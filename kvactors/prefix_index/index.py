@@ -63,8 +63,8 @@ class BlockIndex:
             stop = position + 1
             if state & LOADING:
                 load = self.loading.get(path.blocks(position, stop)[0])
-                if load is None:
-                    break
+                if load is None or load.lost:
+                    break  # a load without an answer past its deadline: its copies may never complete
                 while stop < known and states[stop - run] & LOADING and path.blocks(stop, stop + 1)[0] in load.blocks:
                     stop += 1
                 segments.append(Segment(position, stop, load))

@@ -8,7 +8,7 @@ from kvactors.actor import ActorRef, Envelope, on
 from kvactors.errors import LeaseEnded, RankLost
 from kvactors.flush_notifier.messages import Cleared
 from kvactors.prefix_index.messages import CopiesStalled, DeviceLost, LayerReady, LayersLoaded, LoadStalled, Overdue
-from kvactors.prefix_index.records import Lease
+from kvactors.prefix_index.records import Fault, Lease
 from kvactors.prefix_index.room import Room
 from kvactors.units import Reason, Tier
 
@@ -26,6 +26,19 @@ class Layers(Room):
         if found is None:
             self.refuse(envelope, LeaseEnded("this lease was finished, preempted or given back"))
         return found
+
+    def device_keys(self) -> bytes:
+        """Names of the blocks that can be hit on the device."""
+        return self.index.tree.device_keys()
+
+    def check(self) -> None:
+        """AssertionError or RuntimeError if tree, pool, leases and operations disagree; at rest nothing is referenced without a lease."""
+        self.index.check()
+        if not (self.leases or self.loads or self.offloads or self.saves or self.waiting):
+            state = self.index.tree.statistics()
+            assert state["referenced"] == 0, f"{state['referenced']} nodes referenced, no lease"
+            used = self.index.pool.total - self.index.pool.free
+            assert used == state["device"], f"{used} blocks in use, {state['device']} in the tree"
 
     # -- layers
 
@@ -52,7 +65,7 @@ class Layers(Room):
         waiting, lease.layers = lease.layers, []
         for layer, envelope in waiting:
             if lease.fault is not None:
-                self.refuse(envelope, lease.fault)
+                self.refuse(envelope, lease.fault.error())
             elif there is None or layer < there:
                 self.answer(envelope, self._cached(lease) * self.index.block_size)
             else:
@@ -92,9 +105,9 @@ class Layers(Room):
         if self.announce:
             self.tell(self.notifier, Cleared(Tier.DEVICE, Reason.RESTART))
         for lease in self.leases.values():
-            lease.fault = lease.fault or RankLost("a rank was lost, and with it what this lease's blocks held there")
+            lease.fault = lease.fault or Fault(RankLost, ("a rank was lost, and with it what this lease's blocks held there",))
             for envelope in lease.ready:
-                self.refuse(envelope, lease.fault)
+                self.refuse(envelope, lease.fault.error())
             lease.ready.clear()
             self._answer_layers(lease)
         self.stall()

@@ -9,7 +9,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvactors.actor import Envelope
+from kvactors.errors import KVActorsError
 from kvactors.native import BlockTree, Path
+
+
+class Fault(NamedTuple):
+    """Why a lease cannot be used any more. An exception is made for each caller: a raised one keeps its frames alive, and with them the lease."""
+
+    kind: type[KVActorsError]
+    arguments: tuple[Any, ...]
+
+    def error(self) -> KVActorsError:
+        """A new exception."""
+        return self.kind(*self.arguments)
 
 
 class Lease:
@@ -17,15 +29,13 @@ class Lease:
 
     path: tokens, names, nodes and block table. tree: the tree its nodes are in (retired by a clear). ops: loads it waits
     for. hoped: leading blocks that are cached if every load lands. fault: why `ready` must fail, if it must.
-    foreign: blocks in the table that are not the lease's to give back (only with a fault). layers: who waits for which layer. granted: it has its
-    blocks (one that waits for room may have loads, too).
+    layers: who waits for which layer. granted: it has its blocks (one that waits for room may have loads, too).
     """
 
     __slots__ = (
         "deadline",
         "device_hits",
         "fault",
-        "foreign",
         "granted",
         "hoped",
         "host_hits",
@@ -51,8 +61,7 @@ class Lease:
         self.hoped = 0
         self.device_hits = self.host_hits = self.storage_hits = 0
         self.granted = False
-        self.fault: Exception | None = None
-        self.foreign: set[int] = set()
+        self.fault: Fault | None = None
 
 
 class LoadOp:

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvactors.actor import ActorRef, Envelope, on
 from kvactors.actor.clock import now
-from kvactors.errors import DeadlineExceeded, NoRoom
+from kvactors.errors import DeadlineExceeded, LeaseEnded, NoRoom
 from kvactors.prefix_index.messages import Expired
 from kvactors.prefix_index.records import Waiting
 from kvactors.prefix_index.transfers import Transfers
@@ -75,6 +75,7 @@ class Room(Transfers):
             waiter = self.waiting[0]
             if waiter.envelope.abandoned:
                 self.stop_waiting(waiter)
+                self.refuse(waiter.envelope, LeaseEnded("this request was given up"))
                 continue
             taken = pool.take(min(waiter.owed, pool.free))
             waiter.taken += taken

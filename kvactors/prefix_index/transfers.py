@@ -15,7 +15,7 @@ from kvactors.flush_notifier.messages import PLAIN, Announced, Gone, Origin
 from kvactors.native import DEVICE, HOST, BlockTree, Path
 from kvactors.prefix_index.index import BlockIndex, pick_keys
 from kvactors.prefix_index.messages import Admitted, Done, HostGained, HostGone, Landed, Loaded, Offloaded, Overdue, Prefetch
-from kvactors.prefix_index.records import EvictOp, Lease, LoadOp, Segment
+from kvactors.prefix_index.records import EvictOp, Fault, Lease, LoadOp, Segment
 from kvactors.units import Reason, Tier
 
 GRACE = 1.0
@@ -165,8 +165,11 @@ class Transfers(Actor):
         del self.loads[load.op]
         for block in load.blocks:
             self.index.loading.pop(block, None)
-        if not load.blocks:
-            return  # never placed: nothing stands in the tree
+        if not load.blocks:  # answered before it was placed: there are no nodes of it in the tree
+            if load.owner is not None:
+                load.owner.ops.remove(load)
+                load.owner.hoped = min(load.owner.hoped, load.start)
+            return
         orphans = load.tree.finish_load(load.nodes, good)
         landed = len(load.blocks) - len(orphans)
         if load.owner is None:
@@ -200,11 +203,11 @@ class Transfers(Actor):
         if self.index.pool.free < len(positions):
             self.drop(len(positions) - self.index.pool.free)
         if self.index.pool.free < len(positions):
-            lease.fault = lease.fault or NoRoom(len(positions), self.index.pool.free)
-            lease.foreign |= {lease.path.blocks(p, p + 1)[0] for p in positions}  # beside those of other loads it shares
+            lease.fault = lease.fault or Fault(NoRoom, (len(positions), self.index.pool.free))
+            for position in positions:  # the blocks belong to the load: this lease must not give them back
+                lease.tree.replace(lease.path, position, -1)
             return
         fresh = self.index.pool.take(len(positions))
-        lease.foreign.difference_update(fresh)
         for position, block in zip(positions, fresh, strict=True):
             lease.tree.replace(lease.path, position, block)
 
@@ -216,7 +219,7 @@ class Transfers(Actor):
         waiting, lease.ready = lease.ready, []
         for envelope in waiting:
             if lease.fault is not None:
-                self.refuse(envelope, lease.fault)
+                self.refuse(envelope, lease.fault.error())
             else:
                 self.answer(envelope, landed(lease, self.index.block_size))
 
@@ -288,11 +291,7 @@ class Transfers(Actor):
             if load.result is None:
                 load.result = (0, 0)
         for load in [one for one in self.loads.values() if not one.blocks]:
-            load.judged = True
-            del self.loads[load.op]
-            if load.owner is not None:
-                load.owner.ops.remove(load)
-                load.owner.hoped = min(load.owner.hoped, load.start)
+            self._judge(load, 0, 0)
         self._judge_all()
         for op in list(self.offloads.values()):
             self.offloads.pop(op.op)

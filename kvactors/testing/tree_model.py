@@ -138,10 +138,10 @@ class TreeModel:
         return path.num_committed
 
     def replace(self, path: PathModel, position: int, block: int) -> None:
-        """Another private block at a position that is not committed."""
+        """Another private block, or none, at a position that is not committed."""
         self._own(path)
         require(path.num_committed <= position < path.num_blocks, "cannot replace a committed block or one beyond the table")
-        require(0 <= block < 2**32 - 1, "device block id out of range")
+        require(NONE <= block < 2**32 - 1, "device block id out of range")
         path.table[position], path.shared[position] = block, False
 
     # -- loading

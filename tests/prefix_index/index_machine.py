@@ -1,0 +1,334 @@
+"""PrefixIndex turn by turn, with an evictor that answers in any order: rules and invariants of a state machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvactors.actor import PeerRestarted
+from kvactors.cpu_evictor.messages import Admit, Cancel, Load, Offload, Place
+from kvactors.errors import KVActorsError
+from kvactors.native import Path
+from kvactors.prefix_index.actor import PrefixIndex
+from kvactors.prefix_index.index import BlockIndex
+from kvactors.prefix_index.messages import (
+    Abandon,
+    Acquire,
+    Admitted,
+    Clear,
+    Commit,
+    DeviceLost,
+    Extend,
+    Finish,
+    HostGained,
+    HostGone,
+    LayerReady,
+    LayersLoaded,
+    Loaded,
+    LoadStalled,
+    Offloaded,
+    Pause,
+    Preempt,
+    Ready,
+    Resume,
+)
+from kvactors.testing.probe import Probe
+from kvactors.testing.stepper import Stepper
+
+BLOCK = 2
+LONGEST = 5
+
+choice = st.integers(0, 30)
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """Every request and every completion in any order. `leases` holds the numbers of the leases that were granted and have not ended."""
+
+    @initialize(
+        blocks=st.integers(3, 9), exclusive=st.booleans(), host=st.booleans(), fetch=st.booleans(), recompute=st.booleans(),
+        save=st.sampled_from(["none", "write_through"]), low=st.sampled_from([0, 0, 2]),
+    )  # fmt: skip
+    def start(self, blocks: int, exclusive: bool, host: bool, fetch: bool, recompute: bool, save: Any, low: int) -> None:
+        self.index = BlockIndex(BLOCK, blocks, 64, recompute_last_token=recompute)
+        self.trees = [self.index.tree]
+        self.loads: dict[int, Load] = {}
+        self.offloads: dict[int, Offload] = {}
+        self.admits: dict[int, Admit] = {}
+        self.leases: dict[int, int] = {}  # number -> tokens
+        self.open: dict[int, int] = {}  # acquires that are not answered yet -> tokens
+        self.number = self.era = self.life = 0
+
+        def make(ref: Any) -> PrefixIndex:
+            return PrefixIndex(
+                ref, index=self.index, evictor=Probe("cpu_evictor"), notifier=Probe("flush_notifier"),
+                exclusive=exclusive or not host, host_tier=host, fetch=fetch, announce=True, save=save if fetch else "none",
+                min_hits=1, keep=host and not exclusive, free_low=low, free_high=2 * low, namespace="default",
+            )  # fmt: skip
+
+        self.stepper = Stepper(make)
+
+    @property
+    def actor(self) -> PrefixIndex:
+        return self.stepper.actor
+
+    # -- what every turn does
+
+    def take(self, effects: Any) -> Any:
+        """Note what the turn sent to the evictor and answered to the requests."""
+        for message in effects.to("cpu_evictor"):
+            if isinstance(message, Load):
+                self.loads[message.op] = message
+            elif isinstance(message, Place):
+                load = self.loads.get(message.op)
+                if load is not None:
+                    self.loads[message.op] = Load(
+                        load.op, load.root, load.keys, load.start, message.blocks, load.deadline, load.fetch, era=load.era
+                    )
+            elif isinstance(message, Cancel):
+                self.loads.pop(message.op, None)
+            elif isinstance(message, Offload):
+                self.offloads[message.op] = message
+            elif isinstance(message, Admit):
+                self.admits[message.op] = message
+        for answered in effects.answered:
+            error = answered.error
+            assert error is None or isinstance(error, (KVActorsError, ValueError)), repr(error)
+            if isinstance(answered.message, Acquire):
+                tokens = self.open.pop(answered.message.lease)
+                if error is None:
+                    self.leases[answered.message.lease] = tokens
+        if self.index.tree not in self.trees:
+            self.trees.append(self.index.tree)
+        return effects
+
+    def turn(self, message: Any, deadline: float | None = None) -> Any:
+        return self.take(self.stepper.turn(message, deadline=deadline))
+
+    def lease(self, which: int) -> int:
+        return sorted(self.leases)[which % len(self.leases)]
+
+    # -- requests
+
+    @rule(
+        family=st.integers(0, 1),
+        tokens=st.integers(1, LONGEST * BLOCK),
+        patience=st.sampled_from([1.0, 5.0]),
+        wait=st.booleans(),
+    )
+    def acquire(self, family: int, tokens: int, patience: float, wait: bool) -> None:
+        if len(self.leases) + len(self.open) > 5:
+            return
+        self.number += 1
+        path = Path(BLOCK, bytes(32))
+        path.extend([family * 100 + i for i in range(tokens)])
+        self.open[self.number] = tokens
+        deadline = self.stepper.now + patience
+        self.turn(Acquire(self.number, f"r{self.number}", path, deadline, wait), deadline)
+
+    @precondition(lambda self: self.leases)
+    @rule(which=choice, less=st.integers(0, 3))
+    def commit(self, which: int, less: int) -> None:
+        lease = self.lease(which)
+        self.turn(Commit(lease, max(0, self.leases[lease] - less)))
+
+    @precondition(lambda self: self.leases)
+    @rule(which=choice, count=st.integers(1, BLOCK))
+    def extend(self, which: int, count: int) -> None:
+        lease = self.lease(which)
+        if any(isinstance(envelope.message, Extend) and envelope.message.lease == lease for envelope in self.stepper._open):
+            return  # a request extends its lease one call after another
+        effects = self.turn(Extend(lease, list(range(count)), count), self.stepper.now + 1.0)
+        if any(answered.error is None for answered in effects.answered if isinstance(answered.message, Extend)):
+            self.leases[lease] += count
+
+    @precondition(lambda self: self.leases)
+    @rule(which=choice)
+    def ready(self, which: int) -> None:
+        self.turn(Ready(self.lease(which)))
+
+    @precondition(lambda self: self.leases)
+    @rule(which=choice, layer=st.integers(0, 1))
+    def layer_ready(self, which: int, layer: int) -> None:
+        self.turn(LayerReady(self.lease(which), layer))
+
+    @precondition(lambda self: self.leases)
+    @rule(which=choice)
+    def finish(self, which: int) -> None:
+        lease = self.lease(which)
+        del self.leases[lease]
+        self.turn(Finish(lease))
+
+    @precondition(lambda self: self.leases)
+    @rule(which=choice, share=st.sampled_from([0, 1]))
+    def preempt(self, which: int, share: int) -> None:
+        lease = self.lease(which)
+        effects = self.turn(Preempt(lease, share * self.leases[lease]))
+        if all(answered.error is None for answered in effects.answered if isinstance(answered.message, Preempt)):
+            del self.leases[lease]
+
+    @rule(which=choice)
+    def abandon(self, which: int) -> None:
+        everything = sorted([*self.leases, *self.open])
+        if everything:
+            lease = everything[which % len(everything)]
+            self.leases.pop(lease, None)
+            if lease in self.open:
+                for envelope in [e for e in self.stepper._open if getattr(e.message, "lease", 0) == lease]:
+                    self.stepper.withdraw(envelope.message)
+            self.open.pop(lease, None)
+            self.turn(Abandon(lease))
+
+    # -- completions
+
+    @precondition(lambda self: self.loads)
+    @rule(which=choice, good=st.integers(0, LONGEST), host=st.booleans())
+    def loaded(self, which: int, good: int, host: bool) -> None:
+        load = self.loads[sorted(self.loads)[which % len(self.loads)]]
+        if not load.blocks and load.era == self.era:
+            return  # the evictor answers a load without blocks only if it is about another memory generation
+        del self.loads[load.op]
+        good = min(good, len(load.blocks))
+        self.turn(Loaded(load.op, good, good if host else 0))
+
+    @precondition(lambda self: self.loads)
+    @rule(which=choice)
+    def stalled(self, which: int) -> None:
+        load = self.loads[sorted(self.loads)[which % len(self.loads)]]
+        if load.blocks:
+            self.turn(LoadStalled(load.op))
+
+    @precondition(lambda self: self.loads)
+    @rule(which=choice, layers=st.integers(1, 2))
+    def layers(self, which: int, layers: int) -> None:
+        load = self.loads[sorted(self.loads)[which % len(self.loads)]]
+        if load.blocks:
+            self.turn(LayersLoaded(load.op, layers, len(load.blocks)))
+
+    @precondition(lambda self: self.offloads)
+    @rule(which=choice, kept=st.integers(0, 255))
+    def offloaded(self, which: int, kept: int) -> None:
+        offload = self.offloads.pop(sorted(self.offloads)[which % len(self.offloads)])
+        flags = bytes(kept >> j % 8 & 1 for j in range(len(offload.blocks)))
+        self.turn(Offloaded(offload.op, flags))
+
+    @precondition(lambda self: self.admits)
+    @rule(which=choice, kept=st.integers(0, 255))
+    def admitted(self, which: int, kept: int) -> None:
+        admit = self.admits.pop(sorted(self.admits)[which % len(self.admits)])
+        self.turn(Admitted(admit.op, bytes(kept >> j % 8 & 1 for j in range(len(admit.blocks)))))
+
+    @rule(seconds=st.sampled_from([0.5, 2.5]))
+    def elapse(self, seconds: float) -> None:
+        self.take(self.stepper.elapse(seconds))
+
+    @rule(family=st.integers(0, 1), start=st.integers(0, 3), gained=st.booleans())
+    def hint(self, family: int, start: int, gained: bool) -> None:
+        path = Path(BLOCK, bytes(32))
+        path.extend([family * 100 + i for i in range(LONGEST * BLOCK)])
+        keys = path.keys(start, LONGEST)
+        self.turn(HostGained(keys) if gained else HostGone(keys))
+
+    @rule(sure=st.integers(0, 5))
+    def device_lost(self, sure: int) -> None:
+        if not sure:
+            self.era += 1
+            self.turn(DeviceLost(self.era))
+
+    @rule(sure=st.integers(0, 3))
+    def host_ahead_of_the_index(self, sure: int) -> None:
+        """The host tier learns of a lost memory before the index does: it answers what is of the generation before with nothing."""
+        if not sure:
+            self.era += 1
+            for load in [one for one in self.loads.values() if not one.blocks]:
+                del self.loads[load.op]
+                self.turn(Loaded(load.op, 0, 0))
+            self.turn(DeviceLost(self.era))
+
+    @rule(sure=st.integers(0, 5))
+    def evictor_restarted(self, sure: int) -> None:
+        if not sure:
+            self.life += 1
+            self.loads.clear()
+            self.offloads.clear()
+            self.admits.clear()
+            self.turn(PeerRestarted("cpu_evictor", self.life))
+
+    @rule(sure=st.integers(0, 3))
+    def clear(self, sure: int) -> None:
+        if not sure:
+            self.turn(Clear())
+
+    @rule(sure=st.integers(0, 3))
+    def pause(self, sure: int) -> None:
+        if not sure:
+            self.turn(Pause())
+
+    @rule()
+    def resume(self) -> None:
+        if self.actor.paused:
+            self.turn(Resume())
+
+    # -- what holds after every turn
+
+    @invariant()
+    def consistent(self) -> None:
+        if not hasattr(self, "stepper"):
+            return
+        self.index.check()
+        self.actor.check()
+        actor = self.actor
+        waiting = list(actor.waiting)
+        paths = {id(lease.path): lease for lease in actor.leases.values()}
+        private: list[int] = [block for waiter in waiting for block in waiter.taken]
+        for lease in paths.values():
+            path = lease.path
+            own = [b for p, b in enumerate(path.blocks()) if b >= 0 and not path.is_shared(p)]
+            private += own
+            if lease.fault is None:
+                for position in range(path.num_committed, path.num_blocks):
+                    block = path.blocks(position, position + 1)[0]
+                    load = actor.index.loading.get(block)
+                    assert load is None or load in lease.ops, "a request computes into a block that a copy still writes"
+                    assert block >= 0, "a granted lease has a position without a block"
+        for _tree, path in actor.saves.values():
+            private += [b for p, b in enumerate(path.blocks()) if b >= 0 and not path.is_shared(p)]
+        assert len(set(private)) == len(private), "a device block is given to two requests"
+        assert not set(private) & set(self.index.pool.free_blocks()), "a block in use is free"
+        if not waiting:  # a waiter's path may hold replaced blocks that no table here lists
+            in_trees = sum(tree.statistics()["device"] + tree.statistics()["loading"] for tree in self.trees)
+            used = self.index.pool.total - self.index.pool.free
+            assert used == in_trees + len(private), f"{used} blocks in use, {in_trees} in trees, {len(private)} private"
+
+    def teardown(self) -> None:
+        """Everything is answered, every lease ends: nothing is left."""
+        if not hasattr(self, "stepper"):
+            return
+        if self.actor.paused:
+            self.turn(Resume())
+        for _ in range(200):
+            for load in list(self.loads.values()):
+                if load.blocks:
+                    del self.loads[load.op]
+                    self.turn(Loaded(load.op, 0, 0))
+            for offload in list(self.offloads):
+                self.turn(Offloaded(offload, bytes(len(self.offloads.pop(offload).blocks))))
+            for admit in list(self.admits):
+                self.turn(Admitted(admit, bytes(len(self.admits.pop(admit).blocks))))
+            self.take(self.stepper.elapse(1.0))
+            for lease in list(self.leases):
+                del self.leases[lease]
+                self.turn(Finish(lease))
+            if not (self.loads or self.offloads or self.admits or self.leases or self.open):
+                break
+        self.consistent()
+        actor = self.actor
+        left = (actor.leases, actor.loads, actor.offloads, actor.saves, actor.waiting, actor.held, actor.index.loading)
+        assert not any(left), f"left over: {left}"
+        assert not self.stepper._open, f"asks without an answer: {[e.message for e in self.stepper._open]}"
+        assert not actor._unanswered, "an ask is kept although it has ended"
+        state = self.index.tree.statistics()
+        assert state["referenced"] == state["loading"] == state["offloading"] == 0
+        assert self.index.pool.free + state["device"] == self.index.pool.total
+        self.stepper.close()

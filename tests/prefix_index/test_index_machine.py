@@ -1,0 +1,153 @@
+"""No order of requests, completions, stalls, restarts and losses makes PrefixIndex fail, leak a block or give one to two requests."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
+from index_machine import BLOCK, LONGEST, IndexMachine
+
+from kvactors.errors import LeaseEnded
+from kvactors.prefix_index.messages import Commit, Done, Finish
+
+
+def test_no_order_of_requests_and_completions_makes_the_index_fail() -> None:
+    machine_settings = settings(max_examples=60, stateful_step_count=30, deadline=None, derandomize=True)
+    run_state_machine_as_test(IndexMachine, settings=machine_settings)
+
+
+def started(blocks: int, *, host: bool = True) -> IndexMachine:
+    machine = IndexMachine()
+    machine.start(blocks, True, host, True, False, "none", 0)
+    return machine
+
+
+def test_a_request_that_waits_for_room_does_not_join_a_load_that_stalled_meanwhile() -> None:
+    """The second request shares the first one's load and waits for an eviction. The load stalls, the eviction ends: the second request must
+    get blocks that no copy writes to, and may commit them whatever becomes of the load."""
+    machine = started(8)
+    machine.acquire(1, 5 * BLOCK, 5.0, True)
+    machine.loaded(0, 0, False)
+    machine.commit(0, 0)
+    machine.finish(0)
+    machine.acquire(0, 2 * BLOCK, 5.0, True)
+    machine.acquire(0, 4 * BLOCK, 5.0, True)
+    machine.consistent()
+    assert machine.open, "the second request must wait for room"
+    machine.stalled(0)
+    machine.offloaded(0, 0)
+    machine.consistent()
+    assert len(machine.leases) == 2
+    assert not any(load.lost for lease in machine.actor.leases.values() for load in lease.ops)
+    while machine.loads:
+        machine.loaded(0, 0, False)
+    for which in range(len(machine.leases)):
+        machine.commit(which, 0)
+        machine.consistent()
+    machine.teardown()
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_load_answered_before_it_is_placed_is_a_miss(ends: bool) -> None:
+    """The host tier has learned of a lost memory before the index: it answers a load that still waits for its device blocks."""
+    machine = started(7 if ends else 4)
+    machine.acquire(1, (5 if ends else 4) * BLOCK, 5.0, True)
+    machine.loaded(0, 0, False)
+    machine.commit(0, 0)
+    machine.finish(0)
+    machine.acquire(0, 3 * BLOCK, 5.0, True)
+    assert machine.open
+    machine.host_ahead_of_the_index(0)
+    if ends:
+        machine.ready(0)
+        machine.commit(0, 0)
+    else:
+        machine.abandon(0)
+    machine.teardown()
+
+
+def test_blocks_of_a_load_are_never_given_back_by_a_request_that_found_no_room() -> None:
+    """A request shares a load that comes short, finds no blocks to replace its targets, and ends before and after a clear."""
+    for clear in (False, True):
+        machine = started(3)
+        machine.acquire(0, 3 * BLOCK, 5.0, True)
+        machine.acquire(0, 3 * BLOCK, 5.0, True)
+        if clear:
+            machine.clear(0)
+        machine.loaded(0, 2, True)
+        machine.consistent()
+        machine.finish(1)
+        machine.consistent()
+        machine.teardown()
+
+
+def test_a_commit_that_the_tree_refuses_ends_that_lease_alone() -> None:
+    machine = started(4)
+    machine.acquire(0, 2 * BLOCK, 5.0, True)
+    machine.loaded(0, 2, True)
+    machine.acquire(1, BLOCK, 5.0, True)
+    machine.loaded(0, 0, True)
+    (first, second) = machine.actor.leases.values()
+    second.tree.replace(second.path, 0, -1)
+    effects = machine.turn(Commit(second.id, BLOCK))
+    assert isinstance(effects.answered[0].error, LeaseEnded)
+    assert isinstance(machine.turn(Commit(first.id, 2 * BLOCK)).answered[0].value, Done)
+    machine.turn(Finish(second.id))
+
+
+class Walk:
+    """A seeded walk through the same machine: states that need many steps, which short examples do not reach."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = Random(seed)
+        self.machine = IndexMachine()
+        draw = self.random.choice
+        flags = [draw([True, False]) for _ in range(3)]
+        self.machine.start(
+            self.random.randint(3, 9), *flags, draw([True, False]), draw(["none", "write_through"]), draw([0, 0, 2])
+        )
+
+    def step(self) -> None:
+        machine, number, draw = self.machine, self.random.randrange, self.random.choice
+        which = number(31)
+        moves = [
+            (9, lambda: machine.acquire(number(2), number(LONGEST * BLOCK) + 1, draw([1.0, 5.0]), number(4) > 0)),
+            (4, lambda: machine.leases and machine.commit(which, draw([0, 0, 1, 2]))),
+            (2, lambda: machine.leases and machine.extend(which, number(BLOCK) + 1)),
+            (2, lambda: machine.leases and machine.ready(which)),
+            (1, lambda: machine.leases and machine.layer_ready(which, number(2))),
+            (4, lambda: machine.leases and machine.finish(which)),
+            (1, lambda: machine.leases and machine.preempt(which, number(2))),
+            (1, lambda: machine.abandon(which)),
+            (4, lambda: machine.loads and machine.loaded(which, number(LONGEST + 1), number(2) > 0)),
+            (2, lambda: machine.loads and machine.stalled(which)),
+            (1, lambda: machine.loads and machine.layers(which, number(2) + 1)),
+            (4, lambda: machine.offloads and machine.offloaded(which, draw([0, 255, number(256)]))),
+            (3, lambda: machine.admits and machine.admitted(which, number(256))),
+            (2, lambda: machine.elapse(draw([0.5, 2.5]))),
+            (1, lambda: machine.hint(number(2), number(4), number(3) > 0)),
+            (1, lambda: machine.device_lost(number(6))),
+            (1, lambda: machine.host_ahead_of_the_index(number(4))),
+            (1, lambda: machine.evictor_restarted(number(6))),
+            (1, lambda: machine.clear(number(4))),
+            (1, lambda: machine.pause(number(4))),
+            (2, machine.resume),
+        ]  # fmt: skip
+        weights, calls = zip(*moves, strict=True)
+        self.random.choices(calls, weights)[0]()
+        machine.consistent()
+
+
+@pytest.mark.parametrize("first", range(0, 400, 100))
+def test_long_walks_through_every_order(first: int) -> None:
+    for seed in range(first, first + 100):
+        walk = Walk(seed)
+        try:
+            for _ in range(150):
+                walk.step()
+            walk.machine.teardown()
+        except Exception as error:
+            error.add_note(f"walk with seed {seed}")
+            raise
