@@ -11,10 +11,11 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from kvactors.endpoint import split_endpoint
+from kvactors.environment import from_environment
 from kvactors.errors import ConfigError
-from kvactors.mooncake_config import MooncakeConfig, in_bytes, resolve
+from kvactors.mooncake_config import MooncakeConfig
 from kvactors.sink_config import AnySinkConfig, AttentionStoreConfig
+from kvactors.validation import validate
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -195,50 +196,13 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def from_env(cls, environ: Mapping[str, str] | None = None, base: Config | None = None) -> Config:
         """`base` (the defaults if None) with FastDeploy's variables applied, of the process's environment unless given.
 
-        FD_AS_ONLY_FLUSH (0 or 1), AS_NAMESPACE, AS_POD_NAME, AS_MODEL_VERSION, AS_WRITE_TOTAL_TIMEOUT, AS_WRITE_SLICE_BLOCK_NUM,
+        KVACTORS_MODEL, if no model is set; FD_AS_ONLY_FLUSH (0 or 1), AS_NAMESPACE, AS_POD_NAME, AS_MODEL_VERSION,
+        AS_WRITE_TOTAL_TIMEOUT, AS_WRITE_SLICE_BLOCK_NUM,
         AS_WRITE_SLICE_TIMEOUT, ENABLE_EP_DP_IN_FD (0 or 1); with the file back end
         FILE_BACKEND_STORAGE_DIR, if no directory is set; with the mooncake back end MOONCAKE_CONFIG_PATH and MOONCAKE_*. Unset ones change nothing.
         ConfigError names a value that cannot be, or what is wrong in the base.
         """
         return from_environment(base or Config(), os.environ if environ is None else environ)
-
-
-def from_environment(config: Config, environ: Mapping[str, str]) -> Config:
-    """See `Config.from_env`."""
-    validate(config)
-    only, suffix = _switch(environ, "FD_AS_ONLY_FLUSH"), _switch(environ, "ENABLE_EP_DP_IN_FD")
-    texts = {"namespace": "AS_NAMESPACE", "pod_name": "AS_POD_NAME", "model_version": "AS_MODEL_VERSION"}
-    store: dict[str, Any] = {field: environ[name] for field, name in texts.items() if environ.get(name)}
-    store |= {} if suffix is None else {"role_suffix": suffix}
-    numbers = {"write_total_timeout": float, "write_slice_blocks": int, "write_slice_timeout": float}
-    names = {"write_slice_blocks": "AS_WRITE_SLICE_BLOCK_NUM"}
-    for field, kind in numbers.items():
-        name = names.get(field, f"AS_{field.upper()}")
-        if environ.get(name):
-            store[field] = _number(environ[name], kind, name)
-    replace = msgspec.structs.replace
-    directory = environ.get("FILE_BACKEND_STORAGE_DIR", "")
-    if config.storage.backend == "file" and directory and not config.storage.directory:
-        config = replace(config, storage=replace(config.storage, directory=directory))
-    if config.storage.backend == "mooncake":
-        config = replace(config, storage=replace(config.storage, mooncake=resolve(config.storage.mooncake, environ)))
-    if store:
-        config = replace(config, attention_store=replace(config.attention_store, **store))
-    return replace(config, flush=replace(config.flush, only=True)) if only else config
-
-
-def _number(text: str, kind: type[int | float], name: str) -> float:
-    try:
-        return kind(text)
-    except ValueError:
-        raise ConfigError(f"{name} must be a number, not {text!r}") from None
-
-
-def _switch(environ: Mapping[str, str], name: str) -> bool | None:
-    value = environ.get(name, "").strip()
-    if value not in ("", "0", "1"):
-        raise ConfigError(f"{name} must be 0 or 1, not {value!r}")
-    return None if not value else value == "1"
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
@@ -297,85 +261,3 @@ def _check_struct_keys(data: Mapping[str, Any], struct: type[msgspec.Struct], wh
             near = difflib.get_close_matches(key, hints, n=1, cutoff=0.0)
             raise ConfigError(f"unknown key {name!r}; did you mean {near[0]!r}?")
         check_keys(value, hints[key], name)
-
-
-def validate(config: Config) -> None:
-    """Raise ConfigError for values that do not make sense, naming the key."""
-    at_least = (
-        ("cache.block_size", config.cache.block_size, 1),
-        ("device.num_blocks", config.device.num_blocks, 1),
-        ("host.slots", config.host.slots, 0),
-        ("host.transit_slots", config.host.transit_slots, 1),
-        ("host.copy_threads", config.host.copy_threads, 1),
-        ("storage.capacity_blocks", config.storage.capacity_blocks, 0),
-        ("storage.min_fetch_blocks", config.storage.min_fetch_blocks, 1),
-        ("storage.io_depth", config.storage.io_depth, 1),
-        ("storage.ranks", config.storage.ranks, 1),
-        ("storage.rank", config.storage.rank, 0),
-        ("storage.readers", config.storage.readers, 1),
-        ("storage.writers", config.storage.writers, 1),
-        ("storage.min_hits", config.storage.min_hits, 1),
-        ("flush.batch", config.flush.batch, 1),
-        ("actors.channel_bound", config.actors.channel_bound, 1),
-        ("actors.restarts", config.actors.restarts, 0),
-        ("ranks.count", config.ranks.count, 1),
-        ("layout.num_layers", config.layout.num_layers, 1),
-        ("layout.num_kv_heads", config.layout.num_kv_heads, 1),
-        ("layout.head_dim", config.layout.head_dim, 1),
-    )
-    for name, value, low in at_least:
-        if value < low:
-            raise ConfigError(f"{name} must be at least {low}, not {value}")
-    positive = (
-        ("cache.deadline", config.cache.deadline),
-        ("storage.timeout", config.storage.timeout),
-        ("flush.timeout", config.flush.timeout),
-        ("flush.retry_min", config.flush.retry_min),
-        ("ranks.timeout", config.ranks.timeout),
-        ("ranks.start", config.ranks.start),
-        ("actors.drain", config.actors.drain),
-    )
-    for name, seconds in positive:
-        if not 0 < seconds < float("inf"):
-            raise ConfigError(f"{name} must be a positive number of seconds, not {seconds}")
-    _validate_pair("device.free_low", config.device.free_low, "device.free_high", config.device.free_high)
-    _validate_pair("host.low_watermark", config.host.low_watermark, "host.high_watermark", config.host.high_watermark)
-    if config.flush.retry_max < config.flush.retry_min:
-        raise ConfigError("flush.retry_max must not be below flush.retry_min")
-    validate_storage(config.storage)
-    validate_ranks(config)
-    config.attention_store.check()
-    names = [sink.label for sink in config.flush.sinks]
-    if len(set(names)) != len(names):
-        raise ConfigError("flush.sinks need different names")
-    for sink in config.flush.sinks:
-        sink.check()
-
-
-def validate_storage(storage: StorageConfig) -> None:
-    """Raise ConfigError for what the storage tier cannot be."""
-    if storage.rank >= storage.ranks:
-        raise ConfigError(f"storage.rank must be below storage.ranks ({storage.ranks}), not {storage.rank}")
-    for name in ("capacity_bytes", "free_space_floor"):
-        in_bytes(getattr(storage, name), f"storage.{name}")
-    if not storage.namespace or "/" in storage.namespace or storage.namespace in (".", ".."):
-        raise ConfigError(f"storage.namespace must be a plain name, not {storage.namespace!r}")
-
-
-def validate_ranks(config: Config) -> None:
-    """Raise ConfigError for ranks that cannot be."""
-    ranks = config.ranks
-    if ranks.count == 1:
-        return
-    split_endpoint(ranks.endpoint)
-    if config.layout.tensor_parallel != ranks.count:
-        raise ConfigError(
-            f"layout.tensor_parallel is {config.layout.tensor_parallel}, ranks.count {ranks.count}: they must agree"
-        )
-    if config.storage.backend == "attention_store":
-        raise ConfigError("attention_store moves the device memory of its own process: it cannot serve ranks in others")
-
-
-def _validate_pair(low_name: str, low: float, high_name: str, high: float) -> None:
-    if not 0 <= low <= high <= 1:
-        raise ConfigError(f"0 <= {low_name} <= {high_name} <= 1 must hold, not {low} and {high}")

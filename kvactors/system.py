@@ -95,7 +95,7 @@ class System:
         self._own_device = device is None
         self.backend = backend
         if backend is None or config.flush.only:
-            self.backend = make_backend(self.storage, self.layout.fingerprint, self.layout.block_bytes)
+            self.backend = make_backend(self.storage, config.cache.model, self.layout.fingerprint, self.layout.block_bytes)
         self.direct_backend = make_direct(config, self.device)
         slots = config.host.arena_slots(stored=self.backend is not None)
         trailer = self.backend.trailer if self.backend is not None else 0

@@ -29,7 +29,7 @@ CHECKS = "no wrong byte, no error to a request, counted, nothing lost or left in
 def config(folder: str, **storage: Any) -> Config:
     """A small cache over a file store, so that nearly every request goes through it."""
     return Config.from_mapping({
-        "cache": {"block_size": BLOCK, "deadline": 5.0},
+        "cache": {"model": "m", "block_size": BLOCK, "deadline": 5.0},
         "device": {"num_blocks": 24},
         "host": {"slots": 8, "transit_slots": 64},
         "layout": {"num_layers": 2, "num_kv_heads": 2, "head_dim": 32},

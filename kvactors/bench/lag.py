@@ -27,7 +27,7 @@ ABOVE_IDLE = 2.0
 def config(folder: str) -> Config:
     """Small tiers over a file store, blocks of 1 MiB: nearly every request offloads, loads, writes and reads."""
     return Config.from_mapping({
-        "cache": {"block_size": BLOCK},
+        "cache": {"model": "m", "block_size": BLOCK},
         "device": {"num_blocks": 64},
         "layout": {"num_layers": 16, "num_kv_heads": 4, "head_dim": 128, "dtype": "float16"},
         "host": {"slots": 64, "transit_slots": 128},

@@ -24,6 +24,7 @@ from kvactors.cpu_evictor.messages import Probed, ReadDone, StoreCleared, Writte
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
 from kvactors.flush_notifier.messages import Cleared, Gained, Gone
+from kvactors.identity import StoreIdentity
 from kvactors.mooncake_config import MooncakeConfig
 from kvactors.observe.lag import Lag, LagMonitor
 from kvactors.storage.backends import FileBackend
@@ -223,7 +224,10 @@ async def in_pool(address: str, size: int, count: int) -> tuple[list[float], lis
     config = MooncakeConfig(
         master_server_address=address, local_hostname="127.0.0.1", global_segment_size=share, local_buffer_size="16MB"
     )
-    store, arena = MooncakeBackend(config, PRINT, size), Arena(64, size, trailer=MooncakeBackend.trailer)
+    store, arena = (
+        MooncakeBackend(config, StoreIdentity("bench", "default", PRINT), size),
+        Arena(64, size, trailer=MooncakeBackend.trailer),
+    )
     arena.touch()
     await store.open()
     await store.attach(arena)

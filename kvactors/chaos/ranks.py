@@ -24,7 +24,7 @@ def config_of(setting: Setting) -> Config:
     """Small tiers, so that everything moves, and a sink that follows each of them."""
     return Config.from_mapping(
         {
-            "cache": {"block_size": BLOCK, "deadline": 10.0},
+            "cache": {"model": "m", "block_size": BLOCK, "deadline": 10.0},
             "device": {"num_blocks": 24, "layerwise": setting.rng.random() < 0.5},
             "host": {"slots": 24, "transit_slots": 32, "mode": setting.rng.choice(["exclusive", "inclusive"])},
             "layout": {"num_layers": 2, "num_kv_heads": 4, "head_dim": 32, "tensor_parallel": RANKS},

@@ -35,7 +35,7 @@ def jsonl(path: Path) -> dict[str, Any]:
 def settings(store: Path, *sinks: dict[str, Any], **storage: Any) -> dict[str, Any]:
     """A cache far smaller than what the load asks for, over a file store, so that blocks move all the time."""
     return {
-        "cache": {"block_size": 16, "deadline": 20.0},
+        "cache": {"model": "m", "block_size": 16, "deadline": 20.0},
         "device": {"num_blocks": 64},
         "host": {"slots": 24, "transit_slots": 64},
         "layout": {"num_layers": 2, "num_kv_heads": 2, "head_dim": 32},

@@ -61,7 +61,7 @@ async def serve_rank(
         raise LayoutError(f"the device's blocks hold {device.layout.block_size} tokens, not {config.cache.block_size}")
     storage = StorageConfig(backend="none") if config.flush.only else replace(config.storage, rank=rank, ranks=ranks)
     if backend is None:
-        backend = make_backend(storage, device.layout.fingerprint, device.layout.block_bytes)
+        backend = make_backend(storage, config.cache.model, device.layout.fingerprint, device.layout.block_bytes)
     slots = config.host.arena_slots(stored=backend is not None)
     arena = Arena(
         slots,

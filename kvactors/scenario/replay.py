@@ -13,13 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvactors.cache import open_cache
-from kvactors.config import Config, convert, validate
+from kvactors.config import Config, convert
 from kvactors.errors import ConfigError, KVActorsError, NoRoom
 from kvactors.lease import Lease
 from kvactors.observe.lag import LagMonitor
 from kvactors.scenario.engine import Engine
 from kvactors.scenario.report import Report, Totals, make_report
 from kvactors.scenario.trace import TraceRequest, read_trace, tokens_of
+from kvactors.validation import validate
 
 Progress = Callable[[Totals], None]
 

@@ -109,7 +109,9 @@ async def session(scenario: Scenario, *, virtual: bool) -> AsyncIterator[Session
     config = Config.from_env(base=cache_config(scenario))
     layout = make_layout(config.layout, config.cache.block_size)
     sinks = faulty(make_sinks(config, layout))
-    store = None if config.flush.only else make_backend(config.storage, layout.fingerprint, layout.block_bytes)
+    store = (
+        None if config.flush.only else make_backend(config.storage, config.cache.model, layout.fingerprint, layout.block_bytes)
+    )
     backend = None if store is None else FaultyBackend(store)
     bare = msgspec.structs.replace(config, flush=msgspec.structs.replace(config.flush, sinks=()))
     async with open_cache(bare, sinks=list(sinks.values()), backend=backend, inline_copies=virtual) as cache:

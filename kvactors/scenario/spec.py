@@ -6,10 +6,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvactors.config import Config, convert, validate
+from kvactors.config import Config, convert
 from kvactors.errors import ConfigError
 from kvactors.scenario.report import Report, lookup
 from kvactors.sink_config import KvEventsSinkConfig
+from kvactors.validation import validate
 
 
 class ScenarioInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

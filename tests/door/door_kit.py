@@ -15,7 +15,7 @@ TINY = {"kind": "gqa", "num_layers": 2, "num_kv_heads": 1, "head_dim": 8, "dtype
 def settings(
     *, device=8, host=None, storage=None, sinks=({"kind": "memory", "tiers": ["device", "host", "storage"]},), **tables
 ):
-    cache = {"block_size": BLOCK, "deadline": 5.0, **tables.pop("cache", {})}
+    cache = {"model": "m", "block_size": BLOCK, "deadline": 5.0, **tables.pop("cache", {})}
     return kvactors.Config.from_mapping(
         {
             "cache": cache,

@@ -102,7 +102,8 @@ async def test_names_from_the_environment():
 
 
 async def test_a_missing_sdk_is_named_at_start_and_nothing_is_half_started():
-    config = Config.from_mapping({"flush": {"sinks": [{"kind": "memory"}, {"kind": "attention_store"}]}})
+    sinks = [{"kind": "memory"}, {"kind": "attention_store"}]
+    config = Config.from_mapping({"cache": {"model": "m"}, "flush": {"sinks": sinks}})
     with pytest.raises(SinkError, match="'attentionstore_sdk', which cannot be imported"):
         async with kvactors.open(config):
             pass
@@ -338,7 +339,7 @@ async def test_a_journal_that_is_none_is_an_error_at_start(tmp_path):
 
 CACHE = Config.from_mapping(
     {
-        "cache": {"block_size": 4},
+        "cache": {"model": "m", "block_size": 4},
         "device": {"num_blocks": 10},
         "host": {"slots": 6, "transit_slots": 8},
         "layout": {"num_layers": 2, "num_kv_heads": 1, "head_dim": 2},

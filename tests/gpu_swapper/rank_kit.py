@@ -19,7 +19,7 @@ BLOCK = 8
 def settings(tmp_path: Path, count: int = 2, **over) -> Config:
     """Small tiers, so that everything moves: 24 device blocks, 24 host slots, a file store a rank."""
     parts = {
-        "cache": CacheConfig(block_size=BLOCK, deadline=10.0),
+        "cache": CacheConfig(model="m", block_size=BLOCK, deadline=10.0),
         "device": DeviceConfig(num_blocks=24),
         "host": HostConfig(slots=24, transit_slots=32),
         "layout": LayoutConfig(num_layers=2, num_kv_heads=4, head_dim=32, tensor_parallel=count),

@@ -26,7 +26,7 @@ ENDPOINT = "memory://leader"
 def settings(count: int = 2, **over) -> Config:
     """Small tiers, so that everything moves. The store is the ranks' own: "file" only says that there is one."""
     parts = {
-        "cache": CacheConfig(block_size=BLOCK, deadline=10.0),
+        "cache": CacheConfig(model="m", block_size=BLOCK, deadline=10.0),
         "device": DeviceConfig(num_blocks=16),
         "host": HostConfig(slots=16, transit_slots=16),
         "layout": LayoutConfig(num_layers=3, num_kv_heads=count, head_dim=4, dtype="uint8", tensor_parallel=count),

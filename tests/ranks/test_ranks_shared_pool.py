@@ -15,7 +15,7 @@ from kvactors.testing.loop import simulate
 
 BLOCK, BLOCKS = 4, 5
 CONFIG = Config(
-    cache=CacheConfig(block_size=BLOCK),
+    cache=CacheConfig(model="m", block_size=BLOCK),
     device=DeviceConfig(num_blocks=16),
     host=HostConfig(slots=8, transit_slots=8),
     layout=LayoutConfig(num_layers=2, num_kv_heads=2, head_dim=4, dtype="uint8", tensor_parallel=2),

@@ -14,7 +14,7 @@ from kvactors.scenario.spec import disappointments
 
 CHAT = {
     "scenario": {"name": "chat", "seed": 5},
-    "cache": {"block_size": 4},
+    "cache": {"model": "m", "block_size": 4},
     "device": {"num_blocks": 24},
     "layout": {"num_layers": 1, "num_kv_heads": 1, "head_dim": 8, "dtype": "uint8"},
     "host": {"slots": 24},

@@ -101,7 +101,7 @@ def test_layouts_it_cannot_hold_are_named():
 def config(**tables) -> Config:
     return Config.from_mapping(
         {
-            "cache": {"block_size": BLOCK, "deadline": 5.0},
+            "cache": {"model": "m", "block_size": BLOCK, "deadline": 5.0},
             "device": {"num_blocks": 12},
             "layout": {"num_layers": 3, "num_kv_heads": 2, "head_dim": 8},
             "storage": {"backend": "attention_store", "write_policy": "write_through"},
@@ -162,7 +162,9 @@ async def test_many_at_once_and_the_service_failing_now_and_then():
 
 
 async def test_a_slow_read_holds_its_blocks_but_not_the_request_beyond_its_deadline():
-    async with kvactors.open(config(device={"num_blocks": 24}, cache={"block_size": BLOCK, "deadline": 0.3})) as cache:
+    async with kvactors.open(
+        config(device={"num_blocks": 24}, cache={"model": "m", "block_size": BLOCK, "deadline": 0.3})
+    ) as cache:
         await serve(cache, 3)
         await cache.settled()
         await cache.clear()

@@ -21,8 +21,8 @@ def key(i: int) -> bytes:
 
 
 def test_back_ends_by_name():
-    assert make_backend(StorageConfig(), PRINT, SIZE) is None
-    assert isinstance(make_backend(StorageConfig(backend="memory"), PRINT, SIZE), MemoryBackend)
+    assert make_backend(StorageConfig(), "", PRINT, SIZE) is None
+    assert isinstance(make_backend(StorageConfig(backend="memory"), "", PRINT, SIZE), MemoryBackend)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_back_ends_by_name():
 )
 def test_back_ends_that_cannot_be(changes, complaint):
     with pytest.raises((ConfigError, TypeError), match=complaint):
-        make_backend(StorageConfig(**changes), PRINT, SIZE)
+        make_backend(StorageConfig(**changes), "m", PRINT, SIZE)
 
 
 @pytest.mark.parametrize(

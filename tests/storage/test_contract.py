@@ -97,4 +97,4 @@ class Strangers(OwnedBackend):
 class TestAStrangers(StoreContract):
     async def make(self, folder, capacity):
         config = StorageConfig(backend=f"{__name__}:Strangers", capacity_blocks=capacity)
-        return make_backend(config, PRINT, self.block_bytes)
+        return make_backend(config, "m", PRINT, self.block_bytes)

@@ -19,6 +19,7 @@ import kvactors
 from kvactors.config import Config
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
+from kvactors.identity import StoreIdentity
 from kvactors.storage.backends import FileBackend
 from kvactors.storage.backends.slab_table import ENTRY, PAGE, scan
 from kvactors.storage.messages import Outcome
@@ -323,7 +324,7 @@ async def test_after_a_kill_everything_announced_is_there_and_whole(tmp_path):
 def config(folder: Path, **storage) -> Config:
     return Config.from_mapping(
         {
-            "cache": {"block_size": 4},
+            "cache": {"model": "m", "block_size": 4},
             "device": {"num_blocks": 16},
             "host": {"slots": 8, "transit_slots": 16},
             "layout": {"num_layers": 2, "num_kv_heads": 1, "head_dim": 8},
@@ -385,4 +386,6 @@ async def test_the_namespace_rank_and_directory_of_fastdeploys_file_store(tmp_pa
     monkeypatch.setenv("FILE_BACKEND_STORAGE_DIR", str(tmp_path))
     async with kvactors.open(bare) as cache:
         await serve(cache, 1)
-    assert (tmp_path / "model-7b" / "rank-1-of-4").is_dir()
+    folder = StoreIdentity(settings.cache.model, "model-7b", bytes(32), 1, 4).folder(tmp_path)
+    assert (folder.parent.name, folder.name) == ("model-7b", "rank-1-of-4")
+    assert folder.is_dir()

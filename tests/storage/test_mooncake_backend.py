@@ -14,11 +14,13 @@ from mooncake_kit import master
 import kvactors
 from kvactors.config import Config
 from kvactors.device.arena import Arena
+from kvactors.identity import StoreIdentity
 from kvactors.mooncake_config import MooncakeConfig
 from kvactors.storage.backends.mooncake import MooncakeBackend
 from kvactors.storage.messages import Outcome
 
-SIZE, PRINT = 40_000, bytes(range(32))
+SIZE = 40_000
+IDENTITY = StoreIdentity("m", "n", bytes(range(32)))
 
 
 def key(i: int) -> bytes:
@@ -38,9 +40,10 @@ def running():
 class Node:
     """A back end and its arena, filled with a pattern."""
 
-    def __init__(self, address, slots=200, print_=PRINT, **changes) -> None:
+    def __init__(self, address, slots=200, identity=None, **changes) -> None:
         settings = {"global_segment_size": "64MB", "local_buffer_size": "16MB", "local_hostname": "127.0.0.1", "timeout": 1.0}
-        self.backend = MooncakeBackend(MooncakeConfig(master_server_address=address, **{**settings, **changes}), print_, SIZE)
+        config = MooncakeConfig(master_server_address=address, **{**settings, **changes})
+        self.backend = MooncakeBackend(config, identity or IDENTITY, SIZE)
         self.arena = Arena(slots, SIZE)
 
     async def __aenter__(self) -> Self:
@@ -89,8 +92,9 @@ async def test_what_one_node_wrote_the_other_loads(running):
         assert one.backend.statistics().writes == 100
 
 
-async def test_other_fingerprints_never_mix(running):
-    async with Node(running.address) as one, Node(running.address, print_=bytes(32)) as other:
+@pytest.mark.parametrize("change", [{"fingerprint": bytes(32)}, {"model": "other"}, {"namespace": "o"}, {"ranks": 2}])
+async def test_objects_of_different_identities_never_mix(running, change):
+    async with Node(running.address) as one, Node(running.address, identity=IDENTITY._replace(**change)) as other:
         await one.put(1)
         assert await other.backend.ask([key(1)], never) == 0
         await other.backend.clear()
@@ -176,7 +180,7 @@ async def test_a_master_that_hangs_costs_its_time_out_and_the_loop_nothing():
 def config(address: str) -> Config:
     return Config.from_mapping(
         {
-            "cache": {"block_size": 16},
+            "cache": {"model": "m", "block_size": 16},
             "device": {"num_blocks": 32},
             "host": {"slots": 16},
             "layout": {"num_layers": 2, "num_kv_heads": 2, "head_dim": 32},

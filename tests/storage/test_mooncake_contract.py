@@ -7,6 +7,7 @@ import itertools
 import pytest
 from mooncake_kit import master
 
+from kvactors.identity import StoreIdentity
 from kvactors.mooncake_config import MooncakeConfig
 from kvactors.storage.backends.mooncake import MooncakeBackend
 from kvactors.testing.store_contract import StoreContract
@@ -32,4 +33,4 @@ class TestMooncake(StoreContract):
             global_segment_size="32MB",
             local_buffer_size="16MB",
         )
-        return MooncakeBackend(config, next(numbers).to_bytes(32, "big"), self.block_bytes)
+        return MooncakeBackend(config, StoreIdentity("m", "n", next(numbers).to_bytes(32, "big")), self.block_bytes)

@@ -1,12 +1,12 @@
 """Storage back ends behind one contract."""
 
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from kvactors.config import Config, StorageConfig
 from kvactors.device.base import Device
 from kvactors.errors import ConfigError
+from kvactors.identity import StoreIdentity
 from kvactors.mooncake_config import in_bytes
 from kvactors.storage.backends.base import Backend
 from kvactors.storage.backends.direct import DirectBackend
@@ -29,23 +29,28 @@ DIRECT = "attention_store"
 KINDS = ("none", "memory", "file", "mooncake", DIRECT)
 
 
-def make_backend(config: StorageConfig, fingerprint: bytes, block_bytes: int) -> Backend | None:
-    """The store a config describes, None for none and for one that moves device memory itself (`make_direct`). A class of another
-    package (`package.module:Class`) is called with the config, the fingerprint and the bytes of a block. Raises ConfigError, StoreError."""
+def make_backend(config: StorageConfig, model: str, fingerprint: bytes, block_bytes: int) -> Backend | None:
+    """The store a config describes, None for none and for one that moves device memory itself (`make_direct`). A class of another package
+    (`package.module:Class`) is called with the config, the digest of the store's identity (model, namespace, layout, rank and ranks: objects
+    of different digests must not mix) and the bytes of a block. Raises ConfigError, StoreError.
+
+    fingerprint: of the layout.
+    """
+    identity = StoreIdentity(model, config.namespace, fingerprint, config.rank, config.ranks)
     kind = config.backend
     if kind in ("none", DIRECT):
         return None
     if kind == "memory":
-        return MemoryBackend(fingerprint, block_bytes, capacity_of(config, block_bytes))
+        return MemoryBackend(identity.digest, block_bytes, capacity_of(config, block_bytes))
     if kind == "file":
-        return make_file_backend(config, fingerprint, block_bytes)
+        return make_file_backend(config, identity, block_bytes)
     if kind == "mooncake":
         from kvactors.storage.backends.mooncake import MooncakeBackend
 
         if config.exclusive:
             raise ConfigError("storage.exclusive has no meaning for a pool that other nodes share")
-        return MooncakeBackend(config.mooncake, fingerprint, block_bytes, config.rank, config.ranks)
-    made: Backend = backend_class(kind)(config, fingerprint, block_bytes)
+        return MooncakeBackend(config.mooncake, identity, block_bytes)
+    made: Backend = backend_class(kind)(config, identity.digest, block_bytes)
     return made
 
 
@@ -63,12 +68,12 @@ def make_direct(config: Config, device: Device) -> DirectBackend | None:
     return AttentionStoreBackend(config.attention_store, device)
 
 
-def make_file_backend(config: StorageConfig, fingerprint: bytes, block_bytes: int) -> FileBackend:
+def make_file_backend(config: StorageConfig, identity: StoreIdentity, block_bytes: int) -> FileBackend:
     """The file store a config describes."""
     if not config.directory:
         raise ConfigError("storage.directory is needed with storage.backend = 'file' (or FILE_BACKEND_STORAGE_DIR)")
     return FileBackend(
-        Path(config.directory) / config.namespace / f"rank-{config.rank}-of-{config.ranks}", fingerprint, block_bytes,
+        identity.folder(config.directory), identity.digest, block_bytes,
         capacity_of(config, block_bytes), floor=in_bytes(config.free_space_floor, "storage.free_space_floor"),
         durability=config.durability, read_only=config.read_only, depth=config.io_depth,
     )  # fmt: skip

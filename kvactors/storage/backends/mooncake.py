@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from kvactors.actor.uncancelled import to_the_end
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
+from kvactors.identity import StoreIdentity
 from kvactors.mooncake_config import MooncakeConfig
 from kvactors.storage.backends.base import Backend, Expired, ReadReport, WriteReport
 from kvactors.storage.backends.header import HEADER, fits, header_of
@@ -45,14 +46,14 @@ class Place(NamedTuple):
 
 
 class MooncakeBackend(Backend):
-    """rank, ranks: this process's part of every block; objects of different ranks never mix."""
+    """identity: of the objects; those of different models, namespaces, layouts or ranks have different names and headers."""
 
     trailer = HEADER.size
 
-    def __init__(self, config: MooncakeConfig, fingerprint: bytes, block_bytes: int, rank: int = 0, ranks: int = 1) -> None:
-        super().__init__(fingerprint, block_bytes)
-        self.prefix = f"kvactors/{fingerprint.hex()[:32]}/{rank}-of-{ranks}/"
-        self._client = MooncakeClient(config, rank)
+    def __init__(self, config: MooncakeConfig, identity: StoreIdentity, block_bytes: int) -> None:
+        super().__init__(identity.digest, block_bytes)
+        self.prefix = identity.pool_prefix
+        self._client = MooncakeClient(config, identity.rank)
         self._sums = Workers(1, "kvactors-mooncake-checksum")
         self._arena: Arena | None = None
 
@@ -183,7 +184,7 @@ class MooncakeBackend(Backend):
             await self._client.remove([self.name(key) for key in keys])
 
     async def clear(self) -> None:
-        """See `Backend.clear`: of this fingerprint and rank, for every node of the pool."""
+        """See `Backend.clear`: of this identity, for every node of the pool."""
         await self._client.call(lambda store: int(store.remove_by_regex("^" + self.prefix, True)), -1)
 
     async def close(self) -> None:
