@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
 from typing import Any
 
 import anyio.to_thread
@@ -28,6 +29,7 @@ from kvactors.device.base import Device
 from kvactors.device.remote import RanksArena, RanksDevice
 from kvactors.errors import ConfigError, KVActorsError, LayoutError
 from kvactors.flush_notifier.actor import FlushNotifier
+from kvactors.flush_notifier.deliveries import close_sink, open_sink
 from kvactors.flush_notifier.messages import Settle
 from kvactors.flush_notifier.sinks import Sink, make_sinks
 from kvactors.gpu_swapper.actor import GpuSwapper
@@ -242,8 +244,8 @@ class System:
             await self.direct_backend.open()
             opened.push_async_callback(shielded, self.direct_backend.close)
         for sink in self.sinks.values():
-            await sink.open()
-            opened.push_async_callback(shielded, sink.close, self.config.flush.timeout)
+            await open_sink(sink)
+            opened.push_async_callback(shielded, partial(close_sink, sink, self.config.flush.timeout))
         if self.inline:
             self.arena.touch()
         else:

@@ -7,14 +7,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
-import anyio
-
 from kvactors.actor import Actor, ActorRef, Envelope, Message, on
 from kvactors.actor.clock import now
 from kvactors.config import FlushConfig
+from kvactors.flush_notifier.deliveries import Delivery, SinkHealth, SinkStatistics, described, start_call
 from kvactors.flush_notifier.ledger import LIMBO, Ledger
 from kvactors.flush_notifier.messages import (
     Announced,
+    CallLate,
     Cleared,
     Continue,
     Deliver,
@@ -27,52 +27,7 @@ from kvactors.flush_notifier.messages import (
 )
 from kvactors.flush_notifier.runs import Batch
 from kvactors.flush_notifier.sinks.base import Sink
-from kvactors.units import Residency, Tier
-
-
-class SinkStatistics(NamedTuple):
-    """A moment's picture of one sink."""
-
-    name: str
-    pending: int  # blocks on which it does not believe what is due
-    delivered: int  # tasks it took
-    resident: int  # of those, tasks that said resident
-    gone: int
-    blocks: int  # blocks in them
-    retried: int
-    coalesced: int  # differences that vanished before they were told
-    oldest_pending_age: float  # seconds
-    in_flight: bool
-
-
-class Delivery:
-    """One sink's side of the notifier: what is under way to it, and when it may be tried again."""
-
-    __slots__ = (
-        "batch", "begun", "blocks", "delay", "delivered", "failures", "gone", "in_flight", "resident", "retried", "since", "sink", "waiting",
-    )  # fmt: skip
-
-    def __init__(self, sink: Sink, delay: float) -> None:
-        self.sink = sink
-        self.delay = delay
-        self.begun = self.in_flight = self.waiting = False
-        self.batch = Batch([], [])
-        self.since: float | None = None  # since when something has been pending
-        self.failures = 0  # in a row
-        self.delivered = self.resident = self.gone = self.blocks = self.retried = 0
-
-    def count(self, tasks: Sequence[FlushTask]) -> None:
-        """The sink took these."""
-        self.delivered += len(tasks)
-        for task in tasks:
-            self.blocks += task.count
-            self.resident += task.residency is Residency.RESIDENT
-            self.gone += task.residency is Residency.GONE
-
-    @property
-    def ailing(self) -> bool:
-        """Whether its last call failed."""
-        return self.failures > 0
+from kvactors.units import Tier
 
 
 class Settling(NamedTuple):
@@ -104,10 +59,21 @@ class FlushNotifier(Actor):
         self._unfinished = 0  # facts of which there are steps to come
 
     def started(self) -> None:
-        """Every sink first hears that a new epoch began."""
-        for i, delivery in enumerate(self.deliveries):
-            delivery.sink.attach(partial(self.ledger.holdings, i))
+        """Every sink is called with the new epoch first. A call of an earlier incarnation that has not ended is waited for."""
+        for delivery in self.deliveries:
+            call = delivery.sink.call
+            if call is not None and not call.done():
+                delivery.stuck = True
+                self._report_end(delivery, call, -1)
         self._pump()
+
+    async def stopped(self) -> None:
+        """Cancel the calls in flight, and wait for none: the next incarnation does, or the close of the sink."""
+        for delivery in self.deliveries:
+            if delivery.timer is not None:
+                delivery.timer.cancel()
+            if delivery.in_flight and delivery.sink.call is not None:
+                delivery.sink.call.cancel()
 
     # -- facts
 
@@ -155,14 +121,11 @@ class FlushNotifier(Actor):
         for i, delivery in enumerate(self.deliveries):
             if self.ledger.pending(i) and delivery.since is None:
                 delivery.since = now()
-            if not (self._woken or self._unfinished) and self._ready(i, delivery):
+            if not (self._woken or self._unfinished) and delivery.ready(self.ledger.pending(i)):
                 self._woken = True  # the turns that are due come first: one batch for them all
                 asyncio.get_running_loop().call_soon(self.to_self, Deliver())
         if self._settling:
             self._answer_settled()
-
-    def _ready(self, i: int, delivery: Delivery) -> bool:
-        return not (delivery.in_flight or delivery.waiting) and (bool(self.ledger.pending(i)) or not delivery.begun)
 
     @on(Deliver)
     def deliver(self, message: Deliver) -> None:
@@ -171,49 +134,80 @@ class FlushNotifier(Actor):
         if self._unfinished:
             return
         for i, delivery in enumerate(self.deliveries):
-            if self._ready(i, delivery):
+            if delivery.ready(self.ledger.pending(i)):
                 self._deliver(i, delivery)
 
     def _deliver(self, i: int, delivery: Delivery) -> None:
+        """Call a sink: with the epoch, or with what differs."""
         if delivery.begun:
             delivery.batch = self.ledger.take(i, self.config.batch, self.epoch)
         delivery.in_flight = True
+        delivery.number += 1
+        call = start_call(delivery.sink, partial(self._call, delivery.sink, i, tuple(delivery.batch.tasks), delivery.begun))
+        self._report_end(delivery, call, delivery.number)
+        delivery.timer = self.after(self.config.timeout, CallLate(delivery.sink.name, delivery.number))
+
+    async def _call(self, sink: Sink, i: int, tasks: tuple[FlushTask, ...], begun: bool) -> None:
+        if begun:
+            sink.taken = 0
+            await sink.deliver(tasks)
+        else:
+            sink.attach(partial(self.ledger.holdings, i))
+            await sink.begin(self.epoch)
+
+    def _report_end(self, delivery: Delivery, call: asyncio.Task[str], number: int) -> None:
         name = delivery.sink.name
 
-        def failed(error: Exception) -> Delivered:
-            return Delivered(name, False, repr(error))
+        def ended(call: asyncio.Task[str]) -> None:
+            error = "cancelled" if call.cancelled() else call.result() if call.exception() is None else repr(call.exception())
+            self.to_self(Delivered(name, number, error))
 
-        self.start_job(self._call(delivery), lambda _: Delivered(name, True, ""), failed, counted=False)
+        call.add_done_callback(ended)
 
-    async def _call(self, delivery: Delivery) -> None:
-        with anyio.fail_after(self.config.timeout):
-            if delivery.begun:
-                delivery.sink.taken = 0
-                await delivery.sink.deliver(delivery.batch.tasks)
-            else:
-                await delivery.sink.begin(self.epoch)
+    @on(CallLate)
+    def call_late(self, message: CallLate) -> None:
+        """A call's time is over: cancel it and go on without its answer. The next call comes when it has ended."""
+        i = self._by_name[message.sink]
+        delivery = self.deliveries[i]
+        if delivery.in_flight and message.number == delivery.number:
+            delivery.stuck = True
+            if delivery.sink.call is not None:
+                delivery.sink.call.cancel()
+            self._end_call(i, delivery, f"no answer within {self.config.timeout} s")
 
     @on(Delivered)
     def delivered(self, message: Delivered) -> None:
-        """A call to a sink is over: believe it, or back off and try again with what differs then."""
+        """A call to a sink has ended: its answer counts if it was not given up before."""
         i = self._by_name[message.sink]
         delivery = self.deliveries[i]
-        if not message.ok:
-            taken, rest = delivery.batch.split(delivery.sink.taken)
+        if delivery.in_flight and message.number == delivery.number:
+            self._end_call(i, delivery, message.error)
+        else:
+            delivery.stuck = False
+            self._pump()
+
+    def _end_call(self, i: int, delivery: Delivery, error: str) -> None:
+        """The sink took the batch, or back off and try again with what differs then."""
+        if delivery.timer is not None:
+            delivery.timer.cancel()
+        name = delivery.sink.name
+        if error:
+            taken, rest = delivery.split()
             self.ledger.delivered(i, taken)
             delivery.count(taken.tasks)
             self.ledger.refused(i, rest)
-            delivery.retried += 1
-            delivery.failures += 1
+            if delivery.failed(error):
+                self.log.warning("sink fails", sink=name, error=error, again_in=delivery.delay)
             delivery.waiting = True
-            self.log.warning("sink did not take a batch", sink=message.sink, error=message.error, again_in=delivery.delay)
-            self.after(delivery.delay, RetryDue(message.sink))
+            self.after(delivery.delay, RetryDue(name))
             delivery.delay = min(2 * delivery.delay, self.config.retry_max)
         else:
-            delivery.begun, delivery.delay, delivery.failures = True, self.config.retry_min, 0
+            failed_for = delivery.took(self.config.retry_min)
+            if failed_for is not None:
+                self.log.info("sink works again", sink=name, failed_for=round(failed_for, 3), last_error=delivery.last_error)
             self.ledger.delivered(i, delivery.batch)
             delivery.count(delivery.batch.tasks)
-        self._work(self._over(i, delivery, cleared=message.ok))
+        self._work(self._over(i, delivery, cleared=not error))
 
     def _over(self, i: int, delivery: Delivery, *, cleared: bool) -> Iterator[None]:
         """The end of a call; if it said that everything is gone, that takes some time."""
@@ -242,7 +236,7 @@ class FlushNotifier(Actor):
         for one in given_up:
             self.answer(one.envelope, False)
         asked = [i for i, d in enumerate(self.deliveries) if message.sinks is None or d.sink.name in message.sinks]
-        sinks = [i for i in asked if not (message.healthy and self.deliveries[i].ailing)]
+        sinks = [i for i in asked if not (message.healthy and self.deliveries[i].failures)]
         self._settling.append(Settling(envelope, {i: self._mark(i) for i in sinks}))
         self._pump()
 
@@ -296,9 +290,13 @@ class FlushNotifier(Actor):
         if view is None:
             return dict(self.ledger.believed(i))
         mirror: dict[bytes, int] = {}
-        for tier, keys in view().items():
-            for key in keys:
-                mirror[key] = mirror.get(key, 0) | int(tier)
+        try:
+            for tier, keys in view().items():
+                for key in keys:
+                    mirror[key] = mirror.get(key, 0) | int(tier)
+        except Exception as error:
+            self.log.warning("sink has no view to compare", sink=self.deliveries[i].sink.name, error=described(error))
+            return dict(self.ledger.believed(i))
         return mirror
 
     def check(self) -> None:
@@ -307,10 +305,9 @@ class FlushNotifier(Actor):
 
     def flush_statistics(self) -> tuple[SinkStatistics, ...]:
         """A moment's picture of every sink."""
-        return tuple(
-            SinkStatistics(
-                d.sink.name, self.ledger.pending(i), d.delivered, d.resident, d.gone, d.blocks, d.retried, self.ledger.coalesced[i],
-                now() - d.since if d.since is not None else 0.0, d.in_flight,
-            )
-            for i, d in enumerate(self.deliveries)
-        )  # fmt: skip
+        ledger = self.ledger
+        return tuple(d.statistics(ledger.pending(i), ledger.coalesced[i]) for i, d in enumerate(self.deliveries))
+
+    def sink_health(self) -> tuple[SinkHealth, ...]:
+        """Of every sink whether its last call succeeded, and if not, why and since when."""
+        return tuple(delivery.health(self.ledger.pending(i)) for i, delivery in enumerate(self.deliveries))

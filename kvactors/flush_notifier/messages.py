@@ -103,11 +103,18 @@ class Continue(Control, frozen=True, eq=False):
 
 
 class Delivered(Control, frozen=True, eq=False):
-    """To itself: a sink took a batch (or did not: then `error` says why)."""
+    """To itself: a call to a sink has ended; `error` is empty if the sink took what it was sent. number: of the call."""
 
     sink: str
-    ok: bool
+    number: int
     error: str
+
+
+class CallLate(Control, frozen=True, eq=False):
+    """To itself: the time of a call to a sink is over."""
+
+    sink: str
+    number: int
 
 
 class RetryDue(Control, frozen=True, eq=False):

@@ -192,6 +192,7 @@ class Model:
             self.ending[sink] = self.book.cleared(sink, batch)
         else:
             self.book.refused(sink, batch)
+        self._notice_forgotten()
         self.go_on()
 
     def end_in_the_middle(self, sink: int, taken: int) -> None:
@@ -203,6 +204,7 @@ class Model:
         self.flying[sink] = None
         self.book.delivered(sink, done)
         self.book.refused(sink, rest)
+        self._notice_forgotten()
         self.go_on()
 
     def _arrive(self, sink: int, batch: Batch) -> None:

@@ -181,7 +181,7 @@ async def test_a_new_life_begins_a_new_epoch_first_and_what_it_is_told_again_cou
         with pytest.raises(ActorFailed):
             await asker
         bad.hang = 0.0
-        await until(lambda: wired.ref.life == 1)
+        await until(lambda: wired.actor.life == 1)
         await wired.settle()
         assert good.epochs == bad.epochs == [100, 101]
         assert good.view() == bad.view() == NOTHING

@@ -239,9 +239,9 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "refused_batch_counts_as_told",
-        "flush_notifier/actor.py",
-        "delivery.batch.split(delivery.sink.taken)",
-        "delivery.batch.split(len(delivery.batch.tasks))",
+        "flush_notifier/deliveries.py",
+        "self.batch.split(taken if sound else 0)",
+        "self.batch.split(len(self.batch.tasks))",
         "after a sink has failed nothing of the batch is sent again",
         ("tests/flush_notifier/test_notifier.py",),
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 
@@ -33,6 +34,9 @@ class Sink(ABC):
     taken: int = 0
     """How many tasks of the present or last `deliver`, from the first on, are told for certain. A sink for which a task is a call of its own
     counts them, so that a call that fails or is too late does not cost those before it."""
+
+    call: asyncio.Task[str] | None = None
+    """The last call to it, in flight or ended. FlushNotifier sets this, and begins no call before the last one has ended."""
 
     def __init__(self, config: SinkConfig, block_size: int) -> None:
         self.name = config.label
