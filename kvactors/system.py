@@ -46,6 +46,9 @@ from kvactors.storage.direct import StorageDirect
 from kvactors.storage.reader import StorageReader
 from kvactors.storage.writer import StorageWriter
 
+FORGOTTEN = 1024
+"""Blocks that PrefixIndex and FlushNotifier each remember beyond those that the tiers can hold."""
+
 
 class System:
     """The parts of one cache. Nothing runs before `running()`.
@@ -151,7 +154,7 @@ class System:
         index = BlockIndex(
             config.cache.block_size,
             blocks,
-            blocks + host.slots + 1024,
+            blocks + host.slots + FORGOTTEN,
             recompute_last_token=config.cache.recompute_last_token,
         )
         return PrefixIndex(
@@ -189,7 +192,7 @@ class System:
         return FlushNotifier(
             ref, block_size=self.config.cache.block_size, sinks=list(self.sinks.values()), config=self.config.flush,
             epoch=self.epoch,
-            limbo=self.device.num_blocks + self.arena.num_slots + 1024,
+            limbo=self.device.num_blocks + self.arena.num_slots + FORGOTTEN,
         )  # fmt: skip
 
     def _members(self) -> tuple[Group, Group]:

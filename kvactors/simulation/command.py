@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from kvactors.errors import ConfigError
 from kvactors.scenario.report import write_json
 from kvactors.simulation.coverage import Coverage, coverage
 from kvactors.simulation.pool import run_seeds
@@ -74,7 +75,8 @@ def run_simulate(
     seed: int | None = None,
 ) -> int:
     """Run, print, write; the exit status, 0 only if nothing was violated. minutes: as many seeds as they allow, in place of `seeds`. seed: only
-    this one, with its plan, its configuration and its trace."""
+    this one, with its plan, its configuration and its trace. ConfigError for counts that cannot be."""
+    _check(seeds, first, minutes, processes, seed)
     if seed is not None:
         return _run_one(seed, json)
     began = time.monotonic()
@@ -93,6 +95,15 @@ def run_simulate(
     for one in report.violated[:SHOWN]:
         _print_violations(one)
     return 1 if report.violated else 0
+
+
+def _check(seeds: int, first: int, minutes: float | None, processes: int, seed: int | None) -> None:
+    least = {"seeds": (seeds, 1), "first": (first, 0), "processes": (processes, 1), "seed": (seed or 0, 0)}
+    for name, (value, low) in least.items():
+        if value < low:
+            raise ConfigError(f"--{name} must be at least {low}, not {value}")
+    if minutes is not None and not 0 < minutes < float("inf"):
+        raise ConfigError(f"--minutes must be a positive number, not {minutes}")
 
 
 def _run_one(seed: int, json: Path | None) -> int:

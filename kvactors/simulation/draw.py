@@ -16,14 +16,12 @@ from kvactors.config import (
     RanksConfig,
     StorageConfig,
 )
+from kvactors.simulation.limits import draw_limit, draw_limits
 from kvactors.sink_config import MemorySinkConfig
 from kvactors.testing.plan import FaultPlan, Targets, draw
 
 BLOCK = 4
 """Tokens a block."""
-
-RESTARTS = 5
-"""Deaths a group may have in a minute; plans have fewer."""
 
 CRASHES = 3
 """Actors that die in a run, at most."""
@@ -35,7 +33,7 @@ class Draw(NamedTuple):
     families: of prompts that share their beginnings. longest: blocks a prompt has at most. capacity: objects a store holds. shared: whether the
     store is a pool that others use as well. stop_at: second at which the system is stopped in the middle of everything, None if it may come
     to rest. again: whether a second system then finds what the stores have kept. lags: mean seconds of a copy, of an access to the store, of
-    a sink's call, of a message to a rank.
+    a sink's call, of a message to a rank. limits: see `simulation.limits`.
     """
 
     seed: int
@@ -51,14 +49,16 @@ class Draw(NamedTuple):
     stop_at: float | None
     again: bool
     lags: tuple[float, float, float, float]
+    limits: dict[str, int]
 
 
 def draw_run(seed: int) -> Draw:
     """The run of a seed."""
     rng = random.Random(seed)  # noqa: S311  (a run, not a secret)
     ranks = rng.choice((1, 1, 1, 2, 3))
-    blocks = rng.randint(8, 28)
+    blocks = rng.randint(2, 28)
     stored = rng.random() < 0.75
+    restarts = max(draw_limit(rng), draw_limit(rng))  # too few would leave most plans without deaths
     config = Config(
         cache=CacheConfig(block_size=BLOCK, recompute_last_token=rng.random() < 0.7, deadline=5.0),
         device=_device(rng, blocks),
@@ -67,10 +67,8 @@ def draw_run(seed: int) -> Draw:
         ),
         host=_host(rng, blocks),
         storage=_storage(rng) if stored else StorageConfig(),
-        flush=FlushConfig(
-            only=rng.random() < 0.08, timeout=0.4, retry_min=0.02, retry_max=0.3, batch=rng.choice((1, 4, 32, 512))
-        ),
-        actors=ActorsConfig(channel_bound=rng.choice((1, 2, 8, 256)), drain=20.0, restarts=RESTARTS),
+        flush=FlushConfig(only=rng.random() < 0.08, timeout=0.4, retry_min=0.02, retry_max=0.3, batch=draw_limit(rng)),
+        actors=ActorsConfig(channel_bound=draw_limit(rng), drain=20.0, restarts=restarts),
         ranks=RanksConfig(ranks, "memory://simulated", timeout=rng.choice((0.1, 0.3)), start=30.0),
     )
     sinks = tuple(_sink(rng, number) for number in range(rng.choice((0, 1, 1, 2, 3))))
@@ -81,14 +79,29 @@ def draw_run(seed: int) -> Draw:
         rng.choice((0.0005, 0.01)),
         rng.choice((0.0001, 0.001, 0.004)),
     )
-    capacity = rng.choice((0, 8, 24, 60))
+    capacity = rng.choice((0, draw_limit(rng), draw_limit(rng), draw_limit(rng)))
     targets = _targets(config, sinks, clients)
-    plan = _limited(draw(rng, rng.choice((0, 1, 2, 3, 5, 8, 16)), targets))
+    plan = _limited(draw(rng, rng.choice((0, 1, 2, 3, 5, 8, 16)), targets), min(CRASHES, restarts))
     families, longest = rng.randint(1, 6), rng.randint(2, blocks + 1 if rng.random() < 0.15 else max(2, blocks // 2))
     shared = ranks == 1 and not config.storage.exclusive and rng.random() < 0.3
     stop_at = rng.uniform(0.0, 0.5) if rng.random() < 0.1 else None
     again = stored and rng.random() < 0.2
-    return Draw(seed, config, sinks, plan, clients, requests, families, longest, capacity, shared, stop_at, again, lags)
+    return Draw(
+        seed,
+        config,
+        sinks,
+        plan,
+        clients,
+        requests,
+        families,
+        longest,
+        capacity,
+        shared,
+        stop_at,
+        again,
+        lags,
+        draw_limits(rng),
+    )
 
 
 def _targets(config: Config, sinks: tuple[MemorySinkConfig, ...], clients: int) -> Targets:
@@ -100,9 +113,9 @@ def _targets(config: Config, sinks: tuple[MemorySinkConfig, ...], clients: int) 
     return Targets(actors, names, config.ranks.count, clients, stored, span=0.6, steps=120)
 
 
-def _limited(plan: FaultPlan) -> FaultPlan:
+def _limited(plan: FaultPlan, most: int) -> FaultPlan:
     """No more deaths than the supervisor allows."""
-    crashes = [fault for fault in plan.fault if fault.kind == "actor_crash"][CRASHES:]
+    crashes = [fault for fault in plan.fault if fault.kind == "actor_crash"][most:]
     return FaultPlan(tuple(fault for fault in plan.fault if fault not in crashes))
 
 
@@ -114,12 +127,12 @@ def _device(rng: random.Random, blocks: int) -> DeviceConfig:
 
 
 def _host(rng: random.Random, blocks: int) -> HostConfig:
-    slots = rng.choice((0, 2, blocks // 2, blocks, 2 * blocks))
+    slots = rng.choice((0, draw_limit(rng), draw_limit(rng), blocks, 2 * blocks))
     mode: Any = rng.choice(("exclusive", "inclusive"))
     marks = rng.random() < 0.25 and slots
     return HostConfig(
         slots=slots,
-        transit_slots=rng.choice((1, 4, 16, 64)),
+        transit_slots=draw_limit(rng),
         mode=mode,
         low_watermark=0.5 if marks else 0.0,
         high_watermark=0.8 if marks else 0.0,

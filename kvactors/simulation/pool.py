@@ -5,10 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
+from multiprocessing.connection import wait as wait_for
 from types import FrameType
 from typing import NoReturn
 
@@ -22,7 +24,7 @@ LIFE = 200
 """Chunks after which a worker process is replaced."""
 
 STUCK = 30.0
-"""Real seconds a seed may take; it is stuck then: virtual time stands still, or the loop does."""
+"""Seconds of processor time a seed may take; it is stuck then: virtual time stands still, or the loop does. A busy machine does not count."""
 
 
 class Stuck(KeyboardInterrupt):
@@ -35,19 +37,33 @@ def run_chunk(first: int, count: int, keep: int) -> list[SeedReport]:
 
 
 def _guarded(seed: int, keep: int) -> SeedReport:
-    before = signal.signal(signal.SIGALRM, _alarm)
-    signal.setitimer(signal.ITIMER_REAL, STUCK)
+    before = signal.signal(signal.SIGPROF, _alarm)
+    signal.setitimer(signal.ITIMER_PROF, STUCK)
     try:
         return run_seed(seed, keep=keep)
     except Stuck as stuck:
-        return SeedReport(seed, [f"stuck for {STUCK:.0f} s of real time at {stuck}"])
+        return SeedReport(seed, [f"stuck for {STUCK:.0f} s of processor time at {stuck}"])
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def _alarm(_number: int, frame: FrameType | None) -> NoReturn:
     raise Stuck(f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "an unknown place")
+
+
+def end_with_parent() -> None:
+    """End this worker process when the process that started it ends, however it ends."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+    sentinel = parent.sentinel
+
+    def watch() -> None:
+        wait_for([sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
 
 
 @contextmanager
@@ -67,7 +83,10 @@ def _same_hashes() -> Iterator[None]:
 def run_seeds(first: int, seeds: int, processes: int, *, until: float = float("inf"), keep: int = 50) -> Iterator[SeedReport]:
     """Reports as they come. until: `time.monotonic()` after which no more seeds are begun."""
     context = multiprocessing.get_context("spawn")
-    with _same_hashes(), ProcessPoolExecutor(processes, mp_context=context, max_tasks_per_child=LIFE) as pool:
+    with (
+        _same_hashes(),
+        ProcessPoolExecutor(processes, mp_context=context, max_tasks_per_child=LIFE, initializer=end_with_parent) as pool,
+    ):
         open_: set[Future[list[SeedReport]]] = set()
         following, last = first, first + seeds
         while open_ or (following < last and time.monotonic() < until):

@@ -18,6 +18,7 @@ import structlog
 from kvactors.errors import KVActorsError
 from kvactors.simulation.draw import Draw, draw_run
 from kvactors.simulation.invariants import rest
+from kvactors.simulation.limits import limited
 from kvactors.simulation.record import SeedReport
 from kvactors.simulation.workload import Client
 from kvactors.simulation.world import World
@@ -41,7 +42,7 @@ def run_seed(seed: int, drawn: Draw | None = None, keep: int = 200) -> SeedRepor
     report.config = msgspec.json.encode(drawn.config).decode()
     report.plan = drawn.plan.to_json()
     began = time.perf_counter()
-    with _quiet():
+    with _quiet(), limited(drawn.limits):
         try:
             simulate(lambda: _lives(drawn, report, keep), seed)
         except Exception as error:

@@ -14,6 +14,7 @@ from kvactors.cpu_evictor.actor import CpuEvictor
 from kvactors.cpu_evictor.host import Entry, Place
 from kvactors.cpu_evictor.messages import Cancel, Load
 from kvactors.cpu_evictor.messages import Place as PlaceLoad
+from kvactors.flush_notifier.actor import FlushNotifier
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.prefix_index.messages import Loaded, LoadStalled
 from kvactors.ranks.group import Health
@@ -34,15 +35,17 @@ class PlannedDeath(Exception):
 
 
 class Witness:
-    """crashes: of the plan, by actor. died: those that happened. seen: see `SeedReport`. keep: lines of the trace that are remembered."""
+    """crashes: of the plan, by actor. died: those that happened. seen: see `SeedReport`. keep: lines of the trace that are remembered.
+    step: of a ledger, the notifier's own if None."""
 
-    def __init__(self, crashes: list[Fault], keep: int = 200) -> None:
+    def __init__(self, crashes: list[Fault], keep: int = 200, step: int | None = None) -> None:
         self.loop = asyncio.get_running_loop()
         self.seen: Counter[str] = Counter()
         self.lines: deque[str] = deque(maxlen=keep)
         self.digest = xxhash.xxh3_128()
         self.turns: Counter[str] = Counter()
         self.died = 0
+        self._step = step
         self._wanted: dict[int, int] = {}  # blocks, by the load's number
         self._crashes = {(fault.target, int(fault.at)): fault for fault in crashes}
 
@@ -88,6 +91,8 @@ class Witness:
         setattr(actor, "tell", told)  # noqa: B010
         if isinstance(actor, CpuEvictor):
             self._watch_places(actor)
+        if isinstance(actor, FlushNotifier) and self._step is not None:
+            actor.ledger.step = self._step
         return actor
 
     def _see_load(self, message: Message) -> None:

@@ -16,6 +16,7 @@ from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.layout import make_layout
 from kvactors.simulation.draw import Draw
 from kvactors.simulation.engine import Engine
+from kvactors.simulation.limits import STEP
 from kvactors.simulation.witness import SimSystem, Witness
 from kvactors.testing.fakes import Latency, SimBackend, SimExecutor, SimPool, SimRank, SimSink, latency
 from kvactors.testing.plan import STEPPED, Fault
@@ -35,7 +36,7 @@ class World:
         self.violations: list[str] = []
         self.jumped = 0.0
         self.closing = False
-        self.witness = Witness([fault for fault in drawn.plan.fault if fault.kind == "actor_crash"], keep)
+        self.witness = Witness([fault for fault in drawn.plan.fault if fault.kind == "actor_crash"], keep, drawn.limits[STEP])
         self.layout = make_layout(config.layout, config.cache.block_size)
         stored = config.storage.backend != "none" and not config.flush.only
         count = config.ranks.count

@@ -10,7 +10,7 @@ from kvactors.simulation.draw import draw_run
 from kvactors.simulation.pool import run_seeds
 from kvactors.testing.plan import Fault, FaultPlan
 
-SEEDS, PART = 80, 20
+SEEDS, PART = 160, 20
 
 
 @pytest.fixture(scope="module")
