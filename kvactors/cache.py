@@ -15,7 +15,7 @@ from kvactors.actor import ActorRef, Ask
 from kvactors.actor.clock import deadline_after
 from kvactors.config import Config
 from kvactors.device.base import Device
-from kvactors.errors import CacheClosed, ChannelError, DeadlineExceeded, NoRoom, Paused
+from kvactors.errors import CacheClosed, DeadlineExceeded, KVActorsError, NoRoom, Paused
 from kvactors.flush_notifier.messages import PLAIN, Origin, Settle
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.identity import CacheScope
@@ -122,7 +122,7 @@ class KVCache:
         """Give a lease back on behalf of somebody who cannot wait."""
         try:
             self._index.try_tell(Abandon(lease))
-        except ChannelError:
+        except KVActorsError:
             return  # the cache is closed: there is nothing to give back to
 
     def abandon_from_anywhere(self, lease: int) -> bool:
@@ -218,6 +218,7 @@ class KVCache:
     def _check_open(self) -> None:
         if not self._open:
             raise CacheClosed("the cache is closed")
+        self.system.check_process()
 
 
 @asynccontextmanager

@@ -8,9 +8,11 @@ KVActorsError
 ├── NotReady                          the lease still waits for loads: await ready() first
 ├── LeaseEnded                        the lease was finished, preempted or given back already
 ├── CacheClosed                       the cache is not open (any more)
+├── CacheFailed                       an actor failed more often than actors.restarts allows, and no part that can be switched off
 ├── ChannelError
 │   ├── ChannelFull                   a rejecting channel has no room
 │   └── ChannelClosed                 nobody will ever receive from this channel
+├── LeakedError (RuntimeError)        code of a client library raised what is not an Exception
 ├── ActorFailed                       an actor died while (or before) it handled an ask
 ├── WiringError                       the declared channel graph does not fit together
 ├── LayoutError (ValueError)          shapes, dtypes or counts of blocks do not fit
@@ -64,6 +66,17 @@ class LeaseEnded(KVActorsError):
 
 class CacheClosed(KVActorsError):
     """The cache is not open (any more)."""
+
+
+class CacheFailed(KVActorsError):
+    """The cache has failed for good: close it and open another. `component` is the actor that failed too often, `__cause__` its last error."""
+
+    def __init__(self, component: str, cause: BaseException | None = None) -> None:
+        super().__init__(
+            f"the cache has failed: {component} failed more often than actors.restarts allows, last with {cause!r}"
+        )
+        self.component = component
+        self.__cause__ = cause
 
 
 class ChannelError(KVActorsError):
@@ -129,3 +142,16 @@ class SinkError(KVActorsError):
 
 class SdkError(SinkError):
     """AttentionStore's SDK is not there, or refused a call."""
+
+
+class LeakedError(KVActorsError, RuntimeError):
+    """A client library raised an exception that is not an `Exception` (a leaked CancelledError, a panic); `__cause__` is that exception."""
+
+
+def as_exception(error: BaseException) -> Exception:
+    """The error itself, or a LeakedError in place of one that asyncio gives a meaning of its own (CancelledError, StopIteration)."""
+    if isinstance(error, Exception) and not isinstance(error, StopIteration | StopAsyncIteration):
+        return error
+    leaked = LeakedError(f"{type(error).__name__}: {error}")
+    leaked.__cause__ = error
+    return leaked

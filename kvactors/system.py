@@ -11,23 +11,27 @@ Arrows are bounded data lanes and form no cycle; completions travel back on the 
 
 from __future__ import annotations
 
+import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
-import anyio.to_thread
+import structlog
 
 from kvactors.actor import Activity, Actor, ActorRef, ActorSpec, Group, RestartBudget, Supervisor
-from kvactors.actor.clock import deadline_after
+from kvactors.actor.supervisor import brief
+from kvactors.actor.uncancelled import ended, uncancelled
 from kvactors.config import Config, StorageConfig
 from kvactors.cpu_evictor.actor import CpuEvictor
 from kvactors.device import make_device
 from kvactors.device.arena import Arena
 from kvactors.device.base import Device
 from kvactors.device.remote import RanksArena, RanksDevice
-from kvactors.errors import ConfigError, KVActorsError, LayoutError
+from kvactors.errors import CacheClosed, CacheFailed, ConfigError, KVActorsError, LayoutError
 from kvactors.flush_notifier.actor import FlushNotifier
 from kvactors.flush_notifier.deliveries import close_sink, open_sink
 from kvactors.flush_notifier.messages import Settle
@@ -39,12 +43,21 @@ from kvactors.layout import make_layout
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.ranks.group import RankGroup
+from kvactors.shutdown import QUIET, STOP, Shutdown
 from kvactors.storage.backends import Backend, make_backend, make_direct
 from kvactors.storage.backends.direct import DirectBackend
 from kvactors.storage.backends.ranks import RankBackend
 from kvactors.storage.direct import StorageDirect
 from kvactors.storage.reader import StorageReader
 from kvactors.storage.writer import StorageWriter
+from kvactors.threads import in_thread
+
+FORKED = "this cache was opened before a fork, in the parent process: open another one in the child"
+
+SYSTEMS: WeakSet[System] = WeakSet()
+"""Those that run, for a fork."""
+
+log = structlog.get_logger()
 
 FORGOTTEN = 1024
 """Blocks that PrefixIndex and FlushNotifier each remember beyond those that the tiers can hold."""
@@ -89,7 +102,11 @@ class System:
         if len(self.sinks) < len(made):
             raise ConfigError("flush sinks need different names")
         self.activity = Activity()
-        self.supervisor = Supervisor(self.activity, RestartBudget(config.actors.restarts))
+        self.supervisor = Supervisor(
+            self.activity, RestartBudget(config.actors.restarts), lambda: CacheClosed("the cache is closed")
+        )
+        self.shutdown = Shutdown(config.actors.drain, self.arena)
+        self.forked = False
         self.epoch = time.time_ns() // 1_000_000
         self._make_refs()
 
@@ -211,57 +228,116 @@ class System:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[System]:
-        """Open the store and the sinks, touch the arena, run the actors; on the way out drain, tell the sinks that take it what is still
-        due, stop in reverse and close everything. What cannot be opened is an error, and what was opened before it is closed."""
+        """Open the store and the sinks, touch the arena, run the actors; on the way out drain, send the sinks what is pending, stop in reverse
+        and close everything. What cannot be opened is an error, and what was opened before it is closed.
+
+        All of it runs in a task of its own, so that no cancellation of the caller interrupts a step; it is raised when the system has ended.
+        Raises CacheFailed at the end of the block if the system has failed.
+        """
+        loop = asyncio.get_running_loop()
+        started: asyncio.Future[None] = loop.create_future()
+        leave: asyncio.Future[bool] = loop.create_future()
+        task = loop.create_task(self._run(started, leave), name="kvactors system")
+        SYSTEMS.add(self)
+        try:
+            await asyncio.wait([task, started], return_when=asyncio.FIRST_COMPLETED)
+            if not started.done():
+                task.result()
+            yield self
+        except BaseException as error:
+            await self._leave(task, started, leave, clean=False)
+            if (failure := self.supervisor.failure()) is not None and not isinstance(error, CacheFailed):
+                error.add_note(str(failure))
+            raise
+        await self._leave(task, started, leave, clean=True)
+        if (failure := self.supervisor.failure()) is not None:
+            raise failure
+
+    async def _leave(
+        self, task: asyncio.Task[None], started: asyncio.Future[None], leave: asyncio.Future[bool], *, clean: bool
+    ) -> None:
+        if not task.done():
+            self.shutdown.begin()
+            if started.done():
+                leave.set_result(clean)
+            else:
+                task.cancel()
+        await ended(task)
+        SYSTEMS.discard(self)
+        if started.done() and not task.cancelled() and (error := task.exception()) is not None:
+            log.error("the end of the cache failed", error=brief(error))
+
+    async def _run(self, started: asyncio.Future[None], leave: asyncio.Future[bool]) -> None:
+        shutdown = self.shutdown
+        shutdown.waits.enter()
         try:
             async with AsyncExitStack() as opened:
                 await self._open(opened)
-                drain = self.config.actors.drain
                 unused: tuple[type[Actor], ...] = () if self.backend is not None else (StorageReader, StorageWriter)
                 unused += () if self.direct is not None else (StorageDirect,)
+                drain = self.config.actors.drain
                 async with self.supervisor.running(*self._members(), drain=drain, outside=unused):
+                    started.set_result(None)
                     try:
-                        yield self
-                        with anyio.CancelScope(shield=True):
-                            await self._last_words(drain)
-                    except BaseException:
-                        with anyio.CancelScope(shield=True):
-                            await self.supervisor.drain(drain if self.supervisor.failed is None else 0)
-                        raise
+                        clean = await leave
+                        await uncancelled(self._drain(clean))
                     finally:
+                        shutdown.begin()
+                        self.supervisor.end_by = shutdown.at(STOP)
                         self.executor.release()
         finally:
+            shutdown.begin()
+            shutdown.over()
+            if self._own_device and not self.arena.kept:
+                self.device.close()
             self.arena.close()
 
     async def _open(self, opened: AsyncExitStack) -> None:
-        if self._own_device:
-            opened.callback(self.device.close)
-        opened.push_async_callback(shielded, self.executor.close)
+        def closing(name: str, close: Callable[[], Awaitable[None]], limit: float = float("inf")) -> None:
+            opened.push_async_callback(self.shutdown.step, name, close, limit)
+
+        closing("executor", self.executor.close)
         if self.ranks is not None:
+            closing("ranks", self.ranks.close)
             await self.ranks.open()
-            opened.push_async_callback(shielded, self.ranks.close)
         if self.backend is not None:
+            closing("store", self.backend.close)
             await self.backend.open()
-            opened.push_async_callback(shielded, self.backend.close)
         if self.direct_backend is not None:
+            closing("device store", self.direct_backend.close)
             await self.direct_backend.open()
-            opened.push_async_callback(shielded, self.direct_backend.close)
         for sink in self.sinks.values():
+            closing(f"sink {sink.name}", partial(close_sink, sink, self.config.flush.timeout))
             await open_sink(sink)
-            opened.push_async_callback(shielded, partial(close_sink, sink, self.config.flush.timeout))
         if self.inline:
             self.arena.touch()
         else:
-            await anyio.to_thread.run_sync(self.arena.touch)
+            await in_thread(self.arena.touch, "kvactors-touch", self.arena.stop_touching)
         if self.backend is not None:
             await self.backend.attach(self.arena)
         await self.executor.open()
 
-    async def _last_words(self, limit: float) -> None:
-        at = deadline_after(limit)
-        await self.supervisor.drain(limit)
-        with suppress(KVActorsError):
-            await self.notifier.ask(Settle(healthy=True), deadline=at)
+    async def _drain(self, clean: bool) -> None:
+        """Wait until nothing is in flight; after a block that ended well, until the sinks that answer have what is pending too."""
+        self.shutdown.begin()
+        if self.supervisor.failed is not None:
+            return
+        limit = self.shutdown.at(QUIET)
+        await self.supervisor.drain(self.shutdown.left(QUIET))
+        if clean:
+            with suppress(KVActorsError):
+                await self.notifier.ask(Settle(healthy=True), deadline=limit)
+
+    def check_process(self) -> None:
+        """CacheClosed in a process that was forked from the one that opened this cache."""
+        if self.forked:
+            raise CacheClosed(FORKED)
+
+    def close_in_child(self) -> None:
+        """After a fork, in the child: its threads and loop are not there, so every use is refused."""
+        self.forked = True
+        for ref in (self.index, self.swapper, self.evictor, *self.readers, *self.writers, self.notifier):
+            ref.channel.refuse(lambda: CacheClosed(FORKED))
 
     # -- the present lives, for inspection
 
@@ -289,7 +365,9 @@ class System:
         return self._actor(self.notifier)  # type: ignore[no-any-return]
 
 
-async def shielded(close: Callable[[], Awaitable[None]], limit: float = float("inf")) -> None:
-    """Close something whatever is cancelled around it, in `limit` seconds at most."""
-    with anyio.move_on_after(limit, shield=True):
-        await close()
+def _close_in_child() -> None:
+    for system in list(SYSTEMS):
+        system.close_in_child()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
+from weakref import WeakSet
 
 import anyio
+
+from kvactors.actor.uncancelled import to_the_end
+from kvactors.errors import as_exception
 
 T = TypeVar("T")
 
@@ -25,6 +31,35 @@ def lower_priority() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
+EXIT_LIMIT = 2.0
+"""Seconds that the interpreter's exit waits for threads in native code: one that comes back from there after the interpreter is gone would abort
+the process. A thread that hangs is left behind."""
+
+
+class Ending(Protocol):
+    """Owner of threads."""
+
+    def end(self, limit: float) -> None:
+        """Wait for what they do now, at most `limit` seconds, from the main thread."""
+
+
+_ending: WeakSet[Ending] = WeakSet()
+
+
+def end_at_exit(owner: Ending) -> None:
+    """Have an owner's threads waited for when the interpreter exits."""
+    _ending.add(owner)
+
+
+def _end_all() -> None:
+    until = time.monotonic() + EXIT_LIMIT
+    for owner in list(_ending):
+        owner.end(max(0.0, until - time.monotonic()))
+
+
+atexit.register(_end_all)
+
+
 class Workers:
     """A few threads for calls that block, started at the first one. They are daemons: a call that never returns does not keep the
     process from ending, which an ordinary thread pool would. With one thread, calls never overlap and keep their order."""
@@ -35,6 +70,11 @@ class Workers:
         self._pending: set[Future[Any]] = set()
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._started = 0
+        end_at_exit(self)
+
+    def end(self, limit: float) -> None:
+        """See `Ending`."""
+        wait(list(self._pending), limit)
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Run a call when a thread is free."""
@@ -61,7 +101,7 @@ class Workers:
             try:
                 result = call()
             except BaseException as error:
-                future.set_exception(error)
+                future.set_exception(as_exception(error))
             else:
                 future.set_result(result)
 
@@ -77,3 +117,11 @@ class Workers:
         for _ in range(self._started):
             self._calls.put(None)
         self._started = 0
+
+
+async def in_thread(call: Callable[[], T], name: str, cancelled: Callable[[], None] | None = None) -> T:
+    """Run one blocking call in a daemon thread of its own and wait for its end, cancelled or not. cancelled: see `to_the_end`."""
+    workers = Workers(1, name)
+    future = asyncio.wrap_future(workers.submit(call))
+    workers.close()
+    return await to_the_end(future, cancelled)

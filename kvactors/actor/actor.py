@@ -13,12 +13,13 @@ from collections.abc import Callable, Coroutine, Mapping
 from enum import IntEnum
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
-import anyio
 import structlog
 
 from kvactors.actor.channel import ChannelStatistics
 from kvactors.actor.message import Control, Envelope, Message, PeerRestarted, Stop, bury
 from kvactors.actor.ref import ActorRef
+from kvactors.actor.uncancelled import uncancelled
+from kvactors.errors import as_exception
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
@@ -66,6 +67,32 @@ def on(message: type[Message]) -> Callable[[Handler], Handler]:
     return mark
 
 
+class JobBroken(Control, frozen=True, eq=False):
+    """The completion of a job could not be built: the actor fails."""
+
+    error: Exception
+
+
+class Timer:
+    """A message of an actor to itself in the future."""
+
+    __slots__ = ("_active", "_handle")
+
+    def __init__(self, active: set[Timer], delay: float, send: Callable[[Control], None], message: Control) -> None:
+        self._active = active
+        self._handle = asyncio.get_running_loop().call_later(delay, self._due, send, message)
+        active.add(self)
+
+    def _due(self, send: Callable[[Control], None], message: Control) -> None:
+        self._active.discard(self)
+        send(message)
+
+    def cancel(self) -> None:
+        """The message will not come. Harmless on one that has come."""
+        self._active.discard(self)
+        self._handle.cancel()
+
+
 class Actor:
     """Base of all actors.
 
@@ -99,6 +126,9 @@ class Actor:
         self._waiters: list[asyncio.Future[None]] = []  # in `sent`
         self._unanswered: dict[Envelope[Any], None] = {}
         self._jobs: dict[asyncio.Task[None], bool] = {}  # task -> whether it counts as activity
+        self._timers: set[Timer] = set()
+        # The failure of another actor, if it is the reason why this one is cancelled.
+        self.failed_peer: Callable[[], tuple[str, BaseException] | None] = lambda: None
         self._turns = self._told = self._late = self._skipped = 0
 
     # -- for subclasses
@@ -157,9 +187,9 @@ class Actor:
         task.add_done_callback(self._job_ended)
         task.add_done_callback(lambda _: job.close())  # one that was cancelled before its first step
 
-    def after(self, delay: float, message: Control) -> asyncio.TimerHandle:
-        """Send this actor a control message `delay` seconds from now (lost if it is another life by then)."""
-        return asyncio.get_running_loop().call_later(delay, self.to_self, message)
+    def after(self, delay: float, message: Control) -> Timer:
+        """Send this actor a control message `delay` seconds from now. The timer ends with its actor; cancel it when it is of no use any more."""
+        return Timer(self._timers, delay, self.to_self, message)
 
     # -- the loop
 
@@ -167,7 +197,7 @@ class Actor:
         """Take turns until stopped. An exception out of a turn ends the life: every ask taken in fails, then it is raised."""
         cause: BaseException | None = None
         try:
-            self.started()
+            self._synchronously(self.started)
             self.ref.revived()
             self.state = State.RUNNING
             await self._take_turns()
@@ -198,9 +228,21 @@ class Actor:
                 budget, until = TURN_BUDGET, time() + TURN_TIME
             budget -= 1
             try:
-                self._turn(envelope)
+                self._synchronously(self._turn, envelope)
             finally:
                 self.ref.activity.end()
+
+    def _synchronously(self, step: Callable[..., None], *arguments: Any) -> None:
+        """Run a synchronous step. No cancellation can arrive in it: any error but Ctrl-C and an exit is a failure of this actor."""
+        try:
+            step(*arguments)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            failure = as_exception(error)
+            if failure is error:
+                raise
+            raise failure from error
 
     def _turn(self, envelope: Envelope[Any]) -> None:
         message = envelope.message
@@ -219,6 +261,8 @@ class Actor:
             else:
                 self._unanswered[envelope] = None
                 handler(message, envelope)
+        elif isinstance(message, JobBroken):
+            raise message.error
         elif kind is Stop:
             self.state = State.STOPPING
         elif kind is not PeerRestarted:
@@ -248,10 +292,21 @@ class Actor:
         self, job: Coroutine[Any, Any, T], done: Callable[[T], Control], failed: Callable[[Exception], Control]
     ) -> None:
         try:
-            message = done(await job)
-        except Exception as error:  # a job's failure is a message like any other
-            message = failed(error)
+            message: Control = done(await job)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a job's failure is a message like any other
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):
+                raise
+            message = self._failure_of(as_exception(error), failed)
         self.to_self(message)
+
+    def _failure_of(self, error: Exception, failed: Callable[[Exception], Control]) -> Control:
+        try:
+            return failed(error)
+        except Exception as second:  # without an answer the work would stay in flight without end
+            return JobBroken(second)
 
     def to_self(self, message: Control) -> None:
         """Send this actor a control message from a callback on the loop (lost if it is another life by then)."""
@@ -261,28 +316,37 @@ class Actor:
     def _job_ended(self, task: asyncio.Task[None]) -> None:
         if self._jobs.pop(task, False):
             self.ref.activity.end()
-        if not task.cancelled() and task.exception() is not None:
-            self.log.error("job's completion could not be built", error=repr(task.exception()))
+        if not task.cancelled():
+            task.exception()  # Ctrl-C or an exit, which the loop itself has raised
 
     async def _end(self, cause: BaseException | None) -> None:
         """Leave nothing behind: jobs cancelled and awaited, unsent messages uncounted, open asks failed."""
         if isinstance(cause, Exception):
             self.ref.reviving()
+        name, peer = self.ref.name, self.failed_peer()
+        if peer is not None and isinstance(cause, asyncio.CancelledError):
+            name, cause = peer
         for envelope in self._unanswered:
-            bury(envelope, self.ref.name, cause)
+            bury(envelope, name, cause)
         self._unanswered.clear()
         self.ref.activity.end(len(self._outbox))
         self._outbox.clear()
         self._outbox_empty()
-        with anyio.CancelScope(shield=True):
-            jobs = list(self._jobs)
-            for job in jobs:
-                job.cancel()
-            await asyncio.gather(*jobs, return_exceptions=True)
-            await self.stopped()
-        self.state = State.STOPPED
-        if not self.ended.done():
-            self.ended.set_result(None)
+        for timer in list(self._timers):
+            timer.cancel()
+        try:
+            await uncancelled(self._end_jobs())
+        finally:
+            self.state = State.STOPPED
+            if not self.ended.done():
+                self.ended.set_result(None)
+
+    async def _end_jobs(self) -> None:
+        jobs = list(self._jobs)
+        for job in jobs:
+            job.cancel()
+        await asyncio.gather(*jobs, return_exceptions=True)
+        await self.stopped()
 
     def statistics(self) -> ActorStatistics:
         """A moment's picture."""

@@ -71,7 +71,7 @@ class Channel(Generic[T]):
         self._receiver: asyncio.Future[None] | None = None
         self._senders: deque[asyncio.Future[None]] = deque()
         self._granted = 0  # places promised to senders that were woken but have not run yet
-        self._closed = False
+        self._closed: Callable[[], Exception] | None = None
         self._peak = self._peak_control = self._taken = self._rejected = self._merged = 0
 
     # -- sending
@@ -159,14 +159,18 @@ class Channel(Generic[T]):
         while (item := self.get_nowait()) is not None:
             yield item
 
-    def close(self) -> None:
-        """Refuse everything from now on; parked senders get ChannelClosed. What is queued can still be taken."""
-        self._closed = True
+    def close(self, error: Callable[[], Exception] | None = None) -> None:
+        """Refuse everything from now on; parked senders get ChannelClosed, or what `error` makes. What is queued can still be taken."""
+        self._closed = refused = error or self._channel_closed
         self._wake_receiver()
         senders, self._senders = self._senders, deque()
         for turn in senders:
             if not turn.done():
-                turn.set_exception(ChannelClosed(f"channel {self.name!r} is closed"))
+                turn.set_exception(refused())
+
+    def refuse(self, error: Callable[[], Exception]) -> None:
+        """Refuse everything from now on with what `error` makes. Nothing and no task is woken: this may be another process than the receiver's."""
+        self._closed = error
 
     def __len__(self) -> int:
         return len(self._data) + len(self._control)
@@ -181,8 +185,11 @@ class Channel(Generic[T]):
     # -- inner parts
 
     def _check_open(self) -> None:
-        if self._closed:
-            raise ChannelClosed(f"channel {self.name!r} is closed")
+        if self._closed is not None:
+            raise self._closed()
+
+    def _channel_closed(self) -> Exception:
+        return ChannelClosed(f"channel {self.name!r} is closed")
 
     def _append(self, item: T) -> None:
         box = [item]

@@ -7,6 +7,7 @@ is left alive hears `PeerRestarted` and writes off what it had in flight with th
 from __future__ import annotations
 
 import asyncio
+import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -22,17 +23,39 @@ from kvactors.actor.clock import now
 from kvactors.actor.graph import check_graph
 from kvactors.actor.message import Envelope, PeerRestarted, Stop, bury
 from kvactors.actor.ref import ActorRef
-from kvactors.errors import ActorFailed, ChannelClosed
+from kvactors.actor.uncancelled import uncancelled
+from kvactors.errors import CacheFailed, ChannelClosed
 
 log = structlog.get_logger()
 
 
+SWITCHED_OFF, SWITCHED_OFF_MOST = 30.0, 600.0
+"""Seconds an optional actor stays switched off at first, and at most; doubled each time it fails again soon."""
+
+LEAST_STEP = 0.1
+"""Seconds each step of a shutdown has at least, however little is left."""
+
+
 class ActorSpec(NamedTuple):
-    """One actor to be: `factory(ref)` makes it, at the start and after every death."""
+    """One actor to be: `factory(ref)` makes it, at the start and after every failure.
+
+    substitute: for an actor that the system can do without, alone in its group: makes the one that runs in its place while it is
+    switched off, and answers every message at once.
+    """
 
     kind: type[Actor]
     factory: Callable[[ActorRef], Actor]
     ref: ActorRef
+    substitute: Callable[[ActorRef], Actor] | None = None
+
+
+class SwitchedOff(NamedTuple):
+    """An optional actor that failed more often than its budget allows. Times of the loop's clock."""
+
+    name: str
+    cause: str
+    since: float
+    again_at: float
 
 
 class Group(NamedTuple):
@@ -51,7 +74,8 @@ class Group(NamedTuple):
 
 
 class RestartBudget(NamedTuple):
-    """A group may die `deaths` times in `within` seconds; once more and the failure passes to the group around it."""
+    """A group may fail `deaths` times in `within` seconds; once more and an optional actor is switched off, any other failure passes to
+    the group around it."""
 
     deaths: int = 5
     within: float = 60.0
@@ -68,12 +92,20 @@ class SupervisorStatistics(NamedTuple):
 class Supervisor:
     """Runs one system. Use `running()`; nothing starts before the channel graph is found sound."""
 
-    def __init__(self, activity: Activity, budget: RestartBudget | None = None) -> None:
+    def __init__(
+        self, activity: Activity, budget: RestartBudget | None = None, closed: Callable[[], Exception] | None = None
+    ) -> None:
         self.activity = activity
+        self._closed = closed
         self.failed: BaseException | None = None
+        self.failed_actor = ""
+        self.switched_off: dict[str, SwitchedOff] = {}
+        self.end_by: float | None = None  # when a shutdown must be over, if it is known before `running` ends
         self._budget = budget or RestartBudget()
         self._actors: dict[str, Actor] = {}
         self._root: Group | None = None
+        self._stopping = False
+        self._failing: tuple[str, BaseException] | None = None  # the actor that is the reason for cancelling others
         self._deaths = self._restarts = 0
         self._last_death = ""
 
@@ -109,12 +141,22 @@ class Supervisor:
             await self._all_started(root)
             yield self
         finally:
-            with anyio.CancelScope(shield=True):
-                if self.failed is None:
-                    await self.drain(drain)
-                    await self._stop_in_reverse(root, drain)
-                life.cancel()
-                await asyncio.gather(life, return_exceptions=True)
+            await uncancelled(self._shut_down(root, life, drain))
+
+    async def _shut_down(self, root: Group, life: asyncio.Task[None], limit: float) -> None:
+        end = now() + limit if self.end_by is None else self.end_by
+        self._stopping = True
+        try:
+            if self.failed is None and not life.done():
+                await self.drain(0.5 * max(LEAST_STEP, end - now()))
+                await self._stop_in_reverse(root, max(LEAST_STEP, end - now()))
+        finally:
+            life.cancel()
+            with anyio.move_on_after(max(LEAST_STEP, end - now())):
+                await asyncio.wait([life])
+            if not life.done():
+                names = [actor.ref.name for actor in self.actors() if actor.state is not State.STOPPED]
+                log.error("actors did not end before the shutdown's deadline", actors=names)
             self._close_channels(root)
 
     async def _all_started(self, root: Group) -> None:
@@ -123,6 +165,10 @@ class Supervisor:
             if self.failed is not None:
                 raise self.failed
             await asyncio.sleep(0)
+
+    def failure(self) -> CacheFailed | None:
+        """What a call raises after the system has failed, made anew for each; None if it has not."""
+        return None if self.failed is None else CacheFailed(self.failed_actor, self.failed)
 
     async def drain(self, limit: float) -> bool:
         """Wait until nothing is under way, for at most `limit` seconds; whether that was reached."""
@@ -141,11 +187,14 @@ class Supervisor:
             await self._run_group(root, RestartBudget(0, 1.0))
         except Exception as error:
             self.failed = root_cause(error)
-            log.error("system failed", cause=self._last_death)
+            self.failed_actor = self._failing[0] if self._failing is not None else "an actor"
+            log.error("system failed", actor=self.failed_actor, error=brief(self.failed))
+        finally:
             self._close_channels(root)
 
     async def _run_group(self, group: Group, budget: RestartBudget) -> None:
         deaths: deque[float] = deque()
+        switch = Switch(self, group)
         while True:
             try:
                 async with anyio.create_task_group() as tasks:
@@ -154,24 +203,34 @@ class Supervisor:
                             tasks.start_soon(self._run_group, member, self._budget)
                         else:
                             member.ref.reviving()
-                            self._actors[member.ref.name] = self._make(member)
+                            self._actors[member.ref.name] = self._make(member, switch)
                             tasks.start_soon(self._run_actor, member)
-                return
+                cause: BaseException = RuntimeError("switched on again")
+                if not switch.due() or self._stopping:
+                    return
+                switch.on()
             except Exception as error:
                 cause = root_cause(error)
-                self._bury_queues(group, cause)
                 deaths.append(now())
                 while deaths and deaths[0] < now() - budget.within:
                     deaths.popleft()
-                if len(deaths) > budget.deaths:
-                    raise
-                self._restarts += 1
-                self._notify_survivors(group)
+                if switch.relapse(budget) or len(deaths) > budget.deaths:
+                    if not switch.off(cause):
+                        self._bury_queues(group, cause)
+                        raise
+                    deaths.clear()
+            finally:
+                switch.stop_timer()
+            self._bury_queues(group, cause)
+            self._failing = None
+            self._restarts += 1
+            self._notify_survivors(group)
 
-    def _make(self, spec: ActorSpec) -> Actor:
+    def _make(self, spec: ActorSpec, switch: Switch) -> Actor:
         """A new life, which knows the others' lives; of one whose death is not made known yet, the one that has ended."""
         assert self._root is not None
-        actor = spec.factory(spec.ref)
+        actor = switch.factory(spec)(spec.ref)
+        actor.failed_peer = lambda: self._failing
         actor.lives = {other.ref.name: other.ref.life - other.ref.dead for other in self._root.specs()}
         return actor
 
@@ -181,8 +240,9 @@ class Supervisor:
             await actor.run()
         except Exception as error:
             self._deaths += 1
-            self._last_death = f"{spec.ref.name}: {error!r}"
-            log.error("actor died", actor=spec.ref.name, error=repr(error), exc_info=error)
+            self._failing = (spec.ref.name, error)
+            self._last_death = f"{spec.ref.name}: {brief(error)}"
+            log.error("actor failed", actor=spec.ref.name, error=brief(error), where=frames(error))
             spec.ref.life += 1  # from here on, what was meant for the dead is stale
             spec.ref.dead = True
             raise
@@ -219,12 +279,91 @@ class Supervisor:
 
     def _close_channels(self, root: Group) -> None:
         for spec in root.specs():
-            cause = self.failed or ChannelClosed(f"{spec.ref.name} has stopped")
             for envelope in spec.ref.channel.purge():
-                envelope.fail(ActorFailed(spec.ref.name, cause))
+                envelope.fail(self._refused())
                 self.activity.end()
-            spec.ref.channel.close()
+            spec.ref.channel.close(self._refused)
             spec.ref.revived()
+
+    def _refused(self) -> Exception:
+        """What a message to a system that has failed or ended raises, made anew for each."""
+        return self.failure() or (ChannelClosed("the system has stopped") if self._closed is None else self._closed())
+
+
+class Switch:
+    """Whether the optional actor of a group runs, or its substitute. Of any other group: nothing can be switched off."""
+
+    def __init__(self, supervisor: Supervisor, group: Group) -> None:
+        first = group.members[0]
+        optional = len(group.members) == 1 and isinstance(first, ActorSpec) and first.substitute is not None
+        self._spec = first if optional and isinstance(first, ActorSpec) else None
+        self._supervisor = supervisor
+        self._delay = SWITCHED_OFF
+        self._on_since: float | None = None  # on trial after it was switched off
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def _record(self) -> SwitchedOff | None:
+        return None if self._spec is None else self._supervisor.switched_off.get(self._spec.ref.name)
+
+    def factory(self, spec: ActorSpec) -> Callable[[ActorRef], Actor]:
+        """What makes the next one; for a substitute, with a timer that ends it."""
+        record = self._record
+        if record is None or spec.substitute is None:
+            return spec.factory
+        self._timer = asyncio.get_running_loop().call_at(record.again_at, self._end_substitute)
+        return spec.substitute
+
+    def _end_substitute(self) -> None:
+        if self._spec is not None and not self._supervisor._stopping:
+            self._spec.ref.try_tell(Stop())
+
+    def stop_timer(self) -> None:
+        """The substitute has ended, if one ran."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def relapse(self, budget: RestartBudget) -> bool:
+        """Whether it failed soon after it was switched on again: it is switched off at once, for longer."""
+        if self._record is not None or self._on_since is None:
+            return False
+        again = now() - self._on_since < budget.within
+        self._delay = min(SWITCHED_OFF_MOST, 2 * self._delay) if again else SWITCHED_OFF
+        self._on_since = None
+        return again
+
+    def off(self, cause: BaseException) -> bool:
+        """Switch off; False if that cannot be done, or the substitute itself has failed."""
+        if self._spec is None or self._record is not None:
+            return False
+        name = self._spec.ref.name
+        self._supervisor.switched_off[name] = SwitchedOff(name, brief(cause), now(), now() + self._delay)
+        log.error("actor switched off", actor=name, error=brief(cause), again_in=self._delay)
+        return True
+
+    def due(self) -> bool:
+        """Whether the time of the substitute is over."""
+        record = self._record
+        return record is not None and now() >= record.again_at
+
+    def on(self) -> None:
+        """Let the actor itself run again."""
+        if self._spec is not None:
+            del self._supervisor.switched_off[self._spec.ref.name]
+            self._on_since = now()
+            log.warning("actor switched on again", actor=self._spec.ref.name)
+
+
+def brief(error: BaseException) -> str:
+    """An error's type and message, cut: it may quote what a caller gave."""
+    text = repr(error)
+    return text if len(text) <= 300 else text[:297] + "..."
+
+
+def frames(error: BaseException) -> list[str]:
+    """Where an error comes from, innermost last, without the values of local variables: they may hold prompts."""
+    return [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in traceback.extract_tb(error.__traceback__)]
 
 
 def root_cause(error: BaseException) -> BaseException:

@@ -1,25 +1,115 @@
-"""Waiting for what cannot be stopped: a thread in the middle of a copy or a system call."""
+"""Waits and clean-ups that no cancellation interrupts: memory in use by a thread, a shutdown in progress.
+
+An `anyio.CancelScope(shield=True)` holds off anyio's cancellation only: `Task.cancel`, `asyncio.timeout` and Ctrl-C under
+`asyncio.run` pass through it. Code that must reach its end therefore uses `uncancelled` (a coroutine), `to_the_end` (a future) or
+`ended` (a task). All of them raise the cancellation when the work has ended.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TypeVar
+from collections.abc import Callable, Coroutine
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import anyio
 
 T = TypeVar("T")
 
 
-async def to_the_end(future: asyncio.Future[T]) -> T:
-    """The future's result. Cancelled meanwhile, it waits on and is cancelled then: memory lent to a thread is not given back earlier."""
-    cancelled: BaseException | None = None
-    while not future.done():
-        try:
-            await asyncio.shield(future)
-        except asyncio.CancelledError as error:
-            cancelled = error
-        except Exception:
-            break  # the future's own error, raised below
-    if cancelled is not None:
-        if not future.cancelled():
-            future.exception()  # nobody else will look at it
-        raise cancelled
+class ThreadWaits:
+    """The waits of one system for its threads. `abandon` ends those that remain when the time of a shutdown is over.
+
+    abandoned: how many were. Memory that their threads use must stay mapped.
+    """
+
+    def __init__(self) -> None:
+        self.abandoned = 0
+        self.over = False
+        self.waiting: dict[asyncio.Future[None], None] = {}
+
+    def enter(self) -> None:
+        """The waits of this task, and of the tasks that it starts, belong to this system."""
+        _waits.set(self)
+
+    def abandon(self) -> None:
+        """End every wait, present and future, with CancelledError."""
+        self.over = True
+        for waiter in list(self.waiting):
+            if not waiter.done():
+                waiter.set_result(None)
+
+
+_waits: ContextVar[ThreadWaits | None] = ContextVar("kvactors_thread_waits", default=None)
+
+
+async def uncancelled(work: Coroutine[Any, Any, T]) -> T:
+    """Run `work` in a task of its own to its end and return its result; a cancellation of the caller is raised afterwards."""
+    return await _ended(asyncio.get_running_loop().create_task(work), None, None)
+
+
+async def to_the_end(future: asyncio.Future[T], cancelled: Callable[[], None] | None = None) -> T:
+    """The future's result. A cancellation is raised when the future is done: memory in use by a thread stays in use until then.
+
+    cancelled: called at the first cancellation, to make the thread's work shorter. CancelledError if the system abandons the wait at its shutdown.
+    """
+    return await _ended(future, cancelled, _waits.get())
+
+
+async def ended(task: asyncio.Future[Any]) -> None:
+    """Return when a task is done, whatever it raised. A cancellation of the caller is raised afterwards."""
+    await _wait(task, None, None)
+
+
+async def _ended(future: asyncio.Future[T], notify: Callable[[], None] | None, waits: ThreadWaits | None) -> T:
+    await _wait(future, notify, waits)
     return future.result()
+
+
+async def _wait(future: asyncio.Future[Any], notify: Callable[[], None] | None, waits: ThreadWaits | None) -> None:
+    if future.done():
+        return
+    cancelled: BaseException | None = None
+    with anyio.CancelScope(shield=True):  # without it, a cancelled scope would cancel this task at every step of the loop
+        while not (future.done() or (waits is not None and waits.over)):
+            try:
+                await _wake(future, waits)
+            except asyncio.CancelledError as error:
+                if cancelled is None and notify is not None:
+                    notify()
+                cancelled = error
+            except BaseException:  # Ctrl-C for the second time
+                if waits is not None:
+                    waits.abandoned += 1
+                raise
+    if waits is not None and not future.done():
+        waits.abandoned += 1
+        cancelled = cancelled or asyncio.CancelledError("a thread did not end before the shutdown's deadline")
+    if cancelled is not None:
+        future.add_done_callback(_retrieve)
+        raise cancelled
+
+
+async def _wake(future: asyncio.Future[Any], waits: ThreadWaits | None) -> None:
+    """Return when the future is done or the wait is abandoned. The future itself is never cancelled."""
+    waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def wake(_: asyncio.Future[Any]) -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+    future.add_done_callback(wake)
+    if waits is not None:
+        waits.waiting[waiter] = None
+    try:
+        await waiter
+    finally:
+        future.remove_done_callback(wake)
+        if waits is not None:
+            waits.waiting.pop(waiter, None)
+
+
+def _retrieve(future: asyncio.Future[Any]) -> None:
+    """Look at a result that no caller receives, so that asyncio does not log it."""
+    if not future.cancelled():
+        future.exception()

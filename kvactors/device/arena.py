@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import time
 
 import numpy as np
 import structlog
 
 from kvactors.native import touch
+from kvactors.threads import end_at_exit
 
 PAGE = 4096
+
+TOUCH_PIECE = 64 << 20
+"""Bytes touched between two looks at whether to stop."""
 
 log = structlog.get_logger()
 
@@ -30,19 +35,45 @@ class Arena:
         self.stride = -(-(block_bytes + trailer) // PAGE) * PAGE
         self.pinned = pinned
         self.locked = False
+        self.kept = self._stopped = self._touching = self._closed = False
         self._map = mmap.mmap(-1, max(1, num_slots) * self.stride)
         self._bytes = np.frombuffer(self._map, np.uint8)
         self.address = int(self._bytes.ctypes.data)
+        end_at_exit(self)
+
+    def end(self, limit: float) -> None:
+        """The interpreter exits: a thread that touches must stop. See `threads.Ending`."""
+        until = time.monotonic() + limit
+        self._stopped = True
+        while self._touching and time.monotonic() < until:
+            time.sleep(0.001)
 
     def touch(self) -> None:
-        """Bring every page in, and lock it if asked to. Blocks for about a second a gigabyte; call it off the loop."""
-        size = self.num_slots * self.stride
-        touch(self.address, size)
-        if self.pinned and size:
-            libc = ctypes.CDLL(None, use_errno=True)
-            self.locked = libc.mlock(ctypes.c_void_p(self.address), ctypes.c_size_t(size)) == 0
+        """Bring every page in, and lock it if asked to. Blocks for about a second a gigabyte: call it in a thread. `stop_touching` ends it early."""
+        self._touching = True
+        try:
+            if not self._closed:
+                self._touch(self.num_slots * self.stride)
+        finally:
+            self._touching = False
+
+    def _touch(self, size: int) -> None:
+        libc = ctypes.CDLL(None, use_errno=True) if self.pinned else None
+        for start in range(0, size, TOUCH_PIECE):
+            if self._stopped:
+                return
+            piece = min(TOUCH_PIECE, size - start)
+            touch(self.address + start, piece)
+            if libc is None:
+                continue
+            self.locked = libc.mlock(ctypes.c_void_p(self.address + start), ctypes.c_size_t(piece)) == 0
             if not self.locked:
                 log.warning("the arena could not be pinned", bytes=size, errno=ctypes.get_errno())
+                libc = None
+
+    def stop_touching(self) -> None:
+        """End a `touch` that another thread runs at its next piece."""
+        self._stopped = True
 
     def view(self, slot: int) -> memoryview:
         """The bytes of one block, writable. IndexError if there is no such slot."""
@@ -55,9 +86,21 @@ class Arena:
         """Whether an address is a slot's first."""
         return 0 <= address - self.address < self.num_slots * self.stride and (address - self.address) % self.stride == 0
 
+    def keep(self) -> None:
+        """Leave the memory mapped until the process ends, `close` included: a thread that did not end may still access it."""
+        if not self.kept:
+            self.kept = True
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._map))  # not even the interpreter's end unmaps it
+            log.error("arena memory stays mapped: a thread may still access it", bytes=self.num_slots * self.stride)
+
     def close(self) -> None:
-        """Let the memory go as soon as the last view has."""
+        """Let the memory go as soon as the last view has; not at all while a thread touches it."""
+        self._closed = True
+        if self._touching:
+            self.keep()
         self._bytes = np.empty(0, np.uint8)
+        if self.kept:
+            return
         try:
             self._map.close()
         except BufferError:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import anyio
 import structlog
 
+from kvactors.actor.actor import Timer
 from kvactors.actor.clock import now
 from kvactors.errors import KVActorsError, SinkError
 from kvactors.flush_notifier.messages import FlushTask
@@ -87,7 +88,7 @@ class Delivery:
         self.begun = self.in_flight = self.waiting = self.stuck = False
         self.batch = Batch([], [])
         self.since: float | None = None  # since when something has been pending
-        self.timer: asyncio.TimerHandle | None = None
+        self.timer: Timer | None = None
         self.number = 0
         self.failures = 0  # in a row
         self.failing_since: float | None = None

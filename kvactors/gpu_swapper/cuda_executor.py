@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import anyio
-import anyio.to_thread
 import structlog
 
 from kvactors.actor.uncancelled import to_the_end
@@ -27,6 +26,7 @@ from kvactors.gpu_swapper.cuda_copies import Copies, Counts
 from kvactors.gpu_swapper.cuda_lane import Lane, Op
 from kvactors.gpu_swapper.executor import CLOSE_LIMIT, Executor, Progress
 from kvactors.gpu_swapper.messages import Direction
+from kvactors.threads import in_thread
 
 FIRST_PAUSE, LAST_PAUSE = 100e-6, 2e-3
 """Seconds between two questions how far a stream is: they double as long as the answer is the same."""
@@ -88,7 +88,7 @@ class CudaExecutor(Executor):
     async def open(self) -> None:
         """Pin the arena, make streams, load the kernels, measure. CudaError: nothing is left behind."""
         if not self._lanes and self._broken is None:
-            await anyio.to_thread.run_sync(self._open)
+            await in_thread(self._open, "kvactors-cuda-open")
 
     def _open(self) -> None:
         with self.device.current():
@@ -118,7 +118,7 @@ class CudaExecutor(Executor):
             await asyncio.gather(*settled)
             await asyncio.gather(*(op.told for op in self._under_way))
         if all(one.done() and not one.cancelled() and one.exception() is None for one in settled) and not self._under_way:
-            await anyio.to_thread.run_sync(self._give_back)
+            await in_thread(self._give_back, "kvactors-cuda-close")
         else:
             log.error("copies of a GPU did not end; their memory is kept", gpu=self.device.name)
             ABANDONED.extend((self._undo.pop_all(), self.device, self.arena, self.arena.view(0)))

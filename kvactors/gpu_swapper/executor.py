@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
-
-import anyio.to_thread
 
 from kvactors.actor.uncancelled import to_the_end
 from kvactors.config import HostConfig
 from kvactors.device.arena import Arena
 from kvactors.device.base import Device
 from kvactors.gpu_swapper.messages import Direction
-from kvactors.threads import lower_priority
+from kvactors.threads import end_at_exit, in_thread, lower_priority
 
 PIECE = 2 << 20
 """Bytes a hand-off to a thread should at least be worth: each costs some tens of microseconds."""
@@ -118,6 +117,15 @@ class CopyExecutor(Executor):
         super().__init__(device, arena, threads)
         self._pieces: queue.SimpleQueue[_Piece | None] = queue.SimpleQueue()
         self._workers: list[threading.Thread] = []
+        end_at_exit(self)
+
+    def end(self, limit: float) -> None:
+        """The interpreter exits: copies must end first. See `threads.Ending`."""
+        until = time.monotonic() + limit
+        for _ in self._workers:
+            self._pieces.put(None)
+        for worker in self._workers:
+            worker.join(max(0.0, until - time.monotonic()))
 
     async def run(
         self, direction: Direction, blocks: Sequence[int], slots: Sequence[int], progress: Progress | None = None
@@ -159,7 +167,7 @@ class CopyExecutor(Executor):
             try:
                 self.copy(piece.direction, piece.blocks, piece.slots, piece.layers)
                 good = True
-            except Exception:
+            except BaseException:  # no error may end the thread: the pieces behind it would wait without end
                 good = False
             try:
                 piece.loop.call_soon_threadsafe(_finish, piece.done, good)
@@ -176,8 +184,12 @@ class CopyExecutor(Executor):
             for worker in workers:
                 worker.join(CLOSE_LIMIT)
 
-        if workers:
-            await anyio.to_thread.run_sync(join)
+        try:
+            if workers:
+                await in_thread(join, "kvactors-copy-close")
+        finally:
+            if any(worker.is_alive() for worker in workers):
+                self.arena.keep()
 
 
 def _report(progress: Progress, groups: Sequence[range], futures: Sequence[Sequence[asyncio.Future[bool]]]) -> None:

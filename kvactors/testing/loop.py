@@ -17,7 +17,9 @@ from typing import Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
 from kvactors.actor import Actor
+from kvactors.actor.actor import Timer
 from kvactors.actor.ref import OpenAsks
+from kvactors.actor.uncancelled import ThreadWaits
 from kvactors.testing.waits import frames_of, site, who_waits
 
 T = TypeVar("T")
@@ -216,7 +218,9 @@ def is_timeout(timer: asyncio.TimerHandle) -> bool:
     owner, name = getattr(callback, "__self__", None), getattr(callback, "__name__", "")
     if isinstance(owner, Actor):
         return name == "to_self" and type(args[0]).__name__ in DEADLINES
-    return isinstance(owner, OpenAsks) or name in ("_timeout", "_on_timeout")
+    if isinstance(owner, Timer):
+        return type(args[1]).__name__ in DEADLINES
+    return isinstance(owner, OpenAsks | ThreadWaits) or name in ("_timeout", "_on_timeout")
 
 
 def loop_factory(seed: int = 0, *, limit: int | None = None) -> Callable[[], SimLoop]:

@@ -157,8 +157,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "jobs_outlive_their_actor",
         "actor/actor.py",
-        "            await asyncio.gather(*jobs, return_exceptions=True)\n",
-        "",
+        "        await asyncio.gather(*jobs, return_exceptions=True)\n        await self.stopped()",
+        "        await self.stopped()",
         "an actor is restarted while copies of its last life still write",
         ("tests/actor/test_actor.py::test_job_results_and_failures_return_as_messages_and_jobs_end_with_their_actor",),
     ),
@@ -173,7 +173,7 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "survivors_hear_nothing",
         "actor/supervisor.py",
-        "                self._notify_survivors(group)\n",
+        "            self._notify_survivors(group)\n",
         "",
         "who waits for an answer of a dead actor waits for ever",
         ("tests/door/test_faults.py::test_any_actor_may_die_at_any_time",),
