@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
 from kvactors.errors import ConfigError
+from kvactors.zmq_endpoint import LAST_PORT, Endpoint, of_rank
 
 TierName = Literal["device", "host", "storage"]
 
@@ -71,7 +73,8 @@ class AttentionStoreSinkConfig(SinkConfig, frozen=True, tag="attention_store"):
 class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
     """KV events over ZMQ as vLLM and SGLang publish them; docs/kv_events.md has the bytes.
 
-    endpoint, replay_endpoint: of the PUB and ROUTER sockets (ROUTER: none if empty); the port of a tcp endpoint is raised by dp_rank.
+    endpoint, replay_endpoint: of the PUB and ROUTER sockets (ROUTER: none if empty); the port of a tcp endpoint is raised by dp_rank. The events
+    hold the token ids of all prompts: tcp://*, tcp://0.0.0.0 and tcp://[::] publish them on every interface, which is logged as a warning.
     bind: whether the publisher listens or connects; auto listens at ipc, inproc and this machine's own addresses (*, ::, localhost, 127.*).
     topic: of the events. dialect: map (vLLM after 0.23, SGLang) or array (older readers). media: names of the tiers, vllm (GPU, CPU,
     STORAGE) or sglang (GPU, CPU_PINNED, DISK). hashes: int (the last 8 bytes of a block's name, unsigned) or bytes (all 32).
@@ -83,7 +86,7 @@ class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
     """
 
     tiers: tuple[TierName, ...] = ("device", "host", "storage")
-    endpoint: str = "tcp://*:5557"
+    endpoint: str = "tcp://127.0.0.1:5557"
     replay_endpoint: str = ""
     bind: Literal["auto", "bind", "connect"] = "auto"
     topic: str = ""
@@ -106,16 +109,14 @@ class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
         where = f"flush.sinks {self.label!r}"
         if self.view != "per_tier":
             raise ConfigError(f"{where}: KV events are told for each tier; view must be 'per_tier'")
-        for name in ("endpoint", "replay_endpoint", "detail_endpoint"):
-            value = getattr(self, name)
-            if (value or name == "endpoint") and value.partition("://")[0] not in ("tcp", "ipc", "inproc"):
-                raise ConfigError(f"{where}: {name} must begin with tcp://, ipc:// or inproc://, not {value!r}")
+        if not 0 <= self.dp_rank <= LAST_PORT:
+            raise ConfigError(f"{where}: dp_rank must be at least 0 and at most {LAST_PORT}, not {self.dp_rank}")
+        self.endpoints()
         least = {
             "replay_window": 1,
             "replay_bytes": 1,
             "high_water_mark": 1,
             "max_blocks": 1,
-            "dp_rank": 0,
             "snapshot_interval": 0,
         }
         for name, low in least.items():
@@ -128,6 +129,40 @@ class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
                 f"{where}: a reader of topic {self.topic!r} would get {self.detail_topic!r} as well, and it may not bear that: give the "
                 "details a topic that does not begin like the events', or a detail_endpoint of their own"
             )
+
+    def endpoints(self) -> dict[str, Endpoint]:
+        """The endpoints of this rank, by setting. ConfigError for one that cannot be, or for two that are the same."""
+        found: dict[str, Endpoint] = {}
+        for name in ("endpoint", "replay_endpoint", "detail_endpoint"):
+            text = getattr(self, name)
+            if not text and name != "endpoint":
+                continue
+            try:
+                one = Endpoint.of(of_rank(text, self.dp_rank))
+            except ValueError as error:
+                raise ConfigError(f"flush.sinks {self.label!r}: {name} {error}") from None
+            for other, taken in found.items():
+                if one.clashes(taken):
+                    raise ConfigError(f"flush.sinks {self.label!r}: {name} {text!r} is taken by {other}")
+            found[name] = one
+        return found
+
+
+def check_sinks(sinks: Sequence[SinkConfig]) -> None:
+    """Raise ConfigError for sinks that do not make sense, each alone or two of them together."""
+    names = [sink.label for sink in sinks]
+    if len(set(names)) != len(names):
+        raise ConfigError("flush.sinks need different names")
+    for sink in sinks:
+        sink.check()
+    taken: dict[Endpoint, str] = {}
+    for sink in sinks:
+        ours = sink.endpoints() if isinstance(sink, KvEventsSinkConfig) else {}
+        for one in ours.values():
+            for other, owner in taken.items():
+                if owner != sink.label and one.own and one.clashes(other):
+                    raise ConfigError(f"flush.sinks {sink.label!r} and {owner!r} have the same endpoint")
+        taken |= dict.fromkeys(ours.values(), sink.label)
 
 
 AnySinkConfig = MemorySinkConfig | JsonLinesSinkConfig | AttentionStoreSinkConfig | KvEventsSinkConfig

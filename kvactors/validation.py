@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from kvactors.endpoint import split_endpoint
 from kvactors.errors import ConfigError
 from kvactors.mooncake_config import in_bytes
+from kvactors.sink_config import check_sinks
 
 if TYPE_CHECKING:
     from kvactors.config import Config, StorageConfig
@@ -58,11 +59,7 @@ def validate(config: Config) -> None:
     validate_storage(config.storage)
     validate_ranks(config)
     config.attention_store.check()
-    names = [sink.label for sink in config.flush.sinks]
-    if len(set(names)) != len(names):
-        raise ConfigError("flush.sinks need different names")
-    for sink in config.flush.sinks:
-        sink.check()
+    check_sinks(config.flush.sinks)
 
 
 def validate_storage(storage: StorageConfig) -> None:

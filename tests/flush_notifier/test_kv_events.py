@@ -21,11 +21,11 @@ from kvactors.flush_notifier.messages import PLAIN, FlushTask, Origin
 from kvactors.flush_notifier.runs import Holding
 from kvactors.flush_notifier.sinks.kv_events import KvEventsSink, batches
 from kvactors.flush_notifier.sinks.kv_replay import SNAPSHOT, Window
-from kvactors.flush_notifier.sinks.kv_sockets import binds, offset
 from kvactors.flush_notifier.sinks.kv_wire import END, Dialect, decode_batch, encode_batch
 from kvactors.sink_config import KvEventsSinkConfig
 from kvactors.testing.kv_mirror import Mirror, Reader
 from kvactors.units import Reason, Residency, Tier
+from kvactors.zmq_endpoint import Endpoint, of_rank
 
 BLOCK = 4
 DOC = (Path(__file__).parents[2] / "docs" / "kv_events.md").read_text("utf-8")
@@ -180,7 +180,7 @@ async def socket(kind: int, endpoint: str, topic: str = ""):
         one.close()
 
 
-async def receive(one: Any, seconds: float = 3.0) -> list[bytes]:
+async def receive(one: Any, seconds: float = 20.0) -> list[bytes]:
     assert await one.poll(int(1000 * seconds)), "nothing came"
     frames: list[bytes] = await one.recv_multipart()
     return frames
@@ -475,7 +475,7 @@ def test_a_missing_pyzmq_names_its_extra(monkeypatch):
     ],
 )
 def test_endpoints_of_data_parallel_ranks(endpoint, rank, expected):
-    assert offset(endpoint, rank) == expected
+    assert of_rank(endpoint, rank) == expected
 
 
 @pytest.mark.parametrize(
@@ -483,4 +483,4 @@ def test_endpoints_of_data_parallel_ranks(endpoint, rank, expected):
     [("tcp://*:1", True), ("tcp://[::]:1", True), ("tcp://127.0.0.1:1", True), ("tcp://router:1", False), ("ipc://x", True)],
 )
 def test_where_a_publisher_listens_and_where_it_connects(endpoint, listens):
-    assert binds(endpoint) is listens
+    assert Endpoint.of(endpoint).own is listens

@@ -11,14 +11,17 @@ import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import structlog
+
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.runs import Holding
 from kvactors.flush_notifier.sinks.base import Holdings, Sink
-from kvactors.flush_notifier.sinks.kv_replay import BURST, ReplayServer, Window
-from kvactors.flush_notifier.sinks.kv_sockets import Sockets, offset, send
+from kvactors.flush_notifier.sinks.kv_replay import QUEUED, ReplayServer, Window
+from kvactors.flush_notifier.sinks.kv_sockets import Sockets, send
 from kvactors.flush_notifier.sinks.kv_wire import Dialect, Event, encode_batch
 from kvactors.sink_config import KvEventsSinkConfig
 from kvactors.units import Tier
+from kvactors.zmq_endpoint import of_rank
 
 LINGER = 0.5
 """Seconds in which what was published may leave after the sink is closed."""
@@ -27,13 +30,14 @@ SNAPSHOT_BLOCKS = 256
 
 
 class KvEventsStatistics(NamedTuple):
-    """A moment's picture. sequence: number of the next batch. requests, refused, malformed: to the replay socket."""
+    """A moment's picture. sequence: number of the next batch. requests, malformed: to the replay socket. given_up: requests of readers that
+    were gone or too slow."""
 
     sequence: int
     detail_sequence: int
     kept_bytes: int
     requests: int
-    refused: int
+    given_up: int
     malformed: int
 
 
@@ -46,9 +50,9 @@ class KvEventsSink(Sink):
     def __init__(self, config: KvEventsSinkConfig, block_size: int) -> None:
         super().__init__(config, block_size)
         self.config = config
-        self.endpoint = offset(config.endpoint, config.dp_rank)
-        self.replay_endpoint = offset(config.replay_endpoint, config.dp_rank)
-        self.detail_endpoint = offset(config.detail_endpoint, config.dp_rank)
+        self.endpoint = of_rank(config.endpoint, config.dp_rank)
+        self.replay_endpoint = of_rank(config.replay_endpoint, config.dp_rank)
+        self.detail_endpoint = of_rank(config.detail_endpoint, config.dp_rank)
         self.epoch = 0
         self.sequence = self.detail_sequence = 0
         self._dialect = Dialect.of(config, block_size)
@@ -75,7 +79,7 @@ class KvEventsSink(Sink):
                 self._detail = sockets.publisher(self.detail_endpoint, config.high_water_mark, config.bind)
                 self.detail_endpoint = sockets.address(self._detail)
             if self.replay_endpoint:
-                router = sockets.router(self.replay_endpoint, config.replay_window + BURST)
+                router = sockets.router(self.replay_endpoint, QUEUED)
                 self.replay_endpoint = sockets.address(router)
                 five = config.replay == "five_frames"
                 self._server = ReplayServer(router, self._window, self._topic, self.snapshot, with_topic=five)
@@ -83,6 +87,10 @@ class KvEventsSink(Sink):
         except BaseException:
             sockets.close()
             raise
+        if sockets.exposed:
+            structlog.get_logger().warning(
+                "token ids of all prompts are published on every interface", sink=self.name, endpoints=sockets.exposed
+            )
         if config.snapshot_interval and self._detail_topic:
             self._start(self._publish_snapshots(config.snapshot_interval))
 
@@ -135,7 +143,7 @@ class KvEventsSink(Sink):
 
     async def snapshot(self) -> AsyncIterator[bytes]:
         """Parts of a snapshot, each a payload of one record. A reader forgets what it knew, takes every part, then every batch from
-        `next_sequence` on: batches are idempotent, so what changed while the parts were made comes out right."""
+        `next_sequence` on. What changed while the parts were made may be in both, so it keeps sets of blocks, not counts."""
         next_sequence, number = self._confirmed, 0
         for events in chunks(stored_of(self._holdings(), self._dialect), SNAPSHOT_BLOCKS):
             yield self._part(next_sequence, number, events, last=False)
@@ -159,7 +167,7 @@ class KvEventsSink(Sink):
     def statistics(self) -> KvEventsStatistics:
         """A moment's picture."""
         server = self._server
-        counts = (server.requests, server.refused, server.malformed) if server is not None else (0, 0, 0)
+        counts = (server.requests, server.given_up, server.malformed) if server is not None else (0, 0, 0)
         return KvEventsStatistics(self.sequence, self.detail_sequence, self._window.held, *counts)
 
 

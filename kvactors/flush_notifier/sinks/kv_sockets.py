@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import socket as system_socket
+import stat
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, Literal
 
 from kvactors.errors import SinkError
+from kvactors.zmq_endpoint import Endpoint
 
 try:
     import zmq
@@ -12,29 +18,19 @@ try:
 except ImportError as error:
     raise SinkError("a kv_events sink needs ZMQ: pip install 'kvactors[kv-events]'") from error
 
-__all__ = ["Sockets", "binds", "offset", "send", "zmq"]
+__all__ = ["Sockets", "send", "zmq"]
 
-LOCAL = ("*", "0.0.0.0", "::", "::1", "localhost")  # noqa: S104  (recognised, not chosen)
+LARGEST_SUBSCRIPTION = 4_096
+"""Bytes of a topic that a subscriber may ask for; a larger message ends its connection."""
 
+LARGEST_REQUEST = 256
+"""Bytes of a frame sent to a replay socket; a larger one ends the connection before it is read."""
 
-def offset(endpoint: str, dp_rank: int) -> str:
-    """The endpoint of a data-parallel rank: a tcp port is raised by it, other names get a suffix."""
-    if not endpoint or not dp_rank:
-        return endpoint
-    if endpoint.startswith("tcp://"):
-        host, _, port = endpoint.rpartition(":")
-        if port.isdigit() and int(port):
-            return f"{host}:{int(port) + dp_rank}"
-        return endpoint
-    return f"{endpoint}_dp{dp_rank}"
+QUEUED_REQUESTS = 16
+"""Requests of one reader that wait in ZMQ's queue."""
 
-
-def binds(endpoint: str) -> bool:
-    """Whether a publisher listens at this endpoint (any of this machine's addresses, ipc, inproc) rather than connecting to it."""
-    if not endpoint.startswith("tcp://"):
-        return True
-    host = endpoint[len("tcp://") :].rpartition(":")[0].strip("[]")
-    return host in LOCAL or host.startswith("127.")
+HANDSHAKE = 5_000
+"""Milliseconds a new connection may take for its handshake."""
 
 
 class Sockets:
@@ -43,29 +39,43 @@ class Sockets:
     def __init__(self, name: str) -> None:
         self.name = name
         self.context: Any = zmq.Context.instance()  # the process's own, so that inproc readers find it
+        self.exposed: list[str] = []  # endpoints that every interface of this machine listens at
         self._opened: list[Any] = []
 
     def publisher(self, endpoint: str, high_water_mark: int, bind: Literal["auto", "bind", "connect"]) -> Any:
         """A PUB socket: sending never waits. A subscriber that is `high_water_mark` messages behind loses some."""
         socket = self.context.socket(zmq.PUB)
         socket.setsockopt(zmq.SNDHWM, high_water_mark)
-        return self._open(socket, endpoint, bind == "bind" or (bind == "auto" and binds(endpoint)))
+        socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_SUBSCRIPTION)
+        return self._open(socket, endpoint, bind)
 
     def router(self, endpoint: str, high_water_mark: int) -> Any:
-        """A ROUTER socket of the running loop, that says so when a peer is gone or slow."""
+        """A ROUTER socket of the running loop, that reports a peer that is gone or slow."""
         socket = zmq.asyncio.Socket(self.context, zmq.ROUTER)
         socket.setsockopt(zmq.SNDHWM, high_water_mark)
+        socket.setsockopt(zmq.RCVHWM, QUEUED_REQUESTS)
+        socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_REQUEST)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        return self._open(socket, endpoint, listen=True)
+        return self._open(socket, endpoint, "bind")
 
-    def _open(self, socket: Any, endpoint: str, listen: bool) -> Any:
+    def _open(self, socket: Any, text: str, bind: Literal["auto", "bind", "connect"]) -> Any:
         self._opened.append(socket)
         socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE)
+        listen = bind != "connect"
         try:
-            (socket.bind if listen else socket.connect)(endpoint)
-        except (zmq.ZMQError, ValueError, TypeError) as error:
+            endpoint = Endpoint.of(text)
+            listen = bind == "bind" or (bind == "auto" and endpoint.own)
+            socket.setsockopt(zmq.IPV6, int(endpoint.ipv6))
+            if listen and endpoint.any_host:
+                self.exposed.append(text)
+            if listen and endpoint.transport == "ipc":
+                bind_path(socket, text, Path(endpoint.host))
+            else:
+                (socket.bind if listen else socket.connect)(text)
+        except (zmq.ZMQError, ValueError, TypeError, OSError) as error:
             verb = "listen at" if listen else "connect to"
-            raise SinkError(f"sink {self.name!r} cannot {verb} {endpoint}: {error}") from error
+            raise SinkError(f"sink {self.name!r} cannot {verb} {text}: {error}") from error
         return socket
 
     @staticmethod
@@ -78,6 +88,21 @@ class Sockets:
         for socket in self._opened:
             socket.close(linger=int(1000 * linger))
         self._opened.clear()
+
+
+def bind_path(socket: Any, text: str, path: Path) -> None:
+    """Listen at a path, for this user alone. ZMQ removes whatever is there before it listens: only a socket that is not used is removed."""
+    if not text.startswith("ipc://@"):
+        with suppress(FileNotFoundError):
+            if not stat.S_ISSOCK(os.lstat(path).st_mode):
+                raise OSError("there is a file that is no socket")
+            with system_socket.socket(system_socket.AF_UNIX) as probe, suppress(ConnectionRefusedError):
+                probe.settimeout(0.5)
+                probe.connect(str(path))
+                raise OSError("Address already in use")
+    socket.bind(text)
+    if not text.startswith("ipc://@"):
+        path.chmod(0o600)
 
 
 def send(socket: Any, topic: bytes, sequence: int, payload: bytes) -> None:
