@@ -46,6 +46,8 @@ class Path:
     root: bytes
     num_tokens: int
     num_full_blocks: int
+    num_plain_blocks: int
+    """Leading full blocks without an extra key in their path, which tokens alone tell from others of this root."""
     num_held: int
     """Nodes referenced by this path: the first `num_held` blocks."""
     num_committed: int

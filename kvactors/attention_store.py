@@ -4,17 +4,22 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import anyio
+import msgspec
 
 from kvactors.actor.uncancelled import to_the_end
+from kvactors.config import CacheConfig, Config
 from kvactors.errors import DeadlineExceeded, SdkError
 from kvactors.layout.base import Layout
 from kvactors.sink_config import AttentionStoreConfig
 from kvactors.threads import Workers
+
+T = TypeVar("T")
 
 NOT_READY = "cuda memory not ready"
 """The one message that passes by itself."""
@@ -44,6 +49,43 @@ def import_sdk(config: AttentionStoreConfig) -> Names:
             f"AttentionStore needs the package {package!r}, which cannot be imported ({cause}); it is proprietary and comes with the "
             "AttentionStore service, not from a public index"
         ) from cause
+
+
+def sdk_settings(config: Config) -> AttentionStoreConfig:
+    """`[attention_store]` with names that stand for the scope the cache is opened with: what the service is addressed by beside tokens.
+
+    Where neither namespace nor model_version is set, the namespace is `cache.model`. A `cache.namespace` other than the default is
+    appended to the version, so that one version of the weights never reads what another wrote.
+    """
+    store, default = config.attention_store, AttentionStoreConfig()
+    if (store.namespace, store.model_version) == (default.namespace, default.model_version) and config.cache.model:
+        store = msgspec.structs.replace(store, namespace=config.cache.model)
+    if config.cache.namespace != CacheConfig().namespace:
+        store = msgspec.structs.replace(store, model_version=f"{store.model_version};namespace={config.cache.namespace}")
+    return store
+
+
+def count_of(value: Any, most: int, what: str) -> int:
+    """A number of blocks that the SDK gave. SdkError if it is none, or cannot be."""
+    try:
+        count = operator.index(value)
+    except TypeError:
+        count = -1
+    if isinstance(value, bool) or not 0 <= count <= most:
+        raise SdkError(f"AttentionStore: {what} gave {value!r} for {most} blocks")
+    return count
+
+
+def guarded(call: Callable[[], T]) -> Callable[[], T]:
+    """A call that raises SdkError for whatever it raises, also for what is no Exception: nothing of it may end a thread or a task."""
+
+    def run() -> T:
+        try:
+            return call()
+        except BaseException as error:
+            raise SdkError(f"AttentionStore: {error if isinstance(error, Exception) else repr(error)}") from error
+
+    return run
 
 
 def arguments(config: AttentionStoreConfig, layout: Layout, names: Names) -> tuple[list[Any], dict[str, Any]]:
@@ -101,7 +143,7 @@ class Sdk:
 
     async def run(self, call: Any) -> Any:
         """A call in the SDK's thread. SdkError for whatever it raises."""
-        future = self._thread.submit(call)
+        future = self._thread.submit(guarded(call))
         result = asyncio.wrap_future(future)
         result.add_done_callback(lambda done: done.cancelled() or done.exception())  # looked at, should nobody wait any more
         try:
@@ -109,8 +151,6 @@ class Sdk:
         except asyncio.CancelledError:
             future.cancel()  # if it has not begun, it never will
             raise
-        except Exception as error:
-            raise SdkError(f"AttentionStore: {error}") from error
 
     async def flush(self, tokens: Any, start: int, *, resident: bool) -> None:
         """Blocks from `start` to the end of a path (little-endian uint32 tokens in an array) are on this node, or are not."""
@@ -123,38 +163,36 @@ class Sdk:
         await self.run(call)
 
     async def match(self, tokens: Any, start: int, seconds: float) -> int:
-        """How many blocks, from `start` on, can be read."""
-        return int(await self._moving(lambda t: self.connection.match(t, start, seconds), tokens))
+        """How many blocks, from `start` on, can be read. SdkError for what is no count; one beyond the path counts as all of it, since only
+        what `read` gives is used."""
+        most = len(tokens) // self.block_size - start
+        found = await self._moving(lambda t: self.connection.match(t, start, seconds), tokens)
+        return min(most, count_of(found, 1 << 62, "match"))
 
     async def read(
         self, tokens: Any, start: int, keys: list[int], values: list[int], blocks: Sequence[int], seconds: float
     ) -> int:
-        """Bytes into device blocks; how many blocks."""
+        """Bytes into device blocks; how many blocks. SdkError for a number that cannot be."""
         options = {"remote_addrs": None} if self.config.platform == "cuda" else {}
-        return int(
-            await self._moving(
-                lambda t: self.connection.read(self.layers, t, start, keys, values, list(blocks), seconds, **options), tokens
-            )
+        got = await self._moving(
+            lambda t: self.connection.read(self.layers, t, start, keys, values, list(blocks), seconds, **options), tokens
         )
+        return count_of(got, len(blocks), "read")
 
     async def write(
         self, tokens: Any, start: int, keys: list[int], values: list[int], blocks: Sequence[int], seconds: float
     ) -> int:
-        """Bytes out of device blocks; how many blocks."""
+        """Bytes out of device blocks; how many blocks. SdkError for a number that cannot be."""
         options = {"h2h_copy": False, "params": None} if self.config.platform == "cuda" else {}
-        return int(
-            await self._moving(
-                lambda t: self.connection.write(self.layers, t, start, keys, values, list(blocks), seconds, **options), tokens
-            )
+        put = await self._moving(
+            lambda t: self.connection.write(self.layers, t, start, keys, values, list(blocks), seconds, **options), tokens
         )
+        return count_of(put, len(blocks), "write")
 
     async def _moving(self, call: Callable[[Any], Any], tokens: Any) -> Any:
         """A call that touches device memory: waited for to its end, whatever is cancelled."""
-        future = self._thread.submit(lambda: call(self.names.tokens(tokens.tolist(), self.block_size)))
-        try:
-            return await to_the_end(asyncio.wrap_future(future))
-        except Exception as error:
-            raise SdkError(f"AttentionStore: {error}") from error
+        future = self._thread.submit(guarded(lambda: call(self.names.tokens(tokens.tolist(), self.block_size))))
+        return await to_the_end(asyncio.wrap_future(future))
 
     def close(self) -> None:
         """No more calls; one that hangs is left behind."""

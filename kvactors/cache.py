@@ -15,7 +15,7 @@ from kvactors.actor import ActorRef, Ask
 from kvactors.actor.clock import deadline_after
 from kvactors.config import Config
 from kvactors.device.base import Device
-from kvactors.errors import CacheClosed, DeadlineExceeded, KVActorsError, NoRoom, Paused
+from kvactors.errors import CacheClosed, DeadlineExceeded, KVActorsError, NoRoom, Paused, StoreUnsupported
 from kvactors.flush_notifier.messages import PLAIN, Origin, Settle
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.identity import CacheScope
@@ -94,7 +94,14 @@ class KVCache:
         deadline: float | None = None,
     ) -> int:
         """A hint that a request of `tokens` will come: what storage has of it is brought to the host tier meanwhile, within `deadline`
-        seconds. Returns at once, with the number of blocks looked for. tokens and the rest, and what is raised: as in `acquire`."""
+        seconds. Returns at once, with the number of blocks looked for. tokens and the rest, and what is raised: as in `acquire`.
+
+        Raises StoreUnsupported with a store that moves device memory itself (AttentionStore): nothing of it goes through the host tier.
+        """
+        if self.system.direct is not None:
+            raise StoreUnsupported(
+                f"storage.backend {self.config.storage.backend!r} reads into device memory only: there is no prefetch"
+            )
         path = self._path(tokens, extra_keys, salt, lora)
         at = deadline_after(self.config.cache.deadline if deadline is None else deadline)
         return int((await self._index.ask(Prefetch(path, at), deadline=at)).count)
@@ -108,7 +115,8 @@ class KVCache:
             raise ValueError("a request needs at least one token")
         if extra_keys:
             positions, hashes = [(o, n) for o, n, _ in extra_keys], [h for _, _, h in extra_keys]
-            for block, extra in block_extras(path.num_full_blocks, self.block_size, positions, hashes, path.num_tokens).items():
+            blocks = -(-path.num_tokens // self.block_size)  # with the last one, which `extend` may fill
+            for block, extra in block_extras(blocks, self.block_size, positions, hashes, path.num_tokens).items():
                 path.set_extra(block, extra)
         return path
 
@@ -137,8 +145,14 @@ class KVCache:
     async def clear(self, *, storage: bool = False, deadline: float | None = None) -> int:
         """Nothing cached before this can be hit after it; leases in use stay whole. storage: empty the store as well.
 
-        Returns the device blocks that became free at once.
+        Returns the device blocks that became free at once. Raises StoreUnsupported, and clears nothing, if the store has no such
+        operation (AttentionStore): call `set_namespace` or open it with another `attention_store.model_version`.
         """
+        if storage and self.system.direct is not None:
+            raise StoreUnsupported(
+                f"storage.backend {self.config.storage.backend!r} has no call that removes blocks, so nothing was cleared: clear without "
+                "storage=True, and set_namespace() or another attention_store.model_version keeps what it holds from being hit"
+            )
         return int((await self.ask(Clear(storage), deadline)).count)
 
     async def pause(self, *, deadline: float | None = None) -> None:

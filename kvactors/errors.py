@@ -23,7 +23,8 @@ KVActorsError
 ├── StoreError                        a storage back end cannot do what was asked
 │   ├── StoreCorrupt                  an object failed its header or checksum
 │   ├── StoreFull                     no space for an object
-│   └── StoreUnavailable              the back end does not answer
+│   ├── StoreUnavailable              the back end does not answer
+│   └── StoreUnsupported              the configured store has no such operation
 └── SinkError                         a flush sink did not take a task
     └── SdkError                      AttentionStore's SDK is not there, or refused a call
 """
@@ -134,6 +135,10 @@ class StoreFull(StoreError):
 
 class StoreUnavailable(StoreError):
     """The back end does not answer."""
+
+
+class StoreUnsupported(StoreError):
+    """The configured store has no such operation; nothing was changed."""
 
 
 class SinkError(KVActorsError):

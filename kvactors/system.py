@@ -39,6 +39,7 @@ from kvactors.flush_notifier.sinks import Sink, make_sinks
 from kvactors.gpu_swapper.actor import GpuSwapper
 from kvactors.gpu_swapper.executor import Executor, make_executor
 from kvactors.gpu_swapper.remote import RemoteExecutor
+from kvactors.identity import CacheScope
 from kvactors.layout import make_layout
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.index import BlockIndex
@@ -108,6 +109,7 @@ class System:
         self.shutdown = Shutdown(config.actors.drain, self.arena)
         self.forked = False
         self.epoch = time.time_ns() // 1_000_000
+        self.token_root = CacheScope(config.cache.model, config.cache.namespace).root(self.layout.fingerprint)
         self._make_refs()
 
     def _make_local(self, device: Device | None, backend: Backend | None) -> None:
@@ -178,7 +180,8 @@ class System:
             ref, index=index, evictor=self.evictor, notifier=self.notifier, exclusive=exclusive, host_tier=host_tier,
             fetch=stored and storage.fetch, announce=bool(self.sinks), free_low=int(config.device.free_low * blocks),
             free_high=int(config.device.free_high * blocks), save=storage.write_policy if stored else "none",
-            by_tokens=self.direct is not None, min_hits=storage.min_hits, keep=not exclusive, namespace=config.cache.namespace,
+            token_root=self.token_root if self.direct is not None else None, min_hits=storage.min_hits, keep=not exclusive,
+            namespace=config.cache.namespace,
             era=self.executor.era,
         )  # fmt: skip
 

@@ -219,6 +219,7 @@ void bind_path(nb::module_& m) {
         .def_prop_ro("root", [](const PyPath& p) { return bytes_of(&p.root, 1); })
         .def_prop_ro("num_tokens", [](const PyPath& p) { return p.tokens.size(); })
         .def_prop_ro("num_full_blocks", [](const PyPath& p) { return p.full_blocks(); })
+        .def_prop_ro("num_plain_blocks", [](const PyPath& p) { return p.plain_blocks(); })
         .def_prop_ro("num_held", [](const PyPath& p) { return p.held(); })
         .def_prop_ro("num_committed", [](const PyPath& p) { return p.committed; })
         .def_prop_ro("num_blocks", [](const PyPath& p) { return p.table.size(); })

@@ -1,6 +1,7 @@
 // One request's tokens, the names of its blocks, the nodes it holds and its device block table.
 #pragma once
 
+#include <algorithm>
 #include <map>
 #include <string>
 
@@ -13,6 +14,9 @@ public:
     Path(u32 block_size, const Key& root) : block_size(block_size), root(root) {}
 
     u32 full_blocks() const { return u32(tokens.size() / block_size); }
+    u32 plain_blocks() const {  // leading full blocks without an extra key in their path
+        return extras.empty() ? full_blocks() : std::min(full_blocks(), extras.begin()->first);
+    }
     u32 held() const { return u32(nodes.size()); }
     const u32* block_tokens(u32 block) const { return tokens.data() + std::size_t(block) * block_size; }
     const std::string* extra(u32 block) const;

@@ -79,7 +79,7 @@ class PrefixIndex(Layers):
         if index.pool.free < needed and not (self.saves or index.could_fit(path, needed, self.coming() - self.owed())):
             self._refuse_room(envelope, needed)
             return
-        match = index.match(path, fetch=self.fetch)
+        match = index.match(path, fetch=self.fetchable(path))
         lease = Lease(message.lease, message.request_id, path, index.tree, message.deadline)
         lease.device_hits = match.run
         lease.hoped = match.segments[-1].stop if match.segments else match.run
@@ -113,7 +113,7 @@ class PrefixIndex(Layers):
         self._release(lease)  # with blocks of its own in place of a shared load's that came short
         lease.fault = None
         lease.tree = self.index.tree
-        again = self.index.match(lease.path, fetch=self.fetch)
+        again = self.index.match(lease.path, fetch=self.fetchable(lease.path))
         if again == match and lease.tree is before and len(lease.ops) == len(match.segments):
             self.index.fill_table(lease.path, match, blocks)
             self.place_loads(lease)
@@ -278,7 +278,7 @@ class PrefixIndex(Layers):
             return 0
         if self.announce and tree.mark_announced(path, committed):
             self.announced(path, 0, committed, Reason.REQUEST_FINISH)
-        save = self._positions_to_save(lease, committed)
+        save = self._positions_to_save(lease, min(committed, self.storable(path)))
         if not (save or self._keep):
             self._give_back(lease)
             return committed
@@ -286,7 +286,7 @@ class PrefixIndex(Layers):
         op = next(self.ops)
         self.saves[op] = (tree, path)
         blocks = tuple(path.blocks(0, committed))
-        tokens = path.tokens(0, save[-1] + 1) if save and self.by_tokens else b""
+        tokens = path.tokens(0, save[-1] + 1) if save and self.token_root is not None else b""
         self.tell(
             self.evictor, Admit(op, path.root, path.keys(0, committed), blocks, self._keep, tuple(save), tokens, self.era)
         )

@@ -48,8 +48,9 @@ class BlockIndex:
         shared = sum(1 for state in states if state & LOADING)  # others load these: they come with their blocks
         return self.pool.free + self.evictable() + coming >= needed - run - shared
 
-    def match(self, path: Path, *, fetch: bool) -> Match:
-        """Pin what is known of the path, and say what may be loaded. fetch: whether storage may hold what the tree does not know."""
+    def match(self, path: Path, *, fetch: int) -> Match:
+        """Pin what is known of the path, and say what may be loaded. fetch: leading blocks that storage may be asked for; no segment
+        crosses this boundary."""
         limit = self.match_limit(path)
         run, states = self.tree.pin(path, limit)
         known = run + len(states)
@@ -58,7 +59,7 @@ class BlockIndex:
         position = run
         while position < known:
             state = states[position - run]
-            if state & DEVICE or not (state & (LOADING | HOST) or fetch):
+            if state & DEVICE or not (state & (LOADING | HOST) or position < fetch):
                 break  # on the device still, but leaving after the block above it: nobody may load it meanwhile
             stop = position + 1
             if state & LOADING:
@@ -70,13 +71,16 @@ class BlockIndex:
                 segments.append(Segment(position, stop, load))
                 joined_blocks += stop - position
             else:
-                while stop < known and not states[stop - run] & (DEVICE | LOADING) and (states[stop - run] & HOST or fetch):
+                end = min(known, fetch) if position < fetch else known
+                while (
+                    stop < end and not states[stop - run] & (DEVICE | LOADING) and (states[stop - run] & HOST or stop < fetch)
+                ):
                     stop += 1
                 segments.append(Segment(position, stop, None))
             position = stop
         if position < known:
             self.tree.trim(path, position)
-        elif fetch and position < limit:
+        elif position < (limit := min(limit, fetch)):
             if segments and segments[-1].joined is None:
                 segments[-1] = Segment(segments[-1].start, limit, None)
             else:

@@ -30,7 +30,8 @@ class Transfers(Actor):
     """State and handlers of operations in flight.
 
     exclusive: a block has one copy among device and host. host_tier: evicted blocks have somewhere to go. fetch: storage may hold
-    what the tree does not know. announce: somebody listens to the notifier. by_tokens: the store is addressed by tokens, not by names.
+    what the tree does not know. announce: somebody listens to the notifier. token_root: with a store that is addressed by
+    tokens alone, the root hash of the scope it was opened with; None without such a store.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Transfers(Actor):
         host_tier: bool,
         fetch: bool,
         announce: bool,
-        by_tokens: bool = False,
+        token_root: bytes | None = None,
         era: int = 0,
     ) -> None:
         super().__init__(ref)
@@ -56,7 +57,7 @@ class Transfers(Actor):
         self.host_tier = host_tier
         self.fetch = fetch
         self.announce = announce
-        self.by_tokens = by_tokens
+        self.token_root = token_root
         self.loads: dict[int, LoadOp] = {}
         self.offloads: dict[int, EvictOp] = {}
         self.saves: dict[int, tuple[BlockTree, Path]] = {}
@@ -74,10 +75,22 @@ class Transfers(Actor):
         """Ask for what the device lacks; the host tier knows what it has itself."""
         path, limit = message.path, self.index.match_limit(message.path)
         run = self.index.tree.peek(path, limit)[0]
-        wanted = limit - run if self.fetch else 0
+        limit = min(limit, self.fetchable(path))
+        wanted = max(0, limit - run)
         if wanted:
             self.tell(self.evictor, PrefetchToHost(path.root, path.keys(0, limit), run, message.deadline))
         self.answer(envelope, Done(wanted))
+
+    def storable(self, path: Path) -> int:
+        """Leading blocks that the store can tell from all others: of a store that is addressed by tokens alone, those of the scope it was
+        opened with that have no extra keys in their path."""
+        if self.token_root is None:
+            return path.num_full_blocks
+        return path.num_plain_blocks if path.root == self.token_root else 0
+
+    def fetchable(self, path: Path) -> int:
+        """Leading blocks that may be looked for in the store."""
+        return self.storable(path) if self.fetch else 0
 
     # -- loads: begin
 
@@ -96,10 +109,11 @@ class Transfers(Actor):
             lease.ops.append(load)
             self.loads[load.op] = load
             path, blocks = lease.path, tuple(load.blocks)
-            tokens = path.tokens(0, stop) if self.by_tokens else b""
+            fetch = stop <= self.fetchable(path)
+            tokens = path.tokens(0, stop) if fetch and self.token_root is not None else b""
             self.tell(
                 self.evictor,
-                Load(load.op, path.root, path.keys(0, stop), start, blocks, lease.deadline, self.fetch, tokens, self.era),
+                Load(load.op, path.root, path.keys(0, stop), start, blocks, lease.deadline, fetch, tokens, self.era),
             )
 
     def place_loads(self, lease: Lease) -> None:

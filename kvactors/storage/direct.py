@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from kvactors.actor import Actor, ActorRef, Message, on
 from kvactors.actor.clock import now
 from kvactors.cpu_evictor.messages import Fetched, Saved
+from kvactors.errors import StoreError
 from kvactors.storage.backends.base import StoreStatistics
 from kvactors.storage.backends.direct import DirectBackend
 from kvactors.storage.messages import FetchDevice, Moved, SaveDevice
@@ -73,7 +74,10 @@ class StorageDirect(Actor):
     ) -> None:
         async def work() -> Moved:
             seconds = one.deadline - now()
-            return Moved(answer(await move(one.tokens, one.start, one.blocks, seconds) if seconds > 0 else 0))
+            good = await move(one.tokens, one.start, one.blocks, seconds) if seconds > 0 else 0
+            if type(good) is not int or not 0 <= good <= len(one.blocks):
+                raise StoreError(f"{len(one.blocks)} blocks were to be moved, and {good!r} is no count of them")
+            return Moved(answer(good))
 
         def failed(error: Exception) -> Moved:
             self.log.error("back end raised", error=repr(error))

@@ -122,6 +122,11 @@ class PathModel:
         return len(self.ids) // self.block_size
 
     @property
+    def num_plain_blocks(self) -> int:
+        """Leading full blocks without an extra key in their path."""
+        return min([self.num_full_blocks, *(block for block, extra in self.extras.items() if extra)])
+
+    @property
     def num_held(self) -> int:
         """Nodes referenced by this path."""
         return len(self.nodes)

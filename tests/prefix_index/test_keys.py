@@ -86,6 +86,7 @@ def test_published_chains(row: dict[str, Any]) -> None:
         for block, extra in extras.items():
             path.set_extra(block, extra)
         assert path.keys(0, full).hex() == "".join(row["keys"])
+        assert path.num_plain_blocks == min([full, *extras])
     if not extras:
         assert chain_keys(root, tokens, size).hex() == "".join(row["keys"])
 

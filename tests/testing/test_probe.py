@@ -237,7 +237,7 @@ def index():
         return PrefixIndex(
             ref, index=BlockIndex(BLOCK, 8, 64, recompute_last_token=False), evictor=Probe("evictor", "cpu_evictor"),
             notifier=Probe("notifier", "flush_notifier"), exclusive=True, host_tier=True, fetch=True, announce=True,
-            save="none", min_hits=1, keep=False, free_low=0, free_high=0, by_tokens=False, namespace="default",
+            save="none", min_hits=1, keep=False, free_low=0, free_high=0, namespace="default",
         )  # fmt: skip
 
     with Stepper(make) as stepper:

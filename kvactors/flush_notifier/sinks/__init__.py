@@ -23,9 +23,10 @@ def make_sink(settings: SinkConfig, config: Config, layout: Layout) -> Sink:
     if isinstance(settings, JsonLinesSinkConfig):
         return JsonLinesSink(settings, layout.block_size)
     if isinstance(settings, AttentionStoreSinkConfig):
+        from kvactors.attention_store import sdk_settings
         from kvactors.flush_notifier.sinks.attention_store import AttentionStoreSink
 
-        return AttentionStoreSink(settings, config.attention_store, layout)
+        return AttentionStoreSink(settings, sdk_settings(config), layout)
     assert isinstance(settings, KvEventsSinkConfig)
     from kvactors.flush_notifier.sinks.kv_events import KvEventsSink
 

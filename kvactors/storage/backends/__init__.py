@@ -58,6 +58,7 @@ def make_direct(config: Config, device: Device) -> DirectBackend | None:
     """The store that moves device memory itself, if the config names one. ConfigError, LayoutError, SdkError."""
     if config.storage.backend != DIRECT or config.flush.only:
         return None
+    from kvactors.attention_store import sdk_settings
     from kvactors.storage.backends.attention_store import AttentionStoreBackend
 
     if config.storage.write_policy == "write_back" or config.storage.exclusive:
@@ -65,7 +66,7 @@ def make_direct(config: Config, device: Device) -> DirectBackend | None:
             "attention_store moves blocks between its store and the device: storage.write_policy must be write_through, "
             "write_through_selective or none, and storage.exclusive false"
         )
-    return AttentionStoreBackend(config.attention_store, device)
+    return AttentionStoreBackend(sdk_settings(config), device)
 
 
 def make_file_backend(config: StorageConfig, identity: StoreIdentity, block_bytes: int) -> FileBackend:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import structlog
 
 from kvactors.actor.clock import now
 from kvactors.attention_store import Sdk
@@ -10,6 +11,8 @@ from kvactors.device.base import Device
 from kvactors.errors import LayoutError, SdkError
 from kvactors.sink_config import AttentionStoreConfig
 from kvactors.storage.backends.direct import DirectBackend
+
+log = structlog.get_logger()
 
 
 class AttentionStoreBackend(DirectBackend):
@@ -47,11 +50,10 @@ class AttentionStoreBackend(DirectBackend):
                 return self._saw(0)
             path = ids[: (start + found) * self.sdk.block_size]
             got = await self.sdk.read(path, start, self.keys, self.values, blocks[:found], deadline - now())
-        except SdkError:
-            return self._failed(len(blocks))
-        good = max(0, min(got, found))
-        self.reads += good
-        return self._saw(good)
+        except SdkError as error:
+            return self._failed(len(blocks), "read", error)
+        self.reads += got
+        return self._saw(got)
 
     async def save(self, tokens: bytes, start: int, blocks: tuple[int, ...], seconds: float) -> int:
         """See `DirectBackend.save`: in slices, up to the first that is short, or until the time is over."""
@@ -65,11 +67,11 @@ class AttentionStoreBackend(DirectBackend):
             path = ids[: (start + first + len(some)) * self.sdk.block_size]
             try:
                 got = await self.sdk.write(path, start + first, self.keys, self.values, some, config.write_slice_timeout)
-            except SdkError:
-                self._failed(len(some))
+            except SdkError as error:
+                self._failed(len(some), "write", error)
                 break
             self._saw(got)
-            written += max(0, min(got, len(some)))
+            written += got
             if got < len(some):
                 break
         self.writes += written
@@ -79,7 +81,8 @@ class AttentionStoreBackend(DirectBackend):
         self.breaker.saw(good=True)
         return good
 
-    def _failed(self, blocks: int) -> int:
+    def _failed(self, blocks: int, call: str, error: SdkError) -> int:
+        log.warning("AttentionStore call failed", call=call, blocks=blocks, error=str(error))
         self.unavailable += blocks
         self.breaker.saw(good=False)
         return 0

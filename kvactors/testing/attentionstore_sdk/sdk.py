@@ -8,7 +8,7 @@ from typing import Any
 
 from kvactors.testing.attentionstore_sdk.api.common.common_pb2 import MEDIA_HBM
 from kvactors.testing.attentionstore_sdk.client.client import AttentionType
-from kvactors.testing.attentionstore_sdk.service import Path, service
+from kvactors.testing.attentionstore_sdk.service import Path, connect
 from kvactors.testing.attentionstore_sdk.utils.err import AttentionStoreSDKError
 
 
@@ -43,7 +43,7 @@ class AttentionStoreSDK:
         for one in (self.shard, self.shards, self.layers, self.block_size, self.key_bytes, self.value_bytes, *rest):
             if not isinstance(one, int):
                 raise TypeError(f"{one!r} is not an int")
-        self.service = service(namespace, pod, version, self.shard)
+        self.service = connect((namespace, pod, version, self.shard))
         self.service.enter("init", arguments, keywords)
         try:
             self._refuse_if_broken()

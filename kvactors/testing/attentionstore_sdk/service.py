@@ -36,6 +36,7 @@ class Service:
         self.flushes = 0
         self.token_bytes = 0
         self.at_once = self.most_at_once = 0
+        self.unnamed = False
 
     def enter(self, name: str, *arguments: Any) -> None:
         """A call begins."""
@@ -50,13 +51,32 @@ class Service:
         self.at_once -= 1
 
 
-services: dict[tuple[str, str, str, int], Service] = {}
-"""By namespace, pod name, model version and shard."""
+Names = tuple[str, str, str, int]
+"""Namespace, pod name, model version and shard."""
+
+DEFAULT: Names = ("default_ns", "default_pod_mixed_0", "v0", 0)
+
+services: dict[Names, Service] = {}
 
 
-def service(namespace: str = "default_ns", pod: str = "default_pod_mixed_0", version: str = "v0", shard: int = 0) -> Service:
-    """The service of a shard, made when first asked for."""
-    return services.setdefault((namespace, pod, version, shard), Service())
+def service(namespace: str = "", pod: str = DEFAULT[1], version: str = DEFAULT[2], shard: int = DEFAULT[3]) -> Service:
+    """The service of a shard, made when first asked for. Without a namespace: the only one there is, or else that of the default names;
+    before the first connection, the one that this connection will get."""
+    if not namespace and len(services) == 1:
+        return next(iter(services.values()))
+    made = services.setdefault((namespace or DEFAULT[0], pod, version, shard), Service())
+    made.unnamed = not namespace and len(services) == 1
+    return made
+
+
+def connect(names: Names) -> Service:
+    """The service that a connection of these names is to."""
+    first = next((found for found in services.values() if found.unnamed), None)
+    if first is not None:
+        services.clear()
+        services[names] = first
+        first.unnamed = False
+    return services.setdefault(names, Service())
 
 
 def install() -> None:
