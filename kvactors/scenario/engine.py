@@ -13,6 +13,9 @@ from kvactors.lease import Lease
 from kvactors.scenario.report import Totals
 from kvactors.units import KEY_BYTES
 
+IDLE = 300.0
+"""Seconds within which a cache must be idle between turns. Only a hang takes as long."""
+
 
 class Engine:
     """Serves requests on a cache whose device can `fill` and `check`, and keeps the totals."""
@@ -66,6 +69,13 @@ class Engine:
             await self.cache.flush_settled(sinks=sinks)
         except DeadlineExceeded as error:
             self.totals.complain(f"at the end: {error}")
+
+    async def idle(self) -> None:
+        """Wait until the cache has nothing left to do, however slow the disk is; an error in the totals if it takes IDLE seconds."""
+        try:
+            await self.cache.settled(IDLE)
+        except DeadlineExceeded as error:
+            self.totals.complain(f"between turns: {error}")
 
     def failed(self, name: str, error: KVActorsError) -> None:
         """A request was not served."""

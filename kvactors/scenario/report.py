@@ -118,6 +118,14 @@ def write_json(data: Any, path: str | Path) -> None:
     Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(data), indent=2) + b"\n")
 
 
+def storage_row(storage: dict[str, float]) -> str:
+    """What the store did, in objects. Always what was written, read, late and shed, and what else is not 0."""
+    first = {"writes": "written", "reads": "read", "late": "late", "shed": "shed"}
+    shown = [f"{label} {storage.get(name, 0):g}" for name, label in first.items()]
+    shown += [f"{name} {value:g}" for name, value in storage.items() if name not in (*first, "object_bytes") and value]
+    return "  ".join(shown)
+
+
 def print_report(report: Report, console: Console) -> None:
     """The summary table."""
     table = Table(title=report.name, show_header=False)
@@ -142,6 +150,8 @@ def print_report(report: Report, console: Console) -> None:
         rows += (("sinks", "\n".join(told)),)
     if report.router:
         rows += (("router", "  ".join(f"{key} {value}" for key, value in report.router.items())),)
+    if report.storage:
+        rows += (("storage", storage_row(report.storage)),)
     for row in rows:
         table.add_row(*row)
     console.print(table)

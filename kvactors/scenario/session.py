@@ -40,7 +40,7 @@ class Session:
         self.sinks = sinks
         self.totals = Totals()
         self.virtual = virtual
-        dead = {fault.sink for fault in scenario.fault if fault.sink and not fault.seconds and fault.kind in ("down", "hang")}
+        dead = {fault.sink for fault in scenario.fault if fault.sink and fault.lasting and fault.kind in ("down", "hang")}
         self.living = None if not dead else [name for name in cache.sinks if name not in dead]
 
     async def run(self, seed: int, progress: Progress) -> Report:
@@ -48,11 +48,11 @@ class Session:
         engine, monitor, work = Engine(self.cache, self.totals), LagMonitor(), self.scenario.workload
         began = time.monotonic()
         async with (
-            beside(reporting(self.totals, progress), *(self._fault(fault) for fault in self.scenario.fault)),
+            beside(reporting(self.totals, progress), *(self._fault(fault) for fault in self.scenario.fault if not fault.turn)),
             monitor.running(),
         ):
             if work.kind == "chat":
-                await chat(engine, work, seed)
+                await chat(engine, work, seed, self._before_turn)
             else:
                 await Script(engine, seed).run(work.step)
             await engine.settle(self.living)
@@ -83,15 +83,30 @@ class Session:
 
     async def _fault(self, fault: Fault) -> None:
         await anyio.sleep(fault.at)
-        part: Any = self.sinks[fault.sink] if fault.sink else self.cache.system.backend
+        self._begin(fault)
+        if fault.seconds:
+            await anyio.sleep(fault.seconds)
+            self._part(fault).misdeed = ""
+
+    def _before_turn(self, turn: int) -> None:
+        """End and begin the faults that are counted in turns."""
+        for fault in self.scenario.fault:
+            if fault.turn and fault.turns and turn == fault.turn + fault.turns:
+                self._part(fault).misdeed = ""
+        for fault in self.scenario.fault:
+            if fault.turn and turn == fault.turn:
+                self._begin(fault)
+
+    def _part(self, fault: Fault) -> Any:
+        return self.sinks[fault.sink] if fault.sink else self.cache.system.backend
+
+    def _begin(self, fault: Fault) -> None:
+        part = self._part(fault)
         if fault.kind == "bit_rot":
             self.totals.rotten += rot(part.inner, fault.every)
             return
         part.every, part.delay = fault.every, fault.delay
         part.misdeed = fault.kind
-        if fault.seconds:
-            await anyio.sleep(fault.seconds)
-            part.misdeed = ""
 
     def named(self) -> dict[Tier, set[bytes]]:
         """What the tiers hold of blocks with a path; no sink can know of others."""

@@ -45,7 +45,7 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     sessions, turns: how many conversations of how many turns. concurrency: sessions at once. system_tokens: shared beginning.
     user_tokens, output_tokens: mean lengths of a turn's question and answer. think: seconds between question and answer, as a model
-    would take.
+    would take. settle: wait between turns until the cache is idle, so that what a turn hits does not depend on how fast the disk is.
     """
 
     kind: Literal["chat", "script"] = "chat"
@@ -56,6 +56,7 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     user_tokens: int = 128
     output_tokens: int = 64
     think: float = 0.0
+    settle: bool = False
     step: tuple[Step, ...] = ()
 
 
@@ -63,7 +64,8 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What goes wrong, and when. sink: whose (a name): down (refuses every call), hang (never answers), fail_every (refuses every
     `every`-th call), lose_answers (does what it is told, then fails). storage: the store: down (nothing can be had), full (nothing can be
     written), slow (every call takes `delay` seconds more), bit_rot (a bit of every `every`-th slot of a file store is flipped, at once).
-    at: seconds after the workload began. seconds: how long; 0: for ever, and then nobody waits for that sink."""
+    at: seconds after the workload began. seconds: how long; 0: for ever, and then nobody waits for that sink.
+    turn, turns: in place of at and seconds, the turn of a chat (from 1 on) before which it begins, and for how many turns (0: for ever)."""
 
     kind: Literal["down", "hang", "fail_every", "lose_answers", "full", "slow", "bit_rot"]
     sink: str = ""
@@ -71,7 +73,14 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     delay: float = 0.1
     at: float = 0.0
     seconds: float = 0.0
+    turn: int = 0
+    turns: int = 0
     every: int = 2
+
+    @property
+    def lasting(self) -> bool:
+        """Whether it never ends."""
+        return not self.seconds and not self.turns
 
 
 SINK_FAULTS = ("down", "hang", "fail_every", "lose_answers")
@@ -186,9 +195,9 @@ def validate_faults(scenario: Scenario) -> None:
 def misfit(fault: Fault, scenario: Scenario) -> str:
     """Why a fault cannot be, empty if it can."""
     names = [sink.label for sink in scenario.flush.sinks]
-    backend = scenario.storage.backend
+    backend, work = scenario.storage.backend, scenario.workload
     inf = float("inf")
-    checks = (
+    checks: tuple[tuple[object, str], ...] = (
         (fault.storage == bool(fault.sink), "say either which sink, or storage = true"),
         (
             fault.kind not in (STORAGE_FAULTS if fault.storage else SINK_FAULTS),
@@ -199,6 +208,18 @@ def misfit(fault: Fault, scenario: Scenario) -> str:
         (
             not fault.storage and fault.sink not in names,
             f"there is no sink {fault.sink!r}; there are {', '.join(names) or 'none'}",
+        ),
+        (
+            min(fault.turn, fault.turns) < 0
+            or (fault.turns and not fault.turn)
+            or (fault.turn and (fault.at or fault.seconds)),
+            "turn counts from 1; give turn and turns, or at and seconds",
+        ),
+        (
+            fault.turn > 0 and (work.kind != "chat" or fault.turn + fault.turns > work.turns),
+            f"it must end before the last of {work.turns} turns of a chat begins"
+            if work.kind == "chat"
+            else "only a chat has turns",
         ),
         (
             not (0 <= fault.at < inf and 0 <= fault.seconds < inf and 0 <= fault.delay < inf) or fault.every < 1,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import anyio
@@ -24,9 +24,10 @@ def random_tokens(rng: np.random.Generator, count: int) -> NDArray[np.uint32]:
     return rng.integers(0, VOCABULARY, count, dtype=np.uint32)
 
 
-async def chat(engine: Engine, work: Workload, seed: int) -> None:
+async def chat(engine: Engine, work: Workload, seed: int, before: Callable[[int], None] = lambda _: None) -> None:
     """Conversations that grow turn by turn; a turn's prompt is everything said before and a new question. Every conversation has its
-    turn before any has its next, so each comes back when the others have pushed it down the tiers."""
+    turn before any has its next, so each comes back when the others have pushed it down the tiers. before: called with the number of each
+    turn (from 1 on) before it begins."""
     system = random_tokens(np.random.default_rng(seed), work.system_tokens)
     said = [system] * work.sessions
     texts = [np.random.default_rng((seed, session)) for session in range(work.sessions)]
@@ -41,6 +42,9 @@ async def chat(engine: Engine, work: Workload, seed: int) -> None:
             said[session] = np.concatenate([prompt, answer])
 
     for turn in range(work.turns):
+        if work.settle and turn:
+            await engine.idle()
+        before(turn + 1)
         sessions = iter(range(work.sessions))
         async with anyio.create_task_group() as tasks:
             for _ in range(min(work.concurrency, work.sessions)):

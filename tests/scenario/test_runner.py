@@ -145,6 +145,52 @@ def test_shipped_scenarios_hold(path):
     assert report.errors == []
 
 
+def slowly(seconds: float, *, settle: bool):
+    """The report of a chat whose store takes so much longer for each call, in virtual time."""
+    workload = {**CHAT["workload"], "settle": settle, "turns": 4, "concurrency": 1}
+    fault = [{"storage": True, "kind": "slow", "delay": seconds, "turn": 1}]
+    slots = {"slots": 8, "transit_slots": 64}
+    storage = {"backend": "memory", "write_policy": "write_back", "timeout": 1000.0}
+    cache = {**CHAT["cache"], "deadline": 1000.0}
+    data = {**CHAT, "cache": cache, "host": slots, "storage": storage, "workload": workload, "fault": fault}
+    return run_scenario(data, virtual=True)[1]
+
+
+def test_what_a_settled_chat_hits_does_not_depend_on_the_disk():
+    fast, slow = slowly(0.0, settle=True), slowly(3.0, settle=True)
+    assert fast.hit_rate["total"] == slow.hit_rate["total"]
+    assert min(fast.hit_rate["storage"], slow.hit_rate["storage"]) > 0.4
+    assert slow.errors == []
+    assert slowly(3.0, settle=False).hit_rate["storage"] < 0.4, "the same without settling: this proves nothing"
+
+
+def test_a_fault_may_last_for_some_turns():
+    fault = [{"storage": True, "kind": "full", "turn": 2, "turns": 1}]
+    workload = {**CHAT["workload"], "settle": True, "turns": 4}
+    storage = {"backend": "memory", "write_policy": "write_through"}
+    _, report = run_scenario({**CHAT, "storage": storage, "workload": workload, "fault": fault}, virtual=True)
+    assert report.storage["no_space"] > 0
+    assert report.storage["writes"] > 0
+    fault = [{"sink": "memory", "kind": "down", "turn": 1, "turns": 2}]
+    _, report = run_scenario({**CHAT, "workload": workload, "fault": fault}, virtual=True)
+    assert report.sinks["memory"]["retried"] > 0
+    assert report.flush["divergence"] == report.flush["pending"] == 0
+
+
+def test_the_table_says_what_the_store_did(capsys):
+    from rich.console import Console
+
+    from kvactors.scenario.report import print_report
+
+    _, report = run_scenario({**CHAT, "storage": {"backend": "memory", "write_policy": "write_through"}}, virtual=True)
+    print_report(report, Console(width=200))
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("│ storage"))
+    assert f"written {report.storage['writes']:g}  read {report.storage['reads']:g}  late 0  shed" in row
+    bare = {key: value for key, value in CHAT.items() if key != "storage"}
+    print_report(run_scenario(bare, virtual=True)[1], Console(width=200))
+    assert "│ storage" not in capsys.readouterr().out
+
+
 def test_scenarios_are_shipped():
     assert {path.stem for path in SCENARIOS} >= {
         "quickstart", "flush_on_request_finish", "flush_on_cpu_eviction", "no_room", "flush_only_mode", "sink_outage", "sink_hangs",

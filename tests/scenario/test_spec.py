@@ -52,6 +52,13 @@ def report(**changes):
         ({"workload": {"think": -1}}, r"workload\.think"),
         ({"fault": [{"sink": "x", "kind": "down"}]}, "fault 1: there is no sink 'x'; there are none"),
         ({"fault": [{"sink": "memory", "kind": "down", "at": -1}], **MEMORY}, "fault 1: at, seconds and delay"),
+        ({"fault": [{"sink": "memory", "kind": "down", "turn": -1}], **MEMORY}, "fault 1: turn counts from 1"),
+        ({"fault": [{"sink": "memory", "kind": "down", "turns": 1}], **MEMORY}, "fault 1: turn counts from 1"),
+        ({"fault": [{"sink": "memory", "kind": "down", "turn": 1, "at": 1.0}], **MEMORY}, "fault 1: turn counts from 1"),
+        (
+            {"fault": [{"sink": "memory", "kind": "down", "turn": 3, "turns": 2}], **MEMORY},
+            "must end before the last of 4 turns",
+        ),
         ({"fault": [{"kind": "down"}]}, "fault 1: say either which sink"),
         ({"fault": [{"storage": True, "kind": "hang"}]}, "fault 1: hang is no fault of storage"),
         ({"fault": [{"storage": True, "kind": "full"}]}, "fault 1: there is no storage"),
