@@ -1,4 +1,4 @@
-"""The command line: run, replay, bench, inspect, simulate, chaos."""
+"""The command line: run, replay, bench, store, simulate, chaos."""
 
 from __future__ import annotations
 
@@ -120,9 +120,75 @@ def bench(name: BENCHES, *, json: Path | None = None, quick: bool = False) -> in
     return 0
 
 
+store = App(
+    name="store",
+    help="The file stores under a directory: what they hold, whether it is whole, and which are not needed any more.",
+)
+app.command(store)
+
+
+@store.command(name="list")
+def store_list(directory: Path, *, json: Path | None = None) -> int:
+    """List the file stores under a directory; nothing is changed.
+
+    Parameters
+    ----------
+    directory
+        As in storage.directory, or any folder below it.
+    json
+        Where to write what was found.
+    """
+    return show_stores(directory, json, verify=False)
+
+
+@store.command(name="verify")
+def store_verify(directory: Path, *, json: Path | None = None) -> int:
+    """Read and check every object of the file stores under a directory; the exit status is 1 if any object or table is bad.
+
+    Parameters
+    ----------
+    directory
+        As in storage.directory, or any folder below it.
+    json
+        Where to write what was found.
+    """
+    return show_stores(directory, json, verify=True)
+
+
+@store.command(name="prune")
+def store_prune(
+    directory: Path,
+    *,
+    keep: int = 1,
+    dry_run: Annotated[bool, Parameter(negative="")] = False,
+    json: Path | None = None,
+) -> int:
+    """Remove file stores of other layouts, of other format versions, and damaged ones; the exit status is 1 if one was refused.
+
+    Parameters
+    ----------
+    directory
+        As in storage.directory, or any folder below it.
+    keep
+        Stores of each model, namespace and rank that stay: those opened last.
+    dry_run
+        Say what would be removed, and remove nothing.
+    json
+        Where to write what was done.
+    """
+    from kvactors.storage.prune import lines, prune
+
+    done = prune(directory, keep=keep, dry_run=dry_run)
+    for line in lines(done, dry_run=dry_run):
+        print(line)
+    if json is not None:
+        write_json(done, json)
+    return 1 if any(one.refused for one in done) else 0
+
+
 @app.command(name="inspect")
 def inspect_command(directory: Path, *, verify: bool = False, json: Path | None = None) -> int:
-    """Say what the file stores under a directory hold; the exit status is 1 if any object is bad.
+    """Another name of `store list`, and with --verify of `store verify`.
 
     Parameters
     ----------
@@ -133,6 +199,11 @@ def inspect_command(directory: Path, *, verify: bool = False, json: Path | None 
     json
         Where to write what was found.
     """
+    return show_stores(directory, json, verify=verify)
+
+
+def show_stores(directory: Path, json: Path | None, *, verify: bool) -> int:
+    """Print what is there; 1 if any of it is bad."""
     from kvactors.storage.inspect import inspect, lines
 
     found = inspect(directory, verify=verify)
@@ -140,7 +211,7 @@ def inspect_command(directory: Path, *, verify: bool = False, json: Path | None 
         print(line)
     if json is not None:
         write_json(found, json)
-    return 1 if any(one.bad for one in found) else 0
+    return 1 if any(one.bad or (verify and one.state == "damaged") for one in found) else 0
 
 
 @app.command

@@ -112,6 +112,11 @@ class Workers:
             await asyncio.gather(*waiting, return_exceptions=True)
         return not self.busy
 
+    def afterwards(self, call: Callable[[], None]) -> None:
+        """Run `call` once no call is in flight, in the thread that ends the last one."""
+        for future in list(self._pending):
+            future.add_done_callback(lambda _: None if self._pending else call())
+
     def close(self) -> None:
         """Let the threads end when they are done."""
         for _ in range(self._started):

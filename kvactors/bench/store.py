@@ -28,7 +28,6 @@ from kvactors.identity import StoreIdentity
 from kvactors.mooncake_config import MooncakeConfig
 from kvactors.observe.lag import Lag, LagMonitor
 from kvactors.storage.backends import FileBackend
-from kvactors.storage.backends.header import header_of
 from kvactors.storage.backends.mooncake import MooncakeBackend
 from kvactors.storage.backends.slab_table import PAGE, Meta, entry_of
 from kvactors.storage.messages import Outcome, Read, Write
@@ -167,11 +166,10 @@ def fio(folder: Path, size: int, count: int) -> tuple[float, float] | None:
 
 async def scan_of(folder: Path, slots: int) -> float:
     """Seconds to open a store whose table has so many objects."""
-    store = FileBackend(folder, PRINT, PAGE)
+    store = FileBackend(folder, PRINT, PAGE, slots)
     meta = Meta(PRINT.hex(), PAGE, PAGE, slots)
     store.files.folder.mkdir(parents=True)
-    header = [header_of(PRINT, key, PAGE, 0) for key in names(slots)]
-    table = meta.page() + b"".join(entry_of(one, i) for i, one in enumerate(header))
+    table = meta.page() + b"".join(entry_of(meta, key, 0, i, 0) for i, key in enumerate(names(slots)))
     await asyncio.to_thread((store.files.folder / "table").write_bytes, table)
     with (store.files.folder / "slab-0000").open("wb") as slab:
         slab.truncate(slots * PAGE)

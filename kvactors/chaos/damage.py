@@ -15,7 +15,7 @@ from kvactors.chaos.record import Setting, Situation, Tally, reached
 from kvactors.chaos.rest import at_rest, loaded, settings, varied
 from kvactors.errors import StoreError
 from kvactors.storage.backends.file import FileBackend
-from kvactors.storage.backends.slab_table import ENTRY, PAGE
+from kvactors.storage.backends.slab_table import PAGE
 
 PATIENCE = 30.0
 """Seconds in which there must be something to damage."""
@@ -50,6 +50,15 @@ def cut_a_slab(store: FileBackend, rng: random.Random) -> None:
     os.truncate(slab, int(slab.stat().st_size * rng.random()))
 
 
+def bits_of_the_first_page(store: FileBackend, rng: random.Random) -> None:
+    """Flip a bit in the table's first page: it costs the contents of the next start, and nothing of this one."""
+    path = store.files.folder / "table"
+    at = rng.randrange(PAGE)
+    with path.open("r+b", buffering=0) as file:
+        byte = os.pread(file.fileno(), 1, at)
+        os.pwrite(file.fileno(), bytes([byte[0] ^ 1 << rng.randrange(8)]), at)
+
+
 def cut_the_table(store: FileBackend, rng: random.Random) -> None:
     """Cut the table after its first page, in the middle of an entry as well."""
     table = store.files.folder / "table"
@@ -68,11 +77,12 @@ def swap_blocks(store: FileBackend, rng: random.Random) -> None:
 
 def swap_entries(store: FileBackend, rng: random.Random) -> None:
     """Write whole entries of the table over others'."""
+    size = store.files.meta.entry_bytes
     with (store.files.folder / "table").open("r+b", buffering=0) as file:
-        slots = (file.seek(0, os.SEEK_END) - PAGE) // ENTRY
+        slots = (file.seek(0, os.SEEK_END) - PAGE) // size
         for _ in range(20 if slots > 1 else 0):
             source, target = rng.sample(range(slots), 2)
-            os.pwrite(file.fileno(), os.pread(file.fileno(), ENTRY, PAGE + source * ENTRY), PAGE + target * ENTRY)
+            os.pwrite(file.fileno(), os.pread(file.fileno(), size, PAGE + source * size), PAGE + target * size)
 
 
 def delete_a_slab(store: FileBackend, rng: random.Random) -> None:
@@ -91,7 +101,7 @@ def delete_the_folder(store: FileBackend, _: random.Random) -> None:
 
 
 GENTLE: tuple[Damage, ...] = (bits_of_payloads, bits_of_the_table, cut_a_slab, cut_the_table, swap_blocks, swap_entries)
-FINAL: tuple[Damage, ...] = (delete_a_slab, delete_the_table, delete_the_folder, bits_of_payloads)
+FINAL: tuple[Damage, ...] = (delete_a_slab, delete_the_table, delete_the_folder, bits_of_payloads, bits_of_the_first_page)
 
 
 def any_slab(store: FileBackend, rng: random.Random) -> Path:

@@ -10,8 +10,7 @@ from kvactors.chaos.record import Setting, Situation, Tally
 from kvactors.chaos.rest import compare_lines, jsonl, settings, varied
 from kvactors.chaos.worker import worker
 from kvactors.flush_notifier.sinks.jsonl import replay_jsonl
-from kvactors.storage.backends.slab_table import PAGE, meta_of, scan
-from kvactors.storage.inspect import inspect
+from kvactors.storage.inspect import inspect, keys_in
 from kvactors.units import Tier
 
 
@@ -43,23 +42,13 @@ def autopsy(store: Path, lines: Path, tally: Tally) -> int:
     if not lines.exists() or not any(store.rglob("table")):
         return 0
     announced = replay_jsonl(lines)[Tier.STORAGE]
-    lost = len(announced - held(store))
+    lost = len(announced - keys_in(store))
     if lost:
         tally.violate(f"{lost} of {len(announced)} blocks that were announced as stored are gone")
     bad = sum(len(one.bad) for one in inspect(store, verify=True))
     if bad:
         tally.violate(f"{bad} objects of the store are not whole")
     return len(announced)
-
-
-def held(store: Path) -> set[bytes]:
-    """Names of the blocks in file stores under a folder."""
-    names: set[bytes] = set()
-    for table in store.rglob("table"):
-        raw = table.read_bytes()
-        meta = meta_of(raw[:PAGE], str(table))
-        names.update(one.key for one in scan(raw[PAGE:], bytes.fromhex(meta.fingerprint), meta.block_bytes)[0])
-    return names
 
 
 SITUATION = Situation("killed", "kill -9 with a file store and JSON lines, restart on the same directory", run)

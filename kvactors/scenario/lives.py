@@ -23,7 +23,7 @@ from kvactors.scenario.router import Child, child, compare, routing
 from kvactors.scenario.session import session
 from kvactors.scenario.spec import Scenario, events_of
 from kvactors.sink_config import JsonLinesSinkConfig
-from kvactors.storage.backends.slab_table import PAGE, meta_of, scan
+from kvactors.storage.inspect import keys_in
 from kvactors.units import Tier
 
 PATIENCE = 300.0
@@ -79,11 +79,7 @@ def missing_of(scenario: Scenario) -> int:
     ]
     if scenario.storage.backend != "file" or scenario.storage.capacity_blocks or not files:
         return 0
-    held: set[bytes] = set()
-    for table in Path(scenario.storage.directory).rglob("table"):
-        raw = table.read_bytes()
-        meta = meta_of(raw[:PAGE], str(table))
-        held.update(one.key for one in scan(raw[PAGE:], bytes.fromhex(meta.fingerprint), meta.block_bytes)[0])
+    held = keys_in(scenario.storage.directory)
     return sum(len(replay_jsonl(Path(s.path))[Tier.STORAGE] - held) for s in files)
 
 

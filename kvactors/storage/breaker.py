@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import structlog
+
 from kvactors.actor.clock import now
+
+log = structlog.get_logger()
 
 FAILURES = 5
 """Batches in a row that must fail altogether before the circuit opens."""
@@ -12,9 +16,14 @@ PAUSE = 5.0
 
 
 class Breaker:
-    """closed: work goes through. Open: nothing does. Half open: one batch does, and decides."""
+    """closed: work goes through. Open: nothing does. Half open: one batch does, and decides. Both changes are logged, once each.
 
-    def __init__(self, failures: int = FAILURES, pause: float = PAUSE) -> None:
+    store: what is behind it, for the log.
+    """
+
+    def __init__(self, failures: int = FAILURES, pause: float = PAUSE, store: str = "") -> None:
+        self.store = store
+        self.reason = ""  # why it opened; empty while it is closed
         self._limit = failures
         self._pause = pause
         self._failures = 0
@@ -30,16 +39,19 @@ class Breaker:
         self._until = now() + self._pause  # half open: whoever asks next waits for this one's result
         return True
 
-    def saw(self, good: bool) -> None:
-        """A batch that went through succeeded, at least in part, or failed altogether."""
+    def saw(self, good: bool, reason: str = "") -> None:
+        """A batch that went through succeeded, at least in part, or failed altogether (and why, if that is known)."""
         if good:
-            self._failures = 0
-            self._until = None
+            if self._until is not None:
+                log.info("store works again", store=self.store, reason=self.reason)
+            self._failures, self._until, self.reason = 0, None, ""
             return
         self._failures += 1
         if self._failures >= self._limit and self._until is None:
             self._until = now() + self._pause
             self.opened += 1
+            self.reason = reason or "every object of several batches failed"
+            log.warning("store left alone", store=self.store, reason=self.reason, batches=self._failures, seconds=self._pause)
 
     def state(self) -> str:
         """closed, open or half open."""

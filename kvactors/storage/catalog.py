@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import NamedTuple
 
 
@@ -51,6 +51,14 @@ class Catalog:
         self.departed.update(evicted)
         there = set(existing)
         return Admission([key for key in keys if key not in there], existing, refused, evicted)
+
+    def evict(self, busy: Container[bytes]) -> bytes | None:
+        """Forget the least recently used name that is not in `busy`; None if there is none."""
+        key = next((one for one in self._names if one not in busy), None)
+        if key is not None:
+            del self._names[key]
+            self.departed.add(key)
+        return key
 
     def remove(self, keys: Iterable[bytes]) -> list[bytes]:
         """Forget names; returns those that were there."""

@@ -2,54 +2,130 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 import xxhash
 
 from kvactors.errors import StoreError
-from kvactors.storage.backends.slab_table import PAGE, Found, Meta, meta_of, scan
+from kvactors.storage.backends.slab_table import (
+    PAGE,
+    VERSION,
+    WRITTEN_AT,
+    Damaged,
+    Found,
+    Meta,
+    Scan,
+    meta_of,
+    scan,
+    version_of,
+)
 
 
 class Inspection(msgspec.Struct, frozen=True):
-    """One store. path: relative to the folder looked at. bad: objects (hex names) whose payload is not what it should be; verified: how many
-    were looked at. torn: slots whose entries make no sense."""
+    """One store. path: relative to the folder looked at. state: ok, damaged (the first page of the table), or other version.
+
+    digest: of the identity, with the names behind it. bytes: of the objects; slab_bytes: that the store occupies. torn: slots whose entries make no
+    sense; stale: of objects that were cleared. written_at: seconds since 1970 of the last write, 0 if there is none. opened_at: when a process
+    last opened it to write. in_use: a process has it open to write. bad: objects (hex keys) whose payload is not what it should be; verified: how
+    many were looked at.
+    """
 
     path: str
-    fingerprint: str
-    block_bytes: int
-    objects: int
-    bytes: int
-    slots: int
-    torn: int
-    verified: int
-    bad: list[str]
+    state: str
+    version: int
+    model: str = ""
+    namespace: str = ""
+    rank: int = 0
+    ranks: int = 1
+    digest: str = ""
+    generation: int = 0
+    block_bytes: int = 0
+    objects: int = 0
+    bytes: int = 0
+    slots: int = 0
+    slab_bytes: int = 0
+    torn: int = 0
+    stale: int = 0
+    written_at: float = 0.0
+    opened_at: float = 0.0
+    in_use: bool = False
+    verified: int = 0
+    bad: list[str] = []
 
 
 def inspect(folder: str | Path, *, verify: bool = False) -> list[Inspection]:
     """Every store under a folder. verify: read and check every object. StoreError if there is none, or one cannot be read."""
-    tables = sorted(Path(folder).rglob("table"))
-    found = [look(Path(folder), path, verify=verify) for path in tables if path.is_file()]
+    found = [look(Path(folder), path, verify=verify) for path in tables(folder)]
     if not found:
         raise StoreError(f"{folder}: no file store here")
     return found
 
 
+def tables(folder: str | Path) -> list[Path]:
+    """Every table under a folder; symbolic links are not followed."""
+    return sorted(path for path in Path(folder).rglob("table") if path.is_file() and not path.is_symlink())
+
+
+def read_table(table: Path) -> tuple[Meta, Scan]:
+    """A table's first page and its entries. StoreError, Damaged, OSError."""
+    raw = table.read_bytes()
+    meta = meta_of(raw[:PAGE], str(table))
+    return meta, scan(raw[PAGE:], meta)
+
+
+def keys_in(folder: str | Path) -> set[bytes]:
+    """Keys of the objects of every store under a folder. StoreError."""
+    return {one.key for table in tables(folder) for one in read_table(table)[1].found}
+
+
 def look(root: Path, table: Path, *, verify: bool) -> Inspection:
     """One store."""
+    folder = table.parent
+    path = str(folder.relative_to(root))
     try:
-        raw = table.read_bytes()
-        meta = meta_of(raw[:PAGE], str(table))
-        objects, torn = scan(raw[PAGE:], bytes.fromhex(meta.fingerprint), meta.block_bytes)
-        slabs = sorted(table.parent.glob("slab-*"))
-        bad = [one.key.hex() for one in objects if not good(table.parent, meta, one)] if verify else []
+        slabs = sorted(folder.glob("slab-*"))
+        occupied = sum(slab.lstat().st_blocks * 512 for slab in slabs)
+        used, opened_at = in_use(folder), 0.0
+        with suppress(FileNotFoundError):
+            opened_at = (folder / "lock").lstat().st_mtime
+        with table.open("rb") as file:
+            page = file.read(PAGE)
+        try:
+            version = version_of(page)
+            if version != VERSION:
+                return Inspection(path, "other version", version, slab_bytes=occupied, opened_at=opened_at, in_use=used)
+            meta, (found, torn, stale) = read_table(table)
+        except Damaged:
+            return Inspection(path, "damaged", 0, slab_bytes=occupied, opened_at=opened_at, in_use=used)
+        bad = [one.key.hex() for one in found if not good(folder, meta, one)] if verify else []
     except OSError as error:
         raise StoreError(f"{table}: {error}") from error
+    written_at = max((int.from_bytes(one.metadata.get(WRITTEN_AT, b""), "little") / 1e6 for one in found), default=0.0)
     return Inspection(
-        str(table.parent.relative_to(root)), meta.fingerprint, meta.block_bytes, len(objects),
-        len(objects) * meta.block_bytes, len(slabs) * meta.slots_per_slab, torn, len(objects) if verify else 0, bad,
+        path, "ok", version, meta.model, meta.namespace, meta.rank, meta.ranks, meta.digest, meta.generation, meta.block_bytes,
+        len(found), len(found) * meta.block_bytes, len(slabs) * meta.slots_per_slab, occupied, torn, stale, written_at, opened_at, used,
+        len(found) if verify else 0, bad,
     )  # fmt: skip
+
+
+def in_use(folder: Path) -> bool:
+    """Whether a process has the store open to write. OSError."""
+    try:
+        fd = os.open(folder / "lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
 
 
 def good(folder: Path, meta: Meta, one: Found) -> bool:
@@ -67,9 +143,17 @@ def good(folder: Path, meta: Meta, one: Found) -> bool:
 def lines(found: list[Inspection]) -> Iterator[str]:
     """For people."""
     for one in found:
-        yield f"{one.path}"
-        yield f"  fingerprint {one.fingerprint[:16]}, blocks of {one.block_bytes:,} bytes"
-        yield f"  {one.objects:,} objects, {one.bytes:,} bytes; {one.slots - one.objects:,} of {one.slots:,} slots free; {one.torn} torn"
+        yield f"{one.path}{', in use' if one.in_use else ''}"
+        if one.state != "ok":
+            what = f"format version {one.version}, which this version cannot read" if one.version else "table damaged"
+            yield f"  {what}; {one.slab_bytes:,} bytes"
+            continue
+        yield f"  model {one.model!r}, namespace {one.namespace!r}, rank {one.rank} of {one.ranks}"
+        yield f"  identity {one.digest[:16]}, blocks of {one.block_bytes:,} bytes, generation {one.generation}"
+        yield (
+            f"  {one.objects:,} objects, {one.bytes:,} bytes; {one.slots - one.objects:,} of {one.slots:,} slots free; {one.torn} torn; "
+            f"{one.slab_bytes:,} bytes occupied"
+        )
         if one.verified:
             yield f"  {one.verified:,} verified, {len(one.bad)} bad"
-        yield from (f"    bad: {name}" for name in one.bad)
+        yield from (f"    bad: {key}" for key in one.bad)

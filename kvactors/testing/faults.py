@@ -145,9 +145,9 @@ class FaultyBackend(Backend):
         """See `Backend.remove`."""
         await self.inner.remove(keys)
 
-    async def clear(self) -> None:
+    async def clear(self, generation: int = 0) -> None:
         """See `Backend.clear`."""
-        await self.inner.clear()
+        await self.inner.clear(generation)
 
     async def close(self) -> None:
         """See `Backend.close`."""

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import anyio
 import numpy as np
+import structlog
 
 from kvactors.device.arena import Arena
 from kvactors.storage.backends.file import FileBackend
@@ -107,4 +108,5 @@ async def one_life(folder: Path, first: int, seconds: float, *, patient: bool) -
 
 
 if __name__ == "__main__":
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
     asyncio.run(write(sys.argv[1], int(sys.argv[2])))

@@ -52,7 +52,8 @@ def test_a_folder_without_a_store_is_an_error(tmp_path, capsys):
     assert "no file store here" in capsys.readouterr().err
 
 
-def test_a_file_that_is_no_table_is_an_error(tmp_path, capsys):
+def test_a_damaged_table_is_listed_and_is_bad_when_verified(tmp_path, capsys):
     (tmp_path / "table").write_text("something else")
-    assert run("inspect", tmp_path) == 2
-    assert "no table of a kvactors store" in capsys.readouterr().err
+    assert run("store", "list", tmp_path) == 0
+    assert "table damaged" in capsys.readouterr().out
+    assert run("store", "verify", tmp_path) == 1

@@ -46,10 +46,10 @@ class RefusesDirect(SlabFiles):
     def _open_slab(self, number):
         real = os.open
 
-        def refusing(path, flags, mode=0o777):
+        def refusing(path, flags, mode=0o777, *, dir_fd=None):
             if flags & os.O_DIRECT:
                 raise OSError(errno.EINVAL, "no O_DIRECT here")
-            return real(path, flags, mode)
+            return real(path, flags, mode, dir_fd=dir_fd)
 
         os.open = refusing
         try:

@@ -76,7 +76,7 @@ def make_file_backend(config: StorageConfig, identity: StoreIdentity, block_byte
     return FileBackend(
         identity.folder(config.directory), identity.digest, block_bytes,
         capacity_of(config, block_bytes), floor=in_bytes(config.free_space_floor, "storage.free_space_floor"),
-        durability=config.durability, read_only=config.read_only, depth=config.io_depth,
+        durability=config.durability, read_only=config.read_only, depth=config.io_depth, identity=identity,
     )  # fmt: skip
 
 

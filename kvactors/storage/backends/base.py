@@ -30,6 +30,7 @@ class StoreStatistics(NamedTuple):
     late: int
     evicted: int
     breaker: str
+    faults: int = 0  # calls that raised, or answered what the contract does not allow
 
 
 class ReadReport(NamedTuple):
@@ -61,10 +62,16 @@ class Backend(ABC):
     uncleared: bool = False
     """Whether a `clear` did not reach all of it, and is to be repeated."""
 
+    generation: int = 0
+    """How often it was cleared; a store that survives its process keeps this durably."""
+
+    stuck: bool = False
+    """Whether calls of it have not ended although it was closed: the arena's memory must stay mapped."""
+
     def __init__(self, fingerprint: bytes, block_bytes: int) -> None:
         self.fingerprint = fingerprint
         self.block_bytes = block_bytes
-        self.breaker = Breaker()
+        self.breaker = Breaker(store=type(self).__name__)
         self.counts = dict.fromkeys(Outcome, 0)
         self.reads = self.writes = self.evicted = 0
 
@@ -114,8 +121,16 @@ class Backend(ABC):
         """Delete objects; those that are not there are passed over."""
 
     @abstractmethod
-    async def clear(self) -> None:
-        """Delete every object of this fingerprint."""
+    async def clear(self, generation: int = 0) -> None:
+        """Delete every object of this fingerprint: when this returns none can be read again, by this process or a later one, killed at any
+        moment. What is being written meanwhile does not stay either. `generation` becomes max(generation + 1, the one given).
+
+        Raises StoreError if that cannot be made sure of.
+        """
+
+    def trouble(self) -> str:
+        """What failed last, for the log; no tokens and no keys."""
+        return ""
 
     @abstractmethod
     async def close(self) -> None:
@@ -140,7 +155,7 @@ class Backend(ABC):
         """Count what became of a batch, and let the circuit breaker know."""
         for outcome in outcomes:
             self.counts[Outcome(outcome)] += 1
-        self.breaker.saw(outcomes.count(Outcome.UNAVAILABLE) < max(1, len(outcomes)))
+        self.breaker.saw(outcomes.count(Outcome.UNAVAILABLE) < max(1, len(outcomes)), self.trouble())
 
     def statistics(self) -> StoreStatistics:
         """A moment's picture."""

@@ -3,45 +3,47 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, TypeVar
 
 import anyio
+import structlog
+import xxhash
 
+from kvactors.actor.clock import now
 from kvactors.actor.uncancelled import to_the_end
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
-from kvactors.storage.backends.header import header_of
+from kvactors.identity import StoreIdentity
+from kvactors.storage.backends.file_survey import FileStatistics, survey
 from kvactors.storage.backends.owned import OwnedBackend
-from kvactors.storage.backends.slab_files import SlabFiles, address_of
-from kvactors.storage.backends.slab_table import PAGE, Found, Meta, entry_of, scan
+from kvactors.storage.backends.slab_files import SlabFiles, address_of, outcome_of
+from kvactors.storage.backends.slab_table import PAGE, WRITTEN_AT, Meta, checksum_of, entry_of
+from kvactors.storage.backends.slots import Slots
 from kvactors.storage.messages import Outcome
 from kvactors.threads import Workers
 
 T = TypeVar("T")
 
+log = structlog.get_logger()
+
 SLAB_BYTES = 256 << 20
 """Bytes of a slab, unless the whole capacity is less."""
 
+GROW_AGAIN = 10.0
+"""Seconds after which a store on a full disk tries to grow again; until then it evicts."""
 
-class FileStatistics(NamedTuple):
-    """A moment's picture of the files. direct: whether the page cache is passed by. quarantined: slots that held bad objects. torn: entries that
-    made no sense when the store was opened. scan_s: seconds to find out what was there."""
-
-    slots: int
-    free: int
-    slabs: int
-    direct: bool
-    quarantined: int
-    torn: int
-    scan_s: float
+CLOSING = 1.0
+"""Seconds that calls may take to end when the store is closed; threads that hang longer are abandoned."""
 
 
 class FileBackend(OwnedBackend):
-    """folder: of this namespace and rank. capacity: objects at most, 0 for as many as fit. floor: bytes of the file system left free. durability:
-    written (the system has it: survives the process) or synced (the device has it: survives the power). depth: reads and writes at once."""
+    """folder: of this model, namespace and rank. fingerprint: digest of the store's identity. capacity: objects at most, 0 for 80 % of what the file
+    system has to give. floor: bytes of the file system left free. durability: written (the system has it: survives the process) or synced
+    (the device has it: survives the power). depth: reads and writes at once. identity: the names behind the digest."""
 
     def __init__(
         self,
@@ -54,68 +56,71 @@ class FileBackend(OwnedBackend):
         durability: Literal["written", "synced"] = "written",
         read_only: bool = False,
         depth: int = 4,
+        identity: StoreIdentity | None = None,
     ) -> None:
         super().__init__(fingerprint, block_bytes, capacity)
         stride = -(-block_bytes // PAGE) * PAGE
         per_slab = max(1, SLAB_BYTES // stride)
-        meta = Meta(fingerprint.hex(), block_bytes, stride, min(per_slab, capacity) if capacity else per_slab)
+        names = identity if identity is not None else StoreIdentity("", "", fingerprint)
+        meta = Meta(
+            fingerprint.hex(), block_bytes, stride, min(per_slab, capacity) if capacity else per_slab,
+            model=names.model, namespace=names.namespace, rank=names.rank, ranks=names.ranks,
+        )  # fmt: skip
         self.files = SlabFiles(Path(folder) / fingerprint.hex()[:16], meta, read_only=read_only, floor=floor)
         self.read_only = read_only
         self.durability = durability
+        self._wanted = capacity
         self._depth = depth
         self._threads = Workers(depth, "kvactors-file")
         self._objects: dict[bytes, tuple[int, bytes]] = {}  # slot and table entry, of what can be read
         self._written: dict[bytes, tuple[int, bytes]] = {}  # the same, of payloads whose entries are not written yet
-        self._free: deque[int] = deque()
-        self._readers: Counter[int] = Counter()
-        self._zombies: set[int] = set()  # free once nobody reads them any more
-        self._quarantined = self._torn = self._sequence = 0
-        self._scan_s = 0.0
+        self.slots = Slots()
+        self._torn = self._sequence = self._capacity = 0
+        self._scan_s = self._no_growth_until = self._no_eviction_until = 0.0
         self._growing: asyncio.Task[Outcome] | None = None
+        self._advancing: asyncio.Task[None] | None = None
         self._arena: Arena | None = None
 
     async def open(self) -> None:
-        """See what is there, newest objects first to stay if the capacity is smaller now. StoreError if it cannot be used."""
+        """See what is there; the objects written last stay if the capacity is smaller now. StoreError if it cannot be used; then, or when
+        cancelled, nothing is left open."""
+        try:
+            await self._open()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _open(self) -> None:
         began = asyncio.get_running_loop().time()
-        found, self._torn = await self._in_thread(self._scan)
+        (found, self._torn, _), self._capacity = await self._in_thread(survey, self.files, self._wanted)
+        self.generation = self.files.meta.generation
+        self.catalog.capacity = self._capacity
         evicted: list[bytes] = []
         doubles: list[int] = []
         for one in found:
             before = self._objects.get(one.key)
             if before is not None:
                 doubles.append(before[0])
-            self._objects[one.key] = (one.slot, self._entry(one))
+            self._objects[one.key] = (one.slot, one.raw)
             evicted += self.catalog.admit([one.key]).evicted
             self._sequence = one.sequence + 1
         self._scan_s = asyncio.get_running_loop().time() - began
         used = {slot for slot, _ in self._objects.values()}
         slots = len(self.files.slabs) * self.files.meta.slots_per_slab
-        self._free.extend(slot for slot in range(slots) if slot not in used)
+        self.slots.give(slot for slot in range(slots) if slot not in used)
         if not self.read_only:
             await self._in_thread(self.files.free, doubles)
             await self.erase(evicted)
             await self._drop_empty_slabs()
 
-    def _scan(self) -> tuple[list[Found], int]:
-        try:
-            return scan(self.files.open(), self.fingerprint, self.block_bytes)
-        except OSError as error:
-            raise StoreError(f"{self.files.folder}: {error}") from error
-
-    def _entry(self, one: Found) -> bytes:
-        return self._header_entry(one.key, one.checksum, one.sequence)
-
-    def _header_entry(self, key: bytes, checksum: int, sequence: int) -> bytes:
-        return entry_of(header_of(self.fingerprint, key, self.block_bytes, checksum), sequence)
-
     async def _drop_empty_slabs(self) -> None:
         """Slabs at the end that a smaller capacity does not need."""
         per_slab = self.files.meta.slots_per_slab
         last = max((slot for slot, _ in self._objects.values()), default=-1)
-        needed = -(-self.catalog.capacity // per_slab) if self.catalog.capacity else len(self.files.slabs)
+        needed = -(-self._capacity // per_slab)
         keep = max(last // per_slab + 1, min(needed, len(self.files.slabs)))
         await self._in_thread(self.files.shrink, keep)
-        self._free = deque(slot for slot in self._free if slot < keep * per_slab)
+        self.slots.free = deque(slot for slot in self.slots.free if slot < keep * per_slab)
 
     async def attach(self, arena: Arena) -> None:
         """See `Backend.attach`: slots of the arena are whole pages, so that their last page may be read and written to its end."""
@@ -136,6 +141,14 @@ class FileBackend(OwnedBackend):
             return address, arena.stride
         return address, len(view)
 
+    def trouble(self) -> str:
+        """See `Backend.trouble`."""
+        return self.files.trouble
+
+    def present(self, key: bytes) -> bool:
+        """See `OwnedBackend.present`."""
+        return key in self._objects
+
     # -- reading
 
     async def load(self, key: bytes, into: memoryview) -> Outcome:
@@ -144,39 +157,44 @@ class FileBackend(OwnedBackend):
         if found is None:
             return Outcome.MISS
         slot, entry = found
-        self._readers[slot] += 1
+        self.slots.begin_read(slot)
         try:
-            outcome = await self._in_thread(self._load, key, slot, entry, into)
+            outcome = await self._in_thread(self._load, slot, entry, into)
         finally:
-            self._readers[slot] -= 1
-            if not self._readers[slot]:
-                del self._readers[slot]
-                if slot in self._zombies:
-                    self._zombies.remove(slot)
-                    self._free.append(slot)
-        if outcome == Outcome.CORRUPT:
-            if self.read_only:
-                return Outcome.MISS  # whoever writes here may have put something else there
-            if self._objects.get(key) == found:
-                del self._objects[key]
-                self._quarantined += 1  # its slot is left alone for this life
-                await self._in_thread(self.files.free, [slot])
+            self.slots.end_read(slot)
+        if outcome not in (Outcome.CORRUPT, Outcome.MISS):
+            return outcome
+        if self.read_only or self._objects.get(key) != found:
+            return Outcome.MISS  # evicted, cleared or replaced while it was read, here or by the process that writes
+        del self._objects[key]
+        if outcome == Outcome.MISS:
+            self.slots.give([slot])
+            return outcome
+        self.slots.suspect(slot, now())
+        self._fit()
+        await self._in_thread(self.files.free, [slot])
         return outcome
 
-    def _load(self, key: bytes, slot: int, entry: bytes, into: memoryview) -> Outcome:
-        if not self.files.in_place():
-            return Outcome.MISS  # somebody deleted the folder: what is left of it goes with this process
-        outcome = self.files.read(slot, *self._where(into))
+    def _load(self, slot: int, entry: bytes, into: memoryview) -> Outcome:
+        files = self.files
+        try:
+            if not files.in_place() or (self.read_only and not files.current()):
+                return Outcome.MISS  # the folder was deleted, and what is left of it goes with this process
+            outcome = files.read(slot, *self._where(into))
+            there = files.entry(slot) if outcome == Outcome.OK else b""
+        except OSError as error:
+            files.trouble = str(error)
+            return outcome_of(error)
         if outcome == Outcome.MISS:
             return Outcome.CORRUPT  # the slab is shorter than it was
         if outcome != Outcome.OK:
             return outcome
-        expected = self._expected(key, entry, into)
-        return Outcome.OK if expected == entry == self.files.entry(slot) else Outcome.CORRUPT
+        whole = there == entry and xxhash.xxh3_64_intdigest(into) == checksum_of(entry)
+        return Outcome.OK if whole else Outcome.CORRUPT
 
-    def _expected(self, key: bytes, entry: bytes, payload: memoryview) -> bytes:
-        sequence = int.from_bytes(entry[96:104], "little")
-        return entry_of(header_of(self.fingerprint, key, payload), sequence)
+    def _fit(self) -> None:
+        """What is in quarantine holds nothing."""
+        self.catalog.capacity = max(1, self._capacity - self.slots.quarantined)
 
     # -- writing
 
@@ -184,46 +202,97 @@ class FileBackend(OwnedBackend):
         """See `OwnedBackend.save`: the payload, into a free slot; `seal` makes it an object."""
         if self.read_only:
             return Outcome.NO_SPACE
+        outcome = await self._save_once(key, data)
+        if outcome == Outcome.NO_SPACE and await self._squeeze(first=True):
+            outcome = await self._save_once(
+                key, data
+            )  # in the place of another object, which has its space on the disk already
+            if outcome == Outcome.NO_SPACE:
+                self._no_eviction_until = now() + GROW_AGAIN
+        return outcome
+
+    async def _save_once(self, key: bytes, data: memoryview) -> Outcome:
         slot, outcome = await self._take_slot()
         if slot is None:
             return outcome
         sequence, self._sequence = self._sequence, self._sequence + 1
         try:
-            outcome, entry = await self._in_thread(self._save, key, slot, sequence, data)
+            outcome, entry = await self._in_thread(self._save, key, slot, sequence, self.generation, data)
         except BaseException:
-            self._free.append(slot)
+            self.slots.give([slot])
             raise
-        if outcome == Outcome.OK:
-            self._written[key] = (slot, entry)
-        else:
-            self._free.append(slot)
+        if outcome == Outcome.CORRUPT:
+            self.slots.suspect(slot, now())
+            self._fit()
+            return Outcome.UNAVAILABLE
+        if outcome != Outcome.OK:
+            self.slots.give([slot])
+            return outcome
+        if slot in self.slots.suspects:
+            self.slots.passed(slot)
+        self._written[key] = (slot, entry)
         return outcome
 
-    def _save(self, key: bytes, slot: int, sequence: int, data: memoryview) -> tuple[Outcome, bytes]:
+    def _save(self, key: bytes, slot: int, sequence: int, generation: int, data: memoryview) -> tuple[Outcome, bytes]:
         outcome = self.files.write(slot, *self._where(data))
-        return outcome, entry_of(header_of(self.fingerprint, key, data), sequence)
+        checksum = xxhash.xxh3_64_intdigest(data)
+        if outcome == Outcome.OK and slot in self.slots.suspects and not self.files.proved(slot, checksum):
+            return Outcome.CORRUPT, b""
+        written_at = {WRITTEN_AT: (time.time_ns() // 1000).to_bytes(8, "little")}
+        return outcome, entry_of(self.files.meta, key, checksum, sequence, generation, written_at)
 
     async def _take_slot(self) -> tuple[int | None, Outcome]:
-        while not self._free:
-            if self._growing is None:
-                self._growing = asyncio.get_running_loop().create_task(self._grow())
-            growing = self._growing
-            outcome = await to_the_end(growing)
-            if self._growing is growing:
-                self._growing = None
-            if outcome != Outcome.OK and not self._free:
+        """A free slot: one that is there, one of a new slab, one that was in quarantine, or that of the least recently used object."""
+        slots = self.slots
+        while True:
+            if slots.release(now()):
+                self._fit()
+            if slots.free:
+                return slots.free.popleft(), Outcome.OK
+            outcome = await self._grown()
+            if slots.free or outcome == Outcome.OK:
+                continue  # those of a new slab may have been taken by others already
+            if outcome != Outcome.NO_SPACE:
                 return None, outcome
-        return self._free.popleft(), Outcome.OK
+            if slots.release_first_offenders():
+                self._fit()
+            elif not await self._squeeze():
+                return None, outcome
+
+    async def _squeeze(self, *, first: bool = False) -> bool:
+        """Evict the least recently used object although the capacity is not reached: the disk has no space. first: its slot is the next one."""
+        victim = self.catalog.evict(self.pending) if now() >= self._no_eviction_until else None
+        if victim is None:
+            return False
+        self.squeezed.append(victim)
+        self.evicted += 1
+        slot = self._objects[victim][0] if victim in self._objects else None
+        await self.erase([victim])
+        if first:
+            self.slots.first(slot)
+        return True
+
+    async def _grown(self) -> Outcome:
+        if now() < self._no_growth_until:
+            return Outcome.NO_SPACE
+        if self._growing is None:
+            self._growing = asyncio.get_running_loop().create_task(self._grow())
+        growing = self._growing
+        outcome = await to_the_end(growing)
+        if self._growing is growing:
+            self._growing = None
+        return outcome
 
     async def _grow(self) -> Outcome:
         per_slab, slabs = self.files.meta.slots_per_slab, len(self.files.slabs)
-        # Slots that wait for their readers, or are quarantined, may ask for one slab more than the capacity does.
-        limit = -(-self.catalog.capacity // per_slab) + 1 if self.catalog.capacity else 0
-        if limit and slabs >= limit:
+        # Slots that wait for their readers, or are in quarantine, may ask for one slab more than the capacity does.
+        if slabs >= -(-self._capacity // per_slab) + 1:
             return Outcome.NO_SPACE
         outcome = await self._in_thread(self.files.grow)
         if outcome == Outcome.OK:
-            self._free.extend(range(slabs * per_slab, (slabs + 1) * per_slab))
+            self.slots.give(range(slabs * per_slab, (slabs + 1) * per_slab))
+        elif outcome == Outcome.NO_SPACE:
+            self._no_growth_until = now() + GROW_AGAIN
         return outcome
 
     async def seal(self, keys: Sequence[bytes]) -> Outcome:
@@ -235,7 +304,7 @@ class FileBackend(OwnedBackend):
             if outcome == Outcome.OK:
                 self._objects[key] = slot_entry
             else:
-                self._free.append(slot_entry[0])
+                self.slots.give([slot_entry[0]])
         return outcome
 
     def _seal_entries(self, entries: list[tuple[int, bytes]]) -> Outcome:
@@ -246,7 +315,7 @@ class FileBackend(OwnedBackend):
         for key in keys:
             slot_entry = self._written.pop(key, None)
             if slot_entry is not None:
-                self._free.append(slot_entry[0])
+                self.slots.give([slot_entry[0]])
 
     async def erase(self, keys: Sequence[bytes]) -> None:
         """See `OwnedBackend.erase`."""
@@ -255,11 +324,38 @@ class FileBackend(OwnedBackend):
             if slots and not self.read_only:
                 await self._in_thread(self.files.free, slots)
         finally:
-            for slot in slots:
-                if self._readers[slot]:
-                    self._zombies.add(slot)
-                else:
-                    self._free.append(slot)
+            self.slots.give(slots)
+
+    async def clear(self, generation: int = 0) -> None:
+        """See `Backend.clear`: the store gets another generation, in memory at once and on the device before this returns. Entries of the one
+        before are free slots from then on, whatever is left of them."""
+        if self.read_only:
+            raise StoreError(f"{self.files.folder} is open read-only: the process that writes there can clear it")
+        self.catalog.clear()
+        slots = [slot for slot, _ in self._objects.values()]
+        self._objects.clear()
+        self.generation = max(self.generation + 1, generation)
+        self.uncleared = True
+        before = self._advancing
+        advancing = self._advancing = asyncio.get_running_loop().create_task(self._advance(before))
+        try:
+            await to_the_end(advancing)
+        finally:
+            self.slots.give(slots)
+            if self._advancing is advancing:
+                self._advancing = None
+
+    async def _advance(self, before: asyncio.Task[None] | None) -> None:
+        """One after another: the first page never goes back."""
+        if before is not None:
+            await asyncio.wait([before])
+        generation = self.generation
+        try:
+            await self._in_thread(self.files.advance, generation)
+        except OSError as error:
+            raise StoreError(f"{self.files.folder}: the store could not be cleared: {error}") from error
+        if generation == self.generation:
+            self.uncleared = False
 
     async def each(self, work: Sequence[Callable[[], Awaitable[None]]]) -> None:
         """`depth` at once."""
@@ -274,17 +370,26 @@ class FileBackend(OwnedBackend):
                 tasks.start_soon(worker)
 
     async def close(self) -> None:
-        """Close the files; every call has been waited for."""
-        await self._threads.drained(10.0)
+        """Close the files and give up the lock, within about a second: threads that hang are abandoned."""
+        await to_the_end(asyncio.ensure_future(self._close()))
+
+    async def _close(self) -> None:
+        ended = await self._threads.drained(CLOSING)
         self._threads.close()
-        self.files.close()
+        if ended:
+            self.files.close()
+            return
+        self.stuck = True
+        log.warning("store threads hang and are abandoned", folder=str(self.files.folder), threads=self._threads.busy)
+        self.files.unlock()
+        self._threads.afterwards(self.files.drop)  # a descriptor in use must not become another file's
 
     def file_statistics(self) -> FileStatistics:
         """A moment's picture of the files."""
         slabs = len(self.files.slabs)
         return FileStatistics(
-            slabs * self.files.meta.slots_per_slab, len(self._free), slabs, self.files.direct, self._quarantined, self._torn,
-            self._scan_s,
+            slabs * self.files.meta.slots_per_slab, len(self.slots.free), slabs, self.files.direct, self.slots.quarantined, self._torn,
+            self._scan_s, self._capacity,
         )  # fmt: skip
 
     async def _in_thread(self, function: Callable[..., T], *args: object) -> T:

@@ -42,6 +42,10 @@ class MemoryBackend(OwnedBackend):
         for key in keys:
             self.objects.pop(key, None)
 
+    def present(self, key: bytes) -> bool:
+        """See `OwnedBackend.present`."""
+        return key in self.objects
+
     async def each(self, work: Sequence[Callable[[], Awaitable[None]]]) -> None:
         """One after another: there is nothing to wait for."""
         for item in work:

@@ -183,9 +183,11 @@ class MooncakeBackend(Backend):
         if keys:
             await self._client.remove([self.name(key) for key in keys])
 
-    async def clear(self) -> None:
+    async def clear(self, generation: int = 0) -> None:
         """See `Backend.clear`: of this identity, for every node of the pool."""
-        await self._client.call(lambda store: int(store.remove_by_regex("^" + self.prefix, True)), -1)
+        if await self._client.call(lambda store: int(store.remove_by_regex("^" + self.prefix, True)), -1) < 0:
+            raise StoreError("the Mooncake pool did not remove the objects")
+        self.generation = max(self.generation + 1, generation)
 
     async def close(self) -> None:
         """Leave the pool; what this node's memory held of it is gone."""

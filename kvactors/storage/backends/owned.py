@@ -21,6 +21,7 @@ class OwnedBackend(Backend):
         super().__init__(fingerprint, block_bytes)
         self.catalog = Catalog(capacity)
         self.pending: set[bytes] = set()  # names in the catalog whose objects are being written
+        self.squeezed: list[bytes] = []  # evicted because the space ran out, until a batch reports them
 
     @abstractmethod
     async def load(self, key: bytes, into: memoryview) -> Outcome:
@@ -41,6 +42,10 @@ class OwnedBackend(Backend):
     @abstractmethod
     async def erase(self, keys: Sequence[bytes]) -> None:
         """Delete objects that the catalog has forgotten already."""
+
+    def present(self, key: bytes) -> bool:
+        """Whether an object of this name can be read now; asked about names that a read did not find and that may have been written since."""
+        return False
 
     @abstractmethod
     async def each(self, work: Sequence[Callable[[], Awaitable[None]]]) -> None:
@@ -86,7 +91,7 @@ class OwnedBackend(Backend):
         await self._batch(len(keys), one, outcomes)
         self.saw(bytes(outcomes))
         corrupt = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome == Outcome.CORRUPT]
-        missing = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome == Outcome.MISS]
+        missing = [key for key, o in zip(keys, outcomes, strict=True) if o == Outcome.MISS and not self.present(key)]
         self.reads += outcomes.count(Outcome.OK)
         gone = self.catalog.remove(key for key in (*corrupt, *missing) if key not in self.pending)
         await self.erase([key for key in gone if key not in self.catalog])
@@ -124,19 +129,18 @@ class OwnedBackend(Backend):
             failed = {key for key, outcome in zip(keys, outcomes, strict=True) if outcome != Outcome.OK}
             self.catalog.remove(fresh & failed)
         self.writes += outcomes.count(Outcome.OK)
-        return WriteReport(bytes(outcomes), admission.evicted)
+        squeezed, self.squeezed = self.squeezed, []
+        return WriteReport(bytes(outcomes), admission.evicted + squeezed)
 
     async def _seal(self, keys: Sequence[bytes], fresh: set[bytes], outcomes: bytearray) -> None:
         saved = [i for i, key in enumerate(keys) if key in fresh and outcomes[i] == Outcome.OK]
-        if not saved:
-            return
-        outcome = await self.seal([keys[i] for i in saved])
-        gone = [i for i in saved if keys[i] not in self.catalog]  # evicted by another batch meanwhile, or cleared
+        wanted = [i for i in saved if keys[i] in self.catalog]  # the others were evicted by another batch since, or cleared
         for i in saved:
-            outcomes[i] = outcome
-        for i in gone:
             outcomes[i] = Outcome.NO_SPACE
-        await self.erase([keys[i] for i in gone])
+        outcome = await self.seal([keys[i] for i in wanted]) if wanted else Outcome.NO_SPACE
+        for i in wanted:
+            outcomes[i] = outcome if keys[i] in self.catalog else Outcome.NO_SPACE
+        await self.erase([keys[i] for i in saved if keys[i] not in self.catalog])
 
     async def _batch(self, count: int, one: Callable[[int], Awaitable[None]], outcomes: bytearray) -> None:
         if self.breaker.closed():
@@ -150,8 +154,9 @@ class OwnedBackend(Backend):
         self.catalog.remove(key for key in keys if key not in self.pending)
         await self.erase([key for key in keys if key not in self.catalog])
 
-    async def clear(self) -> None:
-        """See `Backend.clear`; what is being written meanwhile does not stay either."""
+    async def clear(self, generation: int = 0) -> None:
+        """See `Backend.clear`; for stores that do not survive their process, where erasing cannot fail."""
         keys = self.catalog.keys()
         self.catalog.clear()
+        self.generation = max(self.generation + 1, generation)
         await self.erase(keys)

@@ -147,7 +147,7 @@ class RankBackend(Backend):
         if keys:
             await self._all("remove", keys)
 
-    async def clear(self) -> None:
+    async def clear(self, generation: int = 0) -> None:
         """See `Backend.clear`. While a rank does not answer, its objects stay, and nothing is written until it could be cleared as well."""
         self.take(list(self._held))
         self.uncleared = True  # until all have said so

@@ -1,11 +1,13 @@
 """The files of a file store, and what is done with them; every call here blocks and belongs in a thread.
 
-    DIRECTORY / NAMESPACE / rank-R-of-N / 16 hex digits of the fingerprint /
-        lock        held by the process that writes here, with its number in it
-        table       what is in which slot (`slab_table`)
-        slab-0000   slots of whole pages, preallocated, one payload each
+    DIRECTORY / MODEL / NAMESPACE / rank-R-of-N / 16 hex digits of the identity /
+        lock            held by the process that writes here, with its number in it
+        table           what is in which slot (`slab_table`)
+        slab-0000       slots of whole pages, preallocated, one payload each
+        table.damaged   a table whose first page was damaged, set aside when the store was opened
 
-Slabs are read and written around the page cache (O_DIRECT) where the file system allows it, straight from and to memory that is aligned.
+Files have mode 0600, folders that are made here 0700, and no symbolic link is followed from the last folder on. Slabs are read and written
+around the page cache (O_DIRECT) where the file system allows it, straight from and to memory that is aligned.
 """
 
 from __future__ import annotations
@@ -16,15 +18,22 @@ import fcntl
 import mmap
 import os
 import threading
+import weakref
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
+import structlog
+import xxhash
 
 from kvactors.errors import StoreError
-from kvactors.storage.backends.slab_table import ENTRY, FREE, PAGE, Meta, meta_of
+from kvactors.files import FOLDER_MODE, locked, open_folder, open_private, private_folder, read_all
+from kvactors.storage.backends.slab_table import PAGE, Damaged, Meta, meta_of
 from kvactors.storage.messages import Outcome
+
+log = structlog.get_logger()
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -39,8 +48,10 @@ class SlabFiles:
         self.floor = floor
         self.direct = True
         self.slabs: list[int] = []  # file descriptors
-        self._table = self._lock = -1
+        self.trouble = ""  # the last thing that the file system refused
+        self._folder = self._table = self._lock = -1
         self._bounce = threading.local()
+        OPEN.add(self)
 
     # -- opening
 
@@ -48,7 +59,10 @@ class SlabFiles:
         """Open (or make) everything; the table's entries. StoreError if another process writes here, or it is another store."""
         try:
             if not self.read_only:
-                self.folder.mkdir(parents=True, exist_ok=True)
+                private_folder(self.folder)
+            self._folder = open_folder(self.folder)
+            if not self.read_only:
+                os.fchmod(self._folder, FOLDER_MODE)
                 self._take_lock()
             return self._open_table()
         except OSError as error:
@@ -58,76 +72,152 @@ class SlabFiles:
             self.close()
             raise
 
+    def _open(self, name: str, flags: int) -> int:
+        return open_private(name, flags, dir_fd=self._folder)
+
     def _take_lock(self) -> None:
-        self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = os.pread(self._lock, 32, 0).decode("ascii", "replace").strip() or "?"
-            raise StoreError(
-                f"{self.folder} is in use by process {holder}; open it with read_only, or another folder"
-            ) from error
+        while True:
+            self._lock = self._open("lock", os.O_RDWR | os.O_CREAT)
+            if not locked(self._lock):
+                holder = os.pread(self._lock, 32, 0).decode("ascii", "replace").strip() or "?"
+                raise StoreError(f"{self.folder} is in use by process {holder}; open it with read_only, or another folder")
+            if self._inode("lock") == os.fstat(self._lock).st_ino:
+                break
+            os.close(self._lock)  # 'kvactors store prune' has removed it since it was opened
+            self._lock = -1
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, str(os.getpid()).encode(), 0)
 
+    def _inode(self, name: str) -> int | None:
+        """Of a file in the folder where it is expected now; None if there is none."""
+        try:
+            return (self.folder / name).lstat().st_ino
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
     def _open_table(self) -> bytes:
         path = self.folder / "table"
-        self._table = os.open(path, os.O_RDONLY if self.read_only else os.O_RDWR | os.O_CREAT, 0o644)
-        if not self.read_only and os.fstat(self._table).st_size < PAGE:
-            os.pwrite(self._table, self.meta.page(), 0)
-        there = meta_of(os.pread(self._table, PAGE, 0), str(path))
-        if (there.fingerprint, there.block_bytes) != (self.meta.fingerprint, self.meta.block_bytes):
-            raise StoreError(
-                f"{path} is for fingerprint {there.fingerprint[:16]} and blocks of {there.block_bytes} bytes, not "
-                f"{self.meta.fingerprint[:16]} and {self.meta.block_bytes}"
-            )
-        self.meta = there  # slabs keep the size they were made with
+        self._table = self._open("table", os.O_RDONLY if self.read_only else os.O_RDWR | os.O_CREAT)
+        size = os.fstat(self._table).st_size
+        if not size and not self.read_only:
+            self._make_table()
+        try:
+            there = meta_of(os.pread(self._table, PAGE, 0), str(path))
+        except Damaged as error:
+            if self.read_only:
+                raise StoreError(
+                    f"{path}: the first page is damaged ({error}); a process that may write re-initialises it"
+                ) from error
+            self._set_aside(str(error))
+            there = self.meta  # as it was made anew
+        if (there.digest, there.block_bytes) != (self.meta.digest, self.meta.block_bytes):
+            raise StoreError(f"{path} belongs to another store: it is of {there.identity}; expected {self.meta.identity}")
+        self.meta = there  # slabs and entries keep the sizes they were made with
         while (self.folder / f"slab-{len(self.slabs):04}").exists():
             self.slabs.append(self._open_slab(len(self.slabs)))
         size = os.fstat(self._table).st_size - PAGE
-        slots = min(size // ENTRY, len(self.slabs) * self.meta.slots_per_slab)
-        return os.pread(self._table, max(0, slots) * ENTRY, PAGE)
+        slots = min(size // there.entry_bytes, len(self.slabs) * there.slots_per_slab)
+        return read_all(self._table, max(0, slots) * there.entry_bytes, PAGE)
+
+    def _make_table(self) -> None:
+        room = int(0.8 * self.free_bytes()) - self.floor
+        slots = max(1, min(self.meta.slots_per_slab, room // self.meta.stride))
+        self.meta = msgspec.structs.replace(self.meta, slots_per_slab=slots)
+        if os.pwrite(self._table, self.meta.page(), 0) != PAGE:
+            raise OSError(errno.ENOSPC, "no space for the first page", str(self.folder / "table"))
+        os.fsync(self._table)
+        os.fsync(self._folder)
+
+    def _set_aside(self, reason: str) -> None:
+        """The table cannot say any more what is where: the store begins anew, empty."""
+        log.warning("store table damaged, contents given up", folder=str(self.folder), reason=reason, kept="table.damaged")
+        os.rename("table", "table.damaged", src_dir_fd=self._folder, dst_dir_fd=self._folder)
+        for slab in self.folder.glob("slab-*"):
+            os.unlink(slab.name, dir_fd=self._folder)
+        os.close(self._table)
+        self._table = -1
+        self._table = self._open("table", os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        self._make_table()
 
     def _open_slab(self, number: int) -> int:
-        path = self.folder / f"slab-{number:04}"
+        name = f"slab-{number:04}"
         flags = os.O_RDONLY if self.read_only else os.O_RDWR | os.O_CREAT
         if self.direct:
             try:
-                return os.open(path, flags | os.O_DIRECT, 0o644)
+                return self._open(name, flags | os.O_DIRECT)
             except OSError as error:
-                if error.errno != errno.EINVAL:
+                if error.errno != errno.EINVAL or "regular" in str(error):
                     raise
                 self.direct = False  # tmpfs, some network file systems
-        return os.open(path, flags, 0o644)
+        return self._open(name, flags)
 
     def grow(self) -> Outcome:
         """One more slab: OK, NO_SPACE or UNAVAILABLE."""
-        size = self.meta.slots_per_slab * self.meta.stride
+        meta, number = self.meta, len(self.slabs)
+        size = meta.slots_per_slab * meta.stride
         try:
-            if self._free_bytes() - size < self.floor:
+            if self.free_bytes() - size < self.floor:
                 return Outcome.NO_SPACE
-            slab = self._open_slab(len(self.slabs))
+            entries = meta.slots_per_slab * meta.entry_bytes
+            os.posix_fallocate(self._table, PAGE + number * entries, entries)
+            slab = self._open_slab(number)
         except OSError as error:
-            return outcome_of(error)
+            return self._failed(error)
         try:
             os.posix_fallocate(slab, 0, size)
         except OSError as error:
             os.close(slab)
             with suppress(OSError):
-                (self.folder / f"slab-{len(self.slabs):04}").unlink()
-            return outcome_of(error)
+                os.unlink(f"slab-{number:04}", dir_fd=self._folder)
+            return self._failed(error)
         self.slabs.append(slab)
         return Outcome.OK
 
-    def _free_bytes(self) -> int:
-        free = os.statvfs(self.folder)
+    def _failed(self, error: OSError) -> Outcome:
+        self.trouble = str(error)
+        return outcome_of(error)
+
+    def free_bytes(self) -> int:
+        """Of the file system, for this user."""
+        free = os.fstatvfs(self._folder)
         return free.f_bavail * free.f_frsize
+
+    def own_bytes(self) -> int:
+        """That the store's slabs occupy."""
+        return sum(os.fstat(fd).st_blocks * 512 for fd in self.slabs)
+
+    def bytes_of_others(self) -> int:
+        """That stores of other layouts (identities) beside this one occupy, under the same model, namespace and rank."""
+        found = 0
+        for slab in self.folder.parent.glob("*/slab-*"):
+            if slab.parent != self.folder:
+                with suppress(OSError):
+                    found += slab.lstat().st_blocks * 512
+        return found
 
     def shrink(self, slabs: int) -> None:
         """Delete the last slabs until `slabs` are left."""
         while len(self.slabs) > slabs:
             os.close(self.slabs.pop())
-            (self.folder / f"slab-{len(self.slabs):04}").unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                os.unlink(f"slab-{len(self.slabs):04}", dir_fd=self._folder)
+
+    def advance(self, generation: int) -> None:
+        """Make `generation` the store's, durably: entries of earlier ones are free from here on. OSError if the disk refuses."""
+        meta = msgspec.structs.replace(self.meta, generation=generation)
+        if os.pwrite(self._table, meta.page(), 0) != PAGE:
+            raise OSError(errno.ENOSPC, "the first page was not written whole", str(self.folder / "table"))
+        os.fdatasync(self._table)
+        self.meta = meta
+        if self._inode("table") not in (None, os.fstat(self._table).st_ino):
+            raise OSError(errno.ESTALE, "another table is in the place of this one", str(self.folder / "table"))
+
+    def current(self) -> bool:
+        """Whether the store is of the generation that was found when it was opened: asked by a view beside the process that writes."""
+        try:
+            return meta_of(os.pread(self._table, PAGE, 0), "").generation == self.meta.generation
+        except (OSError, StoreError):
+            return False
 
     # -- slots
 
@@ -142,7 +232,7 @@ class SlabFiles:
         except OSError as error:
             if self._buffered_from_now_on(error):
                 return self.read(slot, address, room)
-            return outcome_of(error)
+            return self._failed(error)
 
     def _read(self, slot: int, address: int, room: int) -> Outcome:
         fd, at = self._place(slot)
@@ -156,6 +246,13 @@ class SlabFiles:
             return Outcome.MISS
         ctypes.memmove(address, address_of(bounce), size)
         return Outcome.OK
+
+    def proved(self, slot: int, checksum: int) -> bool:
+        """Whether a slot gives back what was written there; for slots that held bad objects."""
+        bounce = self._bounce_buffer()
+        if self.read(slot, address_of(bounce), self.meta.stride) != Outcome.OK:
+            return False
+        return xxhash.xxh3_64_intdigest(memoryview(bounce)[: self.meta.block_bytes]) == checksum
 
     def _buffered_from_now_on(self, error: OSError) -> bool:
         """Whether it was direct I/O that was refused (some file systems open for it and then do not do it): from now on it goes through
@@ -183,7 +280,7 @@ class SlabFiles:
         except OSError as error:
             if self._buffered_from_now_on(error):
                 return self.write(slot, address, room)
-            return outcome_of(error)
+            return self._failed(error)
         return Outcome.OK if written == wanted else Outcome.NO_SPACE
 
     def _bounce_buffer(self) -> mmap.mmap:
@@ -195,49 +292,79 @@ class SlabFiles:
 
     def seal(self, entries: list[tuple[int, bytes]], *, sync: bool) -> Outcome:
         """Write entries, once their payloads are where they belong; with `sync` both are on the device when it returns."""
+        size = self.meta.entry_bytes
         try:
             if not self.in_place():
+                self.trouble = f"{self.folder}: the table was deleted or moved"
                 return Outcome.UNAVAILABLE
             if sync:
                 for fd in {self._place(slot)[0] for slot, _ in entries}:
                     os.fdatasync(fd)
             for slot, entry in entries:
-                if os.pwrite(self._table, entry, PAGE + ENTRY * slot) != ENTRY:
+                if os.pwrite(self._table, entry, PAGE + size * slot) != size:
                     return Outcome.NO_SPACE
             if sync:
                 os.fdatasync(self._table)
         except OSError as error:
-            return outcome_of(error)
+            return self._failed(error)
         return Outcome.OK
 
-    def free(self, slots: list[int]) -> None:
-        """Forget what is in slots, before anything else is written there."""
-        with suppress(OSError):  # their payloads still have to match the old entries to be served
+    def free(self, slots: list[int]) -> bool:
+        """Forget what is in slots, before anything else is written there; whether the disk took it. If it did not, their payloads still
+        have to match the old entries to be served."""
+        size = self.meta.entry_bytes
+        try:
             for slot in slots:
-                os.pwrite(self._table, FREE, PAGE + ENTRY * slot)
+                os.pwrite(self._table, bytes(size), PAGE + size * slot)
+        except OSError as error:
+            self.trouble = str(error)
+            return False
+        return True
 
     def entry(self, slot: int) -> bytes:
-        """A slot's entry as it is in the table now; empty if it cannot be read."""
-        try:
-            return os.pread(self._table, ENTRY, PAGE + ENTRY * slot)
-        except OSError:
-            return b""
+        """A slot's entry as it is in the table now; shorter if the table is. OSError if it cannot be read now."""
+        return os.pread(self._table, self.meta.entry_bytes, PAGE + self.meta.entry_bytes * slot)
 
     def in_place(self) -> bool:
-        """Whether the table is still in its folder: what is written to deleted files is lost."""
-        try:
-            there = (self.folder / "table").stat()
-        except OSError:
-            return False
-        return there.st_ino == os.fstat(self._table).st_ino
+        """Whether the table is still in its folder: what is written to deleted files is lost. OSError if that cannot be seen now."""
+        return self._inode("table") == os.fstat(self._table).st_ino
+
+    # -- the end
+
+    def unlock(self) -> None:
+        """Let other processes write here, also if a forked child has the lock's descriptor still."""
+        if self._lock >= 0:
+            with suppress(OSError):
+                fcntl.flock(self._lock, fcntl.LOCK_UN)
+            os.close(self._lock)
+            self._lock = -1
 
     def close(self) -> None:
         """Close everything."""
-        for fd in (*self.slabs, self._table, self._lock):
+        self.unlock()
+        self.drop()
+
+    def drop(self) -> None:
+        """Close every descriptor and leave the lock as it is: in a forked child it is the parent's."""
+        for fd in (*self.slabs, self._table, self._lock, self._folder):
             if fd >= 0:
                 os.close(fd)
         self.slabs.clear()
-        self._table = self._lock = -1
+        self._folder = self._table = self._lock = -1
+
+
+OPEN: weakref.WeakSet[SlabFiles] = weakref.WeakSet()
+"""Of this process; a child that is forked closes its copies of their descriptors, or the lock would outlive the parent in it."""
+
+
+def after_fork() -> None:
+    """In a child: the files are the parent's."""
+    for files in list(OPEN):
+        with suppress(OSError):
+            files.drop()
+
+
+os.register_at_fork(after_in_child=after_fork)
 
 
 def memory(address: int, size: int) -> Any:

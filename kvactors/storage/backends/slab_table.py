@@ -1,13 +1,31 @@
-"""The table of a file store: one entry a slot, all in one file, so that finding out what is there is one sequential read.
+"""The table of a file store, format version 2: a first page, then one entry a slot. Start-up is one sequential read of this file.
 
-The file begins with a page of JSON, {"magic": "KVACTORS slabs", "version": 1, "fingerprint": hex, "block_bytes": n, "stride": n,
-"slots_per_slab": n}. Entry i follows at 4096 + 128 * i, little-endian: the 96 bytes of `header` (magic, version, reserved, fingerprint, key,
-payload length, XXH3-64 of the payload), the sequence number of the write u64, 16 bytes of zeros, and XXH3-64 of these 120 bytes u64. An
-entry of zeros is a free slot; one whose own checksum is wrong was torn while it was written, and is free as well.
+First page, 4096 bytes: JSON (`Meta`) padded with newlines to 4088 bytes, and the XXH3-64 of these 4088 bytes as u64. Every later version
+keeps this envelope, `magic` and `version`. Fields that a reader does not have are skipped.
+
+Entry of slot i, at 4096 + entry_bytes * i, little-endian:
+
+    0    magic "KVACTORS"
+    8    format version u32 = 2
+    12   length of the metadata area that is used, u32
+    16   digest of the store's identity, 32 bytes (model, namespace, rank, ranks, layout)
+    48   key, 32 bytes
+    80   length of the payload u64
+    88   XXH3-64 of the payload u64
+    96   sequence number of the write u64
+    104  generation of the store u64; entries of another generation than the first page's are free slots
+    112  metadata area: fields, each tag u16, length u16, bytes; zeros behind the last
+    -8   XXH3-64 of everything before it u64
+
+A reader skips fields whose tag it does not have. Tag 1: time of the write, u64 microseconds since 1970. An entry of zeros is a free slot. One
+whose checksum is wrong was torn while it was written, and is free as well. `entry_bytes` is in the first page: a store with room for more
+metadata is a matter of that number.
 """
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -15,88 +33,197 @@ import numpy as np
 import xxhash
 
 from kvactors.errors import StoreError
-from kvactors.storage.backends.header import HEADER, MAGIC, VERSION
 
 PAGE = 4096
-ENTRY = 128
+BODY = PAGE - 8
+VERSION = 2
 NAME = "KVACTORS slabs"
-FREE = bytes(ENTRY)
+MAGIC = b"KVACTORS"
+HEAD = struct.Struct("<8sII32s32sQQQQ")
+FIELD = struct.Struct("<HH")
+ENTRY_BYTES = 192
+"""Bytes of an entry of a new store: room for 72 bytes of metadata."""
 
-LAYOUT = np.dtype(
-    [
-        ("magic", "S8"),
-        ("version", "<u4"),
-        ("reserved", "<u4"),
-        ("fingerprint", "V32"),
-        ("key", "V32"),
-        ("length", "<u8"),
-        ("checksum", "<u8"),
-        ("sequence", "<u8"),
-        ("zeros", "V16"),
-        ("own", "<u8"),
-    ]
-)
-assert LAYOUT.itemsize == ENTRY
+LEAST_ENTRY, MOST_ENTRY = 128, 65_536
+MOST_SLOTS = 1 << 22
+"""Slots of a slab at most."""
+
+MOST_BLOCK = 1 << 40
+SLOTS = "slots"
+"""How a slab is laid out: payload i at i * stride. The only arrangement of this version."""
+
+WRITTEN_AT = 1
+"""Tag of the metadata field with the time of the write."""
 
 
 class Meta(msgspec.Struct, frozen=True):
-    """What a store is made for."""
+    """What a store is made for. digest: of the identity, hex. model, namespace, rank, ranks: the names behind it."""
 
-    fingerprint: str
+    digest: str
     block_bytes: int
     stride: int
     slots_per_slab: int
+    model: str = ""
+    namespace: str = ""
+    rank: int = 0
+    ranks: int = 1
+    generation: int = 0
+    entry_bytes: int = ENTRY_BYTES
+    slab_layout: str = SLOTS
     magic: str = NAME
     version: int = VERSION
 
     def page(self) -> bytes:
         """The file's first page."""
-        return msgspec.json.encode(self).ljust(PAGE, b"\n")
+        body = msgspec.json.encode(self).ljust(BODY, b"\n")
+        if len(body) > BODY:
+            raise StoreError(f"the names of the store are too long for the first page of its table: {len(body)} bytes")
+        return body + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little")
+
+    @property
+    def identity(self) -> str:
+        """For error messages."""
+        names = f"model {self.model!r}, namespace {self.namespace!r}, rank {self.rank} of {self.ranks}"
+        return f"{names}, blocks of {self.block_bytes} bytes, identity {self.digest[:16]}"
+
+
+class Damaged(StoreError):
+    """The first page of a table is not what was written: its store's contents cannot be found any more."""
+
+
+class _Stamp(msgspec.Struct, frozen=True):
+    magic: str
+    version: int
+
+
+def version_of(page: bytes) -> int:
+    """The format version that a first page names. Damaged if the page is none."""
+    if len(page) == PAGE and xxhash.xxh3_64_intdigest(page[:BODY]).to_bytes(8, "little") == page[BODY:]:
+        least = 2
+    elif len(page) == PAGE and page[BODY:] == b"\n" * 8:
+        least = 1  # version 1 had no checksum: the page was JSON and newlines
+    else:
+        raise Damaged("its checksum is wrong")
+    try:
+        stamp = msgspec.json.decode(page[: BODY if least == 2 else PAGE], type=_Stamp)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Damaged(str(error)) from error
+    if stamp.magic != NAME or (stamp.version == 1) != (least == 1):
+        raise Damaged(f"it names {stamp.magic!r} version {stamp.version}")
+    return stamp.version
 
 
 def meta_of(page: bytes, where: str) -> Meta:
-    """The first page read. StoreError for a file that is none, or of another version."""
+    """The first page read. StoreError for another version, Damaged for what is no first page or has values out of range."""
+    version = version_of(page)
+    if version != VERSION:
+        raise StoreError(
+            f"{where} has format version {version}, this is version {VERSION}: use another folder, or remove it with "
+            "'kvactors store prune'"
+        )
     try:
-        meta = msgspec.json.decode(page, type=Meta)
-    except msgspec.DecodeError as error:
-        raise StoreError(f"{where} is no table of a kvactors store: {error}") from error
-    if (meta.magic, meta.version) != (NAME, VERSION):
-        raise StoreError(f"{where} is of {meta.magic!r} version {meta.version}, and this is version {VERSION}")
+        meta = msgspec.json.decode(page[:BODY], type=Meta)
+        digest = bytes.fromhex(meta.digest)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise Damaged(str(error)) from error
+    ranges = (
+        ("digest", len(digest), 32, 32),
+        ("block_bytes", meta.block_bytes, 1, MOST_BLOCK),
+        ("stride", meta.stride, meta.block_bytes, MOST_BLOCK + PAGE),
+        ("stride % 4096", meta.stride % PAGE, 0, 0),
+        ("slots_per_slab", meta.slots_per_slab, 1, MOST_SLOTS),
+        ("entry_bytes", meta.entry_bytes, LEAST_ENTRY, MOST_ENTRY),
+        ("entry_bytes % 8", meta.entry_bytes % 8, 0, 0),
+        ("generation", meta.generation, 0, (1 << 63) - 1),
+    )
+    for name, value, least, most in ranges:
+        if not least <= value <= most:
+            raise Damaged(f"{name} is {value}, which is not in [{least}, {most}]")
+    if meta.slab_layout != SLOTS:
+        raise StoreError(f"{where} has slabs of layout {meta.slab_layout!r}, which this version cannot read")
     return meta
 
 
 class Found(NamedTuple):
-    """An entry of the table. checksum: of the payload."""
+    """An entry of the table. checksum: of the payload. metadata: by tag."""
 
     slot: int
     key: bytes
     sequence: int
     checksum: int
+    raw: bytes
+
+    @property
+    def metadata(self) -> dict[int, bytes]:
+        """By tag; tags without a meaning here included."""
+        return fields_of(self.raw)
 
 
-def entry_of(header: bytes, sequence: int) -> bytes:
-    """A slot's entry: the object's header, and when it was written."""
-    body = header + sequence.to_bytes(8, "little") + bytes(16)
+class Scan(NamedTuple):
+    """Good entries, oldest first. torn: slots that hold something that is no entry. stale: entries of other generations."""
+
+    found: list[Found]
+    torn: int
+    stale: int
+
+
+def entry_of(
+    meta: Meta, key: bytes, checksum: int, sequence: int, generation: int, metadata: Mapping[int, bytes] | None = None
+) -> bytes:
+    """A slot's entry. Fields of metadata that do not fit are left out, the last ones first."""
+    area, room = b"", meta.entry_bytes - HEAD.size - 8
+    for tag, value in (metadata or {}).items():
+        field = FIELD.pack(tag, len(value)) + value
+        if len(area) + len(field) <= room:
+            area += field
+    head = HEAD.pack(
+        MAGIC, VERSION, len(area), bytes.fromhex(meta.digest), key, meta.block_bytes, checksum, sequence, generation
+    )
+    body = (head + area).ljust(meta.entry_bytes - 8, b"\0")
     return body + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little")
 
 
-def scan(table: bytes, fingerprint: bytes, block_bytes: int) -> tuple[list[Found], int]:
-    """Every good entry, oldest first, and how many slots hold something that is none."""
-    entries = np.frombuffer(table[: len(table) // ENTRY * ENTRY], LAYOUT)
-    used = np.flatnonzero(np.frombuffer(table[: len(entries) * ENTRY], "<u8").reshape(-1, ENTRY // 8).any(axis=1))
-    good = used[
-        (entries["magic"][used] == MAGIC)
-        & (entries["version"][used] == VERSION)
-        & (entries["length"][used] == block_bytes)
-    ]  # fmt: skip
-    found = []
-    for slot in good.tolist():
-        raw = table[slot * ENTRY : (slot + 1) * ENTRY]
-        if xxhash.xxh3_64_intdigest(raw[:120]).to_bytes(8, "little") != raw[120:] or raw[16:48] != fingerprint:
+def fields_of(entry: bytes) -> dict[int, bytes]:
+    """The metadata of an entry, by tag. What is cut short ends the list."""
+    used = min(int.from_bytes(entry[12:16], "little"), len(entry) - HEAD.size - 8)
+    area, at, found = entry[HEAD.size : HEAD.size + used], 0, {}
+    while at + FIELD.size <= len(area):
+        tag, size = FIELD.unpack_from(area, at)
+        at += FIELD.size
+        if at + size > len(area):
+            break
+        found[tag] = area[at : at + size]
+        at += size
+    return found
+
+
+def checksum_of(entry: bytes) -> int:
+    """The payload's, of an entry."""
+    return int.from_bytes(entry[88:96], "little")
+
+
+def scan(table: bytes, meta: Meta) -> Scan:
+    """Look at every entry: one pass of numpy to find those in use, then one checksum each."""
+    size = meta.entry_bytes
+    count = len(table) // size
+    words = np.frombuffer(table[: count * size], "<u8").reshape(count, size // 8)
+    used = np.flatnonzero(words.any(axis=1))
+    digest, found, stale = bytes.fromhex(meta.digest), [], 0
+    for slot in used.tolist():
+        raw = table[slot * size : (slot + 1) * size]
+        if xxhash.xxh3_64_intdigest(raw[:-8]).to_bytes(8, "little") != raw[-8:]:
             continue
-        found.append(Found(slot, raw[48:80], int.from_bytes(raw[96:104], "little"), int.from_bytes(raw[88:96], "little")))
+        magic, version, area, owner, key, length, checksum, sequence, generation = HEAD.unpack_from(raw)
+        good = (magic, version, owner, length) == (MAGIC, VERSION, digest, meta.block_bytes)
+        if not good or area > size - HEAD.size - 8:
+            continue
+        if generation != meta.generation:
+            stale += 1
+            continue
+        found.append(Found(slot, key, sequence, checksum, raw))
     found.sort(key=lambda one: one.sequence)
-    return found, len(used) - len(found)
+    return Scan(found, len(used) - len(found) - stale, stale)
 
 
-assert HEADER.size == 96
+if HEAD.size + 8 > LEAST_ENTRY:
+    raise ImportError("an entry does not fit")

@@ -1,0 +1,53 @@
+"""What a file store finds when it is opened: its objects, and how many it may hold."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import structlog
+
+from kvactors.errors import StoreError
+from kvactors.storage.backends.slab_files import SlabFiles
+from kvactors.storage.backends.slab_table import Scan, scan
+
+log = structlog.get_logger()
+
+SHARE = 0.8
+"""Of the free space and what the store has already: its capacity if none is set."""
+
+
+class FileStatistics(NamedTuple):
+    """A moment's picture of the files. direct: whether the page cache is passed by. quarantined: slots that held bad objects and are not used now.
+    torn: entries that made no sense when the store was opened. scan_s: seconds to find out what was there. capacity: objects at most."""
+
+    slots: int
+    free: int
+    slabs: int
+    direct: bool
+    quarantined: int
+    torn: int
+    scan_s: float
+    capacity: int
+
+
+def survey(files: SlabFiles, wanted: int) -> tuple[Scan, int]:
+    """Open the files, read the table, and reckon the capacity in objects. wanted: as configured, 0 for a share of the space. Blocks. StoreError."""
+    try:
+        table = files.open()
+        own, free, others = files.own_bytes(), files.free_bytes(), files.bytes_of_others()
+    except OSError as error:
+        raise StoreError(f"{files.folder}: {error}") from error
+    stride = files.meta.stride
+    size = wanted * stride - others if wanted else int(SHARE * (free + own)) - files.floor
+    capacity = max(1, size // stride)
+    if wanted and capacity < wanted:
+        log.warning(
+            "stores of other layouts take part of the capacity; 'kvactors store prune' removes them",
+            folder=str(files.folder.parent), bytes=others, objects=wanted, left=capacity,
+        )  # fmt: skip
+    found = scan(table, files.meta)
+    log.info(
+        "file store open", folder=str(files.folder), capacity_bytes=capacity * stride, capacity_objects=capacity, configured=bool(wanted),
+        own_bytes=own, free_bytes=free, other_layouts_bytes=others, objects=len(found.found), torn=found.torn,
+    )  # fmt: skip
+    return found, capacity

@@ -1,0 +1,84 @@
+"""Which slots of a file store are free, read, or left alone because they held a bad object. Pure state, changed on the loop only."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable
+
+PAUSE = 60.0
+"""Seconds a slot is left alone after its first bad object; doubled with each one more."""
+
+LONGEST = 86_400.0
+
+
+class Slots:
+    """free: not in use. suspects: the next object that is written there must be read back before it counts."""
+
+    def __init__(self) -> None:
+        self.free: deque[int] = deque()
+        self.suspects: set[int] = set()
+        self._readers: Counter[int] = Counter()
+        self._leaving: set[int] = set()  # free once no read of them is in flight
+        self._until: dict[int, float] = {}  # in quarantine
+        self._strikes: Counter[int] = Counter()
+
+    # -- use
+
+    def begin_read(self, slot: int) -> None:
+        """A read is in flight: nothing else is written there."""
+        self._readers[slot] += 1
+
+    def end_read(self, slot: int) -> None:
+        """It is over."""
+        self._readers[slot] -= 1
+        if not self._readers[slot]:
+            del self._readers[slot]
+            if slot in self._leaving:
+                self._leaving.remove(slot)
+                self.free.append(slot)
+
+    def give(self, slots: Iterable[int]) -> None:
+        """They hold nothing any more: free now, or when their readers are done."""
+        for slot in slots:
+            if slot in self._readers:
+                self._leaving.add(slot)
+            else:
+                self.free.append(slot)
+
+    def first(self, slot: int | None) -> None:
+        """If it is free, it is the next one to be taken."""
+        if slot is not None and slot in self.free:
+            self.free.remove(slot)
+            self.free.appendleft(slot)
+
+    # -- quarantine
+
+    @property
+    def quarantined(self) -> int:
+        """Slots that are left alone now."""
+        return len(self._until)
+
+    def suspect(self, slot: int, now: float) -> None:
+        """It held a bad object, or did not give back what was written to it: left alone for a while."""
+        self._strikes[slot] += 1
+        self._until[slot] = now + min(LONGEST, PAUSE * 2.0 ** min(20, self._strikes[slot] - 1))
+        self.suspects.add(slot)
+
+    def release(self, now: float) -> bool:
+        """Free those whose time is over; whether there were any."""
+        return bool(self._until) and self._free_again([slot for slot, until in self._until.items() if until <= now])
+
+    def release_first_offenders(self) -> bool:
+        """Free those that held one bad object only, because slots run out; whether there were any."""
+        return self._free_again([slot for slot in self._until if self._strikes[slot] == 1])
+
+    def _free_again(self, slots: list[int]) -> bool:
+        for slot in slots:
+            del self._until[slot]
+        self.give(slots)
+        return bool(slots)
+
+    def passed(self, slot: int) -> None:
+        """A suspect gave back what was written to it."""
+        self.suspects.discard(slot)
+        del self._strikes[slot]
