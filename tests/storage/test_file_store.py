@@ -9,15 +9,14 @@ import os
 import shutil
 import subprocess
 import sys
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
 import pytest
+from store_kit import CORRUPT, MISS, OK, PRINT, SIZE, opened, whole
 
 import kvactors
 from kvactors.config import Config
-from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
 from kvactors.identity import StoreIdentity
 from kvactors.storage.backends import FileBackend
@@ -26,21 +25,6 @@ from kvactors.storage.backends.slab_table import PAGE, Meta, scan
 from kvactors.storage.messages import Outcome
 from kvactors.testing.kills import storm
 from kvactors.testing.store_contract import Bench, key
-
-SIZE, PRINT = 5000, bytes(range(32))
-OK, MISS, CORRUPT = Outcome.OK, Outcome.MISS, Outcome.CORRUPT
-
-
-@asynccontextmanager
-async def opened(folder, capacity=0, *, print_=PRINT, size=SIZE, **options):
-    store, arena = FileBackend(folder, print_, size, capacity, **options), Arena(64, size)
-    await store.open()
-    try:
-        await store.attach(arena)
-        yield Bench(store, arena)
-    finally:
-        await store.close()
-        arena.close()
 
 
 def slab(bench: Bench) -> Path:
@@ -56,16 +40,6 @@ def change(path: Path, at: int, data: bytes) -> None:
 
 def slot_of(bench: Bench, number: int) -> int:
     return bench.store._objects[key(number)][0]
-
-
-def whole(store: FileBackend) -> None:
-    """Every slot is free or holds an object, and every name has one."""
-    assert set(store.catalog.keys()) == set(store._objects)
-    assert not store._written
-    assert not store.pending
-    used = [slot for slot, _ in store._objects.values()]
-    total = len(store.files.slabs) * store.files.meta.slots_per_slab
-    assert sorted(used + list(store.slots.free)) == list(range(total))
 
 
 # -- what goes wrong

@@ -113,7 +113,7 @@ class SlabFiles:
         if (there.digest, there.block_bytes) != (self.meta.digest, self.meta.block_bytes):
             raise StoreError(f"{path} belongs to another store: it is of {there.identity}; expected {self.meta.identity}")
         self.meta = there  # slabs and entries keep the sizes they were made with
-        while (self.folder / f"slab-{len(self.slabs):04}").exists():
+        while self._inode(f"slab-{len(self.slabs):04}") is not None:
             self.slabs.append(self._open_slab(len(self.slabs)))
         size = os.fstat(self._table).st_size - PAGE
         slots = min(size // there.entry_bytes, len(self.slabs) * there.slots_per_slab)
