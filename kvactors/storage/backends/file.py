@@ -14,7 +14,7 @@ import structlog
 import xxhash
 
 from kvactors.actor.clock import now
-from kvactors.actor.uncancelled import to_the_end
+from kvactors.actor.uncancelled import to_the_end, uncancelled
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
 from kvactors.identity import StoreIdentity
@@ -371,7 +371,7 @@ class FileBackend(OwnedBackend):
 
     async def close(self) -> None:
         """Close the files and give up the lock, within about a second: threads that hang are abandoned."""
-        await to_the_end(asyncio.ensure_future(self._close()))
+        await uncancelled(self._close())
 
     async def _close(self) -> None:
         ended = await self._threads.drained(CLOSING)
@@ -380,6 +380,8 @@ class FileBackend(OwnedBackend):
             self.files.close()
             return
         self.stuck = True
+        if self._arena is not None:
+            self._arena.keep()
         log.warning("store threads hang and are abandoned", folder=str(self.files.folder), threads=self._threads.busy)
         self.files.unlock()
         self._threads.afterwards(self.files.drop)  # a descriptor in use must not become another file's
