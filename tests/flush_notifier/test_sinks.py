@@ -117,8 +117,8 @@ async def test_a_write_given_up_ends_before_the_next_begins(tmp_path, monkeypatc
     plain = aiofiles.open
 
     class Slow:
-        def __init__(self, *args):
-            self.context = plain(*args)
+        def __init__(self, *args, **options):
+            self.context = plain(*args, **options)
 
         async def __aenter__(self):
             self.file = await self.context.__aenter__()

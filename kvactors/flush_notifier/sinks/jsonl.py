@@ -22,19 +22,24 @@ import numpy as np
 from kvactors.errors import SinkError
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.base import Sink
+from kvactors.flush_notifier.sinks.private import private
 from kvactors.sink_config import JsonLinesSinkConfig
-from kvactors.units import Residency, Tier, split_keys
+from kvactors.units import KEY_BYTES, Residency, Tier, split_keys
 
 CHUNK = 16_384
 """Tokens turned into text at a time: between chunks others run."""
+
+KEYS = 1_024
+"""Block hashes turned into text at a time."""
 
 TAIL = 65_536
 """Bytes looked at, at a time, for the end of the last whole line."""
 
 
 class JsonLinesSink(Sink):
-    """path: appended to, by this process alone; its folder must exist (SinkError otherwise). A line that a crash or a failed write cut
-    short is removed before the next is written."""
+    """path: appended to, by this process alone; its folder must exist. A new file is readable by its user alone (0600), since it holds the
+    tokens of prompts. `open` raises SinkError for a path that cannot be written. A line that a crash or a failed write cut short is
+    removed before the next is written."""
 
     def __init__(self, config: JsonLinesSinkConfig, block_size: int) -> None:
         super().__init__(config, block_size)
@@ -44,6 +49,14 @@ class JsonLinesSink(Sink):
         self._encoder = msgspec.json.Encoder()
         self._writing: asyncio.Task[None] | None = None
         self._torn = True  # whether the file may end within a line
+
+    async def open(self) -> None:
+        """See `Sink.open`."""
+        try:
+            async with aiofiles.open(self.path, "ab", opener=private):
+                pass
+        except OSError as error:
+            raise SinkError(f"sink {self.name!r} cannot write {self.path}: {error.strerror or error}") from error
 
     async def begin(self, epoch: int) -> None:
         """See `Sink.begin`."""
@@ -63,6 +76,10 @@ class JsonLinesSink(Sink):
         for i in range(0, len(tokens), CHUNK):
             parts.append(self._encoder.encode(tokens[i : i + CHUNK].tolist())[1:-1])
             await asyncio.sleep(0)
+        names = []
+        for i in range(0, len(task.keys), KEY_BYTES * KEYS):
+            names.append(self._encoder.encode([key.hex() for key in split_keys(task.keys[i : i + KEY_BYTES * KEYS])])[1:-1])
+            await asyncio.sleep(0)
         return {
             "type": "flush",
             "epoch": task.epoch,
@@ -71,7 +88,7 @@ class JsonLinesSink(Sink):
             "reason": task.reason.value,
             "start_block_idx": task.start_block_idx,
             "count": task.count,
-            "keys": [key.hex() for key in split_keys(task.keys)],
+            "keys": msgspec.Raw(b"[%b]" % b",".join(names)),
             "parent": task.parent.hex(),
             "num_tokens": len(tokens),
             "tokens": msgspec.Raw(b"[%b]" % b",".join(parts)),
@@ -81,6 +98,9 @@ class JsonLinesSink(Sink):
         """A thread cannot be interrupted: a call given up at its deadline leaves its write to the next call, which waits for it."""
         await self._earlier_write()
         self._writing = asyncio.get_running_loop().create_task(self._write(b"".join(line + b"\n" for line in lines)))
+        self._writing.add_done_callback(
+            lambda task: None if task.cancelled() else task.exception()
+        )  # seen even if nothing waits
         await asyncio.shield(self._writing)
 
     async def _earlier_write(self) -> None:
@@ -89,7 +109,7 @@ class JsonLinesSink(Sink):
 
     async def _write(self, data: bytes) -> None:
         try:
-            async with aiofiles.open(self.path, "ab") as file:
+            async with aiofiles.open(self.path, "ab", opener=private) as file:
                 if self._torn:
                     await file.truncate(await self._whole_lines())
                 self._torn = True
