@@ -1,6 +1,6 @@
 """What the same tokens must agree on to share cached bytes: the scope of a chain of block hashes, and the identity of a store.
 
-Pure and without dependencies inside the package. `docs/keys.md` has the encoding and test vectors.
+Pure, and without dependencies on other parts of the package. `docs/keys.md` has the encoding and test vectors.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import hashlib
 import re
 from pathlib import Path
 from typing import NamedTuple
+
+from kvactors.discreet import discreet
 
 ROOT_DOMAIN = b"kvactors.key.v2"
 STORE_DOMAIN = b"kvactors.store.v2"
@@ -33,6 +35,9 @@ class CacheScope(NamedTuple):
     namespace: str
     lora: str | None = None
     salt: str | None = None
+
+    def __repr__(self) -> str:
+        return discreet(self)
 
     def root(self, fingerprint: bytes) -> bytes:
         """The 32-byte root hash above the first block, for blocks of the layout that `fingerprint` stands for.

@@ -7,13 +7,17 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from kvactors.discreet import discreet, discreet_rich
 from kvactors.errors import ActorFailed, DeadlineExceeded
 
 R = TypeVar("R")
 
 
 class Message(msgspec.Struct, frozen=True, eq=False):
-    """A tell that flows forward: it takes a place in the receiver's bounded data lane."""
+    """A tell that flows forward: it takes a place in the receiver's bounded data lane. Its text has sizes in place of tokens and salts."""
+
+    __repr__ = discreet
+    __rich_repr__ = discreet_rich
 
 
 class Control(Message, frozen=True, eq=False):

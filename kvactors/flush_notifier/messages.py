@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from kvactors.actor import Ask, Control
 from kvactors.actor.message import Message
+from kvactors.discreet import discreet
 from kvactors.units import Reason, Residency, Tier
 
 
@@ -15,6 +16,9 @@ class Origin(NamedTuple):
 
     lora: str | None = None
     salt: str | None = None
+
+    def __repr__(self) -> str:
+        return discreet(self)
 
 
 PLAIN = Origin()

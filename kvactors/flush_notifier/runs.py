@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
+from kvactors.discreet import discreet
 from kvactors.flush_notifier.messages import FlushTask, Origin
 from kvactors.units import Reason, Residency, Tier
 
@@ -60,6 +61,9 @@ class Run(NamedTuple):
     resident: bool
     reason: Reason
 
+    def __repr__(self) -> str:
+        return discreet(self)
+
 
 class Batch(NamedTuple):
     """One delivery: what the sink is told, and the runs behind the tasks, one for one; or that all of `cleared` (everything known then)
@@ -68,6 +72,9 @@ class Batch(NamedTuple):
     tasks: list[FlushTask]
     runs: list[Run]
     cleared: Sequence[Entry] = ()
+
+    def __repr__(self) -> str:
+        return discreet(self)
 
     def split(self, count: int) -> tuple[Batch, Batch]:
         """The first `count` tasks, and the others."""
@@ -83,6 +90,9 @@ class Holding(NamedTuple):
     tokens: bytes
     tiers: int
     origin: Origin
+
+    def __repr__(self) -> str:
+        return discreet(self)
 
 
 def join(entries: Collection[Entry], bit: int, *, resident: bool, reason_index: int) -> list[Run]:

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from kvactors.discreet import discreet, discreet_rich
 from kvactors.flush_notifier.messages import FlushTask, Origin
 from kvactors.native import pack_tokens
 from kvactors.sink_config import KvEventsSinkConfig
@@ -41,6 +42,9 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True, tag_field="type", omit_
     medium: str | None
     lora_name: str | None
     extra_keys: list[Any] | None = None
+
+    __repr__ = discreet
+    __rich_repr__ = discreet_rich
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, tag=True, tag_field="type", omit_defaults=True):

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import anyio
 
+from kvactors.discreet import discreet
 from kvactors.errors import SinkError
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.base import Sink
@@ -24,6 +25,9 @@ class Place(NamedTuple):
     position: int
     parent: bytes
     tokens: bytes
+
+    def __repr__(self) -> str:
+        return discreet(self)
 
 
 class MemorySink(Sink):

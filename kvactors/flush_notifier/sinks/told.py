@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from kvactors.discreet import discreet
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.units import split_keys
 
@@ -30,6 +31,9 @@ class TakeBack(NamedTuple):
     names: list[bytes]
     start: int
     tokens: bytes
+
+    def __repr__(self) -> str:
+        return discreet(self)
 
 
 class Told:
