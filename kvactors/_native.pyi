@@ -131,9 +131,8 @@ class BlockTree:
     def mark_announced(self, path: Path, upto: int) -> bool:
         """Mark the first `upto` held nodes announced; True if any was not. The mark dies when a node takes a device block anew."""
     def clear_announced(self) -> None: ...
-    def unsaved(self, path: Path, upto: int, min_hits: int) -> list[int]:
-        """Positions below `upto` whose node was pinned at least `min_hits` times (creation counts as one) and not
-        yet returned by this call; marks them saved."""
+    def worth_saving(self, path: Path, upto: int, min_hits: int) -> list[int]:
+        """Positions below `upto` whose node was pinned at least `min_hits` times (creation counts as one)."""
     def retire(self) -> list[int]:
         """Nothing matches any more: drops every unreferenced node not in flight and returns its device blocks.
         Referenced ones are returned by later `release`, in-flight ones by `finish_load` / `finish_offload`."""

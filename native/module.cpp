@@ -319,8 +319,8 @@ void bind_tree(nb::module_& m) {
         .def("mark_announced", [](PyTree& t, PyPath& p, Id upto) { return t.mark_announced(p, size_of(upto, "upto out of range")); },
              "path"_a, "upto"_a)
         .def("clear_announced", &PyTree::clear_announced)
-        .def("unsaved", [](PyTree& t, PyPath& p, Id upto, Id min_hits) {
-            return t.unsaved(p, size_of(upto, "upto out of range"), size_of(min_hits, "min_hits out of range"));
+        .def("worth_saving", [](const PyTree& t, const PyPath& p, Id upto, Id min_hits) {
+            return t.worth_saving(p, size_of(upto, "upto out of range"), size_of(min_hits, "min_hits out of range"));
         }, "path"_a, "upto"_a, "min_hits"_a)
         .def("retire", [](PyTree& t) { return ids_of(t.retire()); })
         .def("device_keys", [](const PyTree& t) {

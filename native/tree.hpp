@@ -19,7 +19,6 @@ enum Bits : u8 {
     kOffloading = 8,  // picked for eviction; `block` is being copied away
     kStateBits = 15,
     kAnnounced = 16,
-    kSaved = 32,
     kListed = 64,  // in the list of evictable nodes
     kRoot = 128,   // start of a namespace: no tokens, no state, `name` is the root key
 };
@@ -86,7 +85,7 @@ public:
     std::vector<u32> release(Path& path);
     bool mark_announced(Path& path, u32 upto);
     void clear_announced();
-    std::vector<u32> unsaved(Path& path, u32 upto, u32 min_hits);
+    std::vector<u32> worth_saving(const Path& path, u32 upto, u32 min_hits) const;
 
     // tree_commit.cpp
     Committed commit(Path& path, u32 upto);

@@ -125,15 +125,11 @@ void Tree::clear_announced() {
         if (is_node(id)) at(id).bits &= u8(~kAnnounced);
 }
 
-std::vector<u32> Tree::unsaved(Path& path, u32 upto, u32 min_hits) {
+std::vector<u32> Tree::worth_saving(const Path& path, u32 upto, u32 min_hits) const {
     require_held(path, upto);
     std::vector<u32> positions;
-    for (u32 i = 0; i < upto; ++i) {
-        Node& node = at(path.nodes[i]);
-        if ((node.bits & kSaved) != 0 || node.hits < min_hits) continue;
-        node.bits |= kSaved;
-        positions.push_back(i);
-    }
+    for (u32 i = 0; i < upto; ++i)
+        if (at(path.nodes[i]).hits >= min_hits) positions.push_back(i);
     return positions;
 }
 

@@ -9,14 +9,14 @@ from kvactors.actor import Message, on
 from kvactors.actor.clock import now
 from kvactors.cpu_evictor.host import Entry, Place
 from kvactors.cpu_evictor.load import LoadJob
-from kvactors.cpu_evictor.messages import Admit, Cancel, ClearHost, Load, Offload, Overdue, Prefetch
+from kvactors.cpu_evictor.messages import Cancel, ClearHost, Load, Offload, Overdue, Prefetch
 from kvactors.cpu_evictor.messages import Place as PlaceLoad
-from kvactors.cpu_evictor.plane import Plane
+from kvactors.cpu_evictor.save import Saves
 from kvactors.flush_notifier.messages import Cleared, Gained, Gone
 from kvactors.gpu_swapper.messages import Copy, Direction
 from kvactors.prefix_index.messages import Admitted, HostGained, HostGone, LayersLoaded, Loaded, LoadStalled, Offloaded
 from kvactors.storage.messages import ClearStore, FetchDevice, Outcome, Probe, Read, Recount, SaveDevice, Write
-from kvactors.units import Reason, Tier, join_keys, split_keys
+from kvactors.units import Reason, Tier, split_keys
 
 
 class HostStatistics(NamedTuple):
@@ -36,7 +36,7 @@ class HostStatistics(NamedTuple):
     write_failures: int
 
 
-class CpuEvictor(Plane):
+class CpuEvictor(Saves):
     """Owns host slots, the host LRU and slot pins."""
 
     ROLE: ClassVar[str] = "cpu_evictor"
@@ -77,7 +77,7 @@ class CpuEvictor(Plane):
         first = len(fresh) - len(entries)
 
         def then(failed: frozenset[int]) -> None:
-            good = self._arrive(entries, failed)
+            good = self.arrive(entries, failed)
             for j, entry in zip(fresh[first:], entries, strict=True):
                 kept[j] = entry.place is Place.RESIDENT and not entry.dropped
             for j in [j for j, key in enumerate(keys) if key not in self.host.lru]:
@@ -108,18 +108,6 @@ class CpuEvictor(Plane):
         """Kept without a copy, but reported gone before (they were being written back)."""
         found = [self.host.usable(key) for key, keep in zip(keys, kept, strict=True) if keep]
         return [entry.key for entry in found if entry is not None and not entry.told and not entry.arriving]
-
-    def _arrive(self, entries: Sequence[Entry], failed: frozenset[int]) -> list[Entry]:
-        """A copy or read into slots is over: the good ones stand, unpinned; the others go."""
-        good = []
-        for i, entry in enumerate(entries):
-            entry.arriving = False
-            if i in failed:
-                self.host.drop(entry)
-            elif not entry.dropped:
-                good.append(entry)
-            self.host.unpin(entry)
-        return good
 
     # -- load
 
@@ -197,11 +185,11 @@ class CpuEvictor(Plane):
     def _fetched(self, job: LoadJob, first: int, reading: list[Entry], outcomes: bytes) -> None:
         job.fetching = False
         failed = frozenset(i for i, outcome in enumerate(outcomes) if outcome != Outcome.OK)
-        good = self._arrive(reading, failed)
+        good = self.arrive(reading, failed)
         self.fetched += len(good)
         if not self.exclusive:
             self.gained([entry.key for entry in good])
-            self.tell(self.index, HostGained(join_keys(entry.key for entry in good)))
+            self.hint(good)
         if job.over:
             for entry in good if self.exclusive else ():
                 self.host.drop(entry)
@@ -248,12 +236,12 @@ class CpuEvictor(Plane):
         self.probe(keys[first:], message.deadline, found)
 
     def _prefetched(self, entries: list[Entry], outcomes: bytes) -> None:
-        good = self._arrive(entries, frozenset(i for i, outcome in enumerate(outcomes) if outcome != Outcome.OK))
+        good = self.arrive(entries, frozenset(i for i, outcome in enumerate(outcomes) if outcome != Outcome.OK))
         self.fetched += len(good)
         self.gained([entry.key for entry in good])
         for entry in good:
             entry.hinted = True
-        self.tell(self.index, HostGained(join_keys(entry.key for entry in good)))
+        self.hint(good)
         self.keep_watermarks()
 
     @on(PlaceLoad)
@@ -302,6 +290,8 @@ class CpuEvictor(Plane):
         for entry in job.entries[:good]:
             if entry.place is Place.TRANSIT and not self._is_write(entry):
                 self.host.drop(entry)
+            elif entry.place is Place.LEAVING:
+                entry.handed = True
             self.host.unpin(entry)
         job.entries = []
         self.tell(self.index, Loaded(job.op, good, sum(job.from_host[:good])))
@@ -320,53 +310,13 @@ class CpuEvictor(Plane):
                 self.host.drop(entry)
             self.host.unpin(entry)
 
-    # -- admit
-
-    @on(Admit)
-    def admit(self, message: Admit) -> None:
-        """A finished request's path: keep a copy (inclusive tiers), write what is to be saved."""
-        if message.era != self.era:
-            self.tell(self.index, Admitted(message.op, bytes(len(message.blocks))))
-            return
-        keys = split_keys(message.keys)
-        lacking = [j for j, key in enumerate(keys) if key not in self.host.entries]
-        if message.keep:
-            self.make_room(len(lacking), len(lacking), keys)
-            lacking = lacking[: min(len(lacking), self.host.capacity - self.host.resident, self.host.free)]
-            place = Place.RESIDENT
-        else:
-            saved = set(message.save) if self.direct is None else set()
-            lacking = [j for j in lacking if j in saved][: self.host.free]
-            place = Place.TRANSIT
-        entries = [self.host.add(keys[j], keys[j - 1] if j else message.root, place) for j in lacking]
-        self.host.touch(reversed(keys))
-
-        def then(failed: frozenset[int]) -> None:
-            good = self._arrive(entries, failed)
-            if message.keep:
-                self.gained([entry.key for entry in good])
-                self.offloaded += len(good)
-            kept = bytes(
-                message.keep and (e := self.host.usable(key)) is not None and e.place is Place.RESIDENT for key in keys
-            )
-            if self.direct is not None and message.save:
-                start, tell = message.save[0], lambda _: self.tell(self.index, Admitted(message.op, kept))
-                self.save_direct(message.tokens, start, message.blocks[start : message.save[-1] + 1], tell)
-                return
-            if self.writers and message.save:
-                sources = [self.host.usable(keys[j]) for j in reversed(message.save)]
-                self.write([entry for entry in sources if entry is not None])
-            self.tell(self.index, Admitted(message.op, kept))
-            self.keep_watermarks()
-
-        self.copy(Direction.TO_HOST, [message.blocks[j] for j in lacking], entries, then)
-
     # -- the whole tier
 
     @on(ClearHost)
     def clear(self, message: ClearHost) -> None:
         """Forget everything; copies in flight end on entries that nobody finds any more."""
         self.host.clear()
+        self.clears += 1
         self.tell(self.notifier, Cleared(Tier.HOST, Reason.CLEAR))
         if message.storage and self.writers:
             self.clear_store()
@@ -380,7 +330,7 @@ class CpuEvictor(Plane):
         self.host.check()
         if not (self._copies or self._probes or self._reads or self._writes or self.loads):
             assert not self.host.pinned(), f"{self.host.pinned()} slots pinned at rest"
-            leftover = [e for e in self.host.entries.values() if e.place is not Place.RESIDENT]
+            leftover = [e for e in self.host.entries.values() if e.place is not Place.RESIDENT and not e.handed]
             assert not leftover, f"{len(leftover)} slots in passage at rest"
 
     def host_statistics(self) -> HostStatistics:

@@ -10,6 +10,7 @@ from kvactors.actor import ActorRef, PeerRestarted, on
 from kvactors.actor.clock import now
 from kvactors.cpu_evictor.load import LoadJob
 from kvactors.cpu_evictor.messages import Fetched, Saved
+from kvactors.cpu_evictor.reports import count_of
 from kvactors.cpu_evictor.traffic import Traffic
 from kvactors.storage.messages import FetchDevice, SaveDevice
 
@@ -21,6 +22,13 @@ class Fetching(NamedTuple):
     first: int
 
 
+class Saving(NamedTuple):
+    """Device blocks that are being written. then: what to do with the number of those that are stored."""
+
+    blocks: int
+    then: Callable[[int], None]
+
+
 class Direct(Traffic):
     """direct: the actor of such a store, None without one."""
 
@@ -28,7 +36,7 @@ class Direct(Traffic):
         super().__init__(ref, **rest)
         self.direct = direct
         self.fetching: dict[int, Fetching] = {}
-        self.saving: dict[int, Callable[[int], None]] = {}
+        self.saving: dict[int, Saving] = {}
 
     @abstractmethod
     def load_moved(self, job: LoadJob) -> None:
@@ -50,25 +58,29 @@ class Direct(Traffic):
         if fetching is None:
             return
         job, first = fetching
+        good = count_of(message.good, len(job.wanted) - first)
         job.fetching = False
-        job.arrived.update(range(first, first + message.good))
-        self.fetched += message.good
+        job.arrived.update(range(first, first + good))
+        self.fetched += good
         self.load_moved(job)
 
     def save_direct(self, tokens: bytes, start: int, blocks: tuple[int, ...], then: Callable[[int], None]) -> None:
         """Write device blocks; `then` gets how many are stored, when none is read any more."""
-        assert self.direct is not None
+        if self.direct is None:
+            raise RuntimeError("there is no store that moves device memory")
         op = next(self._ops)
-        self.saving[op] = then
+        self.saving[op] = Saving(len(blocks), then)
         self.tell(self.direct, SaveDevice(op, tokens, start, blocks, now() + self.storage.timeout))
 
     @on(Saved)
     def saved_direct(self, message: Saved) -> None:
         """The store reads no more from those blocks."""
-        then = self.saving.pop(message.op, None)
-        if then is not None:
-            self.written += message.good
-            then(message.good)
+        saving = self.saving.pop(message.op, None)
+        if saving is not None:
+            good = count_of(message.good, saving.blocks)
+            self.written += good
+            self.write_failures += saving.blocks - good
+            saving.then(good)
 
     @on(PeerRestarted)
     def peer_restarted(self, message: PeerRestarted) -> None:

@@ -17,9 +17,10 @@ class Place(Enum):
 
 class Entry:
     """A block in a slot. pins: copies and writes that use the slot now. arriving: its bytes are not there yet. told: the notifier
-    believes it resident. hinted: the index was told that it came by itself. dropped: forgotten; the slot is free as soon as nobody uses it."""
+    believes it resident. hinted: the index was told that it came by itself. handed: copied to the device, so the index will
+    discard it. dropped: forgotten; the slot is free as soon as nobody uses it."""
 
-    __slots__ = ("arriving", "dropped", "hinted", "key", "parent", "pins", "place", "slot", "told")
+    __slots__ = ("arriving", "dropped", "handed", "hinted", "key", "parent", "pins", "place", "slot", "told")
 
     def __init__(self, key: bytes, parent: bytes, slot: int, place: Place) -> None:
         self.key = key
@@ -30,6 +31,7 @@ class Entry:
         self.arriving = False
         self.told = False
         self.hinted = False
+        self.handed = False
         self.dropped = False
 
 
@@ -49,6 +51,7 @@ class HostTier:
         self._free = list(range(num_slots - 1, -1, -1))
         self._children: Counter[bytes] = Counter()
         self._ghosts: set[Entry] = set()  # forgotten, slot still in use
+        self.generation = 0  # how often everything was forgotten
 
     @property
     def free(self) -> int:
@@ -108,6 +111,7 @@ class HostTier:
             self._exit(entry)
         elif place is Place.RESIDENT and entry.place is not Place.RESIDENT:
             self._enter(entry)
+            entry.handed = False
         entry.place = place
 
     def pin(self, entry: Entry) -> None:
@@ -137,6 +141,7 @@ class HostTier:
 
     def clear(self) -> None:
         """Forget everything."""
+        self.generation += 1
         for entry in list(self.entries.values()):
             self.drop(entry)
 
@@ -148,6 +153,10 @@ class HostTier:
         assert set(self.lru) == {k for k, e in self.entries.items() if e.place is Place.RESIDENT}, "order and entries disagree"
         children = Counter(entry.parent for entry in self.lru.values())
         assert +self._children == +children, "child counts disagree"
+
+    def handed(self) -> int:
+        """Slots whose blocks the device holds, and which the index has not discarded yet."""
+        return sum(1 for entry in self.entries.values() if entry.handed)
 
     def pinned(self) -> int:
         """Slots in use by a copy or a write."""

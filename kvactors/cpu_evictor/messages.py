@@ -158,6 +158,12 @@ class StoreCleared(Control, frozen=True, eq=False):
     op: int
 
 
+class SaveUnanswered(Control, frozen=True, eq=False):
+    """To itself: the store has not answered in time which blocks of a finished request it has."""
+
+    op: int
+
+
 class Overdue(Control, frozen=True, eq=False):
     """To itself: an operation's deadline has come."""
 

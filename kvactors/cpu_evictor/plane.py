@@ -64,9 +64,9 @@ class Plane(Direct):
             return
         found = [entry for key in split_keys(message.keys) if (entry := self.host.entries.get(key)) is not None]
         self.gone(found, Reason.PROMOTION)
-        hinted = [entry.key for entry in found if entry.hinted]
-        if hinted:
-            self.tell(self.index, HostGone(join_keys(hinted)))  # the hint may have come after it had said this
-        for entry in found:
-            if entry.place is not Place.TRANSIT and not entry.arriving:
-                self.host.drop(entry)
+        dropped = [entry for entry in found if entry.place is not Place.TRANSIT and not entry.arriving]
+        for entry in dropped:
+            self.host.drop(entry)
+        # A HostGained or Offloaded with these may have been sent after the index sent this Discard.
+        if dropped:
+            self.tell(self.index, HostGone(join_keys(entry.key for entry in dropped)))

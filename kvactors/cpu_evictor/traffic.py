@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvactors.actor import Actor, ActorRef, PeerRestarted, on
 from kvactors.actor.clock import now
 from kvactors.config import HostConfig, StorageConfig
 from kvactors.cpu_evictor.host import Entry, HostTier, Place
 from kvactors.cpu_evictor.messages import Copied, CopyProgress, Probed, ReadDone, StoreCleared, Written
+from kvactors.cpu_evictor.reports import count_of, indices_of, outcomes_of
 from kvactors.device.arena import Arena
 from kvactors.flush_notifier.messages import Gained, Gone
 from kvactors.gpu_swapper.messages import Copy, Direction
-from kvactors.prefix_index.messages import HostGone
+from kvactors.prefix_index.messages import HostGained, HostGone
 from kvactors.storage.messages import ClearStore, Outcome, Probe, Read, Write
 from kvactors.units import Reason, Tier, join_keys
 
@@ -28,7 +29,14 @@ class Asked(NamedTuple):
 
     actor: ActorRef
     keys: int
-    then: Callable[[bytes], None]
+    then: Callable[[Any], None]
+
+
+class Copying(NamedTuple):
+    """A copy in flight: how many pairs, and what to do with the indices of those that failed."""
+
+    pairs: int
+    then: Callable[[frozenset[int]], None]
 
 
 class Traffic(Actor):
@@ -63,9 +71,11 @@ class Traffic(Actor):
         self.evicted = self.offloaded = self.loaded = self.fetched = self.shed = self.written = 0
         self.copy_failures = self.write_failures = 0
         self._ops = count(1)
-        self._copies: dict[int, Callable[[frozenset[int]], None]] = {}
+        self.clears = 0  # ClearHost handled
+        self._copies: dict[int, Copying] = {}
         self._progress: dict[int, Callable[[int], None]] = {}
         self._probes: dict[int, Asked] = {}
+        self._asks: dict[int, Asked] = {}
         self._reads: dict[int, Asked] = {}
         self._writes: dict[int, Asked] = {}
         self._clears: dict[int, ActorRef] = {}
@@ -86,7 +96,7 @@ class Traffic(Actor):
             then(frozenset())
             return
         op = next(self._ops)
-        self._copies[op] = then
+        self._copies[op] = Copying(len(entries), then)
         if progress is not None:
             self._progress[op] = progress
         slots = tuple(entry.slot for entry in entries)
@@ -102,26 +112,56 @@ class Traffic(Actor):
     @on(Copied)
     def copied(self, message: Copied) -> None:
         """A copy is over."""
-        self.copy_failures += len(message.failed)
         self._progress.pop(message.op, None)
-        then = self._copies.pop(message.op, None)
-        if then is not None:
-            then(frozenset(message.failed))
+        copying = self._copies.pop(message.op, None)
+        if copying is not None:
+            failed = indices_of(message.failed, copying.pairs)
+            self.copy_failures += len(failed)
+            copying.then(failed)
+
+    def arrive(self, entries: Sequence[Entry], failed: frozenset[int]) -> list[Entry]:
+        """A copy or read into slots is over: the good ones stand, unpinned; the others go."""
+        good = []
+        for i, entry in enumerate(entries):
+            entry.arriving = False
+            if i in failed:
+                self.host.drop(entry)
+            elif not entry.dropped:
+                good.append(entry)
+            self.host.unpin(entry)
+        return good
 
     # -- storage
 
     def probe(self, keys: Sequence[bytes], deadline: float, then: Callable[[int], None]) -> None:
         """How many leading keys the store can give."""
         op, reader = next(self._ops), self._least_loaded(self.readers, self._probes, self._reads)
-        self._probes[op] = Asked(reader, len(keys), lambda found: then(int.from_bytes(found, "little")))
+        self._probes[op] = Asked(reader, len(keys), then)
         self.tell(reader, Probe(op, join_keys(keys), deadline))
+
+    def ask_before_write(self, keys: Sequence[bytes], deadline: float, then: Callable[[int], None]) -> int:
+        """How many leading keys the store has. Unlike a probe it holds back no write. The operation's number, for `give_up_asking`."""
+        op, reader = next(self._ops), self._least_loaded(self.readers, self._probes, self._reads)
+        self._asks[op] = Asked(reader, len(keys), then)
+        self.tell(reader, Probe(op, join_keys(keys), deadline))
+        return op
+
+    def give_up_asking(self, op: int) -> None:
+        """The store has not answered in time: count everything as stored, so that nothing is written."""
+        asked = self._asks.pop(op, None)
+        if asked is not None:
+            asked.then(asked.keys)
 
     @on(Probed)
     def probed(self, message: Probed) -> None:
         """A probe is answered. Reads come before the writes that were held back for them."""
+        asked = self._asks.pop(message.op, None)
+        if asked is not None:
+            asked.then(count_of(message.found, asked.keys))
+            return
         asked = self._probes.pop(message.op, None)
         if asked is not None:
-            asked.then(message.found.to_bytes(8, "little"))
+            asked.then(count_of(message.found, asked.keys))
             self.flush_writes()
 
     def read(self, entries: Sequence[Entry], deadline: float, then: Callable[[bytes], None]) -> None:
@@ -136,7 +176,7 @@ class Traffic(Actor):
         """A read is over."""
         asked = self._reads.pop(message.op, None)
         if asked is not None:
-            asked.then(message.outcomes)
+            asked.then(outcomes_of(message.outcomes, asked.keys))
 
     def write(self, entries: Sequence[Entry]) -> None:
         """Write slots to the store, least recently used first; each is pinned until its batch is over."""
@@ -157,7 +197,7 @@ class Traffic(Actor):
             if entry.place is Place.TRANSIT:
                 self.host.drop(entry)
             self.host.unpin(entry)
-            if entry.place is Place.LEAVING and not entry.pins:
+            if entry.place is Place.LEAVING and not (entry.pins or entry.handed):
                 self.stay_after_all(entry)
 
     def stay_after_all(self, entry: Entry) -> None:
@@ -176,7 +216,7 @@ class Traffic(Actor):
         """A write is over."""
         asked = self._writes.pop(message.op, None)
         if asked is not None:
-            asked.then(message.outcomes)
+            asked.then(outcomes_of(message.outcomes, asked.keys))
 
     @property
     def may_read(self) -> bool:
@@ -204,7 +244,7 @@ class Traffic(Actor):
         for op in [op for op, writer in self._clears.items() if writer.name == dead]:
             del self._clears[op]
             self.clear_store()
-        for op, _ in [one for one in self._probes.items() if one[1].actor.name == dead]:
+        for op, _ in [one for one in (*self._probes.items(), *self._asks.items()) if one[1].actor.name == dead]:
             self.probed(Probed(op, 0))
         for op, asked in [one for one in self._reads.items() if one[1].actor.name == dead]:
             self.read_done(ReadDone(op, bytes([Outcome.UNAVAILABLE]) * asked.keys))
@@ -257,7 +297,12 @@ class Traffic(Actor):
         if high and self.host.resident > high:
             self.evict(self.host.victims(self.host.resident - int(self.config.low_watermark * self.host.capacity)))
 
-    # -- telling the notifier
+    # -- telling index and notifier
+
+    def hint(self, entries: Sequence[Entry]) -> None:
+        """These have come to the host tier from storage."""
+        if entries:
+            self.tell(self.index, HostGained(join_keys(entry.key for entry in entries), self.clears, self.era))
 
     def gained(self, keys: Sequence[bytes]) -> None:
         """These are resident on the host."""

@@ -33,6 +33,8 @@ def _between_actors(system: System) -> Iterator[str]:
     in_flight = index.index_statistics()
     if in_flight.loads_in_flight or in_flight.offloads_in_flight or in_flight.saves_in_flight:
         yield "prefix_index: an operation is in flight, and nobody is under way with it"
+    if evictor.host.handed():
+        yield f"cpu_evictor: {evictor.host.handed()} slots wait for a Discard, and no message is under way"
     where = residency(system)
     if evictor.exclusive and not index.leases:
         both = where[Tier.DEVICE] & where[Tier.HOST]

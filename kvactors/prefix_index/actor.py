@@ -293,11 +293,8 @@ class PrefixIndex(Layers):
         return committed
 
     def _positions_to_save(self, lease: Lease, committed: int) -> list[int]:
-        if not self._min_hits:
-            return []
-        if self._keep and self._min_hits == 1:
-            return list(range(committed))  # every tier is to know that the whole path was used
-        return lease.tree.unsaved(lease.path, committed, self._min_hits)
+        """Positions that the policy wants in storage; the host tier asks the store which of them it has."""
+        return lease.tree.worth_saving(lease.path, committed, self._min_hits) if self._min_hits else []
 
     def _give_back(self, lease: Lease) -> None:
         self._detach(lease)
@@ -339,6 +336,7 @@ class PrefixIndex(Layers):
         freed = self.index.retire()
         if self.announce:
             self.tell(self.notifier, Cleared(Tier.DEVICE, Reason.CLEAR))
+        self.clears += 1
         self.tell(self.evictor, ClearHost(message.storage))
         self.answer(envelope, Done(freed))
         self.room_changed()

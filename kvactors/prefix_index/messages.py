@@ -185,9 +185,15 @@ class HostGone(Control, frozen=True, eq=False):
 
 
 class HostGained(Control, frozen=True, eq=False):
-    """A hint: the host tier holds these."""
+    """A hint: the host tier holds these.
+
+    clears, era: how many ClearHost the host tier had handled, and the memory generation, when this was sent. The index ignores a hint of before a
+    clear or a loss that it knows of.
+    """
 
     keys: bytes
+    clears: int = 0
+    era: int = 0
 
 
 class Overdue(Control, frozen=True, eq=False):

@@ -65,6 +65,7 @@ class Transfers(Actor):
         self.device_hits = self.host_hits = self.storage_hits = 0
         self.origins: dict[bytes, Origin] = {}  # by root; those without adapter and salt are left out
         self.ops = count(1)
+        self.clears = 0  # ClearHost sent to this incarnation of the host tier
 
     @abstractmethod
     def room_changed(self) -> None:
@@ -296,8 +297,9 @@ class Transfers(Actor):
 
     @on(HostGained)
     def host_gained(self, message: HostGained) -> None:
-        """The host tier has some more."""
-        self.index.tree.host_gained(message.keys)
+        """The host tier has some more. What it sent before it handled a clear is about blocks that are gone by then."""
+        if message.clears == self.clears and message.era == self.era:
+            self.index.tree.host_gained(message.keys)
 
     def data_plane_restarted(self) -> None:
         """Host tier and swapper began anew and no copy runs: what was in flight did not arrive, what was on the host is gone."""
@@ -314,6 +316,7 @@ class Transfers(Actor):
             self.index.pool.give(tree.release(path))
         self.saves.clear()
         self.index.tree.clear_host()
+        self.clears = 0
         self.room_changed()
 
     # -- telling the notifier and the evictor

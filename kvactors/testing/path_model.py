@@ -62,7 +62,6 @@ class Node:
     used: int = 0  # when it was last released, or loaded with nobody waiting
     readers: int = 0  # evictions whose copy of `block` may still run
     announced: bool = False
-    saved: bool = False
 
     @property
     def firm(self) -> bool:

@@ -88,14 +88,11 @@ class TreeModel:
         for node in self.nodes.values():
             node.announced = False
 
-    def unsaved(self, path: PathModel, upto: int, min_hits: int) -> list[int]:
-        """Positions worth saving that were not returned before."""
+    def worth_saving(self, path: PathModel, upto: int, min_hits: int) -> list[int]:
+        """Positions whose blocks were used often enough."""
         self._own(path)
         require(upto <= path.num_held, "beyond the nodes this path holds")
-        positions = [i for i, node in enumerate(path.nodes[:upto]) if not node.saved and node.hits >= min_hits]
-        for position in positions:
-            path.nodes[position].saved = True
-        return positions
+        return [i for i, node in enumerate(path.nodes[:upto]) if node.hits >= min_hits]
 
     # -- committing
 

@@ -20,7 +20,7 @@ WANTED = [
     "eviction overtaken by a match", "one of two copies of a block ends", "eviction ends after retirement", "hint of gain",
     "hint of loss", "retire what is referenced", "retire what is in flight", "retire what is evictable",
     "replace a block being loaded", "pin refused", "trim refused", "commit refused", "begin_load refused", "assign refused",
-    "set_extra refused", "replace refused", "mark_announced refused", "unsaved refused", "release refused",
+    "set_extra refused", "replace refused", "mark_announced refused", "worth_saving refused", "release refused",
 ]  # fmt: skip
 
 
@@ -71,7 +71,7 @@ class Walk:
             lambda: machine.peek(index, number(MAX_BLOCKS + 2) - 1),
             lambda: machine.trim(index, self.less()),
             lambda: machine.mark_announced(index, self.less()),
-            lambda: machine.unsaved(index, self.less(), number(4)),
+            lambda: machine.worth_saving(index, self.less(), number(4)),
             lambda: machine.commit(index, self.less(), number(4) > 0),
             lambda: machine.begin_load(
                 index, number(MAX_BLOCKS), number(MAX_BLOCKS) + 1, self.random.choice(["held", "held", "committed", "any"])

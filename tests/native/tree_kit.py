@@ -281,8 +281,8 @@ class PathRules(RuleBasedStateMachine):
 
     @precondition(lambda self: self.leases)
     @rule(index=which, less=short_of, min_hits=st.integers(0, 3))
-    def unsaved(self, index: int, less: int, min_hits: int) -> None:
+    def worth_saving(self, index: int, less: int, min_hits: int) -> None:
         lease = self.lease(index)
         upto = max(lease.native.num_held - less, 0)
-        positions = self.same("unsaved", lease.trees, upto, min_hits, lease=lease)
+        positions = self.same("worth_saving", lease.trees, upto, min_hits, lease=lease)
         REACHED["worth saving after more hits"] += min_hits > 1 and bool(positions)

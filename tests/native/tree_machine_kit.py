@@ -220,7 +220,7 @@ class TreeMachine(PathRules):
                 ("settle", ()),
                 ("commit", (0,)),
                 ("peek", ()),
-                ("unsaved", (0, 0)),
+                ("worth_saving", (0, 0)),
             ]:
                 assert self.same(name, other, *args, lease=lease) is None
 

@@ -175,7 +175,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "used_in_the_wrong_order",
-        "cpu_evictor/actor.py",
+        "cpu_evictor/save.py",
         "        self.host.touch(reversed(keys))\n\n        def then(failed",
         "        self.host.touch(keys)\n\n        def then(failed",
         "a finished request makes the end of its prefix younger than its beginning",
@@ -184,8 +184,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "exclusive_host_keeps_its_copy",
         "cpu_evictor/plane.py",
-        "            if entry.place is not Place.TRANSIT and not entry.arriving:\n",
-        "            if entry.place is Place.RESIDENT and not entry.arriving:\n",
+        "if entry.place is not Place.TRANSIT and not entry.arriving]",
+        "if entry.place is Place.RESIDENT and not entry.arriving]",
         "what went back to the device stays in an exclusive host's slots",
         ("tests/door/test_life.py::test_offload_and_load_bring_the_same_bytes_back",),
     ),

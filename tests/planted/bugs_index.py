@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mutation import Mutation
 
+TIERS = "tests/cpu_evictor/test_tiers_walk.py"
 MACHINE = "tests/prefix_index/test_index_machine.py"
 
 BUGS: tuple[Mutation, ...] = (
@@ -38,5 +39,61 @@ BUGS: tuple[Mutation, ...] = (
         '        except ZeroDivisionError as error:\n            self.log.error("commit',
         "a lease that the block tree refuses fails the index for every request",
         (f"{MACHINE}::test_a_commit_that_the_tree_refuses_ends_that_lease_alone",),
+    ),
+    Mutation(
+        "stale_hint_after_a_discard",
+        "cpu_evictor/plane.py",
+        "        if dropped:",
+        "        dropped = [entry for entry in dropped if entry.hinted]\n        if dropped:",
+        "the index goes on thinking that the host holds what it has just told the host to drop",
+        (f"{TIERS}::test_a_hint_sent_before_a_discard_arrived_is_taken_back",),
+    ),
+    Mutation(
+        "hint_of_before_a_clear",
+        "prefix_index/transfers.py",
+        "        if message.clears == self.clears and message.era == self.era:\n",
+        "        if message.era == self.era:\n",
+        "a hint that was sent before a clear marks a block of the new tree",
+        (f"{TIERS}::test_a_hint_of_before_a_clear_is_not_about_blocks_of_after_it",),
+    ),
+    Mutation(
+        "check_raises_a_false_alarm_under_load",
+        "cpu_evictor/actor.py",
+        " and not e.handed]",
+        "]",
+        "check() reports slots on their way to the device as left over, while the index's Discard is on its way",
+        (f"{TIERS}::test_walks_through_every_order",),
+    ),
+    Mutation(
+        "short_report_of_a_read_is_taken_for_good",
+        "cpu_evictor/reports.py",
+        "    if len(outcomes) != keys:\n",
+        "    if not keys:\n",
+        "keys without an outcome count as read: their slots hold other bytes",
+        (f"{TIERS}::test_a_report_that_does_not_fit_its_keys_is_a_failure_of_all_of_them",),
+    ),
+    Mutation(
+        "count_of_a_probe_is_not_checked",
+        "cpu_evictor/reports.py",
+        "    return count if 0 <= count <= most else 0\n",
+        "    return count\n",
+        "a probe that answers with a number beyond its keys or below 0 is believed",
+        (f"{TIERS}::test_reports_within_their_limits_are_taken_as_they_are",),
+    ),
+    Mutation(
+        "store_is_not_asked_at_finish",
+        "cpu_evictor/save.py",
+        "        save = [position for position in message.save if position >= stored]\n",
+        "        save = list(message.save)\n",
+        "every finish copies and writes the whole path again",
+        (f"{TIERS}::test_what_is_stored_is_not_copied_again",),
+    ),
+    Mutation(
+        "store_that_does_not_answer_holds_device_blocks",
+        "cpu_evictor/save.py",
+        "        self.give_up_asking(message.op)\n",
+        "        return\n",
+        "the device blocks of a finished request stay in use until a hung store answers",
+        (f"{TIERS}::test_a_store_that_does_not_answer_holds_the_blocks_of_a_finished_request_for_a_second",),
     ),
 )

@@ -228,7 +228,7 @@ class IndexMachine(RuleBasedStateMachine):
         path = Path(BLOCK, bytes(32))
         path.extend([family * 100 + i for i in range(LONGEST * BLOCK)])
         keys = path.keys(start, LONGEST)
-        self.turn(HostGained(keys) if gained else HostGone(keys))
+        self.turn(HostGained(keys, self.actor.clears, self.actor.era) if gained else HostGone(keys))
 
     @rule(sure=st.integers(0, 5))
     def device_lost(self, sure: int) -> None:

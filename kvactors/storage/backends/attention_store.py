@@ -56,11 +56,18 @@ class AttentionStoreBackend(DirectBackend):
         return self._saw(got)
 
     async def save(self, tokens: bytes, start: int, blocks: tuple[int, ...], seconds: float) -> int:
-        """See `DirectBackend.save`: in slices, up to the first that is short, or until the time is over."""
+        """See `DirectBackend.save`: what the store lacks, in slices, up to the first that is short, or until the time is over."""
+        if not self.breaker.closed():
+            return 0
         ids, config = np.frombuffer(tokens, "<u4"), self.config
         total = min(seconds, config.write_total_timeout or seconds)
-        deadline, written = now() + total, 0
-        for first in range(0, len(blocks), config.write_slice_blocks):
+        deadline = now() + total
+        try:
+            stored = min(await self.sdk.match(ids, start, total), len(blocks))
+        except SdkError as error:
+            return self._failed(len(blocks), "match", error)
+        written = self._saw(stored)
+        for first in range(stored, len(blocks), config.write_slice_blocks):
             some = blocks[first : first + config.write_slice_blocks]
             if now() >= deadline or not self.breaker.closed():
                 break
@@ -74,7 +81,7 @@ class AttentionStoreBackend(DirectBackend):
             written += got
             if got < len(some):
                 break
-        self.writes += written
+        self.writes += written - stored
         return written
 
     def _saw(self, good: int) -> int:
