@@ -14,6 +14,7 @@ import msgspec
 from kvactors.environment import from_environment
 from kvactors.errors import ConfigError
 from kvactors.mooncake_config import MooncakeConfig
+from kvactors.ranks_config import RanksConfig
 from kvactors.sink_config import AnySinkConfig, AttentionStoreConfig
 from kvactors.validation import validate
 
@@ -97,17 +98,6 @@ class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def arena_slots(self, *, stored: bool) -> int:
         """Slots of the arena: those of the tier and those for passing through, if anything passes. stored: whether a store does."""
         return self.slots + self.transit_slots if self.slots or stored else 0
-
-
-class RanksConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Tensor-parallel ranks. count: with more than one, each worker process serves its own (`kvactors.serve_rank`) at endpoint
-    (unix:///path or tcp://host:port), where this process listens; layout.tensor_parallel must be the same number. timeout: seconds an
-    answer may take before a rank counts as silent. start: seconds all ranks together may take to come."""
-
-    count: int = 1
-    endpoint: str = ""
-    timeout: float = 2.0
-    start: float = 30.0
 
 
 class StorageConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -199,7 +189,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         KVACTORS_MODEL, if no model is set; FD_AS_ONLY_FLUSH (0 or 1), AS_NAMESPACE, AS_POD_NAME, AS_MODEL_VERSION,
         AS_WRITE_TOTAL_TIMEOUT, AS_WRITE_SLICE_BLOCK_NUM,
         AS_WRITE_SLICE_TIMEOUT, ENABLE_EP_DP_IN_FD (0 or 1); with the file back end
-        FILE_BACKEND_STORAGE_DIR, if no directory is set; with the mooncake back end MOONCAKE_CONFIG_PATH and MOONCAKE_*. Unset ones change nothing.
+        FILE_BACKEND_STORAGE_DIR, if no directory is set; with the mooncake back end MOONCAKE_CONFIG_PATH and MOONCAKE_*; with ranks
+        KVACTORS_RANKS_SECRET, if no secret is set. Unset ones change nothing.
         ConfigError names a value that cannot be, or what is wrong in the base.
         """
         return from_environment(base or Config(), os.environ if environ is None else environ)

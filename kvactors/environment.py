@@ -1,4 +1,4 @@
-"""Settings from environment variables: FastDeploy's, Mooncake's and `KVACTORS_MODEL`. See `Config.from_env`."""
+"""Settings from environment variables: FastDeploy's, Mooncake's, `KVACTORS_MODEL` and `KVACTORS_RANKS_SECRET`. See `Config.from_env`."""
 
 from __future__ import annotations
 
@@ -41,8 +41,10 @@ def from_environment(config: Config, environ: Mapping[str, str]) -> Config:
     if only:
         config = replace(config, flush=replace(config.flush, only=True))
     config = replace(config, cache=replace(config.cache, model=resolve_model(config, environ)))
+    config = replace(config, ranks=config.ranks.with_secret(environ))
     validate(config)
     validate_model(config)
+    config.ranks.check_exposure()
     return config
 
 

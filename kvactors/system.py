@@ -39,7 +39,7 @@ from kvactors.flush_notifier.sinks import Sink, make_sinks
 from kvactors.gpu_swapper.actor import GpuSwapper
 from kvactors.gpu_swapper.executor import Executor, make_executor
 from kvactors.gpu_swapper.remote import RemoteExecutor
-from kvactors.identity import CacheScope
+from kvactors.identity import CacheScope, StoreIdentity
 from kvactors.layout import make_layout
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.index import BlockIndex
@@ -138,7 +138,15 @@ class System:
         self._own_device = True
         self.device = RanksDevice(layout, config.device.num_blocks)
         self.arena = RanksArena(slots, layout.block_bytes)
-        self.ranks = RankGroup(config.ranks, layout.fingerprint, config.device.num_blocks, slots)
+        identity = StoreIdentity(config.cache.model, self.storage.namespace, layout.fingerprint, 0, config.ranks.count)
+        self.ranks = RankGroup(
+            config.ranks,
+            identity,
+            config.device.num_blocks,
+            slots,
+            storage=self.storage.backend,
+            layers=layout.num_layers + layout.extra_layers,
+        )
         self.executor = RemoteExecutor(self.device, self.arena, self.ranks)
         self.direct_backend, self.backend = None, None
         if stored:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvactors.endpoint import split_endpoint
 from kvactors.errors import ConfigError
 from kvactors.mooncake_config import in_bytes
 from kvactors.sink_config import check_sinks
@@ -57,7 +56,7 @@ def validate(config: Config) -> None:
     if config.flush.retry_max < config.flush.retry_min:
         raise ConfigError("flush.retry_max must not be below flush.retry_min")
     validate_storage(config.storage)
-    validate_ranks(config)
+    config.ranks.check(config.layout.tensor_parallel, config.storage.backend)
     config.attention_store.check()
     check_sinks(config.flush.sinks)
 
@@ -70,20 +69,6 @@ def validate_storage(storage: StorageConfig) -> None:
         in_bytes(getattr(storage, name), f"storage.{name}")
     if not storage.namespace or "/" in storage.namespace or storage.namespace in (".", ".."):
         raise ConfigError(f"storage.namespace must be a plain name, not {storage.namespace!r}")
-
-
-def validate_ranks(config: Config) -> None:
-    """Raise ConfigError for ranks that cannot be."""
-    ranks = config.ranks
-    if ranks.count == 1:
-        return
-    split_endpoint(ranks.endpoint)
-    if config.layout.tensor_parallel != ranks.count:
-        raise ConfigError(
-            f"layout.tensor_parallel is {config.layout.tensor_parallel}, ranks.count {ranks.count}: they must agree"
-        )
-    if config.storage.backend == "attention_store":
-        raise ConfigError("attention_store moves the device memory of its own process: it cannot serve ranks in others")
 
 
 def _validate_pair(low_name: str, low: float, high_name: str, high: float) -> None:

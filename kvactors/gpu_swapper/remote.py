@@ -8,8 +8,9 @@ from kvactors.device.arena import Arena
 from kvactors.device.base import Device
 from kvactors.gpu_swapper.executor import Executor, Progress
 from kvactors.gpu_swapper.messages import Direction
-from kvactors.ranks.group import Health, RankGroup, RankStatistics
+from kvactors.ranks.group import RankGroup
 from kvactors.ranks.protocol import CopyBlocks
+from kvactors.ranks.state import Health, RankStatistics
 
 
 class RemoteExecutor(Executor):
@@ -30,10 +31,12 @@ class RemoteExecutor(Executor):
     ) -> tuple[int, ...]:
         """See `Executor`."""
         pairs, to_device = (tuple(blocks), tuple(slots)), direction is Direction.TO_DEVICE
-        answers = await self.group.scatter(lambda op: CopyBlocks(op, to_device, *pairs, progress is not None), progress)
+        answers = await self.group.scatter(
+            lambda op: CopyBlocks(op, to_device, *pairs, progress is not None), progress, outcomes=len(blocks)
+        )
         failed = set()
         for answer in answers:
-            if answer is None or len(answer.outcomes) != len(blocks):
+            if answer is None:
                 return tuple(range(len(blocks)))
             failed |= {j for j, outcome in enumerate(answer.outcomes) if outcome}
         return tuple(sorted(failed))

@@ -1,1 +1,1 @@
-"""Tensor-parallel ranks in processes of their own: each moves its share of every block, and none waits for another."""
+"""Tensor-parallel ranks in processes of their own: each moves its share of every block, without a barrier between them."""

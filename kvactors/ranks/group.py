@@ -1,110 +1,80 @@
-"""The leader's side of its ranks: every operation goes to all of them at once, and its answers are gathered, with no barrier anywhere.
+"""The leader's side of its ranks: every operation is sent to all of them at once, and the answers are gathered without a barrier.
 
 A rank that does not answer in time is silent: from then on nothing is sent to any rank, and every operation fails at once, until it
-has answered all it owes. What it was asked stays open meanwhile, and with it the slots and device blocks concerned: whoever stopped in
-the middle of a copy may go on with it at any moment. A rank whose connection is lost may have lost its memory, so nothing that was
-cached before counts any more; what it was asked is over when it is back (it finishes that before it says hello).
+has answered everything it was asked. These operations stay open, and with them their slots and device blocks: a process that was stopped in
+the middle of a copy may go on with it at any moment. A rank whose connection is lost may have lost its memory, so everything that was
+cached before is void; the operations it was asked have ended when it connects again (it finishes them before it sends its identity).
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import AsyncExitStack
-from enum import Enum
 from itertools import count
-from typing import NamedTuple
 
 import anyio
 import structlog
 
+from kvactors.actor.clock import now
 from kvactors.actor.uncancelled import to_the_end
-from kvactors.config import RanksConfig
 from kvactors.errors import RankError
-from kvactors.ranks.protocol import VERSION, Answer, Arrived, Frame, Hello, Refused, Welcome
-from kvactors.ranks.wire import Wire, listen
-from kvactors.units import split_keys
+from kvactors.identity import StoreIdentity
+from kvactors.ranks.handshake import LIMIT, check_rank, refuse
+from kvactors.ranks.link import PAGE_LIMIT, Link, Violation
+from kvactors.ranks.listening import Listener
+from kvactors.ranks.names import RankNames, in_slices
+from kvactors.ranks.protocol import FROM_RANK_BYTES, MOST_NAMES, Answer, Arrived, Frame, Identity, Names, Pong, Welcome
+from kvactors.ranks.state import Health, Operation, Rank, RankHealth, RankStatistics
+from kvactors.ranks.strangers import Strangers
+from kvactors.ranks.wire import Wire
+from kvactors.ranks_config import RanksConfig, Secret
 
 log = structlog.get_logger()
 
-HELLO_LIMIT = 5.0
-"""Seconds whoever connects may take to say who it is."""
+UNCLAIMED = 32
+"""Connections that have no rank's place yet, at most, and two more for each rank; the oldest is closed for a new one."""
 
-
-class Health(Enum):
-    """How a rank is."""
-
-    AWAY = "away"
-    HEALTHY = "healthy"
-    SILENT = "silent"
-
-
-class RankStatistics(NamedTuple):
-    """A moment's picture of one rank. losses, silences: how often its connection was lost, and an answer late."""
-
-    rank: int
-    health: str
-    operations: int
-    in_flight: int
-    losses: int
-    silences: int
-
-
-class _Operation:
-    """What one rank owes an answer to. arrived: told of layers."""
-
-    __slots__ = ("answer", "arrived", "timer")
-
-    def __init__(self, answer: asyncio.Future[Answer | None], arrived: Callable[[int], None] | None) -> None:
-        self.answer = answer
-        self.arrived = arrived
-        self.timer: asyncio.TimerHandle | None = None
-
-    def over(self, answer: Answer | None) -> None:
-        if self.timer is not None:
-            self.timer.cancel()
-        if not self.answer.done():
-            self.answer.set_result(answer)
-
-
-class _Rank:
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.wire: Wire | None = None
-        self.health = Health.AWAY
-        self.open: dict[int, _Operation] = {}
-        self.overdue: set[int] = set()
-        self.operations = self.losses = self.silences = 0
-
-    def settle(self) -> None:
-        """Whatever it was asked is over, and did not succeed."""
-        operations, self.open = self.open, {}
-        self.overdue.clear()
-        for operation in operations.values():
-            operation.over(None)
+PENALTY_LEAST, PENALTY_MOST = 0.5, 30.0
+"""Seconds a rank must wait after it violated the protocol before it is admitted again; doubled each time."""
 
 
 class RankGroup:
-    """All ranks of one cache. fingerprint: of the layout. blocks, slots: what every rank must have.
+    """All ranks of one cache. identity: of the store and the layout. blocks, slots: what every rank must have. storage: the kind of back end.
 
-    era: how often memory may have been lost. changed: called with a rank's number and health whenever that changes. stored: called with a
-    rank's number and the names in its store when it is admitted.
+    era: how often memory may have been lost. changed: called with a rank's number and health whenever that changes. names: what the stores
+    of all ranks hold, if there are stores. layers: of a block, at most as many can arrive. used: whether a cache relies on the ranks' memory.
     """
 
-    def __init__(self, config: RanksConfig, fingerprint: bytes, blocks: int, slots: int) -> None:
+    def __init__(
+        self,
+        config: RanksConfig,
+        identity: StoreIdentity,
+        blocks: int,
+        slots: int,
+        *,
+        storage: str = "none",
+        layers: int = 1 << 16,
+    ) -> None:
         self.config = config
-        self.fingerprint = fingerprint
+        self.identity = identity
         self.blocks = blocks
         self.slots = slots
+        self.storage = storage
+        self.layers = layers
         self.changed: Callable[[int, Health], None] = lambda _rank, _health: None
-        self.stored: Callable[[int, set[bytes]], None] = lambda _rank, _keys: None
+        self.names: RankNames | None = None
         self.era = 0
-        self._ranks = [_Rank(number) for number in range(config.count)]
+        self.strangers = Strangers()
+        self.used = False
+        self._secret = Secret(config.secret)
+        self._ranks = [Rank(number) for number in range(config.count)]
         self._ops = count(1)
-        self._closing = self.used = False  # used: somebody relies on what the ranks hold
-        self._refusals: list[str] = []
+        self._closing = False
+        self._unclaimed: dict[Wire, None] = {}
+        self._joining: asyncio.Future[None] | None = None
         self._admission: asyncio.Future[None] | None = None
-        self._stack = AsyncExitStack()
+        self._progress = 0.0
+        self._listener = Listener(self.meet, lambda source, reason: self.strangers.refused(source, "another user", reason))
 
     @property
     def healthy(self) -> bool:
@@ -112,20 +82,34 @@ class RankGroup:
         return not self._closing and all(rank.health is Health.HEALTHY for rank in self._ranks)
 
     async def open(self) -> None:
-        """Listen, and wait until every rank was admitted. RankError after `ranks.start` seconds, or if nobody can listen there."""
+        """Listen, and wait until every rank was admitted.
+
+        Raises:
+            RankError: not all ranks came in `ranks.start` seconds (a rank that sends its names gets more), or nothing can listen there.
+        """
         try:
-            self._stack.push_async_callback(await listen(self.config.endpoint, self.meet))
-            with anyio.move_on_after(self.config.start):
-                while not self.healthy:
-                    self._admission = asyncio.get_running_loop().create_future()
-                    await self._admission
+            began = self._progress = now()
+            for rank in self._ranks:
+                rank.since = began
+            await self._listener.start(self.config.endpoint)
+            while not self.healthy:
+                left = max(began + self.config.start, self._progress + PAGE_LIMIT if self._joining else 0.0) - now()
+                if left <= 0:
+                    break
+                self._admission = asyncio.get_running_loop().create_future()
+                await asyncio.wait((self._admission,), timeout=left)
             if not self.healthy:
-                lacking = [rank.number for rank in self._ranks if rank.health is not Health.HEALTHY]
-                said = f" ({'; '.join(self._refusals)})" if self._refusals else ""
-                raise RankError(f"ranks {lacking} of {self.config.count} did not come to {self.config.endpoint} in time{said}")
+                raise RankError(self._lacking())
         except BaseException:
-            await self.close()
+            await to_the_end(asyncio.ensure_future(self.close()))
             raise
+
+    def _lacking(self) -> str:
+        lacking = [rank.number for rank in self._ranks if rank.health is not Health.HEALTHY]
+        refused = [f"{number} connections refused: {kind}" for kind, number in self.strangers.counts.items()]
+        details = "; ".join([*self.strangers.shown, *refused])
+        text = f"ranks {lacking} of {self.config.count} did not come to {self.config.endpoint} in time"
+        return f"{text} ({details})" if details else text
 
     def release(self) -> None:
         """Nothing will be reused any more: operations that wait for a silent or lost rank need not wait longer."""
@@ -135,23 +119,32 @@ class RankGroup:
                 rank.settle()
 
     async def close(self) -> None:
-        """Hang up."""
+        """End every operation and close every connection."""
         self._closing = True
         for rank in self._ranks:
             rank.settle()
-            if rank.wire is not None:
-                rank.wire.close()
-        await self._stack.aclose()
+            if rank.link is not None:
+                rank.link.over()
+        await self._listener.stop()
 
     # -- operations
 
-    async def scatter(self, build: Callable[[int], Frame], arrived: Callable[[int], None] | None = None) -> list[Answer | None]:
-        """Send the message that `build` makes for an operation number to every rank; an answer each, None for a rank that has none to give.
-        While a rank is away or silent, nothing is sent, and nobody has one. Cancelled, it still waits until nothing is under way.
+    async def scatter(
+        self,
+        build: Callable[[int], Frame],
+        arrived: Callable[[int], None] | None = None,
+        *,
+        outcomes: int,
+        worst: int = 1,
+        partial: bool = False,
+    ) -> list[Answer | None]:
+        """Send the message that `build` makes for an operation number to every rank; an answer for each, None for a rank that has none to give.
+        While a rank is away or silent nothing is sent, and no rank has an answer. Cancelled, it still waits until nothing is in flight.
 
-        arrived: called with the layers that all ranks have, whenever these become more.
+        arrived: called with the layers that all ranks have, whenever there are more. outcomes: how many an answer must have. worst: the
+        greatest value of an outcome; a rank with other answers loses its connection. partial: ask the healthy ranks even if others are not.
         """
-        if not self.healthy:
+        if not (self.healthy or (partial and not self._closing)):
             return [None] * len(self._ranks)
         op, loop = next(self._ops), asyncio.get_running_loop()
         message = build(op)
@@ -168,17 +161,19 @@ class RankGroup:
 
         answers: list[asyncio.Future[Answer | None]] = []
         for rank in self._ranks:
-            operation = _Operation(loop.create_future(), progress(rank.number) if arrived else None)
+            operation = Operation(loop.create_future(), progress(rank.number) if arrived else None, outcomes, worst)
+            answers.append(operation.answer)
+            if rank.health is not Health.HEALTHY or rank.link is None:
+                operation.over(None)
+                continue
             operation.timer = loop.call_later(self.config.timeout, self._silent, rank, op)
             rank.open[op] = operation
             rank.operations += 1
-            answers.append(operation.answer)
-            assert rank.wire is not None
-            rank.wire.send(message)
+            rank.link.wire.send(message)
         await to_the_end(asyncio.gather(*answers))
         return [answer.result() for answer in answers]
 
-    def _silent(self, rank: _Rank, op: int) -> None:
+    def _silent(self, rank: Rank, op: int) -> None:
         """An answer is late."""
         if self._closing:
             rank.settle()
@@ -186,105 +181,217 @@ class RankGroup:
             rank.overdue.add(op)
             if rank.health is Health.HEALTHY:
                 rank.silences += 1
-                self._set(rank, Health.SILENT)
+                self._set(rank, Health.SILENT, f"no answer in {self.config.timeout:g} s")
 
     # -- connections
 
     async def meet(self, wire: Wire) -> None:
-        """Admit whoever is at the other end, if it is a rank of ours, and hear it until the connection is lost."""
+        """Serve one connection to its end: check its secret and identity, admit the rank, and receive its answers."""
+        if self._closing:
+            return
+        while len(self._unclaimed) >= UNCLAIMED + 2 * self.config.count:
+            oldest = next(iter(self._unclaimed))
+            del self._unclaimed[oldest]
+            oldest.close()
+            self.strangers.refused(oldest.source, "too many connections", "closed for a newer one")
+        self._unclaimed[wire] = None
         try:
-            hello = None
-            with anyio.move_on_after(HELLO_LIMIT):
-                hello = await wire.receive()
-            if self._closing or not isinstance(hello, Hello):
-                return
-            reason = self._misfit(hello)
+            reason = await check_rank(wire, self._secret)
+            if wire not in self._unclaimed:
+                return  # closed for a newer connection
             if reason:
-                self._refusals = [*self._refusals[-2:], reason]
-                log.error("a rank was refused", reason=reason)
-                wire.send(Refused(reason))
-                with anyio.move_on_after(HELLO_LIMIT):
-                    await wire.receive()  # it hangs up when it has read this
+                self.strangers.refused(wire.source, "not authenticated", reason)
                 return
-            rank = self._ranks[hello.rank]
-            if rank.wire is not None:  # the old connection is not known to be lost yet
-                self._lost(rank, rank.wire)
-            self._admit(rank, wire, hello)
-            try:
-                await self._hear(rank, wire)
-            finally:
-                self._lost(rank, wire)
+            wire.limit = FROM_RANK_BYTES
+            identity = None
+            with anyio.move_on_after(LIMIT):
+                identity = await wire.receive()
+            if not isinstance(identity, Identity):
+                self.strangers.refused(wire.source, "no identity", wire.violation or type(identity).__name__)
+                return
+            reason = self._misfit(identity) or await self._claim(identity)
+            if reason:
+                self.strangers.refused(wire.source, "does not fit", reason, show=True)
+                await refuse(wire, reason)
+                return
+            self._unclaimed.pop(wire, None)
+            await self._serve(self._ranks[identity.rank], Link(wire, identity))
         finally:
+            self._unclaimed.pop(wire, None)
             wire.close()
 
-    def _misfit(self, hello: Hello) -> str:
-        """Why a rank cannot be one of these; empty if it can."""
-        wanted = (VERSION, self.config.count, self.fingerprint, self.blocks, self.slots)
-        found = (hello.version, hello.ranks, hello.fingerprint, hello.blocks, hello.slots)
-        names = ("protocol version", "rank count", "layout", "device blocks", "host slots")
-        for name, ours, theirs in zip(names, wanted, found, strict=True):
-            if ours != theirs:
-                shown = "another one" if isinstance(theirs, bytes) else f"{theirs}, not {ours!r}"
-                return f"rank {hello.rank}'s {name}: {shown}"
-        if not 0 <= hello.rank < self.config.count:
-            return f"there is no rank {hello.rank} of {self.config.count}"
-        return "names of another length" if len(hello.keys) % 32 else ""
+    def _misfit(self, identity: Identity) -> str:
+        """Why a rank cannot be one of these, with both values; empty if it can."""
+        ours = self.identity
+        rows = (
+            ("rank count", identity.ranks, self.config.count),
+            ("model", identity.model, ours.model),
+            ("storage namespace", identity.namespace, ours.namespace),
+            ("storage back end", identity.storage, self.storage),
+            ("layout", identity.fingerprint.hex()[:16], ours.fingerprint.hex()[:16]),
+            ("device blocks", identity.blocks, self.blocks),
+            ("host slots", identity.slots, self.slots),
+        )
+        for name, theirs, wanted in rows:
+            if theirs != wanted:
+                return f"rank {identity.rank} has {name} {theirs!r}, the leader has {wanted!r}"
+        if not 0 <= identity.rank < self.config.count:
+            return f"there is no rank {identity.rank} of {self.config.count}"
+        if not 0 <= identity.objects <= MOST_NAMES:
+            return f"rank {identity.rank} has {identity.objects} stored objects, at most {MOST_NAMES} are possible"
+        return ""
 
-    def _admit(self, rank: _Rank, wire: Wire, hello: Hello) -> None:
-        rank.settle()  # it says hello when everything from before is over
-        rank.wire = wire
-        if self.used:  # it may have begun anew more than once meanwhile, unseen
+    async def _claim(self, identity: Identity) -> str:
+        """Wait until the rank's number is free. Returns why it is not: another process serves it and answers."""
+        rank = self._ranks[identity.rank]
+        await asyncio.sleep(max(0.0, rank.not_before - now()))
+        while (link := rank.link) is not None:
+            if await link.answers():
+                return f"rank {rank.number} is served by another process, which answers"
+            self._lost(rank, link, "replaced: it did not answer when another process claimed its number")
+        return ""
+
+    async def _serve(self, rank: Rank, link: Link) -> None:
+        rank.link = link
+        rank.since = now()
+        reason = "connection lost"
+        joining = asyncio.get_running_loop().create_task(self._join(rank, link))
+        try:
+            reason = await self._receive(rank, link)
+        except Violation as violation:
+            reason = f"protocol violation: {violation}"
+            rank.penalize(now(), PENALTY_LEAST, PENALTY_MOST)
+            log.error("protocol violation of a rank", rank=rank.number, reason=str(violation))
+        finally:
+            self._lost(rank, link, reason)
+            joining.cancel()
+            await asyncio.wait((joining,))
+
+    async def _join(self, rank: Rank, link: Link) -> None:
+        """Receive the names in a rank's store and admit it. One rank at a time, so that one set of names is in memory."""
+        while self._joining is not None:
+            await asyncio.wait((self._joining,))
+        turn = self._joining = asyncio.get_running_loop().create_future()
+        try:
+            if self.names is None or await self._receive_names(self.names, link):
+                self._admit(rank, link)
+            else:
+                log.warning("rank did not send its names", rank=rank.number, received=link.received)
+                self._lost(rank, link, f"no page of names in {PAGE_LIMIT:g} s")
+        except Exception as error:
+            log.error("rank cannot join", rank=rank.number, error=repr(error))
+            self._lost(rank, link, f"cannot join: {error!r}")
+        finally:
+            self._joining = None
+            turn.set_result(None)
+
+    async def _receive_names(self, names: RankNames, link: Link) -> bool:
+        """Whether all names of a rank's store have arrived."""
+        joining = names.join(link.identity.rank, link.identity.generation)
+        try:
+            last = not link.identity.objects
+            while joining.wanted and not last:
+                page = await link.next_page()
+                if page is None:
+                    return False
+                joining.page(page.keys)
+                last = page.last
+                self._proceeded()
+                await asyncio.sleep(0)
+            await in_slices(joining.merge())
+            return True
+        finally:
+            joining.abandon()
+
+    def _proceeded(self) -> None:
+        self._progress = now()
+
+    def _admit(self, rank: Rank, link: Link) -> None:
+        if rank.link is not link or self._closing:
+            return
+        rank.settle()  # a rank sends its identity when everything from before has ended
+        if self.used:  # it may have restarted more than once, unseen
             self.era += 1
             self.changed(rank.number, Health.AWAY)
-        self.stored(rank.number, set(split_keys(hello.keys)))
-        wire.send(Welcome())
-        self._set(rank, Health.HEALTHY)
-        log.info("rank admitted", rank=rank.number)
+        link.admitted = True
+        link.wire.send(Welcome())
+        self._set(rank, Health.HEALTHY, "")
+        log.info("rank admitted", rank=rank.number, objects=link.identity.objects)
 
-    async def _hear(self, rank: _Rank, wire: Wire) -> None:
-        while (message := await wire.receive()) is not None:
-            if isinstance(message, Arrived):
-                operation = rank.open.get(message.op)
-                if operation is not None and operation.arrived is not None:
-                    operation.arrived(message.layers)
-            elif isinstance(message, Answer):
-                operation = rank.open.pop(message.op, None)
-                if operation is not None:
-                    operation.over(message)
-                rank.overdue.discard(message.op)
-                if rank.health is Health.SILENT and not rank.overdue:
-                    self._set(rank, Health.HEALTHY)
+    async def _receive(self, rank: Rank, link: Link) -> str:
+        """Handle a rank's messages until the connection is lost. Violation for one that the protocol does not allow."""
+        while (message := await link.wire.receive()) is not None:
+            if rank.link is not link:
+                return "replaced"
+            if isinstance(message, Answer):
+                self._answered(rank, message)
+            elif isinstance(message, Arrived):
+                self._arrived(rank, message)
+            elif isinstance(message, Names) and not link.admitted:
+                link.names(message)
+            elif isinstance(message, Pong):
+                link.pong()
             else:
-                log.error("a rank said what no rank says", rank=rank.number, message=type(message).__name__)
+                raise Violation(f"unexpected message {type(message).__name__}")
+        if link.wire.violation:
+            raise Violation(link.wire.violation)
+        return "connection lost"
+
+    def _arrived(self, rank: Rank, message: Arrived) -> None:
+        operation = rank.open.get(message.op)
+        if operation is None:
+            return  # the answer came first
+        if operation.arrived is None or not 0 <= message.layers <= self.layers:
+            raise Violation(
+                f"{message.layers} layers of operation {message.op}, which has {self.layers if operation.arrived else 0}"
+            )
+        operation.arrived(message.layers)
+
+    def _answered(self, rank: Rank, message: Answer) -> None:
+        operation = rank.open.get(message.op)
+        if operation is None:
+            if self._closing:
                 return
+            raise Violation(f"an answer to operation {message.op}, which is not open")
+        operation.check(message)
+        del rank.open[message.op]
+        operation.over(message)
+        rank.overdue.discard(message.op)
+        if rank.health is Health.SILENT and not rank.overdue:
+            self._set(rank, Health.HEALTHY, "")
 
     def hang_up(self, number: int) -> None:
-        """End the connection to a rank; it will come again."""
-        wire = self._ranks[number].wire
-        if wire is not None:
-            self._lost(self._ranks[number], wire)
+        """Close the connection to a rank; it will connect again."""
+        rank = self._ranks[number]
+        if rank.link is not None:
+            self._lost(rank, rank.link, "connection closed by the leader")
 
-    def _lost(self, rank: _Rank, wire: Wire) -> None:
-        if rank.wire is not wire:
+    def _lost(self, rank: Rank, link: Link, reason: str) -> None:
+        link.over()
+        if rank.link is not link:
             return
-        wire.close()
-        rank.wire = None
+        rank.link = None
         if self._closing:
             rank.settle()
             return
+        if not link.admitted:
+            rank.reason, rank.since = reason, now()
+            return
         rank.losses += 1
         self.era += 1
-        self._set(rank, Health.AWAY)
-        log.warning("rank lost", rank=rank.number, in_flight=len(rank.open))
+        self._set(rank, Health.AWAY, reason)
+        log.warning("rank lost", rank=rank.number, reason=reason, in_flight=len(rank.open))
 
-    def _set(self, rank: _Rank, health: Health) -> None:
-        rank.health = health
+    def _set(self, rank: Rank, health: Health, reason: str) -> None:
+        rank.health, rank.reason, rank.since = health, reason, now()
         self.changed(rank.number, health)
         if self._admission is not None and not self._admission.done():
             self._admission.set_result(None)
 
     def statistics(self) -> tuple[RankStatistics, ...]:
-        """A moment's picture of every rank."""
-        return tuple(
-            RankStatistics(r.number, r.health.value, r.operations, len(r.open), r.losses, r.silences) for r in self._ranks
-        )
+        """The state of every rank at this moment."""
+        return tuple(rank.statistics() for rank in self._ranks)
+
+    def health(self) -> tuple[RankHealth, ...]:
+        """For every rank: its state, why, and since when."""
+        return tuple(rank.describe() for rank in self._ranks)

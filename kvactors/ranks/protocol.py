@@ -1,4 +1,9 @@
-"""What the leader and its ranks say to each other: msgpack maps with a tag `t`, each behind its length in four bytes (little-endian)."""
+"""Messages between a leader and its ranks: msgpack maps with a tag `t`, each after its length in four bytes (little-endian).
+
+rank -> leader: Hello. leader -> rank: Challenge. rank -> leader: Proof. leader -> rank: Proof. Before this point nothing else is accepted,
+and no message may exceed UNPROVEN_BYTES. Then rank -> leader: Identity; leader -> rank: SendNames, answered by one Names for each page that was
+asked for, until the last one; leader -> rank: Welcome. From then on the leader sends operations and the rank answers each.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +11,28 @@ from typing import Literal
 
 import msgspec
 
-VERSION = 1
-"""Of this protocol; both ends must speak the same."""
+VERSION = 2
+"""Of this protocol; both ends must have the same."""
 
 MOST_BYTES = 64 << 20
-"""Bytes of one message at most: more is not a message of ours."""
+"""Bytes of one message at most."""
+
+FROM_RANK_BYTES = 16 << 20
+"""Bytes of one message from a rank at most: a byte for each key and 32 for each name that it evicted."""
+
+UNPROVEN_BYTES = 1024
+"""Bytes of one message at most before both ends have proved that they have the secret."""
+
+NONCE_BYTES = 32
+
+PAGE_NAMES = 2048
+"""Names in one page at most: what is handled without giving the loop back."""
+
+WINDOW = 4
+"""Pages of names in flight at most."""
+
+MOST_NAMES = 1 << 25
+"""Objects that a rank's store may hold: the leader keeps about 130 bytes for each of them, and 50 more while a rank joins."""
 
 
 class Frame(msgspec.Struct, frozen=True, tag_field="t", tag=str.lower, omit_defaults=True):
@@ -18,18 +40,55 @@ class Frame(msgspec.Struct, frozen=True, tag_field="t", tag=str.lower, omit_defa
 
 
 class Hello(Frame, frozen=True):
-    """A rank asks to be admitted. It copies nothing at this moment: whatever it was asked on an earlier connection is over.
+    """A rank's first message. nonce: NONCE_BYTES of random bytes."""
 
-    fingerprint: of the layout. blocks, slots: of its device and its arena. keys: names its store holds, 32 bytes each.
-    """
+    version: int = 0
+    nonce: bytes = b""
+
+
+class Challenge(Frame, frozen=True):
+    """The leader's first message."""
 
     version: int
+    nonce: bytes
+
+
+class Proof(Frame, frozen=True):
+    """HMAC-SHA256 over the sender's role and both nonces, keyed with the shared secret."""
+
+    mac: bytes
+
+
+class Identity(Frame, frozen=True):
+    """What a rank is. It copies nothing at this moment: operations of an earlier connection have ended.
+
+    model: `cache.model`. namespace, storage: `storage.namespace` and the kind of back end. fingerprint: of the layout. blocks, slots: of the
+    device and the arena. objects: names in its store. generation: how often that store was cleared.
+    """
+
     rank: int
     ranks: int
+    model: str
+    namespace: str
+    storage: str
     fingerprint: bytes
     blocks: int
     slots: int
-    keys: bytes
+    objects: int = 0
+    generation: int = 0
+
+
+class SendNames(Frame, frozen=True):
+    """Send so many more pages of the names in the store."""
+
+    pages: int
+
+
+class Names(Frame, frozen=True):
+    """One page: at most PAGE_NAMES names of 32 bytes. last: whether no page follows."""
+
+    keys: bytes = b""
+    last: bool = False
 
 
 class Welcome(Frame, frozen=True):
@@ -37,9 +96,17 @@ class Welcome(Frame, frozen=True):
 
 
 class Refused(Frame, frozen=True):
-    """It never will be as it is, and why."""
+    """The rank is not admitted, and why."""
 
     reason: str
+
+
+class Ping(Frame, frozen=True):
+    """Asks whether the other end still answers."""
+
+
+class Pong(Frame, frozen=True):
+    """Answers a Ping."""
 
 
 class CopyBlocks(Frame, frozen=True):
@@ -53,9 +120,9 @@ class CopyBlocks(Frame, frozen=True):
 
 
 class StoreObjects(Frame, frozen=True):
-    """Read or write slots (one a key), ask which leading keys can be read (the others are MISS), remove keys, or clear the rank's store.
+    """Read or write slots (one for each key), ask which leading keys can be read (the others are MISS), remove keys, or clear the rank's store.
 
-    seconds: what is not begun by then is LATE.
+    seconds: what has not begun by then is LATE. generation: of the store after a clear.
     """
 
     op: int
@@ -63,20 +130,21 @@ class StoreObjects(Frame, frozen=True):
     keys: bytes = b""
     slots: tuple[int, ...] = ()
     seconds: float = 0.0
+    generation: int = 0
 
 
 class Arrived(Frame, frozen=True):
-    """A copy's first `layers` layers are there."""
+    """The first `layers` layers of a copy have arrived."""
 
     op: int
     layers: int
 
 
 class Answer(Frame, frozen=True):
-    """An operation is over: no slot and no block of it is touched any more.
+    """An operation has ended: no slot and no block of it is touched any more.
 
-    outcomes: a byte a pair or key; 0 is good, in a store operation it is a `storage.messages.Outcome`. gone: names the rank's store does
-    not hold any more.
+    outcomes: a byte for each pair or key, one for a clear; 0 is good, in a store operation it is a `storage.messages.Outcome`. gone: names that
+    the rank's store does not hold any more.
     """
 
     op: int
@@ -84,6 +152,19 @@ class Answer(Frame, frozen=True):
     gone: bytes = b""
 
 
-ToRank = Welcome | Refused | CopyBlocks | StoreObjects
-FromRank = Hello | Arrived | Answer
-AnyFrame = Welcome | Refused | CopyBlocks | StoreObjects | Hello | Arrived | Answer
+AnyFrame = (
+    Hello
+    | Challenge
+    | Proof
+    | Identity
+    | SendNames
+    | Names
+    | Welcome
+    | Refused
+    | Ping
+    | Pong
+    | CopyBlocks
+    | StoreObjects
+    | Arrived
+    | Answer
+)

@@ -3,34 +3,53 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import os
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 
 import anyio
-import anyio.to_thread
 import structlog
 from msgspec.structs import replace
 
 from kvactors.actor.clock import now
+from kvactors.actor.uncancelled import to_the_end
 from kvactors.config import Config, StorageConfig
 from kvactors.device.arena import Arena
 from kvactors.device.base import Device
 from kvactors.errors import ConfigError, LayoutError, RankError
 from kvactors.gpu_swapper.executor import Executor, make_executor
 from kvactors.gpu_swapper.messages import Direction
-from kvactors.ranks.protocol import VERSION, Answer, Arrived, CopyBlocks, Hello, Refused, StoreObjects, Welcome
-from kvactors.ranks.wire import Wire, connect
+from kvactors.identity import StoreIdentity
+from kvactors.ranks.handshake import check_leader
+from kvactors.ranks.listening import connect
+from kvactors.ranks.names import pages
+from kvactors.ranks.protocol import (
+    Answer,
+    Arrived,
+    CopyBlocks,
+    Identity,
+    Names,
+    Ping,
+    Pong,
+    Refused,
+    SendNames,
+    StoreObjects,
+    Welcome,
+)
+from kvactors.ranks.wire import Wire
+from kvactors.ranks_config import Secret
 from kvactors.storage.backends import Backend, make_backend
 from kvactors.storage.messages import Outcome
-from kvactors.units import join_keys, split_keys
+from kvactors.threads import Workers
+from kvactors.units import KEY_BYTES, join_keys, split_keys
 
 log = structlog.get_logger()
 
 RETRY_LEAST, RETRY_MOST = 0.02, 0.5
 """Seconds between attempts to reach the leader; doubled each time."""
 
-WELCOME_LIMIT = 10.0
-"""Seconds the leader may take to admit a rank; then it tries again."""
+CONNECT_LIMIT = 10.0
+"""Seconds one attempt to connect may take."""
 
 
 async def serve_rank(
@@ -44,25 +63,39 @@ async def serve_rank(
     admitted: Callable[[], None] | None = None,
     inline_copies: bool = False,
 ) -> None:
-    """Move this rank's share of every block until cancelled, for the cache whose leader listens at `endpoint` (unix:///path, tcp://host:port,
-    or memory://name in the same loop).
-    A leader that is not there, or goes, is tried again for ever.
+    """Move this rank's share of every block until cancelled, for the cache whose leader listens at `endpoint`.
 
-    device: this rank's, `device.num_blocks` in all ranks alike. config: the leader's own; from it come the arena (`host`) and the store
-    (`storage`, whose objects are this rank's alone). backend: in place of the config's. admitted: called each time the leader has
-    admitted this rank. inline_copies: copy in the loop's thread, for loops of virtual time (with a memory:// endpoint).
+    A leader that does not listen yet, or stops, is tried again until it is there. Cancelled, by asyncio or anyio, at any moment and more than once,
+    it ends the copies in flight and closes everything before it returns.
 
-    Raises ConfigError, LayoutError, StoreError, DeviceError at the start, and RankError if the leader refuses this rank as it is.
+    Args:
+        endpoint: unix:///path, tcp://host:port, or memory://name in the same loop.
+        device: this rank's, with `device.num_blocks` alike in all ranks.
+        rank: this rank's number, below `ranks`.
+        ranks: how many ranks there are.
+        config: the leader's own; from it come the arena (`host`), the store (`storage`, whose objects are this rank's alone) and the secret
+            (`ranks.secret`, or the variable KVACTORS_RANKS_SECRET).
+        backend: in place of the config's.
+        admitted: called each time the leader has admitted this rank.
+        inline_copies: copy in the loop's thread, for loops of virtual time (with a memory:// endpoint).
+
+    Raises:
+        ConfigError, LayoutError, StoreError, DeviceError: at the start. A tcp endpoint without a secret is a ConfigError.
+        RankError: the leader refuses this rank (the message names the values that differ), does not have the same secret, or another
+            process already serves this number and answers.
     """
     config = Config.from_env(base=config)
     if not 0 <= rank < ranks:
         raise ConfigError(f"there is no rank {rank} of {ranks}")
     if device.layout.block_size != config.cache.block_size:
         raise LayoutError(f"the device's blocks hold {device.layout.block_size} tokens, not {config.cache.block_size}")
+    shared = replace(config.ranks, count=ranks, endpoint=endpoint).with_secret(os.environ)
+    shared.check_exposure()
     storage = StorageConfig(backend="none") if config.flush.only else replace(config.storage, rank=rank, ranks=ranks)
     if backend is None:
         backend = make_backend(storage, config.cache.model, device.layout.fingerprint, device.layout.block_bytes)
     slots = config.host.arena_slots(stored=backend is not None)
+    identity = StoreIdentity(config.cache.model, storage.namespace, device.layout.fingerprint, rank, ranks)
     arena = Arena(
         slots,
         device.layout.block_bytes,
@@ -72,43 +105,69 @@ async def serve_rank(
     try:
         async with AsyncExitStack() as opened:
             executor = make_executor(device, arena, config.host, inline=inline_copies)
-            opened.push_async_callback(_shielded, executor.close)
+            opened.push_async_callback(_complete, executor.close)
             if backend is not None:
-                await backend.open()
-                opened.push_async_callback(_shielded, backend.close)
-            if inline_copies:
-                arena.touch()
-            else:
-                await anyio.to_thread.run_sync(arena.touch)
+                await _opened(backend, opened)
+            await _touch(arena, inline=inline_copies)
             if backend is not None:
                 await backend.attach(arena)
             await executor.open()
-            one = _Serving(rank, ranks, executor, backend)
+            one = _Serving(identity, storage.backend, executor, backend, Secret(shared.secret))
             await one.serve(endpoint, admitted or (lambda: None))
     finally:
         arena.close()
 
 
-async def _shielded(close: Callable[[], Awaitable[None]]) -> None:
-    with anyio.CancelScope(shield=True):
-        await close()
+async def _complete(close: Callable[[], Awaitable[None]]) -> None:
+    """Await a close to its end, even if this is cancelled."""
+    await to_the_end(asyncio.ensure_future(close()))
+
+
+async def _opened(backend: Backend, opened: AsyncExitStack) -> None:
+    """Open a store, which is closed with the stack, even if this is cancelled before it is open."""
+    opening = asyncio.ensure_future(backend.open())
+    try:
+        await to_the_end(opening)
+    finally:
+        if not opening.cancelled() and opening.exception() is None:
+            opened.push_async_callback(_complete, backend.close)
+
+
+async def _touch(arena: Arena, *, inline: bool) -> None:
+    """Have the arena's memory; cancelled, it returns when no thread uses it any more."""
+    if inline:
+        arena.touch()
+        return
+    workers = Workers(1, "kvactors-arena")
+    try:
+        await to_the_end(asyncio.wrap_future(workers.submit(arena.touch)))
+    finally:
+        workers.close()
+
+
+class _Refuse(Exception):
+    """The leader asked for something that cannot be."""
 
 
 class _Serving:
-    def __init__(self, rank: int, ranks: int, executor: Executor, backend: Backend | None) -> None:
-        self.rank = rank
-        self.ranks = ranks
+    def __init__(
+        self, identity: StoreIdentity, storage: str, executor: Executor, backend: Backend | None, secret: Secret
+    ) -> None:
+        self.identity = identity
+        self.storage = storage
+        self.rank = identity.rank
         self.executor = executor
         self.backend = backend
         self.arena = executor.arena
+        self.secret = secret
+        self._warned = ""
 
     async def serve(self, endpoint: str, admitted: Callable[[], None]) -> None:
         """Connect, be admitted, do what is asked; when the connection is lost finish that, and begin again."""
         pause = RETRY_LEAST
         while True:
-            try:
-                wire = await connect(endpoint)
-            except OSError:
+            wire = await self._connect(endpoint)
+            if wire is None:
                 await asyncio.sleep(pause)
                 pause = min(RETRY_MOST, 2 * pause)
                 continue
@@ -116,28 +175,98 @@ class _Serving:
                 if await self._enter(wire):
                     pause = RETRY_LEAST
                     admitted()
-                    async with anyio.create_task_group() as tasks:
-                        while (message := await wire.receive()) is not None:
-                            if isinstance(message, CopyBlocks):
-                                tasks.start_soon(self._copy, wire, message)
-                            elif isinstance(message, StoreObjects):
-                                tasks.start_soon(self._store, wire, message)
+                    await self._work(wire)
             finally:
                 wire.close()
             await asyncio.sleep(pause)
+            pause = min(RETRY_MOST, 2 * pause)
+
+    async def _connect(self, endpoint: str) -> Wire | None:
+        wire = None
+        try:
+            with anyio.move_on_after(CONNECT_LIMIT):
+                wire = await connect(endpoint)
+        except PermissionError as error:
+            if str(error) != self._warned:
+                self._warned = str(error)
+                log.warning("endpoint of the leader is not usable", rank=self.rank, error=str(error))
+        except OSError:
+            pass
+        return wire
 
     async def _enter(self, wire: Wire) -> bool:
-        keys = join_keys(self.backend.keys()) if self.backend is not None else b""
-        device = self.executor.device
+        """Whether the leader has admitted this rank; False if the connection was lost before that. RankError if it refuses."""
+        if not await check_leader(wire, self.secret):
+            return False
+        device, store, mine = self.executor.device, self.backend, self.identity
         wire.send(
-            Hello(VERSION, self.rank, self.ranks, device.layout.fingerprint, device.num_blocks, self.arena.num_slots, keys)
-        )
-        message = None
-        with anyio.move_on_after(WELCOME_LIMIT):
-            message = await wire.receive()
-        if isinstance(message, Refused):
-            raise RankError(f"the leader refuses: {message.reason}")
-        return isinstance(message, Welcome)
+            Identity(
+                self.rank, mine.ranks, mine.model, mine.namespace, self.storage, mine.fingerprint, device.num_blocks, self.arena.num_slots,
+                0 if store is None else store.count(), 0 if store is None else store.generation,
+            )
+        )  # fmt: skip
+        names = pages(iter(()) if store is None else store.names())
+        while (message := await wire.receive()) is not None:
+            if isinstance(message, Refused):
+                raise RankError(f"the leader refuses: {message.reason}")
+            if isinstance(message, Welcome):
+                return True
+            if isinstance(message, Ping):
+                wire.send(Pong())
+            elif isinstance(message, SendNames):
+                if not self._send_names(wire, message.pages, names):
+                    return False
+            else:
+                log.error("unexpected message from the leader", rank=self.rank, message=type(message).__name__)
+                return False
+        return False
+
+    def _send_names(self, wire: Wire, count: int, names: Iterator[tuple[bytes, bool]]) -> bool:
+        """Send so many pages. False if the store changed while its names were sent: the rank joins again."""
+        try:
+            for _ in range(count):
+                page = next(names, None)
+                if page is None:
+                    break
+                wire.send(Names(*page))
+        except RuntimeError as error:
+            log.warning("store changed while its names were sent", rank=self.rank, error=str(error))
+            return False
+        return True
+
+    async def _work(self, wire: Wire) -> None:
+        """Do what the leader asks until the connection is lost and everything it asked has ended."""
+        async with anyio.create_task_group() as tasks:
+            while (message := await wire.receive()) is not None:
+                try:
+                    if isinstance(message, CopyBlocks):
+                        self._check(len(message.blocks), message.slots, message.blocks)
+                        tasks.start_soon(self._copy, wire, message)
+                    elif isinstance(message, StoreObjects):
+                        self._check_store(message)
+                        tasks.start_soon(self._store, wire, message)
+                    elif isinstance(message, Ping):
+                        wire.send(Pong())
+                    else:
+                        raise _Refuse(f"unexpected message {type(message).__name__}")
+                except _Refuse as refusal:
+                    log.error("request of the leader that cannot be", rank=self.rank, reason=str(refusal))
+                    wire.close()
+                    return
+
+    def _check(self, count: int, slots: tuple[int, ...], blocks: tuple[int, ...] = ()) -> None:
+        if len(slots) != count:
+            raise _Refuse(f"{len(slots)} slots for {count} blocks")
+        if min(slots, default=0) < 0 or max(slots, default=-1) >= self.arena.num_slots:
+            raise _Refuse(f"slots {min(slots)} to {max(slots)}, there are {self.arena.num_slots}")
+        if min(blocks, default=0) < 0 or max(blocks, default=-1) >= self.executor.device.num_blocks:
+            raise _Refuse(f"blocks {min(blocks)} to {max(blocks)}, there are {self.executor.device.num_blocks}")
+
+    def _check_store(self, message: StoreObjects) -> None:
+        if len(message.keys) % KEY_BYTES:
+            raise _Refuse(f"{len(message.keys)} bytes of names")
+        if message.kind in ("read", "write"):
+            self._check(len(message.keys) // KEY_BYTES, message.slots)
 
     async def _copy(self, wire: Wire, message: CopyBlocks) -> None:
         direction = Direction.TO_DEVICE if message.to_device else Direction.TO_HOST
@@ -157,15 +286,31 @@ class _Serving:
 
     async def _store(self, wire: Wire, message: StoreObjects) -> None:
         keys = split_keys(message.keys)
+        count = 1 if message.kind == "clear" else len(keys)
         try:
             outcomes, gone = await self._at_store(message, keys)
-        except Exception as error:
+            if len(outcomes) != count or max(outcomes, default=0) >= len(Outcome):
+                raise ValueError(f"{len(outcomes)} outcomes for {count} keys, or one above {len(Outcome) - 1}")
+            left = join_keys(gone)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            log.error("back end raised CancelledError", rank=self.rank)
+            outcomes, left = bytes([Outcome.UNAVAILABLE]) * count, b""
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:
             log.error("back end raised", rank=self.rank, error=repr(error))
-            outcomes, gone = bytes([Outcome.UNAVAILABLE]) * len(keys), []
-        wire.send(Answer(message.op, outcomes, join_keys(gone)))
+            outcomes, left = bytes([Outcome.UNAVAILABLE]) * count, b""
+        wire.send(Answer(message.op, outcomes, left))
 
     async def _at_store(self, message: StoreObjects, keys: list[bytes]) -> tuple[bytes, list[bytes]]:
         store, until = self.backend, now() + message.seconds
+        if message.kind == "clear":
+            if store is not None:
+                await store.clear(message.generation)
+            return bytes([Outcome.OK]), []
         if store is None:
             return bytes([Outcome.UNAVAILABLE]) * len(keys), []
         if message.kind in ("read", "write"):
@@ -173,13 +318,12 @@ class _Serving:
             move = store.read if message.kind == "read" else store.write
             report = await move(keys, views, lambda: now() >= until)
             gone = getattr(report, "gone", None) or getattr(report, "evicted", [])
-            return report.outcomes, [key for key in gone if not store.holds(key)]
+            return bytes(report.outcomes), [key for key in gone if not store.holds(key)]
         if message.kind == "ask":
             found = store.probe(keys)
             found = await store.ask(keys, lambda: now() >= until) if found is None else found
+            if not 0 <= found <= len(keys):
+                raise ValueError(f"a run of {found} of {len(keys)} keys")
             return bytes([Outcome.OK]) * found + bytes([Outcome.MISS]) * (len(keys) - found), []
-        if message.kind == "remove":
-            await store.remove(keys)
-        else:
-            await store.clear()
+        await store.remove(keys)
         return bytes(len(keys)), []

@@ -6,21 +6,28 @@ import asyncio
 import socket
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 
 import msgspec
 
-from kvactors.endpoint import split_endpoint
-from kvactors.errors import RankError
 from kvactors.ranks.protocol import MOST_BYTES, AnyFrame, Frame
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyFrame] = msgspec.msgpack.Decoder(AnyFrame)
 
 
+KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
+"""A host that vanished without closing its connections is noticed after 25 seconds."""
+
+
 class Wire(ABC):
-    """One end of a connection."""
+    """One end of a connection. source: where the other end is, for logs. limit: bytes of a message at most; a longer one ends the connection.
+    violation: what the other end sent that is not a message, if that ended the connection."""
+
+    source = ""
+    limit = MOST_BYTES
+    violation = ""
 
     @abstractmethod
     def send(self, message: Frame) -> None:
@@ -28,22 +35,32 @@ class Wire(ABC):
 
     @abstractmethod
     async def receive(self) -> AnyFrame | None:
-        """The next message; None when the connection is lost, or carries something that is not one."""
+        """The next message; None when the connection is lost, or when something arrives that is not a message."""
 
     @abstractmethod
     def close(self) -> None:
-        """Hang up, both ways."""
+        """Close the connection at once, in both directions."""
+
+    def _decode(self, body: bytes) -> AnyFrame | None:
+        try:
+            return _decoder.decode(body)
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+            self.violation = f"not a message of this protocol: {type(error).__name__}"
+            return None
 
 
 class StreamWire(Wire):
     """Over a socket."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, source: str = "") -> None:
+        self.source = source
         self._reader = reader
         self._writer = writer
         found = writer.get_extra_info("socket")
         if found is not None and found.family != socket.AF_UNIX:
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # the other machine may be gone without a word
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in KEEPALIVE:
+                found.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def send(self, message: Frame) -> None:
         """See `Wire`."""
@@ -55,8 +72,11 @@ class StreamWire(Wire):
         """See `Wire`."""
         try:
             size = int.from_bytes(await self._reader.readexactly(4), "little")
-            return _decoder.decode(await self._reader.readexactly(size)) if size <= MOST_BYTES else None
-        except (OSError, asyncio.IncompleteReadError, msgspec.MsgspecError, RecursionError):
+            if size > self.limit:
+                self.violation = f"a message of {size} bytes, at most {self.limit} are accepted here"
+                return None
+            return self._decode(await self._reader.readexactly(size))
+        except (OSError, asyncio.IncompleteReadError):
             return None
 
     def close(self) -> None:
@@ -70,7 +90,6 @@ class MemoryWire(Wire):
 
     def __init__(self, lag: Callable[[], float] = lambda: 0.0) -> None:
         self.other: MemoryWire | None = None
-        self.keeps: asyncio.Task[None] | None = None  # who hears the other end
         self._lag = lag
         self._inbox: deque[bytes | None] = deque()
         self._waiter: asyncio.Future[None] | None = None
@@ -109,7 +128,10 @@ class MemoryWire(Wire):
         if item is None:
             self._inbox.append(None)
             return None
-        return _decoder.decode(item)
+        if len(item) > self.limit:
+            self.violation = f"a message of {len(item)} bytes, at most {self.limit} are accepted here"
+            return None
+        return self._decode(item)
 
     def close(self) -> None:
         """See `Wire`."""
@@ -118,63 +140,3 @@ class MemoryWire(Wire):
         if other is not None:
             other.other = None
             other._put(None)
-
-
-_in_memory: dict[str, Callable[[Wire], Awaitable[None]]] = {}
-"""Whoever listens at memory:// endpoints of this process."""
-
-
-async def connect(endpoint: str) -> Wire:
-    """A connection. ConfigError, OSError."""
-    scheme, host, port = split_endpoint(endpoint)
-    if scheme == "memory":
-        return _connect_in_memory(host)
-    if scheme == "unix":
-        return StreamWire(*await asyncio.open_unix_connection(host))
-    return StreamWire(*await asyncio.open_connection(host, port))
-
-
-def _connect_in_memory(name: str) -> Wire:
-    if name not in _in_memory:
-        raise ConnectionRefusedError(f"nobody listens at memory://{name}")
-    mine, theirs = MemoryWire.pair()
-    task = asyncio.get_running_loop().create_task(_heard(_in_memory[name], theirs))
-    mine.keeps = task
-    return mine
-
-
-async def _heard(met: Callable[[Wire], Awaitable[None]], wire: Wire) -> None:
-    await met(wire)
-
-
-async def listen(endpoint: str, met: Callable[[Wire], Awaitable[None]]) -> Callable[[], Awaitable[None]]:
-    """Await `met` for whoever connects; returns how to stop. ConfigError, RankError if nobody can listen there."""
-
-    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await met(StreamWire(reader, writer))
-
-    scheme, host, port = split_endpoint(endpoint)
-    if scheme == "memory":
-        _in_memory[host] = met
-
-        async def forget() -> None:
-            _in_memory.pop(host, None)
-
-        return forget
-    if scheme == "unix":  # asyncio would take the path from whoever listens there
-        with suppress(OSError):
-            _, other = await asyncio.open_unix_connection(host)
-            other.transport.abort()
-            raise RankError(f"somebody listens for ranks at {endpoint} already")
-    try:
-        if scheme == "unix":
-            server = await asyncio.start_unix_server(accept, host)
-        else:
-            server = await asyncio.start_server(accept, host, port)
-    except OSError as error:
-        raise RankError(f"nobody can listen for ranks at {endpoint}: {error}") from error
-
-    async def stop() -> None:
-        server.close()
-
-    return stop

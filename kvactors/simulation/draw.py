@@ -13,9 +13,9 @@ from kvactors.config import (
     FlushConfig,
     HostConfig,
     LayoutConfig,
-    RanksConfig,
     StorageConfig,
 )
+from kvactors.ranks_config import RanksConfig
 from kvactors.simulation.limits import draw_limit, draw_limits
 from kvactors.sink_config import MemorySinkConfig
 from kvactors.testing.plan import FaultPlan, Targets, draw

@@ -17,7 +17,7 @@ from kvactors.cpu_evictor.messages import Place as PlaceLoad
 from kvactors.flush_notifier.actor import FlushNotifier
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.prefix_index.messages import Loaded, LoadStalled
-from kvactors.ranks.group import Health
+from kvactors.ranks.state import Health
 from kvactors.storage.backends.base import Backend
 from kvactors.system import System
 from kvactors.testing.plan import Fault
@@ -145,8 +145,8 @@ class SimSystem(System):
         assert self.ranks is not None
         change = self.ranks._set
 
-        def changed(rank: Any, health: Health) -> None:
+        def changed(rank: Any, health: Health, reason: str) -> None:
             self.witness.seen[f"health {rank.health.value} to {health.value}"] += 1
-            change(rank, health)
+            change(rank, health, reason)
 
         setattr(self.ranks, "_set", changed)  # noqa: B010

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 
@@ -29,6 +29,9 @@ class Catalog:
 
     def __len__(self) -> int:
         return len(self._names)
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._names)
 
     def keys(self) -> list[bytes]:
         """Every name, least recently used first."""

@@ -47,8 +47,7 @@ class StorageWorker(Actor):
 
     def report_all(self) -> None:
         """Tell the notifier every name that the store does not hold any more, and every name it holds."""
-        lost = join_keys(self.backend.lost())
-        if lost:
+        while lost := join_keys(self.backend.lost()):
             self.tell(self.notifier, Gone(lost, Tier.STORAGE, Reason.RESTART))
         keys = join_keys(self.backend.keys())
         if keys:

@@ -62,8 +62,7 @@ class StorageWriter(StorageWorker):
         """Tell of names that ceased to be there outside of any batch; repeat a clear that did not reach all of the store."""
         if self.backend.uncleared:
             self.clear(ClearStore(0))
-        lost = join_keys(self.backend.lost())
-        if lost:
+        while lost := join_keys(self.backend.lost()):
             self.tell(self.notifier, Gone(lost, Tier.STORAGE, Reason.RESTART))
 
     def started(self) -> None:

@@ -16,11 +16,13 @@ from typing import Literal
 
 import anyio
 import msgspec
+from msgspec.structs import replace
 
 from kvactors.config import Config
 from kvactors.device.host import HostDevice
 from kvactors.layout import make_layout
 from kvactors.ranks.serve import serve_rank
+from kvactors.ranks_config import SECRET_VARIABLE
 
 ANSWER_LIMIT = 30.0
 """Seconds a worker may take over one command; it may be stopped meanwhile."""
@@ -52,9 +54,12 @@ class RankProcess:
 
     async def start(self) -> None:
         """A new process with empty memory."""
+        ranks = self.config.ranks
+        config = replace(self.config, ranks=replace(ranks, secret=""))  # a command line is visible to every user
         self.process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-m", "kvactors.testing.ranks", msgspec.json.encode(self.config).decode(), str(self.rank),
+            sys.executable, "-P", "-m", "kvactors.testing.ranks", msgspec.json.encode(config).decode(), str(self.rank),
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, SECRET_VARIABLE: ranks.secret} if ranks.secret else None,
         )  # fmt: skip
         assert self.process.stdout is not None
         self._answers = deque()

@@ -10,7 +10,8 @@ from pathlib import Path
 import anyio
 
 import kvactors
-from kvactors.config import CacheConfig, Config, DeviceConfig, HostConfig, LayoutConfig, RanksConfig, StorageConfig
+from kvactors.config import CacheConfig, Config, DeviceConfig, HostConfig, LayoutConfig, StorageConfig
+from kvactors.ranks_config import RanksConfig
 from kvactors.testing.ranks import RankProcess
 
 BLOCK = 8

@@ -12,7 +12,8 @@ import pytest
 from rank_kit import BLOCK, Engine, at_rest, led, settings
 
 import kvactors
-from kvactors.config import ActorsConfig, LayoutConfig, RanksConfig
+from kvactors.config import ActorsConfig, LayoutConfig
+from kvactors.ranks_config import RanksConfig
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -29,7 +30,8 @@ async def test_blocks_go_through_every_tier_of_every_rank(tmp_path, ranks):
 
 async def test_over_tcp(tmp_path, unused_tcp_port_factory):
     port = unused_tcp_port_factory()
-    config = settings(tmp_path, ranks=RanksConfig(2, f"tcp://127.0.0.1:{port}", 0.3, 30.0))
+    secret = "known to leader and ranks"
+    config = settings(tmp_path, ranks=RanksConfig(2, f"tcp://127.0.0.1:{port}", 30.0, 60.0, secret))
     async with led(config) as (cache, workers):
         engine = Engine(cache, workers)
         await engine.run(requests=30)

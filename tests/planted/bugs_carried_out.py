@@ -61,8 +61,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "silence_taken_for_the_end",
         "ranks/group.py",
-        "                self._set(rank, Health.SILENT)\n",
-        "                rank.settle()\n                self._set(rank, Health.SILENT)\n",
+        "                self._set(rank, Health.SILENT, f",
+        "                rank.settle()\n                self._set(rank, Health.SILENT, f",
         "blocks that a stopped rank may still write to are handed out again",
         ("tests/planted/test_gaps_below.py::test_what_a_silent_rank_was_asked_stays_open_until_it_answers",),
     ),
@@ -199,7 +199,7 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "admitted_with_open_questions",
         "ranks/group.py",
-        "        rank.settle()  # it says hello when everything from before is over\n",
+        "        rank.settle()  # a rank sends its identity when everything from before has ended\n",
         "",
         "what a rank was asked before its process died is waited for for ever",
         ("tests/planted/test_gaps_below.py::test_what_was_asked_of_a_rank_before_it_died_is_over_when_it_is_back",),
@@ -207,8 +207,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "uncleared_rank_forgotten",
         "storage/backends/ranks.py",
-        "uncleared = None in answers",
-        "uncleared = False",
+        "self._uncleared = len(done) < len(answers)",
+        "self._uncleared = False",
         "a rank that could not be asked to clear its store serves what was cleared",
         ("tests/planted/test_gaps_below.py::test_nothing_is_written_beside_what_could_not_be_cleared",),
     ),

@@ -8,14 +8,16 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from kvactors.config import RanksConfig
 from kvactors.device.arena import Arena
 from kvactors.gpu_swapper.executor import _report
 from kvactors.gpu_swapper.messages import Direction
 from kvactors.gpu_swapper.remote import RemoteExecutor
+from kvactors.identity import StoreIdentity
 from kvactors.ranks.group import RankGroup
-from kvactors.ranks.protocol import VERSION, Answer, Hello, StoreObjects
+from kvactors.ranks.handshake import check_leader
+from kvactors.ranks.protocol import Answer, Identity, StoreObjects
 from kvactors.ranks.wire import MemoryWire
+from kvactors.ranks_config import RanksConfig, Secret
 from kvactors.storage.backends.file import FileBackend
 from kvactors.storage.backends.memory import MemoryBackend
 from kvactors.storage.backends.ranks import RankBackend
@@ -147,17 +149,26 @@ async def test_what_is_removed_while_it_is_read_keeps_its_place_until_then(tmp_p
 # -- ranks
 
 
+SCOPE = StoreIdentity("model", "default", bytes(32), 0, 1)
+
+
+async def introduce(theirs) -> None:
+    """What a rank sends before it is admitted."""
+    assert await check_leader(theirs, Secret(""))
+    theirs.send(Identity(0, 1, "model", "default", "none", bytes(32), 4, 4))
+
+
 class Answers(RankGroup):
     """A group whose ranks answer as told."""
 
     healthy = True
 
     def __init__(self, *answers) -> None:
-        super().__init__(RanksConfig(count=len(answers)), bytes(32), 4, 4)
+        super().__init__(RanksConfig(count=len(answers)), SCOPE, 4, 4)
         self.answers = [None if outcomes is None else Answer(1, bytes(outcomes)) for outcomes in answers]
         self.asked = []
 
-    async def scatter(self, build, arrived=None):
+    async def scatter(self, build, arrived=None, **_how):
         self.asked.append(build(1))
         return self.answers
 
@@ -197,18 +208,18 @@ def test_what_a_silent_rank_was_asked_stays_open_until_it_answers():
     """It may have stopped in the middle of a copy: nobody may use those blocks before it says that it is over."""
 
     async def main() -> None:
-        group = RankGroup(RanksConfig(count=1, timeout=0.5), bytes(32), 4, 4)
+        group = RankGroup(RanksConfig(count=1, timeout=0.5), SCOPE, 4, 4)
         ours, theirs = MemoryWire.pair()
         meeting = asyncio.create_task(group.meet(ours))
-        theirs.send(Hello(VERSION, 0, 1, bytes(32), 4, 4, b""))
+        await introduce(theirs)
         await theirs.receive()
-        asked = asyncio.create_task(group.scatter(lambda op: StoreObjects(op, "remove")))
+        asked = asyncio.create_task(group.scatter(lambda op: StoreObjects(op, "remove"), outcomes=0))
         message = await theirs.receive()
         await asyncio.sleep(100.0)
         assert group.statistics()[0].health == "silent"
         assert group.statistics()[0].in_flight == 1
         assert not asked.done()
-        assert await group.scatter(lambda op: StoreObjects(op, "clear")) == [None]
+        assert await group.scatter(lambda op: StoreObjects(op, "clear"), outcomes=1) == [None]
         theirs.send(Answer(message.op, b""))
         assert [answer is None for answer in await asked] == [False]
         assert group.healthy
@@ -222,15 +233,15 @@ def test_what_was_asked_of_a_rank_before_it_died_is_over_when_it_is_back():
     """It says hello when nothing from before is under way; nobody answers for it."""
 
     async def main() -> None:
-        group = RankGroup(RanksConfig(count=1, timeout=0.5), bytes(32), 4, 4)
+        group = RankGroup(RanksConfig(count=1, timeout=0.5), SCOPE, 4, 4)
         meetings, asked = [], None
         for life in range(2):
             ours, theirs = MemoryWire.pair()
             meetings.append(asyncio.create_task(group.meet(ours)))
-            theirs.send(Hello(VERSION, 0, 1, bytes(32), 4, 4, b""))
+            await introduce(theirs)
             await theirs.receive()
             if life == 0:
-                asked = asyncio.create_task(group.scatter(lambda op: StoreObjects(op, "remove")))
+                asked = asyncio.create_task(group.scatter(lambda op: StoreObjects(op, "remove"), outcomes=0))
                 await theirs.receive()
                 theirs.close()
                 await asyncio.sleep(10.0)

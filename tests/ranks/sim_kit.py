@@ -9,12 +9,13 @@ from contextlib import asynccontextmanager, suppress
 import anyio
 
 import kvactors
-from kvactors.config import CacheConfig, Config, DeviceConfig, HostConfig, LayoutConfig, RanksConfig, StorageConfig
+from kvactors.config import CacheConfig, Config, DeviceConfig, HostConfig, LayoutConfig, StorageConfig
 from kvactors.device.host import HostDevice
 from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.layout import make_layout
+from kvactors.ranks.listening import Listener, connect
 from kvactors.ranks.serve import serve_rank
-from kvactors.ranks.wire import connect, listen
+from kvactors.ranks_config import RanksConfig
 from kvactors.sink_config import MemorySinkConfig
 from kvactors.storage.backends.memory import MemoryBackend
 from kvactors.testing.ranks import keys_on_rank
@@ -62,13 +63,14 @@ class Rank:
         self.flows.set()
         self.wires = []
         self.serving = None
-        self.forget = None
+        self.listener = None
         self.device = None
 
     async def start(self) -> None:
         """A new life with empty memory."""
-        if self.forget is None:
-            self.forget = await listen(f"{ENDPOINT}-{self.number}", self._relay)
+        if self.listener is None:
+            self.listener = Listener(self._relay)
+            await self.listener.start(f"{ENDPOINT}-{self.number}")
         self.device = HostDevice(self.layout, self.config.device.num_blocks)
         self.serving = asyncio.ensure_future(
             serve_rank(
@@ -88,8 +90,8 @@ class Rank:
         await self.kill()
         self.flows.set()
         self.cut()
-        if self.forget is not None:
-            await self.forget()
+        if self.listener is not None:
+            await self.listener.stop()
 
     def cut(self) -> None:
         """The connection breaks."""

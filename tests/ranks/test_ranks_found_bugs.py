@@ -10,9 +10,10 @@ import pytest
 from sim_kit import BLOCK, ENDPOINT, Engine, all_there, at_rest, compute, led, prompt, settings, stored, wrong
 
 import kvactors
-from kvactors.config import ActorsConfig, DeviceConfig, HostConfig, LayoutConfig, RanksConfig
+from kvactors.config import ActorsConfig, DeviceConfig, HostConfig, LayoutConfig
 from kvactors.ranks.protocol import Answer
 from kvactors.ranks.wire import MemoryWire
+from kvactors.ranks_config import RanksConfig
 from kvactors.testing.loop import simulate
 
 ALONE = {

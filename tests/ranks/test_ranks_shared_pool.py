@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import kvactors
-from kvactors.config import CacheConfig, Config, DeviceConfig, HostConfig, LayoutConfig, RanksConfig, StorageConfig
+from kvactors.config import CacheConfig, Config, DeviceConfig, HostConfig, LayoutConfig, StorageConfig
 from kvactors.layout import make_layout
 from kvactors.mooncake_config import MooncakeConfig
+from kvactors.ranks_config import RanksConfig
 from kvactors.simulation.engine import Engine
 from kvactors.storage.backends.base import ReadReport, WriteReport
 from kvactors.testing.fakes import SimPool, SimRank

@@ -10,7 +10,8 @@ import pytest
 from sim_kit import BLOCK, ENDPOINT, Engine, Rank, all_there, at_rest, compute, led, prompt, settings, sink, stored, wrong
 
 import kvactors
-from kvactors.config import DeviceConfig, HostConfig, RanksConfig
+from kvactors.config import DeviceConfig, HostConfig
+from kvactors.ranks_config import RanksConfig
 from kvactors.testing.loop import simulate
 
 FAULTS = ("kill", "hold", "cut", "hang up", "clear", "clear all", "prefetch", "pause")

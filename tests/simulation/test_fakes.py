@@ -14,6 +14,7 @@ from kvactors.device.host import HostDevice
 from kvactors.errors import SinkError
 from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.gpu_swapper.messages import Direction
+from kvactors.identity import StoreIdentity
 from kvactors.layout import make_layout
 from kvactors.ranks.group import RankGroup
 from kvactors.ranks.protocol import CopyBlocks
@@ -350,7 +351,8 @@ async def test_ranks_answer_late_fall_silent_are_cut_off_and_lose_their_memory()
     config = two_ranks()
     ranks = [SimRank(config, number, latency=lambda: 0.01) for number in range(2)]
     layout = ranks[0].device.layout
-    group = RankGroup(config.ranks, layout.fingerprint, 4, config.host.arena_slots(stored=False))
+    identity = StoreIdentity(config.cache.model, config.storage.namespace, layout.fingerprint)
+    group = RankGroup(config.ranks, identity, 4, config.host.arena_slots(stored=False))
     for rank in ranks:
         await rank.start()
     await group.open()
@@ -359,11 +361,11 @@ async def test_ranks_answer_late_fall_silent_are_cut_off_and_lose_their_memory()
         return CopyBlocks(op, False, (0,), (0,))
 
     began = now()
-    assert all(answer is not None for answer in await group.scatter(copy))
+    assert all(answer is not None for answer in await group.scatter(copy, outcomes=1))
     assert now() >= began + 0.02
 
     ranks[1].gate.close()
-    asking = asyncio.ensure_future(group.scatter(copy))
+    asking = asyncio.ensure_future(group.scatter(copy, outcomes=1))
     await asyncio.sleep(5.0)
     assert not asking.done()
     assert [one.health for one in group.statistics()] == ["healthy", "silent"]
@@ -372,14 +374,15 @@ async def test_ranks_answer_late_fall_silent_are_cut_off_and_lose_their_memory()
     await settled(group)
 
     ranks[0].cut()
-    await asyncio.sleep(0.0)
+    while not group.statistics()[0].losses:
+        await asyncio.sleep(0.01)
     await settled(group)
     assert group.statistics()[0].losses == 1
     assert ranks[0].lives == 1
 
     device = ranks[0].device
     device.failing = 1
-    answers = await group.scatter(copy)
+    answers = await group.scatter(copy, outcomes=1)
     assert [answer.outcomes for answer in answers] == [b"\1", b"\0"]
     assert device.failed == 1
 

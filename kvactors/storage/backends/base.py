@@ -4,7 +4,7 @@ loop."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvactors.device.arena import Arena
@@ -136,6 +136,14 @@ class Backend(ABC):
     async def close(self) -> None:
         """Let go of everything; every call has ended."""
 
+    def names(self) -> Iterator[bytes]:
+        """The same names as `keys`, one by one and in any order; RuntimeError if the store changes before the last one."""
+        return iter(self.keys())
+
+    def count(self) -> int:
+        """How many names `keys` has."""
+        return len(self.keys())
+
     def keys(self) -> list[bytes]:
         """Names this process alone is answerable for, least recently used first."""
         return []
@@ -161,6 +169,6 @@ class Backend(ABC):
         """A moment's picture."""
         c = self.counts
         return StoreStatistics(
-            len(self.keys()), self.block_bytes, self.reads, self.writes, c[Outcome.EXISTS], c[Outcome.MISS], c[Outcome.CORRUPT],
+            self.count(), self.block_bytes, self.reads, self.writes, c[Outcome.EXISTS], c[Outcome.MISS], c[Outcome.CORRUPT],
             c[Outcome.NO_SPACE], c[Outcome.UNAVAILABLE], c[Outcome.LATE], self.evicted, self.breaker.state(),
         )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 from kvactors.storage.backends.base import Backend, Expired, ReadReport, WriteReport
@@ -55,6 +55,15 @@ class OwnedBackend(Backend):
         """See `Backend.keys`; not what is only being written."""
         names = self.catalog.keys()
         return [key for key in names if key not in self.pending] if self.pending else names
+
+    def names(self) -> Iterator[bytes]:
+        """See `Backend.names`."""
+        pending = self.pending
+        return (key for key in self.catalog if key not in pending)
+
+    def count(self) -> int:
+        """See `Backend.count`."""
+        return len(self.catalog) - sum(key in self.catalog for key in self.pending)
 
     def holds(self, key: bytes) -> bool:
         """See `Backend.holds`."""

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
+import structlog
+
 from kvactors.device.arena import Arena
+from kvactors.errors import StoreUnavailable
 from kvactors.ranks.group import RankGroup
+from kvactors.ranks.names import RankNames, in_slices
 from kvactors.ranks.protocol import Answer, StoreObjects
 from kvactors.storage.backends.base import Backend, Expired, ReadReport, WriteReport
 from kvactors.storage.messages import Outcome
 from kvactors.units import join_keys, split_keys
+
+log = structlog.get_logger()
+
+WORST = len(Outcome) - 1
+"""The greatest value of an outcome."""
 
 BADNESS = (Outcome.OK, Outcome.EXISTS, Outcome.MISS, Outcome.NO_SPACE, Outcome.LATE, Outcome.CORRUPT, Outcome.UNAVAILABLE)
 """Outcomes from best to worst: the whole is as its worst share."""
 
 
 class RankBackend(Backend):
-    """exclusive: as its ranks' stores. shared: whether these are a pool of many nodes', which must be asked and for which nobody answers alone.
-    seconds: what a batch may take. Slots are numbers here: the bytes never come to this process."""
+    """exclusive: as its ranks' stores. shared: whether these are a pool of many nodes, which must be asked and of which no node answers for all.
+    seconds: what a batch may take. Slots are numbers here: the bytes never come to this process.
+
+    names: what the stores of all ranks hold, about 130 bytes for each object.
+    """
 
     def __init__(
         self, group: RankGroup, fingerprint: bytes, block_bytes: int, seconds: float, *, exclusive: bool, shared: bool = False
@@ -28,30 +40,28 @@ class RankBackend(Backend):
         self.shared = shared
         self.group = group
         self.seconds = seconds
-        self._held: dict[bytes, None] = {}
-        self._departed: set[bytes] = set()  # until somebody has told of it
-        self._said: dict[int, set[bytes]] = {}  # by rank, until all were heard
-        self.uncleared = False
+        self.names_held = RankNames(group.config.count)
+        self._uncleared = False
         self._clears = 0
-        group.stored = self._stored
+        group.names = None if shared else self.names_held
 
-    def _stored(self, rank: int, keys: set[bytes]) -> None:
-        """A rank was admitted, and says what its store holds. At the beginning, what all hold is here; later, nothing that it lacks is."""
-        self.take([key for key in self._held if key not in keys])
-        if len(self._said) < self.group.config.count:
-            self._said[rank] = keys
-            if len(self._said) == self.group.config.count:
-                self._held.update(dict.fromkeys(set.intersection(*self._said.values())))
-                self._said = {one: set() for one in self._said}  # the names themselves are of no more use
+    @property
+    def uncleared(self) -> bool:
+        """Whether a store of a rank has not been cleared as often as another, or a clear failed."""
+        return self._uncleared or self.names_held.uneven
+
+    @uncleared.setter
+    def uncleared(self, value: bool) -> None:
+        self._uncleared = value
 
     def lost(self) -> list[bytes]:
-        """See `Backend.lost`."""
-        departed, self._departed = self._departed, set()
-        return [key for key in departed if key not in self._held]
+        """See `Backend.lost`; a page of them."""
+        return self.names_held.lost()
 
     def told(self, keys: Iterable[bytes]) -> None:
         """See `Backend.told`."""
-        self._departed.difference_update(keys)
+        for key in keys:
+            self.names_held.departed.discard(key)
 
     @property
     def era(self) -> int:
@@ -67,7 +77,7 @@ class RankBackend(Backend):
             return 0
         if self.shared:
             return None
-        return next((i for i, key in enumerate(keys) if key not in self._held), len(keys))
+        return next((i for i, key in enumerate(keys) if key not in self.names_held), len(keys))
 
     async def ask(self, keys: Sequence[bytes], expired: Expired) -> int:
         """See `Backend.ask`: the shortest run of all ranks."""
@@ -78,7 +88,7 @@ class RankBackend(Backend):
 
     def take(self, keys: Sequence[bytes]) -> None:
         """See `Backend.take`."""
-        self._departed.update(key for key in keys if self._held.pop(key, self) is None)
+        self.names_held.take(keys)
 
     async def _all(
         self,
@@ -90,7 +100,9 @@ class RankBackend(Backend):
     ) -> tuple[bytes, list[bytes]]:
         """One outcome a key for all ranks together, and the names that any of them does not hold any more."""
         joined = join_keys(keys)
-        answers = await self.group.scatter(lambda op: StoreObjects(op, kind, joined, tuple(slots), self.seconds))
+        answers = await self.group.scatter(
+            lambda op: StoreObjects(op, kind, joined, tuple(slots), self.seconds), outcomes=len(keys), worst=WORST
+        )
         worst = [0] * len(keys)
         gone: set[bytes] = set()
         for answer in answers:
@@ -109,7 +121,7 @@ class RankBackend(Backend):
         outcomes, gone = await self._all("read", keys, slots)
         self.reads += outcomes.count(Outcome.OK)
         bad = {key for key, o in zip(keys, outcomes, strict=True) if o in (Outcome.MISS, Outcome.CORRUPT)}
-        held = [key for key in {*gone, *bad} if key in self._held]
+        held = [key for key in {*gone, *bad} if key in self.names_held]
         self.take(held)
         return ReadReport(outcomes, held)
 
@@ -125,12 +137,12 @@ class RankBackend(Backend):
         clears = self._clears
         outcomes, gone = await self._all("write", keys, slots)
         self.writes += outcomes.count(Outcome.OK)
-        evicted = [key for key in gone if key in self._held]
+        evicted = [key for key in gone if key in self.names_held]
         self.evicted += len(evicted)
         self.take(evicted)
         for key, outcome in zip(keys, outcomes, strict=True):
             if outcome in (Outcome.OK, Outcome.EXISTS) and key not in gone and clears == self._clears and not self.shared:
-                self._held[key] = None
+                self.names_held.add(key)
         return WriteReport(outcomes, evicted)
 
     async def read(self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired) -> ReadReport:
@@ -148,26 +160,47 @@ class RankBackend(Backend):
             await self._all("remove", keys)
 
     async def clear(self, generation: int = 0) -> None:
-        """See `Backend.clear`. While a rank does not answer, its objects stay, and nothing is written until it could be cleared as well."""
-        self.take(list(self._held))
-        self.uncleared = True  # until all have said so
-        self._clears += 1  # what is being written now is emptied, too
-        answers = await self.group.scatter(lambda op: StoreObjects(op, "clear"))
-        self.uncleared = None in answers
+        """See `Backend.clear`. Nothing from before is held afterwards, in this process or the next: ranks that were not reached keep an older
+        generation, by which this and every later leader recognizes them, and nothing is held or written before they have been cleared.
+
+        StoreUnavailable if that cannot be promised: no rank has confirmed (of a shared pool: not all have).
+        """
+        self._clears += 1  # writes in flight are cleared, too
+        self._uncleared = True  # until all ranks have confirmed
+        await in_slices(self.names_held.drop_all().empty())
+        generation = max(generation, self.names_held.next_generation)
+        answers = await self.group.scatter(
+            lambda op: StoreObjects(op, "clear", generation=generation), outcomes=1, worst=WORST, partial=True
+        )
+        done = [rank for rank, answer in enumerate(answers) if answer is not None and answer.outcomes == bytes([Outcome.OK])]
+        self.names_held.have(done, generation)
+        self._uncleared = len(done) < len(answers)
+        missing = [rank for rank in range(len(answers)) if rank not in done]
+        if missing and (self.shared or not done):
+            raise StoreUnavailable(f"ranks {missing} of {len(answers)} did not confirm that their stores are empty")
+        if missing:
+            log.warning("clear incomplete", missing=missing, ranks=len(answers))
 
     async def close(self) -> None:
         """The ranks close their stores themselves."""
 
     def keys(self) -> list[bytes]:
         """See `Backend.keys`."""
-        return list(self._held)
+        return list(self.names_held.held)
+
+    def names(self) -> Iterator[bytes]:
+        """See `Backend.names`."""
+        return iter(self.names_held.held)
+
+    def count(self) -> int:
+        """See `Backend.count`."""
+        return len(self.names_held)
 
     def holds(self, key: bytes) -> bool:
         """See `Backend.holds`."""
-        return key in self._held
+        return key in self.names_held
 
 
 def outcomes_of(answer: Answer | None, keys: int) -> bytes:
-    """A rank's outcomes; a rank without an answer was not available."""
-    known = answer is not None and len(answer.outcomes) == keys and all(o < len(Outcome) for o in answer.outcomes)
-    return answer.outcomes if answer is not None and known else bytes([Outcome.UNAVAILABLE]) * keys
+    """A rank's outcomes, which the group has checked; a rank without an answer was not available."""
+    return bytes([Outcome.UNAVAILABLE]) * keys if answer is None else answer.outcomes

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
 import anyio
 
 from kvactors.config import Config
 from kvactors.layout import make_layout
+from kvactors.ranks.listening import Listener, connect
 from kvactors.ranks.serve import serve_rank
-from kvactors.ranks.wire import Wire, connect, listen
+from kvactors.ranks.wire import Wire
 from kvactors.testing.fakes.copies import SimDevice
 from kvactors.testing.fakes.gate import Gate, Latency, instant
 from kvactors.testing.fakes.store import SimBackend
@@ -31,15 +31,16 @@ class SimRank:
         self.lives = self.cuts = 0
         self.serving: asyncio.Task[None] | None = None
         self._wires: list[Wire] = []
-        self._forget: Callable[[], Awaitable[None]] | None = None
+        self._listener: Listener | None = None
 
     def _new_device(self) -> SimDevice:
         return SimDevice(make_layout(self.config.layout, self.config.cache.block_size), self.config.device.num_blocks)
 
     async def start(self) -> None:
         """Serve, with empty memory."""
-        if self._forget is None:
-            self._forget = await listen(self.endpoint, self._relay)
+        if self._listener is None:
+            self._listener = Listener(self._relay)
+            await self._listener.start(self.endpoint)
         self.device = self._new_device()
         self.lives += 1
         count = self.config.ranks.count
@@ -60,9 +61,9 @@ class SimRank:
         await self.stop()
         self.gate.open()
         self.cut()
-        if self._forget is not None:
-            await self._forget()
-            self._forget = None
+        if self._listener is not None:
+            await self._listener.stop()
+            self._listener = None
 
     def cut(self) -> None:
         """Cut the connection; the rank will come again."""

@@ -1,0 +1,81 @@
+"""One authenticated connection of a leader to a rank, from its identity to its end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from kvactors.errors import RankError
+from kvactors.ranks.protocol import MOST_NAMES, PAGE_NAMES, WINDOW, Identity, Names, Ping, SendNames
+from kvactors.ranks.wire import Wire
+from kvactors.units import KEY_BYTES
+
+PING_LIMIT = 5.0
+"""Seconds in which a rank must answer to keep its number when another process claims it."""
+
+PAGE_LIMIT = 20.0
+"""Seconds that a joining rank may take for the next page of names."""
+
+
+class Violation(RankError):
+    """A rank sent what the protocol does not allow."""
+
+
+class Link:
+    """identity: what the rank is. received: names that have arrived while it joins. admitted: whether it takes part in operations."""
+
+    def __init__(self, wire: Wire, identity: Identity) -> None:
+        self.wire = wire
+        self.identity = identity
+        self.received = 0
+        self.admitted = False
+        self._pages: deque[Names] = deque()
+        self._asked = 0
+        self._page: asyncio.Future[None] | None = None
+        self._pong: asyncio.Future[bool] | None = None
+
+    async def answers(self) -> bool:
+        """Whether the rank answers a ping in PING_LIMIT seconds; False at once when the connection is lost."""
+        if self._pong is None or self._pong.done():
+            self._pong = asyncio.get_running_loop().create_future()
+            self.wire.send(Ping())
+        pong = self._pong
+        await asyncio.wait((pong,), timeout=PING_LIMIT)
+        return pong.done() and pong.result()
+
+    def pong(self) -> None:
+        """The rank has answered a ping."""
+        if self._pong is not None and not self._pong.done():
+            self._pong.set_result(True)
+
+    def names(self, page: Names) -> None:
+        """A page of names has arrived. Violation if it was not asked for or is not a page."""
+        if not self._asked:
+            raise Violation("names that were not asked for")
+        if len(page.keys) % KEY_BYTES or len(page.keys) > PAGE_NAMES * KEY_BYTES or not (page.keys or page.last):
+            raise Violation(f"a page of {len(page.keys)} bytes of names")
+        self._asked -= 1
+        self.received += len(page.keys) // KEY_BYTES
+        if self.received > min(self.identity.objects, MOST_NAMES):
+            raise Violation(f"{self.received} names, {self.identity.objects} were announced")
+        self._pages.append(page)
+        if self._page is not None and not self._page.done():
+            self._page.set_result(None)
+
+    async def next_page(self) -> Names | None:
+        """The next page of names, with WINDOW pages in flight; None after PAGE_LIMIT seconds without one, or when the connection is lost."""
+        more = WINDOW - self._asked - len(self._pages)
+        if more > 0:
+            self._asked += more
+            self.wire.send(SendNames(more))
+        if not self._pages:
+            self._page = asyncio.get_running_loop().create_future()
+            await asyncio.wait((self._page,), timeout=PAGE_LIMIT)
+        return self._pages.popleft() if self._pages else None
+
+    def over(self) -> None:
+        """The connection is lost: close it, and let what waits for the rank go on."""
+        self.wire.close()
+        for waiting, result in ((self._pong, False), (self._page, None)):
+            if waiting is not None and not waiting.done():
+                waiting.set_result(result)  # type: ignore[arg-type]

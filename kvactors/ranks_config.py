@@ -1,0 +1,88 @@
+"""Settings of tensor-parallel ranks, and the secret that leader and ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from kvactors.endpoint import split_endpoint
+from kvactors.errors import ConfigError
+
+SECRET_VARIABLE = "KVACTORS_RANKS_SECRET"  # noqa: S105  (the name of a variable)
+"""Environment variable with the secret, used where `ranks.secret` is not set."""
+
+SECRET_CHARACTERS = 16
+"""Characters of a secret at least."""
+
+
+class Secret:
+    """A secret whose text appears in no repr, log or traceback."""
+
+    __slots__ = ("_text",)
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __bool__(self) -> bool:
+        return bool(self._text)
+
+    def __repr__(self) -> str:
+        return "Secret(set)" if self._text else "Secret(unset)"
+
+    def encoded(self) -> bytes:
+        """The bytes that keys are derived from."""
+        return self._text.encode()
+
+
+class RanksConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Tensor-parallel ranks. count: with more than one, each worker process serves its own (`kvactors.serve_rank`) at endpoint
+    (unix:///path or tcp://host:port), where this process listens; layout.tensor_parallel must be the same number. timeout: seconds an
+    answer may take before a rank counts as silent. start: seconds all ranks together may take to come; a rank that is sending the names of
+    its stored objects gets the time that takes. secret: at least 16 characters that leader and ranks share, or the variable
+    KVACTORS_RANKS_SECRET; required for tcp."""
+
+    count: int = 1
+    endpoint: str = ""
+    timeout: float = 2.0
+    start: float = 30.0
+    secret: str = ""
+
+    def __repr__(self) -> str:
+        shown = f"count={self.count!r}, endpoint={self.endpoint!r}, timeout={self.timeout!r}, start={self.start!r}"
+        return f"RanksConfig({shown}, secret={'<set>' if self.secret else ''!r})"
+
+    def __rich_repr__(self):  # type: ignore[no-untyped-def]  # noqa: ANN204
+        yield "count", self.count
+        yield "endpoint", self.endpoint
+        yield "timeout", self.timeout
+        yield "start", self.start
+        yield "secret", "<set>" if self.secret else ""
+
+    def check(self, tensor_parallel: int, backend: str) -> None:
+        """Raise ConfigError for ranks that cannot be. tensor_parallel: of the layout. backend: of the storage."""
+        if self.secret and len(self.secret) < SECRET_CHARACTERS:
+            raise ConfigError(f"ranks.secret must have at least {SECRET_CHARACTERS} characters, it has {len(self.secret)}")
+        if self.count == 1:
+            return
+        split_endpoint(self.endpoint)
+        if tensor_parallel != self.count:
+            raise ConfigError(f"layout.tensor_parallel is {tensor_parallel}, ranks.count {self.count}: they must agree")
+        if backend == "attention_store":
+            raise ConfigError("attention_store moves the device memory of its own process: it cannot serve ranks in others")
+
+    def with_secret(self, environ: Mapping[str, str]) -> RanksConfig:
+        """These settings with the secret of the environment, if none is set."""
+        secret = environ.get(SECRET_VARIABLE, "")
+        if self.count == 1 or self.secret or not secret:
+            return self
+        if len(secret) < SECRET_CHARACTERS:
+            raise ConfigError(f"{SECRET_VARIABLE} must have at least {SECRET_CHARACTERS} characters, it has {len(secret)}")
+        return msgspec.structs.replace(self, secret=secret)
+
+    def check_exposure(self) -> None:
+        """Raise ConfigError for an endpoint of ranks that needs a secret when none is set."""
+        if self.count > 1 and split_endpoint(self.endpoint)[0] == "tcp" and not self.secret:
+            raise ConfigError(
+                f"ranks at {self.endpoint} need a shared secret: set ranks.secret or {SECRET_VARIABLE}, or use a unix:// endpoint"
+            )
