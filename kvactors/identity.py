@@ -25,6 +25,11 @@ def field(tag: int, value: bytes) -> bytes:
     return bytes([tag]) + len(value).to_bytes(4, "little") + value
 
 
+def block_hash(parent: bytes, tokens: bytes) -> bytes:
+    """The hash of a full block without an extra key, below `parent` (a block hash, or the root). tokens: little-endian uint32."""
+    return hashlib.sha256(parent + bytes(4) + tokens).digest()
+
+
 class CacheScope(NamedTuple):
     """What requests have in common beside their tokens and media to share blocks: the root of a chain of block hashes.
 

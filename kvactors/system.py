@@ -221,6 +221,7 @@ class System:
             ref, block_size=self.config.cache.block_size, sinks=list(self.sinks.values()), config=self.config.flush,
             epoch=self.epoch,
             limbo=self.device.num_blocks + self.arena.num_slots + FORGOTTEN,
+            token_root=self.token_root,
         )  # fmt: skip
 
     def _members(self) -> tuple[Group, Group]:

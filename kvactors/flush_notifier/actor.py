@@ -38,20 +38,28 @@ class Settling(NamedTuple):
 
 
 class FlushNotifier(Actor):
-    """Owns the ledger. epoch: number of this process's life; each life of the actor counts one further. limbo: see `Ledger`."""
+    """Owns the ledger. epoch: number of this process's life; each life of the actor counts one further. limbo, token_root: see `Ledger`."""
 
     ROLE: ClassVar[str] = "flush_notifier"
     SENDS: ClassVar[Mapping[str, tuple[type[Message], ...]]] = {}
 
     def __init__(
-        self, ref: ActorRef, *, block_size: int, sinks: Sequence[Sink], config: FlushConfig, epoch: int, limbo: int = LIMBO
+        self,
+        ref: ActorRef,
+        *,
+        block_size: int,
+        sinks: Sequence[Sink],
+        config: FlushConfig,
+        epoch: int,
+        limbo: int = LIMBO,
+        token_root: bytes = b"",
     ) -> None:
         super().__init__(ref)
         self.epoch = epoch + ref.life
         self.config = config
         takes_clear = [i for i, sink in enumerate(sinks) if sink.takes_clear]
         by_name = [i for i, sink in enumerate(sinks) if sink.by_name]
-        self.ledger = Ledger(block_size, [sink.view_of for sink in sinks], limbo, takes_clear, by_name)
+        self.ledger = Ledger(block_size, [sink.view_of for sink in sinks], limbo, takes_clear, by_name, token_root=token_root)
         self.deliveries = [Delivery(sink, config.retry_min) for sink in sinks]
         self._by_name = {delivery.sink.name: i for i, delivery in enumerate(self.deliveries)}
         self._settling: list[Settling] = []
@@ -274,6 +282,8 @@ class FlushNotifier(Actor):
             table, believed = view.table(), self._believed(i)
             for key in tiers_of.keys() | believed.keys():
                 entry, expected = self.ledger.entries.get(key), table[tiers_of.get(key, 0)]
+                if view.by_tokens and entry is not None and not entry.by_tokens:
+                    expected = 0
                 if view.at_finish and entry is not None and not entry.finished:
                     expected &= believed.get(key, 0)
                 if expected != believed.get(key, 0) and (entry is not None or key in believed):

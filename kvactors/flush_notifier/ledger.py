@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator
 from kvactors.flush_notifier.messages import Announced
 from kvactors.flush_notifier.runs import LAST, Batch, Entry, Holding, Run, as_task, clear_task, join, ordered
 from kvactors.flush_notifier.view import SinkView
+from kvactors.identity import block_hash
 from kvactors.units import ALL_TIERS, Reason, Tier, split_keys
 
 LIMBO = 16_384
@@ -33,7 +34,8 @@ BITS = tuple([int(tier) for tier in Tier if tier & tiers] for tiers in range(ALL
 
 class Ledger:
     """views: one per sink. limbo: blocks remembered although they are nowhere. takes_clear: the sinks to which "everything is gone" may
-    be told as one task. by_name: the sinks that need no paths. step: blocks looked at in one step."""
+    be told as one task. by_name: the sinks that need no paths. step: blocks looked at in one step. token_root: the root hash of the only
+    scope whose blocks go to sinks that address them by tokens alone."""
 
     def __init__(
         self,
@@ -43,7 +45,9 @@ class Ledger:
         takes_clear: Collection[int] = (),
         by_name: Collection[int] = (),
         step: int = SLICE,
+        token_root: bytes = b"",
     ) -> None:
+        self._token_root = token_root if any(view.by_tokens for view in views) else b""
         self.step = step
         self.block_bytes = 4 * block_size
         self.views = views
@@ -97,6 +101,8 @@ class Ledger:
         self.entries[key] = entry
         if parent is not None:
             parent.children += 1
+        if self._token_root and (parent.by_tokens if parent is not None else parent_key == self._token_root):
+            entry.by_tokens = key == block_hash(parent_key, tokens)  # a block with an extra key has another hash
         return entry
 
     def gain(self, keys: bytes, tier: Tier, reason: Reason) -> Iterator[None]:
@@ -152,8 +158,10 @@ class Ledger:
 
     def due(self, entry: Entry, sink: int) -> int:
         """What the sink should believe of a block by now, as a set of tiers."""
-        tiers = self._tables[sink][entry.truth]
-        return tiers if entry.finished or not self.views[sink].at_finish else tiers & entry.states[sink]
+        view, tiers = self.views[sink], self._tables[sink][entry.truth]
+        if view.by_tokens and not entry.by_tokens:
+            return 0
+        return tiers if entry.finished or not view.at_finish else tiers & entry.states[sink]
 
     def _look(self, entry: Entry) -> None:
         """An entry changed: see for which sinks it differs now."""
@@ -313,6 +321,8 @@ class Ledger:
             assert entry.children or not entry.idle() or entry in self._limbo, "an entry that nothing keeps"
             for sink, dirty in enumerate(self.dirty):
                 assert (self.due(entry, sink) != entry.states[sink]) == (entry in dirty), "a difference nobody noticed"
+                told = entry.states[sink] and self.views[sink].by_tokens
+                assert entry.by_tokens or not told, "a sink addressed by tokens was sent a block that tokens do not identify"
         assert all(self.entries.get(entry.key) is entry for dirty in self.dirty for entry in dirty), "a difference of nobody"
         assert len(self._limbo) <= self._limbo_bound, "too many blocks remembered"
         assert all(self.entries.get(entry.key) is entry for entry in self._limbo), "a block remembered and forgotten"

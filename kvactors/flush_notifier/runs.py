@@ -18,10 +18,12 @@ class Entry:
 
     truth: set of tiers that hold it. states: per sink what it believes, a set of tiers, and above it (shifted by UNSURE) the tiers on
     which its answer got lost, so that it may believe either. held: deliveries under way that are about it. finished: covered by
-    the path of a finished request. reasons: of the last change, by LAST or by tier.
+    the path of a finished request. reasons: of the last change, by LAST or by tier. by_tokens: tokens alone identify it, in the scope that
+    the cache was opened with.
     """
 
     __slots__ = (
+        "by_tokens",
         "children",
         "depth",
         "finished",
@@ -45,7 +47,7 @@ class Entry:
         self.depth: int = parent.depth + 1 if parent is not None else 1
         self.children = self.truth = self.held = 0
         self.states = [0] * sinks
-        self.finished = False
+        self.finished = self.by_tokens = False
         self.reasons = [Reason.COMMIT] * (1 + max(Tier))
 
     def idle(self) -> bool:

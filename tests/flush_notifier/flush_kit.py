@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
 
 import numpy as np
@@ -15,6 +14,7 @@ from kvactors.flush_notifier.ledger import Ledger
 from kvactors.flush_notifier.messages import Announced, Settle
 from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.flush_notifier.view import SinkView
+from kvactors.identity import block_hash
 from kvactors.sink_config import MemorySinkConfig
 from kvactors.units import Reason, Tier, join_keys, split_keys
 
@@ -31,7 +31,7 @@ def path(*branch: int) -> tuple[bytes, bytes]:
     tokens, keys, key = [], [], ROOT
     for step in branch:
         tokens.append(np.array([step, step], "<u4").tobytes())
-        key = hashlib.sha256(key + tokens[-1]).digest()
+        key = block_hash(key, tokens[-1])
         keys.append(key)
     return b"".join(tokens), join_keys(keys)
 
@@ -82,7 +82,7 @@ class Wired:
         self.config = FlushConfig(**{"retry_min": 0.01, "retry_max": 0.04, "timeout": 0.05, **config})
 
     def make(self, ref):
-        return FlushNotifier(ref, block_size=self.block, sinks=self.sinks, config=self.config, epoch=100)
+        return FlushNotifier(ref, block_size=self.block, sinks=self.sinks, config=self.config, epoch=100, token_root=ROOT)
 
     def running(self):
         spec = ActorSpec(FlushNotifier, self.make, self.ref)

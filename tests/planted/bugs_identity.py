@@ -77,4 +77,22 @@ BUGS: tuple[Mutation, ...] = (
         "clear(storage=True) returns although nothing was removed from AttentionStore",
         ("tests/storage/test_attention_store_identity.py::test_it_cannot_be_cleared_and_says_so_before_anything_is_cleared",),
     ),
+    Mutation(
+        "index_by_tokens_gets_every_block",
+        "flush_notifier/ledger.py",
+        "if view.by_tokens and not entry.by_tokens:",
+        "if False:",
+        "an index that is addressed by tokens holds blocks of other scopes and images",
+        ("tests/flush_notifier/test_by_tokens.py::test_a_token_path_of_two_scopes_is_gone_when_the_opened_ones_block_is",),
+    ),
+    Mutation(
+        "block_with_a_medium_counts_as_plain",
+        "flush_notifier/ledger.py",
+        "entry.by_tokens = key == block_hash(parent_key, tokens)",
+        "entry.by_tokens = True",
+        "an index that is addressed by tokens holds blocks of images",
+        (
+            "tests/flush_notifier/test_by_tokens.py::test_only_leading_blocks_without_extra_keys_of_the_opened_scope_are_announced",
+        ),
+    ),
 )

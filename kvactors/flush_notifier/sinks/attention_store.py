@@ -22,6 +22,8 @@ class AttentionStoreSink(Sink):
     """One index call a task, with the complete token path. Since the index has no word for "everything is void", the sink remembers what it
     told, in a journal if it has one, and takes it back when a life begins."""
 
+    by_tokens = True
+
     def __init__(self, config: AttentionStoreSinkConfig, store: AttentionStoreConfig, layout: Layout) -> None:
         super().__init__(config, layout.block_size)
         self.sdk = Sdk(store, layout)

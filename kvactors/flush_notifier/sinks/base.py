@@ -31,6 +31,10 @@ class Sink(ABC):
     """Whether it knows blocks by their names, and so is told no tokens but those of blocks that are resident now, instead of complete
     paths."""
 
+    by_tokens: bool = False
+    """Whether it addresses blocks by tokens alone. It gets no blocks of other scopes than the one that the cache was opened with, and none with
+    extra keys in their path."""
+
     taken: int = 0
     """How many tasks of the present or last `deliver`, from the first on, are told for certain. A sink for which a task is a call of its own
     counts them, so that a call that fails or is too late does not cost those before it."""
@@ -42,7 +46,7 @@ class Sink(ABC):
         self.name = config.label
         self.block_size = block_size
         tiers = sum({Tier[tier.upper()] for tier in config.tiers}, Tier(0))
-        self.view_of = SinkView(int(tiers), config.view == "node", config.gains == "request_finish")
+        self.view_of = SinkView(int(tiers), config.view == "node", config.gains == "request_finish", self.by_tokens)
 
     async def open(self) -> None:
         """Before anything else, once. SinkError (or ConfigError) if it cannot work; then nothing is left half-open."""
