@@ -6,6 +6,7 @@ from kvactors.config import Config
 from kvactors.errors import (
     ActorFailed,
     CacheClosed,
+    CacheFailed,
     ConfigError,
     DeadlineExceeded,
     DeviceError,
@@ -22,12 +23,13 @@ from kvactors.errors import (
 )  # fmt: skip
 from kvactors.layout.gqa import GQALayout
 from kvactors.lease import Hits, Lease
+from kvactors.observe.health import Health
 from kvactors.observe.statistics import CacheStatistics
 from kvactors.ranks.serve import serve_rank
 from kvactors.units import Reason, Residency, Tier
 
 __all__ = [
-    "ActorFailed", "CacheClosed", "CacheStatistics", "Config", "ConfigError", "DeadlineExceeded", "DeviceError", "GQALayout",
+    "ActorFailed", "CacheClosed", "CacheFailed", "CacheStatistics", "Config", "ConfigError", "DeadlineExceeded", "DeviceError", "GQALayout", "Health",
     "Hits", "KVActorsError", "KVCache", "LayoutError", "Lease", "LeaseEnded", "NoRoom", "NotReady", "Paused", "RankError",
     "RankLost", "Reason", "Residency", "SinkError", "StoreError", "Tier", "open", "serve_rank",
 ]  # fmt: skip

@@ -21,6 +21,7 @@ from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.identity import CacheScope
 from kvactors.lease import Lease
 from kvactors.native import Path
+from kvactors.observe.health import Health, health
 from kvactors.observe.invariants import invariants
 from kvactors.observe.statistics import CacheStatistics, collect, residency
 from kvactors.prefix_index.keys import block_extras
@@ -170,6 +171,7 @@ class KVCache:
 
     async def settled(self, deadline: float = 30.0) -> None:
         """Return when no actor has anything left to do. DeadlineExceeded after `deadline` seconds."""
+        self._check_open()
         with anyio.move_on_after(deadline) as scope:
             await asyncio.sleep(0)  # what finalisers have scheduled comes first
             await self.system.activity.quiet()
@@ -188,6 +190,7 @@ class KVCache:
         unknown = set(sinks or ()) - self.sinks.keys()
         if unknown:
             raise ValueError(f"there is no sink {min(unknown)!r}; there are {', '.join(self.sinks) or 'none'}")
+        self._check_open()
         at = deadline_after(deadline)
         if at_rest:
             await self.settled(deadline)
@@ -216,6 +219,10 @@ class KVCache:
         """A moment's picture of every actor."""
         return collect(self.system)
 
+    def health(self) -> Health:
+        """Whether the cache works, works without an optional part (a sink, the notifier, a store, a rank), or has failed; and why. Cheap."""
+        return health(self.system)
+
     def check(self) -> list[str]:
         """Look whether every invariant holds; what is violated, in words. Under load each actor looks at its own state (pools add up, no slot
         is given twice, every reference has a lease); at rest (after `settled`) also at what they say of each other."""
@@ -232,7 +239,7 @@ class KVCache:
     def _check_open(self) -> None:
         if not self._open:
             raise CacheClosed("the cache is closed")
-        self.system.check_process()
+        self.system.check_usable()
 
 
 @asynccontextmanager
@@ -248,7 +255,8 @@ async def open_cache(
     the config if None. sinks: of the caller's own making, beside those of the config. backend: a store of the caller's own making, in place
     of the config's (flush-only mode leaves it alone).
 
-    inline_copies: copy in the loop's thread, for loops of virtual time. Raises ConfigError, LayoutError, StoreError, SinkError.
+    inline_copies: copy in the loop's thread, for loops of virtual time. Raises ConfigError, LayoutError, StoreError, SinkError; and at the end of
+    the block CacheFailed, if the cache has failed (an exception out of the block passes, with a note).
     """
     system = System(Config.from_env(base=config), device, sinks, backend, inline_copies=inline_copies)
     async with system.running():

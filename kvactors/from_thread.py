@@ -35,6 +35,11 @@ class FromThread:
             if running is self._loop:
                 raise RuntimeError("from_thread is for other threads; await the cache's own methods here")
             raise CacheClosed("the loop of this cache has ended")
+        try:
+            self._cache.system.check_usable()  # in a forked child no loop would answer
+        except BaseException:
+            work.close()
+            raise
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         seconds = self._cache.config.cache.deadline if deadline is None else deadline
         try:

@@ -76,10 +76,12 @@ class Shutdown:
         if cancelled is not None:
             raise cancelled
 
-    def over(self) -> None:
-        """Everything is closed, or given up."""
+    def over(self, *, stuck: bool) -> None:
+        """Everything is closed, or given up. stuck: a thread of the store may still access the arena."""
         if self._timer is not None:
             self._timer.cancel()
         if self.waits.abandoned:
             self.arena.keep()
             log.error("threads did not end in time", threads=self.waits.abandoned)
+        if stuck:
+            self.arena.keep()

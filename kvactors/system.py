@@ -51,6 +51,7 @@ from kvactors.storage.backends.ranks import RankBackend
 from kvactors.storage.direct import StorageDirect
 from kvactors.storage.reader import StorageReader
 from kvactors.storage.writer import StorageWriter
+from kvactors.substitutes import NoDirect, NoNotifier, NoReader, NoWriter
 from kvactors.threads import in_thread
 
 FORKED = "this cache was opened before a fork, in the parent process: open another one in the child"
@@ -108,6 +109,7 @@ class System:
         )
         self.shutdown = Shutdown(config.actors.drain, self.arena)
         self.forked = False
+        self.last_status = "ok"  # of health, as it was logged last
         self.epoch = time.time_ns() // 1_000_000
         self.token_root = CacheScope(config.cache.model, config.cache.namespace).root(self.layout.fingerprint)
         self._make_refs()
@@ -204,38 +206,44 @@ class System:
             era=self.executor.era,
         )  # fmt: skip
 
-    def _make_reader(self, ref: ActorRef) -> StorageReader:
+    def _make_reader(self, ref: ActorRef, kind: type[StorageReader] = StorageReader) -> StorageReader:
         assert self.backend is not None
-        return StorageReader(ref, backend=self.backend, arena=self.arena, evictor=self.evictor, notifier=self.notifier)
+        return kind(ref, backend=self.backend, arena=self.arena, evictor=self.evictor, notifier=self.notifier)
 
-    def _make_writer(self, ref: ActorRef) -> StorageWriter:
+    def _make_writer(self, ref: ActorRef, kind: type[StorageWriter] = StorageWriter) -> StorageWriter:
         assert self.backend is not None
-        return StorageWriter(ref, backend=self.backend, arena=self.arena, evictor=self.evictor, notifier=self.notifier)
+        return kind(ref, backend=self.backend, arena=self.arena, evictor=self.evictor, notifier=self.notifier)
 
-    def _make_direct(self, ref: ActorRef) -> StorageDirect:
+    def _make_direct(self, ref: ActorRef, kind: type[StorageDirect] = StorageDirect) -> StorageDirect:
         assert self.direct_backend is not None
-        return StorageDirect(ref, backend=self.direct_backend, evictor=self.evictor)
+        return kind(ref, backend=self.direct_backend, evictor=self.evictor)
 
     def _make_notifier(self, ref: ActorRef) -> FlushNotifier:
-        return FlushNotifier(
-            ref, block_size=self.config.cache.block_size, sinks=list(self.sinks.values()), config=self.config.flush,
+        return self._notifier(ref, FlushNotifier, list(self.sinks.values()))
+
+    def _notifier(self, ref: ActorRef, kind: type[FlushNotifier], sinks: Sequence[Sink]) -> FlushNotifier:
+        return kind(
+            ref, block_size=self.config.cache.block_size, sinks=sinks, config=self.config.flush,
             epoch=self.epoch,
             limbo=self.device.num_blocks + self.arena.num_slots + FORGOTTEN,
             token_root=self.token_root,
         )  # fmt: skip
 
     def _members(self) -> tuple[Group, Group]:
-        """Who restarts with whom. Slots and device blocks are shared memory: whoever may still write to them goes down with the one
-        that hands them out, so that no copy of an earlier life touches a later one's blocks."""
-        readers = [Group(ref.name, (ActorSpec(StorageReader, self._make_reader, ref),)) for ref in self.readers]
-        writers = [Group(ref.name, (ActorSpec(StorageWriter, self._make_writer, ref),)) for ref in self.writers]
+        """Which actors restart together. Slots and device blocks are shared memory: whoever may still write to them goes down with the one
+        that hands them out, so that no copy of an earlier life touches a later one's blocks. An optional actor has a substitute."""
+        no_reader, no_writer = partial(self._make_reader, kind=NoReader), partial(self._make_writer, kind=NoWriter)
+        no_direct = partial(self._make_direct, kind=NoDirect)
+        no_notifier = partial(self._notifier, kind=NoNotifier, sinks=())
+        readers = [Group(ref.name, (ActorSpec(StorageReader, self._make_reader, ref, no_reader),)) for ref in self.readers]
+        writers = [Group(ref.name, (ActorSpec(StorageWriter, self._make_writer, ref, no_writer),)) for ref in self.writers]
         swapper = ActorSpec(GpuSwapper, self._make_swapper, self.swapper)
         evictor = ActorSpec(CpuEvictor, self._make_evictor, self.evictor)
         refs = () if self.direct is None else (self.direct,)
-        direct = [Group(ref.name, (ActorSpec(StorageDirect, self._make_direct, ref),)) for ref in refs]
+        direct = [Group(ref.name, (ActorSpec(StorageDirect, self._make_direct, ref, no_direct),)) for ref in refs]
         plane = Group("data plane", (swapper, evictor, *readers, *writers, *direct))
         core = Group("core", (ActorSpec(PrefixIndex, self._make_index, self.index), plane))
-        notifier = Group("notifier", (ActorSpec(FlushNotifier, self._make_notifier, self.notifier),))
+        notifier = Group("notifier", (ActorSpec(FlushNotifier, self._make_notifier, self.notifier, no_notifier),))
         return core, notifier
 
     @asynccontextmanager
@@ -271,7 +279,8 @@ class System:
         if not task.done():
             self.shutdown.begin()
             if started.done():
-                leave.set_result(clean)
+                if not leave.done():  # an ending `asyncio.run` cancels every task, this one's too
+                    leave.set_result(clean)
             else:
                 task.cancel()
         await ended(task)
@@ -299,7 +308,7 @@ class System:
                         self.executor.release()
         finally:
             shutdown.begin()
-            shutdown.over()
+            shutdown.over(stuck=bool(getattr(self.backend, "stuck", False)))
             if self._own_device and not self.arena.kept:
                 self.device.close()
             self.arena.close()
@@ -340,10 +349,12 @@ class System:
             with suppress(KVActorsError):
                 await self.notifier.ask(Settle(healthy=True), deadline=limit)
 
-    def check_process(self) -> None:
-        """CacheClosed in a process that was forked from the one that opened this cache."""
+    def check_usable(self) -> None:
+        """CacheFailed if it has failed, CacheClosed in a process that was forked from the one that opened it."""
         if self.forked:
             raise CacheClosed(FORKED)
+        if self.supervisor.failed is not None:
+            raise CacheFailed(self.supervisor.failed_actor, self.supervisor.failed)
 
     def close_in_child(self) -> None:
         """After a fork, in the child: its threads and loop are not there, so every use is refused."""

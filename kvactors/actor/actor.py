@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import structlog
 
 from kvactors.actor.channel import ChannelStatistics
+from kvactors.actor.clock import now
 from kvactors.actor.message import Control, Envelope, Message, PeerRestarted, Stop, bury
 from kvactors.actor.ref import ActorRef
 from kvactors.actor.uncancelled import uncancelled
@@ -126,6 +127,7 @@ class Actor:
         self._waiters: list[asyncio.Future[None]] = []  # in `sent`
         self._unanswered: dict[Envelope[Any], None] = {}
         self._jobs: dict[asyncio.Task[None], bool] = {}  # task -> whether it counts as activity
+        self.ended_at: float | None = None  # when the failure or the stop came, on the loop's clock
         self._timers: set[Timer] = set()
         # The failure of another actor, if it is the reason why this one is cancelled.
         self.failed_peer: Callable[[], tuple[str, BaseException] | None] = lambda: None
@@ -321,6 +323,9 @@ class Actor:
 
     async def _end(self, cause: BaseException | None) -> None:
         """Leave nothing behind: jobs cancelled and awaited, unsent messages uncounted, open asks failed."""
+        self.ended_at = now()
+        if self.state < State.STOPPING:
+            self.state = State.STOPPING
         if isinstance(cause, Exception):
             self.ref.reviving()
         name, peer = self.ref.name, self.failed_peer()

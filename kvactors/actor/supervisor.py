@@ -99,6 +99,7 @@ class Supervisor:
         self._closed = closed
         self.failed: BaseException | None = None
         self.failed_actor = ""
+        self.failed_at: float | None = None
         self.switched_off: dict[str, SwitchedOff] = {}
         self.end_by: float | None = None  # when a shutdown must be over, if it is known before `running` ends
         self._budget = budget or RestartBudget()
@@ -186,7 +187,7 @@ class Supervisor:
         try:
             await self._run_group(root, RestartBudget(0, 1.0))
         except Exception as error:
-            self.failed = root_cause(error)
+            self.failed, self.failed_at = root_cause(error), now()
             self.failed_actor = self._failing[0] if self._failing is not None else "an actor"
             log.error("system failed", actor=self.failed_actor, error=brief(self.failed))
         finally:

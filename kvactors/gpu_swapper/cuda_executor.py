@@ -83,6 +83,11 @@ class CudaExecutor(Executor):
         self._loads = 0
         self._newest: Op | None = None
 
+    @property
+    def trouble(self) -> str:
+        """See `Executor`."""
+        return self._broken or ""
+
     # -- life
 
     async def open(self) -> None:

@@ -41,6 +41,11 @@ class Executor(ABC):
         """How often the memory may have been lost (if it is elsewhere); copies asked for in an earlier era are not made."""
         return 0
 
+    @property
+    def trouble(self) -> str:
+        """Why no copy can be made; empty while copies can."""
+        return ""
+
     async def open(self) -> None:
         """Get ready, once the arena's memory is there. Raises DeviceError."""
 

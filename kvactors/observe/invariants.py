@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from kvactors.actor.supervisor import brief
 from kvactors.native import HOST
 from kvactors.observe.statistics import residency
 from kvactors.system import System
@@ -12,7 +13,12 @@ from kvactors.units import Tier, split_keys
 
 def invariants(system: System) -> list[str]:
     """What is violated, in words. Safe to ask of a cache under load; then only what one actor can see by itself is looked at."""
-    violated = []
+    violated = [
+        f"{one.name}: switched off after too many failures, the last {one.cause}"
+        for one in system.supervisor.switched_off.values()
+    ]
+    if system.supervisor.failed is not None:
+        return [*violated, f"{system.supervisor.failed_actor}: the cache has failed: {brief(system.supervisor.failed)}"]
     for actor in system.supervisor.actors():
         try:
             actor.check()

@@ -1,0 +1,92 @@
+"""Whether a cache works, works without an optional part, or has failed; and why. Reads a few fields of each component and walks over nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+import structlog
+
+from kvactors.actor import State
+from kvactors.actor.clock import now
+from kvactors.actor.supervisor import brief
+from kvactors.system import System
+
+log = structlog.get_logger()
+
+
+class Reason(NamedTuple):
+    """component: which part. why: what is wrong. since: seconds since the epoch (Unix time), to within the loop's clock."""
+
+    component: str
+    why: str
+    since: float
+
+
+class Health(NamedTuple):
+    """status: `ok`; `degraded`: requests are served, without the parts that `reasons` names; `failed`: every call raises CacheFailed."""
+
+    status: Literal["ok", "degraded", "failed"]
+    reasons: tuple[Reason, ...]
+
+
+def health(system: System) -> Health:
+    """The state as of now; a change since the last look is logged once."""
+    supervisor = system.supervisor
+    if supervisor.failed is not None:
+        failure = reason(supervisor.failed_actor, brief(supervisor.failed), supervisor.failed_at)
+        found = Health("failed", (failure,))
+    else:
+        reasons = tuple(troubles(system))
+        found = Health("degraded" if reasons else "ok", reasons)
+    if found.status != system.last_status:
+        system.last_status = found.status
+        report = log.info if found.status == "ok" else log.warning
+        report("cache health", status=found.status, reasons=[f"{one.component}: {one.why}" for one in found.reasons])
+    return found
+
+
+def reason(component: str, why: str, since: float | None) -> Reason:
+    """since: on the loop's clock, None for now."""
+    return Reason(component, why, time.time() - (0.0 if since is None else max(0.0, now() - since)))
+
+
+def troubles(system: System) -> Iterator[Reason]:
+    """Every part that does not work as it should."""
+    yield from _actors(system)
+    stores: tuple[tuple[str, Any], ...] = (("store", system.backend), ("device store", system.direct_backend))
+    for name, store in stores:
+        if store is not None:
+            yield from _store(name, store)
+    ranks: Any = getattr(system.ranks, "health", None)
+    if ranks is not None:
+        for rank in ranks():
+            if rank.state != "healthy":
+                yield reason(f"rank {rank.rank}", f"{rank.state}: {rank.reason}" if rank.reason else rank.state, rank.since)
+    if system.executor.trouble:
+        yield reason("copies", system.executor.trouble, None)
+
+
+def _actors(system: System) -> Iterator[Reason]:
+    off = system.supervisor.switched_off
+    for one in off.values():
+        yield reason(one.name, f"switched off after too many failures, the last {one.cause}", one.since)
+    for actor in system.supervisor.actors():
+        if actor.state in (State.STOPPING, State.STOPPED):
+            yield reason(actor.ref.name, "restarting after a failure", actor.ended_at)
+    if system.notifier.name not in off:
+        for sink in system.notifier_actor.sink_health():
+            if not sink.ok:
+                yield reason(f"sink {sink.name}", sink.reason, now() - sink.failing_for)
+
+
+def _store(name: str, store: Any) -> Iterator[Reason]:
+    breaker = getattr(store, "breaker", None)
+    if breaker is not None and breaker.state() != "closed":
+        why = getattr(breaker, "reason", "") or "calls failed one after another"
+        yield reason(name, f"circuit breaker {breaker.state()}: {why}", getattr(breaker, "since", None))
+    if getattr(store, "uncleared", False):
+        yield reason(name, "a clear has not been completed", None)
+    if getattr(store, "stuck", False):
+        yield reason(name, "a call to the disk does not return", None)

@@ -1,0 +1,91 @@
+"""What runs in the place of an optional actor while it is switched off: every message is answered at once, as a miss or as not done."""
+
+from __future__ import annotations
+
+from kvactors.actor import Envelope, on
+from kvactors.cpu_evictor.messages import Fetched, Probed, ReadDone, Saved, Written
+from kvactors.errors import SinkError
+from kvactors.flush_notifier.actor import FlushNotifier
+from kvactors.flush_notifier.messages import Announced, Cleared, Gained, Gone, Settle
+from kvactors.storage.direct import StorageDirect
+from kvactors.storage.messages import FetchDevice, Outcome, Probe, Read, Recount, SaveDevice, Write
+from kvactors.storage.reader import StorageReader
+from kvactors.storage.writer import StorageWriter
+
+
+class NoNotifier(FlushNotifier):
+    """Drops every fact. Its successor is sent all of them again."""
+
+    def started(self) -> None:
+        """No sink is called."""
+
+    @on(Announced)
+    def announced(self, message: Announced) -> None:
+        """Dropped."""
+
+    @on(Gained)
+    def gained(self, message: Gained) -> None:
+        """Dropped."""
+
+    @on(Gone)
+    def gone(self, message: Gone) -> None:
+        """Dropped."""
+
+    @on(Cleared)
+    def cleared(self, message: Cleared) -> None:
+        """Dropped."""
+
+    @on(Settle)
+    def settle(self, message: Settle, envelope: Envelope[bool]) -> None:
+        """No sink is healthy; a wait for all of them is refused."""
+        if message.healthy:
+            self.answer(envelope, True)
+        else:
+            self.refuse(envelope, SinkError("the flush notifier is switched off after too many failures: see cache.health()"))
+
+
+class NoReader(StorageReader):
+    """Every look-up and every read is a miss."""
+
+    def started(self) -> None:
+        """Nothing to report."""
+
+    @on(Probe)
+    def probe(self, message: Probe) -> None:
+        """Nothing is there."""
+        self.tell(self.evictor, Probed(message.op, 0))
+
+    @on(Read)
+    def read(self, message: Read) -> None:
+        """Nothing can be read."""
+        self.tell(self.evictor, ReadDone(message.op, bytes([Outcome.UNAVAILABLE]) * len(message.slots)))
+
+
+class NoWriter(StorageWriter):
+    """Every write is refused. A clear is still carried out."""
+
+    def started(self) -> None:
+        """Nothing to report."""
+
+    @on(Write)
+    def write(self, message: Write) -> None:
+        """Nothing can be written."""
+        self.tell(self.evictor, Written(message.op, bytes([Outcome.UNAVAILABLE]) * len(message.slots)))
+
+    @on(Recount)
+    def recount(self, message: Recount) -> None:
+        """Its successor does that."""
+
+
+class NoDirect(StorageDirect):
+    """Every fetch is a miss, every save is not done."""
+
+    @on(FetchDevice)
+    def fetch(self, message: FetchDevice) -> None:
+        """Nothing is there."""
+        self.tell(self.evictor, Fetched(message.op, 0))
+
+    @on(SaveDevice)
+    def save(self, message: SaveDevice) -> None:
+        """Nothing is saved."""
+        self.tell(self.evictor, Saved(message.op, 0))
