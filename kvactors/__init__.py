@@ -12,6 +12,7 @@ from kvactors.errors import (
     DeviceError,
     KVActorsError,
     LayoutError,
+    LeaseBusy,
     LeaseEnded,
     NoRoom,
     NotReady,
@@ -20,6 +21,7 @@ from kvactors.errors import (
     RankLost,
     SinkError,
     StoreError,
+    WrongLoop,
 )  # fmt: skip
 from kvactors.layout.gqa import GQALayout
 from kvactors.lease import Hits, Lease
@@ -29,7 +31,8 @@ from kvactors.ranks.serve import serve_rank
 from kvactors.units import Reason, Residency, Tier
 
 __all__ = [
-    "ActorFailed", "CacheClosed", "CacheFailed", "CacheStatistics", "Config", "ConfigError", "DeadlineExceeded", "DeviceError", "GQALayout", "Health",
-    "Hits", "KVActorsError", "KVCache", "LayoutError", "Lease", "LeaseEnded", "NoRoom", "NotReady", "Paused", "RankError",
-    "RankLost", "Reason", "Residency", "SinkError", "StoreError", "Tier", "open", "serve_rank",
+    "ActorFailed", "CacheClosed", "CacheFailed", "CacheStatistics", "Config", "ConfigError", "DeadlineExceeded", "DeviceError",
+    "GQALayout", "Health", "Hits", "KVActorsError", "KVCache", "LayoutError", "Lease", "LeaseBusy", "LeaseEnded", "NoRoom",
+    "NotReady", "Paused", "RankError", "RankLost", "Reason", "Residency", "SinkError", "StoreError", "Tier", "WrongLoop", "open",
+    "serve_rank",
 ]  # fmt: skip

@@ -56,6 +56,10 @@ class Path:
     """Entries of the block table."""
     def extend(self, tokens: Tokens) -> None:
         """Append tokens. ValueError for an id below 0 or above 2**32 - 1, TypeError for non-integers; then nothing is appended."""
+    def append(self, other: Path) -> None:
+        """Append the tokens of another path."""
+    def set_root(self, root: bytes) -> None:
+        """Start the chain from another root; names are computed anew. ValueError once the path holds nodes or device blocks."""
     def set_extra(self, block: int, extra: bytes) -> None:
         """Extra identity of one block (already encoded). ValueError once that block has been named or held."""
     def tokens(self, start: int, stop: int) -> bytes:
@@ -90,6 +94,9 @@ class BlockTree:
     def trim(self, path: Path, held: int) -> list[int]:
         """Give back references beyond the first `held` nodes (not below `num_committed`), and forget shared
         blocks of those positions (they read -1)."""
+    def retreat(self, path: Path, blocks: int) -> list[int]:
+        """Give back references beyond the first `blocks` nodes, committed ones included; those positions read -1. Returns device
+        blocks that are free now (of a retired tree)."""
     def commit(self, path: Path, upto: int) -> tuple[int, int, list[int]]:
         """Make the path's computed blocks [num_committed, upto) shareable; returns (start, stop, adopted).
 

@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Sequence
-from contextlib import asynccontextmanager
-from functools import lru_cache
+import threading
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from kvactors.actor import ActorRef, Ask
-from kvactors.actor.clock import deadline_after
+from kvactors.actor import ActorRef, Ask, Control
+from kvactors.actor.clock import now
+from kvactors.arguments import (
+    Media,
+    check_flag,
+    check_names,
+    check_optional_text,
+    check_seconds,
+    check_text,
+    kind,
+    request_path,
+)
 from kvactors.config import Config
 from kvactors.device.base import Device
-from kvactors.errors import CacheClosed, DeadlineExceeded, KVActorsError, NoRoom, Paused, StoreUnsupported
+from kvactors.errors import CacheClosed, DeadlineExceeded, KVActorsError, NoRoom, Paused, StoreUnsupported, WrongLoop
 from kvactors.flush_notifier.messages import PLAIN, Origin, Settle
 from kvactors.flush_notifier.sinks.base import Sink
-from kvactors.identity import CacheScope
 from kvactors.lease import Lease
-from kvactors.native import Path
 from kvactors.observe.health import Health, health
 from kvactors.observe.invariants import invariants
 from kvactors.observe.statistics import CacheStatistics, collect, residency
-from kvactors.prefix_index.keys import block_extras
 from kvactors.prefix_index.messages import Abandon, Acquire, Clear, Pause, Prefetch, Resume, SetNamespace
 from kvactors.storage.backends import Backend
 from kvactors.system import System
@@ -32,24 +39,29 @@ from kvactors.system import System
 if TYPE_CHECKING:
     from kvactors.from_thread import FromThread
 
-Media = tuple[int, int, bytes | str | int]
-"""A media item in a prompt: offset and length in tokens, and the hash of its content."""
-
 
 class KVCache:
-    """One open cache. All methods belong to the loop it was opened on; other threads use `from_thread`."""
+    """One open cache. All methods belong to the loop it was opened on (WrongLoop elsewhere); other threads use `from_thread`.
+
+    Bad arguments are a TypeError or ValueError that names them, and change nothing.
+    """
 
     def __init__(self, system: System) -> None:
         self.system = system
         self.config = system.config
         self.block_size = system.config.cache.block_size
         self.device: Any = system.device
-        self.namespace = system.config.cache.namespace
         self._index: ActorRef = system.index
         self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
         self._leases = count(1)
         self._open = True
-        self._root = lru_cache(1024)(CacheScope.root)
+        self._split_media = system.config.cache.split_media
+
+    @property
+    def namespace(self) -> str:
+        """The namespace that requests are admitted under (`set_namespace`)."""
+        return self.system.roots.namespace
 
     # -- requests
 
@@ -64,24 +76,42 @@ class KVCache:
         deadline: float | None = None,
         wait: bool = True,
     ) -> Lease:
-        """Device blocks for a request of `tokens` (list, array, numpy array of any integer dtype, memoryview).
+        """Match a prompt against the cache and take device blocks for all of it.
 
-        extra_keys: media items, which take part in the identity of the blocks they overlap. salt, lora: requests share blocks
-        only if both are equal. deadline: seconds for this call and for everything the lease loads. wait: whether to wait
-        for evictions whose blocks must be copied first (without, such a call is refused, but finds room a little later).
+        Answers from memory unless blocks must be evicted first; loads from host or storage continue in the background (`Lease.ready`).
+        The request is admitted under the namespace of the moment at which it gets its blocks, also if it waited for them.
 
-        Raises ValueError or TypeError (bad tokens or media), NoRoom, DeadlineExceeded, Paused, ActorFailed, CacheClosed.
+        Args:
+            request_id: for messages and statistics; a preempted request that comes again with its id is counted once.
+            tokens: token ids of the prompt, at least one, each in [0, 2**32): a list or tuple of integers, or a one-dimensional buffer
+                (numpy array, array.array, memoryview) of any integer type. They are copied.
+            extra_keys: media items (offset, length, hash) in ascending order; they take part in the identity of the blocks they overlap.
+                `cached_tokens` never ends inside one: an item is cached whole or not at all (unless `cache.split_media` is set).
+            salt: requests with different salts never share blocks. None is no salt; the empty string is a salt like any other.
+            lora: name of the adapter; requests with different adapters never share blocks. None is the base model, "" an adapter.
+            deadline: seconds from now for this call and for the loads that it starts: loads that miss it are recomputed by the caller.
+                None: `cache.deadline` of the settings (30 s).
+            wait: whether to wait, within the deadline, for evictions in flight whose blocks must be copied first. False: NoRoom
+                instead; the evictions go on, so that a later call may find the blocks.
+
+        Raises:
+            NoRoom: fewer device blocks than needed are free, evictable or being freed. Nothing changed.
+            DeadlineExceeded: no blocks became free in time.
+            Paused: the cache did not resume in time.
+            ActorFailed, CacheClosed, WrongLoop, TypeError, ValueError.
         """
-        path = self._path(tokens, extra_keys, salt, lora)
-        origin = PLAIN if salt is None and lora is None else Origin(lora, salt)
+        at = self._deadline(deadline)
+        check_text("request_id", request_id)
+        origin = _origin(salt, lora)
+        path, media = request_path(self.block_size, self.system.roots.root(origin), tokens, extra_keys)
         lease = next(self._leases)
-        at = deadline_after(self.config.cache.deadline if deadline is None else deadline)
+        message = Acquire(lease, request_id, path, at, check_flag("wait", wait), origin, () if self._split_media else media)
         try:
-            granted = await self._index.ask(Acquire(lease, request_id, path, at, wait, origin), deadline=at)
+            granted = await self._index.ask(message, deadline=at)
         except (NoRoom, Paused):
             raise
         except BaseException:
-            self.abandon(lease)
+            self._abandon(lease)
             raise
         return Lease(self, lease, request_id, path, granted)
 
@@ -94,52 +124,19 @@ class KVCache:
         lora: str | None = None,
         deadline: float | None = None,
     ) -> int:
-        """A hint that a request of `tokens` will come: what storage has of it is brought to the host tier meanwhile, within `deadline`
+        """A hint that a request of `tokens` will come: what storage has of it is brought to the host tier, within `deadline`
         seconds. Returns at once, with the number of blocks looked for. tokens and the rest, and what is raised: as in `acquire`.
 
         Raises StoreUnsupported with a store that moves device memory itself (AttentionStore): nothing of it goes through the host tier.
         """
+        at = self._deadline(deadline)
+        origin = _origin(salt, lora)
+        path, _ = request_path(self.block_size, self.system.roots.root(origin), tokens, extra_keys)
         if self.system.direct is not None:
             raise StoreUnsupported(
                 f"storage.backend {self.config.storage.backend!r} reads into device memory only: there is no prefetch"
             )
-        path = self._path(tokens, extra_keys, salt, lora)
-        at = deadline_after(self.config.cache.deadline if deadline is None else deadline)
-        return int((await self._index.ask(Prefetch(path, at), deadline=at)).count)
-
-    def _path(self, tokens: Any, extra_keys: Sequence[Media], salt: str | None, lora: str | None) -> Path:
-        self._check_open()
-        scope = CacheScope(self.config.cache.model, self.namespace, lora, salt)
-        path = Path(self.block_size, self._root(scope, self.system.layout.fingerprint))
-        path.extend(tokens)
-        if not path.num_tokens:
-            raise ValueError("a request needs at least one token")
-        if extra_keys:
-            positions, hashes = [(o, n) for o, n, _ in extra_keys], [h for _, _, h in extra_keys]
-            blocks = -(-path.num_tokens // self.block_size)  # with the last one, which `extend` may fill
-            for block, extra in block_extras(blocks, self.block_size, positions, hashes, path.num_tokens).items():
-                path.set_extra(block, extra)
-        return path
-
-    async def ask(self, message: Ask[Any], deadline: float | None) -> Any:
-        """Ask PrefixIndex. deadline: seconds, the configured ones if None."""
-        self._check_open()
-        at = deadline_after(self.config.cache.deadline if deadline is None else deadline)
-        return await self._index.ask(message, deadline=at)
-
-    def abandon(self, lease: int) -> None:
-        """Give a lease back on behalf of somebody who cannot wait."""
-        try:
-            self._index.try_tell(Abandon(lease))
-        except KVActorsError:
-            return  # the cache is closed: there is nothing to give back to
-
-    def abandon_from_anywhere(self, lease: int) -> bool:
-        """The same from a finaliser, which may run in any thread; False if the cache is closed."""
-        if not self._open or self._loop.is_closed():
-            return False
-        self._loop.call_soon_threadsafe(self.abandon, lease)
-        return True
+        return int((await self._index.ask(Prefetch(path, at, origin), deadline=at)).count)
 
     # -- the whole cache
 
@@ -149,57 +146,65 @@ class KVCache:
         Returns the device blocks that became free at once. Raises StoreUnsupported, and clears nothing, if the store has no such
         operation (AttentionStore): call `set_namespace` or open it with another `attention_store.model_version`.
         """
-        if storage and self.system.direct is not None:
+        at = self._deadline(deadline)
+        if check_flag("storage", storage) and self.system.direct is not None:
             raise StoreUnsupported(
                 f"storage.backend {self.config.storage.backend!r} has no call that removes blocks, so nothing was cleared: clear without "
                 "storage=True, and set_namespace() or another attention_store.model_version keeps what it holds from being hit"
             )
-        return int((await self.ask(Clear(storage), deadline)).count)
+        return int((await self._ask(Clear(storage), at)).count)
 
     async def pause(self, *, deadline: float | None = None) -> None:
-        """Admit nobody; returns when no transfer is in flight. Requests acquired meanwhile wait for `resume`."""
-        await self.ask(Pause(), deadline)
+        """Stop admission; returns when no transfer is in flight. Requests acquired from now on wait for `resume`."""
+        await self._ask(Pause(), self._deadline(deadline))
 
     async def resume(self, *, deadline: float | None = None) -> None:
-        """Admit again, first those that waited."""
-        await self.ask(Resume(), deadline)
+        """Admit again, first the requests that waited."""
+        await self._ask(Resume(), self._deadline(deadline))
 
     async def set_namespace(self, namespace: str, *, deadline: float | None = None) -> None:
-        """Requests acquired from now on share only with others of this namespace (new weights must not hit old cache)."""
-        await self.ask(SetNamespace(namespace), deadline)
-        self.namespace = namespace
+        """Requests admitted from now on, those that wait for room or for `resume` included, share only with others of this namespace: new
+        weights must not hit old cache. Leases granted before keep theirs: finish or preempt them before the weights change."""
+        at = self._deadline(deadline)
+        await self._ask(SetNamespace(check_text("namespace", namespace)), at)
 
     async def settled(self, deadline: float = 30.0) -> None:
         """Return when no actor has anything left to do. DeadlineExceeded after `deadline` seconds."""
-        self._check_open()
-        with anyio.move_on_after(deadline) as scope:
+        self._check()
+        seconds = check_seconds("deadline", deadline)
+        with anyio.move_on_after(seconds) as scope:
             await asyncio.sleep(0)  # what finalisers have scheduled comes first
             await self.system.activity.quiet()
         if scope.cancelled_caught:
-            raise DeadlineExceeded(f"{self.system.activity.count} messages or jobs still under way after {deadline} s")
+            raise DeadlineExceeded(f"{self.system.activity.count} messages or jobs are in flight after {seconds} s")
 
     async def flush_settled(
         self, deadline: float = 30.0, *, at_rest: bool = True, sinks: Collection[str] | None = None
     ) -> None:
-        """Return when every sink believes what is true. DeadlineExceeded after `deadline` seconds, ValueError for an unknown sink.
+        """Return when every sink's view equals the tiers. DeadlineExceeded after `deadline` seconds, ValueError for an unknown sink.
 
         sinks: names of those that matter, all if None. at_rest: first wait until the cache has nothing left to do. Without it, under
-        load, the barrier is about what is true as of this call: residency that changes later, transfers under way now included, may
-        or may not have been told.
+        load, the barrier is about residency as of this call: what changes later, transfers now in flight included, may or may not have
+        been delivered.
         """
-        unknown = set(sinks or ()) - self.sinks.keys()
-        if unknown:
-            raise ValueError(f"there is no sink {min(unknown)!r}; there are {', '.join(self.sinks) or 'none'}")
-        self._check_open()
-        at = deadline_after(deadline)
+        at = self._deadline(deadline)
+        check_flag("at_rest", at_rest)
+        names = self._sink_names(sinks)
         if at_rest:
-            await self.settled(deadline)
+            await self.settled(max(at - now(), 1e-9))
         with anyio.CancelScope(deadline=at) as scope:
             for actor in self.system.supervisor.actors():
                 await actor.sent()
         if scope.cancelled_caught:
-            raise DeadlineExceeded(f"what the actors have to tell was not taken in {deadline} s")
-        await self.system.notifier.ask(Settle(None if sinks is None else tuple(sinks)), deadline=at)
+            raise DeadlineExceeded(f"the actors' messages to the notifier were not taken in {deadline} s")
+        await self.system.notifier.ask(Settle(names), deadline=at)
+
+    def _sink_names(self, sinks: Collection[str] | None) -> tuple[str, ...] | None:
+        names = check_names("sinks", sinks)
+        unknown = set(names or ()) - self.sinks.keys()
+        if unknown:
+            raise ValueError(f"there is no sink {min(unknown)!r}; there are {', '.join(self.sinks) or 'none'}")
+        return names
 
     # -- looking in
 
@@ -210,54 +215,134 @@ class KVCache:
 
     @property
     def from_thread(self) -> FromThread:
-        """The same door for other threads: every call blocks its thread until the loop has answered."""
+        """The same calls for other threads: each blocks its thread until the loop has answered."""
         from kvactors.from_thread import FromThread
 
         return FromThread(self, self._loop)
 
     def statistics(self) -> CacheStatistics:
-        """A moment's picture of every actor."""
+        """The statistics of every actor, as of now."""
+        self._check_thread()
         return collect(self.system)
 
     def health(self) -> Health:
         """Whether the cache works, works without an optional part (a sink, the notifier, a store, a rank), or has failed; and why. Cheap."""
+        self._check_thread()
         return health(self.system)
 
     def check(self) -> list[str]:
-        """Look whether every invariant holds; what is violated, in words. Under load each actor looks at its own state (pools add up, no slot
-        is given twice, every reference has a lease); at rest (after `settled`) also at what they say of each other."""
+        """The invariants that are violated, one line each. Under load each actor checks its own state (pools add up, no slot is given
+        twice, every reference has a lease); at rest (after `settled`) they are also compared with each other."""
+        self._check_thread()
         return invariants(self.system)
 
     def divergence(self, sinks: Collection[str] | None = None) -> int:
         """Blocks on which a sink's view (of those named, of all if None) and the tiers differ. 0 at rest (after `flush_settled`)."""
-        return self.system.notifier_actor.divergence(residency(self.system), sinks)
+        self._check_thread()
+        return self.system.notifier_actor.divergence(residency(self.system), self._sink_names(sinks))
 
     def close(self) -> None:
         """Refuse new work; `open` calls it on the way out."""
+        self._check_thread()
         self._open = False
 
-    def _check_open(self) -> None:
+    # -- inner parts, for leases too
+
+    def _check(self) -> None:
+        """WrongLoop outside the cache's own event loop, CacheClosed once it is closed or in a forked process."""
+        if self.system.forked:
+            self.system.check_usable()
+        try:
+            here = asyncio.get_running_loop() is self._loop
+        except RuntimeError:
+            here = False
+        if not here:
+            raise WrongLoop("this cache belongs to another asyncio event loop: use cache.from_thread in other threads")
         if not self._open:
             raise CacheClosed("the cache is closed")
         self.system.check_usable()
 
+    def _check_thread(self) -> None:
+        """WrongLoop in a thread that is not the loop's, CacheClosed in a forked process."""
+        if self.system.forked:
+            self.system.check_usable()
+        if threading.get_ident() != self._thread:
+            raise WrongLoop("this cache belongs to the thread of its event loop: use cache.from_thread in other threads")
 
-@asynccontextmanager
-async def open_cache(
+    def _deadline(self, deadline: float | None) -> float:
+        """The absolute deadline of a call, once `_check` has passed. deadline: seconds, those of the settings if None."""
+        self._check()
+        return now() + (self.config.cache.deadline if deadline is None else check_seconds("deadline", deadline))
+
+    async def _ask(self, message: Ask[Any], at: float, lost: Callable[[Any], None] | None = None) -> Any:
+        """Ask PrefixIndex. at: absolute deadline. lost: see `ActorRef.ask`."""
+        self._check()
+        return await self._index.ask(message, deadline=at, lost=lost)
+
+    def _tell(self, message: Control) -> None:
+        """Send PrefixIndex a control message, from the loop's thread."""
+        if self._open and not self._loop.is_closed():
+            try:
+                self._index.try_tell(message)
+            except KVActorsError:
+                return  # the cache is being closed, or has failed: there is nothing to give back to
+
+    def _abandon(self, lease: int) -> None:
+        """Give a lease back, from any thread."""
+        if threading.get_ident() == self._thread:
+            self._tell(Abandon(lease))
+        else:
+            self._forgotten(lease)
+
+    def _forgotten(self, lease: int) -> bool:
+        """Give a lease back from a finaliser, which may run in any thread and at any point; False if the cache is closed."""
+        if not self._open or self._loop.is_closed():
+            return False
+        try:
+            self._loop.call_soon_threadsafe(self._tell, Abandon(lease))
+        except RuntimeError:  # the loop was closed by its own thread since
+            return False
+        return True
+
+
+def _origin(salt: Any, lora: Any) -> Origin:
+    if salt is None and lora is None:
+        return PLAIN
+    return Origin(check_optional_text("lora", lora), check_optional_text("salt", salt))
+
+
+def open_cache(
     config: Config | None = None,
     device: Device | None = None,
     *,
     sinks: Sequence[Sink] = (),
     backend: Backend | None = None,
     inline_copies: bool = False,
-) -> AsyncIterator[KVCache]:
+) -> AbstractAsyncContextManager[KVCache]:
     """A running cache. config: the defaults if None; FastDeploy's variables are honoured (see `Config.from_env`). device: made from
     the config if None. sinks: of the caller's own making, beside those of the config. backend: a store of the caller's own making, in place
     of the config's (flush-only mode leaves it alone).
 
-    inline_copies: copy in the loop's thread, for loops of virtual time. Raises ConfigError, LayoutError, StoreError, SinkError; and at the end of
-    the block CacheFailed, if the cache has failed (an exception out of the block passes, with a note).
+    inline_copies: copy in the loop's thread, for loops of virtual time. Raises TypeError for arguments of a wrong type; when it is entered
+    ConfigError, LayoutError, StoreError, SinkError; and at the end of the block CacheFailed, if the cache has failed (an exception out of the
+    block passes, with a note).
     """
+    for name, value, wanted in (("config", config, Config), ("device", device, Device), ("backend", backend, Backend)):
+        if value is not None and not isinstance(value, wanted):
+            hint = ": see Config.from_mapping and Config.from_toml" if name == "config" else ""
+            raise TypeError(f"{name} must be a {wanted.__name__}, not {kind(value)}{hint}")
+    if not isinstance(sinks, (list, tuple)):
+        raise TypeError(f"sinks must be a list or tuple of Sink, not {kind(sinks)}")
+    for position, sink in enumerate(sinks):
+        if not isinstance(sink, Sink):
+            raise TypeError(f"sinks[{position}] must be a Sink, not {kind(sink)}")
+    return _opened(config, device, tuple(sinks), backend, check_flag("inline_copies", inline_copies))
+
+
+@asynccontextmanager
+async def _opened(
+    config: Config | None, device: Device | None, sinks: Sequence[Sink], backend: Backend | None, inline_copies: bool
+) -> AsyncIterator[KVCache]:
     system = System(Config.from_env(base=config), device, sinks, backend, inline_copies=inline_copies)
     async with system.running():
         cache = KVCache(system)

@@ -25,6 +25,7 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """block_size: tokens a block. model: the model's name and version; blocks of different models never mix, in any tier or store.
     namespace: requests of different namespaces never share (a weight version, say).
 
+    split_media: whether a media item may be cached in part; without it `cached_tokens` ends before an item that would be split.
     recompute_last_token: on a hit of the whole prompt give the last block back, so that there is a token to compute.
     deadline: seconds an operation may take unless its caller says otherwise.
     """
@@ -33,6 +34,7 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str = ""
     namespace: str = "default"
     recompute_last_token: bool = True
+    split_media: bool = False
     deadline: float = 30.0
 
 

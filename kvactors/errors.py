@@ -6,7 +6,9 @@ KVActorsError
 ├── DeadlineExceeded (TimeoutError)   an operation was not answered in time
 ├── Paused                            the cache is paused and the deadline passed before it resumed
 ├── NotReady                          the lease still waits for loads: await ready() first
-├── LeaseEnded                        the lease was finished, preempted or given back already
+├── LeaseEnded                        the lease was finished, preempted or given back already, or lost in a restart
+├── LeaseBusy (RuntimeError)          another call on the lease has not returned yet
+├── WrongLoop (RuntimeError)          a call from another event loop or thread than the cache's
 ├── CacheClosed                       the cache is not open (any more)
 ├── CacheFailed                       an actor failed more often than actors.restarts allows, and no part that can be switched off
 ├── ChannelError
@@ -63,6 +65,14 @@ class NotReady(KVActorsError):
 
 class LeaseEnded(KVActorsError):
     """The lease was finished, preempted or given back already, or its cache lost it in a restart."""
+
+
+class LeaseBusy(KVActorsError, RuntimeError):
+    """Another call on the lease has not returned yet: await it first."""
+
+
+class WrongLoop(KVActorsError, RuntimeError):
+    """A call from another event loop or thread than the cache's: use `cache.from_thread` in other threads."""
 
 
 class CacheClosed(KVActorsError):

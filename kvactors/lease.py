@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import warnings
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from kvactors.actor import Ask
-from kvactors.errors import LeaseEnded
+from kvactors.arguments import check_int, extend_path
+from kvactors.errors import LeaseBusy, LeaseEnded, NotReady
 from kvactors.native import Path
-from kvactors.prefix_index.messages import Commit, Extend, Finish, Granted, LayerReady, Preempt, Ready
+from kvactors.prefix_index.messages import Commit, Extend, Finish, Granted, LayerReady, Preempt, Ready, Withdrawn
 
 if TYPE_CHECKING:
     from kvactors.cache import KVCache
@@ -27,7 +29,10 @@ class Lease:
     """A request's hold on its device blocks. Use it as an async context manager, or `finish` it.
 
     block_table: device block ids in order; final once `ready` has returned. cached_tokens: prefill from here on; before
-    `ready` it counts loads on their way, afterwards those that landed. pending: whether there are such loads.
+    `ready` it counts loads in flight, afterwards those that landed. pending: whether there are such loads.
+
+    A cancelled call either did not happen or has ended the lease. Every method raises LeaseEnded once the lease has ended, WrongLoop
+    outside the event loop of its cache, CacheClosed after its cache, and ValueError or TypeError for bad arguments (then nothing changed).
     """
 
     def __init__(self, cache: KVCache, lease: int, request_id: str, path: Path, granted: Granted) -> None:
@@ -40,86 +45,140 @@ class Lease:
         self._cache = cache
         self._id = lease
         self._path = path
-        self._ended = False
+        self._ended = self._extending = False
 
     async def ready(self, *, deadline: float | None = None) -> None:
         """Return when every load has landed or was demoted to a miss; `block_table` and `cached_tokens` are final then.
 
         Raises LeaseEnded, DeadlineExceeded, ActorFailed, and NoRoom if a failed load left blocks that could not be replaced.
         """
+        at = self._deadline(deadline)
         if not self.pending:
             return
-        landed = await self._ask(Ready(self._id), deadline)
-        self.block_table, self.cached_tokens, self.pending = landed.blocks, landed.cached_tokens, False
+        landed = await self._ask(Ready(self._id), at)
+        self.block_table = landed.blocks + self.block_table[len(landed.blocks) :]  # an extend may have been answered since
+        self.cached_tokens, self.pending = landed.cached_tokens, False
         self.hits = Hits(landed.device_hits, landed.host_hits, landed.storage_hits)
 
     async def layer_ready(self, layer: int, *, deadline: float | None = None) -> int:
         """Return when one layer (counted from the layout's first, 0) of every load has landed, so that attention on it can start while later
         ones still load; layers land one by one with `device.layerwise`, else all at once. Returns the tokens that are cached in it.
 
-        `ready` has the last word: if it says that fewer are cached, what was computed on top of the others must be thrown away.
+        `ready` decides: if it says that fewer are cached, what was computed on top of the others must be thrown away.
         Raises ValueError for a layer that is not there, and what `ready` raises.
         """
+        at = self._deadline(deadline)
         layout = self._cache.system.layout
-        if not 0 <= layer < layout.num_layers + layout.extra_layers:
-            raise ValueError(f"there is no layer {layer} of {layout.num_layers + layout.extra_layers}")
+        number = check_int("layer", layer, 0, layout.num_layers + layout.extra_layers - 1)
         if not self.pending:
             return self.cached_tokens
-        return int(await self._ask(LayerReady(self._id, layer), deadline))
+        return int(await self._ask(LayerReady(self._id, number), at))
 
     async def extend(self, tokens: Any, *, deadline: float | None = None) -> tuple[int, ...]:
-        """Append tokens (any integer buffer); returns the device blocks added to the table.
+        """Append a copy of tokens (as for `KVCache.acquire`; none is allowed); returns the device blocks added to the table.
 
-        Raises ValueError or TypeError for bad tokens, NoRoom, DeadlineExceeded, LeaseEnded, ActorFailed; then nothing changed.
+        Raises ValueError or TypeError for bad tokens, LeaseBusy while another `extend` of this lease waits, NoRoom, DeadlineExceeded,
+        LeaseEnded, ActorFailed; then nothing changed.
         """
-        checked = Path(self._cache.block_size, self._path.root)
-        checked.extend(tokens)
-        granted: Granted = await self._ask(Extend(self._id, tokens, checked.num_tokens), deadline)
+        at = self._deadline(deadline)
+        added = Path(self._path.block_size, self._path.root)
+        extend_path(added, "tokens", tokens)
+        if self._extending:
+            raise LeaseBusy(f"another extend of the lease of {self.request_id!r} has not returned yet")
+        self._extending = True
+        try:
+            granted: Granted = await self._ask(Extend(self._id, self.num_tokens, added), at, has_effect=True)
+        except asyncio.CancelledError:
+            if not self._ended:
+                self._cache._tell(Withdrawn(self._id))  # blocks that it has collected go to the next in the queue
+            raise
+        finally:
+            self._extending = False
+        self._check_ended()
         self.block_table += granted.blocks
-        self.num_tokens += checked.num_tokens
+        self.num_tokens += added.num_tokens
         return granted.blocks
 
     async def commit(self, computed_tokens: int, *, deadline: float | None = None) -> int:
         """The first `computed_tokens` tokens are in device memory: their full blocks become shareable. Returns committed blocks.
 
+        A token that was just sampled has no KV in device memory before the next forward pass: after `extend([token])` the number is
+        `num_tokens - 1` until that pass has ended. Calling again with the same or a smaller number changes nothing.
+
         Raises NotReady, ValueError, DeadlineExceeded, LeaseEnded, ActorFailed.
         """
-        return int((await self._ask(Commit(self._id, computed_tokens), deadline)).count)
+        at = self._deadline(deadline)
+        message = Commit(self._id, check_int("computed_tokens", computed_tokens))
+        return int((await self._ask(message, at, has_effect=True)).count)
 
-    async def finish(self, *, deadline: float | None = None) -> None:
-        """The request is over. Whatever happens, cancellation included, everything goes back."""
-        await self._end(Finish(self._id), deadline)
+    async def finish(self, computed_tokens: int | None = None, *, deadline: float | None = None) -> None:
+        """The request is over: everything goes back, whatever happens, cancellation included.
+
+        computed_tokens: commit that many tokens first (see `commit`), in the same step; None keeps what was committed. If it is refused
+        (ValueError, TypeError, NotReady) the lease has not ended.
+        """
+        computed = None if computed_tokens is None else check_int("computed_tokens", computed_tokens)
+        await self._end(Finish(self._id, computed), self._deadline(deadline))
 
     async def preempt(self, computed_tokens: int = 0, *, deadline: float | None = None) -> None:
-        """The request gives way: the first `computed_tokens` tokens (or what was committed) stay cached, the rest goes back."""
-        await self._end(Preempt(self._id, computed_tokens), deadline)
+        """The request gives way: the first `computed_tokens` tokens (or what was committed) stay cached, the rest goes back.
+
+        The next `acquire` with this request_id is the same request again: statistics count its hits once.
+        """
+        computed = check_int("computed_tokens", computed_tokens)
+        await self._end(Preempt(self._id, computed), self._deadline(deadline))
 
     def keys(self, start: int, stop: int) -> bytes:
-        """Names of full blocks [start, stop), 32 bytes each."""
-        return self._path.keys(start, stop)
+        """Hashes of full blocks [start, stop), 32 bytes each."""
+        self._cache._check_thread()
+        last = check_int("stop", stop, 0, self._path.num_full_blocks)
+        return self._path.keys(check_int("start", start, 0, last), last)
 
-    async def _ask(self, message: Ask[Any], deadline: float | None) -> Any:
+    def abandon(self) -> None:
+        """Give everything back without waiting for an answer; what was committed stays cached. Harmless on a lease that has ended."""
+        self._cache._check_thread()
+        self._give_up()
+
+    # -- inner parts
+
+    def _deadline(self, deadline: float | None) -> float:
+        """Check that the lease can be used here and now; the absolute deadline of a call."""
+        at = self._cache._deadline(deadline)
+        self._check_ended()
+        return at
+
+    def _check_ended(self) -> None:
         if self._ended:
-            raise LeaseEnded(f"lease of {self.request_id!r} has ended")
-        return await self._cache.ask(message, deadline)
+            raise LeaseEnded(f"the lease of {self.request_id!r} has ended")
 
-    async def _end(self, message: Ask[Any], deadline: float | None) -> None:
+    async def _ask(self, message: Ask[Any], at: float, *, has_effect: bool = False) -> Any:
+        """has_effect: the call changes the lease, so if its caller is cancelled after it has happened the lease ends."""
         try:
-            await self._ask(message, deadline)
-        except ValueError:
+            return await self._cache._ask(message, at, self._lost if has_effect else None)
+        except LeaseEnded as error:
+            self._ended = True
+            raise LeaseEnded(f"lease of {self.request_id!r}: {error}") from None
+
+    def _lost(self, reply: object) -> None:
+        self._give_up()
+
+    async def _end(self, message: Ask[Any], at: float) -> None:
+        try:
+            await self._ask(message, at)
+        except (ValueError, TypeError, NotReady):
             raise  # the message was refused: the lease goes on
         except BaseException:
-            self.abandon()
+            self._give_up()
             raise
         self._ended = True
 
-    def abandon(self) -> None:
-        """Give everything back without waiting for an answer. Harmless on a lease that has ended."""
+    def _give_up(self) -> None:
         if not self._ended:
             self._ended = True
-            self._cache.abandon(self._id)
+            self._cache._abandon(self._id)
 
     async def __aenter__(self) -> Self:
+        self._deadline(None)
         return self
 
     async def __aexit__(
@@ -130,10 +189,10 @@ class Lease:
         if error is None:
             await self.finish()
         else:
-            self.abandon()
+            self._give_up()
 
     def __del__(self) -> None:
         if not getattr(self, "_ended", True):
             self._ended = True
-            if self._cache.abandon_from_anywhere(self._id):
+            if self._cache._forgotten(self._id):
                 warnings.warn(f"lease of {self.request_id!r} was never finished", ResourceWarning, source=self, stacklevel=1)

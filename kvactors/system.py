@@ -43,6 +43,7 @@ from kvactors.identity import CacheScope, StoreIdentity
 from kvactors.layout import make_layout
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.index import BlockIndex
+from kvactors.prefix_index.roots import Roots
 from kvactors.ranks.group import RankGroup
 from kvactors.shutdown import QUIET, STOP, Shutdown
 from kvactors.storage.backends import Backend, make_backend, make_direct
@@ -111,6 +112,7 @@ class System:
         self.forked = False
         self.last_status = "ok"  # of health, as it was logged last
         self.epoch = time.time_ns() // 1_000_000
+        self.roots = Roots(config.cache.model, config.cache.namespace, self.layout.fingerprint)
         self.token_root = CacheScope(config.cache.model, config.cache.namespace).root(self.layout.fingerprint)
         self._make_refs()
 
@@ -191,7 +193,7 @@ class System:
             fetch=stored and storage.fetch, announce=bool(self.sinks), free_low=int(config.device.free_low * blocks),
             free_high=int(config.device.free_high * blocks), save=storage.write_policy if stored else "none",
             token_root=self.token_root if self.direct is not None else None, min_hits=storage.min_hits, keep=not exclusive,
-            namespace=config.cache.namespace,
+            roots=self.roots,
             era=self.executor.era,
         )  # fmt: skip
 

@@ -116,7 +116,7 @@ void append_buffer(nb::handle tokens, Raw<u32>& out) {
     const Py_buffer& view = buffer.view;
     if (view.ndim != 1) throw nb::type_error("tokens must be one-dimensional");
     const std::optional<IntKind> kind = kind_of(view.format, std::size_t(view.itemsize));
-    if (!kind) throw nb::type_error("tokens must be integers");
+    if (!kind) throw nb::type_error("tokens must be integers of 1, 2, 4 or 8 bytes in this machine's byte order");
     const std::size_t count = std::size_t(view.shape[0]), before = out.size();
     const std::ptrdiff_t stride = view.strides != nullptr ? view.strides[0] : view.itemsize;
     out.resize(before + count);
@@ -137,8 +137,9 @@ void append_sequence(nb::handle tokens, Raw<u32>& out) {
     for (std::size_t i = 0; i < count; ++i) {
         PyObject* item = PyTuple_GetItem(fast, Py_ssize_t(i));
         nb::object index;
-        if (!PyLong_Check(item)) {
-            index = nb::steal<nb::object>(PyNumber_Index(item));
+        if (!PyLong_Check(item) || PyBool_Check(item)) {
+            if (!PyBool_Check(item)) index = nb::steal<nb::object>(PyNumber_Index(item));
+            else PyErr_SetString(PyExc_TypeError, "tokens must be integers, not bool");
             if (!index.is_valid()) {
                 out.resize(before);
                 throw nb::python_error();
@@ -227,6 +228,17 @@ void bind_path(nb::module_& m) {
             const Busy busy(p.busy);
             append(tokens, p.tokens);
         }, "tokens"_a)
+        .def("append", [](PyPath& p, const PyPath& other) {
+            const Busy busy(p.busy);
+            if (&p == &other) throw nb::value_error("a path cannot be appended to itself");
+            const std::size_t before = p.tokens.size();
+            p.tokens.resize(before + other.tokens.size());
+            std::memcpy(p.tokens.data() + before, other.tokens.data(), 4 * other.tokens.size());
+        }, "other"_a)
+        .def("set_root", [](PyPath& p, const nb::bytes& root) {
+            const Busy busy(p.busy);
+            p.restart(key_of(root, "root must be 32 bytes"));
+        }, "root"_a)
         .def("set_extra", [](PyPath& p, Id block, const nb::bytes& extra) {
             const Busy busy(p.busy);
             p.set_extra(size_of(block, "block out of range"), std::string(extra.c_str(), extra.size()));
@@ -277,6 +289,8 @@ void bind_tree(nb::module_& m) {
         }, "path"_a, "max_blocks"_a = -1)
         .def("trim", [](PyTree& t, PyPath& p, Id held) { return ids_of(t.trim(p, size_of(held, "held out of range"))); },
              "path"_a, "held"_a)
+        .def("retreat", [](PyTree& t, PyPath& p, Id n) { return ids_of(t.retreat(p, size_of(n, "blocks out of range"))); },
+             "path"_a, "blocks"_a)
         .def("commit", [](PyTree& t, PyPath& p, Id upto) {
             const Busy tree_busy(t.busy), path_busy(p.busy);
             const u32 limit = size_of(upto, "upto out of range");

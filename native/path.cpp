@@ -22,6 +22,12 @@ void Path::set_extra(u32 block, std::string extra) {
     }
 }
 
+void Path::restart(const Key& new_root) {
+    if (!nodes.empty() || !table.empty()) throw std::invalid_argument("the path holds nodes or device blocks");
+    names.clear();
+    root = new_root;
+}
+
 void Path::name_to(u32 blocks) {
     u32 i = u32(names.size());
     if (blocks <= i) return;

@@ -82,6 +82,7 @@ public:
     Match peek(const Path& path, u32 limit);
     Match pin(Path& path, u32 limit);
     std::vector<u32> trim(Path& path, u32 held);
+    std::vector<u32> retreat(Path& path, u32 blocks);
     std::vector<u32> release(Path& path);
     bool mark_announced(Path& path, u32 upto);
     void clear_announced();
@@ -119,6 +120,7 @@ private:
         u32 uses;
     };
 
+    std::vector<u32> drop_beyond(Path& path, u32 held);
     Node& at(u32 id) { return *nodes_.row(id); }
     const Node& at(u32 id) const { return *nodes_.row(id); }
     u32* tokens_of(u32 id) { return tokens_.row(id); }

@@ -83,6 +83,17 @@ Match Tree::pin(Path& path, u32 limit) {
 std::vector<u32> Tree::trim(Path& path, u32 held) {
     require_held(path, held);
     if (held < path.committed) throw std::invalid_argument("cannot trim below the committed blocks");
+    return drop_beyond(path, held);
+}
+
+// The path's blocks from `blocks` on are shared no longer: whoever computes them again must not write into the tree's.
+std::vector<u32> Tree::retreat(Path& path, u32 blocks) {
+    require_held(path, blocks);
+    path.committed = std::min(path.committed, blocks);
+    return drop_beyond(path, blocks);
+}
+
+std::vector<u32> Tree::drop_beyond(Path& path, u32 held) {
     std::vector<u32> freed;
     while (path.held() > held) {
         const u32 position = path.held() - 1;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import anyio
@@ -90,12 +91,14 @@ class ActorRef:
         """Put a message, waiting while the data lane is full. ChannelFull (rejecting channel), ChannelClosed."""
         await self.send(Envelope(message, None, None, self.life))
 
-    async def ask(self, message: Ask[R], *, deadline: float) -> R:
+    async def ask(self, message: Ask[R], *, deadline: float, lost: Callable[[R], None] | None = None) -> R:
         """Put an ask and wait for its answer.
 
         deadline: absolute loop time; it covers the wait for a place and the wait for the answer, and travels with the message.
         Raises DeadlineExceeded, ActorFailed, ChannelFull, ChannelClosed, and whatever error the actor answers with. A
         cancelled ask is withdrawn: if the actor has not begun with it, it never will.
+
+        lost: called with an answer that does not reach the caller, because it was cancelled after the actor had answered.
         """
         reply: asyncio.Future[R] = asyncio.get_running_loop().create_future()
         envelope: Envelope[R] = Envelope(message, reply, deadline, self.life)
@@ -105,8 +108,14 @@ class ActorRef:
                 with anyio.CancelScope(deadline=deadline):
                     await self.send(envelope)
                     return await reply
+                if reply.done() and not reply.cancelled():
+                    return reply.result()  # answered in the step in which the deadline passed
                 raise DeadlineExceeded(f"{self.name} did not take {type(message).__name__} in time")
             return await reply
+        except asyncio.CancelledError:
+            if lost is not None and reply.done() and not reply.cancelled() and reply.exception() is None:
+                lost(reply.result())
+            raise
         finally:
             self._asks.discard(envelope)
 

@@ -9,6 +9,9 @@ from kvactors.prefix_index.pool import BlockPool
 from kvactors.prefix_index.records import EvictOp, LoadOp, Segment
 from kvactors.units import KEY_BYTES
 
+Media = tuple[tuple[int, int], ...]
+"""(offset, length) in tokens of media items, in ascending order."""
+
 
 class Match(NamedTuple):
     """What a pinned path found. run: leading blocks on the device. segments: what may still be loaded, contiguous after it.
@@ -48,10 +51,40 @@ class BlockIndex:
         shared = sum(1 for state in states if state & LOADING)  # others load these: they come with their blocks
         return self.pool.free + self.evictable() + coming >= needed - run - shared
 
-    def match(self, path: Path, *, fetch: int) -> Match:
-        """Pin what is known of the path, and say what may be loaded. fetch: leading blocks that storage may be asked for; no segment
-        crosses this boundary."""
+    def before_media(self, blocks: int, media: Media) -> int:
+        """As many leading blocks, or fewer: those that end within no media item."""
+        for offset, length in reversed(media):
+            if offset < blocks * self.block_size < offset + length:
+                blocks = offset // self.block_size
+        return blocks
+
+    def match(self, path: Path, *, fetch: int, media: Media = ()) -> Match:
+        """Pin what is known of the path, and say what may be loaded. fetch: leading blocks that storage may be asked
+        for; no segment crosses this boundary.
+
+        media: items that are matched whole or not at all: what follows is the request's own to compute.
+        """
         limit = self.match_limit(path)
+        if not media:
+            return self._match(path, limit, fetch=fetch)
+        limit = self.before_media(self._reach(path, limit, fetch=fetch), media)
+        while True:
+            match = self._match(path, limit, fetch=fetch)
+            reached = match.segments[-1].stop if match.segments else match.run
+            limit = self.before_media(reached, media)
+            if limit == reached:
+                return match
+            self.pool.give(self.tree.release(path))
+
+    def _reach(self, path: Path, limit: int, *, fetch: int) -> int:
+        """Leading blocks that a match would find at most; nothing is changed."""
+        run, states = self.tree.peek(path, limit)
+        for position, state in enumerate(states, run):
+            if state & DEVICE or not (state & (LOADING | HOST) or position < fetch):
+                return position
+        return max(run + len(states), min(limit, fetch))
+
+    def _match(self, path: Path, limit: int, *, fetch: int) -> Match:
         run, states = self.tree.pin(path, limit)
         known = run + len(states)
         segments: list[Segment] = []

@@ -24,7 +24,12 @@ class Layers(Room):
         """The lease; if there is none any more, the asker is told."""
         found = self.leases.get(lease)
         if found is None:
-            self.refuse(envelope, LeaseEnded("this lease was finished, preempted or given back"))
+            lost = (
+                "it was lost when prefix_index was restarted: acquire again"
+                if self.life
+                else "it was finished, preempted or given back"
+            )
+            self.refuse(envelope, LeaseEnded(lost))
         return found
 
     def device_keys(self) -> bytes:
@@ -39,6 +44,44 @@ class Layers(Room):
             assert state["referenced"] == 0, f"{state['referenced']} nodes referenced, no lease"
             used = self.index.pool.total - self.index.pool.free
             assert used == state["device"], f"{used} blocks in use, {state['device']} in the tree"
+
+    # -- the end of a lease
+
+    def give_back(self, lease: Lease) -> None:
+        """End a lease that has its blocks."""
+        self.detach(lease)
+        self.release_lease(lease)
+        self.room_changed()
+
+    def release_lease(self, lease: Lease) -> None:
+        """Drop its references; its own blocks are free."""
+        blocks = lease.tree.release(lease.path)
+        self.index.pool.give(blocks)
+
+    def forget(self, lease: Lease) -> None:
+        """A lease that never got its blocks."""
+        self.cancel_loads(lease, 0)
+        self.detach(lease)
+        self.release_lease(lease)
+
+    def detach(self, lease: Lease) -> None:
+        """Take a lease out of everything that waits for or with it; its blocks stay as they are."""
+        self.leases.pop(lease.id, None)
+        for load in lease.ops:
+            if load.owner is lease:
+                load.owner = None
+            else:
+                load.sharers.remove(lease)
+        lease.ops.clear()
+        ended = "it has ended"
+        waiter = self.waiting.get(lease.id) if lease.granted else None
+        if waiter is not None:  # an extend
+            self.stop_waiting(waiter)
+            self.refuse(waiter.envelope, LeaseEnded(ended))
+        for envelope in (*lease.ready, *(envelope for _, envelope in lease.layers)):
+            self.refuse(envelope, LeaseEnded(ended))
+        lease.ready.clear()
+        lease.layers.clear()
 
     # -- layers
 
@@ -67,7 +110,7 @@ class Layers(Room):
             if lease.fault is not None:
                 self.refuse(envelope, lease.fault.error())
             elif there is None or layer < there:
-                self.answer(envelope, self._cached(lease) * self.index.block_size)
+                self.answer(envelope, self.index.before_media(self._cached(lease), lease.media) * self.index.block_size)
             else:
                 lease.layers.append((layer, envelope))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from kvactors.actor import Ask, Control
 from kvactors.actor.message import Message
 from kvactors.flush_notifier.messages import PLAIN, Origin
@@ -44,6 +42,7 @@ class Acquire(Ask[Granted], frozen=True, eq=False):
 
     lease: the door's number for the lease. path: the request's tokens; the index owns it from here on. deadline: absolute loop
     time for everything the lease loads. wait: whether to wait for evictions that need a copy first. origin: what is in the path's root.
+    media: (offset, length) of media items that must not be cached in part.
     """
 
     lease: int
@@ -52,16 +51,18 @@ class Acquire(Ask[Granted], frozen=True, eq=False):
     deadline: float
     wait: bool = True
     origin: Origin = PLAIN
+    media: tuple[tuple[int, int], ...] = ()
 
 
 class Prefetch(Ask[Done], frozen=True, eq=False):
     """A request of these tokens will come: what storage has of them may be brought nearer meanwhile. Done counts the blocks looked for.
 
-    path: for this alone. deadline: absolute loop time for what is fetched.
+    path: for this alone. deadline: absolute loop time for what is fetched. origin: what is in the path's root.
     """
 
     path: Path
     deadline: float
+    origin: Origin = PLAIN
 
 
 class Ready(Ask[Landed], frozen=True, eq=False):
@@ -79,11 +80,14 @@ class LayerReady(Ask[int], frozen=True, eq=False):
 
 
 class Extend(Ask[Granted], frozen=True, eq=False):
-    """More tokens (any integer buffer of `count`, checked by the door): `blocks` of the reply are the ones added to the table's end."""
+    """More tokens (those of `added`, a path for this alone): `blocks` of the reply are the ones added to the table's end.
+
+    position: tokens of the lease before these, as its holder counts them. Refused with LeaseBusy if it is not so, or another waits.
+    """
 
     lease: int
-    tokens: Any
-    count: int
+    position: int
+    added: Path
 
 
 class Commit(Ask[Done], frozen=True, eq=False):
@@ -94,9 +98,13 @@ class Commit(Ask[Done], frozen=True, eq=False):
 
 
 class Finish(Ask[Done], frozen=True, eq=False):
-    """The request is over: unpin, and by policy save and announce. Reply: blocks left in the cache."""
+    """The request is over: unpin, and by policy save and announce. Reply: blocks left in the cache.
+
+    computed_tokens: commit these first, None for what was committed.
+    """
 
     lease: int
+    computed_tokens: int | None = None
 
 
 class Preempt(Ask[Done], frozen=True, eq=False):
@@ -128,6 +136,12 @@ class SetNamespace(Ask[Done], frozen=True, eq=False):
 
 class Abandon(Control, frozen=True, eq=False):
     """The lease's holder is gone (cancelled or forgotten): give everything back. Unknown leases are ignored."""
+
+    lease: int
+
+
+class Withdrawn(Control, frozen=True, eq=False):
+    """The lease's waiting extend was cancelled: the blocks it has collected go to the next in the queue."""
 
     lease: int
 
@@ -203,6 +217,11 @@ class Overdue(Control, frozen=True, eq=False):
 
 
 class Expired(Control, frozen=True, eq=False):
-    """To itself: a waiting acquire's deadline has come."""
+    """To itself: the deadline of a wait, for room or for the end of a pause. ticket: of the wait, since a lease may wait again."""
 
     lease: int
+    ticket: int
+
+
+class Proceed(Control, frozen=True, eq=False):
+    """To itself: go on with the requests that wait; one turn takes a part of them only."""

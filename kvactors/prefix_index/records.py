@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvactors.actor import Envelope
+from kvactors.actor.actor import Timer
 from kvactors.errors import KVActorsError
 from kvactors.native import BlockTree, Path
 
@@ -27,12 +28,15 @@ class Fault(NamedTuple):
 class Lease:
     """One request's hold on its blocks.
 
+    media: (offset, length) of items that are cached whole or not at all. counted: whether statistics count it (not if it was preempted before).
+
     path: tokens, names, nodes and block table. tree: the tree its nodes are in (retired by a clear). ops: loads it waits
     for. hoped: leading blocks that are cached if every load lands. fault: why `ready` must fail, if it must.
     layers: who waits for which layer. granted: it has its blocks (one that waits for room may have loads, too).
     """
 
     __slots__ = (
+        "counted",
         "deadline",
         "device_hits",
         "fault",
@@ -41,6 +45,7 @@ class Lease:
         "host_hits",
         "id",
         "layers",
+        "media",
         "ops",
         "path",
         "ready",
@@ -62,6 +67,8 @@ class Lease:
         self.device_hits = self.host_hits = self.storage_hits = 0
         self.granted = False
         self.fault: Fault | None = None
+        self.media: tuple[tuple[int, int], ...] = ()
+        self.counted = True
 
 
 class LoadOp:
@@ -88,6 +95,7 @@ class LoadOp:
         "sharers",
         "start",
         "stop",
+        "timer",
         "tree",
     )
 
@@ -105,6 +113,13 @@ class LoadOp:
         self.result: tuple[int, int] | None = None
         self.judged = self.lost = False
         self.layers = self.arriving = 0
+        self.timer: Timer | None = None
+
+    def stop_timer(self) -> None:
+        """It is over: its Overdue must not come."""
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
 
 
 class EvictOp(NamedTuple):
@@ -124,10 +139,47 @@ class EvictOp(NamedTuple):
         return len(self.blocks)
 
 
-class Waiting:
-    """Somebody who was promised blocks that evictions in flight will free. `complete` gets them all at once."""
+class Offloads:
+    """Evictions whose copies to the host are in flight, by operation. coming: device blocks that those not stalled will free."""
 
-    __slots__ = ("complete", "envelope", "give_up", "lease", "needed", "owed", "taken")
+    def __init__(self) -> None:
+        self._ops: dict[int, EvictOp] = {}
+        self._stalled: set[int] = set()
+        self.coming = 0
+
+    def __setitem__(self, op: int, evict: EvictOp) -> None:
+        self._ops[op] = evict
+        self.coming += evict.total
+
+    def pop(self, op: int) -> EvictOp | None:
+        """Take one out that is over; None if it is not there."""
+        evict = self._ops.pop(op, None)
+        if op in self._stalled:
+            self._stalled.remove(op)
+        elif evict is not None:
+            self.coming -= evict.total
+        return evict
+
+    def stall(self) -> None:
+        """Those in flight may never complete."""
+        self._stalled = set(self._ops)
+        self.coming = 0
+
+    def values(self) -> list[EvictOp]:
+        """Those in flight (a copy)."""
+        return list(self._ops.values())
+
+    def __len__(self) -> int:
+        return len(self._ops)
+
+
+class Waiting:
+    """A request that waits for blocks that evictions in flight will free. `complete` gets them all at once.
+
+    ticket, timer: of its deadline.
+    """
+
+    __slots__ = ("complete", "envelope", "give_up", "lease", "needed", "owed", "taken", "ticket", "timer")
 
     def __init__(
         self,
@@ -144,6 +196,14 @@ class Waiting:
         self.taken: list[int] = []
         self.complete = complete
         self.give_up = give_up
+        self.ticket = 0
+        self.timer: Timer | None = None
+
+    def stop_timer(self) -> None:
+        """The wait is over."""
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
 
 
 class Segment(NamedTuple):
@@ -178,3 +238,4 @@ class IndexStatistics(NamedTuple):
     offloads_in_flight: int
     saves_in_flight: int
     overdue_loads: int
+    resumed: int  # preempted before and acquired again: in none of the counts above it

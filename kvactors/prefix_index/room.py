@@ -1,21 +1,24 @@
-"""PrefixIndex, the part that makes room: who waits for device blocks, and the evictions that will free them."""
+"""PrefixIndex, the part that makes room: the queue for device blocks, and the evictions that will free them."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import deque
+from itertools import count
 from typing import Any
 
 from kvactors.actor import ActorRef, Envelope, on
 from kvactors.actor.clock import now
 from kvactors.errors import DeadlineExceeded, LeaseEnded, NoRoom
-from kvactors.prefix_index.messages import Expired
+from kvactors.prefix_index.messages import Expired, Proceed, Withdrawn
 from kvactors.prefix_index.records import Waiting
 from kvactors.prefix_index.transfers import Transfers
 
+STEPS = 64
+"""Waiters that one turn serves, refuses or admits; the others follow in later turns."""
+
 
 class Room(Transfers):
-    """First come, first served: blocks that become free go to whoever has waited longest.
+    """First come, first served: blocks that become free go to the request that has waited longest.
 
     free_low, free_high: when fewer than `free_low` device blocks are free after a grant, evict until `free_high` are.
     """
@@ -24,22 +27,24 @@ class Room(Transfers):
         super().__init__(ref, **rest)
         self.free_low = free_low
         self.free_high = free_high
-        self.waiting: deque[Waiting] = deque()
-        self.stalled: set[int] = set()  # offloads that end nobody knows when
+        self.waiting: dict[int, Waiting] = {}  # by lease, in order of arrival: a lease waits for one thing at a time
+        self.tickets = count(1)
         self.quiescing: list[Envelope[Any]] = []
+        self._owed = 0  # blocks that `waiting` lacks, all together
+        self._feeding = self._proceeding = False
 
     def coming(self) -> int:
         """Device blocks that evictions in flight will free, at most."""
-        return sum(op.total for op in self.offloads.values() if op.op not in self.stalled)
+        return self.offloads.coming
 
     def stall(self) -> None:
-        """Do not count on the offloads in flight: whoever waits for room gets other blocks."""
-        self.stalled = set(self.offloads)
+        """Do not count on the offloads in flight: requests that wait for room get other blocks."""
+        self.offloads.stall()
         self.room_changed()
 
     def owed(self) -> int:
         """Device blocks that waiters still lack."""
-        return sum(waiter.owed for waiter in self.waiting)
+        return self._owed
 
     def request_blocks(self, waiter: Waiting, *, wait: bool, deadline: float) -> bool:
         """Complete the waiter now, or queue it behind evictions. False if there is no room (or, not waiting, none yet)."""
@@ -54,8 +59,10 @@ class Room(Transfers):
                 return True
         if not wait:
             return False
-        self.waiting.append(waiter)
-        self.after(max(0.0, deadline - now()), Expired(waiter.lease))
+        self.waiting[waiter.lease] = waiter
+        self._owed += waiter.owed
+        waiter.ticket = next(self.tickets)
+        waiter.timer = self.after(max(0.0, deadline - now()), Expired(waiter.lease, waiter.ticket))
         self._feed()
         return True
 
@@ -66,36 +73,54 @@ class Room(Transfers):
         return True
 
     def available(self) -> int:
-        """Device blocks that can be had without anybody giving way."""
+        """Device blocks that a new request could have at most."""
         return self.index.pool.free + self.index.evictable() + max(0, self.coming() - self.owed())
 
     def _feed(self) -> None:
-        pool = self.index.pool
-        while self.waiting:
-            waiter = self.waiting[0]
-            if waiter.envelope.abandoned:
-                self.stop_waiting(waiter)
-                self.refuse(waiter.envelope, LeaseEnded("this request was given up"))
-                continue
-            taken = pool.take(min(waiter.owed, pool.free))
-            waiter.taken += taken
-            waiter.owed -= len(taken)
-            if not waiter.owed:
-                self.waiting.popleft()
-                waiter.complete(waiter.taken)
-                continue
-            deficit = self.owed() - self.coming()
-            if deficit <= 0 or self.evict(deficit) or self.saves:
-                if pool.free:
-                    continue
+        if self._feeding:
+            return  # the caller's caller goes on with the queue
+        self._feeding = True
+        try:
+            if any(not self._serve_one() for _ in range(STEPS)):
                 return
-            last = self.waiting[-1]  # nothing will ever come for the youngest
-            self.stop_waiting(last)
-            self.refuse(last.envelope, NoRoom(last.needed, len(last.taken)))
+        finally:
+            self._feeding = False
+        self.proceed_later()
+
+    def _serve_one(self) -> bool:
+        """Give the first waiter what is free; False if nothing more can be done now."""
+        waiter = next(iter(self.waiting.values()), None)
+        if waiter is None:
+            return False
+        if waiter.envelope.abandoned:
+            self.stop_waiting(waiter)
+            self.refuse(waiter.envelope, LeaseEnded("this request was given up"))
+            return True
+        pool = self.index.pool
+        taken = pool.take(min(waiter.owed, pool.free))
+        waiter.taken += taken
+        waiter.owed -= len(taken)
+        self._owed -= len(taken)
+        if not waiter.owed:
+            self._dequeue(waiter)
+            waiter.complete(waiter.taken)
+            return True
+        deficit = self.owed() - self.coming()
+        if deficit <= 0 or self.evict(deficit) or self.saves:
+            return pool.free > 0
+        last = next(reversed(self.waiting.values()))  # nothing will ever come for the youngest
+        self.stop_waiting(last)
+        self.refuse(last.envelope, NoRoom(last.needed, len(last.taken)))
+        return True
+
+    def _dequeue(self, waiter: Waiting) -> None:
+        del self.waiting[waiter.lease]
+        self._owed -= waiter.owed
+        waiter.stop_timer()
 
     def stop_waiting(self, waiter: Waiting) -> None:
         """Take a waiter out of the queue; what it had goes back."""
-        self.waiting.remove(waiter)
+        self._dequeue(waiter)
         self.index.pool.give(waiter.taken)
         waiter.give_up()
 
@@ -112,6 +137,18 @@ class Room(Transfers):
     def quiet(self, envelope: Envelope[Any]) -> None:
         """Nothing is in flight: answer a Pause."""
 
+    def proceed_later(self) -> None:
+        """Go on with the queues in a later turn, after other messages."""
+        if not self._proceeding:
+            self._proceeding = True
+            self.to_self(Proceed())
+
+    @on(Proceed)
+    def proceed(self, message: Proceed) -> None:
+        """The next turn's share of the queue."""
+        self._proceeding = False
+        self.room_changed()
+
     def keep_some_free(self) -> None:
         """Evict ahead of need, if the device's free blocks ran below the low mark."""
         free = self.index.pool.free + self.coming() - self.owed()
@@ -121,8 +158,18 @@ class Room(Transfers):
     @on(Expired)
     def expired(self, message: Expired) -> None:
         """A waiter's deadline has come."""
-        for waiter in [one for one in self.waiting if one.lease == message.lease]:
+        waiter = self.waiting.get(message.lease)
+        if waiter is not None and waiter.ticket == message.ticket:
+            lacking = waiter.owed
             self.stop_waiting(waiter)
-            self.refuse(waiter.envelope, DeadlineExceeded(f"no device blocks became free in time ({waiter.owed} lacking)"))
-        if self.waiting:
-            self._feed()
+            self.refuse(waiter.envelope, DeadlineExceeded(f"no device blocks became free in time ({lacking} lacking)"))
+            self.room_changed()
+
+    @on(Withdrawn)
+    def withdrawn(self, message: Withdrawn) -> None:
+        """A waiting extend was cancelled."""
+        waiter = self.waiting.get(message.lease)
+        if waiter is not None and waiter.envelope.abandoned:
+            self.stop_waiting(waiter)
+            self.refuse(waiter.envelope, LeaseEnded("this call was cancelled"))
+            self.room_changed()

@@ -15,7 +15,7 @@ from kvactors.flush_notifier.messages import PLAIN, Announced, Gone, Origin
 from kvactors.native import DEVICE, HOST, BlockTree, Path
 from kvactors.prefix_index.index import BlockIndex, pick_keys
 from kvactors.prefix_index.messages import Admitted, Done, HostGained, HostGone, Landed, Loaded, Offloaded, Overdue, Prefetch
-from kvactors.prefix_index.records import EvictOp, Fault, Lease, LoadOp, Segment
+from kvactors.prefix_index.records import EvictOp, Fault, Lease, LoadOp, Offloads, Segment
 from kvactors.units import Reason, Tier
 
 GRACE = 1.0
@@ -59,7 +59,7 @@ class Transfers(Actor):
         self.announce = announce
         self.token_root = token_root
         self.loads: dict[int, LoadOp] = {}
-        self.offloads: dict[int, EvictOp] = {}
+        self.offloads = Offloads()
         self.saves: dict[int, tuple[BlockTree, Path]] = {}
         self.evicted = self.rescued = self.overdue_loads = 0
         self.device_hits = self.host_hits = self.storage_hits = 0
@@ -140,7 +140,7 @@ class Transfers(Actor):
         load.blocks = lease.path.blocks(load.start, load.stop)
         for block in load.blocks:
             self.index.loading[block] = load
-        self.after(max(0.0, lease.deadline - now()) + GRACE, Overdue(load.op))
+        load.timer = self.after(max(0.0, lease.deadline - now()) + GRACE, Overdue(load.op))
 
     # -- loads: end
 
@@ -177,6 +177,7 @@ class Transfers(Actor):
     def _judge(self, load: LoadOp, good: int, from_host: int) -> None:
         load.judged = True
         load.after = None
+        load.stop_timer()
         del self.loads[load.op]
         for block in load.blocks:
             self.index.loading.pop(block, None)
@@ -215,6 +216,10 @@ class Transfers(Actor):
         targets = set(load.blocks)
         last = min(load.stop, lease.path.num_blocks)
         positions = [p for p in range(max(first, lease.path.num_committed), last) if lease.path.blocks(p, p + 1)[0] in targets]
+        self._give_own_blocks(lease, positions)
+
+    def _give_own_blocks(self, lease: Lease, positions: list[int]) -> None:
+        """Blocks to compute into, in place of shared ones at these positions; without room the lease has a fault."""
         if self.index.pool.free < len(positions):
             self.drop(len(positions) - self.index.pool.free)
         if self.index.pool.free < len(positions):
@@ -227,16 +232,30 @@ class Transfers(Actor):
             lease.tree.replace(lease.path, position, block)
 
     def lease_ready(self, lease: Lease) -> None:
-        """Every load of the lease is over: tell those who wait in `ready`."""
-        self.device_hits += lease.device_hits
-        self.host_hits += lease.host_hits
-        self.storage_hits += lease.storage_hits
+        """Every load of the lease is over: answer its `ready` calls."""
+        self._keep_media_whole(lease)
+        if lease.counted:
+            self.device_hits += lease.device_hits
+            self.host_hits += lease.host_hits
+            self.storage_hits += lease.storage_hits
         waiting, lease.ready = lease.ready, []
         for envelope in waiting:
             if lease.fault is not None:
                 self.refuse(envelope, lease.fault.error())
             else:
                 self.answer(envelope, landed(lease, self.index.block_size))
+
+    def _keep_media_whole(self, lease: Lease) -> None:
+        """If loads ended within a media item, the request computes all of it, in blocks that are not shared."""
+        committed = lease.path.num_committed
+        kept = self.index.before_media(committed, lease.media)
+        if kept == committed or lease.fault is not None:
+            return
+        self.index.pool.give(lease.tree.retreat(lease.path, kept))
+        lease.storage_hits -= (less := min(lease.storage_hits, excess := committed - kept))
+        lease.host_hits -= (more := min(lease.host_hits, excess - less))
+        lease.device_hits -= excess - less - more
+        self._give_own_blocks(lease, list(range(kept, committed)))
 
     # -- evictions
 
@@ -262,7 +281,7 @@ class Transfers(Actor):
     @on(Offloaded)
     def offloaded(self, message: Offloaded) -> None:
         """The copies are done: only now are the device blocks free."""
-        op = self.offloads.pop(message.op, None)
+        op = self.offloads.pop(message.op)
         if op is not None:
             self._evict_done(op, message.kept)
             self.room_changed()
@@ -309,7 +328,7 @@ class Transfers(Actor):
         for load in [one for one in self.loads.values() if not one.blocks]:
             self._judge(load, 0, 0)
         self._judge_all()
-        for op in list(self.offloads.values()):
+        for op in self.offloads.values():
             self.offloads.pop(op.op)
             self._evict_done(op, bytes(op.total))
         for tree, path in self.saves.values():

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
-from kvactors.cache import Media
+from kvactors.arguments import Media
 from kvactors.errors import KVActorsError, LeaseEnded, NoRoom, RankLost
 from kvactors.lease import Lease
 from kvactors.prefix_index.transfers import GRACE

@@ -29,6 +29,8 @@ def token_list(tokens: Any) -> list[int]:
         items = memoryview(tokens).tolist()
     except TypeError:
         items = list(tokens)
+    if any(isinstance(item, bool) for item in items):
+        raise TypeError("tokens must be integers, not bool")
     ids = [operator.index(item) for item in items]
     require(all(0 <= token < 2**32 for token in ids), "token ids must be between 0 and 2**32 - 1")
     return ids

@@ -78,14 +78,14 @@ async def check_at_rest(cache: KVCache, forgotten: list[str], *, deadline: float
 def watch_leases(cache: KVCache) -> list[str]:
     """A list that grows by the request of every lease that is garbage-collected without having been ended."""
     forgotten: list[str] = []
-    abandon = cache.abandon_from_anywhere
+    forget = cache._forgotten
 
     def noted(number: int) -> bool:
         lease = cache.system.index_actor.leases.get(number)
         forgotten.append("?" if lease is None else lease.request_id)
-        return abandon(number)
+        return forget(number)
 
-    setattr(cache, "abandon_from_anywhere", noted)  # noqa: B010  (the type checker knows that a method is no variable)
+    setattr(cache, "_forgotten", noted)  # noqa: B010  (the type checker knows that a method is no variable)
     return forgotten
 
 

@@ -32,7 +32,7 @@ def fields_of(message: Message) -> str:
     shown = []
     for name in message.__struct_fields__:
         value = getattr(message, name)
-        if name in MEASURED or value is None or value == PLAIN or (name == "era" and not value):
+        if name in MEASURED or value is None or value == PLAIN or (name in ("era", "media") and not value):
             continue
         words = name_of_blocks(value) if name in KEYS and isinstance(value, bytes) else value_of(value)
         shown.append(words if isinstance(value, Message) else f"{name}={words}")

@@ -16,8 +16,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "abandoned_lease_keeps_its_references",
         "prefix_index/actor.py",
-        "            self._abandoned += 1\n            self._give_back(lease)\n",
-        "            self._abandoned += 1\n            self._detach(lease)\n",
+        "            self._announce_finished(lease)\n            self.give_back(lease)\n",
+        "            self._announce_finished(lease)\n            self.detach(lease)\n",
         "the blocks of a request that was cancelled are never given back",
         ("tests/door/test_cancellation.py::test_cancelled_at_every_step",),
     ),
@@ -31,7 +31,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "hits_counted_twice",
-        "prefix_index/actor.py",
+        "prefix_index/admission.py",
         "lease.device_hits, lease.host_hits, lease.storage_hits = again.run, 0, 0  # loads that landed meanwhile are in the run",
         "lease.device_hits = again.run",
         "a request that waited and is matched again says more tokens are cached than are",

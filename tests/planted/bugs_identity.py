@@ -39,8 +39,8 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "medium_of_a_partial_block_forgotten",
-        "cache.py",
-        "blocks = -(-path.num_tokens // self.block_size)",
+        "arguments.py",
+        "blocks = -(-path.num_tokens // block_size)",
         "blocks = path.num_full_blocks",
         "a block that decoding completes is shared between images",
         ("tests/storage/test_attention_store_identity.py::test_a_block_completed_by_decoding_keeps_its_medium",),
@@ -72,7 +72,7 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "clear_of_a_store_that_cannot_be_cleared",
         "cache.py",
-        "if storage and self.system.direct is not None:",
+        'if check_flag("storage", storage) and self.system.direct is not None:',
         "if False:",
         "clear(storage=True) returns although nothing was removed from AttentionStore",
         ("tests/storage/test_attention_store_identity.py::test_it_cannot_be_cleared_and_says_so_before_anything_is_cleared",),

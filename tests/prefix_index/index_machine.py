@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvactors.actor import PeerRestarted
 from kvactors.cpu_evictor.messages import Admit, Cancel, Load, Offload, Place
 from kvactors.errors import KVActorsError
+from kvactors.flush_notifier.messages import PLAIN
 from kvactors.native import Path
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.index import BlockIndex
@@ -33,7 +34,10 @@ from kvactors.prefix_index.messages import (
     Preempt,
     Ready,
     Resume,
+    SetNamespace,
+    Withdrawn,
 )
+from kvactors.prefix_index.roots import Roots
 from kvactors.testing.probe import Probe
 from kvactors.testing.stepper import Stepper
 
@@ -51,6 +55,7 @@ class IndexMachine(RuleBasedStateMachine):
         save=st.sampled_from(["none", "write_through"]), low=st.sampled_from([0, 0, 2]),
     )  # fmt: skip
     def start(self, blocks: int, exclusive: bool, host: bool, fetch: bool, recompute: bool, save: Any, low: int) -> None:
+        self.roots = Roots("model", "a", bytes(32))
         self.index = BlockIndex(BLOCK, blocks, 64, recompute_last_token=recompute)
         self.trees = [self.index.tree]
         self.loads: dict[int, Load] = {}
@@ -64,7 +69,7 @@ class IndexMachine(RuleBasedStateMachine):
             return PrefixIndex(
                 ref, index=self.index, evictor=Probe("cpu_evictor"), notifier=Probe("flush_notifier"),
                 exclusive=exclusive or not host, host_tier=host, fetch=fetch, announce=True, save=save if fetch else "none",
-                min_hits=1, keep=host and not exclusive, free_low=low, free_high=2 * low, namespace="default",
+                min_hits=1, keep=host and not exclusive, free_low=low, free_high=2 * low, roots=self.roots,
             )  # fmt: skip
 
         self.stepper = Stepper(make)
@@ -99,6 +104,12 @@ class IndexMachine(RuleBasedStateMachine):
                 tokens = self.open.pop(answered.message.lease)
                 if error is None:
                     self.leases[answered.message.lease] = tokens
+                    assert answered.message.path.root == self.roots.root(PLAIN), "admitted under an earlier namespace"
+            if isinstance(answered.message, Extend) and error is None:
+                self.leases[answered.message.lease] += answered.message.added.num_tokens
+            if isinstance(answered.message, Ready) and error is None:
+                media = self.actor.leases[answered.message.lease].media
+                assert not any(o < answered.value.cached_tokens < o + n for o, n in media), "a media item is cached in part"
         if self.index.tree not in self.trees:
             self.trees.append(self.index.tree)
         return effects
@@ -116,8 +127,9 @@ class IndexMachine(RuleBasedStateMachine):
         tokens=st.integers(1, LONGEST * BLOCK),
         patience=st.sampled_from([1.0, 5.0]),
         wait=st.booleans(),
+        media=st.sampled_from([(), (), ((1, 4),), ((1, 2), (3, 5))]),
     )
-    def acquire(self, family: int, tokens: int, patience: float, wait: bool) -> None:
+    def acquire(self, family: int, tokens: int, patience: float, wait: bool, media: Any = ()) -> None:
         if len(self.leases) + len(self.open) > 5:
             return
         self.number += 1
@@ -125,7 +137,8 @@ class IndexMachine(RuleBasedStateMachine):
         path.extend([family * 100 + i for i in range(tokens)])
         self.open[self.number] = tokens
         deadline = self.stepper.now + patience
-        self.turn(Acquire(self.number, f"r{self.number}", path, deadline, wait), deadline)
+        media = tuple(item for item in media if sum(item) <= tokens)
+        self.turn(Acquire(self.number, f"r{self.number}", path, deadline, wait, media=media), deadline)
 
     @precondition(lambda self: self.leases)
     @rule(which=choice, less=st.integers(0, 3))
@@ -134,14 +147,29 @@ class IndexMachine(RuleBasedStateMachine):
         self.turn(Commit(lease, max(0, self.leases[lease] - less)))
 
     @precondition(lambda self: self.leases)
-    @rule(which=choice, count=st.integers(1, BLOCK))
-    def extend(self, which: int, count: int) -> None:
+    @rule(which=choice, count=st.integers(1, BLOCK), stale=st.sampled_from([0, 0, 0, 1]))
+    def extend(self, which: int, count: int, stale: int = 0) -> None:
         lease = self.lease(which)
-        if any(isinstance(envelope.message, Extend) and envelope.message.lease == lease for envelope in self.stepper._open):
-            return  # a request extends its lease one call after another
-        effects = self.turn(Extend(lease, list(range(count)), count), self.stepper.now + 1.0)
-        if any(answered.error is None for answered in effects.answered if isinstance(answered.message, Extend)):
-            self.leases[lease] += count
+        added = Path(BLOCK, bytes(32))
+        added.extend(list(range(count)))
+        busy = any(isinstance(one.message, Extend) and one.message.lease == lease for one in self.stepper._open)
+        message = Extend(lease, self.leases[lease] - stale, added)
+        effects = self.turn(message, self.stepper.now + 1.0)
+        for answered in effects.answered:
+            if answered.message is message and (busy or stale):
+                assert answered.error is not None, "an extend in the wrong place was taken"
+
+    @precondition(lambda self: self.leases)
+    @rule(which=choice)
+    def cancel_extend(self, which: int) -> None:
+        lease = self.lease(which)
+        for envelope in [one for one in self.stepper._open if isinstance(one.message, Extend) and one.message.lease == lease]:
+            self.stepper.withdraw(envelope.message)
+            self.turn(Withdrawn(lease))
+
+    @rule(name=st.sampled_from(["a", "b"]))
+    def set_namespace(self, name: str) -> None:
+        self.turn(SetNamespace(name))
 
     @precondition(lambda self: self.leases)
     @rule(which=choice)
@@ -225,7 +253,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(family=st.integers(0, 1), start=st.integers(0, 3), gained=st.booleans())
     def hint(self, family: int, start: int, gained: bool) -> None:
-        path = Path(BLOCK, bytes(32))
+        path = Path(BLOCK, self.roots.root(PLAIN))
         path.extend([family * 100 + i for i in range(LONGEST * BLOCK)])
         keys = path.keys(start, LONGEST)
         self.turn(HostGained(keys, self.actor.clears, self.actor.era) if gained else HostGone(keys))
@@ -279,7 +307,9 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.check()
         self.actor.check()
         actor = self.actor
-        waiting = list(actor.waiting)
+        waiting = list(actor.waiting.values())
+        assert actor.owed() == sum(waiter.owed for waiter in waiting)
+        assert 0 <= actor.coming() <= sum(op.total for op in actor.offloads.values())
         paths = {id(lease.path): lease for lease in actor.leases.values()}
         private: list[int] = [block for waiter in waiting for block in waiter.taken]
         for lease in paths.values():

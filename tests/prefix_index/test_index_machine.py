@@ -97,6 +97,9 @@ def test_a_commit_that_the_tree_refuses_ends_that_lease_alone() -> None:
     machine.turn(Finish(second.id))
 
 
+MEDIA = [(), (), ((1, 4),), ((1, 2), (3, 5))]
+
+
 class Walk:
     """A seeded walk through the same machine: states that need many steps, which short examples do not reach."""
 
@@ -113,14 +116,16 @@ class Walk:
         machine, number, draw = self.machine, self.random.randrange, self.random.choice
         which = number(31)
         moves = [
-            (9, lambda: machine.acquire(number(2), number(LONGEST * BLOCK) + 1, draw([1.0, 5.0]), number(4) > 0)),
+            (9, lambda: machine.acquire(number(2), number(LONGEST * BLOCK) + 1, draw([1.0, 5.0]), number(4) > 0, draw(MEDIA))),
             (4, lambda: machine.leases and machine.commit(which, draw([0, 0, 1, 2]))),
-            (2, lambda: machine.leases and machine.extend(which, number(BLOCK) + 1)),
+            (2, lambda: machine.leases and machine.extend(which, number(BLOCK) + 1, draw([0, 0, 0, 1]))),
             (2, lambda: machine.leases and machine.ready(which)),
             (1, lambda: machine.leases and machine.layer_ready(which, number(2))),
             (4, lambda: machine.leases and machine.finish(which)),
             (1, lambda: machine.leases and machine.preempt(which, number(2))),
             (1, lambda: machine.abandon(which)),
+            (1, lambda: machine.leases and machine.cancel_extend(which)),
+            (1, lambda: machine.set_namespace(draw(["a", "b"]))),
             (4, lambda: machine.loads and machine.loaded(which, number(LONGEST + 1), number(2) > 0)),
             (2, lambda: machine.loads and machine.stalled(which)),
             (1, lambda: machine.loads and machine.layers(which, number(2) + 1)),

@@ -16,6 +16,7 @@ from kvactors.native import Path
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.messages import Acquire, Commit, Finish, Loaded, Ready
+from kvactors.prefix_index.roots import Roots
 from kvactors.testing import Probe, Stepper, Unexpected, simulate
 
 
@@ -237,7 +238,7 @@ def index():
         return PrefixIndex(
             ref, index=BlockIndex(BLOCK, 8, 64, recompute_last_token=False), evictor=Probe("evictor", "cpu_evictor"),
             notifier=Probe("notifier", "flush_notifier"), exclusive=True, host_tier=True, fetch=True, announce=True,
-            save="none", min_hits=1, keep=False, free_low=0, free_high=0, namespace="default",
+            save="none", min_hits=1, keep=False, free_low=0, free_high=0, roots=Roots("", "default", bytes(32)),
         )  # fmt: skip
 
     with Stepper(make) as stepper:

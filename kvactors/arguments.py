@@ -1,0 +1,147 @@
+"""Checks of public arguments: what is wrong is a TypeError or ValueError in the caller that names the argument."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvactors.native import Path
+from kvactors.prefix_index.keys import block_extras
+
+MAX_SECONDS = 1e9
+"""The longest deadline: timers of threads and loops take no much larger numbers."""
+
+MAX_TEXT = 65_536
+"""Bytes of a salt, an adapter's name, a namespace, a request id or a media hash."""
+
+MAX_HASH_BITS = 8_192
+"""Bits of a media hash that is a number."""
+
+Media = tuple[int, int, bytes | str | int]
+"""A media item in a prompt: offset and length in tokens, and the hash of its content."""
+
+
+def kind(value: object) -> str:
+    """The type of a value, for an error message."""
+    return type(value).__name__
+
+
+def check_int(name: str, value: Any, low: int = 0, high: int = 2**63 - 1) -> int:
+    """A Python or numpy integer in [low, high], as int. TypeError for bool, float, str, None and arrays; ValueError out of range."""
+    if type(value) is not int:
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+            raise TypeError(f"{name} must be an int, not {kind(value)}")
+        value = int(value)
+    number: int = value
+    if not low <= number <= high:
+        shown = number if abs(number) < 2**64 else "a number of more than 64 bits"
+        raise ValueError(f"{name} must be between {low} and {high}, not {shown}")
+    return number
+
+
+def check_seconds(name: str, value: Any) -> float:
+    """A positive, finite number of seconds, at most MAX_SECONDS. TypeError for what is no number, ValueError out of range."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise TypeError(f"{name} must be a number of seconds, not {kind(value)}")
+    if isinstance(value, int) and abs(value) > MAX_SECONDS:
+        raise ValueError(f"{name} must be at most {MAX_SECONDS:.0f} seconds")
+    seconds = float(value)
+    if not (math.isfinite(seconds) and 0 < seconds <= MAX_SECONDS):
+        raise ValueError(f"{name} must be a positive, finite number of seconds (at most {MAX_SECONDS:.0f}), not {seconds!r}")
+    return seconds
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """A bool. TypeError for everything else, 0 and 1 included."""
+    if value is True or value is False:
+        return value
+    if isinstance(value, np.bool_):
+        return bool(value)
+    raise TypeError(f"{name} must be a bool, not {kind(value)}")
+
+
+def check_text(name: str, value: Any) -> str:
+    """A str that UTF-8 can encode, at most MAX_TEXT bytes of it. The empty string is a value like any other."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a str, not {kind(value)}")
+    if value.isascii():
+        size = len(value)
+    else:
+        try:
+            size = len(value.encode())
+        except UnicodeEncodeError:
+            raise ValueError(f"{name} has a surrogate that UTF-8 cannot encode") from None
+    if size > MAX_TEXT:
+        raise ValueError(f"{name} has {size} bytes, at most {MAX_TEXT} are allowed")
+    return value
+
+
+def check_optional_text(name: str, value: Any) -> str | None:
+    """As `check_text`, or None."""
+    return None if value is None else check_text(name, value)
+
+
+def check_names(name: str, value: Any) -> tuple[str, ...] | None:
+    """A collection of strings (not a str), or None."""
+    if value is None:
+        return None
+    if isinstance(value, (str, bytes)) or not isinstance(value, Collection):
+        raise TypeError(f"{name} must be a collection of names, not {kind(value)}")
+    return tuple(check_text(f"{name}[{position}]", one) for position, one in enumerate(value))
+
+
+def extend_path(path: Path, name: str, tokens: Any) -> None:
+    """Append a copy of `tokens` to a path. TypeError or ValueError for what are no token ids; then nothing was appended."""
+    if tokens is None or isinstance(tokens, (str, bytes, bytearray)):
+        raise TypeError(f"{name} must be a list, a tuple or a buffer of integers, not {kind(tokens)}")
+    path.extend(tokens)
+
+
+def check_media(extra_keys: Any, num_tokens: int) -> tuple[Media, ...]:
+    """Media items as (offset, length, hash) in ascending order within the prompt. TypeError, ValueError."""
+    if isinstance(extra_keys, (str, bytes, bytearray)) or not isinstance(extra_keys, Sequence):
+        raise TypeError(f"extra_keys must be a list or tuple of (offset, length, hash), not {kind(extra_keys)}")
+    return tuple(_media_item(f"extra_keys[{position}]", item, num_tokens) for position, item in enumerate(extra_keys))
+
+
+def _media_item(name: str, item: Any, num_tokens: int) -> Media:
+    if not isinstance(item, (tuple, list)):
+        raise TypeError(f"{name} must be a tuple (offset, length, hash), not {kind(item)}")
+    if len(item) != 3:
+        raise ValueError(f"{name} must be (offset, length, hash), not {len(item)} values")
+    offset, length, digest = item
+    offset, length = check_int(f"{name} offset", offset), check_int(f"{name} length", length, 1)
+    if offset + length > num_tokens:
+        raise ValueError(f"{name} is a media item that ends at {offset + length}, beyond the prompt's {num_tokens} tokens")
+    if isinstance(digest, np.integer):
+        digest = int(digest)
+    if isinstance(digest, bool) or not isinstance(digest, (bytes, str, int)):
+        raise TypeError(f"{name} hash must be bytes, str or int, not {kind(digest)}")
+    if isinstance(digest, int):
+        if digest.bit_length() > MAX_HASH_BITS:
+            raise ValueError(f"{name} hash has {digest.bit_length()} bits, at most {MAX_HASH_BITS} are allowed")
+    elif isinstance(digest, str):
+        check_text(f"{name} hash", digest)
+    elif len(digest) > MAX_TEXT:
+        raise ValueError(f"{name} hash has {len(digest)} bytes, at most {MAX_TEXT} are allowed")
+    return offset, length, digest
+
+
+def request_path(block_size: int, root: bytes, tokens: Any, extra_keys: Any) -> tuple[Path, tuple[tuple[int, int], ...]]:
+    """A prompt as a path, and the (offset, length) of its media items. TypeError or ValueError for bad tokens or media."""
+    path = Path(block_size, root)
+    extend_path(path, "tokens", tokens)
+    if not path.num_tokens:
+        raise ValueError("tokens is empty: a request needs at least one token")
+    if isinstance(extra_keys, tuple) and not extra_keys:
+        return path, ()
+    items = check_media(extra_keys, path.num_tokens)
+    positions = tuple((offset, length) for offset, length, _ in items)
+    blocks = -(-path.num_tokens // block_size)  # with the last one, which `extend` may fill
+    extras = block_extras(blocks, block_size, positions, [digest for _, _, digest in items], path.num_tokens)
+    for block, extra in extras.items():
+        path.set_extra(block, extra)
+    return path, positions

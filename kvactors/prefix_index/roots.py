@@ -1,0 +1,31 @@
+"""The root hashes that chains of block hashes start from, under the namespace of the moment."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from kvactors.flush_notifier.messages import Origin
+from kvactors.identity import CacheScope
+
+REMEMBERED = 1024
+"""Roots kept, the least recently used forgotten first."""
+
+
+class Roots:
+    """Root hashes by adapter and salt. namespace: the one that requests are admitted under; PrefixIndex alone changes it.
+
+    It belongs to the system, so that a restart of PrefixIndex does not bring an earlier namespace back.
+    """
+
+    def __init__(self, model: str, namespace: str, fingerprint: bytes) -> None:
+        self.model = model
+        self.namespace = namespace
+        self.fingerprint = fingerprint
+        self._root = lru_cache(REMEMBERED)(self._hash)
+
+    def root(self, origin: Origin) -> bytes:
+        """The root hash for requests of this adapter and salt that are admitted now."""
+        return self._root(self.namespace, origin.lora, origin.salt)
+
+    def _hash(self, namespace: str, lora: str | None, salt: str | None) -> bytes:
+        return CacheScope(self.model, namespace, lora, salt).root(self.fingerprint)
