@@ -16,7 +16,7 @@ import anyio
 import structlog
 
 from kvactors.actor.clock import now
-from kvactors.actor.uncancelled import to_the_end
+from kvactors.actor.uncancelled import to_the_end, uncancelled
 from kvactors.errors import RankError
 from kvactors.identity import StoreIdentity
 from kvactors.ranks.handshake import LIMIT, check_rank, refuse
@@ -101,7 +101,7 @@ class RankGroup:
             if not self.healthy:
                 raise RankError(self._lacking())
         except BaseException:
-            await to_the_end(asyncio.ensure_future(self.close()))
+            await uncancelled(self.close())
             raise
 
     def _lacking(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 
 import anyio
@@ -12,7 +12,7 @@ import structlog
 from msgspec.structs import replace
 
 from kvactors.actor.clock import now
-from kvactors.actor.uncancelled import to_the_end
+from kvactors.actor.uncancelled import ended
 from kvactors.config import Config, StorageConfig
 from kvactors.device.arena import Arena
 from kvactors.device.base import Device
@@ -38,9 +38,10 @@ from kvactors.ranks.protocol import (
 )
 from kvactors.ranks.wire import Wire
 from kvactors.ranks_config import Secret
+from kvactors.shutdown import Shutdown
 from kvactors.storage.backends import Backend, make_backend
 from kvactors.storage.messages import Outcome
-from kvactors.threads import Workers
+from kvactors.threads import in_thread
 from kvactors.units import KEY_BYTES, join_keys, split_keys
 
 log = structlog.get_logger()
@@ -102,47 +103,19 @@ async def serve_rank(
         pinned=config.host.pinned and device.kind != "cuda",
         trailer=backend.trailer if backend else 0,
     )
+    shutdown = Shutdown(config.actors.drain, arena)
+    executor = make_executor(device, arena, config.host, inline=inline_copies)
+    one = _Serving(identity, storage.backend, executor, backend, Secret(shared.secret))
+    work = one.run(endpoint, admitted or (lambda: None), shutdown, inline=inline_copies)
+    task = asyncio.get_running_loop().create_task(work, name=f"kvactors rank {rank}")
     try:
-        async with AsyncExitStack() as opened:
-            executor = make_executor(device, arena, config.host, inline=inline_copies)
-            opened.push_async_callback(_complete, executor.close)
-            if backend is not None:
-                await _opened(backend, opened)
-            await _touch(arena, inline=inline_copies)
-            if backend is not None:
-                await backend.attach(arena)
-            await executor.open()
-            one = _Serving(identity, storage.backend, executor, backend, Secret(shared.secret))
-            await one.serve(endpoint, admitted or (lambda: None))
+        await asyncio.wait([task])
     finally:
-        arena.close()
-
-
-async def _complete(close: Callable[[], Awaitable[None]]) -> None:
-    """Await a close to its end, even if this is cancelled."""
-    await to_the_end(asyncio.ensure_future(close()))
-
-
-async def _opened(backend: Backend, opened: AsyncExitStack) -> None:
-    """Open a store, which is closed with the stack, even if this is cancelled before it is open."""
-    opening = asyncio.ensure_future(backend.open())
-    try:
-        await to_the_end(opening)
-    finally:
-        if not opening.cancelled() and opening.exception() is None:
-            opened.push_async_callback(_complete, backend.close)
-
-
-async def _touch(arena: Arena, *, inline: bool) -> None:
-    """Have the arena's memory; cancelled, it returns when no thread uses it any more."""
-    if inline:
-        arena.touch()
-        return
-    workers = Workers(1, "kvactors-arena")
-    try:
-        await to_the_end(asyncio.wrap_future(workers.submit(arena.touch)))
-    finally:
-        workers.close()
+        if not task.done():
+            shutdown.begin()
+            task.cancel()
+            await ended(task)
+    task.result()
 
 
 class _Refuse(Exception):
@@ -161,6 +134,34 @@ class _Serving:
         self.arena = executor.arena
         self.secret = secret
         self._warned = ""
+
+    async def run(self, endpoint: str, admitted: Callable[[], None], shutdown: Shutdown, *, inline: bool) -> None:
+        """Open the store and the arena's memory, serve, and close them, each step to its end and all of them within the shutdown's limit."""
+        shutdown.waits.enter()
+        try:
+            async with AsyncExitStack() as opened:
+                opened.push_async_callback(shutdown.step, "executor", self.executor.close)
+                try:
+                    await self._open(opened, shutdown, inline=inline)
+                    await self.serve(endpoint, admitted)
+                finally:
+                    shutdown.begin()
+        finally:
+            shutdown.begin()
+            shutdown.over()
+            self.arena.close()
+
+    async def _open(self, opened: AsyncExitStack, shutdown: Shutdown, *, inline: bool) -> None:
+        if self.backend is not None:
+            opened.push_async_callback(shutdown.step, "store", self.backend.close)
+            await self.backend.open()
+        if inline:
+            self.arena.touch()
+        else:
+            await in_thread(self.arena.touch, "kvactors-touch", self.arena.stop_touching)
+        if self.backend is not None:
+            await self.backend.attach(self.arena)
+        await self.executor.open()
 
     async def serve(self, endpoint: str, admitted: Callable[[], None]) -> None:
         """Connect, be admitted, do what is asked; when the connection is lost finish that, and begin again."""

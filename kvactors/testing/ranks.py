@@ -24,8 +24,8 @@ from kvactors.layout import make_layout
 from kvactors.ranks.serve import serve_rank
 from kvactors.ranks_config import SECRET_VARIABLE
 
-ANSWER_LIMIT = 30.0
-"""Seconds a worker may take over one command; it may be stopped meanwhile."""
+ANSWER_LIMIT = 120.0
+"""Seconds a worker may take over one command; it may be stopped for some of them, and the machine may be busy."""
 
 
 class Work(msgspec.Struct, frozen=True):
@@ -117,13 +117,15 @@ class RankProcess:
 
 async def worker(config: Config, rank: int) -> None:
     """Serve a rank and do the commands that come in, until those end."""
+    answers = os.dup(1)
+    os.dup2(2, 1)  # what is printed or logged to the standard output is no answer
     device = HostDevice(make_layout(config.layout, config.cache.block_size), config.device.num_blocks)
     serving = asyncio.get_running_loop().create_task(
         serve_rank(config.ranks.endpoint, device, rank=rank, ranks=config.ranks.count, config=config)
     )
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    commands = asyncio.get_running_loop().create_task(_commands(reader, device, rank))
+    commands = asyncio.get_running_loop().create_task(_commands(reader, device, rank, answers))
     await asyncio.wait((serving, commands), return_when=asyncio.FIRST_COMPLETED)
     serving.cancel()
     commands.cancel()
@@ -132,7 +134,7 @@ async def worker(config: Config, rank: int) -> None:
             raise result
 
 
-async def _commands(reader: asyncio.StreamReader, device: HostDevice, rank: int) -> None:
+async def _commands(reader: asyncio.StreamReader, device: HostDevice, rank: int, answers: int) -> None:
     with suppress(asyncio.IncompleteReadError):
         while True:
             size = int.from_bytes(await reader.readexactly(4), "little")
@@ -143,7 +145,7 @@ async def _commands(reader: asyncio.StreamReader, device: HostDevice, rank: int)
             else:
                 bad = device.check(work.blocks, keys)
             body = msgspec.msgpack.encode(bad)
-            os.write(1, len(body).to_bytes(4, "little") + body)
+            os.write(answers, len(body).to_bytes(4, "little") + body)
 
 
 if __name__ == "__main__":

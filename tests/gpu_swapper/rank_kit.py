@@ -1,4 +1,7 @@
-"""A cache whose ranks are real worker processes, an engine that uses it, and faults."""
+"""A cache whose ranks are real worker processes, an engine that uses it, and faults.
+
+No limit here says how fast something is: they only end what hangs.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,22 @@ from kvactors.testing.ranks import RankProcess
 
 BLOCK = 8
 
+HANG = 200.0
+"""Seconds after which something hangs, on any machine."""
+
+PATIENT, IMPATIENT = 60.0, 0.3
+"""`ranks.timeout` where no rank is to fall silent, and where ranks are to fall silent soon."""
+
 
 def settings(tmp_path: Path, count: int = 2, **over) -> Config:
-    """Small tiers, so that everything moves: 24 device blocks, 24 host slots, a file store a rank."""
+    """Small tiers, so that everything moves: 24 device blocks, 24 host slots, a file store for each rank."""
     parts = {
         "cache": CacheConfig(model="m", block_size=BLOCK, deadline=10.0),
         "device": DeviceConfig(num_blocks=24),
         "host": HostConfig(slots=24, transit_slots=32),
         "layout": LayoutConfig(num_layers=2, num_kv_heads=4, head_dim=32, tensor_parallel=count),
         "storage": StorageConfig(backend="file", directory=str(tmp_path / "store"), capacity_blocks=200),
-        "ranks": RanksConfig(count, f"unix://{tmp_path}/ranks", timeout=0.3, start=30.0),
+        "ranks": RanksConfig(count, f"unix://{tmp_path}/ranks", timeout=PATIENT, start=HANG),
     }
     return Config(**{**parts, **over})
 
@@ -62,7 +71,7 @@ class Engine:
     async def serve(self, prompt: list[int]) -> None:
         """One request. What a lost rank does to it ends it, and nothing else."""
         try:
-            async with await self.cache.acquire(f"r{self.served}", prompt, deadline=5.0) as lease:
+            async with await self.cache.acquire(f"r{self.served}", prompt) as lease:
                 await lease.ready()
                 cached, full = lease.cached_tokens // BLOCK, len(prompt) // BLOCK
                 table = lease.block_table
@@ -81,9 +90,11 @@ class Engine:
             self.broken += 1
 
     async def _judge(self, lease) -> None:
-        """Blocks without their bytes are wrong, unless the cache has told us not to rely on them: a worker that died lost them."""
-        await asyncio.sleep(0.02)
-        await lease.commit(lease.cached_tokens)  # RankLost says so
+        """Blocks without their bytes are wrong, unless the cache reports that a rank's memory was lost."""
+        with anyio.move_on_after(10.0):
+            while True:
+                await asyncio.sleep(0.01)
+                await lease.commit(lease.cached_tokens)  # RankLost ends the request
         self.wrong += 1
 
     async def run(self, until: anyio.Event | None = None, requests: int = 0, clients: int = 3) -> None:
@@ -103,9 +114,16 @@ class Engine:
 
 async def at_rest(cache) -> None:
     """Nothing in flight, nothing pinned, nothing leased, nothing violated."""
-    await cache.settled(20.0)
+    await cache.settled(HANG)
     assert cache.check() == []
     statistics = cache.statistics()
     assert statistics.prefix.leases == statistics.prefix.waiting == 0
     assert statistics.host.pinned == 0
     assert all(rank.in_flight == 0 for rank in cache.system.ranks.statistics())
+
+
+async def healthy(cache) -> None:
+    """All ranks are admitted and answer."""
+    with anyio.fail_after(HANG):
+        while not cache.system.ranks.healthy:
+            await asyncio.sleep(0.005)

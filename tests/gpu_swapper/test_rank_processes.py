@@ -9,11 +9,18 @@ import signal
 
 import anyio
 import pytest
-from rank_kit import BLOCK, Engine, at_rest, led, settings
+from rank_kit import BLOCK, HANG, IMPATIENT, Engine, at_rest, healthy, led, settings
 
 import kvactors
 from kvactors.config import ActorsConfig, LayoutConfig
 from kvactors.ranks_config import RanksConfig
+
+pytestmark = pytest.mark.timeout(3 * HANG)
+
+
+def impatient(tmp_path, **over):
+    """Settings with which a rank that is stopped falls silent soon. So may one that is slow: requests bear that."""
+    return settings(tmp_path, ranks=RanksConfig(2, f"unix://{tmp_path}/ranks", timeout=IMPATIENT, start=HANG), **over)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -63,7 +70,6 @@ async def test_a_killed_rank_ends_what_was_cached_and_is_admitted_again(tmp_path
         await workers[1].kill()
         while cache.system.ranks.statistics()[1].health != "away":
             await asyncio.sleep(0.01)
-        await asyncio.sleep(0.1)  # what is in flight with it stays so until it is back, but nobody waits for that
         with pytest.raises(kvactors.RankLost):
             await lease.commit(2 * BLOCK)
         with pytest.raises(kvactors.RankLost):
@@ -74,8 +80,7 @@ async def test_a_killed_rank_ends_what_was_cached_and_is_admitted_again(tmp_path
         assert other.cached_tokens == 0, "a rank is gone, and its share with it"
         await other.finish()
         await workers[1].start()
-        while not cache.system.ranks.healthy:
-            await asyncio.sleep(0.01)
+        await healthy(cache)
         served = engine.served
         await engine.run(requests=60)
         assert engine.served == served + 60
@@ -84,58 +89,61 @@ async def test_a_killed_rank_ends_what_was_cached_and_is_admitted_again(tmp_path
 
 
 async def test_a_stopped_rank_holds_no_request(tmp_path):
-    """Its loads become misses after ranks.timeout, not after the request's deadline."""
-    async with led(settings(tmp_path)) as (cache, workers):
+    """Its loads become misses after ranks.timeout, not after the request's deadline: a request ends while the rank is still stopped."""
+    async with led(impatient(tmp_path)) as (cache, workers):
         engine = Engine(cache, workers)
         await engine.run(requests=60)
+        await healthy(cache)
         workers[0].signal(signal.SIGSTOP)
-        loop, misses = asyncio.get_running_loop(), 0
-        for family in range(12):
-            began = loop.time()
-            try:
-                lease = await cache.acquire(f"s{family}", [family * 1000 + i for i in range(6 * BLOCK)], wait=False)
-            except kvactors.NoRoom:
-                continue  # it would need an eviction first, which needs the rank
-            await lease.ready()
-            assert loop.time() - began < 0.8 * cache.config.cache.deadline
-            misses += lease.cached_tokens < 6 * BLOCK
-            lease.abandon()
-        assert misses
-        assert cache.system.ranks.statistics()[0].silences == 1
+        misses = requests = 0
+        with anyio.fail_after(HANG / 2):  # half of the deadline of each request
+            while not misses or cache.system.ranks.health()[0].state != "silent":
+                requests += 1
+                tokens = [requests % 12 * 1000 + i for i in range(6 * BLOCK)]
+                try:
+                    lease = await cache.acquire(f"s{requests}", tokens, wait=False)
+                except kvactors.NoRoom:
+                    continue  # it would need an eviction first, which needs the rank
+                await lease.ready()
+                misses += lease.cached_tokens < 6 * BLOCK
+                lease.abandon()
         workers[0].signal(signal.SIGCONT)
-        while not cache.system.ranks.healthy:
-            await asyncio.sleep(0.01)
+        await healthy(cache)
         await engine.run(requests=40)
         assert engine.wrong == 0
+        await healthy(cache)
         await at_rest(cache)
 
 
 async def test_closing_with_a_stopped_rank_does_not_hang(tmp_path):
-    config = settings(tmp_path, actors=ActorsConfig(drain=1.0))
-    with anyio.fail_after(30):
+    config = impatient(tmp_path, actors=ActorsConfig(drain=1.0))
+    with anyio.fail_after(HANG):
         async with led(config) as (cache, workers):
             engine = Engine(cache, workers)
             await engine.run(requests=60)
             workers[0].signal(signal.SIGSTOP)
-            for family in range(12):
+            family = 0
+            while not cache.system.ranks.statistics()[0].in_flight:
+                family += 1
                 with contextlib.suppress(kvactors.NoRoom):
-                    (await cache.acquire("last", [family * 1000 + i for i in range(6 * BLOCK)], wait=False)).abandon()
-            await asyncio.sleep(0.5)
-            assert cache.system.ranks.statistics()[0].in_flight
+                    tokens = [family % 12 * 1000 + i for i in range(6 * BLOCK)]
+                    (await cache.acquire("last", tokens, wait=False)).abandon()
+                await asyncio.sleep(0)
 
 
 async def test_faults_at_a_hundred_random_moments(tmp_path):
     """kill -9, SIGSTOP, a cut connection: no hang, no wrong byte, no leaked slot."""
     rng = random.Random(5)
-    async with led(settings(tmp_path)) as (cache, workers):
-        engine, stop = Engine(cache, workers, seed=5), anyio.Event()
-        done = {"kill": 0, "stop": 0, "cut": 0}
+    async with led(impatient(tmp_path)) as (cache, workers):
+        engine, stop, group = Engine(cache, workers, seed=5), anyio.Event(), cache.system.ranks
+        done, lost = {"kill": 0, "stop": 0, "cut": 0}, 0
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(engine.run, stop)
             for _ in range(100):
                 await asyncio.sleep(rng.random() * 0.1)
                 victim, fault = rng.choice(workers), rng.choice(["kill", "stop", "stop", "cut", "cut"])
                 done[fault] += 1
+                lost += fault != "stop" and group.statistics()[victim.rank].health != "away"
                 if fault == "kill":
                     await victim.kill()
                     await victim.start()
@@ -144,30 +152,26 @@ async def test_faults_at_a_hundred_random_moments(tmp_path):
                     await asyncio.sleep(rng.random() * 0.5)
                     victim.signal(signal.SIGCONT)
                 else:
-                    cache.system.ranks.hang_up(victim.rank)
+                    group.hang_up(victim.rank)
                 if rng.random() < 0.7:
-                    with anyio.fail_after(30):
-                        while not cache.system.ranks.healthy:
-                            await asyncio.sleep(0.005)
-            with anyio.fail_after(30):
-                while not cache.system.ranks.healthy:
-                    await asyncio.sleep(0.005)
+                    await healthy(cache)
+            await healthy(cache)
             served = engine.served
-            with anyio.fail_after(60):
-                while engine.served < served + 50:
+            with anyio.fail_after(HANG):
+                while engine.served < served + 50 or not min(engine.hits):
                     await asyncio.sleep(0.01)
             stop.set()
+        await healthy(cache)
         await at_rest(cache)
         assert engine.wrong == 0
         assert min(done.values()) > 5
-        assert min(engine.hits) > 0
-        losses = sum(rank.losses for rank in cache.system.ranks.statistics())
-        assert losses >= done["kill"] + done["cut"] // 2
+        assert sum(rank.losses for rank in group.statistics()) >= lost > 10
+        assert sum(rank.violations for rank in group.statistics()) == 0
         assert cache.statistics().supervisor.deaths == 0
 
 
 async def test_ranks_that_do_not_fit_are_refused_by_name(tmp_path):
-    config = settings(tmp_path, ranks=RanksConfig(2, f"unix://{tmp_path}/ranks", 0.3, 1.5))
+    config = settings(tmp_path, ranks=RanksConfig(2, f"unix://{tmp_path}/ranks", 0.3, 5.0))
     other = settings(tmp_path, layout=LayoutConfig(num_layers=3, num_kv_heads=4, head_dim=32, tensor_parallel=2))
     from kvactors.device.host import HostDevice
     from kvactors.layout import make_layout
