@@ -67,17 +67,20 @@ class Saves(Plane):
             if message.keep:
                 self.gained([entry.key for entry in good])
                 self.offloaded += len(good)
-            kept = bytes(
-                message.keep and (e := self.host.usable(key)) is not None and e.place is Place.RESIDENT for key in keys
-            )
             if self.direct is not None and save:
-                start, tell = save[0], lambda _: self.tell(self.index, Admitted(message.op, kept))
-                self.save_direct(message.tokens, start, message.blocks[start : save[-1] + 1], tell)
-                return
-            if self.writers and save:
-                sources = [self.host.usable(keys[j]) for j in reversed(save)]
-                self.write([entry for entry in sources if entry is not None])
-            self.tell(self.index, Admitted(message.op, kept))
+                start = save[0]
+                self.save_direct(message.tokens, start, message.blocks[start : save[-1] + 1], lambda _: answer())
+            else:
+                if self.writers and save:
+                    sources = [self.host.usable(keys[j]) for j in reversed(save)]
+                    self.write([entry for entry in sources if entry is not None])
+                answer()
             self.keep_watermarks()
+
+        def answer() -> None:
+            """What the host holds now: a direct save takes long, and copies may have been evicted since."""
+            held = (self.host.usable(key) if message.keep else None for key in keys)
+            kept = bytes(entry is not None and entry.place is Place.RESIDENT for entry in held)
+            self.tell(self.index, Admitted(message.op, kept))
 
         self.copy(Direction.TO_HOST, [message.blocks[j] for j in lacking], entries, then)

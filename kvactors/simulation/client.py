@@ -7,7 +7,16 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from kvactors.errors import ActorFailed, CacheClosed, ChannelError, KVActorsError, LeaseEnded, NotReady, RankLost
+from kvactors.errors import (
+    ActorFailed,
+    CacheClosed,
+    ChannelError,
+    KVActorsError,
+    LeaseEnded,
+    NotReady,
+    RankLost,
+    StoreUnsupported,
+)
 from kvactors.simulation.world import World
 
 T = TypeVar("T")
@@ -65,6 +74,7 @@ class Door:
             (isinstance(error, ActorFailed | LeaseEnded) and not crashed)
             or (isinstance(error, RankLost) and not kinds & {"rank_cut", "rank_lost"})
             or isinstance(error, CacheClosed | ChannelError | NotReady)
+            or (isinstance(error, StoreUnsupported) and world.system.direct is None)
         )
         if unfounded:
             world.violated(f"{what} ended with {error!r}, and nothing accounts for that")

@@ -11,12 +11,21 @@ from kvactors.cpu_evictor.actor import CpuEvictor
 from kvactors.flush_notifier.actor import FlushNotifier
 from kvactors.gpu_swapper.actor import GpuSwapper
 from kvactors.prefix_index.actor import PrefixIndex
+from kvactors.storage.direct import StorageDirect
 from kvactors.storage.reader import StorageReader
 from kvactors.storage.writer import StorageWriter
 from kvactors.testing.plan import KINDS
 
-ACTORS: tuple[type[Actor], ...] = (PrefixIndex, GpuSwapper, CpuEvictor, StorageReader, StorageWriter, FlushNotifier)
-"""Those a simulation wires: everybody but storage_direct, which speaks to an SDK."""
+ACTORS: tuple[type[Actor], ...] = (
+    PrefixIndex,
+    GpuSwapper,
+    CpuEvictor,
+    StorageReader,
+    StorageWriter,
+    StorageDirect,
+    FlushNotifier,
+)
+"""Those a simulation wires."""
 
 WORKERS = {
     "storage_reader": {"Probed", "ReadDone", "Gone"},
@@ -33,10 +42,10 @@ OUTCOMES: Mapping[str, tuple[str, ...]] = {
     "finish": ("ok", "LeaseEnded", "ActorFailed", "cancelled"),
     "preempt": ("ok", "LeaseEnded", "ActorFailed", "RankLost", "cancelled"),
     "clear": ("ok", "ActorFailed", "cancelled"),
-    "clear storage": ("ok", "ActorFailed", "cancelled"),
+    "clear storage": ("ok", "ActorFailed", "StoreUnsupported", "cancelled"),
     "pause": ("ok", "DeadlineExceeded", "ActorFailed", "cancelled"),
     "set_namespace": ("ok", "ActorFailed", "cancelled"),
-    "prefetch": ("ok", "ActorFailed", "cancelled"),
+    "prefetch": ("ok", "ActorFailed", "StoreUnsupported", "cancelled"),
     "settled": ("ok", "DeadlineExceeded", "cancelled"),
 }
 
@@ -74,15 +83,13 @@ def universe() -> dict[str, list[str]]:
     told = [
         f"message {edge.sender} {edge.receiver} {edge.message.__name__}"
         for edge in edges(ACTORS)
-        if edge.receiver != "storage_direct" and edge.message.__name__ in WORKERS.get(edge.sender, {edge.message.__name__})
+        if edge.message.__name__ in WORKERS.get(edge.sender, {edge.message.__name__})
     ]
-    elsewhere = {"Fetched", "Saved"}  # of storage_direct, which is not wired
     turns = sorted(
         {
             f"crash {actor.ROLE} {when} {kind.__name__}"
             for actor in ACTORS
             for kind in actor.HANDLERS
-            if kind.__name__ not in elsewhere
             for when in ("before", "after")
         }
     )

@@ -23,6 +23,9 @@ from kvactors.testing.plan import FaultPlan, Targets, draw
 BLOCK = 4
 """Tokens a block."""
 
+INDEX = "index"
+"""The sink that is AttentionStore's index."""
+
 CRASHES = 3
 """Actors that die in a run, at most."""
 
@@ -33,7 +36,8 @@ class Draw(NamedTuple):
     families: of prompts that share their beginnings. longest: blocks a prompt has at most. capacity: objects a store holds. shared: whether the
     store is a pool that others use as well. stop_at: second at which the system is stopped in the middle of everything, None if it may come
     to rest. again: whether a second system then finds what the stores have kept. lags: mean seconds of a copy, of an access to the store, of
-    a sink's call, of a message to a rank. limits: see `simulation.limits`.
+    a sink's call, of a message to a rank. limits: see `simulation.limits`. token_index:
+    whether AttentionStore's index is a sink.
     """
 
     seed: int
@@ -50,6 +54,7 @@ class Draw(NamedTuple):
     again: bool
     lags: tuple[float, float, float, float]
     limits: dict[str, int]
+    token_index: bool
 
 
 def draw_run(seed: int) -> Draw:
@@ -58,6 +63,7 @@ def draw_run(seed: int) -> Draw:
     ranks = rng.choice((1, 1, 1, 2, 3))
     blocks = rng.randint(2, 28)
     stored = rng.random() < 0.75
+    direct, index = ranks == 1 and rng.random() < 0.25, ranks == 1 and rng.random() < 0.2
     restarts = max(draw_limit(rng), draw_limit(rng))  # too few would leave most plans without deaths
     config = Config(
         cache=CacheConfig(block_size=BLOCK, recompute_last_token=rng.random() < 0.7, deadline=5.0),
@@ -66,7 +72,7 @@ def draw_run(seed: int) -> Draw:
             num_layers=rng.choice((1, 2, 3)), num_kv_heads=ranks, head_dim=4, dtype="uint8", tensor_parallel=ranks
         ),
         host=_host(rng, blocks),
-        storage=_storage(rng) if stored else StorageConfig(),
+        storage=_storage(rng, direct=direct) if stored else StorageConfig(),
         flush=FlushConfig(only=rng.random() < 0.08, timeout=0.4, retry_min=0.02, retry_max=0.3, batch=draw_limit(rng)),
         actors=ActorsConfig(channel_bound=draw_limit(rng), drain=20.0, restarts=restarts),
         ranks=RanksConfig(ranks, "memory://simulated", timeout=rng.choice((0.1, 0.3)), start=30.0),
@@ -80,10 +86,10 @@ def draw_run(seed: int) -> Draw:
         rng.choice((0.0001, 0.001, 0.004)),
     )
     capacity = rng.choice((0, draw_limit(rng), draw_limit(rng), draw_limit(rng)))
-    targets = _targets(config, sinks, clients)
+    targets = _targets(config, sinks, clients, index=index)
     plan = _limited(draw(rng, rng.choice((0, 1, 2, 3, 5, 8, 16)), targets), min(CRASHES, restarts))
     families, longest = rng.randint(1, 6), rng.randint(2, blocks + 1 if rng.random() < 0.15 else max(2, blocks // 2))
-    shared = ranks == 1 and not config.storage.exclusive and rng.random() < 0.3
+    shared = ranks == 1 and not direct and not config.storage.exclusive and rng.random() < 0.3
     stop_at = rng.uniform(0.0, 0.5) if rng.random() < 0.1 else None
     again = stored and rng.random() < 0.2
     return Draw(
@@ -101,16 +107,19 @@ def draw_run(seed: int) -> Draw:
         again,
         lags,
         draw_limits(rng),
+        index,
     )
 
 
-def _targets(config: Config, sinks: tuple[MemorySinkConfig, ...], clients: int) -> Targets:
+def _targets(config: Config, sinks: tuple[MemorySinkConfig, ...], clients: int, *, index: bool) -> Targets:
     stored = config.storage.backend != "none" and not config.flush.only
-    pools = (("reader", config.storage.readers), ("writer", config.storage.writers)) if stored else ()
-    workers = [f"storage_{role}-{number}" for role, count in pools for number in range(count)]
+    direct = config.storage.backend == "attention_store"
+    pools = (("reader", config.storage.readers), ("writer", config.storage.writers)) if stored and not direct else ()
+    workers = ["storage_direct"] if stored and direct else []
+    workers += [f"storage_{role}-{number}" for role, count in pools for number in range(count)]
     actors = ("prefix_index", "gpu_swapper", "cpu_evictor", "flush_notifier", *workers)
-    names = tuple(sink.label for sink in sinks)
-    return Targets(actors, names, config.ranks.count, clients, stored, span=0.6, steps=120)
+    names = (*(sink.label for sink in sinks), *([INDEX] if index else []))
+    return Targets(actors, names, config.ranks.count, clients, stored, stored and direct, span=0.6, steps=120)
 
 
 def _limited(plan: FaultPlan, most: int) -> FaultPlan:
@@ -139,11 +148,13 @@ def _host(rng: random.Random, blocks: int) -> HostConfig:
     )
 
 
-def _storage(rng: random.Random) -> StorageConfig:
+def _storage(rng: random.Random, *, direct: bool) -> StorageConfig:
     policy: Any = rng.choice(("write_back", "write_back", "write_through", "write_through_selective", "none"))
+    if direct and policy == "write_back":
+        policy = "write_through"
     return StorageConfig(
-        backend="memory",
-        exclusive=rng.random() < 0.4,
+        backend="attention_store" if direct else "memory",
+        exclusive=rng.random() < 0.4 and not direct,
         write_policy=policy,
         fetch=rng.random() < 0.9,
         min_fetch_blocks=rng.choice((1, 1, 2)),

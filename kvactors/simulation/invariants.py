@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 import gc
 
+import numpy as np
 import xxhash
 
 from kvactors.errors import KVActorsError, NoRoom
+from kvactors.flush_notifier.runs import path_tokens
+from kvactors.observe.statistics import residency
 from kvactors.simulation.draw import BLOCK
 from kvactors.simulation.world import World
 from kvactors.storage.breaker import PAUSE
+from kvactors.testing.attentionstore_sdk import services
 from kvactors.testing.ranks import keys_on_rank
+from kvactors.units import Tier
 
 REST = 60.0
 """Virtual seconds in which a healthy system must have come to rest."""
@@ -75,6 +80,7 @@ def still(world: World) -> None:
         world.violated(f"device blocks: {index.blocks_free} free and {index.evictable} evictable of {index.blocks_total}")
     _supervision(world)
     _bytes_below(world)
+    _token_index(world)
 
 
 def _supervision(world: World) -> None:
@@ -99,6 +105,20 @@ def _bytes_below(world: World) -> None:
             share = keys_on_rank(key, rank) if world.ranks else key
             if xxhash.xxh3_64_intdigest(data) == checksum and data != world.engine.bytes_of(share):
                 world.violated("a stored object holds wrong bytes, and its checksum agrees")
+
+
+def _token_index(world: World) -> None:
+    """AttentionStore's index has no path of which neither device nor host holds a block."""
+    if not world.drawn.token_index:
+        return
+    where = residency(world.system)
+    entries = world.system.notifier_actor.ledger.entries
+    held = [entries[key] for key in where[Tier.DEVICE] | where[Tier.HOST] if key in entries]
+    paths = {tuple(np.frombuffer(path_tokens(entry), "<u4").tolist()) for entry in held}
+    stale = {path for one in services.values() for path in one.resident} - paths
+    world.seen["index compared"] += 1
+    if stale:
+        world.violated(f"AttentionStore's index has {len(stale)} paths that this node does not hold")
 
 
 async def serves_again(world: World) -> None:

@@ -22,6 +22,7 @@ from kvactors.simulation.limits import limited
 from kvactors.simulation.record import SeedReport
 from kvactors.simulation.workload import Client
 from kvactors.simulation.world import World
+from kvactors.testing.attentionstore_sdk import install, services
 from kvactors.testing.loop import simulate
 from kvactors.testing.plan import FaultPlan
 
@@ -42,6 +43,8 @@ def run_seed(seed: int, drawn: Draw | None = None, keep: int = 200) -> SeedRepor
     report.config = msgspec.json.encode(drawn.config).decode()
     report.plan = drawn.plan.to_json()
     began = time.perf_counter()
+    install()
+    services.clear()
     with _quiet(), limited(drawn.limits):
         try:
             simulate(lambda: _lives(drawn, report, keep), seed)

@@ -10,15 +10,19 @@ from contextlib import asynccontextmanager
 
 import anyio
 
+from kvactors.attention_store import Sdk, sdk_settings
 from kvactors.cache import KVCache
 from kvactors.device.host import HostDevice
+from kvactors.flush_notifier.sinks.attention_store import AttentionStoreSink
 from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.layout import make_layout
-from kvactors.simulation.draw import Draw
+from kvactors.simulation.draw import INDEX, Draw
 from kvactors.simulation.engine import Engine
 from kvactors.simulation.limits import STEP
 from kvactors.simulation.witness import SimSystem, Witness
-from kvactors.testing.fakes import Latency, SimBackend, SimExecutor, SimPool, SimRank, SimSink, latency
+from kvactors.sink_config import AttentionStoreSinkConfig
+from kvactors.storage.backends.attention_store import AttentionStoreBackend
+from kvactors.testing.fakes import Latency, SimBackend, SimExecutor, SimPool, SimRank, SimService, SimSink, SimThread, latency
 from kvactors.testing.plan import STEPPED, Fault
 
 SLOWER = 0.03
@@ -40,13 +44,20 @@ class World:
         self.layout = make_layout(config.layout, config.cache.block_size)
         stored = config.storage.backend != "none" and not config.flush.only
         count = config.ranks.count
-        self.stores = stores or ([self._make_store() for _ in range(count)] if stored else [])
+        direct = stored and config.storage.backend == "attention_store"
+        self.service = SimService(self._lag(1)) if direct or drawn.token_index else None
+        self.stores = stores or ([self._make_store() for _ in range(count)] if stored and not direct else [])
         for store in self.stores:
             store.heal()
         self.sinks = [SimSink(MemorySink(one, config.cache.block_size), self._lag(2)) for one in drawn.sinks]
+        if drawn.token_index:
+            self.sinks.append(SimSink(self._make_index_sink(), self._lag(2)))
         self.ranks = [self._make_rank(number) for number in range(count)] if count > 1 else []
-        local = self.stores[0] if stored and count == 1 else None
+        local = self.stores[0] if self.stores and count == 1 else None
         self.system = SimSystem(config, list(self.sinks), local, self.witness)
+        backend = self.system.direct_backend
+        if isinstance(backend, AttentionStoreBackend):
+            self._on_service(backend.sdk)
         self.executor: SimExecutor | None = None
         if count == 1:
             self.executor = SimExecutor(self.system.device, self.system.arena, self._lag(0))
@@ -61,6 +72,16 @@ class World:
     def _make_store(self) -> SimBackend:
         kind = SimPool if self.drawn.shared else SimBackend
         return kind(self.layout.fingerprint, self.layout.block_bytes, self.drawn.capacity, self._lag(1))
+
+    def _make_index_sink(self) -> AttentionStoreSink:
+        settings = AttentionStoreSinkConfig(name=INDEX)
+        sink = AttentionStoreSink(settings, sdk_settings(self.drawn.config), self.layout)
+        self._on_service(sink.sdk)
+        return sink
+
+    def _on_service(self, sdk: Sdk) -> None:
+        assert self.service is not None
+        setattr(sdk, "_thread", SimThread(self.service))  # noqa: B010
 
     def _make_rank(self, number: int) -> SimRank:
         store = self.stores[number] if self.stores else None
@@ -157,6 +178,9 @@ class World:
             sink.misdeed = "hang" if what == "hang" else "lose_answers"
 
     def _store(self, fault: Fault) -> None:
+        if not self.stores:
+            self._serve_badly(fault)
+            return
         store = self.stores[self._number(fault)]
         if fault.kind == "store_slow":
             store.slower = SLOWER * fault.amount
@@ -173,6 +197,21 @@ class World:
         else:
             store.lose(fault.amount)
 
+    def _serve_badly(self, fault: Fault) -> None:
+        service = self.service
+        assert service is not None
+        if fault.kind == "store_slow":
+            service.slower = SLOWER * fault.amount
+        elif fault.kind == "store_hang":
+            service.gate.close()
+        elif fault.kind == "store_down":
+            service.down = True
+        else:
+            service.lose(fault.amount)
+
+    def _troublesome(self) -> list[SimBackend | SimService]:
+        return [*self.stores, *([] if self.service is None else [self.service])]
+
     def _number(self, fault: Fault) -> int:
         return int(fault.target or 0)
 
@@ -186,7 +225,9 @@ class World:
         elif family == "rank":
             await self._revive(self.ranks[self._number(fault)])
         elif fault.kind in ("store_down", "store_slow", "store_hang", "disk_full"):
-            self.stores[self._number(fault)].heal()
+            store = self.stores[self._number(fault)] if self.stores else self.service
+            assert store is not None
+            store.heal()
 
     async def _revive(self, rank: SimRank) -> None:
         rank.gate.open()
@@ -203,7 +244,7 @@ class World:
         if self.executor is not None:
             self.executor.failing, self.executor.slower = 0, 0.0
             self.executor.gate.open()
-        for store in self.stores:
+        for store in self._troublesome():
             store.heal()
         for sink in self.sinks:
             sink.heal()
@@ -228,15 +269,16 @@ class World:
     def _count_hits(self) -> None:
         """Which faults were met by anybody."""
         executor, stores, sinks, ranks = self.executor, self.stores, self.sinks, self.ranks
+        everything = self._troublesome()
         hits = {
             "copy_fail": (executor.failed if executor else 0) + sum(rank.device.failed for rank in ranks),
             "copy_slow": executor.delayed if executor else 0,
             "copy_hang": executor.gate.waited if executor else 0,
-            "store": sum(store.troubled for store in stores),
-            "store_hang": sum(store.gate.waited for store in stores),
+            "store": sum(store.troubled for store in everything),
+            "store_hang": sum(store.gate.waited for store in everything),
             "torn_write": sum(store.torn for store in stores),
             "bit_flip": sum(store.flipped for store in stores),
-            "object_lost": sum(store.vanished for store in stores),
+            "object_lost": sum(store.vanished for store in everything),
             "sink": sum(sink.troubled for sink in sinks),
             "sink_duplicate": sum(sink.doubled for sink in sinks),
             "rank_silent": sum(rank.gate.waited for rank in ranks),

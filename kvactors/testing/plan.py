@@ -43,13 +43,15 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Targets(NamedTuple):
-    """What a plan may aim at. span: seconds in which faults begin. steps: turns or awaits among which they do."""
+    """What a plan may aim at. span: seconds in which faults begin. steps: turns or awaits among which they do. direct: whether the store moves
+    device memory itself, and so has neither checksums nor a disk of this node."""
 
     actors: tuple[str, ...] = ()
     sinks: tuple[str, ...] = ()
     ranks: int = 1
     clients: int = 1
     store: bool = False
+    direct: bool = False
     span: float = 1.0
     steps: int = 200
 
@@ -103,6 +105,8 @@ def possible(targets: Targets) -> list[Kind]:
         without |= {"copy_slow", "copy_hang"}  # the ranks' messages are slow and held instead
     if not targets.store:
         without |= {"store_down", "store_slow", "store_hang", "torn_write", "bit_flip", "disk_full", "object_lost"}
+    if targets.direct:
+        without |= {"torn_write", "bit_flip", "disk_full"}
     return [kind for kind in KINDS if kind not in without]
 
 

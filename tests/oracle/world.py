@@ -8,6 +8,7 @@ import random
 from typing import Any
 
 from kvactors import ActorFailed, DeadlineExceeded, KVActorsError, KVCache, LeaseEnded, NoRoom, Paused
+from kvactors.errors import StoreUnsupported
 
 from .draw import MODEL, Draw
 from .history import History
@@ -62,6 +63,8 @@ class World:
     def judge(self, what: str, error: BaseException, *, cut: bool = False) -> None:
         """Whether a call may end with this error. cut: whether a call on the same lease was cancelled before."""
         self.seen[f"{what} {type(error).__name__}"] += 1
+        if isinstance(error, StoreUnsupported) and self.drawn.store == "attention_store":
+            return
         if isinstance(error, NoRoom | DeadlineExceeded | Paused) or (isinstance(error, LeaseEnded) and cut):
             return
         if isinstance(error, ActorFailed):

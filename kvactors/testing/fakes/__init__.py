@@ -3,7 +3,21 @@
 from kvactors.testing.fakes.copies import SimDevice, SimExecutor
 from kvactors.testing.fakes.gate import Gate, Latency, instant, latency
 from kvactors.testing.fakes.ranks import SimRank
+from kvactors.testing.fakes.sdk import SimService, SimThread
 from kvactors.testing.fakes.sink import SimSink
 from kvactors.testing.fakes.store import SimBackend, SimPool
 
-__all__ = ["Gate", "Latency", "SimBackend", "SimDevice", "SimExecutor", "SimPool", "SimRank", "SimSink", "instant", "latency"]
+__all__ = [
+    "Gate",
+    "Latency",
+    "SimBackend",
+    "SimDevice",
+    "SimExecutor",
+    "SimPool",
+    "SimRank",
+    "SimService",
+    "SimSink",
+    "SimThread",
+    "instant",
+    "latency",
+]

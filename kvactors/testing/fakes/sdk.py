@@ -1,0 +1,98 @@
+"""AttentionStore's SDK in virtual time: its calls go to the stand-in, one after another, each after a delay."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any
+
+from kvactors.errors import SdkError
+from kvactors.testing.attentionstore_sdk import services
+from kvactors.testing.fakes.gate import Gate, Latency, instant
+
+
+class SimService:
+    """The other side, which outlives its clients. latency: seconds of each call. gate: calls that come to it while it is shut hang until it opens.
+
+    down: every call fails. slower: seconds more each call takes. troubled: calls that met any of these. vanished: paths taken away.
+    """
+
+    def __init__(self, latency: Latency = instant) -> None:
+        self.latency = latency
+        self.gate = Gate()
+        self.down = False
+        self.slower = 0.0
+        self.troubled = self.vanished = 0
+
+    async def delay(self) -> None:
+        """What a call waits for. SdkError while the service is down."""
+        self.troubled += self.slower > 0 or self.gate.shut or self.down
+        await asyncio.sleep(self.latency() + self.slower)
+        await self.gate.passed()
+        if self.down:
+            raise SdkError("AttentionStore: the service is down")
+
+    def lose(self, count: int) -> int:
+        """Take the oldest paths away behind the clients' back; how many."""
+        lost = 0
+        for one in services.values():
+            for path in list(dict.fromkeys(path for path, _ in one.objects))[: count - lost]:
+                for place in [place for place in one.objects if place[0] == path]:
+                    del one.objects[place]
+                lost += 1
+        self.vanished += lost
+        return lost
+
+    def heal(self) -> None:
+        """No more trouble."""
+        self.down, self.slower = False, 0.0
+        self.gate.open()
+
+
+class SimThread:
+    """In place of the thread of an SDK (`kvactors.threads.Workers`): calls in order, never two at once, begun ones to their end.
+
+    Each call is made before its delay and again after it: a device block that is used too early, or given away too early, holds or stores
+    wrong bytes.
+    """
+
+    def __init__(self, service: SimService) -> None:
+        self.service = service
+        self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def busy(self) -> int:
+        """Calls submitted and not over."""
+        return len(self._calls)
+
+    def submit(self, call: Callable[[], Any]) -> Future[Any]:
+        """Make a call when the earlier ones are over."""
+        future: Future[Any] = Future()
+        self._calls.append((call, future))
+        if self._task is None or self._task.done():
+            self._task = asyncio.get_running_loop().create_task(self._work(), name="attention store")
+        return future
+
+    async def _work(self) -> None:
+        while self._calls:
+            call, future = self._calls[0]
+            if future.set_running_or_notify_cancel():
+                await self._make(call, future)
+            self._calls.popleft()
+
+    async def _make(self, call: Callable[[], Any], future: Future[Any]) -> None:
+        with suppress(SdkError):
+            if not self.service.down:
+                call()
+        try:
+            await self.service.delay()
+            future.set_result(call())
+        except SdkError as error:
+            future.set_exception(error)
+
+    def close(self) -> None:
+        """No more calls."""
