@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-HANG = 60.0
+HANG = 40.0
 """Bounds a hang only."""
 
 

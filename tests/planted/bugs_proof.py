@@ -1,0 +1,49 @@
+"""Planted bugs of what the simulation with AttentionStore, its small limits and the scenarios' settling catch. See `catalogue`."""
+
+from __future__ import annotations
+
+from mutation import Mutation
+
+BUGS: tuple[Mutation, ...] = (
+    Mutation(
+        "kept_as_of_before_a_direct_save",
+        "cpu_evictor/save.py",
+        "            held = (self.host.usable(key) if message.keep else None for key in keys)\n"
+        "            kept = bytes(entry is not None and entry.place is Place.RESIDENT for entry in held)\n",
+        "            kept = bytes([message.keep]) * len(keys)\n",
+        "a copy that the host evicted while AttentionStore wrote the same blocks is called kept: a host hint that nothing takes back",
+        ("tests/simulation/test_direct.py::test_a_copy_evicted_during_a_direct_save_is_not_called_kept",),
+    ),
+    Mutation(
+        "device_blocks_free_before_a_direct_save_ends",
+        "cpu_evictor/direct.py",
+        "        self.saving[op] = Saving(len(blocks), then)\n",
+        "        self.saving[op] = Saving(len(blocks), lambda good: None)\n        then(len(blocks))\n",
+        "device blocks are given away while AttentionStore still reads them, and their next owner's bytes are stored",
+        ("tests/simulation/test_direct.py::test_nothing_is_violated",),
+    ),
+    Mutation(
+        "workers_outlive_the_simulation",
+        "simulation/pool.py",
+        "        os._exit(1)\n",
+        "        return\n",
+        "after SIGTERM the worker processes of `kvactors simulate` run on",
+        ("tests/simulation/test_pool.py",),
+    ),
+    Mutation(
+        "limits_are_not_restored",
+        "simulation/limits.py",
+        "    finally:\n        for name, (module, constant) in places.items():\n            setattr(module, constant, before[name])\n",
+        "    finally:\n        pass\n",
+        "a process that simulates keeps the limits of its last run",
+        ("tests/simulation/test_limits.py",),
+    ),
+    Mutation(
+        "chat_does_not_settle",
+        "scenario/workload.py",
+        "        if work.settle and turn:\n",
+        "        if work.settle and not turn:\n",
+        "the quickstart hits storage only where the disk is fast enough",
+        ("tests/scenario/test_runner.py::test_what_a_settled_chat_hits_does_not_depend_on_the_disk",),
+    ),
+)
