@@ -297,7 +297,9 @@ def live_totals() -> Iterator[Callable[[Totals], None]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point, of the process's arguments unless given: exit status 2 and one line for input that cannot be used."""
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(40), logger_factory=structlog.PrintLoggerFactory(sys.stderr)
+    )
     try:
         status = app(
             sys.argv[1:] if arguments is None else arguments,

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import structlog
 
+from kvactors.actor.log import get_logger
 from kvactors.errors import ConfigError
 
-log = structlog.get_logger()
+log = get_logger()
 
 VARIABLES = {
     "MOONCAKE_LOCAL_HOSTNAME": "local_hostname",

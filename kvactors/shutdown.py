@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import anyio
-import structlog
 
 from kvactors.actor.clock import now
+from kvactors.actor.log import get_logger
 from kvactors.actor.supervisor import LEAST_STEP, brief
 from kvactors.actor.uncancelled import ThreadWaits, uncancelled
 from kvactors.device.arena import Arena
@@ -16,7 +16,7 @@ from kvactors.device.arena import Arena
 QUIET, STOP = 0.6, 0.9
 """Parts of the time by which the actors have nothing left to do, and by which they have ended. The rest is for closing what they used."""
 
-log = structlog.get_logger()
+log = get_logger()
 
 
 class Shutdown:
@@ -76,7 +76,7 @@ class Shutdown:
         if cancelled is not None:
             raise cancelled
 
-    def over(self, *, stuck: bool) -> None:
+    def over(self, *, stuck: bool = False) -> None:
         """Everything is closed, or given up. stuck: a thread of the store may still access the arena."""
         if self._timer is not None:
             self._timer.cancel()

@@ -20,9 +20,8 @@ from functools import partial
 from typing import Any
 from weakref import WeakSet
 
-import structlog
-
 from kvactors.actor import Activity, Actor, ActorRef, ActorSpec, Group, RestartBudget, Supervisor
+from kvactors.actor.log import get_logger
 from kvactors.actor.supervisor import brief
 from kvactors.actor.uncancelled import ended, uncancelled
 from kvactors.config import Config, StorageConfig
@@ -60,7 +59,7 @@ FORKED = "this cache was opened before a fork, in the parent process: open anoth
 SYSTEMS: WeakSet[System] = WeakSet()
 """Those that run, for a fork."""
 
-log = structlog.get_logger()
+log = get_logger()
 
 FORGOTTEN = 1024
 """Blocks that PrefixIndex and FlushNotifier each remember beyond those that the tiers can hold."""

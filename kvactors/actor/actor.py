@@ -13,10 +13,9 @@ from collections.abc import Callable, Coroutine, Mapping
 from enum import IntEnum
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
-import structlog
-
 from kvactors.actor.channel import ChannelStatistics
 from kvactors.actor.clock import now
+from kvactors.actor.log import get_logger
 from kvactors.actor.message import Control, Envelope, Message, PeerRestarted, Stop, bury
 from kvactors.actor.ref import ActorRef
 from kvactors.actor.uncancelled import uncancelled
@@ -118,7 +117,7 @@ class Actor:
         self.life = ref.life
         # The others' lives, as far as this one knows: what was told to a dead one is not for the next.
         self.lives: dict[str, int] = {}
-        self.log = structlog.get_logger().bind(actor=ref.name)
+        self.log = get_logger(actor=ref.name)
         self.state = State.STARTING
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._table: dict[type[Message], Handler] = {m: getattr(self, n) for m, n in self.HANDLERS.items()}

@@ -14,19 +14,19 @@ from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 import anyio
-import structlog
 
 from kvactors.actor.activity import Activity
 from kvactors.actor.actor import Actor, State
 from kvactors.actor.channel import Channel, Overflow
 from kvactors.actor.clock import now
 from kvactors.actor.graph import check_graph
+from kvactors.actor.log import get_logger
 from kvactors.actor.message import Envelope, PeerRestarted, Stop, bury
 from kvactors.actor.ref import ActorRef
 from kvactors.actor.uncancelled import uncancelled
 from kvactors.errors import CacheFailed, ChannelClosed
 
-log = structlog.get_logger()
+log = get_logger()
 
 
 SWITCHED_OFF, SWITCHED_OFF_MOST = 30.0, 600.0

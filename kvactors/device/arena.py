@@ -7,8 +7,8 @@ import mmap
 import time
 
 import numpy as np
-import structlog
 
+from kvactors.actor.log import get_logger
 from kvactors.native import touch
 from kvactors.threads import end_at_exit
 
@@ -17,7 +17,7 @@ PAGE = 4096
 TOUCH_PIECE = 64 << 20
 """Bytes touched between two looks at whether to stop."""
 
-log = structlog.get_logger()
+log = get_logger()
 
 
 class Arena:

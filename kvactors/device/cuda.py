@@ -11,9 +11,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import structlog
 from numpy.typing import NDArray
 
+from kvactors.actor.log import get_logger
 from kvactors.device.arena import Arena
 from kvactors.device.base import Device
 from kvactors.device.cuda_driver import DEVICE_MAP, NON_BLOCKING, PORTABLE, CudaDriver, CudaError, load_driver
@@ -35,7 +35,7 @@ MEMORY_TYPE, DEVICE_ORDINAL = 2, 9
 ON_DEVICE = 2
 """The memory type of what cuMemAlloc gives."""
 
-log = structlog.get_logger()
+log = get_logger()
 
 
 def cuda_region_of(tensor: Any) -> Region:

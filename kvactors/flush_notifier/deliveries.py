@@ -12,10 +12,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
 import anyio
-import structlog
 
 from kvactors.actor.actor import Timer
 from kvactors.actor.clock import now
+from kvactors.actor.log import get_logger
 from kvactors.errors import KVActorsError, SinkError
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.runs import Batch
@@ -204,7 +204,7 @@ async def open_sink(sink: Sink) -> None:
 
 async def close_sink(sink: Sink, limit: float) -> None:
     """Let the last call end and close a sink, in about `limit` seconds. Never raises: what goes wrong is logged."""
-    log = structlog.get_logger()
+    log = get_logger()
 
     async def work() -> None:
         if sink.call is not None and not sink.call.done():

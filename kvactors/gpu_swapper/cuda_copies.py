@@ -11,9 +11,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
-import structlog
 from numpy.typing import NDArray
 
+from kvactors.actor.log import get_logger
 from kvactors.device.arena import Arena
 from kvactors.device.cuda import CudaDevice, addresses, quietly
 from kvactors.device.cuda_driver import DEVICE_MAP, NO_KERNEL, PORTABLE, CudaDriver, CudaError
@@ -31,7 +31,7 @@ KERNELS = Path(__file__).parents[1] / "device" / "block_copy.ptx"
 NAMES = {False: "kvactors_gather", True: "kvactors_scatter"}
 """By whether they copy to the device."""
 
-log = structlog.get_logger()
+log = get_logger()
 
 
 class Scratch:

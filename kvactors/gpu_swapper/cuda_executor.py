@@ -13,8 +13,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import anyio
-import structlog
 
+from kvactors.actor.log import get_logger
 from kvactors.actor.uncancelled import to_the_end
 from kvactors.device.arena import Arena
 from kvactors.device.base import Device
@@ -37,7 +37,7 @@ GROUP = 1 << 20
 ABANDONED: list[Any] = []
 """Memory that copies which never ended may still use: kept for good."""
 
-log = structlog.get_logger()
+log = get_logger()
 
 
 class CudaStatistics(NamedTuple):
@@ -245,8 +245,8 @@ class CudaExecutor(Executor):
         if op.progress is not None and op.reached > before and not op.over:
             try:
                 op.progress(op.groups[op.reached - 1].stop)
-            except Exception:
-                log.exception("whoever waits for layers failed")
+            except Exception as error:
+                log.error("progress of layers could not be reported", error=repr(error))
         if op.reached == len(op.events):
             self._watched.remove(op)
             self._over(op, good=True)

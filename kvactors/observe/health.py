@@ -6,14 +6,13 @@ import time
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
-import structlog
-
 from kvactors.actor import State
 from kvactors.actor.clock import now
+from kvactors.actor.log import get_logger
 from kvactors.actor.supervisor import brief
 from kvactors.system import System
 
-log = structlog.get_logger()
+log = get_logger()
 
 
 class Reason(NamedTuple):

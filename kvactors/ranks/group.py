@@ -13,9 +13,9 @@ from collections.abc import Callable
 from itertools import count
 
 import anyio
-import structlog
 
 from kvactors.actor.clock import now
+from kvactors.actor.log import get_logger
 from kvactors.actor.uncancelled import to_the_end, uncancelled
 from kvactors.errors import RankError
 from kvactors.identity import StoreIdentity
@@ -29,7 +29,7 @@ from kvactors.ranks.strangers import Strangers
 from kvactors.ranks.wire import Wire
 from kvactors.ranks_config import RanksConfig, Secret
 
-log = structlog.get_logger()
+log = get_logger()
 
 UNCLAIMED = 32
 """Connections that have no rank's place yet, at most, and two more for each rank; the oldest is closed for a new one."""

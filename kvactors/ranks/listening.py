@@ -16,13 +16,12 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 
-import structlog
-
+from kvactors.actor.log import get_logger
 from kvactors.endpoint import split_endpoint
 from kvactors.errors import RankError
 from kvactors.ranks.wire import MemoryWire, StreamWire, Wire
 
-log = structlog.get_logger()
+log = get_logger()
 
 Met = Callable[[Wire], Awaitable[None]]
 """Handles one connection; it is closed when this returns."""

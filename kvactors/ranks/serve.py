@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 
 import anyio
-import structlog
 from msgspec.structs import replace
 
 from kvactors.actor.clock import now
+from kvactors.actor.log import get_logger
 from kvactors.actor.uncancelled import ended
 from kvactors.config import Config, StorageConfig
 from kvactors.device.arena import Arena
@@ -44,7 +44,7 @@ from kvactors.storage.messages import Outcome
 from kvactors.threads import in_thread
 from kvactors.units import KEY_BYTES, join_keys, split_keys
 
-log = structlog.get_logger()
+log = get_logger()
 
 RETRY_LEAST, RETRY_MOST = 0.02, 0.5
 """Seconds between attempts to reach the leader; doubled each time."""
@@ -148,7 +148,7 @@ class _Serving:
                     shutdown.begin()
         finally:
             shutdown.begin()
-            shutdown.over()
+            shutdown.over(stuck=self.backend is not None and self.backend.stuck)
             self.arena.close()
 
     async def _open(self, opened: AsyncExitStack, shutdown: Shutdown, *, inline: bool) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-import structlog
+from kvactors.actor.log import get_logger
 
-log = structlog.get_logger()
+log = get_logger()
 
 SOURCES = 256
 """Sources remembered as logged; the one that was seen longest ago is forgotten first."""

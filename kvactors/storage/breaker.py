@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import structlog
-
 from kvactors.actor.clock import now
+from kvactors.actor.log import get_logger
 
-log = structlog.get_logger()
+log = get_logger()
 
 FAILURES = 5
 """Batches in a row that must fail altogether before the circuit opens."""

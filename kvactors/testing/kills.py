@@ -108,5 +108,7 @@ async def one_life(folder: Path, first: int, seconds: float, *, patient: bool) -
 
 
 if __name__ == "__main__":
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(40), logger_factory=structlog.PrintLoggerFactory(sys.stderr)
+    )
     asyncio.run(write(sys.argv[1], int(sys.argv[2])))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import structlog
 
+from kvactors.actor.log import get_logger
 from kvactors.attention_store import Sdk
 from kvactors.errors import SinkError
 from kvactors.flush_notifier.messages import FlushTask
@@ -29,7 +29,7 @@ class AttentionStoreSink(Sink):
         self.sdk = Sdk(store, layout)
         self._told = Told(layout.block_size)
         self._well = True  # whether the last call was answered
-        self._log = structlog.get_logger()
+        self._log = get_logger()
         self._journal = Journal(config.journal) if config.journal else None
         if self._journal is not None and not self._journal.path.parent.is_dir():
             raise SinkError(f"sink {self.name!r}: {self._journal.path.parent} is not a folder")

@@ -11,8 +11,7 @@ import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import structlog
-
+from kvactors.actor.log import get_logger
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.runs import Holding
 from kvactors.flush_notifier.sinks.base import Holdings, Sink
@@ -88,7 +87,7 @@ class KvEventsSink(Sink):
             sockets.close()
             raise
         if sockets.exposed:
-            structlog.get_logger().warning(
+            get_logger().warning(
                 "token ids of all prompts are published on every interface", sink=self.name, endpoints=sockets.exposed
             )
         if config.snapshot_interval and self._detail_topic:

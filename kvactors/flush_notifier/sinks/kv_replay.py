@@ -14,8 +14,8 @@ from itertools import islice
 from typing import Any
 
 import anyio
-import structlog
 
+from kvactors.actor.log import get_logger
 from kvactors.flush_notifier.sinks.kv_sockets import zmq
 from kvactors.flush_notifier.sinks.kv_wire import END, encode_sequence
 
@@ -79,7 +79,7 @@ class ReplayServer:
         self._snapshot = snapshot
         self._with_topic = with_topic
         self._answers: dict[bytes, asyncio.Task[None]] = {}  # by reader
-        self._log = structlog.get_logger()
+        self._log = get_logger()
 
     async def run(self) -> None:
         """Take requests while fewer than READERS are being answered."""

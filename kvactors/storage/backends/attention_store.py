@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
-import structlog
 
 from kvactors.actor.clock import now
+from kvactors.actor.log import get_logger
 from kvactors.attention_store import Sdk
 from kvactors.device.base import Device
 from kvactors.errors import LayoutError, SdkError
 from kvactors.sink_config import AttentionStoreConfig
 from kvactors.storage.backends.direct import DirectBackend
 
-log = structlog.get_logger()
+log = get_logger()
 
 
 class AttentionStoreBackend(DirectBackend):

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 import anyio
-import structlog
 import xxhash
 
 from kvactors.actor.clock import now
+from kvactors.actor.log import get_logger
 from kvactors.actor.uncancelled import to_the_end, uncancelled
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
@@ -28,7 +28,7 @@ from kvactors.threads import Workers
 
 T = TypeVar("T")
 
-log = structlog.get_logger()
+log = get_logger()
 
 SLAB_BYTES = 256 << 20
 """Bytes of a slab, unless the whole capacity is less."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import structlog
-
+from kvactors.actor.log import get_logger
 from kvactors.errors import StoreError
 from kvactors.storage.backends.slab_files import SlabFiles
 from kvactors.storage.backends.slab_table import Scan, scan
 
-log = structlog.get_logger()
+log = get_logger()
 
 SHARE = 0.8
 """Of the free space and what the store has already: its capacity if none is set."""

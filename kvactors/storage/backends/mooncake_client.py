@@ -17,8 +17,8 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 import anyio
-import structlog
 
+from kvactors.actor.log import get_logger
 from kvactors.actor.uncancelled import to_the_end
 from kvactors.errors import StoreError
 from kvactors.mooncake_config import MooncakeConfig, in_bytes
@@ -46,7 +46,7 @@ class MooncakeClient:
         self._store: Any = None
         self._workers = Workers(THREADS, "kvactors-mooncake")
         self._open = False
-        self._log = structlog.get_logger()
+        self._log = get_logger()
 
     async def open(self) -> None:
         """Join the pool. StoreError names what is missing: the package, the master, a wrong setting."""

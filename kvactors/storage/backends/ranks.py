@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
-import structlog
-
+from kvactors.actor.log import get_logger
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreUnavailable
 from kvactors.ranks.group import RankGroup
@@ -16,7 +15,7 @@ from kvactors.storage.backends.base import Backend, Expired, ReadReport, WriteRe
 from kvactors.storage.messages import Outcome
 from kvactors.units import join_keys, split_keys
 
-log = structlog.get_logger()
+log = get_logger()
 
 WORST = len(Outcome) - 1
 """The greatest value of an outcome."""

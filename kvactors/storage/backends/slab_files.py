@@ -25,15 +25,15 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import structlog
 import xxhash
 
+from kvactors.actor.log import get_logger
 from kvactors.errors import StoreError
 from kvactors.files import FOLDER_MODE, locked, open_folder, open_private, private_folder, read_all
 from kvactors.storage.backends.slab_table import PAGE, Damaged, Meta, meta_of
 from kvactors.storage.messages import Outcome
 
-log = structlog.get_logger()
+log = get_logger()
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

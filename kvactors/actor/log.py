@@ -1,0 +1,55 @@
+"""The package's logger: what an application configures decides. Never stdout of our own accord, and never the values of local variables.
+
+An application that has configured structlog receives the events there. Otherwise they go to the standard library's logger `kvactors`, whose
+warnings and errors appear on stderr unless the application has set handlers.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import structlog
+
+
+class Logger:
+    """Events as short phrases with fields. context: fields of every event."""
+
+    __slots__ = ("_context",)
+
+    def __init__(self, **context: Any) -> None:
+        self._context = context
+
+    def bind(self, **context: Any) -> Logger:
+        """The same with more fields."""
+        return Logger(**{**self._context, **context})
+
+    def debug(self, event: str, **fields: Any) -> None:
+        """For developers."""
+        self._write("debug", logging.DEBUG, event, fields)
+
+    def info(self, event: str, **fields: Any) -> None:
+        """A change that is part of normal work."""
+        self._write("info", logging.INFO, event, fields)
+
+    def warning(self, event: str, **fields: Any) -> None:
+        """A fault outside; the cache goes on."""
+        self._write("warning", logging.WARNING, event, fields)
+
+    def error(self, event: str, **fields: Any) -> None:
+        """A fault inside, or a loss."""
+        self._write("error", logging.ERROR, event, fields)
+
+    def _write(self, method: str, level: int, event: str, fields: dict[str, Any]) -> None:
+        if structlog.is_configured():
+            getattr(structlog.get_logger(**self._context), method)(event, **fields)
+            return
+        logger = logging.getLogger("kvactors")
+        if logger.isEnabledFor(level):
+            text = " ".join(f"{name}={value!r}" for name, value in {**self._context, **fields}.items())
+            logger.log(level, "%s", f"{event} {text}".rstrip())
+
+
+def get_logger(**context: Any) -> Logger:
+    """A logger with fields of its own."""
+    return Logger(**context)

@@ -1,0 +1,80 @@
+"""Where log events go, and that they hold no prompts."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "kvactors"
+
+PROGRAM = """
+    import asyncio, logging
+    import kvactors
+    import kvactors.prefix_index.actor
+    import kvactors.system
+    {setup}
+    def acquire(self, message, envelope):
+        secret, tokens = "tenant-secret", [987654321]
+        raise RuntimeError("broken")
+
+    kvactors.prefix_index.actor.PrefixIndex.acquire = acquire
+    config = kvactors.Config.from_mapping({{
+        "cache": {{"block_size": 16}}, "device": {{"num_blocks": 8}}, "layout": {{"num_layers": 1, "num_kv_heads": 1, "head_dim": 8}},
+        "actors": {{"restarts": 1}},
+    }})
+
+    async def main():
+        async with kvactors.open(config) as cache:
+            for _ in range(2):
+                try:
+                    await cache.acquire("a", [987654321] * 20, salt="tenant-secret")
+                except kvactors.KVActorsError:
+                    await asyncio.sleep(0.05)
+
+    try:
+        asyncio.run(main())
+    except kvactors.CacheFailed:
+        pass
+"""
+
+
+def run(setup: str = "") -> subprocess.CompletedProcess[str]:
+    program = textwrap.dedent(PROGRAM).format(setup=setup)
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+
+
+def test_without_settings_warnings_go_to_stderr_and_nothing_to_stdout():
+    done = run()
+    assert done.stdout == ""
+    assert "actor failed" in done.stderr
+    assert "system failed" in done.stderr
+    assert "RuntimeError('broken')" in done.stderr
+
+
+def test_the_standard_librarys_settings_are_honoured():
+    assert run("logging.getLogger('kvactors').addHandler(logging.NullHandler())").stderr == ""
+
+
+def test_structlogs_settings_are_honoured_and_local_variables_are_not_logged():
+    setup = "import sys, structlog; structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))"
+    done = run(setup)
+    assert "actor failed" in done.stderr
+    for text in (done.stderr, run().stderr):
+        assert "987654321" not in text
+        assert "tenant-secret" not in text
+
+
+def test_no_module_logs_past_the_packages_logger():
+    own = {"log.py"}
+    tools = {"chaos", "simulation", "scenario", "testing", "bench", "cli.py", "docsgen.py"}
+    found = [
+        file.name
+        for file in PACKAGE.rglob("*.py")
+        if file.name not in own
+        and file.relative_to(PACKAGE).parts[0] not in tools
+        and re.search(r"structlog\.get_logger|\bexc_info\b|\bprint\(|log\.exception", file.read_text("utf-8"))
+    ]
+    assert found == []
