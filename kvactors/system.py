@@ -46,6 +46,7 @@ from kvactors.prefix_index.roots import Roots
 from kvactors.ranks.group import RankGroup
 from kvactors.shutdown import QUIET, STOP, Shutdown
 from kvactors.storage.backends import Backend, make_backend, make_direct
+from kvactors.storage.backends.checked import CheckedBackend
 from kvactors.storage.backends.direct import DirectBackend
 from kvactors.storage.backends.ranks import RankBackend
 from kvactors.storage.direct import StorageDirect
@@ -99,6 +100,7 @@ class System:
             self._make_remote(device, backend)
         else:
             self._make_local(device, backend)
+        self.store = CheckedBackend(self.backend) if self.backend is not None else None
         made = [*make_sinks(config, self.layout), *sinks]
         self.sinks = {sink.name: sink for sink in made}
         if len(self.sinks) < len(made):
@@ -208,12 +210,12 @@ class System:
         )  # fmt: skip
 
     def _make_reader(self, ref: ActorRef, kind: type[StorageReader] = StorageReader) -> StorageReader:
-        assert self.backend is not None
-        return kind(ref, backend=self.backend, arena=self.arena, evictor=self.evictor, notifier=self.notifier)
+        assert self.store is not None
+        return kind(ref, backend=self.store, arena=self.arena, evictor=self.evictor, notifier=self.notifier)
 
     def _make_writer(self, ref: ActorRef, kind: type[StorageWriter] = StorageWriter) -> StorageWriter:
-        assert self.backend is not None
-        return kind(ref, backend=self.backend, arena=self.arena, evictor=self.evictor, notifier=self.notifier)
+        assert self.store is not None
+        return kind(ref, backend=self.store, arena=self.arena, evictor=self.evictor, notifier=self.notifier)
 
     def _make_direct(self, ref: ActorRef, kind: type[StorageDirect] = StorageDirect) -> StorageDirect:
         assert self.direct_backend is not None
@@ -322,9 +324,9 @@ class System:
         if self.ranks is not None:
             closing("ranks", self.ranks.close)
             await self.ranks.open()
-        if self.backend is not None:
-            closing("store", self.backend.close)
-            await self.backend.open()
+        if self.store is not None:
+            closing("store", self.store.close)
+            await self.store.open()
         if self.direct_backend is not None:
             closing("device store", self.direct_backend.close)
             await self.direct_backend.open()
@@ -335,8 +337,8 @@ class System:
             self.arena.touch()
         else:
             await in_thread(self.arena.touch, "kvactors-touch", self.arena.stop_touching)
-        if self.backend is not None:
-            await self.backend.attach(self.arena)
+        if self.store is not None:
+            await self.store.attach(self.arena)
         await self.executor.open()
 
     async def _drain(self, clean: bool) -> None:

@@ -28,6 +28,7 @@ from kvactors.identity import StoreIdentity
 from kvactors.mooncake_config import MooncakeConfig
 from kvactors.observe.lag import Lag, LagMonitor
 from kvactors.storage.backends import FileBackend
+from kvactors.storage.backends.checked import CheckedBackend
 from kvactors.storage.backends.mooncake import MooncakeBackend
 from kvactors.storage.backends.slab_table import PAGE, Meta, entry_of
 from kvactors.storage.messages import Outcome, Read, Write
@@ -100,7 +101,7 @@ async def ours(folder: Path, arena: Arena, size: int, count: int, first: int) ->
     await store.attach(arena)
     supervisor = Supervisor(Activity())
     refs = {kind: supervisor.make_ref(kind, 256) for kind in (StorageReader, StorageWriter, Sink, Ear)}
-    parts: dict[str, Any] = {"backend": store, "arena": arena, "evictor": refs[Sink], "notifier": refs[Ear]}
+    parts: dict[str, Any] = {"backend": CheckedBackend(store), "arena": arena, "evictor": refs[Sink], "notifier": refs[Ear]}
     specs = [
         ActorSpec(StorageReader, lambda ref: StorageReader(ref, **parts), refs[StorageReader]),
         ActorSpec(StorageWriter, lambda ref: StorageWriter(ref, **parts), refs[StorageWriter]),

@@ -14,7 +14,16 @@ from kvactors.cpu_evictor.messages import Place as PlaceLoad
 from kvactors.cpu_evictor.save import Saves
 from kvactors.flush_notifier.messages import Cleared, Gained, Gone
 from kvactors.gpu_swapper.messages import Copy, Direction
-from kvactors.prefix_index.messages import Admitted, HostGained, HostGone, LayersLoaded, Loaded, LoadStalled, Offloaded
+from kvactors.prefix_index.messages import (
+    Admitted,
+    HostCleared,
+    HostGained,
+    HostGone,
+    LayersLoaded,
+    Loaded,
+    LoadStalled,
+    Offloaded,
+)
 from kvactors.storage.messages import ClearStore, FetchDevice, Outcome, Probe, Read, Recount, SaveDevice, Write
 from kvactors.units import Reason, Tier, split_keys
 
@@ -46,7 +55,7 @@ class CpuEvictor(Saves):
         "storage_writer": (Write, ClearStore, Recount),
         "storage_direct": (FetchDevice, SaveDevice),
         "flush_notifier": (Gained, Gone, Cleared),
-        "prefix_index": (Offloaded, Loaded, Admitted, HostGained, HostGone, LayersLoaded, LoadStalled),
+        "prefix_index": (Offloaded, Loaded, Admitted, HostGained, HostGone, HostCleared, LayersLoaded, LoadStalled),
     }
 
     def started(self) -> None:
@@ -318,8 +327,8 @@ class CpuEvictor(Saves):
         self.host.clear()
         self.clears += 1
         self.tell(self.notifier, Cleared(Tier.HOST, Reason.CLEAR))
-        if message.storage and self.writers:
-            self.clear_store()
+        if message.storage:
+            self.clear_store(message.op)
 
     def host_keys(self) -> list[bytes]:
         """Names of the blocks resident on the host."""

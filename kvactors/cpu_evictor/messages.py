@@ -104,9 +104,10 @@ class Discard(Message, frozen=True, eq=False):
 
 
 class ClearHost(Message, frozen=True, eq=False):
-    """Forget everything; what is being copied is forgotten when its copy ends. storage: empty the store too."""
+    """Forget everything; what is being copied is forgotten when its copy ends. storage: empty the store too, and answer with HostCleared."""
 
     storage: bool
+    op: int = 0
 
 
 class Copied(Control, frozen=True, eq=False):
@@ -153,9 +154,10 @@ class Written(Control, frozen=True, eq=False):
 
 
 class StoreCleared(Control, frozen=True, eq=False):
-    """Answer to ClearStore."""
+    """Answer to ClearStore. error: why objects from before may still be found; empty if none can."""
 
     op: int
+    error: str = ""
 
 
 class SaveUnanswered(Control, frozen=True, eq=False):

@@ -16,7 +16,7 @@ from kvactors.cpu_evictor.reports import count_of, indices_of, outcomes_of
 from kvactors.device.arena import Arena
 from kvactors.flush_notifier.messages import Gained, Gone
 from kvactors.gpu_swapper.messages import Copy, Direction
-from kvactors.prefix_index.messages import HostGained, HostGone
+from kvactors.prefix_index.messages import HostCleared, HostGained, HostGone
 from kvactors.storage.messages import ClearStore, Outcome, Probe, Read, Write
 from kvactors.units import Reason, Tier, join_keys
 
@@ -37,6 +37,13 @@ class Copying(NamedTuple):
 
     pairs: int
     then: Callable[[frozenset[int]], None]
+
+
+class Clearing(NamedTuple):
+    """A clear of the store in flight: who does it, and the number of the ClearHost that it is for."""
+
+    writer: ActorRef
+    op: int
 
 
 class Traffic(Actor):
@@ -78,7 +85,7 @@ class Traffic(Actor):
         self._asks: dict[int, Asked] = {}
         self._reads: dict[int, Asked] = {}
         self._writes: dict[int, Asked] = {}
-        self._clears: dict[int, ActorRef] = {}
+        self._clears: dict[int, Clearing] = {}
         self._held: list[Entry] = []  # evicted, to be written once no probe is open
 
     # -- copies
@@ -161,7 +168,8 @@ class Traffic(Actor):
             return
         asked = self._probes.pop(message.op, None)
         if asked is not None:
-            asked.then(count_of(message.found, asked.keys))
+            found = count_of(message.found, asked.keys)
+            asked.then(found if self.may_read else 0)  # what was found may be from before a clear
             self.flush_writes()
 
     def read(self, entries: Sequence[Entry], deadline: float, then: Callable[[bytes], None]) -> None:
@@ -223,16 +231,21 @@ class Traffic(Actor):
         """Whether there is a store to read from; one that is to be emptied is as good as empty."""
         return bool(self.readers) and not self._clears
 
-    def clear_store(self) -> None:
-        """Have the store emptied; if the writer dies before it has heard of it, by its next life."""
+    def clear_store(self, asked: int) -> None:
+        """Have the store emptied, by the writer's next incarnation if this one fails before. asked: the ClearHost that is answered then."""
+        if not self.writers:
+            self.tell(self.index, HostCleared(asked, ""))
+            return
         op = next(self._ops)
-        self._clears[op] = self.writers[0]
+        self._clears[op] = Clearing(self.writers[0], asked)
         self.tell(self.writers[0], ClearStore(op))
 
     @on(StoreCleared)
     def store_cleared(self, message: StoreCleared) -> None:
-        """The store is empty."""
-        self._clears.pop(message.op, None)
+        """The store is empty, or could not be emptied."""
+        clearing = self._clears.pop(message.op, None)
+        if clearing is not None:
+            self.tell(self.index, HostCleared(clearing.op, message.error))
 
     @on(PeerRestarted)
     def peer_restarted(self, message: PeerRestarted) -> None:
@@ -241,9 +254,9 @@ class Traffic(Actor):
             self.gained(self.host.keys())
             return
         dead = message.name
-        for op in [op for op, writer in self._clears.items() if writer.name == dead]:
+        for op, clearing in [one for one in self._clears.items() if one[1].writer.name == dead]:
             del self._clears[op]
-            self.clear_store()
+            self.clear_store(clearing.op)
         for op, _ in [one for one in (*self._probes.items(), *self._asks.items()) if one[1].actor.name == dead]:
             self.probed(Probed(op, 0))
         for op, asked in [one for one in self._reads.items() if one[1].actor.name == dead]:

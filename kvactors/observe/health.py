@@ -54,7 +54,11 @@ def reason(component: str, why: str, since: float | None) -> Reason:
 def troubles(system: System) -> Iterator[Reason]:
     """Every part that does not work as it should."""
     yield from _actors(system)
-    stores: tuple[tuple[str, Any], ...] = (("store", system.backend), ("device store", system.direct_backend))
+    stores: tuple[tuple[str, Any], ...] = (
+        ("store", system.backend),
+        ("store", system.store),
+        ("device store", system.direct_backend),
+    )
     for name, store in stores:
         if store is not None:
             yield from _store(name, store)

@@ -46,7 +46,7 @@ def collect(system: System) -> CacheStatistics:
 
 def store_of(system: System) -> Any:
     """The store's record, None without one."""
-    store = system.backend if system.backend is not None else system.direct_backend
+    store = system.store if system.store is not None else system.direct_backend
     return store.statistics() if store is not None else None
 
 
@@ -55,5 +55,5 @@ def residency(system: System) -> dict[Tier, set[bytes]]:
     return {
         Tier.DEVICE: set(split_keys(system.index_actor.device_keys())),
         Tier.HOST: set(system.evictor_actor.host_keys()),
-        Tier.STORAGE: set(system.backend.keys()) if system.backend is not None else set(),
+        Tier.STORAGE: set(system.store.keys()) if system.store is not None else set(),
     }

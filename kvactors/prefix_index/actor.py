@@ -9,10 +9,9 @@ from kvactors.actor import ActorRef, Envelope, Message, PeerRestarted, on
 from kvactors.cpu_evictor.messages import Admit, Cancel, ClearHost, Discard, Load, Offload, Place, Prefetch
 from kvactors.errors import LeaseBusy, LeaseEnded, NotReady, RankLost
 from kvactors.flush_notifier.messages import Announced, Cleared, Gone
-from kvactors.prefix_index.admission import Admission
+from kvactors.prefix_index.clearing import Clearing
 from kvactors.prefix_index.messages import (
     Abandon,
-    Clear,
     Commit,
     Done,
     Extend,
@@ -27,7 +26,7 @@ from kvactors.units import KEY_BYTES, Reason, Tier
 WritePolicy = Literal["none", "write_through", "write_through_selective", "write_back"]
 
 
-class PrefixIndex(Admission):
+class PrefixIndex(Clearing):
     """Owns the block tree, the device block pool, reference counts, the device LRU and the leases.
 
     save: when finished requests are written to storage. keep: whether the host tier gets a copy at finish (inclusive tiers).
@@ -213,17 +212,6 @@ class PrefixIndex(Admission):
 
     # -- the whole cache
 
-    @on(Clear)
-    def clear(self, message: Clear, envelope: Envelope[Done]) -> None:
-        """A new, empty tree; leases in use keep their blocks in the old one until they end."""
-        freed = self.index.retire()
-        if self.announce:
-            self.tell(self.notifier, Cleared(Tier.DEVICE, Reason.CLEAR))
-        self.clears += 1
-        self.tell(self.evictor, ClearHost(message.storage))
-        self.answer(envelope, Done(freed))
-        self.room_changed()
-
     @on(Pause)
     def pause(self, message: Pause, envelope: Envelope[Done]) -> None:
         """Admit nobody; answer when nothing is in flight."""
@@ -240,6 +228,7 @@ class PrefixIndex(Admission):
         """Write off what was in flight with the dead; tell a new notifier everything."""
         if message.name == "cpu_evictor":
             self.data_plane_restarted()
+            self.clear_again()
         elif message.name == "flush_notifier":
             self.index.tree.clear_announced()
             self.announce_all()

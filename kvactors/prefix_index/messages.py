@@ -192,6 +192,13 @@ class Admitted(Control, frozen=True, eq=False):
     kept: bytes
 
 
+class HostCleared(Control, frozen=True, eq=False):
+    """Answer to a ClearHost that includes the store. error: why objects from before may still be found; empty if none can."""
+
+    op: int
+    error: str
+
+
 class HostGone(Control, frozen=True, eq=False):
     """A hint: the host tier no longer holds these."""
 

@@ -56,7 +56,7 @@ class Write(Message, frozen=True, eq=False):
 
 
 class ClearStore(Message, frozen=True, eq=False):
-    """Forget every object of this namespace; answered with StoreCleared."""
+    """Forget every object of this store, and write no batch that was sent before this, to any writer; answered with StoreCleared."""
 
     op: int
 

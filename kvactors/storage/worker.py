@@ -11,7 +11,7 @@ from kvactors.actor.clock import now
 from kvactors.cpu_evictor.messages import Probed, ReadDone, StoreCleared, Written
 from kvactors.device.arena import Arena
 from kvactors.flush_notifier.messages import Cleared, Gained, Gone
-from kvactors.storage.backends.base import Backend
+from kvactors.storage.backends.checked import CheckedBackend
 from kvactors.storage.messages import Finished
 from kvactors.units import Reason, Tier, join_keys, split_keys
 
@@ -31,7 +31,7 @@ class WorkerStatistics(NamedTuple):
 class StorageWorker(Actor):
     """Runs batches against the back end, tells the notifier what changed, then the evictor."""
 
-    def __init__(self, ref: ActorRef, *, backend: Backend, arena: Arena, evictor: ActorRef, notifier: ActorRef) -> None:
+    def __init__(self, ref: ActorRef, *, backend: CheckedBackend, arena: Arena, evictor: ActorRef, notifier: ActorRef) -> None:
         super().__init__(ref)
         self.backend = backend
         self.arena = arena
@@ -60,14 +60,17 @@ class StorageWorker(Actor):
 
     def _start_next(self) -> None:
         while self._waiting and self._under_way < UNDER_WAY:
-            work, broken = self._waiting.popleft()
-            self._under_way += 1
+            self.run_now(*self._waiting.popleft())
 
-            def failed(error: Exception, broken: Finished = broken) -> Finished:
-                self.log.error("back end raised", error=repr(error))
-                return broken
+    def run_now(self, work: Callable[[], Coroutine[Any, Any, Finished]], broken: Finished) -> None:
+        """Run work without waiting for its turn. broken: as in `enqueue`."""
+        self._under_way += 1
 
-            self.start_job(work(), lambda finished: finished, failed)
+        def failed(error: BaseException) -> Finished:
+            self.log.error("storage job failed", error=repr(error))
+            return broken
+
+        self.start_job(work(), lambda finished: finished, failed)
 
     @on(Finished)
     def finished(self, message: Finished) -> None:

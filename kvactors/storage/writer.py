@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from kvactors.actor import Message, PeerRestarted, on
 from kvactors.cpu_evictor.messages import StoreCleared, Written
+from kvactors.errors import StoreError
 from kvactors.flush_notifier.messages import Cleared, Gained, Gone
 from kvactors.storage.messages import ClearStore, Finished, Outcome, Recount, Write
 from kvactors.storage.worker import StorageWorker
@@ -24,10 +25,12 @@ class StorageWriter(StorageWorker):
 
     @on(Write)
     def write(self, message: Write) -> None:
-        """Write a batch."""
-        keys = split_keys(message.keys)
+        """Write a batch, unless the store was cleared after it was sent."""
+        keys, sent = split_keys(message.keys), (self.evictor.life, message.op)
 
         async def work() -> Finished:
+            if sent < self.backend.fence:
+                return late
             if message.era != self.backend.era:
                 return lost
             report = await self.backend.write_slots(keys, self.arena, message.slots, self.expired(message.deadline))
@@ -39,29 +42,30 @@ class StorageWriter(StorageWorker):
             return Finished(Written(message.op, report.outcomes), stored, evicted, b"", b"", moved)
 
         lost = Finished(Written(message.op, bytes([Outcome.UNAVAILABLE]) * len(keys)), b"", b"", b"", b"", 0)
+        late = Finished(Written(message.op, bytes([Outcome.LATE]) * len(keys)), b"", b"", b"", b"", 0)
         self.enqueue(work, lost)
 
     @on(ClearStore)
     def clear(self, message: ClearStore) -> None:
-        """Empty the store; if this life ends before that, the next one does."""
-        self.backend.uncleared = True
+        """Empty the store. Batches that were sent before, to any writer, are not written from here on."""
+        self.backend.fence = max(self.backend.fence, (self.evictor.life, message.op))
+        self._clear(message.op)
 
+    def _clear(self, op: int) -> None:
         async def work() -> Finished:
-            self.backend.uncleared = False
             try:
                 await self.backend.clear()
-            except BaseException:
-                self.backend.uncleared = True
-                raise
-            return Finished(StoreCleared(message.op), b"", b"", b"", b"", 0)
+            except StoreError as error:
+                return Finished(StoreCleared(op, str(error)), b"", b"", b"", b"", 0)
+            return Finished(StoreCleared(op), b"", b"", b"", b"", 0)
 
-        self.enqueue(work, Finished(StoreCleared(message.op), b"", b"", b"", b"", 0))
+        self.run_now(work, Finished(StoreCleared(op, "the store's writer failed"), b"", b"", b"", b"", 0))
 
     @on(Recount)
     def recount(self, message: Recount) -> None:
         """Tell of names that ceased to be there outside of any batch; repeat a clear that did not reach all of the store."""
-        if self.backend.uncleared:
-            self.clear(ClearStore(0))
+        if self.backend.needs_clear():
+            self._clear(0)
         while lost := join_keys(self.backend.lost()):
             self.tell(self.notifier, Gone(lost, Tier.STORAGE, Reason.RESTART))
 
@@ -70,8 +74,8 @@ class StorageWriter(StorageWorker):
         super().started()
         if not self.life and self._first:
             self.report_all()
-        if self.life and self.backend.uncleared:
-            self.clear(ClearStore(0))
+        if self.life and self.backend.needs_clear():
+            self._clear(0)
 
     @on(PeerRestarted)
     def peer_restarted(self, message: PeerRestarted) -> None:
