@@ -71,9 +71,9 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "clear_leaves_the_host",
-        "prefix_index/actor.py",
-        "        self.tell(self.evictor, ClearHost(message.storage))\n",
-        "        if message.storage:\n            self.tell(self.evictor, ClearHost(message.storage))\n",
+        "prefix_index/clearing.py",
+        "        self.tell(self.evictor, ClearHost(message.storage, op))\n",
+        "        if message.storage:\n            self.tell(self.evictor, ClearHost(message.storage, op))\n",
         "clear() without the storage leaves the host tier as it was",
         ("tests/planted/test_gaps.py::test_clear_takes_the_host_too",),
     ),
