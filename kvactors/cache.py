@@ -30,7 +30,7 @@ from kvactors.flush_notifier.messages import PLAIN, Origin, Settle
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.lease import Lease
 from kvactors.observe.health import Health, health
-from kvactors.observe.invariants import invariants
+from kvactors.observe.invariants import divergence_in_slices, invariants, invariants_in_slices
 from kvactors.observe.statistics import CacheStatistics, collect, residency
 from kvactors.prefix_index.messages import Abandon, Acquire, Clear, Pause, Prefetch, Resume, SetNamespace
 from kvactors.storage.backends import Backend
@@ -232,9 +232,21 @@ class KVCache:
 
     def check(self) -> list[str]:
         """The invariants that are violated, one line each. Under load each actor checks its own state (pools add up, no slot is given
-        twice, every reference has a lease); at rest (after `settled`) they are also compared with each other."""
+        twice, every reference has a lease); at rest (after `settled`) they are also compared with each other. For tests: it keeps the loop
+        for some 6 us a block of all tiers. See `check_slices`."""
         self._check_thread()
         return invariants(self.system)
+
+    async def check_slices(self) -> list[str]:
+        """`check` in steps of about a millisecond, between which other tasks run: for production. Actors are compared with each other only if
+        nothing else happens during the call."""
+        self._check_thread()
+        return await invariants_in_slices(self.system)
+
+    async def divergence_slices(self, sinks: Collection[str] | None = None) -> int:
+        """`divergence` in steps of about a millisecond. What becomes resident or gone during the call may count as differing."""
+        self._check_thread()
+        return await divergence_in_slices(self.system, self._sink_names(sinks))
 
     def divergence(self, sinks: Collection[str] | None = None) -> int:
         """Blocks on which a sink's view (of those named, of all if None) and the tiers differ. 0 at rest (after `flush_settled`)."""

@@ -8,15 +8,17 @@ import asyncio
 class Activity:
     """A plain count with a way to wait for zero. Every message and job of one system shares one."""
 
-    __slots__ = ("_waiters", "count")
+    __slots__ = ("_waiters", "begun", "count")
 
     def __init__(self) -> None:
         self.count = 0
+        self.begun = 0  # in all: unchanged between two looks, nothing has happened in between
         self._waiters: list[asyncio.Future[None]] = []
 
     def begin(self, n: int = 1) -> None:
         """`n` more things are under way."""
         self.count += n
+        self.begun += n
 
     def end(self, n: int = 1) -> None:
         """`n` things are over; at zero everyone in `quiet` wakes."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from enum import IntEnum
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -142,6 +142,16 @@ class Actor:
 
     def check(self) -> None:
         """Recompute this actor's invariants; AssertionError says what differs."""
+
+    def check_steps(self) -> Iterator[None]:
+        """`check` in steps of at most a millisecond; turns may come between them."""
+        self.check()
+        yield
+
+    @property
+    def turns(self) -> int:
+        """Turns taken so far."""
+        return self._turns
 
     def tell(self, to: ActorRef, message: Message) -> None:
         """Send from within a turn, in order. WiringError-like AssertionError for an undeclared message."""

@@ -1,70 +1,178 @@
-"""What must hold of a whole system. Every actor looks at its own state at any time; what two of them say of one fact is compared at rest."""
+"""What must hold of a whole system. Each actor is checked by itself at any time. Facts that two actors hold are compared at rest.
+
+Everything is written as steps, so that a production loop can run other tasks in between. What changes between two steps can look like a
+violation. Such a suspicion is not reported: an actor's is checked again in one step, and a comparison of actors ends without a result as
+soon as the system is not at rest any more.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Collection, Iterable, Iterator
+from itertools import islice
 
+from kvactors.actor import Actor
+from kvactors.actor.clock import now
 from kvactors.actor.supervisor import brief
 from kvactors.native import HOST
-from kvactors.observe.statistics import residency
 from kvactors.system import System
-from kvactors.units import Tier, split_keys
+from kvactors.units import KEY_BYTES, Tier
+
+SLICE = 0.001
+"""Seconds of steps before other tasks run."""
+
+PAGE = 1000
+"""Names a step."""
+
+Residency = dict[Tier, set[bytes]]
 
 
 def invariants(system: System) -> list[str]:
-    """What is violated, in words. Safe to ask of a cache under load; then only what one actor can see by itself is looked at."""
-    violated = [
-        f"{one.name}: switched off after too many failures, the last {one.cause}"
-        for one in system.supervisor.switched_off.values()
-    ]
-    if system.supervisor.failed is not None:
-        return [*violated, f"{system.supervisor.failed_actor}: the cache has failed: {brief(system.supervisor.failed)}"]
-    for actor in system.supervisor.actors():
-        try:
-            actor.check()
-        except (AssertionError, RuntimeError) as error:
-            violated.append(f"{actor.ref.name}: {error}")
-    if not system.activity.count:
-        violated += _between_actors(system)
+    """What is violated, as texts. Safe under load; then each actor is checked by itself only. Blocks the loop for some 6 us a block."""
+    violated: list[str] = []
+    for _ in check_steps(system, violated):
+        pass
     return violated
 
 
-def _between_actors(system: System) -> Iterator[str]:
-    """At rest: no message is left, tiers do not contradict each other, and every sink that nothing is owed to believes what is true."""
+async def invariants_in_slices(system: System) -> list[str]:
+    """The same in steps of about a millisecond, with other tasks in between."""
+    violated: list[str] = []
+    await in_slices(check_steps(system, violated))
+    return violated
+
+
+async def divergence_in_slices(system: System, sinks: Collection[str] | None) -> int:
+    """See `KVCache.divergence_slices`."""
+    where: Residency = {}
+    await in_slices(residency_steps(system, where))
+    notifier = system.notifier_actor
+    steps = getattr(notifier, "divergence_steps", None)
+    if steps is None:
+        return notifier.divergence(where, sinks)
+    found: list[int] = []
+
+    def counted() -> Iterator[None]:
+        found.append((yield from steps(where, sinks)))
+
+    await in_slices(counted())
+    return found[0]
+
+
+async def in_slices(steps: Iterable[None]) -> None:
+    """Take steps until SLICE is over, let other tasks run, and go on."""
+    until = now() + SLICE
+    for _ in steps:
+        if now() >= until:
+            await asyncio.sleep(0)
+            until = now() + SLICE
+
+
+def check_steps(system: System, violated: list[str]) -> Iterator[None]:
+    """Every check, step by step. Texts of what is violated are added to `violated`."""
+    off = system.supervisor.switched_off.values()
+    violated += [f"{one.name}: switched off after too many failures, the last {one.cause}" for one in off]
+    if system.supervisor.failed is not None:
+        violated.append(f"{system.supervisor.failed_actor}: the cache has failed: {brief(system.supervisor.failed)}")
+        return
+    for actor in system.supervisor.actors():
+        yield from _one_actor(actor, violated)
+    if not system.activity.count:
+        yield from _between_actors(system, violated)
+
+
+def _one_actor(actor: Actor, violated: list[str]) -> Iterator[None]:
+    turns = actor.turns
+    try:
+        yield from actor.check_steps()
+        return
+    except (AssertionError, RuntimeError) as error:
+        found = f"{actor.ref.name}: {error}"
+    if actor.turns != turns:
+        try:
+            actor.check()
+        except (AssertionError, RuntimeError) as error:
+            found = f"{actor.ref.name}: {error}"
+        else:
+            return
+    violated.append(found)
+
+
+def _between_actors(system: System, violated: list[str]) -> Iterator[None]:
+    """At rest no message is left, tiers do not contradict each other, and every sink without pending deliveries matches the tiers."""
+    begun, found = system.activity.begun, list[str]()
+    for _ in _comparisons(system, found):
+        yield
+        if system.activity.begun != begun:
+            return
+    violated += found
+
+
+def _comparisons(system: System, found: list[str]) -> Iterator[None]:
     for actor in system.supervisor.actors():
         channel = actor.ref.channel.statistics()
         if channel.queued or channel.control:
-            yield f"{actor.ref.name}: {channel.queued + channel.control} messages queued, and nothing is under way"
+            found.append(f"{actor.ref.name}: {channel.queued + channel.control} messages queued, and no work in flight")
     index, evictor = system.index_actor, system.evictor_actor
     in_flight = index.index_statistics()
     if in_flight.loads_in_flight or in_flight.offloads_in_flight or in_flight.saves_in_flight:
-        yield "prefix_index: an operation is in flight, and nobody is under way with it"
+        found.append("prefix_index: an operation is in flight, and no actor works on it")
     if evictor.host.handed():
-        yield f"cpu_evictor: {evictor.host.handed()} slots wait for a Discard, and no message is under way"
-    where = residency(system)
+        found.append(f"cpu_evictor: {evictor.host.handed()} slots wait for a Discard, and no message is in flight")
+    where: Residency = {}
+    yield from residency_steps(system, where)
     if evictor.exclusive and not index.leases:
-        both = where[Tier.DEVICE] & where[Tier.HOST]
-        both = {key for key in both if not evictor.host.entries[key].hinted}  # a prefetch may come after the block itself
+        both = 0
+        for page in pages(where[Tier.DEVICE]):
+            both += sum(
+                key in where[Tier.HOST] and not evictor.host.entries[key].hinted for key in page
+            )  # hinted: by a prefetch
+            yield
         if both:
-            yield f"{len(both)} blocks are on the device and on the host, and the tiers are exclusive"
-    stale = _host_hints(system) - where[Tier.HOST]
+            found.append(f"{both} blocks are on the device and on the host, and the tiers are exclusive")
+    stale: set[bytes] = set()
+    for _, _, keys, states in index.index.tree.paths():
+        names = (keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES))
+        stale.update(key for key, state in zip(names, states, strict=True) if state & HOST and key not in where[Tier.HOST])
+        yield
     if stale:
-        yield f"prefix_index: {len(stale)} blocks are thought to be on the host, and are not"
-    yield from _sinks(system, where)
+        found.append(f"prefix_index: {len(stale)} blocks have a hint to the host, and are not there")
+    yield from _sinks(system, where, found)
 
 
-def _host_hints(system: System) -> set[bytes]:
-    """Names that the index thinks the host has."""
-    found: set[bytes] = set()
-    for _, _, keys, states in system.index_actor.index.tree.paths():
-        found.update(key for key, state in zip(split_keys(keys), states, strict=True) if state & HOST)
-    return found
-
-
-def _sinks(system: System, where: dict[Tier, set[bytes]]) -> Iterator[str]:
+def _sinks(system: System, where: Residency, found: list[str]) -> Iterator[None]:
     notifier = system.notifier_actor
+    steps = getattr(notifier, "divergence_steps", None)
     for sink in notifier.flush_statistics():
-        if not sink.pending and not sink.in_flight:
+        if sink.pending or sink.in_flight:
+            continue
+        if steps is None:
             differing = notifier.divergence(where, (sink.name,))
-            if differing:
-                yield f"flush_notifier: sink {sink.name} differs on {differing} blocks, and nothing is owed to it"
+            yield
+        else:
+            differing = yield from steps(where, (sink.name,))
+        if differing:
+            found.append(f"flush_notifier: sink {sink.name} differs on {differing} blocks, and has no pending deliveries")
+
+
+def residency_steps(system: System, where: Residency) -> Iterator[None]:
+    """Fill `where` with the names of the blocks that each tier holds, from their owners."""
+    where.update({tier: set() for tier in Tier})
+    joined = system.index_actor.device_keys()
+    for page in pages(joined[i : i + KEY_BYTES] for i in range(0, len(joined), KEY_BYTES)):
+        where[Tier.DEVICE].update(page)
+        yield
+    for page in pages(system.evictor_actor.host_keys()):
+        where[Tier.HOST].update(page)
+        yield
+    if system.backend is not None:
+        for page in pages(system.backend.keys()):
+            where[Tier.STORAGE].update(page)
+            yield
+
+
+def pages(keys: Iterable[bytes]) -> Iterator[list[bytes]]:
+    """PAGE of them at a time."""
+    left = iter(keys)
+    while page := list(islice(left, PAGE)):
+        yield page

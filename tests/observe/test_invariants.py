@@ -1,0 +1,140 @@
+"""check() and its form for production: the same findings, in small steps, and no finding that is none."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "door"))
+
+from door_kit import BLOCK, opened, prompt, serve
+
+from kvactors.observe.invariants import PAGE, check_steps, in_slices, residency_steps
+from kvactors.units import Tier
+
+HOST = {"slots": 8, "transit_slots": 16, "mode": "inclusive"}
+STORE = {"backend": "memory", "write_policy": "write_through"}
+
+
+async def test_a_violation_is_found_in_both_forms():
+    async with opened(host=HOST, storage=STORE) as cache:
+        await serve(cache, "a", prompt(1, 4))
+        await cache.flush_settled()
+        assert cache.check() == await cache.check_slices() == []
+        assert cache.divergence() == await cache.divergence_slices() == 0
+        entries = cache.system.evictor_actor.host.entries
+        key, entry = entries.popitem()
+        assert cache.check() != []
+        assert await cache.check_slices() == cache.check()
+        assert await cache.divergence_slices() == cache.divergence()
+        entries[key] = entry
+
+
+async def test_a_sink_that_differs_is_found_in_both_forms():
+    async with opened(host=HOST, storage=STORE) as cache:
+        await serve(cache, "a", prompt(1, 4))
+        await cache.flush_settled()
+        held = cache.sinks["memory"]._mirror[Tier.DEVICE]
+        key = held.pop()
+        assert await cache.divergence_slices() == cache.divergence() == 1
+        assert [line for line in cache.check() if "sink memory differs on 1 blocks" in line]
+        assert await cache.check_slices() == cache.check()
+        held.add(key)
+
+
+async def test_under_load_nothing_is_reported_that_is_not_so():
+    """Between any two steps other tasks run: far more than between two slices of a millisecond."""
+
+    async def clients(cache, stop):
+        seed = 0
+        while not stop.is_set():
+            seed += 1
+            await serve(cache, f"client {seed}", prompt(seed % 7, 5, tail=1))
+
+    async with opened(host=HOST, storage=STORE) as cache:
+        stop = asyncio.Event()
+        running = asyncio.create_task(clients(cache, stop))
+        for _ in range(150):
+            violated: list[str] = []
+            for _ in check_steps(cache.system, violated):
+                await asyncio.sleep(0)
+            assert violated == []
+            assert cache.check() == []
+            await asyncio.sleep(0)
+        stop.set()
+        await running
+
+
+async def test_a_comparison_ends_when_the_system_is_not_at_rest_any_more():
+    async with opened(host=HOST, storage=STORE) as cache:
+        await serve(cache, "a", prompt(1, 4))
+        await cache.flush_settled()
+        entries = cache.system.evictor_actor.host.entries
+        key, entry = next(iter(entries.items()))
+        violated: list[str] = []
+        for i, _ in enumerate(check_steps(cache.system, violated)):
+            if i == 4:  # the actors are checked: a block leaves the host, with messages
+                del entries[key]
+                cache.system.activity.begin()
+                cache.system.activity.end()
+        entries[key] = entry
+        assert violated == []
+
+
+async def test_an_actor_that_changed_between_two_steps_is_checked_again():
+    async with opened() as cache:
+        actor = cache.system.index_actor
+        broken = False
+
+        def steps():
+            yield
+            actor._turns += 1
+            raise AssertionError("seen in passing")
+
+        def check():
+            if broken:
+                raise AssertionError("really so")
+
+        actor.check_steps, actor.check = steps, check
+        assert await cache.check_slices() == []
+        broken = True
+        assert await cache.check_slices() == ["prefix_index: really so"]
+        broken = False
+
+
+async def test_residency_is_gathered_page_by_page():
+    blocks = 2 * PAGE + 1
+    async with opened(device=blocks) as cache:
+        await serve(cache, "long", prompt(1, blocks), verify=False)
+        await cache.flush_settled()
+        where = {}
+        assert sum(1 for _ in residency_steps(cache.system, where)) == 3
+        assert sum(map(len, where.values())) == blocks
+        assert BLOCK * blocks == len(prompt(1, blocks))
+
+
+async def test_slices_let_other_tasks_run():
+    ran = []
+
+    async def other():
+        while True:
+            ran.append(1)
+            await asyncio.sleep(0)
+
+    def steps():
+        loop = asyncio.get_running_loop()
+        for _ in range(5):
+            until = loop.time() + 0.0015
+            while loop.time() < until:
+                pass
+            yield
+
+    task = asyncio.create_task(other())
+    await in_slices(steps())
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert len(ran) >= 4
