@@ -21,7 +21,7 @@ from kvactors.validation import validate
 S = TypeVar("S", bound=msgspec.Struct)
 
 
-class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CacheConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """block_size: tokens a block. model: the model's name and version; blocks of different models never mix, in any tier or store.
     namespace: requests of different namespaces never share (a weight version, say).
 
@@ -38,7 +38,7 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     deadline: float = 30.0
 
 
-class DeviceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class DeviceConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """kind: host (numpy arrays standing in for device memory), paddle (tensors of Paddle's, at `place`: cpu, gpu:0, ..) or cuda (memory of
     the GPU numbered `ordinal`, without any framework). num_blocks: device blocks. free_low / free_high: fractions of them; when fewer
     than low are free, evict until high are (both 0: evict on demand only). layerwise: load layer by layer (`Lease.layer_ready`)."""
@@ -52,7 +52,7 @@ class DeviceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layerwise: bool = False
 
 
-class LayoutConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class LayoutConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """What a block is made of; the defaults are a small GQA model's.
 
     kind: gqa (num_kv_heads, head_dim, dtype, quantization, scale_dtype), mla (kv_lora_rank, qk_rope_head_dim, dtype), dsa (kv_lora_rank,
@@ -78,7 +78,7 @@ class LayoutConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     options: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
-class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class HostConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """The host tier. slots: blocks it may hold (0: no host tier). transit_slots: extra slots for blocks on their way through.
 
     mode: exclusive (a loaded block leaves the host) or inclusive (blocks are copied to the host at request finish and stay).
@@ -102,7 +102,7 @@ class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.slots + self.transit_slots if self.slots or stored else 0
 
 
-class StorageConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class StorageConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """The storage tier. backend: none, memory, file, mooncake, attention_store, or package.module:Class. capacity_blocks,
     capacity_bytes: objects and bytes it may hold (0: unlimited; the smaller counts). namespace, rank, ranks: objects of different
     ones never mix.
@@ -139,7 +139,7 @@ class StorageConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mooncake: MooncakeConfig = MooncakeConfig()
 
 
-class FlushConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FlushConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """The flush notifier. only: flush-only mode, in which storage is neither read nor written. timeout: seconds a sink may
     take for a batch. retry_min / retry_max: back-off in seconds. batch: blocks reported in one call at most."""
 
@@ -151,7 +151,7 @@ class FlushConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     batch: int = 512
 
 
-class ActorsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ActorsConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """The runtime. channel_bound: messages a forward channel holds. drain: seconds a stop may take. restarts: deaths a group may have in 60 s."""
 
     channel_bound: int = 256
@@ -159,8 +159,8 @@ class ActorsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     restarts: int = 5
 
 
-class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Everything a cache is opened with."""
+class Config(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Everything a cache is opened with. `msgspec.to_builtins` gives a mapping for `from_mapping`, without what was left at its default."""
 
     cache: CacheConfig = CacheConfig()
     device: DeviceConfig = DeviceConfig()
@@ -181,7 +181,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def from_mapping(cls, data: Mapping[str, Any]) -> Config:
         """Check a mapping (as TOML gives it). ConfigError names what is wrong in it."""
         config = convert(data, cls)
-        validate(config)
+        validate(config, data)
         return config
 
     @classmethod

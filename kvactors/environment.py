@@ -11,7 +11,7 @@ import msgspec
 from kvactors.errors import ConfigError
 from kvactors.mooncake_config import resolve
 from kvactors.sink_config import AttentionStoreConfig
-from kvactors.validation import validate, validate_model
+from kvactors.validation import check_agreement, validate, validate_model
 
 if TYPE_CHECKING:
     from kvactors.config import Config
@@ -42,7 +42,7 @@ def from_environment(config: Config, environ: Mapping[str, str]) -> Config:
         config = replace(config, flush=replace(config.flush, only=True))
     config = replace(config, cache=replace(config.cache, model=resolve_model(config, environ)))
     config = replace(config, ranks=config.ranks.with_secret(environ))
-    validate(config)
+    check_agreement(config)
     validate_model(config)
     config.ranks.check_exposure()
     return config

@@ -32,7 +32,7 @@ SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?", re.IGNORECASE)
 UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
-class MooncakeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class MooncakeConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """How a Mooncake pool is joined.
 
     master_server_address: host:port of mooncake_master. metadata_server: P2PHANDSHAKE or a URL. local_hostname: by which other clients reach

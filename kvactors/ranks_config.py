@@ -35,7 +35,7 @@ class Secret:
         return self._text.encode()
 
 
-class RanksConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RanksConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Tensor-parallel ranks. count: with more than one, each worker process serves its own (`kvactors.serve_rank`) at endpoint
     (unix:///path or tcp://host:port), where this process listens; layout.tensor_parallel must be the same number. timeout: seconds an
     answer may take before a rank counts as silent. start: seconds all ranks together may take to come; a rank that is sending the names of

@@ -168,7 +168,7 @@ def check_sinks(sinks: Sequence[SinkConfig]) -> None:
 AnySinkConfig = MemorySinkConfig | JsonLinesSinkConfig | AttentionStoreSinkConfig | KvEventsSinkConfig
 
 
-class AttentionStoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class AttentionStoreConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """How AttentionStore's SDK is opened; one connection serves the sink and the storage back end.
 
     sdk: the package to import. namespace, pod_name, model_version: as FastDeploy passes them. shard_id, shard_num: tensor-parallel rank

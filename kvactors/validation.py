@@ -2,55 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
+from kvactors.applicable import check_applicable
 from kvactors.errors import ConfigError
 from kvactors.mooncake_config import in_bytes
+from kvactors.ranges import check_values
 from kvactors.sink_config import check_sinks
 
 if TYPE_CHECKING:
     from kvactors.config import Config, StorageConfig
 
+CONFIG_TABLES = ("cache", "device", "layout", "host", "storage", "flush", "attention_store", "actors", "ranks")
 
-def validate(config: Config) -> None:
-    """Raise ConfigError for values that do not make sense, naming the key."""
-    at_least = (
-        ("cache.block_size", config.cache.block_size, 1),
-        ("device.num_blocks", config.device.num_blocks, 1),
-        ("host.slots", config.host.slots, 0),
-        ("host.transit_slots", config.host.transit_slots, 1),
-        ("host.copy_threads", config.host.copy_threads, 1),
-        ("storage.capacity_blocks", config.storage.capacity_blocks, 0),
-        ("storage.min_fetch_blocks", config.storage.min_fetch_blocks, 1),
-        ("storage.io_depth", config.storage.io_depth, 1),
-        ("storage.ranks", config.storage.ranks, 1),
-        ("storage.rank", config.storage.rank, 0),
-        ("storage.readers", config.storage.readers, 1),
-        ("storage.writers", config.storage.writers, 1),
-        ("storage.min_hits", config.storage.min_hits, 1),
-        ("flush.batch", config.flush.batch, 1),
-        ("actors.channel_bound", config.actors.channel_bound, 1),
-        ("actors.restarts", config.actors.restarts, 0),
-        ("ranks.count", config.ranks.count, 1),
-        ("layout.num_layers", config.layout.num_layers, 1),
-        ("layout.num_kv_heads", config.layout.num_kv_heads, 1),
-        ("layout.head_dim", config.layout.head_dim, 1),
-    )
-    for name, value, low in at_least:
-        if value < low:
-            raise ConfigError(f"{name} must be at least {low}, not {value}")
-    positive = (
-        ("cache.deadline", config.cache.deadline),
-        ("storage.timeout", config.storage.timeout),
-        ("flush.timeout", config.flush.timeout),
-        ("flush.retry_min", config.flush.retry_min),
-        ("ranks.timeout", config.ranks.timeout),
-        ("ranks.start", config.ranks.start),
-        ("actors.drain", config.actors.drain),
-    )
-    for name, seconds in positive:
-        if not 0 < seconds < float("inf"):
-            raise ConfigError(f"{name} must be a positive number of seconds, not {seconds}")
+
+def validate(config: Config, data: Mapping[str, Any] | None = None) -> None:
+    """Raise ConfigError for values that do not make sense, naming the setting. data: the mapping that the config was made from, if it was."""
+    for name in CONFIG_TABLES:
+        check_values(getattr(config, name), name)
+    check_applicable(config, data)
+    check_agreement(config)
+
+
+def check_agreement(config: Config) -> None:
+    """Raise ConfigError for settings that contradict each other."""
     _validate_pair("device.free_low", config.device.free_low, "device.free_high", config.device.free_high)
     _validate_pair("host.low_watermark", config.host.low_watermark, "host.high_watermark", config.host.high_watermark)
     if config.flush.retry_max < config.flush.retry_min:
@@ -67,8 +43,9 @@ def validate_storage(storage: StorageConfig) -> None:
         raise ConfigError(f"storage.rank must be below storage.ranks ({storage.ranks}), not {storage.rank}")
     for name in ("capacity_bytes", "free_space_floor"):
         in_bytes(getattr(storage, name), f"storage.{name}")
-    if not storage.namespace or "/" in storage.namespace or storage.namespace in (".", ".."):
-        raise ConfigError(f"storage.namespace must be a plain name, not {storage.namespace!r}")
+    name = storage.namespace
+    if not name or "/" in name or name in (".", "..") or len(name.encode()) > 200 or not name.isprintable():
+        raise ConfigError(f"storage.namespace must be a plain name of at most 200 bytes, not {name[:220]!r}")
 
 
 def _validate_pair(low_name: str, low: float, high_name: str, high: float) -> None:

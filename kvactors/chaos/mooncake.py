@@ -35,7 +35,8 @@ async def under_load(master: Master, setting: Setting, tally: Tally) -> None:
         "master_server_address": master.address, "local_hostname": "127.0.0.1", "global_segment_size": "64MB",
         "local_buffer_size": "16MB", "timeout": 1.0,
     }  # fmt: skip
-    mapping = settings(setting.folder, backend="mooncake", directory="", capacity_blocks=0, mooncake=pool)
+    mapping = settings(setting.folder)
+    mapping["storage"] = {"backend": "mooncake", "write_policy": "write_through", "mooncake": pool}
     deeds = ["kill", "stop"] * setting.times(1, 2)
     setting.rng.shuffle(deeds)
     async with worker(mapping, setting, tally) as life:

@@ -2,8 +2,6 @@
 
 from importlib import import_module
 
-import msgspec
-
 from kvactors.config import LayoutConfig
 from kvactors.errors import LayoutError
 from kvactors.layout.base import Layout, Piece, Role, heads_on_rank
@@ -17,7 +15,7 @@ KINDS: dict[str, type[Layout]] = {"gqa": GQALayout, "mla": MLALayout, "dsa": DSA
 
 def make_layout(config: LayoutConfig, block_size: int) -> Layout:
     """The layout a config describes; one of another package is named `package.module:Class`. Raises LayoutError."""
-    settings = {**msgspec.to_builtins(config), **config.options}
+    settings = {**{name: getattr(config, name) for name in config.__struct_fields__}, **config.options}
     return layout_class(config.kind).from_settings(settings, block_size)
 
 

@@ -51,7 +51,7 @@ class ReplayConfig(Config, frozen=True, forbid_unknown_fields=True):
     def from_mapping(cls, data: Any) -> ReplayConfig:
         """Check a mapping. ConfigError names what is wrong in it."""
         config = convert(data, cls)
-        validate(config)
+        validate(config, data)
         for name in ("speed", "prefill_tokens_per_s", "decode_tokens_per_s", "retry", "patience"):
             if not getattr(config.replay, name) > 0:
                 raise ConfigError(f"replay.{name} must be positive")

@@ -136,7 +136,7 @@ class Scenario(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
         """Check a mapping. ConfigError names what is wrong in it."""
         data = {**data, "expect": flatten(data.get("expect", {}))}
         scenario = convert(data, cls)
-        validate(scenario)
+        validate(scenario, data)
         validate_workload(scenario.workload)
         validate_faults(scenario)
         for name in scenario.expect:

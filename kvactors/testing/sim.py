@@ -51,7 +51,8 @@ def small_config(**tables: Mapping[str, Any]) -> Config:
 
     ConfigError names what is wrong in them.
     """
-    data = {name: {**SMALL.get(name, {}), **tables.get(name, {})} for name in {**SMALL, **tables}}
+    small = {**SMALL, "storage": {}} if tables.get("storage", {}).get("backend", "memory") != "memory" else SMALL
+    data = {name: {**small.get(name, {}), **tables.get(name, {})} for name in {**small, **tables}}
     return Config.from_mapping(data)
 
 

@@ -179,14 +179,20 @@ def test_bytes_go_to_host_slots_and_back(name, shuffled):
     arena.close()
 
 
-@pytest.mark.parametrize("table", [{"kind": "mla"}, {"kind": "dsa"}, {"quantization": "block_wise_fp8"}, {"extra_layers": 1}])
+HEADS = {"num_kv_heads": 1, "head_dim": 5}
+
+
+@pytest.mark.parametrize(
+    "table",
+    [{"kind": "mla"}, {"kind": "dsa"}, {**HEADS, "quantization": "block_wise_fp8"}, {**HEADS, "extra_layers": 1}],
+)
 async def test_a_cache_of_every_layout_brings_the_right_bytes_back(table):
     config = Config.from_mapping(
         {
             "cache": {"block_size": 4},
             "device": {"num_blocks": 4},
             "host": {"slots": 16},
-            "layout": {"num_layers": 2, "num_kv_heads": 1, "head_dim": 5, **table},
+            "layout": {"num_layers": 2, **table},
         }
     )
     async with kvactors.open(config) as cache:

@@ -1,0 +1,101 @@
+"""Settings that have no use in the configuration they stand in: a setting that would be ignored is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from kvactors.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvactors.config import Config
+
+LAYOUT_USES = {
+    "gqa": {"num_kv_heads", "head_dim", "dtype", "quantization", "scale_dtype"},
+    "mla": {"kv_lora_rank", "qk_rope_head_dim", "dtype"},
+    "dsa": {"kv_lora_rank", "qk_rope_head_dim", "index_head_dim"},
+}
+LAYOUT_COMMON = {"kind", "num_layers", "layer_offset", "extra_layers", "extra_block_ratio", "tensor_parallel"}
+
+STORE_COMMON = {"backend", "write_policy", "min_hits", "fetch", "timeout"}
+SLOT_STORE = STORE_COMMON | {"exclusive", "min_fetch_blocks", "readers", "writers"}
+CAPACITY = {"capacity_blocks", "capacity_bytes"}
+PLACE = {"namespace", "rank", "ranks"}
+STORAGE_USES = {
+    "none": SLOT_STORE | PLACE,
+    "memory": SLOT_STORE | CAPACITY | PLACE,
+    "file": SLOT_STORE | CAPACITY | PLACE | {"directory", "free_space_floor", "durability", "read_only", "io_depth"},
+    "mooncake": SLOT_STORE | PLACE | {"mooncake"},
+    "attention_store": STORE_COMMON | {"exclusive"},
+}
+"""Settings of `[storage]` by back end; `exclusive` with a store that has no such thing is an error of its own."""
+
+DEVICE_ONLY = {"place": "paddle", "ordinal": "cuda"}
+TIER_ONLY = ("low_watermark", "high_watermark")
+
+
+def check_applicable(config: Config, data: Mapping[str, Any] | None = None) -> None:
+    """Raise ConfigError for a setting that is given and has no use. data: the mapping that the config was made from; a setting counts as given
+    if it is in it, or differs from its default."""
+    for table, reason in _rules(config):
+        given = given_in(getattr(config, table), (data or {}).get(table, {}))
+        for name, why in reason:
+            if name in given:
+                raise ConfigError(f"{table}.{name} has no use {why}: remove it, or choose what uses it")
+
+
+def given_in(table: msgspec.Struct, data: Mapping[str, Any]) -> set[str]:
+    """Names of the settings of a table that were given."""
+    default = type(table)()
+    changed = {name for name in table.__struct_fields__ if getattr(table, name) != getattr(default, name)}
+    return changed | set(data)
+
+
+def _rules(config: Config) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    yield "layout", list(_layout(config))
+    yield (
+        "device",
+        [
+            (name, f"with device.kind {config.device.kind!r}")
+            for name, kind in DEVICE_ONLY.items()
+            if config.device.kind != kind
+        ],
+    )
+    yield "host", [] if config.host.slots else [(name, "without a host tier (host.slots = 0)") for name in TIER_ONLY]
+    yield "storage", list(_storage(config))
+    yield "attention_store", list(_attention_store(config))
+
+
+def _layout(config: Config) -> Iterator[tuple[str, str]]:
+    layout = config.layout
+    used = LAYOUT_USES.get(layout.kind)
+    if used is None:  # of another package
+        return
+    for name in layout.__struct_fields__:
+        if name not in used | LAYOUT_COMMON:
+            yield name, f"with layout.kind {layout.kind!r}"
+    if layout.kind == "gqa" and layout.quantization == "none":
+        yield "scale_dtype", "without layout.quantization"
+    if not layout.extra_layers:
+        yield "extra_block_ratio", "without layout.extra_layers"
+
+
+def _storage(config: Config) -> Iterator[tuple[str, str]]:
+    storage = config.storage
+    used = STORAGE_USES.get(storage.backend)
+    if used is None:  # of another package
+        return
+    for name in storage.__struct_fields__:
+        if name not in used:
+            yield name, f"with storage.backend {storage.backend!r}"
+
+
+def _attention_store(config: Config) -> Iterator[tuple[str, str]]:
+    sinks = any(sink.kind == "attention_store" for sink in config.flush.sinks)
+    if sinks or config.storage.backend == "attention_store":
+        return
+    for name in config.attention_store.__struct_fields__:
+        if name not in ("namespace", "model_version") or config.cache.model:  # a model that is not set is taken from these
+            yield name, "without a sink or a storage back end of that kind"
