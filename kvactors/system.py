@@ -26,11 +26,11 @@ from kvactors.actor.supervisor import brief
 from kvactors.actor.uncancelled import ended, uncancelled
 from kvactors.config import Config, StorageConfig
 from kvactors.cpu_evictor.actor import CpuEvictor
-from kvactors.device import make_device
+from kvactors.device import config_for, layout_for, make_device
 from kvactors.device.arena import Arena
 from kvactors.device.base import Device
 from kvactors.device.remote import RanksArena, RanksDevice
-from kvactors.errors import CacheClosed, CacheFailed, ConfigError, KVActorsError, LayoutError
+from kvactors.errors import CacheClosed, CacheFailed, ConfigError, KVActorsError
 from kvactors.flush_notifier.actor import FlushNotifier
 from kvactors.flush_notifier.deliveries import close_sink, open_sink
 from kvactors.flush_notifier.messages import Settle
@@ -39,7 +39,6 @@ from kvactors.gpu_swapper.actor import GpuSwapper
 from kvactors.gpu_swapper.executor import Executor, make_executor
 from kvactors.gpu_swapper.remote import RemoteExecutor
 from kvactors.identity import CacheScope, StoreIdentity
-from kvactors.layout import make_layout
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.roots import Roots
@@ -82,12 +81,8 @@ class System:
         *,
         inline_copies: bool = False,
     ) -> None:
-        self.config = config
-        self.layout = device.layout if device is not None else make_layout(config.layout, config.cache.block_size)
-        if self.layout.block_size != config.cache.block_size:
-            raise LayoutError(
-                f"the device's blocks hold {self.layout.block_size} tokens, cache.block_size is {config.cache.block_size}"
-            )
+        self.layout = layout_for(config, device)
+        self.config = config = config_for(config, device)
         self.storage = StorageConfig(backend="none", write_policy="none") if config.flush.only else config.storage
         self.inline = inline_copies
         self.ranks: RankGroup | None = None

@@ -99,7 +99,7 @@ def test_settings_that_cannot_be_are_named(sink, complaint):
 )
 def test_settings_of_attention_store_that_cannot_be_are_named(table, complaint):
     with pytest.raises(ConfigError, match=complaint):
-        Config.from_mapping({"attention_store": table})
+        with_sinks({"kind": "attention_store"}, attention_store=table)
 
 
 def test_rank_0_alone_reports_to_attention_store():

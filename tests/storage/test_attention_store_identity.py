@@ -223,7 +223,8 @@ async def test_a_wrong_answer_is_a_miss_that_is_counted(name, answer, monkeypatc
         if name == "match" and type(answer) is int and answer > 2:
             assert await store.fetch(path, 0, (2, 3), 5.0) == 2, "what read gives counts"
         else:
-            moved = await (store.save if name == "write" else store.fetch)(path, 0, (2, 3), 5.0)
+            other = np.arange(9, 9 + 2 * BLOCK, dtype="<u4").tobytes()
+            moved = await (store.save(other, 0, (2, 3), 5.0) if name == "write" else store.fetch(path, 0, (2, 3), 5.0))
             assert (moved, store.statistics().unavailable) == (0, before + 2)
     assert await store.fetch(path, 0, (2, 3), 5.0) == 2
     await store.close()
