@@ -10,6 +10,7 @@ import pytest
 import kvactors
 from kvactors.config import Config
 from kvactors.device.host import HostDevice
+from kvactors.errors import SdkError
 from kvactors.layout import DSALayout, GQALayout, MLALayout
 from kvactors.sink_config import AttentionStoreConfig
 from kvactors.storage.backends.attention_store import AttentionStoreBackend
@@ -68,7 +69,7 @@ async def test_writes_go_in_slices_and_stop_at_the_first_that_is_short():
 
     async def no_space(*args):
         tried.append(args)
-        raise kvactors.SdkError("no space")
+        raise SdkError("no space")
 
     store.sdk.write = no_space
     assert await store.save(path(10, seed=2), 0, tuple(range(10)), 5.0) == 0
