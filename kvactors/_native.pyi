@@ -149,8 +149,20 @@ class BlockTree:
         """For each leaf of the tree: (root key, tokens, keys, state bits), all from the root on."""
     def statistics(self) -> dict[str, int]:
         """nodes, device, host, evictable, referenced (nodes), loading, offloading, bytes."""
+    def listing(self, start: int, count: int) -> tuple[bytes, bytes, int]:
+        """Keys and state bits of up to `count` nodes, from the node id `start` on, and where to go on (-1 at the end)."""
     def check(self) -> None:
         """Recompute every invariant; RuntimeError says what differs."""
+
+class TreeCheck:
+    """A check of every invariant of a tree, in steps with other calls between them."""
+
+    def __init__(self, tree: BlockTree) -> None: ...
+    exact: bool
+    """Whether the tree has not changed since the check began. Order, sums and counts of the whole are compared only then; what holds of each
+    node by itself is looked at in any case."""
+    def step(self, count: int) -> bool:
+        """Look at `count` more nodes; True when all were looked at. RuntimeError says what differs."""
 
 def gather(
     regions: NDArray[np.int64],

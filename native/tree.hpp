@@ -65,6 +65,13 @@ struct Leaf {
     std::string states;
 };
 
+// Nodes in the order of their ids; next: where to go on, kNil at the end.
+struct Listing {
+    std::vector<Key> keys;
+    std::string states;
+    u32 next;
+};
+
 struct Statistics {
     u64 nodes = 0, device = 0, host = 0, evictable = 0, referenced = 0, loading = 0, offloading = 0;
 };
@@ -110,9 +117,11 @@ public:
     std::vector<Leaf> leaves() const;
     Statistics statistics() const { return counts_; }
     std::size_t bytes() const;
-    void check() const;
+    Listing listing(u32 start, std::size_t count) const;
+    void check() const;  // tree_check.cpp
 
 private:
+    friend class TreeCheck;
     static constexpr u32 kFree = 0xfffffffeu;
 
     struct Extra {

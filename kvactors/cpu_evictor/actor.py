@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
 from kvactors.actor import Message, on
@@ -300,7 +300,7 @@ class CpuEvictor(Saves):
             if entry.place is Place.TRANSIT and not self._is_write(entry):
                 self.host.drop(entry)
             elif entry.place is Place.LEAVING:
-                entry.handed = True
+                self.host.hand(entry)
             self.host.unpin(entry)
         job.entries = []
         self.tell(self.index, Loaded(job.op, good, sum(job.from_host[:good])))
@@ -336,16 +336,20 @@ class CpuEvictor(Saves):
 
     def check(self) -> None:
         """AssertionError if the tier's state is wrong, or something is pinned although nothing is in flight."""
-        self.host.check()
-        if not (self._copies or self._probes or self._reads or self._writes or self.loads):
-            assert not self.host.pinned(), f"{self.host.pinned()} slots pinned at rest"
-            leftover = [e for e in self.host.entries.values() if e.place is not Place.RESIDENT and not e.handed]
-            assert not leftover, f"{len(leftover)} slots in passage at rest"
+        for _ in self.check_steps():
+            pass
+
+    def check_steps(self) -> Iterator[None]:
+        """`check` in steps of about a millisecond, between which turns may be taken."""
+        if not (self._copies or self._probes or self._asks or self._reads or self._writes or self.loads):
+            assert not self.host.pinned, f"{self.host.pinned} slots pinned at rest"
+            assert not self.host.passing, f"{self.host.passing} slots in passage at rest"
+        yield from self.host.check_steps()
 
     def host_statistics(self) -> HostStatistics:
         """A moment's picture."""
         host = self.host
         return HostStatistics(
-            host.num_slots, host.resident, host.free, host.pinned(), self.evicted, self.offloaded, self.loaded, self.fetched,
+            host.num_slots, host.resident, host.free, host.pinned, self.evicted, self.offloaded, self.loaded, self.fetched,
             self.written, self.shed, self.copy_failures, self.write_failures,
         )  # fmt: skip

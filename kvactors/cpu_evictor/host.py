@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from enum import Enum
+
+STEP = 2048
+"""Entries that a step of a check looks at."""
 
 
 class Place(Enum):
@@ -43,7 +46,8 @@ class HostTier:
     """
 
     def __init__(self, capacity: int, num_slots: int) -> None:
-        assert 0 <= capacity <= num_slots or not capacity
+        if not 0 <= capacity <= num_slots:
+            raise ValueError(f"a capacity of {capacity} blocks in {num_slots} slots")
         self.capacity = capacity
         self.num_slots = num_slots
         self.entries: dict[bytes, Entry] = {}
@@ -52,6 +56,8 @@ class HostTier:
         self._children: Counter[bytes] = Counter()
         self._ghosts: set[Entry] = set()  # forgotten, slot still in use
         self.generation = 0  # how often everything was forgotten
+        self.changes = 0  # calls that changed something
+        self._pinned = self._handed = 0
 
     @property
     def free(self) -> int:
@@ -74,7 +80,10 @@ class HostTier:
 
     def add(self, key: bytes, parent: bytes, place: Place) -> Entry:
         """A new entry in a free slot, as most recently used, arriving and pinned. The caller has checked `free`."""
-        assert key not in self.entries
+        if key in self.entries:
+            raise RuntimeError("a block is given a second slot")
+        self.changes += 1
+        self._pinned += 1
         entry = Entry(key, parent, self._free.pop(), place)
         entry.arriving = True
         entry.pins = 1
@@ -111,17 +120,24 @@ class HostTier:
             self._exit(entry)
         elif place is Place.RESIDENT and entry.place is not Place.RESIDENT:
             self._enter(entry)
+            self._handed -= entry.handed
             entry.handed = False
+        self.changes += 1
         entry.place = place
 
     def pin(self, entry: Entry) -> None:
         """Its slot is in use once more."""
+        self.changes += 1
+        self._pinned += not entry.pins
         entry.pins += 1
 
     def unpin(self, entry: Entry) -> None:
         """Its slot is in use once less; a dropped entry's slot is free with the last use."""
+        if not entry.pins:
+            raise RuntimeError("a slot that nothing uses is given back")
+        self.changes += 1
         entry.pins -= 1
-        assert entry.pins >= 0
+        self._pinned -= not entry.pins
         if entry.dropped and not entry.pins:
             self._ghosts.discard(entry)
             self._free.append(entry.slot)
@@ -130,7 +146,9 @@ class HostTier:
         """Forget an entry; its slot is free at once, or with its last use."""
         if entry.dropped:
             return
-        entry.dropped = True
+        self.changes += 1
+        self._handed -= entry.handed
+        entry.dropped, entry.handed = True, False
         if entry.place is Place.RESIDENT:
             self._exit(entry)
         del self.entries[entry.key]
@@ -145,22 +163,69 @@ class HostTier:
         for entry in list(self.entries.values()):
             self.drop(entry)
 
-    def check(self) -> None:
-        """AssertionError if slots, order and counts disagree."""
-        used = [entry.slot for entry in self.entries.values()] + [ghost.slot for ghost in self._ghosts]
-        assert sorted(used + self._free) == list(range(self.num_slots)), "slots lost or given twice"
-        assert len(self.lru) <= self.capacity, "more residents than capacity"
-        assert set(self.lru) == {k for k, e in self.entries.items() if e.place is Place.RESIDENT}, "order and entries disagree"
-        children = Counter(entry.parent for entry in self.lru.values())
-        assert +self._children == +children, "child counts disagree"
+    def hand(self, entry: Entry) -> None:
+        """The device holds this block; the index is about to discard it here."""
+        if not (entry.dropped or entry.handed):
+            self._handed += 1
+            entry.handed = True
 
+    @property
     def handed(self) -> int:
         """Slots whose blocks the device holds, and which the index has not discarded yet."""
-        return sum(1 for entry in self.entries.values() if entry.handed)
+        return self._handed
 
+    @property
     def pinned(self) -> int:
         """Slots in use by a copy or a write."""
-        return sum(1 for entry in self.entries.values() if entry.pins) + len(self._ghosts)
+        return self._pinned
+
+    @property
+    def passing(self) -> int:
+        """Slots whose blocks are on their way to the device or to storage; those that wait for the index's Discard are not counted."""
+        return len(self.entries) - len(self.lru) - self._handed
+
+    def check(self) -> None:
+        """AssertionError if slots, order and counts disagree."""
+        for _ in self.check_steps():
+            pass
+
+    def check_steps(self) -> Iterator[None]:
+        """`check` in steps of about a millisecond, between which anything may happen. What concerns an entry alone is always looked at; sums
+        only if nothing has changed since the check began."""
+        changes, used, pinned, handed = self.changes, bytearray(self.num_slots), 0, 0
+        children: Counter[bytes] = Counter()
+        entries = [*self.entries.values(), *self._ghosts]
+        for start in range(0, len(entries), STEP):
+            for entry in entries[start : start + STEP]:
+                current = not entry.dropped
+                assert not current or self.entries.get(entry.key) is entry, "an entry is not found by its key"
+                assert (self.lru.get(entry.key) is entry) == (current and entry.place is Place.RESIDENT), (
+                    "order and entries disagree"
+                )
+                assert current or entry.pins or changes != self.changes, "a dropped entry keeps its slot without a use"
+                used[entry.slot] += used[entry.slot] < 2
+                pinned += entry.pins > 0
+                handed += entry.handed
+                if current and entry.place is Place.RESIDENT:
+                    children[entry.parent] += 1
+            yield
+        assert len(self.lru) <= self.capacity, "more residents than capacity"
+        if changes != self.changes:
+            return
+        for start in range(0, len(self._free), STEP):
+            for slot in self._free[start : start + STEP]:
+                used[slot] += used[slot] < 2
+            yield
+            if changes != self.changes:
+                return
+        assert used.count(1) == self.num_slots, "slots lost or given twice"
+        assert (pinned, handed) == (self._pinned, self._handed), "counts of slots in use disagree"
+        assert len(children) == len(self._children), "child counts disagree"
+        for start in range(0, len(parents := list(children)), STEP):
+            if changes != self.changes:
+                return
+            assert all(children[key] == self._children[key] for key in parents[start : start + STEP]), "child counts disagree"
+            yield
 
     def _enter(self, entry: Entry) -> None:
         self.lru[entry.key] = entry

@@ -14,9 +14,9 @@ from itertools import islice
 from kvactors.actor import Actor
 from kvactors.actor.clock import now
 from kvactors.actor.supervisor import brief
-from kvactors.native import HOST
+from kvactors.native import DEVICE, HOST
 from kvactors.system import System
-from kvactors.units import KEY_BYTES, Tier
+from kvactors.units import Tier, split_keys
 
 SLICE = 0.001
 """Seconds of steps before other tasks run."""
@@ -117,8 +117,8 @@ def _comparisons(system: System, found: list[str]) -> Iterator[None]:
     in_flight = index.index_statistics()
     if in_flight.loads_in_flight or in_flight.offloads_in_flight or in_flight.saves_in_flight:
         found.append("prefix_index: an operation is in flight, and no actor works on it")
-    if evictor.host.handed():
-        found.append(f"cpu_evictor: {evictor.host.handed()} slots wait for a Discard, and no message is in flight")
+    if evictor.host.handed:
+        found.append(f"cpu_evictor: {evictor.host.handed} slots wait for a Discard, and no message is in flight")
     where: Residency = {}
     yield from residency_steps(system, where)
     if evictor.exclusive and not index.leases:
@@ -131,9 +131,8 @@ def _comparisons(system: System, found: list[str]) -> Iterator[None]:
         if both:
             found.append(f"{both} blocks are on the device and on the host, and the tiers are exclusive")
     stale: set[bytes] = set()
-    for _, _, keys, states in index.index.tree.paths():
-        names = (keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES))
-        stale.update(key for key, state in zip(names, states, strict=True) if state & HOST and key not in where[Tier.HOST])
+    for nodes in listing(system):
+        stale.update(key for key, state in nodes if state & HOST and key not in where[Tier.HOST])
         yield
     if stale:
         found.append(f"prefix_index: {len(stale)} blocks have a hint to the host, and are not there")
@@ -158,9 +157,8 @@ def _sinks(system: System, where: Residency, found: list[str]) -> Iterator[None]
 def residency_steps(system: System, where: Residency) -> Iterator[None]:
     """Fill `where` with the names of the blocks that each tier holds, from their owners."""
     where.update({tier: set() for tier in Tier})
-    joined = system.index_actor.device_keys()
-    for page in pages(joined[i : i + KEY_BYTES] for i in range(0, len(joined), KEY_BYTES)):
-        where[Tier.DEVICE].update(page)
+    for nodes in listing(system):
+        where[Tier.DEVICE].update(key for key, state in nodes if state & DEVICE)
         yield
     for page in pages(system.evictor_actor.host_keys()):
         where[Tier.HOST].update(page)
@@ -169,6 +167,14 @@ def residency_steps(system: System, where: Residency) -> Iterator[None]:
         for page in pages(system.backend.keys()):
             where[Tier.STORAGE].update(page)
             yield
+
+
+def listing(system: System) -> Iterator[list[tuple[bytes, int]]]:
+    """The block tree's nodes, PAGE of them at a time: their names and state bits."""
+    start = 0
+    while start >= 0:
+        keys, states, start = system.index_actor.index.tree.listing(start, PAGE)
+        yield list(zip(split_keys(keys), states, strict=True))
 
 
 def pages(keys: Iterable[bytes]) -> Iterator[list[bytes]]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from kvactors.native import DEVICE, HOST, LOADING, BlockTree, Path
+from kvactors.native import DEVICE, HOST, LOADING, BlockTree, Path, TreeCheck
 from kvactors.prefix_index.pool import BlockPool
 from kvactors.prefix_index.records import EvictOp, LoadOp, Segment
 from kvactors.units import KEY_BYTES
 
 Media = tuple[tuple[int, int], ...]
 """(offset, length) in tokens of media items, in ascending order."""
+
+NODES = 256
+"""Nodes of the tree that a step of a check looks at: hashing the tokens of one takes a microsecond or more."""
 
 
 class Match(NamedTuple):
@@ -132,7 +136,8 @@ class BlockIndex:
                 path.assign(position, blocks[used : used + gap])
                 used += gap
             position = stop
-        assert used == len(blocks)
+        if used != len(blocks):
+            raise RuntimeError(f"{len(blocks)} device blocks for a table that takes {used}")
 
     def evictable(self) -> int:
         """Device blocks that could be evicted now."""
@@ -162,6 +167,14 @@ class BlockIndex:
         """RuntimeError or AssertionError if tree and pool disagree with themselves."""
         self.tree.check()
         self.pool.check()
+
+    def check_steps(self) -> Iterator[None]:
+        """`check` in steps of about a millisecond, between which anything may happen. What concerns a block alone is always looked at; sums and
+        orders only if nothing has changed since the check began."""
+        check = TreeCheck(self.tree)
+        while not check.step(NODES):
+            yield
+        yield from self.pool.check_steps()
 
 
 def pick_keys(keys: bytes, positions: list[int]) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from kvactors.actor import ActorRef, Envelope, on
@@ -38,12 +39,17 @@ class Layers(Room):
 
     def check(self) -> None:
         """AssertionError or RuntimeError if tree, pool, leases and operations disagree; at rest nothing is referenced without a lease."""
-        self.index.check()
+        for _ in self.check_steps():
+            pass
+
+    def check_steps(self) -> Iterator[None]:
+        """`check` in steps of about a millisecond, between which turns may be taken."""
         if not (self.leases or self.loads or self.offloads or self.saves or self.waiting):
             state = self.index.tree.statistics()
             assert state["referenced"] == 0, f"{state['referenced']} nodes referenced, no lease"
             used = self.index.pool.total - self.index.pool.free
             assert used == state["device"], f"{used} blocks in use, {state['device']} in the tree"
+        yield from self.index.check_steps()
 
     # -- the end of a lease
 

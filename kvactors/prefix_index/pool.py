@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+
+STEP = 8192
+"""Blocks that a step of a check looks at."""
 
 
 class BlockPool:
     """Free device block ids 0 .. total - 1. A fresh pool hands out the lowest first; a returned block is reused first."""
 
-    __slots__ = ("_free", "_is_free", "total")
+    __slots__ = ("_free", "_is_free", "changes", "total")
 
     def __init__(self, total: int) -> None:
         self.total = total
+        self.changes = 0  # calls that changed something
         self._free = list(range(total - 1, -1, -1))
         self._is_free = bytearray(b"\x01" * total)
 
@@ -22,9 +26,11 @@ class BlockPool:
 
     def take(self, count: int) -> list[int]:
         """`count` free blocks; the caller has made sure that there are as many."""
-        assert 0 <= count <= len(self._free), f"{count} blocks wanted, {len(self._free)} free"
+        if not 0 <= count <= len(self._free):
+            raise RuntimeError(f"{count} blocks wanted, {len(self._free)} free")
         if not count:
             return []
+        self.changes += 1
         taken = self._free[-count:]
         del self._free[-count:]
         taken.reverse()
@@ -33,10 +39,13 @@ class BlockPool:
         return taken
 
     def give(self, blocks: Iterable[int]) -> None:
-        """Take blocks back. AssertionError for one that is free already or was never ours."""
+        """Take blocks back. RuntimeError for one that is free already or not of this pool: a block with two owners means wrong bytes."""
+        self.changes += 1
         for block in blocks:
-            assert 0 <= block < self.total, f"block {block} is not of this pool"
-            assert not self._is_free[block], f"block {block} was given back twice"
+            if not 0 <= block < self.total:
+                raise RuntimeError(f"block {block} is not of this pool")
+            if self._is_free[block]:
+                raise RuntimeError(f"block {block} was given back twice")
             self._is_free[block] = 1
             self._free.append(block)
 
@@ -46,4 +55,19 @@ class BlockPool:
 
     def check(self) -> None:
         """AssertionError if list and marks disagree."""
-        assert sorted(self._free) == [b for b in range(self.total) if self._is_free[b]], "free list and marks disagree"
+        for _ in self.check_steps():
+            pass
+
+    def check_steps(self) -> Iterator[None]:
+        """`check` in steps of about a millisecond, between which anything may happen: a block that is listed must be marked in any case, and
+        the whole is compared if nothing has changed since the check began."""
+        changes, marks, seen = self.changes, self._is_free, bytearray(self.total)
+        for start in range(0, len(self._free), STEP):
+            for block in self._free[start : start + STEP]:
+                assert marks[block], "free list and marks disagree"
+                seen[block] = 1
+            yield
+        if changes != self.changes:
+            return
+        assert seen == marks, "free list and marks disagree"
+        assert len(self._free) == marks.count(1), "free list and marks disagree"

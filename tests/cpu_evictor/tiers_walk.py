@@ -11,11 +11,13 @@ from kvactors.config import HostConfig, StorageConfig
 from kvactors.cpu_evictor.actor import CpuEvictor
 from kvactors.cpu_evictor.messages import Copied, HostChanged, Probed, ReadDone, Written
 from kvactors.errors import KVActorsError
+from kvactors.flush_notifier.messages import PLAIN
 from kvactors.gpu_swapper.messages import Copy, Direction
 from kvactors.native import HOST, Path
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.messages import Abandon, Acquire, Clear, Commit, DeviceLost, Finish, Preempt, Prefetch, Ready
+from kvactors.prefix_index.roots import Roots
 from kvactors.storage.messages import Outcome, Probe, Read, Write
 from kvactors.testing.probe import Probe as ProbeRef
 from kvactors.testing.stepper import Stepper
@@ -57,6 +59,7 @@ class TiersWalk:
         self.open: dict[int, Path] = {}
         self.ready: set[int] = set()
         self.number = self.era = self.served = self.reused = 0
+        self.roots = Roots("model", "default", bytes(32))
         self.index = BlockIndex(BLOCK, d.blocks, 64, recompute_last_token=False)
         names = {name: ProbeRef(name) for name in ("cpu_evictor", "prefix_index", "gpu_swapper", "flush_notifier")}
         readers = [ProbeRef("storage_reader-0", "storage_reader")] if d.stored else []
@@ -66,7 +69,7 @@ class TiersWalk:
                 ref, index=self.index, evictor=names["cpu_evictor"], notifier=names["flush_notifier"], exclusive=exclusive,
                 host_tier=d.slots > 0 or self.storage.write_policy == "write_back", fetch=d.stored, announce=True,
                 save=self.storage.write_policy, min_hits=1, keep=not exclusive, free_low=d.low, free_high=2 * d.low,
-                namespace="default",
+                roots=self.roots,
             )
         )  # fmt: skip
         self.evictor: Stepper[CpuEvictor] = Stepper(
@@ -134,7 +137,7 @@ class TiersWalk:
         self.ask(Acquire(self.number, f"r{self.number}", path, deadline), deadline)
 
     def path(self, family: int, tokens: int) -> Path:
-        path = Path(BLOCK, bytes(32))
+        path = Path(BLOCK, self.roots.root(PLAIN))
         path.extend([family * 100 + i for i in range(tokens)])
         return path
 
@@ -279,7 +282,7 @@ class TiersWalk:
         evictor.check()
         left = (index.leases, index.loads, index.offloads, index.saves, index.waiting, evictor.loads, self.open)
         assert not any(left), f"left over: {left}"
-        assert evictor.host.pinned() == evictor.host.handed() == 0
+        assert evictor.host.pinned == evictor.host.handed == 0
         assert self.index.pool.free + self.index.tree.statistics()["device"] == self.index.pool.total
         assert evictor.host.free + evictor.host.resident == evictor.host.num_slots
         resident = set(evictor.host.keys())

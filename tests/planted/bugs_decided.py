@@ -120,7 +120,9 @@ BUGS: tuple[Mutation, ...] = (
         '        """Forget an entry; its slot is free at once, or with its last use."""\n'
         "        if entry.dropped:\n"
         "            return\n"
-        "        entry.dropped = True\n"
+        "        self.changes += 1\n"
+        "        self._handed -= entry.handed\n"
+        "        entry.dropped, entry.handed = True, False\n"
         "        if entry.place is Place.RESIDENT:\n"
         "            self._exit(entry)\n"
         "        del self.entries[entry.key]\n"
@@ -133,7 +135,9 @@ BUGS: tuple[Mutation, ...] = (
         '        """Forget an entry; its slot is free at once, or with its last use."""\n'
         "        if entry.dropped:\n"
         "            return\n"
-        "        entry.dropped = True\n"
+        "        self.changes += 1\n"
+        "        self._handed -= entry.handed\n"
+        "        entry.dropped, entry.handed = True, False\n"
         "        if entry.place is Place.RESIDENT:\n"
         "            self._exit(entry)\n"
         "        del self.entries[entry.key]\n"

@@ -1,0 +1,117 @@
+// What the parts of the Python module share: who is inside an object, and conversions of numbers and names.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <optional>
+#include <stdexcept>
+#include <utility>
+
+#include "tree.hpp"
+#include "tree_check.hpp"
+
+namespace kvactors {
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+constexpr std::size_t kLarge = 4096;  // tokens from which letting the GIL go costs less than it gives
+
+inline Key key_of(const nb::bytes& bytes, const char* what) {
+    if (bytes.size() != 32) throw nb::value_error(what);
+    Key key;
+    std::memcpy(key.bytes, bytes.c_str(), 32);
+    return key;
+}
+
+template <class T>
+nb::bytes bytes_of(const T* data, std::size_t count) {
+    return nb::bytes(reinterpret_cast<const char*>(data), count * sizeof(T));
+}
+
+// A path or a tree is entered by one thread at a time, and letting the GIL go must not change that: every entry point holds one of these.
+class Busy {
+public:
+    explicit Busy(bool& flag) : flag_(flag) {
+        if (flag_) throw std::runtime_error("this object is in use by another thread");
+        flag_ = true;
+    }
+    ~Busy() { flag_ = false; }
+    Busy(const Busy&) = delete;
+    Busy& operator=(const Busy&) = delete;
+
+private:
+    bool& flag_;
+};
+
+// Token arrays of paths that have gone, see module.cpp. Touched under the GIL only.
+std::vector<Raw<u32>>& spare_arrays();
+constexpr std::size_t kSpares = 16, kSpareTokens = std::size_t(1) << 21;
+
+struct PyPath : Path {
+    PyPath(u32 block_size, const Key& root) : Path(block_size, root) {
+        std::vector<Raw<u32>>& spares = spare_arrays();
+        if (spares.empty()) return;
+        tokens = std::move(spares.back());
+        spares.pop_back();
+    }
+    ~PyPath() {
+        if (tokens.capacity() > kSpareTokens || spare_arrays().size() >= kSpares) return;
+        tokens.clear();
+        spare_arrays().push_back(std::move(tokens));
+    }
+    PyPath(const PyPath&) = delete;
+    PyPath& operator=(const PyPath&) = delete;
+    mutable bool busy = false;
+};
+
+struct PyTree : Tree {
+    using Tree::Tree;
+    mutable bool busy = false;
+    u64 version = 0;  // calls that may have changed something
+};
+
+class Change : Busy {
+public:
+    explicit Change(PyTree& tree) : Busy(tree.busy) { ++tree.version; }
+};
+
+struct PyCheck {
+    explicit PyCheck(const PyTree& tree) : tree(tree), version(tree.version), check(tree) {}
+    const PyTree& tree;
+    const u64 version;
+    TreeCheck check;
+};
+
+template <class Work>
+auto without_gil(std::size_t tokens, Work work) {
+    std::optional<nb::gil_scoped_release> released;
+    if (tokens > kLarge) released.emplace();
+    return work();
+}
+
+// ---------------------------------------------------------------- conversions
+
+using Id = long long;  // block ids travel as signed: -1 is "none"
+
+inline std::vector<Id> ids_of(const u32* blocks, std::size_t count) {
+    std::vector<Id> ids(count);
+    for (std::size_t i = 0; i < count; ++i) ids[i] = blocks[i] == kNil ? -1 : Id(blocks[i]);
+    return ids;
+}
+
+inline std::vector<Id> ids_of(const std::vector<u32>& blocks) { return ids_of(blocks.data(), blocks.size()); }
+
+inline u32 block_of(Id block) {
+    if (block < 0 || block >= Id(kNil)) throw nb::value_error("device block id out of range");
+    return u32(block);
+}
+
+inline u32 size_of(Id value, const char* what) {
+    if (value < 0 || value > 0xfffffffeLL) throw nb::value_error(what);
+    return u32(value);
+}
+
+inline u32 limit_of(Id max_blocks) { return max_blocks < 0 ? 0xffffffffu : size_of(max_blocks, "max_blocks out of range"); }
+
+}  // namespace kvactors

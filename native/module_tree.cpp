@@ -1,0 +1,185 @@
+// The Python module: argument checks and conversions of the block tree.
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include "module.hpp"
+
+namespace kvactors {
+namespace {
+
+using NodeIds = nb::ndarray<nb::numpy, u32, nb::ndim<1>>;
+using NodesIn = nb::ndarray<const u32, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+NodeIds nodes_of(std::vector<u32> nodes) {
+    auto* owned = new std::vector<u32>(std::move(nodes));
+    nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<std::vector<u32>*>(p); });
+    return NodeIds(owned->data(), {owned->size()}, owner);
+}
+
+std::vector<Key> keys_of(const nb::bytes& keys) {
+    if (keys.size() % 32 != 0) throw nb::value_error("keys must be a multiple of 32 bytes");
+    std::vector<Key> result(keys.size() / 32);
+    if (!result.empty()) std::memcpy(result.data(), keys.c_str(), keys.size());
+    return result;
+}
+
+nb::tuple match_tuple(const Match& match) {
+    return nb::make_tuple(match.device_run, nb::bytes(match.states.data(), match.states.size()));
+}
+
+}  // namespace
+
+void bind_tree(nb::module_& m) {
+    nb::class_<PyTree> tree(m, "BlockTree");
+    nb::class_<PyCheck>(m, "TreeCheck")
+        .def(nb::init<const PyTree&>(), "tree"_a, nb::keep_alive<1, 2>())
+        .def("step", [](PyCheck& c, Id count) {
+            const Busy busy(c.tree.busy);
+            return c.check.step(size_of(count, "count out of range"), c.version != c.tree.version);
+        }, "count"_a)
+        .def_prop_ro("exact", [](const PyCheck& c) { return c.check.exact(); });
+    tree.def("__init__", [](PyTree* self, Id block_size, Id capacity) {
+            if (block_size < 1 || block_size > (1 << 24)) throw nb::value_error("block_size must be between 1 and 2**24");
+            new (self) PyTree(u32(block_size), size_of(capacity, "capacity out of range"));
+        }, "block_size"_a, "capacity"_a = 0)
+        .def_prop_ro("block_size", [](const PyTree& t) { return t.block_size(); })
+        .def_prop_ro("retired", [](const PyTree& t) { return t.retired(); })
+        .def("pin", [](PyTree& t, PyPath& p, Id max_blocks) {
+            const Change change(t);
+            const Busy busy(p.busy);
+            return match_tuple(without_gil(p.tokens.size(), [&] { return t.pin(p, limit_of(max_blocks)); }));
+        }, "path"_a, "max_blocks"_a = -1)
+        .def("peek", [](PyTree& t, PyPath& p, Id max_blocks) {
+            const Busy tree_busy(t.busy), path_busy(p.busy);
+            return match_tuple(without_gil(p.tokens.size(), [&] { return t.peek(p, limit_of(max_blocks)); }));
+        }, "path"_a, "max_blocks"_a = -1)
+        .def("trim", [](PyTree& t, PyPath& p, Id held) {
+            const Change change(t);
+            const Busy busy(p.busy);
+            return ids_of(t.trim(p, size_of(held, "held out of range")));
+        }, "path"_a, "held"_a)
+        .def("retreat", [](PyTree& t, PyPath& p, Id n) {
+            const Change change(t);
+            const Busy busy(p.busy);
+            return ids_of(t.retreat(p, size_of(n, "blocks out of range")));
+        }, "path"_a, "blocks"_a)
+        .def("commit", [](PyTree& t, PyPath& p, Id upto) {
+            const Change change(t);
+            const Busy busy(p.busy);
+            const u32 limit = size_of(upto, "upto out of range");
+            const std::size_t fresh = limit > p.committed ? limit - p.committed : 0;
+            const Committed done = without_gil(fresh * p.block_size, [&] { return t.commit(p, limit); });
+            return nb::make_tuple(done.start, done.stop, done.adopted);
+        }, "path"_a, "upto"_a)
+        .def("release", [](PyTree& t, PyPath& p) {
+            const Change change(t);
+            const Busy busy(p.busy);
+            return ids_of(t.release(p));
+        }, "path"_a)
+        .def("begin_load", [](PyTree& t, PyPath& p, Id start, Id stop) {
+            const Change change(t);
+            const Busy busy(p.busy);
+            return nodes_of(t.begin_load(p, size_of(start, "start out of range"), size_of(stop, "stop out of range")));
+        }, "path"_a, "start"_a, "stop"_a)
+        .def("finish_load", [](PyTree& t, const NodesIn& nodes, Id good) {
+            const Change change(t);
+            return ids_of(t.finish_load(nodes.data(), nodes.shape(0), size_of(good, "good out of range")));
+        }, "nodes"_a, "good"_a)
+        .def("settle", [](PyTree& t, PyPath& p) {
+            const Change change(t);
+            const Busy busy(p.busy);
+            return t.settle(p);
+        }, "path"_a)
+        .def("replace", [](PyTree& t, PyPath& p, Id position, Id block) {
+            const Change change(t);
+            const Busy busy(p.busy);
+            t.replace(p, size_of(position, "position out of range"), block == -1 ? kNil : block_of(block));
+        }, "path"_a, "position"_a, "block"_a)
+        .def("evict", [](PyTree& t, Id count) {
+            const Change change(t);
+            Evicted out = t.evict(size_of(count, "count out of range"));
+            return nb::make_tuple(nodes_of(std::move(out.nodes)), bytes_of(out.keys.data(), out.keys.size()),
+                                  bytes_of(out.parents.data(), out.parents.size()), ids_of(out.blocks),
+                                  nb::bytes(out.states.data(), out.states.size()));
+        }, "count"_a)
+        .def("finish_offload", [](PyTree& t, const NodesIn& nodes, const nb::bytes& on_host) {
+            const Change change(t);
+            if (on_host.size() != nodes.shape(0)) throw nb::value_error("on_host must hold one byte for each node");
+            const u8* flags = reinterpret_cast<const u8*>(on_host.c_str());
+            const Offloaded out = t.finish_offload(nodes.data(), nodes.shape(0), flags);
+            return nb::make_tuple(ids_of(out.freed), out.kept);
+        }, "nodes"_a, "on_host"_a)
+        .def("host_gained", [](PyTree& t, const nb::bytes& keys) {
+            const Change change(t);
+            const std::vector<Key> names = keys_of(keys);
+            return t.host_gained(names.data(), names.size());
+        }, "keys"_a)
+        .def("host_gone", [](PyTree& t, const nb::bytes& keys) {
+            const Change change(t);
+            const std::vector<Key> names = keys_of(keys);
+            return t.host_gone(names.data(), names.size());
+        }, "keys"_a)
+        .def("clear_host", [](PyTree& t) {
+            const Change change(t);
+            t.clear_host();
+        })
+        .def("mark_announced", [](PyTree& t, PyPath& p, Id upto) {
+            const Change change(t);
+            const Busy busy(p.busy);
+            return t.mark_announced(p, size_of(upto, "upto out of range"));
+        }, "path"_a, "upto"_a)
+        .def("clear_announced", [](PyTree& t) {
+            const Change change(t);
+            t.clear_announced();
+        })
+        .def("worth_saving", [](const PyTree& t, const PyPath& p, Id upto, Id min_hits) {
+            const Busy busy(t.busy), path_busy(p.busy);
+            return t.worth_saving(p, size_of(upto, "upto out of range"), size_of(min_hits, "min_hits out of range"));
+        }, "path"_a, "upto"_a, "min_hits"_a)
+        .def("retire", [](PyTree& t) {
+            const Change change(t);
+            return ids_of(t.retire());
+        })
+        .def("device_keys", [](const PyTree& t) {
+            const Busy busy(t.busy);
+            const std::vector<Key> keys = t.device_keys();
+            return bytes_of(keys.data(), keys.size());
+        })
+        .def("paths", [](const PyTree& t) {
+            const Busy busy(t.busy);
+            nb::list result;
+            for (const Leaf& leaf : t.leaves())
+                result.append(nb::make_tuple(bytes_of(&leaf.root, 1), bytes_of(leaf.tokens.data(), leaf.tokens.size()),
+                                             bytes_of(leaf.keys.data(), leaf.keys.size()),
+                                             nb::bytes(leaf.states.data(), leaf.states.size())));
+            return result;
+        })
+        .def("statistics", [](const PyTree& t) {
+            const Busy busy(t.busy);
+            const Statistics s = t.statistics();
+            nb::dict d;
+            d["nodes"] = s.nodes;
+            d["device"] = s.device;
+            d["host"] = s.host;
+            d["evictable"] = s.evictable;
+            d["referenced"] = s.referenced;
+            d["loading"] = s.loading;
+            d["offloading"] = s.offloading;
+            d["bytes"] = t.bytes();
+            return d;
+        })
+        .def("listing", [](const PyTree& t, Id start, Id count) {
+            const Busy busy(t.busy);
+            const Listing found = t.listing(size_of(start, "start out of range"), size_of(count, "count out of range"));
+            return nb::make_tuple(bytes_of(found.keys.data(), found.keys.size()),
+                                  nb::bytes(found.states.data(), found.states.size()), found.next == kNil ? Id(-1) : Id(found.next));
+        }, "start"_a, "count"_a)
+        .def("check", [](const PyTree& t) {
+            const Busy busy(t.busy);
+            t.check();
+        });
+}
+
+}  // namespace kvactors

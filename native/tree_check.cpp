@@ -1,0 +1,154 @@
+// The check of every invariant of the tree, in steps.
+#include "tree_check.hpp"
+
+#include <stdexcept>
+
+#include "sha256.hpp"
+
+namespace kvactors {
+namespace {
+
+void expect(bool holds, const char* what, u64 id) {
+    if (!holds) throw std::runtime_error("block tree is damaged: " + std::string(what) + " (node " + std::to_string(id) + ")");
+}
+
+}  // namespace
+
+TreeCheck::TreeCheck(const Tree& tree)
+    : tree_(tree),
+      end_(tree.next_id_),
+      id_(tree.head_),
+      children_(tree.next_id_),
+      place_(tree.next_id_),
+      extra_uses_(tree.extras_.size()) {}
+
+bool TreeCheck::step(std::size_t count, bool changed) {
+    if (changed && exact_) {
+        exact_ = false;
+        if (phase_ < Phase::nodes) enter(Phase::nodes, 0);
+        if (phase_ > Phase::nodes) phase_ = Phase::over;
+    }
+    while (count != 0 && phase_ != Phase::over) {
+        switch (phase_) {
+            case Phase::list: list(); break;
+            case Phase::free: free(); break;
+            case Phase::nodes: node(); break;
+            case Phase::children: children(); break;
+            case Phase::over: break;
+        }
+        --count;
+    }
+    return phase_ == Phase::over;
+}
+
+void TreeCheck::enter(Phase phase, u32 id) {
+    phase_ = phase;
+    id_ = id;
+}
+
+void TreeCheck::list() {
+    if (id_ == kNil) {
+        expect(tree_.tail_ == before_, "tail of the list", tree_.tail_);
+        enter(Phase::free, tree_.free_);
+        return;
+    }
+    const Node& node = tree_.at(id_);
+    expect(tree_.is_node(id_) && (node.bits & kListed) != 0 && node.prev == before_, "list of evictable nodes", id_);
+    place_[id_] = u32(++seen_.evictable);
+    expect(seen_.evictable <= tree_.counts_.evictable, "list of evictable nodes is too long", id_);
+    before_ = id_;
+    id_ = node.next;
+}
+
+void TreeCheck::free() {
+    if (id_ == kNil || free_ > end_) {
+        enter(Phase::nodes, 0);
+        return;
+    }
+    expect(tree_.at(id_).parent == Tree::kFree, "list of free nodes", id_);
+    ++free_;
+    id_ = tree_.at(id_).next;
+}
+
+void TreeCheck::node() {
+    if (id_ >= end_) {
+        if (exact_) enter(Phase::children, 0);
+        else phase_ = Phase::over;
+        return;
+    }
+    const u32 id = id_++;
+    if (!tree_.is_used(id)) return;
+    const Node& node = tree_.at(id);
+    if ((node.bits & kRoot) != 0) {
+        ++roots_;
+        expect(node.parent == kNil && tree_.find_root(node.name) == id, "root", id);
+        return;
+    }
+    const u32 state = node.bits & kStateBits;
+    expect(tree_.is_used(node.parent), "parent of a node is gone", id);
+    const Node& parent = tree_.at(node.parent);
+    expect(state != 0 || node.refs != 0 || node.children != 0, "node that nothing keeps", id);
+    expect((node.block != kNil) == ((state & (kDevice | kLoading)) != 0), "device block without a reason", id);
+    expect((state & (kDevice | kLoading)) != (kDevice | kLoading), "loading although resident", id);
+    expect((state & kOffloading) == 0 || ((state & kDevice) != 0 && node.pending != 0), "offload without a block", id);
+    expect(node.pending == 0 || (state & kDevice) != 0, "copy from a block the node lost", id);
+    expect(node.refs == 0 || (parent.bits & kRoot) != 0 || parent.refs != 0, "unreferenced above a referenced", id);
+    expect(parent.children != 0, "number of children", node.parent);
+    const bool evictable = Tree::is_firm(node) && node.refs == 0 && !tree_.retired_;
+    expect(((node.bits & kListed) != 0) == evictable, "evictable", id);
+    if (Tree::is_firm(node) && !tree_.retired_) expect((parent.bits & kRoot) != 0 || Tree::is_firm(parent), "hole above", id);
+    expect(tree_.find_name(node.name) == id, "table of names", id);
+    expect(tree_.find_child(node.parent, node.extra, tree_.tokens_of(id), kNil) == id, "table of children", id);
+    const std::string& extra = tree_.extras_[node.extra].bytes;
+    Key name;
+    ChainHasher(tree_.block_size_)
+        .name(parent.name, tree_.tokens_of(id), reinterpret_cast<const u8*>(extra.data()), u32(extra.size()), name);
+    expect(name == node.name, "name", id);
+    if (exact_) count(id, node);
+}
+
+void TreeCheck::count(u32 id, const Node& node) {
+    const u32 state = node.bits & kStateBits;
+    expect((place_[id] != 0) == ((node.bits & kListed) != 0), "evictable", id);
+    if (place_[id] != 0 && place_[node.parent] != 0) expect(place_[node.parent] > place_[id], "order of the list", id);
+    ++children_[node.parent];
+    ++extra_uses_[node.extra];
+    ++seen_.nodes;
+    seen_.device += (state & kDevice) != 0;
+    seen_.host += (state & kHost) != 0;
+    seen_.loading += (state & kLoading) != 0;
+    seen_.offloading += (state & kOffloading) != 0;
+    seen_.referenced += node.refs != 0;
+}
+
+void TreeCheck::children() {
+    if (id_ >= end_) {
+        totals();
+        phase_ = Phase::over;
+        return;
+    }
+    const u32 id = id_++;
+    if (!tree_.is_used(id)) return;
+    expect(children_[id] == tree_.at(id).children, "number of children", id);
+    if ((tree_.at(id).bits & kRoot) != 0) expect(children_[id] != 0, "root without children", id);
+}
+
+void TreeCheck::totals() const {
+    const Statistics& counts = tree_.counts_;
+    for (u32 id = 1; id < extra_uses_.size(); ++id)
+        expect(extra_uses_[id] == tree_.extras_[id].uses, "uses of an extra key", id);
+    expect(seen_.nodes + roots_ + free_ == tree_.next_id_ && roots_ == tree_.roots_.size(), "number of nodes", tree_.next_id_);
+    expect(seen_.nodes == counts.nodes && seen_.device == counts.device && seen_.host == counts.host &&
+               seen_.evictable == counts.evictable && seen_.referenced == counts.referenced &&
+               seen_.loading == counts.loading && seen_.offloading == counts.offloading &&
+               tree_.children_.used() == seen_.nodes && tree_.names_.used() == seen_.nodes,
+           "counts", 0);
+}
+
+void Tree::check() const {
+    TreeCheck check(*this);
+    while (!check.step(std::size_t(1) << 16, false)) {
+    }
+}
+
+}  // namespace kvactors

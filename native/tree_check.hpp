@@ -1,0 +1,61 @@
+// A check of every invariant of a tree that can be spread over many turns.
+#pragma once
+
+#include <cstdlib>
+
+#include "tree.hpp"
+
+namespace kvactors {
+
+// Numbers that are 0 until they are written. The memory comes from the kernel as it is touched, so that a large tree costs nothing at once.
+class Zeros {
+public:
+    explicit Zeros(std::size_t size)
+        : size_(size), numbers_(static_cast<u32*>(std::calloc(size + 1, sizeof(u32)))) {
+        if (!numbers_) throw std::bad_alloc();
+    }
+    u32& operator[](std::size_t i) { return numbers_.get()[i]; }
+    u32 operator[](std::size_t i) const { return numbers_.get()[i]; }
+    std::size_t size() const { return size_; }
+
+private:
+    struct Free {
+        void operator()(u32* p) const { std::free(p); }
+    };
+    std::size_t size_;
+    std::unique_ptr<u32, Free> numbers_;
+};
+
+// What holds of each node by itself holds between any two operations, so it is looked at whatever happens between the steps. Order, sums and
+// counts of the whole are compared only if no operation came in between (`exact`).
+class TreeCheck {
+public:
+    explicit TreeCheck(const Tree& tree);
+
+    // Looks at `count` more nodes; true when everything was looked at. changed: whether the tree was changed since the check began.
+    // std::runtime_error names what is damaged.
+    bool step(std::size_t count, bool changed);
+    bool exact() const { return exact_; }
+
+private:
+    enum class Phase { list, free, nodes, children, over };
+
+    void enter(Phase phase, u32 id);
+    void list();
+    void free();
+    void node();
+    void count(u32 id, const Node& node);
+    void children();
+    void totals() const;
+
+    const Tree& tree_;
+    const u32 end_;
+    Phase phase_ = Phase::list;
+    u32 id_, before_ = kNil;
+    bool exact_ = true;
+    Statistics seen_;
+    std::size_t roots_ = 0, free_ = 0;
+    Zeros children_, place_, extra_uses_;
+};
+
+}  // namespace kvactors
