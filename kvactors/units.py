@@ -50,6 +50,11 @@ def split_keys(keys: bytes) -> list[bytes]:
     return [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)]
 
 
+def key_at(keys: bytes, index: int) -> bytes:
+    """One block hash of a buffer of them."""
+    return keys[KEY_BYTES * index : KEY_BYTES * (index + 1)]
+
+
 def join_keys(keys: Iterable[bytes]) -> bytes:
     """A buffer of names."""
     return b"".join(keys)

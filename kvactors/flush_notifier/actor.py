@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 from kvactors.actor import Actor, ActorRef, Envelope, Message, on
 from kvactors.actor.clock import now
 from kvactors.config import FlushConfig
+from kvactors.flush_notifier.checks import Tiers, divergence_steps
 from kvactors.flush_notifier.deliveries import Delivery, SinkHealth, SinkStatistics, described, start_call
 from kvactors.flush_notifier.ledger import LIMBO, Ledger
 from kvactors.flush_notifier.messages import (
@@ -25,9 +26,8 @@ from kvactors.flush_notifier.messages import (
     RetryDue,
     Settle,
 )
-from kvactors.flush_notifier.runs import Batch
+from kvactors.flush_notifier.runs import Batch, Steps, finish
 from kvactors.flush_notifier.sinks.base import Sink
-from kvactors.units import Tier
 
 
 class Settling(NamedTuple):
@@ -141,15 +141,16 @@ class FlushNotifier(Actor):
         self._woken = False
         if self._unfinished:
             return
-        for i, delivery in enumerate(self.deliveries):
-            if delivery.ready(self.ledger.pending(i)):
-                self._deliver(i, delivery)
+        ready = [(i, delivery) for i, delivery in enumerate(self.deliveries) if delivery.ready(self.ledger.pending(i))]
+        for _, delivery in ready:
+            delivery.in_flight = True
+        for i, delivery in ready:
+            self._work(self._deliver(i, delivery))
 
-    def _deliver(self, i: int, delivery: Delivery) -> None:
+    def _deliver(self, i: int, delivery: Delivery) -> Iterator[None]:
         """Call a sink: with the epoch, or with what differs."""
         if delivery.begun:
-            delivery.batch = self.ledger.take(i, self.config.batch, self.epoch)
-        delivery.in_flight = True
+            delivery.batch = yield from self.ledger.taking(i, self.config.batch, self.epoch)
         delivery.number += 1
         call = start_call(delivery.sink, partial(self._call, delivery.sink, i, tuple(delivery.batch.tasks), delivery.begun))
         self._report_end(delivery, call, delivery.number)
@@ -196,38 +197,34 @@ class FlushNotifier(Actor):
 
     def _end_call(self, i: int, delivery: Delivery, error: str) -> None:
         """The sink took the batch, or back off and try again with what differs then."""
+        delivery.number += 1  # what else comes of this call is late
         if delivery.timer is not None:
             delivery.timer.cancel()
         name = delivery.sink.name
         if error:
-            taken, rest = delivery.split()
-            self.ledger.delivered(i, taken)
-            delivery.count(taken.tasks)
-            self.ledger.refused(i, rest)
             if delivery.failed(error):
                 self.log.warning("sink fails", sink=name, error=error, again_in=delivery.delay)
             delivery.waiting = True
             self.after(delivery.delay, RetryDue(name))
             delivery.delay = min(2 * delivery.delay, self.config.retry_max)
-        else:
-            failed_for = delivery.took(self.config.retry_min)
-            if failed_for is not None:
-                self.log.info("sink works again", sink=name, failed_for=round(failed_for, 3), last_error=delivery.last_error)
-            self.ledger.delivered(i, delivery.batch)
-            delivery.count(delivery.batch.tasks)
-        self._work(self._over(i, delivery, cleared=not error))
+        elif (failed_for := delivery.took(self.config.retry_min)) is not None:
+            self.log.info("sink works again", sink=name, failed_for=round(failed_for, 3), last_error=delivery.last_error)
+        self._work(self._over(i, delivery, failed=bool(error)))
 
-    def _over(self, i: int, delivery: Delivery, *, cleared: bool) -> Iterator[None]:
-        """The end of a call; if it said that everything is gone, that takes some time."""
-        if cleared:
-            yield from self.ledger.cleared(i, delivery.batch)
-        told_again = bool(delivery.batch.cleared)
+    def _over(self, i: int, delivery: Delivery, *, failed: bool) -> Iterator[None]:
+        """The ledger's part of the end of a call."""
+        taken, rest = delivery.split() if failed else (delivery.batch, None)
+        yield from self.ledger.delivering(i, taken)
+        delivery.count(taken.tasks)
+        if rest is not None:
+            yield from self.ledger.refusing(i, rest)
+        sent_again = bool(delivery.batch.cleared)
         delivery.in_flight = False
         if not delivery.failures:
             delivery.since = now() if self.ledger.pending(i) else None
         delivery.batch = Batch([], [])
         for one in self._settling:
-            if i in one.marks and (one.marks[i] is None or told_again):
+            if i in one.marks and (one.marks[i] is None or sent_again):
                 one.marks[i] = self.ledger.clock
 
     @on(RetryDue)
@@ -265,40 +262,28 @@ class FlushNotifier(Actor):
 
     # -- for inspection
 
-    def divergence(self, truth: Mapping[Tier, set[bytes]], sinks: Collection[str] | None = None) -> int:
+    def divergence(self, truth: Tiers, sinks: Collection[str] | None = None) -> int:
         """Blocks on which a sink's view (of those named, of all if None) and the given tiers differ.
 
         Blocks whose path was never announced are not counted (see `unnamed`): no sink can know of them; nor gains that a sink does
         not want to hear before the request finishes."""
-        tiers_of: dict[bytes, int] = {}
-        for tier, keys in truth.items():
-            bit = int(tier)
-            for key in keys:
-                tiers_of[key] = tiers_of.get(key, 0) | bit
-        differing: set[bytes] = set()
-        for i, view in enumerate(self.ledger.views):
-            if sinks is not None and self.deliveries[i].sink.name not in sinks:
-                continue
-            table, believed = view.table(), self._believed(i)
-            for key in tiers_of.keys() | believed.keys():
-                entry, expected = self.ledger.entries.get(key), table[tiers_of.get(key, 0)]
-                if view.by_tokens and entry is not None and not entry.by_tokens:
-                    expected = 0
-                if view.at_finish and entry is not None and not entry.finished:
-                    expected &= believed.get(key, 0)
-                if expected != believed.get(key, 0) and (entry is not None or key in believed):
-                    differing.add(key)
-        return len(differing)
+        return finish(self.divergence_steps(truth, sinks))
+
+    def divergence_steps(self, truth: Tiers, sinks: Collection[str] | None = None) -> Steps[int]:
+        """The same in steps, to compare at rest: what changes between two steps may or may not count."""
+        chosen = [i for i, d in enumerate(self.deliveries) if sinks is None or d.sink.name in sinks]
+        mirrors = {i: mirror for i in chosen if (mirror := self._mirror(i)) is not None}
+        return divergence_steps(self.ledger, chosen, mirrors, truth)
 
     def unnamed(self) -> int:
         """Resident blocks whose path was never announced."""
         return len(self.ledger.unnamed)
 
-    def _believed(self, i: int) -> dict[bytes, int]:
-        """What a sink says it believes, if it can say so; else what it was told."""
+    def _mirror(self, i: int) -> dict[bytes, int] | None:
+        """A sink's own account of its view, None if it has none."""
         view: Any = getattr(self.deliveries[i].sink, "view", None)
         if view is None:
-            return dict(self.ledger.believed(i))
+            return None
         mirror: dict[bytes, int] = {}
         try:
             for tier, keys in view().items():
@@ -306,11 +291,15 @@ class FlushNotifier(Actor):
                     mirror[key] = mirror.get(key, 0) | int(tier)
         except Exception as error:
             self.log.warning("sink has no view to compare", sink=self.deliveries[i].sink.name, error=described(error))
-            return dict(self.ledger.believed(i))
+            return None
         return mirror
 
+    def check_steps(self) -> Iterator[None]:
+        """AssertionError if the ledger is not consistent. In steps, between which anything may happen."""
+        return self.ledger.check_steps()
+
     def check(self) -> None:
-        """AssertionError if the ledger is not consistent."""
+        """All steps of `check_steps` at once."""
         self.ledger.check()
 
     def flush_statistics(self) -> tuple[SinkStatistics, ...]:

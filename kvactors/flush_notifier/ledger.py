@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+from kvactors.flush_notifier.checks import check_steps
 from kvactors.flush_notifier.messages import Announced
-from kvactors.flush_notifier.runs import LAST, Batch, Entry, Holding, Run, as_task, clear_task, join, ordered
+from kvactors.flush_notifier.order import Order
+from kvactors.flush_notifier.runs import BITS, LAST, Batch, Entry, Holding, Steps, as_task, clear_task, finish, pick, runs_of
 from kvactors.flush_notifier.view import SinkView
 from kvactors.identity import block_hash
-from kvactors.units import ALL_TIERS, Reason, Tier, split_keys
+from kvactors.units import ALL_TIERS, Reason, Tier, count_keys, key_at
 
 LIMBO = 16_384
 """Blocks that are nowhere and yet remembered, unless told otherwise."""
@@ -23,13 +25,7 @@ UNSURE = 3
 """Bits by which a sink's state holds the tiers it may believe or not."""
 
 SLICE = 256
-"""Blocks looked at in one turn."""
-
-PATHS = 4
-"""A batch of n blocks may carry paths of PATHS x n blocks in all: many short runs deep in the tree are told in several batches."""
-
-BITS = tuple([int(tier) for tier in Tier if tier & tiers] for tiers in range(ALL_TIERS + 1))
-"""By set of tiers: its members as numbers (plain ints: arithmetic on flags is slow)."""
+"""Blocks looked at in one step."""
 
 
 class Ledger:
@@ -52,6 +48,10 @@ class Ledger:
         self.block_bytes = 4 * block_size
         self.views = views
         self.entries: dict[bytes, Entry] = {}
+        self.order = (
+            Order()
+        )  # of the same entries: parents before children, and none is missed or met twice while others come and go
+        self.version = 0  # counts the steps that may have changed something
         self.unnamed: dict[bytes, int] = {}  # resident (so as many as there are blocks at most), but no path has named them yet
         self.clock = 0  # counts the differences that began
         self.dirty: list[dict[Entry, int]] = [{} for _ in views]  # per sink, when they began to differ, in that order
@@ -60,26 +60,31 @@ class Ledger:
         self._by_name = by_name
         self._cleared: set[int] = set()  # of those sinks: everything they believe was gone at once, and they have not been told
         self._tables = [view.table() for view in views]
-        self._limbo: dict[Entry, None] = {}
-        self._limbo_bound = max(1, limbo)
+        self.limbo: dict[Entry, None] = {}
+        self.trimming = 0  # calls of `_trim` that have steps to come
+        self.settling = 0  # ends of deliveries that have steps to come
+        self.limbo_bound = max(1, limbo)
 
     # -- what is true: steps of at most SLICE blocks, between which others may run (but no other fact may come)
 
     def announce(self, message: Announced) -> Iterator[None]:
         """Blocks [start, start + count) of a path are resident; all of the path is learned."""
-        keys, start, stop = split_keys(message.keys), message.start, message.start + message.count
-        assert len(message.tokens) == self.block_bytes * len(keys), "an announced path needs a name for each block"
-        bit, reason, finish = int(message.tier), message.reason, message.reason is Reason.REQUEST_FINISH
+        count, start, stop = count_keys(message.keys), message.start, message.start + message.count
+        if len(message.tokens) != self.block_bytes * count:
+            raise ValueError("an announced path needs a block hash for each block")
+        bit, reason, finished = int(message.tier), message.reason, message.reason is Reason.REQUEST_FINISH
         # A path whose upper part is known need not be walked from the root, unless the finish is news to that part as well.
-        first = start if start and keys[start - 1] in self.entries and not finish else 0
-        parent, parent_key = (self.entries[keys[first - 1]], keys[first - 1]) if first else (None, message.root)
-        for i in range(first, len(keys)):
-            key = keys[i]
+        above = self.entries.get(key_at(message.keys, start - 1)) if start and not finished else None
+        first = start if above is not None else 0
+        parent, parent_key = (above, above.key) if above is not None else (None, message.root)
+        self.version += 1
+        for i in range(first, count):
+            key = key_at(message.keys, i)
             entry = self.entries.get(key)
             if entry is None:
                 entry = self._learn(key, parent, parent_key, message, i)
             if i < stop:
-                entry.finished |= finish
+                entry.finished |= finished
                 if i >= start:
                     entry.truth |= bit
                     entry.reasons[LAST] = entry.reasons[bit] = reason
@@ -87,18 +92,18 @@ class Ledger:
             parent, parent_key = entry, key
             if i % self.step == self.step - 1:
                 entry.held += 1  # it must not be forgotten before its child is there
-                self._trim()
+                yield from self._trim()
                 yield
-                entry.held -= 1
-                if entry.idle():
-                    self._remember(entry)
-        self._trim()
+                self._let_go(entry)
+                self.version += 1
+        yield from self._trim()
 
     def _learn(self, key: bytes, parent: Entry | None, parent_key: bytes, message: Announced, position: int) -> Entry:
         tokens = message.tokens[position * self.block_bytes : (position + 1) * self.block_bytes]
         entry = Entry(key, parent, parent_key, tokens, message.origin, len(self.views))
         entry.truth = self.unnamed.pop(key, 0)
         self.entries[key] = entry
+        self.order.add(entry)
         if parent is not None:
             parent.children += 1
         if self._token_root and (parent.by_tokens if parent is not None else parent_key == self._token_root):
@@ -108,7 +113,12 @@ class Ledger:
     def gain(self, keys: bytes, tier: Tier, reason: Reason) -> Iterator[None]:
         """These are resident on `tier`."""
         bit = int(tier)
-        for i, key in enumerate(split_keys(keys), 1):
+        for i in range(count_keys(keys)):
+            if not i % self.step:
+                if i:
+                    yield
+                self.version += 1
+            key = key_at(keys, i)
             entry = self.entries.get(key)
             if entry is None:
                 self.unnamed[key] = self.unnamed.get(key, 0) | bit
@@ -116,35 +126,50 @@ class Ledger:
                 entry.truth |= bit
                 entry.reasons[LAST] = entry.reasons[bit] = reason
                 self._look(entry)
-            if not i % self.step:
-                yield
+        yield from ()
 
     def lose(self, keys: bytes, tier: Tier, reason: Reason) -> Iterator[None]:
         """These left `tier`."""
         bit = int(tier)
-        for i, key in enumerate(split_keys(keys), 1):
+        for i in range(count_keys(keys)):
+            if not i % self.step:
+                if i:
+                    yield from self._trim()
+                    yield
+                self.version += 1
+            key = key_at(keys, i)
             entry = self.entries.get(key)
             if entry is not None:
                 self._lose(entry, bit, reason)
             elif left := self.unnamed.pop(key, 0) & ~bit:
                 self.unnamed[key] = left
-            if not i % self.step:
-                self._trim()
-                yield
-        self._trim()
+        yield from self._trim()
 
     def clear(self, tier: Tier, reason: Reason) -> Iterator[None]:
         """Nothing is resident on `tier`."""
         bit = int(tier)
         left = 0  # the tiers that still hold something
-        for i, entry in enumerate(list(self.entries.values()), 1):
+        for i, entry in enumerate(self.order.up_to(self.order.last_number), 1):
             self._lose(entry, bit, reason)
             left |= entry.truth
             if not i % self.step:
-                self._trim()
+                self.version += 1
+                yield from self._trim()
                 yield
-        self._trim()
-        self.unnamed = {key: tiers & ~bit for key, tiers in self.unnamed.items() if tiers & ~bit}
+        self.version += 1
+        yield from self._trim()
+        nowhere: list[bytes] = []
+        for i, (key, tiers) in enumerate(self.unnamed.items(), 1):  # no other fact comes, so no name does
+            if tiers & ~bit:
+                self.unnamed[key] = tiers & ~bit
+            else:
+                nowhere.append(key)
+            if not i % self.step:
+                yield
+        for i, key in enumerate(nowhere, 1):
+            del self.unnamed[key]
+            if not i % self.step:
+                yield
         if reason is Reason.CLEAR:
             self._cleared.update(sink for sink in self._takes_clear if not self._tables[sink][left])
 
@@ -178,23 +203,40 @@ class Ledger:
 
     def _remember(self, entry: Entry) -> None:
         """Keep an idle entry among the last idle ones. An entry that comes back into use loses its place when its turn comes."""
-        self._limbo.pop(entry, None)
-        self._limbo[entry] = None
+        self.limbo.pop(entry, None)
+        self.limbo[entry] = None
 
-    def _trim(self) -> None:
+    def _let_go(self, entry: Entry) -> None:
+        """One reference to an entry less, from outside of the tree."""
+        entry.held -= 1
+        if not entry.truth and entry.idle():
+            self._remember(entry)
+
+    def _trim(self) -> Iterator[None]:
         """Forget the oldest idle entries beyond the bound. Runs at the end of a step only: within a step every entry that is idle by then
         has been remembered, so no entry that the step still refers to is forgotten."""
-        while len(self._limbo) > self._limbo_bound:
-            oldest = next(iter(self._limbo))
-            del self._limbo[oldest]
-            self._forget(oldest)
-
-    def _forget(self, entry: Entry | None) -> None:
-        while entry is not None and not entry.children and entry.idle() and entry not in self._limbo:
-            del self.entries[entry.key]
-            entry = entry.parent
-            if entry is not None:
-                entry.children -= 1
+        if len(self.limbo) <= self.limbo_bound:
+            return
+        self.trimming += 1
+        self.version += 1
+        done = 0
+        while len(self.limbo) > self.limbo_bound:
+            oldest = next(iter(self.limbo))
+            del self.limbo[oldest]
+            entry: Entry | None = oldest
+            while entry is not None and not entry.children and entry.idle() and entry not in self.limbo:
+                del self.entries[entry.key]
+                self.order.remove(entry)
+                entry = entry.parent
+                if entry is not None:
+                    entry.children -= 1
+                    done += 1
+                    if not done % self.step:
+                        entry.held += 1
+                        yield
+                        entry.held -= 1
+                        self.version += 1
+        self.trimming -= 1
 
     def pending(self, sink: int) -> int:
         """Blocks on which a sink's belief and the truth that is due differ."""
@@ -205,134 +247,133 @@ class Ledger:
         return next(iter(self.dirty[sink].values()), self.clock + 1) - 1
 
     def take(self, sink: int, limit: int, epoch: int) -> Batch:
+        """All steps of `taking`."""
+        return finish(self.taking(sink, limit, epoch))
+
+    def taking(self, sink: int, limit: int, epoch: int) -> Steps[Batch]:
         """The next differences of a sink, about `limit` blocks, in the order of `runs.ordered`; they are in delivery until `delivered` or
-        `refused`."""
+        `refused`. No fact may come between the steps."""
         if sink in self._cleared:
             self._cleared.discard(sink)
             if self.dirty[sink]:
-                return Batch([clear_task(self.views[sink].tiers, epoch)], [], [*self.entries.values()])
+                return Batch([clear_task(self.views[sink].tiers, epoch)], [], self.order.last_number)
         losses: dict[int, list[Entry]] = {}
         gains: dict[int, list[Entry]] = {}
-        for entry in self._pick(sink, limit):
+        picked = yield from pick(self.dirty[sink], limit, self.step)
+        for i, entry in enumerate(picked, 1):
             due, state = self.due(entry, sink), entry.states[sink]
             for bit in BITS[((due ^ state) | state >> UNSURE) & ALL_TIERS.value]:
                 (gains if due & bit else losses).setdefault(bit, []).append(entry)
-        reason_of = (lambda _: LAST) if self.views[sink].node else int
-        runs = [run for bit, some in losses.items() for run in join(some, bit, resident=False, reason_index=reason_of(bit))]
-        runs += [run for bit, some in gains.items() for run in join(some, bit, resident=True, reason_index=reason_of(bit))]
+            if not i % self.step:
+                yield
         by_name = sink in self._by_name
-        runs = ordered(runs) if by_name else list(_within(ordered(runs), PATHS * limit))
+        paths = None if by_name else limit
+        runs = yield from runs_of(losses, gains, node=self.views[sink].node, paths=paths, step=self.step)
+        tasks = []
         for run in runs:
-            for entry in run.entries:
+            tasks.append((yield from as_task(run, epoch, by_name=by_name, step=self.step)))
+            for i, entry in enumerate(run.entries, 1):
                 entry.held += 1
-        return Batch([as_task(run, epoch, by_name=by_name) for run in runs], runs)
-
-    def _pick(self, sink: int, limit: int) -> list[Entry]:
-        """About `limit` entries: each with those above it that differ as well, and never the first part of a run only, since every part
-        would carry the path from the root again."""
-        dirty = self.dirty[sink]
-        picked: dict[Entry, None] = {}
-        last: Entry | None = None
-        for entry in dirty:
-            if len(picked) >= limit and entry.parent is not last:
-                break
-            chain, above = [entry], entry.parent
-            while above in dirty and above not in picked:
-                chain.append(above)
-                above = above.parent
-            picked.update(dict.fromkeys(reversed(chain)))
-            last = entry
-        return list(picked)
+                if not i % self.step:
+                    yield
+        return Batch(tasks, runs)
 
     def delivered(self, sink: int, batch: Batch) -> None:
-        """The sink took these: it believes them now, whatever has become true since."""
-        told: dict[Entry, int] = {}
+        """All steps of `delivering`."""
+        finish(self.delivering(sink, batch))
+
+    def delivering(self, sink: int, batch: Batch) -> Steps[None]:
+        """The sink took these: they are its view now, whatever has become true since. Of a clear: what has come back since differs."""
+        self.version += 1
+        self.settling += 1
+        sent: dict[Entry, int] = {}
+        looked = 0
         for entries, bit, resident, _ in batch.runs:
-            settled, believed = ~(bit | bit << UNSURE), bit if resident else 0
+            settled, view = ~(bit | bit << UNSURE), bit if resident else 0
             for entry in entries:
-                entry.states[sink] = entry.states[sink] & settled | believed
-                told[entry] = told.get(entry, 0) | bit | bit << UNSURE
-        for entry, bits in told.items():
+                entry.states[sink] = entry.states[sink] & settled | view
+                sent[entry] = sent.get(entry, 0) | bit | bit << UNSURE
+                looked += 1
+                if not looked % self.step:
+                    yield
+        for i, (entry, bits) in enumerate(sent.items(), 1):
             if not (self.due(entry, sink) ^ entry.states[sink]) & ~bits:
-                self.dirty[sink].pop(entry, None)  # if it differs again in what was told, that began later
-        self._end(batch)
-
-    def refused(self, sink: int, batch: Batch) -> None:
-        """No answer, or a bad one. The sink may have taken any of these all the same: they are told again, whatever is true then."""
-        if batch.cleared:
-            self._cleared.add(sink)
-            for entry in batch.cleared:
-                if entry.states[sink]:  # others may have been forgotten since
-                    entry.states[sink] |= (entry.states[sink] & ALL_TIERS.value) << UNSURE
-                    self._look(entry)
-        for run in batch.runs:
-            for entry in run.entries:
-                entry.states[sink] |= run.bit << UNSURE
-        self._end(batch)
-
-    def cleared(self, sink: int, batch: Batch) -> Iterator[None]:
-        """The sink took that everything is gone. What has come back meanwhile differs from now on."""
-        for i, entry in enumerate(batch.cleared, 1):
+                self.dirty[sink].pop(entry, None)  # if it differs again in what was sent, that began later
+            if not i % self.step:
+                yield
+        for i, entry in enumerate(self.order.up_to(batch.cleared), 1):
             if entry.states[sink]:
                 entry.states[sink] = 0
                 self.dirty[sink].pop(entry, None)
                 self._look(entry)
             if not i % self.step:
-                self._trim()
+                self.version += 1
+                yield from self._trim()
                 yield
-        self._trim()
+        yield from self._end(batch)
 
-    def _end(self, batch: Batch) -> None:
+    def refused(self, sink: int, batch: Batch) -> None:
+        """All steps of `refusing`."""
+        finish(self.refusing(sink, batch))
+
+    def refusing(self, sink: int, batch: Batch) -> Steps[None]:
+        """No answer, or a bad one. The sink may have taken any of these all the same: they are sent again, whatever is true then."""
+        self.version += 1
+        self.settling += 1
+        if batch.cleared:
+            self._cleared.add(sink)
+        for i, entry in enumerate(self.order.up_to(batch.cleared), 1):
+            if entry.states[sink]:
+                entry.states[sink] |= (entry.states[sink] & ALL_TIERS.value) << UNSURE
+                self._look(entry)
+            if not i % self.step:
+                yield
+        looked = 0
+        for run in batch.runs:
+            for entry in run.entries:
+                entry.states[sink] |= run.bit << UNSURE
+                looked += 1
+                if not looked % self.step:
+                    yield
+        yield from self._end(batch)
+
+    def _end(self, batch: Batch) -> Iterator[None]:
+        looked = 0
         for run in batch.runs:
             for entry in run.entries:
                 self._look(entry)
-                entry.held -= 1
+                looked += 1
+                if not looked % self.step:
+                    yield
         for run in batch.runs:
             for entry in reversed(run.entries):  # the deepest first: they are to be forgotten first
-                if not entry.truth and entry.idle():
-                    self._remember(entry)
-        self._trim()
+                self._let_go(entry)
+                looked += 1
+                if not looked % self.step:
+                    self.version += 1
+                    yield
+        self.version += 1
+        self.settling -= 1
+        yield from self._trim()
 
     # -- for inspection
 
-    def believed(self, sink: int) -> Iterator[tuple[bytes, int]]:
-        """What a sink was told and answered: names and sets of tiers."""
-        tiers = ((key, entry.states[sink] & ALL_TIERS.value) for key, entry in self.entries.items())
-        return ((key, believed) for key, believed in tiers if believed)
+    def view(self, sink: int) -> Iterator[tuple[bytes, int]]:
+        """What a sink was sent and took: block hashes and sets of tiers. What changes between two of them may or may not show."""
+        for entry in self.order.up_to(self.order.last_number):
+            if tiers := entry.states[sink] & ALL_TIERS.value:
+                yield entry.key, tiers
 
     def holdings(self, sink: int) -> Iterator[Holding]:
-        """Every block a sink was told is resident, parents before children; what changes meanwhile may or may not show. An entry is
-        learned after its parent and forgotten before it, so the order of learning is such an order."""
-        for entry in list(self.entries.values()):
+        """The same with all that a snapshot needs, parents before children."""
+        for entry in self.order.up_to(self.order.last_number):
             if tiers := entry.states[sink] & ALL_TIERS.value:
                 yield Holding(entry.key, entry.parent_key, entry.depth - 1, entry.tokens, tiers, entry.origin)
 
     def check(self) -> None:
         """AssertionError if counts and differences are not what the entries say."""
-        children: dict[bytes, int] = {}
-        for entry in self.entries.values():
-            if entry.parent is not None:
-                assert self.entries.get(entry.parent.key) is entry.parent, "an entry's parent is gone"
-                children[entry.parent.key] = children.get(entry.parent.key, 0) + 1
-        for key, entry in self.entries.items():
-            assert entry.key == key, "an entry under another key"
-            assert key not in self.unnamed, "a named block among the unnamed"
-            assert entry.children == children.get(key, 0), "child counts disagree"
-            assert entry.children or not entry.idle() or entry in self._limbo, "an entry that nothing keeps"
-            for sink, dirty in enumerate(self.dirty):
-                assert (self.due(entry, sink) != entry.states[sink]) == (entry in dirty), "a difference nobody noticed"
-                told = entry.states[sink] and self.views[sink].by_tokens
-                assert entry.by_tokens or not told, "a sink addressed by tokens was sent a block that tokens do not identify"
-        assert all(self.entries.get(entry.key) is entry for dirty in self.dirty for entry in dirty), "a difference of nobody"
-        assert len(self._limbo) <= self._limbo_bound, "too many blocks remembered"
-        assert all(self.entries.get(entry.key) is entry for entry in self._limbo), "a block remembered and forgotten"
-        assert all(self.unnamed.values()), "an unnamed block that is nowhere"
+        finish(check_steps(self))
 
-
-def _within(runs: list[Run], blocks: int) -> Iterator[Run]:
-    """The first runs (one at least) whose paths have `blocks` blocks in all."""
-    for i, run in enumerate(runs):
-        blocks -= run.entries[-1].depth
-        if i and blocks < 0:
-            return
-        yield run
+    def check_steps(self) -> Iterator[None]:
+        """The same in steps, between which anything may happen."""
+        return check_steps(self)

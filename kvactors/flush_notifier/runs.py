@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from operator import attrgetter
+from typing import NamedTuple, TypeVar
 
 from kvactors.discreet import discreet
 from kvactors.flush_notifier.messages import FlushTask, Origin
-from kvactors.units import Reason, Residency, Tier
+from kvactors.units import ALL_TIERS, Reason, Residency, Tier
+
+T = TypeVar("T")
+
+Steps = Generator[None, None, T]
+"""Work in steps, between which others may run, and its result."""
+
+LONGEST = 32_768
+"""Blocks in one task at most: a longer run is sent in parts."""
+
+PATHS = 4
+"""A batch of n blocks may carry paths of PATHS x n blocks in all: many short runs deep in the tree are told in several batches."""
+
+BITS = tuple([int(tier) for tier in Tier if tier & tiers] for tiers in range(ALL_TIERS + 1))
+"""By set of tiers: its members as numbers (plain ints: arithmetic on flags is slow)."""
 
 LAST = 0
 """Index of `Entry.reasons` for the last change on any tier; a tier's own bit is the index for its own last change."""
+
+
+def finish(steps: Steps[T] | Iterator[None]) -> T:
+    """All steps at once, and their result."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
 
 
 class Entry:
@@ -23,12 +47,15 @@ class Entry:
     """
 
     __slots__ = (
+        "after",
+        "before",
         "by_tokens",
         "children",
         "depth",
         "finished",
         "held",
         "key",
+        "number",
         "origin",
         "parent",
         "parent_key",
@@ -47,12 +74,19 @@ class Entry:
         self.depth: int = parent.depth + 1 if parent is not None else 1
         self.children = self.truth = self.held = 0
         self.states = [0] * sinks
+        self.number = 0  # see `Order`
+        self.before: Entry | None = None
+        self.after: Entry | None = None
         self.finished = self.by_tokens = False
         self.reasons = [Reason.COMMIT] * (1 + max(Tier))
 
     def idle(self) -> bool:
         """Whether nothing speaks of it, no tier, no sink and no delivery, except perhaps blocks below it."""
         return not (self.truth or self.held or any(self.states))
+
+
+KEY: Callable[[Entry], bytes] = attrgetter("key")
+TOKENS: Callable[[Entry], bytes] = attrgetter("tokens")
 
 
 class Run(NamedTuple):
@@ -68,12 +102,12 @@ class Run(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """One delivery: what the sink is told, and the runs behind the tasks, one for one; or that all of `cleared` (everything known then)
-    is gone."""
+    """One delivery: what the sink is sent, and the runs behind the tasks, one for one; or that everything is gone: all entries numbered up to
+    `cleared`, if that is not 0."""
 
     tasks: list[FlushTask]
     runs: list[Run]
-    cleared: Sequence[Entry] = ()
+    cleared: int = 0
 
     def __repr__(self) -> str:
         return discreet(self)
@@ -97,44 +131,114 @@ class Holding(NamedTuple):
         return discreet(self)
 
 
-def join(entries: Collection[Entry], bit: int, *, resident: bool, reason_index: int) -> list[Run]:
-    """Runs of entries, each as long as the parent chain goes on within them with one reason; a branch point splits. Linear."""
-    members = set(entries)
+def pick(dirty: Mapping[Entry, int], limit: int, step: int) -> Steps[dict[Entry, None]]:
+    """About `limit` of the entries that differ: each with those above it that differ as well, and never the first part of a run only, since
+    every part would carry the path from the root again."""
+    picked: dict[Entry, None] = {}
+    last: Entry | None = None
+    looked = 0
+    for entry in dirty:
+        if len(picked) >= limit and entry.parent is not last:
+            break
+        chain, above = [entry], entry.parent
+        while above is not None and above in dirty and above not in picked:
+            chain.append(above)
+            above = above.parent
+            looked += 1
+            if not looked % step:
+                yield
+        while chain:
+            picked[chain.pop()] = None
+            looked += 1
+            if not looked % step:
+                yield
+        last = entry
+    return picked
+
+
+def join(entries: Collection[Entry], bit: int, *, resident: bool, reason_index: int, step: int) -> Steps[list[Run]]:
+    """Runs of entries, each as long as the parent chain goes on within them with one reason; a branch point splits, and so does LONGEST.
+    Linear; yields after each `step` blocks."""
+    looked = 0
+    members: set[Entry] = set()
     heir: dict[Entry, Entry | None] = {}  # of each member its only child among the members; None if there are several
+    for entry in entries:
+        members.add(entry)
+        looked += 1
+        if not looked % step:
+            yield
     for entry in entries:
         if entry.parent in members:
             heir[entry.parent] = None if entry.parent in heir else entry
+        looked += 1
+        if not looked % step:
+            yield
     runs: list[Run] = []
     for entry in entries:
+        looked += 1
+        if not looked % step:
+            yield
         reason, parent = entry.reasons[reason_index], entry.parent
         if parent in members and heir[parent] is entry and parent.reasons[reason_index] is reason:
             continue  # its parent's run has it
         run, below = [entry], heir.get(entry)
         while below is not None and below.reasons[reason_index] is reason:
+            if len(run) == LONGEST:
+                runs.append(Run(run, bit, resident, reason))
+                run = []
             run.append(below)
             below = heir.get(below)
+            looked += 1
+            if not looked % step:
+                yield
         runs.append(Run(run, bit, resident, reason))
     return runs
 
 
-def as_task(run: Run, epoch: int, *, by_name: bool = False) -> FlushTask:
-    """What a sink is told of a run. by_name: it needs no path."""
+def runs_of(
+    losses: Mapping[int, Collection[Entry]], gains: Mapping[int, Collection[Entry]], *, node: bool, paths: int | None, step: int
+) -> Steps[list[Run]]:
+    """Changes by tier as runs, in the order in which they are sent. node: a sink that takes all tiers as one. paths: of a sink that needs
+    paths, the blocks of a batch: the first runs only, whose paths are not much longer."""
+    runs: list[Run] = []
+    for changes, resident in ((losses, False), (gains, True)):
+        for bit, some in changes.items():
+            runs += yield from join(some, bit, resident=resident, reason_index=LAST if node else bit, step=step)
+    return ordered(runs) if paths is None else list(within(ordered(runs), PATHS * paths))
+
+
+def as_task(run: Run, epoch: int, *, by_name: bool, step: int) -> Steps[FlushTask]:
+    """What a sink is sent of a run. by_name: it needs no path."""
     first, last = run.entries[0], run.entries[-1]
-    tokens = path_tokens(last) if not by_name else b"".join([e.tokens for e in run.entries]) if run.resident else b""
-    keys = b"".join([entry.key for entry in run.entries])
-    residency = Residency.RESIDENT if run.resident else Residency.GONE
+    tokens = b""
+    if not by_name:
+        tokens = yield from path_steps(last, step)
+    elif run.resident:
+        tokens = yield from gathered(run.entries, TOKENS, step)
+    keys = yield from gathered(run.entries, KEY, step)
     return FlushTask(
         tokens,
         first.depth - 1,
         len(run.entries),
         keys,
         first.parent_key,
-        residency,
+        Residency.RESIDENT if run.resident else Residency.GONE,
         Tier(run.bit),
         run.reason,
         epoch,
         first.origin,
     )
+
+
+def gathered(entries: list[Entry], field: Callable[[Entry], bytes], step: int) -> Steps[bytes]:
+    """A field of all entries as one buffer."""
+    if len(entries) <= step:
+        return b"".join(map(field, entries))
+    whole = bytearray()
+    for i in range(0, len(entries), step):
+        whole += b"".join(map(field, entries[i : i + step]))
+        yield
+    return bytes(whole)
 
 
 def clear_task(tiers: int, epoch: int) -> FlushTask:
@@ -144,15 +248,31 @@ def clear_task(tiers: int, epoch: int) -> FlushTask:
 
 def path_tokens(entry: Entry) -> bytes:
     """The complete token path from the root to a block."""
-    parts: list[bytes] = []
+    return finish(path_steps(entry, entry.depth))
+
+
+def path_steps(entry: Entry, step: int) -> Steps[bytes]:
+    """The same in steps."""
+    path: list[Entry] = []
     node: Entry | None = entry
     while node is not None:
-        parts.append(node.tokens)
+        path.append(node)
         node = node.parent
-    parts.reverse()
-    return b"".join(parts)
+        if not len(path) % step:
+            yield
+    path.reverse()
+    return (yield from gathered(path, TOKENS, step))
 
 
 def ordered(runs: Iterable[Run]) -> list[Run]:
     """Losses first, the deepest first; then gains, the shallowest first, so that parents come before children."""
     return sorted(runs, key=lambda run: (run.resident, run.entries[0].depth if run.resident else -run.entries[-1].depth))
+
+
+def within(runs: list[Run], blocks: int) -> Iterator[Run]:
+    """The first runs (one at least) whose paths have `blocks` blocks in all."""
+    for i, run in enumerate(runs):
+        blocks -= run.entries[-1].depth
+        if i and blocks < 0:
+            return
+        yield run

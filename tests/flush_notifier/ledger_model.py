@@ -140,10 +140,11 @@ class Model:
             resident = [key for key, before in self.suspects.items() if before & self.truth.get(key, 0)]
             assert not resident, "a resident block was forgotten"
             self.suspects.clear()
+        self._notice_forgotten()
         for sink, steps in list(self.ending.items()):
             if next(steps, self) is self:
                 del self.ending[sink]
-        self._notice_forgotten()
+            self._notice_forgotten()
 
     def complete(self) -> None:
         while self.fact is not None or self.ending:
@@ -162,7 +163,7 @@ class Model:
                 assert not held, "a resident block was forgotten"
             assert not any(mirror.get(key, 0) for mirror in self.mirrors), "a block was forgotten that a sink holds"
         if vanished:
-            assert len(self.book._limbo) == self.settings.limbo, "a block was forgotten although there was room"
+            assert len(self.book.limbo) >= self.settings.limbo, "a block was forgotten although there was room"
             for batch in filter(None, self.flying):
                 assert vanished.isdisjoint(key for task in batch.tasks for key in split_keys(task.keys)), (
                     "forgotten in delivery"
@@ -187,12 +188,7 @@ class Model:
         if answered or arrived:
             self._arrive(sink, batch)
         self.flying[sink] = None
-        if answered:
-            self.book.delivered(sink, batch)
-            self.ending[sink] = self.book.cleared(sink, batch)
-        else:
-            self.book.refused(sink, batch)
-        self._notice_forgotten()
+        self.ending[sink] = self.book.delivering(sink, batch) if answered else self.book.refusing(sink, batch)
         self.go_on()
 
     def end_in_the_middle(self, sink: int, taken: int) -> None:
@@ -202,9 +198,7 @@ class Model:
         done, rest = batch.split(taken)
         self._arrive(sink, done)
         self.flying[sink] = None
-        self.book.delivered(sink, done)
-        self.book.refused(sink, rest)
-        self._notice_forgotten()
+        self.ending[sink] = itertools.chain(self.book.delivering(sink, done), self.book.refusing(sink, rest))
         self.go_on()
 
     def _arrive(self, sink: int, batch: Batch) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from flush_kit import AT_FINISH, NODE, PER_TIER, ROOT, announced, answer, do, finished, ledger, names, path, settle
 
-from kvactors.flush_notifier.ledger import PATHS
 from kvactors.flush_notifier.messages import Announced
+from kvactors.flush_notifier.runs import PATHS
 from kvactors.units import Reason, Residency, Tier, join_keys
 
 RESIDENT, GONE = Residency.RESIDENT, Residency.GONE
@@ -78,7 +78,7 @@ def test_what_another_request_shares_is_not_reported_gone():
     do(book.lose(names(1, 2, 3)[2], Tier.DEVICE, Reason.CPU_EVICTION))
     (task,) = settle(book)
     assert task.keys == names(1, 2, 3)[2]
-    assert {key for key, _ in book.believed(0)} == set(names(1, 2, 4))
+    assert {key for key, _ in book.view(0)} == set(names(1, 2, 4))
 
 
 def test_a_branch_point_splits_runs_and_children_go_before_parents():
@@ -155,7 +155,7 @@ def test_gone_while_resident_is_under_way_is_told_afterwards():
     assert book.coalesced == [0], "it did not vanish: the sink is hearing of it"
     book.delivered(0, batch)
     assert shape(settle(book)) == [(GONE, Tier.DEVICE, 0, 1)]
-    assert dict(book.believed(0)) == {}
+    assert dict(book.view(0)) == {}
 
 
 @pytest.mark.parametrize("still_resident", [True, False])
@@ -279,7 +279,7 @@ def test_nothing_is_kept_of_a_dead_sinks_blocks_but_one_entry_each():
 def test_a_path_with_tokens_missing_is_refused():
     book = ledger()
     tokens, keys = path(1, 2)
-    with pytest.raises(AssertionError, match="a name for each block"):
+    with pytest.raises(ValueError, match="a block hash for each block"):
         do(book.announce(Announced(ROOT, tokens[:-4], keys, 0, 2, Tier.DEVICE, Reason.COMMIT)))
     assert not book.entries
 
@@ -300,7 +300,7 @@ def test_a_full_clear_is_one_task_without_a_path():
     assert [(task.count, task.tokens, task.residency, task.reason) for task in settle(book, 1)] == [
         (0, b"", Residency.GONE, Reason.CLEAR)
     ]
-    assert not list(book.believed(1))
+    assert not list(book.view(1))
     book.check()
 
 
@@ -316,7 +316,7 @@ def test_what_comes_back_while_a_clear_is_told_is_told_again(answered):
     book.check()
     tasks = [*settle(book), *settle(book)]
     assert [task.count for task in tasks] == ([2] if answered else [0, 2])
-    assert dict(book.believed(0)) == dict.fromkeys(names(1, 2), int(Tier.DEVICE))
+    assert dict(book.view(0)) == dict.fromkeys(names(1, 2), int(Tier.DEVICE))
     book.check()
 
 

@@ -152,6 +152,28 @@ def test_a_clear_that_is_refused_does_not_bring_back_what_was_forgotten_since():
     tell(book)
 
 
+def test_an_entry_that_was_held_at_the_end_of_a_path_is_forgotten_in_its_turn():
+    book = ledger(limbo=1)
+    book.step = 1
+    do(book.announce(announced(0)))
+    tell(book)
+    do(book.lose(names(0)[0], Tier.DEVICE, Reason.DEVICE_DROP))
+    batch = book.take(0, 10, 1)
+    path_of_two = book.announce(announced(5, 6, count=1))  # its second block is nowhere
+    next(path_of_two)
+    next(path_of_two)
+    book.delivered(0, batch)  # block 0 is idle now, and takes the place of the second block
+    do(path_of_two)
+    tell(book)
+    do(book.lose(names(5)[0], Tier.DEVICE, Reason.DEVICE_DROP))
+    tell(book)
+    do(book.announce(announced(7)))
+    tell(book)
+    do(book.lose(names(7)[0], Tier.DEVICE, Reason.DEVICE_DROP))
+    tell(book)
+    assert set(book.entries) == set(names(7))
+
+
 def test_the_blocks_that_became_idle_last_are_remembered():
     book = ledger(limbo=4)
     for i in range(20):

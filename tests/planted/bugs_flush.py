@@ -8,28 +8,42 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "forgets_within_a_step",
         "flush_notifier/ledger.py",
-        "        self._limbo[entry] = None\n\n",
-        "        self._limbo[entry] = None\n        self._trim()\n\n",
+        "                self._look(entry)\n"
+        "                looked += 1\n"
+        "                if not looked % self.step:\n"
+        "                    yield\n"
+        "        for run in batch.runs:\n"
+        "            for entry in reversed(run.entries):  # the deepest first: they are to be forgotten first\n"
+        "                self._let_go(entry)\n",
+        "                self._look(entry)\n"
+        "                entry.held -= 1\n"
+        "        for run in batch.runs:\n"
+        "            for entry in reversed(run.entries):\n"
+        "                if entry.idle():\n"
+        "                    self._remember(entry)\n"
+        "                    finish(self._trim())\n",
         "an entry is forgotten while the same step still refers to it: the notifier fails with a KeyError, or a sink stays wrong",
         (
             "tests/flush_notifier/test_ledger_machine.py::test_a_parent_in_the_same_batch_is_not_forgotten_before_it_is_remembered",
         ),
     ),
     Mutation(
-        "refused_clear_remembers_the_forgotten",
-        "flush_notifier/ledger.py",
-        "                if entry.states[sink]:  # others may have been forgotten since\n",
-        "                if entry is not None:\n",
-        "a clear that a sink did not take brings back entries that were forgotten while it was in flight",
-        ("tests/flush_notifier/test_ledger_machine.py::test_random_walks_with_small_limits",),
+        "forgotten_entries_are_met_again",
+        "flush_notifier/order.py",
+        "            if entry.number:\n                yield entry\n",
+        "            yield entry\n",
+        "what goes through all entries in steps meets some that were forgotten meanwhile, and brings them back",
+        ("tests/flush_notifier/test_steps.py::test_the_order_of_entries_is_met_once_while_it_changes",),
     ),
     Mutation(
         "held_entry_is_kept_for_good",
         "flush_notifier/ledger.py",
-        "                if entry.idle():\n                    self._remember(entry)\n        self._trim()\n",
-        "        self._trim()\n",
+        "                self._let_go(entry)\n                self.version += 1\n        yield",
+        "                entry.held -= 1\n                self.version += 1\n        yield",
         "an entry that was held between two steps of a path, and is nowhere, is never forgotten",
-        ("tests/flush_notifier/test_ledger_machine.py::test_random_walks_with_small_limits",),
+        (
+            "tests/flush_notifier/test_ledger_machine.py::test_an_entry_that_was_held_at_the_end_of_a_path_is_forgotten_in_its_turn",
+        ),
     ),
     Mutation(
         "sink_stuck_after_a_leaked_cancellation",
@@ -128,25 +142,9 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "jsonl_path_not_tried_at_open",
         "flush_notifier/sinks/jsonl.py",
-        '            async with aiofiles.open(self.path, "ab", opener=private):\n                pass\n',
+        '            async with aiofiles.open(self.path, "ab", opener=open_private):\n                pass\n',
         "            self.path.parent.stat()\n",
         "a path that cannot be written opens, and nothing is ever delivered",
-        ("tests/flush_notifier/test_private_files.py::test_a_path_that_cannot_be_written_is_an_error_at_open",),
-    ),
-    Mutation(
-        "files_with_prompts_for_everybody",
-        "flush_notifier/sinks/private.py",
-        "            os.fchmod(descriptor, 0o600)\n",
-        "            os.fchmod(descriptor, 0o644)\n",
-        "every user of the machine can read the tokens of all prompts",
-        ("tests/flush_notifier/test_private_files.py::test_a_new_file_is_for_its_user_alone",),
-    ),
-    Mutation(
-        "files_with_prompts_through_links",
-        "flush_notifier/sinks/private.py",
-        "os.O_NOFOLLOW | os.O_CLOEXEC",
-        "os.O_CLOEXEC",
-        "a planted symbolic link makes the sink write into another file",
         ("tests/flush_notifier/test_private_files.py::test_a_path_that_cannot_be_written_is_an_error_at_open",),
     ),
     Mutation(
@@ -172,5 +170,45 @@ BUGS: tuple[Mutation, ...] = (
         'HIDDEN = frozenset({"salts"})',
         "the salts of tenants are in logs and in error texts",
         ("tests/flush_notifier/test_discretion.py",),
+    ),
+    Mutation(
+        "jsonl_for_everybody",
+        "flush_notifier/sinks/jsonl.py",
+        'async with aiofiles.open(self.path, "ab", opener=open_private) as file:',
+        'async with aiofiles.open(self.path, "ab") as file:',
+        "every user of the machine can read the tokens of all prompts",
+        ("tests/flush_notifier/test_private_files.py::test_a_new_file_is_for_its_user_alone",),
+    ),
+    Mutation(
+        "batch_made_at_once",
+        "flush_notifier/runs.py",
+        '        whole += b"".join(map(field, entries[i : i + step]))\n        yield\n',
+        '        whole += b"".join([field(entry) for entry in entries[i : i + step]])\n    yield\n',
+        "the loop stands still while a task of very many blocks is made",
+        ("tests/flush_notifier/test_steps.py::test_a_path_of_very_many_blocks",),
+    ),
+    Mutation(
+        "refused_clear_in_one_turn",
+        "flush_notifier/ledger.py",
+        "<< UNSURE\n                self._look(entry)\n            if not i % self.step:\n",
+        "<< UNSURE\n                self._look(entry)\n            if not i:\n",
+        "the loop stands still while a clear that a sink did not take is undone",
+        ("tests/flush_notifier/test_steps.py::test_a_path_of_very_many_blocks",),
+    ),
+    Mutation(
+        "long_path_forgotten_in_one_turn",
+        "flush_notifier/ledger.py",
+        "                    if not done % self.step:\n",
+        "                    if not done:\n",
+        "the loop stands still while a long path is forgotten",
+        ("tests/flush_notifier/test_steps.py::test_forgetting_a_long_path",),
+    ),
+    Mutation(
+        "late_answer_counts_twice",
+        "flush_notifier/actor.py",
+        "        delivery.number += 1  # what else comes of this call is late\n",
+        "",
+        "the answer of a call that was given up is taken for the answer of the call",
+        ("tests/flush_notifier/test_steps.py::test_an_answer_while_the_end_of_its_call_is_settled_is_late",),
     ),
 )

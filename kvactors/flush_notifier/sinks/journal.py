@@ -23,8 +23,8 @@ import numpy as np
 
 from kvactors.actor.uncancelled import to_the_end
 from kvactors.errors import SinkError
+from kvactors.files import open_private
 from kvactors.flush_notifier.messages import FlushTask
-from kvactors.flush_notifier.sinks.private import private
 from kvactors.flush_notifier.sinks.told import Told
 from kvactors.units import split_keys
 
@@ -44,9 +44,9 @@ class Journal:
         """What an earlier process told and did not take back."""
         try:
             if not await aiofiles.os.path.exists(self.path):
-                async with aiofiles.open(self.path, "ab", opener=private):
+                async with aiofiles.open(self.path, "ab", opener=open_private):
                     return
-            async with aiofiles.open(self.path, "rb", opener=private) as file:
+            async with aiofiles.open(self.path, "rb", opener=open_private) as file:
                 data = await file.read()
         except OSError as error:
             raise SinkError(f"journal {self.path}: {error}") from error
@@ -100,7 +100,7 @@ class Journal:
         """Write the file, or a fresh one in its place; to the end even if the sink's time is up, so that no line comes out of turn."""
 
         async def work() -> None:
-            async with aiofiles.open(fresh or self.path, mode, opener=private) as file:
+            async with aiofiles.open(fresh or self.path, mode, opener=open_private) as file:
                 await file.write(data)
             if fresh is not None:
                 await aiofiles.os.replace(fresh, self.path)

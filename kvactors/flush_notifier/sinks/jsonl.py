@@ -20,9 +20,9 @@ import msgspec
 import numpy as np
 
 from kvactors.errors import SinkError
+from kvactors.files import open_private
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.base import Sink
-from kvactors.flush_notifier.sinks.private import private
 from kvactors.sink_config import JsonLinesSinkConfig
 from kvactors.units import KEY_BYTES, Residency, Tier, split_keys
 
@@ -53,7 +53,7 @@ class JsonLinesSink(Sink):
     async def open(self) -> None:
         """See `Sink.open`."""
         try:
-            async with aiofiles.open(self.path, "ab", opener=private):
+            async with aiofiles.open(self.path, "ab", opener=open_private):
                 pass
         except OSError as error:
             raise SinkError(f"sink {self.name!r} cannot write {self.path}: {error.strerror or error}") from error
@@ -109,7 +109,7 @@ class JsonLinesSink(Sink):
 
     async def _write(self, data: bytes) -> None:
         try:
-            async with aiofiles.open(self.path, "ab", opener=private) as file:
+            async with aiofiles.open(self.path, "ab", opener=open_private) as file:
                 if self._torn:
                     await file.truncate(await self._whole_lines())
                 self._torn = True

@@ -1,0 +1,271 @@
+"""Nothing keeps the loop: whatever is done to very many blocks at once is done in steps, each bounded by the size of a step.
+
+Work is measured in lines of Python executed, not in time, so that the tests do not depend on the machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from itertools import pairwise
+
+import pytest
+from flush_kit import AT_FINISH, NODE, PER_TIER, ROOT, Wired, announced, finished, memory, names, path
+from flush_kit import ledger as tiny
+
+from kvactors.flush_notifier.checks import divergence_steps
+from kvactors.flush_notifier.ledger import Ledger
+from kvactors.flush_notifier.messages import Announced, CallLate, Delivered, Gone
+from kvactors.flush_notifier.order import Order
+from kvactors.flush_notifier.runs import LONGEST, Entry, finish
+from kvactors.units import Reason, Residency, Tier, join_keys
+
+STEP = 32
+MANY = 4_000
+LINES = 100 * STEP
+"""Lines of a step at most: a loop over all blocks has at least MANY."""
+
+KEYS = [i.to_bytes(32, "big") for i in range(1, MANY + 1)]
+CHAIN = Announced(ROOT, b"\0" * 4 * MANY, join_keys(KEYS), 0, MANY, Tier.DEVICE, Reason.REQUEST_FINISH)
+
+
+def book_of(*views, limbo=1, **options) -> Ledger:
+    return Ledger(1, list(views), limbo, step=STEP, **options)
+
+
+def lines_of(steps) -> tuple[int, object]:
+    """Lines executed in the longest step, and the result."""
+    count, longest, result = 0, 0, None
+
+    def trace(frame, event, argument):
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    old = sys.gettrace()
+    while True:
+        count = 0
+        sys.settrace(trace)
+        try:
+            next(steps)
+        except StopIteration as end:
+            result = end.value
+            break
+        finally:
+            sys.settrace(old)
+            longest = max(longest, count)
+    return longest, result
+
+
+def bounded(steps):
+    """All steps; each is bounded."""
+    longest, result = lines_of(steps)
+    assert longest <= LINES
+    return result
+
+
+def test_the_measure_sees_a_loop_over_all_blocks():
+    def unbounded():
+        for _ in KEYS:
+            pass
+        yield
+
+    assert lines_of(unbounded())[0] > LINES
+
+
+def sent(book, sink=0):
+    """Everything that is pending, delivered in bounded steps."""
+    tasks = []
+    while book.pending(sink):
+        batch = bounded(book.taking(sink, 64, 1))
+        bounded(book.delivering(sink, batch))
+        tasks += batch.tasks
+    book.check()
+    return tasks
+
+
+@pytest.mark.parametrize(
+    ("view", "options"),
+    [(PER_TIER, {}), (NODE, {"by_name": [0, 1]}), (AT_FINISH, {"takes_clear": [0, 1]})],
+    ids=["1", "2", "3"],
+)
+def test_a_path_of_very_many_blocks(view, options):
+    book = book_of(view, PER_TIER, **options)
+    bounded(book.announce(CHAIN))
+    for sink in (0, 1):
+        assert sum(task.count for task in sent(book, sink)) == MANY
+    bounded(book.check_steps())
+    for order in (KEYS, KEYS[::-1]):
+        bounded(book.gain(join_keys(order), Tier.HOST, Reason.OFFLOAD))
+        sent(book, 0)
+        bounded(book.lose(join_keys(order), Tier.HOST, Reason.CPU_EVICTION))
+        sent(book, 0)
+    batch = bounded(book.taking(1, 64, 1))
+    bounded(book.refusing(1, batch))
+    sent(book, 1)
+    bounded(book.clear(Tier.DEVICE, Reason.CLEAR))
+    refused = bounded(book.taking(0, 64, 1))
+    bounded(book.refusing(0, refused))
+    for sink in (0, 1):
+        sent(book, sink)
+    assert len(book.entries) <= MANY
+    bounded(book.check_steps())
+
+
+def test_forgetting_a_long_path():
+    """All of it hangs on its last block, which is forgotten last."""
+    book = book_of(PER_TIER)
+    bounded(book.announce(CHAIN))
+    sent(book)
+    bounded(book.lose(join_keys(KEYS[::-1]), Tier.DEVICE, Reason.CPU_EVICTION))
+    sent(book)
+    assert len(book.entries) <= MANY
+    other = Announced(ROOT, b"\1\0\0\0", bytes(31) + b"\xff" + b"", 0, 1, Tier.DEVICE, Reason.COMMIT)
+    bounded(book.announce(other))
+    sent(book)
+    bounded(book.lose(other.keys, Tier.DEVICE, Reason.CPU_EVICTION))
+    sent(book)
+    assert len(book.entries) <= 2
+    book.check()
+
+
+def test_names_without_a_path():
+    book = book_of(PER_TIER)
+    bounded(book.gain(join_keys(KEYS), Tier.HOST, Reason.LOAD))
+    bounded(book.check_steps())
+    bounded(book.clear(Tier.DEVICE, Reason.CLEAR))
+    assert len(book.unnamed) == MANY
+    bounded(book.clear(Tier.HOST, Reason.CLEAR))
+    assert not book.unnamed
+
+
+def test_divergence_is_counted_in_steps():
+    book = book_of(PER_TIER)
+    bounded(book.announce(CHAIN))
+    sent(book)
+    tiers = {Tier.DEVICE: set(KEYS[:-3]), Tier.HOST: set(KEYS[:5])}
+    assert bounded(divergence_steps(book, [0], {}, tiers)) == 8
+    mirror = dict.fromkeys(KEYS, int(Tier.DEVICE))
+    assert bounded(divergence_steps(book, [0], {0: mirror}, tiers)) == 8
+
+
+def test_a_snapshot_goes_on_while_entries_come_and_go():
+    book = tiny(limbo=1)
+    for i in range(40):
+        finish(book.announce(announced(i)))
+    book.delivered(0, book.take(0, 100, 1))
+    holdings = book.holdings(0)
+    seen = [next(holdings).key for _ in range(10)]
+    for i in (9, 10, 11, 39):
+        finish(book.lose(names(i)[0], Tier.DEVICE, Reason.DEVICE_DROP))
+    book.delivered(0, book.take(0, 100, 1))
+    finish(book.announce(announced(50)))
+    seen += [held.key for held in holdings]
+    expected = [names(i)[0] for i in range(40) if i not in (10, 11, 39)]
+    assert [key for key in seen if key in expected] == expected
+
+
+def test_the_order_of_entries_is_met_once_while_it_changes():
+    order, entries = Order(), [Entry(bytes([i]), None, b"", b"", None, 1) for i in range(50)]
+    for entry in entries[:30]:
+        order.add(entry)
+    walk = order.up_to(order.last_number)
+    met = [next(walk) for _ in range(5)]
+    for i in (0, 4, 5, 6, 20, 29):
+        order.remove(entries[i])
+    for entry in entries[30:]:
+        order.add(entry)
+    order.remove(entries[7])
+    met += walk
+    assert met == entries[:5] + [e for i, e in enumerate(entries[:30]) if i > 7 and i not in (20, 29)]
+    assert [e.number for e in order.up_to(10**9)] == sorted(e.number for e in entries if e.number)
+
+
+def test_a_check_sees_what_is_wrong_and_not_what_changes_meanwhile():
+    book = tiny(limbo=4)
+    book.step = 1
+    for i in range(20):
+        finish(book.announce(announced(i, i)))
+    checking = book.check_steps()
+    for i in range(20):
+        next(checking)
+        finish(book.announce(announced(i + 100)))
+        book.delivered(0, book.take(0, 3, 1))
+        finish(book.lose(path(i, i)[1], Tier.DEVICE, Reason.DEVICE_DROP))
+    finish(checking)
+    book.check()
+    some = next(entry for entry in book.entries.values() if entry.children)
+    some.children += 1
+    with pytest.raises(AssertionError, match="child counts"):
+        book.check()
+    some.children -= 1
+    book.unnamed[names(107)[0]] = 1
+    with pytest.raises(AssertionError, match="named block among"):
+        book.check()
+    del book.unnamed[names(107)[0]]
+    book.check()
+    orphan = names(119)[0]
+    del book.entries[orphan]
+    with pytest.raises(AssertionError):
+        book.check()
+
+
+def test_a_run_longer_than_a_task_is_sent_in_parts_in_order():
+    count = 2 * LONGEST + 5
+    keys = [i.to_bytes(32, "big") for i in range(count)]
+    book = Ledger(1, [PER_TIER], by_name=[0])
+    finish(book.announce(Announced(ROOT, b"\0" * 4 * count, join_keys(keys), 0, count, Tier.DEVICE, Reason.COMMIT)))
+    batch = book.take(0, 10, 1)
+    assert [(t.start_block_idx, t.count) for t in batch.tasks] == [(0, LONGEST), (LONGEST, LONGEST), (2 * LONGEST, 5)]
+    for above, below in pairwise(batch.tasks):
+        assert below.parent == above.keys[-32:]
+    book.delivered(0, batch)
+    finish(book.clear(Tier.DEVICE, Reason.CLEAR))
+    batch = book.take(0, 10, 1)
+    assert [t.start_block_idx for t in batch.tasks] == [2 * LONGEST, LONGEST, 0], "children before parents"
+    assert {t.residency for t in batch.tasks} == {Residency.GONE}
+    book.delivered(0, batch)
+    book.check()
+
+
+async def test_facts_that_come_while_a_batch_is_being_made_wait_for_it():
+    one, other = memory("one"), memory("other", view="node")
+    wired = Wired(one, other, batch=1)
+    async with wired.running():
+        wired.actor.ledger.step = 2
+        for i in range(30):
+            await wired.tell(
+                finished(*range(i % 7, i % 7 + 9)), Gone(names(*range(i % 7, i % 7 + 9))[-1], Tier.DEVICE, Reason.DEVICE_DROP)
+            )
+        await wired.settle(20.0)
+        assert one.view()[Tier.DEVICE] == other.view()[Tier.DEVICE]
+        held = {Tier.DEVICE: {key for i in range(7) for key in names(*range(i, i + 9))[:-1]}}
+        assert wired.actor.divergence(held) == 0
+        assert one.view()[Tier.DEVICE] == held[Tier.DEVICE]
+
+
+async def test_an_answer_while_the_end_of_its_call_is_settled_is_late():
+    """The end of a call takes several steps; whatever else arrives about that call between them changes nothing."""
+    one = memory("one")
+    wired = Wired(one, timeout=30.0)
+    async with wired.running():
+        await wired.settle()
+        actor = wired.actor
+        actor.ledger.step = 1
+        ended = []
+        whole = actor._end_call
+        actor._end_call = lambda i, delivery, error: (ended.append(delivery.number), whole(i, delivery, error))
+        await wired.tell(announced(*range(50)))
+        while not actor.deliveries[0].in_flight:
+            await asyncio.sleep(0)
+        number = actor.deliveries[0].number + 1
+        while not ended:
+            actor.to_self(CallLate("one", number))
+            actor.to_self(Delivered("one", number, "an error"))
+            await asyncio.sleep(0)
+        actor.to_self(CallLate("one", number))
+        actor.to_self(Delivered("one", number, "an error"))
+        await wired.settle()
+        assert len(set(ended)) == len(ended), "each call has ended once"
+        assert number in ended
+        assert one.view()[Tier.DEVICE] == set(names(*range(50)))
