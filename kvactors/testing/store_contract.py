@@ -18,7 +18,9 @@ from typing import Any
 import numpy as np
 
 from kvactors.device.arena import Arena
+from kvactors.errors import StoreError
 from kvactors.storage.backends.base import Backend
+from kvactors.storage.backends.checked import CheckedBackend
 from kvactors.storage.messages import Outcome
 
 GOOD = (Outcome.OK, Outcome.EXISTS)
@@ -142,6 +144,58 @@ class StoreContract(ABC):
             assert await bench.get(1, 2, 10, 29) == [Outcome.MISS] * 4
             assert await bench.put(1) == [Outcome.OK]
             assert await bench.get(1) == [Outcome.OK]
+
+    async def test_nothing_from_before_a_clear_is_found_after_it(self, tmp_path: Path) -> None:
+        """With several writers in flight, as the storage actors use it; in this process, and when it is opened again."""
+        for attempt, pause in enumerate((0.0, 0.0005, 0.003)):
+            folder = tmp_path / str(attempt)
+            numbers = range(100, 132)
+            async with self.opened(folder) as bench:
+                store = CheckedBackend(bench.store)
+                await bench.put(1, 2)
+                for view, number in zip(bench.views(32, 8), numbers, strict=True):
+                    view[:] = bench.pattern(number)
+                views = bench.views(32, 8)
+                batches = [range(at, at + 8) for at in range(0, 32, 8)]
+                writing = [
+                    asyncio.create_task(store.write([key(100 + i) for i in some], [views[i] for i in some], never))
+                    for some in batches
+                ]
+                await asyncio.sleep(pause)
+                await store.clear()
+                assert store.generation == 1
+                assert await bench.found(1) == await bench.found(100) == 0
+                await asyncio.gather(*writing)
+                assert await bench.get(1, 2, *numbers) == [Outcome.MISS] * 34
+                assert await bench.put(1) == [Outcome.OK]
+            async with self.opened(folder) as bench:
+                assert Outcome.OK not in await bench.get(2, *numbers)
+
+    async def test_a_clear_that_fails_is_an_error_and_nothing_is_found_until_one_succeeds(self, tmp_path: Path) -> None:
+        """The seam around every back end sees to it."""
+        async with self.opened(tmp_path) as bench:
+            store, clear = CheckedBackend(bench.store), bench.store.clear
+            await bench.put(1)
+
+            async def refuse(generation: int = 0) -> None:
+                raise OSError(5, f"generation {generation} refused")
+
+            bench.store.clear = refuse  # type: ignore[method-assign]
+            try:
+                await store.clear()
+            except StoreError as error:
+                failure = str(error)
+            else:
+                failure = ""
+            assert "could not be cleared" in failure
+            view = bench.views(1)
+            view[0][:] = bench.pattern(2)
+            assert store.probe([key(1)]) == 0
+            assert list((await store.read([key(1)], bench.views(1, 1), never)).outcomes) == [Outcome.MISS]
+            assert list((await store.write([key(2)], view, never)).outcomes) == [Outcome.UNAVAILABLE]
+            bench.store.clear = clear  # type: ignore[method-assign]
+            assert list((await store.write([key(2)], view, never)).outcomes) == [Outcome.OK]
+            assert await bench.get(1, 2) == [Outcome.MISS, Outcome.OK]
 
     async def test_a_deadline_leaves_the_rest_late(self, tmp_path: Path) -> None:
         """A batch begun too late changes nothing."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from kvactors.config import Config
 from kvactors.device.arena import Arena
 from kvactors.storage.backends import FileBackend
 from kvactors.storage.messages import Outcome
@@ -34,3 +35,29 @@ def whole(store: FileBackend) -> None:
     used = [slot for slot, _ in store._objects.values()]
     total = len(store.files.slabs) * store.files.meta.slots_per_slab
     assert sorted(used + list(store.slots.free)) == list(range(total))
+
+
+def cached_config(**storage) -> Config:
+    """Of a small cache whose finished requests are written through."""
+    return Config.from_mapping(
+        {
+            "cache": {"model": "m", "block_size": 4, "deadline": 60.0},
+            "device": {"num_blocks": 16},
+            "host": {"slots": 8, "transit_slots": 200},
+            "layout": {"num_layers": 2, "num_kv_heads": 1, "head_dim": 8},
+            "storage": {"backend": "file", "write_policy": "write_through", **storage},
+        }
+    )
+
+
+async def serve(cache, seed: int, *, save: bool = True):
+    """One request of four full blocks, verified; its hits by tier. save: finished, so that it is written to the store."""
+    lease = await cache.acquire(f"r{seed}", [seed] * 17)
+    await lease.ready()
+    cached, keys = lease.cached_tokens // 4, lease.keys(0, 4)
+    assert cache.device.check(lease.block_table[:cached], keys[: 32 * cached]) == []
+    if save:
+        cache.device.fill(lease.block_table[cached:4], keys[32 * cached :])
+        await lease.commit(17)
+    await lease.finish()
+    return lease.hits

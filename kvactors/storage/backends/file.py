@@ -18,9 +18,10 @@ from kvactors.actor.uncancelled import to_the_end, uncancelled
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
 from kvactors.identity import StoreIdentity
+from kvactors.storage.backends.base import Expired, WriteReport
 from kvactors.storage.backends.file_survey import FileStatistics, survey
 from kvactors.storage.backends.owned import OwnedBackend
-from kvactors.storage.backends.slab_files import SlabFiles, address_of, outcome_of
+from kvactors.storage.backends.slab_files import SlabFiles, extent, outcome_of
 from kvactors.storage.backends.slab_table import PAGE, WRITTEN_AT, Meta, checksum_of, entry_of
 from kvactors.storage.backends.slots import Slots
 from kvactors.storage.messages import Outcome
@@ -134,13 +135,6 @@ class FileBackend(OwnedBackend):
         """See `Backend.holds`; a view of another process's store answers for nothing."""
         return not self.read_only and super().holds(key)
 
-    def _where(self, view: memoryview) -> tuple[int, int]:
-        """Address of a view, and bytes from there on that are its slot's."""
-        address, arena = address_of(view), self._arena
-        if arena is not None and 0 <= address - arena.address < arena.num_slots * arena.stride:
-            return address, arena.stride
-        return address, len(view)
-
     def trouble(self) -> str:
         """See `Backend.trouble`."""
         return self.files.trouble
@@ -156,14 +150,14 @@ class FileBackend(OwnedBackend):
         found = self._objects.get(key)
         if found is None:
             return Outcome.MISS
-        slot, entry = found
+        (slot, entry), generation = found, self.generation
         self.slots.begin_read(slot)
         try:
             outcome = await self._in_thread(self._load, slot, entry, into)
         finally:
             self.slots.end_read(slot)
         if outcome not in (Outcome.CORRUPT, Outcome.MISS):
-            return outcome
+            return outcome if generation == self.generation else Outcome.MISS
         if self.read_only or self._objects.get(key) != found:
             return Outcome.MISS  # evicted, cleared or replaced while it was read, here or by the process that writes
         del self._objects[key]
@@ -180,7 +174,7 @@ class FileBackend(OwnedBackend):
         try:
             if not files.in_place() or (self.read_only and not files.current()):
                 return Outcome.MISS  # the folder was deleted, and what is left of it goes with this process
-            outcome = files.read(slot, *self._where(into))
+            outcome = files.read(slot, *extent(into, self._arena))
             there = files.entry(slot) if outcome == Outcome.OK else b""
         except OSError as error:
             files.trouble = str(error)
@@ -197,6 +191,13 @@ class FileBackend(OwnedBackend):
         self.catalog.capacity = max(1, self._capacity - self.slots.quarantined)
 
     # -- writing
+
+    async def write(self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired) -> WriteReport:
+        """See `Backend.write`. Slots in quarantine are tried again before anything is evicted in their place."""
+        short = self.slots.quarantined and len(self.catalog) + len(keys) > self.catalog.capacity
+        if short and (self.slots.release(now()) or self.slots.release_first_offenders()):
+            self._fit()
+        return await super().write(keys, views, expired)
 
     async def save(self, key: bytes, data: memoryview) -> Outcome:
         """See `OwnedBackend.save`: the payload, into a free slot; `seal` makes it an object."""
@@ -234,7 +235,7 @@ class FileBackend(OwnedBackend):
         return outcome
 
     def _save(self, key: bytes, slot: int, sequence: int, generation: int, data: memoryview) -> tuple[Outcome, bytes]:
-        outcome = self.files.write(slot, *self._where(data))
+        outcome = self.files.write(slot, *extent(data, self._arena))
         checksum = xxhash.xxh3_64_intdigest(data)
         if outcome == Outcome.OK and slot in self.slots.suspects and not self.files.proved(slot, checksum):
             return Outcome.CORRUPT, b""

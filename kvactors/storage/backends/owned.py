@@ -21,6 +21,7 @@ class OwnedBackend(Backend):
         super().__init__(fingerprint, block_bytes)
         self.catalog = Catalog(capacity)
         self.pending: set[bytes] = set()  # names in the catalog whose objects are being written
+        self._unerased: set[bytes] = set()  # of clears that have not completed
         self.squeezed: list[bytes] = []  # evicted because the space ran out, until a batch reports them
 
     @abstractmethod
@@ -165,7 +166,9 @@ class OwnedBackend(Backend):
 
     async def clear(self, generation: int = 0) -> None:
         """See `Backend.clear`; for stores that do not survive their process, where erasing cannot fail."""
-        keys = self.catalog.keys()
+        self._unerased.update(self.catalog.keys())
         self.catalog.clear()
         self.generation = max(self.generation + 1, generation)
+        keys = [key for key in self._unerased if key not in self.catalog]
         await self.erase(keys)
+        self._unerased.clear()

@@ -28,6 +28,7 @@ import numpy as np
 import xxhash
 
 from kvactors.actor.log import get_logger
+from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
 from kvactors.files import FOLDER_MODE, locked, open_folder, open_private, private_folder, read_all
 from kvactors.storage.backends.slab_table import PAGE, Damaged, Meta, meta_of
@@ -380,3 +381,11 @@ def address_of(buffer: Any) -> int:
 def outcome_of(error: OSError) -> Outcome:
     """The one place where errors of the file system become outcomes."""
     return Outcome.NO_SPACE if error.errno in FULL else Outcome.UNAVAILABLE
+
+
+def extent(view: memoryview, arena: Arena | None) -> tuple[int, int]:
+    """Address of a view, and the bytes from there on that are its slot's."""
+    address = address_of(view)
+    if arena is not None and 0 <= address - arena.address < arena.num_slots * arena.stride:
+        return address, arena.stride
+    return address, len(view)

@@ -1,0 +1,137 @@
+"""`kvactors store list | verify | prune`."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+
+import msgspec
+import pytest
+
+from kvactors.cli import main
+from kvactors.device.arena import Arena
+from kvactors.identity import StoreIdentity
+from kvactors.storage.backends import FileBackend
+from kvactors.testing.faults import rot
+from kvactors.testing.store_contract import Bench, key
+
+A = StoreIdentity("model-a", "default", bytes(32))
+B = A._replace(fingerprint=bytes([1]) * 32)
+OTHER = A._replace(model="model-b")
+
+
+def run(*arguments) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["store", *(str(one) for one in arguments)])
+    return int(ended.value.code or 0)
+
+
+async def made(directory, identity, count=3):
+    backend, arena = FileBackend(identity.folder(directory), identity.digest, 5000, identity=identity), Arena(8, 5000)
+    await backend.open()
+    await Bench(backend, arena).put(*range(count))
+    arena.close()
+    return backend
+
+
+@pytest.fixture
+async def directory(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvactors.storage.backends.file.SLAB_BYTES", 8 * 8192)
+    for at, identity in enumerate((A, B, OTHER)):
+        backend = await made(tmp_path, identity)
+        await backend.close()
+        os.utime(backend.files.folder / "lock", (1000 + at, 1000 + at))
+    return tmp_path
+
+
+def listed(directory):
+    assert run("list", directory, "--json", directory / "o.json") == 0
+    return msgspec.json.decode((directory / "o.json").read_bytes())
+
+
+def test_list_names_what_is_there(directory, capsys):
+    found = listed(directory)
+    assert sorted((one["model"], one["digest"]) for one in found) == sorted((i.model, i.digest.hex()) for i in (A, B, OTHER))
+    assert all((one["state"], one["objects"], one["in_use"]) == ("ok", 3, False) for one in found)
+    assert all(one["slab_bytes"] >= 8 * 8192 and one["written_at"] > 1.7e9 for one in found)
+    out = capsys.readouterr().out
+    assert "model 'model-b', namespace 'default', rank 0 of 1" in out
+
+
+async def test_verify_finds_bad_objects(directory, capsys):
+    assert run("verify", directory) == 0
+    backend = await made(directory, A, 0)
+    rot(backend, 2)
+    await backend.close()
+    assert run("list", directory) == 0
+    assert run("verify", directory) == 1
+    assert key(0).hex() in capsys.readouterr().out
+
+
+def test_prune_keeps_the_layout_that_was_opened_last(directory, capsys):
+    assert run("prune", directory, "--dry-run") == 0
+    assert "would be removed" in capsys.readouterr().out
+    assert len(listed(directory)) == 3
+    assert run("prune", directory) == 0
+    assert "another layout was used later" in capsys.readouterr().out
+    assert {one["digest"] for one in listed(directory)} == {B.digest.hex(), OTHER.digest.hex()}
+    assert run("prune", directory, "--keep", "0") == 0
+    assert [path.name for path in directory.iterdir()] == ["o.json"], "folders that are empty go as well"
+
+
+async def test_prune_refuses_a_store_in_use(directory, capsys):
+    backend = await made(directory, A, 0)
+    os.utime(backend.files.folder / "lock", (1, 1))
+    assert run("prune", directory) == 1
+    assert "refused: in use by a process" in capsys.readouterr().out
+    assert len(listed(directory)) == 3
+    assert [one["in_use"] for one in listed(directory)].count(True) == 1
+    assert await Bench(backend, Arena(8, 5000)).get(0, 1, 2) == [0, 0, 0]
+    await backend.close()
+
+
+def test_prune_removes_damaged_stores_and_other_versions_and_leaves_other_files(directory, capsys):
+    damaged, old = A.folder(directory) / A.digest.hex()[:16], directory / "default" / "rank-0-of-1" / "0011"
+    (damaged / "table").write_bytes(b"\0" * 5000)
+    (damaged / "mine.txt").write_text("stays")
+    old.mkdir(parents=True)
+    page = b'{"fingerprint":"00","block_bytes":5000,"stride":8192,"slots_per_slab":9,"magic":"KVACTORS slabs","version":1}'
+    (old / "table").write_bytes(page.ljust(4096, b"\n"))
+    (old / "slab-0000").write_bytes(bytes(8192))
+    assert run("prune", directory) == 0
+    out = capsys.readouterr().out
+    assert "(format version 1," in out
+    assert "(damaged," in out
+    assert [path.name for path in damaged.iterdir()] == ["mine.txt"]
+    assert not old.parent.parent.exists()
+    assert len(listed(directory)) == 2
+
+
+def test_prune_follows_no_link(directory, tmp_path_factory, capsys):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    folder = A.folder(directory) / A.digest.hex()[:16]
+    folder.rename(elsewhere / "store")
+    folder.symlink_to(elsewhere / "store")
+    assert run("prune", directory, "--keep", "0") in (0, 1)
+    assert (elsewhere / "store" / "table").exists()
+    assert (elsewhere / "store" / "slab-0000").exists()
+
+
+async def test_a_store_that_was_pruned_while_it_was_being_opened_is_not_written_by_two(directory):
+    """The lock file that was removed does not count as the lock."""
+    backend = await made(directory, A, 0)
+    folder = backend.files.folder
+    (folder / "lock").unlink()
+    second = await made(directory, A, 0)
+    fd = os.open(folder / "lock", os.O_RDWR)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(fd)
+    await second.close()
+    await backend.close()
+
+
+def test_a_directory_without_a_store_is_an_error(tmp_path, capsys):
+    for command in ("list", "verify", "prune"):
+        assert run(command, tmp_path) == 2
+        assert "no file store here" in capsys.readouterr().err

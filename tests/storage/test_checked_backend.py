@@ -1,0 +1,323 @@
+"""Back ends that lie, raise and leak: a miss, counted and logged; never a wrong byte, a failed actor, or a slot that stays pinned."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+import kvactors
+from kvactors.config import Config
+from kvactors.errors import StoreError
+from kvactors.storage.backends import MemoryBackend
+from kvactors.storage.backends.base import ReadReport, WriteReport
+from kvactors.storage.backends.checked import CheckedBackend
+from kvactors.storage.messages import Outcome
+from kvactors.testing.store_contract import key, never
+
+OK, MISS, UNAVAILABLE, LATE = Outcome.OK, Outcome.MISS, Outcome.UNAVAILABLE, Outcome.LATE
+
+
+class PanicException(BaseException):
+    """As bindings of other languages raise it."""
+
+
+RAISED = (ValueError("no"), asyncio.CancelledError(), PanicException("panicked"), StoreError("down"))
+READS = (
+    ReadReport(b"", []), ReadReport(b"\0" * 3, []), ReadReport(b"\0\xff", []), ReadReport([0, 0], []), ReadReport(None, []),
+    ReadReport("\0\0", []), ReadReport(b"\0\0", [5]), ReadReport(b"\0\0", "names"), ReadReport(b"\0\0", [b"short"]), None, 7, b"\0\0",
+)  # fmt: skip
+COUNTS = (-3, "7", 3, 2**70, 1.5, object(), [])
+
+
+def raising(error):
+    def call(*_args, **_keywords):
+        raise error
+
+    async def later(*_args, **_keywords):
+        raise error
+
+    return call, later
+
+
+async def answer(value):
+    return value
+
+
+def checked(block_bytes=16):
+    inner = MemoryBackend(bytes(32), block_bytes)
+    return inner, CheckedBackend(inner)
+
+
+def views(count, size=16):
+    return [memoryview(bytearray(size)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("report", READS)
+async def test_read_reports_that_do_not_fit_are_no_hits(report):
+    inner, store = checked()
+    inner.read = lambda *_: answer(report)
+    found = await store.read([key(1), key(2)], views(2), never)
+    assert len(found.outcomes) == 2
+    assert all(isinstance(one, bytes) and len(one) == 32 for one in found.gone)
+    if not (isinstance(report, ReadReport) and report.outcomes == b"\0\0"):
+        assert UNAVAILABLE in found.outcomes
+    assert store.faults >= 1
+    assert store.statistics().faults == store.faults
+
+
+@pytest.mark.parametrize("report", READS)
+async def test_write_reports_that_do_not_fit_are_no_stored_blocks(report):
+    inner, store = checked()
+    made = WriteReport(*report) if isinstance(report, ReadReport) else report
+    inner.write = lambda *_: answer(made)
+    found = await store.write([key(1), key(2)], views(2), never)
+    assert len(found.outcomes) == 2
+    if not (isinstance(report, ReadReport) and report.outcomes == b"\0\0"):
+        assert UNAVAILABLE in found.outcomes
+    assert store.faults >= 1
+
+
+@pytest.mark.parametrize("count", COUNTS, ids=str)
+async def test_counts_out_of_range_are_nothing_found(count):
+    inner, store = checked()
+    inner.probe = lambda _: count
+    assert store.probe([key(1), key(2)]) == 0
+    inner.ask = lambda *_: answer(count)
+    assert await store.ask([key(1), key(2)], never) == 0
+    assert store.faults == 2
+
+
+@pytest.mark.parametrize("error", RAISED, ids=lambda error: type(error).__name__)
+async def test_nothing_that_a_back_end_raises_passes(error):
+    inner, store = checked()
+    now, later = raising(error)
+    for name in ("probe", "take", "keys", "holds", "lost", "told", "statistics"):
+        setattr(inner, name, now)
+    for name in ("ask", "read", "write", "remove"):
+        setattr(inner, name, later)
+    assert store.probe([key(1)]) == 0
+    assert store.keys() == store.lost() == []
+    assert store.holds(key(1)) is False
+    store.take([key(1)])
+    store.told([key(1)])
+    assert await store.ask([key(1)], never) == 0
+    assert list((await store.read([key(1)], views(1), never)).outcomes) == [UNAVAILABLE]
+    assert list((await store.write([key(1)], views(1), never)).outcomes) == [UNAVAILABLE]
+    await store.remove([key(1)])
+    assert store.statistics().faults >= 10
+    inner.clear = later
+    with pytest.raises(StoreError):
+        await store.clear()
+    for name in ("open", "attach"):
+        setattr(inner, name, later)
+    with pytest.raises(StoreError):
+        await store.open()
+    with pytest.raises(StoreError):
+        await store.attach(None)
+
+
+async def test_our_own_cancellation_passes_and_a_leaked_one_does_not():
+    inner, store = checked()
+    begun = asyncio.get_running_loop().create_future()
+
+    async def hang(*_):
+        begun.set_result(None)
+        await asyncio.get_running_loop().create_future()
+
+    inner.read = hang
+    reading = asyncio.create_task(store.read([key(1)], views(1), never))
+    await begun
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    assert store.faults == 0
+
+    async def leaks(*_):
+        inner_task = asyncio.create_task(asyncio.sleep(60))
+        inner_task.cancel()
+        await inner_task
+
+    inner.read = leaks
+    assert list((await store.read([key(1)], views(1), never)).outcomes) == [UNAVAILABLE]
+    assert store.faults == 1
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)], ids=["Ctrl-C", "exit"])
+def test_the_end_of_the_process_passes(error):
+    async def main():
+        inner, store = checked()
+        inner.probe = raising(error)[0]
+        store.probe([key(1)])
+
+    with pytest.raises(type(error)):
+        asyncio.run(main())
+
+
+async def test_faults_one_after_another_open_the_circuit():
+    inner, store = checked()
+    calls = []
+
+    async def fails(*_):
+        calls.append(1)
+        raise ValueError("down")
+
+    inner.read = fails
+    for _ in range(20):
+        await store.read([key(1)], views(1), never)
+    assert len(calls) == 5
+    assert store.statistics().breaker == "open"
+    assert "ValueError" in store.breaker.reason
+
+
+# -- clears
+
+
+async def test_writes_that_begin_during_a_clear_are_late_and_reads_find_nothing():
+    inner, store = checked()
+    await store.write([key(1)], views(1), never)
+    gate = asyncio.get_running_loop().create_future()
+    erase = inner.clear
+
+    async def slow(generation=0):
+        await gate
+        await erase(generation)
+
+    inner.clear = slow
+    clearing = asyncio.create_task(store.clear())
+    await asyncio.sleep(0)
+    assert store.probe([key(1)]) == 0
+    assert list((await store.read([key(1)], views(1), never)).outcomes) == [MISS]
+    assert list((await store.write([key(2)], views(1), never)).outcomes) == [LATE]
+    gate.set_result(None)
+    await clearing
+    assert store.generation == 1
+    assert list((await store.write([key(2)], views(1), never)).outcomes) == [OK]
+
+
+async def test_a_read_that_a_clear_overtakes_finds_nothing():
+    inner, store = checked()
+    await store.write([key(1)], views(1), never)
+    gate = asyncio.get_running_loop().create_future()
+    load = inner.read
+
+    async def slow(*args):
+        report = await load(*args)
+        await gate
+        return report
+
+    inner.read = slow
+    reading = asyncio.create_task(store.read([key(1)], views(1), never))
+    await asyncio.sleep(0)
+    await store.clear()
+    gate.set_result(None)
+    assert list((await reading).outcomes) == [MISS]
+
+
+async def test_a_back_end_of_another_package_whose_clear_takes_no_argument():
+    inner, store = checked()
+    cleared = []
+
+    async def clear():
+        cleared.append(1)
+
+    inner.clear = clear
+    await store.clear(7)
+    assert (cleared, store.generation) == ([1], 7)
+
+
+# -- in a whole cache
+
+
+def config(**storage):
+    return Config.from_mapping(
+        {
+            "cache": {"model": "m", "block_size": 4, "deadline": 3.0},
+            "device": {"num_blocks": 16},
+            "host": {"slots": 4, "transit_slots": 16},
+            "layout": {"num_layers": 2, "num_kv_heads": 1, "head_dim": 8},
+            "storage": {"backend": "memory", "write_policy": "write_through", "timeout": 2.0, **storage},
+        }
+    )
+
+
+async def serve(cache, seed):
+    async with await cache.acquire(f"r{seed}", [seed] * 17) as lease:
+        await lease.ready()
+        cached, keys = lease.cached_tokens // 4, lease.keys(0, 4)
+        assert cache.device.check(lease.block_table[:cached], keys[: 32 * cached]) == []
+        cache.device.fill(lease.block_table[cached:4], keys[32 * cached :])
+        await lease.commit(17)
+        return lease.hits
+
+
+def short(method):
+    async def call(*args):
+        return ReadReport((await method(*args)).outcomes[:1], [])
+
+    return call
+
+
+def garbage(_method):
+    async def call(_keys, into, _expired):
+        for view in into:
+            view[:] = b"\xee" * len(view)
+        return ReadReport(b"\0", [])
+
+    return call
+
+
+def leaked(_method):
+    async def call(*_):
+        raise asyncio.CancelledError
+
+    return call
+
+
+def panics(_method):
+    async def call(*_):
+        raise PanicException
+
+    return call
+
+
+@pytest.mark.parametrize("call", ["read", "write"])
+@pytest.mark.parametrize("spoil", [short, garbage, leaked, panics])
+async def test_a_cache_serves_on_beside_a_back_end_that_lies(call, spoil):
+    layout = config()
+    async with kvactors.open(layout) as probe:
+        size, print_ = probe.system.layout.block_bytes, probe.system.layout.fingerprint
+    inner = MemoryBackend(print_, size)
+    async with kvactors.open(layout, backend=inner) as cache:
+        for seed in range(12):
+            await serve(cache, seed)
+        await cache.settled()
+        setattr(inner, call, spoil(getattr(inner, call)))
+        for seed in range(12):
+            await serve(cache, seed)
+        for seed in range(20, 30):
+            await serve(cache, seed)
+        await cache.settled()
+        assert cache.statistics().store.faults >= 1
+        assert cache.statistics().host.pinned == 0
+        assert cache.statistics().supervisor.deaths == 0
+        assert cache.check() == []
+
+
+@pytest.mark.parametrize("name", ["probe", "keys", "holds", "lost", "told", "take"])
+@pytest.mark.parametrize("error", [ValueError("no"), PanicException()], ids=["exception", "panic"])
+async def test_no_actor_fails_of_what_a_back_end_raises_at_once(name, error):
+    async with kvactors.open(config()) as probe:
+        size, print_ = probe.system.layout.block_bytes, probe.system.layout.fingerprint
+    inner = MemoryBackend(print_, size)
+    async with kvactors.open(config(exclusive=True), backend=inner) as cache:
+        for seed in range(6):
+            await serve(cache, seed)
+        await cache.settled()
+        setattr(inner, name, raising(error)[0])
+        for seed in range(12):
+            await serve(cache, seed)
+        await cache.clear(storage=True)
+        await cache.settled()
+        assert cache.statistics().supervisor.deaths == 0
+        assert cache.check() == []

@@ -1,0 +1,175 @@
+"""`clear(storage=True)`: when it returns nothing from before it can be hit, with any number of writers, restarted or killed; or it raises."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from store_kit import cached_config, serve
+
+import kvactors
+from kvactors.actor import Control
+from kvactors.errors import DeadlineExceeded, StoreError
+from kvactors.layout import make_layout
+from kvactors.testing.fakes.store import SimBackend
+from kvactors.testing.loop import simulate
+
+
+def store_for(settings, **options):
+    layout = make_layout(settings.layout, settings.cache.block_size)
+    return SimBackend(layout.fingerprint, layout.block_bytes, **options)
+
+
+@pytest.mark.parametrize("writers", [1, 2, 3])
+def test_batches_that_wait_in_any_writer_are_not_written_after_the_clear(writers):
+    settings = cached_config(backend="memory", writers=writers)
+    store = store_for(settings, latency=lambda: 0.5)
+
+    async def main():
+        async with kvactors.open(settings, backend=store, inline_copies=True) as cache:
+            for seed in range(12):
+                await serve(cache, seed)
+            await asyncio.sleep(0.1)
+            assert not store.objects, "the store is slow: every batch is in flight, or waits in a writer"
+            await cache.clear(storage=True)
+            assert store.catalog.keys() == []
+            for seed in range(12):
+                assert sum(await serve(cache, seed, save=False)) == 0
+            await cache.settled()
+            assert store.catalog.keys() == []
+            assert store.objects == {}
+            assert cache.check() == []
+
+    simulate(main, seed=writers)
+
+
+def test_a_request_that_looks_in_the_store_while_it_is_cleared_gets_nothing_from_before():
+    settings = cached_config(backend="memory", writers=2)
+    store = store_for(settings)
+
+    async def main(pause):
+        async with kvactors.open(settings, backend=store, inline_copies=True) as cache:
+            for seed in range(8):
+                await serve(cache, seed)
+            await cache.settled()
+            store.latency = lambda: 0.01
+            looking = [asyncio.create_task(cache.acquire(f"q{seed}", [seed] * 17)) for seed in range(8)]
+            await asyncio.sleep(pause)
+            await cache.clear(storage=True)
+            leases = [one.result() for one in (await asyncio.wait(looking))[0] if one.exception() is None]
+            for lease in leases:
+                await lease.finish()
+            await cache.settled()
+            for seed in range(8):
+                assert sum(await serve(cache, seed, save=False)) == 0
+
+    for number in range(12):
+        store.latency = lambda: 0.0
+        simulate(lambda number=number: main(number * 0.003), seed=number)
+
+
+def test_a_failed_clear_raises_and_nothing_is_hit_until_one_succeeds():
+    settings = cached_config(backend="memory", writers=2)
+    store = store_for(settings)
+
+    async def main():
+        async with kvactors.open(settings, backend=store, inline_copies=True) as cache:
+            for seed in range(4):
+                await serve(cache, seed)
+            await cache.settled()
+            clear = store.clear
+
+            async def refuse(_generation=0):
+                raise OSError(5, "Input/output error")
+
+            store.clear = refuse
+            with pytest.raises(StoreError, match=r"could not be cleared.*Input/output error"):
+                await cache.clear(storage=True)
+            assert cache.health().status == "degraded"
+            assert sum(await serve(cache, 1)) == 0
+            await cache.settled()
+            store.clear = clear
+            await cache.clear(storage=True)
+            assert store.objects == {}
+            await serve(cache, 9)
+            await cache.settled()
+            assert len(store.objects) == 4
+
+    simulate(main, seed=1)
+
+
+def test_a_clear_that_takes_longer_than_its_deadline_raises_and_is_completed_later():
+    settings = cached_config(backend="memory", writers=2)
+    store = store_for(settings)
+
+    async def main():
+        async with kvactors.open(settings, backend=store, inline_copies=True) as cache:
+            await serve(cache, 1)
+            await cache.settled()
+            store.latency = lambda: 10.0
+            with pytest.raises(DeadlineExceeded):
+                await cache.clear(storage=True, deadline=1.0)
+            assert sum(await serve(cache, 1, save=False)) == 0
+            await cache.settled()
+            store.latency = lambda: 0.0
+            assert sum(await serve(cache, 1, save=False)) == 0
+            assert store.objects == {}
+
+    simulate(main, seed=1)
+
+
+@pytest.mark.parametrize("victim", ["writers", "evictor"])
+def test_a_clear_outlives_an_actor_that_fails_in_between(victim):
+    settings = cached_config(backend="memory", writers=2)
+    store = store_for(settings)
+
+    class Unwelcome(Control, frozen=True, eq=False):
+        pass
+
+    async def main():
+        async with kvactors.open(settings, backend=store, inline_copies=True) as cache:
+            for seed in range(4):
+                await serve(cache, seed)
+            await cache.settled()
+            store.latency = lambda: 0.2
+            clearing = asyncio.create_task(cache.clear(storage=True))
+            await asyncio.sleep(0.1)
+            ref = cache.system.evictor if victim == "evictor" else cache.system.writers[0]
+            ref.try_tell(Unwelcome())
+            await clearing
+            assert store.objects == {}
+            for seed in range(4):
+                assert sum(await serve(cache, seed, save=False)) == 0
+
+    simulate(main, seed=1)
+
+
+async def test_killed_right_after_a_clear_the_next_process_hits_nothing(tmp_path):
+    """Two writers with batches in their queues, SIGKILL as soon as `clear` has returned."""
+    script = f"""
+import asyncio, os, signal, sys
+sys.path[:0] = {sys.path!r}
+import structlog
+structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
+import kvactors
+from pathlib import Path
+from store_kit import cached_config, serve
+async def main():
+    async with kvactors.open(cached_config(directory={str(tmp_path)!r}, writers=2, capacity_blocks=400)) as cache:
+        for seed in range(40): await serve(cache, seed)
+        await cache.clear(storage=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+asyncio.run(main())
+"""
+    for _ in range(2):
+        done = await asyncio.to_thread(
+            subprocess.run, [sys.executable, "-P", "-c", script], capture_output=True, text=True, cwd=Path(__file__).parent
+        )
+        assert done.returncode == -9, done.stderr
+        async with kvactors.open(cached_config(directory=str(tmp_path), capacity_blocks=400)) as cache:
+            assert cache.system.backend.keys() == []
+            for seed in range(40):
+                assert sum(await serve(cache, seed, save=False)) == 0

@@ -1,0 +1,357 @@
+"""The file store on disks that are full, fail for a moment, hang, or are read while objects go; and processes that fork."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import shutil
+import signal
+import threading
+
+import pytest
+import structlog
+from store_kit import CORRUPT, MISS, OK, PRINT, SIZE, opened, whole
+
+from kvactors.errors import StoreError
+from kvactors.storage.backends import FileBackend
+from kvactors.storage.backends import file as file_module
+from kvactors.storage.backends import slots as slots_module
+from kvactors.storage.breaker import Breaker
+from kvactors.storage.messages import Outcome
+from kvactors.testing.store_contract import key
+
+UNAVAILABLE, NO_SPACE = Outcome.UNAVAILABLE, Outcome.NO_SPACE
+
+
+@pytest.fixture
+def small_slabs(monkeypatch):
+    """Eight slots each."""
+    monkeypatch.setattr(file_module, "SLAB_BYTES", 8 * 8192)
+
+
+def failing(number):
+    def call(*_args, **_keywords):
+        raise OSError(number, os.strerror(number))
+
+    return call
+
+
+# -- full
+
+
+async def test_a_disk_that_becomes_full_evicts_the_least_recently_used(tmp_path, monkeypatch, small_slabs):
+    async with opened(tmp_path) as bench:
+        store = bench.store
+        await bench.put(*range(16))
+        monkeypatch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
+        views = bench.views(10)
+        for view, number in zip(views, range(20, 30), strict=True):
+            view[:] = bench.pattern(number)
+        report = await store.write([key(n) for n in range(20, 30)], views, lambda: False)
+        assert list(report.outcomes) == [OK] * 10
+        assert sorted(report.evicted) == [key(n) for n in range(10)]
+        assert await bench.get(*range(20, 30)) == [OK] * 10
+        assert await bench.get(9, 10, 15) == [MISS, OK, OK]
+        whole(store)
+        assert store.statistics().evicted == 10
+
+
+async def test_the_floor_of_free_space_evicts_as_a_full_disk_does(tmp_path, small_slabs):
+    async with opened(tmp_path) as bench:
+        await bench.put(*range(8))
+        bench.store.files.floor = 1 << 60
+        assert await bench.put(*range(10, 14)) == [OK] * 4
+        assert await bench.get(3, 4, 13) == [MISS, OK, OK]
+
+
+async def test_a_disk_with_room_again_is_used(tmp_path, monkeypatch, small_slabs):
+    async with opened(tmp_path) as bench:
+        await bench.put(*range(8))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
+            await bench.put(*range(10, 14))
+        bench.store._no_growth_until = 0.0
+        await bench.put(*range(20, 24))
+        assert len(bench.store.files.slabs) == 2
+        assert len(bench.store.keys()) == 12
+
+
+async def test_no_space_at_a_write_takes_one_objects_place(tmp_path, monkeypatch, small_slabs):
+    """A disk that allocates when a slot is written first: the slots that are not written yet cannot be."""
+    async with opened(tmp_path) as bench:
+        await bench.put(*range(4))
+        used, real = set(range(4)), os.pwritev
+
+        def allocating(fd, buffers, at):
+            if at // 8192 not in used:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return real(fd, buffers, at)
+
+        monkeypatch.setattr(os, "pwritev", allocating)
+        assert await bench.put(10) == [OK]
+        assert await bench.put(11) == [OK]
+        assert await bench.get(0, 1, 2, 3, 10, 11) == [MISS, MISS, OK, OK, OK, OK]
+        whole(bench.store)
+
+
+async def test_a_disk_that_refuses_every_write_does_not_empty_the_store(tmp_path, monkeypatch, small_slabs):
+    async with opened(tmp_path) as bench:
+        await bench.put(*range(8))
+        monkeypatch.setattr(os, "pwritev", failing(errno.ENOSPC))
+        for number in range(20, 40):
+            assert await bench.put(number) == [NO_SPACE]
+        assert len(bench.store.keys()) >= 6
+        whole(bench.store)
+
+
+# -- capacity
+
+
+async def test_a_capacity_that_is_not_set_is_a_share_of_the_space(tmp_path, small_slabs):
+    async with opened(tmp_path, floor=10 * 8192) as bench:
+        await bench.put(*range(8))
+        files = bench.store.files
+        space = files.free_bytes() + files.own_bytes()
+    async with opened(tmp_path, floor=10 * 8192) as bench:
+        expected = (0.8 * space - 10 * 8192) / 8192
+        assert bench.store.file_statistics().capacity == pytest.approx(expected, rel=0.2)
+        assert len(bench.store.keys()) == 8
+
+
+async def test_a_capacity_counts_the_other_layouts_in_the_folder(tmp_path, small_slabs):
+    async with opened(tmp_path, 40, print_=bytes(32)) as other:
+        await other.put(*range(24))
+    with structlog.testing.capture_logs() as logs:
+        async with opened(tmp_path, 40) as bench:
+            assert bench.store.file_statistics().capacity == 16
+            await bench.put(*range(24))
+            assert len(bench.store.keys()) == 16
+    assert any("prune" in one["event"] for one in logs)
+    assert any(one["event"] == "file store open" and one["capacity_bytes"] == 16 * 8192 for one in logs)
+
+
+# -- bad objects and bad moments
+
+
+def damage(bench, *slots):
+    with (bench.store.files.folder / "slab-0000").open("r+b", buffering=0) as file:
+        for slot in slots:
+            file.seek(slot * 8192 + 9)
+            byte = file.read(1)
+            file.seek(slot * 8192 + 9)
+            file.write(bytes([byte[0] ^ 1]))
+        os.fsync(file.fileno())
+
+
+async def test_slots_in_quarantine_come_back_when_they_prove_good(tmp_path, small_slabs):
+    async with opened(tmp_path, 8) as bench:
+        store = bench.store
+        await bench.put(*range(8))
+        damage(bench, *range(8))
+        assert await bench.get(*range(8)) == [CORRUPT] * 8
+        assert store.file_statistics().quarantined == 8
+        assert store.catalog.capacity == 1, "what is in quarantine holds nothing"
+        assert await bench.put(*range(40, 48)) == [OK] * 8
+        assert await bench.get(*range(40, 48)) == [OK] * 8
+        assert len(store.keys()) == 8
+        assert store.file_statistics().quarantined == 0
+        assert store.catalog.capacity == 8
+
+
+async def test_a_slot_that_is_really_bad_goes_back_into_quarantine_for_longer(tmp_path, monkeypatch, small_slabs):
+    async with opened(tmp_path, 8) as bench:
+        store = bench.store
+        await bench.put(*range(8))
+        damage(bench, 0)
+        assert await bench.get(0) == [CORRUPT]
+        monkeypatch.setattr(store.files, "proved", lambda slot, checksum: False)
+        store.slots.release_first_offenders()
+        store.slots.first(0)
+        assert await bench.put(50) == [UNAVAILABLE]
+        assert store.file_statistics().quarantined == 1
+        assert not store.slots.release_first_offenders()
+        assert store.slots._until[0] > asyncio.get_running_loop().time() + slots_module.PAUSE
+        assert await bench.put(51) == [OK]
+        assert await bench.get(51) == [OK]
+
+
+@pytest.mark.parametrize("call", ["preadv", "pread", "stat"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EAGAIN])
+async def test_an_error_of_a_moment_is_unavailable_and_costs_nothing(tmp_path, monkeypatch, call, number):
+    async with opened(tmp_path) as bench:
+        await bench.put(1, 2)
+        with monkeypatch.context() as patch:
+            if call == "stat":
+                patch.setattr(bench.store.files, "_inode", failing(number))
+            else:
+                patch.setattr(os, call, failing(number))
+            assert await bench.get(1, 2) == [UNAVAILABLE] * 2
+        assert await bench.get(1, 2) == [OK] * 2
+        assert bench.store.statistics().corrupt == 0
+        assert bench.store.file_statistics().quarantined == 0
+
+
+async def test_objects_that_go_while_they_are_read_are_misses_and_not_corrupt(tmp_path):
+    async with opened(tmp_path, 8) as bench:
+        store, real = bench.store, bench.store.files.read
+        for step, action in enumerate((store.remove, None, store.clear)):
+            await bench.put(1, 2)
+            begun, go = threading.Event(), threading.Event()
+
+            def slowly(*args, begun=begun, go=go):
+                outcome = real(*args)
+                begun.set()
+                go.wait(30)
+                return outcome
+
+            store.files.read = slowly
+            reading = asyncio.create_task(bench.get(1))
+            while not begun.is_set():
+                await asyncio.sleep(0.001)
+            store.files.read = real
+            if action is None:
+                await bench.put(*range(10, 18))
+            else:
+                await (action([key(1)]) if step == 0 else action())
+            again = [] if step else await bench.put(1)
+            go.set()
+            assert await reading == [MISS]
+            assert store.statistics().corrupt == 0
+            assert await bench.get(1) == ([OK] if again else [MISS]), "what was written again stays"
+
+
+# -- open and close
+
+
+@pytest.mark.parametrize("step", range(1, 8))
+async def test_a_cancelled_open_leaves_no_lock_and_no_thread(tmp_path, step):
+    async with opened(tmp_path, 4) as bench:
+        await bench.put(1, 2)
+    before = threading.active_count()
+    store = FileBackend(tmp_path, PRINT, SIZE, 4)
+    opening = asyncio.create_task(store.open())
+    for _ in range(step):
+        await asyncio.sleep(0)
+    opening.cancel()
+    opening.cancel()
+    outcome = (await asyncio.gather(opening, return_exceptions=True))[0]
+    if outcome is None:
+        await store.close()
+    async with opened(tmp_path, 4) as bench:
+        assert await bench.get(1, 2) == [OK, OK]
+    await threads_down_to(before)
+
+
+async def threads_down_to(count):
+    for _ in range(3000):
+        if threading.active_count() <= count:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"{threading.active_count()} threads, {count} before")
+
+
+async def test_failed_opens_leave_no_threads(tmp_path):
+    before = threading.active_count()
+    async with opened(tmp_path) as bench:
+        await bench.put(1)
+        inside = threading.active_count()
+        for _ in range(20):
+            with pytest.raises(StoreError, match="in use by process"):
+                await FileBackend(tmp_path, PRINT, SIZE).open()
+        await threads_down_to(inside)
+    await threads_down_to(before)
+
+
+async def test_close_does_not_wait_for_a_disk_that_hangs_and_gives_the_lock_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(file_module, "CLOSING", 0.05)
+    go = threading.Event()
+    async with opened(tmp_path) as bench:
+        store, real = bench.store, bench.store.files.read
+        await bench.put(1)
+
+        def hang(*args):
+            go.wait(60)
+            return real(*args)
+
+        store.files.read = hang
+        reading = asyncio.create_task(bench.get(1))
+        while not store._threads.busy:
+            await asyncio.sleep(0.001)
+        with structlog.testing.capture_logs() as logs:
+            await store.close()
+        assert store.stuck
+        assert [one["event"] for one in logs] == [
+            "store threads hang and are abandoned",
+            "arena memory stays mapped: a thread may still access it",
+        ][:: -1 if logs[0]["event"].startswith("arena") else 1]
+        again = FileBackend(tmp_path, PRINT, SIZE)
+        await again.open()
+        await again.close()
+        assert store.files.slabs, "descriptors in use are not given to other files"
+        go.set()
+        await reading
+        while store.files.slabs:
+            await asyncio.sleep(0.001)
+
+
+# -- forks
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("how", ["closed", "killed"])
+async def test_a_forked_child_does_not_keep_the_lock(tmp_path, how):
+    """killed: the parent's descriptor goes without an unlock, as with SIGKILL."""
+    store = FileBackend(tmp_path, PRINT, SIZE)
+    await store.open()
+    child = os.fork()
+    if not child:
+        signal.pause()
+        os._exit(0)
+    try:
+        if how == "closed":
+            await store.close()
+        else:
+            store.files.drop()
+        again = FileBackend(tmp_path, PRINT, SIZE)
+        for _ in range(500):  # the child may not have come to it yet
+            try:
+                await again.open()
+                break
+            except StoreError:
+                again = FileBackend(tmp_path, PRINT, SIZE)
+                await asyncio.sleep(0.02)
+        else:
+            raise AssertionError("the child keeps the lock")
+        await again.close()
+    finally:
+        os.kill(child, 9)
+        os.waitpid(child, 0)  # noqa: ASYNC222  (it was killed)
+    await store.close()
+
+
+# -- the breaker
+
+
+async def test_the_breaker_logs_each_change_once_with_its_reason(tmp_path):
+    async with opened(tmp_path / "store") as bench:
+        await bench.put(1)
+        shutil.rmtree(tmp_path / "store")
+        with structlog.testing.capture_logs() as logs:
+            for number in range(10, 22):
+                assert await bench.put(number) == [UNAVAILABLE]
+        assert [one["event"] for one in logs] == ["store left alone"]
+        assert "deleted or moved" in logs[0]["reason"]
+        assert bench.store.breaker.reason == logs[0]["reason"]
+
+
+async def test_a_breaker_that_closes_says_so():
+    with structlog.testing.capture_logs() as logs:
+        breaker = Breaker(failures=2, pause=0.0, store="here")
+        for good in (False, False, False, False, True, True):
+            breaker.saw(good, "disk full")
+    assert [(one["event"], one["reason"]) for one in logs] == [
+        ("store left alone", "disk full"),
+        ("store works again", "disk full"),
+    ]
+    assert breaker.reason == ""
