@@ -196,11 +196,13 @@ class RankGroup:
             self.strangers.refused(oldest.source, "too many connections", "closed for a newer one")
         self._unclaimed[wire] = None
         try:
-            reason = await check_rank(wire, self._secret)
+            reason, answer = await check_rank(wire, self._secret)
             if wire not in self._unclaimed:
                 return  # closed for a newer connection
             if reason:
                 self.strangers.refused(wire.source, "not authenticated", reason)
+                if answer:
+                    await refuse(wire, reason)
                 return
             wire.limit = FROM_RANK_BYTES
             identity = None

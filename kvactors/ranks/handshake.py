@@ -28,15 +28,14 @@ def mac(secret: Secret, role: bytes, rank_nonce: bytes, leader_nonce: bytes) -> 
     return hmac.digest(secret.encoded(), DOMAIN + role + b"\0" + rank_nonce + leader_nonce, "sha256")
 
 
-async def check_rank(wire: Wire, secret: Secret) -> str:
-    """The leader's side. Returns why the connection is refused; empty if the other end has the secret."""
+async def check_rank(wire: Wire, secret: Secret) -> tuple[str, bool]:
+    """The leader's side. Returns why the connection is refused, and whether the other end is to be sent it (`refuse`); an empty reason if it has
+    the secret."""
     wire.limit = UNPROVEN_BYTES
     reason, answer = f"no proof in {LIMIT:.0f} s", False
     with anyio.move_on_after(LIMIT):
         reason, answer = await _check_rank(wire, secret)
-    if answer:
-        await refuse(wire, reason)
-    return reason
+    return reason, answer
 
 
 async def _check_rank(wire: Wire, secret: Secret) -> tuple[str, bool]:

@@ -31,6 +31,9 @@ BUFFER = 16 << 10
 
 LOCK_TRIES, LOCK_PAUSE = 100, 0.05
 
+SETTLE = 5
+"""Steps of the loop in which asyncio finishes connections that it was accepting, and closes the sockets of those that were aborted."""
+
 _in_memory: dict[str, Listener] = {}
 """Listeners at memory:// endpoints of this process."""
 
@@ -46,6 +49,7 @@ class Listener:
         self._server: asyncio.Server | None = None
         self._path: tuple[str, int, int] | None = None
         self._name = ""
+        self._stopped = False
 
     async def start(self, endpoint: str) -> None:
         """Listen. ConfigError, RankError if that is impossible."""
@@ -79,19 +83,21 @@ class Listener:
         self.take(StreamWire(reader, writer, source))
 
     def take(self, wire: Wire) -> None:
-        """Handle one connection."""
+        """Handle one connection. One that was accepted while the listener stopped is closed."""
+        if self._stopped:
+            wire.close()
+            return
         task = asyncio.get_running_loop().create_task(self._handle(wire))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: wire.close())  # a task that is cancelled before its first step runs no `finally`
 
     async def _handle(self, wire: Wire) -> None:
-        try:
-            await self.met(wire)
-        finally:
-            wire.close()
+        await self.met(wire)
 
     async def stop(self) -> None:
         """Accept nothing more, close every connection, and remove the socket's path if it is still this listener's."""
+        self._stopped = True
         if self._name and _in_memory.get(self._name) is self:
             del _in_memory[self._name]
         if self._path is not None:
@@ -103,6 +109,8 @@ class Listener:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
+        for _ in range(SETTLE):
+            await asyncio.sleep(0)
 
 
 async def _bind_unix(path: str) -> socket.socket:

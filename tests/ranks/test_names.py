@@ -1,0 +1,258 @@
+"""The names of the ranks' stores: pages and slices of bounded size, at 10 million names, and against a model."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from itertools import chain, count, islice, repeat
+
+import pytest
+from hand_kit import SCOPE, authenticated, come, group_at, identity, settle
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvactors.ranks.group import RankGroup
+from kvactors.ranks.link import Link, Violation
+from kvactors.ranks.names import SHARDS, NameSet, RankNames, in_slices, pages
+from kvactors.ranks.protocol import FROM_RANK_BYTES, MOST_NAMES, PAGE_NAMES, WINDOW, Names, SendNames, Welcome
+from kvactors.ranks.wire import MemoryWire, _encoder
+from kvactors.storage.backends.memory import MemoryBackend
+from kvactors.storage.backends.ranks import RankBackend
+from kvactors.testing.loop import simulate
+
+MILLION, MILLIONS = 1_000_000, 10_000_000
+
+
+def name(number: int) -> bytes:
+    return hashlib.sha256(number.to_bytes(8, "little")).digest()
+
+
+def test_ten_million_names_are_sent_page_by_page():
+    sizes = {True: 0, False: 0}
+    for keys, last in pages(repeat(b"n" * 32, MILLIONS)):
+        assert len(keys) <= 32 * PAGE_NAMES
+        sizes[last] += len(keys) // 32
+    assert sum(sizes.values()) == MILLIONS
+    assert 0 < sizes[True] <= PAGE_NAMES
+
+
+def test_one_page_is_taken_ahead():
+    taken = count()
+
+    def source():
+        while True:
+            next(taken)
+            yield b"n" * 32
+
+    made = pages(source(), 10)
+    for sent in range(1, 5):
+        next(made)
+        assert next(taken) <= 10 * (sent + 1) + sent
+
+
+def test_a_million_names_join_a_small_set_in_slices():
+    names, held = RankNames(2), [name(i) for i in range(5000)]
+    for rank, found in ((0, held), (1, held)):
+        joining = names.join(rank, 0)
+        joining.page(b"".join(found))
+        assert max(joining.merge()) <= 2 * PAGE_NAMES
+    again = names.join(1, 0)
+    page, filler = b"".join(held[:100]), b"x" * 32 * PAGE_NAMES
+    for keys in chain([page], repeat(filler, MILLION // PAGE_NAMES)):
+        again.page(keys)
+        assert len(again.seen) <= 100, "what the others do not hold is not kept"
+    assert again.received >= MILLION - PAGE_NAMES
+    assert sum(again.merge()) == len(held) + 100
+    assert set(names.held) == set(held[:100])
+    lost = set()
+    while page := names.lost():
+        assert len(page) <= PAGE_NAMES
+        lost |= set(page)
+    assert lost == set(held[100:])
+
+
+def test_a_page_fits_a_message_and_all_names_fit_the_limit():
+    assert len(_encoder.encode(Names(b"x" * 32 * PAGE_NAMES, last=True))) < FROM_RANK_BYTES
+    assert MOST_NAMES > MILLIONS
+
+
+def test_slices_give_the_loop_back_after_so_many_names():
+    async def main() -> None:
+        turns = [0]
+
+        async def other() -> None:
+            while True:
+                turns[0] += 1
+                await asyncio.sleep(0)
+
+        beside = asyncio.ensure_future(other())
+        await in_slices(repeat(100, 100), 500)
+        assert turns[0] in (19, 20, 21)
+        beside.cancel()
+
+    simulate(main)
+
+
+def test_a_shard_of_ten_million_names_is_a_slice():
+    assert MILLIONS / SHARDS < 5 * PAGE_NAMES
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.sets(st.integers(0, 40)), st.sets(st.integers(0, 40)), st.booleans()), max_size=12)
+)
+def test_names_against_a_model(steps):
+    """Ranks join in any order, with pages of any size, while names are taken; some go away before their last page."""
+    names, model, joined, told = RankNames(3), None, set(), set()
+    for rank, stored, taken, abandoned in steps:
+        joining = names.join(rank, 0)
+        keys = [name(one) for one in sorted(stored)]
+        for start in range(0, len(keys), 7):
+            joining.page(b"".join(keys[start : start + 7]))
+        names.take([name(one) for one in taken])
+        model = model - taken if model is not None else None
+        if abandoned:
+            joining.abandon()
+            continue
+        merging = joining.merge()
+        for _ in islice(merging, 100):
+            pass
+        for _ in merging:
+            pass
+        everything = len(joined) == 3
+        after = (stored if model is None else model & stored) - taken
+        if everything and model is not None:
+            told |= model - after
+        model, joined = after, joined | {rank}
+        assert set(names.held) == {name(one) for one in model}
+        assert len(names) == len(model)
+    lost = set()
+    while page := names.lost(3):
+        lost |= set(page)
+    assert lost >= {name(one) for one in told if model is None or one not in model}
+    assert not lost & set(names.held)
+
+
+def test_a_set_of_names():
+    names = NameSet([name(1), name(2)])
+    names.add(name(1))
+    assert len(names) == 2
+    assert name(1) in names
+    assert names.find(name(1)) == name(1)
+    assert names.discard(name(1))
+    assert not names.discard(name(1))
+    assert list(names) == [name(2)]
+    assert sum(names.empty()) == 1
+    assert not names
+
+
+# -- a rank that joins
+
+
+def linked(objects: int) -> tuple[Link, MemoryWire]:
+    ours, theirs = MemoryWire.pair()
+    return Link(ours, identity(0, objects=objects)), theirs
+
+
+def test_pages_that_cannot_be_are_violations():
+    async def main() -> None:
+        link, _ = linked(5)
+        with pytest.raises(Violation, match="not asked for"):
+            link.names(Names(name(1)))
+        asking = asyncio.ensure_future(link.next_page())
+        await settle()
+        for keys, word in ((b"x" * 31, "31 bytes"), (b"", "0 bytes"), (b"x" * 32 * (PAGE_NAMES + 1), "bytes of names")):
+            with pytest.raises(Violation, match=word):
+                link.names(Names(keys))
+        with pytest.raises(Violation, match="6 names, 5 were announced"):
+            link.names(Names(b"".join(map(name, range(6)))))
+        asking.cancel()
+
+    simulate(main)
+
+
+def test_at_most_a_window_of_pages_is_in_flight():
+    async def main() -> None:
+        objects = 40 * PAGE_NAMES
+        group = group_at(count=1, start=60.0)
+        RankBackend(group, SCOPE.fingerprint, 64, 1.0, exclusive=False)
+        opening = asyncio.ensure_future(group.open())
+        await settle()
+        wire = await authenticated()
+        wire.send(identity(0, ranks=1, objects=objects))
+        source, asked, most = pages(b"x" * 32 for _ in range(objects)), 0, 0
+        while not isinstance(message := await wire.receive(), Welcome):
+            assert isinstance(message, SendNames)
+            asked += message.pages
+            most = max(most, asked)
+            while asked:
+                asked -= 1
+                page = next(source, None)
+                if page is not None:
+                    wire.send(Names(*page))
+        assert most <= WINDOW
+        await opening
+        await group.close()
+
+    simulate(main)
+
+
+def test_a_rank_that_stalls_while_it_joins_lets_the_others_join():
+    async def main() -> None:
+        group = group_at(start=200.0)
+        RankBackend(group, SCOPE.fingerprint, 64, 1.0, exclusive=False)
+        opening = asyncio.ensure_future(group.open())
+        await settle()
+        stalled = await authenticated()
+        stalled.send(identity(0, objects=5))
+        assert isinstance(await stalled.receive(), SendNames)
+        assert group.health()[0].state == "joining"
+        other = await come(1, name(1))
+        assert [one.state for one in group.health()] == ["away", "healthy"]
+        assert "no page of names" in group.health()[0].reason
+        await come(0, name(1))
+        await opening
+        other.close()
+        await group.close()
+
+    simulate(main)
+
+
+async def test_two_hundred_thousand_names_over_a_socket(tmp_path):
+    """Real sockets, two ranks; the second lacks every third name."""
+    total = 200_000
+    endpoint = f"unix://{tmp_path}/ranks"
+    group: RankGroup = group_at(endpoint, start=300.0, timeout=60.0)
+    store = RankBackend(group, SCOPE.fingerprint, 64, 1.0, exclusive=False)
+    opening = asyncio.ensure_future(group.open())
+    while not (tmp_path / "ranks").exists():
+        await asyncio.sleep(0)
+
+    async def rank(number: int) -> None:
+        backend = MemoryBackend(SCOPE.fingerprint, 64)
+        backend.catalog.admit([name(i) for i in range(total) if not number or i % 3])
+        wire = await authenticated(endpoint)
+        wire.send(identity(number, objects=backend.count()))
+        source = pages(backend.names())
+        while isinstance(message := await wire.receive(), SendNames):
+            for _ in range(message.pages):
+                page = next(source, None)
+                if page is not None:
+                    wire.send(Names(*page))
+        assert isinstance(message, Welcome)
+        await opening
+        wire.close()
+
+    await asyncio.gather(rank(0), rank(1))
+    assert store.count() == total - len(range(0, total, 3))
+    assert store.probe([name(1), name(2), name(3)]) == 2
+    await group.close()
+
+
+def test_a_store_that_changes_while_its_names_are_sent_is_noticed():
+    backend = MemoryBackend(SCOPE.fingerprint, 64)
+    backend.catalog.admit([name(i) for i in range(3 * PAGE_NAMES)])
+    source = pages(backend.names())
+    next(source)
+    backend.catalog.admit([name(-1 & 0xFFFF_FFFF)])
+    with pytest.raises(RuntimeError):
+        list(source)
