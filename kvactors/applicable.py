@@ -40,7 +40,10 @@ def check_applicable(config: Config, data: Mapping[str, Any] | None = None) -> N
     """Raise ConfigError for a setting that is given and has no use. data: the mapping that the config was made from; a setting counts as given
     if it is in it, or differs from its default."""
     for table, reason in _rules(config):
-        given = given_in(getattr(config, table), (data or {}).get(table, {}))
+        written = (
+            {} if table == "host" or data is None else data.get(table, {})
+        )  # watermarks of 0 are off, which is no contradiction
+        given = given_in(getattr(config, table), written)
         for name, why in reason:
             if name in given:
                 raise ConfigError(f"{table}.{name} has no use {why}: remove it, or choose what uses it")

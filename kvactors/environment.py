@@ -10,7 +10,7 @@ import msgspec
 
 from kvactors.errors import ConfigError
 from kvactors.mooncake_config import resolve
-from kvactors.sink_config import AttentionStoreConfig
+from kvactors.sink_config import AnySinkConfig, AttentionStoreConfig, AttentionStoreSinkConfig
 from kvactors.validation import check_agreement, validate, validate_model
 
 if TYPE_CHECKING:
@@ -40,12 +40,22 @@ def from_environment(config: Config, environ: Mapping[str, str]) -> Config:
         config = replace(config, attention_store=replace(config.attention_store, **store))
     if only:
         config = replace(config, flush=replace(config.flush, only=True))
+    config = replace(config, flush=replace(config.flush, sinks=flush_sinks(config)))
     config = replace(config, cache=replace(config.cache, model=resolve_model(config, environ)))
     config = replace(config, ranks=config.ranks.with_secret(environ))
     check_agreement(config)
     validate_model(config)
     config.ranks.check_exposure()
     return config
+
+
+def flush_sinks(config: Config) -> tuple[AnySinkConfig, ...]:
+    """The sinks, with AttentionStore's index in flush-only mode with AttentionStore as the back end: FastDeploy's settings name the back end
+    alone, and mean the index."""
+    sinks = config.flush.sinks
+    if not config.flush.only or config.storage.backend != "attention_store":
+        return sinks
+    return sinks if any(sink.kind == "attention_store" for sink in sinks) else (*sinks, AttentionStoreSinkConfig())
 
 
 def resolve_model(config: Config, environ: Mapping[str, str]) -> str:

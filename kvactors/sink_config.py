@@ -169,7 +169,7 @@ AnySinkConfig = MemorySinkConfig | JsonLinesSinkConfig | AttentionStoreSinkConfi
 
 
 class AttentionStoreConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """How AttentionStore's SDK is opened; one connection serves the sink and the storage back end.
+    """How AttentionStore's SDK is opened; the sink and the storage back end open a connection each.
 
     sdk: the package to import. namespace, pod_name, model_version: as FastDeploy passes them. shard_id, shard_num: tensor-parallel rank
     and ranks; rank 0 alone reports to the index. layer_num, bytes_per_shard_layer_per_block: taken from the layout if 0. role_suffix:

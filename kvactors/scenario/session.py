@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from kvactors.cache import KVCache, open_cache
-from kvactors.config import Config
+from kvactors.config import Config, StorageConfig
 from kvactors.flush_notifier.runs import path_tokens
 from kvactors.flush_notifier.sinks import Sink, make_sinks
 from kvactors.layout import make_layout
@@ -129,6 +129,8 @@ async def session(scenario: Scenario, *, virtual: bool) -> AsyncIterator[Session
     )
     backend = None if store is None else FaultyBackend(store)
     bare = msgspec.structs.replace(config, flush=msgspec.structs.replace(config.flush, sinks=()))
+    if config.flush.only:
+        bare = msgspec.structs.replace(bare, storage=StorageConfig())
     async with open_cache(bare, sinks=list(sinks.values()), backend=backend, inline_copies=virtual) as cache:
         yield Session(scenario, cache, sinks, virtual=virtual)
 

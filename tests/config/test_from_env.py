@@ -115,3 +115,12 @@ def test_two_sinks_of_one_name_are_refused():
 def test_a_missing_sdk_is_named():
     with pytest.raises(SinkError, match="attentionstore_sdk"):
         make_sinks(with_sinks({"kind": "attention_store"}), LAYOUT)
+
+
+@pytest.mark.parametrize("sinks", [[], [{"kind": "memory"}], [{"kind": "attention_store", "name": "as"}]])
+def test_flush_only_with_the_attention_store_back_end_means_its_index(sinks):
+    base = {"cache": {"model": "m"}, "storage": {"backend": "attention_store", "write_policy": "write_through"}}
+    made = Config.from_env({"FD_AS_ONLY_FLUSH": "1"}, Config.from_mapping({**base, "flush": {"sinks": sinks}}))
+    assert [sink.kind for sink in made.flush.sinks].count("attention_store") == 1
+    assert Config.from_env({"FD_AS_ONLY_FLUSH": "1"}, made) == made
+    assert not Config.from_env({}, Config.from_mapping(base)).flush.sinks

@@ -275,3 +275,15 @@ async def test_an_sdk_that_answers_wrongly_costs_no_request_more_than_a_miss(mon
         for _ in range(40):
             await serve(cache, PROMPT)
         assert cache.check() == []
+
+
+async def test_fastdeploys_flush_only_settings_feed_the_index(monkeypatch):
+    monkeypatch.setenv("FD_AS_ONLY_FLUSH", "1")
+    async with kvactors.open(config()) as cache:
+        await serve(cache, PROMPT)
+        async with await cache.acquire("r", PROMPT) as lease:
+            await lease.ready()
+            await lease.commit(lease.num_tokens)
+        await cache.flush_settled()
+        assert len(stand_in.service().resident) == 4
+        assert not stand_in.service().objects
