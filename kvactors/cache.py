@@ -25,7 +25,16 @@ from kvactors.arguments import (
 )
 from kvactors.config import Config
 from kvactors.device.base import Device
-from kvactors.errors import CacheClosed, DeadlineExceeded, KVActorsError, NoRoom, Paused, StoreUnsupported, WrongLoop
+from kvactors.errors import (
+    ActorFailed,
+    CacheClosed,
+    DeadlineExceeded,
+    KVActorsError,
+    NoRoom,
+    Paused,
+    StoreUnsupported,
+    WrongLoop,
+)
 from kvactors.flush_notifier.messages import PLAIN, Origin, Settle
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.lease import Lease
@@ -107,7 +116,7 @@ class KVCache:
         lease = next(self._leases)
         message = Acquire(lease, request_id, path, at, check_flag("wait", wait), origin, () if self._split_media else media)
         try:
-            granted = await self._index.ask(message, deadline=at)
+            granted = await self._ask(message, at)
         except (NoRoom, Paused):
             raise
         except BaseException:
@@ -136,7 +145,7 @@ class KVCache:
             raise StoreUnsupported(
                 f"storage.backend {self.config.storage.backend!r} reads into device memory only: there is no prefetch"
             )
-        return int((await self._index.ask(Prefetch(path, at, origin), deadline=at)).count)
+        return int((await self._ask(Prefetch(path, at, origin), at)).count)
 
     # -- the whole cache
 
@@ -289,7 +298,12 @@ class KVCache:
     async def _ask(self, message: Ask[Any], at: float, lost: Callable[[Any], None] | None = None) -> Any:
         """Ask PrefixIndex. at: absolute deadline. lost: see `ActorRef.ask`."""
         self._check()
-        return await self._index.ask(message, deadline=at, lost=lost)
+        try:
+            return await self._index.ask(message, deadline=at, lost=lost)
+        except ActorFailed as error:
+            if self._open or error.__cause__ is not None:
+                raise
+            raise CacheClosed("the cache was closed during this call") from None
 
     def _tell(self, message: Control) -> None:
         """Send PrefixIndex a control message, from the loop's thread."""

@@ -139,7 +139,7 @@ class CpuEvictor(Saves):
         rest = [key for key in job.wanted[len(job.entries) :] if self.host.usable(key) is None]
         if rest and message.fetch and self.may_read and message.deadline > now():
             job.fetching = True
-            self.after(message.deadline - now(), Overdue(job.op))
+            job.timer = self.after(message.deadline - now(), Overdue(job.op))
             self.probe(rest, message.deadline, lambda found: self._fetch(job, found))
         elif rest and message.fetch and self.direct is not None and message.deadline > now():
             job.fetching = True
@@ -273,7 +273,7 @@ class CpuEvictor(Saves):
         """A load that was never placed is not wanted any more."""
         job = self.loads.pop(message.op, None)
         if job is not None:
-            job.over = True
+            job.end()
             self._release_tail(job, 0)
 
     @on(Overdue)
@@ -291,7 +291,7 @@ class CpuEvictor(Saves):
 
     def _answer(self, job: LoadJob) -> None:
         """Say how much arrived. Sources that did go when the index discards them; the others are as before."""
-        job.over = True
+        job.end()
         self.loads.pop(job.op, None)
         good = job.good()
         self.loaded += good

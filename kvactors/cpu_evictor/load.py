@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvactors.actor.actor import Timer
 from kvactors.cpu_evictor.host import Entry
 
 
@@ -29,6 +30,7 @@ class LoadJob:
         "over",
         "root",
         "start",
+        "timer",
         "tokens",
     )
 
@@ -55,6 +57,14 @@ class LoadJob:
         self.copies = 0
         self.layers: dict[int, int] = {}
         self.fetching = self.late = self.over = False
+        self.timer: Timer | None = None
+
+    def end(self) -> None:
+        """It is answered or cancelled: its deadline has no meaning any more."""
+        self.over = True
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
 
     @property
     def wanted(self) -> list[bytes]:

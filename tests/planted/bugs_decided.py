@@ -196,7 +196,7 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "deadline_of_a_fetch_ignored",
         "cpu_evictor/actor.py",
-        "            self.after(message.deadline - now(), Overdue(job.op))\n",
+        "            job.timer = self.after(message.deadline - now(), Overdue(job.op))\n",
         "",
         "a load waits for a slow store beyond its deadline",
         ("tests/door/test_faults.py::test_a_slow_or_broken_store_costs_a_miss_by_the_deadline",),

@@ -1,0 +1,173 @@
+"""Planted bugs of the public API: arguments, cancelled and concurrent calls, admission, waiting. See `catalogue`."""
+
+from __future__ import annotations
+
+from mutation import Mutation
+
+CALLS = "tests/door/test_lease_calls.py::"
+ADMISSION = "tests/door/test_admission.py::"
+ARGUMENTS = "tests/door/test_arguments.py::"
+CANCELLED = CALLS + "test_a_call_cancelled_at_every_step_did_not_happen_or_ended_the_lease"
+
+BUGS: tuple[Mutation, ...] = (
+    Mutation(
+        "cancelled_extend_stays_in_effect",
+        "actor/ref.py",
+        "                lost(reply.result())\n",
+        "                pass\n",
+        "an extend that was cancelled after it was answered leaves the index with tokens that the lease has not",
+        (CANCELLED + "[extend-task.cancel]",),
+    ),
+    Mutation(
+        "two_extends_at_once",
+        "lease.py",
+        "        if self._extending:\n",
+        "        if False:\n",
+        "a second extend is sent while the first one waits",
+        (CALLS + "test_an_extend_while_another_waits_is_refused_and_changes_nothing",),
+    ),
+    Mutation(
+        "extends_overlap_in_the_index",
+        "prefix_index/actor.py",
+        "        if waiting is not None or message.position != path.num_tokens:\n",
+        "        if False:\n",
+        "the index takes an extend while another one waits, or in the wrong place",
+        ("tests/prefix_index/test_index_machine.py::test_long_walks_through_every_order",),
+    ),
+    Mutation(
+        "cancelled_extend_keeps_its_place",
+        "lease.py",
+        "                self._cache._tell(Withdrawn(self._id))  # blocks that it has collected go to the next in the queue\n",
+        "                pass\n",
+        "a cancelled extend keeps the blocks it has collected until its deadline",
+        (CALLS + "test_a_cancelled_extend_hands_its_blocks_on", CALLS + "test_what_was_cancelled_and_asked_again"),
+    ),
+    Mutation(
+        "buffer_read_after_the_call",
+        "prefix_index/actor.py",
+        "            path.append(message.added)\n",
+        "            path.extend([7] * message.added.num_tokens)\n",
+        "the index has other tokens than were given to extend",
+        (ARGUMENTS + "test_a_buffer_is_copied_before_the_call_returns_to_the_loop",),
+    ),
+    Mutation(
+        "floats_are_integers",
+        "arguments.py",
+        "        if isinstance(value, bool) or not isinstance(value, (int, np.integer)):\n",
+        "        if isinstance(value, bool):\n",
+        "commit(4.0) is taken",
+        (ARGUMENTS + "test_a_wrong_argument_is_refused_and_changes_nothing",),
+    ),
+    Mutation(
+        "namespace_of_any_type",
+        "cache.py",
+        'SetNamespace(check_text("namespace", namespace))',
+        "SetNamespace(namespace)",
+        "set_namespace(5) is taken, and every later request fails",
+        (ARGUMENTS + "test_a_wrong_argument_is_refused_and_changes_nothing",),
+    ),
+    Mutation(
+        "waiting_requests_keep_the_old_namespace",
+        "prefix_index/admission.py",
+        "            path.set_root(root)\n",
+        "            pass\n",
+        "a request that waited for resume hits what other weights have computed",
+        (ADMISSION + "test_a_request_that_waits_for_resume_is_admitted_under_the_namespace_of_its_admission",),
+    ),
+    Mutation(
+        "loads_of_the_old_namespace_are_placed",
+        "prefix_index/admission.py",
+        "        if not renamed and again == match and",
+        "        if again == match and",
+        "loads sent ahead under the old namespace fill blocks of the new one",
+        (ADMISSION + "test_a_request_that_waits_for_room_is_admitted_under_the_namespace_of_its_admission",),
+    ),
+    Mutation(
+        "timer_of_an_earlier_wait_counts",
+        "prefix_index/room.py",
+        "        if waiter is not None and waiter.ticket == message.ticket:\n",
+        "        if waiter is not None:\n",
+        "an extend fails at the deadline of an earlier one of its lease",
+        ("tests/prefix_index/test_waits.py::test_a_late_timer_of_an_earlier_wait_is_ignored",),
+    ),
+    Mutation(
+        "timers_outlast_their_waits",
+        "prefix_index/admission.py",
+        "            held.timer.cancel()\n            if not held",
+        "            if not held",
+        "timers of requests that were admitted after a pause stay until their deadline",
+        ("tests/prefix_index/test_waits.py::test_no_timer_is_left_when_a_wait_is_over",),
+    ),
+    Mutation(
+        "all_waiters_in_one_turn",
+        "prefix_index/admission.py",
+        "        for _ in range(STEPS):\n",
+        "        for _ in range(10**9):\n",
+        "after a pause every request is admitted in one turn",
+        (ADMISSION + "test_thousands_of_waiting_requests_are_served_a_few_a_turn",),
+    ),
+    Mutation(
+        "wrong_loop_hangs",
+        "cache.py",
+        "            here = asyncio.get_running_loop() is self._loop\n",
+        "            here = asyncio.get_running_loop() is not None\n",
+        "a lease that is awaited on another loop waits for ever",
+        (CALLS + "test_a_lease_awaited_on_another_loop_raises_at_once",),
+    ),
+    Mutation(
+        "late_answers_to_threads_stay_in_effect",
+        "from_thread.py",
+        "                    lost(done.result())\n",
+        "                    pass\n",
+        "a thread that gave up has extended its lease all the same",
+        (CALLS + "test_a_thread_that_gave_up_has_no_effect_or_no_lease",),
+    ),
+    Mutation(
+        "media_item_cached_in_part",
+        "prefix_index/index.py",
+        "            if offset < blocks * self.block_size < offset + length:\n",
+        "            if False:\n",
+        "a request computes half an image on top of the other half",
+        (ADMISSION + "test_cached_tokens_never_end_inside_a_media_item",),
+    ),
+    Mutation(
+        "loads_end_inside_a_media_item",
+        "prefix_index/transfers.py",
+        "        if kept == committed or lease.fault is not None:\n",
+        "        if True:\n",
+        "after a load that came short, half an image counts as cached",
+        (ADMISSION + "test_a_load_that_ends_inside_a_media_item_is_cut_before_it", "tests/prefix_index/test_index_machine.py"),
+    ),
+    Mutation(
+        "resumed_requests_counted_again",
+        "prefix_index/actor.py",
+        "        self.remember_preempted(lease.request_id)\n",
+        "",
+        "the hit rate counts a preempted request twice",
+        (ADMISSION + "test_a_request_preempted_and_resumed_is_counted_once",),
+    ),
+    Mutation(
+        "abandoned_requests_are_not_announced",
+        "prefix_index/actor.py",
+        "            self._announce_finished(lease)\n            self.give_back(lease)\n",
+        "            self.give_back(lease)\n",
+        "indexes that follow finished requests never get what an abandoned one has committed",
+        (ADMISSION + "test_what_an_abandoned_request_has_committed_is_announced",),
+    ),
+    Mutation(
+        "ended_lease_is_ready",
+        "lease.py",
+        "        at = self._cache._deadline(deadline)\n        self._check_ended()\n",
+        "        at = self._cache._deadline(deadline)\n",
+        "ready of a lease that has ended returns as if it were there",
+        (CALLS + "test_every_call_on_an_ended_lease_raises",),
+    ),
+    Mutation(
+        "finish_ignores_what_is_computed",
+        "prefix_index/actor.py",
+        "        if computed is not None:\n",
+        "        if computed is None:\n            pass\n        elif False:\n",
+        "finish(computed_tokens=n) does not commit",
+        (ADMISSION + "test_finish_commits_what_is_computed_or_changes_nothing",),
+    ),
+)
