@@ -162,26 +162,6 @@ async def test_waiters_for_room_expire_in_steps_that_do_not_grow():
         await held.finish()
 
 
-async def test_a_wait_is_not_ended_by_the_timer_of_an_earlier_one():
-    """An extend whose deadline is short is served; the next extend of the same lease waits longer than that deadline."""
-    async with opened(device=8, host=HOST) as cache:
-        actor = cache.system.index_actor
-        lease = await cache.acquire("a", prompt(1, 4))
-        other = await cache.acquire("b", prompt(2, 4))
-        actor.saves[-1] = (actor.index.tree, None)
-        first = asyncio.ensure_future(lease.extend([1], deadline=0.3))
-        await asyncio.sleep(0.05)
-        await other.preempt()
-        await first
-        rest = asyncio.ensure_future(lease.extend([2] * (4 * BLOCK), deadline=20.0))
-        await asyncio.sleep(0.6)
-        assert not rest.done()
-        del actor.saves[-1]
-        rest.cancel()
-        await asyncio.gather(rest, return_exceptions=True)
-        await lease.finish()
-
-
 async def test_no_timer_outlasts_its_wait_or_the_cache():
     """Deadlines of an hour: nothing is left on the loop's clock once requests are over, and a closed cache can be collected."""
     loop = asyncio.get_running_loop()
