@@ -249,12 +249,12 @@ class KVCache:
     async def check_slices(self) -> list[str]:
         """`check` in steps of about a millisecond, between which other tasks run: for production. Actors are compared with each other only if
         nothing else happens during the call."""
-        self._check_thread()
+        self._check_loop()
         return await invariants_in_slices(self.system)
 
     async def divergence_slices(self, sinks: Collection[str] | None = None) -> int:
         """`divergence` in steps of about a millisecond. What becomes resident or gone during the call may count as differing."""
-        self._check_thread()
+        self._check_loop()
         return await divergence_in_slices(self.system, self._sink_names(sinks))
 
     def divergence(self, sinks: Collection[str] | None = None) -> int:
@@ -270,7 +270,14 @@ class KVCache:
     # -- inner parts, for leases too
 
     def _check(self) -> None:
-        """WrongLoop outside the cache's own event loop, CacheClosed once it is closed or in a forked process."""
+        """WrongLoop outside the cache's own event loop, CacheClosed once it is closed or in a forked process, CacheFailed if it has failed."""
+        self._check_loop()
+        if not self._open:
+            raise CacheClosed("the cache is closed")
+        self.system.check_usable()
+
+    def _check_loop(self) -> None:
+        """WrongLoop outside the cache's own event loop, CacheClosed in a forked process."""
         if self.system.forked:
             self.system.check_usable()
         try:
@@ -279,9 +286,6 @@ class KVCache:
             here = False
         if not here:
             raise WrongLoop("this cache belongs to another asyncio event loop: use cache.from_thread in other threads")
-        if not self._open:
-            raise CacheClosed("the cache is closed")
-        self.system.check_usable()
 
     def _check_thread(self) -> None:
         """WrongLoop in a thread that is not the loop's, CacheClosed in a forked process."""

@@ -164,6 +164,14 @@ class FromThread:
         """See `KVCache.check`."""
         return self._call(partial(self._now, self._cache.check), deadline)
 
+    def check_slices(self, *, deadline: float | None = None) -> list[str]:
+        """See `KVCache.check_slices`."""
+        return self._call(self._cache.check_slices, deadline)
+
+    def divergence_slices(self, sinks: Collection[str] | None = None, *, deadline: float | None = None) -> int:
+        """See `KVCache.divergence_slices`."""
+        return self._call(partial(self._cache.divergence_slices, sinks), deadline)
+
     def divergence(self, sinks: Collection[str] | None = None, *, deadline: float | None = None) -> int:
         """See `KVCache.divergence`."""
         return self._call(partial(self._now, partial(self._cache.divergence, sinks)), deadline)

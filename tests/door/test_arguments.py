@@ -74,6 +74,7 @@ CALLS: dict[tuple[type, str], tuple[dict[str, object], dict[str, str]]] = {
     (KVCache, "settled"): ({}, {"deadline": "seconds"}),
     (KVCache, "flush_settled"): ({}, {"deadline": "seconds", "at_rest": "flag", "sinks": "sinks"}),
     (KVCache, "divergence"): ({}, {"sinks": "sinks"}),
+    (KVCache, "divergence_slices"): ({}, {"sinks": "sinks"}),
     (Lease, "ready"): ({}, {"deadline": "seconds"}),
     (Lease, "layer_ready"): ({"layer": 0}, {"layer": "int", "deadline": "seconds"}),
     (Lease, "extend"): ({"tokens": [1]}, {**TOKENS, "deadline": "seconds"}),
@@ -84,8 +85,11 @@ CALLS: dict[tuple[type, str], tuple[dict[str, object], dict[str, str]]] = {
 }
 for (owner, method), (valid, arguments) in list(CALLS.items()):
     thread = FromThread if owner is KVCache else ThreadLease
-    CALLS[thread, method] = valid, ({**arguments, "deadline": "seconds"} if method in ("divergence", "keys") else arguments)
-for method in ("statistics", "health", "check"):
+    CALLS[thread, method] = (
+        valid,
+        ({**arguments, "deadline": "seconds"} if method in ("divergence", "divergence_slices", "keys") else arguments),
+    )
+for method in ("statistics", "health", "check", "check_slices"):
     CALLS[FromThread, method] = {}, {"deadline": "seconds"}
 NOT_CHECKED = {"self", "kind", "error", "trace"}
 

@@ -40,7 +40,7 @@ BUGS: tuple[Mutation, ...] = (
         "                self._cache._tell(Withdrawn(self._id))  # blocks that it has collected go to the next in the queue\n",
         "                pass\n",
         "a cancelled extend keeps the blocks it has collected until its deadline",
-        (CALLS + "test_a_cancelled_extend_hands_its_blocks_on", CALLS + "test_what_was_cancelled_and_asked_again"),
+        (CALLS + "test_a_cancelled_extend_gives_back_what_it_has_collected",),
     ),
     Mutation(
         "buffer_read_after_the_call",
