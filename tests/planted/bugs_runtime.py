@@ -1,0 +1,158 @@
+"""Planted bugs: cancellation, failures that spread, the end of a cache, checks and logs."""
+
+from __future__ import annotations
+
+from mutation import Mutation
+
+LIFECYCLE = "tests/door/test_cancelled_lifecycle.py::test_cancelled_at_any_step_nothing_is_left_and_it_opens_again"
+LEAKED = "tests/actor/test_leaked_errors.py"
+DEGRADED = "tests/door/test_degraded.py"
+CLOSE = "tests/door/test_close.py"
+
+BUGS = (
+    Mutation(
+        "shields_of_anyio_alone",
+        "actor/uncancelled.py",
+        "    return await _ended(asyncio.get_running_loop().create_task(work), None, None)\n",
+        "    with anyio.CancelScope(shield=True):\n        return await work\n",
+        "a native cancellation interrupts a clean-up",
+        (f"{LEAKED}::test_uncancelled_work_ends_and_the_cancellation_is_raised_then",),
+    ),
+    Mutation(
+        "the_cancellation_is_swallowed",
+        "actor/uncancelled.py",
+        "                cancelled = error\n            except BaseException:",
+        "            except BaseException:",
+        "a cancelled task goes on as if nothing had happened",
+        (f"{LEAKED}::test_uncancelled_work_ends_and_the_cancellation_is_raised_then",),
+    ),
+    Mutation(
+        "the_system_runs_in_the_callers_task",
+        "system.py",
+        "        await ended(task)\n        SYSTEMS",
+        "        await asyncio.sleep(0)\n        SYSTEMS",
+        "open returns while the actors, the store's lock and the sockets are still there",
+        (LIFECYCLE,),
+    ),
+    Mutation(
+        "the_arena_is_unmapped_while_it_is_touched",
+        "device/arena.py",
+        "        if self._touching:\n            self.keep()\n",
+        "",
+        "a thread writes to memory that is not mapped any more",
+        ("tests/device/test_arena.py::test_memory_that_a_thread_touches_stays_mapped",),
+    ),
+    Mutation(
+        "a_turns_leaked_error_is_a_cancellation",
+        "actor/actor.py",
+        "            raise failure from error\n",
+        "            raise\n",
+        "a turn that raises CancelledError ends its actor without a failure: every ask waits for its deadline",
+        (f"{LEAKED}::test_a_turn_that_raises_it_fails_its_actor_at_once",),
+    ),
+    Mutation(
+        "a_jobs_leaked_error_is_a_cancellation",
+        "actor/actor.py",
+        "            if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):\n",
+        "            if not isinstance(error, Exception):\n",
+        "a job that raises CancelledError never answers",
+        (f"{LEAKED}::test_a_job_that_raises_it_is_a_job_that_failed",),
+    ),
+    Mutation(
+        "a_completion_that_cannot_be_built_is_only_logged",
+        "actor/actor.py",
+        "            return JobBroken(second)\n",
+        "            raise second\n",
+        "the work stays in flight without end",
+        (f"{LEAKED}::test_a_job_whose_completion_cannot_be_built_fails_its_actor",),
+    ),
+    Mutation(
+        "timers_outlive_their_actor",
+        "actor/actor.py",
+        "        for timer in list(self._timers):\n            timer.cancel()\n",
+        "",
+        "a closed cache stays in memory until the last deadline",
+        (f"{LEAKED}::test_timers_end_with_their_actor",),
+    ),
+    Mutation(
+        "optional_actors_end_the_cache",
+        "actor/supervisor.py",
+        "        if self._spec is None or self._record is not None:\n            return False\n",
+        "        if self._spec is not None or self._record is None:\n            return False\n",
+        "a notifier that fails again and again takes the whole cache with it",
+        (f"{DEGRADED}::test_an_optional_actor_that_fails_too_often_is_switched_off_and_comes_back",),
+    ),
+    Mutation(
+        "switched_off_for_good",
+        "actor/supervisor.py",
+        "                if not switch.due() or self._stopping:\n",
+        "                if True:\n",
+        "an optional actor never comes back",
+        (f"{DEGRADED}::test_an_optional_actor_that_fails_too_often_is_switched_off_and_comes_back",),
+    ),
+    Mutation(
+        "no_longer_pause_after_a_relapse",
+        "actor/supervisor.py",
+        "min(SWITCHED_OFF_MOST, 2 * self._delay)",
+        "min(SWITCHED_OFF_MOST, self._delay)",
+        "a part that always fails is restarted every half minute",
+        (f"{DEGRADED}::test_an_actor_that_fails_again_soon_is_switched_off_for_longer",),
+    ),
+    Mutation(
+        "peers_are_blamed",
+        "actor/actor.py",
+        "            name, cause = peer\n",
+        "            pass\n",
+        "an asker is given the CancelledError of an actor that did not fail",
+        (f"{DEGRADED}::test_a_request_in_flight_is_given_the_root_cause",),
+    ),
+    Mutation(
+        "a_failed_cache_ends_in_silence",
+        "system.py",
+        "        await self._leave(task, started, leave, clean=True)\n"
+        "        if (failure := self.supervisor.failure()) is not None:\n            raise failure\n",
+        "        await self._leave(task, started, leave, clean=True)\n",
+        "a program whose cache failed ends as if all had been well",
+        (f"{DEGRADED}::test_a_cache_that_has_failed_says_so_in_every_call_and_at_its_end",),
+    ),
+    Mutation(
+        "a_hung_thread_holds_the_end",
+        "shutdown.py",
+        "            self._timer = asyncio.get_running_loop().call_at(self.at(STOP), self.waits.abandon)\n",
+        "",
+        "a cache beside a hung disk cannot be closed",
+        (f"{CLOSE}::test_it_ends_in_time_while_a_disk_hangs_and_memory_in_use_stays_mapped",),
+    ),
+    Mutation(
+        "memory_of_a_hung_thread_is_unmapped",
+        "shutdown.py",
+        "        if self.waits.abandoned:\n            self.arena.keep()\n",
+        "        if self.waits.abandoned:\n",
+        "a disk that answers at last writes to memory that is not mapped any more",
+        (f"{CLOSE}::test_it_ends_in_time_while_a_disk_hangs_and_memory_in_use_stays_mapped",),
+    ),
+    Mutation(
+        "children_wait_for_the_parents_loop",
+        "system.py",
+        "        self.forked = True\n",
+        "        return\n",
+        "a call in a forked child waits for a loop that does not run there",
+        (f"{CLOSE}::test_a_forked_child_is_refused_and_the_parent_goes_on",),
+    ),
+    Mutation(
+        "what_changes_in_between_is_reported",
+        "observe/invariants.py",
+        "        if system.activity.begun != begun:\n            return\n",
+        "",
+        "check() reports a violation under load that is none",
+        ("tests/observe/test_invariants.py::test_a_comparison_ends_when_the_system_is_not_at_rest_any_more",),
+    ),
+    Mutation(
+        "logs_go_to_stdout",
+        "actor/log.py",
+        "        if structlog.is_configured():\n",
+        "        if structlog:\n",
+        "warnings appear in the output of the embedding program",
+        ("tests/observe/test_logs.py::test_without_settings_warnings_go_to_stderr_and_nothing_to_stdout",),
+    ),
+)
