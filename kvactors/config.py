@@ -104,8 +104,8 @@ class HostConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
 
 class StorageConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """The storage tier. backend: none, memory, file, mooncake, attention_store, or package.module:Class. capacity_blocks,
-    capacity_bytes: objects and bytes it may hold (0: unlimited; the smaller counts). namespace, rank, ranks: objects of different
-    ones never mix.
+    capacity_bytes: objects and bytes it may hold (the smaller counts); with neither a file store takes 80 % of what its file system has to
+    give, and the others have no limit of their own. namespace, rank, ranks: objects of different ones never mix.
 
     Of the file store: directory. free_space_floor: bytes of the file system it leaves free. durability: an object counts as stored when the
     system has it (written) or the device has it (synced). read_only: a view beside the process that writes. io_depth: reads and writes
@@ -119,11 +119,11 @@ class StorageConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
 
     backend: str = "none"
     directory: str = ""
-    capacity_blocks: int = 0
+    capacity_blocks: int | None = None
     namespace: str = "default"
     rank: int = 0
     ranks: int = 1
-    capacity_bytes: int | str = 0
+    capacity_bytes: int | str | None = None
     free_space_floor: int | str = "64MB"
     durability: Literal["written", "synced"] = "written"
     read_only: bool = False

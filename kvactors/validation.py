@@ -41,8 +41,17 @@ def validate_storage(storage: StorageConfig) -> None:
     """Raise ConfigError for what the storage tier cannot be."""
     if storage.rank >= storage.ranks:
         raise ConfigError(f"storage.rank must be below storage.ranks ({storage.ranks}), not {storage.rank}")
-    for name in ("capacity_bytes", "free_space_floor"):
-        in_bytes(getattr(storage, name), f"storage.{name}")
+    in_bytes(storage.free_space_floor, "storage.free_space_floor")
+    size = storage.capacity_bytes
+    for setting, none in (
+        ("capacity_blocks", storage.capacity_blocks == 0),
+        ("capacity_bytes", size is not None and in_bytes(size, "storage.capacity_bytes") == 0),
+    ):
+        if none:
+            raise ConfigError(
+                f"storage.{setting} must be at least 1, not {getattr(storage, setting)!r}: leave it out for 80 % of the free space, or set "
+                "storage.backend = 'none' for no store"
+            )
     name = storage.namespace
     if not name or "/" in name or name in (".", "..") or len(name.encode()) > 200 or not name.isprintable():
         raise ConfigError(f"storage.namespace must be a plain name of at most 200 bytes, not {name[:220]!r}")

@@ -156,7 +156,7 @@ class Sim:
             faults.store = None
         elif kept is None or (kept.fingerprint, kept.block_bytes) != (layout.fingerprint, layout.block_bytes):
             lag = latency(self._lags, LAGS["store"])
-            faults.store = SimBackend(layout.fingerprint, layout.block_bytes, config.storage.capacity_blocks, lag)
+            faults.store = SimBackend(layout.fingerprint, layout.block_bytes, config.storage.capacity_blocks or 0, lag)
         tiers = MemorySinkConfig(name="sim", tiers=("device", "host", "storage"))
         faults.sink = SimSink(MemorySink(tiers, config.cache.block_size), latency(self._lags, LAGS["sink"]))
         system = System(config, None, [faults.sink], faults.store, inline_copies=True)

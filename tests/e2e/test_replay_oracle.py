@@ -113,12 +113,12 @@ def tiny(**tables):
 
 
 def exclusive(host, storage):
-    store = {"backend": "memory", "write_policy": "write_back", "exclusive": bool(storage), "capacity_blocks": storage}
+    store = {"backend": "memory", "write_policy": "write_back", "exclusive": bool(storage), "capacity_blocks": storage or None}
     return tiny(host={"slots": host}, storage=store), Model([DEVICE, host, storage or UNLIMITED], inclusive=False)
 
 
 def inclusive(host, storage):
-    store = {"backend": "memory", "write_policy": "write_through", "capacity_blocks": storage}
+    store = {"backend": "memory", "write_policy": "write_through", "capacity_blocks": storage or None}
     config = tiny(host={"slots": host, "mode": "inclusive"}, storage=store)
     return config, Model([DEVICE, host, storage or UNLIMITED], inclusive=True)
 

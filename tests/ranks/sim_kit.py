@@ -57,7 +57,7 @@ class Rank:
         self.layout = make_layout(config.layout, BLOCK)
         self.store = None
         if config.storage.backend != "none":
-            self.store = Disk(self.layout.fingerprint, self.layout.block_bytes, config.storage.capacity_blocks)
+            self.store = Disk(self.layout.fingerprint, self.layout.block_bytes, config.storage.capacity_blocks or 0)
         self.lag = lambda: 0.0
         self.flows = asyncio.Event()
         self.flows.set()

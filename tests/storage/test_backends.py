@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvactors.config import StorageConfig
+from kvactors.config import Config, StorageConfig
 from kvactors.errors import ConfigError
 from kvactors.storage.backends import MemoryBackend, capacity_of, make_backend
 from kvactors.storage.breaker import Breaker
@@ -42,10 +42,22 @@ def test_back_ends_that_cannot_be(changes, complaint):
 
 
 @pytest.mark.parametrize(
-    ("blocks", "size", "capacity"), [(0, 0, 0), (7, 0, 7), (0, "50KB", 10), (3, "50KB", 3), (30, 51_000, 10)]
+    ("blocks", "size", "capacity"), [(None, None, 0), (7, None, 7), (None, "50KB", 10), (3, "50KB", 3), (30, 51_000, 10)]
 )
 def test_a_capacity_in_blocks_and_in_bytes(blocks, size, capacity):
     assert capacity_of(StorageConfig(capacity_blocks=blocks, capacity_bytes=size), SIZE) == capacity
+
+
+@pytest.mark.parametrize("changes", [{"capacity_blocks": 0}, {"capacity_bytes": 0}, {"capacity_bytes": "0GB"}])
+def test_a_capacity_of_nothing_is_an_error_that_says_what_to_do(changes):
+    with pytest.raises(ConfigError, match=r"must be at least 1, not .*leave it out for 80 % of the free space"):
+        Config.from_mapping({"storage": {"backend": "memory", **changes}})
+
+
+@pytest.mark.parametrize("name", ["", "a/b", ".", "..", "a\0b", "n" * 201, "\u00e4" * 101])
+def test_a_namespace_that_cannot_be_a_folder_is_an_error(name):
+    with pytest.raises(ConfigError, match=r"storage\.namespace must "):
+        Config.from_mapping({"storage": {"backend": "memory", "namespace": name}})
 
 
 async def test_the_breaker_opens_waits_and_tries_once():

@@ -62,7 +62,7 @@ class Strangers(OwnedBackend):
     """A back end of another package: chosen by its module path, called with the config."""
 
     def __init__(self, config, fingerprint, block_bytes):
-        super().__init__(fingerprint, block_bytes, config.capacity_blocks)
+        super().__init__(fingerprint, block_bytes, config.capacity_blocks or 0)
         self.objects = {}
 
     async def open(self):
@@ -96,5 +96,5 @@ class Strangers(OwnedBackend):
 
 class TestAStrangers(StoreContract):
     async def make(self, folder, capacity):
-        config = StorageConfig(backend=f"{__name__}:Strangers", capacity_blocks=capacity)
+        config = StorageConfig(backend=f"{__name__}:Strangers", capacity_blocks=capacity or None)
         return make_backend(config, "m", PRINT, self.block_bytes)

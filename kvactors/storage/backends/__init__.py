@@ -81,13 +81,14 @@ def make_file_backend(config: StorageConfig, identity: StoreIdentity, block_byte
 
 
 def capacity_of(config: StorageConfig, block_bytes: int) -> int:
-    """Objects a store may hold, 0 for no limit. ConfigError if not even one fits the bytes."""
+    """Objects a store may hold, 0 if neither is set. ConfigError if not even one fits the bytes."""
+    blocks = config.capacity_blocks or 0
+    if config.capacity_bytes is None:
+        return blocks
     nbytes = in_bytes(config.capacity_bytes, "storage.capacity_bytes")
-    if not nbytes:
-        return config.capacity_blocks
     if nbytes < block_bytes:
         raise ConfigError(f"storage.capacity_bytes holds no block of {block_bytes} bytes")
-    return min(nbytes // block_bytes, config.capacity_blocks or nbytes)
+    return min(nbytes // block_bytes, blocks or nbytes)
 
 
 def backend_class(kind: str) -> Any:
