@@ -34,7 +34,7 @@ from kvactors.errors import CacheClosed, CacheFailed, ConfigError, KVActorsError
 from kvactors.flush_notifier.actor import FlushNotifier
 from kvactors.flush_notifier.deliveries import close_sink, open_sink
 from kvactors.flush_notifier.messages import Settle
-from kvactors.flush_notifier.sinks import Sink, make_sinks
+from kvactors.flush_notifier.sinks import Sink, make_sinks, require_sinks
 from kvactors.gpu_swapper.actor import GpuSwapper
 from kvactors.gpu_swapper.executor import Executor, make_executor
 from kvactors.gpu_swapper.remote import RemoteExecutor
@@ -96,6 +96,7 @@ class System:
         else:
             self._make_local(device, backend)
         self.store = CheckedBackend(self.backend) if self.backend is not None else None
+        require_sinks(sinks)
         made = [*make_sinks(config, self.layout), *sinks]
         self.sinks = {sink.name: sink for sink in made}
         if len(self.sinks) < len(made):

@@ -12,6 +12,7 @@ import structlog
 from flush_kit import BLOCK, Wired, announced, memory, names
 
 import kvactors
+import kvactors.flush_notifier.sinks
 from kvactors.config import Config
 from kvactors.errors import SinkError
 from kvactors.flush_notifier.messages import Gone
@@ -329,3 +330,52 @@ async def test_a_cache_with_failing_sinks_leaves_no_task_and_no_unseen_exception
     gc.collect()
     await asyncio.sleep(0)
     assert seen == []
+
+
+# -- sinks of a caller's own
+
+
+class Small(kvactors.flush_notifier.sinks.Sink):
+    """As docs/flush.md shows it."""
+
+    def __init__(self):
+        super().__init__("small")
+        self.epochs, self.taken_tasks = [], []
+
+    async def begin(self, epoch):
+        self.epochs.append(epoch)
+
+    async def deliver(self, tasks):
+        self.taken_tasks += tasks
+
+
+async def test_a_sink_with_a_name_and_two_methods_is_enough():
+    small = Small()
+    async with kvactors.open(CONFIG, sinks=[small]) as cache:
+        await request(cache, 1)
+        await cache.flush_settled(10.0)
+        assert cache.sinks["small"] is small
+    assert len(small.epochs) == 1
+    assert sum(task.count for task in small.taken_tasks) == 3
+
+
+@pytest.mark.parametrize("what", ["not a subclass", "no super().__init__", "no name", None])
+async def test_what_is_no_sink_is_refused_by_name_and_opens_nothing(what):
+    class Duck:
+        async def begin(self, epoch): ...
+
+        async def deliver(self, tasks): ...
+
+    class Forgetful(Small):
+        def __init__(self):
+            pass
+
+    class Nameless(Small):
+        def __init__(self):
+            super().__init__()
+            self.name = ""
+
+    wrong = {"not a subclass": Duck, "no super().__init__": Forgetful, "no name": Nameless}.get(what, lambda: None)()
+    with pytest.raises(TypeError, match=type(wrong).__name__):
+        async with kvactors.open(CONFIG, sinks=[wrong]):
+            raise AssertionError("not reached")

@@ -1,9 +1,12 @@
 """Where flush tasks go."""
 
+from collections.abc import Sequence
+
 from kvactors.config import Config
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.flush_notifier.sinks.jsonl import JsonLinesSink
 from kvactors.flush_notifier.sinks.memory import MemorySink
+from kvactors.flush_notifier.view import SinkView
 from kvactors.layout.base import Layout
 from kvactors.sink_config import (
     AttentionStoreSinkConfig,
@@ -13,7 +16,7 @@ from kvactors.sink_config import (
     SinkConfig,
 )
 
-__all__ = ["JsonLinesSink", "MemorySink", "Sink", "make_sink", "make_sinks"]
+__all__ = ["JsonLinesSink", "MemorySink", "Sink", "make_sink", "make_sinks", "require_sinks"]
 
 
 def make_sink(settings: SinkConfig, config: Config, layout: Layout) -> Sink:
@@ -31,6 +34,17 @@ def make_sink(settings: SinkConfig, config: Config, layout: Layout) -> Sink:
     from kvactors.flush_notifier.sinks.kv_events import KvEventsSink
 
     return KvEventsSink(settings, layout.block_size)
+
+
+def require_sinks(sinks: Sequence[Sink]) -> None:
+    """Raise TypeError for a given sink that is none."""
+    for sink in sinks:
+        kind = type(sink).__name__
+        if not isinstance(sink, Sink):
+            raise TypeError(f"a sink must be an instance of a subclass of kvactors.flush_notifier.sinks.Sink, not {kind}")
+        name, view = getattr(sink, "name", None), getattr(sink, "view_of", None)
+        if not isinstance(name, str) or not name or not isinstance(view, SinkView):
+            raise TypeError(f"sink {kind} has no name or no view: its __init__ must call super().__init__(name)")
 
 
 def make_sinks(config: Config, layout: Layout) -> list[Sink]:

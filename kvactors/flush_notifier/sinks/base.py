@@ -42,7 +42,10 @@ class Sink(ABC):
     call: asyncio.Task[str] | None = None
     """The last call to it, in flight or ended. FlushNotifier sets this, and begins no call before the last one has ended."""
 
-    def __init__(self, config: SinkConfig, block_size: int) -> None:
+    def __init__(self, config: SinkConfig | str = "", block_size: int = 0) -> None:
+        """config: settings, or just a name (the class's if empty): then it is sent gains and losses of device and host, each as it happens."""
+        if isinstance(config, str):
+            config = SinkConfig(name=config or type(self).__name__)
         self.name = config.label
         self.block_size = block_size
         tiers = sum({Tier[tier.upper()] for tier in config.tiers}, Tier(0))
