@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from enum import Enum, IntFlag
+from typing import Any
 
 KEY_BYTES = 32
 """Bytes in a block's name (SHA-256)."""
@@ -64,3 +66,12 @@ def count_keys(keys: bytes) -> int:
     """How many names a buffer holds."""
     assert len(keys) % KEY_BYTES == 0
     return len(keys) // KEY_BYTES
+
+
+def indices_of(report: Any, pairs: int) -> frozenset[int]:
+    """Indices below `pairs`; all of them for anything else."""
+    try:
+        indices = frozenset(operator.index(index) for index in report)
+    except TypeError:
+        return frozenset(range(pairs))
+    return indices if all(0 <= index < pairs for index in indices) else frozenset(range(pairs))

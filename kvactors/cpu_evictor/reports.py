@@ -30,12 +30,3 @@ def count_of(report: Any, most: int) -> int:
     except TypeError:
         return 0
     return count if 0 <= count <= most else 0
-
-
-def indices_of(report: Any, pairs: int) -> frozenset[int]:
-    """Indices below `pairs`; all of them for anything else."""
-    try:
-        indices = frozenset(operator.index(index) for index in report)
-    except TypeError:
-        return frozenset(range(pairs))
-    return indices if all(0 <= index < pairs for index in indices) else frozenset(range(pairs))

@@ -12,13 +12,13 @@ from kvactors.actor.clock import now
 from kvactors.config import HostConfig, StorageConfig
 from kvactors.cpu_evictor.host import Entry, HostTier, Place
 from kvactors.cpu_evictor.messages import Copied, CopyProgress, Probed, ReadDone, StoreCleared, Written
-from kvactors.cpu_evictor.reports import count_of, indices_of, outcomes_of
+from kvactors.cpu_evictor.reports import count_of, outcomes_of
 from kvactors.device.arena import Arena
 from kvactors.flush_notifier.messages import Gained, Gone
 from kvactors.gpu_swapper.messages import Copy, Direction
 from kvactors.prefix_index.messages import HostCleared, HostGained, HostGone
 from kvactors.storage.messages import ClearStore, Outcome, Probe, Read, Write
-from kvactors.units import Reason, Tier, join_keys
+from kvactors.units import Reason, Tier, indices_of, join_keys
 
 WRITE_BATCH = 256
 """Blocks a write message carries at most: a slow store answers for a part of a large eviction early."""

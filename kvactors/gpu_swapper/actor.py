@@ -11,6 +11,7 @@ from kvactors.cpu_evictor.messages import Copied, CopyProgress, HostChanged
 from kvactors.gpu_swapper.executor import Executor
 from kvactors.gpu_swapper.messages import Copy, CopyFinished, CopyLayers, Direction, PlaneChanged
 from kvactors.prefix_index.messages import CopiesStalled, DeviceLost
+from kvactors.units import indices_of
 
 
 class SwapperStatistics(NamedTuple):
@@ -65,7 +66,8 @@ class GpuSwapper(Actor):
         self._in_flight += 1
 
         def done(failed: tuple[int, ...]) -> CopyFinished:
-            return CopyFinished(message.op, message.direction, failed, pairs, now() - began)
+            checked = tuple(sorted(indices_of(failed, pairs)))
+            return CopyFinished(message.op, message.direction, checked, pairs, now() - began)
 
         def broke(_error: Exception) -> CopyFinished:
             return done(tuple(range(pairs)))

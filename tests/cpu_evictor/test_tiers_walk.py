@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from tiers_walk import BLOCK, TiersWalk
 
-from kvactors.cpu_evictor.reports import count_of, indices_of, outcomes_of
+from kvactors.cpu_evictor.reports import count_of, outcomes_of
 from kvactors.prefix_index.messages import Abandon, Acquire, Clear, Commit, Finish, Prefetch, Ready
 from kvactors.storage.messages import Outcome, Write
+from kvactors.units import indices_of
 
 QUIET = {"stored": False, "policy": "none", "liar": False, "losses": False, "failures": False, "low": 0, "capacity": 100}
 

@@ -7,6 +7,7 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
+from kvactors.actor import PeerRestarted
 from kvactors.config import HostConfig, StorageConfig
 from kvactors.cpu_evictor.actor import CpuEvictor
 from kvactors.cpu_evictor.messages import Copied, HostChanged, Probed, ReadDone, Written
@@ -245,6 +246,15 @@ class TiersWalk:
         if self.random.random() < 0.2:
             self.ask(Clear())
 
+    def storage_restarted(self) -> None:
+        """A reader or writer has failed: what it was asked is not answered."""
+        if self.draw.failures and self.random.random() < 0.3:
+            name = self.random.choice(["storage_reader-0", "storage_writer-0"])
+            kinds = Write if name.startswith("storage_writer") else (Probe, Read)
+            self.asked = {op: message for op, message in self.asked.items() if not isinstance(message, kinds)}
+            self.number += 1
+            self.of_evictor(self.evictor.turn(PeerRestarted(name, self.number)))
+
     def stall(self) -> None:
         if self.draw.losses and self.random.random() < 0.3:
             self.of_evictor(self.evictor.turn(HostChanged(False, False, self.era)))
@@ -253,6 +263,7 @@ class TiersWalk:
         moves = [
             (6, self.acquire), (5, self.end), (8, self.copied), (8, self.stored), (16, self.deliver), (1, self.prefetch),
             (1, lambda: self.elapse(self.random.choice([0.1, 1.5]))), (1, self.lose), (1, self.stall), (1, self.clear),
+            (1, self.storage_restarted),
         ]  # fmt: skip
         weights, calls = zip(*moves, strict=True)
         self.random.choices(calls, weights)[0]()
@@ -272,6 +283,7 @@ class TiersWalk:
             if not (self.open or self.to_evictor or self.to_index):
                 break
             self.elapse(1.0)
+        assert not [timer for timer in self.evictor._pending if not timer.handle.cancelled()], "a timer of an ended operation"
         self.elapse(60.0)
         self.look()
 

@@ -102,6 +102,29 @@ def test_the_host_tiers_check_in_steps_finds_what_is_wrong(damage):
         host.check()
 
 
+def test_a_change_between_the_steps_of_the_host_tiers_check_is_no_damage():
+    host = HostTier(6000, 6000)
+    entries = [host.add(n.to_bytes(32, "big"), bytes(32), Place.RESIDENT) for n in range(5000)]
+    for entry in entries:
+        entry.arriving = False
+        host.unpin(entry)
+    for step, _ in enumerate(host.check_steps()):
+        host.drop(entries[step])
+        host.pin(entries[-1])
+    assert step > 1
+    host.check()
+
+
+def test_a_change_between_the_steps_of_the_pools_check_is_no_damage():
+    pool = BlockPool(30_000)
+    steps = 0
+    for _ in pool.check_steps():
+        pool.take(1)
+        steps += 1
+    assert steps > 2
+    pool.check()
+
+
 def test_a_tree_that_several_threads_use_raises_and_does_not_hang():
     """Long commits let the GIL go: every other call then finds the tree, or the path, in use."""
     index = BlockIndex(1, 8, 8, recompute_last_token=False)
