@@ -103,7 +103,7 @@ class Listener:
         if self._path is not None:
             _remove_own(*self._path)  # before the socket is closed: another leader does not take the path of one that listens
         if self._server is not None:
-            self._server.close()
+            await _close_server(self._server)
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -111,6 +111,17 @@ class Listener:
             await asyncio.wait(tasks)
         for _ in range(SETTLE):
             await asyncio.sleep(0)
+
+
+async def _close_server(server: asyncio.Server) -> None:
+    """Close a server when no connection is being accepted: asyncio would leave the socket of such a connection open (seen in 3.11)."""
+    loop = asyncio.get_running_loop()
+    for sock in server.sockets:
+        with suppress(RuntimeError, NotImplementedError):  # other loops than asyncio's accept in another way
+            loop.remove_reader(sock.fileno())
+    for _ in range(SETTLE):
+        await asyncio.sleep(0)
+    server.close()
 
 
 async def _bind_unix(path: str) -> socket.socket:
