@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import threading
 import time
+import weakref
 from contextlib import suppress
 
 import pytest
@@ -155,6 +157,19 @@ def test_it_ends_in_time_whatever_a_sink_does_and_raises_nothing(where):
         assert not cache.system.arena.kept or where == "close"
 
     asyncio.run(main())
+
+
+async def test_a_closed_cache_is_collectable_at_once():
+    """Its timers are cancelled, with deadlines of an hour too."""
+    async with kvactors.open(config(storage=STORE, cache={"deadline": 3600.0})) as cache:
+        await one_request(cache)
+        lease = await cache.acquire("held", prompt(2, 2))
+        system, index = weakref.ref(cache.system), weakref.ref(cache.system.index_actor)
+        await lease.finish()
+    del cache, lease
+    gc.collect()
+    assert system() is None
+    assert index() is None
 
 
 def test_a_forked_child_is_refused_and_the_parent_goes_on():
