@@ -40,6 +40,7 @@ class FromThread:
         """Run a coroutine function on the loop and wait. lost: called on the loop with a result that came too late for this thread."""
         limit = self._cache.config.cache.deadline if deadline is None else check_seconds("deadline", deadline)
         self._check_thread()
+        self._cache.system.check_usable()  # in a forked child there is no loop to answer
         result: concurrent.futures.Future[T] = concurrent.futures.Future()
         task: asyncio.Task[T] | None = None
 
