@@ -24,6 +24,7 @@ from kvactors.scenario.replay import cache_config
 from kvactors.scenario.report import Report, Totals, make_report
 from kvactors.scenario.spec import Fault, Scenario
 from kvactors.scenario.workload import Script, chat
+from kvactors.sink_config import AttentionStoreConfig
 from kvactors.storage.backends import make_backend
 from kvactors.testing.faults import FaultyBackend, FaultySink, rot
 from kvactors.units import Tier
@@ -131,6 +132,8 @@ async def session(scenario: Scenario, *, virtual: bool) -> AsyncIterator[Session
     bare = msgspec.structs.replace(config, flush=msgspec.structs.replace(config.flush, sinks=()))
     if config.flush.only:
         bare = msgspec.structs.replace(bare, storage=StorageConfig())
+    if bare.storage.backend != "attention_store":  # then only the sinks, which are open already, use its settings
+        bare = msgspec.structs.replace(bare, attention_store=AttentionStoreConfig())
     async with open_cache(bare, sinks=list(sinks.values()), backend=backend, inline_copies=virtual) as cache:
         yield Session(scenario, cache, sinks, virtual=virtual)
 

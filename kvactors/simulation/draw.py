@@ -152,15 +152,20 @@ def _storage(rng: random.Random, *, direct: bool) -> StorageConfig:
     policy: Any = rng.choice(("write_back", "write_back", "write_through", "write_through_selective", "none"))
     if direct and policy == "write_back":
         policy = "write_through"
+    exclusive, fetch = rng.random() < 0.4, rng.random() < 0.9
+    least, readers, writers = rng.choice((1, 1, 2)), rng.choice((1, 2)), rng.choice((1, 2))
+    timeout = rng.choice((0.1, 1.0))
+    if direct:  # it has no use for the others
+        return StorageConfig(backend="attention_store", write_policy=policy, fetch=fetch, timeout=timeout)
     return StorageConfig(
-        backend="attention_store" if direct else "memory",
-        exclusive=rng.random() < 0.4 and not direct,
+        backend="memory",
+        exclusive=exclusive,
         write_policy=policy,
-        fetch=rng.random() < 0.9,
-        min_fetch_blocks=rng.choice((1, 1, 2)),
-        readers=rng.choice((1, 2)),
-        writers=rng.choice((1, 2)),
-        timeout=rng.choice((0.1, 1.0)),
+        fetch=fetch,
+        min_fetch_blocks=least,
+        readers=readers,
+        writers=writers,
+        timeout=timeout,
     )
 
 
