@@ -240,3 +240,30 @@ async def test_a_snapshot_that_cannot_be_made_costs_its_reader_alone(tmp_path):
             await asyncio.sleep(0.01)
         await dealer.send_multipart([b"", bytes(8)])
         assert len(await answers(dealer)) == 2
+
+
+@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+async def test_a_publisher_can_be_opened_again_at_once_where_it_was_closed(tmp_path, transport):
+    """ZMQ frees an endpoint in its own thread, some time after the close."""
+    with system_socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    where = f"ipc://{tmp_path}/again" if transport == "ipc" else f"tcp://127.0.0.1:{port}"
+    async with socket(zmq.SUB, where):
+        for _ in range(30):
+            async with opened(tmp_path, endpoint=where) as sink:
+                await sink.begin(7)
+
+
+async def test_an_endpoint_that_becomes_free_is_taken(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvactors.flush_notifier.sinks.kv_sockets.IN_USE", 30.0)
+    held = system_socket.socket(system_socket.AF_UNIX)
+    held.bind(str(tmp_path / "held"))
+    held.listen()
+    sink = KvEventsSink(KvEventsSinkConfig(endpoint=f"ipc://{tmp_path}/held"), BLOCK)
+    opening = asyncio.create_task(sink.open())
+    await asyncio.sleep(0.1)
+    assert not opening.done()
+    held.close()
+    await opening
+    await sink.close()

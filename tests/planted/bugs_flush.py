@@ -211,4 +211,12 @@ BUGS: tuple[Mutation, ...] = (
         "the answer of a call that was given up is taken for the answer of the call",
         ("tests/flush_notifier/test_steps.py::test_an_answer_while_the_end_of_its_call_is_settled_is_late",),
     ),
+    Mutation(
+        "endpoint_in_use_is_not_tried_again",
+        "flush_notifier/sinks/kv_sockets.py",
+        "            if error.errno != errno.EADDRINUSE or number == last:\n",
+        "            if error.errno != errno.EADDRINUSE or number >= 0:\n",
+        "a cache that is closed and opened again at once cannot listen at its own endpoint",
+        ("tests/flush_notifier/test_kv_exposure.py::test_an_endpoint_that_becomes_free_is_taken",),
+    ),
 )

@@ -71,14 +71,14 @@ class KvEventsSink(Sink):
         self._sockets = sockets = Sockets(self.name)
         config = self.config
         try:
-            self._socket = sockets.publisher(self.endpoint, config.high_water_mark, config.bind)
+            self._socket = await sockets.publisher(self.endpoint, config.high_water_mark, config.bind)
             self.endpoint = sockets.address(self._socket)
             self._detail = self._socket
             if self.detail_endpoint:
-                self._detail = sockets.publisher(self.detail_endpoint, config.high_water_mark, config.bind)
+                self._detail = await sockets.publisher(self.detail_endpoint, config.high_water_mark, config.bind)
                 self.detail_endpoint = sockets.address(self._detail)
             if self.replay_endpoint:
-                router = sockets.router(self.replay_endpoint, QUEUED)
+                router = await sockets.router(self.replay_endpoint, QUEUED)
                 self.replay_endpoint = sockets.address(router)
                 five = config.replay == "five_frames"
                 self._server = ReplayServer(router, self._window, self._topic, self.snapshot, with_topic=five)

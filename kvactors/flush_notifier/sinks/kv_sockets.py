@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket as system_socket
 import stat
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
+
+import anyio
 
 from kvactors.errors import SinkError
 from kvactors.zmq_endpoint import Endpoint
@@ -29,6 +32,15 @@ LARGEST_REQUEST = 256
 QUEUED_REQUESTS = 16
 """Requests of one reader that wait in ZMQ's queue."""
 
+IN_USE = 1.0
+"""Seconds in which an endpoint in use may become free."""
+
+AGAIN = 0.02
+"""Seconds between two tries."""
+
+LEFT = 3
+"""Tries after which a socket file that nothing listens at counts as left over by a process that has ended."""
+
 HANDSHAKE = 5_000
 """Milliseconds a new connection may take for its handshake."""
 
@@ -42,23 +54,23 @@ class Sockets:
         self.exposed: list[str] = []  # endpoints that every interface of this machine listens at
         self._opened: list[Any] = []
 
-    def publisher(self, endpoint: str, high_water_mark: int, bind: Literal["auto", "bind", "connect"]) -> Any:
+    async def publisher(self, endpoint: str, high_water_mark: int, bind: Literal["auto", "bind", "connect"]) -> Any:
         """A PUB socket: sending never waits. A subscriber that is `high_water_mark` messages behind loses some."""
         socket = self.context.socket(zmq.PUB)
         socket.setsockopt(zmq.SNDHWM, high_water_mark)
         socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_SUBSCRIPTION)
-        return self._open(socket, endpoint, bind)
+        return await self._open(socket, endpoint, bind)
 
-    def router(self, endpoint: str, high_water_mark: int) -> Any:
+    async def router(self, endpoint: str, high_water_mark: int) -> Any:
         """A ROUTER socket of the running loop, that reports a peer that is gone or slow."""
         socket = zmq.asyncio.Socket(self.context, zmq.ROUTER)
         socket.setsockopt(zmq.SNDHWM, high_water_mark)
         socket.setsockopt(zmq.RCVHWM, QUEUED_REQUESTS)
         socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_REQUEST)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        return self._open(socket, endpoint, "bind")
+        return await self._open(socket, endpoint, "bind")
 
-    def _open(self, socket: Any, text: str, bind: Literal["auto", "bind", "connect"]) -> Any:
+    async def _open(self, socket: Any, text: str, bind: Literal["auto", "bind", "connect"]) -> Any:
         self._opened.append(socket)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE)
@@ -69,10 +81,10 @@ class Sockets:
             socket.setsockopt(zmq.IPV6, int(endpoint.ipv6))
             if listen and endpoint.any_host:
                 self.exposed.append(text)
-            if listen and endpoint.transport == "ipc":
-                bind_path(socket, text, Path(endpoint.host))
+            if listen:
+                await bind_when_free(socket, text, endpoint)
             else:
-                (socket.bind if listen else socket.connect)(text)
+                socket.connect(text)
         except (zmq.ZMQError, ValueError, TypeError, OSError) as error:
             verb = "listen at" if listen else "connect to"
             raise SinkError(f"sink {self.name!r} cannot {verb} {text}: {error}") from error
@@ -90,19 +102,45 @@ class Sockets:
         self._opened.clear()
 
 
-def bind_path(socket: Any, text: str, path: Path) -> None:
-    """Listen at a path, for this user alone. ZMQ removes whatever is there before it listens: only a socket that is not used is removed."""
+async def bind_when_free(socket: Any, text: str, endpoint: Endpoint) -> None:
+    """Listen. ZMQ frees an endpoint in a thread of its own after the socket that had it is closed: so an endpoint in use is tried again."""
+    last = int(IN_USE / AGAIN)
+    for number in range(last + 1):
+        try:
+            if endpoint.transport == "ipc":
+                bind_path(socket, text, Path(endpoint.host), left=number >= LEFT)
+            else:
+                socket.bind(text)
+            return
+        except (zmq.ZMQError, OSError) as error:
+            if error.errno != errno.EADDRINUSE or number == last:
+                raise
+        await anyio.sleep(AGAIN)
+
+
+def bind_path(socket: Any, text: str, path: Path, *, left: bool) -> None:
+    """Listen at a path, for this user alone. ZMQ removes whatever is there before it listens: only a socket that is not used is removed.
+    left: whether one that nothing listens at is left over; if not, another thread may be about to remove it."""
     if not text.startswith("ipc://@"):
         with suppress(FileNotFoundError):
             if not stat.S_ISSOCK(os.lstat(path).st_mode):
                 raise OSError("there is a file that is no socket")
-            with system_socket.socket(system_socket.AF_UNIX) as probe, suppress(ConnectionRefusedError):
-                probe.settimeout(0.5)
-                probe.connect(str(path))
-                raise OSError("Address already in use")
+            if not left or listens(path):
+                raise OSError(errno.EADDRINUSE, "Address already in use")
     socket.bind(text)
     if not text.startswith("ipc://@"):
         path.chmod(0o600)
+
+
+def listens(path: Path) -> bool:
+    """Whether something listens at the socket of a path."""
+    with system_socket.socket(system_socket.AF_UNIX) as probe:
+        probe.settimeout(0.5)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return False
+    return True
 
 
 def send(socket: Any, topic: bytes, sequence: int, payload: bytes) -> None:
