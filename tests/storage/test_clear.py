@@ -23,10 +23,18 @@ def store_for(settings, **options):
     return SimBackend(layout.fingerprint, layout.block_bytes, **options)
 
 
+@pytest.mark.parametrize("slow", [True, False], ids=["slow erasures", "erasures at once"])
 @pytest.mark.parametrize("writers", [1, 2, 3])
-def test_batches_that_wait_in_any_writer_are_not_written_after_the_clear(writers):
+def test_batches_that_wait_in_any_writer_are_not_written_after_the_clear(writers, slow):
     settings = cached_config(backend="memory", writers=writers)
     store = store_for(settings, latency=lambda: 0.5)
+
+    async def at_once(keys):
+        for key in keys:
+            store.objects.pop(key, None)
+
+    if not slow:
+        store.erase = at_once
 
     async def main():
         async with kvactors.open(settings, backend=store, inline_copies=True) as cache:
