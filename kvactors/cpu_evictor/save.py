@@ -72,7 +72,9 @@ class Saves(Plane):
                 self.save_direct(message.tokens, start, message.blocks[start : save[-1] + 1], lambda _: answer())
             else:
                 if self.writers and save:
-                    sources = [self.host.usable(keys[j]) for j in reversed(save)]
+                    # With copies of the whole path on the host all of it is offered, so that its beginning counts as used after its end.
+                    used = message.save if message.keep else save
+                    sources = [self.host.usable(keys[j]) for j in reversed(used)]
                     self.write([entry for entry in sources if entry is not None])
                 answer()
             self.keep_watermarks()
