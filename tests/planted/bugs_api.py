@@ -112,7 +112,7 @@ BUGS: tuple[Mutation, ...] = (
         "            here = asyncio.get_running_loop() is self._loop\n",
         "            here = asyncio.get_running_loop() is not None\n",
         "a lease that is awaited on another loop waits for ever",
-        (CALLS + "test_a_lease_awaited_on_another_loop_raises_at_once",),
+        (CALLS + "test_a_lease_awaited_on_another_loop_raises_at_once[commit]",),
     ),
     Mutation(
         "late_answers_to_threads_stay_in_effect",
