@@ -155,8 +155,10 @@ async def test_a_stranger_makes_the_leader_read_no_more_than_a_small_message(tmp
     while not (tmp_path / "ranks").exists():
         await asyncio.sleep(0)
     reader, writer = await asyncio.open_unix_connection(str(tmp_path / "ranks"))
-    writer.write((UNPROVEN_BYTES + 1).to_bytes(4, "little"))  # its length alone ends the connection
-    assert await reader.read() == b""
+    with structlog.testing.capture_logs() as logs:
+        writer.write((UNPROVEN_BYTES + 1).to_bytes(4, "little"))  # its length alone ends the connection
+        assert await reader.read() == b""
+    assert [log["reason"] for log in logs] == ["a message of 1025 bytes, at most 1024 are accepted here"]
     writer.close()
     ranks = [await come(rank, endpoint=f"unix://{tmp_path}/ranks") for rank in range(2)]
     await opening

@@ -76,6 +76,7 @@ async def test_cancelled_by_asyncio_at_every_step(tmp_path, times):
             await asyncio.sleep(0)
         await asyncio.wait([task])
         assert task.cancelled(), (step, task)
+        assert not [one for one in asyncio.all_tasks() if one.get_name().startswith("kvactors rank")]
         await nothing_left(before)
     await finally_admitted(setting)
 
