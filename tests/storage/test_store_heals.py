@@ -340,7 +340,7 @@ async def test_the_breaker_logs_each_change_once_with_its_reason(tmp_path):
         with structlog.testing.capture_logs() as logs:
             for number in range(10, 22):
                 assert await bench.put(number) == [UNAVAILABLE]
-        assert [one["event"] for one in logs] == ["store left alone"]
+        assert [(one["event"], one["log_level"]) for one in logs] == [("store left alone", "warning")]
         assert "deleted or moved" in logs[0]["reason"]
         assert bench.store.breaker.reason == logs[0]["reason"]
 
