@@ -106,3 +106,11 @@ class Finished(Control, frozen=True, eq=False):
     corrupt: bytes
     taken: bytes
     moved_bytes: int
+
+
+class Recheck(Control, frozen=True, eq=False):
+    """To itself: reports that waited for room are in the notifier's lane. held, gone: the names reported. everything: as all that the store holds."""
+
+    held: bytes
+    gone: bytes
+    everything: bool

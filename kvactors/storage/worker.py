@@ -12,7 +12,7 @@ from kvactors.cpu_evictor.messages import Probed, ReadDone, StoreCleared, Writte
 from kvactors.device.arena import Arena
 from kvactors.flush_notifier.messages import Cleared, Gained, Gone
 from kvactors.storage.backends.checked import CheckedBackend
-from kvactors.storage.messages import Finished
+from kvactors.storage.messages import Finished, Recheck
 from kvactors.units import Reason, Tier, join_keys, split_keys
 
 UNDER_WAY = 2
@@ -52,6 +52,37 @@ class StorageWorker(Actor):
         keys = join_keys(self.backend.keys())
         if keys:
             self.tell(self.notifier, Gained(keys, Tier.STORAGE, Reason.STORED))
+        self._recheck_if_delayed(keys, b"", everything=True)
+
+    def _report(self, held: bytes, gone: bytes, reason: Reason) -> None:
+        if gone:
+            self.tell(self.notifier, Gone(gone, Tier.STORAGE, reason))
+        if held:
+            self.tell(self.notifier, Gained(held, Tier.STORAGE, Reason.STORED))
+
+    def _recheck_if_delayed(self, held: bytes, gone: bytes, *, everything: bool = False) -> None:
+        """Look again at what was reported, if it waits for room in the notifier's lane: a newer report of another worker may enter before it."""
+        if not self._outbox or not (held or gone or everything):
+            return
+        again = Recheck(held, gone, everything)
+
+        async def sent() -> Recheck:
+            await self.sent()
+            return again
+
+        self.start_job(sent(), lambda recheck: recheck, lambda _: again)
+
+    @on(Recheck)
+    def recheck(self, message: Recheck) -> None:
+        """What was reported late is in the lane: report what is not true any more, since a newer report may have entered before it."""
+        holds, held = self.backend.holds, split_keys(message.held)
+        gone = join_keys(key for key in held if not holds(key))
+        back = [key for key in split_keys(message.gone) if holds(key)]
+        if message.everything:
+            known = set(held)
+            back += [key for key in self.backend.keys() if key not in known]  # noqa: SIM118  (no mapping)
+        self._report(join_keys(back), gone, Reason.STORAGE_EVICTION)
+        self._recheck_if_delayed(join_keys(back), gone)
 
     def enqueue(self, work: Callable[[], Coroutine[Any, Any, Finished]], broken: Finished) -> None:
         """Run a batch when its turn comes. broken: what to say if the back end raises, which its contract forbids."""
@@ -78,6 +109,7 @@ class StorageWorker(Actor):
         self._under_way -= 1
         self._batches += 1
         self._moved += message.moved_bytes
+        left = b""
         for keys, reason in (
             (message.evicted, Reason.STORAGE_EVICTION),
             (message.corrupt, Reason.CORRUPT),
@@ -87,12 +119,12 @@ class StorageWorker(Actor):
             gone = join_keys(
                 key for key in names if not self.backend.holds(key)
             )  # what is back by now is told by whoever wrote it
-            if gone:
-                self.tell(self.notifier, Gone(gone, Tier.STORAGE, reason))
+            self._report(b"", gone, reason)
+            left += gone
             self.backend.told(names)
         stored = join_keys(key for key in split_keys(message.stored) if self.backend.holds(key))  # some may have gone meanwhile
-        if stored:
-            self.tell(self.notifier, Gained(stored, Tier.STORAGE, Reason.STORED))
+        self._report(stored, b"", Reason.STORED)
+        self._recheck_if_delayed(stored, left)
         if isinstance(message.answer, StoreCleared):
             self.tell(self.notifier, Cleared(Tier.STORAGE, Reason.CLEAR))
             self.report_all()  # what was written since the store was cleared

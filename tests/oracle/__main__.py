@@ -6,6 +6,8 @@ import argparse
 import sys
 import time
 
+import structlog
+
 from .killed import run_killed
 from .record import Record
 from .run import run_seed
@@ -26,6 +28,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.seeds < 1 or options.requests < 1:
         parser.error("--seeds and --requests must be at least 1")
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
     total, began, failed = Record(), time.monotonic(), []
     for seed in range(options.first, options.first + options.seeds):
         killed = seed % KILLED_EVERY == KILLED_EVERY - 1 and not options.no_kill

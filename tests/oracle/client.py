@@ -37,6 +37,7 @@ class Client:
         self.rng = random.Random(f"client {world.drawn.seed} {number}")
         self.requests = requests
         self.story: list[int] = []
+        self.suspect: list[int] = []  # what a lease has if a cancelled extend was carried out nevertheless
 
     async def run(self) -> None:
         """Requests until none is left."""
@@ -75,6 +76,10 @@ class Client:
         """Of a family that others share, or the next turn of this client's own story."""
         rng, drawn = self.rng, self.world.drawn
         size = drawn.block_size
+        if self.suspect and rng.random() < 0.5:
+            tokens, self.suspect = self.suspect, []
+            if len(tokens) <= drawn.tables["device"]["num_blocks"] * size:
+                return tokens
         if self.story and rng.random() < 0.3:
             self.story += [rng.randrange(1 << 32) for _ in range(rng.randint(1, 2 * size))]
             if len(self.story) <= drawn.longest * size:
@@ -309,7 +314,9 @@ class Request:
             if lease.num_tokens != before:
                 world.fail("a cancelled extend changed the lease")
             await lease.commit(0)  # LeaseEnded if the call ended the lease
-            tokens = [rng.randrange(5) for _ in range(len(tokens))]  # the engine samples anew
+            again = [rng.randrange(5) for _ in range(len(tokens))]  # the engine samples anew
+            self.client.suspect = self.prompt.tokens + tokens + again
+            tokens = again
             added = await lease.extend(tokens)
         if tuple(lease.block_table[len(lease.block_table) - len(added) :]) != tuple(added):
             world.fail("extend returned other blocks than it appended")

@@ -114,14 +114,13 @@ def _device(rng: random.Random, blocks: int) -> dict[str, Any]:
 def _host(rng: random.Random) -> dict[str, Any]:
     slots = limit(rng, 0)
     marks = slots > 0 and rng.random() < 0.25
-    return {
+    found: dict[str, Any] = {
         "slots": slots,
         "transit_slots": limit(rng),
         "mode": rng.choice(("exclusive", "inclusive")),
-        "low_watermark": 0.5 if marks else 0.0,
-        "high_watermark": 0.8 if marks else 0.0,
         "copy_threads": rng.choice((1, 2)),
     }
+    return found | ({"low_watermark": 0.5, "high_watermark": 0.8} if marks else {})
 
 
 def _storage(rng: random.Random, kind: str, folder: str) -> dict[str, Any]:

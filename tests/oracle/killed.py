@@ -11,6 +11,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import structlog
+
 import kvactors
 
 from .client import Client
@@ -118,6 +120,7 @@ async def child(folder: str, seed: int, life: int, begun: int, floor: int, *, la
 
 
 if __name__ == "__main__":
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
     folder, *numbers = sys.argv[1:]
     seed, life, begun, floor, last = map(int, numbers)
     asyncio.run(child(folder, seed, life, begun, floor, last=bool(last)))

@@ -46,4 +46,12 @@ BUGS: tuple[Mutation, ...] = (
         "the quickstart hits storage only where the disk is fast enough",
         ("tests/scenario/test_runner.py::test_what_a_settled_chat_hits_does_not_depend_on_the_disk",),
     ),
+    Mutation(
+        "late_reports_are_not_rechecked",
+        "storage/worker.py",
+        "        if not self._outbox or not (held or gone or everything):\n",
+        "        if not self._outbox or held or gone:\n",
+        "a gain that waited for room in the notifier's lane enters it after another writer's loss of the same block: sinks stay wrong",
+        ("tests/storage/test_late_reports.py",),
+    ),
 )

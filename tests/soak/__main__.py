@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import queue
 import sys
 import time
@@ -30,12 +31,15 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, help="stop after so many minutes even if requests are left")
-    parser.add_argument("--processes", type=int, default=2)
+    cores = min(4, os.cpu_count() or 1)
+    parser.add_argument(
+        "--jobs", "--processes", dest="processes", type=int, default=cores, help="processes (default: the cores, at most 4)"
+    )
     parser.add_argument("--json", help="write the report to this file, - for standard output")
     parser.add_argument("--no-hostile", action="store_true", help="no bad arguments")
     options = parser.parse_args()
     if options.requests < 1 or options.processes < 1 or (options.minutes is not None and options.minutes <= 0):
-        parser.error("--requests, --processes and --minutes must be positive")
+        parser.error("--requests, --jobs and --minutes must be positive")
     if options.json not in (None, "-"):
         Path(options.json).touch()
     report = soak(options.seed, options.requests, options.minutes, options.processes, hostile=not options.no_hostile)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import gc
 import shutil
+import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import structlog
 
 import kvactors
 from kvactors.testing.attentionstore_sdk import install, services
@@ -35,6 +39,7 @@ def resident_kib() -> int:
 
 def run_rounds(seed: int, requests: int, until: float, report: Callable[[Record, int], None], *, hostile: bool = True) -> None:
     """Rounds until the requests are made or `until` (of `time.monotonic`) has come. report: is given each round's record and the memory in KiB."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
     install()
     number = made = 0
     while made < requests and time.monotonic() < until:
@@ -49,8 +54,15 @@ def run_rounds(seed: int, requests: int, until: float, report: Callable[[Record,
 
 def work(seed: int, requests: int, until: float, results: Any, hostile: bool, number: int) -> None:
     """The work of one process; its results go into a queue."""
+    signal.signal(signal.SIGUSR1, where)
     run_rounds(seed, requests, until, lambda record, kib: results.put((number, record, kib)), hostile=hostile)
     results.put((number, None, 0))
+
+
+def where(_number: int, _frame: Any) -> None:
+    """On SIGUSR1: what every task of this process waits for, on standard error."""
+    for task in asyncio.all_tasks(asyncio.get_running_loop()):
+        task.print_stack(file=sys.stderr)
 
 
 def _round(seed: int, requests: int, record: Record, *, hostile: bool) -> None:
