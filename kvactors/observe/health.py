@@ -37,7 +37,7 @@ def health(system: System) -> Health:
         failure = reason(supervisor.failed_actor, brief(supervisor.failed), supervisor.failed_at)
         found = Health("failed", (failure,))
     else:
-        reasons = tuple(troubles(system))
+        reasons = tuple({(one.component, one.why): one for one in troubles(system)}.values())
         found = Health("degraded" if reasons else "ok", reasons)
     if found.status != system.last_status:
         system.last_status = found.status

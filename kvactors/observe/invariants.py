@@ -163,8 +163,8 @@ def residency_steps(system: System, where: Residency) -> Iterator[None]:
     for page in pages(system.evictor_actor.host_keys()):
         where[Tier.HOST].update(page)
         yield
-    if system.backend is not None:
-        for page in pages(system.backend.keys()):
+    if system.store is not None:
+        for page in pages(system.store.keys()):
             where[Tier.STORAGE].update(page)
             yield
 

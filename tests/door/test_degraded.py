@@ -194,3 +194,25 @@ def test_a_request_in_flight_is_given_the_root_cause(restarts):
     else:
         with pytest.raises(kvactors.CacheFailed):
             simulate(main)
+
+
+@pytest.mark.parametrize("part", ["store", "backend"])
+def test_a_store_that_does_not_answer_and_a_sink_that_fails_are_named_until_they_recover(part):
+    async def main():
+        async with opened(inline=True, host=HOST, storage=STORE) as cache:
+            breaker, sink = getattr(cache.system, part).breaker, cache.sinks["memory"]
+            for _ in range(20):
+                breaker.saw(False)
+            sink.failing = True
+            await requests(cache, 1)
+            await asyncio.sleep(0.05)
+            health = cache.health()
+            assert health.status == "degraded"
+            assert {one.component for one in health.reasons} == {"store", "sink memory"}
+            assert len(health.reasons) == 2
+            breaker.saw(True)
+            sink.failing = False
+            await asyncio.sleep(120)
+            assert cache.health() == ("ok", ())
+
+    simulate(main)
