@@ -77,8 +77,9 @@ class Path:
 class BlockTree:
     """Blocks known to this node, found by tokens, named by hash; a least-recently-used list of evictable device blocks."""
 
-    def __init__(self, block_size: int, capacity: int = 0) -> None:
-        """`capacity`: nodes to size the tables for up front (they grow beyond it)."""
+    def __init__(self, block_size: int, capacity: int = 0, touch: bool = True) -> None:
+        """`capacity`: nodes to size the tables for up front (they grow beyond it). `touch`: bring their memory in now, which takes a while,
+        and not as it is used."""
     block_size: int
     retired: bool
     def pin(self, path: Path, max_blocks: int = -1) -> tuple[int, bytes]:

@@ -40,10 +40,10 @@ void bind_tree(nb::module_& m) {
             return c.check.step(size_of(count, "count out of range"), c.version != c.tree.version);
         }, "count"_a)
         .def_prop_ro("exact", [](const PyCheck& c) { return c.check.exact(); });
-    tree.def("__init__", [](PyTree* self, Id block_size, Id capacity) {
+    tree.def("__init__", [](PyTree* self, Id block_size, Id capacity, bool touch) {
             if (block_size < 1 || block_size > (1 << 24)) throw nb::value_error("block_size must be between 1 and 2**24");
-            new (self) PyTree(u32(block_size), size_of(capacity, "capacity out of range"));
-        }, "block_size"_a, "capacity"_a = 0)
+            new (self) PyTree(u32(block_size), size_of(capacity, "capacity out of range"), touch);
+        }, "block_size"_a, "capacity"_a = 0, "touch"_a = true)
         .def_prop_ro("block_size", [](const PyTree& t) { return t.block_size(); })
         .def_prop_ro("retired", [](const PyTree& t) { return t.retired(); })
         .def("pin", [](PyTree& t, PyPath& p, Id max_blocks) {

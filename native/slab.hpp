@@ -18,12 +18,12 @@ public:
     std::size_t rows() const { return chunks_.size() << shift_; }
     std::size_t bytes() const { return rows() * width_ * sizeof(T); }
 
-    void reserve(std::size_t rows_wanted) {
+    void reserve(std::size_t rows_wanted, bool touch = true) {
         const std::size_t chunk_bytes = ((width_ * sizeof(T)) << shift_) + 63 & ~std::size_t(63);
         while (rows() < rows_wanted) {
             void* memory = std::aligned_alloc(64, chunk_bytes);
             if (memory == nullptr) throw std::bad_alloc();
-            std::memset(memory, 0, chunk_bytes);  // bring the pages in now, not under the first request
+            if (touch) std::memset(memory, 0, chunk_bytes);  // bring the pages in now, not under the first request
             chunks_.emplace_back(static_cast<T*>(memory));
         }
     }

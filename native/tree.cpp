@@ -36,7 +36,7 @@ std::atomic<u64> next_serial{1};
 
 }  // namespace
 
-Tree::Tree(u32 block_size, std::size_t capacity)
+Tree::Tree(u32 block_size, std::size_t capacity, bool touch)
     : block_size_(block_size),
       serial_(next_serial.fetch_add(1)),
       token_seed_((block_size + 1) & ~u32(1)),
@@ -48,8 +48,8 @@ Tree::Tree(u32 block_size, std::size_t capacity)
     std::random_device entropy;
     for (u64& word : seed_) word = u64(entropy()) << 32 | entropy();
     for (u32& word : token_seed_) word = u32(entropy());
-    nodes_.reserve(capacity);
-    tokens_.reserve(capacity);
+    nodes_.reserve(capacity, touch);
+    tokens_.reserve(capacity, touch);
 }
 
 u32 Tree::child_hash(u32 parent, u32 extra, const u32* tokens) const {

@@ -78,7 +78,7 @@ struct Statistics {
 
 class Tree {
 public:
-    Tree(u32 block_size, std::size_t capacity);
+    Tree(u32 block_size, std::size_t capacity, bool touch = true);
     Tree(const Tree&) = delete;
     Tree& operator=(const Tree&) = delete;
 

@@ -160,7 +160,7 @@ class BlockIndex:
         """Start over with an empty tree; what nobody uses is free at once. Returns how many blocks that were."""
         freed = self.tree.retire()
         self.pool.give(freed)
-        self.tree = BlockTree(self.block_size, self.capacity)
+        self.tree = BlockTree(self.block_size, self.capacity, touch=False)  # within a turn
         return len(freed)
 
     def check(self) -> None:
