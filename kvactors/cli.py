@@ -16,6 +16,7 @@ from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from kvactors.actor.log import structlog_settings
 from kvactors.config import read_toml
 from kvactors.errors import KVActorsError
 from kvactors.scenario.replay import ReplayConfig, replay
@@ -297,16 +298,15 @@ def live_totals() -> Iterator[Callable[[Totals], None]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point, of the process's arguments unless given: exit status 2 and one line for input that cannot be used."""
-    structlog.configure(
-        wrapper_class=structlog.make_filtering_bound_logger(40), logger_factory=structlog.PrintLoggerFactory(sys.stderr)
-    )
+    errors_only = structlog.make_filtering_bound_logger(40)
     try:
-        status = app(
-            sys.argv[1:] if arguments is None else arguments,
-            result_action="return_value",
-            exit_on_error=False,
-            print_error=False,
-        )
+        with structlog_settings(wrapper_class=errors_only, logger_factory=structlog.PrintLoggerFactory(sys.stderr)):
+            status = app(
+                sys.argv[1:] if arguments is None else arguments,
+                result_action="return_value",
+                exit_on_error=False,
+                print_error=False,
+            )
     except (CycloptsError, KVActorsError, OSError, UnicodeDecodeError) as error:
         print("kvactors:", " ".join(str(error).split()), file=sys.stderr)
         sys.exit(2)

@@ -7,6 +7,8 @@ warnings and errors appear on stderr unless the application has set handlers.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import structlog
@@ -41,6 +43,10 @@ class Logger:
         self._write("error", logging.ERROR, event, fields)
 
     def _write(self, method: str, level: int, event: str, fields: dict[str, Any]) -> None:
+        with suppress(Exception):  # a handler or a stream of the application that fails must not fail an actor
+            self._emit(method, level, event, fields)
+
+    def _emit(self, method: str, level: int, event: str, fields: dict[str, Any]) -> None:
         if structlog.is_configured():
             getattr(structlog.get_logger(**self._context), method)(event, **fields)
             return
@@ -53,3 +59,16 @@ class Logger:
 def get_logger(**context: Any) -> Logger:
     """A logger with fields of its own."""
     return Logger(**context)
+
+
+@contextmanager
+def structlog_settings(**settings: Any) -> Iterator[None]:
+    """Configure structlog for a while. Afterwards it is as it was, unconfigured included."""
+    before = structlog.get_config() if structlog.is_configured() else None
+    structlog.configure(**settings)
+    try:
+        yield
+    finally:
+        structlog.reset_defaults()
+        if before is not None:
+            structlog.configure(**before)

@@ -15,6 +15,7 @@ import anyio
 import msgspec
 import structlog
 
+from kvactors.actor.log import structlog_settings
 from kvactors.errors import KVActorsError
 from kvactors.simulation.draw import Draw, draw_run
 from kvactors.simulation.invariants import rest
@@ -129,13 +130,11 @@ def _conclude(report: SeedReport, world: World, clients: list[Client]) -> None:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """No log lines, no warnings of leases forgotten on purpose, and no collector that runs at moments of its own."""
-    before = structlog.get_config()
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
     collecting = gc.isenabled()
     gc.disable()
     gc.freeze()  # what was there before is not looked at each time
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), structlog_settings(wrapper_class=structlog.make_filtering_bound_logger(50)):
             warnings.simplefilter("ignore", ResourceWarning)
             # a job that is cancelled before its first step leaves its coroutine as it was
             warnings.filterwarnings("ignore", message="coroutine .* was never awaited", category=RuntimeWarning)
@@ -145,4 +144,3 @@ def _quiet() -> Iterator[None]:
         gc.unfreeze()
         if collecting:
             gc.enable()
-        structlog.configure(**before)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import re
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+
+import pytest
+import structlog
+
+from kvactors.actor.log import get_logger, structlog_settings
 
 PACKAGE = Path(__file__).parents[2] / "kvactors"
 
@@ -78,3 +84,21 @@ def test_no_module_logs_past_the_packages_logger():
         and re.search(r"structlog\.get_logger|\bexc_info\b|\bprint\(|log\.exception", file.read_text("utf-8"))
     ]
     assert found == []
+
+
+def test_a_closed_stream_of_the_application_fails_no_actor():
+    closed = io.StringIO()
+    closed.close()
+    with structlog_settings(logger_factory=structlog.PrintLoggerFactory(closed)):
+        get_logger().error("event", field=1)
+        with pytest.raises(ValueError, match="closed file"):  # the stream does fail
+            structlog.get_logger().error("event")
+
+
+def test_settings_for_a_while_leave_structlog_as_it_was():
+    with structlog_settings(wrapper_class=structlog.make_filtering_bound_logger(50)):
+        assert structlog.is_configured()
+        with structlog_settings(wrapper_class=structlog.make_filtering_bound_logger(40)):
+            pass
+        assert structlog.get_config()["wrapper_class"] is structlog.make_filtering_bound_logger(50)
+    assert not structlog.is_configured()

@@ -13,8 +13,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-import structlog
-
+from kvactors.actor.log import get_logger
 from kvactors.device.arena import Arena
 from kvactors.errors import KVActorsError, StoreError
 from kvactors.storage.backends.base import Backend, Expired, ReadReport, StoreStatistics, WriteReport
@@ -24,7 +23,7 @@ from kvactors.units import KEY_BYTES
 
 T = TypeVar("T")
 
-log = structlog.get_logger()
+log = get_logger()
 
 WORST = max(Outcome)
 

@@ -1,0 +1,24 @@
+"""Planted bugs of logging. See `catalogue`."""
+
+from __future__ import annotations
+
+from mutation import Mutation
+
+BUGS: tuple[Mutation, ...] = (
+    Mutation(
+        "log_stream_fails_the_actor",
+        "actor/log.py",
+        "        with suppress(Exception):  #",
+        "        with suppress(KeyError):  #",
+        "a closed stderr of the application makes the actor fail that logs a warning",
+        ("tests/observe/test_logs.py::test_a_closed_stream_of_the_application_fails_no_actor",),
+    ),
+    Mutation(
+        "log_settings_stay",
+        "actor/log.py",
+        "        structlog.reset_defaults()\n",
+        "        pass\n",
+        "a simulation or a command that runs in an application changes where the application's log events go",
+        ("tests/observe/test_logs.py::test_settings_for_a_while_leave_structlog_as_it_was",),
+    ),
+)
