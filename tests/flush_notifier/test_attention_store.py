@@ -202,8 +202,8 @@ async def test_calls_never_overlap_and_nothing_is_lost_when_one_hangs():
         await wired.settle()
         one.hang = 0.12  # beyond the deadline of 0.05 s
         await wired.tell(finished(5, 6), Gone(names(1, 2)[1], Tier.DEVICE, Reason.CPU_EVICTION))
-        await asyncio.sleep(0.3)
-        assert wired.actor.flush_statistics()[0].retried >= 1
+        while not wired.actor.flush_statistics()[0].retried:
+            await asyncio.sleep(0.01)
         one.hang = 0.0
         await wired.settle()
         assert index() == paths(1) | paths(5, 6)
@@ -214,23 +214,23 @@ async def test_closing_does_not_wait_for_a_call_that_hangs():
     one = sink()
     await one.open()
     await one.begin(1)
-    stand_in.service().hang = 3.0
+    stand_in.service().hang = 10.0
     stuck = asyncio.create_task(one.sdk.flush(np.zeros(BLOCK, np.uint32), 0, resident=True))
     await asyncio.sleep(0.05)
     stuck.cancel()
     began = asyncio.get_running_loop().time()
     await one.close()
-    assert asyncio.get_running_loop().time() - began < 0.5
+    assert asyncio.get_running_loop().time() - began < 8.0, "close waited for the call"
 
 
 async def test_an_index_too_slow_for_a_batch_is_told_it_piece_by_piece():
     """A batch takes ten times as long as a call may: what was told before the deadline is not told again."""
-    wired = Running(sink(), timeout=0.1)
+    wired = Running(sink(), timeout=0.5)
     async with wired.running():
         await wired.settle()
-        stand_in.service().hang = 0.02
+        stand_in.service().hang = 0.1
         await wired.tell(*(finished(i, 1) for i in range(50)))
-        await wired.settle(20.0)
+        await wired.settle(90.0)
         assert len(index()) == 100
         assert stand_in.service().flushes < 80
 

@@ -172,8 +172,12 @@ async def socket(kind: int, endpoint: str, topic: str = ""):
     one.setsockopt(zmq.LINGER, 0)
     if kind == zmq.SUB:
         one.setsockopt_string(zmq.SUBSCRIBE, topic)
+    connected = one.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
     one.connect(endpoint)
-    await asyncio.sleep(0.15)
+    assert await connected.poll(20_000), f"nobody answers at {endpoint}"
+    one.disable_monitor()
+    connected.close()
+    await asyncio.sleep(0.15)  # the publisher takes the subscription in a thread of its own
     try:
         yield one
     finally:

