@@ -170,4 +170,12 @@ BUGS: tuple[Mutation, ...] = (
         "a store that fails is left alone and no warning is logged",
         (f"{HEALS}::test_the_breaker_logs_each_change_once_with_its_reason",),
     ),
+    Mutation(
+        "all_names_at_once",
+        "storage/backends/checked.py",
+        "            for key in self.inner.names():\n",
+        "            for key in self.inner.keys():\n",
+        "a rank with millions of stored objects copies all names in one turn when it joins",
+        ("tests/storage/test_checked_backend.py::test_names_are_passed_on_one_by_one",),
+    ),
 )

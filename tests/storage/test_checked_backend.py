@@ -321,3 +321,50 @@ async def test_no_actor_fails_of_what_a_back_end_raises_at_once(name, error):
         await cache.settled()
         assert cache.statistics().supervisor.deaths == 0
         assert cache.check() == []
+
+
+def test_names_are_passed_on_one_by_one():
+    """A store of millions of objects is listed in pages: nothing may copy all names at once."""
+    inner, store = checked()
+    given = []
+
+    def names():
+        for i in range(3):
+            given.append(i)
+            yield key(i)
+
+    inner.names, inner.keys, inner.count = names, lambda: pytest.fail("all names at once"), lambda: 3
+    listing = store.names()
+    assert (next(listing), given) == (key(0), [0])
+    assert [*listing] == [key(1), key(2)]
+    assert (store.count(), store.faults) == (3, 0)
+    store.uncleared = True
+    assert ([*store.names()], store.count()) == ([], 0)
+
+
+@pytest.mark.parametrize("wrong", ["7", b"short", None])
+def test_names_that_are_no_keys_end_the_listing(wrong):
+    inner, store = checked()
+    inner.names = lambda: iter([key(1), wrong, key(2)])
+    assert [*store.names()] == [key(1)]
+    assert store.faults == 1
+
+
+@pytest.mark.parametrize("wrong", COUNTS)
+def test_a_count_that_is_none_is_zero(wrong):
+    inner, store = checked()
+    inner.count = lambda: wrong
+    assert (store.count(), store.faults) == ((3, 0) if wrong == 3 else (0, 1))
+
+
+def test_a_store_that_changes_while_it_is_listed_is_no_fault():
+    inner, store = checked()
+
+    def names():
+        yield key(1)
+        raise RuntimeError("changed")
+
+    inner.names = names
+    with pytest.raises(RuntimeError, match="changed"):
+        [*store.names()]
+    assert store.faults == 0

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import operator
+import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from kvactors.actor.log import get_logger
@@ -279,6 +280,26 @@ class CheckedBackend(Backend):
     def keys(self) -> list[bytes]:
         """See `Backend.keys`."""
         return [] if self.uncleared else self._keys("keys", self._now("keys", self.inner.keys, []))
+
+    def names(self) -> Iterator[bytes]:
+        """See `Backend.names`; lazily, as the back end gives them."""
+        if self.uncleared:
+            return
+        try:
+            for key in self.inner.names():
+                if not isinstance(key, bytes) or len(key) != KEY_BYTES:
+                    self._fault("names", "answered a name that is no key")
+                    return
+                yield key
+        except RuntimeError:
+            raise  # the store changed: the caller begins again
+        except BaseException as error:
+            if not self._contained("names", error):
+                raise
+
+    def count(self) -> int:
+        """See `Backend.count`."""
+        return 0 if self.uncleared else self._number("count", self._now("count", self.inner.count, 0), sys.maxsize)
 
     def holds(self, key: bytes) -> bool:
         """See `Backend.holds`."""
