@@ -146,7 +146,7 @@ class Request:
         self.world = client.world
         self.rng = client.rng
         self.number = number
-        self.cut = False
+        self.cut = self.held = False
         self.until = 0
         self.prompt: Prompt
         self.lease: Lease
@@ -170,21 +170,24 @@ class Request:
             await self._prefetch()
         for _ in range(3):
             try:
-                await self.client.call(self._acquire)
-            except Cut:
-                return
-            except KVActorsError as error:
-                world.judge("acquire", error)
-                if isinstance(error, NoRoom):
-                    await asyncio.sleep(rng.choice((0.0, 0.001)))
-                    continue
-                return
-            try:
-                again = await self._serve()
-            finally:
-                world.leases -= 1
-            if not again:
-                return
+                if not await self._attempt():
+                    return
+            finally:  # also when a call was cut in the very step in which its grant arrived
+                world.leases -= self.held
+                self.held = False
+
+    async def _attempt(self) -> bool:
+        """Admission and service once; whether to try again."""
+        world, rng = self.world, self.rng
+        try:
+            await self.client.call(self._acquire)
+        except Cut:
+            return False
+        except KVActorsError as error:
+            world.judge("acquire", error)
+            await asyncio.sleep(rng.choice((0.0, 0.001)))
+            return isinstance(error, NoRoom)
+        return await self._serve()
 
     async def _prefetch(self) -> None:
         try:
@@ -202,7 +205,7 @@ class Request:
             extra_keys=self.media,
             salt=self.salt,
             lora=self.lora,
-            deadline=rng.choice((0.05, 5.0, 5.0)),
+            deadline=rng.choice((0.05, 2.0, 2.0)),
         )
         if rng.random() < 0.2:
             task = asyncio.ensure_future(work)
@@ -214,6 +217,7 @@ class Request:
                 task.cancel()
         else:
             self.lease = await work
+        self.held = True
         world.leases += 1  # in the step in which the grant arrives: the weights are those of the admission
         scope: Scope = world.scope(self.lora, self.salt)
         self.prompt = Prompt(world.drawn.block_size, scope, self.tokens, self.media)

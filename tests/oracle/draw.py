@@ -59,7 +59,7 @@ def draw(seed: int, folder: str, *, store: str | None = None, threads: bool = Tr
         "cache": {
             "block_size": rng.choice((1, 2, 3, 4, 4, 7, 16)),
             "recompute_last_token": rng.random() < 0.7,
-            "deadline": 10.0,
+            "deadline": 2.0,
             "namespace": "weights-0",
         },
         "device": _device(rng, blocks),

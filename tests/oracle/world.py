@@ -128,12 +128,12 @@ class World:
                 else:
                     self.fail("leases do not end while the cache is paused")
                     return
-                await self.cache.set_namespace(weights)
+                await self.cache.set_namespace(weights, deadline=30.0)
                 self.weights = weights
             await asyncio.sleep(self.rng.choice((0.0, 0.002, 0.01)))
         finally:
             self.draining = False
-            await self.cache.resume()
+            await self.cache.resume(deadline=30.0)
 
     # -- at rest
 
@@ -142,7 +142,7 @@ class World:
         cache = self.cache
         gc.collect()  # forgotten leases that an exception's traceback still referred to
         try:
-            await cache.resume()
+            await cache.resume(deadline=30.0)
             await cache.flush_settled(REST)
         except KVActorsError as error:
             self.fail(f"not idle: {error!r}")
