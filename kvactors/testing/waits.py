@@ -20,7 +20,7 @@ from kvactors.actor import Activity, Actor, ActorRef, Channel
 Label = Callable[["asyncio.Task[Any]"], str]
 
 LIBRARY = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
-"""Folders whose code is never what somebody wants to see as the place where his task waits."""
+"""Folders whose code is never shown as the place where a task waits; installed packages of other environments are not either."""
 
 OURS = str(Path(__file__).parents[1])
 
@@ -55,7 +55,7 @@ def site(frames: list[FrameType]) -> str:
     """`file:line` of the innermost frame that is neither of the standard library, nor installed, nor kvactors' own; else of the innermost."""
     if not frames:
         return "not started"
-    foreign = [frame for frame in frames if not _path(frame).startswith((*LIBRARY, OURS))]
+    foreign = [frame for frame in frames if not (_path(frame).startswith((*LIBRARY, OURS)) or "site-packages" in _path(frame))]
     frame = (foreign or frames)[-1]
     path = Path(_path(frame))
     short = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else Path(*path.parts[-2:])

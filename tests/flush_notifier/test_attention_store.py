@@ -95,7 +95,9 @@ async def test_arguments_of_the_constructor_on_cuda():
 
 async def test_names_from_the_environment():
     environ = {"AS_NAMESPACE": "ns", "AS_POD_NAME": "test_pod", "AS_MODEL_VERSION": "v9"}
-    base = Config.from_mapping({"attention_store": {"splitwise_role": "prefill", "dp_id": 1, "sdk": STAND_IN}})
+    settings = {"splitwise_role": "prefill", "dp_id": 1, "sdk": STAND_IN}
+    sinks = [{"kind": "attention_store"}]
+    base = Config.from_mapping({"cache": {"model": "m"}, "attention_store": settings, "flush": {"sinks": sinks}})
     await Sdk(Config.from_env(environ, base).attention_store, LAYOUT).open()
     await Sdk(Config.from_env({**environ, "ENABLE_EP_DP_IN_FD": "0"}, base).attention_store, LAYOUT).open()
     assert list(stand_in.services) == [("ns", "test_pod_prefill_1", "v9", 0), ("ns", "test_pod", "v9", 0)]
