@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module, metadata
@@ -296,11 +298,37 @@ def live_totals() -> Iterator[Callable[[Totals], None]]:
         yield show
 
 
+@contextmanager
+def sigterm_ends() -> Iterator[None]:
+    """SIGTERM ends a command as Ctrl-C does: its processes end and its temporary folders are removed. The exit status is 143."""
+    terminated = []
+
+    def end(number: int, _frame: object) -> None:
+        terminated.append(number)
+        signal.raise_signal(signal.SIGINT)
+
+    if threading.current_thread() is not threading.main_thread():  # where handlers cannot be set
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        if terminated:
+            sys.exit(128 + signal.SIGTERM)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point, of the process's arguments unless given: exit status 2 and one line for input that cannot be used."""
     errors_only = structlog.make_filtering_bound_logger(40)
     try:
-        with structlog_settings(wrapper_class=errors_only, logger_factory=structlog.PrintLoggerFactory(sys.stderr)):
+        with (
+            sigterm_ends(),
+            structlog_settings(wrapper_class=errors_only, logger_factory=structlog.PrintLoggerFactory(sys.stderr)),
+        ):
             status = app(
                 sys.argv[1:] if arguments is None else arguments,
                 result_action="return_value",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +25,9 @@ from kvactors.storage.backends.slab_table import (
     scan,
     version_of,
 )
+
+STORE_FOLDER = re.compile("[0-9a-f]{16}")
+"""Names of the folders of stores: the beginning of the digest of their identity."""
 
 
 class Inspection(msgspec.Struct, frozen=True):
@@ -67,8 +71,21 @@ def inspect(folder: str | Path, *, verify: bool = False) -> list[Inspection]:
 
 
 def tables(folder: str | Path) -> list[Path]:
-    """Every table under a folder; symbolic links are not followed."""
-    return sorted(path for path in Path(folder).rglob("table") if path.is_file() and not path.is_symlink())
+    """Every table of a store under a folder; symbolic links are not followed. A file of this name that is not one is left out."""
+    return sorted(path for path in Path(folder).rglob("table") if path.is_file() and not path.is_symlink() and of_a_store(path))
+
+
+def of_a_store(table: Path) -> bool:
+    """Whether a file can be the table of a store. One whose first page is damaged is, if its folder has the name of a store's: a program of
+    somebody else may have a file of this name, and 'prune' must not remove it. StoreError if it cannot be read."""
+    try:
+        with table.open("rb") as file:
+            version_of(file.read(PAGE))
+    except Damaged:
+        return STORE_FOLDER.fullmatch(table.parent.resolve().name) is not None
+    except OSError as error:
+        raise StoreError(f"{table}: {error}") from error
+    return True
 
 
 def read_table(table: Path) -> tuple[Meta, Scan]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ import anyio
 import numpy as np
 import structlog
 
+from kvactors.actor.uncancelled import uncancelled
 from kvactors.device.arena import Arena
 from kvactors.storage.backends.file import FileBackend
 from kvactors.storage.messages import Outcome
@@ -87,24 +89,37 @@ async def one_life(folder: Path, first: int, seconds: float, *, patient: bool) -
     announced as stored and not as gone."""
     command = [sys.executable, "-P", "-m", "kvactors.testing.kills", str(folder), str(first)]
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    try:
+        lines = await _life(process, seconds, patient=patient)
+    finally:
+        await uncancelled(_end(process))  # nothing writes in the folder when this returns
+    said: set[int] = set()
+    for line in lines:
+        word, *rest = line.split() or [b""]
+        numbers = {int(one) for one in rest}
+        if line.endswith(b"\n"):
+            said = said - numbers if word == b"gone" else said | numbers
+    return said
+
+
+async def _life(process: asyncio.subprocess.Process, seconds: float, *, patient: bool) -> list[bytes]:
     assert process.stdout is not None
     await process.stdout.readline()
     lines: list[bytes] = []
     while patient and not (lines and lines[-1].startswith(b"stored")):
         lines.append(await process.stdout.readline())
         if not lines[-1]:
-            break  # it has died by itself
+            break  # it has ended by itself
     await anyio.sleep(seconds)
     process.kill()
-    said: set[int] = set()
-    lines += (await process.stdout.read()).splitlines(keepends=True)
-    for line in lines:
-        word, *rest = line.split() or [b""]
-        numbers = {int(one) for one in rest}
-        if line.endswith(b"\n"):
-            said = said - numbers if word == b"gone" else said | numbers
-    await process.wait()
-    return said
+    return lines + (await process.stdout.read()).splitlines(keepends=True)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
 
 
 if __name__ == "__main__":

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -148,3 +150,29 @@ def test_as_a_module(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=here, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.strip()
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("command", ["run", "bench"])
+def test_a_signal_leaves_no_temporary_files(tmp_path, command, number, status):
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    endless = write(tmp_path / "s.toml", SCENARIO.format(4).replace("turns = 2", "turns = 100000"))
+    arguments = ["run", str(endless)] if command == "run" else ["bench", "faults"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvactors", *arguments],
+        env={**os.environ, "TMPDIR": str(temporary)}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    try:
+        ends = time.monotonic() + 120
+        while not any(temporary.iterdir()):
+            assert process.poll() is None, process.stderr.read()
+            assert time.monotonic() < ends
+            time.sleep(0.01)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == status, err
+        assert list(temporary.iterdir()) == []
+    finally:
+        process.kill()
+        process.wait()

@@ -53,7 +53,9 @@ def test_a_folder_without_a_store_is_an_error(tmp_path, capsys):
 
 
 def test_a_damaged_table_is_listed_and_is_bad_when_verified(tmp_path, capsys):
-    (tmp_path / "table").write_text("something else")
+    folder = tmp_path / "0123456789abcdef"
+    folder.mkdir()
+    (folder / "table").write_text("something else")
     assert run("store", "list", tmp_path) == 0
     assert "table damaged" in capsys.readouterr().out
     assert run("store", "verify", tmp_path) == 1

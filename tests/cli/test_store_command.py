@@ -135,3 +135,28 @@ def test_a_directory_without_a_store_is_an_error(tmp_path, capsys):
     for command in ("list", "verify", "prune"):
         assert run(command, tmp_path) == 2
         assert "no file store here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("page", [b"", b"notes of a user\n", bytes(4096), b"\n" * 4096])
+def test_files_of_others_named_table_are_no_stores_and_stay(directory, tmp_path_factory, page):
+    alone = tmp_path_factory.mktemp("others")
+    for root in (directory, alone):
+        (root / "project").mkdir()
+        (root / "project" / "table").write_bytes(page)
+        (root / "project" / "slab-notes").write_text("of a user")
+    assert len(listed(directory)) == 3
+    assert run("verify", directory) == 0
+    assert run("prune", directory, "--keep", 0) == 0
+    assert run("prune", alone) == 2
+    for root in (directory, alone):
+        assert (root / "project" / "table").read_bytes() == page
+        assert (root / "project" / "slab-notes").read_text() == "of a user"
+
+
+def test_a_damaged_store_is_recognized_from_its_own_folder(directory, monkeypatch):
+    table = next(directory.rglob("table"))
+    table.write_bytes(bytes(4096))
+    monkeypatch.chdir(table.parent)
+    assert run("verify", ".") == 1
+    assert run("prune", ".") == 0
+    assert not table.exists()

@@ -77,8 +77,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "slots_overlap",
         "storage/backends/slab_files.py",
-        "return self.slabs[slab], index * self.meta.stride",
-        "return self.slabs[slab], max(0, index - 1) * self.meta.stride",
+        "yield fd, index * self.meta.stride",
+        "yield fd, max(0, index - 1) * self.meta.stride",
         "two slots of a slab lie on the same bytes",
         ("tests/storage/test_contract.py::TestFile::test_what_was_written_is_read_and_results_are_per_key",),
     ),

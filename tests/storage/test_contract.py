@@ -43,7 +43,7 @@ class TestFileWithoutDirectIO(StoreContract):
 
 
 class RefusesDirect(SlabFiles):
-    def _open_slab(self, number):
+    def _open_slab(self, number, *, create=True):
         real = os.open
 
         def refusing(path, flags, mode=0o777, *, dir_fd=None):
@@ -53,7 +53,7 @@ class RefusesDirect(SlabFiles):
 
         os.open = refusing
         try:
-            return super()._open_slab(number)
+            return super()._open_slab(number, create=create)
         finally:
             os.open = real
 

@@ -21,7 +21,8 @@ from kvactors.identity import StoreIdentity
 from kvactors.storage.backends.base import Expired, WriteReport
 from kvactors.storage.backends.file_survey import FileStatistics, survey
 from kvactors.storage.backends.owned import OwnedBackend
-from kvactors.storage.backends.slab_files import SlabFiles, extent, outcome_of
+from kvactors.storage.backends.slab_files import SlabFiles, outcome_of
+from kvactors.storage.backends.slab_memory import extent
 from kvactors.storage.backends.slab_table import PAGE, WRITTEN_AT, Meta, checksum_of, entry_of
 from kvactors.storage.backends.slots import Slots
 from kvactors.storage.messages import Outcome
@@ -205,9 +206,7 @@ class FileBackend(OwnedBackend):
             return Outcome.NO_SPACE
         outcome = await self._save_once(key, data)
         if outcome == Outcome.NO_SPACE and await self._squeeze(first=True):
-            outcome = await self._save_once(
-                key, data
-            )  # in the place of another object, which has its space on the disk already
+            outcome = await self._save_once(key, data)  # in the place of another object, which has its space on the disk
             if outcome == Outcome.NO_SPACE:
                 self._no_eviction_until = now() + GROW_AGAIN
         return outcome

@@ -23,7 +23,7 @@ from kvactors.mooncake_config import MooncakeConfig
 from kvactors.storage.backends.base import Backend, Expired, ReadReport, WriteReport
 from kvactors.storage.backends.header import HEADER, fits, header_of
 from kvactors.storage.backends.mooncake_client import NO_SPACE, NOT_FOUND, NOT_READY, OK, MooncakeClient
-from kvactors.storage.backends.slab_files import memory
+from kvactors.storage.backends.slab_memory import memory
 from kvactors.storage.messages import Outcome
 from kvactors.threads import Workers
 

@@ -19,24 +19,26 @@ import mmap
 import os
 import threading
 import weakref
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import msgspec
-import numpy as np
 import xxhash
 
 from kvactors.actor.log import get_logger
-from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
 from kvactors.files import FOLDER_MODE, locked, open_folder, open_private, private_folder, read_all
+from kvactors.storage.backends.slab_memory import address_of, memory
 from kvactors.storage.backends.slab_table import PAGE, Damaged, Meta, meta_of
 from kvactors.storage.messages import Outcome
 
 log = get_logger()
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+HELD = 256
+"""Slabs whose descriptors stay open; the others' are opened for each call, so that a store of any size leaves descriptors to the process."""
 
 
 class SlabFiles:
@@ -48,7 +50,7 @@ class SlabFiles:
         self.read_only = read_only
         self.floor = floor
         self.direct = True
-        self.slabs: list[int] = []  # file descriptors
+        self.slabs: list[int] = []  # file descriptors; -1 beyond the first HELD
         self.trouble = ""  # the last thing that the file system refused
         self._folder = self._table = self._lock = -1
         self._bounce = threading.local()
@@ -115,7 +117,7 @@ class SlabFiles:
             raise StoreError(f"{path} belongs to another store: it is of {there.identity}; expected {self.meta.identity}")
         self.meta = there  # slabs and entries keep the sizes they were made with
         while self._inode(f"slab-{len(self.slabs):04}") is not None:
-            self.slabs.append(self._open_slab(len(self.slabs)))
+            self._add_slab(self._open_slab(len(self.slabs)))
         size = os.fstat(self._table).st_size - PAGE
         slots = min(size // there.entry_bytes, len(self.slabs) * there.slots_per_slab)
         return read_all(self._table, max(0, slots) * there.entry_bytes, PAGE)
@@ -140,9 +142,15 @@ class SlabFiles:
         self._table = self._open("table", os.O_RDWR | os.O_CREAT | os.O_EXCL)
         self._make_table()
 
-    def _open_slab(self, number: int) -> int:
+    def _add_slab(self, fd: int) -> None:
+        if len(self.slabs) >= HELD:
+            os.close(fd)
+            fd = -1
+        self.slabs.append(fd)
+
+    def _open_slab(self, number: int, *, create: bool = True) -> int:
         name = f"slab-{number:04}"
-        flags = os.O_RDONLY if self.read_only else os.O_RDWR | os.O_CREAT
+        flags = os.O_RDONLY if self.read_only else os.O_RDWR | (os.O_CREAT if create else 0)
         if self.direct:
             try:
                 return self._open(name, flags | os.O_DIRECT)
@@ -171,7 +179,7 @@ class SlabFiles:
             with suppress(OSError):
                 os.unlink(f"slab-{number:04}", dir_fd=self._folder)
             return self._failed(error)
-        self.slabs.append(slab)
+        self._add_slab(slab)
         return Outcome.OK
 
     def _failed(self, error: OSError) -> Outcome:
@@ -185,7 +193,9 @@ class SlabFiles:
 
     def own_bytes(self) -> int:
         """That the store's slabs occupy."""
-        return sum(os.fstat(fd).st_blocks * 512 for fd in self.slabs)
+        held = (os.fstat(fd) for fd in self.slabs[:HELD])
+        others = (os.stat(f"slab-{i:04}", dir_fd=self._folder, follow_symlinks=False) for i in range(HELD, len(self.slabs)))
+        return sum(one.st_blocks * 512 for one in (*held, *others))
 
     def bytes_of_others(self) -> int:
         """That stores of other layouts (identities) beside this one occupy, under the same model, namespace and rank."""
@@ -199,7 +209,9 @@ class SlabFiles:
     def shrink(self, slabs: int) -> None:
         """Delete the last slabs until `slabs` are left."""
         while len(self.slabs) > slabs:
-            os.close(self.slabs.pop())
+            fd = self.slabs.pop()
+            if fd >= 0:
+                os.close(fd)
             with suppress(FileNotFoundError):
                 os.unlink(f"slab-{len(self.slabs):04}", dir_fd=self._folder)
 
@@ -222,21 +234,29 @@ class SlabFiles:
 
     # -- slots
 
-    def _place(self, slot: int) -> tuple[int, int]:
+    @contextmanager
+    def _place(self, slot: int) -> Iterator[tuple[int, int]]:
+        """A descriptor of a slot's slab, and where the slot begins there. OSError."""
         slab, index = divmod(slot, self.meta.slots_per_slab)
-        return self.slabs[slab], index * self.meta.stride
+        held = self.slabs[slab]
+        fd = held if held >= 0 else self._open_slab(slab, create=False)
+        try:
+            yield fd, index * self.meta.stride
+        finally:
+            if held < 0:
+                os.close(fd)
 
     def read(self, slot: int, address: int, room: int) -> Outcome:
         """A slot's payload to memory; `room` bytes may be written there. MISS if the file is shorter than that."""
         try:
-            return self._read(slot, address, room)
+            with self._place(slot) as (fd, at):
+                return self._read(fd, at, address, room)
         except OSError as error:
             if self._buffered_from_now_on(error):
                 return self.read(slot, address, room)
             return self._failed(error)
 
-    def _read(self, slot: int, address: int, room: int) -> Outcome:
-        fd, at = self._place(slot)
+    def _read(self, fd: int, at: int, address: int, room: int) -> Outcome:
         size = self.meta.block_bytes
         if not self.direct:
             return Outcome.OK if os.preadv(fd, [memory(address, size)], at) == size else Outcome.MISS
@@ -260,28 +280,31 @@ class SlabFiles:
         the page cache."""
         if error.errno != errno.EINVAL or not self.direct:
             return False
-        for fd in self.slabs:
+        for fd in self.slabs[:HELD]:
             fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
         self.direct = False
         return True
 
     def write(self, slot: int, address: int, room: int) -> Outcome:
         """Memory to a slot's payload; `room` bytes may be read there."""
-        fd, at = self._place(slot)
-        size, stride = self.meta.block_bytes, self.meta.stride
         try:
-            if not self.direct:
-                written, wanted = os.pwritev(fd, [memory(address, size)], at), size
-            elif not (address % PAGE or room < stride):
-                written, wanted = os.pwritev(fd, [memory(address, stride)], at), stride
-            else:
-                bounce = self._bounce_buffer()
-                ctypes.memmove(address_of(bounce), address, size)
-                written, wanted = os.pwritev(fd, [bounce], at), stride
+            with self._place(slot) as (fd, at):
+                return self._write(fd, at, address, room)
         except OSError as error:
             if self._buffered_from_now_on(error):
                 return self.write(slot, address, room)
             return self._failed(error)
+
+    def _write(self, fd: int, at: int, address: int, room: int) -> Outcome:
+        size, stride = self.meta.block_bytes, self.meta.stride
+        if not self.direct:
+            written, wanted = os.pwritev(fd, [memory(address, size)], at), size
+        elif not (address % PAGE or room < stride):
+            written, wanted = os.pwritev(fd, [memory(address, stride)], at), stride
+        else:
+            bounce = self._bounce_buffer()
+            ctypes.memmove(address_of(bounce), address, size)
+            written, wanted = os.pwritev(fd, [bounce], at), stride
         return Outcome.OK if written == wanted else Outcome.NO_SPACE
 
     def _bounce_buffer(self) -> mmap.mmap:
@@ -299,8 +322,9 @@ class SlabFiles:
                 self.trouble = f"{self.folder}: the table was deleted or moved"
                 return Outcome.UNAVAILABLE
             if sync:
-                for fd in {self._place(slot)[0] for slot, _ in entries}:
-                    os.fdatasync(fd)
+                for slab in {slot // self.meta.slots_per_slab for slot, _ in entries}:
+                    with self._place(slab * self.meta.slots_per_slab) as (fd, _):
+                        os.fdatasync(fd)
             for slot, entry in entries:
                 if os.pwrite(self._table, entry, PAGE + size * slot) != size:
                     return Outcome.NO_SPACE
@@ -368,24 +392,6 @@ def after_fork() -> None:
 os.register_at_fork(after_in_child=after_fork)
 
 
-def memory(address: int, size: int) -> Any:
-    """Memory as a buffer."""
-    return (ctypes.c_char * size).from_address(address)
-
-
-def address_of(buffer: Any) -> int:
-    """Where a buffer lies."""
-    return int(np.frombuffer(buffer, np.uint8).ctypes.data)
-
-
 def outcome_of(error: OSError) -> Outcome:
     """The one place where errors of the file system become outcomes."""
     return Outcome.NO_SPACE if error.errno in FULL else Outcome.UNAVAILABLE
-
-
-def extent(view: memoryview, arena: Arena | None) -> tuple[int, int]:
-    """Address of a view, and the bytes from there on that are its slot's."""
-    address = address_of(view)
-    if arena is not None and 0 <= address - arena.address < arena.num_slots * arena.stride:
-        return address, arena.stride
-    return address, len(view)

@@ -1,0 +1,40 @@
+"""Planted bugs of many slabs, of files that belong to others, and of signals. See `catalogue`."""
+
+from __future__ import annotations
+
+from mutation import Mutation
+
+BUGS: tuple[Mutation, ...] = (
+    Mutation(
+        "every_slab_stays_open",
+        "storage/backends/slab_files.py",
+        "        if len(self.slabs) >= HELD:\n",
+        "        if not self.folder.name:\n",
+        "a store of many slabs takes every descriptor of the process",
+        ("tests/storage/test_descriptors.py::test_a_store_that_began_with_one_object_grows_with_few_descriptors",),
+    ),
+    Mutation(
+        "a_read_makes_a_slab",
+        "storage/backends/slab_files.py",
+        "self._open_slab(slab, create=False)",
+        "self._open_slab(slab)",
+        "a slab that was deleted is made anew, empty, by a read",
+        ("tests/storage/test_descriptors.py::test_slabs_beyond_those_held_are_reckoned_shrunk_and_closed",),
+    ),
+    Mutation(
+        "any_table_is_a_damaged_store",
+        "storage/inspect.py",
+        "        return STORE_FOLDER.fullmatch(table.parent.resolve().name) is not None\n",
+        "        return True\n",
+        "'store prune' removes files of other programs that are named table",
+        ("tests/cli/test_store_command.py::test_files_of_others_named_table_are_no_stores_and_stay",),
+    ),
+    Mutation(
+        "sigterm_ends_a_command_at_once",
+        "cli.py",
+        "    before = signal.signal(signal.SIGTERM, end)\n",
+        "    before = signal.getsignal(signal.SIGTERM)\n",
+        "a command that is terminated leaves its temporary folder behind",
+        ("tests/cli/test_command_line.py::test_a_signal_leaves_no_temporary_files",),
+    ),
+)
