@@ -141,9 +141,17 @@ class BlockTree:
     def clear_announced(self) -> None: ...
     def worth_saving(self, path: Path, upto: int, min_hits: int) -> list[int]:
         """Positions below `upto` whose node was pinned at least `min_hits` times (creation counts as one)."""
-    def retire(self) -> list[int]:
-        """Nothing matches any more: drops every unreferenced node not in flight and returns its device blocks.
-        Referenced ones are returned by later `release`, in-flight ones by `finish_load` / `finish_offload`."""
+    returning: int
+    """Device blocks of a retired tree that `sweep` has still to return."""
+    idle: bool
+    """Whether it is retired, has no device block and nothing holds a node of it."""
+    def retire(self) -> int:
+        """Nothing matches any more. Returns how many device blocks are unused: `sweep` returns them. Referenced ones are
+        returned by later `release`, in-flight ones by `finish_load` / `finish_offload`. Takes no longer for a large tree."""
+    def sweep(self, count: int) -> list[int]:
+        """Up to `count` unused device blocks of a retired tree, which are free now, the least recently used first."""
+    def dismantle(self) -> bool:
+        """Give back a part of an idle tree's memory, a few megabytes; True when all has gone. ValueError if it is not idle."""
     def device_keys(self) -> bytes:
         """Names of all nodes resident on the device."""
     def paths(self) -> list[tuple[bytes, bytes, bytes, bytes]]:

@@ -140,7 +140,17 @@ void bind_tree(nb::module_& m) {
         }, "path"_a, "upto"_a, "min_hits"_a)
         .def("retire", [](PyTree& t) {
             const Change change(t);
-            return ids_of(t.retire());
+            return t.retire();
+        })
+        .def("sweep", [](PyTree& t, Id count) {
+            const Change change(t);
+            return ids_of(t.sweep(size_of(count, "count out of range")));
+        }, "count"_a)
+        .def_prop_ro("returning", [](const PyTree& t) { return t.returning(); })
+        .def_prop_ro("idle", [](const PyTree& t) { return t.idle(); })
+        .def("dismantle", [](PyTree& t) {
+            const Change change(t);
+            return t.dismantle();
         })
         .def("device_keys", [](const PyTree& t) {
             const Busy busy(t.busy);

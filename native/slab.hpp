@@ -28,6 +28,13 @@ public:
         }
     }
 
+    // Frees the last chunk; false if there is none.
+    bool drop() {
+        if (chunks_.empty()) return false;
+        chunks_.pop_back();
+        return true;
+    }
+
 private:
     struct Free {
         void operator()(T* p) const { std::free(p); }

@@ -3,19 +3,23 @@
 #pragma once
 
 #include "common.hpp"
+#include "zeroed.hpp"
 
 namespace kvactors {
 
 class Table {
 public:
-    explicit Table(std::size_t capacity) { rebuild(slots_for(capacity)); }
+    explicit Table(std::size_t capacity, bool touch = true) {
+        rebuild(slots_for(capacity));
+        if (touch) slots_.touch();
+    }
 
     template <class Same>
     u32 find(u32 hash, Same same) const {
         for (u32 i = hash & mask_;; i = (i + 1) & mask_) {
             const Entry& entry = slots_[i];
-            if (entry.id == kNil) return kNil;
-            if (entry.hash == hash && same(entry.id)) return entry.id;
+            if (entry.place == 0) return kNil;
+            if (entry.hash == hash && same(entry.place - 1)) return entry.place - 1;
         }
     }
 
@@ -24,28 +28,36 @@ public:
     // The caller knows that `id` is not in the table.
     void insert(u32 hash, u32 id) {
         if ((used_ + 1) * 4 > slots_.size() * 3) rebuild(slots_.size() * 2);
-        place({hash, id});
+        place({hash, id + 1});
         ++used_;
     }
 
     // The caller knows that `id` is in the table.
     void erase(u32 hash, u32 id) {
         u32 hole = hash & mask_;
-        while (slots_[hole].id != id) hole = (hole + 1) & mask_;
+        while (slots_[hole].place != id + 1) hole = (hole + 1) & mask_;
         for (u32 i = hole;;) {
             i = (i + 1) & mask_;
-            if (slots_[i].id == kNil) break;
+            if (slots_[i].place == 0) break;
             const u32 from_home = (i - slots_[i].hash) & mask_;
             if (from_home < ((i - hole) & mask_)) continue;  // it would land before its home
             slots_[hole] = slots_[i];
             hole = i;
         }
-        slots_[hole].id = kNil;
+        slots_[hole].place = 0;
         --used_;
     }
 
     void reserve(std::size_t entries) {
         if (slots_for(entries) > slots_.size()) rebuild(slots_for(entries));
+    }
+
+    // Frees the memory; false if there is none. Nothing may be looked for or put in afterwards.
+    bool drop() {
+        if (slots_.size() == 0) return false;
+        slots_ = Zeroed<Entry>();
+        used_ = 0;
+        return true;
     }
 
     std::size_t used() const { return used_; }
@@ -54,7 +66,7 @@ public:
 private:
     struct Entry {
         u32 hash;
-        u32 id;
+        u32 place;  // the id and one; 0 where there is none, so that memory of zeros is an empty table
     };
 
     static std::size_t slots_for(std::size_t entries) {
@@ -65,19 +77,19 @@ private:
 
     void place(Entry entry) {
         u32 i = entry.hash & mask_;
-        while (slots_[i].id != kNil) i = (i + 1) & mask_;
+        while (slots_[i].place != 0) i = (i + 1) & mask_;
         slots_[i] = entry;
     }
 
     void rebuild(std::size_t slots) {
-        std::vector<Entry> old(slots, Entry{0, kNil});
+        Zeroed<Entry> old(slots);
         old.swap(slots_);
         mask_ = u32(slots - 1);
-        for (const Entry& entry : old)
-            if (entry.id != kNil) place(entry);
+        for (std::size_t i = 0; i < old.size(); ++i)
+            if (old[i].place != 0) place(old[i]);
     }
 
-    std::vector<Entry> slots_;
+    Zeroed<Entry> slots_;
     u32 mask_ = 0;
     std::size_t used_ = 0;
 };

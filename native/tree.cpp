@@ -42,8 +42,8 @@ Tree::Tree(u32 block_size, std::size_t capacity, bool touch)
       token_seed_((block_size + 1) & ~u32(1)),
       nodes_(1, chunk_shift(capacity)),
       tokens_(block_size, chunk_shift(capacity)),
-      children_(capacity),
-      names_(capacity),
+      children_(capacity, touch),
+      names_(capacity, touch),
       extras_(1) {
     std::random_device entropy;
     for (u64& word : seed_) word = u64(entropy()) << 32 | entropy();
@@ -177,8 +177,9 @@ void Tree::create(Path& path, u32 from, u32 upto) {
 }
 
 // Removes a node that nothing keeps any more, and then its parent if that was the last thing to keep it.
+// In a retired tree nodes stay until `dismantle`: nobody looks for them, and a long chain that goes at once would be a long call.
 void Tree::reap(u32 id) {
-    for (;;) {
+    while (!retired_) {
         const Node& node = at(id);
         if (node.refs != 0 || node.children != 0 || (node.bits & kStateBits) != 0) return;
         const u32 parent = node.parent;
@@ -216,6 +217,7 @@ void Tree::push(u32 id) {
     (tail_ == kNil ? head_ : at(tail_).next) = id;
     tail_ = id;
     ++counts_.evictable;
+    read_ += node.pending != 0;
 }
 
 void Tree::unlink(u32 id) {
@@ -224,6 +226,7 @@ void Tree::unlink(u32 id) {
     (node.next == kNil ? tail_ : at(node.next).prev) = node.prev;
     node.bits &= u8(~kListed);
     --counts_.evictable;
+    read_ -= node.pending != 0;
 }
 
 void Tree::take_device(u32 id, u32 block) {
@@ -260,11 +263,7 @@ void Tree::let_go(u32 id, std::vector<u32>& freed) {
         push(id);
         return;
     }
-    if (retired_ && node.pending == 0) {
-        if ((node.bits & kDevice) != 0) freed.push_back(lose_device(id));
-        if ((node.bits & kHost) != 0) --counts_.host;
-        node.bits &= u8(~kHost);
-    }
+    if (retired_ && node.pending == 0 && (node.bits & kDevice) != 0) freed.push_back(lose_device(id));
     reap(id);
 }
 

@@ -110,12 +110,16 @@ public:
     std::size_t host_gained(const Key* keys, std::size_t count);
     std::size_t host_gone(const Key* keys, std::size_t count);
     void clear_host();
-    std::vector<u32> retire();
+    std::size_t retire();
+    std::vector<u32> sweep(std::size_t count);
+    std::size_t returning() const { return retired_ ? counts_.evictable - read_ : 0; }
+    bool idle() const { return retired_ && counts_.device == 0 && counts_.loading == 0 && counts_.referenced == 0; }
+    bool dismantle();
 
     // tree_inspect.cpp
     std::vector<Key> device_keys() const;
     std::vector<Leaf> leaves() const;
-    Statistics statistics() const { return counts_; }
+    Statistics statistics() const;
     std::size_t bytes() const;
     Listing listing(u32 start, std::size_t count) const;
     void check() const;  // tree_check.cpp
@@ -183,6 +187,7 @@ private:
     std::vector<Extra> extras_;
     std::vector<u32> free_extras_;
     Statistics counts_;
+    u64 read_ = 0;  // listed nodes whose block an offload still reads
     std::vector<u32> scratch_, hashes_;
 };
 

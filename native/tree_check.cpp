@@ -87,15 +87,17 @@ void TreeCheck::node() {
     const u32 state = node.bits & kStateBits;
     expect(tree_.is_used(node.parent), "parent of a node is gone", id);
     const Node& parent = tree_.at(node.parent);
-    expect(state != 0 || node.refs != 0 || node.children != 0, "node that nothing keeps", id);
+    expect(state != 0 || node.refs != 0 || node.children != 0 || tree_.retired_, "node that nothing keeps", id);
     expect((node.block != kNil) == ((state & (kDevice | kLoading)) != 0), "device block without a reason", id);
     expect((state & (kDevice | kLoading)) != (kDevice | kLoading), "loading although resident", id);
     expect((state & kOffloading) == 0 || ((state & kDevice) != 0 && node.pending != 0), "offload without a block", id);
     expect(node.pending == 0 || (state & kDevice) != 0, "copy from a block the node lost", id);
     expect(node.refs == 0 || (parent.bits & kRoot) != 0 || parent.refs != 0, "unreferenced above a referenced", id);
     expect(parent.children != 0, "number of children", node.parent);
-    const bool evictable = Tree::is_firm(node) && node.refs == 0 && !tree_.retired_;
-    expect(((node.bits & kListed) != 0) == evictable, "evictable", id);
+    const bool evictable = Tree::is_firm(node) && node.refs == 0, listed = (node.bits & kListed) != 0;
+    expect(listed == evictable || (tree_.retired_ && !listed), "evictable", id);
+    // A sweep has taken it from the list, or it was referenced: then an operation is reading its block.
+    expect(listed || !evictable || node.pending != 0, "block of a retired tree that nothing gives back", id);
     if (Tree::is_firm(node) && !tree_.retired_) expect((parent.bits & kRoot) != 0 || Tree::is_firm(parent), "hole above", id);
     expect(tree_.find_name(node.name) == id, "table of names", id);
     expect(tree_.find_child(node.parent, node.extra, tree_.tokens_of(id), kNil) == id, "table of children", id);
@@ -109,6 +111,7 @@ void TreeCheck::node() {
 
 void TreeCheck::count(u32 id, const Node& node) {
     const u32 state = node.bits & kStateBits;
+    read_ += (node.bits & kListed) != 0 && node.pending != 0;
     expect((place_[id] != 0) == ((node.bits & kListed) != 0), "evictable", id);
     if (place_[id] != 0 && place_[node.parent] != 0) expect(place_[node.parent] > place_[id], "order of the list", id);
     ++children_[node.parent];
@@ -135,12 +138,13 @@ void TreeCheck::children() {
 
 void TreeCheck::totals() const {
     const Statistics& counts = tree_.counts_;
+    if (tree_.retired_ && tree_.next_id_ == 0) return;  // it is being dismantled: the tables go one after the other
     for (u32 id = 1; id < extra_uses_.size(); ++id)
         expect(extra_uses_[id] == tree_.extras_[id].uses, "uses of an extra key", id);
     expect(seen_.nodes + roots_ + free_ == tree_.next_id_ && roots_ == tree_.roots_.size(), "number of nodes", tree_.next_id_);
     expect(seen_.nodes == counts.nodes && seen_.device == counts.device && seen_.host == counts.host &&
                seen_.evictable == counts.evictable && seen_.referenced == counts.referenced &&
-               seen_.loading == counts.loading && seen_.offloading == counts.offloading &&
+               seen_.loading == counts.loading && seen_.offloading == counts.offloading && read_ == tree_.read_ &&
                tree_.children_.used() == seen_.nodes && tree_.names_.used() == seen_.nodes,
            "counts", 0);
 }

@@ -55,6 +55,7 @@ private:
     bool exact_ = true;
     Statistics seen_;
     std::size_t roots_ = 0, free_ = 0;
+    u64 read_ = 0;
     Zeros children_, place_, extra_uses_;
 };
 

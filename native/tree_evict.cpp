@@ -14,6 +14,7 @@ namespace kvactors {
 
 Evicted Tree::evict(std::size_t count) {
     Evicted result;
+    if (retired_) return result;
     while (result.nodes.size() < count && head_ != kNil) {
         const u32 id = head_;
         Node& node = at(id);
@@ -42,7 +43,7 @@ Offloaded Tree::finish_offload(const u32* nodes, std::size_t count, const u8* on
         const u32 id = nodes[j];
         Node& node = at(id);
         if (!is_node(id) || node.pending == 0) throw std::invalid_argument("a node occurs twice in this offload");
-        --node.pending;
+        if (--node.pending == 0 && (node.bits & kListed) != 0) --read_;
         if (on_host[j] != 0 && (node.bits & kHost) == 0) {
             node.bits |= kHost;
             ++counts_.host;
@@ -53,10 +54,6 @@ Offloaded Tree::finish_offload(const u32* nodes, std::size_t count, const u8* on
             continue;
         }
         result.freed.push_back(lose_device(id));
-        if (abandoned && (node.bits & kHost) != 0) {
-            node.bits &= u8(~kHost);
-            --counts_.host;
-        }
         reap(id);
     }
     return result;
@@ -64,7 +61,7 @@ Offloaded Tree::finish_offload(const u32* nodes, std::size_t count, const u8* on
 
 std::size_t Tree::host_gained(const Key* keys, std::size_t count) {
     std::size_t known = 0;
-    for (std::size_t i = 0; i < count; ++i) {
+    for (std::size_t i = 0; i < count && !retired_; ++i) {
         const u32 id = find_name(keys[i]);
         if (id == kNil) continue;
         ++known;
@@ -77,7 +74,7 @@ std::size_t Tree::host_gained(const Key* keys, std::size_t count) {
 
 std::size_t Tree::host_gone(const Key* keys, std::size_t count) {
     std::size_t known = 0;
-    for (std::size_t i = 0; i < count; ++i) {
+    for (std::size_t i = 0; i < count && !retired_; ++i) {
         const u32 id = find_name(keys[i]);
         if (id == kNil) continue;
         ++known;
@@ -97,23 +94,35 @@ void Tree::clear_host() {
         if (is_node(id)) reap(id);
 }
 
-std::vector<u32> Tree::retire() {
+// Nothing matches any more. The blocks that nobody uses are those of the list; `sweep` hands them out, as many a call as its caller wants.
+std::size_t Tree::retire() {
     retired_ = true;
+    return returning();
+}
+
+std::vector<u32> Tree::sweep(std::size_t count) {
+    if (!retired_) throw std::invalid_argument("sweep of a tree that is in use");
     std::vector<u32> freed;
-    for (u32 id = 0; id < next_id_; ++id) {
-        if (!is_node(id)) continue;
-        Node& node = at(id);
-        if (node.refs != 0 || node.pending != 0 || (node.bits & kLoading) != 0) {
-            if ((node.bits & kListed) != 0) unlink(id);
-            continue;
-        }
-        if ((node.bits & kDevice) != 0) freed.push_back(lose_device(id));
-        if ((node.bits & kHost) != 0) --counts_.host;
-        node.bits &= u8(~kHost);
+    while (freed.size() < count && head_ != kNil) {
+        const u32 id = head_;
+        if (at(id).pending == 0) freed.push_back(lose_device(id));
+        else unlink(id);  // `finish_offload` frees its block
     }
-    for (u32 id = 0; id < next_id_; ++id)
-        if (is_node(id)) reap(id);
     return freed;
+}
+
+// Gives back a part of the memory; true when all has gone. Only for a retired tree that is idle: no path and no operation has a node of it.
+bool Tree::dismantle() {
+    if (!idle()) throw std::invalid_argument("a tree is dismantled although something uses it");
+    next_id_ = 0;
+    head_ = tail_ = free_ = kNil;
+    counts_ = Statistics{};
+    roots_.clear();
+    if (nodes_.drop() || tokens_.drop() || children_.drop() || names_.drop()) return false;
+    extra_ids_.clear();
+    extras_.resize(1);
+    free_extras_.clear();
+    return true;
 }
 
 }  // namespace kvactors

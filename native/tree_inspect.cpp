@@ -2,6 +2,13 @@
 #include "tree.hpp"
 
 namespace kvactors {
+// What a retired tree still lists is not evictable: it is on its way back.
+Statistics Tree::statistics() const {
+    Statistics result = counts_;
+    if (retired_) result.evictable = 0;
+    return result;
+}
+
 std::vector<Key> Tree::device_keys() const {
     std::vector<Key> keys;
     keys.reserve(counts_.device);

@@ -73,10 +73,6 @@ std::vector<u32> Tree::finish_load(const u32* nodes, std::size_t count, std::siz
         } else {
             lost.push_back(node.block);
             node.block = kNil;
-            if (retired_ && node.refs == 0 && (node.bits & kHost) != 0) {
-                node.bits &= u8(~kHost);
-                --counts_.host;
-            }
         }
     }
     u32 top = kNil;

@@ -240,7 +240,7 @@ class PrefixIndex(Clearing):
         tree, pool = self.index.tree.statistics(), self.index.pool
         return IndexStatistics(
             self._requests, self._looked_up, self.device_hits, self.host_hits, self.storage_hits, self._no_room,
-            self._preempted, self._abandoned, len(self.leases), len(self.waiting), pool.total, pool.free, tree["nodes"],
+            self._preempted, self._abandoned, len(self.leases), len(self.waiting), pool.total, self.index.free, tree["nodes"],
             tree["referenced"], tree["evictable"], self.evicted, self.rescued, len(self.loads), len(self.offloads),
             len(self.saves), self.overdue_loads, self._resumed,
         )  # fmt: skip

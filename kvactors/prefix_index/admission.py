@@ -69,7 +69,7 @@ class Admission(Layers):
         path, index = message.path, self.index
         self._name(path, message.origin)
         needed = index.blocks_for(path.num_tokens)
-        if index.pool.free < needed and not (self.saves or index.could_fit(path, needed, self.coming() - self.owed())):
+        if index.free < needed and not (self.saves or index.could_fit(path, needed, self.coming() - self.owed())):
             self._refuse_room(envelope, needed)
             return
         match = index.match(path, fetch=self.fetchable(path), media=message.media)
@@ -77,8 +77,8 @@ class Admission(Layers):
         lease.media = message.media
         lease.device_hits = match.run
         lease.hoped = match.segments[-1].stop if match.segments else match.run
-        if not self.waiting and index.pool.free >= match.own:
-            self._grant(lease, match, index.pool.take(match.own), envelope)
+        if not self.waiting and index.free >= match.own:
+            self._grant(lease, match, index.take(match.own), envelope)
             return
         self.begin_loads(lease, match.segments, placed=False)
         waiter = Waiting(
@@ -128,14 +128,14 @@ class Admission(Layers):
         lease.device_hits, lease.host_hits, lease.storage_hits = again.run, 0, 0  # loads that landed meanwhile are in the run
         lease.hoped = again.segments[-1].stop if again.segments else again.run
         lacking = max(0, again.own - len(blocks))  # a clear may have taken what had been hit
-        if lacking > self.index.pool.free:
-            self.drop(lacking - self.index.pool.free)
-        if lacking > self.index.pool.free:
+        if lacking > self.index.free:
+            self.drop(lacking - self.index.free)
+        if lacking > self.index.free:
             self.index.pool.give(blocks)
             self.forget(lease)
             self._refuse_room(envelope, lacking)
             return
-        blocks = blocks + self.index.pool.take(lacking)
+        blocks = blocks + self.index.take(lacking)
         self.index.pool.give(blocks[again.own :])
         self._grant(lease, again, blocks[: again.own], envelope)
 

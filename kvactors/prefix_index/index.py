@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -17,6 +18,10 @@ NODES = 256
 """Nodes of the tree that a step of a check looks at: hashing the tokens of one takes a microsecond or more."""
 
 
+RETURNED = 2048
+"""Device blocks of cleared trees that a turn brings back: each takes a fraction of a microsecond."""
+
+
 class Match(NamedTuple):
     """What a pinned path found. run: leading blocks on the device. segments: what may still be loaded, contiguous after it.
     own: device blocks the request must be given."""
@@ -30,6 +35,9 @@ class BlockIndex:
     """Blocks known to this node and the device blocks they live in.
 
     block_size: tokens. num_blocks: device blocks. capacity: nodes to size the tree for. recompute_last_token: never hit a whole prompt.
+
+    A cleared tree keeps its unused blocks until `sweep` has returned them to the pool, some at a time. They count as free from the clear on:
+    `take` brings back at once as many as it lacks.
     """
 
     def __init__(self, block_size: int, num_blocks: int, capacity: int, *, recompute_last_token: bool) -> None:
@@ -37,8 +45,21 @@ class BlockIndex:
         self.capacity = capacity
         self.pool = BlockPool(num_blocks)
         self.tree = BlockTree(block_size, capacity)
+        self.retired: deque[BlockTree] = deque()  # with blocks or memory that has not come back
+        self.returning = 0  # unused device blocks of those, all together
         self.loading: dict[int, LoadOp] = {}  # target block -> the load that fills it
         self._recompute = recompute_last_token
+
+    @property
+    def free(self) -> int:
+        """Device blocks that can be taken now."""
+        return self.pool.free + self.returning
+
+    def take(self, count: int) -> list[int]:
+        """`count` free blocks; the caller has made sure that there are as many."""
+        if self.returning and count > self.pool.free:
+            self.bring_back(count - self.pool.free)
+        return self.pool.take(count)
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold so many tokens."""
@@ -53,7 +74,7 @@ class BlockIndex:
         """Whether there may be room, before anything is touched. `coming`: blocks on their way to being free."""
         run, states = self.tree.peek(path, self.match_limit(path))
         shared = sum(1 for state in states if state & LOADING)  # others load these: they come with their blocks
-        return self.pool.free + self.evictable() + coming >= needed - run - shared
+        return self.free + self.evictable() + coming >= needed - run - shared
 
     def before_media(self, blocks: int, media: Media) -> int:
         """As many leading blocks, or fewer: those that end within no media item."""
@@ -157,16 +178,45 @@ class BlockIndex:
         return [j for j in range(op.total) if j not in kept], stayed
 
     def retire(self) -> int:
-        """Start over with an empty tree; what nobody uses is free at once. Returns how many blocks that were."""
-        freed = self.tree.retire()
-        self.pool.give(freed)
+        """Start over with an empty tree; what nobody uses is free from now on. Returns how many blocks that are. Takes no longer for many."""
+        unused = self.tree.retire()
+        self.returning += unused
+        self.retired.append(self.tree)
         self.tree = BlockTree(self.block_size, self.capacity, touch=False)  # within a turn
-        return len(freed)
+        return unused
+
+    def bring_back(self, count: int) -> None:
+        """Return up to `count` unused blocks of cleared trees to the pool, those of the eldest first."""
+        for tree in self.retired:
+            freed = tree.sweep(count) if tree.returning else []
+            self.pool.give(freed)
+            self.returning -= len(freed)
+            count -= len(freed)
+            if not count:
+                return
+
+    @property
+    def sweeping(self) -> bool:
+        """Whether `sweep` has something to do now: not while leases and copies use all that is left."""
+        return self.returning > 0 or any(tree.idle for tree in self.retired)
+
+    def sweep(self, count: int = RETURNED) -> None:
+        """A step of what follows a clear: `count` blocks come back, or after the last of them a part of a tree's memory goes."""
+        if self.returning:
+            self.bring_back(count)
+            return
+        tree = next((tree for tree in self.retired if tree.idle), None)
+        if tree is not None and tree.dismantle():
+            self.retired.remove(tree)
 
     def check(self) -> None:
         """RuntimeError or AssertionError if tree and pool disagree with themselves."""
         self.tree.check()
+        self._check_returning()
         self.pool.check()
+
+    def _check_returning(self) -> None:
+        assert self.returning == sum(tree.returning for tree in self.retired), "blocks of cleared trees that are to come back"
 
     def check_steps(self) -> Iterator[None]:
         """`check` in steps of about a millisecond, between which anything may happen. What concerns a block alone is always looked at; sums and
@@ -174,6 +224,7 @@ class BlockIndex:
         check = TreeCheck(self.tree)
         while not check.step(NODES):
             yield
+        self._check_returning()
         yield from self.pool.check_steps()
 
 

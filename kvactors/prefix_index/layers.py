@@ -47,7 +47,7 @@ class Layers(Room):
         if not (self.leases or self.loads or self.offloads or self.saves or self.waiting):
             state = self.index.tree.statistics()
             assert state["referenced"] == 0, f"{state['referenced']} nodes referenced, no lease"
-            used = self.index.pool.total - self.index.pool.free
+            used = self.index.pool.total - self.index.free
             assert used == state["device"], f"{used} blocks in use, {state['device']} in the tree"
         yield from self.index.check_steps()
 

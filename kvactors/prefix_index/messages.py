@@ -115,7 +115,8 @@ class Preempt(Ask[Done], frozen=True, eq=False):
 
 
 class Clear(Ask[Done], frozen=True, eq=False):
-    """Nothing cached before this can be hit after it. storage: also empty the store. Leases in use stay whole."""
+    """Nothing cached before this can be hit after it. storage: also empty the store. Leases in use stay whole. Done counts the device blocks
+    that are free by it: those that no lease and no copy uses."""
 
     storage: bool = False
 
@@ -232,3 +233,7 @@ class Expired(Control, frozen=True, eq=False):
 
 class Proceed(Control, frozen=True, eq=False):
     """To itself: go on with the requests that wait; one turn takes a part of them only."""
+
+
+class Sweep(Control, frozen=True, eq=False):
+    """To itself: return more device blocks, or memory, of the trees of before a clear; one turn takes a part of them only."""

@@ -9,7 +9,7 @@ from typing import Any
 from kvactors.actor import ActorRef, Envelope, on
 from kvactors.actor.clock import now
 from kvactors.errors import DeadlineExceeded, LeaseEnded, NoRoom
-from kvactors.prefix_index.messages import Expired, Proceed, Withdrawn
+from kvactors.prefix_index.messages import Expired, Proceed, Sweep, Withdrawn
 from kvactors.prefix_index.records import Waiting
 from kvactors.prefix_index.transfers import Transfers
 
@@ -31,7 +31,7 @@ class Room(Transfers):
         self.tickets = count(1)
         self.quiescing: list[Envelope[Any]] = []
         self._owed = 0  # blocks that `waiting` lacks, all together
-        self._feeding = self._proceeding = False
+        self._feeding = self._proceeding = self._sweeping = False
 
     def coming(self) -> int:
         """Device blocks that evictions in flight will free, at most."""
@@ -50,7 +50,7 @@ class Room(Transfers):
         """Complete the waiter now, or queue it behind evictions. False if there is no room (or, not waiting, none yet)."""
         if self._complete_now(waiter):
             return True
-        deficit = self.owed() + waiter.needed - self.index.pool.free - self.coming()
+        deficit = self.owed() + waiter.needed - self.index.free - self.coming()
         if deficit > 0:
             if self.index.evictable() < deficit and not self.saves:
                 return False
@@ -67,14 +67,14 @@ class Room(Transfers):
         return True
 
     def _complete_now(self, waiter: Waiting) -> bool:
-        if self.waiting or self.index.pool.free < waiter.needed:
+        if self.waiting or self.index.free < waiter.needed:
             return False
-        waiter.complete(self.index.pool.take(waiter.needed))
+        waiter.complete(self.index.take(waiter.needed))
         return True
 
     def available(self) -> int:
         """Device blocks that a new request could have at most."""
-        return self.index.pool.free + self.index.evictable() + max(0, self.coming() - self.owed())
+        return self.index.free + self.index.evictable() + max(0, self.coming() - self.owed())
 
     def _feed(self) -> None:
         if self._feeding:
@@ -96,8 +96,8 @@ class Room(Transfers):
             self.stop_waiting(waiter)
             self.refuse(waiter.envelope, LeaseEnded("this request was given up"))
             return True
-        pool = self.index.pool
-        taken = pool.take(min(waiter.owed, pool.free))
+        index = self.index
+        taken = index.take(min(waiter.owed, index.free))
         waiter.taken += taken
         waiter.owed -= len(taken)
         self._owed -= len(taken)
@@ -107,7 +107,7 @@ class Room(Transfers):
             return True
         deficit = self.owed() - self.coming()
         if deficit <= 0 or self.evict(deficit) or self.saves:
-            return pool.free > 0
+            return index.free > 0
         last = next(reversed(self.waiting.values()))  # nothing will ever come for the youngest
         self.stop_waiting(last)
         self.refuse(last.envelope, NoRoom(last.needed, len(last.taken)))
@@ -128,6 +128,8 @@ class Room(Transfers):
         """Blocks became free, or an operation ended."""
         if self.waiting:
             self._feed()
+        if self.index.retired:
+            self._sweep_later()
         if self.quiescing and not (self.loads or self.offloads or self.saves):
             quiescing, self.quiescing = self.quiescing, []
             for envelope in quiescing:
@@ -149,9 +151,21 @@ class Room(Transfers):
         self._proceeding = False
         self.room_changed()
 
+    def _sweep_later(self) -> None:
+        if not self._sweeping and self.index.sweeping:
+            self._sweeping = True
+            self.to_self(Sweep())
+
+    @on(Sweep)
+    def sweep(self, message: Sweep) -> None:
+        """A turn's share of what a clear leaves: requests do not wait for it, `BlockIndex.take` brings back what they need."""
+        self._sweeping = False
+        self.index.sweep()
+        self._sweep_later()
+
     def keep_some_free(self) -> None:
         """Evict ahead of need, if the device's free blocks ran below the low mark."""
-        free = self.index.pool.free + self.coming() - self.owed()
+        free = self.index.free + self.coming() - self.owed()
         if free < self.free_low:
             self.evict(self.free_high - free)
 

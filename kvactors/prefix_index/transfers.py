@@ -220,14 +220,14 @@ class Transfers(Actor):
 
     def _give_own_blocks(self, lease: Lease, positions: list[int]) -> None:
         """Blocks to compute into, in place of shared ones at these positions; without room the lease has a fault."""
-        if self.index.pool.free < len(positions):
-            self.drop(len(positions) - self.index.pool.free)
-        if self.index.pool.free < len(positions):
-            lease.fault = lease.fault or Fault(NoRoom, (len(positions), self.index.pool.free))
+        if self.index.free < len(positions):
+            self.drop(len(positions) - self.index.free)
+        if self.index.free < len(positions):
+            lease.fault = lease.fault or Fault(NoRoom, (len(positions), self.index.free))
             for position in positions:  # the blocks belong to the load: this lease must not give them back
                 lease.tree.replace(lease.path, position, -1)
             return
-        fresh = self.index.pool.take(len(positions))
+        fresh = self.index.take(len(positions))
         for position, block in zip(positions, fresh, strict=True):
             lease.tree.replace(lease.path, position, block)
 

@@ -175,8 +175,6 @@ class TreeModel:
             else:
                 lost.append(node.block)
                 node.block = NONE
-                if self.retired and not node.refs:
-                    node.bits &= ~HOST
         self._use([node for node in batch if self._evictable(node)])
         for node in batch:
             self._reap(node)
@@ -213,8 +211,6 @@ class TreeModel:
                 kept.append(index)
                 continue
             freed.append(node.lose_device())
-            if abandoned:
-                node.bits &= ~HOST
             self._reap(node)
         return freed, kept
 
@@ -239,18 +235,24 @@ class TreeModel:
             node.bits &= ~HOST
         self._reap_all()
 
-    def retire(self) -> list[int]:
-        """Nothing matches any more; what nobody uses goes."""
+    def retire(self) -> int:
+        """Nothing matches any more. Returns how many device blocks nobody uses."""
         self.retired = True
-        freed = []
-        for node in self.nodes.values():
-            if node.refs or node.readers or node.bits & LOADING:
-                continue
-            if node.bits & DEVICE:
-                freed.append(node.lose_device())
-            node.bits &= ~HOST
-        self._reap_all()
-        return freed
+        return self.returning
+
+    @property
+    def returning(self) -> int:
+        """Device blocks of a retired tree that `sweep` has still to return."""
+        return len(self._unused()) if self.retired else 0
+
+    def sweep(self, count: int) -> list[int]:
+        """Take device blocks that nobody uses from a retired tree, in the order in which they would have been evicted."""
+        require(self.retired, "sweep of a tree that is in use")
+        picked = sorted(self._unused(), key=lambda node: (node.used, -node.depth))[:count]
+        return [node.lose_device() for node in picked]
+
+    def _unused(self) -> list[Node]:
+        return [node for node in self.nodes.values() if node.firm and not node.refs and not node.readers]
 
     # -- inspection
 
@@ -291,7 +293,7 @@ class TreeModel:
             parent = node.parent
             assert parent is not None
             held_up = parent.depth == 0 or (parent.id in self.nodes and (parent.refs or not node.refs))
-            in_place = node.wanted and parent.children.get((node.tokens, node.extra)) is node and held_up
+            in_place = (node.wanted or self.retired) and parent.children.get((node.tokens, node.extra)) is node and held_up
             named = node.name == block_name(parent.name, node.tokens, node.extra)
             placed = (node.block != NONE) == bool(node.bits & (DEVICE | LOADING))
             unordered = parent.depth > 0 and self._evictable(node) and self._evictable(parent) and parent.used < node.used
@@ -347,10 +349,8 @@ class TreeModel:
             if node.refs:
                 continue
             node.used = self._clock
-            if self.retired and not node.readers:
-                if node.bits & DEVICE:
-                    freed.append(node.lose_device())
-                node.bits &= ~HOST
+            if self.retired and not node.readers and node.bits & DEVICE:
+                freed.append(node.lose_device())
             self._reap(node)
         return freed
 
@@ -366,6 +366,8 @@ class TreeModel:
 
     def _reap(self, node: Node) -> None:
         """Remove the node if nothing keeps it, then its parent if that was all that kept it."""
+        if self.retired:
+            return  # nobody looks for it: it goes with the tree
         while node.parent is not None and not node.wanted and node.id in self.nodes:
             del self.nodes[node.id]
             del node.parent.children[node.tokens, node.extra]
@@ -386,7 +388,7 @@ class TreeModel:
     def _named(self, keys: bytes) -> list[Node]:
         require(len(keys) % KEY_BYTES == 0, "keys must be a multiple of 32 bytes")
         by_name = {node.name: node for node in self.nodes.values()}
-        return [by_name[key] for key in split_keys(keys) if key in by_name]
+        return [] if self.retired else [by_name[key] for key in split_keys(keys) if key in by_name]
 
     @staticmethod
     def _ids(nodes: list[Node]) -> NDArray[np.uint32]:

@@ -1,4 +1,5 @@
 // The tree under sanitizers: known hashes, and a random life of paths, loads and evictions with every invariant checked.
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <deque>
@@ -73,14 +74,24 @@ public:
             case 5: end_evict(); break;
             case 6: end_load(); break;
         }
+        if (tree_.retired()) sweep(random_() % 3);
         tree_.check();
+    }
+
+    void retire() {
+        const std::size_t unused = tree_.retire();
+        CHECK(unused == tree_.returning());
     }
 
     void finish() {
         while (!loads_.empty()) end_load();
         while (!evictions_.empty()) end_evict();
         while (!paths_.empty()) release();
-        give(tree_.retire());
+        if (!tree_.retired()) retire();
+        sweep(64);
+        CHECK(tree_.idle());
+        while (!tree_.dismantle()) {
+        }
         tree_.check();
         CHECK(tree_.statistics().nodes == 0);
         CHECK(std::set<u32>(free_.begin(), free_.end()).size() == 64 && free_.size() == 64);
@@ -88,6 +99,13 @@ public:
 
 private:
     void give(const std::vector<u32>& blocks) { free_.insert(free_.end(), blocks.begin(), blocks.end()); }
+
+    void sweep(std::size_t count) {
+        const std::size_t before = tree_.returning();
+        const std::vector<u32> freed = tree_.sweep(count);
+        CHECK(freed.size() == std::min(count, before) && tree_.returning() == before - freed.size());
+        give(freed);
+    }
 
     void begin() {
         if (paths_.size() >= 4) return;
@@ -184,7 +202,10 @@ int main() {
     test_narrow();
     for (unsigned seed = 0; seed < 40; ++seed) {
         Life life(seed);
-        for (int i = 0; i < 400; ++i) life.step();
+        for (int i = 0; i < 400; ++i) {
+            if (seed % 2 == 1 && i == 300) life.retire();
+            life.step();
+        }
         life.finish();
     }
     std::puts("ok");

@@ -295,7 +295,7 @@ class TiersWalk:
         left = (index.leases, index.loads, index.offloads, index.saves, index.waiting, evictor.loads, self.open)
         assert not any(left), f"left over: {left}"
         assert evictor.host.pinned == evictor.host.handed == 0
-        assert self.index.pool.free + self.index.tree.statistics()["device"] == self.index.pool.total
+        assert self.index.free + self.index.tree.statistics()["device"] == self.index.pool.total
         assert evictor.host.free + evictor.host.resident == evictor.host.num_slots
         resident = set(evictor.host.keys())
         for key, entry in evictor.host.entries.items():

@@ -19,6 +19,7 @@ WANTED = [
     "settle a block that did not", "evict a second time during the first", "evict some of several uses", "evicted",
     "eviction overtaken by a match", "one of two copies of a block ends", "eviction ends after retirement", "hint of gain",
     "hint of loss", "retire what is referenced", "retire what is in flight", "retire what is evictable",
+    "retire what is evictable and read", "sweep a part", "sweep while something is in use", "dismantle",
     "replace a block being loaded", "pin refused", "trim refused", "commit refused", "begin_load refused", "assign refused",
     "set_extra refused", "replace refused", "mark_announced refused", "worth_saving refused", "release refused",
 ]  # fmt: skip
@@ -85,7 +86,7 @@ class Walk:
 
     def tiers(self) -> None:
         number, machine = self.random.randrange, self.machine
-        chance = number(20)
+        chance = number(24)
         if chance < 6:
             machine.evict(number(5), 0 if number(4) else number(4))
         elif chance < 11 and machine.offloads:
@@ -96,8 +97,12 @@ class Walk:
             machine.evict_at_once(number(8) + 1, self.random.choice([255, 255, 15, 0]))
         elif chance == 18:
             machine.clear_announced() if number(2) else machine.clear_host(number(3))
-        else:
+        elif chance == 19:
             machine.retire(number(3))
+        elif chance < 23:
+            machine.sweep(number(4), number(4))
+        else:
+            machine.dismantle(number(4))
 
     def run(self, steps: int) -> None:
         for _ in range(steps):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 from tree_kit import (
@@ -191,21 +192,50 @@ class TreeMachine(PathRules):
             return
         trees, self.trees = self.trees, self.new_trees()
         before = trees.native.statistics()
+        waiting = [node for node in trees.model.nodes.values() if trees.model._evictable(node)]
         native, model = trees.native.retire(), trees.model.retire()
-        assert sorted(native) == sorted(model)
+        assert native == model == before["evictable"] - sum(bool(node.readers) for node in waiting)
         assert trees.native.retired
         assert trees.model.retired
         after = trees.native.statistics()
         REACHED["retire what is referenced"] += after["referenced"] > 0
         REACHED["retire what is in flight"] += after["loading"] + after["offloading"] > 0
         REACHED["retire what is evictable"] += before["evictable"] > 0
-        self.give(native)
+        REACHED["retire what is evictable and read"] += native < before["evictable"]
         self.all_trees = (
             [self.trees, *self.all_trees][:4] if not self.busy(self.all_trees[-1:]) else [self.trees, *self.all_trees]
         )
 
     def busy(self, trees: list[Trees]) -> bool:
-        return any(one.native.statistics()["nodes"] > 0 for one in trees)
+        return not all(one.native.idle for one in trees)
+
+    @rule(old=st.integers(0, 3), count=st.integers(0, 3))
+    def sweep(self, old: int, count: int) -> None:
+        """Some blocks of a retired tree come back; what has a reader or a user does not."""
+        trees = self.all_trees[old % len(self.all_trees)]
+        in_use = {block for lease in self.leases for block in lease.native.blocks() if lease.trees is trees}
+        freed = self.same("sweep", trees, count)
+        if freed is None:
+            assert not trees.native.retired
+            return
+        assert not in_use & set(freed)
+        REACHED["sweep a part"] += bool(freed) and trees.native.returning > 0
+        REACHED["sweep while something is in use"] += bool(freed) and trees.native.statistics()["referenced"] > 0
+        self.give(freed)
+
+    @rule(old=st.integers(0, 3))
+    def dismantle(self, old: int) -> None:
+        """The memory of a retired tree that nothing uses."""
+        trees = self.all_trees[old % len(self.all_trees)]
+        if not trees.native.idle:
+            with pytest.raises(ValueError, match="although something uses it"):
+                trees.native.dismantle()
+            return
+        REACHED["dismantle"] += 1
+        while not trees.native.dismantle():
+            trees.native.check()
+        trees.model.nodes.clear()
+        trees.model.roots.clear()
 
     @precondition(lambda self: self.leases)
     @rule(index=which)
@@ -244,6 +274,7 @@ class TreeMachine(PathRules):
             native_counts, model_counts = trees.native.statistics(), trees.model.statistics()
             del native_counts["bytes"], model_counts["bytes"]
             assert native_counts == model_counts
+            assert trees.native.returning == trees.model.returning
             assert sorted(split_keys(trees.native.device_keys())) == sorted(split_keys(trees.model.device_keys()))
             assert sorted(trees.native.paths()) == sorted(trees.model.paths())
 
@@ -258,8 +289,12 @@ class TreeMachine(PathRules):
         while self.offloads:
             self.finish_offload(0, 1)
         for trees in self.all_trees:
-            self.give(trees.native.retire())
-            trees.native.clear_host()
+            if not trees.native.retired:
+                trees.native.retire()
+            self.give(trees.native.sweep(1000))
+            assert trees.native.idle
+            while not trees.native.dismantle():
+                trees.native.check()
             trees.native.check()
             assert trees.native.statistics()["nodes"] == 0
         assert not self.out

@@ -35,6 +35,7 @@ from kvactors.prefix_index.messages import (
     Ready,
     Resume,
     SetNamespace,
+    Sweep,
     Withdrawn,
 )
 from kvactors.prefix_index.roots import Roots
@@ -288,6 +289,21 @@ class IndexMachine(RuleBasedStateMachine):
         if not sure:
             self.turn(Clear())
 
+    @rule(count=st.integers(1, 4))
+    def sweep(self, count: int) -> None:
+        """A step of what a clear leaves, which may come at any time; the pool gets at most `count` blocks by it."""
+        due, before, returning = self.index.sweeping, self.index.pool.free, self.index.returning
+        sweep = self.index.sweep
+        self.index.sweep = lambda: sweep(count)  # type: ignore[method-assign, misc]
+        try:
+            effects = self.turn(Sweep())
+        finally:
+            del self.index.sweep
+        assert self.index.pool.free - before == min(count, returning)
+        again = any(isinstance(told.message, Sweep) for told in effects.told)
+        assert again == self.index.sweeping, "a sweep must go on by itself, and only while there is something to do"
+        assert due or not again
+
     @rule(sure=st.integers(0, 3))
     def pause(self, sure: int) -> None:
         if not sure:
@@ -309,6 +325,7 @@ class IndexMachine(RuleBasedStateMachine):
         actor = self.actor
         waiting = list(actor.waiting.values())
         assert actor.owed() == sum(waiter.owed for waiter in waiting)
+        assert actor._sweeping or not self.index.sweeping, "nothing brings back what a clear left"
         assert 0 <= actor.coming() <= sum(op.total for op in actor.offloads.values())
         paths = {id(lease.path): lease for lease in actor.leases.values()}
         private: list[int] = [block for waiter in waiting for block in waiter.taken]
@@ -360,5 +377,10 @@ class IndexMachine(RuleBasedStateMachine):
         assert not actor._unanswered, "an ask is kept although it has ended"
         state = self.index.tree.statistics()
         assert state["referenced"] == state["loading"] == state["offloading"] == 0
+        assert self.index.free + state["device"] == self.index.pool.total
+        while self.index.sweeping:
+            self.turn(Sweep())
+        assert not self.index.returning
+        assert not self.index.retired, "a tree that nothing uses is kept"
         assert self.index.pool.free + state["device"] == self.index.pool.total
         self.stepper.close()

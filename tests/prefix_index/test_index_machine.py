@@ -137,6 +137,7 @@ class Walk:
             (1, lambda: machine.host_ahead_of_the_index(number(4))),
             (1, lambda: machine.evictor_restarted(number(6))),
             (1, lambda: machine.clear(number(4))),
+            (2, lambda: machine.sweep(number(4) + 1)),
             (1, lambda: machine.pause(number(4))),
             (2, machine.resume),
         ]  # fmt: skip

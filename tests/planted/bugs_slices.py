@@ -1,0 +1,50 @@
+"""Planted bugs of long turns: what very many blocks at once must not do. See `catalogue`."""
+
+from __future__ import annotations
+
+from mutation import Mutation
+
+CLEAR = "tests/prefix_index/test_clear_in_slices.py"
+
+BUGS: tuple[Mutation, ...] = (
+    Mutation(
+        "clear_returns_every_block_in_its_turn",
+        "prefix_index/index.py",
+        "        self.returning += unused\n        self.retired.append(self.tree)\n",
+        "        self.returning += unused\n        self.retired.append(self.tree)\n        self.bring_back(unused)\n",
+        "a clear of very many blocks keeps the loop until the last of them is free",
+        (f"{CLEAR}::test_the_turn_of_a_clear_returns_nothing_and_later_turns_return_a_bounded_number_of_blocks",),
+    ),
+    Mutation(
+        "blocks_of_a_cleared_tree_do_not_count",
+        "prefix_index/index.py",
+        "        return self.pool.free + self.returning\n",
+        "        return self.pool.free\n",
+        "a request just after a clear gets NoRoom although nothing is in use",
+        (f"{CLEAR}::test_a_request_gets_blocks_of_a_clear_at_once_and_no_more_than_it_needs",),
+    ),
+    Mutation(
+        "a_request_brings_back_everything",
+        "prefix_index/index.py",
+        "            self.bring_back(count - self.pool.free)\n",
+        "            self.bring_back(self.returning)\n",
+        "the first small request after a clear keeps the loop until the last block is free",
+        (f"{CLEAR}::test_a_request_gets_blocks_of_a_clear_at_once_and_no_more_than_it_needs",),
+    ),
+    Mutation(
+        "a_sweep_does_not_go_on",
+        "prefix_index/room.py",
+        "        self.index.sweep()\n        self._sweep_later()\n",
+        "        self.index.sweep()\n",
+        "after its first step nothing brings back what a clear left, and its memory stays",
+        (f"{CLEAR}::test_the_turn_of_a_clear_returns_nothing_and_later_turns_return_a_bounded_number_of_blocks",),
+    ),
+    Mutation(
+        "memory_of_a_cleared_tree_is_kept",
+        "prefix_index/index.py",
+        "        return self.returning > 0 or any(tree.idle for tree in self.retired)\n",
+        "        return self.returning > 0\n",
+        "every clear leaves a tree behind",
+        (f"{CLEAR}::test_the_memory_of_a_tree_goes_when_its_last_lease_has_ended",),
+    ),
+)

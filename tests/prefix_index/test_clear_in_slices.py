@@ -1,0 +1,158 @@
+"""A clear is one short turn however much is cached: the blocks come back in later turns, some at a time, and count as free meanwhile."""
+
+from __future__ import annotations
+
+from pathlib import Path as FilePath
+
+from index_machine import BLOCK, IndexMachine
+
+from kvactors.errors import NoRoom
+from kvactors.native import BlockTree, Path
+from kvactors.prefix_index.index import RETURNED, BlockIndex
+from kvactors.prefix_index.messages import Abandon, Acquire, Clear, Done, Granted, Pause, Sweep
+
+MANY = 3 * RETURNED
+
+
+def filled(blocks: int, cached: int) -> IndexMachine:
+    """An index with one finished request of so many blocks."""
+    machine = IndexMachine()
+    machine.start(blocks, True, False, False, False, "none", 0)
+    assert isinstance(request(machine, cached), Granted)
+    machine.commit(0, 0)
+    machine.finish(0)
+    assert machine.index.tree.statistics()["device"] == cached
+    return machine
+
+
+def request(machine: IndexMachine, blocks: int, *, wait: bool = True) -> object:
+    """The answer to a request of so many blocks that nobody has."""
+    machine.number += 1
+    path = Path(BLOCK, bytes(32))
+    path.extend([1_000 * machine.number + i for i in range(blocks * BLOCK)])
+    machine.open[machine.number] = blocks * BLOCK
+    effects = machine.turn(Acquire(machine.number, f"r{machine.number}", path, machine.stepper.now + 5.0, wait), 5.0)
+    return effects.answered[0].error or effects.answered[0].value
+
+
+def sweeps(machine: IndexMachine) -> list[int]:
+    """The blocks that each turn brings back, until nothing is left to do."""
+    steps = []
+    while machine.actor._sweeping:
+        before = machine.index.pool.free
+        effects = machine.turn(Sweep())
+        steps.append(machine.index.pool.free - before)
+        assert len(effects.told) <= 1
+    return steps
+
+
+def test_the_turn_of_a_clear_returns_nothing_and_later_turns_return_a_bounded_number_of_blocks() -> None:
+    machine = filled(MANY + 7, MANY + 5)
+    effects = machine.turn(Clear())
+    assert effects.answered[0].value.count == MANY + 5
+    assert machine.index.pool.free == 2, "the turn of the clear went through the blocks"
+    assert machine.index.free == machine.index.pool.total
+    assert machine.actor.index_statistics().blocks_free == machine.index.pool.total
+    steps = sweeps(machine)
+    assert steps[:4] == [RETURNED, RETURNED, RETURNED, 5]
+    assert set(steps[4:]) == {0}, "only memory goes after the last block"
+    assert not machine.index.retired
+    assert machine.index.pool.free == machine.index.pool.total
+    machine.teardown()
+
+
+def test_a_request_gets_blocks_of_a_clear_at_once_and_no_more_than_it_needs() -> None:
+    for wait in (True, False):
+        machine = filled(20, 18)
+        machine.turn(Clear())
+        assert isinstance(request(machine, 5, wait=wait), Granted)
+        assert machine.index.returning == 18 - 3
+        assert machine.index.pool.free == 0
+        refused = request(machine, 16, wait=wait)
+        assert isinstance(refused, NoRoom)
+        assert "15" in str(refused), "what a clear leaves can be had"
+        assert isinstance(request(machine, 15, wait=wait), Granted)
+        assert machine.index.free == 0
+        machine.teardown()
+
+
+def test_a_pause_does_not_wait_for_what_a_clear_leaves() -> None:
+    machine = filled(20, 18)
+    machine.turn(Clear())
+    assert isinstance(machine.turn(Pause()).answered[0].value, Done)
+    machine.teardown()
+
+
+def test_clears_in_a_row_each_count_their_own_blocks() -> None:
+    machine = filled(40, 10)
+    counts = [machine.turn(Clear()).answered[0].value.count]
+    assert isinstance(request(machine, 20), Granted)
+    machine.commit(0, 0)
+    counts.append(machine.turn(Clear()).answered[0].value.count)  # all in use
+    machine.finish(0)
+    counts.append(machine.turn(Clear()).answered[0].value.count)
+    assert counts == [10, 0, 0]
+    assert sum(sweeps(machine)) == 10
+    assert machine.index.pool.free == 40
+    assert not machine.index.retired
+    machine.teardown()
+
+
+def test_the_memory_of_a_tree_goes_when_its_last_lease_has_ended() -> None:
+    machine = filled(40, 10)
+    assert isinstance(request(machine, 4), Granted)
+    machine.commit(0, 0)
+    tree = machine.index.tree
+    used = tree.statistics()["bytes"]
+    machine.turn(Clear())
+    sweeps(machine)
+    assert list(machine.index.retired) == [tree]
+    assert not tree.idle
+    machine.turn(Abandon(machine.lease(0)))
+    machine.leases.clear()
+    sweeps(machine)
+    assert not machine.index.retired
+    assert tree.statistics()["bytes"] < used / 10
+    machine.teardown()
+
+
+def test_a_block_that_an_eviction_still_reads_comes_back_at_its_end_only() -> None:
+    """Matched and given back during its eviction, it is on the list of unused blocks while a copy still reads it."""
+    index = BlockIndex(BLOCK, 4, 64, recompute_last_token=False)
+    path = Path(BLOCK, bytes(32))
+    path.extend(range(3 * BLOCK))
+    path.assign(0, index.take(3))
+    index.tree.commit(path, 3)
+    index.tree.release(path)
+    op = index.evict(1, 1)
+    index.match(path, fetch=0)
+    index.tree.release(path)
+    assert index.retire() == 2
+    index.check()
+    index.sweep()
+    assert not set(op.blocks) & set(index.pool.free_blocks()), "a block is free that a copy still reads"
+    assert index.free == index.pool.free == 3
+    assert not index.sweeping
+    index.check()
+    went, stayed = index.finish_evict(op, b"\0")
+    assert (went, stayed) == ([0], [])
+    while index.sweeping:
+        index.sweep()
+    assert not index.retired
+    assert index.pool.free == 4
+    index.check()
+
+
+def resident_pages() -> int:
+    """Memory pages that this process has touched."""
+    return int(FilePath("/proc/self/statm").read_text().split()[1])
+
+
+def test_a_new_tree_takes_no_memory_until_it_is_used() -> None:
+    """Nodes, tokens and both tables of ten million nodes would be more than a gigabyte."""
+    before = resident_pages()
+    tree = BlockTree(4, 10_000_000, touch=False)
+    grown = resident_pages() - before
+    assert tree.statistics()["bytes"] > 10_000_000 * 80
+    assert grown < 4096, f"{grown} pages of a tree that nobody has used"
+    tree.check()
