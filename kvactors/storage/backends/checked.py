@@ -285,6 +285,7 @@ class CheckedBackend(Backend):
         """See `Backend.names`; lazily, as the back end gives them."""
         if self.uncleared:
             return
+        key: Any
         try:
             for key in self.inner.names():
                 if not isinstance(key, bytes) or len(key) != KEY_BYTES:
