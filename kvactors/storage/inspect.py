@@ -119,7 +119,9 @@ def look(root: Path, table: Path, *, verify: bool) -> Inspection:
             meta, (found, torn, stale) = read_table(table)
         except Damaged:
             return Inspection(path, "damaged", 0, slab_bytes=occupied, opened_at=opened_at, in_use=used)
-        bad = [one.key.hex() for one in found if not good(folder, meta, one)] if verify else []
+        bad = (
+            [one.key.hex() for one in found if not good(folder, meta, one) and still_there(table, meta, one)] if verify else []
+        )
     except OSError as error:
         raise StoreError(f"{table}: {error}") from error
     written_at = max((int.from_bytes(one.metadata.get(WRITTEN_AT, b""), "little") / 1e6 for one in found), default=0.0)
@@ -155,6 +157,19 @@ def good(folder: Path, meta: Meta, one: Found) -> bool:
     except FileNotFoundError:
         return False
     return len(payload) == meta.block_bytes and xxhash.xxh3_64_intdigest(payload) == one.checksum
+
+
+def still_there(table: Path, meta: Meta, one: Found) -> bool:
+    """Whether the table has an entry still: the process that writes there may have removed the object, or cleared the store, since the table was
+    read, and another payload is in its slot then. An entry is gone, or its generation is, before anything else is written to its slot."""
+    try:
+        with table.open("rb") as file:
+            if meta_of(file.read(PAGE), str(table)).generation != meta.generation:
+                return False
+            file.seek(PAGE + meta.entry_bytes * one.slot)
+            return file.read(meta.entry_bytes) == one.raw
+    except FileNotFoundError:
+        return False
 
 
 def lines(found: list[Inspection]) -> Iterator[str]:

@@ -11,6 +11,7 @@ import pytest
 from kvactors.cli import main
 from kvactors.device.arena import Arena
 from kvactors.identity import StoreIdentity
+from kvactors.storage import inspect as inspect_module
 from kvactors.storage.backends import FileBackend
 from kvactors.testing.faults import rot
 from kvactors.testing.store_contract import Bench, key
@@ -160,3 +161,27 @@ def test_a_damaged_store_is_recognized_from_its_own_folder(directory, monkeypatc
     assert run("verify", ".") == 1
     assert run("prune", ".") == 0
     assert not table.exists()
+
+
+@pytest.mark.parametrize("how", ["evicted", "cleared", "rotten"])
+async def test_only_what_the_table_still_has_can_be_bad(tmp_path, monkeypatch, how):
+    """The process that writes removes the objects, and writes others in their slots, between the look at the table and that at the payloads."""
+    backend, arena = FileBackend(A.folder(tmp_path), A.digest, 5000, 3, identity=A), Arena(8, 5000)
+    await backend.open()
+    bench = Bench(backend, arena)
+    await bench.put(0, 1, 2)
+    found = inspect_module.read_table(backend.files.folder / "table")
+    if how == "rotten":
+        rot(backend, 1)
+    elif how == "cleared":
+        await backend.clear()
+        rot(backend, 1)  # other payloads, whose entries are not written yet
+    else:
+        await bench.put(10, 11, 12)
+    monkeypatch.setattr(inspect_module, "read_table", lambda _: found)
+    (one,) = inspect_module.inspect(tmp_path, verify=True)
+    assert one.in_use
+    assert one.verified == 3
+    assert bool(one.bad) == (how == "rotten")
+    await backend.close()
+    arena.close()

@@ -37,4 +37,20 @@ BUGS: tuple[Mutation, ...] = (
         "a command that is terminated leaves its temporary folder behind",
         ("tests/cli/test_command_line.py::test_a_signal_leaves_no_temporary_files",),
     ),
+    Mutation(
+        "verify_takes_removed_objects_for_bad",
+        "storage/inspect.py",
+        "            return file.read(meta.entry_bytes) == one.raw\n",
+        "            return True\n",
+        "'store verify' reports objects as bad that the process which writes has removed meanwhile",
+        ("tests/cli/test_store_command.py::test_only_what_the_table_still_has_can_be_bad",),
+    ),
+    Mutation(
+        "verify_ignores_a_clear",
+        "storage/inspect.py",
+        "generation != meta.generation:\n                return False",
+        "generation < meta.generation:\n                return False",
+        "'store verify' reports objects as bad that were cleared meanwhile",
+        ("tests/cli/test_store_command.py::test_only_what_the_table_still_has_can_be_bad",),
+    ),
 )
