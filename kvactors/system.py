@@ -95,7 +95,7 @@ class System:
             self._make_remote(device, backend)
         else:
             self._make_local(device, backend)
-        self.store = CheckedBackend(self.backend) if self.backend is not None else None
+        self.store = CheckedBackend(self.backend, config.storage.timeout) if self.backend is not None else None
         require_sinks(sinks)
         made = [*make_sinks(config, self.layout), *sinks]
         self.sinks = {sink.name: sink for sink in made}

@@ -13,6 +13,9 @@ from typing import Any
 
 import structlog
 
+LONGEST_TEXT = 300
+"""Characters of an error's text that are logged at most."""
+
 
 class Logger:
     """Events as short phrases with fields. context: fields of every event."""
@@ -72,3 +75,14 @@ def structlog_settings(**settings: Any) -> Iterator[None]:
         structlog.reset_defaults()
         if before is not None:
             structlog.configure(**before)
+
+
+def described(error: BaseException) -> str:
+    """An error of foreign code as a short text, even if its own text cannot be had."""
+    try:
+        text = str(error)
+    except BaseException as unprintable:
+        text = f"(no text: {type(unprintable).__name__})"
+    if len(text) > LONGEST_TEXT:
+        text = f"{text[:LONGEST_TEXT]}.."
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -20,7 +20,7 @@ from kvactors.actor.actor import Actor, State
 from kvactors.actor.channel import Channel, Overflow
 from kvactors.actor.clock import now
 from kvactors.actor.graph import check_graph
-from kvactors.actor.log import get_logger
+from kvactors.actor.log import described, get_logger
 from kvactors.actor.message import Envelope, PeerRestarted, Stop, bury
 from kvactors.actor.ref import ActorRef
 from kvactors.actor.uncancelled import uncancelled
@@ -358,7 +358,10 @@ class Switch:
 
 def brief(error: BaseException) -> str:
     """An error's type and message, cut: it may quote what a caller gave."""
-    text = repr(error)
+    try:
+        text = repr(error)
+    except BaseException:  # an error of foreign code that cannot be printed
+        text = described(error)
     return text if len(text) <= 300 else text[:297] + "..."
 
 

@@ -12,7 +12,8 @@ from kvactors.prefix_index.messages import Admitted
 from kvactors.units import split_keys
 
 ASK = 1.0
-"""Seconds that a store may take to answer which blocks of a finished request it has. The device blocks are held meanwhile."""
+"""Seconds, `storage.timeout` if that is less, that a store may take to answer which blocks of a finished request it has. The device blocks are
+held until then."""
 
 
 class Saves(Plane):
@@ -35,8 +36,9 @@ class Saves(Plane):
             else:  # the tiers were cleared: nothing of before may enter them
                 self.tell(self.index, Admitted(message.op, bytes(len(message.blocks))))
 
-        op = self.ask_before_write(keys, now() + min(ASK, self.storage.timeout), answered)
-        timer = self.after(ASK, SaveUnanswered(op))
+        limit = min(ASK, self.storage.timeout)
+        op = self.ask_before_write(keys, now() + limit, answered)
+        timer = self.after(limit, SaveUnanswered(op))
 
     @on(SaveUnanswered)
     def save_unanswered(self, message: SaveUnanswered) -> None:

@@ -9,9 +9,10 @@ from typing import Any, ClassVar, NamedTuple
 
 from kvactors.actor import Actor, ActorRef, Envelope, Message, on
 from kvactors.actor.clock import now
+from kvactors.actor.log import described
 from kvactors.config import FlushConfig
 from kvactors.flush_notifier.checks import Tiers, divergence_steps
-from kvactors.flush_notifier.deliveries import Delivery, SinkHealth, SinkStatistics, described, start_call
+from kvactors.flush_notifier.deliveries import Delivery, SinkHealth, SinkStatistics, start_call
 from kvactors.flush_notifier.ledger import LIMBO, Ledger
 from kvactors.flush_notifier.messages import (
     Announced,

@@ -15,15 +15,12 @@ import anyio
 
 from kvactors.actor.actor import Timer
 from kvactors.actor.clock import now
-from kvactors.actor.log import get_logger
+from kvactors.actor.log import described, get_logger
 from kvactors.errors import KVActorsError, SinkError
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.runs import Batch
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.units import Residency
-
-LONGEST_TEXT = 300
-"""Characters of an error's text that are kept."""
 
 GRACE = 0.5
 """Seconds in which a call that was cancelled may end before the cache closes without it."""
@@ -158,17 +155,6 @@ class Delivery:
         """Whether the last call succeeded."""
         reason = "" if not self.failures else self.last_error
         return SinkHealth(self.sink.name, not self.failures, reason, self.failing_for, pending)
-
-
-def described(error: BaseException) -> str:
-    """An error of foreign code as a short text, even if its own text cannot be had."""
-    try:
-        text = str(error)
-    except BaseException as unprintable:
-        text = f"(no text: {type(unprintable).__name__})"
-    if len(text) > LONGEST_TEXT:
-        text = f"{text[:LONGEST_TEXT]}.."
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 async def contained(work: Callable[[], Awaitable[Any]]) -> str:

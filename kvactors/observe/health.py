@@ -10,6 +10,7 @@ from kvactors.actor import State
 from kvactors.actor.clock import now
 from kvactors.actor.log import get_logger
 from kvactors.actor.supervisor import brief
+from kvactors.storage.backends.checked import CheckedBackend
 from kvactors.system import System
 
 log = get_logger()
@@ -91,5 +92,9 @@ def _store(name: str, store: Any) -> Iterator[Reason]:
         yield reason(name, f"circuit breaker {breaker.state()}: {why}", getattr(breaker, "since", None))
     if getattr(store, "uncleared", False):
         yield reason(name, "a clear has not been completed", None)
+    overdue = store.overdue() if isinstance(store, CheckedBackend) else None
+    if overdue is not None:
+        what, since = overdue
+        yield reason(name, f"a call of {what} does not return", since)
     if getattr(store, "stuck", False):
         yield reason(name, "a call to the disk does not return", None)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from kvactors.actor import Actor, ActorRef, Message, on
 from kvactors.actor.clock import now
+from kvactors.actor.log import described
 from kvactors.cpu_evictor.messages import Fetched, Saved
 from kvactors.errors import StoreError
 from kvactors.storage.backends.base import StoreStatistics
@@ -80,7 +81,7 @@ class StorageDirect(Actor):
             return Moved(answer(good))
 
         def failed(error: Exception) -> Moved:
-            self.log.error("back end raised", error=repr(error))
+            self.log.error("back end raised", error=described(error))
             return Moved(answer(0))
 
         self.start_job(work(), lambda moved: moved, failed)

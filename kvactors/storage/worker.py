@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from kvactors.actor import Actor, ActorRef, Message, on
 from kvactors.actor.clock import now
+from kvactors.actor.log import described
 from kvactors.cpu_evictor.messages import Probed, ReadDone, StoreCleared, Written
 from kvactors.device.arena import Arena
 from kvactors.flush_notifier.messages import Cleared, Gained, Gone
@@ -98,7 +99,7 @@ class StorageWorker(Actor):
         self._under_way += 1
 
         def failed(error: BaseException) -> Finished:
-            self.log.error("storage job failed", error=repr(error))
+            self.log.error("storage job failed", error=described(error))
             return broken
 
         self.start_job(work(), lambda finished: finished, failed)

@@ -9,10 +9,12 @@ import pytest
 import kvactors
 from kvactors.config import Config
 from kvactors.errors import StoreError
+from kvactors.layout import make_layout
 from kvactors.storage.backends import MemoryBackend
 from kvactors.storage.backends.base import ReadReport, WriteReport
 from kvactors.storage.backends.checked import CheckedBackend
 from kvactors.storage.messages import Outcome
+from kvactors.testing.loop import simulate
 from kvactors.testing.store_contract import key, never
 
 OK, MISS, UNAVAILABLE, LATE = Outcome.OK, Outcome.MISS, Outcome.UNAVAILABLE, Outcome.LATE
@@ -368,3 +370,133 @@ def test_a_store_that_changes_while_it_is_listed_is_no_fault():
     with pytest.raises(RuntimeError, match="changed"):
         [*store.names()]
     assert store.faults == 0
+
+
+class Unprintable(Exception):
+    """An error of foreign code whose text cannot be had."""
+
+    def __str__(self):
+        raise RuntimeError("no text")
+
+    __repr__ = __str__
+
+
+async def test_errors_whose_text_cannot_be_had_are_counted_as_faults():
+    inner, store = checked()
+    now, later = raising(Unprintable())
+    inner.probe = now
+    inner.ask = inner.read = inner.write = inner.clear = later
+    assert store.probe([key(1)]) == 0
+    assert await store.ask([key(1)], never) == 0
+    assert list((await store.read([key(1)], views(1), never)).outcomes) == [UNAVAILABLE]
+    assert list((await store.write([key(1)], views(1), never)).outcomes) == [UNAVAILABLE]
+    with pytest.raises(StoreError):
+        await store.clear()
+    assert store.faults == 5
+
+
+@pytest.mark.parametrize("name", ["ask", "read", "write"])
+async def test_while_a_call_does_not_return_no_other_one_begins(name, monkeypatch):
+    clock, calls, release = [0.0], [], asyncio.Event()
+    monkeypatch.setattr("kvactors.storage.backends.checked.now", lambda: clock[0])
+    inner = MemoryBackend(bytes(32), 16)
+    store = CheckedBackend(inner, 2.0)
+    work = {
+        "ask": lambda: store.ask([key(1)], never),
+        "read": lambda: store.read([key(1)], views(1), never),
+        "write": lambda: store.write([key(1)], views(1), never),
+    }
+    inner.probe = lambda keys: len(keys)
+
+    async def hangs(*_arguments):
+        calls.append(1)
+        await release.wait()
+
+    inner.ask = inner.read = inner.write = hangs
+    hanging = asyncio.create_task(work[name]())
+    while not calls:
+        await asyncio.sleep(0)
+    clock[0] = 1.5
+    assert store.overdue() is None
+    assert store.probe([key(1)]) == 1
+    clock[0] = 2.5
+    assert store.overdue() == (name, 0.0)
+    assert store.probe([key(1)]) == 0
+    assert await work["ask"]() == 0
+    assert list((await work["read"]()).outcomes) == [UNAVAILABLE]
+    assert list((await work["write"]()).outcomes) == [UNAVAILABLE]
+    assert len(calls) == 1
+    release.set()
+    await hanging
+    assert store.overdue() is None
+    assert store.probe([key(1)]) == 1
+
+
+@pytest.mark.parametrize("call", ["ask", "read"])
+def test_a_store_whose_calls_do_not_return_costs_time_once_and_is_named(call):
+    """Requests that follow the first ones are served without the store, and at once."""
+
+    async def main():
+        config = Config.from_mapping(
+            {
+                "cache": {"model": "m", "block_size": 4},
+                "device": {"num_blocks": 4},
+                "host": {"slots": 1, "transit_slots": 2},
+                "storage": {"write_policy": "write_through", "timeout": 0.25},
+            }
+        )
+        layout = make_layout(config.layout, 4)
+        inner = MemoryBackend(layout.fingerprint, layout.block_bytes)
+
+        async def hangs(*_arguments):
+            await asyncio.Event().wait()
+
+        if call == "ask":
+            inner.probe = lambda _: None
+        else:
+            inner.probe = lambda keys: len(keys)
+        setattr(inner, call, hangs)
+        seconds = []
+        async with kvactors.open(config, backend=inner, inline_copies=True) as cache:
+            loop = asyncio.get_running_loop()
+            for number in range(6):
+                begun = loop.time()
+                lease = await cache.acquire(f"r{number}", [number % 3] * 13, deadline=1.0)
+                await lease.ready()
+                await lease.finish(13)
+                seconds.append(loop.time() - begun)
+            health = cache.health()
+        assert seconds[0] == pytest.approx(1.0, abs=0.1)  # the deadline of the request
+        assert max(seconds[1:]) < 0.1
+        assert health.status == "degraded"
+        assert ("store", f"a call of {call} does not return") in [(one.component, one.why) for one in health.reasons]
+
+    simulate(main, seed=1)
+
+
+def test_a_store_that_does_not_answer_holds_finished_blocks_for_its_timeout_at_most():
+    async def main():
+        config = Config.from_mapping(
+            {
+                "cache": {"model": "m", "block_size": 4},
+                "device": {"num_blocks": 4},
+                "host": {"slots": 1, "transit_slots": 2},
+                "storage": {"write_policy": "write_through", "timeout": 0.25, "fetch": False},
+            }
+        )
+        layout = make_layout(config.layout, 4)
+        inner = MemoryBackend(layout.fingerprint, layout.block_bytes)
+
+        async def hangs(*_arguments):
+            await asyncio.Event().wait()
+
+        inner.probe, inner.ask = lambda _: None, hangs
+        async with kvactors.open(config, backend=inner, inline_copies=True) as cache:
+            loop = asyncio.get_running_loop()
+            await (await cache.acquire("first", [1] * 13)).finish(13)
+            begun = loop.time()
+            lease = await cache.acquire("second", [2] * 13, deadline=1.0)
+            assert loop.time() - begun == pytest.approx(0.25, abs=0.1)
+            await lease.finish()
+
+    simulate(main, seed=1)

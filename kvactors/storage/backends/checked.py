@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import operator
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from itertools import count
 from typing import Any, TypeVar
 
-from kvactors.actor.log import get_logger
+from kvactors.actor.clock import now
+from kvactors.actor.log import described, get_logger
 from kvactors.device.arena import Arena
 from kvactors.errors import KVActorsError, StoreError
 from kvactors.storage.backends.base import Backend, Expired, ReadReport, StoreStatistics, WriteReport
@@ -33,9 +36,12 @@ class CheckedBackend(Backend):
     """faults: calls of `inner` that raised, or answered what the contract does not allow; last_fault: the last of them.
 
     fence: the last clear, as (incarnation of who asked, number of the operation); batches from before it are not written.
+
+    timeout: seconds that a call may take. While a call takes longer no other one begins: a look-up finds nothing, reads and writes are
+    UNAVAILABLE.
     """
 
-    def __init__(self, inner: Backend) -> None:
+    def __init__(self, inner: Backend, timeout: float = math.inf) -> None:
         super().__init__(inner.fingerprint, inner.block_bytes)
         self.inner = inner
         self.exclusive = inner.exclusive
@@ -47,6 +53,10 @@ class CheckedBackend(Backend):
         self._kinds: Counter[str] = Counter()
         self._writing: set[asyncio.Future[None]] = set()
         self._clears = self._clearing = 0
+        self._timeout = timeout
+        self._numbers = count(1)
+        self._calls: dict[int, tuple[str, float]] = {}  # in flight, the oldest first: name and start
+        self._logged = 0  # the last call that was logged as one that does not return
 
     # -- containing
 
@@ -58,7 +68,7 @@ class CheckedBackend(Backend):
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 return False
-        self._fault(what, f"raised {type(error).__name__}: {str(error)[:200]}")
+        self._fault(what, f"raised {described(error)}")
         return True
 
     def _fault(self, what: str, text: str) -> None:
@@ -79,15 +89,29 @@ class CheckedBackend(Backend):
 
     async def _later(self, what: str, call: Callable[[], Awaitable[T]], fallback: T) -> T:
         """A call that is awaited; several that fail open the circuit."""
-        before = self.faults
+        before, number = self.faults, next(self._numbers)
+        self._calls[number] = (what, now())
         try:
             found = await call()
         except BaseException as error:
             if not self._contained(what, error):
                 raise
             found = fallback
+        finally:
+            del self._calls[number]
         self.breaker.saw(self.faults == before, self.last_fault)
         return found
+
+    def overdue(self) -> tuple[str, float] | None:
+        """Name and start (on the loop's clock) of a call that has been in flight for longer than the time-out; None if there is none."""
+        number = next(iter(self._calls), 0)
+        if not number or now() - self._calls[number][1] <= self._timeout:
+            return None
+        if self._logged < number:
+            self._logged = number
+            what = self._calls[number][0]
+            log.error("store call does not return", store=type(self.inner).__name__, call=what, seconds=self._timeout)
+        return self._calls[number]
 
     # -- checking
 
@@ -159,14 +183,14 @@ class CheckedBackend(Backend):
 
     def probe(self, keys: Sequence[bytes]) -> int | None:
         """See `Backend.probe`."""
-        if self._closed() or self.breaker.state() == "open":
+        if self._closed() or self.breaker.state() == "open" or self.overdue():
             return 0
         found: int | None = self._now("probe", lambda: self.inner.probe(keys), 0)
         return None if found is None else self._number("probe", found, len(keys))
 
     async def ask(self, keys: Sequence[bytes], expired: Expired) -> int:
         """See `Backend.ask`."""
-        if self._closed() or not self.breaker.closed():
+        if self._closed() or self.overdue() or not self.breaker.closed():
             return 0
 
         async def call() -> int:
@@ -190,7 +214,7 @@ class CheckedBackend(Backend):
         if self._closed():
             return ReadReport(bytes([Outcome.MISS]) * len(keys), [])
         unread = ReadReport(bytes([Outcome.UNAVAILABLE]) * len(keys), [])
-        if not self.breaker.closed():
+        if self.overdue() or not self.breaker.closed():
             return unread
         clears = self._clears
 
@@ -215,7 +239,7 @@ class CheckedBackend(Backend):
         if self._clearing:
             return WriteReport(bytes([Outcome.LATE]) * len(keys), [])
         unwritten = WriteReport(bytes([Outcome.UNAVAILABLE]) * len(keys), [])
-        if not self.breaker.closed():
+        if self.overdue() or not self.breaker.closed():
             return unwritten
         if self.uncleared:
             try:
