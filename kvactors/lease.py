@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from kvactors.cache import KVCache
 
 
+COMMIT_BLOCKS = 131_072
+"""Blocks that one message commits at most: each takes a tenth of a microsecond or more, within a turn. Every part announces its path from
+the root on, so that many small parts of a very long prompt would be many copies of it."""
+
+
 class Hits(NamedTuple):
     """Blocks of a request that need not be computed, by the tier that held them."""
 
@@ -105,11 +110,24 @@ class Lease:
         A token that was just sampled has no KV in device memory before the next forward pass: after `extend([token])` the number is
         `num_tokens - 1` until that pass has ended. Calling again with the same or a smaller number changes nothing.
 
-        Raises NotReady, ValueError, DeadlineExceeded, LeaseEnded, ActorFailed.
+        A commit of very many blocks is done in parts, between which other requests are served; a `finish` or `abandon` of the lease meanwhile
+        keeps the parts that were done. Raises NotReady, ValueError, DeadlineExceeded, LeaseEnded, ActorFailed.
         """
         at = self._deadline(deadline)
-        message = Commit(self._id, check_int("computed_tokens", computed_tokens))
-        return int((await self._ask(message, at, has_effect=True)).count)
+        computed, size = check_int("computed_tokens", computed_tokens), self._path.block_size
+        first = upto = self._path.num_committed * size
+        try:
+            # One that is refused changes nothing: it goes as a whole.
+            while upto + COMMIT_BLOCKS * size < computed <= self.num_tokens:
+                upto += COMMIT_BLOCKS * size
+                count = int((await self._ask(Commit(self._id, upto), at, has_effect=True)).count)
+                if count * size < upto:
+                    return count  # another request loads the next one
+            return int((await self._ask(Commit(self._id, computed), at, has_effect=True)).count)
+        except asyncio.CancelledError:
+            if upto > first:
+                self._give_up()  # some of it has happened
+            raise
 
     async def finish(self, computed_tokens: int | None = None, *, deadline: float | None = None) -> None:
         """The request is over: everything goes back, whatever happens, cancellation included.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mutation import Mutation
 
+COMMIT = "tests/door/test_commit_in_parts.py"
 CLEAR = "tests/prefix_index/test_clear_in_slices.py"
 
 BUGS: tuple[Mutation, ...] = (
@@ -46,5 +47,29 @@ BUGS: tuple[Mutation, ...] = (
         "        return self.returning > 0\n",
         "every clear leaves a tree behind",
         (f"{CLEAR}::test_the_memory_of_a_tree_goes_when_its_last_lease_has_ended",),
+    ),
+    Mutation(
+        "commit_of_any_number_of_blocks_in_one_turn",
+        "lease.py",
+        "            while upto + COMMIT_BLOCKS * size < computed <= self.num_tokens:",
+        "            while False:",
+        "a commit of a million blocks keeps the loop until the last of them is in the tree",
+        (f"{COMMIT}::test_no_message_commits_more_blocks_than_a_turn_may_take",),
+    ),
+    Mutation(
+        "commit_beyond_the_tokens_happens_in_part",
+        "lease.py",
+        "size < computed <= self.num_tokens:",
+        "size < computed:",
+        "a commit that is refused has committed its first parts",
+        (f"{COMMIT}::test_a_commit_that_is_refused_changes_nothing",),
+    ),
+    Mutation(
+        "lease_goes_on_after_a_part_of_a_cancelled_commit",
+        "lease.py",
+        "            if upto > first:\n                self._give_up()  # some of it has happened\n",
+        "",
+        "a cancelled call has happened in part, and the lease does not say so",
+        (f"{COMMIT}::test_a_commit_cancelled_between_its_parts_ends_the_lease_and_keeps_the_parts",),
     ),
 )
