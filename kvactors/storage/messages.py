@@ -109,8 +109,11 @@ class Finished(Control, frozen=True, eq=False):
 
 
 class Recheck(Control, frozen=True, eq=False):
-    """To itself: reports that waited for room are in the notifier's lane. held, gone: the names reported. everything: as all that the store holds."""
+    """To itself: reports that waited for room are in the notifier's lane. held, gone: the names reported."""
 
     held: bytes
     gone: bytes
-    everything: bool
+
+
+class NextPage(Control, frozen=True, eq=False):
+    """To itself: continue a report on the whole store, after all that was sent before has entered the notifier's channel."""

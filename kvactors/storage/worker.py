@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from itertools import islice
 from typing import Any, NamedTuple
 
 from kvactors.actor import Actor, ActorRef, Message, on
@@ -13,11 +14,14 @@ from kvactors.cpu_evictor.messages import Probed, ReadDone, StoreCleared, Writte
 from kvactors.device.arena import Arena
 from kvactors.flush_notifier.messages import Cleared, Gained, Gone
 from kvactors.storage.backends.checked import CheckedBackend
-from kvactors.storage.messages import Finished, Recheck
+from kvactors.storage.messages import Finished, NextPage, Recheck
 from kvactors.units import Reason, Tier, join_keys, split_keys
 
 UNDER_WAY = 2
 """Batches an actor has at the store at once; the others wait, so that bytes in flight are bounded."""
+
+REPORT_PAGE = 1024
+"""Keys in one message, and in one turn, of a report on the whole store."""
 
 
 class WorkerStatistics(NamedTuple):
@@ -40,6 +44,8 @@ class StorageWorker(Actor):
         self.notifier = notifier
         self._waiting: deque[tuple[Callable[[], Coroutine[Any, Any, Finished]], Finished]] = deque()
         self._under_way = self._batches = self._moved = 0
+        self._snapshot_due = self._paging = False  # a report on the whole store: to be started; a NextPage is in the channel
+        self._unreported: Iterator[bytes] = iter(())
 
     def started(self) -> None:
         """What the life before was about to tell is told by this one."""
@@ -47,13 +53,42 @@ class StorageWorker(Actor):
             self.report_all()
 
     def report_all(self) -> None:
-        """Tell the notifier every name that the store does not hold any more, and every name it holds."""
-        while lost := join_keys(self.backend.lost()):
-            self.tell(self.notifier, Gone(lost, Tier.STORAGE, Reason.RESTART))
-        keys = join_keys(self.backend.keys())
-        if keys:
-            self.tell(self.notifier, Gained(keys, Tier.STORAGE, Reason.STORED))
-        self._recheck_if_delayed(keys, b"", everything=True)
+        """Report every key that the store lost, and every key it holds, in pages of one turn each. An unfinished report starts anew."""
+        self._snapshot_due = True
+        self.report_lost()
+
+    def report_lost(self) -> None:
+        """Report every key that the store lost, in pages of one turn each."""
+        if self._paging:
+            return
+        if self._outbox:  # a turn begins only after all earlier messages have entered their channels
+            self._paging = True
+            self.to_self(NextPage())
+        else:
+            self._report_page()
+
+    @on(NextPage)
+    def next_page(self, _: NextPage) -> None:
+        """Continue a report. The keys are listed here, not before: no earlier message of this actor can enter the notifier's channel later."""
+        self._paging = False
+        self._report_page()
+
+    def _report_page(self) -> None:
+        lost = join_keys(self.backend.lost())
+        if lost:
+            self._report(b"", lost, Reason.RESTART)
+            self._recheck_if_delayed(b"", lost)
+        else:
+            if self._snapshot_due:
+                self._snapshot_due, self._unreported = False, self.backend.snapshot()
+            page = list(islice(self._unreported, REPORT_PAGE))
+            if not page:
+                return
+            held = join_keys(key for key in page if self.backend.holds(key))
+            self._report(held, b"", Reason.STORED)
+            self._recheck_if_delayed(held, b"")
+        self._paging = True
+        self.to_self(NextPage())
 
     def _report(self, held: bytes, gone: bytes, reason: Reason) -> None:
         if gone:
@@ -61,11 +96,11 @@ class StorageWorker(Actor):
         if held:
             self.tell(self.notifier, Gained(held, Tier.STORAGE, Reason.STORED))
 
-    def _recheck_if_delayed(self, held: bytes, gone: bytes, *, everything: bool = False) -> None:
+    def _recheck_if_delayed(self, held: bytes, gone: bytes) -> None:
         """Look again at what was reported, if it waits for room in the notifier's lane: a newer report of another worker may enter before it."""
-        if not self._outbox or not (held or gone or everything):
+        if not self._outbox or not (held or gone):
             return
-        again = Recheck(held, gone, everything)
+        again = Recheck(held, gone)
 
         async def sent() -> Recheck:
             await self.sent()
@@ -76,14 +111,11 @@ class StorageWorker(Actor):
     @on(Recheck)
     def recheck(self, message: Recheck) -> None:
         """What was reported late is in the lane: report what is not true any more, since a newer report may have entered before it."""
-        holds, held = self.backend.holds, split_keys(message.held)
-        gone = join_keys(key for key in held if not holds(key))
-        back = [key for key in split_keys(message.gone) if holds(key)]
-        if message.everything:
-            known = set(held)
-            back += [key for key in self.backend.keys() if key not in known]  # noqa: SIM118  (no mapping)
-        self._report(join_keys(back), gone, Reason.STORAGE_EVICTION)
-        self._recheck_if_delayed(join_keys(back), gone)
+        holds = self.backend.holds
+        gone = join_keys(key for key in split_keys(message.held) if not holds(key))
+        back = join_keys(key for key in split_keys(message.gone) if holds(key))
+        self._report(back, gone, Reason.STORAGE_EVICTION)
+        self._recheck_if_delayed(back, gone)
 
     def enqueue(self, work: Callable[[], Coroutine[Any, Any, Finished]], broken: Finished) -> None:
         """Run a batch when its turn comes. broken: what to say if the back end raises, which its contract forbids."""

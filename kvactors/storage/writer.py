@@ -11,7 +11,7 @@ from kvactors.errors import StoreError
 from kvactors.flush_notifier.messages import Cleared, Gained, Gone
 from kvactors.storage.messages import ClearStore, Finished, Outcome, Recount, Write
 from kvactors.storage.worker import StorageWorker
-from kvactors.units import Reason, Tier, join_keys, split_keys
+from kvactors.units import join_keys, split_keys
 
 
 class StorageWriter(StorageWorker):
@@ -66,8 +66,7 @@ class StorageWriter(StorageWorker):
         """Tell of names that ceased to be there outside of any batch; repeat a clear that did not reach all of the store."""
         if self.backend.needs_clear():
             self._clear(0)
-        while lost := join_keys(self.backend.lost()):
-            self.tell(self.notifier, Gone(lost, Tier.STORAGE, Reason.RESTART))
+        self.report_lost()
 
     def started(self) -> None:
         """The notifier hears what the store has kept from before, by one writer for all."""

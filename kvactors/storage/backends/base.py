@@ -153,7 +153,7 @@ class Backend(ABC):
         return False
 
     def lost(self) -> list[bytes]:
-        """Names that ceased to be there, and of which nobody has told since."""
+        """Keys removed that have not been reported yet, some thousand at most: each is returned once. Empty when there are none left."""
         return []
 
     def told(self, keys: Iterable[bytes]) -> None:

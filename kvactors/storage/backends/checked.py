@@ -305,6 +305,18 @@ class CheckedBackend(Backend):
         """See `Backend.keys`."""
         return [] if self.uncleared else self._keys("keys", self._now("keys", self.inner.keys, []))
 
+    def snapshot(self) -> Iterator[bytes]:
+        """The keys of this moment; each is checked when it is taken, so that a large store costs no long turn."""
+        listed: list[Any] = [] if self.uncleared else self._now("keys", lambda: list(self.inner.keys()), [])
+        return self._good(listed)
+
+    def _good(self, listed: list[Any]) -> Iterator[bytes]:
+        for key in listed:
+            if isinstance(key, bytes) and len(key) == KEY_BYTES:
+                yield key
+            else:
+                self._fault("keys", "answered a name that is no key")
+
     def names(self) -> Iterator[bytes]:
         """See `Backend.names`; lazily, as the back end gives them."""
         if self.uncleared:

@@ -5,10 +5,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 
 from kvactors.storage.backends.base import Backend, Expired, ReadReport, WriteReport
 from kvactors.storage.catalog import Catalog
 from kvactors.storage.messages import Outcome
+
+LOST_PAGE = 1024
+"""Keys that one call of `lost` returns at most."""
 
 
 class OwnedBackend(Backend):
@@ -71,9 +75,13 @@ class OwnedBackend(Backend):
         return key in self.catalog and key not in self.pending
 
     def lost(self) -> list[bytes]:
-        """See `Backend.lost`."""
-        departed, self.catalog.departed = self.catalog.departed, set()
-        return [key for key in departed if not self.holds(key)]
+        """See `Backend.lost`; a page of them."""
+        departed, lost = self.catalog.departed, list[bytes]()
+        while departed and not lost:
+            page = list(islice(departed, LOST_PAGE))
+            departed.difference_update(page)
+            lost = [key for key in page if not self.holds(key)]
+        return lost
 
     def told(self, keys: Iterable[bytes]) -> None:
         """See `Backend.told`."""

@@ -1,0 +1,155 @@
+"""A report on the whole store goes to the notifier in pages of one turn each, and is right although the store changes between two pages."""
+
+from __future__ import annotations
+
+import pytest
+
+import kvactors
+from kvactors.actor.message import Control
+from kvactors.flush_notifier.actor import FlushNotifier
+from kvactors.flush_notifier.messages import Gained, Gone
+from kvactors.storage import worker
+from kvactors.storage.backends import MemoryBackend
+from kvactors.storage.backends.owned import LOST_PAGE
+from kvactors.storage.messages import Recount
+from kvactors.storage.writer import StorageWriter
+from kvactors.units import split_keys
+
+BLOCK = 4
+
+
+def config(**tables) -> kvactors.Config:
+    return kvactors.Config.from_mapping(
+        {
+            "cache": {"model": "m", "block_size": BLOCK},
+            "device": {"num_blocks": 16},
+            "layout": {"num_layers": 1, "num_kv_heads": 1, "head_dim": 8, "dtype": "uint8"},
+            "host": {"transit_slots": 32},
+            "storage": {"backend": "memory", "write_policy": "write_through"},
+            "flush": {"sinks": [{"kind": "memory", "tiers": ["storage"]}]},
+            **tables,
+        }
+    )
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+class Filled(MemoryBackend):
+    """Holds `count` names from the start."""
+
+    def __init__(self, count: int) -> None:
+        layout = kvactors.GQALayout(1, 1, 8, BLOCK, "uint8")
+        super().__init__(layout.fingerprint, layout.block_bytes)
+        self.catalog.admit([key(number) for number in range(count)])
+
+
+class Reports:
+    """Records the reports of all writers, and the turn of each. between: called after each page with the number of pages so far."""
+
+    def __init__(self, monkeypatch, between=lambda _: None) -> None:
+        self.told: list[tuple[int, str, list[bytes]]] = []
+        self.untrue: list[bytes] = []
+        tell = StorageWriter.tell
+
+        def recording(one, to, message):
+            tell(one, to, message)
+            if isinstance(message, Gained | Gone):
+                names, held = split_keys(message.keys), isinstance(message, Gained)
+                self.untrue += [name for name in names if one.backend.holds(name) != held]
+                self.told.append((one.turns, type(message).__name__, names))
+                between(len(self.told))
+
+        monkeypatch.setattr(StorageWriter, "tell", recording)
+
+    def names(self, kind: str) -> list[bytes]:
+        return [name for _, what, names in self.told if what == kind for name in names]
+
+
+async def test_a_large_store_is_reported_in_pages_of_one_turn_each(monkeypatch):
+    reports = Reports(monkeypatch)
+    async with kvactors.open(config(), backend=Filled(20_000)) as cache:
+        await cache.settled()
+        assert {len(names) for _, _, names in reports.told[:-1]} == {worker.REPORT_PAGE}
+        assert len({turn for turn, _, _ in reports.told}) == len(reports.told) == -(-20_000 // worker.REPORT_PAGE)
+        assert sorted(reports.names("Gained")) == [key(number) for number in range(20_000)]
+
+
+async def test_lost_names_are_reported_in_pages_of_one_turn_each(monkeypatch):
+    store = Filled(10_000)
+    async with kvactors.open(config(), backend=store) as cache:
+        await cache.settled()
+        reports = Reports(monkeypatch)
+        store.catalog.departed.update(key(number) for number in range(5_000))
+        store.catalog.remove([key(number) for number in range(5_000)])
+        cache.system.writers[0].try_tell(Recount())
+        await cache.settled()
+        assert max(len(names) for _, _, names in reports.told) <= LOST_PAGE
+        assert len({turn for turn, _, _ in reports.told}) == len(reports.told)
+        assert sorted(reports.names("Gone")) == [key(number) for number in range(5_000)]
+
+
+async def test_names_removed_between_two_pages_are_not_reported(monkeypatch):
+    store = Filled(5 * worker.REPORT_PAGE)
+    last = key(5 * worker.REPORT_PAGE - 1)
+
+    def between(pages: int) -> None:
+        if pages == 2:
+            store.catalog.remove([last])
+            store.catalog.admit([key(1 << 40)])
+
+    reports = Reports(monkeypatch, between)
+    async with kvactors.open(config(), backend=store) as cache:
+        await cache.settled()
+    assert reports.untrue == []
+    assert last not in reports.names("Gained")
+
+
+class Unknown(Control, frozen=True, eq=False):
+    """No actor handles it."""
+
+
+@pytest.mark.parametrize("when", [1, 3, 7])
+async def test_a_notifier_that_restarts_between_two_pages_gets_all_of_them(monkeypatch, when):
+    received: dict[int, set[bytes]] = {}
+    gained = FlushNotifier.gained
+
+    def recording(notifier, message):
+        received.setdefault(notifier.life, set()).update(split_keys(message.keys))
+        gained(notifier, message)
+
+    monkeypatch.setattr(FlushNotifier, "gained", recording)
+    monkeypatch.setattr(worker, "REPORT_PAGE", 3)
+    store = Filled(30)
+    async with kvactors.open(config(actors={"channel_bound": 1}), backend=store) as cache:
+        await cache.settled()
+
+        def between(pages: int) -> None:
+            if pages == when:
+                cache.system.notifier.try_tell(Unknown())
+
+        reports = Reports(monkeypatch, between)
+        cache.system.notifier.try_tell(Unknown())
+        await cache.settled()
+        assert cache.system.notifier.life == 2
+        assert len(reports.told) >= 10 + when
+        assert received[2] == set(store.keys())
+
+
+async def test_a_writer_that_restarts_between_two_pages_reports_the_rest(monkeypatch):
+    monkeypatch.setattr(worker, "REPORT_PAGE", 3)
+    store, writers = Filled(30), []
+
+    def between(pages: int) -> None:
+        if pages == 4:
+            writers[0].try_tell(Unknown())
+
+    async with kvactors.open(config(), backend=store) as cache:
+        await cache.settled()
+        writers += cache.system.writers
+        reports = Reports(monkeypatch, between)
+        cache.system.notifier.try_tell(Unknown())
+        await cache.settled()
+        assert writers[0].life == 1
+        assert set(reports.names("Gained")) == set(store.keys())
