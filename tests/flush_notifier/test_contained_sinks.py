@@ -123,6 +123,7 @@ async def test_whatever_a_sink_raises_the_notifier_goes_on_and_the_sink_recovers
             await until(lambda: wired.actor.flush_statistics()[1].failures >= 2)
             await wired.tell(announced(3), Gone(names(1, 2)[1], Tier.DEVICE, Reason.DEVICE_DROP))
             await until(lambda: good.view()[Tier.DEVICE] == {*names(1), *names(3)})
+            await until(lambda: wired.actor.sink_health()[0].pending == 0)  # the notifier has the answer, too
             ok, failing = wired.actor.sink_health()
             assert ok == ("good", True, "", 0.0, 0)
             assert not failing.ok

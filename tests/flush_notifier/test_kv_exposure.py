@@ -249,10 +249,15 @@ async def test_a_publisher_can_be_opened_again_at_once_where_it_was_closed(tmp_p
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
     where = f"ipc://{tmp_path}/again" if transport == "ipc" else f"tcp://127.0.0.1:{port}"
-    async with socket(zmq.SUB, where):
+    reader = zmq.asyncio.Context.instance().socket(zmq.SUB)
+    reader.setsockopt(zmq.LINGER, 0)
+    reader.connect(where)  # before there is a publisher
+    try:
         for _ in range(30):
             async with opened(tmp_path, endpoint=where) as sink:
                 await sink.begin(7)
+    finally:
+        reader.close()
 
 
 async def test_an_endpoint_that_becomes_free_is_taken(tmp_path, monkeypatch):

@@ -127,7 +127,7 @@ async def test_layers_at_the_door(layerwise, monkeypatch):
                 await lease.commit(len(tokens))
         lease = await cache.acquire("b", prompt)
         assert lease.pending
-        with pytest.raises(ValueError, match="no layer 6"):
+        with pytest.raises(ValueError, match="layer must be between 0 and 5, not 6"):
             await lease.layer_ready(6)
         first, last = (asyncio.get_running_loop().create_task(lease.layer_ready(i)) for i in (0, 5))
         while not gate:

@@ -31,6 +31,9 @@ def settings(tmp_path) -> Config:
     )
 
 
+EARLIER: set[threading.Thread] = set()
+
+
 class Setting:
     """A leader of one rank at a unix socket, and calls of serve_rank for it."""
 
@@ -53,9 +56,17 @@ def descriptors() -> int:
 
 
 async def threads_ended() -> None:
-    with anyio.fail_after(30):
-        while [thread for thread in threading.enumerate() if thread.name.startswith("kvactors")]:
+    """Threads that a test before this one has left hanging on purpose do not count."""
+    with anyio.fail_after(60):
+        while [one for one in threading.enumerate() if one.name.startswith("kvactors") and one not in EARLIER]:
             await asyncio.sleep(0.01)
+
+
+@pytest.fixture(autouse=True)
+def _earlier_threads():
+    EARLIER.update(threading.enumerate())
+    yield
+    EARLIER.clear()
 
 
 async def nothing_left(before: set) -> None:

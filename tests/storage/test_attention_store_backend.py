@@ -170,7 +170,8 @@ async def test_a_new_process_finds_what_an_earlier_one_wrote():
 
 
 async def test_many_at_once_and_the_service_failing_now_and_then():
-    async with kvactors.open(config(device={"num_blocks": 80})) as cache:
+    # Writes that the service delays hold device blocks: enough for every prompt at once, so that no failed load lacks room.
+    async with kvactors.open(config(device={"num_blocks": 300})) as cache:
 
         async def client(first: int) -> None:
             for round_ in range(8):
