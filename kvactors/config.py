@@ -199,10 +199,10 @@ class Config(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
-    """A TOML file as a mapping. ConfigError if it is not TOML."""
+    """A TOML file as a mapping. ConfigError if it is not TOML in UTF-8."""
     try:
         return tomllib.loads(Path(path).read_text("utf-8"))
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: {error}") from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -19,7 +20,7 @@ from kvactors.lease import Lease
 from kvactors.observe.lag import LagMonitor
 from kvactors.scenario.engine import Engine
 from kvactors.scenario.report import Report, Totals, make_report
-from kvactors.scenario.trace import TraceRequest, read_trace, tokens_of
+from kvactors.scenario.trace import TraceRequest, check_range, read_trace, tokens_of
 from kvactors.validation import validate
 
 Progress = Callable[[Totals], None]
@@ -53,8 +54,9 @@ class ReplayConfig(Config, frozen=True, forbid_unknown_fields=True):
         config = convert(data, cls)
         validate(config, data)
         for name in ("speed", "prefill_tokens_per_s", "decode_tokens_per_s", "retry", "patience"):
-            if not getattr(config.replay, name) > 0:
-                raise ConfigError(f"replay.{name} must be positive")
+            if not 0 < getattr(config.replay, name) < math.inf:
+                raise ConfigError(f"replay.{name} must be positive and finite, not {getattr(config.replay, name)}")
+        check_range(config.replay.coarse, config.replay.limit)
         return config
 
 

@@ -29,11 +29,16 @@ class TraceRequest(NamedTuple):
 
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
+Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
+Length = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+
+MAX_BLOCKS = 1 << 24
+"""Blocks of one request at most: more is a damaged line, and no memory is taken for it."""
 
 
 class _Line(msgspec.Struct):
-    timestamp: float = 0.0
-    output_length: Count = 0
+    timestamp: Milliseconds = 0.0
+    output_length: Length = 0
     hash_ids: list[Count] | None = None
     hash_runs: list[tuple[Count, Count]] | None = None
     header: dict[str, object] | None = None
@@ -44,10 +49,7 @@ def read_trace(path: str | Path, *, coarse: int = 1, limit: int = 0) -> Iterator
 
     limit: requests at most, 0 for all. ConfigError names the line that cannot be read.
     """
-    if coarse < 1:
-        raise ConfigError(f"coarse must be at least 1, not {coarse}")
-    if limit < 0:
-        raise ConfigError(f"limit must not be negative, not {limit}")
+    check_range(coarse, limit)
     decoder, taken = msgspec.json.Decoder(_Line), 0
     for number, raw in enumerate(read_lines(path), 1):
         if not raw.strip():
@@ -57,7 +59,7 @@ def read_trace(path: str | Path, *, coarse: int = 1, limit: int = 0) -> Iterator
             if line.header is not None:
                 continue
             ids = expand(line)[coarse - 1 :: coarse]
-        except (msgspec.DecodeError, ValueError, OverflowError) as error:
+        except (msgspec.DecodeError, ValueError, OverflowError, RecursionError) as error:
             raise ConfigError(f"{path}, line {number}: {error}") from error
         if not len(ids):
             continue
@@ -65,6 +67,14 @@ def read_trace(path: str | Path, *, coarse: int = 1, limit: int = 0) -> Iterator
         taken += 1
         if taken == limit:
             return
+
+
+def check_range(coarse: int, limit: int) -> None:
+    """Raise ConfigError for values that `read_trace` does not take."""
+    if coarse < 1:
+        raise ConfigError(f"coarse must be at least 1, not {coarse}")
+    if limit < 0:
+        raise ConfigError(f"limit must not be negative, not {limit}")
 
 
 def read_lines(path: str | Path) -> Iterator[bytes]:
@@ -83,6 +93,11 @@ def expand(line: _Line) -> NDArray[np.uint64]:
         raise ValueError("a request has either hash_ids or hash_runs")
     if line.hash_ids is not None:
         return np.array(line.hash_ids, np.uint64)
+    blocks = sum(count for _, count in line.hash_runs or ())
+    if blocks > MAX_BLOCKS:
+        raise ValueError(f"hash_runs are {blocks} blocks, more than the {MAX_BLOCKS} of a request at most")
+    if any(first + count > 1 << 64 for first, count in line.hash_runs or ()):
+        raise ValueError("hash_runs reach beyond 64 bits")
     runs = [np.arange(first, first + count, dtype=np.uint64) for first, count in line.hash_runs or ()]
     return np.concatenate(runs) if runs else np.empty(0, np.uint64)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from mutation import Mutation
 
 PAGES = "tests/storage/test_report_pages.py"
+FILES = "tests/scenario/test_damaged_files.py"
 
 BUGS: tuple[Mutation, ...] = (
     Mutation(
@@ -38,5 +39,29 @@ BUGS: tuple[Mutation, ...] = (
         "departed",
         "after a clear every name of a store is reported in one message, which blocks the loop",
         (f"{PAGES}::test_lost_names_are_reported_in_pages_of_one_turn_each",),
+    ),
+    Mutation(
+        "journal_lines_are_not_compared_with_their_tokens",
+        "flush_notifier/sinks/journal.py",
+        "if start < 0 or len(tokens) != (start - first + len(keys)) * told.block_bytes:",
+        "if start < 0:",
+        "a damaged journal makes the sink take back paths whose tokens do not belong to their blocks",
+        (f"{FILES}::test_a_journal_line_that_cannot_be_is_named",),
+    ),
+    Mutation(
+        "trace_runs_are_not_bounded",
+        "scenario/trace.py",
+        "    if blocks > MAX_BLOCKS:\n",
+        "    if blocks < 0:\n",
+        "a damaged line of a trace takes all memory, or raises MemoryError",
+        (f"{FILES}::test_a_trace_line_that_cannot_be_is_named",),
+    ),
+    Mutation(
+        "nested_json_in_a_journal_is_not_contained",
+        "flush_notifier/sinks/journal.py",
+        "(msgspec.DecodeError, ValueError, RecursionError) as error",
+        "(msgspec.DecodeError, ValueError) as error",
+        "a damaged journal raises RecursionError instead of SinkError",
+        (f"{FILES}::test_a_journal_line_that_cannot_be_is_named",),
     ),
 )

@@ -26,7 +26,7 @@ from kvactors.errors import SinkError
 from kvactors.files import open_private
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.told import Told
-from kvactors.units import split_keys
+from kvactors.units import KEY_BYTES, split_keys
 
 GROWTH = 1 << 20
 """Bytes a journal may grow beyond twice what it held when it was last written anew."""
@@ -54,7 +54,7 @@ class Journal:
         for number, line in enumerate(whole.splitlines(), 1):
             try:
                 replay(told, msgspec.json.decode(line))
-            except (msgspec.DecodeError, ValueError, TypeError, KeyError, IndexError) as error:
+            except (msgspec.DecodeError, ValueError, RecursionError) as error:
                 raise SinkError(f"journal {self.path}, line {number}: {error}") from error
         self._size = len(data)
         if len(whole) < len(data):
@@ -114,18 +114,42 @@ def line_of(start: int, parent: bytes, keys: Sequence[bytes], tokens: bytes, *, 
     return msgspec.json.encode(["+" if whole else "+own", start, parent.hex(), [key.hex() for key in keys], ids])
 
 
-def replay(told: Told, line: list[object]) -> None:
-    """What a line says. ValueError, TypeError or KeyError if it is none."""
-    kind, *rest = line
-    if kind == "-":
-        (names,) = rest
-        told.gone(bytes.fromhex(name) for name in names)  # type: ignore[attr-defined]
-        return
-    if kind not in ("+", "+own"):
-        raise ValueError(f"unknown kind {kind!r}")
-    start, parent, names, ids = rest
-    tokens = np.array(ids, "<u4").tobytes()
-    above = bytes.fromhex(parent)  # type: ignore[arg-type]
-    if kind == "+own":
-        tokens = told.path_tokens(above) + tokens
-    told.add(above, start, [bytes.fromhex(name) for name in names], tokens)  # type: ignore[arg-type, attr-defined]
+def replay(told: Told, line: object) -> None:
+    """Apply a line. ValueError if it is none, or contradicts an earlier one; then nothing is applied."""
+    match line:
+        case ["-", list(names)]:
+            told.gone(hashes(names))
+        case ["+" | "+own" as kind, int(start), str(parent), list(names), list(ids)]:
+            tokens, keys, above = token_bytes(ids), hashes(names), hashes([parent] if parent else [])
+            first = 0 if kind == "+" else start
+            if start < 0 or len(tokens) != (start - first + len(keys)) * told.block_bytes:
+                raise ValueError(f"{len(ids)} tokens do not belong to {len(keys)} blocks from block {start} on")
+            node = told.nodes.get(above[0]) if above else None
+            if node is not None and node.position != start - 1:
+                raise ValueError(f"block {start} does not follow its parent, which is block {node.position}")
+            if any(key in told.nodes and told.nodes[key].position != at for at, key in enumerate(keys, start)):
+                raise ValueError("a block is at another position than in an earlier line")
+            if len(set(keys)) < len(keys):
+                raise ValueError("a block is there twice")
+            if kind == "+own":
+                if node is None:
+                    raise ValueError("no earlier line has the parent")
+                tokens = told.path_tokens(above[0]) + tokens
+            told.add(above[0] if above else b"", start, keys, tokens)
+        case _:
+            raise ValueError("unknown kind of line")
+
+
+def hashes(names: list[object]) -> list[bytes]:
+    """Block hashes from hex. ValueError for anything else."""
+    found = [bytes.fromhex(name) for name in names if isinstance(name, str)]
+    if len(found) != len(names) or any(len(one) != KEY_BYTES for one in found):
+        raise ValueError(f"a block hash is a string of {2 * KEY_BYTES} hex digits")
+    return found
+
+
+def token_bytes(ids: list[object]) -> bytes:
+    """Token ids as little-endian uint32. ValueError for anything else."""
+    if not all(type(one) is int and 0 <= one < 1 << 32 for one in ids):
+        raise ValueError("token ids are integers below 2**32")
+    return np.array(ids, "<u4").tobytes()
