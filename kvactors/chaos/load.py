@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import anyio
 import numpy as np
@@ -60,6 +61,10 @@ class Load:
         """One of ANSWERS to a prompt: a block and a half."""
         rng = np.random.default_rng((self.seed, number, which, 7))
         return rng.integers(0, 50_000, self.cache.block_size * 3 // 2, np.uint32)
+
+    def identity(self, number: int, rng: random.Random | None) -> dict[str, Any]:
+        """Salt, adapter and media of a request: none."""
+        return {}
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -119,7 +124,7 @@ class Load:
 
     async def _serve(self, name: str, number: int, rng: random.Random | None) -> None:
         fate = 1.0 if rng is None else rng.random()
-        async with await self.cache.acquire(name, self.prompt(number)) as lease:
+        async with await self.cache.acquire(name, self.prompt(number), **self.identity(number, rng)) as lease:
             if fate < ABANDON:
                 lease.abandon()  # before its loads have landed
                 return

@@ -7,7 +7,7 @@ from importlib import import_module
 from kvactors.chaos.record import Situation
 from kvactors.errors import ConfigError
 
-MODULES = ("killed", "stopped", "full_disk", "readers", "mooncake", "damage", "read_only", "ranks")
+MODULES = ("killed", "stopped", "full_disk", "readers", "mooncake", "damage", "read_only", "ranks", "attention_store")
 
 
 def situations(only: str = "") -> list[Situation]:

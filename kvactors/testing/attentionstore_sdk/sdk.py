@@ -50,7 +50,7 @@ class AttentionStoreSDK:
         finally:
             self.service.leave()
 
-    def match(self, tokens: Tokens, start: int, timeout: float) -> int:
+    def match(self, tokens: Tokens, start: int, timeout: float) -> Any:
         """Blocks from `start` on that can be read."""
         self.service.enter("match", tokens, start, timeout)
         try:
@@ -63,7 +63,7 @@ class AttentionStoreSDK:
                 if (path, 0) not in self.service.objects:
                     break
                 found += 1
-            return found
+            return self.service.counted(found)
         finally:
             self.service.leave()
 
@@ -91,21 +91,21 @@ class AttentionStoreSDK:
     def read(
         self, layers: list[int], tokens: Tokens, start: int, keys: Sequence[int], values: Sequence[int], blocks: Sequence[int],
         timeout: float, **options: Any,
-    ) -> int:  # fmt: skip
+    ) -> Any:  # fmt: skip
         """Bytes into device blocks, one pointer a layer; stops at the first block that is not there. How many were read."""
         return self._move("read", layers, tokens, start, keys, values, blocks, {"remote_addrs": None}, options)
 
     def write(
         self, layers: list[int], tokens: Tokens, start: int, keys: Sequence[int], values: Sequence[int], blocks: Sequence[int],
         timeout: float, **options: Any,
-    ) -> int:  # fmt: skip
+    ) -> Any:  # fmt: skip
         """Bytes out of device blocks. How many were written."""
         return self._move("write", layers, tokens, start, keys, values, blocks, {"h2h_copy": False, "params": None}, options)
 
     def _move(
         self, name: str, layers: list[int], tokens: Tokens, start: int, keys: Sequence[int], values: Sequence[int],
         blocks: Sequence[int], expected: dict[str, Any], options: dict[str, Any],
-    ) -> int:  # fmt: skip
+    ) -> Any:  # fmt: skip
         one = self.service
         one.enter(name, layers, tokens, start, keys, values, blocks, options)
         try:
@@ -119,7 +119,7 @@ class AttentionStoreSDK:
                 for layer in layers:
                     self._move_block(name, path, layer, keys[layer], values[layer] if values else 0, block)
                 moved += 1
-            return moved
+            return one.counted(moved)
         finally:
             one.leave()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 Path = tuple[int, ...]
@@ -22,6 +23,7 @@ class Service:
 
     not_ready: look-ups to refuse with "cuda memory not ready". broken: message of the error that every call gives. hang: seconds every
     call takes. fail_every: fail every n-th flush. fail_after: do what is asked and fail all the same. token_bytes: handed to the index.
+    leaks: what every call raises in place of an answer. counts: what calls return in place of a count of blocks.
     """
 
     def __init__(self) -> None:
@@ -33,6 +35,8 @@ class Service:
         self.hang = 0.0
         self.fail_every = 0
         self.fail_after = False
+        self.leaks: type[BaseException] | None = None
+        self.counts: Callable[[int], Any] | None = None
         self.flushes = 0
         self.token_bytes = 0
         self.at_once = self.most_at_once = 0
@@ -40,11 +44,17 @@ class Service:
 
     def enter(self, name: str, *arguments: Any) -> None:
         """A call begins."""
+        if self.leaks is not None:
+            raise self.leaks("raised by the service")
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
         self.calls.append(Call(name, arguments))
         if self.hang:
             time.sleep(self.hang)
+
+    def counted(self, count: int) -> Any:
+        """What a call returns for a count of blocks."""
+        return count if self.counts is None else self.counts(count)
 
     def leave(self) -> None:
         """A call ends."""
