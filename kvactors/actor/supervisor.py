@@ -230,7 +230,11 @@ class Supervisor:
     def _make(self, spec: ActorSpec, switch: Switch) -> Actor:
         """A new life, which knows the others' lives; of one whose death is not made known yet, the one that has ended."""
         assert self._root is not None
-        actor = switch.factory(spec)(spec.ref)
+        try:
+            actor = switch.factory(spec)(spec.ref)
+        except Exception as error:
+            self._failing = (spec.ref.name, error)
+            raise
         actor.failed_peer = lambda: self._failing
         actor.lives = {other.ref.name: other.ref.life - other.ref.dead for other in self._root.specs()}
         return actor
@@ -264,7 +268,8 @@ class Supervisor:
         for ref in dead.values():
             ref.dead = False
         for spec in self._root.specs():
-            if spec.ref.name not in dead and self._actors[spec.ref.name].state <= State.RUNNING:
+            actor = self._actors.get(spec.ref.name)  # None: it is made for the first time after this failure
+            if spec.ref.name not in dead and actor is not None and actor.state <= State.RUNNING:
                 for name in sorted(dead):
                     spec.ref.try_tell(PeerRestarted(name, dead[name].life))
 

@@ -208,6 +208,26 @@ async def test_a_failed_first_start_is_raised():
             pass
 
 
+async def test_a_failure_before_all_have_started_is_named_and_the_others_start():
+    """A group restarts while a group after it has not been made for the first time."""
+    failures = [OSError("no such device")]
+
+    def late(ref):
+        if failures:
+            raise failures.pop()
+        return Sink(ref)
+
+    wired = Wired()
+    first = Group("first", (ActorSpec(Sink, late, wired.sink),))
+    second = Group("second", (ActorSpec(Server, lambda ref: Server(ref, wired.sink), wired.server),))
+    for name in ("around", "around that", "and that"):  # each starts the groups in it some steps later
+        second = Group(name, (second,))
+    supervisor = Supervisor(wired.activity, RestartBudget(1))
+    async with supervisor.running(first, second):
+        assert supervisor.statistics().restarts == 1
+        assert supervisor.failed is None
+
+
 async def test_a_misfit_graph_starts_nothing():
     wired = Wired()
     with pytest.raises(WiringError, match="sink, which is not wired"):

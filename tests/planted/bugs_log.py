@@ -1,4 +1,4 @@
-"""Planted bugs of logging. See `catalogue`."""
+"""Planted bugs of logging and of the start. See `catalogue`."""
 
 from __future__ import annotations
 
@@ -20,5 +20,13 @@ BUGS: tuple[Mutation, ...] = (
         "        pass\n",
         "a simulation or a command that runs in an application changes where the application's log events go",
         ("tests/observe/test_logs.py::test_settings_for_a_while_leave_structlog_as_it_was",),
+    ),
+    Mutation(
+        "survivors_not_made_yet",
+        "actor/supervisor.py",
+        "actor = self._actors.get(spec.ref.name)  # None",
+        "actor = self._actors[spec.ref.name]  # None",
+        "a failure while the system starts ends it with a KeyError that hides the cause",
+        ("tests/actor/test_actor.py::test_a_failure_before_all_have_started_is_named_and_the_others_start",),
     ),
 )

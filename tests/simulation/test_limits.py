@@ -57,7 +57,7 @@ def test_a_small_limit_is_what_the_ledger_and_the_index_get(monkeypatch):
 
     def ledger(self, *arguments, **options):
         make_ledger(self, *arguments, **options)
-        ledgers.append(self._limbo_bound)
+        ledgers.append(self.limbo_bound)
 
     def index(self, block_size, blocks, bound, **options):
         make_index(self, block_size, blocks, bound, **options)
