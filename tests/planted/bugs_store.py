@@ -178,4 +178,12 @@ BUGS: tuple[Mutation, ...] = (
         "a rank with millions of stored objects copies all names in one turn when it joins",
         ("tests/storage/test_checked_backend.py::test_names_are_passed_on_one_by_one",),
     ),
+    Mutation(
+        "direct_io_refused_to_one_thread",
+        "storage/backends/slab_files.py",
+        "        if error.errno != errno.EINVAL:\n",
+        "        if error.errno != errno.EINVAL or not self.direct:\n",
+        "of several threads to which direct I/O is refused at once, all but one lose what they write",
+        ("tests/storage/test_file_store.py::test_threads_that_find_out_together_that_direct_io_is_refused_all_write",),
+    ),
 )

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import msgspec
@@ -82,6 +83,25 @@ async def test_direct_io_that_is_refused_when_it_is_tried_goes_through_the_page_
         assert set(await bench.put(*range(4))) == {OK}
         assert refused
         assert not bench.store.files.direct
+        assert set(await bench.get(*range(4))) == {OK}
+
+
+async def test_threads_that_find_out_together_that_direct_io_is_refused_all_write(tmp_path, monkeypatch):
+    """Every write has begun with direct I/O before the first one is refused."""
+    together = threading.Barrier(4, timeout=30)
+    async with opened(tmp_path, depth=4) as bench:
+        if not bench.store.files.direct:
+            pytest.skip("this file system has no direct I/O")
+        real = os.pwritev
+
+        def refusing(fd, buffers, at):
+            if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT and bench.store.files.direct:
+                together.wait()
+                raise OSError(errno.EINVAL, "told to refuse")
+            return real(fd, buffers, at)
+
+        monkeypatch.setattr(os, "pwritev", refusing)
+        assert set(await bench.put(*range(4))) == {OK}
         assert set(await bench.get(*range(4))) == {OK}
 
 

@@ -248,11 +248,12 @@ class SlabFiles:
 
     def read(self, slot: int, address: int, room: int) -> Outcome:
         """A slot's payload to memory; `room` bytes may be written there. MISS if the file is shorter than that."""
+        direct = self.direct
         try:
             with self._place(slot) as (fd, at):
                 return self._read(fd, at, address, room)
         except OSError as error:
-            if self._buffered_from_now_on(error):
+            if direct and self._buffered_from_now_on(error):
                 return self.read(slot, address, room)
             return self._failed(error)
 
@@ -277,8 +278,8 @@ class SlabFiles:
 
     def _buffered_from_now_on(self, error: OSError) -> bool:
         """Whether it was direct I/O that was refused (some file systems open for it and then do not do it): from now on it goes through
-        the page cache."""
-        if error.errno != errno.EINVAL or not self.direct:
+        the page cache. For a call that began with direct I/O; another thread may have found out before it."""
+        if error.errno != errno.EINVAL:
             return False
         for fd in self.slabs[:HELD]:
             fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
@@ -287,11 +288,12 @@ class SlabFiles:
 
     def write(self, slot: int, address: int, room: int) -> Outcome:
         """Memory to a slot's payload; `room` bytes may be read there."""
+        direct = self.direct
         try:
             with self._place(slot) as (fd, at):
                 return self._write(fd, at, address, room)
         except OSError as error:
-            if self._buffered_from_now_on(error):
+            if direct and self._buffered_from_now_on(error):
                 return self.write(slot, address, room)
             return self._failed(error)
 
