@@ -191,6 +191,28 @@ async def test_job_results_and_failures_return_as_messages_and_jobs_end_with_the
         assert server.statistics().jobs == 0
 
 
+async def test_an_actor_has_ended_when_its_jobs_have():
+    ended = []
+
+    async def job():
+        try:
+            await asyncio.sleep(60)
+        finally:
+            for _ in range(20):
+                await asyncio.sleep(0)
+            ended.append("job")
+
+    wired = Wired()
+    async with wired.running():
+        server = wired.supervisor.actor("server")
+        server.start_job(job(), lambda _: None, lambda _: None)
+        await asyncio.sleep(0)
+        with pytest.raises(ActorFailed):
+            await wired.server.ask(Boom(), deadline=deadline_after(5))
+        await server.ended
+        assert ended == ["job"]
+
+
 async def test_the_users_own_exception_passes_as_it_is():
     with pytest.raises(KeyError, match="mine"):
         async with Wired().running():

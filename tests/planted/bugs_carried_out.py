@@ -160,7 +160,7 @@ BUGS: tuple[Mutation, ...] = (
         "        await asyncio.gather(*jobs, return_exceptions=True)\n        await self.stopped()",
         "        await self.stopped()",
         "an actor is restarted while copies of its last life still write",
-        ("tests/actor/test_actor.py::test_job_results_and_failures_return_as_messages_and_jobs_end_with_their_actor",),
+        ("tests/actor/test_actor.py::test_an_actor_has_ended_when_its_jobs_have",),
     ),
     Mutation(
         "letters_to_the_dead_are_read",

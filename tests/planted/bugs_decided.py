@@ -151,7 +151,7 @@ BUGS: tuple[Mutation, ...] = (
         "            self._writes[op] = Asked(writer, len(batch), partial(self._after_write, batch))\n",
         "            self._after_write(batch, bytes([Outcome.OK]) * len(batch))\n",
         "a slot is free as soon as the write was sent, not when the store has read it",
-        ("tests/door/test_concurrent_requests.py::test_what_is_called_cached_is",),
+        ("tests/cpu_evictor/test_tiers_walk.py",),
     ),
     Mutation(
         "cancelled_load_keeps_a_pin",

@@ -262,8 +262,12 @@ async def test_a_planted_link_is_an_error_and_what_it_points_to_is_untouched(tmp
             target.write_bytes(b"x" * 900)
         (folder / name).unlink()
         (folder / name).symlink_to(target)
-    with pytest.raises(StoreError, match="symbolic link"):
-        await FileBackend(tmp_path / "store", PRINT, SIZE).open()
+    store = FileBackend(tmp_path / "store", PRINT, SIZE)
+    try:
+        with pytest.raises(StoreError, match="symbolic link"):
+            await store.open()
+    finally:
+        await store.close()
     if name == "folder":
         assert digests(tmp_path / "moved") == held
     elif there:
