@@ -12,6 +12,7 @@ LIMITS: Mapping[str, tuple[str, str]] = {
     "blocks forgotten": ("kvactors.system", "FORGOTTEN"),
     "objects of a write": ("kvactors.cpu_evictor.traffic", "WRITE_BATCH"),
     "batches at the store": ("kvactors.storage.worker", "UNDER_WAY"),
+    "names of a report": ("kvactors.storage.worker", "REPORT_PAGE"),
     "saves waiting": ("kvactors.storage.direct", "WAITING"),
     "scopes remembered": ("kvactors.prefix_index.transfers", "ORIGINS"),
 }

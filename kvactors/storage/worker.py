@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
 from kvactors.actor import Actor, ActorRef, Message, on
+from kvactors.actor.actor import State
 from kvactors.actor.clock import now
 from kvactors.actor.log import described
 from kvactors.cpu_evictor.messages import Probed, ReadDone, StoreCleared, Written
@@ -46,11 +48,30 @@ class StorageWorker(Actor):
         self._under_way = self._batches = self._moved = 0
         self._snapshot_due = self._paging = False  # a report on the whole store: to be started; a NextPage is in the channel
         self._unreported: Iterator[bytes] = iter(())
+        self._reported: list[asyncio.Future[None]] = []  # in `sent`
 
     def started(self) -> None:
-        """What the life before was about to tell is told by this one."""
+        """What the earlier incarnation was about to report is reported by this one."""
         if self.life:
             self.report_all()
+
+    async def stopped(self) -> None:
+        """See `Actor.stopped`."""
+        self._report_complete()
+
+    async def sent(self) -> None:
+        """See `Actor.sent`: with every page of a report that has begun, or begins when this incarnation starts."""
+        while self._paging or self.state is State.STARTING:
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._reported.append(waiter)
+            await waiter
+        await super().sent()
+
+    def _report_complete(self) -> None:
+        waiters, self._reported = self._reported, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
 
     def report_all(self) -> None:
         """Report every key that the store lost, and every key it holds, in pages of one turn each. An unfinished report starts anew."""
@@ -83,6 +104,7 @@ class StorageWorker(Actor):
                 self._snapshot_due, self._unreported = False, self.backend.snapshot()
             page = list(islice(self._unreported, REPORT_PAGE))
             if not page:
+                self._report_complete()
                 return
             held = join_keys(key for key in page if self.backend.holds(key))
             self._report(held, b"", Reason.STORED)
@@ -103,7 +125,7 @@ class StorageWorker(Actor):
         again = Recheck(held, gone)
 
         async def sent() -> Recheck:
-            await self.sent()
+            await super(StorageWorker, self).sent()
             return again
 
         self.start_job(sent(), lambda recheck: recheck, lambda _: again)

@@ -42,8 +42,8 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "refused_clear_passes",
-        "storage/backends/file.py",
-        '            raise StoreError(f"{self.files.folder}: the store could not be cleared: {error}") from error\n',
+        "storage/backends/slab_steps.py",
+        '            raise StoreError(f"{self._files.folder}: the store could not be cleared: {error}") from error\n',
         "            self.uncleared = bool(error)\n            return\n",
         "a clear that the disk refused is reported as done",
         (f"{FORMAT}::test_a_clear_that_the_disk_refuses_is_an_error_and_nothing_is_hit_all_the_same",),

@@ -106,6 +106,15 @@ async def test_names_removed_between_two_pages_are_not_reported(monkeypatch):
     assert last not in reports.names("Gained")
 
 
+@pytest.mark.parametrize("at_rest", [True, False])
+async def test_a_flush_waits_for_every_page_of_the_report_at_the_start(monkeypatch, at_rest):
+    monkeypatch.setattr(worker, "REPORT_PAGE", 3)
+    store = Filled(100)
+    async with kvactors.open(config(actors={"channel_bound": 1}), backend=store) as cache:
+        await cache.flush_settled(at_rest=at_rest)
+        assert cache.system.notifier_actor.unnamed() == 100
+
+
 class Unknown(Control, frozen=True, eq=False):
     """No actor handles it."""
 

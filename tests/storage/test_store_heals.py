@@ -71,7 +71,7 @@ async def test_a_disk_with_room_again_is_used(tmp_path, monkeypatch, small_slabs
         with monkeypatch.context() as patch:
             patch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
             await bench.put(*range(10, 14))
-        bench.store._no_growth_until = 0.0
+        bench.store.growth.pause_until = 0.0
         await bench.put(*range(20, 24))
         assert len(bench.store.files.slabs) == 2
         assert len(bench.store.keys()) == 12

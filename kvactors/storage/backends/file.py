@@ -23,6 +23,7 @@ from kvactors.storage.backends.file_survey import FileStatistics, survey
 from kvactors.storage.backends.owned import OwnedBackend
 from kvactors.storage.backends.slab_files import SlabFiles, outcome_of
 from kvactors.storage.backends.slab_memory import extent
+from kvactors.storage.backends.slab_steps import GROW_AGAIN, Generations, Growth
 from kvactors.storage.backends.slab_table import PAGE, WRITTEN_AT, Meta, checksum_of, entry_of
 from kvactors.storage.backends.slots import Slots
 from kvactors.storage.messages import Outcome
@@ -34,9 +35,6 @@ log = get_logger()
 
 SLAB_BYTES = 256 << 20
 """Bytes of a slab, unless the whole capacity is less."""
-
-GROW_AGAIN = 10.0
-"""Seconds after which a store on a full disk tries to grow again; until then it evicts."""
 
 CLOSING = 1.0
 """Seconds that calls may take to end when the store is closed; threads that hang longer are abandoned."""
@@ -77,10 +75,10 @@ class FileBackend(OwnedBackend):
         self._objects: dict[bytes, tuple[int, bytes]] = {}  # slot and table entry, of what can be read
         self._written: dict[bytes, tuple[int, bytes]] = {}  # the same, of payloads whose entries are not written yet
         self.slots = Slots()
+        self.growth = Growth(self.files, self.slots, self._threads)
+        self._generations = Generations(self.files, self._threads)
         self._torn = self._sequence = self._capacity = 0
-        self._scan_s = self._no_growth_until = self._no_eviction_until = 0.0
-        self._growing: asyncio.Task[Outcome] | None = None
-        self._advancing: asyncio.Task[None] | None = None
+        self._scan_s = self._no_eviction_until = 0.0
         self._arena: Arena | None = None
 
     async def open(self) -> None:
@@ -96,7 +94,7 @@ class FileBackend(OwnedBackend):
         began = asyncio.get_running_loop().time()
         (found, self._torn, _), self._capacity = await self._in_thread(survey, self.files, self._wanted)
         self.generation = self.files.meta.generation
-        self.catalog.capacity = self._capacity
+        self.catalog.capacity = self.growth.capacity = self._capacity
         evicted: list[bytes] = []
         doubles: list[int] = []
         for one in found:
@@ -249,7 +247,7 @@ class FileBackend(OwnedBackend):
                 self._fit()
             if slots.free:
                 return slots.free.popleft(), Outcome.OK
-            outcome = await self._grown()
+            outcome = await self.growth.more()
             if slots.free or outcome == Outcome.OK:
                 continue  # those of a new slab may have been taken by others already
             if outcome != Outcome.NO_SPACE:
@@ -271,29 +269,6 @@ class FileBackend(OwnedBackend):
         if first:
             self.slots.first(slot)
         return True
-
-    async def _grown(self) -> Outcome:
-        if now() < self._no_growth_until:
-            return Outcome.NO_SPACE
-        if self._growing is None:
-            self._growing = asyncio.get_running_loop().create_task(self._grow())
-        growing = self._growing
-        outcome = await to_the_end(growing)
-        if self._growing is growing:
-            self._growing = None
-        return outcome
-
-    async def _grow(self) -> Outcome:
-        per_slab, slabs = self.files.meta.slots_per_slab, len(self.files.slabs)
-        # Slots that wait for their readers, or are in quarantine, may ask for one slab more than the capacity does.
-        if slabs >= -(-self._capacity // per_slab) + 1:
-            return Outcome.NO_SPACE
-        outcome = await self._in_thread(self.files.grow)
-        if outcome == Outcome.OK:
-            self.slots.give(range(slabs * per_slab, (slabs + 1) * per_slab))
-        elif outcome == Outcome.NO_SPACE:
-            self._no_growth_until = now() + GROW_AGAIN
-        return outcome
 
     async def seal(self, keys: Sequence[bytes]) -> Outcome:
         """See `OwnedBackend.seal`: their entries, and for `synced` everything to the device."""
@@ -335,27 +310,15 @@ class FileBackend(OwnedBackend):
         slots = [slot for slot, _ in self._objects.values()]
         self._objects.clear()
         self.generation = max(self.generation + 1, generation)
-        self.uncleared = True
-        before = self._advancing
-        advancing = self._advancing = asyncio.get_running_loop().create_task(self._advance(before))
         try:
-            await to_the_end(advancing)
+            await self._generations.advance(lambda: self.generation)
         finally:
             self.slots.give(slots)
-            if self._advancing is advancing:
-                self._advancing = None
 
-    async def _advance(self, before: asyncio.Task[None] | None) -> None:
-        """One after another: the first page never goes back."""
-        if before is not None:
-            await asyncio.wait([before])
-        generation = self.generation
-        try:
-            await self._in_thread(self.files.advance, generation)
-        except OSError as error:
-            raise StoreError(f"{self.files.folder}: the store could not be cleared: {error}") from error
-        if generation == self.generation:
-            self.uncleared = False
+    @property
+    def uncleared(self) -> bool:  # type: ignore[override]
+        """See `Backend.uncleared`."""
+        return self._generations.uncleared
 
     async def each(self, work: Sequence[Callable[[], Awaitable[None]]]) -> None:
         """`depth` at once."""

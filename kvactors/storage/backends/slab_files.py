@@ -28,7 +28,8 @@ import xxhash
 
 from kvactors.actor.log import get_logger
 from kvactors.errors import StoreError
-from kvactors.files import FOLDER_MODE, locked, open_folder, open_private, private_folder, read_all
+from kvactors.files import FOLDER_MODE, open_folder, open_private, private_folder, read_all
+from kvactors.storage.backends.slab_lock import inode, take_lock
 from kvactors.storage.backends.slab_memory import address_of, memory
 from kvactors.storage.backends.slab_table import PAGE, Damaged, Meta, meta_of
 from kvactors.storage.messages import Outcome
@@ -66,7 +67,7 @@ class SlabFiles:
             self._folder = open_folder(self.folder)
             if not self.read_only:
                 os.fchmod(self._folder, FOLDER_MODE)
-                self._take_lock()
+                self._lock = take_lock(self.folder, self._folder)
             return self._open_table()
         except OSError as error:
             self.close()
@@ -78,25 +79,9 @@ class SlabFiles:
     def _open(self, name: str, flags: int) -> int:
         return open_private(name, flags, dir_fd=self._folder)
 
-    def _take_lock(self) -> None:
-        while True:
-            self._lock = self._open("lock", os.O_RDWR | os.O_CREAT)
-            if not locked(self._lock):
-                holder = os.pread(self._lock, 32, 0).decode("ascii", "replace").strip() or "?"
-                raise StoreError(f"{self.folder} is in use by process {holder}; open it with read_only, or another folder")
-            if self._inode("lock") == os.fstat(self._lock).st_ino:
-                break
-            os.close(self._lock)  # 'kvactors store prune' has removed it since it was opened
-            self._lock = -1
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, str(os.getpid()).encode(), 0)
-
     def _inode(self, name: str) -> int | None:
         """Of a file in the folder where it is expected now; None if there is none."""
-        try:
-            return (self.folder / name).lstat().st_ino
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+        return inode(self.folder / name)
 
     def _open_table(self) -> bytes:
         path = self.folder / "table"

@@ -1,0 +1,106 @@
+"""Steps of a file store that run in tasks, one at a time: a new slab, and the next generation.
+
+Neither works on memory that a caller lent, so a cancelled task ends at once and its thread's call is left to itself. Such a task is cancelled only
+when the loop ends (`asyncio.run` cancels every task): a disk that hangs must not keep it from ending.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from kvactors.actor.clock import now
+from kvactors.actor.uncancelled import to_the_end
+from kvactors.errors import StoreError
+from kvactors.storage.backends.slab_files import SlabFiles
+from kvactors.storage.backends.slots import Slots
+from kvactors.storage.messages import Outcome
+from kvactors.threads import Workers
+
+GROW_AGAIN = 10.0
+"""Seconds after which a store on a full disk tries to grow again; until then it evicts."""
+
+
+class Growth:
+    """Adds slabs to a store, up to the capacity. capacity: objects at most, known once the store is open. pause_until: the disk was full; it
+    does not grow before then."""
+
+    def __init__(self, files: SlabFiles, slots: Slots, threads: Workers) -> None:
+        self.capacity = 0
+        self.pause_until = 0.0
+        self._files = files
+        self._slots = slots
+        self._threads = threads
+        self._task: asyncio.Task[Outcome] | None = None
+        self._call: Future[Outcome] | None = None  # in a thread; outlasts a task that was cancelled
+
+    async def more(self) -> Outcome:
+        """One more slab, with all that wait for it: OK, NO_SPACE or UNAVAILABLE. A caller that is cancelled raises that when the step has ended."""
+        if now() < self.pause_until:
+            return Outcome.NO_SPACE
+        if self._task is None:
+            if self._call is not None and not self._call.done():
+                return Outcome.UNAVAILABLE
+            self._task = asyncio.get_running_loop().create_task(self._grow())
+            self._task.add_done_callback(self._ended)
+        return await _outcome(self._task)
+
+    def _ended(self, task: asyncio.Task[Outcome]) -> None:
+        self._task = None
+        if not task.cancelled():
+            task.exception()  # of a task whose callers were all cancelled
+
+    async def _grow(self) -> Outcome:
+        per_slab, slabs = self._files.meta.slots_per_slab, len(self._files.slabs)
+        # Slots that wait for their readers, or are in quarantine, may ask for one slab more than the capacity does.
+        if slabs >= -(-self.capacity // per_slab) + 1:
+            return Outcome.NO_SPACE
+        self._call = self._threads.submit(self._files.grow)
+        outcome = await asyncio.wrap_future(self._call)
+        if outcome == Outcome.OK:
+            self._slots.give(range(slabs * per_slab, (slabs + 1) * per_slab))
+        elif outcome == Outcome.NO_SPACE:
+            self.pause_until = now() + GROW_AGAIN
+        return outcome
+
+
+async def _outcome(growing: asyncio.Task[Outcome]) -> Outcome:
+    try:
+        return await to_the_end(growing)
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling() or not growing.cancelled():
+            raise
+        return Outcome.UNAVAILABLE  # the step alone was cancelled
+
+
+class Generations:
+    """Writes the store's generation to the first page. uncleared: whether the last one is not there yet."""
+
+    def __init__(self, files: SlabFiles, threads: Workers) -> None:
+        self.uncleared = False
+        self._files = files
+        self._threads = threads
+        self._last: asyncio.Task[None] | None = None
+
+    async def advance(self, generation: Callable[[], int]) -> None:
+        """Make the generation of the moment durable, after every earlier step: the first page never goes back. StoreError if the disk refuses."""
+        self.uncleared = True
+        advancing = self._last = asyncio.get_running_loop().create_task(self._advance(self._last, generation))
+        try:
+            await to_the_end(advancing)
+        finally:
+            if self._last is advancing:
+                self._last = None
+
+    async def _advance(self, before: asyncio.Task[None] | None, generation: Callable[[], int]) -> None:
+        if before is not None:
+            await asyncio.wait([before])
+        number = generation()
+        try:
+            await asyncio.wrap_future(self._threads.submit(lambda: self._files.advance(number)))
+        except OSError as error:
+            raise StoreError(f"{self._files.folder}: the store could not be cleared: {error}") from error
+        if number == generation():
+            self.uncleared = False

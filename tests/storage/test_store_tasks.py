@@ -1,0 +1,79 @@
+"""Tasks of a file store end when the loop ends, whatever the disk does."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+
+import pytest
+from store_kit import OK, PRINT, SIZE, opened
+
+from kvactors.errors import StoreError
+from kvactors.storage.backends import FileBackend
+from kvactors.storage.backends.slab_files import SlabFiles
+from kvactors.storage.messages import Outcome
+
+HANG = 20.0
+"""Seconds after which the disk of a test answers, so that a failure is no hang."""
+
+
+class Disk:
+    """Calls of SlabFiles that hang until `answers` is set."""
+
+    def __init__(self, monkeypatch, call: str) -> None:
+        self.entered, self.answers = threading.Event(), threading.Event()
+        done = getattr(SlabFiles, call)
+
+        def hanging(files, *args):
+            self.entered.set()
+            self.answered = self.answers.wait(HANG)
+            return done(files, *args)
+
+        self.answered = None
+        monkeypatch.setattr(SlabFiles, call, hanging)
+
+
+@pytest.mark.parametrize("call", ["grow", "advance"])
+def test_a_loop_ends_although_a_step_of_the_store_hangs(tmp_path, monkeypatch, call):
+    disk = Disk(monkeypatch, call)
+
+    async def main():
+        store = FileBackend(tmp_path, PRINT, SIZE, 4)
+        await store.open()
+        work = store.write([bytes(32)], [memoryview(bytes(SIZE))], lambda: False) if call == "grow" else store.clear()
+        main.task = asyncio.create_task(work)
+        while not disk.entered.is_set():
+            await asyncio.sleep(0.001)
+
+    asyncio.run(main())  # cancels the task, and the step's
+    waited = disk.answered is not None
+    disk.answers.set()
+    assert not waited, "the loop ended only when the disk answered"
+    assert main.task.cancelled()
+
+
+async def test_a_step_that_was_cancelled_alone_is_tried_again(tmp_path, monkeypatch):
+    disk = Disk(monkeypatch, "grow")
+    async with opened(tmp_path) as bench:
+        writing = asyncio.create_task(bench.put(1))
+        while not disk.entered.is_set():
+            await asyncio.sleep(0.001)
+        next(task for task in asyncio.all_tasks() if "Growth._grow" in repr(task)).cancel()
+        assert await writing == [Outcome.UNAVAILABLE]
+        assert await bench.put(2) == [Outcome.UNAVAILABLE], "two calls grow the store at once"
+        disk.answers.set()
+        while not bench.store.growth._call.done():
+            await asyncio.sleep(0.001)
+        assert await bench.put(2) == [OK]
+
+
+async def test_a_lock_that_is_replaced_again_and_again_is_an_error(tmp_path, monkeypatch):
+    stat = os.fstat
+    monkeypatch.setattr(
+        os, "fstat", lambda fd: os.stat_result((*stat(fd)[:1], 1, *stat(fd)[2:]))
+    )  # another file is at its path
+    store = FileBackend(tmp_path, PRINT, SIZE, 4)
+    with pytest.raises(StoreError, match="another file took its place 100 times"):
+        await store.open()
+    await store.close()
