@@ -152,9 +152,11 @@ class FlushConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
 
 
 class ActorsConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The runtime. channel_bound: messages a forward channel holds. drain: seconds a stop may take. restarts: deaths a group may have in 60 s."""
+    """The runtime. channel_bound: messages a forward channel holds. start: seconds that each part (store, sink, copy engine) may take to open.
+    drain: seconds a stop may take. restarts: deaths a group may have in 60 s."""
 
     channel_bound: int = 256
+    start: float = 120.0
     drain: float = 10.0
     restarts: int = 5
 

@@ -77,6 +77,7 @@ RANGES = {
     "attention_store.write_slice_timeout": SECONDS,
     "attention_store.write_total_timeout": Range(0, 1e9),
     "actors.channel_bound": Range(1, 1 << 20),
+    "actors.start": SECONDS,
     "actors.drain": SECONDS,
     "actors.restarts": Range(0, 1 << 20),
     "ranks.count": Range(1, 1 << 10),

@@ -30,7 +30,7 @@ from kvactors.device import config_for, layout_for, make_device
 from kvactors.device.arena import Arena
 from kvactors.device.base import Device
 from kvactors.device.remote import RanksArena, RanksDevice
-from kvactors.errors import CacheClosed, CacheFailed, ConfigError, KVActorsError
+from kvactors.errors import CacheClosed, CacheFailed, ConfigError, DeviceError, KVActorsError, SinkError, StoreError
 from kvactors.flush_notifier.actor import FlushNotifier
 from kvactors.flush_notifier.deliveries import close_sink, open_sink
 from kvactors.flush_notifier.messages import Settle
@@ -39,6 +39,7 @@ from kvactors.gpu_swapper.actor import GpuSwapper
 from kvactors.gpu_swapper.executor import Executor, make_executor
 from kvactors.gpu_swapper.remote import RemoteExecutor
 from kvactors.identity import CacheScope, StoreIdentity
+from kvactors.opening import Opening
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.roots import Roots
@@ -316,26 +317,27 @@ class System:
         def closing(name: str, close: Callable[[], Awaitable[None]], limit: float = float("inf")) -> None:
             opened.push_async_callback(self.shutdown.step, name, close, limit)
 
+        step = Opening(self.config.actors.start, self.shutdown).step
         closing("executor", self.executor.close)
         if self.ranks is not None:
             closing("ranks", self.ranks.close)
             await self.ranks.open()
         if self.store is not None:
             closing("store", self.store.close)
-            await self.store.open()
+            await step("store", self.store.open, StoreError)
         if self.direct_backend is not None:
             closing("device store", self.direct_backend.close)
-            await self.direct_backend.open()
+            await step("device store", self.direct_backend.open, StoreError)
         for sink in self.sinks.values():
             closing(f"sink {sink.name}", partial(close_sink, sink, self.config.flush.timeout))
-            await open_sink(sink)
+            await step(f"sink {sink.name!r}", partial(open_sink, sink), SinkError)
         if self.inline:
             self.arena.touch()
         else:
             await in_thread(self.arena.touch, "kvactors-touch", self.arena.stop_touching)
         if self.store is not None:
-            await self.store.attach(self.arena)
-        await self.executor.open()
+            await step("store", partial(self.store.attach, self.arena), StoreError)
+        await step("copy engine", self.executor.open, DeviceError)
 
     async def _drain(self, clean: bool) -> None:
         """Wait until nothing is in flight; after a block that ended well, until the sinks that answer have what is pending too."""

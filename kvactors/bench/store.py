@@ -101,7 +101,12 @@ async def ours(folder: Path, arena: Arena, size: int, count: int, first: int) ->
     await store.attach(arena)
     supervisor = Supervisor(Activity())
     refs = {kind: supervisor.make_ref(kind, 256) for kind in (StorageReader, StorageWriter, Sink, Ear)}
-    parts: dict[str, Any] = {"backend": CheckedBackend(store), "arena": arena, "evictor": refs[Sink], "notifier": refs[Ear]}
+    parts: dict[str, Any] = {
+        "backend": CheckedBackend(store, 60.0),
+        "arena": arena,
+        "evictor": refs[Sink],
+        "notifier": refs[Ear],
+    }
     specs = [
         ActorSpec(StorageReader, lambda ref: StorageReader(ref, **parts), refs[StorageReader]),
         ActorSpec(StorageWriter, lambda ref: StorageWriter(ref, **parts), refs[StorageWriter]),

@@ -1,9 +1,10 @@
 """The leader's side of its ranks: every operation is sent to all of them at once, and the answers are gathered without a barrier.
 
 A rank that does not answer in time is silent: from then on nothing is sent to any rank, and every operation fails at once, until it
-has answered everything it was asked. These operations stay open, and with them their slots and device blocks: a process that was stopped in
-the middle of a copy may go on with it at any moment. A rank whose connection is lost may have lost its memory, so everything that was
-cached before is void; the operations it was asked have ended when it connects again (it finishes them before it sends its identity).
+has answered everything it was asked. A rank whose store is late is not silent as long as it answers a ping: copies go on. Operations of a
+silent rank stay open, and with them their slots and device blocks: a process that was stopped in the middle of a copy may go on with it
+at any moment. A rank whose connection is lost may have lost its memory, so everything that was cached before is void; the operations it was
+asked have ended when it connects again (it finishes them before it sends its identity).
 """
 
 from __future__ import annotations
@@ -23,7 +24,19 @@ from kvactors.ranks.handshake import LIMIT, check_rank, refuse
 from kvactors.ranks.link import PAGE_LIMIT, Link, Violation
 from kvactors.ranks.listening import Listener
 from kvactors.ranks.names import RankNames, in_slices
-from kvactors.ranks.protocol import FROM_RANK_BYTES, MOST_NAMES, Answer, Arrived, Frame, Identity, Names, Pong, Welcome
+from kvactors.ranks.protocol import (
+    FROM_RANK_BYTES,
+    Answer,
+    Arrived,
+    Frame,
+    Identity,
+    Names,
+    Pong,
+    StoreObjects,
+    Welcome,
+)
+from kvactors.ranks.refusals import lacking, misfit
+from kvactors.ranks.silence import Silence
 from kvactors.ranks.state import Health, Operation, Rank, RankHealth, RankStatistics
 from kvactors.ranks.strangers import Strangers
 from kvactors.ranks.wire import Wire
@@ -74,6 +87,7 @@ class RankGroup:
         self._joining: asyncio.Future[None] | None = None
         self._admission: asyncio.Future[None] | None = None
         self._progress = 0.0
+        self._silence = Silence(config.timeout, self._set)
         self._listener = Listener(self.meet, lambda source, reason: self.strangers.refused(source, "another user", reason))
 
     @property
@@ -99,32 +113,25 @@ class RankGroup:
                 self._admission = asyncio.get_running_loop().create_future()
                 await asyncio.wait((self._admission,), timeout=left)
             if not self.healthy:
-                raise RankError(self._lacking())
+                raise RankError(lacking(self._ranks, self.config, self.strangers))
         except BaseException:
             await uncancelled(self.close())
             raise
 
-    def _lacking(self) -> str:
-        lacking = [rank.number for rank in self._ranks if rank.health is not Health.HEALTHY]
-        refused = [f"{number} connections refused: {kind}" for kind, number in self.strangers.counts.items()]
-        details = "; ".join([*self.strangers.shown, *refused])
-        text = f"ranks {lacking} of {self.config.count} did not come to {self.config.endpoint} in time"
-        return f"{text} ({details})" if details else text
-
     def release(self) -> None:
         """Nothing will be reused any more: operations that wait for a silent or lost rank need not wait longer."""
-        self._closing = True
+        self._closing = self._silence.closing = True
         for rank in self._ranks:
             if rank.health is not Health.HEALTHY:
                 rank.settle()
 
     async def close(self) -> None:
         """End every operation and close every connection."""
-        self._closing = True
+        self._closing = self._silence.closing = True
         for rank in self._ranks:
             rank.settle()
             if rank.link is not None:
-                rank.link.over()
+                rank.link.over()  # ends the pings, too
         await self._listener.stop()
 
     # -- operations
@@ -161,27 +168,23 @@ class RankGroup:
 
         answers: list[asyncio.Future[Answer | None]] = []
         for rank in self._ranks:
-            operation = Operation(loop.create_future(), progress(rank.number) if arrived else None, outcomes, worst)
+            operation = Operation(
+                loop.create_future(),
+                progress(rank.number) if arrived else None,
+                outcomes,
+                worst,
+                stored=isinstance(message, StoreObjects),
+            )
             answers.append(operation.answer)
             if rank.health is not Health.HEALTHY or rank.link is None:
                 operation.over(None)
                 continue
-            operation.timer = loop.call_later(self.config.timeout, self._silent, rank, op)
+            operation.timer = loop.call_later(self.config.timeout, self._silence.late, rank, op)
             rank.open[op] = operation
             rank.operations += 1
             rank.link.wire.send(message)
         await to_the_end(asyncio.gather(*answers))
         return [answer.result() for answer in answers]
-
-    def _silent(self, rank: Rank, op: int) -> None:
-        """An answer is late."""
-        if self._closing:
-            rank.settle()
-        elif op in rank.open:
-            rank.overdue.add(op)
-            if rank.health is Health.HEALTHY:
-                rank.silences += 1
-                self._set(rank, Health.SILENT, f"no answer in {self.config.timeout:g} s")
 
     # -- connections
 
@@ -211,7 +214,7 @@ class RankGroup:
             if not isinstance(identity, Identity):
                 self.strangers.refused(wire.source, "no identity", wire.violation or type(identity).__name__)
                 return
-            reason = self._misfit(identity) or await self._claim(identity)
+            reason = misfit(identity, self) or await self._claim(identity)
             if reason:
                 self.strangers.refused(wire.source, "does not fit", reason, show=True)
                 await refuse(wire, reason)
@@ -221,27 +224,6 @@ class RankGroup:
         finally:
             self._unclaimed.pop(wire, None)
             wire.close()
-
-    def _misfit(self, identity: Identity) -> str:
-        """Why a rank cannot be one of these, with both values; empty if it can."""
-        ours = self.identity
-        rows = (
-            ("rank count", identity.ranks, self.config.count),
-            ("model", identity.model, ours.model),
-            ("storage namespace", identity.namespace, ours.namespace),
-            ("storage back end", identity.storage, self.storage),
-            ("layout", identity.fingerprint.hex()[:16], ours.fingerprint.hex()[:16]),
-            ("device blocks", identity.blocks, self.blocks),
-            ("host slots", identity.slots, self.slots),
-        )
-        for name, theirs, wanted in rows:
-            if theirs != wanted:
-                return f"rank {identity.rank} has {name} {theirs!r}, the leader has {wanted!r}"
-        if not 0 <= identity.rank < self.config.count:
-            return f"there is no rank {identity.rank} of {self.config.count}"
-        if not 0 <= identity.objects <= MOST_NAMES:
-            return f"rank {identity.rank} has {identity.objects} stored objects, at most {MOST_NAMES} are possible"
-        return ""
 
     async def _claim(self, identity: Identity) -> str:
         """Wait until the rank's number is free. Returns why it is not: another process serves it and answers."""
@@ -333,6 +315,7 @@ class RankGroup:
                 link.names(message)
             elif isinstance(message, Pong):
                 link.pong()
+                self._silence.answered(rank)
             else:
                 raise Violation(f"unexpected message {type(message).__name__}")
         if link.wire.violation:

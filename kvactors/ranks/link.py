@@ -34,13 +34,13 @@ class Link:
         self._page: asyncio.Future[None] | None = None
         self._pong: asyncio.Future[bool] | None = None
 
-    async def answers(self) -> bool:
-        """Whether the rank answers a ping in PING_LIMIT seconds; False at once when the connection is lost."""
+    async def answers(self, limit: float = PING_LIMIT) -> bool:
+        """Whether the rank answers a ping in `limit` seconds; False at once when the connection is lost."""
         if self._pong is None or self._pong.done():
             self._pong = asyncio.get_running_loop().create_future()
             self.wire.send(Ping())
         pong = self._pong
-        await asyncio.wait((pong,), timeout=PING_LIMIT)
+        await asyncio.wait((pong,), timeout=limit)
         return pong.done() and pong.result()
 
     def pong(self) -> None:

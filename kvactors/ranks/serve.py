@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack
+from functools import partial
+from typing import Any
 
 import anyio
 from msgspec.structs import replace
 
 from kvactors.actor.clock import now
-from kvactors.actor.log import get_logger
-from kvactors.actor.uncancelled import ended
+from kvactors.actor.log import described, get_logger
+from kvactors.actor.supervisor import LEAST_STEP
+from kvactors.actor.uncancelled import ended, uncancelled
 from kvactors.config import Config, StorageConfig
 from kvactors.device.arena import Arena
 from kvactors.device.base import Device
-from kvactors.errors import ConfigError, LayoutError, RankError, StoreError
+from kvactors.errors import ConfigError, DeviceError, LayoutError, RankError, StoreError
 from kvactors.gpu_swapper.executor import Executor, make_executor
 from kvactors.gpu_swapper.messages import Direction
 from kvactors.identity import StoreIdentity
+from kvactors.opening import Opening
 from kvactors.ranks.handshake import check_leader
 from kvactors.ranks.listening import connect
 from kvactors.ranks.names import pages
 from kvactors.ranks.protocol import (
     Answer,
+    AnyFrame,
     Arrived,
     CopyBlocks,
     Identity,
@@ -38,7 +43,7 @@ from kvactors.ranks.protocol import (
 )
 from kvactors.ranks.wire import Wire
 from kvactors.ranks_config import Secret
-from kvactors.shutdown import Shutdown
+from kvactors.shutdown import STOP, Shutdown
 from kvactors.storage.backends import Backend, make_backend
 from kvactors.storage.backends.checked import CheckedBackend
 from kvactors.storage.messages import Outcome
@@ -82,7 +87,8 @@ async def serve_rank(
         inline_copies: copy in the loop's thread, for loops of virtual time (with a memory:// endpoint).
 
     Raises:
-        ConfigError, LayoutError, StoreError, DeviceError: at the start. A tcp endpoint without a secret is a ConfigError.
+        ConfigError, LayoutError, StoreError, DeviceError: at the start. A tcp endpoint without a secret is a ConfigError. A store or a copy
+            engine that does not open in `actors.start` seconds is a StoreError or DeviceError.
         RankError: the leader refuses this rank (the message names the values that differ), does not have the same secret, or another
             process already serves this number and answers.
     """
@@ -106,8 +112,8 @@ async def serve_rank(
     )
     shutdown = Shutdown(config.actors.drain, arena)
     executor = make_executor(device, arena, config.host, inline=inline_copies)
-    one = _Serving(identity, storage.backend, executor, backend, Secret(shared.secret))
-    work = one.run(endpoint, admitted or (lambda: None), shutdown, inline=inline_copies)
+    one = _Serving(identity, storage, executor, backend, Secret(shared.secret), shutdown)
+    work = one.run(endpoint, admitted or (lambda: None), Opening(config.actors.start, shutdown), inline=inline_copies)
     task = asyncio.get_running_loop().create_task(work, name=f"kvactors rank {rank}")
     try:
         await asyncio.wait([task])
@@ -125,26 +131,35 @@ class _Refuse(Exception):
 
 class _Serving:
     def __init__(
-        self, identity: StoreIdentity, storage: str, executor: Executor, backend: Backend | None, secret: Secret
+        self,
+        identity: StoreIdentity,
+        storage: StorageConfig,
+        executor: Executor,
+        backend: Backend | None,
+        secret: Secret,
+        shutdown: Shutdown,
     ) -> None:
         self.identity = identity
-        self.storage = storage
+        self.storage = storage.backend
+        self.limit = storage.timeout
+        self.shutdown = shutdown
         self.rank = identity.rank
         self.executor = executor
         self.backend = backend
-        self.store = CheckedBackend(backend) if backend is not None else None
+        self.store = CheckedBackend(backend, storage.timeout) if backend is not None else None
         self.arena = executor.arena
         self.secret = secret
         self._warned = ""
 
-    async def run(self, endpoint: str, admitted: Callable[[], None], shutdown: Shutdown, *, inline: bool) -> None:
+    async def run(self, endpoint: str, admitted: Callable[[], None], opening: Opening, *, inline: bool) -> None:
         """Open the store and the arena's memory, serve, and close them, each step to its end and all of them within the shutdown's limit."""
+        shutdown = self.shutdown
         shutdown.waits.enter()
         try:
             async with AsyncExitStack() as opened:
                 opened.push_async_callback(shutdown.step, "executor", self.executor.close)
                 try:
-                    await self._open(opened, shutdown, inline=inline)
+                    await self._open(opened, opening, inline=inline)
                     await self.serve(endpoint, admitted)
                 finally:
                     shutdown.begin()
@@ -153,17 +168,17 @@ class _Serving:
             shutdown.over(stuck=self.backend is not None and self.backend.stuck)
             self.arena.close()
 
-    async def _open(self, opened: AsyncExitStack, shutdown: Shutdown, *, inline: bool) -> None:
+    async def _open(self, opened: AsyncExitStack, opening: Opening, *, inline: bool) -> None:
         if self.store is not None:
-            opened.push_async_callback(shutdown.step, "store", self.store.close)
-            await self.store.open()
+            opened.push_async_callback(self.shutdown.step, "store", self.store.close)
+            await opening.step("store", self.store.open, StoreError)
         if inline:
             self.arena.touch()
         else:
             await in_thread(self.arena.touch, "kvactors-touch", self.arena.stop_touching)
         if self.store is not None:
-            await self.store.attach(self.arena)
-        await self.executor.open()
+            await opening.step("store", partial(self.store.attach, self.arena), StoreError)
+        await opening.step("copy engine", self.executor.open, DeviceError)
 
     async def serve(self, endpoint: str, admitted: Callable[[], None]) -> None:
         """Connect, be admitted, do what is asked; when the connection is lost finish that, and begin again."""
@@ -238,24 +253,63 @@ class _Serving:
         return True
 
     async def _work(self, wire: Wire) -> None:
-        """Do what the leader asks until the connection is lost and everything it asked has ended."""
-        async with anyio.create_task_group() as tasks:
+        """Do what the leader asks until the connection is lost and everything it asked has ended. Without a connection an idle rank waits for
+        the leader's next message without limit; the end of the connection ends that wait."""
+        tasks: set[asyncio.Task[None]] = set()
+
+        def ended(task: asyncio.Task[None]) -> None:
+            tasks.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                log.error("operation failed", rank=self.rank, error=described(error))
+                wire.close()  # without an answer the leader would count this rank as silent for good
+
+        try:
             while (message := await wire.receive()) is not None:
                 try:
-                    if isinstance(message, CopyBlocks):
-                        self._check(len(message.blocks), message.slots, message.blocks)
-                        tasks.start_soon(self._copy, wire, message)
-                    elif isinstance(message, StoreObjects):
-                        self._check_store(message)
-                        tasks.start_soon(self._store, wire, message)
-                    elif isinstance(message, Ping):
-                        wire.send(Pong())
-                    else:
-                        raise _Refuse(f"unexpected message {type(message).__name__}")
+                    work = self._work_of(wire, message)
                 except _Refuse as refusal:
-                    log.error("request of the leader that cannot be", rank=self.rank, reason=str(refusal))
+                    log.error("request of the leader that cannot be carried out", rank=self.rank, reason=str(refusal))
                     wire.close()
-                    return
+                    break
+                if work is not None:
+                    task = asyncio.get_running_loop().create_task(work)
+                    tasks.add(task)
+                    task.add_done_callback(ended)
+            await self._all_ended(tasks)
+        finally:
+            if tasks:
+                for task in tasks:
+                    task.cancel()
+                await uncancelled(self._give_up(tasks))
+
+    def _work_of(self, wire: Wire, message: AnyFrame) -> Coroutine[Any, Any, None] | None:
+        """What a message asks for; None if it is answered already."""
+        if isinstance(message, CopyBlocks):
+            self._check(len(message.blocks), message.slots, message.blocks)
+            return self._copy(wire, message)
+        if isinstance(message, StoreObjects):
+            self._check_store(message)
+            return self._store(wire, message)
+        if not isinstance(message, Ping):
+            raise _Refuse(f"unexpected message {type(message).__name__}")
+        wire.send(Pong())
+        return None
+
+    async def _all_ended(self, tasks: set[asyncio.Task[None]]) -> None:
+        """Wait for the operations in flight: the leader uses their slots and blocks again once this rank has connected. Logged when it takes long."""
+        if tasks:
+            await asyncio.wait(tasks, timeout=self.limit)
+        if tasks:
+            log.error("operations in flight keep this rank from connecting again", rank=self.rank, operations=len(tasks))
+            await asyncio.wait(tasks)
+
+    async def _give_up(self, tasks: set[asyncio.Task[None]]) -> None:
+        """Wait for operations that were cancelled, until the shutdown's deadline."""
+        self.shutdown.begin()
+        await asyncio.wait(tasks, timeout=self.shutdown.left(STOP) + LEAST_STEP)
+        if tasks:
+            self.arena.keep()
+            log.error("operations did not end before the shutdown's deadline", rank=self.rank, operations=len(tasks))
 
     def _check(self, count: int, slots: tuple[int, ...], blocks: tuple[int, ...] = ()) -> None:
         if len(slots) != count:

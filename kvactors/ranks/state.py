@@ -44,13 +44,21 @@ class RankHealth(NamedTuple):
 
 
 class Operation:
-    """What one rank has been asked. arrived: called with layers. outcomes, worst: what an answer must look like."""
+    """What one rank has been asked. arrived: called with layers. outcomes, worst: what an answer must look like. stored: whether the rank's
+    store carries it out."""
 
-    __slots__ = ("answer", "arrived", "outcomes", "timer", "worst")
+    __slots__ = ("answer", "arrived", "outcomes", "stored", "timer", "worst")
 
     def __init__(
-        self, answer: asyncio.Future[Answer | None], arrived: Callable[[int], None] | None, outcomes: int, worst: int
+        self,
+        answer: asyncio.Future[Answer | None],
+        arrived: Callable[[int], None] | None,
+        outcomes: int,
+        worst: int,
+        *,
+        stored: bool = False,
     ) -> None:
+        self.stored = stored
         self.answer = answer
         self.arrived = arrived
         self.outcomes = outcomes

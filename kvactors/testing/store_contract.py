@@ -25,6 +25,9 @@ from kvactors.storage.messages import Outcome
 
 GOOD = (Outcome.OK, Outcome.EXISTS)
 
+CALL_LIMIT = 60.0
+"""Seconds that a call to a store may take here."""
+
 
 def key(number: int) -> bytes:
     """A name."""
@@ -151,7 +154,7 @@ class StoreContract(ABC):
             folder = tmp_path / str(attempt)
             numbers = range(100, 132)
             async with self.opened(folder) as bench:
-                store = CheckedBackend(bench.store)
+                store = CheckedBackend(bench.store, CALL_LIMIT)
                 await bench.put(1, 2)
                 for view, number in zip(bench.views(32, 8), numbers, strict=True):
                     view[:] = bench.pattern(number)
@@ -174,7 +177,7 @@ class StoreContract(ABC):
     async def test_a_clear_that_fails_is_an_error_and_nothing_is_found_until_one_succeeds(self, tmp_path: Path) -> None:
         """The seam around every back end sees to it."""
         async with self.opened(tmp_path) as bench:
-            store, clear = CheckedBackend(bench.store), bench.store.clear
+            store, clear = CheckedBackend(bench.store, CALL_LIMIT), bench.store.clear
             await bench.put(1)
 
             async def refuse(generation: int = 0) -> None:

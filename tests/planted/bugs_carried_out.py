@@ -60,9 +60,9 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "silence_taken_for_the_end",
-        "ranks/group.py",
-        "                self._set(rank, Health.SILENT, f",
-        "                rank.settle()\n                self._set(rank, Health.SILENT, f",
+        "ranks/silence.py",
+        "                self._report(rank, Health.SILENT, f",
+        "                rank.settle()\n                self._report(rank, Health.SILENT, f",
         "blocks that a stopped rank may still write to are handed out again",
         ("tests/planted/test_gaps_below.py::test_what_a_silent_rank_was_asked_stays_open_until_it_answers",),
     ),

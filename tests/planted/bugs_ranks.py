@@ -55,8 +55,8 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "another_model_joins",
-        "ranks/group.py",
-        '            ("model", identity.model, ours.model),\n',
+        "ranks/refusals.py",
+        '        ("model", identity.model, ours.model),\n',
         "",
         "a rank with the objects of another model joins",
         ("tests/ranks/test_rank_protocol.py::test_an_identity_that_does_not_fit_is_refused_with_both_values",),

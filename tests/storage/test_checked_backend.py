@@ -48,7 +48,7 @@ async def answer(value):
 
 def checked(block_bytes=16):
     inner = MemoryBackend(bytes(32), block_bytes)
-    return inner, CheckedBackend(inner)
+    return inner, CheckedBackend(inner, 60.0)
 
 
 def views(count, size=16):

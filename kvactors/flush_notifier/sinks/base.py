@@ -52,7 +52,8 @@ class Sink(ABC):
         self.view_of = SinkView(int(tiers), config.view == "node", config.gains == "request_finish", self.by_tokens)
 
     async def open(self) -> None:
-        """Before anything else, once. SinkError (or ConfigError) if it cannot work; then nothing is left half-open."""
+        """Before anything else, once. SinkError (or ConfigError) if it cannot work; then nothing is left half-open. It is cancelled after
+        `actors.start` seconds. `close` follows in any case."""
 
     def attach(self, holdings: Holdings) -> None:
         """A new life of the notifier: what it says this sink was told, on demand. Comes before that life's `begin`."""

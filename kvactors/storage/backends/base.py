@@ -48,7 +48,8 @@ class WriteReport(NamedTuple):
 
 
 class Backend(ABC):
-    """A store of objects of `block_bytes` bytes named by 32-byte keys, all of one `fingerprint`.
+    """A store of objects of `block_bytes` bytes named by 32-byte keys, all of one `fingerprint`. The constructor runs on the loop and must
+    not block.
 
     Results are per key, never one for a batch, and errors are outcomes, never exceptions. A store that this process owns alone says what it
     holds (`keys`, `holds`), and that is reported to indexes; a pool shared with other nodes holds nothing in this sense. exclusive:
@@ -77,7 +78,8 @@ class Backend(ABC):
 
     @abstractmethod
     async def open(self) -> None:
-        """Find out what is there. Raises StoreError if the store cannot be used at all; then nothing is left half-open."""
+        """Find out what is there. Raises StoreError if the store cannot be used at all; then nothing is left half-open. It is cancelled after
+        `actors.start` seconds. `close` follows in any case."""
 
     @property
     def era(self) -> int:

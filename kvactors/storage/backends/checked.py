@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 import operator
 import sys
 from collections import Counter
@@ -41,7 +40,7 @@ class CheckedBackend(Backend):
     UNAVAILABLE.
     """
 
-    def __init__(self, inner: Backend, timeout: float = math.inf) -> None:
+    def __init__(self, inner: Backend, timeout: float) -> None:
         super().__init__(inner.fingerprint, inner.block_bytes)
         self.inner = inner
         self.exclusive = inner.exclusive
