@@ -135,12 +135,14 @@ class BlockTree:
     def host_gone(self, keys: bytes) -> int:
         """Clear HOST on these names; empty unreferenced nodes go. Returns how many were known."""
     def clear_host(self) -> None:
-        """Clear HOST everywhere."""
-    def mark_announced(self, path: Path, upto: int) -> bool:
-        """Mark the first `upto` held nodes announced; True if any was not. The mark dies when a node takes a device block anew."""
-    def clear_announced(self) -> None: ...
-    def worth_saving(self, path: Path, upto: int, min_hits: int) -> list[int]:
-        """Positions below `upto` whose node was pinned at least `min_hits` times (creation counts as one)."""
+        """Clear HOST everywhere. Takes no longer for a large tree; nodes that nothing else keeps go by `sweep_host`."""
+    def sweep_host(self, count: int) -> bool:
+        """A step of what follows `clear_host`: looks at `count` nodes. True when nothing is left to do."""
+    def mark_announced(self, path: Path, start: int, stop: int) -> int:
+        """Mark held nodes [start, stop) announced; returns the first that was not, `stop` if all were. A node that takes a device block anew
+        is not announced."""
+    def worth_saving(self, path: Path, start: int, stop: int, min_hits: int) -> list[int]:
+        """Positions in [start, stop) whose node was pinned at least `min_hits` times (creation counts as one)."""
     returning: int
     """Device blocks of a retired tree that `sweep` has still to return."""
     idle: bool
@@ -216,3 +218,14 @@ def check_blocks(
     regions: NDArray[np.int64], piece_bytes: NDArray[np.int64], region_blocks: int, blocks: NDArray[np.int64], keys: bytes
 ) -> list[int]:
     """Indices j whose bytes differ from what `fill_blocks` writes. Releases the GIL."""
+
+class TreeWalk:
+    """A walk over all blocks of a tree, parents first and each once, in steps with other calls between them.
+
+    What is in the tree from the beginning to the end is met; what is made or removed in between may be met or not.
+    """
+
+    def __init__(self, tree: BlockTree) -> None: ...
+    def step(self, count: int) -> tuple[bool, list[tuple[bytes, bytes, int, bytes, bytes, bytes]]]:
+        """Look at `count` more nodes. Returns whether all were looked at, and consecutive blocks of paths: (root hash, hash of the block before
+        them, position of the first, tokens, hashes, state bits)."""

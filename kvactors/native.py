@@ -12,6 +12,7 @@ try:
         BlockTree,
         Path,
         TreeCheck,
+        TreeWalk,
         chain_keys,
         check_blocks,
         copy_bytes,
@@ -29,6 +30,6 @@ except ImportError as error:
     ) from error
 
 __all__ = [
-    "DEVICE", "HOST", "KEY_BYTES", "LOADING", "OFFLOADING", "BlockTree", "Path", "TreeCheck", "chain_keys", "check_blocks", "copy_bytes",
+    "DEVICE", "HOST", "KEY_BYTES", "LOADING", "OFFLOADING", "BlockTree", "Path", "TreeCheck", "TreeWalk", "chain_keys", "check_blocks", "copy_bytes",
     "fill_blocks", "gather", "pack_tokens", "scatter", "sha256_accelerated", "touch",
 ]  # fmt: skip

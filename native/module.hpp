@@ -9,6 +9,7 @@
 
 #include "tree.hpp"
 #include "tree_check.hpp"
+#include "tree_walk.hpp"
 
 namespace kvactors {
 
@@ -81,6 +82,12 @@ struct PyCheck {
     const PyTree& tree;
     const u64 version;
     TreeCheck check;
+};
+
+struct PyWalk {
+    explicit PyWalk(const PyTree& tree) : tree(tree), walk(tree) {}
+    const PyTree& tree;
+    TreeWalk walk;
 };
 
 template <class Work>

@@ -40,6 +40,20 @@ void bind_tree(nb::module_& m) {
             return c.check.step(size_of(count, "count out of range"), c.version != c.tree.version);
         }, "count"_a)
         .def_prop_ro("exact", [](const PyCheck& c) { return c.check.exact(); });
+    nb::class_<PyWalk>(m, "TreeWalk")
+        .def(nb::init<const PyTree&>(), "tree"_a, nb::keep_alive<1, 2>())
+        .def("step", [](PyWalk& w, Id count) {
+            const Busy busy(w.tree.busy);
+            std::vector<Stretch> found;
+            const bool over = w.walk.step(size_of(count, "count out of range"), found);
+            nb::list result;
+            for (const Stretch& one : found)
+                result.append(nb::make_tuple(bytes_of(&one.root, 1), bytes_of(&one.parent, 1), one.start,
+                                             bytes_of(one.tokens.data(), one.tokens.size()),
+                                             bytes_of(one.keys.data(), one.keys.size()),
+                                             nb::bytes(one.states.data(), one.states.size())));
+            return nb::make_tuple(over, result);
+        }, "count"_a);
     tree.def("__init__", [](PyTree* self, Id block_size, Id capacity, bool touch) {
             if (block_size < 1 || block_size > (1 << 24)) throw nb::value_error("block_size must be between 1 and 2**24");
             new (self) PyTree(u32(block_size), size_of(capacity, "capacity out of range"), touch);
@@ -73,11 +87,11 @@ void bind_tree(nb::module_& m) {
             const Committed done = without_gil(fresh * p.block_size, [&] { return t.commit(p, limit); });
             return nb::make_tuple(done.start, done.stop, done.adopted);
         }, "path"_a, "upto"_a)
-        .def("release", [](PyTree& t, PyPath& p) {
+        .def("release", [](PyTree& t, PyPath& p, Id keep) {
             const Change change(t);
             const Busy busy(p.busy);
-            return ids_of(t.release(p));
-        }, "path"_a)
+            return ids_of(t.release(p, size_of(keep, "keep out of range")));
+        }, "path"_a, "keep"_a = 0)
         .def("begin_load", [](PyTree& t, PyPath& p, Id start, Id stop) {
             const Change change(t);
             const Busy busy(p.busy);
@@ -125,19 +139,20 @@ void bind_tree(nb::module_& m) {
             const Change change(t);
             t.clear_host();
         })
-        .def("mark_announced", [](PyTree& t, PyPath& p, Id upto) {
+        .def("sweep_host", [](PyTree& t, Id count) {
+            const Change change(t);
+            return t.sweep_host(size_of(count, "count out of range"));
+        }, "count"_a)
+        .def("mark_announced", [](PyTree& t, PyPath& p, Id start, Id stop) {
             const Change change(t);
             const Busy busy(p.busy);
-            return t.mark_announced(p, size_of(upto, "upto out of range"));
-        }, "path"_a, "upto"_a)
-        .def("clear_announced", [](PyTree& t) {
-            const Change change(t);
-            t.clear_announced();
-        })
-        .def("worth_saving", [](const PyTree& t, const PyPath& p, Id upto, Id min_hits) {
+            return t.mark_announced(p, size_of(start, "start out of range"), size_of(stop, "stop out of range"));
+        }, "path"_a, "start"_a, "stop"_a)
+        .def("worth_saving", [](const PyTree& t, const PyPath& p, Id start, Id stop, Id min_hits) {
             const Busy busy(t.busy), path_busy(p.busy);
-            return t.worth_saving(p, size_of(upto, "upto out of range"), size_of(min_hits, "min_hits out of range"));
-        }, "path"_a, "upto"_a, "min_hits"_a)
+            return t.worth_saving(p, size_of(start, "start out of range"), size_of(stop, "stop out of range"),
+                                  size_of(min_hits, "min_hits out of range"));
+        }, "path"_a, "start"_a, "stop"_a, "min_hits"_a)
         .def("retire", [](PyTree& t) {
             const Change change(t);
             return t.retire();

@@ -19,6 +19,7 @@ enum Bits : u8 {
     kOffloading = 8,  // picked for eviction; `block` is being copied away
     kStateBits = 15,
     kAnnounced = 16,
+    kHostAge = 32,   // which of the last two `clear_host` the bit kHost is younger than: see Tree::hosted
     kListed = 64,  // in the list of evictable nodes
     kRoot = 128,   // start of a namespace: no tokens, no state, `name` is the root key
 };
@@ -90,10 +91,9 @@ public:
     Match pin(Path& path, u32 limit);
     std::vector<u32> trim(Path& path, u32 held);
     std::vector<u32> retreat(Path& path, u32 blocks);
-    std::vector<u32> release(Path& path);
-    bool mark_announced(Path& path, u32 upto);
-    void clear_announced();
-    std::vector<u32> worth_saving(const Path& path, u32 upto, u32 min_hits) const;
+    std::vector<u32> release(Path& path, u32 keep = 0);
+    u32 mark_announced(Path& path, u32 start, u32 stop);
+    std::vector<u32> worth_saving(const Path& path, u32 start, u32 stop, u32 min_hits) const;
 
     // tree_commit.cpp
     Committed commit(Path& path, u32 upto);
@@ -110,6 +110,7 @@ public:
     std::size_t host_gained(const Key* keys, std::size_t count);
     std::size_t host_gone(const Key* keys, std::size_t count);
     void clear_host();
+    bool sweep_host(std::size_t count);
     std::size_t retire();
     std::vector<u32> sweep(std::size_t count);
     std::size_t returning() const { return retired_ ? counts_.evictable - read_ : 0; }
@@ -126,6 +127,7 @@ public:
 
 private:
     friend class TreeCheck;
+    friend class TreeWalk;
     static constexpr u32 kFree = 0xfffffffeu;
 
     struct Extra {
@@ -140,6 +142,10 @@ private:
     const u32* tokens_of(u32 id) const { return tokens_.row(id); }
     bool is_used(u32 id) const { return id < next_id_ && at(id).parent != kFree; }
     bool is_node(u32 id) const { return is_used(id) && (at(id).bits & kRoot) == 0; }
+    // A node whose bit is of before the last `clear_host` is not hosted: `sweep_host` takes the bits away later.
+    bool hosted(const Node& node) const { return (node.bits & kHost) != 0 && (node.bits & kHostAge) == host_age_; }
+    u8 state(const Node& node) const { return u8(node.bits & (hosted(node) ? kStateBits : kStateBits & ~kHost)); }
+    bool set_host(Node& node);
     // Resident and staying so: the set of these is closed upwards (see tree_evict.cpp).
     static bool is_firm(const Node& node) { return (node.bits & (kDevice | kOffloading)) == kDevice; }
 
@@ -165,7 +171,7 @@ private:
 
     void require(const Path& path) const;
     void require_held(const Path& path, u32 upto) const;
-    void walk(const Path& path, u32 limit, std::vector<u32>& found) const;
+    void walk(const Path& path, u32 limit, std::vector<u32>& found, u32 start = 0) const;
     Match describe(const std::vector<u32>& found) const;
     void require_blocks(const Path& path, u32 upto) const;
     void adopt(Path& path, u32 position, u32 id, Committed& result);
@@ -187,6 +193,9 @@ private:
     std::vector<Extra> extras_;
     std::vector<u32> free_extras_;
     Statistics counts_;
+    u8 host_age_ = 0;
+    u32 stale_ = 0;         // nodes below this id may have a bit kHost of before the last `clear_host`
+    u32 reaping_ = kNil;    // where `sweep_host` goes on with a chain of nodes that nothing keeps
     u64 read_ = 0;  // listed nodes whose block an offload still reads
     std::vector<u32> scratch_, hashes_;
 };

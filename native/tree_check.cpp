@@ -87,7 +87,8 @@ void TreeCheck::node() {
     const u32 state = node.bits & kStateBits;
     expect(tree_.is_used(node.parent), "parent of a node is gone", id);
     const Node& parent = tree_.at(node.parent);
-    expect(state != 0 || node.refs != 0 || node.children != 0 || tree_.retired_, "node that nothing keeps", id);
+    expect(state != 0 || node.refs != 0 || node.children != 0 || tree_.retired_ || id == tree_.reaping_, "node that nothing keeps", id);
+    expect((node.bits & kHost) == 0 || tree_.hosted(node) || id < tree_.stale_, "hint of before a clear", id);
     expect((node.block != kNil) == ((state & (kDevice | kLoading)) != 0), "device block without a reason", id);
     expect((state & (kDevice | kLoading)) != (kDevice | kLoading), "loading although resident", id);
     expect((state & kOffloading) == 0 || ((state & kDevice) != 0 && node.pending != 0), "offload without a block", id);
@@ -118,7 +119,7 @@ void TreeCheck::count(u32 id, const Node& node) {
     ++extra_uses_[node.extra];
     ++seen_.nodes;
     seen_.device += (state & kDevice) != 0;
-    seen_.host += (state & kHost) != 0;
+    seen_.host += tree_.hosted(node);
     seen_.loading += (state & kLoading) != 0;
     seen_.offloading += (state & kOffloading) != 0;
     seen_.referenced += node.refs != 0;
@@ -133,7 +134,7 @@ void TreeCheck::children() {
     const u32 id = id_++;
     if (!tree_.is_used(id)) return;
     expect(children_[id] == tree_.at(id).children, "number of children", id);
-    if ((tree_.at(id).bits & kRoot) != 0) expect(children_[id] != 0, "root without children", id);
+    if ((tree_.at(id).bits & kRoot) != 0 && id != tree_.reaping_) expect(children_[id] != 0, "root without children", id);
 }
 
 void TreeCheck::totals() const {

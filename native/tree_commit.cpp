@@ -56,7 +56,7 @@ void Tree::adopt(Path& path, u32 position, u32 id, Committed& result) {
         }
         return;
     }
-    if ((node.bits & kHost) != 0) result.adopted.push_back(position);
+    if (hosted(node)) result.adopted.push_back(position);
     take_device(id, path.table[position]);
     path.shared[position] = 1;
 }

@@ -27,7 +27,7 @@ Evicted Tree::evict(std::size_t count) {
         result.blocks.push_back(node.block);
         result.keys.push_back(node.name);
         result.parents.push_back(at(node.parent).name);
-        result.states.push_back(char(node.bits & kStateBits));
+        result.states.push_back(char(state(node)));
     }
     return result;
 }
@@ -44,10 +44,7 @@ Offloaded Tree::finish_offload(const u32* nodes, std::size_t count, const u8* on
         Node& node = at(id);
         if (!is_node(id) || node.pending == 0) throw std::invalid_argument("a node occurs twice in this offload");
         if (--node.pending == 0 && (node.bits & kListed) != 0) --read_;
-        if (on_host[j] != 0 && (node.bits & kHost) == 0) {
-            node.bits |= kHost;
-            ++counts_.host;
-        }
+        if (on_host[j] != 0) set_host(node);
         const bool abandoned = retired_ && node.refs == 0;
         if (node.pending != 0 || !((node.bits & kOffloading) != 0 || abandoned)) {
             result.kept.push_back(u32(j));
@@ -59,15 +56,20 @@ Offloaded Tree::finish_offload(const u32* nodes, std::size_t count, const u8* on
     return result;
 }
 
+bool Tree::set_host(Node& node) {
+    if (hosted(node)) return false;
+    node.bits = u8((node.bits & ~kHostAge) | kHost | host_age_);
+    ++counts_.host;
+    return true;
+}
+
 std::size_t Tree::host_gained(const Key* keys, std::size_t count) {
     std::size_t known = 0;
     for (std::size_t i = 0; i < count && !retired_; ++i) {
         const u32 id = find_name(keys[i]);
         if (id == kNil) continue;
         ++known;
-        if ((at(id).bits & kHost) != 0) continue;
-        at(id).bits |= kHost;
-        ++counts_.host;
+        set_host(at(id));
     }
     return known;
 }
@@ -78,20 +80,45 @@ std::size_t Tree::host_gone(const Key* keys, std::size_t count) {
         const u32 id = find_name(keys[i]);
         if (id == kNil) continue;
         ++known;
-        if ((at(id).bits & kHost) == 0) continue;
-        at(id).bits &= u8(~kHost);
+        if (!hosted(at(id))) continue;
+        at(id).bits &= u8(~(kHost | kHostAge));
         --counts_.host;
         reap(id);
     }
     return known;
 }
 
+// Takes no longer for a large tree: the bits of before count no more, and `sweep_host` removes them, from the youngest node on, so that a chain
+// that nothing else keeps goes leaf by leaf.
 void Tree::clear_host() {
-    for (u32 id = 0; id < next_id_; ++id)
-        if (is_node(id)) at(id).bits &= u8(~kHost);
+    sweep_host(~std::size_t(0));  // two clears with the same age between them could not be told apart
+    host_age_ ^= kHostAge;
     counts_.host = 0;
-    for (u32 id = 0; id < next_id_; ++id)
-        if (is_node(id)) reap(id);
+    stale_ = next_id_;
+}
+
+// A step of what follows a `clear_host`: looks at `count` nodes. True when nothing is left to do.
+bool Tree::sweep_host(std::size_t count) {
+    if (retired_) stale_ = 0, reaping_ = kNil;
+    while (stale_ != 0 || reaping_ != kNil) {
+        if (count-- == 0) return false;
+        u32 id = reaping_;
+        if (id == kNil) {
+            id = --stale_;
+            if (!is_node(id) || (at(id).bits & kHost) == 0 || hosted(at(id))) continue;
+            at(id).bits &= u8(~(kHost | kHostAge));
+        }
+        reaping_ = kNil;
+        if (!is_used(id)) continue;  // something else has removed it since
+        const Node& node = at(id);
+        if (node.refs != 0 || node.children != 0 || (node.bits & kStateBits) != 0) continue;
+        const u32 parent = node.parent;
+        drop(id);
+        if (parent == kNil) continue;
+        --at(parent).children;
+        reaping_ = parent;
+    }
+    return true;
 }
 
 // Nothing matches any more. The blocks that nobody uses are those of the list; `sweep` hands them out, as many a call as its caller wants.

@@ -30,7 +30,7 @@ std::vector<Leaf> Tree::leaves() const {
             const u32* tokens = tokens_of(chain[i]);
             leaf.tokens.insert(leaf.tokens.end(), tokens, tokens + block_size_);
             leaf.keys.push_back(at(chain[i]).name);
-            leaf.states.push_back(char(at(chain[i]).bits & kStateBits));
+            leaf.states.push_back(char(state(at(chain[i]))));
         }
         result.push_back(std::move(leaf));
     }
@@ -47,7 +47,7 @@ Listing Tree::listing(u32 start, std::size_t count) const {
     for (; id < next_id_ && result.keys.size() < count; ++id) {
         if (!is_node(id)) continue;
         result.keys.push_back(at(id).name);
-        result.states.push_back(char(at(id).bits & kStateBits));
+        result.states.push_back(char(state(at(id))));
     }
     result.next = id < next_id_ ? id : kNil;
     return result;

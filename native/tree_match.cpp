@@ -16,12 +16,13 @@ void Tree::require_held(const Path& path, u32 upto) const {
     if (upto > path.held()) throw std::invalid_argument("beyond the nodes this path holds");
 }
 
-void Tree::walk(const Path& path, u32 limit, std::vector<u32>& found) const {
+void Tree::walk(const Path& path, u32 limit, std::vector<u32>& found, u32 start) const {
     found.clear();
-    u32 parent = retired_ ? kNil : find_root(path.root);
+    if (retired_) return;
+    u32 parent = start == 0 ? find_root(path.root) : path.nodes[start - 1];
     if (parent == kNil) return;
     limit = std::min(limit, path.full_blocks());
-    for (u32 i = 0; i < limit; ++i) {
+    for (u32 i = start; i < limit; ++i) {
         const u32 extra = path.extras.empty() ? 0 : known_extra(path, i);
         if (extra == kNil) return;
         const u32 child = find_child(parent, extra, path.block_tokens(i), parent + 1);
@@ -36,7 +37,7 @@ Match Tree::describe(const std::vector<u32>& found) const {
     while (match.device_run < found.size() && (at(found[match.device_run]).bits & kDevice) != 0) ++match.device_run;
     match.states.reserve(found.size() - match.device_run);
     for (std::size_t i = match.device_run; i < found.size(); ++i)
-        match.states.push_back(char(at(found[i]).bits & kStateBits));
+        match.states.push_back(char(state(at(found[i]))));
     return match;
 }
 
@@ -47,23 +48,29 @@ Match Tree::peek(const Path& path, u32 limit) {
 }
 
 // Nodes of the device run stop being offloaded. One beyond the run goes on: its parent has left the device, and keeping
-// it would leave a hole above it.
+// it would leave a hole above it. A path that holds nodes already, and no block beyond them, goes on where it ends.
 Match Tree::pin(Path& path, u32 limit) {
     require(path);
-    if (!path.nodes.empty() || !path.table.empty())
-        throw std::invalid_argument("path already holds nodes or device blocks");
-    walk(path, limit, scratch_);
+    const u32 held = path.held();
+    if (path.table.size() != held) throw std::invalid_argument("path already holds device blocks of its own");
+    walk(path, limit, scratch_, held);
     Match match = describe(scratch_);
+    if (path.committed < held) {  // the run has ended before
+        std::string all;
+        for (u32 i = 0; i < match.device_run; ++i) all.push_back(char(state(at(scratch_[i]))));
+        match.states.insert(0, all);
+        match.device_run = 0;
+    }
     const u32 count = u32(scratch_.size());
     if (count == 0) return match;
     path.tree = serial_;
-    path.nodes.resize(count);
-    path.table.resize(count);
-    path.shared.resize(count);
+    path.nodes.resize(held + count);
+    path.table.resize(held + count);
+    path.shared.resize(held + count);
     const u32 named = u32(path.names.size());
-    if (named < count) path.names.resize(count);
+    if (named < held + count) path.names.resize(held + count);
     for (u32 i = 0; i < count; ++i) {
-        const u32 id = scratch_[i];
+        const u32 id = scratch_[i], position = held + i;
         Node& node = at(id);
         acquire(id);
         if (node.hits != 0xffff) ++node.hits;
@@ -72,11 +79,11 @@ Match Tree::pin(Path& path, u32 limit) {
             --counts_.offloading;
         }
         const bool usable = i < match.device_run || (node.bits & kLoading) != 0;
-        path.nodes[i] = id;
-        path.put(i, usable ? node.block : kNil, usable);
-        if (i >= named) path.names[i] = node.name;
+        path.nodes[position] = id;
+        path.put(position, usable ? node.block : kNil, usable);
+        if (position >= named) path.names[position] = node.name;
     }
-    path.committed = match.device_run;
+    path.committed += match.device_run;
     return match;
 }
 
@@ -105,41 +112,39 @@ std::vector<u32> Tree::drop_beyond(Path& path, u32 held) {
     return freed;
 }
 
-// Deepest first, so that in the list a parent is always younger than its children and the eldest is always a leaf.
-std::vector<u32> Tree::release(Path& path) {
+// Deepest first, so that in the list a parent is always younger than its children and the eldest is always a leaf. keep: leading blocks that
+// a later call gives back; until then the path is of no other use.
+std::vector<u32> Tree::release(Path& path, u32 keep) {
     require(path);
     std::vector<u32> freed;
-    for (std::size_t i = 0; i < path.table.size(); ++i)
+    for (std::size_t i = keep; i < path.table.size(); ++i)
         if (path.shared[i] == 0 && path.table[i] != kNil) freed.push_back(path.table[i]);
-    for (std::size_t i = path.nodes.size(); i-- > 0;) let_go(path.nodes[i], freed);
-    path.nodes.clear();
-    path.table.clear();
-    path.shared.clear();
-    path.committed = 0;
-    path.tree = 0;
+    for (std::size_t i = path.nodes.size(); i-- > keep;) let_go(path.nodes[i], freed);
+    if (path.nodes.size() > keep) path.nodes.resize(keep);
+    if (path.table.size() > keep) {
+        path.table.resize(keep);
+        path.shared.resize(keep);
+    }
+    path.committed = std::min(path.committed, keep);
+    if (path.nodes.empty()) path.tree = 0;
     return freed;
 }
 
-bool Tree::mark_announced(Path& path, u32 upto) {
-    require_held(path, upto);
-    bool any = false;
-    for (u32 i = 0; i < upto; ++i) {
+u32 Tree::mark_announced(Path& path, u32 start, u32 stop) {
+    require_held(path, stop);
+    u32 first = stop;
+    for (u32 i = stop; i-- > start;) {
         Node& node = at(path.nodes[i]);
-        any |= (node.bits & kAnnounced) == 0;
+        if ((node.bits & kAnnounced) == 0) first = i;
         node.bits |= kAnnounced;
     }
-    return any;
+    return first;
 }
 
-void Tree::clear_announced() {
-    for (u32 id = 0; id < next_id_; ++id)
-        if (is_node(id)) at(id).bits &= u8(~kAnnounced);
-}
-
-std::vector<u32> Tree::worth_saving(const Path& path, u32 upto, u32 min_hits) const {
-    require_held(path, upto);
+std::vector<u32> Tree::worth_saving(const Path& path, u32 start, u32 stop, u32 min_hits) const {
+    require_held(path, stop);
     std::vector<u32> positions;
-    for (u32 i = 0; i < upto; ++i)
+    for (u32 i = start; i < stop; ++i)
         if (at(path.nodes[i]).hits >= min_hits) positions.push_back(i);
     return positions;
 }

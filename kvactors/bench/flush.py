@@ -76,7 +76,7 @@ def path_of(seed: int, blocks: int) -> Announced:
     """A made-up path, resident on the device."""
     tokens = np.random.default_rng(seed).integers(0, 150_000, blocks * BLOCK, dtype=np.uint32)
     keys = chain_keys(ROOT, tokens, BLOCK)
-    return Announced(ROOT, tokens.tobytes(), keys, 0, blocks, Tier.DEVICE, Reason.REQUEST_FINISH)
+    return Announced(ROOT, tokens.tobytes(), keys, 0, blocks, Tier.DEVICE, Reason.REQUEST_FINISH, ROOT)
 
 
 async def changes(seconds: float, folder: str) -> tuple[list[float], Lag, Lag]:

@@ -16,7 +16,7 @@ from kvactors.flush_notifier.order import Order
 from kvactors.flush_notifier.runs import BITS, LAST, Batch, Entry, Holding, Steps, as_task, clear_task, finish, pick, runs_of
 from kvactors.flush_notifier.view import SinkView
 from kvactors.identity import block_hash
-from kvactors.units import ALL_TIERS, Reason, Tier, count_keys, key_at
+from kvactors.units import ALL_TIERS, KEY_BYTES, Reason, Tier, count_keys, key_at
 
 LIMBO = 16_384
 """Blocks that are nowhere and yet remembered, unless told otherwise."""
@@ -68,26 +68,25 @@ class Ledger:
     # -- what is true: steps of at most SLICE blocks, between which others may run (but no other fact may come)
 
     def announce(self, message: Announced) -> Iterator[None]:
-        """Blocks [start, start + count) of a path are resident; all of the path is learned."""
-        count, start, stop = count_keys(message.keys), message.start, message.start + message.count
-        if len(message.tokens) != self.block_bytes * count:
+        """Blocks of a path are resident: the first `count` of those in the message. It names all of them."""
+        total, count = count_keys(message.keys), message.count
+        if len(message.tokens) != self.block_bytes * total:
             raise ValueError("an announced path needs a block hash for each block")
         bit, reason, finished = int(message.tier), message.reason, message.reason is Reason.REQUEST_FINISH
-        # A path whose upper part is known need not be walked from the root, unless the finish is news to that part as well.
-        above = self.entries.get(key_at(message.keys, start - 1)) if start and not finished else None
-        first = start if above is not None else 0
-        parent, parent_key = (above, above.key) if above is not None else (None, message.root)
+        parent, parent_key = self.entries.get(message.parent) if message.start else None, message.parent
+        if message.start and parent is None:  # this incarnation has not been sent the path above yet: it names them later
+            yield from self.gain(message.keys[: count * KEY_BYTES], message.tier, reason)
+            return
         self.version += 1
-        for i in range(first, count):
+        for i in range(total):
             key = key_at(message.keys, i)
             entry = self.entries.get(key)
             if entry is None:
                 entry = self._learn(key, parent, parent_key, message, i)
-            if i < stop:
+            if i < count:
                 entry.finished |= finished
-                if i >= start:
-                    entry.truth |= bit
-                    entry.reasons[LAST] = entry.reasons[bit] = reason
+                entry.truth |= bit
+                entry.reasons[LAST] = entry.reasons[bit] = reason
             self._look(entry)
             parent, parent_key = entry, key
             if i % self.step == self.step - 1:

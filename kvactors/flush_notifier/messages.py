@@ -25,11 +25,12 @@ PLAIN = Origin()
 
 
 class Announced(Message, frozen=True, eq=False):
-    """Blocks [start, start + count) of a path are resident on `tier`; the ledger learns the path's tokens and names from it.
+    """Blocks of a path are resident on `tier`; the ledger learns their tokens and hashes from it.
 
-    tokens: little-endian uint32, whole blocks from the root on (shared, immutable). keys: their names, 32 bytes each. root: the
-    namespace key above the first block; origin: what is in it. With Reason.REQUEST_FINISH, gains that a sink wants only at the finish
-    are due now.
+    tokens: little-endian uint32 of the blocks from position `start` of the path on. keys: their hashes, 32 bytes each. The first `count` of
+    them are resident, the others are only named. parent: hash of the block before them, the root hash if `start` is 0; it is resident on
+    `tier`, and was announced before. root: the root hash of the chain; origin: what is in it. With Reason.REQUEST_FINISH, gains that a sink
+    wants only at the finish are due now.
     """
 
     root: bytes
@@ -39,6 +40,7 @@ class Announced(Message, frozen=True, eq=False):
     count: int
     tier: Tier
     reason: Reason
+    parent: bytes
     origin: Origin = PLAIN
 
 

@@ -181,8 +181,10 @@ class PrefixIndex(Clearing):
     def _announce_finished(self, lease: Lease) -> None:
         """What the lease has committed stays cached: sinks that follow finished requests get it now."""
         path, committed = lease.path, lease.path.num_committed
-        if self.announce and committed and not lease.tree.retired and lease.tree.mark_announced(path, committed):
-            self.announced(path, 0, committed, Reason.REQUEST_FINISH)
+        if self.announce and not lease.tree.retired:
+            first = lease.tree.mark_announced(path, 0, committed)
+            if first < committed:
+                self.announced(path, first, committed, Reason.REQUEST_FINISH)
 
     def _close(self, lease: Lease) -> int:
         """Finish: the announcement, the save, the release. Returns the blocks left in the cache."""
@@ -208,7 +210,7 @@ class PrefixIndex(Clearing):
 
     def _positions_to_save(self, lease: Lease, committed: int) -> list[int]:
         """Positions that the policy wants in storage; the host tier asks the store which of them it has."""
-        return lease.tree.worth_saving(lease.path, committed, self._min_hits) if self._min_hits else []
+        return lease.tree.worth_saving(lease.path, 0, committed, self._min_hits) if self._min_hits else []
 
     # -- the whole cache
 
@@ -230,7 +232,6 @@ class PrefixIndex(Clearing):
             self.data_plane_restarted()
             self.clear_again()
         elif message.name == "flush_notifier":
-            self.index.tree.clear_announced()
             self.announce_all()
 
     # -- for inspection

@@ -348,20 +348,22 @@ class Transfers(Actor):
                 del self.origins[next(iter(self.origins))]
 
     def announced(self, path: Path, start: int, stop: int, reason: Reason) -> None:
-        """Blocks [start, stop) of the path are on the device."""
+        """Blocks [start, stop) of the path are on the device; of the rest of it nothing is sent."""
         if self.announce:
-            self._announce(path.root, path.tokens(0, stop), path.keys(0, stop), start, stop - start, reason)
+            parent = path.keys(start - 1, start) if start else path.root
+            keys = path.keys(start, stop)
+            self._announce(path.root, path.tokens(start, stop), keys, start, stop - start, reason, parent)
 
     def announce_all(self) -> None:
-        """Tell a notifier that knows nothing every path."""
+        """Send a notifier that has started anew every path."""
         if self.announce:
             for root, tokens, keys, states in self.index.tree.paths():
                 run = next((j for j, state in enumerate(states) if not state & DEVICE), len(states))
-                self._announce(root, tokens, keys, 0, run, Reason.REQUEST_FINISH)
+                self._announce(root, tokens, keys, 0, run, Reason.REQUEST_FINISH, root)
 
-    def _announce(self, root: bytes, tokens: bytes, keys: bytes, start: int, count: int, reason: Reason) -> None:
+    def _announce(self, root: bytes, tokens: bytes, keys: bytes, start: int, count: int, reason: Reason, parent: bytes) -> None:
         origin = self.origins.get(root, PLAIN)
-        self.tell(self.notifier, Announced(root, tokens, keys, start, count, Tier.DEVICE, reason, origin))
+        self.tell(self.notifier, Announced(root, tokens, keys, start, count, Tier.DEVICE, reason, parent, origin))
 
     def gone(self, keys: bytes, reason: Reason) -> None:
         """These left the device."""

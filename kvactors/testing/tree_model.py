@@ -31,12 +31,16 @@ class TreeModel:
 
     def pin(self, path: PathModel, max_blocks: int = -1) -> tuple[int, bytes]:
         """Match, reference what is known, fill the table."""
-        require(not path.nodes and not path.table, "path already holds nodes or device blocks")
-        run, states = self.peek(path, max_blocks)
-        path.nodes = self._walk(path, max_blocks)
+        self._own(path)
+        held = path.num_held
+        require(path.num_blocks == held, "path already holds device blocks of its own")
+        more = self._walk(path, max_blocks)[held:]
+        run = next((i for i, node in enumerate(more) if not node.bits & DEVICE or path.num_committed < held), len(more))
+        states = bytes(node.bits for node in more[run:])
+        path.nodes += more
         path.name_to(len(path.nodes))
-        path.tree = self
-        for position, node in enumerate(path.nodes):
+        path.tree = self if path.nodes else path.tree
+        for position, node in enumerate(more):
             node.refs += 1
             node.hits += 1
             if position < run:
@@ -44,7 +48,7 @@ class TreeModel:
             usable = position < run or bool(node.bits & LOADING)
             path.table.append(node.block if usable else NONE)
             path.shared.append(usable)
-        path.num_committed = run
+        path.num_committed += run
         return run, states
 
     def peek(self, path: PathModel, max_blocks: int = -1) -> tuple[int, bytes]:
@@ -64,35 +68,36 @@ class TreeModel:
         dropped, path.nodes = path.nodes[held:], path.nodes[:held]
         return self._let_go(dropped)
 
-    def release(self, path: PathModel) -> list[int]:
-        """Give back everything."""
+    def retreat(self, path: PathModel, blocks: int) -> list[int]:
+        """Give back references beyond `blocks`, committed ones included."""
         self._own(path)
-        private = [block for block, shared in zip(path.table, path.shared, strict=True) if not shared and block != NONE]
-        freed = private + self._let_go(path.nodes)
-        path.nodes, path.table, path.shared = [], [], []
-        path.num_committed = 0
-        path.tree = None
+        path.num_committed = min(path.num_committed, blocks)
+        return self.trim(path, blocks)
+
+    def release(self, path: PathModel, keep: int = 0) -> list[int]:
+        """Give back everything beyond the first `keep` blocks."""
+        self._own(path)
+        freed = [path.table[i] for i in range(keep, path.num_blocks) if not path.shared[i] and path.table[i] != NONE]
+        freed += self._let_go(path.nodes[keep:])
+        path.nodes, path.table, path.shared = path.nodes[:keep], path.table[:keep], path.shared[:keep]
+        path.num_committed = min(path.num_committed, keep)
+        path.tree = path.tree if path.nodes else None
         return freed
 
-    def mark_announced(self, path: PathModel, upto: int) -> bool:
-        """Mark the first nodes; whether that was news."""
+    def mark_announced(self, path: PathModel, start: int, stop: int) -> int:
+        """Mark nodes; the first that was not marked."""
         self._own(path)
-        require(upto <= path.num_held, "beyond the nodes this path holds")
-        news = any(not node.announced for node in path.nodes[:upto])
-        for node in path.nodes[:upto]:
+        require(stop <= path.num_held, "beyond the nodes this path holds")
+        first = next((i for i in range(start, stop) if not path.nodes[i].announced), stop)
+        for node in path.nodes[start:stop]:
             node.announced = True
-        return news
+        return first
 
-    def clear_announced(self) -> None:
-        """Forget all announcements."""
-        for node in self.nodes.values():
-            node.announced = False
-
-    def worth_saving(self, path: PathModel, upto: int, min_hits: int) -> list[int]:
+    def worth_saving(self, path: PathModel, start: int, stop: int, min_hits: int) -> list[int]:
         """Positions whose blocks were used often enough."""
         self._own(path)
-        require(upto <= path.num_held, "beyond the nodes this path holds")
-        return [i for i, node in enumerate(path.nodes[:upto]) if node.hits >= min_hits]
+        require(stop <= path.num_held, "beyond the nodes this path holds")
+        return [i for i in range(start, stop) if path.nodes[i].hits >= min_hits]
 
     # -- committing
 

@@ -171,7 +171,7 @@ private:
         std::vector<u8> host(nodes.size());
         for (u8& flag : host) flag = u8(random_() % 2);
         give(tree_.finish_offload(nodes.data(), nodes.size(), host.data()).freed);
-        if (random_() % 3 == 0) tree_.clear_host();
+        if (random_() % 3 == 0) tree_.clear_host(), tree_.sweep_host(random_() % 40);
     }
 
     void end_load() {

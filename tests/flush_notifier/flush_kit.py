@@ -16,7 +16,7 @@ from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.flush_notifier.view import SinkView
 from kvactors.identity import block_hash
 from kvactors.sink_config import MemorySinkConfig
-from kvactors.units import Reason, Tier, join_keys, split_keys
+from kvactors.units import KEY_BYTES, Reason, Tier, join_keys, key_at, split_keys
 
 BLOCK = 2
 ROOT = bytes(32)
@@ -42,7 +42,9 @@ def names(*branch: int) -> list[bytes]:
 
 def announced(*branch: int, start=0, count=None, tier=Tier.DEVICE, reason=Reason.COMMIT) -> Announced:
     tokens, keys = path(*branch)
-    return Announced(ROOT, tokens, keys, start, len(branch) - start if count is None else count, tier, reason)
+    count = len(branch) - start if count is None else count
+    parent = key_at(keys, start - 1) if start else ROOT
+    return Announced(ROOT, tokens[4 * BLOCK * start :], keys[KEY_BYTES * start :], start, count, tier, reason, parent)
 
 
 def finished(*branch: int) -> Announced:

@@ -35,7 +35,7 @@ def other(*branch: int, root: bytes = ANOTHER, extras=()) -> Announced:
     made.extend(np.frombuffer(tokens, "<u4"))
     for block in extras:
         made.set_extra(block, b"image")
-    return Announced(root, tokens, made.keys(0, len(branch)), 0, len(branch), Tier.DEVICE, Reason.REQUEST_FINISH)
+    return Announced(root, tokens, made.keys(0, len(branch)), 0, len(branch), Tier.DEVICE, Reason.REQUEST_FINISH, root)
 
 
 def book(limbo: int = 100) -> Ledger:

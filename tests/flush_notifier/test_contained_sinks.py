@@ -226,7 +226,7 @@ def kill():
 
     from kvactors.flush_notifier.messages import Announced
 
-    return Announced(ROOT, b"x", b"short", 0, 1, Tier.DEVICE, Reason.COMMIT)
+    return Announced(ROOT, b"x", b"short", 0, 1, Tier.DEVICE, Reason.COMMIT, ROOT)
 
 
 # -- a whole cache

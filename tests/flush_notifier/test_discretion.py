@@ -43,7 +43,7 @@ def marks_in(text: str) -> list[str]:
     "thing",
     [
         TASK,
-        Announced(KEY, TOKENS, KEY, 0, 1, Tier.DEVICE, Reason.COMMIT, Origin(None, SALT)),
+        Announced(KEY, TOKENS, KEY, 0, 1, Tier.DEVICE, Reason.COMMIT, KEY, Origin(None, SALT)),
         Origin("adapter", SALT),
         CacheScope("model", "namespace", "adapter", SALT),
         Batch([TASK], [Run([], 1, True, Reason.COMMIT)]),

@@ -174,11 +174,24 @@ def test_a_sink_whose_answer_was_lost_is_told_again_what_is_true(still_resident)
 
 def test_a_batch_is_bounded_and_takes_gains_above_along():
     book = ledger()
+    do(book.announce(announced(1, count=0)))
     do(book.announce(announced(1, 2, 3, start=1)))
     do(book.announce(announced(7, 8)))
     do(book.gain(names(1)[0], Tier.DEVICE, Reason.COMMIT))  # the youngest difference, above the others
     (task,) = book.take(0, 2, 1).tasks
     assert (task.start_block_idx, task.count) == (0, 3)
+
+
+def test_blocks_below_a_path_that_was_not_sent_get_their_entries_when_it_is():
+    """A new incarnation of the notifier gets a commit before the announcement of what was resident at its start."""
+    book = ledger()
+    do(book.announce(announced(1, 2, 3, start=1)))
+    assert (len(book.unnamed), settle(book)) == (2, [])
+    book.check()
+    do(book.announce(announced(1, 2, 3)))
+    assert not book.unnamed
+    (task,) = settle(book)
+    assert (task.start_block_idx, task.count, task.tokens) == (0, 3, path(1, 2, 3)[0])
 
 
 @pytest.mark.parametrize("order", [list, reversed])
@@ -280,7 +293,7 @@ def test_a_path_with_tokens_missing_is_refused():
     book = ledger()
     tokens, keys = path(1, 2)
     with pytest.raises(ValueError, match="a block hash for each block"):
-        do(book.announce(Announced(ROOT, tokens[:-4], keys, 0, 2, Tier.DEVICE, Reason.COMMIT)))
+        do(book.announce(Announced(ROOT, tokens[:-4], keys, 0, 2, Tier.DEVICE, Reason.COMMIT, ROOT)))
     assert not book.entries
 
 

@@ -181,7 +181,7 @@ async def test_a_new_life_begins_a_new_epoch_first_and_what_it_is_told_again_cou
         await wired.tell(announced(4))
         asker = asyncio.create_task(wired.settle())
         await until(lambda: len(good.view()[Tier.DEVICE]) == 4)
-        await wired.tell(Announced(ROOT, b"x", b"short", 0, 1, Tier.DEVICE, Reason.COMMIT))  # a fault: it dies
+        await wired.tell(Announced(ROOT, b"x", b"short", 0, 1, Tier.DEVICE, Reason.COMMIT, ROOT))  # a fault: it dies
         with pytest.raises(ActorFailed):
             await asker
         bad.hang = 0.0

@@ -26,7 +26,7 @@ LINES = 100 * STEP
 """Lines of a step at most: a loop over all blocks has at least MANY."""
 
 KEYS = [i.to_bytes(32, "big") for i in range(1, MANY + 1)]
-CHAIN = Announced(ROOT, b"\0" * 4 * MANY, join_keys(KEYS), 0, MANY, Tier.DEVICE, Reason.REQUEST_FINISH)
+CHAIN = Announced(ROOT, b"\0" * 4 * MANY, join_keys(KEYS), 0, MANY, Tier.DEVICE, Reason.REQUEST_FINISH, ROOT)
 
 
 def book_of(*views, limbo=1, **options) -> Ledger:
@@ -120,7 +120,7 @@ def test_forgetting_a_long_path():
     bounded(book.lose(join_keys(KEYS[::-1]), Tier.DEVICE, Reason.CPU_EVICTION))
     sent(book)
     assert len(book.entries) <= MANY
-    other = Announced(ROOT, b"\1\0\0\0", bytes(31) + b"\xff" + b"", 0, 1, Tier.DEVICE, Reason.COMMIT)
+    other = Announced(ROOT, b"\1\0\0\0", bytes(31) + b"\xff" + b"", 0, 1, Tier.DEVICE, Reason.COMMIT, ROOT)
     bounded(book.announce(other))
     sent(book)
     bounded(book.lose(other.keys, Tier.DEVICE, Reason.CPU_EVICTION))
@@ -214,7 +214,7 @@ def test_a_run_longer_than_a_task_is_sent_in_parts_in_order():
     count = 2 * LONGEST + 5
     keys = [i.to_bytes(32, "big") for i in range(count)]
     book = Ledger(1, [PER_TIER], by_name=[0])
-    finish(book.announce(Announced(ROOT, b"\0" * 4 * count, join_keys(keys), 0, count, Tier.DEVICE, Reason.COMMIT)))
+    finish(book.announce(Announced(ROOT, b"\0" * 4 * count, join_keys(keys), 0, count, Tier.DEVICE, Reason.COMMIT, ROOT)))
     batch = book.take(0, 10, 1)
     assert [(t.start_block_idx, t.count) for t in batch.tasks] == [(0, LONGEST), (LONGEST, LONGEST), (2 * LONGEST, 5)]
     for above, below in pairwise(batch.tasks):

@@ -22,6 +22,7 @@ WANTED = [
     "retire what is evictable and read", "sweep a part", "sweep while something is in use", "dismantle",
     "replace a block being loaded", "pin refused", "trim refused", "commit refused", "begin_load refused", "assign refused",
     "set_extra refused", "replace refused", "mark_announced refused", "worth_saving refused", "release refused",
+    "retreat refused", "retreat from committed blocks", "retreat of a retired tree's last use", "release in parts", "pin in parts",
 ]  # fmt: skip
 
 
@@ -71,17 +72,18 @@ class Walk:
             lambda: machine.pin(index, number(MAX_BLOCKS + 2) - 1),
             lambda: machine.peek(index, number(MAX_BLOCKS + 2) - 1),
             lambda: machine.trim(index, self.less()),
-            lambda: machine.mark_announced(index, self.less()),
-            lambda: machine.worth_saving(index, self.less(), number(4)),
+            lambda: machine.mark_announced(index, number(MAX_BLOCKS), self.less()),
+            lambda: machine.worth_saving(index, number(MAX_BLOCKS), self.less(), number(4)),
             lambda: machine.commit(index, self.less(), number(4) > 0),
             lambda: machine.begin_load(
                 index, number(MAX_BLOCKS), number(MAX_BLOCKS) + 1, self.random.choice(["held", "held", "committed", "any"])
             ),
             lambda: machine.hint(index, number(MAX_BLOCKS), number(2) > 0, number(4)),
             lambda: machine.use_of_another_tree(index),
-            lambda: machine.release(index, number(2) > 0),
+            lambda: machine.release(index, number(2) > 0, number(3) + 1),
+            lambda: machine.retreat(index, self.less()),
         ]
-        weights = [2, 1, 1, 1, 1, 1, 3, 1, 1, 2, 2, 4, 6, 2, 1, 4]
+        weights = [2, 1, 1, 1, 1, 1, 3, 1, 1, 2, 2, 4, 6, 2, 1, 4, 1]
         self.random.choices(moves, weights)[0]()
 
     def tiers(self) -> None:
@@ -96,7 +98,7 @@ class Walk:
         elif chance < 18:
             machine.evict_at_once(number(8) + 1, self.random.choice([255, 255, 15, 0]))
         elif chance == 18:
-            machine.clear_announced() if number(2) else machine.clear_host(number(3))
+            machine.clear_host(number(3))
         elif chance == 19:
             machine.retire(number(3))
         elif chance < 23:
@@ -113,7 +115,7 @@ class Walk:
 
 def test_long_walks_agree_and_meet_every_situation() -> None:
     REACHED.clear()
-    for seed in range(80):
+    for seed in range(150):
         try:
             Walk(seed).run(250)
         except Exception as error:

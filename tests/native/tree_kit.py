@@ -216,8 +216,10 @@ class PathRules(RuleBasedStateMachine):
             lease.trees = self.trees
         known = lease.trees.model._walk(lease.model, limit)
         offloading = [bool(node.bits & OFFLOADING) for node in known]
+        before = lease.native.num_held
         if self.same("pin", lease.trees, limit, lease=lease) is None:
             return
+        REACHED["pin in parts"] += 0 < before < lease.native.num_held
         run = lease.native.num_committed
         REACHED["match again what is being evicted"] += any(offloading[:run])
         REACHED["meet an eviction below a hole"] += any(offloading[run:])
@@ -252,12 +254,28 @@ class PathRules(RuleBasedStateMachine):
         self.give(freed or [])
 
     @precondition(lambda self: self.leases)
-    @rule(index=which, forget=st.booleans())
-    def release(self, index: int, forget: bool) -> None:
+    @rule(index=which, less=short_of)
+    def retreat(self, index: int, less: int) -> None:
+        """Blocks of a media item that is cached in part: they are no longer shared, and the path gets others to compute into."""
+        lease = self.lease(index)
+        before, committed = lease.native.num_held, lease.native.num_committed
+        blocks = max(min(before, committed) - less, 0)
+        freed = self.same("retreat", lease.trees, blocks, lease=lease)
+        REACHED["retreat from committed blocks"] += freed is not None and blocks < committed
+        REACHED["retreat of a retired tree's last use"] += bool(freed)
+        self.give(freed or [])
+
+    @precondition(lambda self: self.leases)
+    @rule(index=which, forget=st.booleans(), step=st.sampled_from([1, 2, MAX_BLOCKS]))
+    def release(self, index: int, forget: bool, step: int = MAX_BLOCKS) -> None:
         lease = self.lease(index)
         retired, loading = lease.trees.native.retired, any(node.bits & LOADING for node in lease.model.nodes)
         private = sum(not shared and block != NONE for block, shared in zip(lease.model.table, lease.model.shared, strict=True))
-        freed = self.same("release", lease.trees, lease=lease)
+        freed: list[int] = []
+        size = max(lease.native.num_held, lease.native.num_blocks)
+        for keep in range(max(size - step, 0), -step, -step):
+            freed += self.same("release", lease.trees, max(keep, 0), lease=lease) or []
+            REACHED["release in parts"] += keep > 0
         REACHED["release while loading"] += loading
         REACHED["release the last use of a retired block"] += retired and len(freed) > private
         self.give(freed)
@@ -265,24 +283,20 @@ class PathRules(RuleBasedStateMachine):
             self.leases.remove(lease)
 
     @precondition(lambda self: self.leases)
-    @rule(index=which, less=short_of)
-    def mark_announced(self, index: int, less: int) -> None:
+    @rule(index=which, start=small, less=short_of)
+    def mark_announced(self, index: int, start: int, less: int) -> None:
         lease = self.lease(index)
         upto = max(lease.native.num_held - less, 0)
-        held = lease.model.nodes[:upto]
+        start = min(start, upto)
+        held = lease.model.nodes[start:upto]
         again = any(not node.announced and node.hits > 1 for node in held) and any(node.announced for node in held)
         REACHED["some announced, some not"] += again
-        self.same("mark_announced", lease.trees, upto, lease=lease)
-
-    @rule()
-    def clear_announced(self) -> None:
-        self.trees.native.clear_announced()
-        self.trees.model.clear_announced()
+        self.same("mark_announced", lease.trees, start, upto, lease=lease)
 
     @precondition(lambda self: self.leases)
-    @rule(index=which, less=short_of, min_hits=st.integers(0, 3))
-    def worth_saving(self, index: int, less: int, min_hits: int) -> None:
+    @rule(index=which, start=small, less=short_of, min_hits=st.integers(0, 3))
+    def worth_saving(self, index: int, start: int, less: int, min_hits: int) -> None:
         lease = self.lease(index)
         upto = max(lease.native.num_held - less, 0)
-        positions = self.same("worth_saving", lease.trees, upto, min_hits, lease=lease)
+        positions = self.same("worth_saving", lease.trees, min(start, upto), upto, min_hits, lease=lease)
         REACHED["worth saving after more hits"] += min_hits > 1 and bool(positions)

@@ -185,6 +185,8 @@ class TreeMachine(PathRules):
     def clear_host(self, sure: int) -> None:
         if sure == 0:
             self.same("clear_host", self.trees)
+            while not self.trees.native.sweep_host(1 + sure):
+                pass
 
     @rule(sure=st.integers(0, 4))
     def retire(self, sure: int) -> None:
@@ -250,7 +252,7 @@ class TreeMachine(PathRules):
                 ("settle", ()),
                 ("commit", (0,)),
                 ("peek", ()),
-                ("worth_saving", (0, 0)),
+                ("worth_saving", (0, 0, 0)),
             ]:
                 assert self.same(name, other, *args, lease=lease) is None
 

@@ -53,7 +53,7 @@ def test_a_batch_that_is_cut_does_not_end_the_wait_for_what_it_left_out():
     for number in range(8):
         tokens += np.array([number], "<u4").tobytes()
         keys.append(hashlib.sha256(tokens).digest())
-    do(ledger.announce(Announced(bytes(32), tokens, join_keys(keys), 0, 8, Tier.DEVICE, Reason.COMMIT)))
+    do(ledger.announce(Announced(bytes(32), tokens, join_keys(keys), 0, 8, Tier.DEVICE, Reason.COMMIT, bytes(32))))
     while ledger.pending(0):
         ledger.delivered(0, ledger.take(0, 100, 1))
     do(ledger.lose(keys[-1], Tier.DEVICE, Reason.DEVICE_EVICTION))

@@ -1,0 +1,84 @@
+// The walk over all blocks of a tree, in steps: from each node up to one that was met before, and then down again.
+#include "tree_walk.hpp"
+
+namespace kvactors {
+
+TreeWalk::TreeWalk(const Tree& tree) : tree_(tree), end_(tree.next_id_), depth_(tree.next_id_), root_(tree.next_id_),
+      low_(tree.next_id_), high_(tree.next_id_) {}
+
+namespace {
+
+u32 word(const Key& name, unsigned index) {
+    u32 value;
+    std::memcpy(&value, name.bytes + 4 * index, 4);
+    return value;
+}
+
+}  // namespace
+
+bool TreeWalk::met(u32 id) const {
+    const Key& name = tree_.at(id).name;
+    return depth_[id] != 0 && low_[id] == word(name, 0) && high_[id] == word(name, 1);
+}
+
+
+bool TreeWalk::step(std::size_t count, std::vector<Stretch>& out) {
+    bool open = false;  // the last stretch goes on
+    for (; count != 0; --count) {
+        if (up_ != kNil) {
+            climb();
+        } else if (!chain_.empty()) {
+            const u32 above = above_, id = chain_.back();
+            const bool is_root = tree_.is_used(above) && (tree_.at(above).bits & kRoot) != 0;
+            if (!tree_.is_used(above) || !(is_root || met(above)) || !tree_.is_node(id) || tree_.at(id).parent != above) {
+                chain_.clear();  // it was removed between two steps, and with it all below it
+                continue;
+            }
+            if (!open) {
+                const u32 root = is_root ? above : root_[above];
+                out.push_back({tree_.at(root).name, tree_.at(above).name, is_root ? 0 : depth_[above], {}, {}, {}});
+            }
+            descend(out.back());
+            open = !chain_.empty();
+        } else if (next_ == end_) {
+            return true;
+        } else {
+            const u32 id = next_++;
+            if (tree_.is_node(id) && !met(id)) up_ = id;
+        }
+    }
+    return false;
+}
+
+// One node towards the root. A node of after the beginning ends the climb without a result: the chain below it is as new as it is.
+void TreeWalk::climb() {
+    const u32 id = up_;
+    if (id >= end_ || !tree_.is_used(id)) {
+        chain_.clear();
+        up_ = kNil;
+    } else if ((tree_.at(id).bits & kRoot) != 0 || met(id)) {
+        above_ = id;
+        up_ = kNil;
+    } else {
+        chain_.push_back(id);
+        up_ = tree_.at(id).parent;
+    }
+}
+
+// One node towards the leaf.
+void TreeWalk::descend(Stretch& stretch) {
+    const u32 id = chain_.back(), above = above_;
+    chain_.pop_back();
+    const bool is_root = (tree_.at(above).bits & kRoot) != 0;
+    depth_[id] = is_root ? 1 : depth_[above] + 1;
+    root_[id] = is_root ? above : root_[above];
+    low_[id] = word(tree_.at(id).name, 0);
+    high_[id] = word(tree_.at(id).name, 1);
+    const u32* tokens = tree_.tokens_of(id);
+    stretch.tokens.insert(stretch.tokens.end(), tokens, tokens + tree_.block_size());
+    stretch.keys.push_back(tree_.at(id).name);
+    stretch.states.push_back(char(tree_.state(tree_.at(id))));
+    above_ = id;
+}
+
+}  // namespace kvactors
