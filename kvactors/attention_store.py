@@ -1,22 +1,23 @@
-"""AttentionStore's SDK: found, opened and waited for. It is proprietary; this is written against the calls that FastDeploy's adapter makes
-(fastdeploy/cache_manager/transfer_factory/mooncake_store/attention_store.py), and tested against the stand-in of `kvactors.testing`."""
+"""AttentionStore's SDK: imported, opened, waited for, called. It is proprietary; this is written against the calls that FastDeploy's adapter makes
+(fastdeploy/cache_manager/transfer_factory/mooncake_store/attention_store.py), and tested against the stand-in of `kvactors.testing`.
+
+A process has one SDK object for each shard that it serves: the sink, the storage back end and every cache that is opened with the same names
+share it. The SDK documents no call that closes one, so it is kept until the process ends.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from importlib import import_module
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import anyio
-import msgspec
 
 from kvactors.actor.uncancelled import to_the_end
-from kvactors.config import CacheConfig, Config
 from kvactors.errors import DeadlineExceeded, SdkError
-from kvactors.layout.base import Layout
-from kvactors.sink_config import AttentionStoreConfig
+from kvactors.sdk_settings import SdkSettings, Shard
 from kvactors.threads import Workers
 
 T = TypeVar("T")
@@ -24,45 +25,36 @@ T = TypeVar("T")
 NOT_READY = "cuda memory not ready"
 """The one message that passes by itself."""
 
+MARGIN = 5.0
+"""Seconds that an open may take beyond `ready_timeout`: its error comes first."""
+
+Use = Literal["index", "storage"]
+"""What a handle is for. Calls of one use never overlap; those of the two may, as in FastDeploy, which calls one object from two threads."""
+
 
 class Names(NamedTuple):
-    """What the SDK's modules give."""
+    """What the SDK's modules give. hbm: the medium, only for the index. attention_type: only on CUDA."""
 
     sdk: Any
     tokens: Any
     error: type[Exception]
     hbm: Any
-    attention_type: Any  # only on CUDA
+    attention_type: Any
 
 
-def import_sdk(config: AttentionStoreConfig) -> Names:
-    """The SDK's names. SdkError if it is not installed."""
-    package = config.sdk
+def import_sdk(package: str, *, index: bool, cuda: bool) -> Names:
+    """The SDK's names, as far as they are needed. SdkError if it is not installed."""
     try:
         sdk = import_module(f"{package}.sdk")
-        error = import_module(f"{package}.utils.err")
-        media = import_module(f"{package}.api.common.common_pb2")
-        kinds = import_module(f"{package}.client.client").AttentionType if config.platform == "cuda" else None
-        return Names(sdk.AttentionStoreSDK, sdk.Tokens, error.AttentionStoreSDKError, media.MEDIA_HBM, kinds)
+        error = import_module(f"{package}.utils.err").AttentionStoreSDKError
+        hbm = import_module(f"{package}.api.common.common_pb2").MEDIA_HBM if index else None
+        kinds = import_module(f"{package}.client.client").AttentionType if cuda else None
+        return Names(sdk.AttentionStoreSDK, sdk.Tokens, error, hbm, kinds)
     except (ImportError, AttributeError) as cause:
         raise SdkError(
             f"AttentionStore needs the package {package!r}, which cannot be imported ({cause}); it is proprietary and comes with the "
             "AttentionStore service, not from a public index"
         ) from cause
-
-
-def sdk_settings(config: Config) -> AttentionStoreConfig:
-    """`[attention_store]` with names that stand for the scope the cache is opened with: what the service is addressed by beside tokens.
-
-    Where neither namespace nor model_version is set, the namespace is `cache.model`. A `cache.namespace` other than the default is
-    appended to the version, so that one version of the weights never reads what another wrote.
-    """
-    store, default = config.attention_store, AttentionStoreConfig()
-    if (store.namespace, store.model_version) == (default.namespace, default.model_version) and config.cache.model:
-        store = msgspec.structs.replace(store, namespace=config.cache.model)
-    if config.cache.namespace != CacheConfig().namespace:
-        store = msgspec.structs.replace(store, model_version=f"{store.model_version};namespace={config.cache.namespace}")
-    return store
 
 
 def count_of(value: Any, most: int, what: str) -> int:
@@ -88,53 +80,109 @@ def guarded(call: Callable[[], T]) -> Callable[[], T]:
     return run
 
 
-def arguments(config: AttentionStoreConfig, layout: Layout, names: Names) -> tuple[list[Any], dict[str, Any]]:
-    """The constructor's positional and keyword arguments."""
-    pod = f"{config.pod_name}_{config.splitwise_role}_{config.dp_id}" if config.role_suffix else config.pod_name
-    layers = config.layer_num or len({piece.layer for piece in layout.pieces})
-    nbytes = config.bytes_per_shard_layer_per_block or layout.pieces[0].nbytes
-    shard = [config.namespace, pod, config.model_version, config.shard_id, config.shard_num, layers, layout.block_size]
-    if config.platform != "cuda":
-        return [*shard, nbytes, config.device_id, config.dp_id], {}
-    keywords = {"attention_type": names.attention_type.MHA, "enable_as_kv_rw": True, "gpu_count": 0}
-    return [*shard, nbytes, nbytes, config.device_id, config.dp_id], keywords
+def arguments(settings: SdkSettings, names: Names) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The constructor's positional and keyword arguments. SdkError for a kind of attention that the SDK has no name for."""
+    one = settings.shard
+    shard = (
+        one.namespace, one.pod, one.version, one.shard_id, settings.shard_num, settings.layers, settings.block_size, settings.piece_bytes,
+    )  # fmt: skip
+    if not settings.cuda:
+        return (*shard, settings.device_id, settings.dp_id), {}
+    kind = getattr(names.attention_type, "MLA" if settings.latent else "MHA", None)
+    if kind is None:
+        raise SdkError(f"AttentionStore: the SDK's AttentionType has no {'MLA' if settings.latent else 'MHA'}")
+    keywords = {"attention_type": kind, "enable_as_kv_rw": True, "gpu_count": 0}
+    return (*shard, settings.piece_bytes, settings.device_id, settings.dp_id), keywords
+
+
+class Shared:
+    """What all handles of one shard have in common. object: of the SDK, None before it is made. arguments: it was made with. opener: the
+    handle that makes it, if one does. threads: by use, one thread each."""
+
+    def __init__(self, name: str) -> None:
+        self.object: Any = None
+        self.arguments: Any = None
+        self.opener: dict[str, object] = {}
+        self.threads: dict[str, Workers] = {}
+        self.handles: set[Sdk] = set()
+        self._name = name
+
+    def thread(self, use: Use) -> Workers:
+        """The thread for the calls of one use."""
+        return self.threads.setdefault(use, Workers(1, f"kvactors-attention-store-{use}"))
+
+    def make(self, wanted: Any, construct: Callable[[], Any], opener: object) -> bool:
+        """Make the object unless it exists; False while another thread makes it. SdkError if it exists with other arguments."""
+        if self.object is None:
+            if self.opener.setdefault("opener", opener) is not opener:
+                return False
+            try:
+                if self.object is None:
+                    self.object, self.arguments = construct(), wanted
+            finally:
+                self.opener.pop("opener", None)
+        if self.arguments != wanted:
+            raise SdkError(
+                f"this process has opened {self._name} with {self.arguments}, so it cannot be opened with {wanted}: a process has one SDK object for "
+                "each shard, and names must differ between models, layouts and devices"
+            )
+        return True
+
+
+SHARED: dict[Shard, Shared] = {}
+"""Of this process, by shard."""
 
 
 class Sdk:
-    """One connection. Its calls block, so each runs in a thread of its own: in order, never two at once. A call that is given up goes on
+    """A handle for one use. The SDK's calls block, so they run in a thread, in order, never two of one use at once. A call that is given up goes on
     there, and the next one waits for it."""
 
-    def __init__(self, config: AttentionStoreConfig, layout: Layout) -> None:
-        self.config = config
-        self.block_size = layout.block_size
-        self.names = import_sdk(config)
-        positional, self._keywords = arguments(config, layout, self.names)
-        self._positional = positional
-        self.layers = list(range(positional[5]))
-        self.connection: Any = None
-        self._thread = Workers(1, "kvactors-attention-store")
+    def __init__(self, settings: SdkSettings, use: Use) -> None:
+        self.settings = settings
+        self.use: Use = use
+        self.block_size = settings.block_size
+        self.names = import_sdk(settings.shard.package, index=use == "index", cuda=settings.cuda)
+        self._arguments = arguments(settings, self.names)
+        self.layers = list(range(settings.layers))
+        one = settings.shard
+        self.shared = SHARED.setdefault(one, Shared(f"shard {one.shard_id} of {one.names}"))
+        self.thread = self.shared.thread(use)
+
+    @property
+    def connection(self) -> Any:
+        """The SDK's object, None before `open`."""
+        return self.shared.object
 
     async def open(self) -> None:
         """Connect, and wait until the other side is ready. SdkError, or DeadlineExceeded after `ready_timeout`."""
-        config = self.config
+        limit = self.settings.ready_timeout
+        self.shared.handles.add(self)
         try:
-            with anyio.fail_after(config.ready_timeout):
-                self.connection = await self.run(lambda: self.names.sdk(*self._positional, **self._keywords))
-                await self._until_ready()
+            with anyio.fail_after(limit):
+                await self._until(self._made)
+                await self._until(self._ready)
         except TimeoutError as error:
-            raise DeadlineExceeded(f"AttentionStore was not ready in {config.ready_timeout} s") from error
+            raise DeadlineExceeded(f"AttentionStore was not ready in {limit} s") from error
 
-    async def _until_ready(self) -> None:
+    async def _until(self, come: Callable[[], Awaitable[bool]]) -> None:
         while True:
-            if await self._ready():
+            if await come():
                 return
-            await anyio.sleep(self.config.ready_interval)
+            await anyio.sleep(self.settings.ready_interval)
+
+    async def _made(self) -> bool:
+        made = await self.run(lambda: self.shared.make(self._arguments, self._construct, self))
+        return bool(made)
+
+    def _construct(self) -> Any:
+        positional, keywords = self._arguments
+        return self.names.sdk(*positional, **keywords)
 
     async def _ready(self) -> bool:
         """Whether a look-up of a few made-up tokens is answered."""
         tokens = self.names.tokens(list(range(self.block_size + 1)), self.block_size)
         try:
-            await self.run(lambda: self.connection.match(tokens, 0, self.config.ready_interval))
+            await self.run(lambda: self.connection.match(tokens, 0, self.settings.ready_interval))
         except SdkError as error:
             if NOT_READY in str(error):
                 return False
@@ -143,7 +191,7 @@ class Sdk:
 
     async def run(self, call: Any) -> Any:
         """A call in the SDK's thread. SdkError for whatever it raises."""
-        future = self._thread.submit(guarded(call))
+        future = self.thread.submit(guarded(call))
         result = asyncio.wrap_future(future)
         result.add_done_callback(lambda done: done.cancelled() or done.exception())  # looked at, should nobody wait any more
         try:
@@ -173,7 +221,7 @@ class Sdk:
         self, tokens: Any, start: int, keys: list[int], values: list[int], blocks: Sequence[int], seconds: float
     ) -> int:
         """Bytes into device blocks; how many blocks. SdkError for a number that cannot be."""
-        options = {"remote_addrs": None} if self.config.platform == "cuda" else {}
+        options = {"remote_addrs": None} if self.settings.cuda else {}
         got = await self._moving(
             lambda t: self.connection.read(self.layers, t, start, keys, values, list(blocks), seconds, **options), tokens
         )
@@ -183,7 +231,7 @@ class Sdk:
         self, tokens: Any, start: int, keys: list[int], values: list[int], blocks: Sequence[int], seconds: float
     ) -> int:
         """Bytes out of device blocks; how many blocks. SdkError for a number that cannot be."""
-        options = {"h2h_copy": False, "params": None} if self.config.platform == "cuda" else {}
+        options = {"h2h_copy": False, "params": None} if self.settings.cuda else {}
         put = await self._moving(
             lambda t: self.connection.write(self.layers, t, start, keys, values, list(blocks), seconds, **options), tokens
         )
@@ -191,9 +239,13 @@ class Sdk:
 
     async def _moving(self, call: Callable[[Any], Any], tokens: Any) -> Any:
         """A call that touches device memory: waited for to its end, whatever is cancelled."""
-        future = self._thread.submit(guarded(lambda: call(self.names.tokens(tokens.tolist(), self.block_size))))
+        future = self.thread.submit(guarded(lambda: call(self.names.tokens(tokens.tolist(), self.block_size))))
         return await to_the_end(asyncio.wrap_future(future))
 
     def close(self) -> None:
-        """No more calls; one that hangs is left behind."""
-        self._thread.close()
+        """No more calls of this handle. The thread ends with its last handle, unless a call hangs there: then it stays for the next handle,
+        whose calls wait for that one."""
+        handles = self.shared.handles
+        handles.discard(self)
+        if not any(one.use == self.use for one in handles) and not self.thread.busy:
+            self.thread.close()

@@ -140,11 +140,11 @@ class StorageConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
 
 
 class FlushConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The flush notifier. only: flush-only mode, in which storage is neither read nor written. timeout: seconds a sink may
-    take for a batch. retry_min / retry_max: back-off in seconds. batch: blocks reported in one call at most."""
+    """The flush notifier. only: flush-only mode, in which storage is neither read nor written, and which needs a sink; left out, FD_AS_ONLY_FLUSH
+    decides. timeout: seconds a sink may take for a batch. retry_min / retry_max: back-off in seconds. batch: blocks reported in one call at most."""
 
     sinks: tuple[AnySinkConfig, ...] = ()
-    only: bool = False
+    only: bool | None = None
     timeout: float = 10.0
     retry_min: float = 0.05
     retry_max: float = 5.0

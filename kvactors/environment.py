@@ -1,13 +1,19 @@
-"""Settings from environment variables: FastDeploy's, Mooncake's, `KVACTORS_MODEL` and `KVACTORS_RANKS_SECRET`. See `Config.from_env`."""
+"""Settings from environment variables: FastDeploy's, Mooncake's, `KVACTORS_MODEL` and `KVACTORS_RANKS_SECRET`. See `Config.from_env`.
+
+A variable fills what the config leaves unset. Where the config has another value, the config is used and the variable is logged. A name that looks
+like one of these, and is none, is logged too.
+"""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import msgspec
 
+from kvactors.actor.log import get_logger
 from kvactors.errors import ConfigError
 from kvactors.mooncake_config import resolve
 from kvactors.sink_config import AnySinkConfig, AttentionStoreConfig, AttentionStoreSinkConfig
@@ -16,56 +22,116 @@ from kvactors.validation import check_agreement, validate, validate_model
 if TYPE_CHECKING:
     from kvactors.config import Config
 
+log = get_logger()
+
+TEXTS = {"AS_NAMESPACE": "namespace", "AS_POD_NAME": "pod_name", "AS_MODEL_VERSION": "model_version"}
+NUMBERS: dict[str, tuple[str, type[int | float]]] = {
+    "AS_WRITE_TOTAL_TIMEOUT": ("write_total_timeout", float),
+    "AS_WRITE_SLICE_BLOCK_NUM": ("write_slice_blocks", int),
+    "AS_WRITE_SLICE_TIMEOUT": ("write_slice_timeout", float),
+}
+
+HONOURED = (
+    "FD_AS_ONLY_FLUSH", *TEXTS, *NUMBERS, "ENABLE_EP_DP_IN_FD", "FILE_BACKEND_STORAGE_DIR", "KVACTORS_MODEL", "KVACTORS_RANKS_SECRET",
+)  # fmt: skip
+"""Variables that set something, beside Mooncake's."""
+
+NOT_HONOURED = (
+    "ENABLE_V1_KVCACHE_SCHEDULER", "ENABLE_V1_KVCACHE_MANAGER", "FD_ENABLE_V1_UPDATE_WEIGHTS", "FD_ENABLE_SWAP_SPACE_CLEARING",
+    "FD_SAVE_OUTPUT_CACHE_FOR_PREEMPTED_REQUEST", "FD_RESERVE_OUTPUT_BLOCK_NUM_FOR_DECODE_WHEN_SCHEDULE_NEW_PREFILL",
+    "FD_ENC_DEC_BLOCK_NUM", "FD_CACHE_PROC_EXIT_TIMEOUT", "FD_CACHE_PROC_ERROR_COUNT", "FD_WORKER_ALIVE_TIMEOUT",
+    "FD_ENGINE_TASK_QUEUE_WITH_SHM", "FD_LOG_DIR", "FD_ATTENTION_BACKEND", "USE_KVCACHE_LOCK", "FD_USE_KVCACHE_LOCK",
+    "DISABLE_PREFIX_CACHE_MM_MODEL", "MC_MAX_MR_SIZE", "MC_TCP_BIND_ADDRESS",
+)  # fmt: skip
+"""FastDeploy's variables about its KV cache that set nothing here; docs/fastdeploy.md has the reason for each."""
+
+OURS = ("KVACTORS_", "FD_", "AS_")
+"""Prefixes of names that may be a misspelt one of those that are honoured."""
+
+SIMILAR = 0.8
+
+_logged: set[str] = set()  # each name once a process
+
 
 def from_environment(config: Config, environ: Mapping[str, str]) -> Config:
     """See `Config.from_env`."""
     validate(config)
-    only, suffix = _switch(environ, "FD_AS_ONLY_FLUSH"), _switch(environ, "ENABLE_EP_DP_IN_FD")
-    texts = {"namespace": "AS_NAMESPACE", "pod_name": "AS_POD_NAME", "model_version": "AS_MODEL_VERSION"}
-    store: dict[str, Any] = {field: environ[name] for field, name in texts.items() if environ.get(name)}
-    store |= {} if suffix is None else {"role_suffix": suffix}
-    numbers = {"write_total_timeout": float, "write_slice_blocks": int, "write_slice_timeout": float}
-    names = {"write_slice_blocks": "AS_WRITE_SLICE_BLOCK_NUM"}
-    for field, kind in numbers.items():
-        name = names.get(field, f"AS_{field.upper()}")
-        if environ.get(name):
-            store[field] = _number(environ[name], kind, name)
     replace = msgspec.structs.replace
-    directory = environ.get("FILE_BACKEND_STORAGE_DIR", "")
-    if config.storage.backend == "file" and directory and not config.storage.directory:
+    config = replace(config, attention_store=_attention_store(config.attention_store, environ))
+    only = _fill("flush.only", config.flush.only, _switch(environ, "FD_AS_ONLY_FLUSH"), "FD_AS_ONLY_FLUSH")
+    config = replace(config, flush=replace(config.flush, only=only))
+    directory = environ.get("FILE_BACKEND_STORAGE_DIR") or None
+    if config.storage.backend == "file" and directory:
+        directory = _fill("storage.directory", config.storage.directory or None, directory, "FILE_BACKEND_STORAGE_DIR")
         config = replace(config, storage=replace(config.storage, directory=directory))
     if config.storage.backend == "mooncake":
         config = replace(config, storage=replace(config.storage, mooncake=resolve(config.storage.mooncake, environ)))
-    if store:
-        config = replace(config, attention_store=replace(config.attention_store, **store))
-    if only:
-        config = replace(config, flush=replace(config.flush, only=True))
     config = replace(config, flush=replace(config.flush, sinks=flush_sinks(config)))
     config = replace(config, cache=replace(config.cache, model=resolve_model(config, environ)))
     config = replace(config, ranks=config.ranks.with_secret(environ))
     check_agreement(config)
     validate_model(config)
     config.ranks.check_exposure()
+    _log_misspelt(environ)
     return config
+
+
+def _attention_store(store: AttentionStoreConfig, environ: Mapping[str, str]) -> AttentionStoreConfig:
+    """`[attention_store]`, with FastDeploy's variables where it leaves something unset."""
+    found: dict[str, tuple[str, Any]] = {field: (name, environ[name]) for name, field in TEXTS.items() if environ.get(name)}
+    found |= {field: (name, _number(environ[name], kind, name)) for name, (field, kind) in NUMBERS.items() if environ.get(name)}
+    if (suffix := _switch(environ, "ENABLE_EP_DP_IN_FD")) is not None:
+        found["role_suffix"] = ("ENABLE_EP_DP_IN_FD", suffix)
+    filled = {
+        field: _fill(f"attention_store.{field}", None if getattr(store, field) == "" else getattr(store, field), value, name)
+        for field, (name, value) in found.items()
+    }
+    return msgspec.structs.replace(store, **filled)
+
+
+def _fill(setting: str, value: Any, variable: Any, name: str) -> Any:
+    """A setting's value: the config's if it has one, or else the variable's. If they differ, that is logged."""
+    if value is None or variable is None:
+        return variable if value is None else value
+    if value != variable and name not in _logged:
+        _logged.add(name)
+        log.warning("variable not used: the config has another value", variable=name, setting=setting, value=value)
+    return value
+
+
+def _log_misspelt(environ: Mapping[str, str]) -> None:
+    """Log names that look like one of those that are honoured, and are none."""
+    for name in environ:
+        if name in HONOURED or name in NOT_HONOURED or name in _logged or not name.startswith(OURS):
+            continue
+        near = difflib.get_close_matches(name, HONOURED, n=1, cutoff=SIMILAR)
+        if near or name.startswith(OURS[0]):
+            _logged.add(name)
+            hint = {"similar_to": near[0]} if near else {}
+            log.warning("unknown variable, not used", variable=name, **hint)
 
 
 def flush_sinks(config: Config) -> tuple[AnySinkConfig, ...]:
     """The sinks, with AttentionStore's index in flush-only mode with AttentionStore as the back end: FastDeploy's settings name the back end
-    alone, and mean the index."""
+    alone, and mean the index, to which FastDeploy sends each finished request's full path."""
     sinks = config.flush.sinks
     if not config.flush.only or config.storage.backend != "attention_store":
         return sinks
-    return sinks if any(sink.kind == "attention_store" for sink in sinks) else (*sinks, AttentionStoreSinkConfig())
+    if any(sink.kind == "attention_store" for sink in sinks):
+        return sinks
+    return (*sinks, AttentionStoreSinkConfig(announce="full"))
 
 
 def resolve_model(config: Config, environ: Mapping[str, str]) -> str:
-    """The model: `cache.model`, or else KVACTORS_MODEL, or else AttentionStore's namespace and model version, where one of these two is not
-    its default; empty if none is set. Mooncake's settings name no model."""
-    model = config.cache.model or environ.get("KVACTORS_MODEL", "")
-    store, default = config.attention_store, AttentionStoreConfig()
-    if not model and (store.namespace, store.model_version) != (default.namespace, default.model_version):
-        model = f"{quote(store.namespace, safe='')}/{quote(store.model_version, safe='')}"
-    return model
+    """The model: `cache.model`, or else KVACTORS_MODEL, or else AttentionStore's namespace and model version, if one of these two is set;
+    empty if none is. Mooncake's settings name no model."""
+    from kvactors.sdk_settings import MODEL_VERSION, NAMESPACE
+
+    variable, store = environ.get("KVACTORS_MODEL") or None, config.attention_store
+    model = _fill("cache.model", config.cache.model or None, variable, "KVACTORS_MODEL") or ""
+    if not model and (store.namespace or store.model_version):
+        model = f"{quote(store.namespace or NAMESPACE, safe='')}/{quote(store.model_version or MODEL_VERSION, safe='')}"
+    return str(model)
 
 
 def _number(text: str, kind: type[int | float], name: str) -> float:

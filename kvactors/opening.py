@@ -21,8 +21,8 @@ class Opening:
         self.limit = limit
         self.shutdown = shutdown
 
-    async def step(self, part: str, call: Callable[[], Awaitable[None]], late: type[KVActorsError]) -> None:
-        """Open one part in a task of its own.
+    async def step(self, part: str, call: Callable[[], Awaitable[None]], late: type[KVActorsError], least: float = 0.0) -> None:
+        """Open one part in a task of its own. least: seconds that it may take, if they are more than the limit.
 
         A part that is late, or whose opening is cancelled, is cancelled. If it still has not ended when the actors of a shutdown must have,
         it is left behind, and host memory stays mapped. The caller closes the part in either case.
@@ -36,13 +36,13 @@ class Opening:
 
         task = asyncio.get_running_loop().create_task(opening(), name=f"opening {part}")
         try:
-            await asyncio.wait((task,), timeout=self.limit)
+            await asyncio.wait((task,), timeout=max(self.limit, least))
         except BaseException:
             await uncancelled(self._cancel(part, task))
             raise
         if not task.done():
             await uncancelled(self._cancel(part, task))
-            raise late(f"{part} did not open in {self.limit:g} s (actors.start)")
+            raise late(f"{part} did not open in {max(self.limit, least):g} s (actors.start)")
         if task.cancelled():
             raise late(f"{part} did not open: it raised CancelledError")
         task.result()

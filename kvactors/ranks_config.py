@@ -59,8 +59,8 @@ class RanksConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
         yield "start", self.start
         yield "secret", "<set>" if self.secret else ""
 
-    def check(self, tensor_parallel: int, backend: str) -> None:
-        """Raise ConfigError for ranks that cannot be. tensor_parallel: of the layout. backend: of the storage."""
+    def check(self, tensor_parallel: int) -> None:
+        """Raise ConfigError for ranks that cannot be. tensor_parallel: of the layout."""
         if self.secret and len(self.secret) < SECRET_CHARACTERS:
             raise ConfigError(f"ranks.secret must have at least {SECRET_CHARACTERS} characters, it has {len(self.secret)}")
         if self.count == 1:
@@ -68,8 +68,6 @@ class RanksConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
         split_endpoint(self.endpoint)
         if tensor_parallel != self.count:
             raise ConfigError(f"layout.tensor_parallel is {tensor_parallel}, ranks.count {self.count}: they must agree")
-        if backend == "attention_store":
-            raise ConfigError("attention_store moves the device memory of its own process: it cannot serve ranks in others")
 
     def with_secret(self, environ: Mapping[str, str]) -> RanksConfig:
         """These settings with the secret of the environment, if none is set."""

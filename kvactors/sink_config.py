@@ -55,12 +55,14 @@ class JsonLinesSinkConfig(SinkConfig, frozen=True, tag="jsonl"):
 
 
 class AttentionStoreSinkConfig(SinkConfig, frozen=True, tag="attention_store"):
-    """AttentionStore's token index, through its SDK (see the table `[attention_store]`). It hears of this node as a whole: a block is
-    resident while device or host holds it, and from the finish of a request on. journal: a file that remembers what was told, so
-    that a new life can take back what an earlier one left behind (empty: none)."""
+    """AttentionStore's token index, through its SDK (see the table `[attention_store]`). It is sent this node as a whole: a block is
+    resident while device or host holds it, and from the finish of a request on. announce: what the finish of a request sends: the difference to
+    what was sent before, or the request's full path from block 0, as FastDeploy does (an index that lost its state is right again then for what is
+    requested). journal: a file of what was sent, so that the next process can take back what an earlier one left behind (empty: none)."""
 
     view: Literal["per_tier", "node"] = "node"
     gains: Literal["commit", "request_finish"] = "request_finish"
+    announce: Literal["difference", "full"] = "difference"
     journal: str = ""
 
     def check(self) -> None:
@@ -169,44 +171,49 @@ AnySinkConfig = MemorySinkConfig | JsonLinesSinkConfig | AttentionStoreSinkConfi
 
 
 class AttentionStoreConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """How AttentionStore's SDK is opened; the sink and the storage back end open a connection each.
+    """How AttentionStore's SDK is opened; the sink and the storage back end share one SDK object. What is left out is taken from a variable, or
+    else derived (see docs/attention_store.md).
 
     sdk: the package to import. namespace, pod_name, model_version: as FastDeploy passes them. shard_id, shard_num: tensor-parallel rank
-    and ranks; rank 0 alone reports to the index. layer_num, bytes_per_shard_layer_per_block: taken from the layout if 0. role_suffix:
-    append `_{splitwise_role}_{dp_id}` to the pod's name. platform: cuda passes the constructor's longer argument list. ready_timeout,
-    ready_interval: seconds to wait for "cuda memory not ready" to pass, and between looks. write_slice_blocks, write_slice_timeout,
-    write_total_timeout: as storage, blocks and seconds of one write, and seconds of all writes of a request (0: what storage.timeout
-    leaves).
+    and ranks (derived from `[ranks]` or `layout.tensor_parallel`); rank 0 alone reports to the index. layer_num,
+    bytes_per_shard_layer_per_block: taken from the layout if 0. device_id: the GPU's number. role_suffix: append
+    `_{splitwise_role}_{dp_id}` to the pod's name (if left out: yes). platform: cuda passes the constructor's longer argument list; if left out, the
+    device is asked. ready_timeout, ready_interval: seconds to wait for "cuda memory not ready" to pass, and between looks.
+    write_slice_blocks, write_slice_timeout, write_total_timeout: as storage, blocks (100) and seconds (10) of one write, and seconds
+    of all writes of a request (0: what storage.timeout leaves).
     """
 
     sdk: str = "attentionstore_sdk"
-    namespace: str = "default_ns"
-    pod_name: str = "default_pod"
-    model_version: str = "v0"
-    shard_id: int = 0
-    shard_num: int = 1
+    namespace: str = ""
+    pod_name: str = ""
+    model_version: str = ""
+    shard_id: int | None = None
+    shard_num: int | None = None
     layer_num: int = 0
     bytes_per_shard_layer_per_block: int = 0
-    device_id: int = 0
+    device_id: int | None = None
     dp_id: int = 0
     splitwise_role: str = "mixed"
-    role_suffix: bool = True
-    platform: Literal["cuda", "other"] = "other"
+    role_suffix: bool | None = None
+    platform: Literal["cuda", "other"] | None = None
     ready_timeout: float = 300.0
     ready_interval: float = 5.0
-    write_slice_blocks: int = 100
-    write_slice_timeout: float = 10.0
-    write_total_timeout: float = 0.0
+    write_slice_blocks: int | None = None
+    write_slice_timeout: float | None = None
+    write_total_timeout: float | None = None
 
-    def check(self) -> None:
-        """Raise ConfigError for values that do not make sense."""
-        if not 0 <= self.shard_id < self.shard_num:
-            raise ConfigError(f"attention_store.shard_id must be in 0..{self.shard_num - 1}, not {self.shard_id}")
-        if self.write_slice_blocks < 1 or not 0 <= self.write_total_timeout < float("inf"):
-            raise ConfigError("attention_store.write_slice_blocks must be at least 1, write_total_timeout not negative")
-        for name in ("ready_timeout", "ready_interval", "write_slice_timeout"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ConfigError(f"attention_store.{name} must be a positive number of seconds, not {getattr(self, name)}")
-        for name in ("layer_num", "bytes_per_shard_layer_per_block", "device_id", "dp_id"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"attention_store.{name} must not be negative")
+    def check(self, tensor_parallel: int, ranks: int) -> None:
+        """Raise ConfigError for values that do not make sense, alone or with the ranks: of the layout, and of `[ranks]`."""
+        if ranks > 1 and self.shard_id is not None:
+            raise ConfigError(
+                f"attention_store.shard_id must be left out with ranks.count {ranks}: the leader and each rank have a shard of their own"
+            )
+        shards = max(ranks, tensor_parallel)
+        if shards > 1 and self.shard_num not in (None, shards):
+            raise ConfigError(
+                f"attention_store.shard_num is {self.shard_num}, and there are {shards} ranks (ranks.count, layout.tensor_parallel): "
+                "leave it out, or make them agree"
+            )
+        shard_num = shards if self.shard_num is None else self.shard_num
+        if not 0 <= (self.shard_id or 0) < shard_num:
+            raise ConfigError(f"attention_store.shard_id must be in 0..{shard_num - 1}, not {self.shard_id}")

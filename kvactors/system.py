@@ -38,17 +38,19 @@ from kvactors.flush_notifier.sinks import Sink, make_sinks, require_sinks
 from kvactors.gpu_swapper.actor import GpuSwapper
 from kvactors.gpu_swapper.executor import Executor, make_executor
 from kvactors.gpu_swapper.remote import RemoteExecutor
-from kvactors.identity import CacheScope, StoreIdentity
+from kvactors.identity import CacheScope
 from kvactors.opening import Opening
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.roots import Roots
 from kvactors.ranks.group import RankGroup
+from kvactors.sdk_settings import store_identity
 from kvactors.shutdown import QUIET, STOP, Shutdown
-from kvactors.storage.backends import Backend, make_backend, make_direct
+from kvactors.storage.backends import Backend, is_direct, make_backend, make_direct
 from kvactors.storage.backends.checked import CheckedBackend
 from kvactors.storage.backends.direct import DirectBackend
 from kvactors.storage.backends.ranks import RankBackend
+from kvactors.storage.backends.ranks_direct import RanksDirect
 from kvactors.storage.direct import StorageDirect
 from kvactors.storage.reader import StorageReader
 from kvactors.storage.writer import StorageWriter
@@ -97,8 +99,8 @@ class System:
         else:
             self._make_local(device, backend)
         self.store = CheckedBackend(self.backend, config.storage.timeout) if self.backend is not None else None
-        require_sinks(sinks)
-        made = [*make_sinks(config, self.layout), *sinks]
+        require_sinks(config, sinks)
+        made = [*make_sinks(config, self.layout, self.device), *sinks]
         self.sinks = {sink.name: sink for sink in made}
         if len(self.sinks) < len(made):
             raise ConfigError("flush sinks need different names")
@@ -135,12 +137,13 @@ class System:
         config, layout = self.config, self.layout
         if device is not None or backend is not None:
             raise ConfigError("with ranks.count above 1, devices and stores belong to the ranks: give them to serve_rank")
-        stored = self.storage.backend != "none"
+        direct = is_direct(config)
+        stored = self.storage.backend != "none" and not direct
         slots = config.host.arena_slots(stored=stored)
         self._own_device = True
         self.device = RanksDevice(layout, config.device.num_blocks)
         self.arena = RanksArena(slots, layout.block_bytes)
-        identity = StoreIdentity(config.cache.model, self.storage.namespace, layout.fingerprint, 0, config.ranks.count)
+        identity = store_identity(config, self.storage, layout, 0, config.ranks.count)
         self.ranks = RankGroup(
             config.ranks,
             identity,
@@ -150,7 +153,7 @@ class System:
             layers=layout.num_layers + layout.extra_layers,
         )
         self.executor = RemoteExecutor(self.device, self.arena, self.ranks)
-        self.direct_backend, self.backend = None, None
+        self.direct_backend, self.backend = RanksDirect(self.ranks, layout.block_bytes) if direct else None, None
         if stored:
             self.backend = RankBackend(
                 self.ranks,
@@ -327,10 +330,10 @@ class System:
             await step("store", self.store.open, StoreError)
         if self.direct_backend is not None:
             closing("device store", self.direct_backend.close)
-            await step("device store", self.direct_backend.open, StoreError)
+            await step("device store", self.direct_backend.open, StoreError, self.direct_backend.ready_timeout)
         for sink in self.sinks.values():
             closing(f"sink {sink.name}", partial(close_sink, sink, self.config.flush.timeout))
-            await step(f"sink {sink.name!r}", partial(open_sink, sink), SinkError)
+            await step(f"sink {sink.name!r}", partial(open_sink, sink), SinkError, sink.ready_timeout)
         if self.inline:
             self.arena.touch()
         else:

@@ -32,8 +32,8 @@ def check_agreement(config: Config) -> None:
     if config.flush.retry_max < config.flush.retry_min:
         raise ConfigError("flush.retry_max must not be below flush.retry_min")
     validate_storage(config.storage)
-    config.ranks.check(config.layout.tensor_parallel, config.storage.backend)
-    config.attention_store.check()
+    config.ranks.check(config.layout.tensor_parallel)
+    config.attention_store.check(config.layout.tensor_parallel, config.ranks.count)
     check_sinks(config.flush.sinks)
 
 

@@ -21,6 +21,7 @@ from kvactors.observe.statistics import residency
 from kvactors.storage.breaker import Breaker
 from kvactors.testing import attentionstore_sdk as stand_in
 from kvactors.testing.attentionstore_sdk import Service
+from kvactors.testing.attentionstore_sdk.service import CAPACITY
 from kvactors.units import Tier
 
 PATIENCE = 30.0
@@ -71,9 +72,24 @@ def leak(service: Service) -> None:
     service.leaks = LEAKS[len(service.calls) % len(LEAKS)]
 
 
+def slow(service: Service) -> None:
+    """Every call takes long, and longer than some time-outs."""
+    service.slow = 0.6
+
+
+def small(service: Service) -> None:
+    """There is room for a few blocks; what exceeds it is evicted."""
+    service.capacity = 5
+
+
+def refuse(service: Service) -> None:
+    """The service has no memory for one of the device blocks."""
+    service.refuse_block = 3
+
+
 def hang(service: Service) -> None:
-    """Every call takes long."""
-    service.hang = 0.3
+    """Every call takes long, whatever its time-out."""
+    service.stuck = 0.3
 
 
 def nonsense(service: Service) -> None:
@@ -99,6 +115,9 @@ def restart(service: Service) -> None:
 DEEDS: tuple[tuple[Callable[[Service], None], bool], ...] = (
     (fail, True),
     (hang, False),
+    (slow, False),
+    (small, False),
+    (refuse, False),
     (short, False),
     (nonsense, True),
     (restart, False),
@@ -110,7 +129,8 @@ DEEDS: tuple[tuple[Callable[[Service], None], bool], ...] = (
 
 def mend(service: Service) -> None:
     """The service works again."""
-    service.broken, service.hang, service.fail_after = "", 0.0, False
+    service.broken, service.slow, service.stuck, service.fail_after = "", 0.0, 0.0, False
+    service.capacity, service.refuse_block = CAPACITY, -1
     service.leaks = service.counts = None
 
 

@@ -49,7 +49,7 @@ class Direct(Traffic):
             return
         first, op = len(job.entries), next(self._ops)
         self.fetching[op] = Fetching(job, first)
-        self.tell(self.direct, FetchDevice(op, job.tokens, job.start + first, job.blocks[first:], job.deadline))
+        self.tell(self.direct, FetchDevice(op, job.tokens, job.start + first, job.blocks[first:], job.deadline, self.era))
 
     @on(Fetched)
     def fetched_direct(self, message: Fetched) -> None:
@@ -70,7 +70,7 @@ class Direct(Traffic):
             raise RuntimeError("there is no store that moves device memory")
         op = next(self._ops)
         self.saving[op] = Saving(len(blocks), then)
-        self.tell(self.direct, SaveDevice(op, tokens, start, blocks, now() + self.storage.timeout))
+        self.tell(self.direct, SaveDevice(op, tokens, start, blocks, now() + self.storage.timeout, self.era))
 
     @on(Saved)
     def saved_direct(self, message: Saved) -> None:

@@ -10,12 +10,14 @@ from kvactors.units import ALL_TIERS, Tier
 class SinkView(NamedTuple):
     """What a sink wants to hear. tiers: of which, a set. node: as one fact, resident while any of them holds the block; it is told as
     Tier.DEVICE, whichever tier it is. at_finish: gains are due when a request that covers the block finishes, losses at once;
-    otherwise both at once. by_tokens: it addresses blocks by tokens alone, so it gets only those that tokens alone identify."""
+    otherwise both at once. by_tokens: it addresses blocks by tokens alone, so it gets only those that tokens alone identify. full: the finish of a
+    request sends all blocks of the request, also those that were sent before."""
 
     tiers: int
     node: bool
     at_finish: bool
     by_tokens: bool = False
+    full: bool = False
 
     def table(self) -> tuple[int, ...]:
         """By the set of tiers that hold a block: the set the sink should believe."""

@@ -30,6 +30,7 @@ from kvactors.ranks.protocol import (
     Arrived,
     Frame,
     Identity,
+    MoveDevice,
     Names,
     Pong,
     StoreObjects,
@@ -173,7 +174,7 @@ class RankGroup:
                 progress(rank.number) if arrived else None,
                 outcomes,
                 worst,
-                stored=isinstance(message, StoreObjects),
+                stored=isinstance(message, StoreObjects | MoveDevice),
             )
             answers.append(operation.answer)
             if rank.health is not Health.HEALTHY or rank.link is None:

@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-VERSION = 2
+VERSION = 3
 """Of this protocol; both ends must have the same."""
 
 MOST_BYTES = 64 << 20
@@ -62,7 +62,8 @@ class Proof(Frame, frozen=True):
 class Identity(Frame, frozen=True):
     """What a rank is. It copies nothing at this moment: operations of an earlier connection have ended.
 
-    model: `cache.model`. namespace, storage: `storage.namespace` and the kind of back end. fingerprint: of the layout. blocks, slots: of the
+    model: `cache.model`. namespace, storage: `storage.namespace` (with
+    AttentionStore: the names of its shards) and the kind of back end. fingerprint: of the layout. blocks, slots: of the
     device and the arena. objects: names in its store. generation: how often that store was cleared.
     """
 
@@ -133,6 +134,20 @@ class StoreObjects(Frame, frozen=True):
     generation: int = 0
 
 
+class MoveDevice(Frame, frozen=True):
+    """Move blocks between the rank's device and its own store, which is addressed by tokens. Fields as in `storage.messages.FetchDevice`.
+
+    Each outcome is 0 for a block that was moved, 1 for one that was not (it is not there, or there is no room for it), 2 if the store failed.
+    """
+
+    op: int
+    kind: Literal["fetch", "save"]
+    tokens: bytes
+    start: int
+    blocks: tuple[int, ...]
+    seconds: float
+
+
 class Arrived(Frame, frozen=True):
     """The first `layers` layers of a copy have arrived."""
 
@@ -165,6 +180,7 @@ AnyFrame = (
     | Pong
     | CopyBlocks
     | StoreObjects
+    | MoveDevice
     | Arrived
     | Answer
 )

@@ -26,6 +26,7 @@ from kvactors.identity import StoreIdentity
 from kvactors.opening import Opening
 from kvactors.ranks.handshake import check_leader
 from kvactors.ranks.listening import connect
+from kvactors.ranks.moving import cannot_be, carried_out
 from kvactors.ranks.names import pages
 from kvactors.ranks.protocol import (
     Answer,
@@ -33,6 +34,7 @@ from kvactors.ranks.protocol import (
     Arrived,
     CopyBlocks,
     Identity,
+    MoveDevice,
     Names,
     Ping,
     Pong,
@@ -43,8 +45,9 @@ from kvactors.ranks.protocol import (
 )
 from kvactors.ranks.wire import Wire
 from kvactors.ranks_config import Secret
+from kvactors.sdk_settings import store_identity
 from kvactors.shutdown import STOP, Shutdown
-from kvactors.storage.backends import Backend, make_backend
+from kvactors.storage.backends import Backend, DirectBackend, make_backend, make_direct
 from kvactors.storage.backends.checked import CheckedBackend
 from kvactors.storage.messages import Outcome
 from kvactors.threads import in_thread
@@ -80,15 +83,16 @@ async def serve_rank(
         device: this rank's, with `device.num_blocks` alike in all ranks.
         rank: this rank's number, below `ranks`.
         ranks: how many ranks there are.
-        config: the leader's own; from it come the arena (`host`), the store (`storage`, whose objects are this rank's alone) and the secret
-            (`ranks.secret`, or the variable KVACTORS_RANKS_SECRET).
+        config: the leader's own; from it come the arena (`host`), the store (`storage`, whose objects are this rank's alone; with AttentionStore
+            this rank's shard) and the secret (`ranks.secret`, or the variable KVACTORS_RANKS_SECRET).
         backend: in place of the config's.
         admitted: called each time the leader has admitted this rank.
         inline_copies: copy in the loop's thread, for loops of virtual time (with a memory:// endpoint).
 
     Raises:
-        ConfigError, LayoutError, StoreError, DeviceError: at the start. A tcp endpoint without a secret is a ConfigError. A store or a copy
-            engine that does not open in `actors.start` seconds is a StoreError or DeviceError.
+        ConfigError, LayoutError, StoreError, DeviceError, SdkError: at the start. A tcp endpoint without a secret is a ConfigError. A store or a
+            copy engine that does not open in `actors.start` seconds is a StoreError or DeviceError; AttentionStore that is not ready in
+            `attention_store.ready_timeout` seconds is a DeadlineExceeded.
         RankError: the leader refuses this rank (the message names the values that differ), does not have the same secret, or another
             process already serves this number and answers.
     """
@@ -102,8 +106,9 @@ async def serve_rank(
     storage = StorageConfig(backend="none") if config.flush.only else replace(config.storage, rank=rank, ranks=ranks)
     if backend is None:
         backend = make_backend(storage, config.cache.model, device.layout.fingerprint, device.layout.block_bytes)
+    direct = make_direct(config, device, (rank, ranks)) if backend is None else None
     slots = config.host.arena_slots(stored=backend is not None)
-    identity = StoreIdentity(config.cache.model, storage.namespace, device.layout.fingerprint, rank, ranks)
+    identity = store_identity(config, storage, device.layout, rank, ranks)
     arena = Arena(
         slots,
         device.layout.block_bytes,
@@ -112,7 +117,7 @@ async def serve_rank(
     )
     shutdown = Shutdown(config.actors.drain, arena)
     executor = make_executor(device, arena, config.host, inline=inline_copies)
-    one = _Serving(identity, storage, executor, backend, Secret(shared.secret), shutdown)
+    one = _Serving(identity, storage, executor, backend, direct, Secret(shared.secret), shutdown)
     work = one.run(endpoint, admitted or (lambda: None), Opening(config.actors.start, shutdown), inline=inline_copies)
     task = asyncio.get_running_loop().create_task(work, name=f"kvactors rank {rank}")
     try:
@@ -136,6 +141,7 @@ class _Serving:
         storage: StorageConfig,
         executor: Executor,
         backend: Backend | None,
+        direct: DirectBackend | None,
         secret: Secret,
         shutdown: Shutdown,
     ) -> None:
@@ -146,6 +152,7 @@ class _Serving:
         self.rank = identity.rank
         self.executor = executor
         self.backend = backend
+        self.direct = direct
         self.store = CheckedBackend(backend, storage.timeout) if backend is not None else None
         self.arena = executor.arena
         self.secret = secret
@@ -172,6 +179,9 @@ class _Serving:
         if self.store is not None:
             opened.push_async_callback(self.shutdown.step, "store", self.store.close)
             await opening.step("store", self.store.open, StoreError)
+        if self.direct is not None:
+            opened.push_async_callback(self.shutdown.step, "device store", self.direct.close)
+            await opening.step("device store", self.direct.open, StoreError, self.direct.ready_timeout)
         if inline:
             self.arena.touch()
         else:
@@ -290,6 +300,10 @@ class _Serving:
         if isinstance(message, StoreObjects):
             self._check_store(message)
             return self._store(wire, message)
+        if isinstance(message, MoveDevice):
+            if reason := cannot_be(message, self.executor.device):
+                raise _Refuse(reason)
+            return self._move(wire, message)
         if not isinstance(message, Ping):
             raise _Refuse(f"unexpected message {type(message).__name__}")
         wire.send(Pong())
@@ -324,6 +338,9 @@ class _Serving:
             raise _Refuse(f"{len(message.keys)} bytes of names")
         if message.kind in ("read", "write"):
             self._check(len(message.keys) // KEY_BYTES, message.slots)
+
+    async def _move(self, wire: Wire, message: MoveDevice) -> None:
+        wire.send(await carried_out(self.direct, message, self.rank))
 
     async def _copy(self, wire: Wire, message: CopyBlocks) -> None:
         direction = Direction.TO_DEVICE if message.to_device else Direction.TO_HOST

@@ -78,6 +78,8 @@ def draw_run(seed: int) -> Draw:
         ranks=RanksConfig(ranks, "memory://simulated", timeout=rng.choice((0.1, 0.3)), start=30.0),
     )
     sinks = tuple(_sink(rng, number) for number in range(rng.choice((0, 1, 1, 2, 3))))
+    if config.flush.only and not (sinks or index):  # the mode needs a sink
+        sinks = (MemorySinkConfig(name="sink-0"),)
     clients, requests = rng.randint(1, 5), rng.randint(3, 12)
     lags = (
         rng.choice((0.0001, 0.001, 0.005)),

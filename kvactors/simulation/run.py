@@ -23,7 +23,7 @@ from kvactors.simulation.limits import limited
 from kvactors.simulation.record import SeedReport
 from kvactors.simulation.workload import Client
 from kvactors.simulation.world import World
-from kvactors.testing.attentionstore_sdk import install, services
+from kvactors.testing.attentionstore_sdk import install, reset
 from kvactors.testing.loop import simulate
 from kvactors.testing.plan import FaultPlan
 
@@ -45,7 +45,7 @@ def run_seed(seed: int, drawn: Draw | None = None, keep: int = 200) -> SeedRepor
     report.plan = drawn.plan.to_json()
     began = time.perf_counter()
     install()
-    services.clear()
+    reset()
     with _quiet(), limited(drawn.limits):
         try:
             simulate(lambda: _lives(drawn, report, keep), seed)

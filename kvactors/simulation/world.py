@@ -10,12 +10,13 @@ from contextlib import asynccontextmanager
 
 import anyio
 
-from kvactors.attention_store import Sdk, sdk_settings
+from kvactors.attention_store import Sdk
 from kvactors.cache import KVCache
 from kvactors.device.host import HostDevice
 from kvactors.flush_notifier.sinks.attention_store import AttentionStoreSink
 from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.layout import make_layout
+from kvactors.sdk_settings import sdk_settings
 from kvactors.simulation.draw import INDEX, Draw
 from kvactors.simulation.engine import Engine
 from kvactors.simulation.limits import STEP
@@ -75,13 +76,13 @@ class World:
 
     def _make_index_sink(self) -> AttentionStoreSink:
         settings = AttentionStoreSinkConfig(name=INDEX)
-        sink = AttentionStoreSink(settings, sdk_settings(self.drawn.config), self.layout)
+        sink = AttentionStoreSink(settings, sdk_settings(self.drawn.config, self.layout))
         self._on_service(sink.sdk)
         return sink
 
     def _on_service(self, sdk: Sdk) -> None:
         assert self.service is not None
-        setattr(sdk, "_thread", SimThread(self.service))  # noqa: B010
+        setattr(sdk, "thread", SimThread(self.service))  # noqa: B010
 
     def _make_rank(self, number: int) -> SimRank:
         store = self.stores[number] if self.stores else None

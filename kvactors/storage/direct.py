@@ -1,4 +1,4 @@
-"""StorageDirect: speaks to a store that moves device memory itself and is addressed by tokens (AttentionStore)."""
+"""StorageDirect: moves blocks between the device and a store that accesses device memory itself and is addressed by tokens (AttentionStore)."""
 
 from __future__ import annotations
 
@@ -7,20 +7,25 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, ClassVar
 
 from kvactors.actor import Actor, ActorRef, Message, on
+from kvactors.actor.actor import Timer
 from kvactors.actor.clock import now
 from kvactors.actor.log import described
 from kvactors.cpu_evictor.messages import Fetched, Saved
 from kvactors.errors import StoreError
 from kvactors.storage.backends.base import StoreStatistics
 from kvactors.storage.backends.direct import DirectBackend
-from kvactors.storage.messages import FetchDevice, Moved, SaveDevice
+from kvactors.storage.messages import FetchDevice, Moved, MoveLate, SaveDevice
 
 WAITING = 64
 """Saves that wait at most; the oldest is shed then."""
 
 
 class StorageDirect(Actor):
-    """Owns the moves it has under way: one at a time, fetches before saves."""
+    """Owns the moves in flight: one at a time, fetches before saves. While a move takes longer than it may, what waits for it and what comes is
+    answered at once, as a miss or as not saved: no request waits for a store that does not return.
+
+    shed: moves that were answered so.
+    """
 
     ROLE: ClassVar[str] = "storage_direct"
     SENDS: ClassVar[Mapping[str, tuple[type[Message], ...]]] = {"cpu_evictor": (Fetched, Saved)}
@@ -33,6 +38,9 @@ class StorageDirect(Actor):
         self._busy = False
         self._fetches: deque[FetchDevice] = deque()
         self._saves: deque[SaveDevice] = deque()
+        self._number = 0
+        self._late = False
+        self._timer: Timer | None = None
 
     @on(FetchDevice)
     def fetch(self, message: FetchDevice) -> None:
@@ -45,18 +53,37 @@ class StorageDirect(Actor):
         """Write blocks from device memory."""
         self._saves.append(message)
         while len(self._saves) > WAITING:
-            self.shed += 1
-            self.tell(self.evictor, Saved(self._saves.popleft().op, 0))
+            self._shed_save()
         self._next()
 
     @on(Moved)
     def moved(self, message: Moved) -> None:
         """A move is over."""
-        self._busy = False
+        self._busy = self._late = False
+        self._number += 1
+        if self._timer is not None:
+            self._timer.cancel()
         self.tell(self.evictor, message.answer)
         self._next()
 
+    @on(MoveLate)
+    def move_late(self, message: MoveLate) -> None:
+        """A move takes longer than it may: the store is not waited for."""
+        if self._busy and message.number == self._number:
+            self._late = True
+            self.log.warning("device store does not return", waiting=len(self._fetches) + len(self._saves))
+            self._next()
+
+    def _shed_save(self) -> None:
+        self.shed += 1
+        self.tell(self.evictor, Saved(self._saves.popleft().op, 0))
+
     def _next(self) -> None:
+        while self._late and self._fetches:
+            self.shed += 1
+            self.tell(self.evictor, Fetched(self._fetches.popleft().op, 0))
+        while self._late and self._saves:
+            self._shed_save()
         if self._busy or not (self._fetches or self._saves):
             return
         self._busy = True
@@ -73,9 +100,11 @@ class StorageDirect(Actor):
         one: FetchDevice | SaveDevice,
         answer: Callable[[int], Fetched | Saved],
     ) -> None:
+        self._timer = self.after(max(0.0, one.deadline - now()), MoveLate(self._number))
+
         async def work() -> Moved:
-            seconds = one.deadline - now()
-            good = await move(one.tokens, one.start, one.blocks, seconds) if seconds > 0 else 0
+            seconds, sound = one.deadline - now(), one.era == self.backend.era
+            good = await move(one.tokens, one.start, one.blocks, seconds) if seconds > 0 and sound else 0
             if type(good) is not int or not 0 <= good <= len(one.blocks):
                 raise StoreError(f"{len(one.blocks)} blocks were to be moved, and {good!r} is no count of them")
             return Moved(answer(good))

@@ -68,7 +68,8 @@ class Recount(Message, frozen=True, eq=False):
 class FetchDevice(Message, frozen=True, eq=False):
     """Read blocks of a path straight into device blocks; answered with Fetched once none is written any more.
 
-    tokens: the complete path (little-endian uint32), up to the last block wanted. start: the first one, into blocks[0], and so on.
+    tokens: the complete path (little-endian uint32), up to the last block wanted. start: the first one, into blocks[0], and so on. era: of the
+    device memory that the blocks are in; nothing is moved in another one.
     """
 
     op: int
@@ -76,6 +77,7 @@ class FetchDevice(Message, frozen=True, eq=False):
     start: int
     blocks: tuple[int, ...]
     deadline: float
+    era: int = 0
 
 
 class SaveDevice(Message, frozen=True, eq=False):
@@ -86,12 +88,19 @@ class SaveDevice(Message, frozen=True, eq=False):
     start: int
     blocks: tuple[int, ...]
     deadline: float
+    era: int = 0
 
 
 class Moved(Control, frozen=True, eq=False):
     """To itself: a child job is over; `answer` goes to the evictor."""
 
     answer: Control
+
+
+class MoveLate(Control, frozen=True, eq=False):
+    """To itself: the time of a move is over. number: of the move."""
+
+    number: int
 
 
 class Finished(Control, frozen=True, eq=False):

@@ -12,7 +12,7 @@ import signal
 import sys
 from collections import deque
 from contextlib import suppress
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import anyio
 import msgspec
@@ -29,11 +29,43 @@ ANSWER_LIMIT = 120.0
 
 
 class Work(msgspec.Struct, frozen=True):
-    """A command: compute these blocks, or check them. keys: 32 bytes each."""
+    """A command: compute these blocks, or check them; or set attributes of AttentionStore's stand-in in that process (`knobs`), whose only
+    service is that of the rank's shard. keys: 32 bytes each."""
 
-    kind: Literal["fill", "check"]
-    blocks: tuple[int, ...]
-    keys: bytes
+    kind: Literal["fill", "check", "service"]
+    blocks: tuple[int, ...] = ()
+    keys: bytes = b""
+    knobs: dict[str, Any] = {}
+
+
+class ServiceState(NamedTuple):
+    """A moment's picture of the stand-in in a rank's process. shards: how many of them were connected to. objects: pieces that are stored. The
+    others: calls so far."""
+
+    shards: int
+    shard: int
+    objects: int
+    inits: int
+    matches: int
+    reads: int
+    writes: int
+    flushes: int
+
+
+def set_service(knobs: dict[str, Any]) -> ServiceState:
+    """Set attributes of this process's services."""
+    from kvactors.testing.attentionstore_sdk import services
+
+    for one in services.values():
+        vars(one).update(knobs)
+    calls = [call.name for one in services.values() for call in one.calls]
+    counts = [calls.count(name) for name in ("init", "match", "read", "write", "flush_token_index")]
+    return ServiceState(
+        len(services),
+        min((names[3] for names in services), default=-1),
+        sum(len(one.objects) for one in services.values()),
+        *counts,
+    )
 
 
 def keys_on_rank(keys: bytes, rank: int) -> bytes:
@@ -73,6 +105,10 @@ class RankProcess:
     async def check(self, blocks: tuple[int, ...], keys: bytes) -> list[int]:
         """Indices of blocks that do not hold this rank's share of what their names stand for. ConnectionError if the process has died."""
         return await self._do(Work("check", blocks, keys))
+
+    async def service(self, **knobs: Any) -> ServiceState:
+        """Set attributes of the stand-in of AttentionStore that this rank uses. ConnectionError if the process has died."""
+        return ServiceState(*await self._do(Work("service", knobs=knobs)))
 
     async def _do(self, work: Work) -> list[int]:
         process = self.process
@@ -142,8 +178,10 @@ async def _commands(reader: asyncio.StreamReader, device: HostDevice, rank: int,
             keys, bad = keys_on_rank(work.keys, rank), []
             if work.kind == "fill":
                 device.fill(work.blocks, keys)
-            else:
+            elif work.kind == "check":
                 bad = device.check(work.blocks, keys)
+            else:
+                bad = list(set_service(work.knobs))
             body = msgspec.msgpack.encode(bad)
             os.write(answers, len(body).to_bytes(4, "little") + body)
 

@@ -48,7 +48,8 @@ def test_what_stays_in_the_process_does_not(tables):
     [
         ({"model": "a"}, {"namespace": "b"}, {"KVACTORS_MODEL": "c", "AS_NAMESPACE": "d"}, "a"),
         ({}, {"namespace": "b"}, {"KVACTORS_MODEL": "c", "AS_NAMESPACE": "d"}, "c"),
-        ({}, {"namespace": "b"}, {"AS_NAMESPACE": "d"}, "d/v0"),
+        ({}, {"namespace": "b"}, {"AS_NAMESPACE": "d"}, "b/v0"),
+        ({}, {}, {"AS_NAMESPACE": "d"}, "d/v0"),
         ({}, {"namespace": "b"}, {}, "b/v0"),
         ({}, {"model_version": "b"}, {}, "default_ns/b"),
         ({}, {}, {"AS_MODEL_VERSION": "7", "AS_NAMESPACE": "x/y"}, "x%2Fy/7"),

@@ -20,6 +20,7 @@ from kvactors.flush_notifier.runs import path_tokens
 from kvactors.flush_notifier.sinks.attention_store import AttentionStoreSink
 from kvactors.layout import GQALayout
 from kvactors.observe.statistics import residency
+from kvactors.sdk_settings import complete, sdk_settings
 from kvactors.sink_config import AttentionStoreConfig, AttentionStoreSinkConfig
 from kvactors.testing import attentionstore_sdk as stand_in
 from kvactors.testing.attentionstore_sdk.api.common.common_pb2 import MEDIA_HBM
@@ -33,15 +34,19 @@ TIERS = {"tiers": ("device", "host")}
 
 @pytest.fixture(autouse=True)
 def fresh_services():
-    stand_in.services.clear()
+    stand_in.reset()
 
 
 def store(**changes) -> AttentionStoreConfig:
     return AttentionStoreConfig(**{"sdk": STAND_IN, "ready_interval": 0.01, "ready_timeout": 1.0, **changes})
 
 
+def handle(**changes) -> Sdk:
+    return Sdk(complete(store(**changes), LAYOUT), "index")
+
+
 def sink(journal="", **changes) -> AttentionStoreSink:
-    return AttentionStoreSink(AttentionStoreSinkConfig(journal=str(journal)), store(**changes), LAYOUT)
+    return AttentionStoreSink(AttentionStoreSinkConfig(journal=str(journal)), complete(store(**changes), LAYOUT))
 
 
 def index() -> set[tuple[int, ...]]:
@@ -79,7 +84,7 @@ class Running(Wired):
 
 
 async def test_arguments_of_the_constructor_elsewhere():
-    await Sdk(store(shard_id=1, shard_num=2, device_id=3, dp_id=4), LAYOUT).open()
+    await handle(shard_id=1, shard_num=2, device_id=3, dp_id=4).open()
     (arguments, keywords) = stand_in.service("default_ns", "default_pod_mixed_4", "v0", 1).calls[0].arguments
     nbytes = 2 * BLOCK * 8 * 2
     assert arguments == ("default_ns", "default_pod_mixed_4", "v0", 1, 2, 3, BLOCK, nbytes, 3, 4)
@@ -87,7 +92,7 @@ async def test_arguments_of_the_constructor_elsewhere():
 
 
 async def test_arguments_of_the_constructor_on_cuda():
-    await Sdk(store(platform="cuda", layer_num=5, bytes_per_shard_layer_per_block=77), LAYOUT).open()
+    await handle(platform="cuda", layer_num=5, bytes_per_shard_layer_per_block=77).open()
     (arguments, keywords) = stand_in.service().calls[0].arguments
     assert arguments == ("default_ns", "default_pod_mixed_0", "v0", 0, 1, 5, BLOCK, 77, 77, 0, 0)
     assert keywords == {"attention_type": AttentionType.MHA, "enable_as_kv_rw": True, "gpu_count": 0}
@@ -98,8 +103,8 @@ async def test_names_from_the_environment():
     settings = {"splitwise_role": "prefill", "dp_id": 1, "sdk": STAND_IN}
     sinks = [{"kind": "attention_store"}]
     base = Config.from_mapping({"cache": {"model": "m"}, "attention_store": settings, "flush": {"sinks": sinks}})
-    await Sdk(Config.from_env(environ, base).attention_store, LAYOUT).open()
-    await Sdk(Config.from_env({**environ, "ENABLE_EP_DP_IN_FD": "0"}, base).attention_store, LAYOUT).open()
+    await Sdk(sdk_settings(Config.from_env(environ, base), LAYOUT), "index").open()
+    await Sdk(sdk_settings(Config.from_env({**environ, "ENABLE_EP_DP_IN_FD": "0"}, base), LAYOUT), "index").open()
     assert list(stand_in.services) == [("ns", "test_pod_prefill_1", "v9", 0), ("ns", "test_pod", "v9", 0)]
 
 
@@ -202,11 +207,11 @@ async def test_calls_never_overlap_and_nothing_is_lost_when_one_hangs():
     async with wired.running():
         await wired.tell(finished(1, 2))
         await wired.settle()
-        one.hang = 0.12  # beyond the deadline of 0.05 s
+        one.stuck = 0.12  # beyond the deadline of 0.05 s
         await wired.tell(finished(5, 6), Gone(names(1, 2)[1], Tier.DEVICE, Reason.CPU_EVICTION))
         while not wired.actor.flush_statistics()[0].retried:
             await asyncio.sleep(0.01)
-        one.hang = 0.0
+        one.stuck = 0.0
         await wired.settle()
         assert index() == paths(1) | paths(5, 6)
         assert one.most_at_once == 1
@@ -216,7 +221,7 @@ async def test_closing_does_not_wait_for_a_call_that_hangs():
     one = sink()
     await one.open()
     await one.begin(1)
-    stand_in.service().hang = 10.0
+    stand_in.service().stuck = 10.0
     stuck = asyncio.create_task(one.sdk.flush(np.zeros(BLOCK, np.uint32), 0, resident=True))
     await asyncio.sleep(0.05)
     stuck.cancel()
@@ -230,7 +235,7 @@ async def test_an_index_too_slow_for_a_batch_is_told_it_piece_by_piece():
     wired = Running(sink(), timeout=0.5)
     async with wired.running():
         await wired.settle()
-        stand_in.service().hang = 0.1
+        stand_in.service().slow = 0.1
         await wired.tell(*(finished(i, 1) for i in range(50)))
         await wired.settle(90.0)
         assert len(index()) == 100
@@ -367,7 +372,7 @@ def held_paths(cache) -> set[tuple[int, ...]]:
 )
 def test_the_index_equals_device_and_host_after_any_run(requests, fail_every, clear_at):
     async def main() -> None:
-        stand_in.services.clear()
+        stand_in.reset()
         async with kvactors.open(CACHE) as cache:
             stand_in.service().fail_every = fail_every
             for number, (first, second, blocks) in enumerate(requests):

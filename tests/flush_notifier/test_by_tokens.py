@@ -25,7 +25,7 @@ ANOTHER = bytes([1]) * 32
 
 @pytest.fixture(autouse=True)
 def fresh_services():
-    stand_in.services.clear()
+    stand_in.reset()
 
 
 def other(*branch: int, root: bytes = ANOTHER, extras=()) -> Announced:

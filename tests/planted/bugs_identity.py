@@ -47,9 +47,9 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "namespace_not_at_the_service",
-        "attention_store.py",
-        "if config.cache.namespace != CacheConfig().namespace:",
-        "if False:",
+        "sdk_settings.py",
+        'version_suffix="" if namespace == CacheConfig().namespace else',
+        'version_suffix="" if namespace else',
         "AttentionStore serves blocks of earlier weights after a restart with another cache.namespace",
         ("tests/storage/test_attention_store_identity.py::test_models_and_namespaces_have_names_of_their_own_at_the_service",),
     ),

@@ -8,7 +8,7 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "open_without_limit",
         "opening.py",
-        "            await asyncio.wait((task,), timeout=self.limit)\n        except",
+        "            await asyncio.wait((task,), timeout=max(self.limit, least))\n        except",
         "            await asyncio.wait((task,))\n        except",
         "a store, sink or copy engine of another package that does not open keeps `open` without limit",
         ("tests/door/test_open_in_time.py::test_a_part_that_does_not_open_is_a_named_error_in_time",),

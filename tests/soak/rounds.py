@@ -16,7 +16,7 @@ from typing import Any
 import structlog
 
 import kvactors
-from kvactors.testing.attentionstore_sdk import install, services
+from kvactors.testing.attentionstore_sdk import install, reset, services
 from tests.oracle.draw import Draw, draw
 from tests.oracle.history import History
 from tests.oracle.record import Record
@@ -79,7 +79,7 @@ def _round(seed: int, requests: int, record: Record, *, hostile: bool) -> None:
     except Exception as error:
         record.fail(f"seed {seed} ({drawn.store}): the round raised {error!r}")
     finally:
-        services.clear()
+        reset()
         shutil.rmtree(folder, ignore_errors=True)
 
 

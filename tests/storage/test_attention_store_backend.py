@@ -12,6 +12,7 @@ from kvactors.config import Config
 from kvactors.device.host import HostDevice
 from kvactors.errors import SdkError
 from kvactors.layout import DSALayout, GQALayout, MLALayout
+from kvactors.sdk_settings import complete
 from kvactors.sink_config import AttentionStoreConfig
 from kvactors.storage.backends.attention_store import AttentionStoreBackend
 from kvactors.testing import attentionstore_sdk as stand_in
@@ -23,7 +24,7 @@ LAYOUT = GQALayout(3, 2, 8, BLOCK)
 
 @pytest.fixture(autouse=True)
 def fresh_services():
-    stand_in.services.clear()
+    stand_in.reset()
 
 
 def calls(name: str):
@@ -31,7 +32,7 @@ def calls(name: str):
 
 
 async def backend(layout=LAYOUT, **changes) -> AttentionStoreBackend:
-    made = AttentionStoreBackend(AttentionStoreConfig(sdk=STAND_IN, **changes), HostDevice(layout, 16))
+    made = AttentionStoreBackend(complete(AttentionStoreConfig(sdk=STAND_IN, **changes), layout), HostDevice(layout, 16))
     await made.open()
     return made
 
@@ -40,13 +41,12 @@ def path(blocks: int, seed: int = 1) -> bytes:
     return np.random.default_rng(seed).integers(0, 1000, blocks * BLOCK, dtype="<u4").tobytes()
 
 
-@pytest.mark.parametrize("platform", ["other", "cuda"])
-@pytest.mark.parametrize("layout", [LAYOUT, MLALayout(3, BLOCK, 24, 8)])
+@pytest.mark.parametrize(("platform", "layout"), [("other", LAYOUT), ("cuda", LAYOUT), ("cuda", MLALayout(3, BLOCK, 24, 8))])
 async def test_bytes_go_from_device_blocks_to_the_store_and_back_into_others(platform, layout):
     store = await backend(layout, platform=platform)
     names, device = np.random.default_rng(2).bytes(32 * 6), HostDevice(layout, 16)
     store.keys, store.values = store.keys, store.values
-    mine = AttentionStoreBackend(AttentionStoreConfig(sdk=STAND_IN, platform=platform), device)
+    mine = AttentionStoreBackend(complete(AttentionStoreConfig(sdk=STAND_IN, platform=platform), layout), device)
     await mine.open()
     device.fill([3, 1, 7, 2, 9, 4], names)
     assert await mine.save(path(6), 0, (3, 1, 7, 2, 9, 4), 5.0) == 6
@@ -95,7 +95,7 @@ async def test_only_what_the_store_lacks_is_written():
 
 async def test_a_total_time_out_ends_between_slices():
     store = await backend(write_slice_blocks=2, write_total_timeout=0.5)
-    stand_in.service().hang = 0.2
+    stand_in.service().slow = 0.2
     assert 2 <= await store.save(path(10), 0, tuple(range(10)), 5.0) < 10
     await store.close()
 
@@ -115,7 +115,9 @@ async def test_errors_are_counts_and_open_the_circuit():
 
 def test_layouts_it_cannot_hold_are_named():
     with pytest.raises(kvactors.LayoutError, match="key, indexer"):
-        AttentionStoreBackend(AttentionStoreConfig(sdk=STAND_IN), HostDevice(DSALayout(1, BLOCK), 2))
+        AttentionStoreBackend(
+            complete(AttentionStoreConfig(sdk=STAND_IN), DSALayout(1, BLOCK)), HostDevice(DSALayout(1, BLOCK), 2)
+        )
 
 
 # -- a whole cache
@@ -192,7 +194,7 @@ async def test_a_slow_read_holds_its_blocks_but_not_the_request_beyond_its_deadl
         await serve(cache, 3)
         await cache.settled()
         await cache.clear()
-        stand_in.service().hang = 1.0
+        stand_in.service().stuck = 1.0
         began = asyncio.get_running_loop().time()
         lease = await cache.acquire("late", [1] * BLOCK + [3] * (BLOCK * 5 + 1))
         try:
@@ -201,7 +203,7 @@ async def test_a_slow_read_holds_its_blocks_but_not_the_request_beyond_its_deadl
             assert asyncio.get_running_loop().time() - began < 3.0
         finally:
             lease.abandon()
-        stand_in.service().hang = 0.0
+        stand_in.service().stuck = 0.0
         await cache.settled(20.0)
         assert cache.check() == []
 

@@ -14,6 +14,7 @@ from kvactors.config import Config
 from kvactors.device.host import HostDevice
 from kvactors.errors import StoreUnsupported
 from kvactors.layout import GQALayout
+from kvactors.sdk_settings import complete
 from kvactors.sink_config import AttentionStoreConfig
 from kvactors.storage.backends.attention_store import AttentionStoreBackend
 from kvactors.testing import attentionstore_sdk as stand_in
@@ -26,7 +27,7 @@ LAYOUT = GQALayout(3, 2, 8, BLOCK)
 
 @pytest.fixture(autouse=True)
 def fresh_services():
-    stand_in.services.clear()
+    stand_in.reset()
 
 
 def config(*, model="m", namespace="default", **tables) -> Config:
@@ -213,7 +214,7 @@ def broken(answer):
 @pytest.mark.parametrize("answer", WRONG, ids=repr)
 @pytest.mark.parametrize("name", ["read", "write", "match"])
 async def test_a_wrong_answer_is_a_miss_that_is_counted(name, answer, monkeypatch):
-    store = AttentionStoreBackend(AttentionStoreConfig(sdk=STAND_IN), HostDevice(LAYOUT, 8))
+    store = AttentionStoreBackend(complete(AttentionStoreConfig(sdk=STAND_IN), LAYOUT), HostDevice(LAYOUT, 8))
     await store.open()
     path = np.arange(2 * BLOCK, dtype="<u4").tobytes()
     assert await store.save(path, 0, (0, 1), 5.0) == 2
@@ -232,7 +233,7 @@ async def test_a_wrong_answer_is_a_miss_that_is_counted(name, answer, monkeypatc
 
 @pytest.mark.parametrize("number", [np.int64(2), np.uint8(2)])
 async def test_numbers_of_other_types_are_numbers(number, monkeypatch):
-    store = AttentionStoreBackend(AttentionStoreConfig(sdk=STAND_IN), HostDevice(LAYOUT, 8))
+    store = AttentionStoreBackend(complete(AttentionStoreConfig(sdk=STAND_IN), LAYOUT), HostDevice(LAYOUT, 8))
     await store.open()
     for name in ("match", "read", "write"):
         monkeypatch.setattr(AttentionStoreSDK, name, broken(number))

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 
 from kvactors.config import Config
+from kvactors.device.base import Device
+from kvactors.errors import ConfigError
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.flush_notifier.sinks.jsonl import JsonLinesSink
 from kvactors.flush_notifier.sinks.memory import MemorySink
@@ -19,25 +21,30 @@ from kvactors.sink_config import (
 __all__ = ["JsonLinesSink", "MemorySink", "Sink", "make_sink", "make_sinks", "require_sinks"]
 
 
-def make_sink(settings: SinkConfig, config: Config, layout: Layout) -> Sink:
-    """The sink that settings describe. SinkError names what it lacks to work (an extra, an SDK, a folder)."""
+def make_sink(settings: SinkConfig, config: Config, layout: Layout, device: Device | None = None) -> Sink:
+    """The sink that settings describe. SinkError names what it lacks to work (an extra, an SDK, a folder). device: the cache's, if it is there."""
     if isinstance(settings, MemorySinkConfig):
         return MemorySink(settings, layout.block_size)
     if isinstance(settings, JsonLinesSinkConfig):
         return JsonLinesSink(settings, layout.block_size)
     if isinstance(settings, AttentionStoreSinkConfig):
-        from kvactors.attention_store import sdk_settings
         from kvactors.flush_notifier.sinks.attention_store import AttentionStoreSink
+        from kvactors.sdk_settings import sdk_settings
 
-        return AttentionStoreSink(settings, sdk_settings(config), layout)
+        return AttentionStoreSink(settings, sdk_settings(config, layout, device))
     assert isinstance(settings, KvEventsSinkConfig)
     from kvactors.flush_notifier.sinks.kv_events import KvEventsSink
 
     return KvEventsSink(settings, layout.block_size)
 
 
-def require_sinks(sinks: Sequence[Sink]) -> None:
-    """Raise TypeError for a given sink that is none."""
+def require_sinks(config: Config, sinks: Sequence[Sink]) -> None:
+    """Raise TypeError for a given sink that is none, and ConfigError for flush-only mode without any."""
+    if config.flush.only and not (config.flush.sinks or sinks):
+        raise ConfigError(
+            "flush.only (or FD_AS_ONLY_FLUSH=1) is set, and there is no sink: name one in flush.sinks, or set storage.backend = "
+            "'attention_store', whose index is the sink then"
+        )
     for sink in sinks:
         kind = type(sink).__name__
         if not isinstance(sink, Sink):
@@ -47,9 +54,9 @@ def require_sinks(sinks: Sequence[Sink]) -> None:
             raise TypeError(f"sink {kind} has no name or no view: its __init__ must call super().__init__(name)")
 
 
-def make_sinks(config: Config, layout: Layout) -> list[Sink]:
-    """A config's sinks that this rank reports to: AttentionStore hears from rank 0 alone."""
+def make_sinks(config: Config, layout: Layout, device: Device | None = None) -> list[Sink]:
+    """A config's sinks that this rank reports to: rank 0 alone, or the leader, reports to AttentionStore."""
     reporting = [
         s for s in config.flush.sinks if not (isinstance(s, AttentionStoreSinkConfig) and config.attention_store.shard_id)
     ]
-    return [make_sink(settings, config, layout) for settings in reporting]
+    return [make_sink(settings, config, layout, device) for settings in reporting]

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvactors.actor.log import get_logger
-from kvactors.attention_store import Sdk
+from kvactors.attention_store import MARGIN, Sdk
 from kvactors.errors import SinkError
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.flush_notifier.sinks.journal import Journal
 from kvactors.flush_notifier.sinks.told import Told
-from kvactors.layout.base import Layout
-from kvactors.sink_config import AttentionStoreConfig, AttentionStoreSinkConfig
+from kvactors.sdk_settings import SdkSettings
+from kvactors.sink_config import AttentionStoreSinkConfig
 from kvactors.units import Residency, split_keys
 
 
@@ -24,10 +24,13 @@ class AttentionStoreSink(Sink):
 
     by_tokens = True
 
-    def __init__(self, config: AttentionStoreSinkConfig, store: AttentionStoreConfig, layout: Layout) -> None:
-        super().__init__(config, layout.block_size)
-        self.sdk = Sdk(store, layout)
-        self._told = Told(layout.block_size)
+    def __init__(self, config: AttentionStoreSinkConfig, settings: SdkSettings) -> None:
+        super().__init__(config, settings.block_size)
+        if config.announce == "full":
+            self.view_of = self.view_of._replace(full=True)
+        self.sdk = Sdk(settings, "index")
+        self.ready_timeout = settings.ready_timeout + MARGIN
+        self._told = Told(settings.block_size)
         self._well = True  # whether the last call was answered
         self._log = get_logger()
         self._journal = Journal(config.journal) if config.journal else None

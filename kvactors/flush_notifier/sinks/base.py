@@ -35,6 +35,9 @@ class Sink(ABC):
     """Whether it addresses blocks by tokens alone. It gets no blocks of other scopes than the one that the cache was opened with, and none with
     extra keys in their path."""
 
+    ready_timeout: float = 0.0
+    """Seconds that `open` may take, where they are more than `actors.start`."""
+
     taken: int = 0
     """How many tasks of the present or last `deliver`, from the first on, are told for certain. A sink for which a task is a call of its own
     counts them, so that a call that fails or is too late does not cost those before it."""

@@ -21,6 +21,7 @@ __all__ = [
     "MemoryBackend",
     "OwnedBackend",
     "capacity_of",
+    "is_direct",
     "make_backend",
     "make_direct",
 ]
@@ -54,19 +55,26 @@ def make_backend(config: StorageConfig, model: str, fingerprint: bytes, block_by
     return made
 
 
-def make_direct(config: Config, device: Device) -> DirectBackend | None:
-    """The store that moves device memory itself, if the config names one. ConfigError, LayoutError, SdkError."""
+def is_direct(config: Config) -> bool:
+    """Whether the config names a store that moves device memory itself. ConfigError for what such a store cannot do."""
     if config.storage.backend != DIRECT or config.flush.only:
-        return None
-    from kvactors.attention_store import sdk_settings
-    from kvactors.storage.backends.attention_store import AttentionStoreBackend
-
+        return False
     if config.storage.write_policy == "write_back" or config.storage.exclusive:
         raise ConfigError(
             "attention_store moves blocks between its store and the device: storage.write_policy must be write_through, "
             "write_through_selective or none, and storage.exclusive false"
         )
-    return AttentionStoreBackend(sdk_settings(config), device)
+    return True
+
+
+def make_direct(config: Config, device: Device, shard: tuple[int, int] | None = None) -> DirectBackend | None:
+    """The store that moves device memory itself, if the config names one. ConfigError, LayoutError, SdkError. shard: rank and ranks, in a rank."""
+    if not is_direct(config):
+        return None
+    from kvactors.sdk_settings import sdk_settings
+    from kvactors.storage.backends.attention_store import AttentionStoreBackend
+
+    return AttentionStoreBackend(sdk_settings(config, device.layout, device, shard), device)
 
 
 def make_file_backend(config: StorageConfig, identity: StoreIdentity, block_bytes: int) -> FileBackend:

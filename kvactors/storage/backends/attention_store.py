@@ -6,10 +6,10 @@ import numpy as np
 
 from kvactors.actor.clock import now
 from kvactors.actor.log import get_logger
-from kvactors.attention_store import Sdk
+from kvactors.attention_store import MARGIN, Sdk
 from kvactors.device.base import Device
 from kvactors.errors import LayoutError, SdkError
-from kvactors.sink_config import AttentionStoreConfig
+from kvactors.sdk_settings import SdkSettings
 from kvactors.storage.backends.direct import DirectBackend
 
 log = get_logger()
@@ -19,14 +19,19 @@ class AttentionStoreBackend(DirectBackend):
     """The device's regions are handed to the SDK as they are: a pointer a layer for keys and, if the layout has them, for values. LayoutError
     for a layout with anything else in it (scales, an indexer)."""
 
-    def __init__(self, config: AttentionStoreConfig, device: Device) -> None:
+    def __init__(self, settings: SdkSettings, device: Device) -> None:
         super().__init__(device.layout.block_bytes)
-        layout = device.layout
-        roles = [role.name for role in layout.roles]
+        roles = [role.name for role in device.layout.roles]
         if roles not in (["key"], ["key", "value"]):
             raise LayoutError(f"AttentionStore takes keys and values; this layout has {', '.join(roles)}")
-        self.config = config
-        self.sdk = Sdk(config, layout)
+        if settings.latent and not settings.cuda:
+            raise LayoutError(
+                "AttentionStore needs pointers to values, which this layout does not have (MLA): only the longer argument list names another kind of "
+                "attention (attention_store.platform = 'cuda')"
+            )
+        self.settings = settings
+        self.sdk = Sdk(settings, "storage")
+        self.ready_timeout = settings.ready_timeout + MARGIN
         pointers = [int(address) for address in device.regions]
         self.keys, self.values = pointers[:: len(roles)], pointers[1::2] if len(roles) == 2 else []
 
@@ -59,21 +64,25 @@ class AttentionStoreBackend(DirectBackend):
         """See `DirectBackend.save`: what the store lacks, in slices, up to the first that is short, or until the time is over."""
         if not self.breaker.closed():
             return 0
-        ids, config = np.frombuffer(tokens, "<u4"), self.config
-        total = min(seconds, config.write_total_timeout or seconds)
+        ids, settings = np.frombuffer(tokens, "<u4"), self.settings
+        total = min(seconds, settings.write_total_timeout or seconds)
         deadline = now() + total
         try:
-            stored = min(await self.sdk.match(ids, start, total), len(blocks))
+            # From block 0: whether a match counts from its start or from the root is not documented.
+            stored = min(max(0, await self.sdk.match(ids, 0, total) - start), len(blocks))
         except SdkError as error:
             return self._failed(len(blocks), "match", error)
         written = self._saw(stored)
-        for first in range(stored, len(blocks), config.write_slice_blocks):
-            some = blocks[first : first + config.write_slice_blocks]
-            if now() >= deadline or not self.breaker.closed():
+        for first in range(stored, len(blocks), settings.write_slice_blocks):
+            some = blocks[first : first + settings.write_slice_blocks]
+            left = deadline - now()
+            if left <= 0 or not self.breaker.closed():
                 break
             path = ids[: (start + first + len(some)) * self.sdk.block_size]
             try:
-                got = await self.sdk.write(path, start + first, self.keys, self.values, some, config.write_slice_timeout)
+                got = await self.sdk.write(
+                    path, start + first, self.keys, self.values, some, min(left, settings.write_slice_timeout)
+                )
             except SdkError as error:
                 self._failed(len(some), "write", error)
                 break

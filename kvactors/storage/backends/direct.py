@@ -12,10 +12,18 @@ class DirectBackend(ABC):
     """Blocks are named by the tokens of their whole path. Errors are counts, never exceptions: a fetch or save that fails has moved 0
     blocks. Both return once no device block is touched any more, cancelled or not. One call at a time."""
 
+    ready_timeout: float = 0.0
+    """Seconds that `open` may take, where they are more than `actors.start`."""
+
     def __init__(self, block_bytes: int) -> None:
         self.block_bytes = block_bytes
         self.breaker = Breaker()
         self.reads = self.writes = self.misses = self.unavailable = 0
+
+    @property
+    def era(self) -> int:
+        """How often device memory may have been lost (if it is elsewhere): blocks of an earlier era hold other bytes."""
+        return 0
 
     @abstractmethod
     async def open(self) -> None:

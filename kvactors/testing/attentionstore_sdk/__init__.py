@@ -4,6 +4,6 @@ The service outlives its clients, so the index of a (namespace, pod, version, sh
 finds it, and tells it to misbehave. It is as strict about its arguments as the real one could be.
 """
 
-from kvactors.testing.attentionstore_sdk.service import Service, install, service, services
+from kvactors.testing.attentionstore_sdk.service import Service, install, reset, restart_process, service, services
 
-__all__ = ["Service", "install", "service", "services"]
+__all__ = ["Service", "install", "reset", "restart_process", "service", "services"]

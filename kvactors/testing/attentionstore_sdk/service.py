@@ -8,7 +8,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from kvactors.testing.attentionstore_sdk.utils.err import AttentionStoreSDKError
+
 Path = tuple[int, ...]
+
+CAPACITY = 1 << 16
+"""Blocks that a shard stores at most, unless set."""
 
 
 class Call(NamedTuple):
@@ -21,36 +26,53 @@ class Call(NamedTuple):
 class Service:
     """resident: the paths (all tokens from the root on) of the blocks on this node. objects: bytes by path and layer.
 
-    not_ready: look-ups to refuse with "cuda memory not ready". broken: message of the error that every call gives. hang: seconds every
-    call takes. fail_every: fail every n-th flush. fail_after: do what is asked and fail all the same. token_bytes: handed to the index.
-    leaks: what every call raises in place of an answer. counts: what calls return in place of a count of blocks.
+    capacity: blocks that are stored at most; the least recently used ones are evicted. not_ready: look-ups to refuse with "cuda memory not
+    ready". broken: message of the error that every call gives. slow: seconds every call takes; one with a time-out raises the SDK's
+    error when that is over. stuck: seconds every call takes, whatever its time-out. fail_every: fail every n-th flush. fail_after: do what is
+    asked and fail all the same. token_bytes: handed to the index. leaks: what every call raises in place of an answer. counts: what calls return
+    in place of a count of blocks. from_root: `match` counts from the root, not from its start. refuse_block: a device block that the service has no
+    memory for. evicted: blocks. connected: whether this process has an SDK object for the shard.
     """
 
     def __init__(self) -> None:
         self.resident: set[Path] = set()
         self.objects: dict[tuple[Path, int], bytes] = {}
         self.calls: deque[Call] = deque(maxlen=10_000)
+        self.capacity = CAPACITY
         self.not_ready = 0
         self.broken = ""
-        self.hang = 0.0
+        self.slow = self.stuck = 0.0
         self.fail_every = 0
         self.fail_after = False
         self.leaks: type[BaseException] | None = None
         self.counts: Callable[[int], Any] | None = None
+        self.from_root = False
+        self.refuse_block = -1
         self.flushes = 0
         self.token_bytes = 0
+        self.evicted = 0
         self.at_once = self.most_at_once = 0
         self.unnamed = False
+        self.connected = False
+        self._used: dict[Path, None] = {}  # paths with objects, the least recently used first
 
-    def enter(self, name: str, *arguments: Any) -> None:
+    def enter(self, name: str, *arguments: Any, timeout: float | None = None) -> None:
         """A call begins."""
         if self.leaks is not None:
             raise self.leaks("raised by the service")
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
         self.calls.append(Call(name, arguments))
-        if self.hang:
-            time.sleep(self.hang)
+        try:
+            if self.stuck:
+                time.sleep(self.stuck)
+            if self.slow:
+                time.sleep(self.slow if timeout is None else min(self.slow, timeout))
+                if timeout is not None and self.slow > timeout:
+                    raise AttentionStoreSDKError(f"{name}: no answer in {timeout} s")
+        except BaseException:
+            self.leave()
+            raise
 
     def counted(self, count: int) -> Any:
         """What a call returns for a count of blocks."""
@@ -59,6 +81,25 @@ class Service:
     def leave(self) -> None:
         """A call ends."""
         self.at_once -= 1
+
+    def use(self, path: Path) -> None:
+        """A block was read or written: it is the last one to be evicted now."""
+        self._used.pop(path, None)
+        self._used[path] = None
+
+    def make_room(self, keep: Path) -> None:
+        """Evict what exceeds the capacity, not `keep`."""
+        if len(self.objects) <= self.capacity:
+            return
+        stored = dict.fromkeys(path for path, _ in self.objects)
+        self._used = {path: None for path in (*(stored.keys() - self._used.keys()), *self._used) if path in stored}
+        for path in list(self._used)[: max(0, len(self._used) - self.capacity)]:
+            if path == keep:
+                continue
+            del self._used[path]
+            for place in [place for place in self.objects if place[0] == path]:
+                del self.objects[place]
+            self.evicted += 1
 
 
 Names = tuple[str, str, str, int]
@@ -87,6 +128,23 @@ def connect(names: Names) -> Service:
         services[names] = first
         first.unnamed = False
     return services.setdefault(names, Service())
+
+
+def reset() -> None:
+    """As in a new process at a new service: no index, no bytes, and no SDK object."""
+    from kvactors.attention_store import SHARED
+
+    services.clear()
+    SHARED.clear()
+
+
+def restart_process() -> None:
+    """As in a new process at the same services: no SDK object, and the knobs and what is stored as they are."""
+    from kvactors.attention_store import SHARED
+
+    SHARED.clear()
+    for one in services.values():
+        one.connected = False
 
 
 def install() -> None:

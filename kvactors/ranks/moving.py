@@ -1,0 +1,41 @@
+"""A rank's moves between its device and a store that accesses device memory itself."""
+
+from __future__ import annotations
+
+from kvactors.actor.log import get_logger
+from kvactors.device.base import Device
+from kvactors.ranks.protocol import Answer, MoveDevice
+from kvactors.storage.backends.direct import DirectBackend
+
+log = get_logger()
+
+NOT_MOVED, FAILED = 1, 2
+"""Outcomes of a block that was not moved: it is not there (or there is no room for it), or the store failed."""
+
+
+def cannot_be(message: MoveDevice, device: Device) -> str:
+    """Why a move cannot be made; empty if it can."""
+    block_bytes, blocks = 4 * device.layout.block_size, message.blocks
+    if min(blocks, default=0) < 0 or max(blocks, default=-1) >= device.num_blocks or len(set(blocks)) < len(blocks):
+        return f"blocks {min(blocks)} to {max(blocks)}, {len(set(blocks))} different ones of {device.num_blocks}"
+    if (
+        message.start < 0
+        or (message.start + len(blocks)) * block_bytes > len(message.tokens)
+        or len(message.tokens) % block_bytes
+    ):
+        return f"{len(blocks)} blocks from block {message.start} on, of a path of {len(message.tokens)} bytes of tokens"
+    return ""
+
+
+async def carried_out(direct: DirectBackend | None, message: MoveDevice, rank: int) -> Answer:
+    """Make a move; the store touches none of its blocks any more when this returns."""
+    count, good, failed = len(message.blocks), 0, True
+    if direct is not None:
+        before = direct.unavailable
+        move = direct.fetch if message.kind == "fetch" else direct.save
+        try:
+            good = await move(message.tokens, message.start, message.blocks, message.seconds)
+            failed = direct.unavailable > before or not direct.breaker.closed()
+        except Exception as error:
+            log.error("device store failed", rank=rank, call=message.kind, error=repr(error))
+    return Answer(message.op, bytes(good) + bytes([FAILED if failed else NOT_MOVED]) * (count - good))

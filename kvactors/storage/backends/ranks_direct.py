@@ -1,0 +1,69 @@
+"""The stores of ranks that move the ranks' own device memory, as one: a block is there if every rank has its share of it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from kvactors.actor.log import get_logger
+from kvactors.ranks.group import RankGroup
+from kvactors.ranks.moving import FAILED
+from kvactors.ranks.protocol import MoveDevice
+from kvactors.storage.backends.direct import DirectBackend
+
+log = get_logger()
+
+
+class RanksDirect(DirectBackend):
+    """Every move is sent to all ranks; as many blocks have arrived, or are stored, as on the rank with the fewest. A rank that is away or silent has
+    none."""
+
+    def __init__(self, group: RankGroup, block_bytes: int) -> None:
+        super().__init__(block_bytes)
+        self.group = group
+
+    @property
+    def era(self) -> int:
+        """See `DirectBackend.era`."""
+        return self.group.era
+
+    async def open(self) -> None:
+        """The ranks open their stores themselves."""
+
+    async def fetch(self, tokens: bytes, start: int, blocks: tuple[int, ...], seconds: float) -> int:
+        """See `DirectBackend.fetch`."""
+        good = await self._all("fetch", tokens, start, blocks, seconds)
+        self.reads += good
+        return good
+
+    async def save(self, tokens: bytes, start: int, blocks: tuple[int, ...], seconds: float) -> int:
+        """See `DirectBackend.save`."""
+        good = await self._all("save", tokens, start, blocks, seconds)
+        self.writes += good
+        return good
+
+    async def _all(
+        self, kind: Literal["fetch", "save"], tokens: bytes, start: int, blocks: tuple[int, ...], seconds: float
+    ) -> int:
+        if not self.breaker.closed():
+            return 0
+        answers = await self.group.scatter(
+            lambda op: MoveDevice(op, kind, tokens, start, blocks, seconds), outcomes=len(blocks), worst=FAILED
+        )
+        counts = [0 if answer is None else leading(answer.outcomes) for answer in answers]
+        failed = [rank for rank, answer in enumerate(answers) if answer is None or FAILED in answer.outcomes]
+        good = min(counts, default=0)
+        self.breaker.saw(good=not failed)
+        if failed:
+            log.warning("device stores of ranks failed", call=kind, ranks=failed, blocks=len(blocks), moved=good)
+            self.unavailable += len(blocks) - good
+        elif kind == "fetch":
+            self.misses += len(blocks) - good
+        return good
+
+    async def close(self) -> None:
+        """The ranks close their stores themselves."""
+
+
+def leading(outcomes: bytes) -> int:
+    """How many blocks, from the first on, were moved."""
+    return next((i for i, outcome in enumerate(outcomes) if outcome), len(outcomes))

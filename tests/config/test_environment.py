@@ -1,0 +1,156 @@
+"""A variable fills what the config leaves unset; where both have a value, the config's is used and the variable is logged."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import structlog
+
+import kvactors
+from kvactors import environment
+from kvactors.config import Config
+from kvactors.environment import HONOURED, NOT_HONOURED
+from kvactors.errors import ConfigError
+
+STORE = {"backend": "attention_store", "write_policy": "write_through"}
+BASE = {"cache": {"model": "m"}, "storage": STORE}
+
+
+@pytest.fixture(autouse=True)
+def nothing_logged_yet(monkeypatch):
+    monkeypatch.setattr(environment, "_logged", set())
+
+
+def resolved(environ, tables) -> tuple[Config, list[dict]]:
+    """The config and what was logged."""
+    with structlog.testing.capture_logs() as logs:
+        config = Config.from_env(environ, Config.from_mapping(tables))
+    return config, logs
+
+
+FILLED = [
+    ("AS_NAMESPACE", "ns", "namespace", "ns", "mine"),
+    ("AS_POD_NAME", "pod", "pod_name", "pod", "mine"),
+    ("AS_MODEL_VERSION", "v7", "model_version", "v7", "mine"),
+    ("ENABLE_EP_DP_IN_FD", "0", "role_suffix", False, True),
+    ("ENABLE_EP_DP_IN_FD", "1", "role_suffix", True, False),
+    ("AS_WRITE_TOTAL_TIMEOUT", "9", "write_total_timeout", 9.0, 0.0),
+    ("AS_WRITE_TOTAL_TIMEOUT", "0", "write_total_timeout", 0.0, 9.0),
+    ("AS_WRITE_SLICE_BLOCK_NUM", "7", "write_slice_blocks", 7, 100),
+    ("AS_WRITE_SLICE_TIMEOUT", "2.5", "write_slice_timeout", 2.5, 10.0),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "field", "value", "mine"), FILLED)
+def test_a_variable_fills_what_is_unset_and_never_what_is_set(name, text, field, value, mine):
+    config, logs = resolved({name: text}, BASE)
+    assert (getattr(config.attention_store, field), logs) == (value, [])
+    config, logs = resolved({name: text}, {**BASE, "attention_store": {field: mine}})
+    assert getattr(config.attention_store, field) == mine
+    assert [(log["variable"], log["setting"], log["log_level"]) for log in logs] == [
+        (name, f"attention_store.{field}", "warning")
+    ]
+    _, logs = resolved({name: text}, {**BASE, "attention_store": {field: value}})
+    assert logs == [], "they agree"
+
+
+@pytest.mark.parametrize(("text", "only"), [("1", False), ("0", True)])
+def test_flush_only_in_the_config_comes_before_the_variable(text, only):
+    config, logs = resolved({"FD_AS_ONLY_FLUSH": text}, {**BASE, "flush": {"only": only}})
+    assert config.flush.only is only
+    assert [(log["variable"], log["setting"], log["value"]) for log in logs] == [("FD_AS_ONLY_FLUSH", "flush.only", only)]
+    assert [sink.kind for sink in config.flush.sinks] == ["attention_store"] * only
+
+
+def test_the_other_variables_do_not_come_before_the_config_either(tmp_path):
+    tables = {"cache": {"model": "m"}, "storage": {"backend": "file", "directory": str(tmp_path)}}
+    config, logs = resolved({"FILE_BACKEND_STORAGE_DIR": "/x", "KVACTORS_MODEL": "other"}, tables)
+    assert (config.storage.directory, config.cache.model) == (str(tmp_path), "m")
+    assert [log["variable"] for log in logs] == ["FILE_BACKEND_STORAGE_DIR", "KVACTORS_MODEL"]
+
+
+def test_a_config_that_a_variable_has_filled_agrees_with_it():
+    environ = {"FD_AS_ONLY_FLUSH": "1", "AS_POD_NAME": "pod", "AS_WRITE_SLICE_BLOCK_NUM": "7"}
+    config, _ = resolved(environ, BASE)
+    with structlog.testing.capture_logs() as logs:
+        assert Config.from_env(environ, config) == config
+    assert logs == []
+
+
+@pytest.mark.parametrize(
+    ("name", "similar"),
+    [
+        ("FD_AS_ONLY_FLUHS", "FD_AS_ONLY_FLUSH"),
+        ("FD_ONLY_FLUSH", "FD_AS_ONLY_FLUSH"),
+        ("AS_POD_NAM", "AS_POD_NAME"),
+        ("AS_WRITE_SLICE_BLOCKS", "AS_WRITE_SLICE_BLOCK_NUM"),
+        ("KVACTORS_MODLE", "KVACTORS_MODEL"),
+        ("KVACTORS_PINNED", None),
+    ],
+)
+def test_a_name_that_looks_like_one_of_ours_is_logged_once(name, similar):
+    config, logs = resolved({name: "1"}, BASE)
+    assert config == Config.from_env({}, Config.from_mapping(BASE))
+    assert [(log["variable"], log.get("similar_to"), log["log_level"]) for log in logs] == [(name, similar, "warning")]
+    assert resolved({name: "1"}, BASE)[1] == []
+
+
+@pytest.mark.parametrize("name", [*NOT_HONOURED, "FD_MODEL_USE_CACHE", "AS_SERVER", "PATH", "FD_PLUGINS"])
+def test_other_names_are_not(name):
+    assert resolved({name: "1"}, BASE)[1] == []
+
+
+def test_every_variable_is_in_the_page_for_operators_and_every_name_there_is_known():
+    text = (Path(kvactors.__file__).parents[1] / "docs" / "fastdeploy.md").read_text()
+    named = set(re.findall(r"`((?:FD|AS|KVACTORS|ENABLE|FILE|USE|DISABLE|MC)_[A-Z0-9_]+)`", text))
+    assert named == {*HONOURED, *NOT_HONOURED}
+
+
+@pytest.mark.parametrize("backend", [{}, {"storage": {"backend": "memory"}}])
+async def test_flush_only_mode_without_a_sink_is_an_error_at_start(backend):
+    with pytest.raises(ConfigError, match=r"flush\.only .* and there is no sink: name one in flush\.sinks"):
+        async with kvactors.open(Config.from_mapping({"flush": {"only": True}, **backend})):
+            pass
+    async with kvactors.open(Config.from_mapping({"flush": {"only": True, "sinks": [{"kind": "memory"}]}, **backend})):
+        pass
+
+
+async def test_so_it_is_with_the_variable(monkeypatch):
+    monkeypatch.setenv("FD_AS_ONLY_FLUSH", "1")
+    with pytest.raises(ConfigError, match="FD_AS_ONLY_FLUSH=1"):
+        async with kvactors.open():
+            pass
+    async with kvactors.open(Config.from_mapping({"flush": {"only": False}})):
+        pass
+
+
+# -- shards and ranks
+
+TP2 = {"layout": {"num_kv_heads": 2, "tensor_parallel": 2}}
+RANKS = {**TP2, "ranks": {"count": 2, "endpoint": "memory://environment"}}
+
+
+@pytest.mark.parametrize(
+    ("tables", "complaint"),
+    [
+        ({**TP2, "attention_store": {"shard_num": 4}}, "shard_num is 4, and there are 2 ranks"),
+        ({**RANKS, "attention_store": {"shard_num": 1}}, "shard_num is 1, and there are 2 ranks"),
+        ({**RANKS, "attention_store": {"shard_id": 0}}, "shard_id must be left out with ranks.count 2"),
+        ({**TP2, "attention_store": {"shard_id": 2}}, r"shard_id must be in 0\.\.1, not 2"),
+        ({"attention_store": {"shard_id": 1}}, r"shard_id must be in 0\.\.0, not 1"),
+    ],
+)
+def test_shards_that_contradict_the_ranks_are_named(tables, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        Config.from_mapping({**BASE, **tables})
+
+
+@pytest.mark.parametrize(("tables", "shards"), [({}, 1), (TP2, 2), (RANKS, 2), ({"attention_store": {"shard_num": 3}}, 3)])
+def test_the_number_of_shards_is_that_of_the_ranks(tables, shards):
+    from kvactors.layout import make_layout
+    from kvactors.sdk_settings import sdk_settings
+
+    config = Config.from_mapping({**BASE, **tables})
+    assert sdk_settings(config, make_layout(config.layout, 64)).shard_num == shards

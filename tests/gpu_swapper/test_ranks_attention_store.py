@@ -1,0 +1,201 @@
+"""AttentionStore with tensor-parallel ranks in real processes: each rank moves its own shard, the leader alone reports to the index."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+from rank_kit import BLOCK, HANG, PATIENT, Engine, led, settings
+
+import kvactors
+from kvactors.config import DeviceConfig, FlushConfig, HostConfig, StorageConfig
+from kvactors.flush_notifier.runs import path_tokens
+from kvactors.observe.statistics import residency
+from kvactors.ranks_config import RanksConfig
+from kvactors.sink_config import AttentionStoreConfig, AttentionStoreSinkConfig
+from kvactors.testing import attentionstore_sdk as stand_in
+from kvactors.testing.ranks import RankProcess
+
+STORE = AttentionStoreConfig(sdk="kvactors.testing.attentionstore_sdk", ready_interval=0.05)
+PROMPT = list(range(4 * BLOCK + 1))
+
+
+@pytest.fixture(autouse=True)
+def fresh_services():
+    stand_in.reset()
+
+
+def config(tmp_path, *, timeout: float = PATIENT, host: int = 0, **over):
+    return settings(
+        tmp_path,
+        device=DeviceConfig(num_blocks=60),  # writes that the service delays hold device blocks
+        host=HostConfig(slots=host),
+        storage=StorageConfig(backend="attention_store", write_policy="write_through", timeout=HANG),
+        ranks=RanksConfig(2, f"unix://{tmp_path}/ranks", timeout=timeout, start=HANG),
+        attention_store=STORE,
+        flush=FlushConfig(sinks=(AttentionStoreSinkConfig(),), timeout=HANG),
+        **over,
+    )
+
+
+async def serve(cache, ranks, prompt=PROMPT, *, deadline: float | None = None) -> int:
+    """One request. Every block it finds must hold the bytes of its name on every rank; returns how many came from storage."""
+    async with await cache.acquire("r", prompt, deadline=deadline) as lease:
+        await lease.ready(deadline=HANG)
+        cached, full = lease.cached_tokens // BLOCK, len(prompt) // BLOCK
+        keys, table = lease.keys(0, full), lease.block_table
+        for rank in ranks:
+            assert await rank.check(tuple(table[:cached]), keys[: 32 * cached]) == [], f"wrong bytes on rank {rank.rank}"
+            await rank.fill(tuple(table[cached:full]), keys[32 * cached :])
+        await lease.commit(full * BLOCK)
+        return cached if lease.hits.storage else 0
+
+
+async def again(cache, ranks, prompt=PROMPT, **kwargs) -> int:
+    """The same after the device has lost everything."""
+    await cache.settled(HANG)
+    await cache.clear()
+    return await serve(cache, ranks, prompt, **kwargs)
+
+
+async def test_each_rank_moves_its_own_shard_and_the_leader_alone_reports(tmp_path):
+    async with led(config(tmp_path)) as (cache, ranks):
+        assert await serve(cache, ranks) == 0
+        assert await again(cache, ranks) == 4
+        for rank in ranks:
+            state = await rank.service()
+            assert (state.shards, state.shard, state.inits, state.flushes) == (1, rank.rank, 1, 0)
+            assert state.objects == 4 * 2, "of each block a piece for each layer"
+            assert state.reads
+            assert state.writes
+        await cache.flush_settled(HANG)
+        mine = stand_in.service()
+        assert list(stand_in.services) == [("m", "default_pod_mixed_0", "v0", 0)]
+        (shape,) = {call.arguments[0][3:5] for call in mine.calls if call.name == "init"}
+        assert shape == (0, 2), "shard 0 of 2"
+        assert {call.name for call in mine.calls} == {"init", "match", "flush_token_index"}
+        assert len(mine.resident) == 4
+        assert cache.check() == []
+
+
+async def test_what_one_rank_lacks_is_a_miss_for_all(tmp_path):
+    async with led(config(tmp_path)) as (cache, ranks):
+        await serve(cache, ranks)
+        await cache.settled(HANG)
+        await ranks[1].service(capacity=2)
+        other = [9] * len(PROMPT)
+        await again(cache, ranks, other)
+        found = await again(cache, ranks)
+        assert found == 0, "the least recently used blocks are the first of the path"
+        assert await again(cache, ranks) in (0, 2)
+        await ranks[1].service(capacity=100)
+        await again(cache, ranks)
+        assert await again(cache, ranks) == 4
+        assert cache.check() == []
+
+
+@pytest.mark.parametrize("knobs", [{"broken": "no licence"}, {"refuse_block": 2}])
+async def test_a_rank_whose_service_fails_costs_misses_and_is_shown(tmp_path, knobs):
+    async with led(config(tmp_path)) as (cache, ranks):
+        await serve(cache, ranks)
+        await cache.settled(HANG)
+        await ranks[1].service(**knobs)
+        for _ in range(8):
+            await again(cache, ranks)
+        if "broken" in knobs:
+            assert cache.statistics().store.unavailable
+            assert cache.health().status == "degraded"
+        await ranks[1].service(broken="", refuse_block=-1)
+        for _ in range(200):
+            if await again(cache, ranks) == 4:
+                break
+            await asyncio.sleep(0.05)
+        else:
+            pytest.fail("the store is not used again")
+        assert cache.health().status == "ok"
+
+
+async def test_a_store_that_is_slow_on_one_rank_makes_no_rank_silent(tmp_path):
+    async with led(config(tmp_path, timeout=0.3, host=12)) as (cache, ranks):
+        await serve(cache, ranks)
+        await cache.settled(HANG)
+        await ranks[1].service(stuck=1.5)
+        assert await again(cache, ranks, deadline=0.5) == 0, "the request does not wait beyond its deadline"
+        for seed in range(4):  # copies between device and host go on
+            await serve(cache, ranks, [100 + seed] * (6 * BLOCK + 1), deadline=0.5)
+        assert [rank.silences for rank in cache.system.ranks.statistics()] == [0, 0]
+        await ranks[1].service(stuck=0.0)
+        await cache.settled(HANG)
+        assert cache.check() == []
+
+
+async def test_a_rank_that_stops_during_a_move_is_silent_and_comes_back(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvactors.ranks.link.PING_LIMIT", 0.3)
+    async with led(config(tmp_path, timeout=0.3)) as (cache, ranks):
+        await serve(cache, ranks)
+        await cache.settled(HANG)
+        await cache.clear()
+        ranks[1].signal(signal.SIGSTOP)
+        async with await cache.acquire("r", PROMPT, deadline=HANG) as lease:
+            while not cache.system.ranks.statistics()[1].silences:
+                await asyncio.sleep(0.02)
+            ranks[1].signal(signal.SIGCONT)
+            await lease.ready(deadline=HANG)
+            assert lease.cached_tokens in (0, 4 * BLOCK)
+        assert await again(cache, ranks) in (0, 4)
+        assert cache.check() == []
+
+
+async def test_a_rank_that_is_killed_comes_back_with_an_empty_shard_and_no_byte_is_wrong(tmp_path):
+    async with led(config(tmp_path)) as (cache, ranks):
+        engine = Engine(cache, ranks)
+        await engine.run(requests=20)
+        await ranks[1].kill()
+        await ranks[1].start()
+        while cache.health().status != "ok":
+            await asyncio.sleep(0.05)
+        await engine.run(requests=20)
+        assert engine.wrong == 0
+        assert await again(cache, ranks, [77] * len(PROMPT)) == 0
+        assert await again(cache, ranks, [77] * len(PROMPT)) == 4
+        await cache.flush_settled(HANG)
+        assert (cache.divergence(), cache.check()) == (0, [])
+
+
+async def test_ranks_that_name_another_version_are_refused(tmp_path):
+    leader = config(tmp_path)
+    leader = replace(leader, ranks=replace(leader.ranks, start=30.0))
+    ranks = [
+        RankProcess(leader, 0),
+        RankProcess(replace(leader, attention_store=replace(STORE, namespace="m", model_version="v9")), 1),
+    ]
+    try:
+        for rank in ranks:
+            await rank.start()
+        with pytest.raises(
+            kvactors.RankError,
+            match="storage namespace 'm/default_pod_mixed_0/v9', the leader has 'm/default_pod_mixed_0/v0'",
+        ):
+            async with kvactors.open(leader):
+                pass
+    finally:
+        for rank in ranks:
+            await rank.kill()
+
+
+async def test_an_engine_with_many_requests(tmp_path):
+    async with led(config(tmp_path, host=12)) as (cache, ranks):
+        engine = Engine(cache, ranks, seed=3)
+        await engine.run(requests=100)
+        assert (engine.wrong, engine.broken) == (0, 0)
+        assert engine.hits[2] > 0
+        await cache.flush_settled(HANG)
+        assert (cache.divergence(), cache.check()) == (0, [])
+        ledger = cache.system.notifier_actor.ledger.entries
+        held = residency(cache.system)
+        keys = held[kvactors.Tier.DEVICE] | held[kvactors.Tier.HOST]
+        paths = {tuple(np.frombuffer(path_tokens(ledger[key]), "<u4").tolist()) for key in keys if ledger[key].finished}
+        assert stand_in.service().resident == paths

@@ -1,0 +1,103 @@
+"""StorageDirect: what it moves, what it refuses, and that nothing waits for a store that does not return."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvactors.cpu_evictor.messages import Fetched, Saved
+from kvactors.storage.backends.direct import DirectBackend
+from kvactors.storage.direct import WAITING, StorageDirect
+from kvactors.storage.messages import FetchDevice, Moved, SaveDevice
+from kvactors.testing.probe import Probe
+from kvactors.testing.stepper import Stepper
+
+TOKENS = bytes(4 * 4 * 4)
+
+
+class Recorder(DirectBackend):
+    """Moves everything, and remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(64)
+        self.moves: list[tuple[str, int]] = []
+        self.present = 0
+
+    @property
+    def era(self) -> int:
+        return self.present
+
+    async def open(self) -> None:
+        """Nothing."""
+
+    async def fetch(self, tokens, start, blocks, seconds) -> int:
+        self.moves.append(("fetch", start))
+        return len(blocks)
+
+    async def save(self, tokens, start, blocks, seconds) -> int:
+        self.moves.append(("save", start))
+        return len(blocks)
+
+    async def close(self) -> None:
+        """Nothing."""
+
+
+def stepped(backend: Recorder) -> Stepper[StorageDirect]:
+    return Stepper(lambda ref: StorageDirect(ref, backend=backend, evictor=Probe("cpu_evictor")))
+
+
+def fetch(op: int, deadline: float = 1e12, era: int = 0) -> FetchDevice:
+    return FetchDevice(op, TOKENS, op, (0, 1), deadline, era)
+
+
+def save(op: int, deadline: float = 1e12, era: int = 0) -> SaveDevice:
+    return SaveDevice(op, TOKENS, op, (0, 1), deadline, era)
+
+
+def carried_out(job) -> Moved:
+    """Run a job's coroutine to its end in a loop of its own."""
+    return asyncio.run(job.coroutine)
+
+
+def answers(effects):
+    return [(type(one).__name__, one.op, one.good) for one in effects.to("cpu_evictor")]
+
+
+@pytest.mark.parametrize(("make", "kind"), [(fetch, "Fetched"), (save, "Saved")])
+def test_a_move_of_memory_that_was_lost_since_is_not_made(make, kind):
+    backend = Recorder()
+    with stepped(backend) as direct:
+        running = direct.turn(make(1)).jobs[0]
+        direct.turn(make(2))  # it waits, and meanwhile a rank's process is replaced
+        backend.present = 1
+        waiting = direct.finish(running, carried_out(running)).jobs[0]
+        assert answers(direct.finish(waiting, carried_out(waiting))) == [(kind, 2, 0)]
+        later = direct.turn(make(3, era=1)).jobs[0]
+        assert answers(direct.finish(later, carried_out(later))) == [(kind, 3, 2)]
+    assert [start for _, start in backend.moves] in ([1, 3], [3])
+
+
+def test_nothing_waits_for_a_move_that_takes_longer_than_it_may():
+    with stepped(Recorder()) as direct:
+        now = direct.now
+        running = direct.turn(save(1, now + 1.0)).jobs[0]
+        assert answers(direct.turn(fetch(2, now + 60.0))) == []
+        assert answers(direct.turn(save(3, now + 60.0))) == []
+        assert answers(direct.elapse(0.9)) == []
+        assert answers(direct.elapse(0.2)) == [("Fetched", 2, 0), ("Saved", 3, 0)]
+        assert answers(direct.turn(fetch(4, now + 60.0))) == [("Fetched", 4, 0)], "nor does what comes later"
+        assert answers(direct.turn(save(5, now + 60.0))) == [("Saved", 5, 0)]
+        assert direct.actor.shed == 4
+        over = direct.finish(running, Moved(Saved(1, 2)))
+        assert answers(over) == [("Saved", 1, 2)], "its own blocks are held until it is over"
+        again = direct.turn(fetch(6, now + 60.0)).jobs[0]
+        assert answers(direct.elapse(5.0)) == [], "the time of the last one does not count for this one"
+        assert answers(direct.finish(again, Moved(Fetched(6, 2)))) == [("Fetched", 6, 2)]
+
+
+def test_the_oldest_of_too_many_saves_is_shed():
+    with stepped(Recorder()) as direct:
+        direct.turn(save(0))
+        shed = [answers(direct.turn(save(op))) for op in range(1, WAITING + 3)]
+        assert [one for one in shed if one] == [[("Saved", 1, 0)], [("Saved", 2, 0)]]
