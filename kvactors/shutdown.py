@@ -83,5 +83,5 @@ class Shutdown:
         if self.waits.abandoned:
             self.arena.keep()
             log.error("threads did not end in time", threads=self.waits.abandoned)
-        if stuck:
+        if stuck or self.arena.in_use:
             self.arena.keep()

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from kvactors.actor.channel import ChannelStatistics
 from kvactors.actor.clock import now
+from kvactors.actor.jobs import JOB_LIMIT, Job, JobBroken
 from kvactors.actor.log import get_logger
 from kvactors.actor.message import Control, Envelope, Message, PeerRestarted, Stop, bury
 from kvactors.actor.ref import ActorRef
@@ -65,12 +66,6 @@ def on(message: type[Message]) -> Callable[[Handler], Handler]:
         return method
 
     return mark
-
-
-class JobBroken(Control, frozen=True, eq=False):
-    """The completion of a job could not be built: the actor fails."""
-
-    error: Exception
 
 
 class Timer:
@@ -125,7 +120,7 @@ class Actor:
         self._outbox: deque[tuple[ActorRef, Envelope[Any]]] = deque()
         self._waiters: list[asyncio.Future[None]] = []  # in `sent`
         self._unanswered: dict[Envelope[Any], None] = {}
-        self._jobs: dict[asyncio.Task[None], bool] = {}  # task -> whether it counts as activity
+        self._jobs: dict[asyncio.Task[None], Job] = {}
         self.ended_at: float | None = None  # when the failure or the stop came, on the loop's clock
         self._timers: set[Timer] = set()
         # The failure of another actor, if it is the reason why this one is cancelled.
@@ -139,6 +134,14 @@ class Actor:
 
     async def stopped(self) -> None:
         """Last thing of a life, after its jobs ended: close what the actor owns. Must be brief."""
+
+    def job_limit(self, *, failed: bool) -> float | None:
+        """Seconds in which its jobs must end after it; None for no limit. failed: whether it has failed itself."""
+        return JOB_LIMIT
+
+    def left_behind(self, jobs: Mapping[asyncio.Task[None], Job], *, restart: bool) -> None:
+        """Jobs have not ended within the limit. Keeps the memory that they access from reuse until they have, or raises JobsRunOn: then the
+        system fails. restart: whether the memory will be handed out again."""
 
     def check(self) -> None:
         """Recompute this actor's invariants; AssertionError says what differs."""
@@ -185,14 +188,16 @@ class Actor:
         failed: Callable[[Exception], Control],
         *,
         counted: bool = True,
+        slots: Sequence[int] = (),
+        keys: bytes = b"",
     ) -> None:
         """Run slow work beside the turns; its result, or its error, comes back as a control message.
 
-        counted: whether the system counts as busy meanwhile (a sink that waits for a dead server should not). Jobs end with their
-        actor: when it dies or stops they are cancelled and waited for.
+        counted: whether the system counts as busy until it ends. slots, keys: see `Job`. When the actor fails or stops its
+        jobs are cancelled and waited for, at most as long as `job_limit` says; the result of a job that ends later is dropped.
         """
         task = asyncio.get_running_loop().create_task(self._run_job(job, done, failed))
-        self._jobs[task] = counted
+        self._jobs[task] = Job(counted, slots, keys)
         if counted:
             self.ref.activity.begin()
         task.add_done_callback(self._job_ended)
@@ -325,7 +330,8 @@ class Actor:
             self.ref.try_send(Envelope(message, None, None, self.life))
 
     def _job_ended(self, task: asyncio.Task[None]) -> None:
-        if self._jobs.pop(task, False):
+        job = self._jobs.pop(task, None)
+        if job is not None and job.counted:
             self.ref.activity.end()
         if not task.cancelled():
             task.exception()  # Ctrl-C or an exit, which the loop itself has raised
@@ -349,18 +355,30 @@ class Actor:
         for timer in list(self._timers):
             timer.cancel()
         try:
-            await uncancelled(self._end_jobs())
+            await uncancelled(self._end_jobs(cause))
         finally:
             self.state = State.STOPPED
             if not self.ended.done():
                 self.ended.set_result(None)
 
-    async def _end_jobs(self) -> None:
-        jobs = list(self._jobs)
-        for job in jobs:
-            job.cancel()
-        await asyncio.gather(*jobs, return_exceptions=True)
-        await self.stopped()
+    async def _end_jobs(self, cause: BaseException | None) -> None:
+        try:
+            limit = self.job_limit(failed=isinstance(cause, Exception))
+            for task in list(self._jobs):
+                task.cancel()
+            if self._jobs:
+                await asyncio.wait(list(self._jobs), timeout=limit)
+            if self._jobs:
+                self._leave_behind(limit, restart=isinstance(cause, Exception) or self.failed_peer() is not None)
+        finally:
+            await self.stopped()
+
+    def _leave_behind(self, limit: float | None, *, restart: bool) -> None:
+        late = dict(self._jobs)
+        self.log.error("jobs do not end", jobs=len(late), seconds=limit)
+        self.ref.activity.end(sum(job.counted for job in late.values()))
+        self._jobs = {task: job._replace(counted=False) for task, job in late.items()}
+        self.left_behind(late, restart=restart)
 
     def statistics(self) -> ActorStatistics:
         """A moment's picture."""

@@ -59,9 +59,10 @@ class OpenAsks(Generic[R]):
 
 
 class ActorRef:
-    """name: unique in the system. role: the class of actor, as the channel graph names it (a pool shares one role)."""
+    """name: unique in the system. role: the class of actor, as the channel graph names it (a pool shares one role). switched_off: whether
+    a substitute runs in the actor's place."""
 
-    __slots__ = ("_asks", "_reviving", "activity", "channel", "dead", "life", "name", "role")
+    __slots__ = ("_asks", "_reviving", "activity", "channel", "dead", "life", "name", "role", "switched_off")
 
     def __init__(self, name: str, role: str, channel: Channel[Envelope[Any]], activity: Activity) -> None:
         self.name = name
@@ -69,6 +70,7 @@ class ActorRef:
         self.channel = channel
         self.activity = activity
         self.life = 0
+        self.switched_off = False
         self._asks: OpenAsks[Any] = OpenAsks(name)
         self._reviving = 0
         self.dead = False  # and nobody was told yet

@@ -20,6 +20,7 @@ from kvactors.actor.actor import Actor, State
 from kvactors.actor.channel import Channel, Overflow
 from kvactors.actor.clock import now
 from kvactors.actor.graph import check_graph
+from kvactors.actor.jobs import JobsRunOn
 from kvactors.actor.log import described, get_logger
 from kvactors.actor.message import Envelope, PeerRestarted, Stop, bury
 from kvactors.actor.ref import ActorRef
@@ -187,7 +188,7 @@ class Supervisor:
         try:
             await self._run_group(root, RestartBudget(0, 1.0))
         except Exception as error:
-            self.failed, self.failed_at = root_cause(error), now()
+            self.failed, self.failed_at = jobs_run_on(error) or root_cause(error), now()
             self.failed_actor = self._failing[0] if self._failing is not None else "an actor"
             log.error("system failed", actor=self.failed_actor, error=brief(self.failed))
         finally:
@@ -211,6 +212,9 @@ class Supervisor:
                     return
                 switch.on()
             except Exception as error:
+                if (stuck := jobs_run_on(error)) is not None:
+                    self._bury_queues(group, stuck)
+                    raise
                 cause = root_cause(error)
                 deaths.append(now())
                 while deaths and deaths[0] < now() - budget.within:
@@ -244,6 +248,8 @@ class Supervisor:
         try:
             await actor.run()
         except Exception as error:
+            if self._stopping and isinstance(error, JobsRunOn):
+                return  # nothing is handed out again
             self._deaths += 1
             self._failing = (spec.ref.name, error)
             self._last_death = f"{spec.ref.name}: {brief(error)}"
@@ -315,6 +321,7 @@ class Switch:
     def factory(self, spec: ActorSpec) -> Callable[[ActorRef], Actor]:
         """What makes the next one; for a substitute, with a timer that ends it."""
         record = self._record
+        spec.ref.switched_off = record is not None
         if record is None or spec.substitute is None:
             return spec.factory
         self._timer = asyncio.get_running_loop().call_at(record.again_at, self._end_substitute)
@@ -373,6 +380,13 @@ def brief(error: BaseException) -> str:
 def frames(error: BaseException) -> list[str]:
     """Where an error comes from, innermost last, without the values of local variables: they may hold prompts."""
     return [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in traceback.extract_tb(error.__traceback__)]
+
+
+def jobs_run_on(error: BaseException) -> JobsRunOn | None:
+    """The reason why a group cannot restart, if that is among nested errors."""
+    if isinstance(error, BaseExceptionGroup):
+        return next((found for one in error.exceptions if (found := jobs_run_on(one)) is not None), None)
+    return error if isinstance(error, JobsRunOn) else None
 
 
 def root_cause(error: BaseException) -> BaseException:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from enum import Enum
 
 STEP = 2048
@@ -39,20 +39,23 @@ class Entry:
 
 
 class HostTier:
-    """At most `capacity` resident blocks in `num_slots` slots; the slots beyond are for blocks on their way through.
+    """At most `capacity` resident blocks in `num_slots` slots; the slots beyond are for blocks on their way through. in_use: slots that are not
+    handed out as long as they are in it (`Arena.in_use`).
 
     Order is that of use, and whoever adds or touches several blocks of a path does so deepest first: so a parent is always younger
     than its children, and the oldest block is a leaf. A block with resident children is never a victim, whatever the order.
     """
 
-    def __init__(self, capacity: int, num_slots: int) -> None:
+    def __init__(self, capacity: int, num_slots: int, in_use: Container[int] = ()) -> None:
         if not 0 <= capacity <= num_slots:
             raise ValueError(f"a capacity of {capacity} blocks in {num_slots} slots")
         self.capacity = capacity
         self.num_slots = num_slots
         self.entries: dict[bytes, Entry] = {}
         self.lru: OrderedDict[bytes, Entry] = OrderedDict()
-        self._free = list(range(num_slots - 1, -1, -1))
+        self._in_use = in_use
+        self._free = [slot for slot in range(num_slots - 1, -1, -1) if slot not in in_use]
+        self._withheld = [slot for slot in range(num_slots) if slot in in_use]
         self._children: Counter[bytes] = Counter()
         self._ghosts: set[Entry] = set()  # forgotten, slot still in use
         self.generation = 0  # how often everything was forgotten
@@ -61,8 +64,16 @@ class HostTier:
 
     @property
     def free(self) -> int:
-        """Slots nobody uses."""
+        """Slots that nothing uses."""
+        if self._withheld:
+            ended = [slot for slot in self._withheld if slot not in self._in_use]
+            self._withheld = [slot for slot in self._withheld if slot in self._in_use]
+            self._free += ended
+            self.changes += bool(ended)
         return len(self._free)
+
+    def _give(self, slot: int) -> None:
+        (self._withheld if slot in self._in_use else self._free).append(slot)
 
     @property
     def resident(self) -> int:
@@ -140,7 +151,7 @@ class HostTier:
         self._pinned -= not entry.pins
         if entry.dropped and not entry.pins:
             self._ghosts.discard(entry)
-            self._free.append(entry.slot)
+            self._give(entry.slot)
 
     def drop(self, entry: Entry) -> None:
         """Forget an entry; its slot is free at once, or with its last use."""
@@ -155,7 +166,7 @@ class HostTier:
         if entry.pins:
             self._ghosts.add(entry)
         else:
-            self._free.append(entry.slot)
+            self._give(entry.slot)
 
     def clear(self) -> None:
         """Forget everything."""
@@ -212,8 +223,9 @@ class HostTier:
         assert len(self.lru) <= self.capacity, "more residents than capacity"
         if changes != self.changes:
             return
-        for start in range(0, len(self._free), STEP):
-            for slot in self._free[start : start + STEP]:
+        unused = self._free + self._withheld
+        for start in range(0, len(unused), STEP):
+            for slot in unused[start : start + STEP]:
                 used[slot] += used[slot] < 2
             yield
             if changes != self.changes:

@@ -72,7 +72,7 @@ class Traffic(Actor):
         self.readers = readers
         self.writers = writers
         self.notifier = notifier
-        self.host = HostTier(config.slots, arena.num_slots)
+        self.host = HostTier(config.slots, arena.num_slots, arena.in_use)
         self.exclusive = config.mode == "exclusive" or not config.slots
         self.write_back = storage.write_policy == "write_back" and bool(writers)
         self.evicted = self.offloaded = self.loaded = self.fetched = self.shed = self.written = 0
@@ -266,11 +266,12 @@ class Traffic(Actor):
 
     @staticmethod
     def _least_loaded(actors: Sequence[ActorRef], *tables: dict[int, Asked]) -> ActorRef:
+        """One of a pool. A substitute answers at once, so it never has any load: it is chosen only if all are switched off."""
         load = {actor.name: 0 for actor in actors}
         for table in tables:
             for asked in table.values():
                 load[asked.actor.name] += asked.keys + 1
-        return min(actors, key=lambda actor: load[actor.name])
+        return min(actors, key=lambda actor: (actor.switched_off, load[actor.name]))
 
     # -- eviction
 

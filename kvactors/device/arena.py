@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import time
+from collections import Counter
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -26,6 +28,9 @@ class Arena:
     trailer: bytes right behind each block that a store may use for what it keeps beside a block.
 
     pinned: lock the pages in memory; `locked` tells whether the system allowed it. Views must be dropped before `close`.
+
+    in_use: slots that jobs of failed actors still access (a call to a store that does not return), with the number of such jobs. They are not
+    handed out.
     """
 
     def __init__(self, num_slots: int, block_bytes: int, *, pinned: bool = False, trailer: int = 0) -> None:
@@ -35,6 +40,7 @@ class Arena:
         self.stride = -(-(block_bytes + trailer) // PAGE) * PAGE
         self.pinned = pinned
         self.locked = False
+        self.in_use: Counter[int] = Counter()
         self.kept = self._stopped = self._touching = self._closed = False
         self._map = mmap.mmap(-1, max(1, num_slots) * self.stride)
         self._bytes = np.frombuffer(self._map, np.uint8)
@@ -85,6 +91,19 @@ class Arena:
     def holds(self, address: int) -> bool:
         """Whether an address is a slot's first."""
         return 0 <= address - self.address < self.num_slots * self.stride and (address - self.address) % self.stride == 0
+
+    def withhold(self, slots: Iterable[int]) -> Callable[[], None]:
+        """Keep slots from being handed out, until what is returned is called."""
+        held = Counter(slots)
+        self.in_use.update(held)
+
+        def release() -> None:
+            self.in_use.subtract(held)
+            for slot in held:
+                if not self.in_use[slot]:
+                    del self.in_use[slot]
+
+        return release
 
     def keep(self) -> None:
         """Leave the memory mapped until the process ends, `close` included: a thread that did not end may still access it."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import ClassVar, NamedTuple
 
 from kvactors.actor import Actor, ActorRef, Message, on
 from kvactors.actor.clock import now
+from kvactors.actor.jobs import MEMORY_LIMIT, Job, JobsRunOn
 from kvactors.cpu_evictor.messages import Copied, CopyProgress, HostChanged
 from kvactors.gpu_swapper.executor import Executor
 from kvactors.gpu_swapper.messages import Copy, CopyFinished, CopyLayers, Direction, PlaneChanged
@@ -97,6 +99,15 @@ class GpuSwapper(Actor):
         self._blocks[message.direction] += message.pairs - len(message.failed)
         self._seconds[message.direction] += message.seconds
         self.tell(self._evictor, Copied(message.op, message.failed))
+
+    def job_limit(self, *, failed: bool) -> float:
+        """See `Actor.job_limit`."""
+        return MEMORY_LIMIT
+
+    def left_behind(self, jobs: Mapping[asyncio.Task[None], Job], *, restart: bool) -> None:
+        """Device blocks cannot be withheld: the cache fails."""
+        if restart:
+            raise JobsRunOn(f"{len(jobs)} copies have not ended {MEMORY_LIMIT:g} s after a failure, and access device blocks")
 
     def swapper_statistics(self) -> SwapperStatistics:
         """A moment's picture."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, ClassVar
@@ -9,6 +10,7 @@ from typing import Any, ClassVar
 from kvactors.actor import Actor, ActorRef, Message, on
 from kvactors.actor.actor import Timer
 from kvactors.actor.clock import now
+from kvactors.actor.jobs import MEMORY_LIMIT, Job, JobsRunOn
 from kvactors.actor.log import described
 from kvactors.cpu_evictor.messages import Fetched, Saved
 from kvactors.errors import StoreError
@@ -114,6 +116,15 @@ class StorageDirect(Actor):
             return Moved(answer(0))
 
         self.start_job(work(), lambda moved: moved, failed)
+
+    def job_limit(self, *, failed: bool) -> float | None:
+        """When it has failed itself, the next incarnation waits for the move: device blocks cannot be withheld. The rest of the cache works."""
+        return None if failed else MEMORY_LIMIT
+
+    def left_behind(self, jobs: Mapping[asyncio.Task[None], Job], *, restart: bool) -> None:
+        """Another actor failed, with which this one restarts: the cache fails."""
+        if restart:
+            raise JobsRunOn(f"a move of the store has not ended {MEMORY_LIMIT:g} s after a failure, and accesses device blocks")
 
     def store_statistics(self) -> StoreStatistics:
         """A moment's picture of the store."""

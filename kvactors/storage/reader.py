@@ -58,4 +58,4 @@ class StorageReader(StorageWorker):
 
         unread = ReadDone(message.op, bytes([Outcome.UNAVAILABLE]) * len(keys))
         lost = Finished(unread, b"", b"", b"", message.keys if message.take else b"", 0)
-        self.enqueue(work, lost)
+        self.enqueue(work, lost, message.slots, message.keys)

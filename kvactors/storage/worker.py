@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
 from kvactors.actor import Actor, ActorRef, Message, on
 from kvactors.actor.actor import State
 from kvactors.actor.clock import now
+from kvactors.actor.jobs import Job
 from kvactors.actor.log import described
 from kvactors.cpu_evictor.messages import Probed, ReadDone, StoreCleared, Written
 from kvactors.device.arena import Arena
+from kvactors.errors import KVActorsError
 from kvactors.flush_notifier.messages import Cleared, Gained, Gone
 from kvactors.storage.backends.checked import CheckedBackend
 from kvactors.storage.messages import Finished, NextPage, Recheck
@@ -44,7 +48,7 @@ class StorageWorker(Actor):
         self.arena = arena
         self.evictor = evictor
         self.notifier = notifier
-        self._waiting: deque[tuple[Callable[[], Coroutine[Any, Any, Finished]], Finished]] = deque()
+        self._waiting: deque[tuple[Callable[[], Coroutine[Any, Any, Finished]], Finished, Sequence[int], bytes]] = deque()
         self._under_way = self._batches = self._moved = 0
         self._snapshot_due = self._paging = False  # a report on the whole store: to be started; a NextPage is in the channel
         self._unreported: Iterator[bytes] = iter(())
@@ -138,25 +142,42 @@ class StorageWorker(Actor):
         back = join_keys(key for key in split_keys(message.gone) if holds(key))
         self._report(back, gone, Reason.STORAGE_EVICTION)
         self._recheck_if_delayed(back, gone)
+        self.report_lost()
 
-    def enqueue(self, work: Callable[[], Coroutine[Any, Any, Finished]], broken: Finished) -> None:
-        """Run a batch when its turn comes. broken: what to say if the back end raises, which its contract forbids."""
-        self._waiting.append((work, broken))
+    def enqueue(
+        self, work: Callable[[], Coroutine[Any, Any, Finished]], broken: Finished, slots: Sequence[int] = (), keys: bytes = b""
+    ) -> None:
+        """Run a batch when its turn comes. broken: the answer if the back end raises, which its contract forbids. slots, keys: what the batch
+        accesses in the arena and in the store."""
+        self._waiting.append((work, broken, slots, keys))
         self._start_next()
 
     def _start_next(self) -> None:
         while self._waiting and self._under_way < UNDER_WAY:
             self.run_now(*self._waiting.popleft())
 
-    def run_now(self, work: Callable[[], Coroutine[Any, Any, Finished]], broken: Finished) -> None:
-        """Run work without waiting for its turn. broken: as in `enqueue`."""
+    def run_now(
+        self, work: Callable[[], Coroutine[Any, Any, Finished]], broken: Finished, slots: Sequence[int] = (), keys: bytes = b""
+    ) -> None:
+        """Run work without waiting for its turn. The arguments are those of `enqueue`."""
         self._under_way += 1
 
         def failed(error: BaseException) -> Finished:
             self.log.error("storage job failed", error=described(error))
             return broken
 
-        self.start_job(work(), lambda finished: finished, failed)
+        self.start_job(work(), lambda finished: finished, failed, slots=slots, keys=keys)
+
+    def left_behind(self, jobs: Mapping[asyncio.Task[None], Job], *, restart: bool) -> None:
+        """The next incarnation goes on without them. Their slots are not handed out until they have ended, and what they did to the store is
+        reported then."""
+        for task, job in jobs.items():
+            task.add_done_callback(partial(self._late_end, self.arena.withhold(job.slots), job.keys))
+
+    def _late_end(self, release: Callable[[], None], keys: bytes, _task: asyncio.Task[None]) -> None:
+        release()
+        with suppress(KVActorsError):  # the cache is closed
+            self.ref.try_tell(Recheck(keys, keys))
 
     @on(Finished)
     def finished(self, message: Finished) -> None:

@@ -43,7 +43,7 @@ class StorageWriter(StorageWorker):
 
         lost = Finished(Written(message.op, bytes([Outcome.UNAVAILABLE]) * len(keys)), b"", b"", b"", b"", 0)
         late = Finished(Written(message.op, bytes([Outcome.LATE]) * len(keys)), b"", b"", b"", b"", 0)
-        self.enqueue(work, lost)
+        self.enqueue(work, lost, message.slots, message.keys)
 
     @on(ClearStore)
     def clear(self, message: ClearStore) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from asyncio.events import _get_running_loop, _set_running_loop
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, Self, TypeVar
@@ -199,6 +199,8 @@ class Stepper(Generic[A]):
         failed: Callable[[Exception], Control],
         *,
         counted: bool = True,
+        slots: Sequence[int] = (),
+        keys: bytes = b"",
     ) -> None:
         name, arguments = getattr(job, "__qualname__", type(job).__name__), {}
         if inspect.iscoroutine(job):

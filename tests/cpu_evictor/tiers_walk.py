@@ -75,7 +75,7 @@ class TiersWalk:
         )  # fmt: skip
         self.evictor: Stepper[CpuEvictor] = Stepper(
             lambda ref: CpuEvictor(
-                ref, config=host, storage=self.storage, arena=SimpleNamespace(num_slots=d.slots + d.transit),
+                ref, config=host, storage=self.storage, arena=SimpleNamespace(num_slots=d.slots + d.transit, in_use=()),
                 index=names["prefix_index"], swapper=names["gpu_swapper"], readers=readers, writers=writers,
                 notifier=names["flush_notifier"], era=0, direct=None, layerwise=False,
             )

@@ -78,6 +78,29 @@ def test_an_optional_actor_that_fails_too_often_is_switched_off_and_comes_back(v
     simulate(main)
 
 
+@pytest.mark.parametrize("victim", ["reader", "writer"])
+def test_one_of_a_pool_that_is_switched_off_is_not_asked_while_another_works(victim):
+    """Storage loses nothing: every block is saved, and found again."""
+
+    async def main():
+        storage = {**STORE, "readers": 2, "writers": 2}
+        async with opened(
+            inline=True, host={"slots": 2, "transit_slots": 16}, storage=storage, actors={"restarts": 0}
+        ) as cache:
+            await requests(cache, 1, 2)
+            await fail(cache, victim, 1)
+            assert [one.component for one in cache.health().reasons] == [ref_of(cache, victim).name]
+            await requests(cache, 3, 4, 5, 1)
+            await cache.settled()
+            host = cache.statistics().host
+            assert host.write_failures == 0
+            assert host.fetched >= 4  # of the six blocks of prompt 1, which were saved by the first request
+            assert len(cache.system.backend.keys()) == 5 * 6
+            await asyncio.sleep(SWITCHED_OFF + 1)
+
+    simulate(main)
+
+
 def test_an_actor_that_fails_again_soon_is_switched_off_for_longer():
     async def main():
         async with opened(inline=True, host=HOST, storage=STORE, actors={"restarts": 2}) as cache:

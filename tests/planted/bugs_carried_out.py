@@ -157,8 +157,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "jobs_outlive_their_actor",
         "actor/actor.py",
-        "        await asyncio.gather(*jobs, return_exceptions=True)\n        await self.stopped()",
-        "        await self.stopped()",
+        "                await asyncio.wait(list(self._jobs), timeout=limit)\n",
+        "                pass\n",
         "an actor is restarted while copies of its last life still write",
         ("tests/actor/test_actor.py::test_an_actor_has_ended_when_its_jobs_have",),
     ),

@@ -114,7 +114,7 @@ BUGS: tuple[Mutation, ...] = (
         "cpu_evictor/host.py",
         "        if entry.dropped and not entry.pins:\n"
         "            self._ghosts.discard(entry)\n"
-        "            self._free.append(entry.slot)\n"
+        "            self._give(entry.slot)\n"
         "\n"
         "    def drop(self, entry: Entry) -> None:\n"
         '        """Forget an entry; its slot is free at once, or with its last use."""\n'
@@ -129,7 +129,7 @@ BUGS: tuple[Mutation, ...] = (
         "        if entry.pins:\n"
         "            self._ghosts.add(entry)\n"
         "        else:\n"
-        "            self._free.append(entry.slot)\n",
+        "            self._give(entry.slot)\n",
         "\n"
         "    def drop(self, entry: Entry) -> None:\n"
         '        """Forget an entry; its slot is free at once, or with its last use."""\n'
@@ -141,7 +141,7 @@ BUGS: tuple[Mutation, ...] = (
         "        if entry.place is Place.RESIDENT:\n"
         "            self._exit(entry)\n"
         "        del self.entries[entry.key]\n"
-        "        self._free.append(entry.slot)\n",
+        "        self._give(entry.slot)\n",
         "a host slot is handed out again before a copy or a write has read it",
         ("tests/planted/test_gaps.py::test_a_slot_is_free_with_its_last_use_and_not_before",),
     ),
