@@ -78,6 +78,11 @@ class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
     endpoint, replay_endpoint: of the PUB and ROUTER sockets (ROUTER: none if empty); the port of a tcp endpoint is raised by dp_rank. The events
     hold the token ids of all prompts: tcp://*, tcp://0.0.0.0 and tcp://[::] publish them on every interface, which is logged as a warning.
     bind: whether the publisher listens or connects; auto listens at ipc, inproc and this machine's own addresses (*, ::, localhost, 127.*).
+    numbers: of the batches. rising: from the microseconds since 1970 at the start, so that a new process goes on above the numbers of the one
+    before it, which is how Dynamo and vLLM's router learn that there is more to read. from_zero: llm-d, which learns of a restart by a number
+    that is lower than the last one, and wants a replay to begin at the number that it asked for.
+    heartbeat: seconds without a batch after which an empty one is published, so that a reader that missed batches or has just joined sees a
+    gap (0: none).
     topic: of the events. dialect: map (vLLM after 0.23, SGLang) or array (older readers). media: names of the tiers, vllm (GPU, CPU,
     STORAGE) or sglang (GPU, CPU_PINNED, DISK). hashes: int (the last 8 bytes of a block's name, unsigned) or bytes (all 32).
     replay: five_frames (with the topic) or four_frames (older readers). replay_window: batches kept for replay, replay_bytes: bytes of
@@ -91,6 +96,8 @@ class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
     endpoint: str = "tcp://127.0.0.1:5557"
     replay_endpoint: str = ""
     bind: Literal["auto", "bind", "connect"] = "auto"
+    numbers: Literal["rising", "from_zero"] = "rising"
+    heartbeat: float = 5.0
     topic: str = ""
     dialect: Literal["map", "array"] = "map"
     media: Literal["vllm", "sglang"] = "vllm"
@@ -120,6 +127,7 @@ class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
             "high_water_mark": 1,
             "max_blocks": 1,
             "snapshot_interval": 0,
+            "heartbeat": 0,
         }
         for name, low in least.items():
             if not low <= getattr(self, name) < float("inf"):

@@ -158,7 +158,7 @@ async def publish(blocks: int, tokens: int, count: int, folder: str) -> tuple[fl
                 await asyncio.sleep(0)
         out, _ = await asyncio.to_thread(process.communicate, timeout=60)
         rates.append((count - 1) / float(out))
-        payload = sink._window.since(sink.sequence - 1)[0][1]
+        payload = sink.window.since(sink.sequence - 1)[0][1]
     await sink.close()
     return rates[0], rates[1]
 

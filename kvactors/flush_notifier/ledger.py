@@ -363,10 +363,10 @@ class Ledger:
             if tiers := entry.states[sink] & ALL_TIERS.value:
                 yield entry.key, tiers
 
-    def holdings(self, sink: int) -> Iterator[Holding]:
-        """The same with all that a snapshot needs, parents before children."""
+    def holdings(self, sink: int, *, every: bool = False) -> Iterator[Holding]:
+        """The same with all that a snapshot needs, parents before children. every: also blocks that the sink was sent as gone, or not at all."""
         for entry in self.order.up_to(self.order.last_number):
-            if tiers := entry.states[sink] & ALL_TIERS.value:
+            if (tiers := entry.states[sink] & ALL_TIERS.value) or every:
                 yield Holding(entry.key, entry.parent_key, entry.depth - 1, entry.tokens, tiers, entry.origin)
 
     def check(self) -> None:

@@ -69,4 +69,4 @@ async def compare(router: Child, sequence: int, truth: Mapping[str, set[int]]) -
     said = msgspec.json.decode(await router.hear())
     view = {medium: set(hashes) for medium, hashes in said["view"].items()}
     differing = sum(len(view.get(medium, set()) ^ truth.get(medium, set())) for medium in view.keys() | truth.keys())
-    return {"divergence": differing, "behind": sequence - said["sequence"], **said["statistics"]}
+    return {"divergence": differing, "behind": max(0, sequence - said["sequence"]), **said["statistics"]}

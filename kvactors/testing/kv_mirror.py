@@ -154,6 +154,8 @@ class Reader:
             if parts is None:
                 return False
             records = [self._part(payload) for _, payload in parts]
+            if not records or not records[-1].last:
+                return False
             self.mirror.restart(records[-1].next_sequence)
             for record in records:
                 self.mirror.apply(record.events)

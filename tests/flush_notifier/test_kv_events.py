@@ -73,7 +73,7 @@ CASES = {
 def payload(name: str) -> bytes:
     tasks, options = CASES[name]
     config = KvEventsSinkConfig(**options)
-    [(events, _)] = batches(tasks, Dialect.of(config, BLOCK), 256)
+    [(events, _, _)] = batches(tasks, Dialect.of(config, BLOCK), 256)
     return encode_batch(1.5, events, config.dp_rank)
 
 
@@ -145,7 +145,7 @@ def test_an_older_reader_decodes_the_array_dialect(name):
 
 def test_long_runs_are_cut_with_their_parents():
     dialect = Dialect.of(KvEventsSinkConfig(), BLOCK)
-    made = [events for events, _ in batches([task(1, 7), gone(0, 1)], dialect, 3)]
+    made = [events for events, _, _ in batches([task(1, 7), gone(0, 1)], dialect, 3)]
     assert [[len(e.block_hashes) for e in events] for events in made] == [[3], [3], [1, 1]]
     assert [e.parent_block_hash for events in made for e in events[:1]] == [hash_of(KEYS[i]) for i in (0, 3, 6)]
     tokens = [t for events in made for e in events[:1] for t in msgspec.msgpack.decode(e.token_ids)]
@@ -157,7 +157,8 @@ def test_long_runs_are_cut_with_their_parents():
 
 @asynccontextmanager
 async def opened(tmp_path, **options):
-    options = {"endpoint": f"ipc://{tmp_path}/e", "replay_endpoint": f"ipc://{tmp_path}/r", **options}
+    ends = {"endpoint": f"ipc://{tmp_path}/e", "replay_endpoint": f"ipc://{tmp_path}/r"}
+    options = {**ends, "numbers": "from_zero", "heartbeat": 0.0, **options}
     sink = KvEventsSink(KvEventsSinkConfig(**options), BLOCK)
     await sink.open()
     try:
@@ -233,15 +234,6 @@ async def test_replay_by_a_dealer(tmp_path, form):
         assert len(await answers(dealer)) == 1, "nothing but the marker"
 
 
-async def test_what_is_older_than_the_window_is_not_replayed(tmp_path):
-    async with opened(tmp_path, replay_window=3) as sink, socket(zmq.DEALER, sink.replay_endpoint) as dealer:
-        await sink.begin(7)
-        for start in range(6):
-            await sink.deliver([task(start, 1)])
-        await dealer.send_multipart([b"", bytes(8)])
-        assert [number(frames[2]) for frames in (await answers(dealer))[:-1]] == [4, 5, 6]
-
-
 def test_a_window_is_bounded_by_batches_and_by_bytes():
     window = Window(100, 50)
     for i in range(20):
@@ -281,7 +273,7 @@ async def test_a_reader_that_leaves_or_does_not_read_costs_the_others_nothing(tm
 # -- the second topic, and snapshots
 
 
-def holdings():
+def holdings(*, every=False):
     """Three blocks, the second on two tiers."""
     own = [TOKENS[16 * i : 16 * (i + 1)] for i in range(3)]
     yield Holding(KEYS[0], ROOT, 0, own[0], Tier.DEVICE, Origin())
@@ -408,7 +400,7 @@ async def test_a_full_clear_is_one_event_and_a_clear_of_two_tiers_is_told_by_tie
         start = sink.sequence
         await cache.clear()
         await cache.flush_settled(10.0)
-        events = [event for _, p in sink._window.since(start) for event in decode_batch(p)[1]]
+        events = [event for _, p in sink.window.since(start) for event in decode_batch(p)[1]]
         assert {(type(e).__name__, getattr(e, "medium", "")) for e in events} == {
             ("BlockRemoved", "GPU"),
             ("BlockRemoved", "CPU"),
@@ -418,7 +410,7 @@ async def test_a_full_clear_is_one_event_and_a_clear_of_two_tiers_is_told_by_tie
         start = sink.sequence
         await cache.clear(storage=True)
         await cache.flush_settled(10.0)
-        events = [event for _, p in sink._window.since(start) for event in decode_batch(p)[1]]
+        events = [event for _, p in sink.window.since(start) for event in decode_batch(p)[1]]
         assert [type(e).__name__ for e in events].count("AllBlocksCleared") == 1
         mirror = Mirror()
         mirror.apply(events)

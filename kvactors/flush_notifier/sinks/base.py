@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.runs import Holding
@@ -12,8 +13,14 @@ from kvactors.flush_notifier.view import SinkView
 from kvactors.sink_config import SinkConfig
 from kvactors.units import Tier
 
-Holdings = Callable[[], Iterator[Holding]]
-"""Everything a sink has been told is resident and has not been told gone since, parents before children."""
+
+class Holdings(Protocol):
+    """What a sink has been sent, on demand."""
+
+    def __call__(self, *, every: bool = False) -> Iterator[Holding]:
+        """Everything that a sink was sent as resident and not as gone since, parents before children. every: also blocks that are in the
+        ledger without being resident for this sink (`Holding.tiers` is 0)."""
+        ...
 
 
 class Sink(ABC):

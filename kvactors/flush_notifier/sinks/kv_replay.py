@@ -1,7 +1,9 @@
-"""Replay: what was published lately, for readers that lost some of it, asked for through a ROUTER socket.
+"""Replay: what was published lately, and the state before that, for readers that lack some of it, asked for through a ROUTER socket.
 
-A request is [empty, 8-byte big-endian sequence number]: the answer is everything kept from there on, oldest first, as
-[empty, topic, sequence, payload], and [empty, empty, 2^64 - 1, empty] at the end (older readers: the same without the topic). A request
+A request is [empty, 8-byte big-endian sequence number]. The answer is every batch from there on that was published before the request, oldest
+first, as [empty, topic, sequence, payload], and [empty, empty, 2^64 - 1, empty] at the end (older readers: the same without the topic). Of
+batches that are no longer kept the answer has the state they add up to, as ordinary batches under the numbers before those that are kept:
+AllBlocksCleared, then BlockStored events, then empty batches where the reader insists on every number (`fill`). A request
 [empty, "kvactors.snapshot"] is answered in the same form with the parts of a snapshot, numbered from 0.
 """
 
@@ -9,31 +11,38 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
-from itertools import islice
-from typing import Any
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, Protocol
 
 import anyio
 
 from kvactors.actor.log import get_logger
 from kvactors.flush_notifier.sinks.kv_sockets import zmq
+from kvactors.flush_notifier.sinks.kv_state import State
 from kvactors.flush_notifier.sinks.kv_wire import END, encode_sequence
 
 SNAPSHOT = b"kvactors.snapshot"
-READERS = 16
-"""Readers answered at once; the requests of others wait in ZMQ's queues for their turn."""
-DEADLINE = 60.0
-"""Seconds an answer may take."""
-STALLED = 10.0
-"""Seconds after which a reader that takes nothing loses its turn."""
-SLOW = 0.005
-"""Seconds until a reader whose queue is full is tried again."""
+READERS = 64
+"""Readers answered at once. A further request waits until one of them has its answer, or is too slow for that (HURRY, LONG)."""
+QUEUED = 128
+"""Messages that wait for one slow reader in ZMQ's queue: more memory is not spent on a reader that takes nothing."""
+STALLED = 60.0
+"""Seconds after which a reader that takes nothing loses its answer."""
+HURRY = 2.0
+"""The same while another reader waits for its turn."""
+LONG = 60.0
+"""Seconds an answer may take while another reader waits for its turn."""
+SLOW = (0.0, 0.0, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
+"""Seconds between attempts to send to a reader whose queue is full; the last one is repeated."""
+LOOK = 0.1
+"""Seconds between two looks for a reader that is too slow."""
 BURST = 64
 """Messages sent before others may run."""
-QUEUED = 512
-"""Messages that wait for one slow reader in ZMQ's queue: more memory is not spent on a reader that takes nothing."""
-
-Parts = Callable[[], AsyncIterator[bytes]]
+FILL = 1_000_000
+"""Empty batches sent in one answer at most."""
+EXTRA_BYTES = 16 << 20
+EXTRA_BATCHES = 1_024
+"""How much a window may exceed twice its bounds while a state is sent that precedes what it holds."""
 
 
 class Stalled(Exception):
@@ -41,12 +50,14 @@ class Stalled(Exception):
 
 
 class Window:
-    """The last batches published. batches, nbytes: how many, and how large, are kept at most (one batch always is)."""
+    """The last batches published, with consecutive numbers. batches, nbytes: how many, and how large, are kept at most (one batch always is).
+    needed: number from which on batches are kept beyond these bounds, up to about twice as much."""
 
     def __init__(self, batches: int, nbytes: int) -> None:
         self.batches = batches
         self.nbytes = nbytes
         self.held = 0
+        self.needed = END
         self._kept: deque[tuple[int, bytes]] = deque()
 
     def add(self, number: int, payload: bytes) -> None:
@@ -54,31 +65,86 @@ class Window:
         self._kept.append((number, payload))
         self.held += len(payload)
         while len(self._kept) > self.batches or (self.held > self.nbytes and len(self._kept) > 1):
+            if self._kept[0][0] >= self.needed and self._has_place():
+                return
             self.held -= len(self._kept.popleft()[1])
 
-    def since(self, number: int) -> list[tuple[int, bytes]]:
-        """What is kept from a number on, oldest first."""
+    def _has_place(self) -> bool:
+        return len(self._kept) <= 2 * self.batches + EXTRA_BATCHES and self.held <= 2 * self.nbytes + EXTRA_BYTES
+
+    @property
+    def first(self) -> int:
+        """Number of the oldest batch that is kept; END if there is none."""
+        return self._kept[0][0] if self._kept else END
+
+    def since(self, number: int, limit: int = 1 << 62) -> list[tuple[int, bytes]]:
+        """What is kept from a number on, oldest first, at most `limit` batches."""
         if not self._kept:
             return []
-        passed = min(max(0, number - self._kept[0][0]), len(self._kept))
-        return list(islice(self._kept, passed, None))
+        start = max(0, number - self._kept[0][0])
+        return [self._kept[i] for i in range(start, min(start + limit, len(self._kept)))]
+
+
+class Publisher(Protocol):
+    """What a replay is made from. sequence: number of the next batch. first: number of this process's first batch. fill: whether readers insist
+    on every number."""
+
+    window: Window
+    sequence: int
+    first: int
+    fill: bool
+    topic: bytes
+
+    async def state(self) -> State:
+        """The state after which every batch is still kept."""
+        ...
+
+    def hold(self) -> None:
+        """A reader is being answered."""
+        ...
+
+    def release(self) -> None:
+        """One reader less."""
+        ...
+
+    def empty(self) -> bytes:
+        """The payload of a batch without events."""
+        ...
+
+    def snapshot(self) -> AsyncIterator[bytes]:
+        """The parts of a snapshot."""
+        ...
+
+    def payloads(self, state: State, most: int) -> Iterator[bytes]:
+        """A state as at most `most` batches."""
+        ...
+
+
+class Answer:
+    """One reader's answer. began: when. blocked: since when its queue has been full (0: it is not)."""
+
+    __slots__ = ("began", "blocked", "reader", "task")
+
+    def __init__(self, reader: bytes) -> None:
+        self.reader = reader
+        self.began = anyio.current_time()
+        self.blocked = 0.0
+        self.task: asyncio.Task[None] | None = None
 
 
 class ReplayServer:
-    """Answers requests until it is cancelled. snapshot: makes the parts of a snapshot.
+    """Answers requests until it is cancelled.
 
     Each request is answered in a task of its own, so that a slow reader delays no other. A reader has one answer at a time: with a new
     request it gives up the one before.
     """
 
-    def __init__(self, socket: Any, window: Window, topic: bytes, snapshot: Parts, *, with_topic: bool) -> None:
+    def __init__(self, socket: Any, publisher: Publisher, *, with_topic: bool) -> None:
         self.requests = self.given_up = self.malformed = 0
         self._socket = socket
-        self._window = window
-        self._topic = topic
-        self._snapshot = snapshot
+        self._publisher = publisher
         self._with_topic = with_topic
-        self._answers: dict[bytes, asyncio.Task[None]] = {}  # by reader
+        self._answers: dict[bytes, Answer] = {}  # by reader
         self._log = get_logger()
 
     async def run(self) -> None:
@@ -86,17 +152,46 @@ class ReplayServer:
         try:
             while True:
                 try:
-                    if len(self._answers) >= READERS:
-                        await asyncio.wait(self._answers.values(), return_when=asyncio.FIRST_COMPLETED)
+                    await self._turn()
                     self._take(await self._socket.recv_multipart())
                 except zmq.ZMQError as error:
                     if self._socket.closed:
                         return
                     self._log.warning("replay request failed", error=str(error))
-                    await anyio.sleep(SLOW)
+                    await anyio.sleep(LOOK)
         finally:
-            for task in self._answers.values():
-                task.cancel()
+            for answer in self._answers.values():
+                self._cancel(answer)
+
+    @staticmethod
+    def _cancel(answer: Answer) -> None:
+        if answer.task is not None:
+            answer.task.cancel()
+
+    async def _turn(self) -> None:
+        """Wait until one reader more can be answered. A reader that is too slow while others wait loses its answer."""
+        while len(self._answers) >= READERS:
+            tasks = [answer.task for answer in self._answers.values() if answer.task is not None]
+            await asyncio.wait(tasks, timeout=LOOK, return_when=asyncio.FIRST_COMPLETED)
+            if len(self._answers) < READERS or not await self._socket.poll(0):
+                continue
+            slow = self._slowest()
+            if slow is not None:
+                self._given_up("too slow while others wait")
+                self._cancel(self._answers.pop(slow.reader))
+
+    def _slowest(self) -> Answer | None:
+        """The reader that has taken nothing for the longest time, or whose answer takes longest, if that is too long."""
+        now = anyio.current_time()
+        blocked = [answer for answer in self._answers.values() if answer.blocked]
+        if blocked and now - (answer := min(blocked, key=lambda answer: answer.blocked)).blocked >= HURRY:
+            return answer
+        answer = min(self._answers.values(), key=lambda answer: answer.began)
+        return answer if now - answer.began >= LONG else None
+
+    def _given_up(self, error: str) -> None:
+        self.given_up += 1
+        self._log.info("reader of a replay is gone", error=error)
 
     def _take(self, frames: list[bytes]) -> None:
         if len(frames) != 3 or frames[1]:
@@ -109,53 +204,87 @@ class ReplayServer:
         self.requests += 1
         earlier = self._answers.pop(reader, None)
         if earlier is not None:
-            earlier.cancel()
-        task = asyncio.get_running_loop().create_task(self._answer(reader, body))
-        self._answers[reader] = task
-        task.add_done_callback(lambda done: self._answers.pop(reader) if self._answers.get(reader) is done else None)
+            self._cancel(earlier)
+        self._answers[reader] = answer = Answer(reader)
+        self._publisher.hold()
+        answer.task = asyncio.get_running_loop().create_task(self._answer(answer, body))
 
-    async def _answer(self, reader: bytes, body: bytes) -> None:
+        def ended(_: asyncio.Task[None]) -> None:
+            if self._answers.get(reader) is answer:
+                del self._answers[reader]
+            self._publisher.release()
+
+        answer.task.add_done_callback(ended)
+
+    async def _answer(self, answer: Answer, body: bytes) -> None:
         """All that is asked for, then the end marker."""
-        with anyio.move_on_after(DEADLINE) as scope:
+        try:
             try:
                 if body == SNAPSHOT:
-                    await self._send_snapshot(reader)
+                    await self._send_snapshot(answer)
                 else:
-                    await self._send_window(reader, int.from_bytes(body, "big"))
-                await self._send(reader, END, b"", b"")
-            except (zmq.ZMQError, Stalled) as error:  # it will ask again
-                self.given_up += 1
-                self._log.info("reader of a replay is gone", error=str(error))
+                    await self._send_batches(answer, int.from_bytes(body, "big"))
+            except (zmq.ZMQError, Stalled):
+                raise
             except Exception as error:
                 self.given_up += 1
                 self._log.warning("replay failed", error=f"{type(error).__name__}: {error}")
-        if scope.cancelled_caught:
-            self.given_up += 1
-            self._log.info("reader of a replay is gone", error=f"not done in {DEADLINE} s")
+            await self._send(answer, END, b"", b"")
+        except (zmq.ZMQError, Stalled) as error:  # it will ask again
+            self._given_up(str(error))
 
-    async def _send_window(self, reader: bytes, start: int) -> None:
-        for i, (number, payload) in enumerate(self._window.since(start)):
-            await self._send(reader, number, payload, self._topic)
+    async def _send_batches(self, answer: Answer, start: int) -> None:
+        """Every batch from `start` on that has been published, with the state in the place of those that are no longer kept."""
+        publisher, window = self._publisher, self._publisher.window
+        number, end = start, publisher.sequence
+        while number < end:
+            if number < window.first:
+                number = await self._send_state(answer, number)
+                continue
+            for kept, payload in window.since(number, min(BURST, end - number)):
+                await self._send(answer, kept, payload, publisher.topic)
+                number = kept + 1
+            await asyncio.sleep(0)
+
+    async def _send_state(self, answer: Answer, number: int) -> int:
+        """The state under the numbers from `number` on, or under the last ones before it ends; the number of the batch that follows it."""
+        publisher = self._publisher
+        state = await publisher.state()
+        room = state.number - number
+        parts = state.count(room)
+        fill = room - parts if publisher.fill and room - parts <= FILL else 0
+        number = state.number - parts - fill
+        for i, payload in enumerate(publisher.payloads(state, room)):
+            await self._send(answer, number + i, payload, publisher.topic)
+            await asyncio.sleep(0)
+        nothing = publisher.empty() if fill else b""
+        for i in range(fill):
+            await self._send(answer, number + parts + i, nothing, publisher.topic)
             if i % BURST == BURST - 1:
                 await asyncio.sleep(0)
+        return state.number
 
-    async def _send_snapshot(self, reader: bytes) -> None:
+    async def _send_snapshot(self, answer: Answer) -> None:
         number = 0
-        async for part in self._snapshot():
-            await self._send(reader, number, part, self._topic)
+        async for part in self._publisher.snapshot():
+            await self._send(answer, number, part, self._publisher.topic)
             number += 1
 
-    async def _send(self, reader: bytes, number: int, payload: bytes, topic: bytes) -> None:
-        frames = [reader, b"", *self._frames(number, payload, topic)]
-        stalled_at = anyio.current_time() + STALLED
+    async def _send(self, answer: Answer, number: int, payload: bytes, topic: bytes) -> None:
+        frames = [answer.reader, b"", *self._frames(number, payload, topic)]
+        attempts = 0
         while True:
             try:
                 await self._socket.send_multipart(frames, flags=zmq.NOBLOCK)
+                answer.blocked = 0.0
                 return
             except zmq.Again:
-                if anyio.current_time() > stalled_at:
+                now = anyio.current_time()
+                answer.blocked = answer.blocked or now
+                if now - answer.blocked > STALLED:
                     raise Stalled(f"it took nothing for {STALLED} s") from None
-                await anyio.sleep(SLOW)
+                await anyio.sleep(SLOW[min(attempts, len(SLOW) - 1)])
+                attempts += 1
 
     def _frames(self, number: int, payload: bytes, topic: bytes) -> Iterator[bytes]:
         if self._with_topic:

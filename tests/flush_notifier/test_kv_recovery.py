@@ -1,0 +1,502 @@
+"""Readers of KV events after a restart, a gap, or a late start: models of the real consumers end equal to what the node holds."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import structlog
+import zmq
+import zmq.asyncio
+from kv_consumers import Dynamo, LlmD, VllmRouter
+from test_kv_events import BLOCK, CLEAR, KEYS, ROOT, TOKENS, answers, gone, hash_of, number, opened, receive, socket, task
+
+from kvactors.config import Config
+from kvactors.errors import ConfigError
+from kvactors.flush_notifier.messages import FlushTask, Origin
+from kvactors.flush_notifier.runs import Holding
+from kvactors.flush_notifier.sinks import kv_events, kv_replay
+from kvactors.flush_notifier.sinks.kv_replay import SNAPSHOT, Window
+from kvactors.flush_notifier.sinks.kv_state import Changes, joined
+from kvactors.flush_notifier.sinks.kv_wire import BlockStored, decode_batch
+from kvactors.sink_config import KvEventsSinkConfig
+from kvactors.testing.kv_mirror import Mirror
+from kvactors.units import Reason, Residency, Tier
+
+MEDIUM = {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.STORAGE: "STORAGE"}
+
+
+class Node:
+    """What a ledger and its notifier do, as far as a sink can see it: blocks of a tree on tiers, changes as tasks, and a view that follows a
+    call some time after its end."""
+
+    def __init__(self, sink: Any, seed: int) -> None:
+        self.sink = sink
+        self.random = random.Random(seed)
+        self.parents: dict[int, int | None] = {}
+        self.truth: dict[int, int] = {}
+        self.view: dict[int, int] = {}
+        self.base = 1000 * seed
+        sink.attach(self.holdings)
+
+    def key(self, block: int | None) -> bytes:
+        return ROOT if block is None else bytes(24) + (self.base + block + 1).to_bytes(8, "big")
+
+    def tokens(self, block: int) -> bytes:
+        return np.full(BLOCK, block, "<u4").tobytes()
+
+    def depth(self, block: int) -> int:
+        parent = self.parents[block]
+        return 0 if parent is None else self.depth(parent) + 1
+
+    def holdings(self, *, every: bool = False):
+        for block, parent in list(self.parents.items()):
+            tiers = self.view.get(block, 0)
+            if tiers or every:
+                yield Holding(self.key(block), self.key(parent), self.depth(block), self.tokens(block), tiers, Origin())
+
+    def task(self, block: int, tier: Tier, residency: Residency) -> FlushTask:
+        own = self.tokens(block) if residency is Residency.RESIDENT else b""
+        parent = self.key(self.parents[block])
+        return FlushTask(own, self.depth(block), 1, self.key(block), parent, residency, tier, Reason.COMMIT, 7)
+
+    def change(self) -> FlushTask:
+        """A change after which what is held is a tree on every tier."""
+        tier = self.random.choice([Tier.DEVICE, Tier.HOST])
+        held = [block for block, tiers in self.truth.items() if tiers & tier]
+        if held and self.random.random() < 0.45:
+            above = {self.parents[block] for block in held}
+            block = self.random.choice([block for block in held if block not in above])
+            self.truth[block] &= ~tier
+            return self.task(block, tier, Residency.GONE)
+        known = [b for b, p in self.parents.items() if not self.truth[b] & tier and (p is None or self.truth[p] & tier)]
+        if known and self.random.random() < 0.6:
+            block = self.random.choice(known)
+        else:
+            block = len(self.parents)
+            self.parents[block] = self.random.choice([*held, None])
+            self.truth[block] = 0
+        self.truth[block] |= tier
+        return self.task(block, tier, Residency.RESIDENT)
+
+    async def work(self, calls: int, size: int = 6) -> None:
+        for _ in range(calls):
+            tasks = [self.change() for _ in range(self.random.randint(1, size))]
+            after = dict(self.truth)
+            await self.sink.deliver(tasks)
+            for block, tiers in after.items():  # in steps, as the ledger does it
+                if self.random.random() < 0.02:
+                    await asyncio.sleep(0)
+                self.view[block] = tiers
+            await asyncio.sleep(0)
+
+    async def clear(self) -> None:
+        await self.sink.deliver([CLEAR])
+        await asyncio.sleep(0)
+        for block in self.parents:
+            self.view[block] = self.truth[block] = 0
+
+    def held(self) -> dict[str, set[int]]:
+        found = {MEDIUM[t]: {hash_of(self.key(b)) for b, tiers in self.truth.items() if tiers & t} for t in MEDIUM}
+        return {medium: blocks for medium, blocks in found.items() if blocks}
+
+
+class Link:
+    """A model connected to a publisher over sockets. lose: share of live messages that are lost."""
+
+    def __init__(self, model: Any, subscriber: Any, dealer: Any, lose: float = 0.0, seed: int = 0) -> None:
+        self.model = model
+        self.subscriber = subscriber
+        self.dealer = dealer
+        self.lose = lose
+        self.random = random.Random(seed)
+        self.answered: list[list[int]] = []
+
+    async def connected(self) -> None:
+        start = self.model.connected() if isinstance(self.model, LlmD) else None
+        if start is not None:
+            await self.ask(start)
+
+    async def ask(self, start: int) -> None:
+        await self.dealer.send_multipart([b"", start.to_bytes(8, "big")])
+        *got, _ = await answers(self.dealer)
+        self.answered.append([number(frames[-2]) for frames in got])
+        self.model.replayed(start, [(number(frames[-2]), frames[-1]) for frames in got])
+
+    async def take(self, frames: list[bytes]) -> None:
+        _, sequence, payload = frames
+        if self.random.random() < self.lose:
+            return
+        start = self.model.wants(number(sequence))
+        if start is not None:
+            await self.ask(start)
+        self.model.live(number(sequence), payload)
+
+    async def drain(self, wait: int = 0) -> None:
+        while await self.subscriber.poll(wait):
+            await self.take(await self.subscriber.recv_multipart())
+
+    async def reach(self, sink: Any, seconds: float = 30.0) -> None:
+        """Read until everything published is known. A gap shows at the next batch, here an empty one."""
+        until = asyncio.get_running_loop().time() + seconds
+        self.lose = 0.0
+        while self.model.next != sink.sequence:
+            assert asyncio.get_running_loop().time() < until, f"at {self.model.next} of {sink.sequence}"
+            sink._publish([])
+            await self.drain(100)
+
+
+@asynccontextmanager
+async def linked(sink: Any, model: Any, **options):
+    async with socket(zmq.SUB, sink.endpoint) as subscriber, socket(zmq.DEALER, sink.replay_endpoint) as dealer:
+        link = Link(model, subscriber, dealer, **options)
+        await link.connected()
+        yield link
+
+
+# -- numbers
+
+
+async def test_numbers_of_a_new_process_go_on_above_those_of_the_one_before(tmp_path):
+    seen: list[tuple[int, int]] = []
+    for _ in range(3):
+        async with opened(tmp_path, numbers="rising", detail_topic="d", topic="t") as sink:
+            assert sink.sequence == sink.first > (seen[-1][0] if seen else 1_700_000_000_000_000)
+            assert sink.detail_sequence > (seen[-1][1] if seen else 1_700_000_000_000_000)
+            await sink.begin(7)
+            for i in range(50):
+                await sink.deliver([task(i % 8, 1)])
+            assert sink.statistics().published == 51
+            assert sink.sequence < 1 << 63, "a reader may take it for a signed number"
+            seen.append((sink.sequence, sink.detail_sequence))
+
+
+async def test_rising_is_the_default_and_from_zero_counts_from_zero(tmp_path):
+    assert KvEventsSinkConfig().numbers == "rising"
+    async with opened(tmp_path) as sink:
+        assert (sink.first, sink.detail_sequence) == (0, 0)
+
+
+def test_a_clock_that_is_not_set_is_logged(monkeypatch):
+    monkeypatch.setattr("time.time", lambda: 86_400.0)
+    with structlog.testing.capture_logs() as logs:
+        assert kv_events.first_number("rising", "x") == 86_400_000_000
+        assert kv_events.first_number("from_zero", "x") == 0
+    assert [(log["log_level"], log["seconds_since_1970"]) for log in logs] == [("warning", 86_400)]
+
+
+async def test_an_incarnation_of_the_notifier_goes_on_with_the_numbers_and_clears_first(tmp_path):
+    for numbers in ("rising", "from_zero"):
+        async with opened(tmp_path, numbers=numbers) as sink, linked(sink, Dynamo()) as link:
+            for incarnation in range(3):
+                before = sink.sequence
+                node = Node(sink, 10 * incarnation + 1)
+                await sink.begin(incarnation)
+                await node.work(20)
+                assert decode_batch(sink.window.since(before)[0][1])[1] == [kv_events.Dialect.of(sink.config, BLOCK).cleared()]
+                await link.reach(sink)
+                assert link.model.index.view() == node.held()
+
+
+@pytest.mark.parametrize("window", [10_000, 3])
+@pytest.mark.parametrize(
+    ("numbers", "consumer"),
+    [("rising", Dynamo), ("rising", VllmRouter), ("from_zero", VllmRouter), ("from_zero", LlmD), ("rising", "newer llm-d")],
+)
+async def test_after_a_kill_nothing_stale_stays(tmp_path, numbers, consumer, window):
+    """The old process publishes more, then less, than the new one has when the reader is back."""
+    model = LlmD(insists=False) if consumer == "newer llm-d" else consumer()
+    options = {"numbers": numbers, "replay_window": window}
+    async with AsyncExitStack() as stack:
+        link = None
+        for process, calls in enumerate((60, 20, 5)):
+            async with opened(tmp_path, **options) as sink:
+                if link is None:
+                    link = await stack.enter_async_context(linked(sink, model))
+                node = Node(sink, process + 1)
+                await sink.begin(process)
+                await node.work(calls)
+                await link.reach(sink)
+                assert model.index.view() == node.held()
+                assert (model.index.doubles, model.index.orphans) == (0, 0)
+
+
+# -- a replay that is whole
+
+
+@pytest.mark.parametrize("form", ["five_frames", "four_frames"])
+async def test_a_request_for_more_than_is_kept_begins_where_it_asks_and_is_the_state(tmp_path, form):
+    async with opened(tmp_path, replay_window=4, replay=form) as sink, socket(zmq.DEALER, sink.replay_endpoint) as dealer:
+        node = Node(sink, 3)
+        await sink.begin(7)
+        await node.work(30)
+        for start in (0, 1, sink.sequence - 7, sink.window.first - 1):
+            await dealer.send_multipart([b"", start.to_bytes(8, "big")])
+            *got, end = await answers(dealer)
+            assert end[-1] == b""
+            assert [number(frames[-2]) for frames in got] == list(range(start, sink.sequence))
+            assert [len(frames) for frames in got[:1]] == [4 if form == "five_frames" else 3]
+            model = LlmD()
+            model.replayed(start, [(number(frames[-2]), frames[-1]) for frames in got])
+            assert model.index.view() == node.held()
+            assert (model.index.doubles, model.index.orphans, model.refused) == (0, 0, 0)
+
+
+async def test_numbers_that_rise_are_not_filled_up(tmp_path):
+    """Readers of rising numbers ask from 0, or from what the process before had: nothing is sent for those numbers."""
+    async with opened(tmp_path, numbers="rising", replay_window=4) as sink, socket(zmq.DEALER, sink.replay_endpoint) as dealer:
+        node = Node(sink, 3)
+        await sink.begin(7)
+        await node.work(30)
+        for start in (0, sink.first - 1_000_000, sink.first + 1, sink.sequence - 6):
+            await dealer.send_multipart([b"", start.to_bytes(8, "big")])
+            *got, _ = await answers(dealer)
+            numbers = [number(frames[-2]) for frames in got]
+            assert numbers == list(range(numbers[0], sink.sequence))
+            assert start <= numbers[0]
+            assert len(numbers) <= 4 + 3
+            index = Dynamo().index
+            for frames in got:
+                index.batch(frames[-1])
+            assert index.view() == node.held()
+            assert index.empty == 0
+
+
+async def test_more_empty_batches_than_the_bound_are_not_sent(tmp_path, monkeypatch):
+    monkeypatch.setattr(kv_replay, "FILL", 10)
+    async with opened(tmp_path, replay_window=4) as sink, socket(zmq.DEALER, sink.replay_endpoint) as dealer:
+        await sink.begin(7)
+        for i in range(40):
+            await sink.deliver([task(i % 8, 1)])
+        await dealer.send_multipart([b"", bytes(8)])
+        *got, _ = await answers(dealer)
+        assert len(got) < 10
+
+
+@pytest.mark.parametrize("consumer", [Dynamo, VllmRouter, LlmD])
+@pytest.mark.parametrize("seed", range(4))
+async def test_readers_that_lose_messages_and_start_late_end_equal_to_the_node(tmp_path, consumer, seed):
+    """Replays and states are made while deliveries go on, and are never taken twice: llm-d counts the stores of a block."""
+    async with opened(tmp_path, replay_window=3 + seed, max_blocks=1 + seed % 3) as sink, AsyncExitStack() as stack:
+        node = Node(sink, seed + 1)
+        await sink.begin(7)
+        links = [await stack.enter_async_context(linked(sink, consumer(), lose=0.4, seed=seed))]
+        for _ in range(5):
+            work = asyncio.create_task(node.work(40))
+            while not work.done():
+                for link in links:
+                    await link.drain()
+                await asyncio.sleep(0)
+            await work
+            links.append(await stack.enter_async_context(linked(sink, consumer(), lose=0.4, seed=seed)))
+        for link in links:
+            await link.reach(sink)
+            index = link.model.index
+            assert index.view() == node.held()
+            assert (index.doubles, index.orphans) == (0, 0)
+        assert sink.statistics().states >= 2
+
+
+async def test_a_clear_while_a_state_is_made(tmp_path):
+    async with opened(tmp_path, replay_window=2) as sink, linked(sink, LlmD()) as link:
+        node = Node(sink, 5)
+        await sink.begin(7)
+        await node.work(60)
+        for _ in range(5):
+            asking = asyncio.create_task(link.ask(0))
+            link.model.index.clear()
+            await asyncio.sleep(0)
+            await node.clear()
+            await node.work(20)
+            await asking
+            await link.reach(sink)
+            assert link.model.index.view() == node.held()
+            link.model.last = None
+
+
+async def test_a_state_after_a_clear_is_empty_until_the_ledger_knows(tmp_path):
+    async with opened(tmp_path, replay_window=1) as sink:
+        sink.attach(lambda *, every=False: iter([Holding(KEYS[0], ROOT, 0, TOKENS[:16], Tier.DEVICE, Origin())]))
+        await sink.begin(7)
+        await sink.deliver([task(0, 1)])
+        await sink.deliver([CLEAR])
+        sink.hold()
+        state = await sink.state()
+        assert (state.number, len(state.parts)) == (sink.sequence, 1)
+        sink.release()
+
+
+async def test_what_the_last_call_published_is_in_the_state_before_the_ledger_counts_it(tmp_path):
+    """The answer of a call reaches the ledger some time after its end."""
+    async with opened(tmp_path) as sink:
+        known = [Holding(KEYS[i], KEYS[i - 1] if i else ROOT, i, TOKENS[16 * i : 16 * i + 16], tiers, Origin()) for i, tiers in
+                 enumerate([Tier.DEVICE, Tier(0), Tier.DEVICE | Tier.HOST])]  # fmt: skip
+        sink.attach(lambda *, every=False: (one for one in known if one.tiers or every))
+        await sink.begin(7)
+        await sink.deliver([gone(2, 1), task(1, 1)])
+        sink.hold()
+        state = await sink.state()
+        mirror = Mirror()
+        for payload in state.payloads(100, 0):
+            mirror.apply(decode_batch(payload)[1])
+        assert mirror.view == {"GPU": {hash_of(KEYS[0]), hash_of(KEYS[1])}, "CPU": {hash_of(KEYS[2])}}
+        sink.release()
+
+
+async def test_a_call_that_is_cancelled_counts_what_it_published(tmp_path):
+    """Each task that was published is taken for certain, so that it is not published again."""
+    async with opened(tmp_path, max_blocks=1) as sink:
+        await sink.begin(7)
+        call = asyncio.create_task(sink.deliver([task(0, 2), task(2, 2), task(4, 2)]))
+        while sink.sequence < 4:
+            await asyncio.sleep(0)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        assert sink.taken == (sink.sequence - 1) // 2
+        assert 0 < sink.taken < 3
+
+
+async def test_changes_are_looked_at_in_steps():
+    changes = Changes([task(0, 2), gone(1, 1)])
+    changes.note([gone(0, 1), task(0, 1), task(3, 1, tier=Tier.HOST)])
+    await changes.settle()
+
+    def tiers(i: int, now: int) -> int:
+        return changes.tiers(Holding(KEYS[i], ROOT, i, b"", now, Origin()))
+
+    assert [tiers(0, 0), tiers(1, 1), tiers(2, 3), tiers(3, 3)] == [1, 0, 3, 1]
+
+
+def test_events_joined_by_hand_are_what_the_encoder_makes():
+    for count in (0, 1, 15, 16, 70_000):
+        part = kv_state_part(count)
+        assert len(msgspec.msgpack.decode(joined([part], 3))[1]) == count
+        assert msgspec.msgpack.decode(joined([part, part], 200))[2] == 200
+
+
+def kv_state_part(count: int):
+    from kvactors.flush_notifier.sinks.kv_state import encoded
+
+    return encoded([BlockStored([1], None, [1], 1, None, "GPU", None)] * count)
+
+
+async def test_a_window_keeps_what_follows_a_state_within_bounds():
+    window = Window(2, 100)
+    window.needed = 5
+    for i in range(10):
+        window.add(i, bytes(10))
+    assert window.first == 5
+    for i in range(10, 5_000):
+        window.add(i, bytes(10))
+    assert len(window.since(0)) <= 2 * 2 + kv_replay.EXTRA_BATCHES + 1
+    window.needed = kv_replay.END
+    window.add(5_000, bytes(10))
+    assert [n for n, _ in window.since(0)] == [4_999, 5_000]
+
+
+async def test_a_snapshot_repeats_no_change(tmp_path):
+    async with opened(tmp_path, replay_window=5) as sink, socket(zmq.DEALER, sink.replay_endpoint) as dealer:
+        node = Node(sink, 8)
+        await sink.begin(7)
+        await node.work(30)
+        work = asyncio.create_task(node.work(200))
+        await dealer.send_multipart([b"", SNAPSHOT])
+        *parts, _ = await answers(dealer)
+        await work
+        records = [msgspec.msgpack.decode(frames[-1])[1][0] for frames in parts]
+        index = LlmD().index
+        for record in records[:-1]:
+            index.batch(msgspec.msgpack.encode([0.0, record["events"], 0]))
+        await dealer.send_multipart([b"", records[-1]["next_sequence"].to_bytes(8, "big")])
+        *rest, _ = await answers(dealer)
+        if number(rest[0][-2]) == records[-1]["next_sequence"] and decode_batch(rest[0][-1])[1][0] != CLEARED:
+            for frames in rest:
+                index.batch(frames[-1])
+            assert index.view() == node.held()
+            assert index.doubles == 0
+
+
+CLEARED = kv_events.Dialect.of(KvEventsSinkConfig(), BLOCK).cleared()
+
+
+# -- many readers
+
+
+async def test_any_number_of_readers_at_once_and_readers_that_take_nothing(tmp_path):
+    """24 readers ask for everything while twice as many as can be served take nothing."""
+    async with opened(tmp_path, replay_window=2_000) as sink, AsyncExitStack() as stack:
+        await sink.begin(7)
+        for i in range(3_000):
+            await sink.deliver([task(i % 8, 8 - i % 8), gone(i % 8, 8 - i % 8)])
+        idle = zmq.asyncio.Context.instance()
+        for _ in range(2 * kv_replay.READERS):
+            reader = idle.socket(zmq.DEALER)
+            reader.setsockopt(zmq.RCVHWM, 1)
+            reader.setsockopt(zmq.RCVBUF, 1024)
+            reader.connect(sink.replay_endpoint)
+            stack.callback(reader.close, 0)
+            await reader.send_multipart([b"", bytes(8)])
+        readers = [await stack.enter_async_context(socket(zmq.DEALER, sink.replay_endpoint)) for _ in range(24)]
+        for reader in readers:
+            await reader.send_multipart([b"", (1).to_bytes(8, "big")])
+        got = await asyncio.gather(*(patient_answers(reader) for reader in readers))
+        assert {(number(one[0][-2]), number(one[-2][-2]), one[-1][-1]) for one in got} == {(1, sink.sequence - 1, b"")}
+        assert sink.statistics().states < 24, "readers share a state"
+
+
+async def patient_answers(reader: Any) -> list[list[bytes]]:
+    got = []
+    while not got or got[-1][-1]:
+        got.append(await receive(reader, 100.0))
+    return got
+
+
+async def test_a_state_is_dropped_when_no_reader_needs_it(tmp_path):
+    async with opened(tmp_path, replay_window=2) as sink, socket(zmq.DEALER, sink.replay_endpoint) as dealer:
+        node = Node(sink, 8)
+        await sink.begin(7)
+        await node.work(30)
+        await dealer.send_multipart([b"", bytes(8)])
+        await answers(dealer)
+        while sink._readers:
+            await asyncio.sleep(0.01)
+        assert sink._states._last is None
+        await node.work(3)
+        assert len(sink.window.since(0)) == 2
+
+
+# -- an empty batch when idle
+
+
+async def test_an_idle_publisher_is_heard(tmp_path):
+    """Without traffic a late reader and one that lost the last batch learn of the gap."""
+    async with opened(tmp_path, heartbeat=0.05) as sink:
+        node = Node(sink, 2)
+        await asyncio.sleep(0.2)
+        assert sink.sequence == 0, "nothing is published before the beginning"
+        await sink.begin(7)
+        await node.work(20)
+        for model in (Dynamo(), VllmRouter(), LlmD()):
+            async with linked(sink, model) as link:
+                while not model.index.empty:
+                    await link.take(await receive(link.subscriber))
+                assert model.index.view() == node.held()
+
+
+async def test_no_empty_batch_while_there_is_traffic_or_if_it_is_off(tmp_path):
+    async with opened(tmp_path, heartbeat=0.0) as sink:
+        await sink.begin(7)
+        await asyncio.sleep(0.1)
+        assert sink.sequence == 1
+        assert len(sink._tasks) == 1, "the replay server alone"
+
+
+@pytest.mark.parametrize("seconds", [-1, float("inf"), float("nan")])
+def test_a_heartbeat_that_cannot_be(seconds):
+    with pytest.raises(ConfigError, match="heartbeat must be at least 0"):
+        Config.from_mapping({"flush": {"sinks": [{"kind": "kv_events", "heartbeat": seconds}]}})

@@ -1,0 +1,98 @@
+"""Planted bugs of restart and recovery of KV events. See `catalogue`."""
+
+from __future__ import annotations
+
+from mutation import Mutation
+
+TESTS = "tests/flush_notifier/test_kv_recovery.py::"
+
+BUGS: tuple[Mutation, ...] = (
+    Mutation(
+        "numbers_begin_again_at_zero",
+        "flush_notifier/sinks/kv_events.py",
+        '    if numbers == "from_zero":\n        return 0\n    now',
+        '    if numbers != "":\n        return 0\n    now',
+        "after a restart Dynamo passes over every batch up to the last number of the process before: its blocks stay there for good",
+        (TESTS + "test_numbers_of_a_new_process_go_on_above_those_of_the_one_before",),
+    ),
+    Mutation(
+        "replay_begins_later_than_asked",
+        "flush_notifier/sinks/kv_replay.py",
+        "                number = await self._send_state(answer, number)\n                continue\n",
+        "                number = window.first\n                continue\n",
+        "a reader that lacks more than the window stays wrong for good: it misses removals, or knows nothing of older blocks",
+        (TESTS + "test_a_request_for_more_than_is_kept_begins_where_it_asks_and_is_the_state",),
+    ),
+    Mutation(
+        "state_is_the_ledgers_view",
+        "flush_notifier/sinks/kv_state.py",
+        "            tiers = changes.tiers(held) & ALL_TIERS.value\n",
+        "            tiers = held.tiers & ALL_TIERS.value\n",
+        "a replay repeats or lacks what was published while the ledger was read: llm-d counts a block twice and never removes it",
+        (TESTS + "test_what_the_last_call_published_is_in_the_state_before_the_ledger_counts_it",),
+    ),
+    Mutation(
+        "a_change_after_the_number_is_in_the_state",
+        "flush_notifier/sinks/kv_state.py",
+        "                    here = resident is holds\n",
+        "                    here = resident\n",
+        "what is published while a state is made is in it, and comes once more after it",
+        (TESTS + "test_changes_are_looked_at_in_steps",),
+    ),
+    Mutation(
+        "replay_is_not_filled_up",
+        "flush_notifier/sinks/kv_replay.py",
+        "        fill = room - parts if publisher.fill and room - parts <= FILL else 0\n",
+        "        fill = 0\n",
+        "an llm-d router that starts late refuses the replay and knows nothing of this node",
+        (TESTS + "test_a_request_for_more_than_is_kept_begins_where_it_asks_and_is_the_state",),
+    ),
+    Mutation(
+        "rising_numbers_are_filled_up",
+        "flush_notifier/sinks/kv_events.py",
+        '        self.fill = config.numbers == "from_zero"\n',
+        "        self.fill = True\n",
+        "a reader that asks after a restart is sent an empty batch for every microsecond in between",
+        (TESTS + "test_numbers_that_rise_are_not_filled_up",),
+    ),
+    Mutation(
+        "window_forgets_what_follows_a_state",
+        "flush_notifier/sinks/kv_replay.py",
+        "            if self._kept[0][0] >= self.needed and self._has_place():\n                return\n",
+        "",
+        "under load a state is old before its reader has it, and is made again and again",
+        (TESTS + "test_a_window_keeps_what_follows_a_state_within_bounds",),
+    ),
+    Mutation(
+        "a_state_is_kept_for_good",
+        "flush_notifier/sinks/kv_events.py",
+        "        if not self._readers:\n            self._states.release()\n",
+        "        if not self._readers:\n",
+        "the encoded state stays in memory after its last reader, and the window keeps everything after it",
+        (TESTS + "test_a_state_is_dropped_when_no_reader_needs_it",),
+    ),
+    Mutation(
+        "readers_that_take_nothing_keep_their_turn",
+        "flush_notifier/sinks/kv_replay.py",
+        "            slow = self._slowest()\n",
+        "            slow = None\n",
+        "readers that connect and take nothing keep all others waiting",
+        (TESTS + "test_any_number_of_readers_at_once_and_readers_that_take_nothing",),
+    ),
+    Mutation(
+        "silence_when_idle",
+        "flush_notifier/sinks/kv_events.py",
+        "            if self.first < self.sequence == number:\n",
+        "            if self.first == self.sequence == number:\n",
+        "a router that starts while nothing changes knows nothing of this node",
+        (TESTS + "test_an_idle_publisher_is_heard",),
+    ),
+    Mutation(
+        "a_cancelled_call_is_published_again",
+        "flush_notifier/sinks/kv_events.py",
+        "                self.taken = done\n",
+        "",
+        "what a call published before its time was over is published again: llm-d counts it twice",
+        (TESTS + "test_a_call_that_is_cancelled_counts_what_it_published",),
+    ),
+)
