@@ -83,7 +83,8 @@ class BlockTree:
     block_size: int
     retired: bool
     def pin(self, path: Path, max_blocks: int = -1) -> tuple[int, bytes]:
-        """Match the path (must hold nothing yet) and reference every known node met, up to `max_blocks`.
+        """Match the path and reference every known node met, up to `max_blocks`. The path must hold nothing, or nodes only: then the match goes
+        on where they end, and the result is about what is new.
 
         Returns (device_run, states): `device_run` leading blocks are resident on the device and not loading (their
         ids are in the table, shared, and they count as committed); `states` has one byte of state bits for each
@@ -106,8 +107,9 @@ class BlockTree:
         the path's block, and if it had the HOST bit its position is listed in `adopted`; at a LOADING child the
         commit stops there. ValueError if a position has no block or `upto` exceeds the full blocks.
         """
-    def release(self, path: Path) -> list[int]:
-        """Drop all references, deepest first, and empty the table. Returns the device blocks that are free now: the
+    def release(self, path: Path, keep: int = 0) -> list[int]:
+        """Drop all references, deepest first, and empty the table. With `keep`, all but those of the leading `keep` blocks: a later call gives
+        them back, and until then the path is of no other use. Returns the device blocks that are free now: the
         path's private ones, and in a retired tree those of nodes nobody references any more. Unreferenced resident
         nodes join the LRU as most recently used, the deepest first (so the root side is evicted last)."""
     def begin_load(self, path: Path, start: int, stop: int) -> NDArray[np.uint32]:

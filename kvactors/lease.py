@@ -12,14 +12,10 @@ from kvactors.arguments import check_int, extend_path
 from kvactors.errors import LeaseBusy, LeaseEnded, NotReady
 from kvactors.native import Path
 from kvactors.prefix_index.messages import Commit, Extend, Finish, Granted, LayerReady, Preempt, Ready, Withdrawn
+from kvactors.prefix_index.parts import part_of
 
 if TYPE_CHECKING:
     from kvactors.cache import KVCache
-
-
-COMMIT_BLOCKS = 131_072
-"""Blocks that one message commits at most: each takes a tenth of a microsecond or more, within a turn. Every part announces its path from
-the root on, so that many small parts of a very long prompt would be many copies of it."""
 
 
 class Hits(NamedTuple):
@@ -110,33 +106,40 @@ class Lease:
         A token that was just sampled has no KV in device memory before the next forward pass: after `extend([token])` the number is
         `num_tokens - 1` until that pass has ended. Calling again with the same or a smaller number changes nothing.
 
-        A commit of very many blocks is done in parts, between which other requests are served; a `finish` or `abandon` of the lease meanwhile
+        A commit of very many blocks is done in parts, between which other requests are served; a `finish` or `abandon` of the lease in between
         keeps the parts that were done. Raises NotReady, ValueError, DeadlineExceeded, LeaseEnded, ActorFailed.
         """
         at = self._deadline(deadline)
-        computed, size = check_int("computed_tokens", computed_tokens), self._path.block_size
-        first = upto = self._path.num_committed * size
+        computed, before = check_int("computed_tokens", computed_tokens), self._path.num_committed
         try:
-            # One that is refused changes nothing: it goes as a whole.
-            while upto + COMMIT_BLOCKS * size < computed <= self.num_tokens:
-                upto += COMMIT_BLOCKS * size
-                count = int((await self._ask(Commit(self._id, upto), at, has_effect=True)).count)
-                if count * size < upto:
-                    return count  # another request loads the next one
-            return int((await self._ask(Commit(self._id, computed), at, has_effect=True)).count)
+            if await self._commit_parts(computed, at):
+                return int((await self._ask(Commit(self._id, computed), at, has_effect=True)).count)
+            return self._path.num_committed  # another request loads the next block
         except asyncio.CancelledError:
-            if upto > first:
+            if self._path.num_committed > before:
                 self._give_up()  # some of it has happened
             raise
+
+    async def _commit_parts(self, computed: int, at: float) -> bool:
+        """Commit until at most one turn's part is left; False if that stopped at a block that another request loads. A call that will be refused
+        commits nothing: it goes as a whole."""
+        size = self._path.block_size
+        part = part_of(size) * size
+        upto = self._path.num_committed * size
+        while upto + part < computed <= self.num_tokens:
+            upto += part
+            if int((await self._ask(Commit(self._id, upto), at, has_effect=True)).count) * size < upto:
+                return False
+        return True
 
     async def finish(self, computed_tokens: int | None = None, *, deadline: float | None = None) -> None:
         """The request is over: everything goes back, whatever happens, cancellation included.
 
-        computed_tokens: commit that many tokens first (see `commit`), in the same step; None keeps what was committed. If it is refused
-        (ValueError, TypeError, NotReady) the lease has not ended.
+        computed_tokens: commit that many tokens first (see `commit`); None keeps what was committed. If that is refused (ValueError, TypeError,
+        NotReady) the lease has not ended.
         """
         computed = None if computed_tokens is None else check_int("computed_tokens", computed_tokens)
-        await self._end(Finish(self._id, computed), self._deadline(deadline))
+        await self._end(Finish(self._id, computed), computed or 0, self._deadline(deadline))
 
     async def preempt(self, computed_tokens: int = 0, *, deadline: float | None = None) -> None:
         """The request gives way: the first `computed_tokens` tokens (or what was committed) stay cached, the rest goes back.
@@ -144,7 +147,7 @@ class Lease:
         The next `acquire` with this request_id is the same request again: statistics count its hits once.
         """
         computed = check_int("computed_tokens", computed_tokens)
-        await self._end(Preempt(self._id, computed), self._deadline(deadline))
+        await self._end(Preempt(self._id, computed), computed, self._deadline(deadline))
 
     def keys(self, start: int, stop: int) -> bytes:
         """Hashes of full blocks [start, stop), 32 bytes each."""
@@ -180,8 +183,9 @@ class Lease:
     def _lost(self, reply: object) -> None:
         self._give_up()
 
-    async def _end(self, message: Ask[Any], at: float) -> None:
+    async def _end(self, message: Ask[Any], computed: int, at: float) -> None:
         try:
+            await self._commit_parts(computed, at)
             await self._ask(message, at)
         except (ValueError, TypeError, NotReady):
             raise  # the message was refused: the lease goes on

@@ -1,4 +1,4 @@
-"""A channel: a bounded data lane, a control lane that overtakes it, and one receiver.
+"""A channel: a bounded data lane, a control lane that overtakes it, a lane that takes turns with the data lane, and one receiver.
 
 An item lies in a lane until the receiver takes it, and stays with its sender until the sender itself has put it there. So a
 cancelled `put` has not delivered and a cancelled `get` has not taken: nothing is lost and nothing is doubled, whoever is
@@ -32,7 +32,7 @@ class ChannelStatistics(NamedTuple):
 
     bound: int  # places in the data lane
     queued: int  # items in the data lane
-    control: int  # items in the control lane
+    control: int  # items in the control lane, and steps of the receiver's own work
     senders_waiting: int  # senders parked because the data lane is full
     peak: int  # most items the data lane ever held
     peak_control: int  # most items the control lane ever held
@@ -68,6 +68,8 @@ class Channel(Generic[T]):
         self._data: deque[list[T]] = deque()  # one-item boxes, so that a queued item can be replaced in place
         self._boxes: dict[Hashable, list[T]] = {}
         self._control: deque[T] = deque()
+        self._later: deque[T] = deque()
+        self._later_next = True  # whose turn it is, if neither this lane nor the data lane is empty
         self._receiver: asyncio.Future[None] | None = None
         self._senders: deque[asyncio.Future[None]] = deque()
         self._granted = 0  # places promised to senders that were woken but have not run yet
@@ -82,6 +84,12 @@ class Channel(Generic[T]):
         self._control.append(item)
         if len(self._control) > self._peak_control:
             self._peak_control = len(self._control)
+        self._wake_receiver()
+
+    def put_later(self, item: T) -> None:
+        """Put into the lane that takes turns with the data lane; never waits. ChannelClosed if nobody will receive."""
+        self._check_open()
+        self._later.append(item)
         self._wake_receiver()
 
     def try_put(self, item: T) -> bool:
@@ -123,12 +131,17 @@ class Channel(Generic[T]):
     # -- receiving
 
     def get_nowait(self) -> T | None:
-        """Take the next item, control lane first, or None if both lanes are empty."""
+        """Take the next item, control lane first, or None if all lanes are empty."""
         if self._control:
             self._taken += 1
             return self._control.popleft()
+        if self._later and (self._later_next or not self._data):
+            self._later_next = False
+            self._taken += 1
+            return self._later.popleft()
         if not self._data:
             return None
+        self._later_next = True
         (item,) = self._data.popleft()
         if self._key is not None:
             del self._boxes[self._key(item)]
@@ -173,12 +186,12 @@ class Channel(Generic[T]):
         self._closed = error
 
     def __len__(self) -> int:
-        return len(self._data) + len(self._control)
+        return len(self._data) + len(self._control) + len(self._later)
 
     def statistics(self) -> ChannelStatistics:
         """A moment's picture."""
         return ChannelStatistics(
-            self.bound, len(self._data), len(self._control), len(self._senders), self._peak, self._peak_control,
+            self.bound, len(self._data), len(self._control) + len(self._later), len(self._senders), self._peak, self._peak_control,
             self._taken, self._rejected, self._merged,
         )  # fmt: skip
 

@@ -24,6 +24,10 @@ class Control(Message, frozen=True, eq=False):
     """A completion or an order: it overtakes the data lane, and its number is bounded by the work in flight."""
 
 
+class Later(Control, frozen=True, eq=False):
+    """The next step of an actor's own long work. It does not overtake the data lane: the actor takes one of each in turn."""
+
+
 class Ask(Message, Generic[R], frozen=True, eq=False):
     """A message that is answered with an `R`."""
 

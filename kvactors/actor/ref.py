@@ -10,7 +10,7 @@ import anyio
 
 from kvactors.actor.activity import Activity
 from kvactors.actor.channel import Channel
-from kvactors.actor.message import Ask, Control, Envelope, Message, expire
+from kvactors.actor.message import Ask, Control, Envelope, Later, Message, expire
 from kvactors.errors import DeadlineExceeded
 
 R = TypeVar("R")
@@ -124,7 +124,8 @@ class ActorRef:
     def try_send(self, envelope: Envelope[Any]) -> bool:
         """`try_tell` for a message that has its envelope already."""
         if isinstance(envelope.message, Control):
-            self.channel.put_control(envelope)
+            put = self.channel.put_later if isinstance(envelope.message, Later) else self.channel.put_control
+            put(envelope)
         elif not self.channel.try_put(envelope):
             return False
         self.activity.begin()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
 from kvactors.actor import ActorRef, Envelope, Message, PeerRestarted, on
 from kvactors.cpu_evictor.messages import Admit, Cancel, ClearHost, Discard, Load, Offload, Place, Prefetch
 from kvactors.errors import LeaseBusy, LeaseEnded, NotReady, RankLost
 from kvactors.flush_notifier.messages import Announced, Cleared, Gone
+from kvactors.native import BlockTree, Path
 from kvactors.prefix_index.clearing import Clearing
 from kvactors.prefix_index.messages import (
     Abandon,
@@ -20,8 +21,8 @@ from kvactors.prefix_index.messages import (
     Pause,
     Preempt,
 )  # fmt: skip
-from kvactors.prefix_index.records import Fault, IndexStatistics, Lease, Waiting
-from kvactors.units import KEY_BYTES, Reason, Tier
+from kvactors.prefix_index.records import Fault, IndexStatistics, Lease, Saved, Saving, Waiting
+from kvactors.units import KEY_BYTES, Reason
 
 WritePolicy = Literal["none", "write_through", "write_through_selective", "write_back"]
 
@@ -47,8 +48,8 @@ class PrefixIndex(Clearing):
 
     def started(self) -> None:
         """A life after a death begins with an empty device tier."""
-        if self.life and self.announce:
-            self.tell(self.notifier, Cleared(Tier.DEVICE, Reason.RESTART))
+        if self.life:
+            self.device_cleared(Reason.RESTART)
 
     # -- extend and commit
 
@@ -142,7 +143,7 @@ class PrefixIndex(Clearing):
         if error is not None:
             self.refuse(envelope, error)
             return
-        self.answer(envelope, Done(self._close(lease)))
+        self.in_parts(self._close(lease, envelope))
 
     @on(Preempt)
     def preempt(self, message: Preempt, envelope: Envelope[Done]) -> None:
@@ -158,7 +159,7 @@ class PrefixIndex(Clearing):
             return
         self._preempted += 1
         self.remember_preempted(lease.request_id)
-        self.answer(envelope, Done(self._close(lease)))
+        self.in_parts(self._close(lease, envelope))
 
     @on(Abandon)
     def abandon(self, message: Abandon) -> None:
@@ -166,8 +167,7 @@ class PrefixIndex(Clearing):
         lease = self.leases.get(message.lease)
         if lease is not None:
             self._abandoned += 1
-            self._announce_finished(lease)
-            self.give_back(lease)
+            self.in_parts(self._close(lease, None))
         waiter = self.waiting.get(message.lease)
         if waiter is not None:
             self.stop_waiting(waiter)
@@ -178,39 +178,57 @@ class PrefixIndex(Clearing):
             self.refuse(held.envelope, LeaseEnded("this request was given up"))
         self.room_changed()
 
-    def _announce_finished(self, lease: Lease) -> None:
-        """What the lease has committed stays cached: sinks that follow finished requests get it now."""
-        path, committed = lease.path, lease.path.num_committed
-        if self.announce and not lease.tree.retired:
-            first = lease.tree.mark_announced(path, 0, committed)
-            if first < committed:
-                self.announced(path, first, committed, Reason.REQUEST_FINISH)
-
-    def _close(self, lease: Lease) -> int:
-        """Finish: the announcement, the save, the release. Returns the blocks left in the cache."""
+    def _close(self, lease: Lease, envelope: Envelope[Done] | None) -> Iterator[None]:
+        """The end of a lease, a part of its blocks a turn: the announcement, the save, the release. envelope: is answered with the blocks left
+        in the cache; None if the holder has gone: then nothing is saved."""
         path, tree = lease.path, lease.tree
-        committed = path.num_committed
-        if tree.retired or not committed:
-            self.give_back(lease)
-            return 0
-        self._announce_finished(lease)
-        save = self._positions_to_save(lease, min(committed, self.storable(path)))
-        if not (save or self._keep):
-            self.give_back(lease)
-            return committed
         self.detach(lease)
-        op = next(self.ops)
-        self.saves[op] = (tree, path)
-        blocks = tuple(path.blocks(0, committed))
-        tokens = path.tokens(0, save[-1] + 1) if save and self.token_root is not None else b""
-        self.tell(
-            self.evictor, Admit(op, path.root, path.keys(0, committed), blocks, self._keep, tuple(save), tokens, self.era)
-        )
-        return committed
+        committed = 0 if tree.retired else path.num_committed
+        whole = Saved(tree, path, 1)
+        self.closing += 1
+        yield from self._announce_finished(tree, path, committed)
+        if envelope is not None and (self._keep or self._min_hits):
+            # A store that is addressed by tokens is given the whole path with every part: it gets one part.
+            part = self.part if self.token_root is None else max(1, committed)
+            for start in range(0, committed, part):
+                if committed > part:
+                    yield
+                if whole.parts and not tree.retired:
+                    self._save_part(whole, start, min(start + part, committed))
+        if whole.parts:
+            whole.parts -= 1
+            if not whole.parts:
+                yield from self.give_back_parts(tree, path)
+        self.closing -= 1
+        if envelope is not None:
+            self.answer(envelope, Done(committed))
+        self.room_changed()
 
-    def _positions_to_save(self, lease: Lease, committed: int) -> list[int]:
-        """Positions that the policy wants in storage; the host tier asks the store which of them it has."""
-        return lease.tree.worth_saving(lease.path, 0, committed, self._min_hits) if self._min_hits else []
+    def _announce_finished(self, tree: BlockTree, path: Path, committed: int) -> Iterator[None]:
+        """What a lease has committed stays cached: sinks that follow finished requests get it now, as far as no finish has announced it."""
+        for start in range(0, committed if self.announce else 0, self.part):
+            if start:
+                yield
+            if not tree.retired:
+                stop = min(start + self.part, committed)
+                first = tree.mark_announced(path, start, stop)
+                if first < stop:
+                    self.announced(path, first, stop, Reason.REQUEST_FINISH)
+
+    def _save_part(self, whole: Saved, start: int, stop: int) -> None:
+        """Offer blocks [start, stop) to the host tier and to the store; the path is held until both have answered."""
+        path, last = whole.path, min(stop, self.storable(whole.path))
+        save = whole.tree.worth_saving(path, start, last, self._min_hits) if self._min_hits and start < last else []
+        if not (save or self._keep):
+            return
+        op = next(self.ops)
+        whole.parts += 1
+        self.saves[op] = Saving(whole, start)
+        parent = path.keys(start - 1, start) if start else path.root
+        keys, blocks = path.keys(start, stop), tuple(path.blocks(start, stop))
+        tokens = path.tokens(0, save[-1] + 1) if save and self.token_root is not None else b""
+        positions = tuple(position - start for position in save)
+        self.tell(self.evictor, Admit(op, parent, keys, blocks, self._keep, positions, tokens, self.era))
 
     # -- the whole cache
 

@@ -69,7 +69,9 @@ class Admission(Layers):
         path, index = message.path, self.index
         self._name(path, message.origin)
         needed = index.blocks_for(path.num_tokens)
-        if index.free < needed and not (self.saves or index.could_fit(path, needed, self.coming() - self.owed())):
+        if index.free < needed and not (
+            self.saves or self.closing or index.could_fit(path, needed, self.coming() - self.owed())
+        ):
             self._refuse_room(envelope, needed)
             return
         match = index.match(path, fetch=self.fetchable(path), media=message.media)
@@ -113,7 +115,9 @@ class Admission(Layers):
         """The blocks are there. What the tree has of the path, or its namespace, may have changed since: match again, and go on with the
         loads that were sent ahead only if nothing has."""
         before = lease.tree
-        self.release_lease(lease)  # with blocks of its own in place of a shared load's that came short
+        self.index.pool.give(
+            lease.tree.release(lease.path)
+        )  # with blocks of its own in place of a shared load's that came short
         lease.fault = None
         lease.tree = self.index.tree
         renamed = self._name(lease.path, origin)

@@ -7,10 +7,9 @@ from typing import Any
 from kvactors.actor import ActorRef, Envelope, on
 from kvactors.cpu_evictor.messages import ClearHost
 from kvactors.errors import StoreError
-from kvactors.flush_notifier.messages import Cleared
 from kvactors.prefix_index.admission import Admission
 from kvactors.prefix_index.messages import Clear, Done, HostCleared
-from kvactors.units import Reason, Tier
+from kvactors.units import Reason
 
 
 class Clearing(Admission):
@@ -24,8 +23,7 @@ class Clearing(Admission):
     def clear(self, message: Clear, envelope: Envelope[Done]) -> None:
         """A new, empty tree; leases in use keep their blocks in the old one until they end. With the store, it is answered when that is empty."""
         freed = self.index.retire()
-        if self.announce:
-            self.tell(self.notifier, Cleared(Tier.DEVICE, Reason.CLEAR))
+        self.device_cleared(Reason.CLEAR)
         self.clears += 1
         op = next(self.ops)
         self.tell(self.evictor, ClearHost(message.storage, op))

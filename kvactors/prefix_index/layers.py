@@ -7,11 +7,10 @@ from typing import Any
 
 from kvactors.actor import ActorRef, Envelope, on
 from kvactors.errors import LeaseEnded, RankLost
-from kvactors.flush_notifier.messages import Cleared
 from kvactors.prefix_index.messages import CopiesStalled, DeviceLost, LayerReady, LayersLoaded, LoadStalled, Overdue
 from kvactors.prefix_index.records import Fault, Lease
 from kvactors.prefix_index.room import Room
-from kvactors.units import Reason, Tier
+from kvactors.units import Reason
 
 
 class Layers(Room):
@@ -44,7 +43,7 @@ class Layers(Room):
 
     def check_steps(self) -> Iterator[None]:
         """`check` in steps of about a millisecond, between which turns may be taken."""
-        if not (self.leases or self.loads or self.offloads or self.saves or self.waiting):
+        if not (self.leases or self.loads or self.offloads or self.saves or self.waiting or self.working):
             state = self.index.tree.statistics()
             assert state["referenced"] == 0, f"{state['referenced']} nodes referenced, no lease"
             used = self.index.pool.total - self.index.free
@@ -60,9 +59,8 @@ class Layers(Room):
         self.room_changed()
 
     def release_lease(self, lease: Lease) -> None:
-        """Drop its references; its own blocks are free."""
-        blocks = lease.tree.release(lease.path)
-        self.index.pool.give(blocks)
+        """Drop its references; its own blocks are free, those of a long path later."""
+        self.give_back_path(lease.tree, lease.path)
 
     def forget(self, lease: Lease) -> None:
         """A lease that never got its blocks."""
@@ -151,8 +149,7 @@ class Layers(Room):
         """What was on the device may be gone: nothing cached counts any more, and no lease of before can be relied on."""
         self.era = message.era
         self.index.retire()
-        if self.announce:
-            self.tell(self.notifier, Cleared(Tier.DEVICE, Reason.RESTART))
+        self.device_cleared(Reason.RESTART)
         for lease in self.leases.values():
             lease.fault = lease.fault or Fault(RankLost, ("a rank was lost, and with it what this lease's blocks held there",))
             for envelope in lease.ready:

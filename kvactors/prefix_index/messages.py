@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from kvactors.actor import Ask, Control
+from collections.abc import Iterator
+
+from kvactors.actor import Ask, Control, Later
 from kvactors.actor.message import Message
 from kvactors.flush_notifier.messages import PLAIN, Origin
 from kvactors.native import Path
@@ -231,9 +233,15 @@ class Expired(Control, frozen=True, eq=False):
     ticket: int
 
 
-class Proceed(Control, frozen=True, eq=False):
+class Proceed(Later, frozen=True, eq=False):
     """To itself: go on with the requests that wait; one turn takes a part of them only."""
 
 
-class Sweep(Control, frozen=True, eq=False):
+class Sweep(Later, frozen=True, eq=False):
     """To itself: return more device blocks, or memory, of the trees of before a clear; one turn takes a part of them only."""
+
+
+class Continue(Later, frozen=True, eq=False):
+    """To itself: the next part of work on very many blocks."""
+
+    work: Iterator[None]

@@ -122,6 +122,24 @@ class LoadOp:
             self.timer = None
 
 
+class Saved:
+    """A finished request's path that is being saved. parts: of it, not yet answered; 0 once the evictor has restarted."""
+
+    __slots__ = ("parts", "path", "tree")
+
+    def __init__(self, tree: BlockTree, path: Path, parts: int) -> None:
+        self.tree = tree
+        self.path = path
+        self.parts = parts
+
+
+class Saving(NamedTuple):
+    """A part of it, in one message: blocks from `start` on."""
+
+    whole: Saved
+    start: int
+
+
 class EvictOp(NamedTuple):
     """Device blocks that are leaving: `total` nodes of `tree`, marked with `op`, and what is known of them."""
 

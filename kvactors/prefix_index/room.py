@@ -52,7 +52,7 @@ class Room(Transfers):
             return True
         deficit = self.owed() + waiter.needed - self.index.free - self.coming()
         if deficit > 0:
-            if self.index.evictable() < deficit and not self.saves:
+            if self.index.evictable() < deficit and not (self.saves or self.closing):
                 return False
             self.evict(deficit)
             if self._complete_now(waiter):
@@ -106,7 +106,7 @@ class Room(Transfers):
             waiter.complete(waiter.taken)
             return True
         deficit = self.owed() - self.coming()
-        if deficit <= 0 or self.evict(deficit) or self.saves:
+        if deficit <= 0 or self.evict(deficit) or self.saves or self.closing:
             return index.free > 0
         last = next(reversed(self.waiting.values()))  # nothing will ever come for the youngest
         self.stop_waiting(last)
@@ -130,7 +130,7 @@ class Room(Transfers):
             self._feed()
         if self.index.retired:
             self._sweep_later()
-        if self.quiescing and not (self.loads or self.offloads or self.saves):
+        if self.quiescing and not (self.loads or self.offloads or self.saves or self.closing):
             quiescing, self.quiescing = self.quiescing, []
             for envelope in quiescing:
                 self.quiet(envelope)

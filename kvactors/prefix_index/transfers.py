@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 
-from kvactors.actor import Actor, ActorRef, Envelope, on
+from kvactors.actor import ActorRef, Envelope, on
 from kvactors.actor.clock import now
 from kvactors.cpu_evictor.messages import Cancel, Discard, Load, Offload, Place
 from kvactors.cpu_evictor.messages import Prefetch as PrefetchToHost
 from kvactors.errors import NoRoom
-from kvactors.flush_notifier.messages import PLAIN, Announced, Gone, Origin
-from kvactors.native import DEVICE, HOST, BlockTree, Path
+from kvactors.native import HOST, BlockTree, Path
+from kvactors.prefix_index.announcing import Announcing
 from kvactors.prefix_index.index import BlockIndex, pick_keys
 from kvactors.prefix_index.messages import Admitted, Done, HostGained, HostGone, Landed, Loaded, Offloaded, Overdue, Prefetch
-from kvactors.prefix_index.records import EvictOp, Fault, Lease, LoadOp, Offloads, Segment
-from kvactors.units import Reason, Tier
+from kvactors.prefix_index.records import EvictOp, Fault, Lease, LoadOp, Offloads, Saving, Segment
+from kvactors.units import Reason
 
 GRACE = 1.0
 """Seconds past a load's deadline after which its leases go on without it, in other device blocks."""
 
 
-ORIGINS = 65_536
-"""Roots with an adapter or a salt that are remembered."""
-
-
-class Transfers(Actor):
+class Transfers(Announcing):
     """State and handlers of operations in flight.
 
     exclusive: a block has one copy among device and host. host_tier: evicted blocks have somewhere to go. fetch: storage may hold
-    what the tree does not know. announce: somebody listens to the notifier. token_root: with a store that is addressed by
+    what the tree does not know. token_root: with a store that is addressed by
     tokens alone, the root hash of the scope it was opened with; None without such a store.
     """
 
@@ -48,28 +43,20 @@ class Transfers(Actor):
         token_root: bytes | None = None,
         era: int = 0,
     ) -> None:
-        super().__init__(ref)
+        super().__init__(ref, index=index, notifier=notifier, announce=announce)
         self.era = era
-        self.index = index
         self.evictor = evictor
-        self.notifier = notifier
         self.exclusive = exclusive
         self.host_tier = host_tier
         self.fetch = fetch
-        self.announce = announce
         self.token_root = token_root
         self.loads: dict[int, LoadOp] = {}
         self.offloads = Offloads()
-        self.saves: dict[int, tuple[BlockTree, Path]] = {}
+        self.saves: dict[int, Saving] = {}
         self.evicted = self.rescued = self.overdue_loads = 0
         self.device_hits = self.host_hits = self.storage_hits = 0
-        self.origins: dict[bytes, Origin] = {}  # by root; those without adapter and salt are left out
         self.ops = count(1)
         self.clears = 0  # ClearHost sent to this incarnation of the host tier
-
-    @abstractmethod
-    def room_changed(self) -> None:
-        """Blocks became free, or an operation ended: see who waits for that."""
 
     @on(Prefetch)
     def prefetch(self, message: Prefetch, envelope: Envelope[Done]) -> None:
@@ -303,10 +290,13 @@ class Transfers(Actor):
         save = self.saves.pop(message.op, None)
         if save is None:
             return
-        tree, path = save
-        if not tree.retired:
-            tree.host_gained(pick_keys(path.keys(0, len(message.kept)), [j for j, kept in enumerate(message.kept) if kept]))
-        self.index.pool.give(tree.release(path))
+        whole = save.whole
+        if not whole.tree.retired:
+            keys = whole.path.keys(save.start, save.start + len(message.kept))
+            whole.tree.host_gained(pick_keys(keys, [j for j, kept in enumerate(message.kept) if kept]))
+        whole.parts -= 1
+        if not whole.parts:
+            self.give_back_path(whole.tree, whole.path)
         self.room_changed()
 
     @on(HostGone)
@@ -331,44 +321,21 @@ class Transfers(Actor):
         for op in self.offloads.values():
             self.offloads.pop(op.op)
             self._evict_done(op, bytes(op.total))
-        for tree, path in self.saves.values():
-            self.index.pool.give(tree.release(path))
+        for whole in {save.whole: None for save in self.saves.values()}:
+            whole.parts = 0  # nothing more of it is sent
+            self.give_back_path(whole.tree, whole.path)
         self.saves.clear()
         self.index.tree.clear_host()
+        self.in_parts(self._sweep_host(self.index.tree))
         self.clears = 0
         self.room_changed()
 
-    # -- telling the notifier and the evictor
+    def _sweep_host(self, tree: BlockTree) -> Iterator[None]:
+        """Hints to the host of before its restart: the tree keeps nodes for their sake."""
+        while not tree.sweep_host(self.part):
+            yield
 
-    def remember_origin(self, root: bytes, origin: Origin) -> None:
-        """What is in a root, for whoever is told of blocks below it; the oldest of very many are forgotten."""
-        if origin is not PLAIN and root not in self.origins:
-            self.origins[root] = origin
-            if len(self.origins) > ORIGINS:
-                del self.origins[next(iter(self.origins))]
-
-    def announced(self, path: Path, start: int, stop: int, reason: Reason) -> None:
-        """Blocks [start, stop) of the path are on the device; of the rest of it nothing is sent."""
-        if self.announce:
-            parent = path.keys(start - 1, start) if start else path.root
-            keys = path.keys(start, stop)
-            self._announce(path.root, path.tokens(start, stop), keys, start, stop - start, reason, parent)
-
-    def announce_all(self) -> None:
-        """Send a notifier that has started anew every path."""
-        if self.announce:
-            for root, tokens, keys, states in self.index.tree.paths():
-                run = next((j for j, state in enumerate(states) if not state & DEVICE), len(states))
-                self._announce(root, tokens, keys, 0, run, Reason.REQUEST_FINISH, root)
-
-    def _announce(self, root: bytes, tokens: bytes, keys: bytes, start: int, count: int, reason: Reason, parent: bytes) -> None:
-        origin = self.origins.get(root, PLAIN)
-        self.tell(self.notifier, Announced(root, tokens, keys, start, count, Tier.DEVICE, reason, parent, origin))
-
-    def gone(self, keys: bytes, reason: Reason) -> None:
-        """These left the device."""
-        if keys and self.announce:
-            self.tell(self.notifier, Gone(keys, Tier.DEVICE, reason))
+    # -- telling the evictor
 
     def discard(self, keys: bytes) -> None:
         """The device holds these (and has said so): an exclusive host tier may let go of them."""

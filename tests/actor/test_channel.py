@@ -179,3 +179,20 @@ def test_the_simulated_loop_names_a_deadlock_and_skips_time():
     with pytest.raises(RuntimeError, match="thread"):
         loop.run_in_executor(None, len)
     loop.close()
+
+
+def test_an_actors_own_work_and_the_data_lane_take_turns():
+    channel: Channel[str] = Channel("c", 8)
+    for number in range(3):
+        channel.try_put(f"data {number}")
+        channel.put_later(f"step {number}")
+    channel.put_control("control")
+    assert channel.statistics().control == 4
+    taken = [channel.get_nowait() for _ in range(7)]
+    assert taken == ["control", "step 0", "data 0", "step 1", "data 1", "step 2", "data 2"]
+    for number in range(2):
+        channel.put_later(f"step {number}")
+    assert [channel.get_nowait() for _ in range(3)] == ["step 0", "step 1", None]
+    channel.close()
+    with pytest.raises(ChannelClosed):
+        channel.put_later("too late")

@@ -14,7 +14,7 @@ from kvactors.prefix_index.messages import Commit
 
 @pytest.fixture(autouse=True)
 def two_blocks_a_message(monkeypatch):
-    monkeypatch.setattr(lease_module, "COMMIT_BLOCKS", 2)
+    monkeypatch.setattr(lease_module, "part_of", lambda block_size: 2)
 
 
 def commits(cache, monkeypatch):

@@ -149,7 +149,7 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "abandoned_requests_are_not_announced",
         "prefix_index/actor.py",
-        "            self._announce_finished(lease)\n            self.give_back(lease)\n",
+        "            self.in_parts(self._close(lease, None))\n",
         "            self.give_back(lease)\n",
         "indexes that follow finished requests never get what an abandoned one has committed",
         (ADMISSION + "test_what_an_abandoned_request_has_committed_is_announced",),

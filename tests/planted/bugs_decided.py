@@ -16,8 +16,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "abandoned_lease_keeps_its_references",
         "prefix_index/actor.py",
-        "            self._announce_finished(lease)\n            self.give_back(lease)\n",
-        "            self._announce_finished(lease)\n            self.detach(lease)\n",
+        "            self.in_parts(self._close(lease, None))\n",
+        "            self.detach(lease)\n",
         "the blocks of a request that was cancelled are never given back",
         ("tests/door/test_cancellation.py::test_cancelled_at_every_step",),
     ),
@@ -80,15 +80,15 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "lost_rank_leaves_the_device",
         "prefix_index/layers.py",
-        "        self.index.retire()\n        if self.announce:",
-        "        if self.announce:",
+        "        self.index.retire()\n        self.device_cleared(Reason.RESTART)\n",
+        "        self.device_cleared(Reason.RESTART)\n",
         "blocks that died with a rank's process are served as hits",
         ("tests/planted/test_gaps.py::test_nothing_that_died_with_a_rank_is_a_hit",),
     ),
     Mutation(
         "silent_restart_of_the_device",
         "prefix_index/actor.py",
-        "            self.tell(self.notifier, Cleared(Tier.DEVICE, Reason.RESTART))",
+        "            self.device_cleared(Reason.RESTART)",
         '            self.log.debug("a new life")',
         "after a restart of PrefixIndex indexes go on believing in blocks of its last life",
         ("tests/planted/test_gaps.py::test_what_a_dead_actor_held_is_told_gone_before_anything_comes_again",),
@@ -276,8 +276,9 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "saves_forgotten_at_a_restart",
         "prefix_index/transfers.py",
-        "        for tree, path in self.saves.values():\n"
-        "            self.index.pool.give(tree.release(path))\n"
+        "        for whole in {save.whole: None for save in self.saves.values()}:\n"
+        "            whole.parts = 0  # nothing more of it is sent\n"
+        "            self.give_back_path(whole.tree, whole.path)\n"
         "        self.saves.clear()\n",
         "        self.saves.clear()\n",
         "blocks that were being saved when CpuEvictor died are never given back",

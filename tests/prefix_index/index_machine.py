@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvactors.actor import PeerRestarted
 from kvactors.cpu_evictor.messages import Admit, Cancel, Load, Offload, Place
 from kvactors.errors import KVActorsError
-from kvactors.flush_notifier.messages import PLAIN
+from kvactors.flush_notifier.messages import PLAIN, Announced, Cleared, Gone
 from kvactors.native import Path
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.index import BlockIndex
@@ -20,6 +20,7 @@ from kvactors.prefix_index.messages import (
     Admitted,
     Clear,
     Commit,
+    Continue,
     DeviceLost,
     Extend,
     Finish,
@@ -41,6 +42,7 @@ from kvactors.prefix_index.messages import (
 from kvactors.prefix_index.roots import Roots
 from kvactors.testing.probe import Probe
 from kvactors.testing.stepper import Stepper
+from kvactors.units import split_keys
 
 BLOCK = 2
 LONGEST = 5
@@ -54,8 +56,11 @@ class IndexMachine(RuleBasedStateMachine):
     @initialize(
         blocks=st.integers(3, 9), exclusive=st.booleans(), host=st.booleans(), fetch=st.booleans(), recompute=st.booleans(),
         save=st.sampled_from(["none", "write_through"]), low=st.sampled_from([0, 0, 2]),
+        part=st.sampled_from([1, 2, 100]),
     )  # fmt: skip
-    def start(self, blocks: int, exclusive: bool, host: bool, fetch: bool, recompute: bool, save: Any, low: int) -> None:
+    def start(
+        self, blocks: int, exclusive: bool, host: bool, fetch: bool, recompute: bool, save: Any, low: int, part: int = 100
+    ) -> None:
         self.roots = Roots("model", "a", bytes(32))
         self.index = BlockIndex(BLOCK, blocks, 64, recompute_last_token=recompute)
         self.trees = [self.index.tree]
@@ -74,6 +79,12 @@ class IndexMachine(RuleBasedStateMachine):
             )  # fmt: skip
 
         self.stepper = Stepper(make)
+        self.actor.part = part
+        self.works: list[Continue] = []
+        self.sent: set[bytes] = (
+            set()
+        )  # what the notifier has been sent as resident, below a block that it has been sent or a root
+        self.notifier_life = 0
 
     @property
     def actor(self) -> PrefixIndex:
@@ -98,6 +109,9 @@ class IndexMachine(RuleBasedStateMachine):
                 self.offloads[message.op] = message
             elif isinstance(message, Admit):
                 self.admits[message.op] = message
+        self.works += [told.message for told in effects.told if isinstance(told.message, Continue)]
+        for message in effects.to("flush_notifier"):
+            self.note(message)
         for answered in effects.answered:
             error = answered.error
             assert error is None or isinstance(error, (KVActorsError, ValueError)), repr(error)
@@ -114,6 +128,23 @@ class IndexMachine(RuleBasedStateMachine):
         if self.index.tree not in self.trees:
             self.trees.append(self.index.tree)
         return effects
+
+    def note(self, message: Announced | Gone | Cleared) -> None:
+        """A notifier keeps what it is sent, and finds the block above every block that is announced."""
+        if isinstance(message, Announced):
+            keys = split_keys(message.keys)
+            assert len(keys) <= self.actor.part
+            assert len(message.tokens) == 4 * BLOCK * len(keys)
+            if not message.start:
+                assert message.parent == message.root
+            elif message.parent not in self.sent:
+                assert self.actor._walk is not None, "announced before its parent"
+                return
+            self.sent.update(keys[: message.count])
+        elif isinstance(message, Gone):
+            self.sent.difference_update(split_keys(message.keys))
+        else:
+            self.sent.clear()
 
     def turn(self, message: Any, deadline: float | None = None) -> Any:
         return self.take(self.stepper.turn(message, deadline=deadline))
@@ -285,6 +316,13 @@ class IndexMachine(RuleBasedStateMachine):
             self.turn(PeerRestarted("cpu_evictor", self.life))
 
     @rule(sure=st.integers(0, 3))
+    def notifier_restarted(self, sure: int) -> None:
+        if not sure:
+            self.notifier_life += 1
+            self.sent.clear()
+            self.turn(PeerRestarted("flush_notifier", self.notifier_life))
+
+    @rule(sure=st.integers(0, 3))
     def clear(self, sure: int) -> None:
         if not sure:
             self.turn(Clear())
@@ -314,6 +352,16 @@ class IndexMachine(RuleBasedStateMachine):
         if self.actor.paused:
             self.turn(Resume())
 
+    @precondition(lambda self: self.works)
+    @rule(which=choice)
+    def go_on(self, which: int) -> None:
+        """The next part of some work. Works go on in any order, and everything else may come in between."""
+        self.turn(self.works.pop(which % len(self.works)))
+
+    def finish_works(self) -> None:
+        while self.works:
+            self.go_on(0)
+
     # -- what holds after every turn
 
     @invariant()
@@ -339,11 +387,14 @@ class IndexMachine(RuleBasedStateMachine):
                     load = actor.index.loading.get(block)
                     assert load is None or load in lease.ops, "a request computes into a block that a copy still writes"
                     assert block >= 0, "a granted lease has a position without a block"
-        for _tree, path in actor.saves.values():
+        for path in {id(save.whole): save.whole.path for save in actor.saves.values()}.values():
             private += [b for p, b in enumerate(path.blocks()) if b >= 0 and not path.is_shared(p)]
         assert len(set(private)) == len(private), "a device block is given to two requests"
         assert not set(private) & set(self.index.pool.free_blocks()), "a block in use is free"
-        if not waiting:  # a waiter's path may hold replaced blocks that no table here lists
+        assert actor.working == len(self.works)
+        if not actor._behind and actor._walk is None:
+            assert self.sent == set(split_keys(actor.device_keys())), "the notifier was not sent what is true"
+        if not (waiting or self.works):  # a waiter's path may hold replaced blocks that no table here lists
             in_trees = sum(tree.statistics()["device"] + tree.statistics()["loading"] for tree in self.trees)
             used = self.index.pool.total - self.index.pool.free
             assert used == in_trees + len(private), f"{used} blocks in use, {in_trees} in trees, {len(private)} private"
@@ -363,10 +414,12 @@ class IndexMachine(RuleBasedStateMachine):
                 self.turn(Offloaded(offload, bytes(len(self.offloads.pop(offload).blocks))))
             for admit in list(self.admits):
                 self.turn(Admitted(admit, bytes(len(self.admits.pop(admit).blocks))))
+            self.finish_works()
             self.take(self.stepper.elapse(1.0))
             for lease in list(self.leases):
                 del self.leases[lease]
                 self.turn(Finish(lease))
+            self.finish_works()
             if not (self.loads or self.offloads or self.admits or self.leases or self.open):
                 break
         self.consistent()
@@ -378,6 +431,7 @@ class IndexMachine(RuleBasedStateMachine):
         state = self.index.tree.statistics()
         assert state["referenced"] == state["loading"] == state["offloading"] == 0
         assert self.index.free + state["device"] == self.index.pool.total
+        assert self.index.tree.sweep_host(1), "hints of before a restart of the host tier are never removed"
         while self.index.sweeping:
             self.turn(Sweep())
         assert not self.index.returning

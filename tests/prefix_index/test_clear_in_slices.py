@@ -21,6 +21,7 @@ def filled(blocks: int, cached: int) -> IndexMachine:
     assert isinstance(request(machine, cached), Granted)
     machine.commit(0, 0)
     machine.finish(0)
+    machine.finish_works()
     assert machine.index.tree.statistics()["device"] == cached
     return machine
 

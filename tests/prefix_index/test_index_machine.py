@@ -109,7 +109,12 @@ class Walk:
         draw = self.random.choice
         flags = [draw([True, False]) for _ in range(3)]
         self.machine.start(
-            self.random.randint(3, 9), *flags, draw([True, False]), draw(["none", "write_through"]), draw([0, 0, 2])
+            self.random.randint(3, 9),
+            *flags,
+            draw([True, False]),
+            draw(["none", "write_through"]),
+            draw([0, 0, 2]),
+            draw([1, 2, 100]),
         )
 
     def step(self) -> None:
@@ -136,6 +141,8 @@ class Walk:
             (1, lambda: machine.device_lost(number(6))),
             (1, lambda: machine.host_ahead_of_the_index(number(4))),
             (1, lambda: machine.evictor_restarted(number(6))),
+            (1, lambda: machine.notifier_restarted(number(6))),
+            (8, lambda: machine.works and machine.go_on(which)),
             (1, lambda: machine.clear(number(4))),
             (2, lambda: machine.sweep(number(4) + 1)),
             (1, lambda: machine.pause(number(4))),

@@ -1,0 +1,67 @@
+"""Planted bugs of long turns: work on very many blocks that one turn does, or that goes wrong between two. See `catalogue`."""
+
+from __future__ import annotations
+
+from mutation import Mutation
+
+TURNS = "tests/prefix_index/test_turns.py::"
+WALKS = "tests/prefix_index/test_index_machine.py::test_long_walks_through_every_order"
+
+BUGS: tuple[Mutation, ...] = (
+    Mutation(
+        "long_path_released_in_one_turn",
+        "prefix_index/works.py",
+        "        for keep in range(blocks - self.part, 0, -self.part):\n",
+        "        for keep in range(0):\n",
+        "the end of a request of a million blocks keeps the loop until the last of them is free",
+        (TURNS + "test_no_turn_handles_more_blocks_than_a_part",),
+    ),
+    Mutation(
+        "finish_announces_in_one_turn",
+        "prefix_index/actor.py",
+        "        for start in range(0, committed if self.announce else 0, self.part):\n            if start:\n                yield\n",
+        "        for start in range(0, committed if self.announce else 0, self.part):\n",
+        "the finish of a request of a million blocks keeps the loop until all are announced",
+        (TURNS + "test_no_turn_handles_more_blocks_than_a_part",),
+    ),
+    Mutation(
+        "announcement_of_any_number_of_blocks",
+        "prefix_index/announcing.py",
+        "in parts(start, stop, self.part) if stop - start > self.part else ((start, stop),):",
+        "in ((start, stop),):",
+        "one message carries the tokens of a million blocks",
+        (WALKS,),
+    ),
+    Mutation(
+        "changes_overtake_the_announcement_of_everything",
+        "prefix_index/announcing.py",
+        "        if self._walk is None:\n            self.tell(self.notifier, message)\n        else:",
+        "        if True:\n            self.tell(self.notifier, message)\n        else:",
+        "after a restart of the notifier blocks are announced before their parents, and never get a path",
+        (WALKS,),
+    ),
+    Mutation(
+        "hints_of_before_a_restart_stay",
+        "prefix_index/transfers.py",
+        "        self.in_parts(self._sweep_host(self.index.tree))\n",
+        "",
+        "after a restart of the host tier the tree keeps the blocks that only the host held",
+        (WALKS,),
+    ),
+    Mutation(
+        "path_released_before_all_parts_are_saved",
+        "prefix_index/transfers.py",
+        "        whole.parts -= 1\n        if not whole.parts:\n",
+        "        whole.parts -= 1\n        if True:\n",
+        "a block is overwritten while its copy to the host or to the store is still made",
+        (WALKS,),
+    ),
+    Mutation(
+        "long_work_keeps_requests_waiting",
+        "actor/channel.py",
+        "        if self._later and (self._later_next or not self._data):\n",
+        "        if self._later:\n",
+        "requests wait until work on a million blocks is over, although it is done in parts",
+        ("tests/actor/test_channel.py::test_an_actors_own_work_and_the_data_lane_take_turns",),
+    ),
+)

@@ -1,0 +1,155 @@
+"""No turn handles more blocks than a part: counted by what a turn changes, sends and answers, for a request of many parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from index_machine import BLOCK, IndexMachine
+
+from kvactors.actor import PeerRestarted
+from kvactors.cpu_evictor.messages import Admit
+from kvactors.flush_notifier.messages import Announced, Gone
+from kvactors.native import Path
+from kvactors.prefix_index.messages import Abandon, Acquire, Admitted, Commit, Finish, Granted, HostGained, Loaded, Preempt
+from kvactors.units import KEY_BYTES
+
+PART = 8
+MANY = 10 * PART + 3
+
+
+class Counted(IndexMachine):
+    """Notes for each turn the most blocks of anything that it changed or sent."""
+
+    def begin(self, *, host: bool = False, save: str = "none") -> None:
+        self.handled: list[int] = []
+        self.start(2 * MANY, False, host, bool(save != "none"), False, save, 0, PART)
+
+    def turn(self, message: Any, deadline: float | None = None) -> Any:
+        before = self.counts()
+        effects = super().turn(message, deadline)
+        changed = [abs(new - old) for new, old in zip(self.counts(), before, strict=True)]
+        sent = 0
+        for told in effects.told:
+            if isinstance(told.message, (Announced, Gone, Admit)):
+                sent += len(told.message.keys) // KEY_BYTES
+        self.handled.append(max(*changed, sent))
+        return effects
+
+    def counts(self) -> list[int]:
+        state = self.index.tree.statistics()
+        return [self.index.pool.free, *(state[name] for name in ("nodes", "device", "host", "evictable", "referenced"))]
+
+    def whole(self, message: Any, deadline: float | None = None) -> Any:
+        """The answer of an ask whose work may take many turns."""
+        effects = self.turn(message, deadline)
+        while self.works:
+            effects = effects.then(self.turn(self.works.pop(0)))
+        return effects
+
+    def request(self, blocks: int, first: int = 0) -> int:
+        self.number += 1
+        path = Path(BLOCK, bytes(32))
+        path.extend(range(first, first + blocks * BLOCK))
+        self.open[self.number] = blocks * BLOCK
+        effects = self.whole(Acquire(self.number, f"r{self.number}", path, self.stepper.now + 5.0), self.stepper.now + 5.0)
+        assert isinstance(effects.answered[0].value, Granted), effects.answered
+        for op in list(self.loads):  # storage has nothing
+            del self.loads[op]
+            self.whole(Loaded(op, 0, 0))
+        return self.number
+
+    def commit_all(self, lease: int, blocks: int) -> None:
+        for upto in (*range(PART, blocks, PART), blocks):
+            assert self.whole(Commit(lease, upto * BLOCK)).answered[0].value.count == upto
+
+    def over(self) -> None:
+        """Every turn since the last call was short."""
+        assert max(self.handled) <= PART, self.handled
+        self.handled.clear()
+
+
+@pytest.fixture
+def machine():
+    made = Counted()
+    yield made
+    made.leases.clear()
+    made.teardown()
+
+
+@pytest.mark.parametrize("end", [Finish, Preempt, Abandon])
+@pytest.mark.parametrize("save", ["none", "write_through"])
+def test_no_turn_handles_more_blocks_than_a_part(machine, end, save):
+    machine.begin(host=save != "none", save=save)
+    lease = machine.request(MANY)
+    machine.handled.clear()
+    machine.commit_all(lease, MANY)
+    machine.over()
+    effects = machine.whole(Abandon(lease) if end is Abandon else end(lease, 0 if end is Preempt else None))
+    if end is not Abandon:
+        assert effects.answered[0].value.count == MANY
+    for op in list(machine.admits):
+        admit = machine.admits.pop(op)
+        machine.whole(Admitted(op, b"\1" * len(admit.blocks)))
+    machine.over()
+    state = machine.index.tree.statistics()
+    assert (state["referenced"], state["device"], state["evictable"]) == (0, MANY, MANY)
+    assert machine.index.pool.free == machine.index.pool.total - MANY
+
+
+def test_a_request_that_computed_nothing_gives_its_blocks_back_in_parts(machine):
+    machine.begin()
+    lease = machine.request(MANY)
+    machine.handled.clear()
+    machine.whole(Finish(lease))
+    machine.over()
+    assert machine.index.pool.free == machine.index.pool.total
+
+
+def test_requests_between_the_parts_of_a_release_get_what_is_free_and_wait_for_the_rest(machine):
+    machine.begin()
+    lease = machine.request(MANY)
+    machine.turn(Finish(lease))
+    machine.turn(machine.works.pop(0))
+    before = machine.index.pool.free
+    path = Path(BLOCK, bytes(32))
+    path.extend(range(10_000, 10_000 + (before + PART) * BLOCK))
+    machine.number += 1
+    machine.open[machine.number] = path.num_tokens
+    deadline = machine.stepper.now + 5.0
+    effects = machine.turn(Acquire(machine.number, "waits", path, deadline), deadline)
+    assert not effects.answered, "a request is refused although blocks are on their way back"
+    machine.finish_works()
+    assert machine.leases, "it never got them"
+    machine.whole(Finish(machine.number))
+
+
+def test_restarts_of_the_neighbours_are_handled_in_parts(machine):
+    machine.begin(host=True)
+    lease = machine.request(MANY)
+    machine.commit_all(lease, MANY)
+    machine.whole(Finish(lease))
+    for admit in list(machine.admits):
+        machine.whole(Admitted(admit, bytes(len(machine.admits.pop(admit).blocks))))
+    keys = machine.index.tree.device_keys()
+    for start in range(0, MANY, PART):
+        machine.turn(HostGained(keys[start * KEY_BYTES : (start + PART) * KEY_BYTES], machine.actor.clears, machine.actor.era))
+    while machine.index.evictable():
+        machine.actor.drop(PART)
+    machine.stepper._effects()
+    machine.sent.clear()
+    machine.handled.clear()
+    machine.turn(PeerRestarted("cpu_evictor", 1))
+    assert machine.index.tree.statistics()["host"] == 0
+    machine.handled.clear()  # the count is reset at once; the nodes go in parts
+    machine.finish_works()
+    machine.over()
+    assert machine.index.tree.statistics()["nodes"] == 0
+    lease = machine.request(MANY)
+    machine.commit_all(lease, MANY)
+    machine.handled.clear()
+    machine.sent.clear()
+    machine.whole(PeerRestarted("flush_notifier", 1))
+    machine.over()
+    assert len(machine.sent) == MANY
+    machine.whole(Finish(lease))
