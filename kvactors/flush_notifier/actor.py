@@ -29,6 +29,7 @@ from kvactors.flush_notifier.messages import (
 )
 from kvactors.flush_notifier.runs import Batch, Steps, finish
 from kvactors.flush_notifier.sinks.base import Sink
+from kvactors.units import Tier
 
 
 class Settling(NamedTuple):
@@ -264,10 +265,10 @@ class FlushNotifier(Actor):
     # -- for inspection
 
     def divergence(self, truth: Tiers, sinks: Collection[str] | None = None) -> int:
-        """Blocks on which a sink's view (of those named, of all if None) and the given tiers differ.
+        """Blocks on which a sink's view (of those named, of all if None) and what is announceable of the given tiers differ.
 
-        Blocks whose path was never announced are not counted (see `unnamed`): no sink can know of them; nor gains that a sink does
-        not want to hear before the request finishes."""
+        Not announceable are blocks whose path was never announced (see `unnamed`), blocks whose path is interrupted (see `Ledger`), and gains
+        that are due to a sink when the request finishes."""
         return finish(self.divergence_steps(truth, sinks))
 
     def divergence_steps(self, truth: Tiers, sinks: Collection[str] | None = None) -> Steps[int]:
@@ -280,20 +281,17 @@ class FlushNotifier(Actor):
         """Resident blocks whose path was never announced."""
         return len(self.ledger.unnamed)
 
-    def _mirror(self, i: int) -> dict[bytes, int] | None:
-        """A sink's own account of its view, None if it has none."""
-        view: Any = getattr(self.deliveries[i].sink, "view", None)
-        if view is None:
-            return None
-        mirror: dict[bytes, int] = {}
+    def _mirror(self, i: int) -> Tiers | None:
+        """A sink's own account of its view, None if it has none: `live_view` if there is one, since `view()` is a copy of everything."""
+        sink: Any = self.deliveries[i].sink
         try:
-            for tier, keys in view().items():
-                for key in keys:
-                    mirror[key] = mirror.get(key, 0) | int(tier)
+            held: Any = getattr(sink, "live_view", None)
+            if held is None and (view := getattr(sink, "view", None)) is not None:
+                held = view()
+            return None if held is None else {Tier(int(tier)): keys for tier, keys in held.items()}
         except Exception as error:
-            self.log.warning("sink has no view to compare", sink=self.deliveries[i].sink.name, error=described(error))
+            self.log.warning("sink has no view to compare", sink=sink.name, error=described(error))
             return None
-        return mirror
 
     def check_steps(self) -> Iterator[None]:
         """AssertionError if the ledger is not consistent. In steps, between which anything may happen."""

@@ -11,10 +11,13 @@ from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
-from kvactors.flush_notifier.runs import Entry, Steps
-from kvactors.units import Tier
+from kvactors.flush_notifier.runs import UNSURE, Entry, Steps
+from kvactors.flush_notifier.view import ABOVE_ALL, SHIFT
+from kvactors.units import ALL_TIERS, Tier
 
 Tiers = Mapping[Tier, AbstractSet[bytes]]
+
+TIERS, DEVICE = int(ALL_TIERS), int(Tier.DEVICE)
 
 if TYPE_CHECKING:
     from kvactors.flush_notifier.ledger import Ledger
@@ -80,10 +83,17 @@ def _check_entry(ledger: Ledger, entry: Entry) -> None:
         _require(entry.parent.children > 0, "a parent that does not count its child")
     _require(entry.children or not entry.idle() or entry in ledger.limbo, "an entry that nothing keeps")
     for sink, dirty in enumerate(ledger.dirty):
-        differs = ledger.due(entry, sink) != entry.states[sink]
-        if differs != (entry in dirty) and not (entry.held and ledger.settling):
+        state, due = entry.states[sink], entry.dues[sink]
+        if (due != state) != (entry in dirty) and not (entry.held and ledger.settling):
             raise AssertionError("a difference that is not pending, or none that is")
-        sent = entry.states[sink] and ledger.views[sink].by_tokens
+        if due != ledger.due(entry, sink) and not ledger.spreading:
+            raise AssertionError("what is due of a block is not what the block above makes it")
+        if entry.parent is not None and not ledger.settling:
+            below, above = state | state >> UNSURE, entry.parent.states[sink]
+            above |= above >> UNSURE
+            if (below & TIERS and not above & TIERS) or below & ~above & DEVICE:
+                raise AssertionError("a sink's view has a block without the block above it, see Ledger")
+        sent = state and ledger.views[sink].by_tokens
         _require(entry.by_tokens or not sent, "a sink addressed by tokens was sent a block that tokens do not identify")
 
 
@@ -92,43 +102,41 @@ def _require(holds: object, otherwise: str) -> None:
         raise AssertionError(otherwise)
 
 
-def divergence_steps(
-    ledger: Ledger, sinks: Collection[int], mirrors: Mapping[int, Mapping[bytes, int]], tiers: Tiers
-) -> Steps[int]:
-    """Blocks on which the view of one of the sinks and the tiers differ. mirrors: the views of those that can be asked, of the others what
-    they were sent and took counts. What changes between two steps may or may not count: compare at rest."""
-    tiers_of: dict[bytes, int] = {}
+def divergence_steps(ledger: Ledger, sinks: Collection[int], mirrors: Mapping[int, Tiers], tiers: Tiers) -> Steps[int]:
+    """Blocks on which the view of one of the sinks and the tiers differ. A view should have the closed truth: each tier that holds a block, as far
+    as the tree rule of `Ledger` allows. mirrors: of the sinks that keep an account of their views; the account of the others is the
+    ledger's. What changes between two steps may or may not count: compare at rest."""
+    differing: set[bytes] = set()
     looked = 0
-    for tier, keys in tiers.items():
-        bit = int(tier)
-        for key in keys:
-            tiers_of[key] = tiers_of.get(key, 0) | bit
+    for sink in sinks:
+        closed, mirror, expected, found = ledger.views[sink].closed(), mirrors.get(sink), dict[bytes, int](), 0
+        for entry in ledger.order.up_to(ledger.order.last_number):  # parents before children
             looked += 1
             if not looked % ledger.step:
                 yield
-    differing: set[bytes] = set()
-    for sink in sinks:
-        view, table, mirror = ledger.views[sink], ledger.views[sink].table(), mirrors.get(sink)
-        held: Mapping[bytes, int] = mirror if mirror is not None else (yield from _views(ledger, sink))
-        for keys_of in (tiers_of, held):
-            for key in keys_of:
-                looked += 1
-                if not looked % ledger.step:
-                    yield
-                entry, expected, has = ledger.entries.get(key), table[tiers_of.get(key, 0)], held.get(key, 0)
-                if view.by_tokens and entry is not None and not entry.by_tokens:
-                    expected = 0
-                if view.at_finish and entry is not None and not entry.finished:
-                    expected &= has
-                if expected != has and (entry is not None or key in held):
-                    differing.add(key)
+            key, above = entry.key, ABOVE_ALL if entry.parent is None else expected.get(entry.parent.key, 0)
+            held = entry.states[sink] & TIERS if mirror is None else tiers_of(mirror, key)
+            found += held.bit_count()
+            due = closed[above << SHIFT | tiers_of(tiers, key)] if ledger.counts(entry, sink) else 0
+            if due:
+                expected[key] = due
+            if due != held:
+                differing.add(key)
+        if mirror is not None and found != sum(map(len, mirror.values())):
+            for keys in mirror.values():  # blocks without an entry in the ledger
+                for key in list(keys):
+                    looked += 1
+                    if not looked % ledger.step:
+                        yield
+                    if key not in ledger.entries:
+                        differing.add(key)
     return len(differing)
 
 
-def _views(ledger: Ledger, sink: int) -> Steps[dict[bytes, int]]:
-    found: dict[bytes, int] = {}
-    for i, (key, tiers) in enumerate(ledger.view(sink), 1):
-        found[key] = tiers
-        if not i % ledger.step:
-            yield
-    return found
+def tiers_of(tiers: Tiers, key: bytes) -> int:
+    """The set of tiers that hold a block."""
+    held = 0
+    for tier, keys in tiers.items():
+        if key in keys:
+            held |= tier
+    return held

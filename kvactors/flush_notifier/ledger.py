@@ -1,31 +1,42 @@
-"""The ledger: which blocks are resident where, what each sink believes of that, and the difference. Pure state.
+"""The ledger: which blocks are resident where, the view of each sink, and the difference. Pure state.
 
-It is a tree of its own. It learns tokens and names from announced paths, and so can name the complete path when a block goes.
-News of one block come from several actors, in any order: a block that left one tier and has not reached the next, or that a path
+It is a tree. It learns tokens and block hashes from announced paths, and so can name the complete path when a block goes.
+Facts about one block come from several actors, in any order: a block that left one tier and has not reached the next, or that a path
 named before its tier did, stays for a while although it is nowhere ("limbo"). Otherwise there is an entry only for a block that is
-resident, believed resident, or above such a block.
+resident, in the view of a sink, or above such a block.
+
+**The tree rule.** What a sink has been sent is a tree, after every single event in the order sent: a block is in the sink's view only
+while the block above it is in the view on some tier, and on DEVICE only while the block above it is in the view on DEVICE. (An index that is a
+radix tree of the device, or that finds a block's place by its parent, drops anything else.) Two parts keep it:
+
+* What is due of a block (`Entry.dues`) is what tiers hold it as far as the rule allows, given what is due of the block above: the closed
+  truth. A change of it spreads to the blocks below. A block whose path is interrupted is resident here and not due: it cannot be hit.
+* A batch takes differences and orders them so that each step between the view and what is due is a tree (see `selection`).
+
+A view may be unsure after a lost answer (`Entry.states`). The rule then holds for what the sink may have, and for what it really has, if
+it took a leading part of the tasks that it was sent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+from kvactors.flush_notifier import batches
 from kvactors.flush_notifier.checks import check_steps
-from kvactors.flush_notifier.messages import Announced
+from kvactors.flush_notifier.messages import Announced, Origin
 from kvactors.flush_notifier.order import Order
-from kvactors.flush_notifier.runs import BITS, LAST, Batch, Entry, Holding, Steps, as_task, clear_task, finish, pick, runs_of
-from kvactors.flush_notifier.view import SinkView
+from kvactors.flush_notifier.runs import BITS, LAST, Batch, Entry, Holding, Steps, finish
+from kvactors.flush_notifier.view import ABOVE_ALL, SHIFT, SinkView
 from kvactors.identity import block_hash
 from kvactors.units import ALL_TIERS, KEY_BYTES, Reason, Tier, count_keys, key_at
 
 LIMBO = 16_384
 """Blocks that are nowhere and yet remembered, unless told otherwise."""
 
-UNSURE = 3
-"""Bits by which a sink's state holds the tiers it may believe or not."""
-
 SLICE = 256
 """Blocks looked at in one step."""
+
+DEVICE = int(Tier.DEVICE)
 
 
 class Ledger:
@@ -55,14 +66,18 @@ class Ledger:
         self.unnamed: dict[bytes, int] = {}  # resident (so as many as there are blocks at most), but no path has named them yet
         self.clock = 0  # counts the differences that began
         self.dirty: list[dict[Entry, int]] = [{} for _ in views]  # per sink, when they began to differ, in that order
+        self._sinks = [
+            (view.closed(), view.at_finish or view.by_tokens, dirty) for view, dirty in zip(views, self.dirty, strict=True)
+        ]
         self.coalesced = [0] * len(views)
         self._takes_clear = takes_clear
-        self._by_name = by_name
-        self._cleared: set[int] = set()  # of those sinks: everything they believe was gone at once, and they have not been told
+        self.by_name = by_name
+        self.cleared: set[int] = set()  # of those sinks: everything they believe was gone at once, and they have not been told
         self._tables = [view.table() for view in views]
         self.limbo: dict[Entry, None] = {}
-        self.trimming = 0  # calls of `_trim` that have steps to come
+        self.trimming = 0  # calls of `trim` that have steps to come
         self.settling = 0  # ends of deliveries that have steps to come
+        self.spreading = 0  # changes that have not reached all blocks below them
         self.limbo_bound = max(1, limbo)
 
     # -- what is true: steps of at most SLICE blocks, between which others may run (but no other fact may come)
@@ -78,45 +93,52 @@ class Ledger:
             yield from self.gain(message.keys[: count * KEY_BYTES], message.tier, reason)
             return
         self.version += 1
+        looked = 0
         for i in range(total):
             key = key_at(message.keys, i)
             entry = self.entries.get(key)
             if entry is None:
-                entry = self._learn(key, parent, parent_key, message, i)
+                tokens = message.tokens[i * self.block_bytes : (i + 1) * self.block_bytes]
+                entry = self._learn(key, parent, parent_key, tokens, message.origin)
             if i < count:
                 entry.finished |= finished
                 entry.truth |= bit
                 entry.reasons[LAST] = entry.reasons[bit] = reason
-            self._look(entry)
+            if self._look(entry) and entry.child is not None:
+                looked = yield from self._spread(entry, looked)
             parent, parent_key = entry, key
-            if i % self.step == self.step - 1:
+            looked += 1
+            if looked >= self.step:
+                looked = 0
                 entry.held += 1  # it must not be forgotten before its child is there
-                yield from self._trim()
+                yield from self.trim()
                 yield
-                self._let_go(entry)
+                self.let_go(entry)
                 self.version += 1
-        yield from self._trim()
+        yield from self.trim()
 
-    def _learn(self, key: bytes, parent: Entry | None, parent_key: bytes, message: Announced, position: int) -> Entry:
-        tokens = message.tokens[position * self.block_bytes : (position + 1) * self.block_bytes]
-        entry = Entry(key, parent, parent_key, tokens, message.origin, len(self.views))
+    def _learn(self, key: bytes, parent: Entry | None, parent_key: bytes, tokens: bytes, origin: Origin) -> Entry:
+        """A block that no path has named before. parent: None if `parent_key` is a root, and at no other time. `_look` must follow."""
+        entry = Entry(key, parent, parent_key, tokens, origin, len(self.views))
         entry.truth = self.unnamed.pop(key, 0)
         self.entries[key] = entry
         self.order.add(entry)
-        if parent is not None:
-            parent.children += 1
+        entry.link()
         if self._token_root and (parent.by_tokens if parent is not None else parent_key == self._token_root):
             entry.by_tokens = key == block_hash(parent_key, tokens)  # a block with an extra key has another hash
         return entry
 
     def gain(self, keys: bytes, tier: Tier, reason: Reason) -> Iterator[None]:
         """These are resident on `tier`."""
-        bit = int(tier)
+        bit, looked = int(tier), 0
+        self.version += 1
         for i in range(count_keys(keys)):
-            if not i % self.step:
-                if i:
-                    yield
+            if looked >= self.step:
+                looked = 0
+                yield from self.trim()
+                yield
                 self.version += 1
+            looked += 1
             key = key_at(keys, i)
             entry = self.entries.get(key)
             if entry is None:
@@ -124,39 +146,51 @@ class Ledger:
             else:
                 entry.truth |= bit
                 entry.reasons[LAST] = entry.reasons[bit] = reason
-                self._look(entry)
-        yield from ()
+                if self._look(entry) and entry.child is not None:
+                    looked = yield from self._spread(entry, looked)
+        yield from self.trim()
 
     def lose(self, keys: bytes, tier: Tier, reason: Reason) -> Iterator[None]:
         """These left `tier`."""
-        bit = int(tier)
+        bit, looked = int(tier), 0
+        self.version += 1
         for i in range(count_keys(keys)):
-            if not i % self.step:
-                if i:
-                    yield from self._trim()
-                    yield
+            if looked >= self.step:
+                looked = 0
+                yield from self.trim()
+                yield
                 self.version += 1
+            looked += 1
             key = key_at(keys, i)
             entry = self.entries.get(key)
-            if entry is not None:
-                self._lose(entry, bit, reason)
-            elif left := self.unnamed.pop(key, 0) & ~bit:
-                self.unnamed[key] = left
-        yield from self._trim()
+            if entry is None:
+                if left := self.unnamed.pop(key, 0) & ~bit:
+                    self.unnamed[key] = left
+            elif entry.truth & bit:
+                entry.truth &= ~bit
+                entry.reasons[LAST] = entry.reasons[bit] = reason
+                if self._look(entry) and entry.child is not None:
+                    looked = yield from self._spread(entry, looked)
+        yield from self.trim()
 
     def clear(self, tier: Tier, reason: Reason) -> Iterator[None]:
         """Nothing is resident on `tier`."""
         bit = int(tier)
         left = 0  # the tiers that still hold something
+        self.spreading += 1
         for i, entry in enumerate(self.order.up_to(self.order.last_number), 1):
-            self._lose(entry, bit, reason)
+            if entry.truth & bit:
+                entry.truth &= ~bit
+                entry.reasons[LAST] = entry.reasons[bit] = reason
+            self._look(entry)  # parents come before children, so what is due of the block above is final
             left |= entry.truth
             if not i % self.step:
                 self.version += 1
-                yield from self._trim()
+                yield from self.trim()
                 yield
+        self.spreading -= 1
         self.version += 1
-        yield from self._trim()
+        yield from self.trim()
         nowhere: list[bytes] = []
         for i, (key, tiers) in enumerate(self.unnamed.items(), 1):  # no other fact comes, so no name does
             if tiers & ~bit:
@@ -170,33 +204,82 @@ class Ledger:
             if not i % self.step:
                 yield
         if reason is Reason.CLEAR:
-            self._cleared.update(sink for sink in self._takes_clear if not self._tables[sink][left])
-
-    def _lose(self, entry: Entry, bit: int, reason: Reason) -> None:
-        if entry.truth & bit:
-            entry.truth &= ~bit
-            entry.reasons[LAST] = entry.reasons[bit] = reason
-            self._look(entry)
+            self.cleared.update(sink for sink in self._takes_clear if not self._tables[sink][left])
 
     # -- the difference
 
-    def due(self, entry: Entry, sink: int) -> int:
-        """What the sink should believe of a block by now, as a set of tiers."""
-        view, tiers = self.views[sink], self._tables[sink][entry.truth]
-        if view.by_tokens and not entry.by_tokens:
-            return 0
-        return tiers if entry.finished or not view.at_finish else tiers & entry.states[sink]
-
-    def _look(self, entry: Entry) -> None:
-        """An entry changed: see for which sinks it differs now."""
-        for sink, dirty in enumerate(self.dirty):
-            if self.due(entry, sink) != entry.states[sink]:
+    def _look(self, entry: Entry) -> bool:
+        """An entry changed: see what is due of it now, and for which sinks that differs from their views. Whether the blocks below depend on what has
+        changed: then `_spread` must follow before the next entry."""
+        above, truth, dues, states, spread = entry.parent, entry.truth, entry.dues, entry.states, False
+        for sink, (closed, conditional, dirty) in enumerate(self._sinks):
+            due = closed[(ABOVE_ALL if above is None else above.dues[sink]) << SHIFT | truth]
+            if due and conditional and not self.counts(entry, sink):
+                due = 0
+            if due != (before := dues[sink]):
+                dues[sink] = due
+                spread = spread or not due or not before or bool((due ^ before) & DEVICE)
+            if due != states[sink]:
                 if entry not in dirty:
                     self.clock += 1
                     dirty[entry] = self.clock
             elif entry in dirty:
                 del dirty[entry]
                 self.coalesced[sink] += not entry.held
+        if not truth and entry.idle():
+            self._remember(entry)
+        return spread
+
+    def due(self, entry: Entry, sink: int) -> int:
+        """The set of tiers on which a block is to be announced, from that of the block above."""
+        above = ABOVE_ALL if entry.parent is None else entry.parent.dues[sink]
+        return self._sinks[sink][0][above << SHIFT | entry.truth] if self.counts(entry, sink) else 0
+
+    def counts(self, entry: Entry, sink: int) -> bool:
+        """Whether a sink gets a block at all."""
+        view = self.views[sink]
+        return (entry.finished or not view.at_finish) and (entry.by_tokens or not view.by_tokens)
+
+    def _spread(self, top: Entry, looked: int) -> Steps[int]:
+        """What is due of a block changed: see what is due of the blocks below it, down to those for which nothing changes. looked: blocks
+        looked at in this step so far; the result is the same at the end."""
+        self.spreading += 1
+        node: Entry | None = top.child
+        while node is not None:
+            below = self._look(node)
+            if below:
+                node.reasons[LAST] = top.reasons[LAST]
+                for bit in BITS[node.truth]:
+                    node.reasons[bit] = top.reasons[LAST]
+            looked += 1
+            if looked >= self.step:
+                looked = 0
+                top.held += 1  # it must not be forgotten before the fact has gone on from here
+                node.held += 1
+                yield from self.trim()
+                yield
+                self.let_go(node)
+                self.let_go(top)
+                self.version += 1
+            if below and node.child is not None:
+                node = node.child
+                continue
+            while node is not None and node is not top and node.right is None:
+                node = node.parent
+            node = None if node is None or node is top else node.right
+        self.spreading -= 1
+        return looked
+
+    def compare(self, entry: Entry, sink: int) -> None:
+        """A sink's view of an entry changed: see whether it differs now from what is due."""
+        dirty = self.dirty[sink]
+        if entry.dues[sink] != entry.states[sink]:
+            if entry not in dirty:
+                self.clock += 1
+                dirty[entry] = self.clock
+        elif entry in dirty:
+            del dirty[entry]
+            self.coalesced[sink] += not entry.held
         if not entry.truth and entry.idle():
             self._remember(entry)
 
@@ -205,13 +288,13 @@ class Ledger:
         self.limbo.pop(entry, None)
         self.limbo[entry] = None
 
-    def _let_go(self, entry: Entry) -> None:
+    def let_go(self, entry: Entry) -> None:
         """One reference to an entry less, from outside of the tree."""
         entry.held -= 1
         if not entry.truth and entry.idle():
             self._remember(entry)
 
-    def _trim(self) -> Iterator[None]:
+    def trim(self) -> Iterator[None]:
         """Forget the oldest idle entries beyond the bound. Runs at the end of a step only: within a step every entry that is idle by then
         has been remembered, so no entry that the step still refers to is forgotten."""
         if len(self.limbo) <= self.limbo_bound:
@@ -226,9 +309,9 @@ class Ledger:
             while entry is not None and not entry.children and entry.idle() and entry not in self.limbo:
                 del self.entries[entry.key]
                 self.order.remove(entry)
+                entry.unlink()
                 entry = entry.parent
                 if entry is not None:
-                    entry.children -= 1
                     done += 1
                     if not done % self.step:
                         entry.held += 1
@@ -250,110 +333,32 @@ class Ledger:
         return finish(self.taking(sink, limit, epoch))
 
     def taking(self, sink: int, limit: int, epoch: int) -> Steps[Batch]:
-        """The next differences of a sink, about `limit` blocks, in the order of `runs.ordered`; they are in delivery until `delivered` or
-        `refused`. No fact may come between the steps."""
-        if sink in self._cleared:
-            self._cleared.discard(sink)
-            if self.dirty[sink]:
-                return Batch([clear_task(self.views[sink].tiers, epoch)], [], self.order.last_number)
-        losses: dict[int, list[Entry]] = {}
-        gains: dict[int, list[Entry]] = {}
-        picked = yield from pick(self.dirty[sink], limit, self.step)
-        for i, entry in enumerate(picked, 1):
-            due, state = self.due(entry, sink), entry.states[sink]
-            for bit in BITS[((due ^ state) | state >> UNSURE) & ALL_TIERS.value]:
-                (gains if due & bit else losses).setdefault(bit, []).append(entry)
-            if not i % self.step:
-                yield
-        by_name = sink in self._by_name
-        paths = None if by_name else limit
-        runs = yield from runs_of(losses, gains, node=self.views[sink].node, paths=paths, step=self.step)
-        tasks = []
-        for run in runs:
-            tasks.append((yield from as_task(run, epoch, by_name=by_name, step=self.step)))
-            for i, entry in enumerate(run.entries, 1):
-                entry.held += 1
-                if not i % self.step:
-                    yield
-        return Batch(tasks, runs)
+        """See `batches.taking`."""
+        return batches.taking(self, sink, limit, epoch)
 
     def delivered(self, sink: int, batch: Batch) -> None:
         """All steps of `delivering`."""
         finish(self.delivering(sink, batch))
 
     def delivering(self, sink: int, batch: Batch) -> Steps[None]:
-        """The sink took these: they are its view now, whatever has become true since. Of a clear: what has come back since differs."""
-        self.version += 1
-        self.settling += 1
-        sent: dict[Entry, int] = {}
-        looked = 0
-        for entries, bit, resident, _ in batch.runs:
-            settled, view = ~(bit | bit << UNSURE), bit if resident else 0
-            for entry in entries:
-                entry.states[sink] = entry.states[sink] & settled | view
-                sent[entry] = sent.get(entry, 0) | bit | bit << UNSURE
-                looked += 1
-                if not looked % self.step:
-                    yield
-        for i, (entry, bits) in enumerate(sent.items(), 1):
-            if not (self.due(entry, sink) ^ entry.states[sink]) & ~bits:
-                self.dirty[sink].pop(entry, None)  # if it differs again in what was sent, that began later
-            if not i % self.step:
-                yield
-        for i, entry in enumerate(self.order.up_to(batch.cleared), 1):
-            if entry.states[sink]:
-                entry.states[sink] = 0
-                self.dirty[sink].pop(entry, None)
-                self._look(entry)
-            if not i % self.step:
-                self.version += 1
-                yield from self._trim()
-                yield
-        yield from self._end(batch)
+        """See `batches.delivering`."""
+        return batches.delivering(self, sink, batch)
 
     def refused(self, sink: int, batch: Batch) -> None:
         """All steps of `refusing`."""
         finish(self.refusing(sink, batch))
 
     def refusing(self, sink: int, batch: Batch) -> Steps[None]:
-        """No answer, or a bad one. The sink may have taken any of these all the same: they are sent again, whatever is true then."""
-        self.version += 1
-        self.settling += 1
-        if batch.cleared:
-            self._cleared.add(sink)
-        for i, entry in enumerate(self.order.up_to(batch.cleared), 1):
-            if entry.states[sink]:
-                entry.states[sink] |= (entry.states[sink] & ALL_TIERS.value) << UNSURE
-                self._look(entry)
-            if not i % self.step:
-                yield
-        looked = 0
-        for run in batch.runs:
-            for entry in run.entries:
-                entry.states[sink] |= run.bit << UNSURE
-                looked += 1
-                if not looked % self.step:
-                    yield
-        yield from self._end(batch)
+        """See `batches.refusing`."""
+        return batches.refusing(self, sink, batch)
 
-    def _end(self, batch: Batch) -> Iterator[None]:
-        looked = 0
-        for run in batch.runs:
-            for entry in run.entries:
-                self._look(entry)
-                looked += 1
-                if not looked % self.step:
-                    yield
-        for run in batch.runs:
-            for entry in reversed(run.entries):  # the deepest first: they are to be forgotten first
-                self._let_go(entry)
-                looked += 1
-                if not looked % self.step:
-                    self.version += 1
-                    yield
-        self.version += 1
-        self.settling -= 1
-        yield from self._trim()
+    def forget(self, sink: int) -> Iterator[None]:
+        """See `batches.forget`."""
+        return batches.forget(self, sink)
+
+    def repeat(self, sink: int) -> Iterator[None]:
+        """See `batches.repeat`."""
+        return batches.repeat(self, sink)
 
     # -- for inspection
 

@@ -1,8 +1,8 @@
-"""Blocks of the ledger's tree, and how differences along a path become one run, which becomes one task."""
+"""Blocks of the ledger's tree, runs of them that change alike, and how a run becomes a task."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from operator import attrgetter
 from typing import NamedTuple, TypeVar
 
@@ -15,11 +15,8 @@ T = TypeVar("T")
 Steps = Generator[None, None, T]
 """Work in steps, between which others may run, and its result."""
 
-LONGEST = 32_768
-"""Blocks in one task at most: a longer run is sent in parts."""
-
-PATHS = 4
-"""A batch of n blocks may carry paths of PATHS x n blocks in all: many short runs deep in the tree are told in several batches."""
+UNSURE = 3
+"""Bits by which `Entry.states` holds the tiers that a sink's view may have or not."""
 
 BITS = tuple([int(tier) for tier in Tier if tier & tiers] for tiers in range(ALL_TIERS + 1))
 """By set of tiers: its members as numbers (plain ints: arithmetic on flags is slow)."""
@@ -40,26 +37,30 @@ def finish(steps: Steps[T] | Iterator[None]) -> T:
 class Entry:
     """One block.
 
-    truth: set of tiers that hold it. states: per sink what it believes, a set of tiers, and above it (shifted by UNSURE) the tiers on
-    which its answer got lost, so that it may believe either. held: deliveries under way that are about it. finished: covered by
-    the path of a finished request. reasons: of the last change, by LAST or by tier. by_tokens: tokens alone identify it, in the scope that
-    the cache was opened with.
+    truth: set of tiers that hold it. dues: per sink the set of tiers on which it is to be announced, see `Ledger`. states: per sink its view, a
+    set of tiers, and above it (shifted by UNSURE) the tiers on which its answer got lost, so that its view may have them or not. held: deliveries
+    in flight that are about it. finished: covered by the path of a finished request. reasons: of the last change, by LAST or by tier. by_tokens:
+    tokens alone identify it, in the scope that the cache was opened with. child, left, right: the children of a block are a linked list.
     """
 
     __slots__ = (
         "after",
         "before",
         "by_tokens",
+        "child",
         "children",
         "depth",
+        "dues",
         "finished",
         "held",
         "key",
+        "left",
         "number",
         "origin",
         "parent",
         "parent_key",
         "reasons",
+        "right",
         "states",
         "tokens",
         "truth",
@@ -74,6 +75,10 @@ class Entry:
         self.depth: int = parent.depth + 1 if parent is not None else 1
         self.children = self.truth = self.held = 0
         self.states = [0] * sinks
+        self.dues = [0] * sinks
+        self.child: Entry | None = None
+        self.left: Entry | None = None
+        self.right: Entry | None = None
         self.number = 0  # see `Order`
         self.before: Entry | None = None
         self.after: Entry | None = None
@@ -81,8 +86,31 @@ class Entry:
         self.reasons = [Reason.COMMIT] * (1 + max(Tier))
 
     def idle(self) -> bool:
-        """Whether nothing speaks of it, no tier, no sink and no delivery, except perhaps blocks below it."""
+        """Whether it is nowhere and in no sink's view and in no delivery; there may be blocks below it."""
         return not (self.truth or self.held or any(self.states))
+
+    def link(self) -> None:
+        """Add it to the children of its parent."""
+        above = self.parent
+        if above is not None:
+            above.children += 1
+            self.right = above.child
+            if above.child is not None:
+                above.child.left = self
+            above.child = self
+
+    def unlink(self) -> None:
+        """Remove it from the children of its parent. It keeps its `right`: a scan that stands at it continues there."""
+        above, left, right = self.parent, self.left, self.right
+        if above is not None:
+            above.children -= 1
+            if left is not None:
+                left.right = right
+            else:
+                above.child = right
+            if right is not None:
+                right.left = left
+            self.left = None
 
 
 KEY: Callable[[Entry], bytes] = attrgetter("key")
@@ -129,82 +157,6 @@ class Holding(NamedTuple):
 
     def __repr__(self) -> str:
         return discreet(self)
-
-
-def pick(dirty: Mapping[Entry, int], limit: int, step: int) -> Steps[dict[Entry, None]]:
-    """About `limit` of the entries that differ: each with those above it that differ as well, and never the first part of a run only, since
-    every part would carry the path from the root again."""
-    picked: dict[Entry, None] = {}
-    last: Entry | None = None
-    looked = 0
-    for entry in dirty:
-        if len(picked) >= limit and entry.parent is not last:
-            break
-        chain, above = [entry], entry.parent
-        while above is not None and above in dirty and above not in picked:
-            chain.append(above)
-            above = above.parent
-            looked += 1
-            if not looked % step:
-                yield
-        while chain:
-            picked[chain.pop()] = None
-            looked += 1
-            if not looked % step:
-                yield
-        last = entry
-    return picked
-
-
-def join(entries: Collection[Entry], bit: int, *, resident: bool, reason_index: int, step: int) -> Steps[list[Run]]:
-    """Runs of entries, each as long as the parent chain goes on within them with one reason; a branch point splits, and so does LONGEST.
-    Linear; yields after each `step` blocks."""
-    looked = 0
-    members: set[Entry] = set()
-    heir: dict[Entry, Entry | None] = {}  # of each member its only child among the members; None if there are several
-    for entry in entries:
-        members.add(entry)
-        looked += 1
-        if not looked % step:
-            yield
-    for entry in entries:
-        if entry.parent in members:
-            heir[entry.parent] = None if entry.parent in heir else entry
-        looked += 1
-        if not looked % step:
-            yield
-    runs: list[Run] = []
-    for entry in entries:
-        looked += 1
-        if not looked % step:
-            yield
-        reason, parent = entry.reasons[reason_index], entry.parent
-        if parent in members and heir[parent] is entry and parent.reasons[reason_index] is reason:
-            continue  # its parent's run has it
-        run, below = [entry], heir.get(entry)
-        while below is not None and below.reasons[reason_index] is reason:
-            if len(run) == LONGEST:
-                runs.append(Run(run, bit, resident, reason))
-                run = []
-            run.append(below)
-            below = heir.get(below)
-            looked += 1
-            if not looked % step:
-                yield
-        runs.append(Run(run, bit, resident, reason))
-    return runs
-
-
-def runs_of(
-    losses: Mapping[int, Collection[Entry]], gains: Mapping[int, Collection[Entry]], *, node: bool, paths: int | None, step: int
-) -> Steps[list[Run]]:
-    """Changes by tier as runs, in the order in which they are sent. node: a sink that takes all tiers as one. paths: of a sink that needs
-    paths, the blocks of a batch: the first runs only, whose paths are not much longer."""
-    runs: list[Run] = []
-    for changes, resident in ((losses, False), (gains, True)):
-        for bit, some in changes.items():
-            runs += yield from join(some, bit, resident=resident, reason_index=LAST if node else bit, step=step)
-    return ordered(runs) if paths is None else list(within(ordered(runs), PATHS * paths))
 
 
 def as_task(run: Run, epoch: int, *, by_name: bool, step: int) -> Steps[FlushTask]:
@@ -262,17 +214,3 @@ def path_steps(entry: Entry, step: int) -> Steps[bytes]:
             yield
     path.reverse()
     return (yield from gathered(path, TOKENS, step))
-
-
-def ordered(runs: Iterable[Run]) -> list[Run]:
-    """Losses first, the deepest first; then gains, the shallowest first, so that parents come before children."""
-    return sorted(runs, key=lambda run: (run.resident, run.entries[0].depth if run.resident else -run.entries[-1].depth))
-
-
-def within(runs: list[Run], blocks: int) -> Iterator[Run]:
-    """The first runs (one at least) whose paths have `blocks` blocks in all."""
-    for i, run in enumerate(runs):
-        blocks -= run.entries[-1].depth
-        if i and blocks < 0:
-            return
-        yield run

@@ -40,6 +40,11 @@ class FaultySink(Sink):
         return getattr(self.inner, "view", None)
 
     @property
+    def live_view(self) -> Any:
+        """The inner sink's, if it has one."""
+        return getattr(self.inner, "live_view", None)
+
+    @property
     def taken(self) -> int:
         """The inner sink's; nothing of an answer that is lost."""
         return 0 if self.misdeed else self.inner.taken

@@ -16,19 +16,26 @@ from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.flush_notifier.view import SinkView
 from kvactors.identity import block_hash
 from kvactors.sink_config import MemorySinkConfig
-from kvactors.units import KEY_BYTES, Reason, Tier, join_keys, key_at, split_keys
+from kvactors.units import ALL_TIERS, KEY_BYTES, Reason, Tier, join_keys, key_at, split_keys
 
 BLOCK = 2
 ROOT = bytes(32)
+SALTED = 77
+"""A path that begins with this branch hangs on another root."""
 BOTH = int(Tier.DEVICE | Tier.HOST)
 PER_TIER = SinkView(BOTH, node=False, at_finish=False)
 NODE = SinkView(BOTH, node=True, at_finish=False)
 AT_FINISH = SinkView(BOTH, node=False, at_finish=True)
+EVERYTHING = SinkView(int(ALL_TIERS), node=False, at_finish=False)
+
+
+def root_of(*branch: int) -> bytes:
+    return bytes([SALTED]) * 32 if branch[:1] == (SALTED,) else ROOT
 
 
 def path(*branch: int) -> tuple[bytes, bytes]:
     """Tokens and names of the path that takes these branches, one block each."""
-    tokens, keys, key = [], [], ROOT
+    tokens, keys, key = [], [], root_of(*branch)
     for step in branch:
         tokens.append(np.array([step, step], "<u4").tobytes())
         key = block_hash(key, tokens[-1])
@@ -42,9 +49,9 @@ def names(*branch: int) -> list[bytes]:
 
 def announced(*branch: int, start=0, count=None, tier=Tier.DEVICE, reason=Reason.COMMIT) -> Announced:
     tokens, keys = path(*branch)
-    count = len(branch) - start if count is None else count
-    parent = key_at(keys, start - 1) if start else ROOT
-    return Announced(ROOT, tokens[4 * BLOCK * start :], keys[KEY_BYTES * start :], start, count, tier, reason, parent)
+    count, root = len(branch) - start if count is None else count, root_of(*branch)
+    parent = key_at(keys, start - 1) if start else root
+    return Announced(root, tokens[4 * BLOCK * start :], keys[KEY_BYTES * start :], start, count, tier, reason, parent)
 
 
 def finished(*branch: int) -> Announced:
@@ -52,7 +59,7 @@ def finished(*branch: int) -> Announced:
 
 
 def ledger(*views, limbo=100, takes_clear=()) -> Ledger:
-    return Ledger(BLOCK, list(views) or [PER_TIER], limbo, takes_clear)
+    return Ledger(BLOCK, list(views) or [PER_TIER], limbo, takes_clear, token_root=ROOT)
 
 
 def do(steps) -> None:

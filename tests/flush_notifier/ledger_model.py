@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from flush_kit import AT_FINISH, BLOCK, BOTH, NODE, PER_TIER, announced, finished, names, path
+from flush_kit import AT_FINISH, BLOCK, BOTH, EVERYTHING, NODE, PER_TIER, ROOT, SALTED, announced, finished, names, path
 
 from kvactors.flush_notifier.ledger import Ledger
 from kvactors.flush_notifier.runs import Batch
@@ -23,9 +23,10 @@ from kvactors.flush_notifier.view import SinkView
 from kvactors.units import ALL_TIERS, Reason, Residency, Tier, join_keys, split_keys
 
 WIDTH, DEPTH = 3, 5
-EVERYTHING = SinkView(int(ALL_TIERS), node=False, at_finish=False)
 NODE_AT_FINISH = SinkView(BOTH, node=True, at_finish=True)
-VIEWS = (PER_TIER, NODE, AT_FINISH, EVERYTHING, NODE_AT_FINISH)
+HOST_ALONE = SinkView(int(Tier.HOST), node=False, at_finish=False)
+BY_TOKENS = SinkView(BOTH, node=True, at_finish=False, by_tokens=True)
+VIEWS = (PER_TIER, NODE, AT_FINISH, EVERYTHING, NODE_AT_FINISH, HOST_ALONE, BY_TOKENS)
 EPOCH = 7
 
 
@@ -37,6 +38,11 @@ class Settings(NamedTuple):
     step: int = 256
     takes_clear: tuple[int, ...] = (0,)
     by_name: tuple[int, ...] = ()
+
+
+def rooted(branch: tuple[int, ...]) -> tuple[int, ...]:
+    """The same branch, and on another root if it takes the last turn first."""
+    return (SALTED, *branch[1:]) if branch[0] == WIDTH - 1 else branch
 
 
 def drawn(rng: random.Random) -> Settings:
@@ -61,15 +67,26 @@ class Model:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.book = Ledger(BLOCK, list(settings.views), settings.limbo, settings.takes_clear, settings.by_name, settings.step)
+        self.book = Ledger(
+            BLOCK,
+            list(settings.views),
+            settings.limbo,
+            settings.takes_clear,
+            settings.by_name,
+            settings.step,
+            ROOT,
+        )
         self.sinks = range(len(settings.views))
         self.truth: dict[bytes, int] = {}
         self.tokens: dict[bytes, bytes] = {}  # of every path that was ever announced
+        self.parents: dict[bytes, bytes | None] = {}  # the same, None above the first block of a path
+        self.plain: set[bytes] = set()  # of the scope that sinks addressed by tokens take
         self.known: set[bytes] = set()
         self.finished: set[bytes] = set()
         self.mirrors: list[dict[bytes, int]] = [{} for _ in self.sinks]
         self.flying: list[Batch | None] = [None for _ in self.sinks]
         self.ending: dict[int, Iterator[None]] = {}
+        self.repeating: dict[int, Iterator[None]] = {}
         self.fact: Fact | None = None
         self.before: dict[bytes, int] = {}  # what was true before the fact that ends now
         self.suspects: dict[bytes, int] = {}  # forgotten while a fact was about them, and what was true before that fact
@@ -119,7 +136,10 @@ class Model:
             self.complete()
 
     def _learn(self, branch: tuple[int, ...]) -> None:
-        self.tokens.update({key: path(*branch[: i + 1])[0] for i, key in enumerate(names(*branch))})
+        keys = names(*branch)
+        self.tokens.update({key: path(*branch[: i + 1])[0] for i, key in enumerate(keys)})
+        self.parents.update(zip(keys, [None, *keys], strict=False))
+        self.plain.update(keys if branch[0] != SALTED else ())
 
     def _hold(self, keys: list[bytes], tier: Tier) -> None:
         self.truth.update({key: self.truth.get(key, 0) | tier for key in keys})
@@ -145,6 +165,9 @@ class Model:
             if next(steps, self) is self:
                 del self.ending[sink]
             self._notice_forgotten()
+        for sink, steps in list(self.repeating.items()):
+            if next(steps, self) is self:
+                del self.repeating[sink]
 
     def complete(self) -> None:
         while self.fact is not None or self.ending:
@@ -174,19 +197,29 @@ class Model:
 
     # -- deliveries
 
+    def repeat(self, sink: int) -> None:
+        """All of a sink's view is sent again. Anything may happen between the steps."""
+        self.repeating.setdefault(sink, self.book.repeat(sink))
+
+    def lose_index(self, sink: int) -> None:
+        """A sink's index is emptied while no delivery to it is in flight."""
+        self.complete()
+        if self.flying[sink] is None:
+            self.mirrors[sink].clear()
+            self._begin(self.book.forget(sink), [], lambda: None)
+
     def take(self, sink: int, limit: int) -> None:
         self.complete()
         if self.flying[sink] is None:
             batch = self.flying[sink] = self.book.take(sink, limit, EPOCH)
             assert bool(batch.tasks) == bool(self.book.pending(sink))
 
-    def end(self, sink: int, *, answered: bool, arrived: bool) -> None:
-        """A call is over. answered: the sink said so. arrived: it took the tasks, whether or not it said so."""
+    def end(self, sink: int, *, answered: bool, arrived: int) -> None:
+        """A call is over. answered: the sink said so. arrived: how many tasks it took, whether or not it said so."""
         batch = self.flying[sink]
         if batch is None or sink in self.ending:
             return
-        if answered or arrived:
-            self._arrive(sink, batch)
+        self._arrive(sink, batch if answered else batch.split(arrived)[0])
         self.flying[sink] = None
         self.ending[sink] = self.book.delivering(sink, batch) if answered else self.book.refusing(sink, batch)
         self.go_on()
@@ -202,7 +235,8 @@ class Model:
         self.go_on()
 
     def _arrive(self, sink: int, batch: Batch) -> None:
-        mirror, gained, by_name = self.mirrors[sink], False, sink in self.settings.by_name
+        """The tasks, block by block as a reader of events takes them: after each of them its view is a tree."""
+        mirror, by_name = self.mirrors[sink], sink in self.settings.by_name
         for task in batch.tasks:
             keys, bit, resident = split_keys(task.keys), int(task.tier), task.residency is Residency.RESIDENT
             if not task.count:
@@ -213,12 +247,24 @@ class Model:
             assert task.epoch == EPOCH
             assert len(keys) == task.count >= 1
             self._compare_tokens(task, keys, own=by_name)
-            if resident:
-                gained = True
-                mirror.update({key: mirror.get(key, 0) | bit for key in keys})
-            else:
-                assert not gained, "losses come first"
-                mirror.update({key: mirror.get(key, 0) & ~bit for key in keys})
+            for key in keys if resident else reversed(keys):
+                if resident:
+                    self._gains(mirror, key, bit)
+                else:
+                    self._loses(mirror, key, bit)
+
+    def _gains(self, mirror: dict[bytes, int], key: bytes, bit: int) -> None:
+        above = self.parents[key]
+        if above is not None:
+            assert mirror.get(above, 0), "a block is announced, and the block above it is nowhere"
+            assert bit != Tier.DEVICE or mirror[above] & bit, "announced on the device, and the block above it is not there"
+        mirror[key] = mirror.get(key, 0) | bit
+
+    def _loses(self, mirror: dict[bytes, int], key: bytes, bit: int) -> None:
+        mirror[key] = left = mirror.get(key, 0) & ~bit
+        below = [mirror.get(one, 0) for one, above in self.parents.items() if above == key]
+        assert left or not any(below), "a block goes, and a block below it stays"
+        assert bit != Tier.DEVICE or not any(tiers & bit for tiers in below), "it leaves the device, a block below it stays"
 
     def _compare_tokens(self, task: Any, keys: list[bytes], *, own: bool) -> None:
         path_of_last = self.tokens[keys[-1]]
@@ -237,9 +283,14 @@ class Model:
     # -- comparison
 
     def expected(self, sink: int, key: bytes) -> int:
-        view = self.settings.views[sink]
-        mask = self.truth.get(key, 0) & view.tiers if key in self.known else 0
-        return int(Tier.DEVICE) * bool(mask) if view.node else mask
+        """What is announceable of a block: the closed truth."""
+        view, parent = self.settings.views[sink], self.parents.get(key)
+        if key not in self.known or (view.at_finish and key not in self.finished) or (view.by_tokens and key not in self.plain):
+            return 0
+        mask = self.truth.get(key, 0) & view.tiers
+        mask = int(Tier.DEVICE) * bool(mask) if view.node else mask
+        above = int(ALL_TIERS) if parent is None else self.expected(sink, parent)
+        return 0 if not above else mask if above & Tier.DEVICE else mask & ~int(Tier.DEVICE)
 
     def compare(self) -> None:
         """The ledger is consistent, and each mirror says what is true of every block that is neither pending nor in flight."""
@@ -256,22 +307,22 @@ class Model:
             pending = {entry.key for entry in self.book.dirty[sink]} | in_flight
             for key in (self.known | mirror.keys()) - pending:
                 expected = self.expected(sink, key)
-                if self.settings.views[sink].at_finish and key not in self.finished:
-                    expected &= mirror.get(key, 0)
                 assert mirror.get(key, 0) == expected, "a mirror differs, and nothing is pending"
 
     def settle(self) -> None:
         """End what is in flight and deliver everything that is pending; then every mirror is right."""
         for sink in self.sinks:
-            self.end(sink, answered=True, arrived=True)
+            self.end(sink, answered=True, arrived=0)
         self.complete()
+        while self.repeating:
+            self.go_on()
         for sink in self.sinks:
             for round_ in itertools.count():
                 if not self.book.pending(sink):
                     break
                 assert round_ < 10_000, "it does not settle"
                 self.take(sink, 4)
-                self.end(sink, answered=True, arrived=True)
+                self.end(sink, answered=True, arrived=0)
                 self.complete()
         self.compare()
         assert not any(self.book.dirty)
@@ -281,7 +332,7 @@ class Model:
 
 def act(model: Model, rng: random.Random) -> None:
     """One action at random."""
-    branch = tuple(rng.randrange(WIDTH) for _ in range(rng.randint(1, DEPTH)))
+    branch = rooted(tuple(rng.randrange(WIDTH) for _ in range(rng.randint(1, DEPTH))))
     tier, sink = rng.choice(list(Tier)), rng.choice(model.sinks)
     kind = rng.random()
     if (model.fact is not None or model.ending) and rng.random() < 0.8:  # more often than not, deliveries end between steps
@@ -299,10 +350,14 @@ def act(model: Model, rng: random.Random) -> None:
         model.clear(tier)
     elif kind < 0.505:
         model.clear_everything()
+    elif kind < 0.51:
+        model.repeat(sink)
+    elif kind < 0.515:
+        model.lose_index(sink)
     elif kind < 0.70:
         model.take(sink, rng.randint(1, 8))
     elif kind < 0.88:
-        model.end(sink, answered=rng.random() < 0.7, arrived=rng.random() < 0.5)
+        model.end(sink, answered=rng.random() < 0.7, arrived=rng.choice((0, 0, 1, 2, 3, 100)))
     elif kind < 0.92:
         model.end_in_the_middle(sink, rng.randint(0, 4))
     elif kind < 0.998:

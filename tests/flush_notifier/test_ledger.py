@@ -6,7 +6,7 @@ import pytest
 from flush_kit import AT_FINISH, NODE, PER_TIER, ROOT, announced, answer, do, finished, ledger, names, path, settle
 
 from kvactors.flush_notifier.messages import Announced
-from kvactors.flush_notifier.runs import PATHS
+from kvactors.flush_notifier.selection import PATHS
 from kvactors.units import Reason, Residency, Tier, join_keys
 
 RESIDENT, GONE = Residency.RESIDENT, Residency.GONE
@@ -46,7 +46,7 @@ def test_losses_are_due_at_once_and_a_gain_on_another_tier_once_finished():
     settle(book)
     do(book.gain(path(1)[1], Tier.HOST, Reason.OFFLOAD))
     do(book.lose(path(1)[1], Tier.DEVICE, Reason.DEVICE_EVICTION))
-    assert shape(settle(book)) == [(GONE, Tier.DEVICE, 0, 1), (RESIDENT, Tier.HOST, 0, 1)]
+    assert shape(settle(book)) == [(RESIDENT, Tier.HOST, 0, 1), (GONE, Tier.DEVICE, 0, 1)]
 
 
 def test_eviction_gives_one_task_a_run_with_the_complete_path_and_depth_minus_one():
@@ -99,8 +99,8 @@ def test_runs_split_where_the_reason_changes_and_each_tier_keeps_its_own():
     do(book.lose(names(1, 2, 3)[2], Tier.DEVICE, Reason.DEVICE_EVICTION))
     do(book.lose(names(1, 2, 3)[1], Tier.DEVICE, Reason.CORRUPT))
     tasks = settle(book)
-    assert shape(tasks) == [(GONE, Tier.DEVICE, 2, 1), (GONE, Tier.DEVICE, 1, 1), (RESIDENT, Tier.HOST, 1, 2)]
-    assert [task.reason for task in tasks] == [Reason.DEVICE_EVICTION, Reason.CORRUPT, Reason.OFFLOAD]
+    assert shape(tasks) == [(RESIDENT, Tier.HOST, 1, 2), (GONE, Tier.DEVICE, 2, 1), (GONE, Tier.DEVICE, 1, 1)]
+    assert [task.reason for task in tasks] == [Reason.OFFLOAD, Reason.DEVICE_EVICTION, Reason.CORRUPT]
 
 
 @pytest.mark.parametrize("n", [500, 1000, 2000, 4000])
@@ -177,9 +177,10 @@ def test_a_batch_is_bounded_and_takes_gains_above_along():
     do(book.announce(announced(1, count=0)))
     do(book.announce(announced(1, 2, 3, start=1)))
     do(book.announce(announced(7, 8)))
-    do(book.gain(names(1)[0], Tier.DEVICE, Reason.COMMIT))  # the youngest difference, above the others
-    (task,) = book.take(0, 2, 1).tasks
-    assert (task.start_block_idx, task.count) == (0, 3)
+    assert shape(book.take(0, 2, 1).tasks) == [(RESIDENT, Tier.DEVICE, 0, 2)], "the others wait for the block above them"
+    settle(book)
+    do(book.gain(names(1)[0], Tier.DEVICE, Reason.COMMIT))
+    assert shape(book.take(0, 2, 1).tasks) == [(RESIDENT, Tier.DEVICE, 0, 3)]
 
 
 def test_blocks_below_a_path_that_was_not_sent_get_their_entries_when_it_is():
@@ -307,9 +308,9 @@ def test_a_full_clear_is_one_task_without_a_path():
     settle(book, 0)
     settle(book, 1)
     do(book.clear(Tier.DEVICE, Reason.CLEAR))
-    assert not book._cleared, "the host holds some"
+    assert not book.cleared, "the host holds some"
     do(book.clear(Tier.HOST, Reason.CLEAR))
-    assert [task.count for task in settle(book, 0)] == [3, 2], "run by run"
+    assert [task.count for task in settle(book, 0)] == [1, 2, 2], "run by run"
     assert [(task.count, task.tokens, task.residency, task.reason) for task in settle(book, 1)] == [
         (0, b"", Residency.GONE, Reason.CLEAR)
     ]

@@ -7,11 +7,11 @@ from flush_kit import PER_TIER, announced, do, ledger, names, path, settle
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from ledger_model import DEPTH, VIEWS, WIDTH, Model, Settings, walk
+from ledger_model import DEPTH, VIEWS, WIDTH, Model, Settings, rooted, walk
 
 from kvactors.units import Reason, Tier, join_keys
 
-branches = st.lists(st.integers(0, WIDTH - 1), min_size=1, max_size=DEPTH).map(tuple)
+branches = st.lists(st.integers(0, WIDTH - 1), min_size=1, max_size=DEPTH).map(tuple).map(rooted)
 tiers = st.sampled_from(list(Tier))
 some = st.sets(st.integers(0, 3)).map(sorted).map(tuple)
 
@@ -64,13 +64,21 @@ class LedgerMachine(RuleBasedStateMachine):
     def take(self, number, limit):
         self.model.take(self.sink(number), limit)
 
-    @rule(number=st.integers(0, 3), answered=st.booleans(), arrived=st.booleans())
+    @rule(number=st.integers(0, 3), answered=st.booleans(), arrived=st.integers(0, 5))
     def end(self, number, answered, arrived):
         self.model.end(self.sink(number), answered=answered, arrived=arrived)
 
     @rule(number=st.integers(0, 3), taken=st.integers(0, 4))
     def end_in_the_middle(self, number, taken):
         self.model.end_in_the_middle(self.sink(number), taken)
+
+    @rule(number=st.integers(0, 3))
+    def repeat(self, number):
+        self.model.repeat(self.sink(number))
+
+    @rule(number=st.integers(0, 3))
+    def lose_index(self, number):
+        self.model.lose_index(self.sink(number))
 
     @rule()
     def settle(self):

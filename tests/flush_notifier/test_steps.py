@@ -17,7 +17,8 @@ from kvactors.flush_notifier.checks import divergence_steps
 from kvactors.flush_notifier.ledger import Ledger
 from kvactors.flush_notifier.messages import Announced, CallLate, Delivered, Gone
 from kvactors.flush_notifier.order import Order
-from kvactors.flush_notifier.runs import LONGEST, Entry, finish
+from kvactors.flush_notifier.runs import Entry, finish
+from kvactors.flush_notifier.selection import LONGEST
 from kvactors.units import Reason, Residency, Tier, join_keys
 
 STEP = 32
@@ -145,7 +146,7 @@ def test_divergence_is_counted_in_steps():
     sent(book)
     tiers = {Tier.DEVICE: set(KEYS[:-3]), Tier.HOST: set(KEYS[:5])}
     assert bounded(divergence_steps(book, [0], {}, tiers)) == 8
-    mirror = dict.fromkeys(KEYS, int(Tier.DEVICE))
+    mirror = {Tier.DEVICE: set(KEYS), Tier.HOST: set()}
     assert bounded(divergence_steps(book, [0], {0: mirror}, tiers)) == 8
 
 

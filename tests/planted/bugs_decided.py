@@ -219,7 +219,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "children_told_before_parents",
-        "flush_notifier/runs.py",
+        "flush_notifier/selection.py",
         "run.entries[0].depth if run.resident else",
         "-run.entries[0].depth if run.resident else",
         "a sink hears of a block before it hears of the block's parent",
@@ -235,9 +235,9 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "lost_answer_forgotten",
-        "flush_notifier/ledger.py",
-        "                entry.states[sink] |= run.bit << UNSURE\n",
-        "                entry.states[sink] |= 0\n",
+        "flush_notifier/batches.py",
+        "            entry.states[sink] |= run.bit << UNSURE\n",
+        "            entry.states[sink] |= 0\n",
         "what a sink may have taken although its answer was lost is not taken back",
         ("tests/flush_notifier/test_ledger.py",),
     ),

@@ -7,21 +7,22 @@ from mutation import Mutation
 BUGS: tuple[Mutation, ...] = (
     Mutation(
         "forgets_within_a_step",
-        "flush_notifier/ledger.py",
-        "                self._look(entry)\n"
-        "                looked += 1\n"
-        "                if not looked % self.step:\n"
-        "                    yield\n"
-        "        for run in batch.runs:\n"
-        "            for entry in reversed(run.entries):  # the deepest first: they are to be forgotten first\n"
-        "                self._let_go(entry)\n",
-        "                self._look(entry)\n"
-        "                entry.held -= 1\n"
-        "        for run in batch.runs:\n"
-        "            for entry in reversed(run.entries):\n"
-        "                if entry.idle():\n"
-        "                    self._remember(entry)\n"
-        "                    finish(self._trim())\n",
+        "flush_notifier/batches.py",
+        "            ledger.compare(entry, sink)\n"
+        "            looked += 1\n"
+        "            if not looked % ledger.step:\n"
+        "                yield\n"
+        "    for run in batch.runs:\n"
+        "        for entry in reversed(run.entries):  # the deepest first: they are to be forgotten first\n"
+        "            ledger.let_go(entry)\n",
+        "            ledger.compare(entry, sink)\n"
+        "            entry.held -= 1\n"
+        "    for run in batch.runs:\n"
+        "        for entry in reversed(run.entries):\n"
+        "            if entry.idle():\n"
+        "                ledger._remember(entry)\n"
+        "                for _ in ledger.trim():\n"
+        "                    pass\n",
         "an entry is forgotten while the same step still refers to it: the notifier fails with a KeyError, or a sink stays wrong",
         (
             "tests/flush_notifier/test_ledger_machine.py::test_a_parent_in_the_same_batch_is_not_forgotten_before_it_is_remembered",
@@ -38,7 +39,7 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "held_entry_is_kept_for_good",
         "flush_notifier/ledger.py",
-        "                self._let_go(entry)\n                self.version += 1\n        yield",
+        "                self.let_go(entry)\n                self.version += 1\n        yield",
         "                entry.held -= 1\n                self.version += 1\n        yield",
         "an entry that was held between two steps of a path, and is nowhere, is never forgotten",
         (
@@ -189,9 +190,9 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "refused_clear_in_one_turn",
-        "flush_notifier/ledger.py",
-        "<< UNSURE\n                self._look(entry)\n            if not i % self.step:\n",
-        "<< UNSURE\n                self._look(entry)\n            if not i:\n",
+        "flush_notifier/batches.py",
+        "<< UNSURE\n            ledger.compare(entry, sink)\n        if not i % ledger.step:\n            yield\n    looked = 0\n",
+        "<< UNSURE\n            ledger.compare(entry, sink)\n        if not i:\n            yield\n    looked = 0\n",
         "the loop stands still while a clear that a sink did not take is undone",
         ("tests/flush_notifier/test_steps.py::test_a_path_of_very_many_blocks",),
     ),

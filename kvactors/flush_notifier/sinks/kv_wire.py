@@ -116,12 +116,14 @@ class Dialect(NamedTuple):
         if not task.count:
             yield self.cleared()
             return
+        if task.residency is Residency.GONE:
+            hashes = self.hashes(task.keys)[::-1]  # children before parents
+            for start in range(0, task.count, max_blocks):
+                yield self.removed(hashes[start : start + max_blocks], self.media[task.tier])
+            return
         size = 4 * self.block_size
         for start in range(0, task.count, max_blocks):
             keys = task.keys[KEY_BYTES * start : KEY_BYTES * (start + max_blocks)]
-            if task.residency is Residency.GONE:
-                yield self.removed(self.hashes(keys), self.media[task.tier])
-                continue
             position = task.start_block_idx + start
             parent = task.keys[KEY_BYTES * (start - 1) : KEY_BYTES * start] if start else task.parent
             tokens = task.tokens[size * start : size * start + size * (len(keys) // KEY_BYTES)]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 import anyio
@@ -68,8 +69,13 @@ class MemorySink(Sink):
         self._answer()
 
     def view(self) -> dict[Tier, set[bytes]]:
-        """What this sink believes: names by tier (a copy)."""
+        """Block hashes by tier (a copy)."""
         return {tier: set(keys) for tier, keys in self._mirror.items()}
+
+    @property
+    def live_view(self) -> Mapping[Tier, AbstractSet[bytes]]:
+        """The same without a copy, for a look at single blocks: deliveries change it."""
+        return self._mirror
 
     def _take(self, task: FlushTask) -> None:
         held, keys = self._mirror[task.tier], split_keys(task.keys)
