@@ -62,6 +62,8 @@ class Path:
         """Start the chain from another root; names are computed anew. ValueError once the path holds nodes or device blocks."""
     def set_extra(self, block: int, extra: bytes) -> None:
         """Extra identity of one block (already encoded). ValueError once that block has been named or held."""
+    def extra_keys(self, start: int, stop: int) -> tuple[tuple[int, bytes], ...]:
+        """(position, extra key) of those of the full blocks [start, stop) that have one, in order."""
     def tokens(self, start: int, stop: int) -> bytes:
         """Tokens of blocks [start, stop), little-endian uint32."""
     def keys(self, start: int, stop: int) -> bytes:
@@ -228,6 +230,8 @@ class TreeWalk:
     """
 
     def __init__(self, tree: BlockTree) -> None: ...
-    def step(self, count: int) -> tuple[bool, list[tuple[bytes, bytes, int, bytes, bytes, bytes]]]:
+    def step(
+        self, count: int
+    ) -> tuple[bool, list[tuple[bytes, bytes, int, bytes, bytes, bytes, tuple[tuple[int, bytes], ...]]]]:
         """Look at `count` more nodes. Returns whether all were looked at, and consecutive blocks of paths: (root hash, hash of the block before
-        them, position of the first, tokens, hashes, state bits)."""
+        them, position of the first, tokens, hashes, state bits, extra keys by position in the path)."""

@@ -16,6 +16,7 @@ from kvactors.actor.clock import now
 from kvactors.arguments import (
     Media,
     check_flag,
+    check_int,
     check_names,
     check_optional_text,
     check_seconds,
@@ -82,6 +83,7 @@ class KVCache:
         extra_keys: Sequence[Media] = (),
         salt: str | None = None,
         lora: str | None = None,
+        lora_id: int | None = None,
         deadline: float | None = None,
         wait: bool = True,
     ) -> Lease:
@@ -98,6 +100,8 @@ class KVCache:
                 `cached_tokens` never ends inside one: an item is cached whole or not at all (unless `cache.split_media` is set).
             salt: requests with different salts never share blocks. None is no salt; the empty string is a salt like any other.
             lora: name of the adapter; requests with different adapters never share blocks. None is the base model, "" an adapter.
+            lora_id: the engine's number of that adapter, sent on KV events for readers that know adapters by number. It identifies
+                nothing: the name does.
             deadline: seconds from now for this call and for the loads that it starts: loads that miss it are recomputed by the caller.
                 None: `cache.deadline` of the settings (30 s).
             wait: whether to wait, within the deadline, for evictions in flight whose blocks must be copied first. False: NoRoom
@@ -111,7 +115,7 @@ class KVCache:
         """
         at = self._deadline(deadline)
         check_text("request_id", request_id)
-        origin = _origin(salt, lora)
+        origin = _origin(salt, lora, lora_id)
         path, media = request_path(self.block_size, self.system.roots.root(origin), tokens, extra_keys)
         lease = next(self._leases)
         message = Acquire(lease, request_id, path, at, check_flag("wait", wait), origin, () if self._split_media else media)
@@ -335,10 +339,15 @@ class KVCache:
         return True
 
 
-def _origin(salt: Any, lora: Any) -> Origin:
-    if salt is None and lora is None:
+def _origin(salt: Any, lora: Any, lora_id: Any = None) -> Origin:
+    if salt is None and lora is None and lora_id is None:
         return PLAIN
-    return Origin(check_optional_text("lora", lora), check_optional_text("salt", salt))
+    origin = Origin(check_optional_text("lora", lora), check_optional_text("salt", salt))
+    if lora_id is None:
+        return origin
+    if lora is None:
+        raise ValueError("lora_id is the number of an adapter: give its name as lora as well")
+    return origin._replace(lora_id=check_int("lora_id", lora_id))
 
 
 def open_cache(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from enum import Enum
 from typing import Any
 
-HIDDEN = frozenset({"salt"})
+HIDDEN = frozenset({"salt", "cache_salt"})
 """Fields of text that are not shown."""
 
 

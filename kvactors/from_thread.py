@@ -100,12 +100,21 @@ class FromThread:
         extra_keys: Sequence[Media] = (),
         salt: str | None = None,
         lora: str | None = None,
+        lora_id: int | None = None,
         deadline: float | None = None,
         wait: bool = True,
     ) -> ThreadLease:
         """See `KVCache.acquire`."""
         acquire = partial(
-            self._cache.acquire, request_id, tokens, extra_keys=extra_keys, salt=salt, lora=lora, deadline=deadline, wait=wait
+            self._cache.acquire,
+            request_id,
+            tokens,
+            extra_keys=extra_keys,
+            salt=salt,
+            lora=lora,
+            lora_id=lora_id,
+            deadline=deadline,
+            wait=wait,
         )
         return ThreadLease(self, self._call(acquire, deadline, Lease.abandon))
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
+from string import Formatter
 from typing import Literal
 
 import msgspec
 
 from kvactors.errors import ConfigError
 from kvactors.zmq_endpoint import LAST_PORT, Endpoint, of_rank
+
+TOPIC_FIELDS = ("model", "host", "dp_rank")
+"""What may stand in braces in a topic."""
 
 TierName = Literal["device", "host", "storage"]
 
@@ -83,8 +88,11 @@ class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
     that is lower than the last one, and wants a replay to begin at the number that it asked for.
     heartbeat: seconds without a batch after which an empty one is published, so that a reader that missed batches or has just joined sees a
     gap (0: none).
-    topic: of the events. dialect: map (vLLM after 0.23, SGLang) or array (older readers). media: names of the tiers, vllm (GPU, CPU,
-    STORAGE) or sglang (GPU, CPU_PINNED, DISK). hashes: int (the last 8 bytes of a block's name, unsigned) or bytes (all 32).
+    topic: of the events. In it and in detail_topic, {model} stands for cache.model, {host} for this machine's name (in Kubernetes the
+    pod's) and {dp_rank} for dp_rank: llm-d wants "kv@{host}@{model}". dialect: map (vLLM after 0.23, SGLang) or array (older readers).
+    arrays_for: the readers that salts and media are written for in arrays (docs/kv_events.md); maps have fields for every reader.
+    media: names of the tiers, vllm (GPU, CPU, STORAGE) or sglang (GPU, CPU_PINNED, DISK). hashes: int (the last 8 bytes of a block's
+    name, unsigned) or bytes (all 32).
     replay: five_frames (with the topic) or four_frames (older readers). replay_window: batches kept for replay, replay_bytes: bytes of
     them at most. high_water_mark: messages queued for a subscriber before it loses some. max_blocks: blocks in one event batch.
     detail_topic: of the second stream (epochs, removal reasons, snapshots; off if empty). detail_endpoint: where that stream is
@@ -100,6 +108,7 @@ class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
     heartbeat: float = 5.0
     topic: str = ""
     dialect: Literal["map", "array"] = "map"
+    arrays_for: Literal["vllm", "dynamo"] = "vllm"
     media: Literal["vllm", "sglang"] = "vllm"
     hashes: Literal["int", "bytes"] = "int"
     dp_rank: int = 0
@@ -121,6 +130,8 @@ class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
         if not 0 <= self.dp_rank <= LAST_PORT:
             raise ConfigError(f"{where}: dp_rank must be at least 0 and at most {LAST_PORT}, not {self.dp_rank}")
         self.endpoints()
+        for name in ("topic", "detail_topic"):
+            _check_topic(where, name, getattr(self, name))
         least = {
             "replay_window": 1,
             "replay_bytes": 1,
@@ -132,13 +143,27 @@ class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
         for name, low in least.items():
             if not low <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"{where}: {name} must be at least {low}, not {getattr(self, name)}")
+        if self.arrays_for != "vllm" and self.dialect != "array":
+            raise ConfigError(f"{where}: arrays_for is for dialect 'array' only: maps carry salts and media for every reader")
         if (self.detail_endpoint or self.snapshot_interval) and not self.detail_topic:
             raise ConfigError(f"{where}: detail_endpoint and snapshot_interval need a detail_topic")
+        self._check_details()
+
+    def _check_details(self) -> None:
+        where = f"flush.sinks {self.label!r}"
         if self.detail_topic and not self.detail_endpoint and self.detail_topic.startswith(self.topic):
             raise ConfigError(
                 f"{where}: a reader of topic {self.topic!r} would get {self.detail_topic!r} as well, and it may not bear that: give the "
                 "details a topic that does not begin like the events', or a detail_endpoint of their own"
             )
+
+    def for_model(self, model: str) -> KvEventsSinkConfig:
+        """The same with topics that name the model, the machine and the rank. ConfigError if they do not go together."""
+        values = {"model": model, "host": socket.gethostname(), "dp_rank": self.dp_rank}
+        topics = {name: getattr(self, name).format(**values) for name in ("topic", "detail_topic")}
+        resolved = msgspec.structs.replace(self, **topics)
+        resolved._check_details()
+        return resolved
 
     def endpoints(self) -> dict[str, Endpoint]:
         """The endpoints of this rank, by setting. ConfigError for one that cannot be, or for two that are the same."""
@@ -156,6 +181,18 @@ class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
                     raise ConfigError(f"flush.sinks {self.label!r}: {name} {text!r} is taken by {other}")
             found[name] = one
         return found
+
+
+def _check_topic(where: str, name: str, topic: str) -> None:
+    """Raise ConfigError for a topic with braces that stand for nothing."""
+    try:
+        parts = list(Formatter().parse(topic))
+    except ValueError as error:
+        raise ConfigError(f"{where}: {name} {topic!r}: {error} (a brace itself is written twice)") from None
+    for _, field, form, conversion in parts:
+        if field is not None and (field not in TOPIC_FIELDS or form or conversion):
+            known = ", ".join(f"{{{known}}}" for known in TOPIC_FIELDS)
+            raise ConfigError(f"{where}: {name} {topic!r}: there are {known}, and no other field")
 
 
 def check_sinks(sinks: Sequence[SinkConfig]) -> None:

@@ -140,6 +140,14 @@ void bind_path(nb::module_& m) {
             const Busy busy(p.busy);
             p.set_extra(size_of(block, "block out of range"), std::string(extra.c_str(), extra.size()));
         }, "block"_a, "extra"_a)
+        .def("extra_keys", [](const PyPath& p, Id start, Id stop) {
+            const Busy busy(p.busy);
+            if (start < 0 || stop < start || stop > Id(p.full_blocks())) throw nb::value_error("blocks out of range");
+            nb::list found;
+            for (auto one = p.extras.lower_bound(u32(start)); one != p.extras.end() && one->first < u32(stop); ++one)
+                found.append(nb::make_tuple(one->first, nb::bytes(one->second.data(), one->second.size())));
+            return nb::tuple(found);
+        }, "start"_a, "stop"_a)
         .def("tokens", [](const PyPath& p, Id start, Id stop) {
             const Busy busy(p.busy);
             if (start < 0 || stop < start || stop > Id(p.full_blocks())) throw nb::value_error("blocks out of range");

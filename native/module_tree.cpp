@@ -47,11 +47,15 @@ void bind_tree(nb::module_& m) {
             std::vector<Stretch> found;
             const bool over = w.walk.step(size_of(count, "count out of range"), found);
             nb::list result;
-            for (const Stretch& one : found)
+            for (const Stretch& one : found) {
+                nb::list extras;
+                for (const auto& [position, extra] : one.extras)
+                    extras.append(nb::make_tuple(position, nb::bytes(extra.data(), extra.size())));
                 result.append(nb::make_tuple(bytes_of(&one.root, 1), bytes_of(&one.parent, 1), one.start,
                                              bytes_of(one.tokens.data(), one.tokens.size()),
                                              bytes_of(one.keys.data(), one.keys.size()),
-                                             nb::bytes(one.states.data(), one.states.size())));
+                                             nb::bytes(one.states.data(), one.states.size()), nb::tuple(extras)));
+            }
             return nb::make_tuple(over, result);
         }, "count"_a);
     tree.def("__init__", [](PyTree* self, Id block_size, Id capacity, bool touch) {

@@ -36,7 +36,7 @@ bool TreeWalk::step(std::size_t count, std::vector<Stretch>& out) {
             }
             if (!open) {
                 const u32 root = is_root ? above : root_[above];
-                out.push_back({tree_.at(root).name, tree_.at(above).name, is_root ? 0 : depth_[above], {}, {}, {}});
+                out.push_back({tree_.at(root).name, tree_.at(above).name, is_root ? 0 : depth_[above], {}, {}, {}, {}});
             }
             descend(out.back());
             open = !chain_.empty();
@@ -76,6 +76,7 @@ void TreeWalk::descend(Stretch& stretch) {
     high_[id] = word(tree_.at(id).name, 1);
     const u32* tokens = tree_.tokens_of(id);
     stretch.tokens.insert(stretch.tokens.end(), tokens, tokens + tree_.block_size());
+    if (const u32 extra = tree_.at(id).extra; extra != 0) stretch.extras.emplace_back(depth_[id] - 1, tree_.extras_[extra].bytes);
     stretch.keys.push_back(tree_.at(id).name);
     stretch.states.push_back(char(tree_.state(tree_.at(id))));
     above_ = id;

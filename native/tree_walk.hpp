@@ -12,6 +12,7 @@ struct Stretch {
     Raw<u32> tokens;
     std::vector<Key> keys;
     std::string states;
+    std::vector<std::pair<u32, std::string>> extras;  // by position in the path, of the blocks that have one
 };
 
 // Between the steps the tree may change. A node that exists from the beginning of the walk to its end is met; one that is made since, perhaps

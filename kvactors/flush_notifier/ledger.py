@@ -93,13 +93,14 @@ class Ledger:
             yield from self.gain(message.keys[: count * KEY_BYTES], message.tier, reason)
             return
         self.version += 1
-        looked = 0
+        looked, extra_keys = 0, dict(message.extra_keys)
         for i in range(total):
             key = key_at(message.keys, i)
             entry = self.entries.get(key)
             if entry is None:
                 tokens = message.tokens[i * self.block_bytes : (i + 1) * self.block_bytes]
-                entry = self._learn(key, parent, parent_key, tokens, message.origin)
+                extra_key = extra_keys.get(message.start + i, b"")
+                entry = self._learn(key, parent, parent_key, tokens, message.origin, extra_key)
             if i < count:
                 entry.finished |= finished
                 entry.truth |= bit
@@ -117,9 +118,11 @@ class Ledger:
                 self.version += 1
         yield from self.trim()
 
-    def _learn(self, key: bytes, parent: Entry | None, parent_key: bytes, tokens: bytes, origin: Origin) -> Entry:
+    def _learn(
+        self, key: bytes, parent: Entry | None, parent_key: bytes, tokens: bytes, origin: Origin, extra_key: bytes
+    ) -> Entry:
         """A block that no path has named before. parent: None if `parent_key` is a root, and at no other time. `_look` must follow."""
-        entry = Entry(key, parent, parent_key, tokens, origin, len(self.views))
+        entry = Entry(key, parent, parent_key, tokens, origin, len(self.views), extra_key)
         entry.truth = self.unnamed.pop(key, 0)
         self.entries[key] = entry
         self.order.add(entry)
@@ -372,7 +375,7 @@ class Ledger:
         """The same with all that a snapshot needs, parents before children. every: also blocks that the sink was sent as gone, or not at all."""
         for entry in self.order.up_to(self.order.last_number):
             if (tiers := entry.states[sink] & ALL_TIERS.value) or every:
-                yield Holding(entry.key, entry.parent_key, entry.depth - 1, entry.tokens, tiers, entry.origin)
+                yield Holding(entry.key, entry.parent_key, entry.depth - 1, entry.tokens, tiers, entry.origin, entry.extra_key)
 
     def check(self) -> None:
         """AssertionError if counts and differences are not what the entries say."""

@@ -10,12 +10,19 @@ from kvactors.actor.message import Message
 from kvactors.discreet import discreet
 from kvactors.units import Reason, Residency, Tier
 
+ExtraKeys = tuple[tuple[int, bytes], ...]
+"""(position in the path, extra key) of the blocks that have one, in order: their media (`prefix_index.keys.media_items`)."""
+
 
 class Origin(NamedTuple):
-    """What requests have in common beside their tokens to share blocks: the adapter's name and the cache salt, None without."""
+    """What requests have in common beside their tokens and media to share blocks: the adapter's name and the cache salt, None without.
+
+    lora_id: the engine's number of the adapter. It is sent on events for readers that know adapters by number, and identifies nothing.
+    """
 
     lora: str | None = None
     salt: str | None = None
+    lora_id: int | None = None
 
     def __repr__(self) -> str:
         return discreet(self)
@@ -29,8 +36,8 @@ class Announced(Message, frozen=True, eq=False):
 
     tokens: little-endian uint32 of the blocks from position `start` of the path on. keys: their hashes, 32 bytes each. The first `count` of
     them are resident, the others are only named. parent: hash of the block before them, the root hash if `start` is 0; it is resident on
-    `tier`, and was announced before. root: the root hash of the chain; origin: what is in it. With Reason.REQUEST_FINISH, gains that a sink
-    wants only at the finish are due now.
+    `tier`, and was announced before. root: the root hash of the chain; origin: what is in it. extra_keys: of these blocks.
+    With Reason.REQUEST_FINISH, gains that a sink wants only at the finish are due now.
     """
 
     root: bytes
@@ -42,6 +49,7 @@ class Announced(Message, frozen=True, eq=False):
     reason: Reason
     parent: bytes
     origin: Origin = PLAIN
+    extra_keys: ExtraKeys = ()
 
 
 class Gained(Message, frozen=True, eq=False):
@@ -83,7 +91,7 @@ class FlushTask(Message, frozen=True, eq=False):
     (start_block_idx + count) whole blocks. count 0: everything is gone (only to sinks that take it so). keys: names of the `count`
     blocks, 32 bytes each. A sink that knows blocks by name (`Sink.by_name`) finds in `tokens` only those of the `count` blocks, and nothing
     if they are gone. parent: name of the block before them (the root key if start_block_idx is 0). epoch: the notifier's life;
-    everything told in an earlier epoch is void.
+    everything told in an earlier epoch is void. extra_keys: of the blocks in `tokens`.
     """
 
     tokens: bytes
@@ -96,6 +104,7 @@ class FlushTask(Message, frozen=True, eq=False):
     reason: Reason
     epoch: int
     origin: Origin = PLAIN
+    extra_keys: ExtraKeys = ()
 
 
 class Deliver(Control, frozen=True, eq=False):

@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import NamedTuple, TypeVar
 
 from kvactors.discreet import discreet
-from kvactors.flush_notifier.messages import FlushTask, Origin
+from kvactors.flush_notifier.messages import ExtraKeys, FlushTask, Origin
 from kvactors.units import ALL_TIERS, Reason, Residency, Tier
 
 T = TypeVar("T")
@@ -51,6 +51,7 @@ class Entry:
         "children",
         "depth",
         "dues",
+        "extra_key",
         "finished",
         "held",
         "key",
@@ -66,9 +67,19 @@ class Entry:
         "truth",
     )
 
-    def __init__(self, key: bytes, parent: Entry | None, parent_key: bytes, tokens: bytes, origin: Origin, sinks: int) -> None:
+    def __init__(
+        self,
+        key: bytes,
+        parent: Entry | None,
+        parent_key: bytes,
+        tokens: bytes,
+        origin: Origin,
+        sinks: int,
+        extra_key: bytes = b"",
+    ) -> None:
         self.key = key
         self.origin = origin
+        self.extra_key = extra_key
         self.parent = parent
         self.parent_key = parent_key
         self.tokens = tokens
@@ -154,6 +165,7 @@ class Holding(NamedTuple):
     tokens: bytes
     tiers: int
     origin: Origin
+    extra_key: bytes = b""
 
     def __repr__(self) -> str:
         return discreet(self)
@@ -162,11 +174,13 @@ class Holding(NamedTuple):
 def as_task(run: Run, epoch: int, *, by_name: bool, step: int) -> Steps[FlushTask]:
     """What a sink is sent of a run. by_name: it needs no path."""
     first, last = run.entries[0], run.entries[-1]
-    tokens = b""
+    named: list[Entry] = []  # the blocks whose tokens are sent
     if not by_name:
-        tokens = yield from path_steps(last, step)
+        named = yield from path_to(last, step)
     elif run.resident:
-        tokens = yield from gathered(run.entries, TOKENS, step)
+        named = run.entries
+    tokens = yield from gathered(named, TOKENS, step)
+    extra_keys = yield from extra_keys_of(named, step)
     keys = yield from gathered(run.entries, KEY, step)
     return FlushTask(
         tokens,
@@ -179,6 +193,7 @@ def as_task(run: Run, epoch: int, *, by_name: bool, step: int) -> Steps[FlushTas
         run.reason,
         epoch,
         first.origin,
+        extra_keys,
     )
 
 
@@ -193,6 +208,16 @@ def gathered(entries: list[Entry], field: Callable[[Entry], bytes], step: int) -
     return bytes(whole)
 
 
+def extra_keys_of(entries: list[Entry], step: int) -> Steps[ExtraKeys]:
+    """(position, extra key) of those of the entries that have one."""
+    found: list[tuple[int, bytes]] = []
+    for i in range(0, len(entries), step):
+        if i:
+            yield
+        found += [(entry.depth - 1, entry.extra_key) for entry in entries[i : i + step] if entry.extra_key]
+    return tuple(found)
+
+
 def clear_task(tiers: int, epoch: int) -> FlushTask:
     """Everything is gone from every tier that a sink hears of."""
     return FlushTask(b"", 0, 0, b"", b"", Residency.GONE, Tier(tiers), Reason.CLEAR, epoch)
@@ -205,6 +230,12 @@ def path_tokens(entry: Entry) -> bytes:
 
 def path_steps(entry: Entry, step: int) -> Steps[bytes]:
     """The same in steps."""
+    path = yield from path_to(entry, step)
+    return (yield from gathered(path, TOKENS, step))
+
+
+def path_to(entry: Entry, step: int) -> Steps[list[Entry]]:
+    """The blocks from the root to a block, in steps."""
     path: list[Entry] = []
     node: Entry | None = entry
     while node is not None:
@@ -213,4 +244,4 @@ def path_steps(entry: Entry, step: int) -> Steps[bytes]:
         if not len(path) % step:
             yield
     path.reverse()
-    return (yield from gathered(path, TOKENS, step))
+    return path

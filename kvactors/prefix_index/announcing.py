@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from kvactors.actor import ActorRef
 from kvactors.actor.message import Message
-from kvactors.flush_notifier.messages import PLAIN, Announced, Cleared, Gone, Origin
+from kvactors.flush_notifier.messages import Announced, Cleared, Gone, Origin
 from kvactors.native import DEVICE, BlockTree, Path, TreeWalk
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.parts import parts
@@ -15,7 +15,7 @@ from kvactors.prefix_index.works import Works
 from kvactors.units import Reason, Tier
 
 ORIGINS = 65_536
-"""Roots with an adapter or a salt that are remembered."""
+"""Roots that are remembered."""
 
 WALK = 512
 """Nodes that a turn of an announcement of the whole tree looks at: each may be a message."""
@@ -28,26 +28,28 @@ class Announcing(Works):
         super().__init__(ref, index=index)
         self.notifier = notifier
         self.announce = announce
-        self.origins: dict[bytes, Origin] = {}  # by root; those without adapter and salt are left out
+        self.origins: dict[bytes, Origin] = {}  # by root, the last used one last
         self._walk: TreeWalk | None = None  # of the announcement of the whole tree
         self._behind: deque[Message] = deque()  # what changed since it began: sent after it
 
     def remember_origin(self, root: bytes, origin: Origin) -> None:
-        """What is in a root, for reports about blocks below it; the oldest of very many are forgotten."""
-        if origin is not PLAIN and root not in self.origins:
-            self.origins[root] = origin
-            if len(self.origins) > ORIGINS:
-                del self.origins[next(iter(self.origins))]
+        """What is in a root, for reports about blocks below it; the least recently used of very many are forgotten, and nothing is reported
+        about blocks below them. The adapter's number is the last one given."""
+        before = self.origins.pop(root, origin)
+        self.origins[root] = before if origin.lora_id is None else origin
+        if len(self.origins) > ORIGINS:
+            del self.origins[next(iter(self.origins))]
 
     def announced(self, path: Path, start: int, stop: int, reason: Reason) -> None:
         """Blocks [start, stop) of the path are on the device, and those before them were announced."""
-        if not self.announce:
+        origin = self.origins.get(path.root)
+        if not self.announce or origin is None:
             return
         for first, last in parts(start, stop, self.part) if stop - start > self.part else ((start, stop),):
             parent = path.keys(first - 1, first) if first else path.root
             tokens, keys = path.tokens(first, last), path.keys(first, last)
-            origin = self.origins.get(path.root, PLAIN)
-            self.report(Announced(path.root, tokens, keys, first, last - first, Tier.DEVICE, reason, parent, origin))
+            extras = path.extra_keys(first, last)
+            self.report(Announced(path.root, tokens, keys, first, last - first, Tier.DEVICE, reason, parent, origin, extras))
 
     def gone(self, keys: bytes, reason: Reason) -> None:
         """These left the device."""
@@ -78,11 +80,12 @@ class Announcing(Works):
         over = False
         while not over and not tree.retired:
             over, stretches = walk.step(min(self.part, WALK))
-            for root, parent, start, tokens, keys, states in stretches:
+            for root, parent, start, tokens, keys, states, extras in stretches:
                 resident = next((j for j, state in enumerate(states) if not state & DEVICE), len(states))
-                origin = self.origins.get(root, PLAIN)
-                reason = Reason.REQUEST_FINISH
-                self.tell(self.notifier, Announced(root, tokens, keys, start, resident, Tier.DEVICE, reason, parent, origin))
+                origin, reason = self.origins.get(root), Reason.REQUEST_FINISH
+                if origin is not None:
+                    one = Announced(root, tokens, keys, start, resident, Tier.DEVICE, reason, parent, origin, extras)
+                    self.tell(self.notifier, one)
             yield
             if self._walk is not walk:
                 return  # the notifier has started anew once more

@@ -2,33 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from struct import Struct
 
 from kvactors.identity import field
 
-TAG_BYTES, TAG_TEXT, TAG_INT = 1, 2, 3
+MediaHash = bytes | str | int
+"""The hash of a media item's content, as the caller names it."""
+
+MediaItem = tuple[MediaHash, int]
+"""A media item of a block: its hash, and the token at which it begins, counted from the block's first token (negative if it began before)."""
+
+TAG_BYTES, TAG_TEXT, TAG_INT = 4, 5, 6
+HEAD = Struct("<BI")
+OFFSET = Struct("<q")
 
 
-def media_extra(hashes: Sequence[bytes | str | int]) -> bytes:
-    """The extra key of a block from the hashes of the media it overlaps, in item order; empty for none. TypeError for other types."""
+def media_extra(items: Iterable[MediaItem]) -> bytes:
+    """The extra key of a block from the media items that it overlaps, in order; empty for none. TypeError for a hash of another type."""
     encoded = b""
-    for value in hashes:
+    for value, offset in items:
         if isinstance(value, bytes):
-            encoded += field(TAG_BYTES, value)
+            tag, digest = TAG_BYTES, value
         elif isinstance(value, str):
-            encoded += field(TAG_TEXT, value.encode())
+            tag, digest = TAG_TEXT, value.encode()
         elif isinstance(value, int):
-            encoded += field(TAG_INT, str(value).encode())
+            tag, digest = TAG_INT, str(value).encode()
         else:
             raise TypeError(f"a media hash must be bytes, str or int, not {type(value).__name__}")
+        encoded += field(tag, OFFSET.pack(offset) + digest)
     return encoded
+
+
+def media_items(extra_key: bytes) -> list[MediaItem]:
+    """The media items in a block's extra key: the inverse of `media_extra`. ValueError for bytes that are no such key."""
+    items: list[MediaItem] = []
+    position = 0
+    while position < len(extra_key):
+        start = position + HEAD.size
+        if start > len(extra_key):
+            raise ValueError(f"an extra key of {len(extra_key)} bytes ends within a field")
+        tag, size = HEAD.unpack_from(extra_key, position)
+        position = start + size
+        digest = extra_key[start + OFFSET.size : position]
+        if position > len(extra_key) or size < OFFSET.size or tag not in (TAG_BYTES, TAG_TEXT, TAG_INT):
+            raise ValueError(f"not an extra key: a field of tag {tag} and {size} bytes")
+        value: MediaHash = digest if tag == TAG_BYTES else digest.decode() if tag == TAG_TEXT else int(digest)
+        items.append((value, OFFSET.unpack_from(extra_key, start)[0]))
+    return items
 
 
 def block_extras(
     num_blocks: int,
     block_size: int,
     positions: Sequence[tuple[int, int]],
-    hashes: Sequence[bytes | str | int],
+    hashes: Sequence[MediaHash],
     num_tokens: int | None = None,
 ) -> dict[int, bytes]:
     """Extra keys of blocks 0 .. num_blocks - 1 from media items at (offset, length) in tokens.
@@ -46,8 +74,8 @@ def block_extras(
         end = offset + length
     if num_tokens is not None and end > num_tokens:
         raise ValueError(f"a media item ends at {end}, beyond the prompt's {num_tokens} tokens")
-    per_block: dict[int, list[bytes | str | int]] = {}
+    per_block: dict[int, list[MediaItem]] = {}
     for (offset, length), value in zip(positions, hashes, strict=True):
         for block in range(offset // block_size, min(num_blocks, (offset + length - 1) // block_size + 1)):
-            per_block.setdefault(block, []).append(value)
-    return {block: media_extra(values) for block, values in per_block.items()}
+            per_block.setdefault(block, []).append((value, offset - block * block_size))
+    return {block: media_extra(items) for block, items in per_block.items()}

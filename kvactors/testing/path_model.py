@@ -146,6 +146,11 @@ class PathModel:
         require(block >= len(self.names), "extra key for a block that already has a name")
         self.extras[block] = extra
 
+    def extra_keys(self, start: int, stop: int) -> tuple[tuple[int, bytes], ...]:
+        """(position, extra key) of the blocks [start, stop) that have one."""
+        require(0 <= start <= stop <= self.num_full_blocks, "blocks out of range")
+        return tuple(sorted((block, extra) for block, extra in self.extras.items() if extra and start <= block < stop))
+
     def block_tokens(self, block: int) -> tuple[int, ...]:
         """Tokens of one full block."""
         return tuple(self.ids[block * self.block_size : (block + 1) * self.block_size])

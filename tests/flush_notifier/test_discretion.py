@@ -17,7 +17,7 @@ from kvactors.errors import KVActorsError
 from kvactors.flush_notifier.messages import Announced, FlushTask, Origin
 from kvactors.flush_notifier.runs import Batch, Holding, Run
 from kvactors.flush_notifier.sinks import MemorySink
-from kvactors.flush_notifier.sinks.kv_wire import BlockStored
+from kvactors.flush_notifier.sinks.kv_wire import BlockStored, StoredMap
 from kvactors.flush_notifier.sinks.memory import Place
 from kvactors.flush_notifier.sinks.told import TakeBack
 from kvactors.identity import CacheScope
@@ -48,8 +48,9 @@ def marks_in(text: str) -> list[str]:
         CacheScope("model", "namespace", "adapter", SALT),
         Batch([TASK], [Run([], 1, True, Reason.COMMIT)]),
         Holding(KEY, KEY, 0, TOKENS, 1, Origin(None, SALT)),
-        Place(0, KEY, TOKENS),
+        Place(0, KEY, TOKENS, "adapter", SALT),
         TakeBack([KEY], 0, TOKENS),
+        StoredMap([1], None, [TOKEN] * BLOCK, BLOCK, None, "GPU", None, [[SALT]], None, SALT),
         BlockStored([1], None, [TOKEN] * BLOCK, BLOCK, None, "GPU", None, [[SALT]]),
     ],
     ids=lambda thing: type(thing).__name__,

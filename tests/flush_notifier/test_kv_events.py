@@ -22,6 +22,7 @@ from kvactors.flush_notifier.runs import Holding
 from kvactors.flush_notifier.sinks.kv_events import KvEventsSink, batches
 from kvactors.flush_notifier.sinks.kv_replay import SNAPSHOT, Window
 from kvactors.flush_notifier.sinks.kv_wire import END, Dialect, decode_batch, encode_batch
+from kvactors.prefix_index.keys import media_extra
 from kvactors.sink_config import KvEventsSinkConfig
 from kvactors.testing.kv_mirror import Mirror, Reader
 from kvactors.units import Reason, Residency, Tier
@@ -39,11 +40,15 @@ def hash_of(key: bytes) -> int:
     return int.from_bytes(key[-8:], "big")
 
 
-def task(start=0, count=2, residency=Residency.RESIDENT, tier=Tier.DEVICE, reason=Reason.COMMIT, origin=PLAIN) -> FlushTask:
+def task(
+    start=0, count=2, residency=Residency.RESIDENT, tier=Tier.DEVICE, reason=Reason.COMMIT, origin=PLAIN, media=None
+) -> FlushTask:
     """As a sink that knows blocks by name gets it."""
     own = TOKENS[4 * BLOCK * start : 4 * BLOCK * (start + count)] if residency is Residency.RESIDENT else b""
     parent = KEYS[start - 1] if start else ROOT
-    return FlushTask(own, start, count, b"".join(KEYS[start : start + count]), parent, residency, tier, reason, 7, origin)
+    extra_keys = tuple((at, media_extra(items)) for at, items in (media or {}).items())
+    names = b"".join(KEYS[start : start + count])
+    return FlushTask(own, start, count, names, parent, residency, tier, reason, 7, origin, extra_keys)
 
 
 def gone(start=0, count=2, tier=Tier.DEVICE, reason=Reason.CPU_EVICTION) -> FlushTask:
@@ -55,6 +60,7 @@ CLEAR = FlushTask(b"", 0, 0, b"", b"", Residency.GONE, Tier(7), Reason.CLEAR, 7)
 
 # -- bytes
 
+MEDIA = {0: [("0123456789abcdef" * 4, 2)], 1: [("0123456789abcdef" * 4, -2), (b"\xff\x01", 1), (7, 3)]}
 CASES = {
     "stored": ([task(0, 2)], {}),
     "stored_below": ([task(1, 1, tier=Tier.HOST)], {}),
@@ -66,7 +72,14 @@ CASES = {
     "cleared_array": ([CLEAR], {"dialect": "array"}),
     "stored_bytes": ([task(1, 1)], {"hashes": "bytes"}),
     "stored_sglang": ([task(0, 1, tier=Tier.HOST), task(0, 1, tier=Tier.STORAGE)], {"media": "sglang"}),
-    "stored_lora_salt": ([task(0, 2, origin=Origin("adapter", "tenant-a"))], {}),
+    "stored_lora_salt": ([task(0, 2, origin=Origin("adapter", "tenant-a", 3))], {}),
+    "stored_salt_below": ([task(1, 1, origin=Origin(None, "tenant-a"))], {}),
+    "stored_media": ([task(0, 2, origin=Origin(None, "tenant-a"), media=MEDIA)], {}),
+    "stored_media_array": ([task(0, 2, origin=Origin(None, "tenant-a"), media=MEDIA)], {"dialect": "array"}),
+    "stored_media_dynamo": (
+        [task(1, 1, origin=Origin(None, "tenant-a"), media=MEDIA)],
+        {"dialect": "array", "arrays_for": "dynamo"},
+    ),
 }
 
 
@@ -103,7 +116,9 @@ def test_a_plain_decoder_sees_what_the_format_says():
         },
     ]
     assert msgspec.msgpack.decode(payload("stored"))[1][0]["parent_block_hash"] is None, "at the start of a sequence"
-    assert msgspec.msgpack.decode(payload("stored_lora_salt"))[1][0]["extra_keys"] == [["adapter", "tenant-a"], ["adapter"]]
+    lora_salt = msgspec.msgpack.decode(payload("stored_lora_salt"))[1][0]
+    assert lora_salt["extra_keys"] == [["adapter", "tenant-a"], ["adapter"]]
+    assert (lora_salt["lora_name"], lora_salt["lora_id"], lora_salt["cache_salt"]) == ("adapter", 3, "tenant-a")
     assert msgspec.msgpack.decode(payload("cleared"))[1] == [{"type": "AllBlocksCleared"}]
 
 
@@ -212,7 +227,7 @@ async def test_live_messages_are_three_frames_numbered_from_0(tmp_path):
         await sink.begin(8)
         got = [await receive(reader) for _ in range(4)]
         assert [(topic, number(n), len(n)) for topic, n, _ in got] == [(b"kv@pod@model", i, 8) for i in range(4)]
-        kinds = [type(decode_batch(p)[1][0]).__name__ for _, _, p in got]
+        kinds = [msgspec.msgpack.decode(p)[1][0]["type"] for _, _, p in got]
         assert kinds == ["AllBlocksCleared", "BlockStored", "BlockRemoved", "AllBlocksCleared"], "a life begins with nothing"
 
 

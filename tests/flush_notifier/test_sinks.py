@@ -172,10 +172,10 @@ def test_a_line_that_is_none_is_a_value_error(tmp_path, line):
 def test_a_config_makes_its_sink(tmp_path):
     made = make_sink(JsonLinesSinkConfig(path=str(tmp_path / "a"), view="node", tiers=("host",)), Config(), LAYOUT)
     assert isinstance(made, JsonLinesSink)
-    assert made.view_of == (int(Tier.HOST), True, False, False)
+    assert made.view_of == (int(Tier.HOST), True, False, False, False)
     other = make_sink(MemorySinkConfig(name="m", gains="request_finish"), Config(), LAYOUT)
     assert isinstance(other, MemorySink)
-    assert (other.name, other.view_of) == ("m", (int(Tier.DEVICE | Tier.HOST), False, True, False))
+    assert (other.name, other.view_of) == ("m", (int(Tier.DEVICE | Tier.HOST), False, True, False, False))
 
 
 # -- the memory sink's checks: what a wrong ledger could say

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from random import Random
 
 from kvactors.native import HOST, BlockTree, Path, TreeWalk
@@ -25,6 +26,8 @@ class Grown:
         path = Path(2, self.random.choice(ROOTS))
         branch = [self.random.randrange(2) for _ in range(self.random.randrange(1, 12))]
         path.extend([token for step in branch for token in (step, step)])
+        if self.random.randrange(2):
+            path.set_extra(self.random.randrange(len(branch)), b"image" * self.random.randrange(1, 3))
         self.tree.pin(path)
         need = path.num_full_blocks - path.num_committed
         path.assign(path.num_committed, range(self.blocks, self.blocks + need))
@@ -54,16 +57,23 @@ class Seen:
         self.changing = changing
 
     def take(self, stretches, step: int) -> None:
-        assert sum(len(states) for *_, states in stretches) <= step
-        for root, parent, start, tokens, keys, states in stretches:
+        assert sum(len(states) for *_, states, _ in stretches) <= step
+        for root, parent, start, tokens, keys, states, extra_keys in stretches:
             assert root in ROOTS
             assert len(tokens) == 8 * len(states)
             assert self.position.get(parent, -1) == start - 1 or (self.changing and parent not in self.position)
             assert start or parent == root
+            extras, above = dict(extra_keys), parent
+            assert list(extras) == sorted(extras)
             for offset, key in enumerate(split_keys(keys)):
+                extra = extras.pop(start + offset, b"")
+                named = above + len(extra).to_bytes(4, "little") + extra + tokens[8 * offset : 8 * offset + 8]
+                assert hashlib.sha256(named).digest() == key
+                above = key
                 assert self.changing or key not in self.position, "a block is met twice"
                 self.position[key] = start + offset
                 self.states[key] = states[offset]
+            assert not extras, "no extra key of another block"
 
 
 def test_a_walk_meets_every_block_once_parents_first_and_a_bounded_number_a_step():
@@ -125,7 +135,7 @@ def below(grown: Grown, key: bytes) -> bool:
     walk, over = TreeWalk(grown.tree), False
     while not over:
         over, stretches = walk.step(100)
-        for _root, parent, _start, _tokens, keys, _states in stretches:
+        for _root, parent, _start, _tokens, keys, _states, _extra in stretches:
             if key in (parent, *split_keys(keys)[:-1]):
                 return True
     return False

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from kvactors.identity import CacheScope
 from kvactors.native import Path, chain_keys
-from kvactors.prefix_index.keys import block_extras, media_extra
+from kvactors.prefix_index.keys import block_extras, media_extra, media_items
 from kvactors.testing.path_model import PathModel
 
 DOC = (FilePath(__file__).parents[2] / "docs" / "keys.md").read_text()
@@ -59,12 +59,17 @@ def test_published_root_keys(row: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("row", VECTORS["extras"])
 def test_published_extra_keys(row: dict[str, Any]) -> None:
-    encode = {"hex": (1, bytes.fromhex), "text": (2, str.encode), "int": (3, lambda number: str(number).encode())}
+    encode = {"hex": (4, bytes.fromhex), "text": (5, str.encode), "int": (6, lambda number: str(number).encode())}
     by_hand = b"".join(
-        tagged(encode[kind][0], encode[kind][1](value)) for item in row["hashes"] for kind, value in item.items()
+        tagged(encode[kind][0], struct.pack("<q", item["offset"]) + encode[kind][1](value))
+        for item in row["items"]
+        for kind, value in item.items()
+        if kind != "offset"
     )
     assert by_hand.hex() == row["extra"]
-    assert media_extra([media_hash(value) for value in row["hashes"]]).hex() == row["extra"]
+    items = [(media_hash(value), value["offset"]) for value in row["items"]]
+    assert media_extra(items).hex() == row["extra"]
+    assert media_items(by_hand) == items
 
 
 @pytest.mark.parametrize("row", VECTORS["chains"])
@@ -91,16 +96,26 @@ def test_published_chains(row: dict[str, Any]) -> None:
         assert chain_keys(root, tokens, size).hex() == "".join(row["keys"])
 
 
-@given(
-    st.lists(st.binary(max_size=5) | st.text(max_size=5) | st.integers(), max_size=4), st.lists(st.text(max_size=5), max_size=4)
-)
+ITEMS = st.lists(st.tuples(st.binary(max_size=5) | st.text(max_size=5) | st.integers(), st.integers(-9, 9)), max_size=4)
+
+
+@given(ITEMS, ITEMS)
 def test_different_media_have_different_extra_keys(one: list[Any], other: list[Any]) -> None:
     assert (media_extra(one) == media_extra(other)) == (one == other)
+    assert media_items(media_extra(one)) == one
 
 
 def test_a_media_hash_of_another_type_is_refused() -> None:
     with pytest.raises(TypeError, match="float"):
-        media_extra([1.5])  # type: ignore[list-item]
+        media_extra([(1.5, 0)])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("cut", range(1, 15))
+def test_bytes_that_are_no_extra_key_are_refused(cut: int) -> None:
+    whole = media_extra([(b"\x00\xff", 0)])
+    for wrong in (whole[:cut], b"\x01" + whole[1:], whole + whole[:cut]):
+        with pytest.raises(ValueError, match="extra key"):
+            media_items(wrong)
 
 
 # -- media ranges: blocks of 4 tokens, blocks 0 to 3
@@ -126,7 +141,9 @@ RANGES = [
 def test_media_belong_to_the_blocks_they_overlap(positions: list[tuple[int, int]], expected: dict[int, list[int]]) -> None:
     hashes = [f"item {i}" for i in range(len(positions))]
     extras = block_extras(4, 4, positions, hashes)
-    assert extras == {block: media_extra([hashes[i] for i in items]) for block, items in expected.items()}
+    begin = {i: offset for i, (offset, _) in enumerate(positions)}
+    wanted = {block: [(hashes[i], begin[i] - 4 * block) for i in items] for block, items in expected.items()}
+    assert extras == {block: media_extra(items) for block, items in wanted.items()}
 
 
 @given(st.integers(1, 5), st.lists(st.tuples(st.integers(0, 4), st.integers(1, 9)), max_size=5))
@@ -139,7 +156,9 @@ def test_the_range_rule_holds_for_any_items(block_size: int, gaps: list[tuple[in
     extras = block_extras(6, block_size, positions, hashes)
     for block in range(6):
         start, stop = block * block_size, (block + 1) * block_size
-        overlapping = [i for i, (offset, length) in enumerate(positions) if offset < stop and offset + length > start]
+        overlapping = [
+            (i, offset - start) for i, (offset, length) in enumerate(positions) if offset < stop and offset + length > start
+        ]
         assert extras.get(block, b"") == media_extra(overlapping)
 
 

@@ -35,7 +35,7 @@ def make_sink(settings: SinkConfig, config: Config, layout: Layout, device: Devi
     assert isinstance(settings, KvEventsSinkConfig)
     from kvactors.flush_notifier.sinks.kv_events import KvEventsSink
 
-    return KvEventsSink(settings, layout.block_size)
+    return KvEventsSink(settings.for_model(config.cache.model), layout.block_size)
 
 
 def require_sinks(config: Config, sinks: Sequence[Sink]) -> None:

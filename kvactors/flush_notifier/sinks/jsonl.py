@@ -6,7 +6,8 @@ One object a line, of two kinds:
 {"type": "flush", "epoch": .., "residency": "resident" | "gone", "tier": "device" | "host" | "storage", "reason": "commit" | ..,
 "start_block_idx": 0, "count": 2, "keys": [hex, ..], "parent": hex, "num_tokens": 128, "tokens": [..all from the root on..]}
 
-An epoch line makes everything above it void. The other fields are those of `FlushTask`.
+An epoch line makes everything above it void. The other fields are those of `FlushTask`. Where they are not empty a line also has
+"lora", "lora_id" and "salt" of the path, and "media": [[position of a block in the path, [[media hash as text, offset in the block], ..]], ..].
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from kvactors.errors import SinkError
 from kvactors.files import open_private
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.base import Sink
+from kvactors.flush_notifier.sinks.kv_identity import identifier
+from kvactors.prefix_index.keys import media_items
 from kvactors.sink_config import JsonLinesSinkConfig
 from kvactors.units import KEY_BYTES, Residency, Tier, split_keys
 
@@ -80,7 +83,7 @@ class JsonLinesSink(Sink):
         for i in range(0, len(task.keys), KEY_BYTES * KEYS):
             names.append(self._encoder.encode([key.hex() for key in split_keys(task.keys[i : i + KEY_BYTES * KEYS])])[1:-1])
             await asyncio.sleep(0)
-        return {
+        return self._identity(task) | {
             "type": "flush",
             "epoch": task.epoch,
             "residency": task.residency.value,
@@ -93,6 +96,15 @@ class JsonLinesSink(Sink):
             "num_tokens": len(tokens),
             "tokens": msgspec.Raw(b"[%b]" % b",".join(parts)),
         }
+
+    def _identity(self, task: FlushTask) -> dict[str, object]:
+        fields = task.origin._asdict()
+        if task.extra_keys:
+            fields["media"] = [
+                [position, [[identifier(value), offset] for value, offset in media_items(key)]]
+                for position, key in task.extra_keys
+            ]
+        return {name: value for name, value in fields.items() if value is not None}
 
     async def _append(self, lines: list[bytes]) -> None:
         """A thread cannot be interrupted: a call given up at its deadline leaves its write to the next call, which waits for it."""

@@ -131,7 +131,7 @@ def stored_of(held: Holding, tiers: int, dialect: Dialect) -> Iterator[Event]:
     """One BlockStored for each of the tiers."""
     for tier in Tier:
         if tiers & tier:
-            yield dialect.stored_event(held.key, held.parent, held.tokens, tier, held.position, held.origin)
+            yield dialect.held(held, tier)
 
 
 async def make_state(number: int, holdings: Holdings, changes: Changes, dialect: Dialect) -> State | None:

@@ -13,7 +13,9 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from kvactors.discreet import discreet, discreet_rich
-from kvactors.flush_notifier.messages import FlushTask, Origin
+from kvactors.flush_notifier.messages import ExtraKeys, FlushTask, Origin
+from kvactors.flush_notifier.runs import Holding
+from kvactors.flush_notifier.sinks.kv_identity import identity_fields, text
 from kvactors.native import pack_tokens
 from kvactors.sink_config import KvEventsSinkConfig
 from kvactors.units import KEY_BYTES, Residency, Tier
@@ -32,7 +34,7 @@ Hash = int | bytes
 
 class BlockStored(msgspec.Struct, frozen=True, tag=True, tag_field="type", omit_defaults=True):
     """Blocks of one path, each the parent of the next, are on `medium`. parent_block_hash: None at the start of a sequence. token_ids: of
-    all these blocks. extra_keys: per block, what beside tokens is in its hash."""
+    all these blocks. extra_keys, block_mm_infos, cache_salt: what beside tokens identifies the blocks (`kv_identity`)."""
 
     block_hashes: list[Hash]
     parent_block_hash: Hash | None
@@ -45,6 +47,13 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True, tag_field="type", omit_
 
     __repr__ = discreet
     __rich_repr__ = discreet_rich
+
+
+class StoredMap(BlockStored, frozen=True, tag="BlockStored"):
+    """With the fields for Dynamo and SGLang, which other readers of maps pass over."""
+
+    block_mm_infos: list[Any] | None = None
+    cache_salt: str | None = None
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, tag=True, tag_field="type", omit_defaults=True):
@@ -62,6 +71,12 @@ class StoredArray(BlockStored, frozen=True, array_like=True, tag="BlockStored"):
     """The same for older readers."""
 
 
+class StoredArrayDynamo(StoredArray, frozen=True, array_like=True, tag="BlockStored"):
+    """With media where Dynamo looks for them in arrays. vLLM's older types have another field at this place."""
+
+    block_mm_infos: list[Any] | None = None
+
+
 class RemovedArray(BlockRemoved, frozen=True, array_like=True, tag="BlockRemoved"):
     """The same for older readers."""
 
@@ -74,7 +89,7 @@ Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class Dialect(NamedTuple):
-    """How a reader wants it."""
+    """How a reader wants it. identity: how many of the fields of `kv_identity.Fields` a stored event has. tagged: see `identity_fields`."""
 
     stored: type[BlockStored]
     removed: type[BlockRemoved]
@@ -82,14 +97,18 @@ class Dialect(NamedTuple):
     media: dict[Tier, str]
     as_bytes: bool
     block_size: int
+    identity: int
+    tagged: bool
 
     @classmethod
     def of(cls, config: KvEventsSinkConfig, block_size: int) -> Dialect:
         """The dialect that a sink is configured for."""
-        kinds: tuple[Any, Any, Any] = (BlockStored, BlockRemoved, AllBlocksCleared)
-        if config.dialect == "array":
-            kinds = (StoredArray, RemovedArray, ClearedArray)
-        return cls(*kinds, MEDIA[config.media], config.hashes == "bytes", block_size)
+        media, as_bytes = MEDIA[config.media], config.hashes == "bytes"
+        if config.dialect == "map":
+            return cls(StoredMap, BlockRemoved, AllBlocksCleared, media, as_bytes, block_size, 3, tagged=False)
+        if config.arrays_for == "dynamo":
+            return cls(StoredArrayDynamo, RemovedArray, ClearedArray, media, as_bytes, block_size, 2, tagged=True)
+        return cls(StoredArray, RemovedArray, ClearedArray, media, as_bytes, block_size, 1, tagged=False)
 
     def hashes(self, keys: bytes) -> list[Hash]:
         """Names as readers know them: the last 8 bytes as a big-endian unsigned number, or all 32."""
@@ -97,19 +116,30 @@ class Dialect(NamedTuple):
             return [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)]
         return list(struct.unpack(">" + "24xQ" * (len(keys) // KEY_BYTES), keys))
 
-    def stored_event(self, keys: bytes, parent: bytes, tokens: bytes, tier: Tier, position: int, origin: Origin) -> BlockStored:
-        """tokens: of these blocks alone. position: of the first of them in its path; at 0 there is no parent."""
-        count = len(keys) // KEY_BYTES
+    def stored_event(
+        self, keys: bytes, parent: bytes, tokens: bytes, tier: Tier, position: int, origin: Origin, extra_keys: ExtraKeys
+    ) -> BlockStored:
+        """tokens: of these blocks alone. position: of the first of them in its path; at 0 there is no parent. extra_keys: of the path."""
+        lora, salt, lora_id = origin
+        fields: tuple[Any, ...] = ()
+        if extra_keys or lora is not None or salt is not None:
+            count = len(keys) // KEY_BYTES
+            fields = identity_fields(origin, position, count, extra_keys, tagged=self.tagged)[: self.identity]
         return self.stored(
             self.hashes(keys),
             self.hashes(parent)[0] if position else None,
             msgspec.Raw(pack_tokens(tokens)),
             self.block_size,
-            None,
+            lora_id,
             self.media[tier],
-            origin.lora,
-            extra_keys(origin, position, count),
+            text(lora),
+            *fields,
         )
+
+    def held(self, held: Holding, tier: Tier) -> BlockStored:
+        """One block that is resident on `tier`, for snapshots and repetitions."""
+        extra_keys = ((held.position, held.extra_key),) if held.extra_key else ()
+        return self.stored_event(held.key, held.parent, held.tokens, tier, held.position, held.origin, extra_keys)
 
     def events(self, task: FlushTask, max_blocks: int) -> Iterator[Event]:
         """A task (of a sink that knows blocks by name) as events of at most `max_blocks` blocks each."""
@@ -127,18 +157,7 @@ class Dialect(NamedTuple):
             position = task.start_block_idx + start
             parent = task.keys[KEY_BYTES * (start - 1) : KEY_BYTES * start] if start else task.parent
             tokens = task.tokens[size * start : size * start + size * (len(keys) // KEY_BYTES)]
-            yield self.stored_event(keys, parent, tokens, task.tier, position, task.origin)
-
-
-def extra_keys(origin: Origin, position: int, count: int) -> list[Any] | None:
-    """Per block, the adapter's name and, in a sequence's first block, the cache salt; None if there is neither."""
-    if origin.lora is None and (origin.salt is None or position):
-        return None
-    lora = [] if origin.lora is None else [origin.lora]
-    keys: list[list[str] | None] = [lora or None] * count
-    if origin.salt is not None and not position:
-        keys[0] = [*lora, origin.salt]
-    return keys
+            yield self.stored_event(keys, parent, tokens, task.tier, position, task.origin, task.extra_keys)
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -154,8 +173,8 @@ def encode_sequence(number: int) -> bytes:
     return number.to_bytes(8, "big")
 
 
-MapEvents = list[BlockStored | BlockRemoved | AllBlocksCleared]
-ArrayEvents = list[StoredArray | RemovedArray | ClearedArray]
+MapEvents = list[StoredMap | BlockRemoved | AllBlocksCleared]
+ArrayEvents = list[StoredArrayDynamo | RemovedArray | ClearedArray]
 _decoders: dict[str, Any] = {
     "map": msgspec.msgpack.Decoder(tuple[float, MapEvents, int | None]),
     "array": msgspec.msgpack.Decoder(tuple[float, ArrayEvents, int | None]),

@@ -26,6 +26,9 @@ class Place(NamedTuple):
     position: int
     parent: bytes
     tokens: bytes
+    lora: str | None = None
+    salt: str | None = None
+    extra_key: bytes = b""
 
     def __repr__(self) -> str:
         return discreet(self)
@@ -92,9 +95,11 @@ class MemorySink(Sink):
 
     def _places_in(self, task: FlushTask, keys: Sequence[bytes]) -> dict[bytes, Place]:
         size, first = 4 * self.block_size, task.start_block_idx
+        extra_keys, (lora, salt, _) = dict(task.extra_keys), task.origin
         blocks = [task.tokens[i : i + size] for i in range(size * first, len(task.tokens), size)]
         places = zip(range(first, first + len(keys)), [task.parent, *keys], blocks, strict=False)
-        return dict(zip(keys, map(Place._make, places), strict=True))
+        made = (Place(at, parent, tokens, lora, salt, extra_keys.get(at, b"")) for at, parent, tokens in places)
+        return dict(zip(keys, made, strict=True))
 
     def _validate(self, task: FlushTask) -> None:
         blocks = task.start_block_idx + task.count

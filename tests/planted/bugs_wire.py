@@ -1,0 +1,72 @@
+"""Planted bugs of a block's identity in KV events. See `catalogue`."""
+
+from __future__ import annotations
+
+from mutation import Mutation
+
+BUGS: tuple[Mutation, ...] = (
+    Mutation(
+        "salt_on_the_first_event_only",
+        "flush_notifier/sinks/kv_identity.py",
+        "    cache_salt = None if salt is None else salt",
+        "    cache_salt = None if salt is None or position else salt",
+        "an index forgets the salt of blocks that stay on one tier when they leave another",
+        ("tests/flush_notifier/test_kv_identity.py::test_every_reader_gets_the_whole_identity",),
+    ),
+    Mutation(
+        "media_not_in_the_events",
+        "prefix_index/announcing.py",
+        "            extras = path.extra_keys(first, last)\n",
+        "            extras = ()\n",
+        "prompts with different images are one path to a router",
+        ("tests/flush_notifier/test_kv_identity.py::test_every_reader_gets_the_whole_identity",),
+    ),
+    Mutation(
+        "media_lost_when_the_notifier_restarts",
+        "prefix_index/announcing.py",
+        "Announced(root, tokens, keys, start, resident, Tier.DEVICE, reason, parent, origin, extras)",
+        "Announced(root, tokens, keys, start, resident, Tier.DEVICE, reason, parent, origin)",
+        "after a restart of the notifier images are missing from the events",
+        ("tests/flush_notifier/test_kv_identity.py::test_every_reader_gets_the_whole_identity",),
+    ),
+    Mutation(
+        "media_of_another_block",
+        "flush_notifier/ledger.py",
+        'extra_keys.get(message.start + i, b"")',
+        'extra_keys.get(i, b"")',
+        "the images of a prompt that grew are announced for other blocks than those they overlap",
+        ("tests/flush_notifier/test_kv_identity.py::test_media_of_a_prompt_that_grows_stay_with_their_blocks",),
+    ),
+    Mutation(
+        "place_of_media_not_in_the_hash",
+        "prefix_index/keys.py",
+        "per_block.setdefault(block, []).append((value, offset - block * block_size))",
+        "per_block.setdefault(block, []).append((value, 0))",
+        "an image at another place among equal placeholder tokens is served with the wrong bytes",
+        ("tests/prefix_index/test_keys.py::test_media_belong_to_the_blocks_they_overlap",),
+    ),
+    Mutation(
+        "salt_taken_for_an_image",
+        "flush_notifier/sinks/kv_identity.py",
+        "_mm_infos(media, count) if first or media else None",
+        "_mm_infos(media, count) if media else None",
+        "a salt that looks like a digest is an image to Dynamo",
+        ("tests/flush_notifier/test_kv_identity.py::test_an_array_for_dynamo_has_the_salt_on_every_event",),
+    ),
+    Mutation(
+        "unknown_scope_announced_as_plain",
+        "prefix_index/announcing.py",
+        "                origin, reason = self.origins.get(root), Reason.REQUEST_FINISH\n",
+        "                origin, reason = self.origins.get(root, next(iter(self.origins.values()))), Reason.REQUEST_FINISH\n",
+        "blocks of a tenant that was forgotten are announced as blocks of another",
+        ("tests/flush_notifier/test_kv_identity.py::test_blocks_whose_scope_was_forgotten_are_not_announced_as_others",),
+    ),
+    Mutation(
+        "adapter_number_forgotten_by_a_prefetch",
+        "prefix_index/announcing.py",
+        "        self.origins[root] = before if origin.lora_id is None else origin\n",
+        "        self.origins[root] = origin\n",
+        "a call that gives no number takes the adapter's number from the events",
+        ("tests/flush_notifier/test_kv_identity.py::test_a_number_stays_until_another_is_given",),
+    ),
+)
