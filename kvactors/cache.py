@@ -267,9 +267,10 @@ class KVCache:
         return self.system.notifier_actor.divergence(residency(self.system), self._sink_names(sinks))
 
     def close(self) -> None:
-        """Refuse new work; `open` calls it on the way out."""
-        self._check_thread()
-        self._open = False
+        """Refuse new work; `open` calls it on the way out. In a forked child it does nothing: every call is refused there already."""
+        if not self.system.forked:
+            self._check_thread()
+            self._open = False
 
     # -- inner parts, for leases too
 
@@ -330,7 +331,7 @@ class KVCache:
 
     def _forgotten(self, lease: int) -> bool:
         """Give a lease back from a finaliser, which may run in any thread and at any point; False if the cache is closed."""
-        if not self._open or self._loop.is_closed():
+        if not self._open or self._loop.is_closed() or self.system.forked:
             return False
         try:
             self._loop.call_soon_threadsafe(self._tell, Abandon(lease))

@@ -20,13 +20,15 @@ log = get_logger()
 
 
 class Shutdown:
-    """limit: seconds from `begin` to the end. arena: host memory, which stays mapped if a step does not end."""
+    """limit: seconds from `begin` to the end. arena: host memory, which stays mapped if a step does not end. forked: whether this is a
+    forked child: then nothing is closed, because files, sockets and locks are the parent's."""
 
     def __init__(self, limit: float, arena: Arena) -> None:
         self.limit = limit
         self.arena = arena
         self.waits = ThreadWaits()
         self.unfinished: list[str] = []
+        self.forked = False
         self._began: float | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -48,6 +50,8 @@ class Shutdown:
 
     async def step(self, name: str, close: Callable[[], Awaitable[None]], limit: float = float("inf")) -> None:
         """Close one thing, whatever is cancelled: in `limit` seconds, and in what is left. Errors are logged."""
+        if self.forked:
+            return
         await uncancelled(self._step(name, close, limit))
 
     async def _step(self, name: str, close: Callable[[], Awaitable[None]], limit: float) -> None:

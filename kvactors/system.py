@@ -12,13 +12,11 @@ Arrows are bounded data lanes and form no cycle; completions travel back on the 
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from typing import Any
-from weakref import WeakSet
 
 from kvactors.actor import Activity, Actor, ActorRef, ActorSpec, Group, RestartBudget, Supervisor
 from kvactors.actor.log import get_logger
@@ -35,6 +33,7 @@ from kvactors.flush_notifier.actor import FlushNotifier
 from kvactors.flush_notifier.deliveries import close_sink, open_sink
 from kvactors.flush_notifier.messages import Settle
 from kvactors.flush_notifier.sinks import Sink, make_sinks, require_sinks
+from kvactors.fork import FORKED, SYSTEMS
 from kvactors.gpu_swapper.actor import GpuSwapper
 from kvactors.gpu_swapper.executor import Executor, make_executor
 from kvactors.gpu_swapper.remote import RemoteExecutor
@@ -56,11 +55,6 @@ from kvactors.storage.reader import StorageReader
 from kvactors.storage.writer import StorageWriter
 from kvactors.substitutes import NoDirect, NoNotifier, NoReader, NoWriter
 from kvactors.threads import in_thread
-
-FORKED = "this cache was opened before a fork, in the parent process: open another one in the child"
-
-SYSTEMS: WeakSet[System] = WeakSet()
-"""Those that run, for a fork."""
 
 log = get_logger()
 
@@ -279,6 +273,8 @@ class System:
     async def _leave(
         self, task: asyncio.Task[None], started: asyncio.Future[None], leave: asyncio.Future[bool], *, clean: bool
     ) -> None:
+        if self.forked:
+            return
         if not task.done():
             self.shutdown.begin()
             if started.done():
@@ -312,9 +308,10 @@ class System:
         finally:
             shutdown.begin()
             shutdown.over(stuck=bool(getattr(self.backend, "stuck", False)))
-            if self._own_device and not self.arena.kept:
-                self.device.close()
-            self.arena.close()
+            if not self.forked:
+                if self._own_device and not self.arena.kept:
+                    self.device.close()
+                self.arena.close()
 
     async def _open(self, opened: AsyncExitStack) -> None:
         def closing(name: str, close: Callable[[], Awaitable[None]], limit: float = float("inf")) -> None:
@@ -362,7 +359,8 @@ class System:
 
     def close_in_child(self) -> None:
         """After a fork, in the child: its threads and loop are not there, so every use is refused."""
-        self.forked = True
+        self.forked = self.shutdown.forked = self.shutdown.waits.over = True
+        self.supervisor.end_by = 0.0
         for ref in (self.index, self.swapper, self.evictor, *self.readers, *self.writers, self.notifier):
             ref.channel.refuse(lambda: CacheClosed(FORKED))
 
@@ -390,11 +388,3 @@ class System:
     def notifier_actor(self) -> FlushNotifier:
         """FlushNotifier as it is now."""
         return self._actor(self.notifier)  # type: ignore[no-any-return]
-
-
-def _close_in_child() -> None:
-    for system in list(SYSTEMS):
-        system.close_in_child()
-
-
-os.register_at_fork(after_in_child=_close_in_child)

@@ -58,6 +58,7 @@ def _end_all() -> None:
 
 
 atexit.register(_end_all)
+os.register_at_fork(after_in_child=_ending.clear)  # a child has none of these threads
 
 
 class Workers:

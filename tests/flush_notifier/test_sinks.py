@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import stat
 
 import aiofiles
 import anyio
@@ -145,6 +147,31 @@ async def test_a_write_given_up_ends_before_the_next_begins(tmp_path, monkeypatc
     await sink.close()
     assert replay_jsonl(sink.path)[Tier.DEVICE] == set(names(1, 2))
     assert len(sink.path.read_bytes().splitlines()) == 2
+
+
+@pytest.mark.parametrize("how", ["truncated", "moved", "removed"])
+async def test_a_file_that_another_process_changes_loses_what_was_written_and_nothing_that_follows(tmp_path, how):
+    """docs/flush.md: what was written before is not written again; lines that follow are whole."""
+    sink = lines(tmp_path)
+    await sink.begin(1)
+    await sink.deliver([task(1, 2)])
+    whole = sink.path.read_bytes()
+    if how == "truncated":
+        os.truncate(sink.path, 0)
+    else:
+        sink.path.rename(tmp_path / "rotated")
+    if how == "removed":
+        (tmp_path / "rotated").unlink()
+    await sink.deliver([task(3)])
+    assert replay_jsonl(sink.path)[Tier.DEVICE] == set(names(3))
+    assert len(sink.path.read_bytes().splitlines()) == 1
+    assert stat.S_IMODE(sink.path.stat().st_mode) == 0o600
+    if how == "moved":
+        assert (tmp_path / "rotated").read_bytes() == whole
+    await sink.begin(2)  # a later incarnation is sent everything again
+    await sink.deliver([task(1, 2), task(3)])
+    assert replay_jsonl(sink.path)[Tier.DEVICE] == {*names(1, 2), *names(3)}
+    await sink.close()
 
 
 async def test_an_error_of_the_file_system_is_a_sink_error(tmp_path):

@@ -93,4 +93,28 @@ BUGS: tuple[Mutation, ...] = (
         "one reader that is switched off turns every look-up in storage into a miss, although another works",
         ("tests/door/test_degraded.py::test_one_of_a_pool_that_is_switched_off_is_not_asked_while_another_works",),
     ),
+    Mutation(
+        "child_closes_the_parents_parts",
+        "shutdown.py",
+        "        if self.forked:\n            return\n",
+        "",
+        "a forked child that ends the parent's loop closes the parent's store and sinks",
+        ("tests/door/test_fork.py::test_a_child_that_ends_the_parents_loop_writes_and_unlocks_nothing",),
+    ),
+    Mutation(
+        "child_waits_for_the_end_of_the_parents_cache",
+        "system.py",
+        "        if self.forked:\n            return\n",
+        "",
+        "a forked child that leaves the block gets RuntimeError('no running event loop')",
+        ("tests/door/test_fork.py::test_a_child_that_leaves_the_block_closes_nothing_and_raises_only_its_own",),
+    ),
+    Mutation(
+        "child_is_refused_the_end_of_its_block",
+        "cache.py",
+        "        if not self.system.forked:\n            self._check_thread()\n            self._open = False\n",
+        "        self._check_thread()\n        self._open = False\n",
+        "a forked child that leaves the block gets CacheClosed in place of its own exception",
+        ("tests/door/test_fork.py::test_a_child_that_leaves_the_block_closes_nothing_and_raises_only_its_own",),
+    ),
 )
