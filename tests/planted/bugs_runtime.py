@@ -134,7 +134,7 @@ BUGS = (
     Mutation(
         "children_wait_for_the_parents_loop",
         "system.py",
-        "        self.forked = True\n",
+        "        self.forked = self.shutdown.forked = self.shutdown.waits.over = True\n",
         "        return\n",
         "a call in a forked child waits for a loop that does not run there",
         (f"{CLOSE}::test_a_forked_child_is_refused_and_the_parent_goes_on",),
