@@ -130,6 +130,9 @@ class BlockTree:
     def evict(self, count: int) -> tuple[NDArray[np.uint32], bytes, bytes, list[int], bytes]:
         """Pick up to `count` unreferenced device blocks, least recently used first (deeper first on ties), mark them
         OFFLOADING, and return (nodes, keys, parent keys, device blocks, state bits). `nodes` is the handle for `finish_offload`."""
+    def contents(self, nodes: NDArray[np.uint32]) -> tuple[bytes, bytes, list[tuple[int, bytes]]]:
+        """Of each of these nodes (which are in the tree) the root key and the tokens, both as one buffer, and (index, extra key) of those that
+        have one. `nodes`: as `evict` returns them."""
     def finish_offload(self, nodes: NDArray[np.uint32], on_host: bytes) -> tuple[list[int], list[int]]:
         """End of an eviction: `on_host[j]` non-zero if the host tier kept node j, which then gets the HOST bit. Nodes still
         marked lose their device block, once no other eviction is reading it; the rest, matched again or still being read,

@@ -26,7 +26,10 @@ PLACE = {"namespace", "rank", "ranks"}
 STORAGE_USES = {
     "none": SLOT_STORE | PLACE,
     "memory": SLOT_STORE | CAPACITY | PLACE,
-    "file": SLOT_STORE | CAPACITY | PLACE | {"directory", "free_space_floor", "durability", "read_only", "io_depth"},
+    "file": SLOT_STORE
+    | CAPACITY
+    | PLACE
+    | {"directory", "free_space_floor", "durability", "read_only", "io_depth", "keep_tokens"},
     "mooncake": SLOT_STORE | PLACE | {"mooncake"},
     "attention_store": STORE_COMMON | {"exclusive"},
 }

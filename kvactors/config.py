@@ -109,7 +109,8 @@ class StorageConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
 
     Of the file store: directory. free_space_floor: bytes of the file system it leaves free. durability: an object counts as stored when the
     system has it (written) or the device has it (synced). read_only: a view beside the process that writes. io_depth: reads and writes
-    at once. Sizes may be written "4GB".
+    at once. keep_tokens: each block's tokens are kept beside it, so that stored blocks are announced to the sinks after a restart (not those
+    under a salt). Sizes may be written "4GB".
 
     exclusive: a block loaded from storage leaves it. write_policy: none, write_through (at request finish),
     write_through_selective (at finish, blocks used at least `min_hits` times), write_back (when the host tier evicts).
@@ -129,6 +130,7 @@ class StorageConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
     read_only: bool = False
     io_depth: int = 4
     exclusive: bool = False
+    keep_tokens: bool = True
     write_policy: Literal["none", "write_through", "write_through_selective", "write_back"] = "write_back"
     min_hits: int = 2
     fetch: bool = True

@@ -6,7 +6,7 @@ from kvactors.actor import Envelope, on
 from kvactors.cpu_evictor.messages import Fetched, Probed, ReadDone, Saved, Written
 from kvactors.errors import SinkError
 from kvactors.flush_notifier.actor import FlushNotifier
-from kvactors.flush_notifier.messages import Announced, Cleared, Gained, Gone, Settle
+from kvactors.flush_notifier.messages import Announced, Cleared, Gained, Gone, Named, Settle
 from kvactors.storage.direct import StorageDirect
 from kvactors.storage.messages import FetchDevice, Outcome, Probe, Read, Recount, SaveDevice, Write
 from kvactors.storage.reader import StorageReader
@@ -33,6 +33,10 @@ class NoNotifier(FlushNotifier):
 
     @on(Cleared)
     def cleared(self, message: Cleared) -> None:
+        """Dropped."""
+
+    @on(Named)
+    def named(self, message: Named) -> None:
         """Dropped."""
 
     @on(Settle)

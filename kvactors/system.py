@@ -112,12 +112,12 @@ class System:
 
     def _make_local(self, device: Device | None, backend: Backend | None) -> None:
         """The data plane in this process."""
-        config = self.config
+        config, size, print_ = self.config, self.layout.block_bytes, self.layout.fingerprint
         self.device = device if device is not None else make_device(config.device, self.layout)
         self._own_device = device is None
         self.backend = backend
         if backend is None or config.flush.only:
-            self.backend = make_backend(self.storage, config.cache.model, self.layout.fingerprint, self.layout.block_bytes)
+            self.backend = make_backend(self.storage, config.cache.model, print_, size, config.cache.block_size)
         self.direct_backend = make_direct(config, self.device)
         slots = config.host.arena_slots(stored=self.backend is not None)
         trailer = self.backend.trailer if self.backend is not None else 0
@@ -188,8 +188,7 @@ class System:
             fetch=stored and storage.fetch, announce=bool(self.sinks), free_low=int(config.device.free_low * blocks),
             free_high=int(config.device.free_high * blocks), save=storage.write_policy if stored else "none",
             token_root=self.token_root if self.direct is not None else None, min_hits=storage.min_hits, keep=not exclusive,
-            roots=self.roots,
-            era=self.executor.era,
+            roots=self.roots, keep_lineages=self.store is not None and self.store.keeps_lineages, era=self.executor.era,
         )  # fmt: skip
 
     def _make_swapper(self, ref: ActorRef) -> GpuSwapper:
@@ -209,7 +208,8 @@ class System:
 
     def _make_writer(self, ref: ActorRef, kind: type[StorageWriter] = StorageWriter) -> StorageWriter:
         assert self.store is not None
-        return kind(ref, backend=self.store, arena=self.arena, evictor=self.evictor, notifier=self.notifier)
+        root_of = self.roots.root if self.sinks else None
+        return kind(ref, backend=self.store, arena=self.arena, evictor=self.evictor, notifier=self.notifier, root_of=root_of)
 
     def _make_direct(self, ref: ActorRef, kind: type[StorageDirect] = StorageDirect) -> StorageDirect:
         assert self.direct_backend is not None
@@ -221,9 +221,7 @@ class System:
     def _notifier(self, ref: ActorRef, kind: type[FlushNotifier], sinks: Sequence[Sink]) -> FlushNotifier:
         return kind(
             ref, block_size=self.config.cache.block_size, sinks=sinks, config=self.config.flush,
-            epoch=self.epoch,
-            limbo=self.device.num_blocks + self.arena.num_slots + FORGOTTEN,
-            token_root=self.token_root,
+            epoch=self.epoch, limbo=self.device.num_blocks + self.arena.num_slots + FORGOTTEN, token_root=self.token_root,
         )  # fmt: skip
 
     def _members(self) -> tuple[Group, Group]:
@@ -345,6 +343,8 @@ class System:
         if self.supervisor.failed is not None:
             return
         limit = self.shutdown.at(QUIET)
+        if self.store is not None:
+            self.store.end_paths()
         await self.supervisor.drain(self.shutdown.left(QUIET))
         if clean:
             with suppress(KVActorsError):

@@ -122,6 +122,15 @@ void bind_tree(nb::module_& m) {
                                   bytes_of(out.parents.data(), out.parents.size()), ids_of(out.blocks),
                                   nb::bytes(out.states.data(), out.states.size()));
         }, "count"_a)
+        .def("contents", [](const PyTree& t, const NodesIn& nodes) {
+            const Busy busy(t.busy);
+            const Contents out = t.contents(nodes.data(), nodes.shape(0));
+            nb::list extras;
+            for (const auto& [index, extra] : out.extras)
+                extras.append(nb::make_tuple(index, nb::bytes(extra.data(), extra.size())));
+            return nb::make_tuple(bytes_of(out.roots.data(), out.roots.size()), bytes_of(out.tokens.data(), out.tokens.size()),
+                                  extras);
+        }, "nodes"_a)
         .def("finish_offload", [](PyTree& t, const NodesIn& nodes, const nb::bytes& on_host) {
             const Change change(t);
             if (on_host.size() != nodes.shape(0)) throw nb::value_error("on_host must hold one byte for each node");

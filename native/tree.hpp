@@ -66,6 +66,13 @@ struct Leaf {
     std::string states;
 };
 
+// What block hashes are made of: for each node its root, its tokens and, of few, (index, extra key).
+struct Contents {
+    std::vector<Key> roots;
+    std::vector<u32> tokens;
+    std::vector<std::pair<u32, std::string>> extras;
+};
+
 // Nodes in the order of their ids; next: where to go on, kNil at the end.
 struct Listing {
     std::vector<Key> keys;
@@ -120,6 +127,7 @@ public:
     // tree_inspect.cpp
     std::vector<Key> device_keys() const;
     std::vector<Leaf> leaves() const;
+    Contents contents(const u32* nodes, std::size_t count) const;
     Statistics statistics() const;
     std::size_t bytes() const;
     Listing listing(u32 start, std::size_t count) const;

@@ -1,4 +1,6 @@
-// Listings of the whole tree, for tests and tools.
+// What nodes hold, and listings of the whole tree.
+#include <stdexcept>
+
 #include "tree.hpp"
 
 namespace kvactors {
@@ -33,6 +35,34 @@ std::vector<Leaf> Tree::leaves() const {
             leaf.states.push_back(char(state(at(chain[i]))));
         }
         result.push_back(std::move(leaf));
+    }
+    return result;
+}
+
+// Each node on the way to a root is passed once: blocks of one eviction have most of their ancestors in common.
+Contents Tree::contents(const u32* nodes, std::size_t count) const {
+    for (std::size_t j = 0; j < count; ++j)
+        if (!is_node(nodes[j])) throw std::invalid_argument("contents of a node that is not there");
+    Contents result;
+    result.roots.reserve(count);
+    result.tokens.reserve(count * block_size_);
+    std::unordered_map<u32, u32> root_of;
+    std::vector<u32> passed;
+    for (std::size_t j = 0; j < count; ++j) {
+        u32 up = nodes[j];
+        passed.clear();
+        auto known = root_of.find(up);
+        for (; known == root_of.end() && (at(up).bits & kRoot) == 0; known = root_of.find(up)) {
+            passed.push_back(up);
+            up = at(up).parent;
+        }
+        const u32 root = known == root_of.end() ? up : known->second;
+        for (const u32 id : passed) root_of.emplace(id, root);
+        result.roots.push_back(at(root).name);
+        const u32* tokens = tokens_of(nodes[j]);
+        result.tokens.insert(result.tokens.end(), tokens, tokens + block_size_);
+        const u32 extra = at(nodes[j]).extra;
+        if (extra != 0) result.extras.emplace_back(u32(j), extras_[extra].bytes);
     }
     return result;
 }

@@ -14,6 +14,7 @@ from kvactors.cpu_evictor.messages import Place as PlaceLoad
 from kvactors.cpu_evictor.save import Saves
 from kvactors.flush_notifier.messages import Cleared, Gained, Gone
 from kvactors.gpu_swapper.messages import Copy, Direction
+from kvactors.lineage import Lineages, lineage
 from kvactors.prefix_index.messages import (
     Admitted,
     HostCleared,
@@ -82,7 +83,7 @@ class CpuEvictor(Saves):
                 kept[j] = 1
             elif key not in self.host.entries:
                 fresh.append(j)
-        entries = self._take_slots(fresh, keys, parents)
+        entries = self._take_slots(fresh, keys, parents, message.lineages)
         first = len(fresh) - len(entries)
 
         def then(failed: frozenset[int]) -> None:
@@ -100,7 +101,9 @@ class CpuEvictor(Saves):
 
         self.copy(Direction.TO_HOST, [message.blocks[j] for j in fresh[first:]], entries, then)
 
-    def _take_slots(self, fresh: Sequence[int], keys: Sequence[bytes], parents: Sequence[bytes]) -> list[Entry]:
+    def _take_slots(
+        self, fresh: Sequence[int], keys: Sequence[bytes], parents: Sequence[bytes], lineages: Lineages | None
+    ) -> list[Entry]:
         """Slots for evicted device blocks, for the last used of them if there are not enough. What exceeds the tier's capacity only
         passes through, on its way to storage."""
         self.make_room(len(fresh), len(fresh), keys)
@@ -108,7 +111,12 @@ class CpuEvictor(Saves):
         first = 0 if self.write_back else passing
         first = max(first, len(fresh) - self.host.free)
         return [
-            self.host.add(keys[j], parents[j], Place.TRANSIT if i < passing else Place.RESIDENT)
+            self.host.add(
+                keys[j],
+                parents[j],
+                Place.TRANSIT if i < passing else Place.RESIDENT,
+                lineage(lineages, j, len(keys), parents[j]),
+            )
             for i, j in enumerate(fresh)
             if i >= first
         ]
@@ -127,8 +135,9 @@ class CpuEvictor(Saves):
             self.tell(self.index, Loaded(message.op, 0, 0))
             return
         job = LoadJob(
-            message.op, message.root, split_keys(message.keys), message.start, message.deadline, message.blocks, message.tokens
-        )
+            message.op, message.root, split_keys(message.keys), message.start, message.deadline, message.blocks, message.tokens,
+            message.lineages,
+        )  # fmt: skip
         self.loads[job.op] = job
         self.host.touch(reversed(job.keys))
         for key in job.wanted:
@@ -178,7 +187,7 @@ class CpuEvictor(Saves):
                 break
             found -= 1
             place = Place.TRANSIT if self.exclusive else Place.RESIDENT
-            entry = self.host.add(key, job.parent(job.start + offset), place)
+            entry = self.host.add(key, job.parent(job.start + offset), place, job.lineage(job.start + offset))
             self.host.pin(entry)
             job.entries.append(entry)
             job.from_host.append(False)
@@ -238,7 +247,11 @@ class CpuEvictor(Saves):
                 return
             self.make_room(len(lacking), len(lacking), keys)
             room = min(self.host.free, self.host.capacity - self.host.resident)
-            entries = [self.host.add(keys[j], keys[j - 1] if j else message.root, Place.RESIDENT) for j in lacking[:room]]
+            parents = {j: keys[j - 1] if j else message.root for j in lacking[:room]}
+            entries = [
+                self.host.add(keys[j], parent, Place.RESIDENT, lineage(message.lineages, j, len(keys), parent))
+                for j, parent in parents.items()
+            ]
             if entries:
                 self.read(entries, message.deadline, lambda outcomes: self._prefetched(entries, outcomes))
 

@@ -6,6 +6,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Container, Iterable, Iterator
 from enum import Enum
 
+from kvactors.lineage import Lineage
+
 STEP = 2048
 """Entries that a step of a check looks at."""
 
@@ -21,12 +23,13 @@ class Place(Enum):
 class Entry:
     """A block in a slot. pins: copies and writes that use the slot now. arriving: its bytes are not there yet. told: the notifier
     believes it resident. hinted: the index was told that it came by itself. handed: copied to the device, so the index will
-    discard it. dropped: forgotten; the slot is free as soon as nobody uses it."""
+    discard it. dropped: forgotten; the slot is free as soon as nobody uses it. lineage: for the store, if it keeps it."""
 
-    __slots__ = ("arriving", "dropped", "handed", "hinted", "key", "parent", "pins", "place", "slot", "told")
+    __slots__ = ("arriving", "dropped", "handed", "hinted", "key", "lineage", "parent", "pins", "place", "slot", "told")
 
-    def __init__(self, key: bytes, parent: bytes, slot: int, place: Place) -> None:
+    def __init__(self, key: bytes, parent: bytes, slot: int, place: Place, lineage: Lineage | None = None) -> None:
         self.key = key
+        self.lineage = lineage
         self.parent = parent
         self.slot = slot
         self.place = place
@@ -89,13 +92,13 @@ class HostTier:
         """Names of resident blocks whose bytes are there."""
         return [key for key, entry in self.lru.items() if not entry.arriving]
 
-    def add(self, key: bytes, parent: bytes, place: Place) -> Entry:
+    def add(self, key: bytes, parent: bytes, place: Place, lineage: Lineage | None = None) -> Entry:
         """A new entry in a free slot, as most recently used, arriving and pinned. The caller has checked `free`."""
         if key in self.entries:
             raise RuntimeError("a block is given a second slot")
         self.changes += 1
         self._pinned += 1
-        entry = Entry(key, parent, self._free.pop(), place)
+        entry = Entry(key, parent, self._free.pop(), place, lineage)
         entry.arriving = True
         entry.pins = 1
         self.entries[key] = entry

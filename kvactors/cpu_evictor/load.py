@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvactors.actor.actor import Timer
 from kvactors.cpu_evictor.host import Entry
+from kvactors.lineage import Lineage, Lineages, lineage
 
 
 class LoadJob:
@@ -12,7 +13,8 @@ class LoadJob:
     entries: sources in path order, as far as they are secured. host: how many leading ones came from the host tier. blocks: targets,
     None until placed. copies: copies still to come. fetching: the store is still asked. arrived: per position whether its bytes are on
     the device. late: the store is not waited for any more. over: answered (what still comes only cleans up). tokens: of the path, for a
-    store that is addressed by them. layers: by the first position of a copy, how many layers of it have arrived.
+    store that is addressed by them; lineages: of its blocks, for a store that keeps them. layers:
+    by the first position of a copy, how many layers of it have arrived.
     """
 
     __slots__ = (
@@ -26,6 +28,7 @@ class LoadJob:
         "keys",
         "late",
         "layers",
+        "lineages",
         "op",
         "over",
         "root",
@@ -43,7 +46,9 @@ class LoadJob:
         deadline: float,
         blocks: tuple[int, ...],
         tokens: bytes = b"",
+        lineages: Lineages | None = None,
     ) -> None:
+        self.lineages = lineages
         self.tokens = tokens
         self.op = op
         self.root = root
@@ -85,3 +90,7 @@ class LoadJob:
     def parent(self, position: int) -> bytes:
         """Name of the block before path position `position`."""
         return self.keys[position - 1] if position else self.root
+
+    def lineage(self, position: int) -> Lineage | None:
+        """What the hash of the block at path position `position` is made of, if the store keeps that."""
+        return lineage(self.lineages, position, len(self.keys), self.parent(position))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from kvactors.actor import Control
 from kvactors.actor.message import Message
+from kvactors.lineage import Lineages
 
 
 class Offload(Message, frozen=True, eq=False):
     """These device blocks must go: take what the host tier wants of them. Answered with Offloaded.
 
     keys, parents: n x 32 bytes, least recently used first (deeper first on ties). blocks: their device blocks. era: of the memory they are
-    in, see `Executor`; nothing is kept of another era's.
+    in, see `Executor`; nothing is kept of another era's. lineages: of these blocks, if the store keeps them.
     """
 
     op: int
@@ -18,6 +19,7 @@ class Offload(Message, frozen=True, eq=False):
     parents: bytes
     blocks: tuple[int, ...]
     era: int = 0
+    lineages: Lineages | None = None
 
 
 class Load(Message, frozen=True, eq=False):
@@ -27,7 +29,7 @@ class Load(Message, frozen=True, eq=False):
     next into blocks[1] ... An empty `blocks` means that they follow in a Place: the sources are secured (and fetched) meanwhile,
     so that making room for them cannot evict them.
     root: what the first key's parent is. deadline: absolute loop time. fetch: whether what the host tier lacks may come from storage.
-    tokens: of the same path, for a store that is addressed by them.
+    tokens: of the same path, for a store that is addressed by them. lineages: of the blocks of `keys`, if the store keeps them.
     """
 
     op: int
@@ -39,18 +41,20 @@ class Load(Message, frozen=True, eq=False):
     fetch: bool
     tokens: bytes = b""
     era: int = 0
+    lineages: Lineages | None = None
 
 
 class Prefetch(Message, frozen=True, eq=False):
     """Somebody will want these: bring what storage has of them, from `start` on, to the host tier, if there is one. Not answered.
 
-    root, keys, start, deadline: as in Load.
+    root, keys, start, deadline, lineages: as in Load.
     """
 
     root: bytes
     keys: bytes
     start: int
     deadline: float
+    lineages: Lineages | None = None
 
 
 class Fetched(Control, frozen=True, eq=False):
@@ -84,7 +88,7 @@ class Admit(Message, frozen=True, eq=False):
     """A finished request's path, all of it on the device (and held there until answered with Admitted).
 
     keys: names of the path from its first block on; blocks: their device blocks. keep: whether the host tier should hold them from
-    now on (inclusive tiers). save: positions to write to storage. tokens: as in Load.
+    now on (inclusive tiers). save: positions to write to storage. tokens, lineages: as in Load.
     """
 
     op: int
@@ -95,6 +99,7 @@ class Admit(Message, frozen=True, eq=False):
     save: tuple[int, ...]
     tokens: bytes = b""
     era: int = 0
+    lineages: Lineages | None = None
 
 
 class Discard(Message, frozen=True, eq=False):

@@ -8,6 +8,7 @@ from kvactors.cpu_evictor.host import Place
 from kvactors.cpu_evictor.messages import Admit, SaveUnanswered
 from kvactors.cpu_evictor.plane import Plane
 from kvactors.gpu_swapper.messages import Direction
+from kvactors.lineage import lineage
 from kvactors.prefix_index.messages import Admitted
 from kvactors.units import split_keys
 
@@ -61,7 +62,11 @@ class Saves(Plane):
             wanted = set(save) if self.direct is None else set()
             lacking = [j for j in lacking if j in wanted][: self.host.free]
             place = Place.TRANSIT
-        entries = [self.host.add(keys[j], keys[j - 1] if j else message.root, place) for j in lacking]
+        parents = {j: keys[j - 1] if j else message.root for j in lacking}
+        entries = [
+            self.host.add(keys[j], parent, place, lineage(message.lineages, j, len(keys), parent))
+            for j, parent in parents.items()
+        ]
         self.host.touch(reversed(keys))
 
         def then(failed: frozenset[int]) -> None:

@@ -195,7 +195,11 @@ class Traffic(Actor):
             op, writer = next(self._ops), self._least_loaded(self.writers, self._writes)
             self._writes[op] = Asked(writer, len(batch), partial(self._after_write, batch))
             keys, slots = join_keys(entry.key for entry in batch), tuple(entry.slot for entry in batch)
-            self.tell(writer, Write(op, keys, slots, now() + self.storage.timeout, self.era))
+            lineages = tuple(entry.lineage for entry in batch)
+            self.tell(
+                writer,
+                Write(op, keys, slots, now() + self.storage.timeout, self.era, lineages if any(lineages) else ()),
+            )
 
     def _after_write(self, batch: Sequence[Entry], outcomes: bytes) -> None:
         for entry, outcome in zip(batch, outcomes, strict=True):

@@ -24,6 +24,7 @@ from kvactors.flush_notifier.messages import (
     FlushTask,
     Gained,
     Gone,
+    Named,
     RetryDue,
     Settle,
 )
@@ -98,6 +99,12 @@ class FlushNotifier(Actor):
         """Names are resident."""
         if self.deliveries:
             self._work(self.ledger.gain(message.keys, message.tier, message.reason))
+
+    @on(Named)
+    def named(self, message: Named) -> None:
+        """Blocks that were found in storage, with their paths."""
+        if self.deliveries:
+            self._work(self.ledger.name(message))
 
     @on(Gone)
     def gone(self, message: Gone) -> None:

@@ -56,8 +56,10 @@ def _check_counts(ledger: Ledger, version: int, entries: list[Entry], children: 
             return
         _require(bool(tiers), "an unnamed block that is nowhere")
         _require(key not in ledger.entries, "a named block among the unnamed")
+        _require(not (fault := ledger.waiting.fault(key, ledger) if key in ledger.waiting else ""), fault)
         if not i % ledger.step:
             yield
+    _require(len(ledger.waiting.blocks) <= len(ledger.unnamed), "a block waits that is nowhere")
     for i, entry in enumerate(entries, 1):
         if version != ledger.version:
             return

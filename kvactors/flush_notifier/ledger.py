@@ -23,7 +23,8 @@ from collections.abc import Collection, Iterator
 
 from kvactors.flush_notifier import batches
 from kvactors.flush_notifier.checks import check_steps
-from kvactors.flush_notifier.messages import Announced, Origin
+from kvactors.flush_notifier.messages import Announced, Named, Origin
+from kvactors.flush_notifier.naming import Waiting, naming, placing
 from kvactors.flush_notifier.order import Order
 from kvactors.flush_notifier.runs import BITS, LAST, Batch, Entry, Holding, Steps, finish
 from kvactors.flush_notifier.view import ABOVE_ALL, SHIFT, SinkView
@@ -64,6 +65,7 @@ class Ledger:
         )  # of the same entries: parents before children, and none is missed or met twice while others come and go
         self.version = 0  # counts the steps that may have changed something
         self.unnamed: dict[bytes, int] = {}  # resident (so as many as there are blocks at most), but no path has named them yet
+        self.waiting = Waiting()  # of the unnamed: those whose parents have no entry, with what their hashes are made of
         self.clock = 0  # counts the differences that began
         self.dirty: list[dict[Entry, int]] = [{} for _ in views]  # per sink, when they began to differ, in that order
         self._sinks = [
@@ -116,6 +118,12 @@ class Ledger:
                 yield
                 self.let_go(entry)
                 self.version += 1
+        yield from placing(self)
+        yield from self.trim()
+
+    def name(self, message: Named) -> Iterator[None]:
+        """Blocks that were found in storage have these parents and tokens."""
+        yield from naming(self, message)
         yield from self.trim()
 
     def _learn(
@@ -124,6 +132,7 @@ class Ledger:
         """A block that no path has named before. parent: None if `parent_key` is a root, and at no other time. `_look` must follow."""
         entry = Entry(key, parent, parent_key, tokens, origin, len(self.views), extra_key)
         entry.truth = self.unnamed.pop(key, 0)
+        self.waiting.learned(key)
         self.entries[key] = entry
         self.order.add(entry)
         entry.link()
@@ -169,6 +178,8 @@ class Ledger:
             if entry is None:
                 if left := self.unnamed.pop(key, 0) & ~bit:
                     self.unnamed[key] = left
+                else:
+                    self.waiting.drop(key)
             elif entry.truth & bit:
                 entry.truth &= ~bit
                 entry.reasons[LAST] = entry.reasons[bit] = reason
@@ -204,6 +215,7 @@ class Ledger:
                 yield
         for i, key in enumerate(nowhere, 1):
             del self.unnamed[key]
+            self.waiting.drop(key)
             if not i % self.step:
                 yield
         if reason is Reason.CLEAR:

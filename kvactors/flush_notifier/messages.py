@@ -8,7 +8,7 @@ from typing import NamedTuple
 from kvactors.actor import Ask, Control
 from kvactors.actor.message import Message
 from kvactors.discreet import discreet
-from kvactors.units import Reason, Residency, Tier
+from kvactors.units import KEY_BYTES, Reason, Residency, Tier
 
 ExtraKeys = tuple[tuple[int, bytes], ...]
 """(position in the path, extra key) of the blocks that have one, in order: their media (`prefix_index.keys.media_items`)."""
@@ -58,6 +58,38 @@ class Gained(Message, frozen=True, eq=False):
     keys: bytes
     tier: Tier
     reason: Reason
+
+
+class PathPart(NamedTuple):
+    """Consecutive blocks of a path, each the parent of the next. parent: hash of the block before them, or the root hash. keys: 32 bytes each.
+    tokens: their own (little-endian uint32). extra_keys: (index, extra key) of those that have one."""
+
+    parent: bytes
+    keys: bytes
+    tokens: bytes
+    origin: Origin = PLAIN
+    extra_keys: tuple[tuple[int, bytes], ...] = ()
+
+    def __repr__(self) -> str:
+        return discreet(self)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks in it."""
+        return len(self.keys) // KEY_BYTES
+
+    def whole(self) -> bool:
+        """Whether its fields are of lengths that belong together."""
+        lengths = len(self.parent), len(self.keys) % KEY_BYTES, len(self.tokens) % (4 * max(1, self.blocks))
+        return lengths == (KEY_BYTES, 0, 0) and self.blocks > 0 and len(self.tokens) > 0
+
+
+class Named(Message, frozen=True, eq=False):
+    """What the hashes of blocks are made of that were found in storage. It says nothing about where they are: those that are nowhere are
+    left out. roots: parents of parts that are root hashes of requests of now."""
+
+    parts: tuple[PathPart, ...]
+    roots: frozenset[bytes]
 
 
 class Gone(Message, frozen=True, eq=False):

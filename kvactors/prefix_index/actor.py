@@ -228,7 +228,8 @@ class PrefixIndex(Clearing):
         keys, blocks = path.keys(start, stop), tuple(path.blocks(start, stop))
         tokens = path.tokens(0, save[-1] + 1) if save and self.token_root is not None else b""
         positions = tuple(position - start for position in save)
-        self.tell(self.evictor, Admit(op, parent, keys, blocks, self._keep, positions, tokens, self.era))
+        lineages = self.lineages.of_path(path, start, stop)
+        self.tell(self.evictor, Admit(op, parent, keys, blocks, self._keep, positions, tokens, self.era, lineages))
 
     # -- the whole cache
 

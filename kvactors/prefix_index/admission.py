@@ -46,7 +46,7 @@ class Admission(Layers):
     """Requests until they have their blocks, and the namespace they are admitted under."""
 
     def __init__(self, ref: ActorRef, *, roots: Roots, **rest: Any) -> None:
-        super().__init__(ref, **rest)
+        super().__init__(ref, root_of=roots.root, **rest)
         self.roots = roots
         self.paused = False
         self.held: dict[int, Held] = {}  # by lease, in order of arrival

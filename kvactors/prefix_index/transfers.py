@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 
 from kvactors.actor import ActorRef, Envelope, on
@@ -10,9 +10,11 @@ from kvactors.actor.clock import now
 from kvactors.cpu_evictor.messages import Cancel, Discard, Load, Offload, Place
 from kvactors.cpu_evictor.messages import Prefetch as PrefetchToHost
 from kvactors.errors import NoRoom
+from kvactors.flush_notifier.messages import Origin
 from kvactors.native import HOST, BlockTree, Path
 from kvactors.prefix_index.announcing import Announcing
 from kvactors.prefix_index.index import BlockIndex, pick_keys
+from kvactors.prefix_index.lineages import LineageSource
 from kvactors.prefix_index.messages import Admitted, Done, HostGained, HostGone, Landed, Loaded, Offloaded, Overdue, Prefetch
 from kvactors.prefix_index.records import EvictOp, Fault, Lease, LoadOp, Offloads, Saving, Segment
 from kvactors.units import Reason
@@ -26,7 +28,8 @@ class Transfers(Announcing):
 
     exclusive: a block has one copy among device and host. host_tier: evicted blocks have somewhere to go. fetch: storage may hold
     what the tree does not know. token_root: with a store that is addressed by
-    tokens alone, the root hash of the scope it was opened with; None without such a store.
+    tokens alone, the root hash of the scope it was opened with; None without such a store. keep_lineages: the store keeps what block hashes are
+    made of. root_of: the root hash that requests have now.
     """
 
     def __init__(
@@ -42,8 +45,11 @@ class Transfers(Announcing):
         announce: bool,
         token_root: bytes | None = None,
         era: int = 0,
+        keep_lineages: bool = False,
+        root_of: Callable[[Origin], bytes] = lambda _: b"",
     ) -> None:
         super().__init__(ref, index=index, notifier=notifier, announce=announce)
+        self.lineages = LineageSource(keep_lineages, self.origins, root_of)
         self.era = era
         self.evictor = evictor
         self.exclusive = exclusive
@@ -66,7 +72,8 @@ class Transfers(Announcing):
         limit = min(limit, self.fetchable(path))
         wanted = max(0, limit - run)
         if wanted:
-            self.tell(self.evictor, PrefetchToHost(path.root, path.keys(0, limit), run, message.deadline))
+            lineages = self.lineages.of_path(path, 0, limit)
+            self.tell(self.evictor, PrefetchToHost(path.root, path.keys(0, limit), run, message.deadline, lineages))
         self.answer(envelope, Done(wanted))
 
     def storable(self, path: Path) -> int:
@@ -99,9 +106,10 @@ class Transfers(Announcing):
             path, blocks = lease.path, tuple(load.blocks)
             fetch = stop <= self.fetchable(path)
             tokens = path.tokens(0, stop) if fetch and self.token_root is not None else b""
+            keys, lineages = path.keys(0, stop), self.lineages.of_path(path, 0, stop) if fetch else None
             self.tell(
                 self.evictor,
-                Load(load.op, path.root, path.keys(0, stop), start, blocks, lease.deadline, fetch, tokens, self.era),
+                Load(load.op, path.root, keys, start, blocks, lease.deadline, fetch, tokens, self.era, lineages),
             )
 
     def place_loads(self, lease: Lease) -> None:
@@ -254,7 +262,7 @@ class Transfers(Announcing):
         self.evicted += op.total
         if self.host_tier and self.exclusive:
             self.offloads[op.op] = op
-            self.tell(self.evictor, Offload(op.op, op.keys, op.parents, op.blocks, self.era))
+            self.tell(self.evictor, Offload(op.op, op.keys, op.parents, op.blocks, self.era, self.lineages.of_eviction(op)))
         else:
             self._evict_done(op, bytes(state & HOST for state in op.states))
         return op.total

@@ -6,6 +6,8 @@ from enum import IntEnum
 
 from kvactors.actor import Control
 from kvactors.actor.message import Message
+from kvactors.flush_notifier.messages import PathPart
+from kvactors.lineage import Lineage
 
 
 class Outcome(IntEnum):
@@ -45,7 +47,7 @@ class Read(Message, frozen=True, eq=False):
 class Write(Message, frozen=True, eq=False):
     """Write arena slots as objects; answered with Written once no slot is read any more.
 
-    keys: least recently used first; an object that is there already counts as used now.
+    keys: least recently used first; an object that is there already counts as used now. lineages: one for each key, or none at all.
     """
 
     op: int
@@ -53,6 +55,7 @@ class Write(Message, frozen=True, eq=False):
     slots: tuple[int, ...]
     deadline: float
     era: int = 0
+    lineages: tuple[Lineage | None, ...] = ()
 
 
 class ClearStore(Message, frozen=True, eq=False):
@@ -126,3 +129,13 @@ class Recheck(Control, frozen=True, eq=False):
 
 class NextPage(Control, frozen=True, eq=False):
     """To itself: continue a report on the whole store, after all that was sent before has entered the notifier's channel."""
+
+
+class ReadPaths(Control, frozen=True, eq=False):
+    """To itself: read which paths the next blocks of the store form, after all that was sent before has entered the notifier's channel."""
+
+
+class PathsRead(Control, frozen=True, eq=False):
+    """To itself: the next parts of paths; None at the end."""
+
+    parts: tuple[PathPart, ...] | None

@@ -52,6 +52,7 @@ class StorageWorker(Actor):
         self._under_way = self._batches = self._moved = 0
         self._snapshot_due = self._paging = False  # a report on the whole store: to be started; a NextPage is in the channel
         self._unreported: Iterator[bytes] = iter(())
+        self._reading = False  # the paths of the store are being read, for the notifier
         self._reported: list[asyncio.Future[None]] = []  # in `sent`
 
     def started(self) -> None:
@@ -61,17 +62,24 @@ class StorageWorker(Actor):
 
     async def stopped(self) -> None:
         """See `Actor.stopped`."""
+        self._paging = self._reading = False
         self._report_complete()
 
     async def sent(self) -> None:
-        """See `Actor.sent`: with every page of a report that has begun, or begins when this incarnation starts."""
-        while self._paging or self.state is State.STARTING:
+        """See `Actor.sent`: with every page of a report, and of paths, that has begun, or begins when this incarnation starts."""
+        while self._paging or self._reading or self.state is State.STARTING:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._reported.append(waiter)
             await waiter
         await super().sent()
 
+    def report_ended(self) -> None:
+        """The last page of a report is sent."""
+        self._report_complete()
+
     def _report_complete(self) -> None:
+        if self._paging or self._reading:
+            return
         waiters, self._reported = self._reported, []
         for waiter in waiters:
             if not waiter.done():
@@ -108,7 +116,7 @@ class StorageWorker(Actor):
                 self._snapshot_due, self._unreported = False, self.backend.snapshot()
             page = list(islice(self._unreported, REPORT_PAGE))
             if not page:
-                self._report_complete()
+                self.report_ended()
                 return
             held = join_keys(key for key in page if self.backend.holds(key))
             self._report(held, b"", Reason.STORED)

@@ -16,7 +16,7 @@ VALUES: dict[str, Any] = {
     "num_kv_heads": 4, "head_dim": 8, "dtype": "uint8", "quantization": "block_wise_fp8", "scale_dtype": "float16",
     "kv_lora_rank": 128, "qk_rope_head_dim": 8, "index_head_dim": 128, "options": {"nonsense": 3}, "extra_block_ratio": 2.0,
     "directory": "/x", "capacity_blocks": 9, "capacity_bytes": "4GB", "namespace": "n", "rank": 1, "ranks": 2,
-    "free_space_floor": 7, "durability": "synced", "read_only": True, "io_depth": 9, "exclusive": True, "min_fetch_blocks": 2,
+    "free_space_floor": 7, "durability": "synced", "read_only": True, "io_depth": 9, "keep_tokens": False, "exclusive": True, "min_fetch_blocks": 2,
     "readers": 3, "writers": 3, "mooncake": {"protocol": "rdma"},
 }  # fmt: skip
 

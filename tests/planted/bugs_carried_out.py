@@ -68,9 +68,9 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "checksum_not_compared",
-        "storage/backends/file.py",
-        "whole = there == entry and xxhash.xxh3_64_intdigest(into) == checksum_of(entry)",
-        "whole = there == entry",
+        "storage/backends/slab_objects.py",
+        "whole = is_marked(there, mark) and xxhash.xxh3_64_intdigest(into) == checksum_of(mark)",
+        "whole = is_marked(there, mark)",
         "a rotten bit in a stored object is served as a hit",
         ("tests/storage/test_file_store.py::test_a_damaged_object_is_a_counted_miss_and_its_slot_is_left_alone",),
     ),

@@ -35,8 +35,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "entries_of_every_generation_found",
         "storage/backends/slab_table.py",
-        "        if generation != meta.generation:\n",
-        "        if generation > meta.generation:\n",
+        "or generation != meta.generation:\n",
+        "or generation > meta.generation:\n",
         "entries from before a clear are found at the next start",
         (f"{FORMAT}::test_a_clear_is_durable_when_it_returns",),
     ),
@@ -82,9 +82,9 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "moment_of_trouble_is_corruption",
-        "storage/backends/file.py",
-        "            files.trouble = str(error)\n            return outcome_of(error)\n",
-        "            files.trouble = str(error)\n            return Outcome.CORRUPT\n",
+        "storage/backends/slab_objects.py",
+        "        files.trouble = str(error)\n        return outcome_of(error)\n",
+        "        files.trouble = str(error)\n        return Outcome.CORRUPT\n",
         "an input error of a moment costs the object and its slot",
         (f"{HEALS}::test_an_error_of_a_moment_is_unavailable_and_costs_nothing",),
     ),

@@ -35,8 +35,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "flush_does_not_wait_for_the_report",
         "storage/worker.py",
-        "        while self._paging or self.state is State.STARTING:\n",
-        "        while self.state is State.STARTING:\n",
+        "        while self._paging or self._reading or self.state is State.STARTING:\n",
+        "        while self._reading or self.state is State.STARTING:\n",
         "flush_settled(at_rest=False) right after opening returns before the store's blocks were reported",
         (f"{PAGES}::test_a_flush_waits_for_every_page_of_the_report_at_the_start",),
     ),

@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import os
 
+import pytest
+
 from kvactors.config import StorageConfig
-from kvactors.storage.backends import FileBackend, MemoryBackend, OwnedBackend, make_backend
+from kvactors.storage.backends import FileBackend, MemoryBackend, OwnedBackend, file, make_backend
 from kvactors.storage.backends.slab_files import SlabFiles
 from kvactors.testing.store_contract import StoreContract
 
@@ -37,9 +39,9 @@ class TestFileSynced(StoreContract):
 
 class TestFileWithoutDirectIO(StoreContract):
     async def make(self, folder, capacity):
-        store = FileBackend(folder, PRINT, self.block_bytes, capacity)
-        store.files = RefusesDirect(store.files.folder, store.files.meta, read_only=False, floor=0)
-        return store
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(file, "SlabFiles", RefusesDirect)
+            return FileBackend(folder, PRINT, self.block_bytes, capacity)
 
 
 class RefusesDirect(SlabFiles):

@@ -30,12 +30,14 @@ DIRECT = "attention_store"
 KINDS = ("none", "memory", "file", "mooncake", DIRECT)
 
 
-def make_backend(config: StorageConfig, model: str, fingerprint: bytes, block_bytes: int) -> Backend | None:
+def make_backend(
+    config: StorageConfig, model: str, fingerprint: bytes, block_bytes: int, block_size: int = 0
+) -> Backend | None:
     """The store a config describes, None for none and for one that moves device memory itself (`make_direct`). A class of another package
     (`package.module:Class`) is called with the config, the digest of the store's identity (model, namespace, layout, rank and ranks: objects
     of different digests must not mix) and the bytes of a block. Raises ConfigError, StoreError.
 
-    fingerprint: of the layout.
+    fingerprint: of the layout. block_size: tokens of a block, for a store that keeps lineages; 0 if it is to keep none.
     """
     identity = StoreIdentity(model, config.namespace, fingerprint, config.rank, config.ranks)
     kind = config.backend
@@ -44,7 +46,7 @@ def make_backend(config: StorageConfig, model: str, fingerprint: bytes, block_by
     if kind == "memory":
         return MemoryBackend(identity.digest, block_bytes, capacity_of(config, block_bytes))
     if kind == "file":
-        return make_file_backend(config, identity, block_bytes)
+        return make_file_backend(config, identity, block_bytes, block_size)
     if kind == "mooncake":
         from kvactors.storage.backends.mooncake import MooncakeBackend
 
@@ -77,7 +79,7 @@ def make_direct(config: Config, device: Device, shard: tuple[int, int] | None = 
     return AttentionStoreBackend(sdk_settings(config, device.layout, device, shard), device)
 
 
-def make_file_backend(config: StorageConfig, identity: StoreIdentity, block_bytes: int) -> FileBackend:
+def make_file_backend(config: StorageConfig, identity: StoreIdentity, block_bytes: int, block_size: int = 0) -> FileBackend:
     """The file store a config describes."""
     if not config.directory:
         raise ConfigError("storage.directory is needed with storage.backend = 'file' (or FILE_BACKEND_STORAGE_DIR)")
@@ -85,6 +87,7 @@ def make_file_backend(config: StorageConfig, identity: StoreIdentity, block_byte
         identity.folder(config.directory), identity.digest, block_bytes,
         capacity_of(config, block_bytes), floor=in_bytes(config.free_space_floor, "storage.free_space_floor"),
         durability=config.durability, read_only=config.read_only, depth=config.io_depth, identity=identity,
+        block_size=block_size if config.keep_tokens else 0,
     )  # fmt: skip
 
 

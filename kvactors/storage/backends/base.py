@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvactors.device.arena import Arena
+from kvactors.flush_notifier.messages import PathPart
+from kvactors.lineage import Lineage
 from kvactors.storage.breaker import Breaker
 from kvactors.storage.messages import Outcome
 
@@ -69,6 +71,9 @@ class Backend(ABC):
     stuck: bool = False
     """Whether calls of it have not ended although it was closed: the arena's memory must stay mapped."""
 
+    keeps_lineages: bool = False
+    """Whether it keeps, beside objects, what their keys are made of, so that their paths can be announced when it is opened again."""
+
     def __init__(self, fingerprint: bytes, block_bytes: int) -> None:
         self.fingerprint = fingerprint
         self.block_bytes = block_bytes
@@ -114,8 +119,15 @@ class Backend(ABC):
         """`read` into the arena's slots."""
         return await self.read(keys, [arena.view(slot) for slot in slots], expired)
 
-    async def write_slots(self, keys: Sequence[bytes], arena: Arena, slots: Sequence[int], expired: Expired) -> WriteReport:
-        """`write` from the arena's slots."""
+    async def write_slots(
+        self,
+        keys: Sequence[bytes],
+        arena: Arena,
+        slots: Sequence[int],
+        expired: Expired,
+        lineages: Sequence[Lineage | None] = (),
+    ) -> WriteReport:
+        """`write` from the arena's slots. lineages: one for each key, or none; given only to a back end that keeps them."""
         return await self.write(keys, [arena.view(slot) for slot in slots], expired)
 
     @abstractmethod
@@ -157,6 +169,17 @@ class Backend(ABC):
     def lost(self) -> list[bytes]:
         """Keys removed that have not been reported yet, some thousand at most: each is returned once. Empty when there are none left."""
         return []
+
+    def begin_paths(self) -> None:
+        """Begin (anew) to read which paths its objects form; an earlier reading ends. For a back end with `keeps_lineages`."""
+
+    async def next_paths(self, most: int) -> list[PathPart] | None:
+        """The next parts of paths, with about `most` blocks in all or with none yet, a parent before its children where both are there; None at
+        the end. What was written or removed since the beginning may or may not be among them."""
+        return None
+
+    def end_paths(self) -> None:
+        """No more parts are wanted."""
 
     def told(self, keys: Iterable[bytes]) -> None:
         """Whoever should know has been told that these are gone."""

@@ -19,6 +19,8 @@ from kvactors.actor.clock import now
 from kvactors.actor.log import described, get_logger
 from kvactors.device.arena import Arena
 from kvactors.errors import KVActorsError, StoreError
+from kvactors.flush_notifier.messages import PathPart
+from kvactors.lineage import Lineage
 from kvactors.storage.backends.base import Backend, Expired, ReadReport, StoreStatistics, WriteReport
 from kvactors.storage.breaker import Breaker
 from kvactors.storage.messages import Outcome
@@ -45,6 +47,7 @@ class CheckedBackend(Backend):
         self.inner = inner
         self.exclusive = inner.exclusive
         self.trailer = inner.trailer
+        self.keeps_lineages = bool(inner.keeps_lineages)
         self.faults = 0
         self.last_fault = ""
         self.fence = (0, 0)
@@ -230,9 +233,17 @@ class CheckedBackend(Backend):
         """See `Backend.write`."""
         return await self._write(keys, lambda: self.inner.write(keys, views, expired))
 
-    async def write_slots(self, keys: Sequence[bytes], arena: Arena, slots: Sequence[int], expired: Expired) -> WriteReport:
-        """See `Backend.write_slots`."""
-        return await self._write(keys, lambda: self.inner.write_slots(keys, arena, slots, expired))
+    async def write_slots(
+        self,
+        keys: Sequence[bytes],
+        arena: Arena,
+        slots: Sequence[int],
+        expired: Expired,
+        lineages: Sequence[Lineage | None] = (),
+    ) -> WriteReport:
+        """See `Backend.write_slots`; back ends of other packages may have one without lineages."""
+        more = (lineages,) if lineages and self.keeps_lineages else ()
+        return await self._write(keys, lambda: self.inner.write_slots(keys, arena, slots, expired, *more))
 
     async def _write(self, keys: Sequence[bytes], call: Callable[[], Awaitable[WriteReport]]) -> WriteReport:
         if self._clearing:
@@ -344,6 +355,27 @@ class CheckedBackend(Backend):
     def lost(self) -> list[bytes]:
         """See `Backend.lost`."""
         return self._keys("lost", self._now("lost", self.inner.lost, []))
+
+    def begin_paths(self) -> None:
+        """See `Backend.begin_paths`."""
+        self._now("begin_paths", self.inner.begin_paths, None)
+
+    async def next_paths(self, most: int) -> list[PathPart] | None:
+        """See `Backend.next_paths`."""
+        if not self.keeps_lineages:
+            return None
+        found: Any = await self._later("next_paths", lambda: self.inner.next_paths(most), None)
+        if found is None:
+            return None
+        good = [part for part in found if isinstance(part, PathPart) and part.whole()] if isinstance(found, list) else []
+        if not isinstance(found, list) or len(good) != len(found):
+            self._fault("next_paths", "answered what is no part of a path")
+            return None
+        return good
+
+    def end_paths(self) -> None:
+        """See `Backend.end_paths`."""
+        self._now("end_paths", self.inner.end_paths, None)
 
     def told(self, keys: Iterable[bytes]) -> None:
         """See `Backend.told`."""

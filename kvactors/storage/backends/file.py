@@ -17,14 +17,19 @@ from kvactors.actor.log import get_logger
 from kvactors.actor.uncancelled import to_the_end, uncancelled
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
+from kvactors.flush_notifier.messages import PathPart
 from kvactors.identity import StoreIdentity
+from kvactors.lineage import Lineage
 from kvactors.storage.backends.base import Expired, WriteReport
-from kvactors.storage.backends.file_survey import FileStatistics, survey
+from kvactors.storage.backends.file_survey import FileStatistics, Stored, statistics, survey
 from kvactors.storage.backends.owned import OwnedBackend
-from kvactors.storage.backends.slab_files import SlabFiles, outcome_of
+from kvactors.storage.backends.slab_files import SlabFiles
+from kvactors.storage.backends.slab_lineage import entry_bytes_for, fields_of_lineage, room_beside
 from kvactors.storage.backends.slab_memory import extent
+from kvactors.storage.backends.slab_objects import load
+from kvactors.storage.backends.slab_paths import PathReading
 from kvactors.storage.backends.slab_steps import GROW_AGAIN, Generations, Growth
-from kvactors.storage.backends.slab_table import PAGE, WRITTEN_AT, Meta, checksum_of, entry_of
+from kvactors.storage.backends.slab_table import PAGE, WRITTEN_AT, Meta, entry_of, mark_of
 from kvactors.storage.backends.slots import Slots
 from kvactors.storage.messages import Outcome
 from kvactors.threads import Workers
@@ -43,7 +48,8 @@ CLOSING = 1.0
 class FileBackend(OwnedBackend):
     """folder: of this model, namespace and rank. fingerprint: digest of the store's identity. capacity: objects at most, 0 for 80 % of what the file
     system has to give. floor: bytes of the file system left free. durability: written (the system has it: survives the process) or synced
-    (the device has it: survives the power). depth: reads and writes at once. identity: the names behind the digest."""
+    (the device has it: survives the power). depth: reads and writes at once. identity: the names behind the digest.
+    block_size: tokens of a block, if lineages are kept; 0 if not."""
 
     def __init__(
         self,
@@ -57,6 +63,7 @@ class FileBackend(OwnedBackend):
         read_only: bool = False,
         depth: int = 4,
         identity: StoreIdentity | None = None,
+        block_size: int = 0,
     ) -> None:
         super().__init__(fingerprint, block_bytes, capacity)
         stride = -(-block_bytes // PAGE) * PAGE
@@ -64,16 +71,19 @@ class FileBackend(OwnedBackend):
         names = identity if identity is not None else StoreIdentity("", "", fingerprint)
         meta = Meta(
             fingerprint.hex(), block_bytes, stride, min(per_slab, capacity) if capacity else per_slab,
-            model=names.model, namespace=names.namespace, rank=names.rank, ranks=names.ranks,
+            model=names.model, namespace=names.namespace, rank=names.rank, ranks=names.ranks, entry_bytes=entry_bytes_for(block_size),
         )  # fmt: skip
         self.files = SlabFiles(Path(folder) / fingerprint.hex()[:16], meta, read_only=read_only, floor=floor)
         self.read_only = read_only
+        self.keeps_lineages = block_size > 0 and not read_only
         self.durability = durability
         self._wanted = capacity
         self._depth = depth
         self._threads = Workers(depth, "kvactors-file")
-        self._objects: dict[bytes, tuple[int, bytes]] = {}  # slot and table entry, of what can be read
-        self._written: dict[bytes, tuple[int, bytes]] = {}  # the same, of payloads whose entries are not written yet
+        self._objects: dict[bytes, tuple[int, bytes]] = {}  # slot and mark of the table entry, of what can be read
+        self._lineages: dict[bytes, Lineage] = {}  # of what is being written
+        self._paths = PathReading(self.files, self._in_thread)
+        self._written: dict[bytes, tuple[int, bytes]] = {}  # slot and entry, of payloads whose entries are not written yet
         self.slots = Slots()
         self.growth = Growth(self.files, self.slots, self._threads)
         self._generations = Generations(self.files, self._threads)
@@ -92,26 +102,31 @@ class FileBackend(OwnedBackend):
 
     async def _open(self) -> None:
         began = asyncio.get_running_loop().time()
-        (found, self._torn, _), self._capacity = await self._in_thread(survey, self.files, self._wanted)
+        found, self._torn, self._capacity = await self._in_thread(survey, self.files, self._wanted)
         self.generation = self.files.meta.generation
         self.catalog.capacity = self.growth.capacity = self._capacity
-        evicted: list[bytes] = []
-        doubles: list[int] = []
-        for one in found:
-            before = self._objects.get(one.key)
-            if before is not None:
-                doubles.append(before[0])
-            self._objects[one.key] = (one.slot, one.raw)
-            evicted += self.catalog.admit([one.key]).evicted
-            self._sequence = one.sequence + 1
+        evicted, doubles = await self._in_thread(self._enter, found)
         self._scan_s = asyncio.get_running_loop().time() - began
-        used = {slot for slot, _ in self._objects.values()}
-        slots = len(self.files.slabs) * self.files.meta.slots_per_slab
-        self.slots.give(slot for slot in range(slots) if slot not in used)
         if not self.read_only:
             await self._in_thread(self.files.free, doubles)
             await self.erase(evicted)
             await self._drop_empty_slabs()
+
+    def _enter(self, found: list[Stored]) -> tuple[list[bytes], list[int]]:
+        """Take in what was found; the keys that exceed the capacity, and the slots of earlier writes of a key."""
+        evicted: list[bytes] = []
+        doubles: list[int] = []
+        for sequence, slot, key, mark in found:
+            before = self._objects.get(key)
+            if before is not None:
+                doubles.append(before[0])
+            self._objects[key] = (slot, mark)
+            evicted += self.catalog.admit([key]).evicted
+            self._sequence = sequence + 1
+        used = {slot for slot, _ in self._objects.values()}
+        slots = len(self.files.slabs) * self.files.meta.slots_per_slab
+        self.slots.give(slot for slot in range(slots) if slot not in used)
+        return evicted, doubles
 
     async def _drop_empty_slabs(self) -> None:
         """Slabs at the end that a smaller capacity does not need."""
@@ -149,10 +164,10 @@ class FileBackend(OwnedBackend):
         found = self._objects.get(key)
         if found is None:
             return Outcome.MISS
-        (slot, entry), generation = found, self.generation
+        (slot, mark), generation = found, self.generation
         self.slots.begin_read(slot)
         try:
-            outcome = await self._in_thread(self._load, slot, entry, into)
+            outcome = await self._in_thread(load, self.files, slot, mark, into, self._arena)
         finally:
             self.slots.end_read(slot)
         if outcome not in (Outcome.CORRUPT, Outcome.MISS):
@@ -168,23 +183,6 @@ class FileBackend(OwnedBackend):
         await self._in_thread(self.files.free, [slot])
         return outcome
 
-    def _load(self, slot: int, entry: bytes, into: memoryview) -> Outcome:
-        files = self.files
-        try:
-            if not files.in_place() or (self.read_only and not files.current()):
-                return Outcome.MISS  # the folder was deleted, and what is left of it goes with this process
-            outcome = files.read(slot, *extent(into, self._arena))
-            there = files.entry(slot) if outcome == Outcome.OK else b""
-        except OSError as error:
-            files.trouble = str(error)
-            return outcome_of(error)
-        if outcome == Outcome.MISS:
-            return Outcome.CORRUPT  # the slab is shorter than it was
-        if outcome != Outcome.OK:
-            return outcome
-        whole = there == entry and xxhash.xxh3_64_intdigest(into) == checksum_of(entry)
-        return Outcome.OK if whole else Outcome.CORRUPT
-
     def _fit(self) -> None:
         """What is in quarantine holds nothing."""
         self.catalog.capacity = max(1, self._capacity - self.slots.quarantined)
@@ -197,6 +195,24 @@ class FileBackend(OwnedBackend):
         if short and (self.slots.release(now()) or self.slots.release_first_offenders()):
             self._fit()
         return await super().write(keys, views, expired)
+
+    async def write_slots(
+        self,
+        keys: Sequence[bytes],
+        arena: Arena,
+        slots: Sequence[int],
+        expired: Expired,
+        lineages: Sequence[Lineage | None] = (),
+    ) -> WriteReport:
+        """See `Backend.write_slots`. Keys that are there, or that another batch is writing, are not this one's."""
+        given = zip(keys, lineages, strict=False)
+        mine = {key: one for key, one in given if one is not None and key not in self.catalog}
+        self._lineages |= mine
+        try:
+            return await super().write_slots(keys, arena, slots, expired)
+        finally:
+            for key in mine:
+                del self._lineages[key]
 
     async def save(self, key: bytes, data: memoryview) -> Outcome:
         """See `OwnedBackend.save`: the payload, into a free slot; `seal` makes it an object."""
@@ -215,7 +231,8 @@ class FileBackend(OwnedBackend):
             return outcome
         sequence, self._sequence = self._sequence, self._sequence + 1
         try:
-            outcome, entry = await self._in_thread(self._save, key, slot, sequence, self.generation, data)
+            lineage = self._lineages.get(key)
+            outcome, entry = await self._in_thread(self._save, key, slot, sequence, self.generation, data, lineage)
         except BaseException:
             self.slots.give([slot])
             raise
@@ -231,13 +248,16 @@ class FileBackend(OwnedBackend):
         self._written[key] = (slot, entry)
         return outcome
 
-    def _save(self, key: bytes, slot: int, sequence: int, generation: int, data: memoryview) -> tuple[Outcome, bytes]:
+    def _save(
+        self, key: bytes, slot: int, sequence: int, generation: int, data: memoryview, lineage: Lineage | None
+    ) -> tuple[Outcome, bytes]:
         outcome = self.files.write(slot, *extent(data, self._arena))
         checksum = xxhash.xxh3_64_intdigest(data)
         if outcome == Outcome.OK and slot in self.slots.suspects and not self.files.proved(slot, checksum):
             return Outcome.CORRUPT, b""
-        written_at = {WRITTEN_AT: (time.time_ns() // 1000).to_bytes(8, "little")}
-        return outcome, entry_of(self.files.meta, key, checksum, sequence, generation, written_at)
+        fields = {WRITTEN_AT: (time.time_ns() // 1000).to_bytes(8, "little")}
+        fields |= fields_of_lineage(lineage, room_beside(self.files.meta))
+        return outcome, entry_of(self.files.meta, key, checksum, sequence, generation, fields)
 
     async def _take_slot(self) -> tuple[int | None, Outcome]:
         """A free slot: one that is there, one of a new slab, one that was in quarantine, or that of the least recently used object."""
@@ -277,7 +297,7 @@ class FileBackend(OwnedBackend):
         for key in keys:
             slot_entry = self._written.pop(key)
             if outcome == Outcome.OK:
-                self._objects[key] = slot_entry
+                self._objects[key] = (slot_entry[0], mark_of(slot_entry[1]))
             else:
                 self.slots.give([slot_entry[0]])
         return outcome
@@ -320,6 +340,21 @@ class FileBackend(OwnedBackend):
         """See `Backend.uncleared`."""
         return self._generations.uncleared
 
+    # -- paths
+
+    def begin_paths(self) -> None:
+        """See `Backend.begin_paths`."""
+        if self.keeps_lineages:
+            self._paths.begin()
+
+    async def next_paths(self, most: int) -> list[PathPart] | None:
+        """See `Backend.next_paths`."""
+        return await self._paths.next(most)
+
+    def end_paths(self) -> None:
+        """See `Backend.end_paths`."""
+        self._paths.end()
+
     async def each(self, work: Sequence[Callable[[], Awaitable[None]]]) -> None:
         """`depth` at once."""
         queue = iter(work)
@@ -351,11 +386,7 @@ class FileBackend(OwnedBackend):
 
     def file_statistics(self) -> FileStatistics:
         """A moment's picture of the files."""
-        slabs = len(self.files.slabs)
-        return FileStatistics(
-            slabs * self.files.meta.slots_per_slab, len(self.slots.free), slabs, self.files.direct, self.slots.quarantined, self._torn,
-            self._scan_s, self._capacity,
-        )  # fmt: skip
+        return statistics(self.files, self.slots, self._torn, self._scan_s, self._capacity)
 
     async def _in_thread(self, function: Callable[..., T], *args: object) -> T:
         """A blocking call in a thread, to its end even if cancelled: it works on memory that is lent to it."""

@@ -7,7 +7,8 @@ from typing import NamedTuple
 from kvactors.actor.log import get_logger
 from kvactors.errors import StoreError
 from kvactors.storage.backends.slab_files import SlabFiles
-from kvactors.storage.backends.slab_table import Scan, scan
+from kvactors.storage.backends.slab_table import scan
+from kvactors.storage.backends.slots import Slots
 
 log = get_logger()
 
@@ -29,10 +30,24 @@ class FileStatistics(NamedTuple):
     capacity: int
 
 
-def survey(files: SlabFiles, wanted: int) -> tuple[Scan, int]:
-    """Open the files, read the table, and reckon the capacity in objects. wanted: as configured, 0 for a share of the space. Blocks. StoreError."""
+CHUNK = 16_384
+"""Entries that are read at once."""
+
+
+class Stored(NamedTuple):
+    """An object. mark: what its entry is recognized by (`slab_table.mark_of`)."""
+
+    sequence: int
+    slot: int
+    key: bytes
+    mark: bytes
+
+
+def survey(files: SlabFiles, wanted: int) -> tuple[list[Stored], int, int]:
+    """Open the files, read the table, and reckon the capacity: the objects, the oldest first, torn entries, and the capacity in objects. wanted: as
+    configured, 0 for a share of the space. Blocks. StoreError."""
     try:
-        table = files.open()
+        slots = files.open()
         own, free, others = files.own_bytes(), files.free_bytes(), files.bytes_of_others()
     except OSError as error:
         raise StoreError(f"{files.folder}: {error}") from error
@@ -44,9 +59,26 @@ def survey(files: SlabFiles, wanted: int) -> tuple[Scan, int]:
             "stores of other layouts take part of the capacity; 'kvactors store prune' removes them",
             folder=str(files.folder.parent), bytes=others, objects=wanted, left=capacity,
         )  # fmt: skip
-    found = scan(table, files.meta)
+    found: list[Stored] = []
+    torn = 0
+    for first in range(0, slots, CHUNK):
+        try:
+            chunk = files.entries(first, min(CHUNK, slots - first))
+        except OSError as error:
+            raise StoreError(f"{files.folder}: {error}") from error
+        some = scan(chunk, files.meta, first)
+        found += [Stored(one.sequence, one.slot, one.key, one.mark) for one in some.found]
+        torn += some.torn
+    found.sort()
     log.info(
         "file store open", folder=str(files.folder), capacity_bytes=capacity * stride, capacity_objects=capacity, configured=bool(wanted),
-        own_bytes=own, free_bytes=free, other_layouts_bytes=others, objects=len(found.found), torn=found.torn,
+        own_bytes=own, free_bytes=free, other_layouts_bytes=others, objects=len(found), torn=torn,
     )  # fmt: skip
-    return found, capacity
+    return found, torn, capacity
+
+
+def statistics(files: SlabFiles, slots: Slots, torn: int, scan_s: float, capacity: int) -> FileStatistics:
+    """A moment's picture."""
+    slabs = len(files.slabs)
+    total = slabs * files.meta.slots_per_slab
+    return FileStatistics(total, len(slots.free), slabs, files.direct, slots.quarantined, torn, scan_s, capacity)

@@ -8,6 +8,7 @@ from typing import Literal
 from kvactors.actor.log import get_logger
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreUnavailable
+from kvactors.lineage import Lineage
 from kvactors.ranks.group import RankGroup
 from kvactors.ranks.names import RankNames, in_slices
 from kvactors.ranks.protocol import Answer, StoreObjects
@@ -124,7 +125,14 @@ class RankBackend(Backend):
         self.take(held)
         return ReadReport(outcomes, held)
 
-    async def write_slots(self, keys: Sequence[bytes], arena: Arena, slots: Sequence[int], expired: Expired) -> WriteReport:
+    async def write_slots(
+        self,
+        keys: Sequence[bytes],
+        arena: Arena,
+        slots: Sequence[int],
+        expired: Expired,
+        lineages: Sequence[Lineage | None] = (),
+    ) -> WriteReport:
         """See `Backend.write_slots`."""
         if expired():
             return WriteReport(bytes([Outcome.LATE]) * len(keys), [])

@@ -59,8 +59,8 @@ class SlabFiles:
 
     # -- opening
 
-    def open(self) -> bytes:
-        """Open (or make) everything; the table's entries. StoreError if another process writes here, or it is another store."""
+    def open(self) -> int:
+        """Open (or make) everything; the slots that have an entry. StoreError if another process writes here, or it is another store."""
         try:
             if not self.read_only:
                 private_folder(self.folder)
@@ -83,7 +83,7 @@ class SlabFiles:
         """Of a file in the folder where it is expected now; None if there is none."""
         return inode(self.folder / name)
 
-    def _open_table(self) -> bytes:
+    def _open_table(self) -> int:
         path = self.folder / "table"
         self._table = self._open("table", os.O_RDONLY if self.read_only else os.O_RDWR | os.O_CREAT)
         size = os.fstat(self._table).st_size
@@ -104,8 +104,7 @@ class SlabFiles:
         while self._inode(f"slab-{len(self.slabs):04}") is not None:
             self._add_slab(self._open_slab(len(self.slabs)))
         size = os.fstat(self._table).st_size - PAGE
-        slots = min(size // there.entry_bytes, len(self.slabs) * there.slots_per_slab)
-        return read_all(self._table, max(0, slots) * there.entry_bytes, PAGE)
+        return max(0, min(size // there.entry_bytes, len(self.slabs) * there.slots_per_slab))
 
     def _make_table(self) -> None:
         room = int(0.8 * self.free_bytes()) - self.floor
@@ -332,6 +331,11 @@ class SlabFiles:
             self.trouble = str(error)
             return False
         return True
+
+    def entries(self, first: int, count: int) -> bytes:
+        """Entries as they are in the table now; fewer if the table is shorter. OSError."""
+        size = self.meta.entry_bytes
+        return read_all(self._table, count * size, PAGE + first * size)
 
     def entry(self, slot: int) -> bytes:
         """A slot's entry as it is in the table now; shorter if the table is. OSError if it cannot be read now."""

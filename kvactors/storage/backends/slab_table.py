@@ -17,7 +17,8 @@ Entry of slot i, at 4096 + entry_bytes * i, little-endian:
     112  metadata area: fields, each tag u16, length u16, bytes; zeros behind the last
     -8   XXH3-64 of everything before it u64
 
-A reader skips fields whose tag it does not have. Tag 1: time of the write, u64 microseconds since 1970. An entry of zeros is a free slot. One
+A reader skips fields whose tag it does not have. Tag 1: time of the write, u64 microseconds since 1970. Tags 2 to 6 are what the key is made of
+(`slab_lineage`). An entry of zeros is a free slot. One
 whose checksum is wrong was torn while it was written, and is free as well. `entry_bytes` is in the first page: a store with room for more
 metadata is a matter of that number.
 """
@@ -42,7 +43,7 @@ MAGIC = b"KVACTORS"
 HEAD = struct.Struct("<8sII32s32sQQQQ")
 FIELD = struct.Struct("<HH")
 ENTRY_BYTES = 192
-"""Bytes of an entry of a new store: room for 72 bytes of metadata."""
+"""Bytes of an entry of a new store that keeps no lineages: room for 72 bytes of metadata."""
 
 LEAST_ENTRY, MOST_ENTRY = 128, 65_536
 MOST_SLOTS = 1 << 22
@@ -145,13 +146,18 @@ def meta_of(page: bytes, where: str) -> Meta:
 
 
 class Found(NamedTuple):
-    """An entry of the table. checksum: of the payload. metadata: by tag."""
+    """An entry of the table. checksum: of the payload. metadata: by tag. mark: what tells it from every other entry."""
 
     slot: int
     key: bytes
     sequence: int
     checksum: int
     raw: bytes
+
+    @property
+    def mark(self) -> bytes:
+        """See `mark_of`."""
+        return mark_of(self.raw)
 
     @property
     def metadata(self) -> dict[int, bytes]:
@@ -197,30 +203,52 @@ def fields_of(entry: bytes) -> dict[int, bytes]:
     return found
 
 
-def checksum_of(entry: bytes) -> int:
-    """The payload's, of an entry."""
-    return int.from_bytes(entry[88:96], "little")
+def mark_of(entry: bytes) -> bytes:
+    """What a store keeps of an entry in memory to recognize it: the checksums of the payload and of the entry."""
+    return entry[88:96] + entry[-8:]
 
 
-def scan(table: bytes, meta: Meta) -> Scan:
-    """Look at every entry: one pass of numpy to find those in use, then one checksum each."""
+def checksum_of(mark: bytes) -> int:
+    """The payload's, of a mark."""
+    return int.from_bytes(mark[:8], "little")
+
+
+def is_marked(entry: bytes, mark: bytes) -> bool:
+    """Whether an entry as it was read is the one with this mark, and whole."""
+    return mark_of(entry) == mark and is_whole(entry)
+
+
+def is_whole(entry: bytes) -> bool:
+    """Whether an entry has its checksum."""
+    return xxhash.xxh3_64_intdigest(entry[:-8]).to_bytes(8, "little") == entry[-8:]
+
+
+def entry_in(raw: bytes, slot: int, meta: Meta) -> Found | None:
+    """An entry as it was read; None for one that is torn, of another store, or of another generation."""
+    size = meta.entry_bytes
+    if len(raw) != size or not is_whole(raw):
+        return None
+    magic, version, area, owner, key, length, checksum, sequence, generation = HEAD.unpack_from(raw)
+    good = (magic, version, owner.hex(), length) == (MAGIC, VERSION, meta.digest, meta.block_bytes)
+    if not good or area > size - HEAD.size - 8 or generation != meta.generation:
+        return None
+    return Found(slot, key, sequence, checksum, raw)
+
+
+def scan(table: bytes, meta: Meta, first: int = 0) -> Scan:
+    """Look at every entry: one pass of numpy to find those in use, then one checksum each. first: slot of the first entry."""
     size = meta.entry_bytes
     count = len(table) // size
     words = np.frombuffer(table[: count * size], "<u8").reshape(count, size // 8)
     used = np.flatnonzero(words.any(axis=1))
-    digest, found, stale = bytes.fromhex(meta.digest), [], 0
+    found, stale = [], 0
     for slot in used.tolist():
         raw = table[slot * size : (slot + 1) * size]
-        if xxhash.xxh3_64_intdigest(raw[:-8]).to_bytes(8, "little") != raw[-8:]:
-            continue
-        magic, version, area, owner, key, length, checksum, sequence, generation = HEAD.unpack_from(raw)
-        good = (magic, version, owner, length) == (MAGIC, VERSION, digest, meta.block_bytes)
-        if not good or area > size - HEAD.size - 8:
-            continue
-        if generation != meta.generation:
-            stale += 1
-            continue
-        found.append(Found(slot, key, sequence, checksum, raw))
+        one = entry_in(raw, first + slot, meta)
+        if one is not None:
+            found.append(one)
+        elif HEAD.unpack_from(raw)[-1] != meta.generation:
+            stale += entry_in(raw, slot, msgspec.structs.replace(meta, generation=HEAD.unpack_from(raw)[-1])) is not None
     found.sort(key=lambda one: one.sequence)
     return Scan(found, len(used) - len(found) - stale, stale)
 

@@ -1,0 +1,68 @@
+"""Fields of a table entry that hold what the key (a block hash) is made of.
+
+    tag  value
+    2    hash of the parent block, or the root hash: 32 bytes
+    3    the block's own tokens, little-endian u32
+    4    extra key of the block; left out if it has none
+    5    name of the LoRA adapter, UTF-8; left out if there is none
+    6    number of the LoRA adapter, i64; left out if there is none
+
+All of them are there, or none: an entry too short for one has none. Blocks under a salt have none, so that neither a salt nor the tokens behind it
+are on disk.
+"""
+
+from __future__ import annotations
+
+from kvactors.flush_notifier.messages import PLAIN, Origin
+from kvactors.lineage import Lineage
+from kvactors.storage.backends.slab_table import ENTRY_BYTES, FIELD, HEAD, MOST_ENTRY, Meta
+from kvactors.units import KEY_BYTES
+
+PARENT, TOKENS, EXTRA, LORA, LORA_ID = 2, 3, 4, 5, 6
+
+TIME_FIELD = FIELD.size + 8
+SPARE = 72
+"""Bytes of an entry for an extra key and an adapter: room for one media hash of 32 bytes, or an adapter's name of 56."""
+
+
+def entry_bytes_for(block_size: int) -> int:
+    """Bytes of an entry of a new store whose blocks have so many tokens (0: it keeps no lineages)."""
+    if not block_size:
+        return ENTRY_BYTES
+    wanted = HEAD.size + TIME_FIELD + (FIELD.size + KEY_BYTES) + (FIELD.size + 4 * block_size) + SPARE + 8
+    size = -(-wanted // 8) * 8
+    return size if size <= MOST_ENTRY else ENTRY_BYTES
+
+
+def room_beside(meta: Meta) -> int:
+    """Bytes of an entry's metadata area beside the time of the write."""
+    return meta.entry_bytes - HEAD.size - 8 - TIME_FIELD
+
+
+def fields_of_lineage(lineage: Lineage | None, room: int) -> dict[int, bytes]:
+    """The fields, by tag; empty if they need more than `room` bytes, or there is no lineage."""
+    if lineage is None:
+        return {}
+    fields = {PARENT: lineage.parent, TOKENS: lineage.tokens}
+    if lineage.extra_key:
+        fields[EXTRA] = lineage.extra_key
+    if lineage.origin.lora is not None:
+        fields[LORA] = lineage.origin.lora.encode()
+        if lineage.origin.lora_id is not None and lineage.origin.lora_id.bit_length() < 64:
+            fields[LORA_ID] = lineage.origin.lora_id.to_bytes(8, "little", signed=True)
+    sizes = [len(value) for value in fields.values()]
+    return fields if sum(sizes) + FIELD.size * len(sizes) <= room and max(sizes) < 1 << 16 else {}
+
+
+def lineage_in(fields: dict[int, bytes], key: bytes) -> Lineage | None:
+    """The lineage in an entry's metadata; None if there is none, or it is not that of the key."""
+    parent, tokens = fields.get(PARENT, b""), fields.get(TOKENS, b"")
+    if len(parent) != KEY_BYTES or not tokens:
+        return None
+    try:
+        lora = fields[LORA].decode() if LORA in fields else None
+    except UnicodeDecodeError:
+        return None
+    number = int.from_bytes(fields[LORA_ID], "little", signed=True) if LORA_ID in fields else None
+    found = Lineage(parent, tokens, fields.get(EXTRA, b""), PLAIN if lora is None else Origin(lora, lora_id=number))
+    return found if found.key() == key else None

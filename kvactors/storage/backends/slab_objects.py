@@ -1,0 +1,29 @@
+"""Reading one object of a file store: its payload, and the entry that says which object it is. Blocks, and belongs in a thread."""
+
+from __future__ import annotations
+
+import xxhash
+
+from kvactors.device.arena import Arena
+from kvactors.storage.backends.slab_files import SlabFiles, outcome_of
+from kvactors.storage.backends.slab_memory import extent
+from kvactors.storage.backends.slab_table import checksum_of, is_marked
+from kvactors.storage.messages import Outcome
+
+
+def load(files: SlabFiles, slot: int, mark: bytes, into: memoryview, arena: Arena | None) -> Outcome:
+    """The payload of the object whose entry has this mark: OK, MISS, CORRUPT or UNAVAILABLE."""
+    try:
+        if not files.in_place() or (files.read_only and not files.current()):
+            return Outcome.MISS  # the folder was deleted, and what is left of it goes with this process
+        outcome = files.read(slot, *extent(into, arena))
+        there = files.entry(slot) if outcome == Outcome.OK else b""
+    except OSError as error:
+        files.trouble = str(error)
+        return outcome_of(error)
+    if outcome == Outcome.MISS:
+        return Outcome.CORRUPT  # the slab is shorter than it was
+    if outcome != Outcome.OK:
+        return outcome
+    whole = is_marked(there, mark) and xxhash.xxh3_64_intdigest(into) == checksum_of(mark)
+    return Outcome.OK if whole else Outcome.CORRUPT
