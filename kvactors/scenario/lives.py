@@ -46,7 +46,7 @@ async def run_lives(scenario: Scenario, data: dict[str, Any], seed: int) -> Repo
     async with AsyncExitStack() as stack:
         router = None
         if events is not None:
-            ends = (events.endpoint, events.replay_endpoint, events.topic)
+            ends = (events.endpoint, events.replay_endpoint, events.for_model(scenario.cache.model).topic)
             router = await stack.enter_async_context(routing(scenario.router, *ends, seed))
         missing = 0
         for seconds in scenario.lives.kills:

@@ -64,9 +64,11 @@ async def routing(spec: RouterSpec, endpoint: str, replay: str, topic: str, seed
 
 
 async def compare(router: Child, sequence: int, truth: Mapping[str, set[int]]) -> dict[str, int]:
-    """What the router says once it has read every batch before `sequence`, and on how many blocks it differs from the truth, by medium."""
+    """What the router reports once it has read every batch before `sequence`. divergence: blocks on which it differs from the truth, by medium.
+    ambiguous: blocks that it cannot tell apart by tokens, adapter, salt and media."""
     await router.say(f"report {sequence}")
     said = msgspec.json.decode(await router.hear())
     view = {medium: set(hashes) for medium, hashes in said["view"].items()}
     differing = sum(len(view.get(medium, set()) ^ truth.get(medium, set())) for medium in view.keys() | truth.keys())
-    return {"divergence": differing, "behind": max(0, sequence - said["sequence"]), **said["statistics"]}
+    behind = max(0, sequence - said["sequence"])
+    return {"divergence": differing, "ambiguous": said["ambiguous"], "behind": behind, **said["statistics"]}

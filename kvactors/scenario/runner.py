@@ -90,7 +90,7 @@ async def run_routed(one: Session, seed: int, progress: Progress) -> Report:
     settings = events_of(one.scenario)
     assert settings is not None
     sink: Any = one.sinks[settings.label].inner
-    async with routing(one.scenario.router, sink.endpoint, sink.replay_endpoint, settings.topic, seed) as router:
+    async with routing(one.scenario.router, sink.endpoint, sink.replay_endpoint, sink.config.topic, seed) as router:
         report = await one.run(seed, progress)
         try:
             report.router = await compare(router, sink.sequence, one.held(MEDIA[settings.media]))

@@ -24,11 +24,19 @@ class ScenarioInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 ABOUT_A_REQUEST = ("acquire", "extend", "commit", "finish", "preempt")
 
 
+class MediaSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A media item of a prompt: `length` tokens from `offset` on. hash: of its content."""
+
+    offset: int
+    length: int
+    hash: str
+
+
 class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One move of a script.
 
     do: what. request: whose (a name). prompt: seed of the tokens of acquire and extend. tokens: how many, or for commit and preempt how many
-    are computed (commit: 0 means all). expect: ok, or the refusal that must come. cached_tokens: what acquire must
+    are computed (commit: 0 means all). salt, lora, media: of acquire. expect: ok, or the refusal that must come. cached_tokens: what acquire must
     find, after its loads; -1: anything.
     """
 
@@ -36,6 +44,9 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     request: str = ""
     prompt: int = 0
     tokens: int = 0
+    salt: str | None = None
+    lora: str | None = None
+    media: tuple[MediaSpec, ...] = ()
     expect: Literal["ok", "no_room", "paused"] = "ok"
     cached_tokens: int = -1
 
@@ -45,7 +56,11 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     sessions, turns: how many conversations of how many turns. concurrency: sessions at once. system_tokens: shared beginning.
     user_tokens, output_tokens: mean lengths of a turn's question and answer. think: seconds between question and answer, as a model
-    would take. settle: wait between turns until the cache is idle, so that what a turn hits does not depend on how fast the disk is.
+    would take.
+
+    tenants, adapters, images: how many of the conversations have the same text each, and differ in the salt, in the LoRA adapter or in the images
+    alone. The first tenant has no salt, the first adapter is none. image_tokens: placeholders of the image that each question begins with (0: none).
+    settle: wait between turns until the cache is idle, so that what a turn hits does not depend on how fast the disk is.
     """
 
     kind: Literal["chat", "script"] = "chat"
@@ -56,6 +71,10 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     user_tokens: int = 128
     output_tokens: int = 64
     think: float = 0.0
+    tenants: int = 1
+    adapters: int = 1
+    images: int = 1
+    image_tokens: int = 0
     settle: bool = False
     step: tuple[Step, ...] = ()
 
@@ -156,9 +175,15 @@ def validate_workload(work: Workload) -> None:
         ("system_tokens", 0),
         ("user_tokens", 1),
         ("output_tokens", 1),
+        ("tenants", 1),
+        ("adapters", 1),
+        ("images", 1),
+        ("image_tokens", 0),
     ):
         if getattr(work, name) < low:
             raise ConfigError(f"workload.{name} must be at least {low}, not {getattr(work, name)}")
+    if work.images > 1 and not work.image_tokens:
+        raise ConfigError("workload.images needs image_tokens: without them no prompt has an image")
     if not 0 <= work.think < float("inf"):
         raise ConfigError(f"workload.think must not be negative, nor for ever: {work.think}")
     for number, step in enumerate(work.step, 1):
@@ -166,8 +191,15 @@ def validate_workload(work: Workload) -> None:
             raise ConfigError(f"workload.step, step {number} ({step.do}): request is missing")
         if step.tokens < (1 if step.do in ("acquire", "extend") else 0) or step.prompt < 0:
             raise ConfigError(f"workload.step, step {number} ({step.do}): too few tokens, or a negative prompt")
-        if step.cached_tokens >= 0 and step.do != "acquire":
-            raise ConfigError(f"workload.step, step {number} ({step.do}): cached_tokens belongs to acquire")
+        of_acquire = {
+            "cached_tokens": step.cached_tokens >= 0,
+            "salt": step.salt is not None,
+            "lora": step.lora is not None,
+            "media": bool(step.media),
+        }
+        for name, given in of_acquire.items():
+            if given and step.do != "acquire":
+                raise ConfigError(f"workload.step, step {number} ({step.do}): {name} belongs to acquire")
 
 
 def validate_faults(scenario: Scenario) -> None:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import anyio
 import numpy as np
 from numpy.typing import NDArray
 
+from kvactors.arguments import Media
 from kvactors.errors import KVActorsError, NoRoom, Paused
 from kvactors.lease import Lease
 from kvactors.scenario.engine import Engine
 from kvactors.scenario.spec import Step, Workload
 
 VOCABULARY = 150_000
+PLACEHOLDER = VOCABULARY
+"""The token that stands for every part of an image."""
 RETRY = 0.005
 """Seconds until a chat request that found no room tries again."""
 
@@ -24,21 +28,54 @@ def random_tokens(rng: np.random.Generator, count: int) -> NDArray[np.uint32]:
     return rng.integers(0, VOCABULARY, count, dtype=np.uint32)
 
 
+class Speaker(NamedTuple):
+    """Whose conversation it is. text: number of its text; the others are numbers of its salt, adapter and images, 0 for the first."""
+
+    text: int
+    tenant: int
+    adapter: int
+    images: int
+
+    @classmethod
+    def of(cls, session: int, work: Workload) -> Speaker:
+        """The speaker of a conversation: neighbours differ in the tenant first, then in the adapter, then in the images."""
+        rest, tenant = divmod(session, work.tenants)
+        rest, adapter = divmod(rest, work.adapters)
+        text, images = divmod(rest, work.images)
+        return cls(text, tenant, adapter, images)
+
+    @property
+    def scope(self) -> dict[str, Any]:
+        """Salt and adapter, as `acquire` takes them."""
+        scope: dict[str, Any] = {"salt": f"tenant-{self.tenant}"} if self.tenant else {}
+        return scope | ({"lora": f"adapter-{self.adapter}", "lora_id": self.adapter} if self.adapter else {})
+
+    def image_of(self, turn: int) -> str:
+        """The hash of the image that a turn's question begins with."""
+        return hashlib.sha256(f"{self.images}.{turn}".encode()).hexdigest()
+
+
 async def chat(engine: Engine, work: Workload, seed: int, before: Callable[[int], None] = lambda _: None) -> None:
     """Conversations that grow turn by turn; a turn's prompt is everything said before and a new question. Every conversation has its
     turn before any has its next, so each comes back when the others have pushed it down the tiers. before: called with the number of each
     turn (from 1 on) before it begins."""
     system = random_tokens(np.random.default_rng(seed), work.system_tokens)
     said = [system] * work.sessions
-    texts = [np.random.default_rng((seed, session)) for session in range(work.sessions)]
+    speakers = [Speaker.of(session, work) for session in range(work.sessions)]
+    texts = [np.random.default_rng((seed, speaker.text)) for speaker in speakers]
+    media: list[list[Media]] = [[] for _ in speakers]
 
     async def client(sessions: Iterator[int], turn: int) -> None:
         for session in sessions:
-            rng = texts[session]
+            rng, speaker = texts[session], speakers[session]
             question = random_tokens(rng, 1 + int(rng.poisson(work.user_tokens)))
             answer = random_tokens(rng, 1 + int(rng.poisson(work.output_tokens)))
-            prompt = np.concatenate([said[session], question])
-            await until_room(engine, f"{session}.{turn}", prompt, answer, work.think)
+            image = np.full(work.image_tokens, PLACEHOLDER, np.uint32)
+            if work.image_tokens:
+                media[session].append((len(said[session]), work.image_tokens, speaker.image_of(turn)))
+            prompt = np.concatenate([said[session], image, question])
+            identity = {**speaker.scope, "extra_keys": tuple(media[session])}
+            await until_room(engine, f"{session}.{turn}", prompt, answer, work.think, identity)
             said[session] = np.concatenate([prompt, answer])
 
     for turn in range(work.turns):
@@ -51,14 +88,22 @@ async def chat(engine: Engine, work: Workload, seed: int, before: Callable[[int]
                 tasks.start_soon(client, sessions, turn)
 
 
-async def until_room(engine: Engine, name: str, prompt: NDArray[np.uint32], answer: NDArray[np.uint32], think: float) -> None:
-    """Serve one request, again while there is no room for it now; one the device could never hold is rejected."""
+async def until_room(
+    engine: Engine,
+    name: str,
+    prompt: NDArray[np.uint32],
+    answer: NDArray[np.uint32],
+    think: float,
+    identity: Mapping[str, Any],
+) -> None:
+    """Serve one request, again while there is no room for it now; one the device could never hold is rejected. identity: salt, adapter and
+    media, as `acquire` takes them."""
     if len(prompt) + len(answer) > engine.cache.device.num_blocks * engine.cache.block_size:
         engine.totals.rejected += 1
         return
     while True:
         try:
-            await engine.serve(name, prompt, answer, think)
+            await engine.serve(name, prompt, answer, think, **identity)
             return
         except NoRoom:
             engine.totals.no_room += 1
@@ -110,7 +155,9 @@ class Script:
     async def _step(self, step: Step) -> None:
         cache, engine = self.engine.cache, self.engine
         if step.do == "acquire":
-            self.leases[step.request] = lease = await cache.acquire(step.request, self._tokens(step))
+            items = [(item.offset, item.length, item.hash) for item in step.media]
+            lease = await cache.acquire(step.request, self._tokens(step), salt=step.salt, lora=step.lora, extra_keys=items)
+            self.leases[step.request] = lease
             await engine.begin(lease)
         elif step.do == "extend":
             await self.leases[step.request].extend(self._tokens(step))

@@ -28,6 +28,7 @@ from kvactors.flush_notifier.sinks.kv_wire import (
     decode_batch,
     encode_sequence,
 )
+from kvactors.testing.kv_identities import Identities
 
 PATIENCE = 2.0
 """Seconds for one message of an answer from the replay socket."""
@@ -55,10 +56,11 @@ class SnapshotPart(msgspec.Struct, frozen=True, tag="Snapshot", tag_field="type"
 
 
 class Mirror:
-    """view: hashes by medium. expected: number of the next batch."""
+    """view: hashes by medium. identities: what the blocks are to a reader. expected: number of the next batch."""
 
     def __init__(self) -> None:
         self.view: dict[str, set[Hash]] = {}
+        self.identities = Identities()
         self.expected = 0
 
     def apply(self, events: Iterable[Event]) -> None:
@@ -66,10 +68,11 @@ class Mirror:
         for event in events:
             if isinstance(event, BlockStored):
                 self.view.setdefault(event.medium or "", set()).update(event.block_hashes)
+                self.identities.stored(event)
             elif isinstance(event, BlockRemoved):
                 self.view.setdefault(event.medium or "", set()).difference_update(event.block_hashes)
             else:
-                self.view.clear()
+                self._forget()
 
     def batch(self, number: int, events: Sequence[Event]) -> bool:
         """Take a numbered batch; False if there is a gap before it. An old one is passed over."""
@@ -82,8 +85,16 @@ class Mirror:
 
     def restart(self, next_sequence: int) -> None:
         """Forget everything; the next batch is `next_sequence`."""
-        self.view.clear()
+        self._forget()
         self.expected = next_sequence
+
+    def _forget(self) -> None:
+        self.view.clear()
+        self.identities.clear()
+
+    def ambiguous(self) -> int:
+        """Blocks that a reader takes for others, on any medium, and events that disagree about a block."""
+        return self.identities.ambiguous(set().union(*self.view.values())) + self.identities.changed
 
 
 class Reader:
@@ -200,7 +211,12 @@ class Reader:
     def report(self) -> dict[str, Any]:
         """The mirror as builtins."""
         view = {medium: sorted(hashes) for medium, hashes in self.mirror.view.items() if hashes}
-        return {"sequence": self.mirror.expected, "view": view, "statistics": self.statistics()._asdict()}
+        return {
+            "sequence": self.mirror.expected,
+            "view": view,
+            "ambiguous": self.mirror.ambiguous(),
+            "statistics": self.statistics()._asdict(),
+        }
 
     def statistics(self) -> MirrorStatistics:
         """A moment's picture."""

@@ -195,4 +195,5 @@ def test_scenarios_are_shipped():
     assert {path.stem for path in SCENARIOS} >= {
         "quickstart", "flush_on_request_finish", "flush_on_cpu_eviction", "no_room", "flush_only_mode", "sink_outage", "sink_hangs",
         "two_sinks_one_dead", "router_view", "process_restart",
+        "salted_tenants", "media",
     }  # fmt: skip
