@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import warnings
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -38,7 +39,7 @@ class Lease:
 
     def __init__(self, cache: KVCache, lease: int, request_id: str, path: Path, granted: Granted) -> None:
         self.request_id = request_id
-        self.block_table = granted.blocks
+        self._table: Sequence[int] = granted.blocks
         self.cached_tokens = granted.cached_tokens
         self.pending = granted.pending
         self.hits = Hits(granted.device_hits, 0, 0)
@@ -47,6 +48,13 @@ class Lease:
         self._id = lease
         self._path = path
         self._ended = self._extending = False
+
+    @property
+    def block_table(self) -> tuple[int, ...]:
+        """Device block ids in order. After an `extend` it is made anew when it is looked at: of a very long request that takes a while."""
+        if not isinstance(self._table, tuple):
+            self._table = tuple(self._table)
+        return self._table
 
     async def ready(self, *, deadline: float | None = None) -> None:
         """Return when every load has landed or was demoted to a miss; `block_table` and `cached_tokens` are final then.
@@ -57,7 +65,7 @@ class Lease:
         if not self.pending:
             return
         landed = await self._ask(Ready(self._id), at)
-        self.block_table = landed.blocks + self.block_table[len(landed.blocks) :]  # an extend may have been answered since
+        self._table = (*landed.blocks, *self._table[len(landed.blocks) :])  # an extend may have been answered since
         self.cached_tokens, self.pending = landed.cached_tokens, False
         self.hits = Hits(landed.device_hits, landed.host_hits, landed.storage_hits)
 
@@ -96,9 +104,12 @@ class Lease:
         finally:
             self._extending = False
         self._check_ended()
-        self.block_table += granted.blocks
+        if granted.blocks:
+            if not isinstance(self._table, list):
+                self._table = list(self._table)
+            self._table.extend(granted.blocks)
         self.num_tokens += added.num_tokens
-        return granted.blocks
+        return tuple(granted.blocks)
 
     async def commit(self, computed_tokens: int, *, deadline: float | None = None) -> int:
         """The first `computed_tokens` tokens are in device memory: their full blocks become shareable. Returns committed blocks.

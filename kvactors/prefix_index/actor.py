@@ -87,7 +87,7 @@ class PrefixIndex(Clearing):
         deadline = envelope.deadline if envelope.deadline is not None else lease.deadline
         waiter = Waiting(lease.id, envelope, needed, complete, give_up=lambda: None)
         if not self.request_blocks(waiter, wait=True, deadline=deadline):
-            self._refuse_room(envelope, needed)
+            self.refuse_room(envelope, needed)
 
     @on(Commit)
     def commit(self, message: Commit, envelope: Envelope[Done]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any, NamedTuple
 
 from kvactors.actor import ActorRef, Envelope, on
@@ -63,16 +64,28 @@ class Admission(Layers):
             timer = self.after(max(0.0, message.deadline - now()), Expired(message.lease, ticket))
             self.held[message.lease] = Held(message, envelope, ticket, timer)
         else:
-            self._admit(message, envelope)
+            self.admit(message, envelope)
 
-    def _admit(self, message: Acquire, envelope: Envelope[Granted]) -> None:
+    def admit(self, message: Acquire, envelope: Envelope[Granted], *, at_once: bool = False) -> None:
+        """Admit a request now, or begin to. at_once: whatever its length."""
         path, index = message.path, self.index
         self._name(path, message.origin)
         needed = index.blocks_for(path.num_tokens)
+        if needed > self.part and not at_once and self.admit_in_parts(message, needed, envelope):
+            return
+        self._admit_at_once(message, needed, envelope)
+
+    @abstractmethod
+    def admit_in_parts(self, message: Acquire, needed: int, envelope: Envelope[Granted]) -> bool:
+        """Begin to admit a long request; False if that must be done in one turn."""
+
+    def _admit_at_once(self, message: Acquire, needed: int, envelope: Envelope[Granted]) -> None:
+        """Admit a request in this turn, or let it wait for room."""
+        path, index = message.path, self.index
         if index.free < needed and not (
             self.saves or self.closing or index.could_fit(path, needed, self.coming() - self.owed())
         ):
-            self._refuse_room(envelope, needed)
+            self.refuse_room(envelope, needed)
             return
         match = index.match(path, fetch=self.fetchable(path), media=message.media)
         lease = Lease(message.lease, message.request_id, path, index.tree, message.deadline)
@@ -90,7 +103,7 @@ class Admission(Layers):
         )  # fmt: skip
         if not self.request_blocks(waiter, wait=message.wait, deadline=message.deadline):
             self.forget(lease)
-            self._refuse_room(envelope, match.own)
+            self.refuse_room(envelope, match.own)
 
     def _name(self, path: Path, origin: Origin) -> bool:
         """Let the path start from the root of the present namespace; whether it did not."""
@@ -101,9 +114,14 @@ class Admission(Layers):
         self.remember_origin(root, origin)
         return renamed
 
-    def _refuse_room(self, envelope: Envelope[Any], needed: int) -> None:
+    def refuse_room(self, envelope: Envelope[Any], needed: int) -> None:
+        """There is no room for so many blocks."""
         self._no_room += 1
         self.refuse(envelope, NoRoom(needed, self.available()))
+
+    def grant_long(self, lease: Lease, table: list[int], envelope: Envelope[Granted]) -> None:
+        """A long request has its blocks."""
+        self._granted(lease, envelope, table)
 
     def _grant(self, lease: Lease, match: Match, blocks: list[int], envelope: Envelope[Granted]) -> None:
         self.index.fill_table(lease.path, match, blocks)
@@ -137,13 +155,13 @@ class Admission(Layers):
         if lacking > self.index.free:
             self.index.pool.give(blocks)
             self.forget(lease)
-            self._refuse_room(envelope, lacking)
+            self.refuse_room(envelope, lacking)
             return
         blocks = blocks + self.index.take(lacking)
         self.index.pool.give(blocks[again.own :])
         self._grant(lease, again, blocks[: again.own], envelope)
 
-    def _granted(self, lease: Lease, envelope: Envelope[Granted]) -> None:
+    def _granted(self, lease: Lease, envelope: Envelope[Granted], table: list[int] | None = None) -> None:
         self.leases[lease.id] = lease
         lease.granted = True
         lease.counted = lease.request_id not in self.preempted
@@ -158,7 +176,7 @@ class Admission(Layers):
             self.lease_ready(lease)
             lease.hoped = lease.path.num_committed
         cached = self.index.before_media(lease.hoped, lease.media) * self.index.block_size
-        reply = Granted(tuple(lease.path.blocks()), cached, pending, lease.device_hits)
+        reply = Granted(tuple(lease.path.blocks()) if table is None else table, cached, pending, lease.device_hits)
         if not self.answer(envelope, reply):
             self.give_back(lease)
         elif self.free_low:
@@ -206,7 +224,7 @@ class Admission(Layers):
             held = self.held.pop(next(iter(self.held)))
             held.timer.cancel()
             if not held.envelope.abandoned:
-                self._admit(held.message, held.envelope)
+                self.admit(held.message, held.envelope)
         if self.held:
             self.proceed_later()
 

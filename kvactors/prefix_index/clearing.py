@@ -7,12 +7,12 @@ from typing import Any
 from kvactors.actor import ActorRef, Envelope, on
 from kvactors.cpu_evictor.messages import ClearHost
 from kvactors.errors import StoreError
-from kvactors.prefix_index.admission import Admission
+from kvactors.prefix_index.long_requests import LongRequests
 from kvactors.prefix_index.messages import Clear, Done, HostCleared
 from kvactors.units import Reason
 
 
-class Clearing(Admission):
+class Clearing(LongRequests):
     """Owns the clears that wait for the store."""
 
     def __init__(self, ref: ActorRef, **rest: Any) -> None:

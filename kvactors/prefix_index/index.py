@@ -47,19 +47,25 @@ class BlockIndex:
         self.tree = BlockTree(block_size, capacity)
         self.retired: deque[BlockTree] = deque()  # with blocks or memory that has not come back
         self.returning = 0  # unused device blocks of those, all together
+        self.reserved = 0  # free device blocks that long requests take in later turns
         self.loading: dict[int, LoadOp] = {}  # target block -> the load that fills it
         self._recompute = recompute_last_token
 
     @property
     def free(self) -> int:
         """Device blocks that can be taken now."""
-        return self.pool.free + self.returning
+        return self.pool.free + self.returning - self.reserved
 
     def take(self, count: int) -> list[int]:
         """`count` free blocks; the caller has made sure that there are as many."""
         if self.returning and count > self.pool.free:
             self.bring_back(count - self.pool.free)
         return self.pool.take(count)
+
+    def take_reserved(self, count: int) -> list[int]:
+        """`count` of the blocks that were counted in `reserved`."""
+        self.reserved -= count
+        return self.take(count)
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold so many tokens."""

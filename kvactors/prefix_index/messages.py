@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from kvactors.actor import Ask, Control, Later
 from kvactors.actor.message import Message
@@ -17,7 +17,7 @@ class Granted(Message, frozen=True, eq=False):
     still on their way; then the table and `cached_tokens` are final only in the `Landed` that answers `Ready`.
     """
 
-    blocks: tuple[int, ...]
+    blocks: Sequence[int]
     cached_tokens: int
     pending: bool
     device_hits: int

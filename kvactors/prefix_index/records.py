@@ -194,10 +194,11 @@ class Offloads:
 class Waiting:
     """A request that waits for blocks that evictions in flight will free. `complete` gets them all at once.
 
-    ticket, timer: of its deadline.
+    ticket, timer: of its deadline. reserves: blocks are not taken for it, but counted in `BlockIndex.reserved`; so many as `needed`
+    are, once `complete` is called.
     """
 
-    __slots__ = ("complete", "envelope", "give_up", "lease", "needed", "owed", "taken", "ticket", "timer")
+    __slots__ = ("complete", "envelope", "give_up", "lease", "needed", "owed", "reserves", "taken", "ticket", "timer")
 
     def __init__(
         self,
@@ -206,7 +207,10 @@ class Waiting:
         needed: int,
         complete: Callable[[list[int]], None],
         give_up: Callable[[], None],
+        *,
+        reserves: bool = False,
     ) -> None:
+        self.reserves = reserves
         self.lease = lease
         self.envelope = envelope
         self.needed = needed

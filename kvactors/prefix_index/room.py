@@ -50,11 +50,11 @@ class Room(Transfers):
         """Complete the waiter now, or queue it behind evictions. False if there is no room (or, not waiting, none yet)."""
         if self._complete_now(waiter):
             return True
-        deficit = self.owed() + waiter.needed - self.index.free - self.coming()
+        deficit, evicted = self.owed() + waiter.needed - self.index.free - self.coming(), 0
         if deficit > 0:
             if self.index.evictable() < deficit and not (self.saves or self.closing):
                 return False
-            self.evict(deficit)
+            evicted = self.evict(deficit)
             if self._complete_now(waiter):
                 return True
         if not wait:
@@ -63,13 +63,20 @@ class Room(Transfers):
         self._owed += waiter.owed
         waiter.ticket = next(self.tickets)
         waiter.timer = self.after(max(0.0, deadline - now()), Expired(waiter.lease, waiter.ticket))
-        self._feed()
+        if evicted < self.part:
+            self._feed()
+        else:
+            self.proceed_later()  # this turn has evicted its part
         return True
 
     def _complete_now(self, waiter: Waiting) -> bool:
         if self.waiting or self.index.free < waiter.needed:
             return False
-        waiter.complete(self.index.take(waiter.needed))
+        if waiter.reserves:
+            self.index.reserved += waiter.needed
+            waiter.complete([])
+        else:
+            waiter.complete(self.index.take(waiter.needed))
         return True
 
     def available(self) -> int:
@@ -81,8 +88,12 @@ class Room(Transfers):
             return  # the caller's caller goes on with the queue
         self._feeding = True
         try:
-            if any(not self._serve_one() for _ in range(STEPS)):
-                return
+            self.evicting = 0
+            for _ in range(STEPS):
+                if not self._serve_one():
+                    return
+                if self.evicting >= self.part:
+                    break
         finally:
             self._feeding = False
         self.proceed_later()
@@ -97,20 +108,26 @@ class Room(Transfers):
             self.refuse(waiter.envelope, LeaseEnded("this request was given up"))
             return True
         index = self.index
-        taken = index.take(min(waiter.owed, index.free))
-        waiter.taken += taken
-        waiter.owed -= len(taken)
-        self._owed -= len(taken)
+        count = min(waiter.owed, index.free)
+        if waiter.reserves:
+            index.reserved += count
+        else:
+            waiter.taken += index.take(count)
+        waiter.owed -= count
+        self._owed -= count
         if not waiter.owed:
             self._dequeue(waiter)
             waiter.complete(waiter.taken)
             return True
         deficit = self.owed() - self.coming()
-        if deficit <= 0 or self.evict(deficit) or self.saves or self.closing:
+        evicted = self.evict(deficit) if deficit > 0 else 0
+        if evicted == self.part:
+            return True  # there may be more to evict
+        if deficit <= 0 or evicted or self.saves or self.closing:
             return index.free > 0
         last = next(reversed(self.waiting.values()))  # nothing will ever come for the youngest
         self.stop_waiting(last)
-        self.refuse(last.envelope, NoRoom(last.needed, len(last.taken)))
+        self.refuse(last.envelope, NoRoom(last.needed, last.needed - last.owed))
         return True
 
     def _dequeue(self, waiter: Waiting) -> None:
@@ -122,6 +139,8 @@ class Room(Transfers):
         """Take a waiter out of the queue; what it had goes back."""
         self._dequeue(waiter)
         self.index.pool.give(waiter.taken)
+        if waiter.reserves:
+            self.index.reserved -= waiter.needed - waiter.owed
         waiter.give_up()
 
     def room_changed(self) -> None:

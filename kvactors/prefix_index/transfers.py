@@ -60,6 +60,7 @@ class Transfers(Announcing):
         self.offloads = Offloads()
         self.saves: dict[int, Saving] = {}
         self.evicted = self.rescued = self.overdue_loads = 0
+        self.evicting = 0  # blocks evicted since this was last set to 0
         self.device_hits = self.host_hits = self.storage_hits = 0
         self.ops = count(1)
         self.clears = 0  # ClearHost sent to this incarnation of the host tier
@@ -255,10 +256,11 @@ class Transfers(Announcing):
     # -- evictions
 
     def evict(self, wanted: int) -> int:
-        """Start to free `wanted` device blocks, least recently used first; returns how many will be (or are) free."""
-        op = self.index.evict(wanted, next(self.ops))
+        """Start to free `wanted` device blocks, at most a part, least recently used first; returns how many will be (or are) free."""
+        op = self.index.evict(min(wanted, self.part), next(self.ops))
         if not op.total:
             return 0
+        self.evicting += op.total
         self.evicted += op.total
         if self.host_tier and self.exclusive:
             self.offloads[op.op] = op

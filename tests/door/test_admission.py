@@ -100,7 +100,7 @@ async def test_thousands_of_waiting_requests_are_served_a_few_a_turn(monkeypatch
     """Each costs the same however many wait, and no turn takes more than its share of them."""
     steps = {"turn": 0, "most": 0, "all": 0}
     turn = Admission._turn
-    serve_one, admit = room.Room._serve_one, Admission._admit
+    serve_one, admit = room.Room._serve_one, Admission.admit
 
     def counted(method):
         def call(self, *args):
@@ -117,7 +117,7 @@ async def test_thousands_of_waiting_requests_are_served_a_few_a_turn(monkeypatch
 
     monkeypatch.setattr(Admission, "_turn", turned)
     monkeypatch.setattr(room.Room, "_serve_one", counted(serve_one))
-    monkeypatch.setattr(Admission, "_admit", counted(admit))
+    monkeypatch.setattr(Admission, "admit", counted(admit))
     count = 2000
     async with opened(device=8, sinks=()) as cache:
         await cache.pause()

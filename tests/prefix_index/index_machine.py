@@ -33,6 +33,7 @@ from kvactors.prefix_index.messages import (
     Offloaded,
     Pause,
     Preempt,
+    Proceed,
     Ready,
     Resume,
     SetNamespace,
@@ -80,7 +81,7 @@ class IndexMachine(RuleBasedStateMachine):
 
         self.stepper = Stepper(make)
         self.actor.part = part
-        self.works: list[Continue] = []
+        self.works: list[Continue | Proceed] = []
         self.sent: set[bytes] = (
             set()
         )  # what the notifier has been sent as resident, below a block that it has been sent or a root
@@ -109,7 +110,7 @@ class IndexMachine(RuleBasedStateMachine):
                 self.offloads[message.op] = message
             elif isinstance(message, Admit):
                 self.admits[message.op] = message
-        self.works += [told.message for told in effects.told if isinstance(told.message, Continue)]
+        self.works += [told.message for told in effects.told if isinstance(told.message, (Continue, Proceed))]
         for message in effects.to("flush_notifier"):
             self.note(message)
         for answered in effects.answered:
@@ -391,7 +392,7 @@ class IndexMachine(RuleBasedStateMachine):
             private += [b for p, b in enumerate(path.blocks()) if b >= 0 and not path.is_shared(p)]
         assert len(set(private)) == len(private), "a device block is given to two requests"
         assert not set(private) & set(self.index.pool.free_blocks()), "a block in use is free"
-        assert actor.working == len(self.works)
+        assert actor.working == sum(isinstance(work, Continue) for work in self.works)
         if not actor._behind and actor._walk is None:
             assert self.sent == set(split_keys(actor.device_keys())), "the notifier was not sent what is true"
         if not (waiting or self.works):  # a waiter's path may hold replaced blocks that no table here lists
@@ -430,6 +431,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert not actor._unanswered, "an ask is kept although it has ended"
         state = self.index.tree.statistics()
         assert state["referenced"] == state["loading"] == state["offloading"] == 0
+        assert not self.index.reserved
         assert self.index.free + state["device"] == self.index.pool.total
         assert self.index.tree.sweep_host(1), "hints of before a restart of the host tier are never removed"
         while self.index.sweeping:

@@ -17,7 +17,7 @@ MANY = 3 * RETURNED
 def filled(blocks: int, cached: int) -> IndexMachine:
     """An index with one finished request of so many blocks."""
     machine = IndexMachine()
-    machine.start(blocks, True, False, False, False, "none", 0)
+    machine.start(blocks, True, False, False, False, "none", 0, blocks)
     assert isinstance(request(machine, cached), Granted)
     machine.commit(0, 0)
     machine.finish(0)

@@ -11,7 +11,19 @@ from kvactors.actor import PeerRestarted
 from kvactors.cpu_evictor.messages import Admit
 from kvactors.flush_notifier.messages import Announced, Gone
 from kvactors.native import Path
-from kvactors.prefix_index.messages import Abandon, Acquire, Admitted, Commit, Finish, Granted, HostGained, Loaded, Preempt
+from kvactors.prefix_index.messages import (
+    Abandon,
+    Acquire,
+    Admitted,
+    Clear,
+    Commit,
+    Finish,
+    Granted,
+    HostGained,
+    Loaded,
+    Preempt,
+    SetNamespace,
+)
 from kvactors.units import KEY_BYTES
 
 PART = 8
@@ -153,3 +165,80 @@ def test_restarts_of_the_neighbours_are_handled_in_parts(machine):
     machine.over()
     assert len(machine.sent) == MANY
     machine.whole(Finish(lease))
+
+
+def test_a_long_request_is_admitted_in_parts_whether_it_hits_or_must_evict(machine):
+    machine.begin()
+    first = machine.request(MANY)
+    machine.over()
+    machine.commit_all(first, MANY)
+    machine.whole(Finish(first))
+    again = machine.request(MANY + 5)
+    assert machine.actor.leases[again].device_hits == MANY
+    machine.over()
+    machine.whole(Finish(again))
+    other = machine.request(2 * MANY - 2, first=100_000)
+    machine.over()
+    assert machine.index.tree.statistics()["device"] == 2
+    machine.whole(Finish(other))
+
+
+def begun(machine: Counted, blocks: int, turns: int) -> Acquire:
+    """A request that the device has a half of, after so many turns."""
+    first = machine.request(blocks // 2)
+    machine.commit_all(first, blocks // 2)
+    machine.whole(Finish(first))
+    machine.number += 1
+    path = Path(BLOCK, bytes(32))
+    path.extend(range(blocks * BLOCK))
+    message = Acquire(machine.number, "second", path, machine.stepper.now + 5.0)
+    machine.open[machine.number] = path.num_tokens
+    machine.turn(message, message.deadline)
+    for _ in range(turns):
+        if machine.works:
+            machine.turn(machine.works.pop(0))
+    return message
+
+
+STEPS = MANY // PART + 8
+
+
+@pytest.mark.parametrize("turns", range(0, STEPS, 3))
+def test_a_request_cancelled_between_two_parts_leaves_nothing(machine, turns):
+    machine.begin()
+    message = begun(machine, MANY, turns)
+    if message.lease in machine.open:
+        machine.stepper.withdraw(message)
+        machine.open.pop(message.lease)
+    else:
+        machine.leases.pop(message.lease)
+    machine.whole(Abandon(message.lease))
+    machine.finish_works()
+    state = machine.index.tree.statistics()
+    assert (state["referenced"], machine.index.reserved, machine.actor.leases) == (0, 0, {})
+    assert machine.index.free + state["device"] == machine.index.pool.total
+
+
+@pytest.mark.parametrize("turns", range(0, STEPS, 3))
+@pytest.mark.parametrize("change", [Clear(), SetNamespace("b")])
+def test_a_request_between_two_parts_does_not_hit_what_was_cleared_or_is_of_another_namespace(machine, turns, change):
+    machine.begin()
+    message = begun(machine, MANY, turns)
+    granted = message.lease in machine.leases
+    machine.turn(change)
+    machine.finish_works()
+    lease = machine.actor.leases[message.lease]
+    assert lease.device_hits == (MANY // 2 if granted else 0)
+    assert granted or lease.path.root == machine.roots.root(message.origin)
+    assert len(set(lease.path.blocks())) == MANY
+    machine.whole(Finish(message.lease))
+
+
+def test_another_request_between_two_parts_takes_none_of_the_reserved_blocks(machine):
+    machine.begin()
+    message = begun(machine, MANY, STEPS // 2)
+    assert message.lease in machine.open, "it has its blocks already"
+    other = machine.request(3 * PART // 2, first=50_000)  # runs both to their ends
+    assert not set(machine.actor.leases[other].path.blocks()) & set(machine.actor.leases[message.lease].path.blocks())
+    for lease in (other, message.lease):
+        machine.whole(Finish(lease))
