@@ -16,10 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.oracle.record import Record
+from tests.soak.memory import Memory, grown, growth
 from tests.soak.rounds import work
-
-GROWTH_KIB = 24 * 1024
-"""Memory a process may grow by between a quarter of its rounds and their end: what allocators keep, far below a leak of 1 KiB a request."""
 
 SILENT = 900.0
 """Seconds without a word from a process after which it counts as hung."""
@@ -61,11 +59,12 @@ def soak(seed: int, requests: int, minutes: float | None, processes: int, *, hos
     workers = [context.Process(target=work, args=one) for one in arguments]
     for worker in workers:
         worker.start()
-    total, memory, heard = Record(), {i: [] for *_, i in arguments}, time.monotonic()
+    memory: dict[int, list[Memory]] = {i: [] for *_, i in arguments}
+    total, heard = Record(), time.monotonic()
     running = set(memory)
     while running:
         try:
-            number, record, kib = results.get(timeout=1.0)
+            number, record, measured = results.get(timeout=1.0)
         except queue.Empty:
             for i in [i for i in running if workers[i].exitcode not in (None, 0)]:
                 total.fail(f"process {i} ended with exit status {workers[i].exitcode}")
@@ -79,15 +78,16 @@ def soak(seed: int, requests: int, minutes: float | None, processes: int, *, hos
             running.discard(number)
             continue
         total.add(record)
-        memory[number].append(kib)
+        memory[number].append(measured)
     for worker in workers:
         worker.join(5.0)
         if worker.is_alive():
             worker.kill()
+    for number, one in memory.items():
+        if one and (what := grown(one)):
+            total.fail(f"memory of process {number} grew between a quarter and the end of its rounds: {what}")
     points = [quarters(one) for one in memory.values() if one]
-    grown = max((end - quarter for _, quarter, _, end in points), default=0)
-    if grown > GROWTH_KIB:
-        total.fail(f"memory grew by {grown} KiB between a quarter and the end of a process's rounds")
+    ends = [growth(one) for one in memory.values() if one]
     wall = time.monotonic() - began
     return {
         "requests": total.requests,
@@ -100,22 +100,23 @@ def soak(seed: int, requests: int, minutes: float | None, processes: int, *, hos
         "failures": total.failed,
         "rounds": sum(map(len, memory.values())),
         "memory_kib": [sum(column) for column in zip(*points, strict=True)] if points else [],
-        "memory_grown_kib": grown,
+        "held_kib": [sum(pair[i].held_kib for pair in ends) for i in range(2)],
+        "python_blocks": [sum(pair[i].blocks for pair in ends) for i in range(2)],
         "seen": dict(sorted(total.seen.items())),
         "shown": total.failures,
         "settings": {"seed": seed, "requests": requests, "processes": processes, "hostile": hostile},
     }
 
 
-def quarters(memory: list[int]) -> tuple[int, int, int, int]:
-    """After the first round, a quarter, a half, all of them. Each is the median of the rounds around it."""
+def quarters(memory: list[Memory]) -> tuple[int, int, int, int]:
+    """Resident KiB after the first round, a quarter, a half, all of them. Each is the median of the rounds around it."""
 
     def around(at: int) -> int:
-        near = sorted(memory[max(0, at - 4) : at + 5])
+        near = sorted(one.resident_kib for one in memory[max(0, at - 4) : at + 5])
         return near[len(near) // 2]
 
     last = len(memory) - 1
-    return memory[0], around(last // 4), around(last // 2), around(last)
+    return memory[0].resident_kib, around(last // 4), around(last // 2), around(last)
 
 
 def show(report: dict[str, Any]) -> None:
@@ -129,7 +130,9 @@ def show(report: dict[str, Any]) -> None:
         "verified blocks": f"{report['verified_blocks']:,}",
         "wrong bytes": f"{report['wrong_bytes']}",
         "actor restarts": f"{report['actor_restarts']}",
-        "memory, MiB": f"start {start >> 10}  quarter {quarter >> 10}  half {half >> 10}  end {end >> 10}",
+        "held from a quarter to the end": "{:,} to {:,} KiB, ".format(*report["held_kib"])
+        + "{:,} to {:,} blocks of Python".format(*report["python_blocks"]),
+        "resident, MiB": f"start {start >> 10}  quarter {quarter >> 10}  half {half >> 10}  end {end >> 10}",
         "failures": f"{report['failures']}",
     }
     for name, value in rows.items():

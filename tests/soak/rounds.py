@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import shutil
 import signal
 import sys
@@ -23,22 +22,17 @@ from tests.oracle.record import Record
 from tests.oracle.run import serve_round
 from tests.oracle.sink import Recorder
 from tests.oracle.world import World
+from tests.soak.memory import Memory, measure
 from tests.soak.readers import EventsReader, agrees, jsonl_held, stale_paths
 
 ROUND = 400
 """Requests of a round."""
 
 
-def resident_kib() -> int:
-    """Memory of this process, resident and not shared with files."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon"):
-            return int(line.split()[1])
-    return 0
-
-
-def run_rounds(seed: int, requests: int, until: float, report: Callable[[Record, int], None], *, hostile: bool = True) -> None:
-    """Rounds until the requests are made or `until` (of `time.monotonic`) has come. report: is given each round's record and the memory in KiB."""
+def run_rounds(
+    seed: int, requests: int, until: float, report: Callable[[Record, Memory], None], *, hostile: bool = True
+) -> None:
+    """Rounds until the requests are made or `until` (of `time.monotonic`) has come. report: is given each round's record and the memory after it."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
     install()
     number = made = 0
@@ -48,15 +42,14 @@ def run_rounds(seed: int, requests: int, until: float, report: Callable[[Record,
         _round(seed * 1_000_003 + number, size, record, hostile=hostile)
         made += size
         number += 1
-        gc.collect()
-        report(record, resident_kib())
+        report(record, measure())
 
 
 def work(seed: int, requests: int, until: float, results: Any, hostile: bool, number: int) -> None:
     """The work of one process; its results go into a queue."""
     signal.signal(signal.SIGUSR1, where)
-    run_rounds(seed, requests, until, lambda record, kib: results.put((number, record, kib)), hostile=hostile)
-    results.put((number, None, 0))
+    run_rounds(seed, requests, until, lambda record, memory: results.put((number, record, memory)), hostile=hostile)
+    results.put((number, None, None))
 
 
 def where(_number: int, _frame: Any) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.soak.memory import Memory, grown, measure
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -23,6 +25,37 @@ def test_a_short_soak_finds_nothing(tmp_path):
     assert report["requests"] > 1900
     assert report["verified_blocks"] > 2000
     assert len(report["memory_kib"]) == 4
+    assert min(report["held_kib"]) > 1000
+    assert min(report["python_blocks"]) > 10_000
+
+
+def flat(field: str = "held_kib", each: int = 0, rounds: int = 125) -> list[Memory]:
+    """Rounds of a process in which one figure rises by `each` a round."""
+    start = Memory(10_000, 200_000, 50_000, 4, 20)
+    return [start._replace(**{field: getattr(start, field) + each * number}) for number in range(rounds)]
+
+
+def test_a_leak_of_sixteen_bytes_a_request_is_found_in_a_hundred_thousand_requests():
+    """Two processes of 125 rounds of 400 requests each."""
+    assert grown(flat()) == ""
+    assert grown(flat(each=6)) == ""
+    assert grown(flat(each=13)).startswith("held_kib from 10403 to ")
+    assert grown(flat("blocks", 60)).startswith("blocks from ")
+    assert grown(flat("threads", 1)).startswith("threads from ")
+    assert grown(flat("descriptors", 1)).startswith("descriptors from ")
+    assert grown(flat("resident_kib", 40, rounds=1250)).startswith("resident_kib from ")
+
+
+def test_memory_that_is_held_is_measured():
+    before = measure()
+    kept = [bytes(100_000) for _ in range(50)], [[number] for number in range(10_000)]
+    after = measure()
+    assert after.held_kib - before.held_kib > 4_000
+    assert after.blocks - before.blocks > 9_000
+    del kept
+    freed = measure()
+    assert freed.held_kib - before.held_kib < 2_000
+    assert freed.blocks - before.blocks < 2_000
 
 
 @pytest.mark.timeout(600)
