@@ -190,14 +190,15 @@ class Config(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None, base: Config | None = None) -> Config:
-        """`base` (the defaults if None) with FastDeploy's variables applied, of the process's environment unless given.
+        """`base` (the defaults if None) with variables in the place of what it leaves unset, of the process's environment unless given.
 
-        KVACTORS_MODEL, if no model is set; FD_AS_ONLY_FLUSH (0 or 1), AS_NAMESPACE, AS_POD_NAME, AS_MODEL_VERSION,
-        AS_WRITE_TOTAL_TIMEOUT, AS_WRITE_SLICE_BLOCK_NUM,
-        AS_WRITE_SLICE_TIMEOUT, ENABLE_EP_DP_IN_FD (0 or 1); with the file back end
-        FILE_BACKEND_STORAGE_DIR, if no directory is set; with the mooncake back end MOONCAKE_CONFIG_PATH and MOONCAKE_*; with ranks
-        KVACTORS_RANKS_SECRET, if no secret is set. Unset ones change nothing.
-        ConfigError names a value that cannot be, or what is wrong in the base.
+        KVACTORS_MODEL; FD_AS_ONLY_FLUSH (0 or 1), AS_NAMESPACE, AS_POD_NAME, AS_MODEL_VERSION, AS_WRITE_TOTAL_TIMEOUT,
+        AS_WRITE_SLICE_BLOCK_NUM, AS_WRITE_SLICE_TIMEOUT, ENABLE_EP_DP_IN_FD (0 or 1); with the file back end FILE_BACKEND_STORAGE_DIR; with the
+        mooncake back end MOONCAKE_CONFIG_PATH and MOONCAKE_*; with ranks KVACTORS_RANKS_SECRET. Unset or empty ones change nothing. One that differs
+        from what the base sets is logged and not used, as is a name that looks like one of these. docs/fastdeploy.md has FastDeploy's others.
+
+        Raises:
+            ConfigError: names a value that cannot be, or what is wrong in the base.
         """
         return from_environment(base or Config(), os.environ if environ is None else environ)
 

@@ -186,6 +186,7 @@ class System:
         return PrefixIndex(
             ref, index=index, evictor=self.evictor, notifier=self.notifier, exclusive=exclusive, host_tier=host_tier,
             fetch=stored and storage.fetch, announce=bool(self.sinks), free_low=int(config.device.free_low * blocks),
+            announce_whole=any(sink.announces_full for sink in self.sinks.values()),
             free_high=int(config.device.free_high * blocks), save=storage.write_policy if stored else "none",
             token_root=self.token_root if self.direct is not None else None, min_hits=storage.min_hits, keep=not exclusive,
             roots=self.roots, keep_lineages=self.store is not None and self.store.keeps_lineages, era=self.executor.era,

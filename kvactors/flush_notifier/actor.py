@@ -62,7 +62,9 @@ class FlushNotifier(Actor):
         self.config = config
         takes_clear = [i for i, sink in enumerate(sinks) if sink.takes_clear]
         by_name = [i for i, sink in enumerate(sinks) if sink.by_name]
-        self.ledger = Ledger(block_size, [sink.view_of for sink in sinks], limbo, takes_clear, by_name, token_root=token_root)
+        full = [i for i, sink in enumerate(sinks) if sink.announces_full]
+        views = [sink.view_of for sink in sinks]
+        self.ledger = Ledger(block_size, views, limbo, takes_clear, by_name, token_root=token_root, full=full)
         self.deliveries = [Delivery(sink, config.retry_min) for sink in sinks]
         self._by_name = {delivery.sink.name: i for i, delivery in enumerate(self.deliveries)}
         self._settling: list[Settling] = []

@@ -43,7 +43,7 @@ DEVICE = int(Tier.DEVICE)
 class Ledger:
     """views: one per sink. limbo: blocks remembered although they are nowhere. takes_clear: the sinks to which "everything is gone" may
     be told as one task. by_name: the sinks that need no paths. step: blocks looked at in one step. token_root: the root hash of the only
-    scope whose blocks go to sinks that address them by tokens alone."""
+    scope whose blocks go to sinks that address them by tokens alone. full: the sinks that are sent all blocks of a request at its finish."""
 
     def __init__(
         self,
@@ -54,6 +54,7 @@ class Ledger:
         by_name: Collection[int] = (),
         step: int = SLICE,
         token_root: bytes = b"",
+        full: Collection[int] = (),
     ) -> None:
         self._token_root = token_root if any(view.by_tokens for view in views) else b""
         self.step = step
@@ -72,7 +73,7 @@ class Ledger:
             (view.closed(), view.at_finish or view.by_tokens, dirty) for view, dirty in zip(views, self.dirty, strict=True)
         ]
         self.coalesced = [0] * len(views)
-        self._takes_clear = takes_clear
+        self._full, self._takes_clear = tuple(full), takes_clear
         self.by_name = by_name
         self.cleared: set[int] = set()  # of those sinks: everything they believe was gone at once, and they have not been told
         self._tables = [view.table() for view in views]
@@ -106,6 +107,7 @@ class Ledger:
             if i < count:
                 entry.finished |= finished
                 entry.truth |= bit
+                entry.send_again(self._full if finished else ())
                 entry.reasons[LAST] = entry.reasons[bit] = reason
             if self._look(entry) and entry.child is not None:
                 looked = yield from self._spread(entry, looked)

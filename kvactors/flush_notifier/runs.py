@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from operator import attrgetter
 from typing import NamedTuple, TypeVar
 
@@ -99,6 +99,11 @@ class Entry:
     def idle(self) -> bool:
         """Whether it is nowhere and in no sink's view and in no delivery; there may be blocks below it."""
         return not (self.truth or self.held or any(self.states))
+
+    def send_again(self, sinks: Iterable[int]) -> None:
+        """What these sinks have been sent of it counts as unsure: it is sent again."""
+        for sink in sinks:
+            self.states[sink] |= (self.states[sink] & ALL_TIERS.value) << UNSURE
 
     def link(self) -> None:
         """Add it to the children of its parent."""

@@ -16,14 +16,12 @@ ABOVE_ALL = int(ALL_TIERS)
 class SinkView(NamedTuple):
     """What a sink wants to hear. tiers: of which, a set. node: as one fact, resident while any of them holds the block; it is told as
     Tier.DEVICE, whichever tier it is. at_finish: gains are due when a request that covers the block finishes, losses at once;
-    otherwise both at once. by_tokens: it addresses blocks by tokens alone, so it gets only those that tokens alone identify. full: the finish of a
-    request sends all blocks of the request, also those that were sent before."""
+    otherwise both at once. by_tokens: it addresses blocks by tokens alone, so it gets only those that tokens alone identify."""
 
     tiers: int
     node: bool
     at_finish: bool
     by_tokens: bool = False
-    full: bool = False
 
     def table(self) -> tuple[int, ...]:
         """By the set of tiers that hold a block: the set that the sink's view should have, if nothing above the block matters."""

@@ -212,6 +212,7 @@ class PrefixIndex(Clearing):
             if not tree.retired:
                 stop = min(start + self.part, committed)
                 first = tree.mark_announced(path, start, stop)
+                first = start if self.announce_whole else first
                 if first < stop:
                     self.announced(path, first, stop, Reason.REQUEST_FINISH)
 

@@ -22,12 +22,16 @@ WALK = 512
 
 
 class Announcing(Works):
-    """notifier: who gets the reports. announce: whether there is a sink for them."""
+    """notifier: who gets the reports. announce: whether there is a sink for them. announce_whole: whether a finish announces all blocks of
+    the request, also those that were announced before."""
 
-    def __init__(self, ref: ActorRef, *, index: BlockIndex, notifier: ActorRef, announce: bool) -> None:
+    def __init__(
+        self, ref: ActorRef, *, index: BlockIndex, notifier: ActorRef, announce: bool, announce_whole: bool = False
+    ) -> None:
         super().__init__(ref, index=index)
         self.notifier = notifier
         self.announce = announce
+        self.announce_whole = announce_whole
         self.origins: dict[bytes, Origin] = {}  # by root, the last used one last
         self._walk: TreeWalk | None = None  # of the announcement of the whole tree
         self._behind: deque[Message] = deque()  # what changed since it began: sent after it

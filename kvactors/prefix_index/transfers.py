@@ -43,12 +43,13 @@ class Transfers(Announcing):
         host_tier: bool,
         fetch: bool,
         announce: bool,
+        announce_whole: bool = False,
         token_root: bytes | None = None,
         era: int = 0,
         keep_lineages: bool = False,
         root_of: Callable[[Origin], bytes] = lambda _: b"",
     ) -> None:
-        super().__init__(ref, index=index, notifier=notifier, announce=announce)
+        super().__init__(ref, index=index, notifier=notifier, announce=announce, announce_whole=announce_whole)
         self.lineages = LineageSource(keep_lineages, self.origins, root_of)
         self.era = era
         self.evictor = evictor

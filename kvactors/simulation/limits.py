@@ -14,7 +14,7 @@ LIMITS: Mapping[str, tuple[str, str]] = {
     "batches at the store": ("kvactors.storage.worker", "UNDER_WAY"),
     "names of a report": ("kvactors.storage.worker", "REPORT_PAGE"),
     "saves waiting": ("kvactors.storage.direct", "WAITING"),
-    "scopes remembered": ("kvactors.prefix_index.transfers", "ORIGINS"),
+    "scopes remembered": ("kvactors.prefix_index.announcing", "ORIGINS"),
 }
 """By name: the module and the constant. The constant is read when it is used, so that replacing it has an effect."""
 

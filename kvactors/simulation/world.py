@@ -23,6 +23,7 @@ from kvactors.simulation.limits import STEP
 from kvactors.simulation.witness import SimSystem, Witness
 from kvactors.sink_config import AttentionStoreSinkConfig
 from kvactors.storage.backends.attention_store import AttentionStoreBackend
+from kvactors.testing.attentionstore_sdk import services
 from kvactors.testing.fakes import Latency, SimBackend, SimExecutor, SimPool, SimRank, SimService, SimSink, SimThread, latency
 from kvactors.testing.plan import STEPPED, Fault
 
@@ -38,6 +39,7 @@ class World:
         config = drawn.config
         self.drawn = drawn
         self.rng = random.Random(drawn.seed + 1)  # noqa: S311
+        self.service_rng = random.Random(drawn.seed + 2)  # noqa: S311
         self.violations: list[str] = []
         self.jumped = 0.0
         self.closing = False
@@ -75,7 +77,7 @@ class World:
         return kind(self.layout.fingerprint, self.layout.block_bytes, self.drawn.capacity, self._lag(1))
 
     def _make_index_sink(self) -> AttentionStoreSink:
-        settings = AttentionStoreSinkConfig(name=INDEX)
+        settings = AttentionStoreSinkConfig(name=INDEX, announce=self.service_rng.choice(("difference", "full")))
         sink = AttentionStoreSink(settings, sdk_settings(self.drawn.config, self.layout))
         self._on_service(sink.sdk)
         return sink
@@ -113,6 +115,9 @@ class World:
         try:
             async with self.system.running():
                 self.cache = KVCache(self.system)
+                for one in services.values():
+                    one.capacity = self.service_rng.choice((1, 4, 20, 1 << 16))
+                    one.from_root = self.service_rng.random() < 0.3
                 loop = asyncio.get_running_loop()
                 timed = (fault for fault in self.drawn.plan.fault if fault.kind not in STEPPED)
                 self._tasks = [loop.create_task(self._befall(fault), name=f"fault {fault.kind}") for fault in timed]

@@ -30,6 +30,8 @@ class FaultySink(Sink):
         self.view_of = inner.view_of
         self.takes_clear = inner.takes_clear
         self.by_name = inner.by_name
+        self.announces_full = inner.announces_full
+        self.ready_timeout = inner.ready_timeout
         self.misdeed: Misdeed = ""
         self.every = 2
         self.calls = 0

@@ -10,6 +10,7 @@ import pytest
 from flush_kit import BLOCK, Wired, announced, finished, names, path
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 import kvactors
 from kvactors.attention_store import Sdk
@@ -108,7 +109,9 @@ async def test_names_from_the_environment():
     assert list(stand_in.services) == [("ns", "test_pod_prefill_1", "v9", 0), ("ns", "test_pod", "v9", 0)]
 
 
-async def test_a_missing_sdk_is_named_at_start_and_nothing_is_half_started():
+async def test_a_missing_sdk_is_named_at_start_and_nothing_is_half_started(monkeypatch):
+    for name in [name for name in sys.modules if name.split(".")[0] == "attentionstore_sdk"]:
+        monkeypatch.delitem(sys.modules, name)  # a simulation has installed the stand-in
     sinks = [{"kind": "memory"}, {"kind": "attention_store"}]
     config = Config.from_mapping({"cache": {"model": "m"}, "flush": {"sinks": sinks}})
     with pytest.raises(SinkError, match="'attentionstore_sdk', which cannot be imported"):
@@ -369,11 +372,13 @@ def held_paths(cache) -> set[tuple[int, ...]]:
     requests=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(1, 3)), min_size=1, max_size=12),
     fail_every=st.sampled_from([0, 0, 2, 3]),
     clear_at=st.integers(0, 20),
+    announce=st.sampled_from(["difference", "full"]),
 )
-def test_the_index_equals_device_and_host_after_any_run(requests, fail_every, clear_at):
+def test_the_index_equals_device_and_host_after_any_run(requests, fail_every, clear_at, announce):
     async def main() -> None:
         stand_in.reset()
-        async with kvactors.open(CACHE) as cache:
+        flush = replace(CACHE.flush, sinks=(AttentionStoreSinkConfig(announce=announce),))
+        async with kvactors.open(replace(CACHE, flush=flush)) as cache:
             stand_in.service().fail_every = fail_every
             for number, (first, second, blocks) in enumerate(requests):
                 if number == clear_at:

@@ -6,6 +6,7 @@ from mutation import Mutation
 
 ENVIRONMENT = "tests/config/test_environment.py::"
 RANKS = "tests/gpu_swapper/test_ranks_attention_store.py::"
+FULL = "tests/flush_notifier/test_announce_full.py::"
 SHARED = "tests/storage/test_attention_store_shared.py::"
 
 BUGS: tuple[Mutation, ...] = (
@@ -88,6 +89,22 @@ BUGS: tuple[Mutation, ...] = (
         "            self._late = False\n",
         "every request waits until its own deadline while AttentionStore does not return",
         ("tests/storage/test_storage_direct.py::test_nothing_waits_for_a_move_that_takes_longer_than_it_may",),
+    ),
+    Mutation(
+        "full_path_once_only",
+        "prefix_index/actor.py",
+        "                first = start if self.announce_whole else first\n",
+        "",
+        "with announce = 'full' an index that lost its state is not sent what finishes again",
+        (FULL + "test_an_index_that_lost_its_state_is_sent_what_finishes_again",),
+    ),
+    Mutation(
+        "sent_blocks_are_not_sent_again",
+        "flush_notifier/ledger.py",
+        "                entry.send_again(self._full if finished else ())\n",
+        "",
+        "with announce = 'full' only the blocks that are new to the index are sent",
+        (FULL + "test_every_finish_sends_the_whole_path_from_block_0",),
     ),
     Mutation(
         "an_object_for_each_use",

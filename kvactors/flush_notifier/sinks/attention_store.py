@@ -26,8 +26,7 @@ class AttentionStoreSink(Sink):
 
     def __init__(self, config: AttentionStoreSinkConfig, settings: SdkSettings) -> None:
         super().__init__(config, settings.block_size)
-        if config.announce == "full":
-            self.view_of = self.view_of._replace(full=True)
+        self.announces_full = config.announce == "full"
         self.sdk = Sdk(settings, "index")
         self.ready_timeout = settings.ready_timeout + MARGIN
         self._told = Told(settings.block_size)

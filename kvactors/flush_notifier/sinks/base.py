@@ -42,6 +42,9 @@ class Sink(ABC):
     """Whether it addresses blocks by tokens alone. It gets no blocks of other scopes than the one that the cache was opened with, and none with
     extra keys in their path."""
 
+    announces_full: bool = False
+    """Whether the finish of a request sends all blocks of the request, also those that were sent before."""
+
     ready_timeout: float = 0.0
     """Seconds that `open` may take, where they are more than `actors.start`."""
 

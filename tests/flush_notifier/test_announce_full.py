@@ -1,0 +1,152 @@
+"""`announce = "full"`: the finish of a request sends its full path from block 0, as FastDeploy does, whatever was sent before."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from flush_kit import BLOCK, PER_TIER, ROOT, announced, do, finished, names, path, settle
+from msgspec.structs import replace
+
+import kvactors
+from kvactors.config import Config
+from kvactors.flush_notifier.ledger import Ledger
+from kvactors.flush_notifier.runs import path_tokens
+from kvactors.observe.statistics import residency
+from kvactors.sink_config import AttentionStoreSinkConfig
+from kvactors.testing import attentionstore_sdk as stand_in
+from kvactors.units import Reason, Residency, Tier
+
+VIEW = PER_TIER._replace(node=True, at_finish=True)
+
+
+@pytest.fixture(autouse=True)
+def fresh_services():
+    stand_in.reset()
+
+
+def sent(ledger: Ledger, sink: int) -> list[tuple[Residency, int, int, bytes]]:
+    """What a sink is sent now: residency, first block, count and path of each task."""
+    batch = ledger.take(sink, 10_000, 1)
+    ledger.delivered(sink, batch)
+    return [(task.residency, task.start_block_idx, task.count, task.tokens) for task in batch.tasks]
+
+
+def book() -> Ledger:
+    return Ledger(BLOCK, [VIEW, VIEW], 100, token_root=ROOT, full=[0])
+
+
+def test_every_finish_sends_the_whole_path_from_block_0():
+    ledger, whole = book(), (Residency.RESIDENT, 0, 3, path(1, 2, 3)[0])
+    do(ledger.announce(announced(1, 2, 3)))
+    assert (sent(ledger, 0), sent(ledger, 1)) == ([], []), "not before the finish"
+    do(ledger.announce(finished(1, 2, 3)))
+    assert (sent(ledger, 0), sent(ledger, 1)) == ([whole], [whole])
+    do(ledger.announce(finished(1, 2, 3)))
+    assert (sent(ledger, 0), sent(ledger, 1)) == ([whole], [])
+    do(ledger.announce(finished(1, 2, 9)))
+    assert sent(ledger, 0) == [(Residency.RESIDENT, 0, 3, path(1, 2, 9)[0])]
+    assert sent(ledger, 1) == [(Residency.RESIDENT, 2, 1, path(1, 2, 9)[0])]
+    assert (sent(ledger, 0), sent(ledger, 1)) == ([], [])
+    ledger.check()
+
+
+def test_what_goes_before_it_is_sent_again_is_sent_as_gone():
+    ledger = book()
+    do(ledger.announce(finished(1, 2, 3)))
+    settle(ledger)
+    do(ledger.announce(finished(1, 2, 3)))
+    do(ledger.lose(names(1, 2, 3)[2], Tier.DEVICE, Reason.CPU_EVICTION))
+    assert set(sent(ledger, 0)) == {(Residency.GONE, 2, 1, path(1, 2, 3)[0]), (Residency.RESIDENT, 0, 2, path(1, 2)[0])}
+    assert ledger.pending(0) == 0
+    ledger.check()
+
+
+def test_a_finish_during_a_call_is_sent_after_it():
+    ledger = book()
+    do(ledger.announce(finished(1, 2)))
+    batch = ledger.take(0, 100, 1)
+    do(ledger.announce(finished(1, 2, 3)))
+    ledger.delivered(0, batch)
+    assert sent(ledger, 0)[0][1:3] in ((0, 3), (2, 1))
+    assert ledger.pending(0) == 0
+    ledger.check()
+
+
+# -- a whole cache
+
+
+def config(announce: str) -> Config:
+    made = Config.from_mapping(
+        {
+            "cache": {"model": "m", "block_size": 4},
+            "device": {"num_blocks": 24},
+            "host": {"slots": 8, "transit_slots": 8},
+            "layout": {"num_layers": 1, "num_kv_heads": 1, "head_dim": 2},
+            "attention_store": {"sdk": "kvactors.testing.attentionstore_sdk"},
+            "flush": {"only": True, "sinks": [{"kind": "attention_store"}]},
+        }
+    )
+    return replace(made, flush=replace(made.flush, sinks=(AttentionStoreSinkConfig(announce=announce),)))
+
+
+async def serve(cache, prompt, *, preempt: bool = False) -> None:
+    lease = await cache.acquire("r", prompt)
+    await lease.ready()
+    await lease.commit(len(prompt))
+    await (lease.preempt(len(prompt)) if preempt else lease.finish())
+    await cache.flush_settled(20.0)
+
+
+@pytest.mark.parametrize(("announce", "held"), [("full", 4), ("difference", 0)])
+@pytest.mark.parametrize("preempt", [False, True])
+async def test_an_index_that_lost_its_state_is_sent_what_finishes_again(announce, held, preempt):
+    async with kvactors.open(config(announce)) as cache:
+        prompt = list(range(17))
+        await serve(cache, prompt)
+        index = stand_in.service().resident
+        assert len(index) == 4
+        index.clear()
+        await serve(cache, prompt, preempt=preempt)
+        assert len(index) == held
+        assert (cache.divergence(), cache.check()) == (0, [])
+
+
+async def test_requests_of_another_scope_are_not_sent_with_it():
+    async with kvactors.open(config("full")) as cache:
+        prompt = list(range(17))
+        async with await cache.acquire("r", prompt, salt="a") as lease:
+            await lease.ready()
+            await lease.commit(17)
+        await cache.flush_settled(20.0)
+        assert not stand_in.service().resident
+
+
+async def test_an_index_that_loses_its_state_now_and_then_has_no_more_than_the_node_and_all_that_finished_since():
+    draw = random.Random(5)
+    async with kvactors.open(config("full")) as cache:
+        index = stand_in.service().resident
+        finished_since: set[tuple[int, ...]] = set()
+        for step in range(60):
+            if step % 20 == 10:
+                index.clear()
+                finished_since.clear()
+            prompt = [draw.randrange(3)] * 4 + [draw.randrange(3)] * (4 * draw.randint(1, 3) + 1)
+            await serve(cache, prompt)
+            finished_since |= {tuple(prompt[: 4 * i]) for i in range(1, len(prompt) // 4 + 1)}
+            entries, held = cache.system.notifier_actor.ledger.entries, residency(cache.system)
+            keys = held[Tier.DEVICE] | held[Tier.HOST]
+            there = {tuple(np.frombuffer(path_tokens(entries[key]), "<u4").tolist()) for key in keys if key in entries}
+            assert index <= there
+            assert there & finished_since <= index
+        assert cache.check() == []
+
+
+def test_fastdeploys_variables_mean_the_full_path():
+    base = {"cache": {"model": "m"}, "storage": {"backend": "attention_store", "write_policy": "write_through"}}
+    (sink,) = Config.from_env({"FD_AS_ONLY_FLUSH": "1"}, Config.from_mapping(base)).flush.sinks
+    assert sink == AttentionStoreSinkConfig(announce="full")
+    mine = {**base, "flush": {"sinks": [{"kind": "attention_store", "announce": "difference"}]}}
+    (sink,) = Config.from_env({"FD_AS_ONLY_FLUSH": "1"}, Config.from_mapping(mine)).flush.sinks
+    assert sink.announce == "difference"
