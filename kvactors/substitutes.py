@@ -49,10 +49,7 @@ class NoNotifier(FlushNotifier):
 
 
 class NoReader(StorageReader):
-    """Every look-up and every read is a miss."""
-
-    def started(self) -> None:
-        """Nothing to report."""
+    """Every look-up and every read is a miss. What the store holds is still reported."""
 
     @on(Probe)
     def probe(self, message: Probe) -> None:
@@ -66,10 +63,8 @@ class NoReader(StorageReader):
 
 
 class NoWriter(StorageWriter):
-    """Every write is refused. A clear is still carried out."""
-
-    def started(self) -> None:
-        """Nothing to report."""
+    """Every write is refused. A clear is still carried out, and what the store holds is reported: writes in flight at the failure may have
+    changed that."""
 
     @on(Write)
     def write(self, message: Write) -> None:

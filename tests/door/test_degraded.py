@@ -12,6 +12,7 @@ import kvactors
 from kvactors.actor import Control, State
 from kvactors.actor.supervisor import SWITCHED_OFF
 from kvactors.testing.loop import simulate
+from kvactors.units import Tier
 
 HOST = {"slots": 8, "transit_slots": 16}
 STORE = {"backend": "memory", "write_policy": "write_through", "readers": 1, "writers": 1}
@@ -70,6 +71,11 @@ def test_an_optional_actor_that_fails_too_often_is_switched_off_and_comes_back(v
             if victim == "notifier":
                 with pytest.raises(kvactors.SinkError, match="switched off"):
                     await cache.flush_settled()
+            else:  # indexes still list what the store holds: docs/health.md
+                await cache.flush_settled()
+                assert cache.divergence() == 0
+                (sink,) = cache.sinks.values()
+                assert sink.view()[Tier.STORAGE] == set(cache.system.backend.keys()) != set()
             await asyncio.sleep(SWITCHED_OFF + 1)
             assert cache.health() == ("ok", ())
             await requests(cache, 1, 2, 3)

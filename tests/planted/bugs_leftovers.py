@@ -117,4 +117,12 @@ BUGS: tuple[Mutation, ...] = (
         "a forked child that leaves the block gets CacheClosed in place of its own exception",
         ("tests/door/test_fork.py::test_a_child_that_leaves_the_block_closes_nothing_and_raises_only_its_own",),
     ),
+    Mutation(
+        "substitute_reports_nothing",
+        "storage/worker.py",
+        "        if self.life:\n            self.report_all()\n",
+        "        if self.life and not type(self).__name__.startswith('No'):\n            self.report_all()\n",
+        "while a writer is switched off, indexes list blocks whose write it did not complete, or lack them",
+        ("tests/door/test_degraded.py::test_an_optional_actor_that_fails_too_often_is_switched_off_and_comes_back",),
+    ),
 )
