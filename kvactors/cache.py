@@ -36,7 +36,7 @@ from kvactors.errors import (
     StoreUnsupported,
     WrongLoop,
 )
-from kvactors.flush_notifier.messages import PLAIN, Origin, Settle
+from kvactors.flush_notifier.messages import PLAIN, Origin, Resync, Settle
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.lease import Lease
 from kvactors.observe.health import Health, health
@@ -211,6 +211,13 @@ class KVCache:
         if scope.cancelled_caught:
             raise DeadlineExceeded(f"the actors' messages to the notifier were not taken in {deadline} s")
         await self.system.notifier.ask(Settle(names), deadline=at)
+
+    async def resync(self, sink: str, *, deadline: float | None = None) -> None:
+        """Send a sink everything again, for an index that lost its state; returns when it has taken that (after DeadlineExceeded it goes on).
+        Without `Sink.repeats` what the index has is void first. ValueError for an unknown sink, SinkError while the notifier is switched off."""
+        at = self._deadline(deadline)
+        self._sink_names((check_text("sink", sink),))
+        await self.system.notifier.ask(Resync(sink), deadline=at)
 
     def _sink_names(self, sinks: Collection[str] | None) -> tuple[str, ...] | None:
         names = check_names("sinks", sinks)

@@ -147,6 +147,10 @@ class FromThread:
         """See `KVCache.set_namespace`."""
         self._call(partial(self._cache.set_namespace, namespace, deadline=deadline), deadline)
 
+    def resync(self, sink: str, *, deadline: float | None = None) -> None:
+        """See `KVCache.resync`."""
+        self._call(partial(self._cache.resync, sink, deadline=deadline), deadline)
+
     def settled(self, deadline: float = 30.0) -> None:
         """See `KVCache.settled`."""
         check_seconds("deadline", deadline)

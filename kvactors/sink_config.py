@@ -15,17 +15,24 @@ from kvactors.zmq_endpoint import LAST_PORT, Endpoint, of_rank
 TOPIC_FIELDS = ("model", "host", "dp_rank")
 """What may stand in braces in a topic."""
 
+LEAST_RESYNC = 0.1
+MAX_RESYNC = 1e9
+"""Seconds between two times at which everything is sent again."""
+
 TierName = Literal["device", "host", "storage"]
 
 
 class SinkConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind"):
     """What every sink has. name: unique, the kind if empty. tiers: what it hears of. view: per_tier (a block is reported for each
-    tier) or node (one report: resident while any of the tiers holds it). gains: when a gain is due, at commit or at request finish."""
+    tier) or node (one report: resident while any of the tiers holds it). gains: when a gain is due, at commit or at request finish.
+    resync_interval: seconds after which everything is sent again, for an index that may lose its state unnoticed (0: never); see
+    `KVCache.resync`."""
 
     name: str = ""
     tiers: tuple[TierName, ...] = ("device", "host")
     view: Literal["per_tier", "node"] = "per_tier"
     gains: Literal["commit", "request_finish"] = "commit"
+    resync_interval: float = 0.0
 
     @property
     def kind(self) -> str:
@@ -41,6 +48,11 @@ class SinkConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         """Raise ConfigError for values that do not make sense."""
         if not self.tiers:
             raise ConfigError(f"flush.sinks {self.label!r}: tiers must name at least one tier")
+        if not (self.resync_interval == 0 or LEAST_RESYNC <= self.resync_interval <= MAX_RESYNC):
+            raise ConfigError(
+                f"flush.sinks {self.label!r}: resync_interval must be 0 (never) or from {LEAST_RESYNC} to {MAX_RESYNC:.0f} seconds, "
+                f"not {self.resync_interval}"
+            )
 
 
 class MemorySinkConfig(SinkConfig, frozen=True, tag="memory"):

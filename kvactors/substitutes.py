@@ -6,7 +6,7 @@ from kvactors.actor import Envelope, on
 from kvactors.cpu_evictor.messages import Fetched, Probed, ReadDone, Saved, Written
 from kvactors.errors import SinkError
 from kvactors.flush_notifier.actor import FlushNotifier
-from kvactors.flush_notifier.messages import Announced, Cleared, Gained, Gone, Named, Settle
+from kvactors.flush_notifier.messages import Announced, Cleared, Gained, Gone, Named, Resync, Settle
 from kvactors.storage.direct import StorageDirect
 from kvactors.storage.messages import FetchDevice, Outcome, Probe, Read, Recount, SaveDevice, Write
 from kvactors.storage.reader import StorageReader
@@ -46,6 +46,11 @@ class NoNotifier(FlushNotifier):
             self.answer(envelope, True)
         else:
             self.refuse(envelope, SinkError("the flush notifier is switched off after too many failures: see cache.health()"))
+
+    @on(Resync)
+    def resync(self, message: Resync, envelope: Envelope[bool]) -> None:
+        """There is no sink to send anything."""
+        self.refuse(envelope, SinkError("the flush notifier is switched off after too many failures: see cache.health()"))
 
 
 class NoReader(StorageReader):

@@ -25,9 +25,12 @@ from kvactors.flush_notifier.messages import (
     Gained,
     Gone,
     Named,
+    Resync,
+    ResyncDue,
     RetryDue,
     Settle,
 )
+from kvactors.flush_notifier.resync import pause
 from kvactors.flush_notifier.runs import Batch, Steps, finish
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.units import Tier
@@ -78,6 +81,8 @@ class FlushNotifier(Actor):
             if call is not None and not call.done():
                 delivery.stuck = True
                 self._report_end(delivery, call, -1)
+            if delivery.sink.resync_interval:
+                self.after(delivery.sink.resync_interval, ResyncDue(delivery.sink.name))
         self._pump()
 
     async def stopped(self) -> None:
@@ -229,6 +234,8 @@ class FlushNotifier(Actor):
         delivery.count(taken.tasks)
         if rest is not None:
             yield from self.ledger.refusing(i, rest)
+        if delivery.anew:
+            yield from self._forget(i, delivery)
         sent_again = bool(delivery.batch.cleared)
         delivery.in_flight = False
         if not delivery.failures:
@@ -244,17 +251,72 @@ class FlushNotifier(Actor):
         self.deliveries[self._by_name[message.sink]].waiting = False
         self._pump()
 
+    # -- everything again
+
+    @on(Resync)
+    def resync(self, message: Resync, envelope: Envelope[bool]) -> None:
+        """Send a sink everything again; answer when it has taken that."""
+        self._drop_abandoned()
+        i = self._by_name[message.sink]
+        self.deliveries[i].asks.append(envelope)
+        self._send_again(i)
+
+    @on(ResyncDue)
+    def resync_due(self, message: ResyncDue) -> None:
+        """Send a sink again what it was sent: step by step, each when it has taken the ones before; or at once, if its index must forget first."""
+        i = self._by_name[message.sink]
+        delivery, interval = self.deliveries[i], self.deliveries[i].sink.resync_interval
+        wait = interval
+        if not delivery.sink.repeats:
+            self._send_again(i)
+        else:
+            delivery.repeat = delivery.repeat or self.ledger.repeat(i)
+            busy = self._unfinished or self.ledger.pending(i) >= self.config.batch
+            if not busy and next(delivery.repeat, self) is self:
+                delivery.repeat = None
+                delivery.resyncs += 1
+            if delivery.repeat is not None:
+                wait = pause(interval, len(self.ledger.entries), self.ledger.step)
+            self._pump()
+        self.after(wait, message)
+
+    def _send_again(self, i: int) -> None:
+        """Now, or when the call in flight is over: until then its batch is not in the ledger's view."""
+        delivery = self.deliveries[i]
+        if delivery.sink.repeats:
+            self._work(self._again(i, delivery, self.ledger.repeat(i)))
+        elif delivery.in_flight:
+            delivery.anew = True
+        else:
+            self._work(self._forget(i, delivery))
+
+    def _forget(self, i: int, delivery: Delivery) -> Iterator[None]:
+        delivery.anew = delivery.begun = False
+        yield from self._again(i, delivery, self.ledger.forget(i))
+
+    def _again(self, i: int, delivery: Delivery, steps: Iterator[None]) -> Iterator[None]:
+        yield from steps
+        delivery.resyncs += 1
+        self._settling += [Settling(envelope, {i: self._mark(i)}) for envelope in delivery.asks]
+        delivery.asks.clear()
+
+    # -- the barrier
+
     @on(Settle)
     def settle(self, message: Settle, envelope: Envelope[bool]) -> None:
         """Answer once every sink believes what is due as of now. Askers who gave up since are forgotten here."""
-        given_up = [one for one in self._settling if one.envelope.abandoned]
-        self._settling = [one for one in self._settling if not one.envelope.abandoned]
-        for one in given_up:
-            self.answer(one.envelope, False)
+        self._drop_abandoned()
         asked = [i for i, d in enumerate(self.deliveries) if message.sinks is None or d.sink.name in message.sinks]
         sinks = [i for i in asked if not (message.healthy and self.deliveries[i].failures)]
         self._settling.append(Settling(envelope, {i: self._mark(i) for i in sinks}))
         self._pump()
+
+    def _drop_abandoned(self) -> None:
+        """Forget those who wait no longer."""
+        given_up = [one for one in self._settling if one.envelope.abandoned]
+        self._settling = [one for one in self._settling if not one.envelope.abandoned]
+        for one in given_up:
+            self.answer(one.envelope, False)
 
     def _mark(self, i: int) -> int | None:
         """What is under way may be out of date already: then what it leaves to be corrected is known when it is over."""

@@ -8,11 +8,12 @@ its time is over is cancelled and reported as failed at once; the next call wait
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import anyio
 
+from kvactors.actor import Envelope
 from kvactors.actor.actor import Timer
 from kvactors.actor.clock import now
 from kvactors.actor.log import described, get_logger
@@ -42,6 +43,7 @@ class SinkStatistics(NamedTuple):
     failures: int  # calls in a row that failed
     failing_for: float  # seconds since the first of them, 0 if there is none
     last_error: str  # of the last call that failed, also after a recovery
+    resyncs: int  # how often it was sent everything again
 
 
 class SinkHealth(NamedTuple):
@@ -56,9 +58,12 @@ class SinkHealth(NamedTuple):
 
 class Delivery:
     """One sink's side of the notifier. begun: whether it took this incarnation's epoch. waiting: for the end of a back-off. stuck: a call
-    that was given up has not ended yet. number: of the last call."""
+    that was given up has not ended yet. number: of the last call. anew: everything is to be sent anew when the call in
+    flight is over. repeat: the steps to come of a slow repetition. asks: for a resync that has not begun."""
 
     __slots__ = (
+        "anew",
+        "asks",
         "batch",
         "begun",
         "blocks",
@@ -70,7 +75,9 @@ class Delivery:
         "in_flight",
         "last_error",
         "number",
+        "repeat",
         "resident",
+        "resyncs",
         "retried",
         "since",
         "sink",
@@ -82,7 +89,10 @@ class Delivery:
     def __init__(self, sink: Sink, delay: float) -> None:
         self.sink = sink
         self.delay = delay
-        self.begun = self.in_flight = self.waiting = self.stuck = False
+        self.begun = self.in_flight = self.waiting = self.stuck = self.anew = False
+        self.repeat: Iterator[None] | None = None
+        self.asks: list[Envelope[bool]] = []
+        self.resyncs = 0
         self.batch = Batch([], [])
         self.since: float | None = None  # since when something has been pending
         self.timer: Timer | None = None
@@ -149,6 +159,7 @@ class Delivery:
             self.failures,
             self.failing_for,
             self.last_error,
+            self.resyncs,
         )
 
     def health(self, pending: int) -> SinkHealth:

@@ -116,6 +116,12 @@ class Settle(Ask[bool], frozen=True, eq=False):
     healthy: bool = False
 
 
+class Resync(Ask[bool], frozen=True, eq=False):
+    """Send a sink everything again, as to an index that has lost its state. True once it has taken all of that. sink: its name."""
+
+    sink: str
+
+
 class FlushTask(Message, frozen=True, eq=False):
     """What a sink is told: blocks [start_block_idx, start_block_idx + count) of a path are resident, or gone. It carries no KV data.
 
@@ -162,6 +168,12 @@ class CallLate(Control, frozen=True, eq=False):
 
     sink: str
     number: int
+
+
+class ResyncDue(Control, frozen=True, eq=False):
+    """To itself: it is time to send a sink again what it was sent, or the next part of that."""
+
+    sink: str
 
 
 class RetryDue(Control, frozen=True, eq=False):

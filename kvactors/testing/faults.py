@@ -32,6 +32,9 @@ class FaultySink(Sink):
         self.by_name = inner.by_name
         self.announces_full = inner.announces_full
         self.ready_timeout = inner.ready_timeout
+        self.by_tokens = inner.by_tokens
+        self.repeats = inner.repeats
+        self.resync_interval = inner.resync_interval
         self.misdeed: Misdeed = ""
         self.every = 2
         self.calls = 0

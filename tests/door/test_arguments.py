@@ -55,6 +55,7 @@ def kinds():
                   [(0, 1, True)], [(0, 1, ["a"])], [(4, 1, "a"), (0, 1, "b")], [(0, 2, "a"), (1, 2, "b")], [(0, 1, 10**5000)],
                   [(0, 1, "\ud800")], [(0, 1, "x" * 70_000)], [(0, 1, b"x" * 70_000)], ((0, 1, "a") for _ in range(1)),
                   np.zeros((1, 3)), ["abc"], object()],
+        "sink": [None, 5, b"memory", ["memory"], "nope", "", "\ud800", object()],
         "sinks": ["memory", b"memory", 5, [5], [None], ["nope"], {"nope"}, [["memory"]], (x for x in "a"), object()],
     }  # fmt: skip
 
@@ -73,6 +74,7 @@ CALLS: dict[tuple[type, str], tuple[dict[str, object], dict[str, str]]] = {
     (KVCache, "set_namespace"): ({"namespace": "n"}, {"namespace": "text", "deadline": "seconds"}),
     (KVCache, "settled"): ({}, {"deadline": "seconds"}),
     (KVCache, "flush_settled"): ({}, {"deadline": "seconds", "at_rest": "flag", "sinks": "sinks"}),
+    (KVCache, "resync"): ({"sink": "memory"}, {"sink": "sink", "deadline": "seconds"}),
     (KVCache, "divergence"): ({}, {"sinks": "sinks"}),
     (KVCache, "divergence_slices"): ({}, {"sinks": "sinks"}),
     (Lease, "ready"): ({}, {"deadline": "seconds"}),

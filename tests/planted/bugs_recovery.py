@@ -6,7 +6,49 @@ from mutation import Mutation
 
 TESTS = "tests/flush_notifier/test_kv_recovery.py::"
 
+RESYNC = "tests/flush_notifier/test_resync.py::"
+
 BUGS: tuple[Mutation, ...] = (
+    Mutation(
+        "resync_forgets_before_the_call_in_flight_is_over",
+        "flush_notifier/actor.py",
+        "        elif delivery.in_flight:\n            delivery.anew = True\n",
+        "",
+        "a batch in flight counts as delivered after the index was made to forget it: its blocks are missing there for good",
+        (RESYNC + "test_a_resync_during_a_call_counts_what_the_call_brought",),
+    ),
+    Mutation(
+        "resync_of_a_set_begins_with_nothing",
+        "flush_notifier/sinks/attention_store.py",
+        "    repeats = True\n",
+        "    repeats = False\n",
+        "AttentionStore's index is told that resident blocks are gone, for as long as it takes to send everything again",
+        (RESYNC + "test_attention_store_is_never_short_of_a_resident_block",),
+    ),
+    Mutation(
+        "repeated_blocks_are_taken_for_delivered",
+        "flush_notifier/batches.py",
+        "            entry.states[sink] |= tiers << UNSURE\n",
+        "",
+        "an index that lost its state is sent nothing",
+        (RESYNC + "test_an_index_that_lost_its_state_has_everything_after_a_resync",),
+    ),
+    Mutation(
+        "a_slow_repetition_floods",
+        "flush_notifier/actor.py",
+        "            busy = self._unfinished or self.ledger.pending(i) >= self.config.batch\n",
+        "            busy = self._unfinished\n",
+        "the repetition goes on while the sink takes nothing: everything is pending at once",
+        (RESYNC + "test_a_slow_repetition_waits_until_the_sink_has_taken_a_batch",),
+    ),
+    Mutation(
+        "resync_answers_before_it_is_delivered",
+        "flush_notifier/actor.py",
+        "        self._settling += [Settling(envelope, {i: self._mark(i)}) for envelope in delivery.asks]\n",
+        "        self._settling += [Settling(envelope, {}) for envelope in delivery.asks]\n",
+        "resync returns before the index has everything",
+        (RESYNC + "test_an_index_that_lost_its_state_has_everything_after_a_resync",),
+    ),
     Mutation(
         "numbers_begin_again_at_zero",
         "flush_notifier/sinks/kv_events.py",

@@ -23,6 +23,7 @@ class AttentionStoreSink(Sink):
     told, in a journal if it has one, and takes it back when a life begins."""
 
     by_tokens = True
+    repeats = True
 
     def __init__(self, config: AttentionStoreSinkConfig, settings: SdkSettings) -> None:
         super().__init__(config, settings.block_size)

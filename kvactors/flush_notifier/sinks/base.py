@@ -48,6 +48,13 @@ class Sink(ABC):
     ready_timeout: float = 0.0
     """Seconds that `open` may take, where they are more than `actors.start`."""
 
+    repeats: bool = False
+    """Whether it may be sent again what it has, without "everything is void" before: its index keeps a set of blocks. What an index lost is
+    then sent again without a moment at which the index has nothing. Otherwise `begin` comes first, with the epoch of before."""
+
+    resync_interval: float = 0.0
+    """Seconds after which everything is sent again, 0 for never: from its config."""
+
     taken: int = 0
     """How many tasks of the present or last `deliver`, from the first on, are told for certain. A sink for which a task is a call of its own
     counts them, so that a call that fails or is too late does not cost those before it."""
@@ -61,6 +68,7 @@ class Sink(ABC):
             config = SinkConfig(name=config or type(self).__name__)
         self.name = config.label
         self.block_size = block_size
+        self.resync_interval = config.resync_interval
         tiers = sum({Tier[tier.upper()] for tier in config.tiers}, Tier(0))
         self.view_of = SinkView(int(tiers), config.view == "node", config.gains == "request_finish", self.by_tokens)
 
@@ -73,7 +81,8 @@ class Sink(ABC):
 
     @abstractmethod
     async def begin(self, epoch: int) -> None:
-        """A new life of the notifier: everything told in an earlier epoch is void. Comes before its first delivery."""
+        """A new incarnation of the notifier, or a resync (then with the epoch of before): everything sent until now is void. Comes before
+        everything that is sent from then on."""
 
     @abstractmethod
     async def deliver(self, tasks: Sequence[FlushTask]) -> None:

@@ -1,0 +1,398 @@
+"""An index that has lost its state is sent everything again: when asked for, and at an interval, without a resident block reported absent where
+the index keeps sets."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import defaultdict
+from typing import Any
+
+import pytest
+from flush_kit import BLOCK, NODE, PER_TIER, Wired, announced, do, finished, memory, names, path
+from kv_consumers import LlmD
+
+import kvactors
+from kvactors.actor.clock import deadline_after
+from kvactors.config import Config
+from kvactors.errors import ConfigError, DeadlineExceeded, SinkError
+from kvactors.flush_notifier.ledger import Ledger
+from kvactors.flush_notifier.messages import FlushTask, Gone, Resync
+from kvactors.flush_notifier.resync import LONGEST_PAUSE, SHORTEST_PAUSE, pause
+from kvactors.flush_notifier.sinks import Sink
+from kvactors.flush_notifier.sinks.jsonl import replay_jsonl
+from kvactors.observe.statistics import residency
+from kvactors.sink_config import SinkConfig
+from kvactors.testing import attentionstore_sdk as stand_in
+from kvactors.testing.faults import FaultySink
+from kvactors.units import Reason, Residency, Tier, split_keys
+
+CACHE = {
+    "cache": {"model": "m", "block_size": 4},
+    "device": {"num_blocks": 16},
+    "host": {"slots": 12, "transit_slots": 16},
+    "layout": {"num_layers": 1, "num_kv_heads": 1, "head_dim": 2},
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_services():
+    stand_in.reset()
+
+
+class Book(Sink):
+    """Keeps blocks by tier, and every call."""
+
+    def __init__(self, *, repeats: bool, resync_interval: float = 0.0) -> None:
+        super().__init__(SinkConfig(name="book", resync_interval=resync_interval))
+        self.repeats = repeats
+        self.held: dict[Tier, set[bytes]] = defaultdict(set)
+        self.calls: list[str] = []
+        self.down = False
+        self.gate: asyncio.Event | None = None
+
+    async def begin(self, epoch: int) -> None:
+        await self._reach()
+        self.calls.append("begin")
+        self.held.clear()
+
+    async def deliver(self, tasks) -> None:
+        await self._reach()
+        for task in tasks:
+            self.calls.append(task.residency.value)
+            change = (
+                self.held[task.tier].update if task.residency is Residency.RESIDENT else self.held[task.tier].difference_update
+            )
+            change(split_keys(task.keys))
+
+    async def _reach(self) -> None:
+        if self.gate is not None:
+            await self.gate.wait()
+        if self.down:
+            raise SinkError("down")
+
+    def lose(self) -> None:
+        """The index loses its state, unnoticed."""
+        self.held.clear()
+        self.calls.clear()
+
+    def view(self) -> dict[Tier, set[bytes]]:
+        return {tier: set(keys) for tier, keys in self.held.items()}
+
+
+def truth(actor: Any) -> dict[Tier, set[bytes]]:
+    """What is resident, as the ledger knows it."""
+    tiers = (Tier.DEVICE, Tier.HOST)
+    return {tier: {key for key, entry in actor.ledger.entries.items() if entry.truth & tier} for tier in tiers}
+
+
+def equal(book: Book, actor: Any) -> bool:
+    return {tier: keys for tier, keys in book.view().items() if keys} == {t: k for t, k in truth(actor).items() if k}
+
+
+async def resync(wired: Wired, name: str = "book", seconds: float = 10.0) -> None:
+    assert await wired.ref.ask(Resync(name), deadline=deadline_after(seconds)) is True
+    wired.actor.check()
+
+
+# -- the notifier
+
+
+@pytest.mark.parametrize("repeats", [True, False])
+async def test_an_index_that_lost_its_state_has_everything_after_a_resync(repeats):
+    book = Book(repeats=repeats)
+    wired = Wired(book, timeout=5.0)
+    async with wired.running():
+        await wired.tell(announced(1, 2, 3), announced(1, 4), announced(1, 2, tier=Tier.HOST), announced(5))
+        await wired.settle()
+        book.lose()
+        await wired.tell(finished(1, 2, 3))
+        await wired.settle()
+        assert not equal(book, wired.actor), "nothing has changed for the ledger"
+        await resync(wired)
+        assert equal(book, wired.actor)
+        assert ("begin" in book.calls) is not repeats
+        assert "gone" not in book.calls
+        assert wired.actor.flush_statistics()[0].resyncs == 1
+
+
+async def test_a_sink_whose_index_keeps_sets_never_hears_that_a_resident_block_is_absent():
+    book = Book(repeats=True)
+    wired = Wired(book, timeout=5.0, batch=1)
+    async with wired.running():
+        await wired.tell(*(announced(i, i + 1, i + 2) for i in range(1, 20)))
+        await wired.settle()
+        book.calls.clear()
+        before = book.view()
+        asking = asyncio.create_task(resync(wired))
+        while not asking.done():
+            assert book.view() == before
+            await asyncio.sleep(0)
+        await asking
+        assert set(book.calls) == {"resident"}
+
+
+@pytest.mark.parametrize("repeats", [True, False])
+async def test_a_resync_during_a_call_counts_what_the_call_brought(repeats):
+    """The batch in flight is in the index's past when the index forgets: it must be sent again."""
+    book = Book(repeats=repeats)
+    wired = Wired(book, timeout=5.0)
+    async with wired.running():
+        await wired.tell(announced(1, 2))
+        await wired.settle()
+        book.gate = asyncio.Event()
+        await wired.tell(announced(3, 4), Gone(path(2)[1], Tier.DEVICE, Reason.CPU_EVICTION))
+        while not wired.actor.deliveries[0].in_flight:
+            await asyncio.sleep(0.001)
+        asking = [asyncio.create_task(resync(wired)) for _ in range(3)]
+        await asyncio.sleep(0.02)
+        book.gate.set()
+        await asyncio.gather(*asking)
+        assert equal(book, wired.actor)
+        assert ("begin" in book.calls[1:]) is not repeats
+        assert book.calls[-1] == "resident"
+
+
+@pytest.mark.parametrize("repeats", [True, False])
+async def test_a_resync_of_a_sink_that_fails_goes_on_after_its_deadline(repeats):
+    book = Book(repeats=repeats)
+    wired = Wired(book, memory("other"), timeout=5.0)
+    async with wired.running():
+        await wired.tell(announced(1, 2, 3))
+        await wired.settle()
+        book.lose()
+        book.down = True
+        for _ in range(5):
+            with pytest.raises(DeadlineExceeded):
+                await wired.ref.ask(Resync("book"), deadline=deadline_after(0.05))
+        assert len(wired.actor._settling) <= 2, "those who wait no longer are forgotten"
+        assert await wired.ref.ask(Resync("other"), deadline=deadline_after(5.0))
+        book.down = False
+        await wired.settle()
+        assert equal(book, wired.actor)
+
+
+@pytest.mark.parametrize("repeats", [True, False])
+async def test_an_interval_brings_everything_back_without_being_asked(repeats):
+    book = Book(repeats=repeats, resync_interval=0.1)
+    wired = Wired(book, timeout=5.0)
+    async with wired.running():
+        await wired.tell(*(announced(i, i + 1) for i in range(1, 30)))
+        await wired.settle()
+        for _ in range(2):
+            book.lose()
+            while not equal(book, wired.actor):
+                await asyncio.sleep(0.01)
+        assert wired.actor.flush_statistics()[0].resyncs >= 2
+        wired.actor.check()
+
+
+async def test_a_slow_repetition_waits_until_the_sink_has_taken_a_batch():
+    """Steps of one block, batches of two: while the sink does not answer, no more than a batch and a step are repeated."""
+    book = Book(repeats=True, resync_interval=0.1)
+    wired = Wired(book, timeout=60.0, batch=2)
+    async with wired.running():
+        await wired.tell(*(announced(i, i + 1) for i in range(1, 30)))
+        await wired.settle()
+        wired.actor.ledger.step = 1
+        book.gate = asyncio.Event()
+        book.lose()
+        while wired.actor.ledger.pending(0) < 2:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        assert wired.actor.ledger.pending(0) <= 3
+        book.gate.set()
+        while not equal(book, wired.actor):
+            await asyncio.sleep(0.01)
+
+
+def test_a_repetition_takes_about_half_of_its_interval():
+    assert pause(600.0, 1_000_000, 256) == pytest.approx(600 / 2 / (1_000_000 / 256))
+    assert pause(600.0, 10, 256) == LONGEST_PAUSE
+    assert pause(0.1, 10_000_000, 256) == SHORTEST_PAUSE
+    assert pause(10.0, 0, 256) == LONGEST_PAUSE
+
+
+# -- the ledger
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_happens_in_between_an_index_ends_equal(seed):
+    """Facts, deliveries that succeed or fail, indexes that lose what they have, and both ways to send it again."""
+    rng = random.Random(seed)
+    views = [PER_TIER, NODE]
+    book = Ledger(BLOCK, views, limbo=rng.choice([1, 5, 100]), step=rng.choice([1, 3, 256]))
+    mirrors: list[dict[Tier, set[bytes]]] = [defaultdict(set) for _ in views]
+    slow: list[Any] = [None, None]
+
+    def take(i: int, tasks: list[FlushTask]) -> None:
+        for task in tasks:
+            held = mirrors[i][task.tier]
+            (held.update if task.residency is Residency.RESIDENT else held.difference_update)(split_keys(task.keys))
+
+    for _ in range(400):
+        i, tier = rng.randrange(2), rng.choice([Tier.DEVICE, Tier.HOST])
+        branch = tuple(rng.randint(1, 3) for _ in range(rng.randint(1, 4)))
+        match rng.randint(0, 7):
+            case 0 | 1:
+                do(book.announce(announced(*branch, tier=tier)))
+            case 2:
+                do(book.lose(b"".join(names(*branch)[rng.randrange(len(branch)) :]), tier, Reason.CPU_EVICTION))
+            case 3 | 4:
+                batch = book.take(i, rng.choice([1, 100]), 1)
+                if rng.random() < 0.7:
+                    take(i, batch.tasks)
+                    book.delivered(i, batch)
+                else:
+                    take(i, batch.tasks[: rng.randint(0, len(batch.tasks))])
+                    book.refused(i, batch)
+            case 5:
+                mirrors[i].clear()
+                do(book.repeat(i))
+            case 6:
+                mirrors[i].clear()
+                do(book.forget(i))
+            case 7:
+                slow[i] = slow[i] or book.repeat(i)
+                if next(slow[i], book) is book:
+                    slow[i] = None
+        book.check()
+    for i in range(len(views)):
+        mirrors[i].clear()
+        do(book.repeat(i))
+        for _ in range(1000):
+            if not book.pending(i):
+                break
+            batch = book.take(i, 1000, 1)
+            take(i, batch.tasks)
+            book.delivered(i, batch)
+        expected: dict[Tier, set[bytes]] = defaultdict(set)
+        for key, entry in book.entries.items():
+            tiers = entry.dues[i]
+            for one in Tier:
+                if tiers & one:
+                    expected[one].add(key)
+        assert {t: k for t, k in mirrors[i].items() if k} == {t: k for t, k in expected.items() if k}
+
+
+# -- the cache
+
+
+def config(*sinks, **tables) -> Config:
+    return Config.from_mapping({**CACHE, **tables, "flush": {"sinks": list(sinks)}})
+
+
+async def serve(cache, seeds) -> None:
+    for seed in seeds:
+        async with await cache.acquire(f"r{seed}", [seed % 3] * 4 + [seed] * 12) as lease:
+            await lease.ready()
+            await lease.commit(16)
+
+
+async def test_arguments_are_checked_in_the_caller():
+    async with kvactors.open(config({"kind": "memory"})) as cache:
+        for wrong, error in (
+            (None, TypeError),
+            (1, TypeError),
+            (["memory"], TypeError),
+            ("", ValueError),
+            ("other", ValueError),
+        ):
+            with pytest.raises(error, match="sink"):
+                await cache.resync(wrong)
+        with pytest.raises(ValueError, match="deadline"):
+            await cache.resync("memory", deadline=-1)
+        await cache.resync("memory", deadline=5)
+        assert cache.statistics().flush[0].resyncs == 1
+    with pytest.raises(kvactors.CacheClosed):
+        await cache.resync("memory")
+
+
+@pytest.mark.parametrize("interval", [-1, 0.01, float("inf"), float("nan")])
+def test_an_interval_that_cannot_be(interval):
+    with pytest.raises(ConfigError, match="resync_interval must be 0"):
+        config({"kind": "memory", "resync_interval": interval})
+
+
+async def test_a_memory_sink_from_another_thread():
+    async with kvactors.open(config({"kind": "memory"})) as cache:
+        sink: Any = cache.sinks["memory"]
+        await serve(cache, range(6))
+        await cache.flush_settled()
+        sink._mirror = {tier: set() for tier in Tier}
+        assert cache.divergence() > 0
+        await asyncio.to_thread(cache.from_thread.resync, "memory")
+        assert cache.divergence() == 0
+
+
+async def test_attention_store_is_never_short_of_a_resident_block(tmp_path):
+    sdk = {"sdk": "kvactors.testing.attentionstore_sdk", "ready_interval": 0.01}
+    sink = {"kind": "attention_store", "journal": str(tmp_path / "journal")}
+    async with kvactors.open(config(sink, attention_store=sdk)) as cache:
+        await serve(cache, range(6))
+        await cache.flush_settled()
+        service = stand_in.service()
+        everything = set(service.resident)
+        assert everything
+        service.calls.clear()
+        await cache.resync("attention_store")
+        assert service.resident == everything
+        flushed = [call.arguments for call in service.calls if call.name == "flush_token_index"]
+        assert flushed
+        assert all(source is None for _, _, _, source, _ in flushed), "only that blocks have come"
+        service.resident.clear()
+        await serve(cache, [5])
+        await cache.flush_settled()
+        assert service.resident != everything
+        await cache.resync("attention_store")
+        assert service.resident == everything
+    assert not service.resident or (tmp_path / "journal").exists()
+
+
+async def test_a_file_of_json_lines_begins_anew(tmp_path):
+    async with kvactors.open(config({"kind": "jsonl", "path": str(tmp_path / "lines")})) as cache:
+        await serve(cache, range(6))
+        await cache.flush_settled()
+        before = replay_jsonl(tmp_path / "lines")
+        await cache.resync("jsonl")
+        assert replay_jsonl(tmp_path / "lines") == before
+        lines = (tmp_path / "lines").read_text().splitlines()
+        last = max(i for i, line in enumerate(lines) if '"epoch"' in line and '"type":"epoch"' in line)
+        assert last > 0
+        (tmp_path / "lines").write_text("\n".join(lines[last:]) + "\n")
+        assert replay_jsonl(tmp_path / "lines") == before, "what follows the last epoch is everything"
+
+
+async def test_readers_of_kv_events_that_count_are_right_after_a_resync(tmp_path):
+    sink = {"kind": "kv_events", "endpoint": f"ipc://{tmp_path}/e", "replay_endpoint": f"ipc://{tmp_path}/r"}
+    async with kvactors.open(config({**sink, "numbers": "from_zero", "heartbeat": 0, "tiers": ["device"]})) as cache:
+        publisher: Any = cache.sinks["kv_events"]
+        model = LlmD()
+        await serve(cache, range(6))
+        await cache.flush_settled()
+        await cache.resync("kv_events")
+        await serve(cache, range(4, 9))
+        await cache.flush_settled()
+        for number, payload in publisher.window.since(0):
+            model.live(number, payload)
+        entries = cache.system.notifier_actor.ledger.entries
+        held = {int.from_bytes(key[-8:], "big") for key in residency(cache.system)[Tier.DEVICE] if key in entries}
+        assert model.index.view() == {"GPU": held}
+        assert model.index.doubles == 0
+
+
+async def test_without_a_notifier_it_is_an_error():
+    tables = {"actors": {"restarts": 0}}
+    async with kvactors.open(config({"kind": "memory"}, **tables)) as cache:
+        cache.system.notifier_actor.ledger.announce = None
+        await serve(cache, [1])
+        while type(cache.system.notifier_actor).__name__ != "NoNotifier":
+            await asyncio.sleep(0.01)
+        with pytest.raises(SinkError, match="switched off"):
+            await cache.resync("memory")
+
+
+async def test_a_wrapped_sink_is_sent_again_as_the_one_inside():
+    inner = Book(repeats=True, resync_interval=7.0)
+    outer = FaultySink(inner)
+    assert (outer.repeats, outer.resync_interval, outer.by_tokens) == (True, 7.0, False)
