@@ -13,6 +13,8 @@ LIMITS: Mapping[str, tuple[str, str]] = {
     "objects of a write": ("kvactors.cpu_evictor.traffic", "WRITE_BATCH"),
     "batches at the store": ("kvactors.storage.worker", "UNDER_WAY"),
     "names of a report": ("kvactors.storage.worker", "REPORT_PAGE"),
+    "blocks of a page of paths": ("kvactors.storage.writer", "PATH_PAGE"),
+    "stored blocks waiting": ("kvactors.flush_notifier.naming", "WAITING"),
     "saves waiting": ("kvactors.storage.direct", "WAITING"),
     "scopes remembered": ("kvactors.prefix_index.announcing", "ORIGINS"),
 }

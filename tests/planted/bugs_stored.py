@@ -6,6 +6,7 @@ from mutation import Mutation
 
 TASKS = "tests/storage/test_store_tasks.py"
 PAGES = "tests/storage/test_report_pages.py"
+RESTART = "tests/storage/test_restart_announces.py"
 
 BUGS: tuple[Mutation, ...] = (
     Mutation(
@@ -39,5 +40,69 @@ BUGS: tuple[Mutation, ...] = (
         "        while self._reading or self.state is State.STARTING:\n",
         "flush_settled(at_rest=False) right after opening returns before the store's blocks were reported",
         (f"{PAGES}::test_a_flush_waits_for_every_page_of_the_report_at_the_start",),
+    ),
+    Mutation(
+        "salted_tokens_on_disk",
+        "prefix_index/lineages.py",
+        "        return origin if origin.salt is None and self._root_of(origin) == root else None\n",
+        "        return origin if self._root_of(origin) == root else None\n",
+        "tokens of requests under a salt are written to disk",
+        (f"{RESTART}::test_nothing_under_a_salt_is_kept_or_announced",),
+    ),
+    Mutation(
+        "stored_children_before_parents",
+        "storage/backends/slab_paths.py",
+        "            slots = self._chain[stop:][::-1]\n",
+        "            slots = self._chain[stop:]\n",
+        "stored blocks are named before their parents: beyond the bound of those that wait they stay unannounced",
+        (f"{RESTART}::test_what_was_stored_is_announced_after_a_restart",),
+    ),
+    Mutation(
+        "every_top_is_a_root",
+        "storage/writer.py",
+        "for part in message.parts if self._root_of(part.origin) == part.parent)",
+        "for part in message.parts if self._root_of(part.origin))",
+        "stored blocks that no request can find are announced: of another namespace, or below an evicted block",
+        (f"{RESTART}::test_blocks_of_another_namespace_are_not_announced",),
+    ),
+    Mutation(
+        "late_parent_places_nothing",
+        "flush_notifier/naming.py",
+        "            self.placeable.append(key)\n",
+        "            return\n",
+        "stored blocks whose parent comes after the start stay unannounced",
+        (f"{RESTART}::test_a_block_whose_parent_is_gone_waits_for_it",),
+    ),
+    Mutation(
+        "lineage_not_compared_with_the_key",
+        "storage/backends/slab_lineage.py",
+        "    return found if found.key() == key else None\n",
+        "    return found\n",
+        "a stored block is announced with tokens that are not its own",
+        (f"{RESTART}::test_damaged_lineages_cost_the_announcement_of_their_paths_only",),
+    ),
+    Mutation(
+        "flush_does_not_wait_for_the_paths",
+        "storage/worker.py",
+        "        while self._paging or self._reading or self.state is State.STARTING:\n",
+        "        while self._paging or self.state is State.STARTING:\n",
+        "flush_settled(at_rest=False) right after opening returns before the paths of stored blocks were sent",
+        (f"{RESTART}::test_what_was_stored_is_announced_after_a_restart",),
+    ),
+    Mutation(
+        "new_notifier_without_paths",
+        "storage/writer.py",
+        "            self._paths_due = self._announces\n            self.report_all()\n",
+        "            self.report_all()\n",
+        "after a restart of the notifier the rest of the store stays unannounced",
+        (f"{RESTART}::test_the_paths_are_sent_again_after_a_failure",),
+    ),
+    Mutation(
+        "paths_read_to_the_end_at_a_close",
+        "system.py",
+        "            self.store.end_paths()\n",
+        "            self.store.probe([])\n",
+        "a cache that is closed right after it was opened reads all of a large store's table first",
+        (f"{RESTART}::test_a_cache_that_closes_does_not_read_the_rest",),
     ),
 )

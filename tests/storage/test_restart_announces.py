@@ -1,58 +1,285 @@
-"""After a restart the file store's blocks are announced: with the paths that requests would find."""
+"""After a restart the file store's blocks are announced: those that requests would find, with their paths."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
+import anyio
 import pytest
 
 import kvactors
-from kvactors.units import Tier
+from kvactors.actor.message import Control
+from kvactors.flush_notifier import naming
+from kvactors.storage import writer
+from kvactors.storage.backends import slab_paths
+from kvactors.units import Tier, split_keys
 
 BLOCK = 4
 
 
-def config(tmp_path, **tables) -> kvactors.Config:
+def config(folder, sinks=("index",), policy="write_through", **storage) -> kvactors.Config:
     return kvactors.Config.from_mapping(
         {
-            "cache": {"model": "m", "block_size": BLOCK},
+            "cache": {"model": "m", "block_size": BLOCK, "namespace": storage.pop("cache_namespace", "default")},
             "device": {"num_blocks": 64},
             "layout": {"num_layers": 1, "num_kv_heads": 1, "head_dim": 8, "dtype": "uint8"},
             "host": {"slots": 16, "transit_slots": 64},
-            "storage": {"backend": "file", "directory": str(tmp_path), "capacity_blocks": 500, "write_policy": "write_through"},
-            "flush": {"sinks": [{"kind": "memory", "name": "index", "tiers": ["device", "host", "storage"]}]},
-            **tables,
+            "storage": {
+                "backend": "file", "directory": str(folder), "capacity_blocks": 500, "write_policy": policy, "timeout": 60.0, **storage,
+            },
+            "flush": {"sinks": [{"kind": "memory", "name": name, "tiers": ["device", "host", "storage"]} for name in sinks]},
         }
-    )
+    )  # fmt: skip
 
 
 async def serve(cache, name: str, tokens: list[int], **scope):
+    """One request; its hits, and the names of its full blocks."""
     lease = await cache.acquire(name, tokens, **scope)
     await lease.ready()
+    keys = lease.keys(0, len(tokens) // BLOCK)
     await lease.commit(len(tokens))
     await lease.finish()
-    return lease.hits
+    await cache.settled()
+    return lease.hits, split_keys(keys)
 
 
-def stored(cache) -> set[bytes]:
-    return set(cache.sinks["index"].view().get(Tier.STORAGE, ()))
+def announced(cache) -> set[bytes]:
+    return set(cache.sinks["index"].view()[Tier.STORAGE])
 
 
 def prompt(seed: int, blocks: int = 5) -> list[int]:
     return [7] * (2 * BLOCK) + [seed] * (BLOCK * (blocks - 2)) + [1]
 
 
-@pytest.mark.parametrize("policy", ["write_through", "write_back"])
-async def test_what_was_stored_is_announced_after_a_restart(tmp_path, policy):
-    settings = config(tmp_path)
+def prompts() -> list[list[int]]:
+    return [prompt(seed, blocks) for seed in range(10, 40) for blocks in (3, 6, 9)]
+
+
+async def filled(settings, seeds=range(10, 20), **scope) -> set[bytes]:
+    """Write requests; the names of what was stored."""
     async with kvactors.open(settings) as cache:
-        for seed in range(10, 20):
-            await serve(cache, str(seed), prompt(seed))
-        await cache.flush_settled()
-        before = stored(cache)
-        assert len(before) == 2 + 10 * 3
-    async with kvactors.open(settings) as cache:
-        await cache.flush_settled()
-        assert stored(cache) == before
+        for seed in seeds:
+            await serve(cache, str(seed), prompt(seed), **scope)
+        assert cache.statistics().store.faults == 0
+        return set(cache.system.store.keys())
+
+
+async def truth(cache) -> None:
+    """What is announced of each prompt is what a request for it gets, and nothing is announced that no request gets."""
+    reachable = set()
+    for i, tokens in enumerate(prompts()):
+        before = announced(cache)
+        hits, keys = await serve(cache, f"t{i}", tokens)
+        run = next((j for j, key in enumerate(keys) if key not in before), len(keys))
+        assert hits.storage + hits.host + hits.device >= run
+        if not (hits.host or hits.device):
+            assert hits.storage == run
+        reachable |= set(keys)
+        assert cache.divergence() == 0
+    assert announced(cache) <= reachable
+
+
+@pytest.mark.parametrize("at_rest", [True, False])
+@pytest.mark.parametrize("limit", [1, 3, 256])
+async def test_what_was_stored_is_announced_after_a_restart(tmp_path, monkeypatch, at_rest, limit):
+    before = await filled(config(tmp_path))
+    assert len(before) == 2 + 10 * 3
+    monkeypatch.setattr(writer, "PATH_PAGE", limit)
+    monkeypatch.setattr(slab_paths, "CHUNK", limit)
+    monkeypatch.setattr(naming, "WAITING", 1)
+    async with kvactors.open(config(tmp_path)) as cache:
+        await cache.flush_settled(at_rest=at_rest)
+        assert announced(cache) == before
         assert cache.divergence() == 0
         assert cache.check() == []
-        hits = await serve(cache, "again", prompt(10))
-        print(hits)
+        hits, _ = await serve(cache, "again", prompt(10))
+        assert hits.storage == 5
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+async def test_after_a_kill_what_is_announced_is_what_requests_get(tmp_path, policy):
+    worker = subprocess.Popen(  # noqa: ASYNC220  (it is read in a thread, and killed)
+        [sys.executable, str(Path(__file__).with_name("restart_worker.py")), str(tmp_path), policy], stdout=subprocess.PIPE
+    )
+    try:
+        with anyio.fail_after(120):
+            assert await anyio.to_thread.run_sync(worker.stdout.readline) == b"ready\n"
+    finally:
+        worker.kill()
+        worker.wait()
+        worker.stdout.close()
+    async with kvactors.open(config(tmp_path, policy=policy)) as cache:
+        await cache.flush_settled()
+        held = set(cache.system.store.keys())
+        assert len(held) > 20
+        assert announced(cache) <= held
+        if policy == "write_through":
+            assert announced(cache)
+        assert cache.check() == []
+        await truth(cache)
+
+
+async def test_a_block_whose_parent_is_gone_waits_for_it(tmp_path):
+    before = await filled(config(tmp_path))
+    async with kvactors.open(config(tmp_path)) as cache:
+        await cache.flush_settled()
+        _, keys = await serve(cache, "x", prompt(10))
+        await cache.system.store.remove([keys[1]])
+    async with kvactors.open(config(tmp_path)) as cache:
+        await cache.flush_settled()
+        assert announced(cache) == {keys[0]}
+        assert len(cache.system.notifier_actor.ledger.waiting.blocks) == 30
+        await serve(cache, "only the beginning", prompt(99, 3))
+        await cache.flush_settled()
+        assert announced(cache) >= before
+        assert not cache.system.notifier_actor.ledger.waiting.blocks
+        assert cache.check() == []
+
+
+async def test_nothing_under_a_salt_is_kept_or_announced(tmp_path):
+    before = await filled(config(tmp_path), salt="secret-of-a-tenant")
+    assert len(before) == 32
+    table = next(tmp_path.rglob("table")).read_bytes()
+    assert b"secret-of-a-tenant" not in table
+    assert (b"\x0a\0\0\0" * BLOCK) not in table
+    async with kvactors.open(config(tmp_path)) as cache:
+        await cache.flush_settled()
+        assert announced(cache) == set()
+        hits, keys = await serve(cache, "supplies the path", prompt(10), salt="secret-of-a-tenant")
+        assert hits.storage == 5
+        await cache.flush_settled()
+        assert announced(cache) == set(keys)
+
+
+async def test_an_adapter_and_media_are_announced_with_their_blocks(tmp_path):
+    scope = {"lora": "adapter", "lora_id": 7, "extra_keys": [(BLOCK, BLOCK + 1, "image")]}
+
+    def places(cache) -> dict[bytes, tuple]:
+        """Of each stored block its parent, tokens, extra key and origin, as they were sent to the sink."""
+        found = {}
+        for task in cache.sinks["index"].tasks:
+            if task.tier is Tier.STORAGE:
+                keys, extra_keys, size = split_keys(task.keys), dict(task.extra_keys), 4 * BLOCK
+                for i, (parent, key) in enumerate(zip([task.parent, *keys], keys, strict=False), task.start_block_idx):
+                    found[key] = (parent, task.tokens[i * size : (i + 1) * size], extra_keys.get(i, b""), task.origin)
+        return found
+
+    async with kvactors.open(config(tmp_path)) as cache:
+        await serve(cache, "first", prompt(10), **scope)
+        await cache.flush_settled()
+        live = places(cache)
+        assert len(live) == 5
+        assert sum(bool(extra_key) for _, _, extra_key, _ in live.values()) == 2
+    async with kvactors.open(config(tmp_path)) as cache:
+        await cache.flush_settled()
+        assert places(cache) == live
+
+
+async def test_blocks_of_another_namespace_are_not_announced(tmp_path):
+    await filled(config(tmp_path, cache_namespace="weights-1"))
+    async with kvactors.open(config(tmp_path, cache_namespace="weights-2")) as cache:
+        await cache.flush_settled()
+        assert announced(cache) == set()
+        assert (await serve(cache, "x", prompt(10)))[0].storage == 0
+
+
+async def test_a_store_without_tokens_is_used_and_not_announced(tmp_path):
+    before = await filled(config(tmp_path, keep_tokens=False))
+    assert next(tmp_path.rglob("table")).read_bytes()[:4096].count(b'"entry_bytes":192') == 1
+    async with kvactors.open(config(tmp_path)) as cache:  # entries keep the size they were made with
+        await cache.flush_settled()
+        assert announced(cache) == set()
+        assert cache.divergence() == 0
+        hits, keys = await serve(cache, "x", prompt(10))
+        assert hits.storage == 5
+        await cache.flush_settled()
+        assert announced(cache) == set(keys) <= before
+
+
+async def test_damaged_lineages_cost_the_announcement_of_their_paths_only(tmp_path, caplog):
+    before = await filled(config(tmp_path))
+    import xxhash
+
+    from kvactors.storage.backends.slab_lineage import TOKENS
+    from kvactors.storage.backends.slab_table import FIELD, PAGE, meta_of
+
+    path = next(tmp_path.rglob("table"))
+    raw = bytearray(path.read_bytes())
+    size = meta_of(bytes(raw[:PAGE]), "").entry_bytes
+    damaged = set()
+    for at in range(PAGE, len(raw), size):
+        entry = bytearray(raw[at : at + size])
+        field = FIELD.pack(TOKENS, 4 * BLOCK) + (12).to_bytes(4, "little")
+        if (where := entry.find(field)) >= 0:  # the tokens of prompt(12): another number, under a good checksum
+            entry[where + 4] = 77
+            entry[-8:] = xxhash.xxh3_64_intdigest(bytes(entry[:-8])).to_bytes(8, "little")
+            raw[at : at + size] = entry
+            damaged.add(bytes(entry[48:80]))
+    assert len(damaged) == 3
+    path.write_bytes(raw)
+    async with kvactors.open(config(tmp_path)) as cache:
+        await cache.flush_settled()
+        assert announced(cache) == before - damaged
+        assert (await serve(cache, "x", prompt(12)))[0].storage == 5
+        await cache.flush_settled()
+        assert announced(cache) == before
+
+
+async def test_a_clear_while_the_paths_are_read(tmp_path, monkeypatch):
+    await filled(config(tmp_path))
+    monkeypatch.setattr(writer, "PATH_PAGE", 1)
+    async with kvactors.open(config(tmp_path)) as cache:
+        await cache.clear(storage=True)
+        await serve(cache, "x", prompt(50))
+        await cache.flush_settled()
+        assert announced(cache) == set(cache.system.store.keys())
+        assert len(announced(cache)) == 5
+        assert cache.check() == []
+
+
+class Unknown(Control, frozen=True, eq=False):
+    """No actor handles it."""
+
+
+@pytest.mark.parametrize("fails", ["notifier", "writer"])
+async def test_the_paths_are_sent_again_after_a_failure(tmp_path, monkeypatch, fails):
+    before = await filled(config(tmp_path))
+    monkeypatch.setattr(writer, "PATH_PAGE", 2)
+    sent = []
+    tell = writer.StorageWriter.tell
+
+    def recording(one, to, message):
+        tell(one, to, message)
+        if isinstance(message, writer.Named):
+            sent.append(message)
+            if len(sent) == 3:
+                (cache.system.notifier if fails == "notifier" else one.ref).try_tell(Unknown())
+
+    monkeypatch.setattr(writer.StorageWriter, "tell", recording)
+    async with kvactors.open(config(tmp_path)) as cache:
+        await cache.flush_settled()
+        assert (cache.system.notifier if fails == "notifier" else cache.system.writers[0]).life == 1
+        assert announced(cache) == before
+        assert cache.check() == []
+
+
+async def test_a_cache_that_closes_does_not_read_the_rest(tmp_path, monkeypatch):
+    await filled(config(tmp_path))
+    monkeypatch.setattr(writer, "PATH_PAGE", 1)
+    sent = []
+    tell = writer.StorageWriter.tell
+    monkeypatch.setattr(
+        writer.StorageWriter, "tell", lambda one, to, m: (isinstance(m, writer.Named) and sent.append(m), tell(one, to, m))
+    )
+    async with kvactors.open(config(tmp_path)):
+        pass
+    assert len(sent) < 10
+
+
+async def test_without_sinks_no_paths_are_read(tmp_path, monkeypatch):
+    await filled(config(tmp_path))
+    monkeypatch.setattr(slab_paths.SlabPaths, "parts", lambda *_: pytest.fail("read"))
+    async with kvactors.open(config(tmp_path, sinks=())) as cache:
+        assert (await serve(cache, "x", prompt(10)))[0].storage == 5

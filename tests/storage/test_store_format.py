@@ -14,10 +14,13 @@ import pytest
 from store_kit import OK, PRINT, SIZE, opened
 
 from kvactors.errors import StoreError
+from kvactors.flush_notifier.messages import Origin
 from kvactors.identity import StoreIdentity
+from kvactors.lineage import Lineage
 from kvactors.storage.backends import FileBackend
 from kvactors.storage.backends import slab_table as table_module
-from kvactors.storage.backends.slab_table import BODY, PAGE, Damaged, Meta, entry_of, fields_of, meta_of, scan
+from kvactors.storage.backends.slab_lineage import entry_bytes_for, fields_of_lineage, lineage_in, room_beside
+from kvactors.storage.backends.slab_table import BODY, PAGE, WRITTEN_AT, Damaged, Meta, entry_of, fields_of, meta_of, scan
 from kvactors.storage.inspect import inspect
 from kvactors.storage.messages import Outcome
 from kvactors.storage.prune import prune
@@ -385,3 +388,39 @@ async def test_two_clears_at_once_end_in_the_later_generation(tmp_path):
 
 
 assert table_module.VERSION == 2
+
+
+# -- what block hashes are made of
+
+
+def test_a_lineage_in_an_entry_byte_for_byte():
+    """Of docs/store_format.md: two tokens, a media item and an adapter."""
+    meta = Meta("00" * 32, 4096, 4096, 1, entry_bytes=entry_bytes_for(2))
+    lineage = Lineage(b"P" * 32, bytes.fromhex("0100000002000000"), b"extra", Origin("ad", lora_id=-2))
+    fields = {WRITTEN_AT: (5).to_bytes(8, "little")} | fields_of_lineage(lineage, room_beside(meta))
+    entry = entry_of(meta, lineage.key(), 1, 2, 3, fields)
+    area = (
+        "0100" "0800" "0500000000000000"
+        "0200" "2000" + "50" * 32 +
+        "0300" "0800" "0100000002000000"
+        "0400" "0500" + b"extra".hex() +
+        "0500" "0200" + b"ad".hex() +
+        "0600" "0800" "feffffffffffffff"
+    )  # fmt: skip
+    assert len(entry) == meta.entry_bytes == 312
+    assert int.from_bytes(entry[12:16], "little") == len(area) // 2
+    assert entry[112 : 112 + len(area) // 2].hex() == area
+    assert lineage.key() == hashlib.sha256(b"P" * 32 + b"\x05\0\0\0extra" + lineage.tokens).digest()
+    assert lineage_in(fields_of(entry), lineage.key()) == lineage
+    assert lineage_in(fields_of(entry), bytes(32)) is None
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 64, 16_000, 20_000])
+@pytest.mark.parametrize("name", ["a" * 124, "a" * 140, "a" * 70_000])
+def test_a_lineage_is_kept_whole_or_not_at_all(block_size, name):
+    meta = Meta("00" * 32, 4096, 4096, 1, entry_bytes=entry_bytes_for(block_size))
+    lineage = Lineage(b"P" * 32, bytes(4 * block_size), b"", Origin(name))
+    fields = fields_of_lineage(lineage, room_beside(meta))
+    entry = entry_of(meta, lineage.key(), 1, 2, 3, {WRITTEN_AT: bytes(8)} | fields)
+    assert lineage_in(fields_of(entry), lineage.key()) == (lineage if fields else None)
+    assert bool(fields) == (block_size <= 16_000 and len(name) <= 124)

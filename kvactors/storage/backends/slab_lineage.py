@@ -21,8 +21,8 @@ from kvactors.units import KEY_BYTES
 PARENT, TOKENS, EXTRA, LORA, LORA_ID = 2, 3, 4, 5, 6
 
 TIME_FIELD = FIELD.size + 8
-SPARE = 72
-"""Bytes of an entry for an extra key and an adapter: room for one media hash of 32 bytes, or an adapter's name of 56."""
+SPARE = 128
+"""Bytes of an entry for an extra key and an adapter: room for two media items with hashes of 32 bytes, or an adapter's name of 124."""
 
 
 def entry_bytes_for(block_size: int) -> int:

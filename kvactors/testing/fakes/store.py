@@ -9,7 +9,10 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 import anyio
 import xxhash
 
-from kvactors.storage.backends.base import Expired
+from kvactors.device.arena import Arena
+from kvactors.flush_notifier.messages import PathPart
+from kvactors.lineage import Lineage
+from kvactors.storage.backends.base import Expired, WriteReport
 from kvactors.storage.backends.owned import OwnedBackend
 from kvactors.storage.messages import Outcome
 from kvactors.testing.fakes.gate import Gate, Latency, instant
@@ -19,12 +22,16 @@ class SimBackend(OwnedBackend):
     """Objects as bytes, each with the XXH3-64 of what was meant to be written. latency: seconds of each read and write.
 
     gate: reads and writes that come to it while it is shut hang until it opens. down: nothing can be had. full: nothing can be written.
-    slower: seconds more each call takes. tearing: writes still to be cut short, unnoticed. troubled: calls that met any of these.
+    lineages are kept. slower: seconds more each call takes. tearing: writes still to be cut short, unnoticed. troubled: calls that met any of these.
     """
+
+    keeps_lineages = True
 
     def __init__(self, fingerprint: bytes, block_bytes: int, capacity: int = 0, latency: Latency = instant) -> None:
         super().__init__(fingerprint, block_bytes, capacity)
         self.objects: dict[bytes, tuple[bytes, int]] = {}
+        self.lineages: dict[bytes, Lineage] = {}  # of objects that are there or were
+        self._unread: list[bytes] = []
         self.latency = latency
         self.gate = Gate()
         self.down = self.full = False
@@ -76,6 +83,34 @@ class SimBackend(OwnedBackend):
             whole = first + bytes(byte ^ 0x5A for byte in whole[half:])
         self.objects[key] = (whole, checksum)
         return Outcome.OK
+
+    async def write_slots(
+        self,
+        keys: Sequence[bytes],
+        arena: Arena,
+        slots: Sequence[int],
+        expired: Expired,
+        lineages: Sequence[Lineage | None] = (),
+    ) -> WriteReport:
+        """See `Backend.write_slots`."""
+        self.lineages |= {key: one for key, one in zip(keys, lineages, strict=False) if one is not None}
+        return await super().write_slots(keys, arena, slots, expired)
+
+    def begin_paths(self) -> None:
+        """See `Backend.begin_paths`."""
+        self._unread = list(self.objects)
+
+    async def next_paths(self, most: int) -> list[PathPart] | None:
+        """See `Backend.next_paths`; in the order of writing, so that children come before their parents."""
+        await self._delay()
+        if self.down or not self._unread:
+            return None
+        keys, self._unread = self._unread[:most], self._unread[most:]
+        return [part_of(key, self.lineages[key]) for key in keys if key in self.lineages]
+
+    def end_paths(self) -> None:
+        """See `Backend.end_paths`."""
+        self._unread.clear()
 
     async def erase(self, keys: Sequence[bytes]) -> None:
         """See `Backend.erase`. Half of them go after the delay."""
@@ -130,10 +165,17 @@ class SimBackend(OwnedBackend):
         self.gate.open()
 
 
+def part_of(key: bytes, lineage: Lineage) -> PathPart:
+    """One block as a part of a path."""
+    extra_keys = ((0, lineage.extra_key),) if lineage.extra_key else ()
+    return PathPart(lineage.parent, key, lineage.tokens, lineage.origin, extra_keys)
+
+
 class SimPool(SimBackend):
     """The same as a pool that others use as well: only asking tells what is there, which takes its time, and nothing of it is this process's."""
 
     exclusive = False
+    keeps_lineages = False
 
     def probe(self, keys: Sequence[bytes]) -> None:  # type: ignore[override]
         """See `Backend.probe`."""
