@@ -96,5 +96,7 @@ def _store(name: str, store: Any) -> Iterator[Reason]:
     if overdue is not None:
         what, since = overdue
         yield reason(name, f"a call of {what} does not return", since)
+    if (late := getattr(store, "late_since", None)) is not None:
+        yield reason(name, "a call does not return", late)
     if getattr(store, "stuck", False):
         yield reason(name, "a call to the disk does not return", None)

@@ -43,6 +43,7 @@ class StorageDirect(Actor):
         self._number = 0
         self._late = False
         self._timer: Timer | None = None
+        backend.late_since = None
 
     @on(FetchDevice)
     def fetch(self, message: FetchDevice) -> None:
@@ -62,6 +63,7 @@ class StorageDirect(Actor):
     def moved(self, message: Moved) -> None:
         """A move is over."""
         self._busy = self._late = False
+        self.backend.late_since = None
         self._number += 1
         if self._timer is not None:
             self._timer.cancel()
@@ -73,6 +75,7 @@ class StorageDirect(Actor):
         """A move takes longer than it may: the store is not waited for."""
         if self._busy and message.number == self._number:
             self._late = True
+            self.backend.late_since = now()
             self.log.warning("device store does not return", waiting=len(self._fetches) + len(self._saves))
             self._next()
 

@@ -208,6 +208,28 @@ async def test_a_slow_read_holds_its_blocks_but_not_the_request_beyond_its_deadl
         assert cache.check() == []
 
 
+async def test_a_call_that_does_not_return_is_shown_and_no_request_waits_for_it():
+    tables = {
+        "device": {"num_blocks": 64},
+        "storage": {"backend": "attention_store", "write_policy": "write_through", "timeout": 0.2},
+    }
+    async with kvactors.open(config(**tables)) as cache:
+        await serve(cache, 3)
+        await cache.settled()
+        stand_in.service().stuck = 3.0
+        await serve(cache, 5)
+        while cache.health().status == "ok":
+            await asyncio.sleep(0.02)
+        assert [(one.component, one.why) for one in cache.health().reasons] == [("device store", "a call does not return")]
+        stand_in.service().stuck = 0.0
+        for seed in (7, 9, 11):
+            assert (await serve(cache, seed)).storage == 0
+        assert cache.health().status == "degraded", "three requests were served during one call"
+        await cache.settled(20.0)
+        assert cache.health().status == "ok"
+        assert cache.check() == []
+
+
 @pytest.mark.parametrize("storage", [{"write_policy": "write_back"}, {"write_policy": "write_through", "exclusive": True}])
 async def test_what_it_cannot_do_is_an_error_at_start(storage):
     with pytest.raises(kvactors.ConfigError, match="attention_store moves blocks"):

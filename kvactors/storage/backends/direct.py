@@ -15,6 +15,9 @@ class DirectBackend(ABC):
     ready_timeout: float = 0.0
     """Seconds that `open` may take, where they are more than `actors.start`."""
 
+    late_since: float | None = None
+    """Since when a call has taken longer than it may, on the clock of the loop; None if none does."""
+
     def __init__(self, block_bytes: int) -> None:
         self.block_bytes = block_bytes
         self.breaker = Breaker()
