@@ -253,7 +253,7 @@ class KVCache:
     def check(self) -> list[str]:
         """The invariants that are violated, one line each. Under load each actor checks its own state (pools add up, no slot is given
         twice, every reference has a lease); at rest (after `settled`) they are also compared with each other. For tests: it keeps the loop
-        for some 6 us a block of all tiers. See `check_slices`."""
+        for microseconds for each block of all tiers. See `check_slices`."""
         self._check_thread()
         return invariants(self.system)
 

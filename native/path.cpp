@@ -28,9 +28,20 @@ void Path::restart(const Key& new_root) {
     root = new_root;
 }
 
+// Arrays of a long path that grew step by step would be copied as a whole now and then. Room for twice the blocks costs nothing until it is used.
+void Path::make_room() {
+    const std::size_t blocks = full_blocks();
+    if (blocks < 4096 || (names.capacity() >= blocks && table.capacity() > blocks)) return;
+    names.reserve(2 * blocks);
+    nodes.reserve(2 * blocks);
+    table.reserve(2 * blocks);
+    shared.reserve(2 * blocks);
+}
+
 void Path::name_to(u32 blocks) {
     u32 i = u32(names.size());
     if (blocks <= i) return;
+    make_room();
     ChainHasher hasher(block_size);
     names.resize(blocks);
     for (; i < blocks; ++i) {
@@ -49,6 +60,7 @@ void Path::assign(u32 start, const u32* blocks, std::size_t count) {
         if (blocks[i] == kNil) throw std::invalid_argument("device block id out of range");
     const std::size_t end = start + count;
     if (end > table.size()) {
+        make_room();
         table.resize(end);
         shared.resize(end, 0);
     }

@@ -23,6 +23,7 @@ public:
 
     void set_extra(u32 block, std::string extra);
     void restart(const Key& new_root);  // the same tokens below another root
+    void make_room();
     void name_to(u32 blocks);  // afterwards names has at least `blocks` entries
     void assign(u32 start, const u32* blocks, std::size_t count);
     void put(u32 position, u32 block, bool is_shared);

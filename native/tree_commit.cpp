@@ -21,6 +21,7 @@ Committed Tree::commit(Path& path, u32 upto) {
     require_blocks(path, upto);
     Committed result{path.committed, path.committed, {}};
     if (retired_) return result;
+    path.make_room();
     for (u32 i = path.committed; i < upto; ++i) {
         if (i == path.held()) {
             const u32 parent = i == 0 ? find_root(path.root) : path.nodes[i - 1];

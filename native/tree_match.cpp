@@ -64,6 +64,7 @@ Match Tree::pin(Path& path, u32 limit) {
     const u32 count = u32(scratch_.size());
     if (count == 0) return match;
     path.tree = serial_;
+    path.make_room();
     path.nodes.resize(held + count);
     path.table.resize(held + count);
     path.shared.resize(held + count);

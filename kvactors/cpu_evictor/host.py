@@ -8,7 +8,7 @@ from enum import Enum
 
 from kvactors.lineage import Lineage
 
-STEP = 2048
+STEP = 512
 """Entries that a step of a check looks at."""
 
 

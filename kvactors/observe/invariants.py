@@ -21,14 +21,14 @@ from kvactors.units import Tier, split_keys
 SLICE = 0.001
 """Seconds of steps before other tasks run."""
 
-PAGE = 1000
+PAGE = 256
 """Names a step."""
 
 Residency = dict[Tier, set[bytes]]
 
 
 def invariants(system: System) -> list[str]:
-    """What is violated, as texts. Safe under load; then each actor is checked by itself only. Blocks the loop for some 6 us a block."""
+    """What is violated, as texts. Safe under load; then each actor is checked by itself only. Blocks the loop meanwhile: see docs/health.md."""
     violated: list[str] = []
     for _ in check_steps(system, violated):
         pass

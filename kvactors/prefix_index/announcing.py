@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 from kvactors.actor import ActorRef
 from kvactors.actor.message import Message
-from kvactors.flush_notifier.messages import Announced, Cleared, Gone, Origin
+from kvactors.flush_notifier.messages import Announced, Cleared, Gained, Gone, Origin
 from kvactors.native import DEVICE, BlockTree, Path, TreeWalk
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.parts import parts
 from kvactors.prefix_index.works import Works
-from kvactors.units import Reason, Tier
+from kvactors.units import KEY_BYTES, Reason, Tier
 
 ORIGINS = 65_536
 """Roots that are remembered."""
@@ -37,8 +37,8 @@ class Announcing(Works):
         self._behind: deque[Message] = deque()  # what changed since it began: sent after it
 
     def remember_origin(self, root: bytes, origin: Origin) -> None:
-        """What is in a root, for reports about blocks below it; the least recently used of very many are forgotten, and nothing is reported
-        about blocks below them. The adapter's number is the last one given."""
+        """What is in a root, for reports about blocks below it. The adapter's number is the last one given. The least recently used of very many
+        are forgotten: blocks below them are reported by their hashes only. An index that has such a block keeps it; new ones are not sent."""
         before = self.origins.pop(root, origin)
         self.origins[root] = before if origin.lora_id is None else origin
         if len(self.origins) > ORIGINS:
@@ -46,10 +46,13 @@ class Announcing(Works):
 
     def announced(self, path: Path, start: int, stop: int, reason: Reason) -> None:
         """Blocks [start, stop) of the path are on the device, and those before them were announced."""
-        origin = self.origins.get(path.root)
-        if not self.announce or origin is None:
+        if not self.announce:
             return
+        origin = self.origins.get(path.root)
         for first, last in parts(start, stop, self.part) if stop - start > self.part else ((start, stop),):
+            if origin is None:
+                self.report(Gained(path.keys(first, last), Tier.DEVICE, reason))
+                continue
             parent = path.keys(first - 1, first) if first else path.root
             tokens, keys = path.tokens(first, last), path.keys(first, last)
             extras = path.extra_keys(first, last)
@@ -87,7 +90,9 @@ class Announcing(Works):
             for root, parent, start, tokens, keys, states, extras in stretches:
                 resident = next((j for j, state in enumerate(states) if not state & DEVICE), len(states))
                 origin, reason = self.origins.get(root), Reason.REQUEST_FINISH
-                if origin is not None:
+                if origin is None:
+                    self.tell(self.notifier, Gained(keys[: resident * KEY_BYTES], Tier.DEVICE, reason))
+                else:
                     one = Announced(root, tokens, keys, start, resident, Tier.DEVICE, reason, parent, origin, extras)
                     self.tell(self.notifier, one)
             yield

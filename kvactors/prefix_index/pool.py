@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-STEP = 8192
+STEP = 2048
 """Blocks that a step of a check looks at."""
 
 

@@ -17,6 +17,7 @@ LIMITS: Mapping[str, tuple[str, str]] = {
     "stored blocks waiting": ("kvactors.flush_notifier.naming", "WAITING"),
     "saves waiting": ("kvactors.storage.direct", "WAITING"),
     "scopes remembered": ("kvactors.prefix_index.announcing", "ORIGINS"),
+    "blocks of a turn": ("kvactors.prefix_index.parts", "BLOCKS"),
 }
 """By name: the module and the constant. The constant is read when it is used, so that replacing it has an effect."""
 

@@ -73,6 +73,14 @@ BUGS: tuple[Mutation, ...] = (
         (WALKS, TURNS + "test_a_request_cancelled_between_two_parts_leaves_nothing"),
     ),
     Mutation(
+        "blocks_of_forgotten_scopes_are_not_reported",
+        "prefix_index/announcing.py",
+        "                self.report(Gained(path.keys(first, last), Tier.DEVICE, reason))\n",
+        "",
+        "an index is not sent that a block it has came back to the device",
+        (TURNS + "test_a_block_that_comes_back_is_reported_although_its_scope_was_forgotten",),
+    ),
+    Mutation(
         "long_request_does_not_notice_a_clear",
         "prefix_index/long_requests.py",
         "tree is self.index.tree and ",

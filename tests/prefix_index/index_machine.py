@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvactors.actor import PeerRestarted
 from kvactors.cpu_evictor.messages import Admit, Cancel, Load, Offload, Place
 from kvactors.errors import KVActorsError
-from kvactors.flush_notifier.messages import PLAIN, Announced, Cleared, Gone
+from kvactors.flush_notifier.messages import PLAIN, Announced, Cleared, Gained, Gone
 from kvactors.native import Path
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.index import BlockIndex
@@ -130,7 +130,7 @@ class IndexMachine(RuleBasedStateMachine):
             self.trees.append(self.index.tree)
         return effects
 
-    def note(self, message: Announced | Gone | Cleared) -> None:
+    def note(self, message: Announced | Gained | Gone | Cleared) -> None:
         """A notifier keeps what it is sent, and finds the block above every block that is announced."""
         if isinstance(message, Announced):
             keys = split_keys(message.keys)
@@ -142,6 +142,8 @@ class IndexMachine(RuleBasedStateMachine):
                 assert self.actor._walk is not None, "announced before its parent"
                 return
             self.sent.update(keys[: message.count])
+        elif isinstance(message, Gained):
+            self.sent.update(split_keys(message.keys))
         elif isinstance(message, Gone):
             self.sent.difference_update(split_keys(message.keys))
         else:

@@ -9,7 +9,7 @@ from index_machine import BLOCK, IndexMachine
 
 from kvactors.actor import PeerRestarted
 from kvactors.cpu_evictor.messages import Admit
-from kvactors.flush_notifier.messages import Announced, Gone
+from kvactors.flush_notifier.messages import Announced, Gained, Gone
 from kvactors.native import Path
 from kvactors.prefix_index.messages import (
     Abandon,
@@ -242,3 +242,14 @@ def test_another_request_between_two_parts_takes_none_of_the_reserved_blocks(mac
     assert not set(machine.actor.leases[other].path.blocks()) & set(machine.actor.leases[message.lease].path.blocks())
     for lease in (other, message.lease):
         machine.whole(Finish(lease))
+
+
+def test_a_block_that_comes_back_is_reported_although_its_scope_was_forgotten(machine):
+    """Without tokens: an index that has the block from another tier keeps it, under the scope that it was announced with."""
+    machine.begin()
+    lease = machine.request(PART)
+    machine.actor.origins.clear()
+    effects = machine.turn(Commit(lease, PART * BLOCK))
+    (report,) = effects.to("flush_notifier")
+    assert (type(report), report.keys) == (Gained, machine.actor.leases[lease].path.keys(0, PART))
+    machine.whole(Finish(lease))
