@@ -131,3 +131,14 @@ async def in_thread(call: Callable[[], T], name: str, cancelled: Callable[[], No
     future = asyncio.wrap_future(workers.submit(call))
     workers.close()
     return await to_the_end(future, cancelled)
+
+
+async def in_daemon(call: Callable[[], T], name: str) -> T:
+    """Run one blocking call in a daemon thread of its own. Cancelled, only the wait ends: for calls that access no memory of the caller.
+
+    A thread of asyncio's default executor in a call that does not return keeps `asyncio.run`, and the process, from their end.
+    """
+    workers = Workers(1, name)
+    future = asyncio.wrap_future(workers.submit(call))
+    workers.close()
+    return await future

@@ -6,13 +6,18 @@ import asyncio
 import json
 import os
 import stat
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
 
-import aiofiles
 import anyio
 import msgspec
 import pytest
 from flush_kit import BLOCK, ROOT, Wired, announced, memory, names, path
 
+import kvactors
 from kvactors.config import Config
 from kvactors.errors import SinkError
 from kvactors.flush_notifier.messages import FlushTask, Gained, Gone
@@ -114,27 +119,25 @@ async def test_a_file_of_nothing_but_a_cut_line_begins_anew(tmp_path):
 
 async def test_a_write_given_up_ends_before_the_next_begins(tmp_path, monkeypatch):
     """The first write hangs past its caller's patience, and then is cut short by an error: the file has whole lines only."""
-    sink, release = lines(tmp_path), asyncio.get_running_loop().create_future()
+    sink, release = lines(tmp_path), threading.Event()
     await sink.begin(1)
-    plain = aiofiles.open
 
     class Slow:
         def __init__(self, *args, **options):
-            self.context = plain(*args, **options)
+            self.file = open(*args, **options)  # noqa: PTH123, SIM115  (in the place of the builtin)
 
-        async def __aenter__(self):
-            self.file = await self.context.__aenter__()
+        def __enter__(self):
             return self
 
-        async def __aexit__(self, *error):
-            return await self.context.__aexit__(*error)
+        def __exit__(self, *error):
+            self.file.close()
 
-        async def write(self, data):
-            await self.file.write(data[: len(data) // 2])
-            await release
+        def write(self, data):
+            self.file.write(data[: len(data) // 2])
+            release.wait()
             raise OSError("no space")
 
-    monkeypatch.setattr("kvactors.flush_notifier.sinks.jsonl.aiofiles.open", Slow)
+    monkeypatch.setattr("kvactors.flush_notifier.sinks.jsonl.open", Slow, raising=False)
     with anyio.move_on_after(0.05) as scope:
         await sink.deliver([task(1)])
     assert scope.cancelled_caught
@@ -142,7 +145,7 @@ async def test_a_write_given_up_ends_before_the_next_begins(tmp_path, monkeypatc
     second = asyncio.create_task(sink.deliver([task(1, 2)]))
     await asyncio.sleep(0.05)
     assert not second.done()
-    release.set_result(None)
+    release.set()
     await second
     await sink.close()
     assert replay_jsonl(sink.path)[Tier.DEVICE] == set(names(1, 2))
@@ -172,6 +175,62 @@ async def test_a_file_that_another_process_changes_loses_what_was_written_and_no
     await sink.deliver([task(1, 2), task(3)])
     assert replay_jsonl(sink.path)[Tier.DEVICE] == {*names(1, 2), *names(3)}
     await sink.close()
+
+
+SCRIPT = """
+    import asyncio, sys, threading
+    import kvactors
+    from kvactors.flush_notifier.sinks import jsonl, journal
+
+    never = threading.Event()
+    plain = jsonl.open_private
+
+    def hung(path, flags):
+        if armed:
+            never.wait()
+        return plain(path, flags)
+
+    armed = False
+    jsonl.open_private = journal.open_private = hung
+
+    async def main():
+        global armed
+        config = kvactors.Config.from_mapping({{
+            "cache": {{"model": "m", "block_size": 4}}, "device": {{"num_blocks": 8}}, "actors": {{"drain": 0.5}},
+            "flush": {{"sinks": [{{"kind": "jsonl", "path": {path!r}}}], "timeout": 0.2}},
+        }})
+        async with kvactors.open(config) as cache:
+            armed = True
+            async with await cache.acquire("a", list(range(8))) as lease:
+                await lease.commit(8)
+            while not cache.health().reasons:
+                await asyncio.sleep(0.01)
+        if sys.argv[1] == "journal":
+            waiting = asyncio.ensure_future(journal.Journal({path!r}).read(None))
+            await asyncio.sleep(0.05)
+            waiting.cancel()
+
+    asyncio.run(main())
+    print("ended")
+"""
+
+
+@pytest.mark.parametrize("file", ["jsonl", "journal"])
+def test_a_process_ends_although_a_disk_does_not_answer(tmp_path, file):
+    """No thread of asyncio's default executor is in such a call: `asyncio.run` would wait for it without limit."""
+    script = textwrap.dedent(SCRIPT).format(path=str(tmp_path / "flush.jsonl"))
+    done = subprocess.run([sys.executable, "-c", script, file], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "ended\n", done.stderr
+    assert done.returncode == 0
+
+
+def test_no_module_uses_the_default_executor():
+    """A call in it that does not return keeps the process from its end."""
+    package = Path(kvactors.__file__).parent
+    words = ("aiofiles", "run_in_executor", "asyncio.to_thread")
+    tools = ("bench", "testing", "chaos")
+    files = [file for file in package.rglob("*.py") if file.relative_to(package).parts[0] not in tools]
+    assert [str(file) for file in files if any(word in file.read_text() for word in words)] == []
 
 
 async def test_an_error_of_the_file_system_is_a_sink_error(tmp_path):

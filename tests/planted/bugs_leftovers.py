@@ -125,4 +125,12 @@ BUGS: tuple[Mutation, ...] = (
         "while a writer is switched off, indexes list blocks whose write it did not complete, or lack them",
         ("tests/door/test_degraded.py::test_an_optional_actor_that_fails_too_often_is_switched_off_and_comes_back",),
     ),
+    Mutation(
+        "files_in_the_default_executor",
+        "threads.py",
+        "    workers = Workers(1, name)\n    future = asyncio.wrap_future(workers.submit(call))\n    workers.close()\n    return await future\n",
+        "    return await asyncio.get_running_loop().run_in_executor(None, call)\n",
+        "a disk that does not answer keeps the process from its end, because of a JSON-lines file",
+        ("tests/flush_notifier/test_sinks.py::test_a_process_ends_although_a_disk_does_not_answer",),
+    ),
 )

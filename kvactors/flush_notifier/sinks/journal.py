@@ -16,8 +16,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
-import aiofiles
-import aiofiles.os
 import msgspec
 import numpy as np
 
@@ -26,6 +24,7 @@ from kvactors.errors import SinkError
 from kvactors.files import open_private
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.told import Told
+from kvactors.threads import in_daemon
 from kvactors.units import KEY_BYTES, split_keys
 
 GROWTH = 1 << 20
@@ -43,11 +42,7 @@ class Journal:
     async def read(self, told: Told) -> None:
         """What an earlier process told and did not take back."""
         try:
-            if not await aiofiles.os.path.exists(self.path):
-                async with aiofiles.open(self.path, "ab", opener=open_private):
-                    return
-            async with aiofiles.open(self.path, "rb", opener=open_private) as file:
-                data = await file.read()
+            data = await in_daemon(self._read_now, "kvactors-journal")
         except OSError as error:
             raise SinkError(f"journal {self.path}: {error}") from error
         whole = data[: data.rfind(b"\n") + 1]
@@ -99,13 +94,19 @@ class Journal:
     async def _write(self, mode: Literal["ab", "wb"], data: bytes, fresh: Path | None = None) -> None:
         """Write the file, or a fresh one in its place; to the end even if the sink's time is up, so that no line comes out of turn."""
 
-        async def work() -> None:
-            async with aiofiles.open(fresh or self.path, mode, opener=open_private) as file:
-                await file.write(data)
+        def work() -> None:
+            with open(fresh or self.path, mode, opener=open_private) as file:
+                file.write(data)
             if fresh is not None:
-                await aiofiles.os.replace(fresh, self.path)
+                fresh.replace(self.path)
 
-        await to_the_end(asyncio.get_running_loop().create_task(work()))
+        await to_the_end(asyncio.get_running_loop().create_task(in_daemon(work, "kvactors-journal")))
+
+    def _read_now(self) -> bytes:
+        if not self.path.exists():
+            open(self.path, "ab", opener=open_private).close()
+        with open(self.path, "rb", opener=open_private) as file:
+            return file.read()
 
 
 def line_of(start: int, parent: bytes, keys: Sequence[bytes], tokens: bytes, *, whole: bool = True) -> bytes:

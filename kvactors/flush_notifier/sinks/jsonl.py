@@ -16,7 +16,6 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-import aiofiles
 import msgspec
 import numpy as np
 
@@ -27,6 +26,7 @@ from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.flush_notifier.sinks.kv_identity import identifier
 from kvactors.prefix_index.keys import media_items
 from kvactors.sink_config import JsonLinesSinkConfig
+from kvactors.threads import in_daemon
 from kvactors.units import KEY_BYTES, Residency, Tier, split_keys
 
 CHUNK = 16_384
@@ -56,8 +56,7 @@ class JsonLinesSink(Sink):
     async def open(self) -> None:
         """See `Sink.open`."""
         try:
-            async with aiofiles.open(self.path, "ab", opener=open_private):
-                pass
+            await in_daemon(lambda: open(self.path, "ab", opener=open_private).close(), "kvactors-jsonl")
         except OSError as error:
             raise SinkError(f"sink {self.name!r} cannot write {self.path}: {error.strerror or error}") from error
 
@@ -121,23 +120,26 @@ class JsonLinesSink(Sink):
 
     async def _write(self, data: bytes) -> None:
         try:
-            async with aiofiles.open(self.path, "ab", opener=open_private) as file:
-                if self._torn:
-                    await file.truncate(await self._whole_lines())
-                self._torn = True
-                await file.write(data)
-            self._torn = False
+            await in_daemon(lambda: self._write_now(data), "kvactors-jsonl")
         except OSError as error:
             raise SinkError(f"sink {self.name!r}: {error}") from error
 
-    async def _whole_lines(self) -> int:
+    def _write_now(self, data: bytes) -> None:
+        with open(self.path, "ab", opener=open_private) as file:
+            if self._torn:
+                file.truncate(self._whole_lines())
+            self._torn = True
+            file.write(data)
+        self._torn = False
+
+    def _whole_lines(self) -> int:
         """Bytes of the file up to the end of its last whole line."""
-        async with aiofiles.open(self.path, "rb") as file:
-            end = await file.seek(0, 2)
+        with self.path.open("rb") as file:
+            end = file.seek(0, 2)
             while end:
                 start = max(0, end - TAIL)
-                await file.seek(start)
-                found = (await file.read(end - start)).rfind(b"\n")
+                file.seek(start)
+                found = file.read(end - start).rfind(b"\n")
                 if found >= 0:
                     return start + found + 1
                 end = start
