@@ -156,6 +156,7 @@ class System:
                 self.storage.timeout,
                 exclusive=self.storage.exclusive,
                 shared=self.storage.backend == "mooncake",
+                keeps_lineages=self.storage.backend == "file" and self.storage.keep_tokens,
             )
 
     def _make_refs(self) -> None:

@@ -145,12 +145,14 @@ class RankGroup:
         outcomes: int,
         worst: int = 1,
         partial: bool = False,
+        only: int | None = None,
     ) -> list[Answer | None]:
         """Send the message that `build` makes for an operation number to every rank; an answer for each, None for a rank that has none to give.
         While a rank is away or silent nothing is sent, and no rank has an answer. Cancelled, it still waits until nothing is in flight.
 
         arrived: called with the layers that all ranks have, whenever there are more. outcomes: how many an answer must have. worst: the
         greatest value of an outcome; a rank with other answers loses its connection. partial: ask the healthy ranks even if others are not.
+        only: ask this rank.
         """
         if not (self.healthy or (partial and not self._closing)):
             return [None] * len(self._ranks)
@@ -177,7 +179,7 @@ class RankGroup:
                 stored=isinstance(message, StoreObjects | MoveDevice),
             )
             answers.append(operation.answer)
-            if rank.health is not Health.HEALTHY or rank.link is None:
+            if rank.health is not Health.HEALTHY or rank.link is None or only not in (None, rank.number):
                 operation.over(None)
                 continue
             operation.timer = loop.call_later(self.config.timeout, self._silence.late, rank, op)

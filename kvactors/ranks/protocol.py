@@ -11,7 +11,10 @@ from typing import Literal
 
 import msgspec
 
-VERSION = 3
+from kvactors.flush_notifier.messages import PathPart
+from kvactors.lineage import Lineage
+
+VERSION = 4
 """Of this protocol; both ends must have the same."""
 
 MOST_BYTES = 64 << 20
@@ -123,15 +126,18 @@ class CopyBlocks(Frame, frozen=True):
 class StoreObjects(Frame, frozen=True):
     """Read or write slots (one for each key), ask which leading keys can be read (the others are MISS), remove keys, or clear the rank's store.
 
-    seconds: what has not begun by then is LATE. generation: of the store after a clear.
+    seconds: what has not begun by then is LATE. generation: of the store after a clear. lineages: of objects to write, one for each key or none.
+    Kind "begin_paths" and kind "paths": the next parts of the paths that the objects form, with about `most` blocks, after it was begun anew or not.
     """
 
     op: int
-    kind: Literal["read", "write", "ask", "remove", "clear"]
+    kind: Literal["read", "write", "ask", "remove", "clear", "begin_paths", "paths"]
     keys: bytes = b""
     slots: tuple[int, ...] = ()
     seconds: float = 0.0
     generation: int = 0
+    lineages: tuple[Lineage | None, ...] = ()
+    most: int = 0
 
 
 class MoveDevice(Frame, frozen=True):
@@ -159,12 +165,13 @@ class Answer(Frame, frozen=True):
     """An operation has ended: no slot and no block of it is touched any more.
 
     outcomes: a byte for each pair or key, one for a clear; 0 is good, in a store operation it is a `storage.messages.Outcome`. gone: names that
-    the rank's store does not hold any more.
+    the rank's store does not hold any more. paths: parts of paths; then the only outcome is MISS at the end.
     """
 
     op: int
     outcomes: bytes = b""
     gone: bytes = b""
+    paths: tuple[PathPart, ...] = ()
 
 
 AnyFrame = (

@@ -28,6 +28,7 @@ from kvactors.ranks.handshake import check_leader
 from kvactors.ranks.listening import connect
 from kvactors.ranks.moving import cannot_be, carried_out
 from kvactors.ranks.names import pages
+from kvactors.ranks.paths import next_paths
 from kvactors.ranks.protocol import (
     Answer,
     AnyFrame,
@@ -105,7 +106,8 @@ async def serve_rank(
     shared.check_exposure()
     storage = StorageConfig(backend="none") if config.flush.only else replace(config.storage, rank=rank, ranks=ranks)
     if backend is None:
-        backend = make_backend(storage, config.cache.model, device.layout.fingerprint, device.layout.block_bytes)
+        size, tokens = device.layout.block_bytes, config.cache.block_size if rank == 0 else 0  # rank 0 keeps lineages for all
+        backend = make_backend(storage, config.cache.model, device.layout.fingerprint, size, tokens)
     direct = make_direct(config, device, (rank, ranks)) if backend is None else None
     slots = config.host.arena_slots(stored=backend is not None)
     identity = store_identity(config, storage, device.layout, rank, ranks)
@@ -338,6 +340,8 @@ class _Serving:
             raise _Refuse(f"{len(message.keys)} bytes of names")
         if message.kind in ("read", "write"):
             self._check(len(message.keys) // KEY_BYTES, message.slots)
+        if len(message.lineages) not in (0, len(message.slots)):
+            raise _Refuse(f"{len(message.lineages)} lineages for {len(message.slots)} slots")
 
     async def _move(self, wire: Wire, message: MoveDevice) -> None:
         wire.send(await carried_out(self.direct, message, self.rank))
@@ -361,6 +365,9 @@ class _Serving:
     async def _store(self, wire: Wire, message: StoreObjects) -> None:
         keys = split_keys(message.keys)
         count = 1 if message.kind == "clear" else len(keys)
+        if message.kind in ("begin_paths", "paths"):
+            wire.send(await next_paths(self.store, message))
+            return
         try:
             outcomes, gone = await self._at_store(message, keys)
         except StoreError as error:
@@ -377,9 +384,11 @@ class _Serving:
         if store is None:
             return bytes([Outcome.UNAVAILABLE]) * len(keys), []
         if message.kind in ("read", "write"):
-            views = [self.arena.view(slot) for slot in message.slots]
-            move = store.read if message.kind == "read" else store.write
-            report = await move(keys, views, lambda: now() >= until)
+            report: Any
+            if message.kind == "read":
+                report = await store.read_slots(keys, self.arena, message.slots, lambda: now() >= until)
+            else:
+                report = await store.write_slots(keys, self.arena, message.slots, lambda: now() >= until, message.lineages)
             gone = getattr(report, "gone", None) or getattr(report, "evicted", [])
             return bytes(report.outcomes), [key for key in gone if not store.holds(key)]
         if message.kind == "ask":

@@ -105,4 +105,20 @@ BUGS: tuple[Mutation, ...] = (
         "a cache that is closed right after it was opened reads all of a large store's table first",
         (f"{RESTART}::test_a_cache_that_closes_does_not_read_the_rest",),
     ),
+    Mutation(
+        "rank_believed_about_paths",
+        "storage/backends/ranks.py",
+        "        return [part for part in answers[0].paths if proved(part)]\n",
+        "        return list(answers[0].paths)\n",
+        "a rank can have blocks announced with tokens that are not theirs",
+        ("tests/ranks/test_rank_restart_announces.py::test_paths_of_a_rank_that_are_not_proved_are_left_out",),
+    ),
+    Mutation(
+        "stored_blocks_of_one_rank_announced",
+        "flush_notifier/naming.py",
+        "            if key in ledger.unnamed and size == ledger.block_bytes:\n",
+        "            if key not in ledger.entries and size == ledger.block_bytes:\n",
+        "blocks that are nowhere get entries because a store has kept what their hashes are made of",
+        ("tests/storage/test_restart_announces.py::test_names_of_blocks_that_are_nowhere_are_ignored",),
+    ),
 )

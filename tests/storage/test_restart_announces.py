@@ -77,6 +77,7 @@ async def truth(cache) -> None:
         if not (hits.host or hits.device):
             assert hits.storage == run
         reachable |= set(keys)
+        await cache.flush_settled()
         assert cache.divergence() == 0
     assert announced(cache) <= reachable
 
@@ -283,3 +284,19 @@ async def test_without_sinks_no_paths_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(slab_paths.SlabPaths, "parts", lambda *_: pytest.fail("read"))
     async with kvactors.open(config(tmp_path, sinks=())) as cache:
         assert (await serve(cache, "x", prompt(10)))[0].storage == 5
+
+
+async def test_names_of_blocks_that_are_nowhere_are_ignored(tmp_path):
+    await filled(config(tmp_path))
+    async with kvactors.open(config(tmp_path)) as cache:
+        await cache.flush_settled()
+        ledger = cache.system.notifier_actor.ledger
+        before = len(ledger.entries)
+        root = cache.system.roots.root(kvactors.flush_notifier.messages.PLAIN)
+        lineage = kvactors.lineage.Lineage(root, bytes(4 * BLOCK))
+        part = writer.PathPart(root, lineage.key(), lineage.tokens)
+        cache.system.notifier.try_tell(writer.Named((part,), frozenset([root])))
+        await cache.settled()
+        assert len(ledger.entries) == before
+        assert not ledger.waiting.blocks
+        assert cache.check() == []

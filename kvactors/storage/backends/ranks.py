@@ -8,6 +8,7 @@ from typing import Literal
 from kvactors.actor.log import get_logger
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreUnavailable
+from kvactors.flush_notifier.messages import PathPart
 from kvactors.lineage import Lineage
 from kvactors.ranks.group import RankGroup
 from kvactors.ranks.names import RankNames, in_slices
@@ -17,6 +18,9 @@ from kvactors.storage.messages import Outcome
 from kvactors.units import join_keys, split_keys
 
 log = get_logger()
+
+PATHS = 32
+"""Blocks whose paths a rank sends in one message."""
 
 WORST = len(Outcome) - 1
 """The greatest value of an outcome."""
@@ -33,11 +37,22 @@ class RankBackend(Backend):
     """
 
     def __init__(
-        self, group: RankGroup, fingerprint: bytes, block_bytes: int, seconds: float, *, exclusive: bool, shared: bool = False
+        self,
+        group: RankGroup,
+        fingerprint: bytes,
+        block_bytes: int,
+        seconds: float,
+        *,
+        exclusive: bool,
+        shared: bool = False,
+        keeps_lineages: bool = False,
     ) -> None:
         super().__init__(fingerprint, block_bytes)
         self.exclusive = exclusive
         self.shared = shared
+        self.keeps_lineages = keeps_lineages
+        self._begun = False  # rank 0 reads paths for this reading
+        self._reading = False
         self.group = group
         self.seconds = seconds
         self.names_held = RankNames(group.config.count)
@@ -97,11 +112,14 @@ class RankBackend(Backend):
         slots: Sequence[int] = (),
         *,
         count: bool = True,
+        lineages: Sequence[Lineage | None] = (),
     ) -> tuple[bytes, list[bytes]]:
         """One outcome a key for all ranks together, and the names that any of them does not hold any more."""
         joined = join_keys(keys)
         answers = await self.group.scatter(
-            lambda op: StoreObjects(op, kind, joined, tuple(slots), self.seconds), outcomes=len(keys), worst=WORST
+            lambda op: StoreObjects(op, kind, joined, tuple(slots), self.seconds, lineages=tuple(lineages)),
+            outcomes=len(keys),
+            worst=WORST,
         )
         worst = [0] * len(keys)
         gone: set[bytes] = set()
@@ -142,7 +160,7 @@ class RankBackend(Backend):
         if self.uncleared or era != self.era:
             return WriteReport(bytes([Outcome.UNAVAILABLE]) * len(keys), [])
         clears = self._clears
-        outcomes, gone = await self._all("write", keys, slots)
+        outcomes, gone = await self._all("write", keys, slots, lineages=lineages)
         self.writes += outcomes.count(Outcome.OK)
         evicted = [key for key in gone if key in self.names_held]
         self.evicted += len(evicted)
@@ -188,6 +206,29 @@ class RankBackend(Backend):
         if missing:
             log.warning("clear incomplete", missing=missing, ranks=len(answers))
 
+    # -- paths: rank 0 keeps lineages, for objects that all ranks hold
+
+    def begin_paths(self) -> None:
+        """See `Backend.begin_paths`."""
+        self._reading, self._begun = True, False
+
+    async def next_paths(self, most: int) -> list[PathPart] | None:
+        """See `Backend.next_paths`. A rank that is away ends the reading. What does not give its key is left out: a rank is not trusted."""
+        if not self._reading:
+            return None
+        kind: Literal["begin_paths", "paths"] = "paths" if self._begun else "begin_paths"
+        self._begun = True
+        most = min(most, PATHS)
+        answers = await self.group.scatter(lambda op: StoreObjects(op, kind, most=most), outcomes=1, worst=WORST, only=0)
+        if answers[0] is None or answers[0].outcomes != bytes([Outcome.OK]):
+            self._reading = False
+            return None
+        return [part for part in answers[0].paths if proved(part)]
+
+    def end_paths(self) -> None:
+        """See `Backend.end_paths`."""
+        self._reading = False
+
     async def close(self) -> None:
         """The ranks close their stores themselves."""
 
@@ -206,6 +247,18 @@ class RankBackend(Backend):
     def holds(self, key: bytes) -> bool:
         """See `Backend.holds`."""
         return key in self.names_held
+
+
+def proved(part: PathPart) -> bool:
+    """Whether the keys of a part follow from what it says of its blocks."""
+    if not part.whole():
+        return False
+    parent, size, extra_keys = part.parent, len(part.tokens) // part.blocks, dict(part.extra_keys)
+    for i, key in enumerate(split_keys(part.keys)):
+        if Lineage(parent, part.tokens[i * size : (i + 1) * size], extra_keys.get(i, b"")).key() != key:
+            return False
+        parent = key
+    return True
 
 
 def outcomes_of(answer: Answer | None, keys: int) -> bytes:

@@ -1,0 +1,117 @@
+"""With ranks in other processes, stored blocks are announced after a restart: those that the stores of all ranks hold."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import kvactors
+from kvactors.device.host import HostDevice
+from kvactors.layout import make_layout
+from kvactors.ranks.serve import serve_rank
+from kvactors.storage import writer
+from kvactors.storage.backends.ranks import proved
+from kvactors.storage.backends.slab_lineage import lineage_in
+from kvactors.units import Tier, split_keys
+
+BLOCK = 4
+
+
+def config(folder) -> kvactors.Config:
+    return kvactors.Config.from_mapping(
+        {
+            "cache": {"model": "m", "block_size": BLOCK},
+            "device": {"num_blocks": 32},
+            "host": {"slots": 16, "transit_slots": 32},
+            "layout": {"num_layers": 1, "num_kv_heads": 2, "head_dim": 4, "dtype": "uint8", "tensor_parallel": 2},
+            "storage": {"backend": "file", "directory": str(folder), "capacity_blocks": 60, "write_policy": "write_through"},
+            "ranks": {"count": 2, "endpoint": "memory://announces", "timeout": 20.0},
+            "flush": {"sinks": [{"kind": "memory", "name": "index", "tiers": ["device", "host", "storage"]}]},
+        }
+    )
+
+
+@asynccontextmanager
+async def opened(folder):
+    """A leader and two ranks with stores of their own."""
+    settings = config(folder)
+    layout = make_layout(settings.layout, BLOCK)
+    serving = [
+        asyncio.create_task(serve_rank("memory://announces", HostDevice(layout, 32), rank=i, ranks=2, config=settings))
+        for i in range(2)
+    ]
+    try:
+        async with kvactors.open(settings) as cache:
+            yield cache
+    finally:
+        for task in serving:
+            task.cancel()
+        await asyncio.gather(*serving, return_exceptions=True)
+
+
+async def request(cache, seed: int) -> list[bytes]:
+    lease = await cache.acquire(str(seed), [7] * BLOCK + [seed] * (3 * BLOCK) + [1])
+    await lease.ready()
+    keys = split_keys(lease.keys(0, 4))
+    await lease.commit(4 * BLOCK + 1)
+    await lease.finish()
+    await cache.settled()
+    return [*keys, lease.hits]
+
+
+def announced(cache) -> set[bytes]:
+    return set(cache.sinks["index"].view()[Tier.STORAGE])
+
+
+async def test_the_leader_announces_what_all_ranks_hold(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "PATH_PAGE", 3)
+    async with opened(tmp_path) as cache:
+        paths = [(await request(cache, seed))[:4] for seed in range(10, 15)]
+        await cache.flush_settled()
+        before = announced(cache)
+        assert len(before) == 1 + 5 * 3
+    lost = paths[2][2]
+    for table in tmp_path.rglob("rank-1-of-2/*/table"):  # rank 1 loses its share of a block
+        raw = table.read_bytes()
+        assert lost in raw
+        table.write_bytes(raw.replace(lost, bytes(32)))
+    async with opened(tmp_path) as cache:
+        await cache.flush_settled()
+        assert announced(cache) == before - {lost, paths[2][3]}
+        assert cache.check() == []
+        *_, hits = await request(cache, 10)
+        assert hits.storage == 4
+        *_, hits = await request(cache, 12)
+        assert hits.storage + hits.device == 2
+
+
+def test_a_part_of_a_path_is_proved_by_its_keys():
+    first = kvactors.lineage.Lineage(bytes(32), b"t" * 8, b"x")
+    second = kvactors.lineage.Lineage(first.key(), b"u" * 8)
+    part = writer.PathPart(bytes(32), first.key() + second.key(), b"t" * 8 + b"u" * 8, extra_keys=((0, b"x"),))
+    assert proved(part)
+    for wrong in (
+        part._replace(tokens=b"t" * 16),
+        part._replace(extra_keys=()),
+        part._replace(parent=b"p" * 32),
+        part._replace(keys=second.key() + first.key()),
+        part._replace(keys=b""),
+        part._replace(tokens=b"t" * 7),
+    ):
+        assert not proved(wrong)
+
+
+async def test_paths_of_a_rank_that_are_not_proved_are_left_out(tmp_path, monkeypatch):
+    async with opened(tmp_path) as cache:
+        await request(cache, 10)
+    monkeypatch.setattr("kvactors.storage.backends.slab_paths.lineage_in", forged)
+    async with opened(tmp_path) as cache:
+        await cache.flush_settled()
+        assert announced(cache) == set()
+        *_, hits = await request(cache, 10)
+        assert hits.storage == 4
+
+
+def forged(fields, key):
+    found = lineage_in(fields, key)
+    return found and found._replace(tokens=bytes(4 * BLOCK))
