@@ -92,9 +92,9 @@ class CpuEvictor(Saves):
                 kept[j] = entry.place is Place.RESIDENT and not entry.dropped
             for j in [j for j, key in enumerate(keys) if key not in self.host.lru]:
                 kept[j] = 0  # it was here already, and has been evicted meanwhile
-            stay = [entry.key for entry in good if entry.place is Place.RESIDENT]
-            self.gained(stay + self._untold(keys, kept))
-            self.offloaded += len(stay)
+            # What only passes through counts as well, until it is written: between device and storage it would be nowhere.
+            self.gained([entry.key for entry in good] + self._untold(keys, kept))
+            self.offloaded += sum(entry.place is Place.RESIDENT for entry in good)
             self.write([entry for entry in good if entry.place is Place.TRANSIT])
             self.tell(self.index, Offloaded(message.op, bytes(kept)))
             self.keep_watermarks()
@@ -311,7 +311,7 @@ class CpuEvictor(Saves):
         self._release_tail(job, good)
         for entry in job.entries[:good]:
             if entry.place is Place.TRANSIT and not self._is_write(entry):
-                self.host.drop(entry)
+                self.let_go([entry])
             elif entry.place is Place.LEAVING:
                 self.host.hand(entry)
             self.host.unpin(entry)
@@ -329,7 +329,7 @@ class CpuEvictor(Saves):
             if entry.place is Place.LEAVING and entry.pins == 1:
                 self.stay_after_all(entry)
             elif entry.place is Place.TRANSIT and not entry.arriving and entry.pins == 1:
-                self.host.drop(entry)
+                self.let_go([entry])
             self.host.unpin(entry)
 
     # -- the whole tier
@@ -344,7 +344,7 @@ class CpuEvictor(Saves):
             self.clear_store(message.op)
 
     def host_keys(self) -> list[bytes]:
-        """Names of the blocks resident on the host."""
+        """Hashes of the blocks that a load finds on the host: see `HostTier.keys`."""
         return self.host.keys()
 
     def check(self) -> None:

@@ -89,8 +89,11 @@ class HostTier:
         return entry if entry is not None and not entry.arriving else None
 
     def keys(self) -> list[bytes]:
-        """Names of resident blocks whose bytes are there."""
-        return [key for key, entry in self.lru.items() if not entry.arriving]
+        """Hashes of the blocks that count as resident for indexes: residents whose bytes are there, and blocks on their way to storage or to the
+        device that have been reported resident and not gone."""
+        return [
+            key for key, entry in self.entries.items() if not entry.arriving and (entry.told or entry.place is Place.RESIDENT)
+        ]
 
     def add(self, key: bytes, parent: bytes, place: Place, lineage: Lineage | None = None) -> Entry:
         """A new entry in a free slot, as most recently used, arriving and pinned. The caller has checked `free`."""

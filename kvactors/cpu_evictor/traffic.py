@@ -202,12 +202,11 @@ class Traffic(Actor):
             )
 
     def _after_write(self, batch: Sequence[Entry], outcomes: bytes) -> None:
+        self.let_go([entry for entry in batch if entry.place is Place.TRANSIT])  # the writer has reported what is stored now
         for entry, outcome in zip(batch, outcomes, strict=True):
             good = outcome in (Outcome.OK, Outcome.EXISTS)
             self.written += good
             self.write_failures += not good
-            if entry.place is Place.TRANSIT:
-                self.host.drop(entry)
             self.host.unpin(entry)
             if entry.place is Place.LEAVING and not (entry.pins or entry.handed):
                 self.stay_after_all(entry)
@@ -219,9 +218,8 @@ class Traffic(Actor):
         if self.host.resident < self.host.capacity:
             self.host.move(entry, Place.RESIDENT)
         else:
-            self.gone([entry], Reason.CPU_EVICTION)
             self.tell(self.index, HostGone(entry.key))
-            self.host.drop(entry)
+            self.let_go([entry])
 
     @on(Written)
     def write_done(self, message: Written) -> None:
@@ -285,16 +283,15 @@ class Traffic(Actor):
         self.evict(self.host.victims(over, protected), slots)
 
     def evict(self, victims: Sequence[Entry], slots: int = 0) -> None:
-        """Let blocks go, least recently used first: written back if that is the policy and there are slots to spare, else dropped."""
+        """Let blocks go, least recently used first: written back if that is the policy and there are slots to spare, else dropped. Indexes
+        are sent that a block left the host when its write is over: until then a load finds it in its slot."""
         if not victims:
             return
         self.evicted += len(victims)
-        self.gone(victims, Reason.CPU_EVICTION)
         self.tell(self.index, HostGone(join_keys(entry.key for entry in victims)))
         shed = max(0, min(len(victims), slots - self.host.free)) if self.write_back else len(victims)
         self.shed += shed if self.write_back else 0
-        for entry in victims[:shed]:
-            self.host.drop(entry)
+        self.let_go(victims[:shed])
         for entry in victims[shed:]:
             self.host.move(entry, Place.TRANSIT)
             self.host.pin(entry)
@@ -328,6 +325,12 @@ class Traffic(Actor):
             for key in keys:
                 self.host.entries[key].told = True
             self.tell(self.notifier, Gained(join_keys(keys), Tier.HOST, Reason.OFFLOAD))
+
+    def let_go(self, entries: Sequence[Entry]) -> None:
+        """Drop entries and report those gone that indexes were sent as resident."""
+        self.gone([entry for entry in entries if not entry.dropped], Reason.CPU_EVICTION)
+        for entry in entries:
+            self.host.drop(entry)
 
     def gone(self, entries: Sequence[Entry], reason: Reason) -> None:
         """These left the host."""

@@ -212,7 +212,7 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "evicted_without_a_word",
         "cpu_evictor/traffic.py",
-        "        self.gone(victims, Reason.CPU_EVICTION)\n",
+        "        self.gone([entry for entry in entries if not entry.dropped], Reason.CPU_EVICTION)\n",
         "",
         "indexes never hear that the host let go of blocks",
         ("tests/door/test_faults.py::test_host_watermarks_evict_ahead_of_need",),

@@ -87,4 +87,21 @@ BUGS: tuple[Mutation, ...] = (
         "a removal lists parents before children, and in parts of max_blocks sends them in this order",
         ("tests/flush_notifier/test_kv_events.py::test_bytes_are_as_documented",),
     ),
+    Mutation(
+        "gone_from_the_host_before_it_is_stored",
+        "cpu_evictor/traffic.py",
+        "        for entry in victims[shed:]:\n            self.host.move(entry, Place.TRANSIT)\n",
+        "        self.gone(victims[shed:], Reason.CPU_EVICTION)\n"
+        "        for entry in victims[shed:]:\n            self.host.move(entry, Place.TRANSIT)\n",
+        "a block on its way to storage is announced nowhere, and indexes drop what is below it",
+        ("tests/door/test_never_nowhere.py::test_from_the_host_to_storage",),
+    ),
+    Mutation(
+        "passing_block_is_nowhere",
+        "cpu_evictor/actor.py",
+        "self.gained([entry.key for entry in good] + self._untold(keys, kept))",
+        "self.gained([entry.key for entry in good if entry.place is Place.RESIDENT] + self._untold(keys, kept))",
+        "a block that passes through host memory to storage is announced nowhere until it is stored",
+        ("tests/door/test_never_nowhere.py::test_through_the_host_to_storage",),
+    ),
 )
