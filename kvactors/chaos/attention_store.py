@@ -17,7 +17,7 @@ from kvactors.chaos.record import Setting, Situation, Tally, reached
 from kvactors.chaos.rest import BREAKER, at_rest, settings
 from kvactors.config import Config
 from kvactors.flush_notifier.runs import path_tokens
-from kvactors.observe.statistics import residency
+from kvactors.observe.statistics import announceable, residency
 from kvactors.storage.breaker import Breaker
 from kvactors.testing import attentionstore_sdk as stand_in
 from kvactors.testing.attentionstore_sdk import Service
@@ -197,7 +197,8 @@ def compare_index(cache: KVCache, service: Service, tally: Tally) -> None:
     """The index must hold the blocks of finished requests that device and host hold and that tokens alone identify."""
     entries, held = cache.system.notifier_actor.ledger.entries, residency(cache.system)
     found = [entries[key] for key in held[Tier.DEVICE] | held[Tier.HOST] if key in entries]
-    plain = [path_tokens(entry) for entry in found if entry.by_tokens and entry.finished]
+    view = cache.sinks["attention_store"].view_of
+    plain = [path_tokens(entries[key]) for keys in announceable(cache.system, view).values() for key in keys]
     paths = {tuple(np.frombuffer(path, "<u4").tolist()) for path in plain}
     if not paths or len(paths) == len(found):
         tally.violate("the round proves nothing: no block of the plain scope, or none of another, is resident at rest")

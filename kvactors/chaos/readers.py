@@ -122,6 +122,10 @@ async def compare_with(cache: KVCache, readers: Readers, tally: Tally) -> None:
     said = await compare(readers.reader, sink.sequence, truth)
     if said["divergence"] or said["behind"]:
         tally.violate(f"a reader of KV events differs on {said['divergence']} blocks, {said['behind']} batches behind: {said}")
+    if said["orphans"]:
+        tally.violate(
+            f"a reader of KV events was sent {said['orphans']} blocks without the block above them, or removals in this order"
+        )
     for what in ("snapshots", "gaps", "replayed", "connections"):
         tally.count(f"{what} of the readers' last lives", said[what])
 

@@ -13,7 +13,7 @@ from kvactors.chaos.record import Setting, Tally
 from kvactors.config import Config
 from kvactors.errors import DeadlineExceeded
 from kvactors.flush_notifier.sinks.jsonl import replay_jsonl
-from kvactors.observe.statistics import residency
+from kvactors.observe.statistics import announceable
 from kvactors.storage.breaker import Breaker
 from kvactors.units import Tier
 
@@ -88,9 +88,8 @@ async def at_rest(cache: KVCache, tally: Tally) -> None:
 
 
 def named(cache: KVCache) -> dict[Tier, set[bytes]]:
-    """What the tiers hold of blocks with a path; no sink can know of others."""
-    entries = cache.system.notifier_actor.ledger.entries
-    return {tier: {key for key in keys if key in entries} for tier, keys in residency(cache.system).items()}
+    """What a sink that is sent everything must have: see `announceable`."""
+    return announceable(cache.system)
 
 
 def compare_lines(path: Path, truth: dict[Tier, set[bytes]], tally: Tally) -> None:

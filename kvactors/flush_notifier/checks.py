@@ -12,7 +12,7 @@ from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
 from kvactors.flush_notifier.runs import UNSURE, Entry, Steps
-from kvactors.flush_notifier.view import ABOVE_ALL, SHIFT
+from kvactors.flush_notifier.view import ABOVE_ALL, SHIFT, SinkView
 from kvactors.units import ALL_TIERS, Tier
 
 Tiers = Mapping[Tier, AbstractSet[bytes]]
@@ -111,17 +111,14 @@ def divergence_steps(ledger: Ledger, sinks: Collection[int], mirrors: Mapping[in
     differing: set[bytes] = set()
     looked = 0
     for sink in sinks:
-        closed, mirror, expected, found = ledger.views[sink].closed(), mirrors.get(sink), dict[bytes, int](), 0
-        for entry in ledger.order.up_to(ledger.order.last_number):  # parents before children
+        mirror, found = mirrors.get(sink), 0
+        for entry, due in due_of(ledger, ledger.views[sink], tiers):
             looked += 1
             if not looked % ledger.step:
                 yield
-            key, above = entry.key, ABOVE_ALL if entry.parent is None else expected.get(entry.parent.key, 0)
+            key = entry.key
             held = entry.states[sink] & TIERS if mirror is None else tiers_of(mirror, key)
             found += held.bit_count()
-            due = closed[above << SHIFT | tiers_of(tiers, key)] if ledger.counts(entry, sink) else 0
-            if due:
-                expected[key] = due
             if due != held:
                 differing.add(key)
         if mirror is not None and found != sum(map(len, mirror.values())):
@@ -133,6 +130,23 @@ def divergence_steps(ledger: Ledger, sinks: Collection[int], mirrors: Mapping[in
                     if key not in ledger.entries:
                         differing.add(key)
     return len(differing)
+
+
+def due_of(ledger: Ledger, view: SinkView, tiers: Tiers) -> Iterator[tuple[Entry, int]]:
+    """Every block of which a path is known, parents before children, and the set of tiers on which it is announceable to a sink of this view,
+    if `tiers` hold what they hold."""
+    closed, expected = view.closed(), dict[bytes, int]()
+    for entry in ledger.order.up_to(ledger.order.last_number):
+        above = ABOVE_ALL if entry.parent is None else expected.get(entry.parent.key, 0)
+        due = closed[above << SHIFT | tiers_of(tiers, entry.key)] if counts(entry, view) else 0
+        if due:
+            expected[entry.key] = due
+        yield entry, due
+
+
+def counts(entry: Entry, view: SinkView) -> bool:
+    """Whether a sink of this view gets a block at all."""
+    return (entry.finished or not view.at_finish) and (entry.by_tokens or not view.by_tokens)
 
 
 def tiers_of(tiers: Tiers, key: bytes) -> int:

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from kvactors.flush_notifier import batches
-from kvactors.flush_notifier.checks import check_steps
+from kvactors.flush_notifier.checks import check_steps, counts
 from kvactors.flush_notifier.messages import Announced, Named, Origin
 from kvactors.flush_notifier.naming import Waiting, naming, placing
 from kvactors.flush_notifier.order import Order
@@ -231,7 +231,7 @@ class Ledger:
         above, truth, dues, states, spread = entry.parent, entry.truth, entry.dues, entry.states, False
         for sink, (closed, conditional, dirty) in enumerate(self._sinks):
             due = closed[(ABOVE_ALL if above is None else above.dues[sink]) << SHIFT | truth]
-            if due and conditional and not self.counts(entry, sink):
+            if due and conditional and not counts(entry, self.views[sink]):
                 due = 0
             if due != (before := dues[sink]):
                 dues[sink] = due
@@ -250,12 +250,7 @@ class Ledger:
     def due(self, entry: Entry, sink: int) -> int:
         """The set of tiers on which a block is to be announced, from that of the block above."""
         above = ABOVE_ALL if entry.parent is None else entry.parent.dues[sink]
-        return self._sinks[sink][0][above << SHIFT | entry.truth] if self.counts(entry, sink) else 0
-
-    def counts(self, entry: Entry, sink: int) -> bool:
-        """Whether a sink gets a block at all."""
-        view = self.views[sink]
-        return (entry.finished or not view.at_finish) and (entry.by_tokens or not view.by_tokens)
+        return self._sinks[sink][0][above << SHIFT | entry.truth] if counts(entry, self.views[sink]) else 0
 
     def _spread(self, top: Entry, looked: int) -> Steps[int]:
         """What is due of a block changed: see what is due of the blocks below it, down to those for which nothing changes. looked: blocks

@@ -5,9 +5,14 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from kvactors.actor import ActorStatistics, SupervisorStatistics
+from kvactors.flush_notifier.checks import due_of
+from kvactors.flush_notifier.view import SinkView
 from kvactors.prefix_index.records import IndexStatistics
 from kvactors.system import System
-from kvactors.units import Tier, split_keys
+from kvactors.units import ALL_TIERS, Tier, split_keys
+
+PER_TIER = SinkView(int(ALL_TIERS), node=False, at_finish=False)
+"""A sink that is sent everything, each tier for itself, at once."""
 
 
 class CacheStatistics(NamedTuple):
@@ -57,3 +62,13 @@ def residency(system: System) -> dict[Tier, set[bytes]]:
         Tier.HOST: set(system.evictor_actor.host_keys()),
         Tier.STORAGE: set(system.store.keys()) if system.store is not None else set(),
     }
+
+
+def announceable(system: System, view: SinkView = PER_TIER) -> dict[Tier, set[bytes]]:
+    """The same as far as a sink of this view is sent it: blocks with a known path, and by the tree rule of the ledger."""
+    found: dict[Tier, set[bytes]] = {tier: set() for tier in Tier}
+    for entry, tiers in due_of(system.notifier_actor.ledger, view, residency(system)):
+        for tier in Tier:
+            if tiers & tier:
+                found[tier].add(entry.key)
+    return found

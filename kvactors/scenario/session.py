@@ -18,7 +18,7 @@ from kvactors.flush_notifier.runs import path_tokens
 from kvactors.flush_notifier.sinks import Sink, make_sinks
 from kvactors.layout import make_layout
 from kvactors.observe.lag import Lag, LagMonitor
-from kvactors.observe.statistics import residency
+from kvactors.observe.statistics import announceable
 from kvactors.scenario.engine import Engine
 from kvactors.scenario.replay import cache_config
 from kvactors.scenario.report import Report, Totals, make_report
@@ -76,9 +76,8 @@ class Session:
         for name, sink in self.sinks.items():
             inner = sink.inner
             if isinstance(inner, AttentionStoreSink) and isinstance(inner.sdk.connection, AttentionStoreSDK):
-                held = {key for tier, keys in self.named().items() if inner.view_of.tiers & tier for key in keys}
-                finished = [entry for entry in map(ledger.entries.__getitem__, held) if entry.finished]
-                paths = {tuple(np.frombuffer(path_tokens(entry), "<u4").tolist()) for entry in finished}
+                held = [ledger.entries[key] for keys in announceable(self.cache.system, inner.view_of).values() for key in keys]
+                paths = {tuple(np.frombuffer(path_tokens(entry), "<u4").tolist()) for entry in held}
                 differing[name] = len(paths ^ inner.sdk.connection.service.resident)
         return differing
 
@@ -110,9 +109,8 @@ class Session:
         part.misdeed = fault.kind
 
     def named(self) -> dict[Tier, set[bytes]]:
-        """What the tiers hold of blocks with a path; no sink can know of others."""
-        entries = self.cache.system.notifier_actor.ledger.entries
-        return {tier: {key for key in keys if key in entries} for tier, keys in residency(self.cache.system).items()}
+        """What a sink that is sent everything must have: see `announceable`."""
+        return announceable(self.cache.system)
 
     def held(self, media: Mapping[Tier, str]) -> dict[str, set[int]]:
         """The same as readers of KV events name it: hashes by medium."""

@@ -10,13 +10,12 @@ import xxhash
 
 from kvactors.errors import KVActorsError, NoRoom
 from kvactors.flush_notifier.runs import path_tokens
-from kvactors.observe.statistics import residency
-from kvactors.simulation.draw import BLOCK
+from kvactors.observe.statistics import announceable
+from kvactors.simulation.draw import BLOCK, INDEX
 from kvactors.simulation.world import World
 from kvactors.storage.breaker import PAUSE
 from kvactors.testing.attentionstore_sdk import services
 from kvactors.testing.ranks import keys_on_rank
-from kvactors.units import Tier
 
 REST = 60.0
 """Virtual seconds in which a healthy system must have come to rest."""
@@ -55,6 +54,9 @@ def still(world: World) -> None:
         divergence = cache.divergence([name])
         if divergence:
             world.violated(f"divergence: {name} differs on {divergence} blocks")
+    for sink in world.sinks:
+        for what in sink.reader.violations:
+            world.violated(f"tree rule: {sink.name}: {what}")
     statistics = cache.statistics()
     index, host = statistics.prefix, statistics.host
     world.seen["load overdue"] += index.overdue_loads
@@ -108,12 +110,12 @@ def _bytes_below(world: World) -> None:
 
 
 def _token_index(world: World) -> None:
-    """AttentionStore's index has no path of which neither device nor host holds a block."""
+    """AttentionStore's index has no path that is not announceable."""
     if not world.drawn.token_index:
         return
-    where = residency(world.system)
     entries = world.system.notifier_actor.ledger.entries
-    held = [entries[key] for key in where[Tier.DEVICE] | where[Tier.HOST] if key in entries]
+    (view,) = (sink.view_of for sink in world.sinks if sink.name == INDEX)
+    held = [entries[key] for keys in announceable(world.system, view).values() for key in keys]
     paths = {tuple(np.frombuffer(path_tokens(entry), "<u4").tolist()) for entry in held}
     stale = {path for one in services.values() for path in one.resident} - paths
     world.seen["index compared"] += 1

@@ -1,4 +1,4 @@
-"""A reader of KV events as a router is one: it rebuilds what a node holds from its messages alone, loses some, and catches up.
+"""A strict reader of KV events, as a router is one: it rebuilds what a node holds from its messages alone, loses some, and catches up.
 
 `Mirror` is the pure state, `Reader` has the sockets, and `python -m kvactors.testing.kv_mirror` is a process of its own: a line
 `report N` on its input is answered with the mirror as JSON once batch N - 1 has been applied.
@@ -30,12 +30,16 @@ from kvactors.flush_notifier.sinks.kv_wire import (
 )
 from kvactors.testing.kv_identities import Identities
 
+RADIX = "GPU"
+"""The medium that routers keep as a radix tree."""
+
 PATIENCE = 2.0
 """Seconds for one message of an answer from the replay socket."""
 
 
 class MirrorStatistics(NamedTuple):
-    """applied: batches. dropped: lost on purpose. gaps: noticed. replayed: batches had from replay. snapshots: taken. connections: made."""
+    """applied: batches. dropped: lost on purpose. gaps: noticed. replayed: batches had from replay. snapshots: taken. connections: made. orphans:
+    see `Mirror`."""
 
     applied: int
     dropped: int
@@ -43,6 +47,7 @@ class MirrorStatistics(NamedTuple):
     replayed: int
     snapshots: int
     connections: int
+    orphans: int
 
 
 class SnapshotPart(msgspec.Struct, frozen=True, tag="Snapshot", tag_field="type"):
@@ -56,23 +61,69 @@ class SnapshotPart(msgspec.Struct, frozen=True, tag="Snapshot", tag_field="type"
 
 
 class Mirror:
-    """view: hashes by medium. identities: what the blocks are to a reader. expected: number of the next batch."""
+    """An index that finds a block's place by its parent, as routers do: it rejects a block whose parent is nowhere, or on GPU if that is where the
+    block is announced; and with a block that goes, all that is below it goes as well (from GPU, or from everywhere).
+
+    view: hashes by medium. identities: what the blocks are to a reader. expected: number of the next batch. orphans: blocks that were rejected or
+    cut off so, while the mirror followed the batches one by one. After a snapshot, which is older than some of what it shows, none are counted
+    until everything is cleared.
+    """
 
     def __init__(self) -> None:
         self.view: dict[str, set[Hash]] = {}
         self.identities = Identities()
         self.expected = 0
+        self.orphans = 0
+        self._exact = True
+        self._parents: dict[Hash, Hash | None] = {}  # of the blocks in the view
+        self._below: dict[Hash, set[Hash]] = {}  # blocks in the view, by parent
 
     def apply(self, events: Iterable[Event]) -> None:
         """Take events, in order."""
         for event in events:
             if isinstance(event, BlockStored):
-                self.view.setdefault(event.medium or "", set()).update(event.block_hashes)
                 self.identities.stored(event)
+                parent = event.parent_block_hash
+                for block in event.block_hashes:
+                    self._store(block, parent, event.medium or "")
+                    parent = block
             elif isinstance(event, BlockRemoved):
-                self.view.setdefault(event.medium or "", set()).difference_update(event.block_hashes)
+                for block in event.block_hashes:
+                    self._remove(block, event.medium or "")
             else:
                 self._forget()
+                self._exact = True
+
+    def _held(self, block: Hash, medium: str) -> bool:
+        """Whether a block is on a medium; on RADIX counts alone, elsewhere it may be anywhere."""
+        return block in self.view.get(medium, ()) if medium == RADIX else block in self._parents
+
+    def _store(self, block: Hash, parent: Hash | None, medium: str) -> None:
+        if parent is not None and not self._held(parent, medium):
+            self.orphans += self._exact
+            return
+        self.view.setdefault(medium, set()).add(block)
+        self._parents[block] = parent
+        if parent is not None:
+            self._below.setdefault(parent, set()).add(block)
+
+    def _remove(self, block: Hash, medium: str) -> None:
+        held = self.view.setdefault(medium, set())
+        if block not in held:
+            return
+        held.discard(block)
+        nowhere = not any(block in blocks for blocks in self.view.values())
+        for below in list(self._below.get(block, ())):
+            for other in [RADIX] if not nowhere else list(self.view):
+                if (nowhere or medium == RADIX) and below in self.view.get(other, ()):
+                    self.orphans += self._exact
+                    self._remove(below, other)
+        if nowhere:
+            parent = self._parents.pop(block)
+            if parent is not None:
+                self._below[parent].discard(block)
+                if not self._below[parent]:
+                    del self._below[parent]
 
     def batch(self, number: int, events: Sequence[Event]) -> bool:
         """Take a numbered batch; False if there is a gap before it. An old one is passed over."""
@@ -86,11 +137,14 @@ class Mirror:
     def restart(self, next_sequence: int) -> None:
         """Forget everything; the next batch is `next_sequence`."""
         self._forget()
+        self._exact = False
         self.expected = next_sequence
 
     def _forget(self) -> None:
         self.view.clear()
         self.identities.clear()
+        self._parents.clear()
+        self._below.clear()
 
     def ambiguous(self) -> int:
         """Blocks that a reader takes for others, on any medium, and events that disagree about a block."""
@@ -118,7 +172,7 @@ class Reader:
         self._replay = replay
         self._lose = lose
         self._random = random.Random(seed)  # noqa: S311  (which message is lost is no secret)
-        self._counts = dict.fromkeys(MirrorStatistics._fields, 0)
+        self._counts = dict.fromkeys(MirrorStatistics._fields[:-1], 0)
         self._context: Any = zmq.Context.instance()
         self.socket: Any = self._context.socket(zmq.SUB)
         self.socket.setsockopt(zmq.RCVHWM, 0)
@@ -220,7 +274,7 @@ class Reader:
 
     def statistics(self) -> MirrorStatistics:
         """A moment's picture."""
-        return MirrorStatistics(**self._counts)
+        return MirrorStatistics(**self._counts, orphans=self.mirror.orphans)
 
     def close(self) -> None:
         """Close the sockets."""

@@ -20,7 +20,7 @@ from kvactors.flush_notifier.messages import Gone
 from kvactors.flush_notifier.runs import path_tokens
 from kvactors.flush_notifier.sinks.attention_store import AttentionStoreSink
 from kvactors.layout import GQALayout
-from kvactors.observe.statistics import residency
+from kvactors.observe.statistics import announceable
 from kvactors.sdk_settings import complete, sdk_settings
 from kvactors.sink_config import AttentionStoreConfig, AttentionStoreSinkConfig
 from kvactors.testing import attentionstore_sdk as stand_in
@@ -362,9 +362,9 @@ CACHE = Config.from_mapping(
 def held_paths(cache) -> set[tuple[int, ...]]:
     """What device and host hold, of finished requests, by tokens."""
     entries = cache.system.notifier_actor.ledger.entries
-    held = residency(cache.system)
-    found = [entries[key] for key in held[Tier.DEVICE] | held[Tier.HOST]]
-    return {tuple(np.frombuffer(path_tokens(entry), "<u4").tolist()) for entry in found if entry.finished}
+    held = announceable(cache.system, cache.sinks["attention_store"].view_of)
+    found = [entries[key] for keys in held.values() for key in keys]
+    return {tuple(np.frombuffer(path_tokens(entry), "<u4").tolist()) for entry in found}
 
 
 @settings(max_examples=25, deadline=None)

@@ -377,11 +377,10 @@ async def churn(cache, seeds) -> None:
 
 
 def tiers_of(cache) -> dict[str, set[int]]:
-    from kvactors.observe.statistics import residency
+    from kvactors.observe.statistics import announceable
 
-    entries = cache.system.notifier_actor.ledger.entries
     names = {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.STORAGE: "STORAGE"}
-    held = {names[tier]: {hash_of(key) for key in keys if key in entries} for tier, keys in residency(cache.system).items()}
+    held = {names[tier]: {hash_of(key) for key in keys} for tier, keys in announceable(cache.system).items()}
     return {medium: hashes for medium, hashes in held.items() if hashes}
 
 

@@ -1,4 +1,4 @@
-"""A sink that takes virtual time, hears things twice, and is out of reach for a while."""
+"""A sink that takes virtual time, takes things twice, is out of reach for a while, and is read strictly."""
 
 from __future__ import annotations
 
@@ -9,25 +9,43 @@ from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.testing.fakes.gate import Latency, instant
 from kvactors.testing.faults import FaultySink
+from kvactors.testing.tree_reader import TreeReader
 
 
 class SimSink(FaultySink):
-    """latency: seconds each call takes. twice: every delivery arrives twice. troubled: calls that met a misdeed. doubled: those that came twice."""
+    """latency: seconds each call takes. twice: every delivery arrives twice. troubled: calls that met a misdeed. doubled: those that came twice.
+    reader: of what the inner sink took."""
 
     def __init__(self, inner: Sink, latency: Latency = instant) -> None:
         super().__init__(inner)
         self.latency = latency
         self.twice = False
         self.troubled = self.doubled = 0
+        self.reader = TreeReader()
+
+    async def begin(self, epoch: int) -> None:
+        """See `Sink.begin`."""
+        await self._before()
+        await self.inner.begin(epoch)
+        self.reader.clear()
+        self._after()
 
     async def deliver(self, tasks: Sequence[FlushTask]) -> None:
         """See `Sink.deliver`."""
         await self._before()
-        await self.inner.deliver(tasks)
+        await self._pass_on(tasks)
         if self.twice:
             self.doubled += 1
-            await self.inner.deliver(tasks)
+            await self._pass_on(tasks)
         self._after()
+
+    async def _pass_on(self, tasks: Sequence[FlushTask]) -> None:
+        taken = 0
+        try:
+            await self.inner.deliver(tasks)
+            taken = len(tasks)
+        finally:
+            self.reader.take(tasks[: max(taken, self.inner.taken)])
 
     async def _before(self) -> None:
         self.troubled += bool(self.misdeed)

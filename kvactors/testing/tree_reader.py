@@ -1,0 +1,81 @@
+"""A strict reader of flush tasks: an index that finds a block's place by its parent, and notes every task that breaks the tree rule.
+
+The rule is stated in `flush_notifier.ledger`: a block is announced only while the block above it is, on any tier, and on DEVICE only while the
+block above it is on DEVICE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvactors.flush_notifier.messages import FlushTask
+from kvactors.units import Residency, Tier, split_keys
+
+KEPT = 20
+"""Violations that are remembered."""
+
+
+class TreeReader:
+    """held: set of tiers by block. violations: what broke the rule, the first ones."""
+
+    def __init__(self) -> None:
+        self.held: dict[bytes, int] = {}
+        self.violations: list[str] = []
+        self._parents: dict[bytes, bytes | None] = {}  # of the blocks that are held, None at the beginning of a path
+        self._below: dict[bytes, set[bytes]] = {}  # blocks that are held, by parent
+
+    def clear(self) -> None:
+        """Nothing is held: a new epoch."""
+        self.held.clear()
+        self._parents.clear()
+        self._below.clear()
+
+    def take(self, tasks: Sequence[FlushTask]) -> None:
+        """Tasks in order, each block by block: gains from the first block on, losses from the last block on."""
+        for task in tasks:
+            if not task.count:
+                self.clear()
+                continue
+            keys = split_keys(task.keys)
+            pairs = list(zip(keys, [task.parent if task.start_block_idx else None, *keys], strict=False))
+            if task.residency is Residency.RESIDENT:
+                for key, parent in pairs:
+                    self._gain(key, parent, task)
+            else:
+                for key, _ in reversed(pairs):
+                    self._lose(key, task)
+
+    def _gain(self, key: bytes, parent: bytes | None, task: FlushTask) -> None:
+        above = 0 if parent is None else self.held.get(parent, 0)
+        if parent is not None and not above:
+            self._violated("is announced, and the block above it is nowhere", key, task)
+        elif parent is not None and task.tier is Tier.DEVICE and not above & Tier.DEVICE:
+            self._violated("is announced on DEVICE, and the block above it is not there", key, task)
+        self.held[key] = self.held.get(key, 0) | task.tier
+        self._parents[key] = parent
+        if parent is not None:
+            self._below.setdefault(parent, set()).add(key)
+
+    def _lose(self, key: bytes, task: FlushTask) -> None:
+        left = self.held.get(key, 0) & ~int(task.tier)
+        below = [self.held[one] for one in self._below.get(key, ())]
+        if below and not left:
+            self._violated("is removed, and a block below it is not", key, task)
+        elif task.tier is Tier.DEVICE and any(tiers & Tier.DEVICE for tiers in below):
+            self._violated("is removed from DEVICE, and a block below it is not", key, task)
+        if left:
+            self.held[key] = left
+        elif key in self.held:
+            del self.held[key]
+            parent = self._parents.pop(key)
+            if parent is not None:
+                self._below[parent].discard(key)
+                if not self._below[parent]:
+                    del self._below[parent]
+
+    def _violated(self, what: str, key: bytes, task: FlushTask) -> None:
+        if len(self.violations) < KEPT:
+            place = f"block {task.start_block_idx} and {task.count - 1} more"
+            self.violations.append(
+                f"{key[-4:].hex()} {what} ({task.residency.value} {task.tier.name} {task.reason.value}, {place})"
+            )
