@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
-from kvactors.flush_notifier.runs import UNSURE, Entry, Steps
+from kvactors.flush_notifier.runs import UNSURE, Entry, Steps, counts
 from kvactors.flush_notifier.view import ABOVE_ALL, SHIFT, SinkView
 from kvactors.units import ALL_TIERS, Tier
 
@@ -142,11 +142,6 @@ def due_of(ledger: Ledger, view: SinkView, tiers: Tiers) -> Iterator[tuple[Entry
         if due:
             expected[entry.key] = due
         yield entry, due
-
-
-def counts(entry: Entry, view: SinkView) -> bool:
-    """Whether a sink of this view gets a block at all."""
-    return (entry.finished or not view.at_finish) and (entry.by_tokens or not view.by_tokens)
 
 
 def tiers_of(tiers: Tiers, key: bytes) -> int:

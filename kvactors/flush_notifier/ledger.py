@@ -22,11 +22,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from kvactors.flush_notifier import batches
-from kvactors.flush_notifier.checks import check_steps, counts
+from kvactors.flush_notifier.checks import check_steps
 from kvactors.flush_notifier.messages import Announced, Named, Origin
 from kvactors.flush_notifier.naming import Waiting, naming, placing
 from kvactors.flush_notifier.order import Order
-from kvactors.flush_notifier.runs import BITS, LAST, Batch, Entry, Holding, Steps, finish
+from kvactors.flush_notifier.runs import BITS, LAST, Batch, Entry, Holding, Steps, counts, finish
 from kvactors.flush_notifier.view import ABOVE_ALL, SHIFT, SinkView
 from kvactors.identity import block_hash
 from kvactors.units import ALL_TIERS, KEY_BYTES, Reason, Tier, count_keys, key_at

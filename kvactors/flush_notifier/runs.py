@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeVar
 
 from kvactors.discreet import discreet
 from kvactors.flush_notifier.messages import ExtraKeys, FlushTask, Origin
+from kvactors.flush_notifier.view import SinkView
 from kvactors.units import ALL_TIERS, Reason, Residency, Tier
 
 T = TypeVar("T")
@@ -127,6 +128,11 @@ class Entry:
             if right is not None:
                 right.left = left
             self.left = None
+
+
+def counts(entry: Entry, view: SinkView) -> bool:
+    """Whether a sink of this view gets a block at all."""
+    return (entry.finished or not view.at_finish) and (entry.by_tokens or not view.by_tokens)
 
 
 KEY: Callable[[Entry], bytes] = attrgetter("key")

@@ -79,7 +79,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "index_by_tokens_gets_every_block",
-        "flush_notifier/ledger.py",
+        "flush_notifier/runs.py",
         "(entry.by_tokens or not view.by_tokens)",
         "True",
         "an index that is addressed by tokens holds blocks of other scopes and images",
