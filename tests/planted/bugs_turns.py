@@ -38,7 +38,7 @@ BUGS: tuple[Mutation, ...] = (
         "        if self._walk is None:\n            self.tell(self.notifier, message)\n        else:",
         "        if True:\n            self.tell(self.notifier, message)\n        else:",
         "after a restart of the notifier blocks are announced before their parents, and never get a path",
-        (WALKS,),
+        (TURNS + "test_what_changes_while_everything_is_announced_is_sent_after_it",),
     ),
     Mutation(
         "hints_of_before_a_restart_stay",

@@ -253,3 +253,16 @@ def test_a_block_that_comes_back_is_reported_although_its_scope_was_forgotten(ma
     (report,) = effects.to("flush_notifier")
     assert (type(report), report.keys) == (Gained, machine.actor.leases[lease].path.keys(0, PART))
     machine.whole(Finish(lease))
+
+
+def test_what_changes_while_everything_is_announced_is_sent_after_it(machine):
+    machine.begin()
+    lease = machine.request(MANY)
+    machine.commit_all(lease, MANY - 1)
+    machine.sent.clear()
+    machine.turn(PeerRestarted("flush_notifier", 1))
+    assert 0 < len(machine.sent) < MANY - 1
+    machine.turn(Commit(lease, MANY * BLOCK))  # below blocks that have not been announced again
+    machine.finish_works()
+    assert len(machine.sent) == MANY
+    machine.whole(Finish(lease))
