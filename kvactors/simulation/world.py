@@ -7,10 +7,11 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import anyio
 
-from kvactors.attention_store import Sdk
+from kvactors.attention_store import SHARED, Sdk, Shared
 from kvactors.cache import KVCache
 from kvactors.device.host import HostDevice
 from kvactors.flush_notifier.sinks.attention_store import AttentionStoreSink
@@ -55,6 +56,9 @@ class World:
         self.sinks = [SimSink(MemorySink(one, config.cache.block_size), self._lag(2)) for one in drawn.sinks]
         if drawn.token_index:
             self.sinks.append(SimSink(self._make_index_sink(), self._lag(2)))
+        if direct and count > 1:
+            for number in range(count):
+                self._rank_on_service(number, count)
         self.ranks = [self._make_rank(number) for number in range(count)] if count > 1 else []
         local = self.stores[0] if self.stores and count == 1 else None
         self.system = SimSystem(config, list(self.sinks), local, self.witness)
@@ -85,6 +89,13 @@ class World:
     def _on_service(self, sdk: Sdk) -> None:
         assert self.service is not None
         setattr(sdk, "thread", SimThread(self.service))  # noqa: B010
+
+    def _rank_on_service(self, number: int, count: int) -> None:
+        """The handle that a rank will open calls the service in virtual time."""
+        assert self.service is not None
+        shard = sdk_settings(self.drawn.config, self.layout, shard=(number, count)).shard
+        threads: dict[str, Any] = SHARED.setdefault(shard, Shared(f"shard {number}")).threads
+        threads["storage"] = SimThread(self.service)
 
     def _make_rank(self, number: int) -> SimRank:
         store = self.stores[number] if self.stores else None

@@ -150,3 +150,21 @@ def test_fastdeploys_variables_mean_the_full_path():
     mine = {**base, "flush": {"sinks": [{"kind": "attention_store", "announce": "difference"}]}}
     (sink,) = Config.from_env({"FD_AS_ONLY_FLUSH": "1"}, Config.from_mapping(mine)).flush.sinks
     assert sink.announce == "difference"
+
+
+async def test_a_journal_is_not_written_for_what_it_has(tmp_path):
+    journal = tmp_path / "sent.jsonl"
+    base = config("full")
+    base = replace(base, flush=replace(base.flush, sinks=(AttentionStoreSinkConfig(announce="full", journal=str(journal)),)))
+    async with kvactors.open(base) as cache:
+        await serve(cache, list(range(17)))
+        size = journal.stat().st_size
+        for _ in range(5):
+            await serve(cache, list(range(17)))
+        assert journal.stat().st_size == size
+        await serve(cache, list(range(21)))
+        assert journal.stat().st_size > size
+    stand_in.restart_process()
+    async with kvactors.open(base) as cache:
+        await cache.flush_settled(20.0)
+        assert not stand_in.service().resident, "taken back"

@@ -7,6 +7,7 @@ from mutation import Mutation
 ENVIRONMENT = "tests/config/test_environment.py::"
 RANKS = "tests/gpu_swapper/test_ranks_attention_store.py::"
 FULL = "tests/flush_notifier/test_announce_full.py::"
+SIMULATED = "tests/simulation/test_direct_ranks.py"
 SHARED = "tests/storage/test_attention_store_shared.py::"
 
 BUGS: tuple[Mutation, ...] = (
@@ -56,7 +57,7 @@ BUGS: tuple[Mutation, ...] = (
         "one.deadline - now(), one.era == self.backend.era\n",
         "one.deadline - now(), True\n",
         "a save that waited while a rank's process was replaced stores what the new process's memory holds under the old tokens",
-        ("tests/storage/test_storage_direct.py",),
+        ("tests/storage/test_storage_direct.py", SIMULATED),
     ),
     Mutation(
         "one_rank_is_enough",
@@ -64,7 +65,7 @@ BUGS: tuple[Mutation, ...] = (
         "        good = min(counts, default=0)\n",
         "        good = max(counts, default=0)\n",
         "blocks that one rank's shard lacks are served as if all ranks had read them",
-        (RANKS + "test_what_one_rank_lacks_is_a_miss_for_all",),
+        (SIMULATED, RANKS + "test_what_one_rank_lacks_is_a_miss_for_all"),
     ),
     Mutation(
         "slow_device_store_makes_a_rank_silent",

@@ -67,6 +67,7 @@ class AttentionStoreSink(Sink):
         """Tell the index, in order. SinkError at the first call that fails; what came before it is told all the same."""
         self.taken = 0
         gains = [task for task in tasks if task.residency is Residency.RESIDENT]
+        gains = [task for task in gains if not self._told.holds(task)]
         for task in gains:
             self._told.resident(task)  # before the call: a call that is given up may still be carried out
         if self._journal is not None:

@@ -43,6 +43,10 @@ class Told:
         self.block_bytes = 4 * block_size
         self.nodes: dict[bytes, Node] = {}  # parents before children
 
+    def holds(self, task: FlushTask) -> bool:
+        """Whether every block of a task counts as told already."""
+        return all((node := self.nodes.get(key)) is not None and node.told for key in split_keys(task.keys))
+
     def resident(self, task: FlushTask) -> None:
         """A task is about to say that blocks are resident."""
         self.add(task.parent, task.start_block_idx, split_keys(task.keys), task.tokens)
