@@ -235,7 +235,8 @@ class FlushNotifier(Actor):
         if rest is not None:
             yield from self.ledger.refusing(i, rest)
         if delivery.anew:
-            yield from self._forget(i, delivery)
+            yield from self._again(i, delivery)
+        self._step_again(i, delivery)
         sent_again = bool(delivery.batch.cleared)
         delivery.in_flight = False
         if not delivery.failures:
@@ -265,37 +266,42 @@ class FlushNotifier(Actor):
     def resync_due(self, message: ResyncDue) -> None:
         """Send a sink again what it was sent: step by step, each when it has taken the ones before; or at once, if its index must forget first."""
         i = self._by_name[message.sink]
-        delivery, interval = self.deliveries[i], self.deliveries[i].sink.resync_interval
-        wait = interval
+        delivery, wait = self.deliveries[i], self.deliveries[i].sink.resync_interval
         if not delivery.sink.repeats:
             self._send_again(i)
         else:
+            delivery.step = True
+            if not (delivery.in_flight or self._unfinished):
+                self._step_again(i, delivery)
+                self._pump()
+            if delivery.step or delivery.repeat is not None:
+                wait = pause(wait, len(self.ledger.entries), self.ledger.step)
+        self.after(wait, message)
+
+    def _step_again(self, i: int, delivery: Delivery) -> None:
+        """A step of a slow repetition. Not while a call is in flight: what that brings to the index may be lost before the step."""
+        if delivery.step and self.ledger.pending(i) < self.config.batch:
+            delivery.step = False
             delivery.repeat = delivery.repeat or self.ledger.repeat(i)
-            busy = self._unfinished or self.ledger.pending(i) >= self.config.batch
-            if not busy and next(delivery.repeat, self) is self:
+            if next(delivery.repeat, self) is self:
                 delivery.repeat = None
                 delivery.resyncs += 1
-            if delivery.repeat is not None:
-                wait = pause(interval, len(self.ledger.entries), self.ledger.step)
-            self._pump()
-        self.after(wait, message)
 
     def _send_again(self, i: int) -> None:
         """Now, or when the call in flight is over: until then its batch is not in the ledger's view."""
         delivery = self.deliveries[i]
-        if delivery.sink.repeats:
-            self._work(self._again(i, delivery, self.ledger.repeat(i)))
-        elif delivery.in_flight:
+        if delivery.in_flight:
             delivery.anew = True
         else:
-            self._work(self._forget(i, delivery))
+            self._work(self._again(i, delivery))
 
-    def _forget(self, i: int, delivery: Delivery) -> Iterator[None]:
-        delivery.anew = delivery.begun = False
-        yield from self._again(i, delivery, self.ledger.forget(i))
-
-    def _again(self, i: int, delivery: Delivery, steps: Iterator[None]) -> Iterator[None]:
-        yield from steps
+    def _again(self, i: int, delivery: Delivery) -> Iterator[None]:
+        delivery.anew = False
+        if delivery.sink.repeats:
+            yield from self.ledger.repeat(i)
+        else:
+            delivery.begun = False
+            yield from self.ledger.forget(i)
         delivery.resyncs += 1
         self._settling += [Settling(envelope, {i: self._mark(i)}) for envelope in delivery.asks]
         delivery.asks.clear()

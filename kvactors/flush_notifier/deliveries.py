@@ -59,7 +59,7 @@ class SinkHealth(NamedTuple):
 class Delivery:
     """One sink's side of the notifier. begun: whether it took this incarnation's epoch. waiting: for the end of a back-off. stuck: a call
     that was given up has not ended yet. number: of the last call. anew: everything is to be sent anew when the call in
-    flight is over. repeat: the steps to come of a slow repetition. asks: for a resync that has not begun."""
+    flight is over. repeat: the steps to come of a slow repetition, step: one of them is due. asks: for a resync that has not begun."""
 
     __slots__ = (
         "anew",
@@ -81,6 +81,7 @@ class Delivery:
         "retried",
         "since",
         "sink",
+        "step",
         "stuck",
         "timer",
         "waiting",
@@ -89,7 +90,7 @@ class Delivery:
     def __init__(self, sink: Sink, delay: float) -> None:
         self.sink = sink
         self.delay = delay
-        self.begun = self.in_flight = self.waiting = self.stuck = self.anew = False
+        self.begun = self.in_flight = self.waiting = self.stuck = self.anew = self.step = False
         self.repeat: Iterator[None] | None = None
         self.asks: list[Envelope[bool]] = []
         self.resyncs = 0

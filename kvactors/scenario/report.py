@@ -86,6 +86,7 @@ def make_report(
             "pending": sink.pending,
             "retried": sink.retried,
             "coalesced": sink.coalesced,
+            "resyncs": sink.resyncs,
             "oldest_pending_age": round(sink.oldest_pending_age, 3),
             "divergence": cache.divergence([sink.name]),
         }

@@ -58,7 +58,7 @@ async def child(*arguments: str) -> AsyncIterator[Child]:
 async def routing(spec: RouterSpec, endpoint: str, replay: str, topic: str, seed: int) -> AsyncIterator[Child]:
     """A router process, connected."""
     arguments = ("-m", "kvactors.testing.kv_mirror", endpoint, replay, "--topic", topic, "--lose", str(spec.lose))
-    async with child(*arguments, "--seed", str(seed)) as router:
+    async with child(*arguments, "--follow", spec.follow, "--seed", str(seed)) as router:
         await router.hear()
         yield router
 

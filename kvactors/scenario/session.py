@@ -15,7 +15,7 @@ import numpy as np
 from kvactors.cache import KVCache, open_cache
 from kvactors.config import Config, StorageConfig
 from kvactors.flush_notifier.runs import path_tokens
-from kvactors.flush_notifier.sinks import Sink, make_sinks
+from kvactors.flush_notifier.sinks import MemorySink, Sink, make_sinks
 from kvactors.layout import make_layout
 from kvactors.observe.lag import Lag, LagMonitor
 from kvactors.observe.statistics import announceable
@@ -29,6 +29,9 @@ from kvactors.storage.backends import make_backend
 from kvactors.testing.faults import FaultyBackend, FaultySink, rot
 from kvactors.units import Tier
 
+RESYNC = 60.0
+"""Seconds in which a sink whose index lost its state must have been sent everything again."""
+
 Progress = Callable[[Totals], None]
 
 
@@ -40,6 +43,7 @@ class Session:
         self.cache = cache
         self.sinks = sinks
         self.totals = Totals()
+        self._lost: dict[str, int] = {}  # sinks whose index lost its state, and how often each had been sent everything by then
         self.virtual = virtual
         dead = {fault.sink for fault in scenario.fault if fault.sink and fault.lasting and fault.kind in ("down", "hang")}
         self.living = None if not dead else [name for name in cache.sinks if name not in dead]
@@ -57,6 +61,9 @@ class Session:
             else:
                 await Script(engine, seed).run(work.step)
             await engine.settle(self.living)
+            if self._lost:
+                await self._resynced()
+                await engine.settle(self.living)
         progress(self.totals)
         lag = Lag(0.0, 0.0, 0.0) if self.virtual else monitor.result()
         name = self.scenario.scenario.name
@@ -100,8 +107,28 @@ class Session:
     def _part(self, fault: Fault) -> Any:
         return self.sinks[fault.sink] if fault.sink else self.cache.system.backend
 
+    async def _resynced(self) -> None:
+        """Wait until every sink whose index lost its state has been sent everything again: at its interval (of two more times one began after
+        the loss), or on request if it has none."""
+        waiting = {name: count for name, count in self._lost.items() if self.sinks[name].resync_interval}
+        for name in self._lost.keys() - waiting.keys():
+            await self.cache.resync(name, deadline=RESYNC)
+        with anyio.fail_after(RESYNC):
+            while any(self._resyncs(name) < count + 2 for name, count in waiting.items()):  # noqa: ASYNC110  (counted elsewhere)
+                await anyio.sleep(0.01)
+
+    def _resyncs(self, name: str) -> int:
+        return next(int(sink.resyncs) for sink in self.cache.statistics().flush if sink.name == name)
+
     def _begin(self, fault: Fault) -> None:
         part = self._part(fault)
+        if fault.kind == "loses_state":
+            self._lost[fault.sink] = self._resyncs(fault.sink)
+            if isinstance(part.inner, MemorySink):
+                part.inner.lose_state()
+            else:
+                part.inner.sdk.connection.service.resident.clear()
+            return
         if fault.kind == "bit_rot":
             self.totals.rotten += rot(part.inner, fault.every)
             return

@@ -9,7 +9,7 @@ import msgspec
 from kvactors.config import Config, convert
 from kvactors.errors import ConfigError
 from kvactors.scenario.report import Report, lookup
-from kvactors.sink_config import KvEventsSinkConfig
+from kvactors.sink_config import AttentionStoreSinkConfig, KvEventsSinkConfig, MemorySinkConfig
 from kvactors.validation import validate
 
 
@@ -81,12 +81,13 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What goes wrong, and when. sink: whose (a name): down (refuses every call), hang (never answers), fail_every (refuses every
-    `every`-th call), lose_answers (does what it is told, then fails). storage: the store: down (nothing can be had), full (nothing can be
+    `every`-th call), lose_answers (does what it is sent, then fails), loses_state (its index is empty at once; at the end the run waits for
+    a resync at its `resync_interval`, or asks for one if that is 0). storage: the store: down (nothing can be had), full (nothing can be
     written), slow (every call takes `delay` seconds more), bit_rot (a bit of every `every`-th slot of a file store is flipped, at once).
     at: seconds after the workload began. seconds: how long; 0: for ever, and then nobody waits for that sink.
     turn, turns: in place of at and seconds, the turn of a chat (from 1 on) before which it begins, and for how many turns (0: for ever)."""
 
-    kind: Literal["down", "hang", "fail_every", "lose_answers", "full", "slow", "bit_rot"]
+    kind: Literal["down", "hang", "fail_every", "lose_answers", "loses_state", "full", "slow", "bit_rot"]
     sink: str = ""
     storage: bool = False
     delay: float = 0.1
@@ -99,19 +100,21 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def lasting(self) -> bool:
         """Whether it never ends."""
-        return not self.seconds and not self.turns
+        return not self.seconds and not self.turns and self.kind != "loses_state"
 
 
-SINK_FAULTS = ("down", "hang", "fail_every", "lose_answers")
+SINK_FAULTS = ("down", "hang", "fail_every", "lose_answers", "loses_state")
 STORAGE_FAULTS = ("down", "full", "slow", "bit_rot")
 
 
 class RouterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A process that mirrors this node from its KV events alone. enabled: whether there is one. lose: share of the messages that it
-    drops; it asks for a replay then."""
+    drops; it asks for a replay then. follow: snapshots (it takes one whenever it connects) or numbers (it has the numbers of the batches alone, as
+    Dynamo has: a batch up to the last one is passed over, a higher number than the next is a gap)."""
 
     enabled: bool = False
     lose: float = 0.0
+    follow: Literal["snapshots", "numbers"] = "snapshots"
 
 
 class Lives(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -236,6 +239,10 @@ def misfit(fault: Fault, scenario: Scenario) -> str:
             f"{fault.kind} is no fault of {'storage' if fault.storage else 'a sink'}",
         ),
         (fault.storage and backend == "none", "there is no storage"),
+        (
+            fault.kind == "loses_state" and not loses(fault, scenario),
+            "loses_state needs a sink of kind memory or attention_store",
+        ),
         (fault.kind == "bit_rot" and backend != "file", "bit_rot needs storage.backend = 'file'"),
         (
             not fault.storage and fault.sink not in names,
@@ -259,6 +266,13 @@ def misfit(fault: Fault, scenario: Scenario) -> str:
         ),
     )
     return next((complaint for wrong, complaint in checks if wrong), "")
+
+
+def loses(fault: Fault, scenario: Scenario) -> bool:
+    """Whether the sink of a fault can lose its state."""
+    kinds = (MemorySinkConfig, AttentionStoreSinkConfig)
+    found = [sink for sink in scenario.flush.sinks if sink.label == fault.sink]
+    return bool(found) and isinstance(found[0], kinds)
 
 
 def events_of(config: Config) -> KvEventsSinkConfig | None:

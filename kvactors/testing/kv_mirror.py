@@ -154,8 +154,8 @@ class Mirror:
 class Reader:
     """A subscriber with a mirror. lose: share of the live messages that it drops, drawn from `seed`. dialect: of the publisher.
 
-    Whenever a connection is (re)made it takes a snapshot: what was queued belongs to another life, and a publisher that restarts counts
-    from 0 again, so numbers alone could not tell.
+    follow: snapshots (whenever a connection is (re)made it takes one, and what was queued is void: numbers of a publisher that begins at 0
+    again could not tell) or numbers (it never takes one: of a publisher whose numbers rise a replay has all that it needs).
     """
 
     def __init__(
@@ -166,7 +166,9 @@ class Reader:
         dialect: Literal["map", "array"] = "map",
         lose: float = 0.0,
         seed: int = 0,
+        follow: Literal["snapshots", "numbers"] = "snapshots",
     ) -> None:
+        self._snapshots = follow == "snapshots"
         self.mirror = Mirror()
         self.dialect: Literal["map", "array"] = dialect
         self._replay = replay
@@ -189,9 +191,10 @@ class Reader:
         if self.monitor in ready:
             recv_monitor_message(self.monitor)
             self._counts["connections"] += 1
-            while self.socket.poll(0):
-                self.socket.recv_multipart()
-            self.catch_up(snapshot=True)
+            if self._snapshots:
+                while self.socket.poll(0):
+                    self.socket.recv_multipart()
+                self.catch_up(snapshot=True)
         while self.socket.poll(0):
             _, number, payload = self.socket.recv_multipart()
             self._live(int.from_bytes(number, "big"), payload)
@@ -203,7 +206,7 @@ class Reader:
         if not self._take(number, payload):
             self._counts["gaps"] += 1
             self.catch_up()
-            if not self._take(number, payload):  # too old for the window
+            if not self._take(number, payload) and self._snapshots:  # too old for the window
                 self.catch_up(snapshot=True)
 
     def _take(self, number: int, payload: bytes) -> bool:
@@ -228,6 +231,8 @@ class Reader:
         answer = self._ask(encode_sequence(self.mirror.expected))
         for number, payload in answer or ():
             before = self.mirror.expected
+            if not self._snapshots:  # it begins with the state where it does not begin at the number asked for
+                self.mirror.expected = before = max(before, number)
             self._take(number, payload)
             self._counts["replayed"] += self.mirror.expected - before
         return answer is not None
@@ -293,8 +298,11 @@ def main() -> None:
     parser.add_argument("--topic", default="")
     parser.add_argument("--lose", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--follow", choices=["snapshots", "numbers"], default="snapshots")
     options = parser.parse_args()
-    reader = Reader(options.endpoint, options.replay, options.topic, lose=options.lose, seed=options.seed)
+    reader = Reader(
+        options.endpoint, options.replay, options.topic, lose=options.lose, seed=options.seed, follow=options.follow
+    )
     reader.poller.register(sys.stdin.fileno(), zmq.POLLIN)
     print("ready", flush=True)
     while True:

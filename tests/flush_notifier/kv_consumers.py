@@ -130,12 +130,15 @@ class Dynamo:
 
 
 class VllmRouter(Dynamo):
-    """Takes a live number below the last live one for a restart and forgets everything; of a replay it takes numbers above its last one only."""
+    """vllm-router 0.1.17. A live number below the last live one is a restart: everything is forgotten. An answer counts only if it begins where
+    it asked, has every number, and reaches the live batch for which it asked; otherwise everything is forgotten, and it goes on with live
+    batches."""
 
     def __init__(self) -> None:
         super().__init__()
         self.index = Index()
         self.last_live = -1
+        self.refused = 0
 
     def wants(self, number: int) -> int | None:
         if number < self.last_live:
@@ -145,7 +148,13 @@ class VllmRouter(Dynamo):
         return super().wants(number)
 
     def replayed(self, start: int, answer: list[tuple[int, bytes]]) -> None:
-        super().replayed(start, [(number, payload) for number, payload in answer if number >= start])
+        numbers = [number for number, _ in answer]
+        if numbers == list(range(start, start + len(numbers))) and start + len(numbers) > self.last_live:
+            super().replayed(start, answer)
+        else:
+            self.index.clear()
+            self.cursor = self.last_live - 1
+            self.refused += 1
 
 
 class LlmD:

@@ -206,7 +206,7 @@ async def test_an_incarnation_of_the_notifier_goes_on_with_the_numbers_and_clear
 @pytest.mark.parametrize("window", [10_000, 3])
 @pytest.mark.parametrize(
     ("numbers", "consumer"),
-    [("rising", Dynamo), ("rising", VllmRouter), ("from_zero", VllmRouter), ("from_zero", LlmD), ("rising", "newer llm-d")],
+    [("rising", Dynamo), ("from_zero", VllmRouter), ("from_zero", LlmD), ("rising", "newer llm-d")],
 )
 async def test_after_a_kill_nothing_stale_stays(tmp_path, numbers, consumer, window):
     """The old process publishes more, then less, than the new one has when the reader is back."""

@@ -50,6 +50,7 @@ class Book(Sink):
         self.calls: list[str] = []
         self.down = False
         self.gate: asyncio.Event | None = None
+        self.slow: asyncio.Event | None = None
 
     async def begin(self, epoch: int) -> None:
         await self._reach()
@@ -64,6 +65,8 @@ class Book(Sink):
                 self.held[task.tier].update if task.residency is Residency.RESIDENT else self.held[task.tier].difference_update
             )
             change(split_keys(task.keys))
+        if self.slow is not None:
+            await self.slow.wait()
 
     async def _reach(self) -> None:
         if self.gate is not None:
@@ -153,6 +156,34 @@ async def test_a_resync_during_a_call_counts_what_the_call_brought(repeats):
         assert book.calls[-1] == "resident"
 
 
+@pytest.mark.parametrize("interval", [0.0, 0.1])
+@pytest.mark.parametrize("repeats", [True, False])
+async def test_what_a_call_brought_may_be_lost_before_the_call_is_over(repeats, interval):
+    """The index takes a batch, loses its state, and is asked for again before the notifier knows that the batch was taken."""
+    book = Book(repeats=repeats, resync_interval=interval)
+    wired = Wired(book, timeout=60.0)
+    async with wired.running():
+        await wired.settle()
+        book.slow = asyncio.Event()
+        await wired.tell(announced(1, 2), announced(3, 4))
+        while not book.held[Tier.DEVICE]:
+            await asyncio.sleep(0.001)
+        book.lose()
+        if interval:
+            seen = wired.actor.deliveries[0]
+            while not (seen.step or seen.anew):
+                await asyncio.sleep(0.01)
+            book.slow.set()
+            while not equal(book, wired.actor):
+                await asyncio.sleep(0.01)
+            return
+        asking = asyncio.create_task(resync(wired))
+        await asyncio.sleep(0.02)
+        book.slow.set()
+        await asking
+        assert equal(book, wired.actor)
+
+
 @pytest.mark.parametrize("repeats", [True, False])
 async def test_a_resync_of_a_sink_that_fails_goes_on_after_its_deadline(repeats):
     book = Book(repeats=repeats)
@@ -188,20 +219,20 @@ async def test_an_interval_brings_everything_back_without_being_asked(repeats):
 
 
 async def test_a_slow_repetition_waits_until_the_sink_has_taken_a_batch():
-    """Steps of one block, batches of two: while the sink does not answer, no more than a batch and a step are repeated."""
+    """Steps of one block, batches of two: while the sink takes nothing, no more than a batch and a step are repeated."""
     book = Book(repeats=True, resync_interval=0.1)
     wired = Wired(book, timeout=60.0, batch=2)
     async with wired.running():
         await wired.tell(*(announced(i, i + 1) for i in range(1, 30)))
         await wired.settle()
         wired.actor.ledger.step = 1
-        book.gate = asyncio.Event()
+        book.down = True
         book.lose()
         while wired.actor.ledger.pending(0) < 2:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)
         assert wired.actor.ledger.pending(0) <= 3
-        book.gate.set()
+        book.down = False
         while not equal(book, wired.actor):
             await asyncio.sleep(0.01)
 

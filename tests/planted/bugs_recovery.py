@@ -12,8 +12,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "resync_forgets_before_the_call_in_flight_is_over",
         "flush_notifier/actor.py",
-        "        elif delivery.in_flight:\n            delivery.anew = True\n",
-        "",
+        "        if delivery.in_flight:\n            delivery.anew = True\n        else:\n            self._work(",
+        "        if True:\n            self._work(",
         "a batch in flight counts as delivered after the index was made to forget it: its blocks are missing there for good",
         (RESYNC + "test_a_resync_during_a_call_counts_what_the_call_brought",),
     ),
@@ -36,8 +36,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "a_slow_repetition_floods",
         "flush_notifier/actor.py",
-        "            busy = self._unfinished or self.ledger.pending(i) >= self.config.batch\n",
-        "            busy = self._unfinished\n",
+        "        if delivery.step and self.ledger.pending(i) < self.config.batch:\n",
+        "        if delivery.step:\n",
         "the repetition goes on while the sink takes nothing: everything is pending at once",
         (RESYNC + "test_a_slow_repetition_waits_until_the_sink_has_taken_a_batch",),
     ),

@@ -71,6 +71,11 @@ class MemorySink(Sink):
             self._take(task)
         self._answer()
 
+    def lose_state(self) -> None:
+        """Hold nothing from now on, as an index that was restarted or emptied, without a sign of it to its sender."""
+        self._mirror = {tier: set() for tier in Tier}
+        self._places = {}
+
     def view(self) -> dict[Tier, set[bytes]]:
         """Block hashes by tier (a copy)."""
         return {tier: set(keys) for tier, keys in self._mirror.items()}
