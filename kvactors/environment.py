@@ -15,7 +15,7 @@ import msgspec
 
 from kvactors.actor.log import get_logger
 from kvactors.errors import ConfigError
-from kvactors.mooncake_config import resolve
+from kvactors.mooncake_config import VARIABLES, resolve
 from kvactors.sink_config import AnySinkConfig, AttentionStoreConfig, AttentionStoreSinkConfig
 from kvactors.validation import check_agreement, validate, validate_model
 
@@ -65,7 +65,10 @@ def from_environment(config: Config, environ: Mapping[str, str]) -> Config:
         directory = _fill("storage.directory", config.storage.directory or None, directory, "FILE_BACKEND_STORAGE_DIR")
         config = replace(config, storage=replace(config.storage, directory=directory))
     if config.storage.backend == "mooncake":
-        config = replace(config, storage=replace(config.storage, mooncake=resolve(config.storage.mooncake, environ)))
+        mooncake = resolve(config.storage.mooncake, environ)
+        for name, field in VARIABLES.items():
+            _fill(f"storage.mooncake.{field}", str(getattr(mooncake, field)), environ.get(name) or None, name)
+        config = replace(config, storage=replace(config.storage, mooncake=mooncake))
     config = replace(config, flush=replace(config.flush, sinks=flush_sinks(config)))
     config = replace(config, cache=replace(config.cache, model=resolve_model(config, environ)))
     config = replace(config, ranks=config.ranks.with_secret(environ))

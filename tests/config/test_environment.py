@@ -71,6 +71,22 @@ def test_the_other_variables_do_not_come_before_the_config_either(tmp_path):
     assert [log["variable"] for log in logs] == ["FILE_BACKEND_STORAGE_DIR", "KVACTORS_MODEL"]
 
 
+def test_mooncakes_variables_are_logged_where_they_are_not_used():
+    environ = {"MOONCAKE_PROTOCOL": "tcp", "MOONCAKE_MASTER_SERVER_ADDR": "10.0.0.2:5", "MOONCAKE_LOCAL_HOSTNAME": "10.0.0.3"}
+    environ["MOONCAKE_GLOBAL_SEGMENT_SIZE"] = "4096"
+    mooncake = {"master_server_address": "10.0.0.1:5", "protocol": "tcp"}
+    tables = {
+        "cache": {"model": "m"},
+        "storage": {"backend": "mooncake", "mooncake": mooncake, "write_policy": "write_through"},
+    }
+    config, logs = resolved(environ, tables)
+    assert config.storage.mooncake.master_server_address == "10.0.0.1:5"
+    assert config.storage.mooncake.local_hostname == "10.0.0.3"
+    assert [(log["variable"], log["setting"]) for log in logs] == [
+        ("MOONCAKE_MASTER_SERVER_ADDR", "storage.mooncake.master_server_address")
+    ]
+
+
 def test_a_config_that_a_variable_has_filled_agrees_with_it():
     environ = {"FD_AS_ONLY_FLUSH": "1", "AS_POD_NAME": "pod", "AS_WRITE_SLICE_BLOCK_NUM": "7"}
     config, _ = resolved(environ, BASE)
