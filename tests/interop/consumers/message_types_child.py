@@ -1,0 +1,135 @@
+"""vLLM's and SGLang's own message types, in a process of an environment that has them: what they make of recorded messages.
+
+    python message_types_child.py vllm|sglang
+
+The types' modules need none of the packages that importing the engines would need: their parents are put in place as empty packages.
+"""
+
+from __future__ import annotations
+
+import base64
+import importlib
+import importlib.util
+import json
+import os
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+EMPTY = {
+    "vllm": ("vllm", "vllm.config", "vllm.utils", "vllm.distributed", "vllm.v1", "vllm.v1.core"),
+    "sglang": ("sglang", "sglang.srt", "sglang.srt.utils", "sglang.srt.disaggregation"),
+}
+MODULE = {"vllm": "vllm.distributed.kv_events", "sglang": "sglang.srt.disaggregation.kv_events"}
+
+
+def load(engine: str) -> Any:
+    """The engine's module of KV events."""
+    found = importlib.util.find_spec(engine)
+    assert found is not None
+    assert found.submodule_search_locations is not None
+    root = Path(found.submodule_search_locations[0])
+    for name in EMPTY[engine]:
+        package = types.ModuleType(name)
+        package.__path__ = [str(root.joinpath(*name.split(".")[1:]))]
+        sys.modules[name] = package
+    if engine == "vllm":  # of what it imports, all that it uses
+        put("torch")
+        put("vllm.v1.core.kv_cache_utils", ExternalBlockHash=bytes | int)
+    else:
+        put("sglang.srt.runtime_context", get_parallel=None)
+    return importlib.import_module(MODULE[engine])
+
+
+def put(name: str, **attributes: Any) -> None:
+    """A module with nothing but these attributes."""
+    module = types.ModuleType(name)
+    module.__dict__.update(attributes)
+    sys.modules[name] = module
+
+
+class Types:
+    """The types of one engine, as maps and as the arrays of its earlier versions."""
+
+    def __init__(self, engine: str) -> None:
+        self.engine = engine
+        module = load(engine)
+        kinds = (module.BlockStored, module.BlockRemoved, module.AllBlocksCleared)
+        self.fields = {kind.__name__: [field.name for field in msgspec.structs.fields(kind)] for kind in kinds}
+        self.as_maps = msgspec.msgpack.Decoder(module.KVEventBatch)
+        arrays = [self._array(kind) for kind in kinds]
+        self.as_arrays = msgspec.msgpack.Decoder(tuple[float, list[arrays[0] | arrays[1] | arrays[2]], int | None])  # type: ignore[valid-type]
+
+    def _array(self, kind: Any) -> Any:
+        fields = [
+            (field.encode_name, field.type) if field.required else (field.encode_name, field.type, None)
+            for field in msgspec.structs.fields(kind)
+        ]
+        return msgspec.defstruct(kind.__name__, fields, tag=kind.__name__, array_like=True)
+
+    def map_message(self, payload: bytes, passed: set[str]) -> str:
+        """Empty if the types take a message with maps and would send the same. passed: fields that the types do not have are added to it."""
+        batch = self.as_maps.decode(payload)
+        raw = msgspec.msgpack.decode(payload)
+        unknown = {name for event in raw[1] for name in event.keys() - {"type", *self.fields[event["type"]]}}
+        passed |= unknown
+        encoded = msgspec.msgpack.encode(batch)
+        if self.engine == "vllm":
+            wanted = (
+                payload if not unknown else msgspec.msgpack.encode([raw[0], [self._known(event) for event in raw[1]], raw[2]])
+            )
+            return "" if encoded == wanted else "vLLM would send other bytes"
+        again = msgspec.msgpack.decode(encoded)  # SGLang leaves out fields of None
+        known = [{name: value for name, value in self._known(event).items() if value is not None} for event in raw[1]]
+        sent = [{name: value for name, value in event.items() if value is not None} for event in again[1]]
+        return "" if (again[0], sent, again[2]) == (raw[0], known, raw[2]) else "SGLang would send other values"
+
+    def _known(self, event: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in event.items() if name == "type" or name in self.fields[event["type"]]}
+
+    def array_message(self, payload: bytes) -> str:
+        """Empty if the types take a message with arrays, each field in its place."""
+        raw = msgspec.msgpack.decode(payload)
+        for event, values in zip(self.as_arrays.decode(payload)[1], raw[1], strict=True):
+            if type(event).__name__ == "BlockStored":
+                count = len(event.block_hashes)
+                right = len(event.token_ids) == count * event.block_size and (
+                    event.extra_keys is None or len(event.extra_keys) == count
+                )
+                if not right:
+                    return f"the fields of a BlockStored do not fit together: {values!r}"
+            if getattr(event, "medium", "GPU") not in ("GPU", "CPU", "STORAGE", "CPU_PINNED", "DISK"):
+                return f"the medium is not in its place: {values!r}"
+        return ""
+
+    def check(self, dialect: str, payloads: list[bytes]) -> dict[str, Any]:
+        """What the types make of messages: how many, those they reject or would send differently, and the fields they do not have."""
+        passed: set[str] = set()
+        wrong = []
+        for payload in payloads:
+            try:
+                failure = self.array_message(payload) if dialect == "array" else self.map_message(payload, passed)
+            except msgspec.MsgspecError as error:
+                failure = f"rejected: {error}"
+            if failure:
+                wrong.append(failure)
+        return {"messages": len(payloads), "wrong": wrong[:5], "wrong_count": len(wrong), "fields_passed_over": sorted(passed)}
+
+
+def main() -> None:
+    """Answer lines until there are none."""
+    lines = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    of = Types(sys.argv[1])
+    for line in sys.stdin:
+        message = json.loads(line)
+        payloads = [base64.b64decode(text) for text in message["payloads"]]
+        lines.write(json.dumps(of.check(message["dialect"], payloads)) + "\n")
+        lines.flush()
+
+
+if __name__ == "__main__":
+    main()

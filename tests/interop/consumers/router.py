@@ -1,0 +1,141 @@
+"""vLLM's router with the policy kv_aware, in front of stub workers that say which of them was asked."""
+
+from __future__ import annotations
+
+import http.client
+import http.server
+import json
+import re
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.interop.consumers.base import MODEL, Source, wait_until
+from tests.interop.environments import Environments, InteropError
+from tests.interop.processes import Child
+from tests.interop.workload import BLOCK, Prompt
+
+PORT, METRICS_PORT = 18100, 18109
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+CREDITED = re.compile(r"KV prefix decision .*credited_prefix_tokens=(\d+)")
+
+
+class StubWorker:
+    """An OpenAI-compatible server that computes nothing: a completion's text is the worker's id."""
+
+    def __init__(self, worker: int) -> None:
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                models = {"object": "list", "data": [{"id": MODEL, "object": "model", "root": MODEL, "max_model_len": 65536}]}
+                self.reply(models if self.path.startswith("/v1/models") else {})
+
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers.get("content-length", 0)))
+                choice = {"index": 0, "text": str(worker), "finish_reason": "length"}
+                usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+                self.reply(
+                    {"id": "completion", "object": "text_completion", "model": MODEL, "choices": [choice], "usage": usage}
+                )
+
+            def reply(self, body: Any) -> None:
+                data = json.dumps(body).encode()
+                self.send_response(200)
+                self.send_header("content-type", "application/json")
+                self.send_header("content-length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        """Stop."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class Routed(NamedTuple):
+    """A worker behind the router."""
+
+    source: Source
+    stub: StubWorker
+
+
+class Decision(NamedTuple):
+    """worker: that got the prompt. credited: tokens of the prompt that the router counts as cached there."""
+
+    worker: int
+    credited: int
+
+
+class Router:
+    """The router in a child process, in front of one stub for each source. A block counts the same on every tier."""
+
+    name = "vLLM router"
+
+    def __init__(self, environments: Environments, folder: Path, sources: Sequence[Source]) -> None:
+        self.routed = [Routed(source, StubWorker(source.worker)) for source in sources]
+        command = [
+            environments.program("vllm_router", "vllm-router"), "--host", "127.0.0.1", "--port", str(PORT), "--policy", "kv_aware",
+            "--kv-event-block-size", str(BLOCK), "--kv-event-model", MODEL, "--prometheus-port", str(METRICS_PORT), "--log-level", "debug",
+            "--kv-penalty-host", "1", "--kv-penalty-external", "1", "--kv-penalty-disk", "1",
+            "--worker-urls", *(one.stub.url for one in self.routed),
+        ]  # fmt: skip
+        for source, stub in self.routed:
+            command += ["--kv-event-source", f"{stub.url}={source.endpoint}"]
+            command += ["--kv-event-replay-source", f"{stub.url}={source.replay_endpoint}"]
+        self.child = Child(self.name, command, folder / "router.log", env={"NO_COLOR": "1"})
+        wait_until(f"{self.name} answers", self._answers)
+
+    def _answers(self) -> bool:
+        self.child.check()
+        try:
+            return self.http("GET", "/health")[0] == 200
+        except OSError:
+            return False
+
+    def http(self, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
+        """One request."""
+        connection = http.client.HTTPConnection("127.0.0.1", PORT, timeout=30)
+        try:
+            connection.request(
+                method, path, json.dumps(body) if body is not None else None, {"content-type": "application/json"}
+            )
+            response = connection.getresponse()
+            return response.status, response.read()
+        finally:
+            connection.close()
+
+    def route(self, prompt: Prompt) -> Decision:
+        """Send a prompt; where it went, and why."""
+        body: dict[str, Any] = {"model": MODEL, "prompt": prompt.tokens, "max_tokens": 1}
+        if prompt.salt is not None:
+            body["cache_salt"] = prompt.salt
+        logged = self.child.log.stat().st_size
+        status, data = self.http("POST", "/v1/completions", body)
+        if status != 200:
+            raise InteropError(f"{self.name}: {status} {data[:300]!r}\n{self.child.end_of_log()}")
+        credited: list[str] = []
+
+        def decided() -> bool:
+            with self.child.log.open("rb") as log:
+                log.seek(logged)
+                credited[:] = CREDITED.findall(COLOUR.sub("", log.read().decode()))
+            return bool(credited)
+
+        wait_until(f"{self.name} logs its decision", decided)
+        return Decision(int(json.loads(data)["choices"][0]["text"]), int(credited[-1]))
+
+    def close(self) -> None:
+        """End the router and the stubs."""
+        self.child.close()
+        for one in self.routed:
+            one.stub.close()

@@ -1,0 +1,99 @@
+"""The environments of the consumers: what is pinned, what is refused, and what is left as it is. Without any network."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.interop.environments import STAMP, Environments, InteropError, pins
+from tests.interop.setup import main, setup
+
+EMPTY = '[group.name]\npackages = []\nbare = []\ncheck = "import sys"\n'
+
+
+def test_every_package_is_pinned() -> None:
+    assert {one.name for one in pins()["routers"]} == {"dynamo", "vllm_router", "vllm", "sglang"}
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ('[group.name]\npackages = ["a>=1"]\n', "not pinned"),
+        ("[group.name]\npackage = []\n", "no setting 'package'"),
+        ("[group", "Expected"),
+    ],
+)
+def test_a_bad_file_of_pins_is_refused(tmp_path: Path, text: str, error: str) -> None:
+    path = tmp_path / "pins.toml"
+    path.write_text(text)
+    with pytest.raises(InteropError, match=error):
+        pins(path)
+
+
+def test_an_environment_is_made_once_and_anew_when_its_pins_change(tmp_path: Path) -> None:
+    path = tmp_path / "pins.toml"
+    path.write_text(EMPTY)
+    assert "made in" in setup(tmp_path / "there", ["group"], path=path)[0]
+    assert setup(tmp_path / "there", ["group"], path=path)[0].endswith("is there")
+    python = Environments(tmp_path / "there", path).program("name")
+    assert subprocess.run([python, "-c", "print(1)"], capture_output=True, check=True).stdout == b"1\n"
+    path.write_text(EMPTY.replace("import sys", "import os"))
+    with pytest.raises(InteropError, match="was made from other pins"):
+        Environments(tmp_path / "there", path).program("name")
+    assert "made in" in setup(tmp_path / "there", ["group"], path=path)[0]
+
+
+def test_an_environment_whose_check_fails_is_not_finished(tmp_path: Path) -> None:
+    path = tmp_path / "pins.toml"
+    path.write_text(EMPTY.replace("import sys", "import no_such_module"))
+    with pytest.raises(InteropError, match="no_such_module"):
+        setup(tmp_path / "there", ["group"], path=path)
+    assert not (tmp_path / "there" / "name" / STAMP).exists()
+
+
+def test_a_missing_environment_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InteropError, match=r"is not there: run `python -m tests\.interop\.setup"):
+        Environments(tmp_path).program("dynamo")
+
+
+def test_the_command_names_a_group_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path), "engine"]) == 1
+    assert "no group 'engine'" in capsys.readouterr().err
+
+
+def test_without_environments_an_interop_test_fails_and_is_not_skipped() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "interop",
+        "tests/interop/test_router.py",
+        "-k",
+        "one_block",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "1 failed" in done.stdout
+    assert "--interop DIR" in done.stdout
+
+
+def test_interop_tests_are_left_out_unless_they_are_asked_for() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--collect-only", "tests/interop/test_router.py"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "deselected" in done.stdout
+    assert "0 selected" in done.stdout or "no tests" in done.stdout
+
+
+def test_what_an_environment_was_made_from_is_readable(tmp_path: Path) -> None:
+    (tmp_path / "dynamo").mkdir()
+    (tmp_path / "dynamo" / STAMP).write_text(json.dumps({"packages": ["ai-dynamo-runtime==0.1"]}))
+    with pytest.raises(InteropError, match="other pins"):
+        Environments(tmp_path).program("dynamo")
