@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import NamedTuple
 
-ANY_HOST = ("*", "0.0.0.0", "::")  # noqa: S104  (recognised, not chosen)
-OWN_HOSTS = (*ANY_HOST, "::1", "localhost")
 LAST_PORT = 65_535
 TRANSPORTS = ("tcp", "ipc", "inproc")
 
@@ -40,7 +39,18 @@ class Endpoint(NamedTuple):
     @property
     def any_host(self) -> bool:
         """Whether it stands for every interface of this machine."""
-        return self.transport == "tcp" and self.host in ANY_HOST
+        address = self._address
+        return self.transport == "tcp" and (self.host == "*" or (address is not None and address.is_unspecified))
+
+    @property
+    def _address(self) -> IPv4Address | IPv6Address | None:
+        """The host as an address, whatever way it is written; None for a name. An IPv4 address written as one of IPv6 is what it stands for."""
+        try:
+            address = ip_address(self.host)
+        except ValueError:
+            return None
+        mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+        return mapped or address
 
     @property
     def ipv6(self) -> bool:
@@ -50,7 +60,9 @@ class Endpoint(NamedTuple):
     @property
     def own(self) -> bool:
         """Whether a publisher listens there (this machine's addresses, ipc, inproc) rather than connecting to it."""
-        return self.transport != "tcp" or self.host in OWN_HOSTS or self.host.startswith("127.")
+        address = self._address
+        named = self.host == "localhost" or self.host.startswith("127.")  # also in short forms, as 127.1
+        return self.transport != "tcp" or self.any_host or named or (address is not None and address.is_loopback)
 
     def clashes(self, other: Endpoint) -> bool:
         """Whether two sockets cannot both listen there."""

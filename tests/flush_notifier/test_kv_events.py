@@ -487,7 +487,21 @@ def test_endpoints_of_data_parallel_ranks(endpoint, rank, expected):
 
 @pytest.mark.parametrize(
     ("endpoint", "listens"),
-    [("tcp://*:1", True), ("tcp://[::]:1", True), ("tcp://127.0.0.1:1", True), ("tcp://router:1", False), ("ipc://x", True)],
+    [
+        ("tcp://*:1", True),
+        ("tcp://[::]:1", True),
+        ("tcp://127.0.0.1:1", True),
+        ("tcp://router:1", False),
+        ("ipc://x", True),
+        ("tcp://[::1]:1", True),
+        ("tcp://[0:0:0:0:0:0:0:1]:1", True),
+        ("tcp://[::ffff:127.0.0.1]:1", True),
+        ("tcp://[0::]:1", True),
+        ("tcp://[fd00::5]:1", False),
+        ("tcp://10.0.0.5:1", False),
+        ("tcp://127.1:1", True),
+        ("tcp://localhost:1", True),
+    ],
 )
 def test_where_a_publisher_listens_and_where_it_connects(endpoint, listens):
     assert Endpoint.of(endpoint).own is listens

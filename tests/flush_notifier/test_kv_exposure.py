@@ -73,7 +73,10 @@ def test_two_sinks_do_not_listen_at_one_endpoint():
     sinks({"endpoint": "tcp://*:7000"}, {"endpoint": "tcp://*:7000", "dp_rank": 1})
 
 
-@pytest.mark.parametrize("text", ["tcp://*:1", "tcp://0.0.0.0:1", "tcp://[::]:1"])
+@pytest.mark.parametrize(
+    "text",
+    ["tcp://*:1", "tcp://0.0.0.0:1", "tcp://[::]:1", "tcp://[0::0]:1", "tcp://[0:0:0:0:0:0:0:0]:1", "tcp://[::ffff:0.0.0.0]:1"],
+)
 def test_endpoints_that_every_interface_listens_at(text):
     assert Endpoint.of(text).any_host
     assert of_rank(text, 2).endswith(":3")
@@ -96,7 +99,7 @@ async def test_listening_on_every_interface_is_one_warning(tmp_path, host):
     assert logs == []
 
 
-@pytest.mark.parametrize("host", ["[::1]", "[::]"])
+@pytest.mark.parametrize("host", ["[::1]", "[::]", "[0:0:0:0:0:0:0:1]"])
 async def test_ipv6(tmp_path, host):
     async with AsyncExitStack() as stack:
         try:

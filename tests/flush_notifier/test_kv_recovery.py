@@ -16,6 +16,7 @@ import zmq.asyncio
 from kv_consumers import Dynamo, LlmD, VllmRouter
 from test_kv_events import BLOCK, CLEAR, KEYS, ROOT, TOKENS, answers, gone, hash_of, number, opened, receive, socket, task
 
+import kvactors
 from kvactors.config import Config
 from kvactors.errors import ConfigError
 from kvactors.flush_notifier.messages import FlushTask, Origin
@@ -422,6 +423,61 @@ async def test_a_snapshot_repeats_no_change(tmp_path):
 
 
 CLEARED = kv_events.Dialect.of(KvEventsSinkConfig(), BLOCK).cleared()
+
+
+# -- the wired system, read strictly
+
+WIRED = {
+    "cache": {"model": "m", "block_size": BLOCK},
+    "device": {"num_blocks": 16},
+    "layout": {"num_layers": 1, "num_kv_heads": 1, "head_dim": 2},
+    "storage": {"backend": "memory", "write_policy": "write_back", "capacity_blocks": 20},
+}
+
+
+def due(cache: Any) -> dict[str, set[int]]:
+    """What is due for the sink, by medium, at rest."""
+    entries = cache.system.notifier_actor.ledger.entries
+    found = {MEDIUM[t]: {hash_of(key) for key, entry in entries.items() if entry.dues[0] & t} for t in MEDIUM}
+    return {medium: blocks for medium, blocks in found.items() if blocks}
+
+
+@pytest.mark.parametrize("max_blocks", [1, 256])
+@pytest.mark.parametrize("host", [{"slots": 12, "transit_slots": 16}, {"slots": 12, "transit_slots": 16, "mode": "inclusive"}])
+async def test_strict_readers_over_the_messages_of_a_cache(tmp_path, host, max_blocks):
+    """Every message from the first on, one that begins in the middle, and the state at the end: no orphan, nothing twice, equal to the node."""
+    sink = {"kind": "kv_events", "endpoint": f"ipc://{tmp_path}/e", "replay_endpoint": f"ipc://{tmp_path}/r", "heartbeat": 0}
+    tables = {**WIRED, "host": host, "flush": {"sinks": [{**sink, "numbers": "from_zero", "max_blocks": max_blocks}]}}
+    async with kvactors.open(Config.from_mapping(tables)) as cache:
+        publisher: Any = cache.sinks["kv_events"]
+        states = []
+        for seed in range(60):
+            async with await cache.acquire(f"r{seed}", [seed % 3] * BLOCK + [seed % 20] * 3 * BLOCK) as lease:
+                await lease.ready()
+                await lease.commit(4 * BLOCK)
+            if seed % 13 == 5:
+                publisher.hold()
+                states.append(await publisher.state())
+                publisher.release()
+            if seed == 40:
+                await cache.clear()
+        await cache.flush_settled(20.0)
+        recorded = publisher.window.since(0)
+        assert recorded[0][0] == 0
+        for model in (Dynamo(), LlmD()):
+            for sequence, payload in recorded:
+                model.live(sequence, payload)
+            assert model.index.view() == due(cache)
+            assert (model.index.orphans, model.index.doubles) == (0, 0)
+        for state in states:
+            for index in (Dynamo().index, LlmD().index):
+                for payload in state.payloads(1_000, 0):
+                    index.batch(payload)
+                for sequence, payload in recorded:
+                    if sequence >= state.number:
+                        index.batch(payload)
+                assert index.view() == due(cache)
+                assert (index.orphans, index.doubles) == (0, 0)
 
 
 # -- many readers

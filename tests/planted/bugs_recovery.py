@@ -122,6 +122,14 @@ BUGS: tuple[Mutation, ...] = (
         (TESTS + "test_any_number_of_readers_at_once_and_readers_that_take_nothing",),
     ),
     Mutation(
+        "every_interface_in_long_form_is_not_recognised",
+        "zmq_endpoint.py",
+        '        return self.transport == "tcp" and (self.host == "*" or (address is not None and address.is_unspecified))\n',
+        '        return self.transport == "tcp" and self.host in ("*", "0.0.0.0", "::")\n',
+        "a publisher that listens at tcp://[0::0] on every interface logs no warning, or connects there",
+        ("tests/flush_notifier/test_kv_exposure.py::test_endpoints_that_every_interface_listens_at",),
+    ),
+    Mutation(
         "silence_when_idle",
         "flush_notifier/sinks/kv_events.py",
         "            if self.first < self.sequence == number:\n",
