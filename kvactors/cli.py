@@ -20,7 +20,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from kvactors.actor.log import structlog_settings
 from kvactors.config import read_toml
-from kvactors.errors import KVActorsError
+from kvactors.errors import ConfigError, KVActorsError
 from kvactors.scenario.replay import ReplayConfig, replay
 from kvactors.scenario.report import Report, Totals, print_report, write_json
 from kvactors.scenario.runner import run_scenario, with_temporary
@@ -102,7 +102,7 @@ def replay_command(
 
 
 @app.command
-def bench(name: BENCHES, *, json: Path | None = None, quick: bool = False) -> int:
+def bench(name: BENCHES, *, json: Path | None = None, quick: bool = False, vllm_python: Path | None = None) -> int:
     """Measure ours, and the limit beside it in the same run.
 
     Parameters
@@ -113,10 +113,17 @@ def bench(name: BENCHES, *, json: Path | None = None, quick: bool = False) -> in
         Where to write the report.
     quick
         A moment only, to see that it works.
+    vllm_python
+        For flush: a Python that has vLLM, whose publisher is measured in the same run (by default this one, if it has).
     """
     from kvactors.bench.report import print_bench
 
-    result = import_module(f"kvactors.bench.{name}").run(quick=quick)
+    options: dict[str, Any] = {"quick": quick}
+    if vllm_python is not None:
+        if name != "flush":
+            raise ConfigError(f"vllm_python is for the benchmark flush, not {name}")
+        options["vllm_python"] = str(vllm_python)
+    result = import_module(f"kvactors.bench.{name}").run(**options)
     print_bench(result, Console())
     if json is not None:
         write_json(result, json)

@@ -9,6 +9,9 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 import msgspec
@@ -19,6 +22,7 @@ from kvactors.actor import Activity, ActorRef, ActorSpec, Group, Supervisor
 from kvactors.actor.clock import deadline_after
 from kvactors.bench.report import Row, bench_report, rate_row, time_row
 from kvactors.config import FlushConfig
+from kvactors.errors import ConfigError
 from kvactors.flush_notifier.actor import FlushNotifier
 from kvactors.flush_notifier.messages import Announced, FlushTask, Gained, Gone, Settle
 from kvactors.flush_notifier.sinks.base import Sink
@@ -79,6 +83,15 @@ def path_of(seed: int, blocks: int) -> Announced:
     return Announced(ROOT, tokens.tobytes(), keys, 0, blocks, Tier.DEVICE, Reason.REQUEST_FINISH, ROOT)
 
 
+def part_of(path: Announced, start: int, count: int) -> Announced:
+    """Blocks [start, start + count) of a path that is announced from its first block on."""
+    keys, tokens = (
+        whole[size * start : size * (start + count)] for whole, size in ((path.keys, KEY_BYTES), (path.tokens, 4 * BLOCK))
+    )
+    parent = path.keys[KEY_BYTES * (start - 1) : KEY_BYTES * start] if start else path.parent
+    return msgspec.structs.replace(path, tokens=tokens, keys=keys, start=start, count=count, parent=parent)
+
+
 async def changes(seconds: float, folder: str) -> tuple[list[float], Lag, Lag]:
     """Deepest blocks come and go, RATE times a second: seconds from each change to its publication, and the loop's lag before and
     meanwhile."""
@@ -132,6 +145,12 @@ def read(endpoint: str, count: int) -> None:
     print(time.monotonic() - began, flush=True)
 
 
+async def received(process: subprocess.Popen[str], count: int) -> float:
+    """Batches a second, as a reader saw them."""
+    out, _ = await asyncio.to_thread(process.communicate, timeout=120)
+    return (count - 1) / float(out)
+
+
 async def publish(blocks: int, tokens: int, count: int, folder: str) -> tuple[float, float]:
     """Batches a second that reach another process: one task of `blocks` blocks a batch through the sink; ready-made bytes of the same
     size through a bare socket."""
@@ -142,7 +161,7 @@ async def publish(blocks: int, tokens: int, count: int, folder: str) -> tuple[fl
     for _ in range(256):
         ids = rng.integers(0, 150_000, blocks * tokens, dtype=np.uint32).tobytes()
         keys = rng.bytes(KEY_BYTES * blocks)
-        tasks.append(FlushTask(ids, 0, blocks, keys, ROOT, Residency.RESIDENT, Tier.DEVICE, Reason.COMMIT, 1))
+        tasks.append(FlushTask(ids, blocks, blocks, keys, rng.bytes(32), Residency.RESIDENT, Tier.DEVICE, Reason.COMMIT, 1))
     await sink.open()
     rates = []
     payload = b""
@@ -156,11 +175,44 @@ async def publish(blocks: int, tokens: int, count: int, folder: str) -> tuple[fl
                 send(sink._socket, b"", number, payload)
             if number % 64 == 0:
                 await asyncio.sleep(0)
-        out, _ = await asyncio.to_thread(process.communicate, timeout=60)
-        rates.append((count - 1) / float(out))
+        rates.append(await received(process, count))
         payload = sink.window.since(sink.sequence - 1)[0][1]
     await sink.close()
     return rates[0], rates[1]
+
+
+async def publish_as_vllm(python: str, blocks: int, tokens: int, count: int, folder: str) -> float:
+    """The same through vLLM's publisher, in a process of the Python that has it. ConfigError if that Python has no vLLM."""
+    endpoint = f"ipc://{folder}/vllm-{blocks}-{tokens}-{time.monotonic_ns()}"
+    script = [python, "-P", str(Path(__file__).with_name("vllm_publisher.py")), endpoint, *map(str, (count, blocks, tokens))]
+    peer = subprocess.Popen(script, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603, ASYNC220  (the caller's)
+    assert peer.stdin is not None
+    assert peer.stdout is not None
+    try:
+        while (line := await asyncio.to_thread(peer.stdout.readline)).strip() != "ready":  # vLLM logs before it
+            if not line:
+                raise ConfigError(f"{python} cannot run vLLM's publisher: status {peer.wait()}, see above")
+        process = reader(endpoint, count)
+        await asyncio.sleep(0.5)
+        peer.stdin.write("go\n")
+        peer.stdin.flush()
+        return await received(process, count)
+    finally:
+        peer.kill()
+        peer.communicate()
+
+
+async def beside_vllm(
+    python: str, blocks: int, tokens: int, count: int, folder: str, rounds: int
+) -> tuple[float, float, float]:
+    """Ours, the bare socket and vLLM's publisher, in turns; medians. The last one is 0 without a Python that has vLLM."""
+    measured = []
+    for _ in range(rounds):
+        ours, bare = await publish(blocks, tokens, count, folder)
+        peer = await publish_as_vllm(python, blocks, tokens, count, folder) if python else 0.0
+        measured.append((ours, bare, peer))
+    ours, bare, peer = map(median, zip(*measured, strict=True))
+    return ours, bare, peer
 
 
 async def growth(*, quick: bool) -> list[Row]:
@@ -171,7 +223,7 @@ async def growth(*, quick: bool) -> list[Row]:
         path = path_of(blocks, blocks)
         async with notifier(sink) as ref:
             for start in range(0, blocks, 10):  # a conversation that grew turn by turn
-                await ref.tell(msgspec.structs.replace(path, start=start, count=10))
+                await ref.tell(part_of(path, start, 10))
             await ref.ask(Settle(), deadline=deadline_after(30.0))
             told = len(sink.tasks)
             await ref.tell(Gone(path.keys, Tier.DEVICE, Reason.CPU_EVICTION))
@@ -182,9 +234,16 @@ async def growth(*, quick: bool) -> list[Row]:
     return result
 
 
-async def rows(*, quick: bool) -> tuple[list[Row], dict[str, Any]]:
+def vllm_row(case: str, ours: float, peer: float, published: float) -> Row:
+    """Ours beside vLLM's publisher in the same run, or beside its figure on another machine."""
+    if peer:
+        return rate_row(f"{case}, vLLM beside it", ours, peer, "batches/s", "vLLM's publisher in this run")
+    return rate_row(f"{case}, vLLM elsewhere", ours, published, "batches/s", "vLLM's publisher as measured on another machine")
+
+
+async def rows(*, quick: bool, vllm_python: str) -> tuple[list[Row], dict[str, Any]]:
     """Every row."""
-    seconds, count = (0.3, 2000) if quick else (10.0, 100_000)
+    seconds, count, rounds = (0.3, 2000, 1) if quick else (10.0, 100_000, 3)
     result: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="kvactors-flush-") as folder:
         took, idle, busy = await changes(seconds, folder)
@@ -193,20 +252,30 @@ async def rows(*, quick: bool) -> tuple[list[Row], dict[str, Any]]:
             result.append(time_row(f"change to sink, {RATE:,} a second, {name}", value, 1.0, "ms", "the bar for p99"))
         lag = "loop lag meanwhile"
         result += [time_row(f"{lag}, {n}", getattr(busy, n), getattr(idle, n) + 2.0, "ms", "idle + 2 ms") for n in Lag._fields]
-        for blocks, tokens in ((1, 16), (8, 16), (8, 64)):
-            ours, bare = await publish(blocks, tokens, count, folder)
+        for blocks, tokens, published in ((1, 16, 31_500.0), (8, 16, 21_100.0), (8, 64, 0.0)):
+            python = vllm_python if published else ""
+            ours, bare, peer = await beside_vllm(python, blocks, tokens, count, folder, rounds)
             case = f"batches of {blocks} x {tokens} tokens to another process"
             result.append(rate_row(case, ours, bare, "batches/s", "bare socket, ready-made bytes"))
-            if tokens == 16:
+            if published:
                 bar, unit = (BAR_BATCHES, "batches/s") if blocks == 1 else (BAR_BLOCKS, "blocks/s")
                 result.append(rate_row(f"{case}, bar", ours * (max(1, blocks)), bar, unit, "the bar"))
+                result.append(vllm_row(case, ours, peer, published))
         result += await growth(quick=quick)
-    return result, {"changes": len(took), "batches": count, "quick": quick}
+    return result, {
+        "changes": len(took),
+        "batches": count,
+        "rounds": rounds,
+        "quick": quick,
+        "vllm": vllm_python or "not installed",
+    }
 
 
-def run(*, quick: bool = False) -> dict[str, Any]:
-    """All rows. quick: a moment only, for tests."""
-    result, settings = asyncio.run(rows(quick=quick))
+def run(*, quick: bool = False, vllm_python: str = "") -> dict[str, Any]:
+    """All rows. quick: a moment only, for tests. vllm_python: a Python that has vLLM, this one if it has."""
+    if not vllm_python and find_spec("vllm") is not None:
+        vllm_python = sys.executable
+    result, settings = asyncio.run(rows(quick=quick, vllm_python=vllm_python))
     return bench_report("flush", result, settings)
 
 

@@ -149,14 +149,16 @@ class KvEventsSink(Sink):
         for changes in self._changes:
             changes.note(tasks)
         try:
-            for i, (events, reasons, done) in enumerate(batches(tasks, self._dialect, self.config.max_blocks)):
-                if i:
+            for events, sources, done in batches(tasks, self._dialect, self.config.max_blocks):
+                if self.sequence != self._call_from:
                     await asyncio.sleep(0)
                 number = self.sequence
                 self._publish(events)
                 self.taken = done
                 if self._detail_topic:
-                    self._tell_detail({"type": "Reasons", "sequence": number, "reasons": reasons})
+                    self._tell_detail(
+                        {"type": "Reasons", "sequence": number, "reasons": [task.reason.value for task in sources]}
+                    )
         finally:
             self._last, self._call = tasks[: self.taken], None
             self._keep()
@@ -270,20 +272,36 @@ def _nothing(**_: bool) -> Iterator[Any]:
     return iter(())
 
 
-def batches(tasks: Iterable[FlushTask], dialect: Dialect, max_blocks: int) -> Iterator[tuple[list[Event], list[str], int]]:
-    """Tasks as batches of events, with the reason of each event and the number of tasks that are complete with this batch."""
-    events: list[Event] = []
-    reasons: list[str] = []
-    blocks = done = 0
+Batch = tuple[list[Event], Sequence[FlushTask], int]
+"""Events of one message, the task of each, and the number of tasks that are complete with it."""
+
+
+def batches(tasks: Sequence[FlushTask], dialect: Dialect, max_blocks: int) -> Iterable[Batch]:
+    """Tasks as messages of at most `max_blocks` blocks."""
+    blocks = 0
     for task in tasks:
+        blocks += task.count
+    if blocks > max_blocks:
+        return cut(tasks, dialect, max_blocks)
+    events: list[Event] = []
+    for task in tasks:
+        events += dialect.events(task, max_blocks)  # one event
+    return ((events, tasks, len(tasks)),) if events else ()
+
+
+def cut(tasks: Sequence[FlushTask], dialect: Dialect, max_blocks: int) -> Iterator[Batch]:
+    """The same for more blocks than one message takes."""
+    events: list[Event] = []
+    sources: list[FlushTask] = []
+    blocks = 0
+    for done, task in enumerate(tasks):
         for event in dialect.events(task, max_blocks):
             size = len(getattr(event, "block_hashes", ()))
             if events and blocks + size > max_blocks:
-                yield events, reasons, done
-                events, reasons, blocks = [], [], 0
+                yield events, sources, done
+                events, sources, blocks = [], [], 0
             events.append(event)
-            reasons.append(task.reason.value)
+            sources.append(task)
             blocks += size
-        done += 1
     if events:
-        yield events, reasons, done
+        yield events, sources, len(tasks)

@@ -7,7 +7,8 @@ A batch is a msgpack array [timestamp in seconds, events, data-parallel rank]. A
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -32,7 +33,7 @@ END = (1 << 64) - 1
 Hash = int | bytes
 
 
-class BlockStored(msgspec.Struct, frozen=True, tag=True, tag_field="type", omit_defaults=True):
+class BlockStored(msgspec.Struct, frozen=True, tag=True, tag_field="type", omit_defaults=True, gc=False):
     """Blocks of one path, each the parent of the next, are on `medium`. parent_block_hash: None at the start of a sequence. token_ids: of
     all these blocks. extra_keys, block_mm_infos, cache_salt: what beside tokens identifies the blocks (`kv_identity`)."""
 
@@ -56,14 +57,14 @@ class StoredMap(BlockStored, frozen=True, tag="BlockStored"):
     cache_salt: str | None = None
 
 
-class BlockRemoved(msgspec.Struct, frozen=True, tag=True, tag_field="type", omit_defaults=True):
+class BlockRemoved(msgspec.Struct, frozen=True, tag=True, tag_field="type", omit_defaults=True, gc=False):
     """Blocks have left `medium`."""
 
     block_hashes: list[Hash]
     medium: str | None
 
 
-class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True, tag_field="type", omit_defaults=True):
+class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True, tag_field="type", omit_defaults=True, gc=False):
     """Nothing is held any more, on any medium."""
 
 
@@ -114,7 +115,7 @@ class Dialect(NamedTuple):
         """Names as readers know them: the last 8 bytes as a big-endian unsigned number, or all 32."""
         if self.as_bytes:
             return [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)]
-        return list(struct.unpack(">" + "24xQ" * (len(keys) // KEY_BYTES), keys))
+        return list(numbers_in(len(keys) // KEY_BYTES)(keys))
 
     def stored_event(
         self, keys: bytes, parent: bytes, tokens: bytes, tier: Tier, position: int, origin: Origin, extra_keys: ExtraKeys
@@ -127,7 +128,7 @@ class Dialect(NamedTuple):
             fields = identity_fields(origin, position, count, extra_keys, tagged=self.tagged)[: self.identity]
         return self.stored(
             self.hashes(keys),
-            self.hashes(parent)[0] if position else None,
+            None if not position else parent if self.as_bytes else int.from_bytes(parent[-8:], "big"),
             msgspec.Raw(pack_tokens(tokens)),
             self.block_size,
             lora_id,
@@ -141,23 +142,31 @@ class Dialect(NamedTuple):
         extra_keys = ((held.position, held.extra_key),) if held.extra_key else ()
         return self.stored_event(held.key, held.parent, held.tokens, tier, held.position, held.origin, extra_keys)
 
-    def events(self, task: FlushTask, max_blocks: int) -> Iterator[Event]:
+    def events(self, task: FlushTask, max_blocks: int) -> list[Event]:
         """A task (of a sink that knows blocks by name) as events of at most `max_blocks` blocks each."""
-        if not task.count:
-            yield self.cleared()
-            return
+        count, keys, tier = task.count, task.keys, task.tier
+        if not count:
+            return [self.cleared()]
         if task.residency is Residency.GONE:
-            hashes = self.hashes(task.keys)[::-1]  # children before parents
-            for start in range(0, task.count, max_blocks):
-                yield self.removed(hashes[start : start + max_blocks], self.media[task.tier])
-            return
+            hashes = self.hashes(keys)[::-1]  # children before parents
+            return [self.removed(hashes[at : at + max_blocks], self.media[tier]) for at in range(0, count, max_blocks)]
+        first, origin, extra_keys = task.start_block_idx, task.origin, task.extra_keys
+        if count <= max_blocks:
+            return [self.stored_event(keys, task.parent, task.tokens, tier, first, origin, extra_keys)]
         size = 4 * self.block_size
-        for start in range(0, task.count, max_blocks):
-            keys = task.keys[KEY_BYTES * start : KEY_BYTES * (start + max_blocks)]
-            position = task.start_block_idx + start
-            parent = task.keys[KEY_BYTES * (start - 1) : KEY_BYTES * start] if start else task.parent
-            tokens = task.tokens[size * start : size * start + size * (len(keys) // KEY_BYTES)]
-            yield self.stored_event(keys, parent, tokens, task.tier, position, task.origin, task.extra_keys)
+        made: list[Event] = []
+        for at in range(0, count, max_blocks):
+            end = min(at + max_blocks, count)
+            parent = keys[KEY_BYTES * (at - 1) : KEY_BYTES * at] if at else task.parent
+            part, tokens = keys[KEY_BYTES * at : KEY_BYTES * end], task.tokens[size * at : size * end]
+            made.append(self.stored_event(part, parent, tokens, tier, first + at, origin, extra_keys))
+        return made
+
+
+@lru_cache(1024)
+def numbers_in(count: int) -> Callable[[bytes], tuple[int, ...]]:
+    """Reads so many names: the last 8 bytes of each as a big-endian unsigned number."""
+    return struct.Struct(">" + "24xQ" * count).unpack
 
 
 _encoder = msgspec.msgpack.Encoder()
