@@ -102,7 +102,8 @@ class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
     gap (0: none).
     topic: of the events. In it and in detail_topic, {model} stands for cache.model, {host} for this machine's name (in Kubernetes the
     pod's) and {dp_rank} for dp_rank: llm-d wants "kv@{host}@{model}". dialect: map (vLLM after 0.23, SGLang) or array (older readers).
-    arrays_for: the readers that salts and media are written for in arrays (docs/kv_events.md); maps have fields for every reader.
+    maps_for, arrays_for: the readers that salts and media are written for in maps and in arrays (docs/kv_events.md). Maps have fields for all;
+    vLLM's router refuses a batch with a field that vLLM does not send.
     media: names of the tiers, vllm (GPU, CPU, STORAGE) or sglang (GPU, CPU_PINNED, DISK). hashes: int (the last 8 bytes of a block's
     name, unsigned) or bytes (all 32).
     replay: five_frames (with the topic) or four_frames (older readers). replay_window: batches kept for replay, replay_bytes: bytes of
@@ -120,6 +121,7 @@ class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
     heartbeat: float = 5.0
     topic: str = ""
     dialect: Literal["map", "array"] = "map"
+    maps_for: Literal["all", "vllm"] = "all"
     arrays_for: Literal["vllm", "dynamo"] = "vllm"
     media: Literal["vllm", "sglang"] = "vllm"
     hashes: Literal["int", "bytes"] = "int"
@@ -157,6 +159,8 @@ class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
                 raise ConfigError(f"{where}: {name} must be at least {low}, not {getattr(self, name)}")
         if self.arrays_for != "vllm" and self.dialect != "array":
             raise ConfigError(f"{where}: arrays_for is for dialect 'array' only: maps carry salts and media for every reader")
+        if self.maps_for != "all" and self.dialect != "map":
+            raise ConfigError(f"{where}: maps_for is for dialect 'map' only: see arrays_for")
         if (self.detail_endpoint or self.snapshot_interval) and not self.detail_topic:
             raise ConfigError(f"{where}: detail_endpoint and snapshot_interval need a detail_topic")
         self._check_details()

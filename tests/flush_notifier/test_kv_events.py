@@ -75,6 +75,7 @@ CASES = {
     "stored_lora_salt": ([task(0, 2, origin=Origin("adapter", "tenant-a", 3))], {}),
     "stored_salt_below": ([task(1, 1, origin=Origin(None, "tenant-a"))], {}),
     "stored_media": ([task(0, 2, origin=Origin(None, "tenant-a"), media=MEDIA)], {}),
+    "stored_media_vllm": ([task(0, 2, origin=Origin(None, "tenant-a"), media=MEDIA)], {"maps_for": "vllm"}),
     "stored_media_array": ([task(0, 2, origin=Origin(None, "tenant-a"), media=MEDIA)], {"dialect": "array"}),
     "stored_media_dynamo": (
         [task(1, 1, origin=Origin(None, "tenant-a"), media=MEDIA)],

@@ -202,7 +202,9 @@ async def received(reader: Any, sink: Any, first: int = 0) -> list[bytes]:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"dialect": "array"}, {"dialect": "array", "arrays_for": "dynamo"}], ids=["map", "array", "dynamo"]
+    "options",
+    [{}, {"maps_for": "vllm"}, {"dialect": "array"}, {"dialect": "array", "arrays_for": "dynamo"}],
+    ids=["map", "map for vllm", "array", "dynamo"],
 )
 @pytest.mark.parametrize("max_blocks", [1, 256])
 async def test_every_reader_gets_the_whole_identity(tmp_path, options, max_blocks):
@@ -345,6 +347,9 @@ NAMES = [
 ]
 
 
+VLLM_FIELDS = {"type", *VllmStored.__struct_fields__}
+
+
 def check_block(fields: dict[str, Any], i: int, identity: dict[str, Any], block: int, options: dict[str, Any]) -> None:
     media = identity.get("extra_keys", [])
     salt = EMPTY if identity.get("salt") == "" else identity.get("salt")
@@ -356,19 +361,21 @@ def check_block(fields: dict[str, Any], i: int, identity: dict[str, Any], block:
         tag = [] if salt is None or i else [f"dynamo-cache-salt:{salt}"]
         expected = [*(key for key in expected or () if key != salt), *tag] or None
     assert keys == expected
-    if options.get("dialect") == "array":
+    if options.get("maps_for") == "vllm":
+        assert fields.keys() <= VLLM_FIELDS
+    elif options.get("dialect") == "array":
         assert len(fields) == (10 if options.get("arrays_for") == "dynamo" else 9)
     else:
         assert fields.get("cache_salt") == salt
     items = [key[0] for key in expected or () if isinstance(key, list)]
-    if options != {"dialect": "array"}:
+    if options not in ({"dialect": "array"}, {"maps_for": "vllm"}):
         info = (fields.get("block_mm_infos") or [None] * 9)[i]
         numbers = [mm_hash(value) for value in hashes if identifier(value) in items]
         assert [one["mm_hash"] for one in (info or {"mm_objects": []})["mm_objects"]] == numbers
 
 
 def typed_readers_decode(payload: bytes, options: dict[str, Any]) -> None:
-    if not options:
+    if options.get("dialect") != "array":
         decoded(payload, VllmStored)
         decoded(payload, SglangStored)
         decode_batch(payload)
@@ -433,9 +440,11 @@ def test_topics_that_clash_once_they_are_resolved_are_refused():
         settings.for_model("model-7b")
 
 
-def test_arrays_for_is_for_arrays():
+def test_each_form_has_its_own_setting_for_readers():
     with pytest.raises(ConfigError, match="arrays_for"):
         KvEventsSinkConfig(arrays_for="dynamo").check()
+    with pytest.raises(ConfigError, match="maps_for"):
+        KvEventsSinkConfig(dialect="array", maps_for="vllm").check()
 
 
 async def test_a_number_needs_an_adapter():

@@ -82,8 +82,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "parents_before_children_in_a_removal",
         "flush_notifier/sinks/kv_wire.py",
-        "self.hashes(task.keys)[::-1]",
-        "self.hashes(task.keys)",
+        "self.hashes(keys)[::-1]",
+        "self.hashes(keys)",
         "a removal lists parents before children, and in parts of max_blocks sends them in this order",
         ("tests/flush_notifier/test_kv_events.py::test_bytes_are_as_documented",),
     ),

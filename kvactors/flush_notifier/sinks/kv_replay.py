@@ -64,11 +64,10 @@ class Window:
         """Keep one more."""
         self._kept.append((number, payload))
         self.held += len(payload)
-        kept = self._kept
-        while len(kept) > self.batches or (self.held > self.nbytes and len(kept) > 1):
-            if kept[0][0] >= self.needed and self._has_place():
+        while len(self._kept) > self.batches or (self.held > self.nbytes and len(self._kept) > 1):
+            if self._kept[0][0] >= self.needed and self._has_place():
                 return
-            self.held -= len(kept.popleft()[1])
+            self.held -= len(self._kept.popleft()[1])
 
     def _has_place(self) -> bool:
         return len(self._kept) <= 2 * self.batches + EXTRA_BATCHES and self.held <= 2 * self.nbytes + EXTRA_BYTES

@@ -106,7 +106,8 @@ class Dialect(NamedTuple):
         """The dialect that a sink is configured for."""
         media, as_bytes = MEDIA[config.media], config.hashes == "bytes"
         if config.dialect == "map":
-            return cls(StoredMap, BlockRemoved, AllBlocksCleared, media, as_bytes, block_size, 3, tagged=False)
+            fields = 3 if config.maps_for == "all" else 1
+            return cls(StoredMap, BlockRemoved, AllBlocksCleared, media, as_bytes, block_size, fields, tagged=False)
         if config.arrays_for == "dynamo":
             return cls(StoredArrayDynamo, RemovedArray, ClearedArray, media, as_bytes, block_size, 2, tagged=True)
         return cls(StoredArray, RemovedArray, ClearedArray, media, as_bytes, block_size, 1, tagged=False)
