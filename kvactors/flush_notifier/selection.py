@@ -49,7 +49,7 @@ class Selection:
 
     def steps(self) -> Iterator[None]:
         """Take about `limit` blocks, and never the first part of a run only, since every part would carry the path from the root again."""
-        sink, gains, step = self._sink, self.gains, self._step
+        sink, gains, losses, step = self._sink, self.gains, self.losses, self._step
         for entry in self._dirty:
             due, state = entry.dues[sink], entry.states[sink]
             if (gain := due & ~(state & ~(state >> UNSURE))) and entry not in gains:
@@ -59,8 +59,12 @@ class Selection:
                     self._gained = entry
                 else:
                     yield from self._gain(entry)
-            if (state | state >> UNSURE) & TIERS & ~due and entry not in self.losses and not self._full:
-                yield from self._lose(entry)
+            if (loss := (state | state >> UNSURE) & TIERS & ~due) and entry not in losses and not self._full:
+                if entry.child is None and (not gain or entry in gains) and len(gains) + len(losses) < self._limit:
+                    losses[entry] = loss  # the usual case: a leaf
+                    self._lost = entry
+                else:
+                    yield from self._lose(entry)
             if self._full:
                 return
             self._looked += 1
@@ -163,6 +167,8 @@ def join(
     """Runs of entries, each as long as the parent chain goes on within them with one reason; a branch point splits, and so does LONGEST.
     Linear; yields after each `step` blocks. alike: more blocks than these, with a value each: a branch among them all splits, and so does
     another value."""
+    if len(entries) == 1:
+        return [Run([one], bit, resident, one.reasons[reason_index]) for one in entries]
     heir = yield from heirs(entries if alike is None else alike, step)
     looked = 0
     runs: list[Run] = []
