@@ -190,7 +190,7 @@ async def test_many_readers_at_once_all_get_their_answer(tmp_path):
         await sink.begin(7)
         for i in range(200):
             await sink.deliver([task(i % 8, 1)])
-        readers = [await stack.enter_async_context(socket(zmq.DEALER, sink.replay_endpoint)) for _ in range(3 * READERS)]
+        readers = [await stack.enter_async_context(socket(zmq.DEALER, sink.replay_endpoint)) for _ in range(READERS + 24)]
         for reader in readers:
             await reader.send_multipart([b"", bytes(8)])
         assert [len(got) for got in await asyncio.gather(*map(answers, readers))] == [202] * len(readers)
