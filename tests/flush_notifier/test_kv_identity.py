@@ -230,10 +230,12 @@ async def test_every_reader_gets_the_whole_identity(tmp_path, options, max_block
 
 async def subscribed(sink: Any, reader: Any) -> None:
     """Publish the start of an epoch until the reader gets one: a subscription takes a moment to arrive."""
-    while True:
+    for _ in range(500):
         await sink.begin(sink.epoch)
         if await reader.poll(20):
             break
+    else:
+        raise AssertionError("no message on this topic")
     while await reader.poll(20):
         await reader.recv_multipart()
 
@@ -425,6 +427,17 @@ def test_topics_name_the_model_the_machine_and_the_rank(monkeypatch):
     settings.check()
     resolved = settings.for_model("org/model-7b{}")
     assert (resolved.topic, resolved.detail_topic) == ("kv@pod-{3}@org/model-7b{}", "{x}.2")
+
+
+async def test_events_are_published_on_the_topic_of_the_model(tmp_path):
+    async with kvactors.open(config(endpoint=f"ipc://{tmp_path}/e", topic="kv@node-1@{model}")) as cache:
+        [sink] = cache.sinks.values()
+        with zmq.asyncio.Context.instance().socket(zmq.SUB) as reader:
+            reader.subscribe(b"kv@node-1@model-7b")
+            reader.connect(sink.endpoint)
+            await subscribed(sink, reader)
+            await sink.begin(sink.epoch)
+            assert (await reader.recv_multipart())[0] == b"kv@node-1@model-7b"
 
 
 @pytest.mark.parametrize("topic", ["{", "}", "kv@{pod}", "{}", "{0}", "{model!r}", "{model:>5}", "{model.upper}"])
