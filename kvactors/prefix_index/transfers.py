@@ -252,7 +252,9 @@ class Transfers(Announcing):
         lease.storage_hits -= (less := min(lease.storage_hits, excess := committed - kept))
         lease.host_hits -= (more := min(lease.host_hits, excess - less))
         lease.device_hits -= excess - less - more
-        self._give_own_blocks(lease, list(range(kept, committed)))
+        # Also beyond what is committed: a load may have landed after a position whose load failed and which another request computed.
+        table = lease.path.blocks(kept, lease.path.num_blocks)
+        self._give_own_blocks(lease, [position for position, block in enumerate(table, kept) if block < 0])
 
     # -- evictions
 

@@ -133,4 +133,14 @@ BUGS: tuple[Mutation, ...] = (
         "a disk that does not answer keeps the process from its end, because of a JSON-lines file",
         ("tests/flush_notifier/test_sinks.py::test_a_process_ends_although_a_disk_does_not_answer",),
     ),
+    Mutation(
+        "blocks_beyond_the_committed_forgotten",
+        "prefix_index/transfers.py",
+        "[position for position, block in enumerate(table, kept) if block < 0]",
+        "list(range(kept, committed))",
+        "a request with media whose loads ended within an item cannot commit what it computed",
+        (
+            "tests/prefix_index/test_media_whole.py::test_every_position_of_a_request_has_a_block_after_loads_ended_within_an_item",
+        ),
+    ),
 )

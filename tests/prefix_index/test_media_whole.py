@@ -1,0 +1,55 @@
+"""A media item is cached whole or not at all: what a request gives back of it is computed in blocks of its own, wherever shared blocks stand."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from kvactors.native import Path
+from kvactors.prefix_index.index import BlockIndex
+from kvactors.prefix_index.transfers import Transfers
+
+BLOCK, ROOT = 4, bytes(32)
+
+
+def test_every_position_of_a_request_has_a_block_after_loads_ended_within_an_item():
+    """Positions 1 and 2 are loaded for two requests. The load of 1 fails, the first request computes it, then the load of 2 lands: the second
+    request has position 0 committed, its own block at 1, and a shared one at 2."""
+    index = BlockIndex(BLOCK, 16, 64, recompute_last_token=False)
+    tree, tokens = index.tree, list(range(3 * BLOCK))
+    first, second = Path(BLOCK, ROOT), Path(BLOCK, ROOT)
+    for path in (first, second):
+        path.extend(tokens)
+    tree.pin(first)
+    first.assign(0, index.take(3))
+    tree.commit(first, 1)
+    own = first.blocks(1, 2)
+    load_one = tree.begin_load(first, 1, 2)
+    assert tree.pin(second)[0] == 1
+    second.assign(2, index.take(1))
+    load_two = tree.begin_load(second, 2, 3)
+    tree.finish_load(load_one, 0)
+    for path in (first, second):
+        tree.settle(path)
+    tree.replace(second, 1, index.take(1)[0])
+    tree.commit(first, 2)
+    assert tree.finish_load(load_two, 1) == []
+    assert tree.settle(second) == 1
+    assert second.num_held == 3
+    assert own == first.blocks(1, 2) != second.blocks(1, 2)
+
+    lease = SimpleNamespace(
+        path=second, tree=tree, media=((0, 3 * BLOCK),), fault=None, device_hits=1, host_hits=0, storage_hits=0
+    )
+    transfers = SimpleNamespace(index=index)
+    transfers._give_own_blocks = lambda lease, positions: Transfers._give_own_blocks(transfers, lease, positions)
+    Transfers._keep_media_whole(transfers, lease)
+    table = second.blocks()
+    assert second.num_committed == 0
+    assert min(table) >= 0
+    assert not set(table) & set(first.blocks(0, 2))
+    assert len(set(table)) == 3
+    assert lease.device_hits == 0
+    tree.commit(second, 3)
+    for path in (first, second):
+        index.pool.give(tree.release(path))
+    assert index.evictable() + index.free == 16
