@@ -19,9 +19,10 @@ ROUTED = 60
 
 
 def routed_right(scene: Scene, router: Router, nodes: Sequence[Node], count: int = ROUTED) -> None:
-    """Every prompt goes to a worker with most of its blocks, and the router counts as many of them as this worker has."""
+    """Every plain prompt goes to a worker with most of its blocks, and the router counts as many of them as this worker has."""
     truths = [node.truth() for node in nodes]
-    prompts = [prompt for node in nodes for prompt in node.workload.asked(count // len(nodes))]
+    each = count // len(nodes)
+    prompts = [one for node in nodes for one in [prompt for prompt in node.workload.asked(20 * count) if prompt.plain][:each]]
     for prompt, chain in zip(prompts, nodes[0].chains(prompts), strict=True):
         credited = [truth.credit(chain) for truth in truths]
         best = [node.source.worker for node, credit in zip(nodes, credited, strict=True) if credit == max(credited)]
@@ -38,8 +39,9 @@ def routed_right(scene: Scene, router: Router, nodes: Sequence[Node], count: int
 
 
 def two_nodes(scene: Scene, first: Workload, second: Workload, **sink: object) -> list[Node]:
-    """Two workers with prompts of their own. The router takes the answer to a replay request only if it begins with the number asked for."""
-    settings = {"numbers": "from_zero", "heartbeat": 0.5} | sink
+    """Two workers with prompts of their own, with the settings that the router needs: it takes the answer to a replay request only
+    if that begins with the number asked for, and drops a batch with a field that it does not know."""
+    settings = {"numbers": "from_zero", "maps_for": "vllm", "heartbeat": 0.5} | sink
     return [scene.node(first, worker=7, **settings), scene.node(second, worker=8, **settings)]
 
 
@@ -53,12 +55,16 @@ def test_prompts_go_where_their_blocks_are(scene: Scene) -> None:
     scene.judge()
 
 
-def test_salted_prompts_go_where_their_blocks_are(scene: Scene) -> None:
-    nodes = two_nodes(scene, Workload(43, salts=("a", "b")), Workload(44, salts=("a", "b")))
+def test_blocks_of_salts_adapters_and_media_are_not_counted_for_plain_prompts(scene: Scene) -> None:
+    """The same tokens are there in every scope. The router routes a request with a salt by load alone, and is not given adapters or media."""
+    scopes = {"salts": (None, "a"), "loras": (None, "x"), "images": 2, "prefixes": 2}
+    nodes = two_nodes(scene, Workload(43, **scopes), Workload(44, **scopes))
     router = scene.router(nodes)
     for node in nodes:
-        node.serve(60)
+        node.serve(80)
     routed_right(scene, router, nodes)
+    salted = [prompt for prompt in nodes[0].workload.asked(100) if prompt.salt is not None][:5]
+    assert [router.route(prompt).credited for prompt in salted] == [0] * 5
     scene.judge()
 
 

@@ -34,6 +34,11 @@ class Prompt(NamedTuple):
         """Full blocks."""
         return len(self.tokens) // BLOCK
 
+    @property
+    def plain(self) -> bool:
+        """Whether tokens alone identify it."""
+        return self.salt is None and self.lora is None and not self.media
+
     def message(self) -> dict[str, Any]:
         """As it is sent to a worker."""
         return {"tokens": self.tokens, "salt": self.salt, "lora": self.lora, "media": self.media}
