@@ -93,7 +93,10 @@ class CpuEvictor(Saves):
             for j in [j for j, key in enumerate(keys) if key not in self.host.lru]:
                 kept[j] = 0  # it was here already, and has been evicted meanwhile
             # What only passes through counts as well, until it is written: between device and storage it would be nowhere.
-            self.gained([entry.key for entry in good] + self._untold(keys, kept))
+            copied = [entry.key for entry in good]
+            done = set(copied)
+            untold = [key for key in self._untold(keys, kept) if key not in done]
+            self.gained(copied + untold)
             self.offloaded += sum(entry.place is Place.RESIDENT for entry in good)
             self.write([entry for entry in good if entry.place is Place.TRANSIT])
             self.tell(self.index, Offloaded(message.op, bytes(kept)))

@@ -99,8 +99,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "passing_block_is_nowhere",
         "cpu_evictor/actor.py",
-        "self.gained([entry.key for entry in good] + self._untold(keys, kept))",
-        "self.gained([entry.key for entry in good if entry.place is Place.RESIDENT] + self._untold(keys, kept))",
+        "            copied = [entry.key for entry in good]\n",
+        "            copied = [entry.key for entry in good if entry.place is Place.RESIDENT]\n",
         "a block that passes through host memory to storage is announced nowhere until it is stored",
         ("tests/door/test_never_nowhere.py::test_through_the_host_to_storage",),
     ),
