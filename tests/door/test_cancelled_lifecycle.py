@@ -31,6 +31,17 @@ def config_of(kind: str, folder: Path) -> kvactors.Config:
     return settings(host=host, sinks=({"kind": "kv_events", "endpoint": f"ipc://{folder}/events"},))
 
 
+EARLIER: set[threading.Thread] = set()
+
+
+@pytest.fixture(autouse=True)
+def _earlier_threads():
+    """Threads that tests before this one have left do not count."""
+    EARLIER.update(threading.enumerate())
+    yield
+    EARLIER.clear()
+
+
 async def use(config: kvactors.Config) -> None:
     async with kvactors.open(config) as cache:
         tokens = prompt(1, 3)
@@ -50,7 +61,7 @@ async def nothing_is_left(fds: int) -> None:
     until = time.monotonic() + 10
     while time.monotonic() < until:
         gc.collect()
-        threads = [t.name for t in threading.enumerate() if t.name.startswith("kvactors")]
+        threads = [t.name for t in threading.enumerate() if t.name.startswith("kvactors") and t not in EARLIER]
         if not threads and descriptors() <= fds:
             return
         await asyncio.sleep(0.005)
