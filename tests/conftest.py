@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import pytest
@@ -9,9 +10,17 @@ import structlog
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The option of the interop tests."""
-    parser.addoption(
-        "--interop", metavar="DIR", help="environments of the interop tests, made by `python -m tests.interop.setup DIR`"
+    """The option of the interop tests, unless kvactors' plugin has added it (`kvactors.testing.plugin`)."""
+    with contextlib.suppress(ValueError):
+        parser.addoption(
+            "--interop", metavar="DIR", help="environments of the interop tests, made by `python -m tests.interop.setup DIR`"
+        )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The marker of the interop tests, also for a pytest that has not found the clone's settings."""
+    config.addinivalue_line(
+        "markers", "interop: runs the real consumers of KV events; needs --interop DIR (docs/contributing.md)"
     )
 
 

@@ -17,6 +17,7 @@ from tests.interop.scene import Scene
 
 INSIDE = "INTEROP_INSIDE"
 """The environment variable that marks the inner pytest."""
+ROOT = Path(__file__).parents[2]
 LIMIT = 240
 """Seconds that one test may take. Only a hang takes as long."""
 
@@ -35,15 +36,16 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 def _run_inside(item: pytest.Function, folder: Path) -> None:
-    root, base = item.config.rootpath, item.funcargs["tmp_path"] / "inside"
+    base, test = item.funcargs["tmp_path"] / "inside", f"{item.path.relative_to(ROOT)}::{item.nodeid.partition('::')[2]}"
     command = [
         sys.executable, "-m", "pytest", "-q", "-rN", "-s", "-p", "no:cacheprovider", f"--basetemp={base}", f"--timeout={LIMIT - 10}", "-m", "interop",
-        "--interop", str(folder), item.nodeid,
+        f"--interop={folder}",
+        test,
     ]  # fmt: skip
     try:
         done = subprocess.run(
             isolated(command),
-            cwd=root,
+            cwd=ROOT,
             env=os.environ | {INSIDE: "1"},
             capture_output=True,
             text=True,
