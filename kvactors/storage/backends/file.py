@@ -81,7 +81,7 @@ class FileBackend(OwnedBackend):
         self._depth = depth
         self._threads = Workers(depth, "kvactors-file")
         self._objects: dict[bytes, tuple[int, bytes]] = {}  # slot and mark of the table entry, of what can be read
-        self._lineages: dict[bytes, Lineage] = {}  # of what is being written
+        self._lineages: dict[bytes, tuple[Lineage]] = {}  # of what is being written
         self._paths = PathReading(self.files, self._in_thread)
         self._written: dict[bytes, tuple[int, bytes]] = {}  # slot and entry, of payloads whose entries are not written yet
         self.slots = Slots()
@@ -206,13 +206,15 @@ class FileBackend(OwnedBackend):
     ) -> WriteReport:
         """See `Backend.write_slots`. Keys that are there, or that another batch is writing, are not this one's."""
         given = zip(keys, lineages, strict=False)
-        mine = {key: one for key, one in given if one is not None and key not in self.catalog}
+        there = self.catalog, self.pending  # what is being written may have been evicted from the catalog by another batch
+        mine = {key: (one,) for key, one in given if one is not None and not any(key in names for names in there)}
         self._lineages |= mine
         try:
             return await super().write_slots(keys, arena, slots, expired)
         finally:
-            for key in mine:
-                del self._lineages[key]
+            for key, entry in mine.items():
+                if self._lineages.get(key) is entry:  # another batch may have set its own since this one was refused the key
+                    del self._lineages[key]
 
     async def save(self, key: bytes, data: memoryview) -> Outcome:
         """See `OwnedBackend.save`: the payload, into a free slot; `seal` makes it an object."""
@@ -231,7 +233,7 @@ class FileBackend(OwnedBackend):
             return outcome
         sequence, self._sequence = self._sequence, self._sequence + 1
         try:
-            lineage = self._lineages.get(key)
+            (lineage,) = self._lineages.get(key, (None,))
             outcome, entry = await self._in_thread(self._save, key, slot, sequence, self.generation, data, lineage)
         except BaseException:
             self.slots.give([slot])
