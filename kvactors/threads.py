@@ -9,9 +9,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Executor, Future, wait
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import Any, ParamSpec, Protocol, TypeVar
 from weakref import WeakSet
 
 import anyio
@@ -19,6 +20,7 @@ import anyio
 from kvactors.actor.uncancelled import to_the_end
 from kvactors.errors import as_exception
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 NICE = 10
@@ -133,12 +135,18 @@ async def in_thread(call: Callable[[], T], name: str, cancelled: Callable[[], No
     return await to_the_end(future, cancelled)
 
 
-async def in_daemon(call: Callable[[], T], name: str) -> T:
-    """Run one blocking call in a daemon thread of its own. Cancelled, only the wait ends: for calls that access no memory of the caller.
+class DaemonExecutor(Executor):
+    """For aiofiles: each call runs in a daemon thread of its own. Cancelled, only the wait ends: for calls that access no memory of the caller.
 
     A thread of asyncio's default executor in a call that does not return keeps `asyncio.run`, and the process, from their end.
     """
-    workers = Workers(1, name)
-    future = asyncio.wrap_future(workers.submit(call))
-    workers.close()
-    return await future
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """See `concurrent.futures.Executor.submit`."""
+        workers = Workers(1, self.name)
+        future = workers.submit(partial(fn, *args, **kwargs))
+        workers.close()
+        return future

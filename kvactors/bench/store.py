@@ -23,7 +23,7 @@ from kvactors.bench.report import Row, bench_report, rate_row, time_row
 from kvactors.cpu_evictor.messages import Probed, ReadDone, StoreCleared, Written
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
-from kvactors.flush_notifier.messages import Cleared, Gained, Gone
+from kvactors.flush_notifier.messages import Cleared, Gained, Gone, Named
 from kvactors.identity import StoreIdentity
 from kvactors.mooncake_config import MooncakeConfig
 from kvactors.observe.lag import Lag, LagMonitor
@@ -86,6 +86,10 @@ class Ear(Actor):
 
     @on(Cleared)
     def cleared(self, message: Cleared) -> None:
+        """Nothing to do."""
+
+    @on(Named)
+    def named(self, message: Named) -> None:
         """Nothing to do."""
 
 

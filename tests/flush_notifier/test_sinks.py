@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 import os
@@ -9,9 +10,9 @@ import stat
 import subprocess
 import sys
 import textwrap
-import threading
 from pathlib import Path
 
+import aiofiles
 import anyio
 import msgspec
 import pytest
@@ -119,25 +120,27 @@ async def test_a_file_of_nothing_but_a_cut_line_begins_anew(tmp_path):
 
 async def test_a_write_given_up_ends_before_the_next_begins(tmp_path, monkeypatch):
     """The first write hangs past its caller's patience, and then is cut short by an error: the file has whole lines only."""
-    sink, release = lines(tmp_path), threading.Event()
+    sink, release = lines(tmp_path), asyncio.get_running_loop().create_future()
     await sink.begin(1)
+    plain = aiofiles.open
 
     class Slow:
         def __init__(self, *args, **options):
-            self.file = open(*args, **options)  # noqa: PTH123, SIM115  (in the place of the builtin)
+            self.context = plain(*args, **options)
 
-        def __enter__(self):
+        async def __aenter__(self):
+            self.file = await self.context.__aenter__()
             return self
 
-        def __exit__(self, *error):
-            self.file.close()
+        async def __aexit__(self, *error):
+            return await self.context.__aexit__(*error)
 
-        def write(self, data):
-            self.file.write(data[: len(data) // 2])
-            release.wait()
+        async def write(self, data):
+            await self.file.write(data[: len(data) // 2])
+            await release
             raise OSError("no space")
 
-    monkeypatch.setattr("kvactors.flush_notifier.sinks.jsonl.open", Slow, raising=False)
+    monkeypatch.setattr("kvactors.flush_notifier.sinks.jsonl.aiofiles.open", Slow)
     with anyio.move_on_after(0.05) as scope:
         await sink.deliver([task(1)])
     assert scope.cancelled_caught
@@ -145,7 +148,7 @@ async def test_a_write_given_up_ends_before_the_next_begins(tmp_path, monkeypatc
     second = asyncio.create_task(sink.deliver([task(1, 2)]))
     await asyncio.sleep(0.05)
     assert not second.done()
-    release.set()
+    release.set_result(None)
     await second
     await sink.close()
     assert replay_jsonl(sink.path)[Tier.DEVICE] == set(names(1, 2))
@@ -225,12 +228,20 @@ def test_a_process_ends_although_a_disk_does_not_answer(tmp_path, file):
 
 
 def test_no_module_uses_the_default_executor():
-    """A call in it that does not return keeps the process from its end."""
+    """A call in it that does not return keeps the process from its end. aiofiles uses it unless it is given another."""
     package = Path(kvactors.__file__).parent
-    words = ("aiofiles", "run_in_executor", "asyncio.to_thread")
+    words = ("run_in_executor", "asyncio.to_thread")
     tools = ("bench", "testing", "chaos")
     files = [file for file in package.rglob("*.py") if file.relative_to(package).parts[0] not in tools]
     assert [str(file) for file in files if any(word in file.read_text() for word in words)] == []
+    of_aiofiles = [
+        node
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("aiofiles.")
+    ]
+    assert len(of_aiofiles) > 5
+    assert [ast.unparse(call) for call in of_aiofiles if "executor" not in [word.arg for word in call.keywords]] == []
 
 
 async def test_an_error_of_the_file_system_is_a_sink_error(tmp_path):
@@ -258,10 +269,10 @@ def test_a_line_that_is_none_is_a_value_error(tmp_path, line):
 def test_a_config_makes_its_sink(tmp_path):
     made = make_sink(JsonLinesSinkConfig(path=str(tmp_path / "a"), view="node", tiers=("host",)), Config(), LAYOUT)
     assert isinstance(made, JsonLinesSink)
-    assert made.view_of == (int(Tier.HOST), True, False, False, False)
+    assert made.view_of == (int(Tier.HOST), True, False, False)
     other = make_sink(MemorySinkConfig(name="m", gains="request_finish"), Config(), LAYOUT)
     assert isinstance(other, MemorySink)
-    assert (other.name, other.view_of) == ("m", (int(Tier.DEVICE | Tier.HOST), False, True, False, False))
+    assert (other.name, other.view_of) == ("m", (int(Tier.DEVICE | Tier.HOST), False, True, False))
 
 
 # -- the memory sink's checks: what a wrong ledger could say

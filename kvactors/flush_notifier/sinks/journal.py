@@ -16,6 +16,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
+import aiofiles
+import aiofiles.os
 import msgspec
 import numpy as np
 
@@ -24,8 +26,10 @@ from kvactors.errors import SinkError
 from kvactors.files import open_private
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.told import Told
-from kvactors.threads import in_daemon
+from kvactors.threads import DaemonExecutor
 from kvactors.units import KEY_BYTES, split_keys
+
+THREADS = DaemonExecutor("kvactors-journal")
 
 GROWTH = 1 << 20
 """Bytes a journal may grow beyond twice what it held when it was last written anew."""
@@ -42,7 +46,11 @@ class Journal:
     async def read(self, told: Told) -> None:
         """What an earlier process told and did not take back."""
         try:
-            data = await in_daemon(self._read_now, "kvactors-journal")
+            if not await aiofiles.os.path.exists(self.path, executor=THREADS):
+                async with aiofiles.open(self.path, "ab", opener=open_private, executor=THREADS):
+                    return
+            async with aiofiles.open(self.path, "rb", opener=open_private, executor=THREADS) as file:
+                data = await file.read()
         except OSError as error:
             raise SinkError(f"journal {self.path}: {error}") from error
         whole = data[: data.rfind(b"\n") + 1]
@@ -94,19 +102,13 @@ class Journal:
     async def _write(self, mode: Literal["ab", "wb"], data: bytes, fresh: Path | None = None) -> None:
         """Write the file, or a fresh one in its place; to the end even if the sink's time is up, so that no line comes out of turn."""
 
-        def work() -> None:
-            with open(fresh or self.path, mode, opener=open_private) as file:
-                file.write(data)
+        async def work() -> None:
+            async with aiofiles.open(fresh or self.path, mode, opener=open_private, executor=THREADS) as file:
+                await file.write(data)
             if fresh is not None:
-                fresh.replace(self.path)
+                await aiofiles.os.replace(fresh, self.path, executor=THREADS)
 
-        await to_the_end(asyncio.get_running_loop().create_task(in_daemon(work, "kvactors-journal")))
-
-    def _read_now(self) -> bytes:
-        if not self.path.exists():
-            open(self.path, "ab", opener=open_private).close()
-        with open(self.path, "rb", opener=open_private) as file:
-            return file.read()
+        await to_the_end(asyncio.get_running_loop().create_task(work()))
 
 
 def line_of(start: int, parent: bytes, keys: Sequence[bytes], tokens: bytes, *, whole: bool = True) -> bytes:

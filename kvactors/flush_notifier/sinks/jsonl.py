@@ -16,6 +16,7 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+import aiofiles
 import msgspec
 import numpy as np
 
@@ -26,7 +27,7 @@ from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.flush_notifier.sinks.kv_identity import identifier
 from kvactors.prefix_index.keys import media_items
 from kvactors.sink_config import JsonLinesSinkConfig
-from kvactors.threads import in_daemon
+from kvactors.threads import DaemonExecutor
 from kvactors.units import KEY_BYTES, Residency, Tier, split_keys
 
 CHUNK = 16_384
@@ -50,13 +51,15 @@ class JsonLinesSink(Sink):
         if not self.path.parent.is_dir():
             raise SinkError(f"sink {self.name!r}: {self.path.parent} is not a folder")
         self._encoder = msgspec.json.Encoder()
+        self._threads = DaemonExecutor("kvactors-jsonl")
         self._writing: asyncio.Task[None] | None = None
         self._torn = True  # whether the file may end within a line
 
     async def open(self) -> None:
         """See `Sink.open`."""
         try:
-            await in_daemon(lambda: open(self.path, "ab", opener=open_private).close(), "kvactors-jsonl")
+            async with aiofiles.open(self.path, "ab", opener=open_private, executor=self._threads):
+                pass
         except OSError as error:
             raise SinkError(f"sink {self.name!r} cannot write {self.path}: {error.strerror or error}") from error
 
@@ -120,26 +123,23 @@ class JsonLinesSink(Sink):
 
     async def _write(self, data: bytes) -> None:
         try:
-            await in_daemon(lambda: self._write_now(data), "kvactors-jsonl")
+            async with aiofiles.open(self.path, "ab", opener=open_private, executor=self._threads) as file:
+                if self._torn:
+                    await file.truncate(await self._whole_lines())
+                self._torn = True
+                await file.write(data)
+            self._torn = False
         except OSError as error:
             raise SinkError(f"sink {self.name!r}: {error}") from error
 
-    def _write_now(self, data: bytes) -> None:
-        with open(self.path, "ab", opener=open_private) as file:
-            if self._torn:
-                file.truncate(self._whole_lines())
-            self._torn = True
-            file.write(data)
-        self._torn = False
-
-    def _whole_lines(self) -> int:
+    async def _whole_lines(self) -> int:
         """Bytes of the file up to the end of its last whole line."""
-        with self.path.open("rb") as file:
-            end = file.seek(0, 2)
+        async with aiofiles.open(self.path, "rb", executor=self._threads) as file:
+            end = await file.seek(0, 2)
             while end:
                 start = max(0, end - TAIL)
-                file.seek(start)
-                found = file.read(end - start).rfind(b"\n")
+                await file.seek(start)
+                found = (await file.read(end - start)).rfind(b"\n")
                 if found >= 0:
                     return start + found + 1
                 end = start
