@@ -143,8 +143,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "jsonl_path_not_tried_at_open",
         "flush_notifier/sinks/jsonl.py",
-        'lambda: open(self.path, "ab", opener=open_private).close()',
-        "self.path.parent.stat",
+        '            async with aiofiles.open(self.path, "ab", opener=open_private, executor=self._threads):\n                pass\n',
+        "            self.path.parent.stat()\n",
         "a path that cannot be written opens, and nothing is ever delivered",
         ("tests/flush_notifier/test_private_files.py::test_a_path_that_cannot_be_written_is_an_error_at_open",),
     ),
@@ -175,8 +175,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "jsonl_for_everybody",
         "flush_notifier/sinks/jsonl.py",
-        'with open(self.path, "ab", opener=open_private) as file:',
-        'with open(self.path, "ab") as file:',
+        'async with aiofiles.open(self.path, "ab", opener=open_private, executor=self._threads) as file:',
+        'async with aiofiles.open(self.path, "ab", executor=self._threads) as file:',
         "every user of the machine can read the tokens of all prompts",
         ("tests/flush_notifier/test_private_files.py::test_a_new_file_is_for_its_user_alone",),
     ),

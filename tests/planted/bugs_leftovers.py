@@ -127,9 +127,9 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "files_in_the_default_executor",
-        "threads.py",
-        "    workers = Workers(1, name)\n    future = asyncio.wrap_future(workers.submit(call))\n    workers.close()\n    return await future\n",
-        "    return await asyncio.get_running_loop().run_in_executor(None, call)\n",
+        "flush_notifier/sinks/jsonl.py",
+        'async with aiofiles.open(self.path, "ab", opener=open_private, executor=self._threads) as file:',
+        'async with aiofiles.open(self.path, "ab", opener=open_private) as file:',
         "a disk that does not answer keeps the process from its end, because of a JSON-lines file",
         ("tests/flush_notifier/test_sinks.py::test_a_process_ends_although_a_disk_does_not_answer",),
     ),
