@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from kvactors.flush_notifier.messages import PLAIN, Origin
 from kvactors.native import Path
 from kvactors.prefix_index.keys import block_extras
 
@@ -145,3 +146,15 @@ def request_path(block_size: int, root: bytes, tokens: Any, extra_keys: Any) -> 
     for block, extra in extras.items():
         path.set_extra(block, extra)
     return path, positions
+
+
+def request_origin(salt: Any, lora: Any, lora_id: Any = None) -> Origin:
+    """The scope of a request. TypeError or ValueError for bad names."""
+    if salt is None and lora is None and lora_id is None:
+        return PLAIN
+    origin = Origin(check_optional_text("lora", lora), check_optional_text("salt", salt))
+    if lora_id is None:
+        return origin
+    if lora is None:
+        raise ValueError("lora_id is the number of an adapter: give its name as lora as well")
+    return origin._replace(lora_id=check_int("lora_id", lora_id))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -16,12 +16,11 @@ from kvactors.actor.clock import now
 from kvactors.arguments import (
     Media,
     check_flag,
-    check_int,
     check_names,
-    check_optional_text,
     check_seconds,
     check_text,
     kind,
+    request_origin,
     request_path,
 )
 from kvactors.config import Config
@@ -36,13 +35,14 @@ from kvactors.errors import (
     StoreUnsupported,
     WrongLoop,
 )
-from kvactors.flush_notifier.messages import PLAIN, Origin, Resync, Settle
+from kvactors.flush_notifier.messages import Resync, Settle
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.lease import Lease
 from kvactors.observe.health import Health, health
 from kvactors.observe.invariants import divergence_in_slices, invariants, invariants_in_slices
 from kvactors.observe.statistics import CacheStatistics, collect, residency
 from kvactors.prefix_index.messages import Abandon, Acquire, Clear, Pause, Prefetch, Resume, SetNamespace
+from kvactors.prefix_index.parts import part_of
 from kvactors.storage.backends import Backend
 from kvactors.system import System
 
@@ -67,6 +67,8 @@ class KVCache:
         self._leases = count(1)
         self._open = True
         self._split_media = system.config.cache.split_media
+        self._default_deadline = system.config.cache.deadline
+        self._part_tokens = part_of(self.block_size) * self.block_size  # that a turn of PrefixIndex commits at most
 
     @property
     def namespace(self) -> str:
@@ -115,16 +117,18 @@ class KVCache:
         """
         at = self._deadline(deadline)
         check_text("request_id", request_id)
-        origin = _origin(salt, lora, lora_id)
+        origin = request_origin(salt, lora, lora_id)
         path, media = request_path(self.block_size, self.system.roots.root(origin), tokens, extra_keys)
         lease = next(self._leases)
         message = Acquire(lease, request_id, path, at, check_flag("wait", wait), origin, () if self._split_media else media)
         try:
-            granted = await self._ask(message, at)
+            granted = await self._index.ask(message, deadline=at)
         except (NoRoom, Paused):
             raise
-        except BaseException:
+        except BaseException as error:
             self._abandon(lease)
+            if isinstance(error, ActorFailed):
+                self._refine(error)
             raise
         return Lease(self, lease, request_id, path, granted)
 
@@ -143,7 +147,7 @@ class KVCache:
         Raises StoreUnsupported with a store that moves device memory itself (AttentionStore): nothing of it goes through the host tier.
         """
         at = self._deadline(deadline)
-        origin = _origin(salt, lora)
+        origin = request_origin(salt, lora)
         path, _ = request_path(self.block_size, self.system.roots.root(origin), tokens, extra_keys)
         if self.system.direct is not None:
             raise StoreUnsupported(
@@ -286,18 +290,19 @@ class KVCache:
         self._check_loop()
         if not self._open:
             raise CacheClosed("the cache is closed")
-        self.system.check_usable()
+        if self.system.supervisor.failed is not None:
+            self.system.check_usable()
 
     def _check_loop(self) -> None:
         """WrongLoop outside the cache's own event loop, CacheClosed in a forked process."""
         if self.system.forked:
             self.system.check_usable()
         try:
-            here = asyncio.get_running_loop() is self._loop
+            if asyncio.get_running_loop() is self._loop:
+                return
         except RuntimeError:
-            here = False
-        if not here:
-            raise WrongLoop("this cache belongs to another asyncio event loop: use cache.from_thread in other threads")
+            pass
+        raise WrongLoop("this cache belongs to another asyncio event loop: use cache.from_thread in other threads")
 
     def _check_thread(self) -> None:
         """WrongLoop in a thread that is not the loop's, CacheClosed in a forked process."""
@@ -309,16 +314,20 @@ class KVCache:
     def _deadline(self, deadline: float | None) -> float:
         """The absolute deadline of a call, once `_check` has passed. deadline: seconds, those of the settings if None."""
         self._check()
-        return now() + (self.config.cache.deadline if deadline is None else check_seconds("deadline", deadline))
+        seconds = self._default_deadline if deadline is None else check_seconds("deadline", deadline)
+        return self._loop.time() + seconds  # the running loop, as was just checked
 
-    async def _ask(self, message: Ask[Any], at: float, lost: Callable[[Any], None] | None = None) -> Any:
-        """Ask PrefixIndex. at: absolute deadline. lost: see `ActorRef.ask`."""
-        self._check()
+    async def _ask(self, message: Ask[Any], at: float) -> Any:
+        """Ask PrefixIndex in the step in which `_deadline` has passed. at: what that returned."""
         try:
-            return await self._index.ask(message, deadline=at, lost=lost)
+            return await self._index.ask(message, deadline=at)
         except ActorFailed as error:
-            if self._open or error.__cause__ is not None:
-                raise
+            self._refine(error)
+            raise
+
+    def _refine(self, error: ActorFailed) -> None:
+        """CacheClosed if an ask has failed because the cache was closed."""
+        if not self._open and error.__cause__ is None:
             raise CacheClosed("the cache was closed during this call") from None
 
     def _tell(self, message: Control) -> None:
@@ -345,17 +354,6 @@ class KVCache:
         except RuntimeError:  # the loop was closed by its own thread since
             return False
         return True
-
-
-def _origin(salt: Any, lora: Any, lora_id: Any = None) -> Origin:
-    if salt is None and lora is None and lora_id is None:
-        return PLAIN
-    origin = Origin(check_optional_text("lora", lora), check_optional_text("salt", salt))
-    if lora_id is None:
-        return origin
-    if lora is None:
-        raise ValueError("lora_id is the number of an adapter: give its name as lora as well")
-    return origin._replace(lora_id=check_int("lora_id", lora_id))
 
 
 def open_cache(

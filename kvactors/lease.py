@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from kvactors.actor import Ask
 from kvactors.arguments import check_int, extend_path
-from kvactors.errors import LeaseBusy, LeaseEnded, NotReady
+from kvactors.errors import ActorFailed, LeaseBusy, LeaseEnded, NotReady
 from kvactors.native import Path
 from kvactors.prefix_index.messages import Commit, Extend, Finish, Granted, LayerReady, Preempt, Ready, Withdrawn
-from kvactors.prefix_index.parts import part_of
 
 if TYPE_CHECKING:
     from kvactors.cache import KVCache
@@ -121,7 +120,10 @@ class Lease:
         keeps the parts that were done. Raises NotReady, ValueError, DeadlineExceeded, LeaseEnded, ActorFailed.
         """
         at = self._deadline(deadline)
-        computed, before = check_int("computed_tokens", computed_tokens), self._path.num_committed
+        computed = check_int("computed_tokens", computed_tokens)
+        if computed <= self._cache._part_tokens:
+            return int((await self._ask(Commit(self._id, computed), at, has_effect=True)).count)
+        before = self._path.num_committed
         try:
             if await self._commit_parts(computed, at):
                 return int((await self._ask(Commit(self._id, computed), at, has_effect=True)).count)
@@ -134,13 +136,13 @@ class Lease:
     async def _commit_parts(self, computed: int, at: float) -> bool:
         """Commit until at most one turn's part is left; False if that stopped at a block that another request loads. A call that will be refused
         commits nothing: it goes as a whole."""
-        size = self._path.block_size
-        part = part_of(size) * size
+        size, part = self._path.block_size, self._cache._part_tokens
         upto = self._path.num_committed * size
         while upto + part < computed <= self.num_tokens:
             upto += part
             if int((await self._ask(Commit(self._id, upto), at, has_effect=True)).count) * size < upto:
                 return False
+            self._cache._check()
         return True
 
     async def finish(self, computed_tokens: int | None = None, *, deadline: float | None = None) -> None:
@@ -176,7 +178,8 @@ class Lease:
     def _deadline(self, deadline: float | None) -> float:
         """Check that the lease can be used here and now; the absolute deadline of a call."""
         at = self._cache._deadline(deadline)
-        self._check_ended()
+        if self._ended:
+            self._check_ended()
         return at
 
     def _check_ended(self) -> None:
@@ -185,18 +188,23 @@ class Lease:
 
     async def _ask(self, message: Ask[Any], at: float, *, has_effect: bool = False) -> Any:
         """has_effect: the call changes the lease, so if its caller is cancelled after it has happened the lease ends."""
+        cache = self._cache
         try:
-            return await self._cache._ask(message, at, self._lost if has_effect else None)
+            return await cache._index.ask(message, deadline=at, lost=self._lost if has_effect else None)
         except LeaseEnded as error:
             self._ended = True
             raise LeaseEnded(f"lease of {self.request_id!r}: {error}") from None
+        except ActorFailed as error:
+            cache._refine(error)
+            raise
 
     def _lost(self, reply: object) -> None:
         self._give_up()
 
     async def _end(self, message: Ask[Any], computed: int, at: float) -> None:
         try:
-            await self._commit_parts(computed, at)
+            if computed > self._cache._part_tokens:
+                await self._commit_parts(computed, at)
             await self._ask(message, at)
         except (ValueError, TypeError, NotReady):
             raise  # the message was refused: the lease goes on

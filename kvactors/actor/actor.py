@@ -213,7 +213,12 @@ class Actor:
         """Take turns until stopped. An exception out of a turn ends the life: every ask taken in fails, then it is raised."""
         cause: BaseException | None = None
         try:
-            self._synchronously(self.started)
+            try:
+                self.started()
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:
+                self._fail(error)
             self.ref.revived()
             self.state = State.RUNNING
             await self._take_turns()
@@ -226,6 +231,7 @@ class Actor:
 
     async def _take_turns(self) -> None:
         channel, budget, time = self.ref.channel, TURN_BUDGET, asyncio.get_running_loop().time
+        activity = self.ref.activity
         until = time() + TURN_TIME
         while self.state is State.RUNNING:
             if self._outbox:
@@ -238,27 +244,27 @@ class Actor:
                 try:
                     await asyncio.sleep(0)
                 except BaseException:
-                    self.ref.activity.end()
+                    activity.end()
                     bury(envelope, self.ref.name, None)
                     raise
                 budget, until = TURN_BUDGET, time() + TURN_TIME
             budget -= 1
             try:
-                self._synchronously(self._turn, envelope)
-            finally:
-                self.ref.activity.end()
-
-    def _synchronously(self, step: Callable[..., None], *arguments: Any) -> None:
-        """Run a synchronous step. No cancellation can arrive in it: any error but Ctrl-C and an exit is a failure of this actor."""
-        try:
-            step(*arguments)
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:
-            failure = as_exception(error)
-            if failure is error:
+                self._turn(envelope)
+            except (KeyboardInterrupt, SystemExit):
                 raise
-            raise failure from error
+            except BaseException as error:
+                self._fail(error)
+            finally:
+                activity.end()
+
+    @staticmethod
+    def _fail(error: BaseException) -> None:
+        """Raise an error of a synchronous step. No cancellation can arrive in one: any error but Ctrl-C and an exit is a failure of this actor."""
+        failure = as_exception(error)
+        if failure is error:
+            raise failure
+        raise failure from error
 
     def _turn(self, envelope: Envelope[Any]) -> None:
         message = envelope.message

@@ -186,7 +186,8 @@ class PrefixIndex(Clearing):
         committed = 0 if tree.retired else path.num_committed
         whole = Saved(tree, path, 1)
         self.closing += 1
-        yield from self._announce_finished(tree, path, committed)
+        if self.announce:
+            yield from self._announce_finished(tree, path, committed)
         if envelope is not None and (self._keep or self._min_hits):
             # A store that is addressed by tokens is given the whole path with every part: it gets one part.
             part = self.part if self.token_root is None else max(1, committed)
@@ -206,7 +207,7 @@ class PrefixIndex(Clearing):
 
     def _announce_finished(self, tree: BlockTree, path: Path, committed: int) -> Iterator[None]:
         """What a lease has committed stays cached: sinks that follow finished requests get it now, as far as no finish has announced it."""
-        for start in range(0, committed if self.announce else 0, self.part):
+        for start in range(0, committed, self.part):
             if start:
                 yield
             if not tree.retired:

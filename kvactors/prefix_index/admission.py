@@ -82,9 +82,8 @@ class Admission(Layers):
     def _admit_at_once(self, message: Acquire, needed: int, envelope: Envelope[Granted]) -> None:
         """Admit a request in this turn, or let it wait for room."""
         path, index = message.path, self.index
-        if index.free < needed and not (
-            self.saves or self.closing or index.could_fit(path, needed, self.coming() - self.owed())
-        ):
+        free = index.free
+        if free < needed and not (self.saves or self.closing or index.could_fit(path, needed, self.coming() - self.owed())):
             self.refuse_room(envelope, needed)
             return
         match = index.match(path, fetch=self.fetchable(path), media=message.media)
@@ -92,7 +91,7 @@ class Admission(Layers):
         lease.media = message.media
         lease.device_hits = match.run
         lease.hoped = match.segments[-1].stop if match.segments else match.run
-        if not self.waiting and index.free >= match.own:
+        if not self.waiting and free >= match.own:
             self._grant(lease, match, index.take(match.own), envelope)
             return
         self.begin_loads(lease, match.segments, placed=False)
@@ -175,7 +174,8 @@ class Admission(Layers):
         if not pending:
             self.lease_ready(lease)
             lease.hoped = lease.path.num_committed
-        cached = self.index.before_media(lease.hoped, lease.media) * self.index.block_size
+        hoped = self.index.before_media(lease.hoped, lease.media) if lease.media else lease.hoped
+        cached = hoped * self.index.block_size
         reply = Granted(tuple(lease.path.blocks()) if table is None else table, cached, pending, lease.device_hits)
         if not self.answer(envelope, reply):
             self.give_back(lease)

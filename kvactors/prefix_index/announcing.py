@@ -33,12 +33,16 @@ class Announcing(Works):
         self.announce = announce
         self.announce_whole = announce_whole
         self.origins: dict[bytes, Origin] = {}  # by root, the last used one last
+        self._latest = b""  # root of the last request
         self._walk: TreeWalk | None = None  # of the announcement of the whole tree
         self._behind: deque[Message] = deque()  # what changed since it began: sent after it
 
     def remember_origin(self, root: bytes, origin: Origin) -> None:
         """What is in a root, for reports about blocks below it. The adapter's number is the last one given. The least recently used of very many
         are forgotten: blocks below them are reported by their hashes only. An index that has such a block keeps it; new ones are not sent."""
+        if root == self._latest and self.origins.get(root) is origin:
+            return
+        self._latest = root
         before = self.origins.pop(root, origin)
         self.origins[root] = before if origin.lora_id is None else origin
         if len(self.origins) > ORIGINS:

@@ -117,6 +117,8 @@ class BlockIndex:
 
     def _match(self, path: Path, limit: int, *, fetch: int) -> Match:
         run, states = self.tree.pin(path, limit)
+        if not states and run >= min(limit, fetch):
+            return Match(run, [], self.blocks_for(path.num_tokens) - run)
         known = run + len(states)
         segments: list[Segment] = []
         joined_blocks = 0
@@ -130,7 +132,9 @@ class BlockIndex:
                 load = self.loading.get(path.blocks(position, stop)[0])
                 if load is None or load.lost:
                     break  # a load without an answer past its deadline: its copies may never complete
-                while stop < known and states[stop - run] & LOADING and path.blocks(stop, stop + 1)[0] in load.blocks:
+                while (
+                    stop < known and states[stop - run] & LOADING and self.loading.get(path.blocks(stop, stop + 1)[0]) is load
+                ):
                     stop += 1
                 segments.append(Segment(position, stop, load))
                 joined_blocks += stop - position
@@ -155,6 +159,10 @@ class BlockIndex:
         """Put the request's own blocks wherever no shared one stands."""
         used, position = 0, match.run
         total = self.blocks_for(path.num_tokens)
+        if not match.segments and len(blocks) == total - position:
+            if blocks:
+                path.assign(position, blocks)
+            return
         for start, stop, joined in [*match.segments, Segment(total, total, None)]:
             gap = start - position
             if joined is None:

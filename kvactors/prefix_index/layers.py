@@ -108,6 +108,8 @@ class Layers(Room):
                     self._answer_layers(lease)
 
     def _answer_layers(self, lease: Lease) -> None:
+        if not lease.layers:
+            return
         there = min((load.layers for load in lease.ops), default=None)
         waiting, lease.layers = lease.layers, []
         for layer, envelope in waiting:

@@ -244,6 +244,8 @@ class Transfers(Announcing):
 
     def _keep_media_whole(self, lease: Lease) -> None:
         """If loads ended within a media item, the request computes all of it, in blocks that are not shared."""
+        if not lease.media:
+            return
         committed = lease.path.num_committed
         kept = self.index.before_media(committed, lease.media)
         if kept == committed or lease.fault is not None:

@@ -5,34 +5,36 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from door_kit import BLOCK, opened, prompt
+from door_kit import BLOCK, opened, prompt, settings
 
-from kvactors import lease as lease_module
-from kvactors.errors import LeaseEnded
+import kvactors
+from kvactors import cache as cache_module
+from kvactors.errors import CacheClosed, LeaseEnded
+from kvactors.lease import Lease
 from kvactors.prefix_index.messages import Commit
 
 
 @pytest.fixture(autouse=True)
 def two_blocks_a_message(monkeypatch):
-    monkeypatch.setattr(lease_module, "part_of", lambda block_size: 2)
+    monkeypatch.setattr(cache_module, "part_of", lambda block_size: 2)
 
 
-def commits(cache, monkeypatch):
+def commits(monkeypatch):
     """The tokens that each Commit names, as they are sent."""
-    sent, ask = [], cache._ask
+    sent, ask = [], Lease._ask
 
-    def note(message, *rest):
+    def note(lease, message, at, **rest):
         if isinstance(message, Commit):
             sent.append(message.computed_tokens)
-        return ask(message, *rest)
+        return ask(lease, message, at, **rest)
 
-    monkeypatch.setattr(cache, "_ask", note)
+    monkeypatch.setattr(Lease, "_ask", note)
     return sent
 
 
 async def test_no_message_commits_more_blocks_than_a_turn_may_take(monkeypatch):
     async with opened() as cache:
-        sent = commits(cache, monkeypatch)
+        sent = commits(monkeypatch)
         lease = await cache.acquire("a", prompt(1, 7, tail=1))
         assert await lease.commit(7 * BLOCK + 1) == 7
         assert sent == [2 * BLOCK, 4 * BLOCK, 6 * BLOCK, 7 * BLOCK + 1]
@@ -59,16 +61,16 @@ async def test_a_commit_that_is_refused_changes_nothing(monkeypatch):
 async def test_a_commit_cancelled_between_its_parts_ends_the_lease_and_keeps_the_parts(monkeypatch):
     async with opened() as cache:
         lease = await cache.acquire("a", prompt(1, 7))
-        ask = cache._ask
+        ask = Lease._ask
         second = asyncio.Event()
 
-        async def hold_the_second(message, *rest):
+        async def hold_the_second(lease, message, at, **rest):
             if isinstance(message, Commit) and message.computed_tokens > 2 * BLOCK:
                 second.set()
                 await asyncio.Event().wait()
-            return await ask(message, *rest)
+            return await ask(lease, message, at, **rest)
 
-        monkeypatch.setattr(cache, "_ask", hold_the_second)
+        monkeypatch.setattr(Lease, "_ask", hold_the_second)
         task = asyncio.create_task(lease.commit(7 * BLOCK))
         await second.wait()
         task.cancel()
@@ -82,3 +84,20 @@ async def test_a_commit_cancelled_between_its_parts_ends_the_lease_and_keeps_the
         assert again.hits == (2, 0, 0)
         await again.finish()
         assert cache.statistics().prefix.leases == 0
+
+
+async def test_a_commit_in_parts_ends_when_the_cache_is_closed(monkeypatch):
+    async with kvactors.open(settings()) as cache:
+        sent, ask = commits(monkeypatch), Lease._ask
+        lease = await cache.acquire("a", prompt(1, 7))
+
+        async def close_after_the_first(lease, message, at, **rest):
+            answer = await ask(lease, message, at, **rest)
+            if isinstance(message, Commit):
+                cache.close()
+            return answer
+
+        monkeypatch.setattr(Lease, "_ask", close_after_the_first)
+        with pytest.raises(CacheClosed):
+            await lease.commit(7 * BLOCK)
+        assert sent == [2 * BLOCK]

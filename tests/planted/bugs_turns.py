@@ -19,8 +19,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "finish_announces_in_one_turn",
         "prefix_index/actor.py",
-        "        for start in range(0, committed if self.announce else 0, self.part):\n            if start:\n                yield\n",
-        "        for start in range(0, committed if self.announce else 0, self.part):\n",
+        "        for start in range(0, committed, self.part):\n            if start:\n                yield\n",
+        "        for start in range(0, committed, self.part):\n",
         "the finish of a request of a million blocks keeps the loop until all are announced",
         (TURNS + "test_no_turn_handles_more_blocks_than_a_part",),
     ),
@@ -111,5 +111,21 @@ BUGS: tuple[Mutation, ...] = (
         "        op = self.index.evict(wanted, next(self.ops))\n",
         "a request of a million blocks evicts as many in one turn",
         (TURNS + "test_a_long_request_is_admitted_in_parts_whether_it_hits_or_must_evict",),
+    ),
+    Mutation(
+        "joined_load_is_searched_for_each_block",
+        "prefix_index/index.py",
+        "self.loading.get(path.blocks(stop, stop + 1)[0]) is load",
+        "path.blocks(stop, stop + 1)[0] in load.blocks",
+        "a request that joins a load of very many blocks keeps the loop for the square of their number",
+        (TURNS + "test_joining_a_long_load_takes_a_look_at_each_block",),
+    ),
+    Mutation(
+        "parts_of_a_commit_after_close",
+        "lease.py",
+        "            self._cache._check()\n        return True\n",
+        "        return True\n",
+        "a commit of very many blocks goes on after the cache was closed between two of its parts",
+        ("tests/door/test_commit_in_parts.py::test_a_commit_in_parts_ends_when_the_cache_is_closed",),
     ),
 )

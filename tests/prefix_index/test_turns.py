@@ -11,6 +11,7 @@ from kvactors.actor import PeerRestarted
 from kvactors.cpu_evictor.messages import Admit
 from kvactors.flush_notifier.messages import Announced, Gained, Gone
 from kvactors.native import Path
+from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.messages import (
     Abandon,
     Acquire,
@@ -24,6 +25,7 @@ from kvactors.prefix_index.messages import (
     Preempt,
     SetNamespace,
 )
+from kvactors.prefix_index.records import Lease, LoadOp
 from kvactors.units import KEY_BYTES
 
 PART = 8
@@ -266,3 +268,29 @@ def test_what_changes_while_everything_is_announced_is_sent_after_it(machine):
     machine.finish_works()
     assert len(machine.sent) == MANY
     machine.whole(Finish(lease))
+
+
+class Searched(list[int]):
+    """Counts the elements that searches for a value look at, at most."""
+
+    looked = 0
+
+    def __contains__(self, value: object) -> bool:
+        self.looked += len(self)
+        return super().__contains__(value)
+
+
+def test_joining_a_long_load_takes_a_look_at_each_block():
+    index = BlockIndex(BLOCK, MANY, MANY, recompute_last_token=False)
+    paths = [Path(BLOCK, bytes(32)) for _ in range(2)]
+    for path in paths:
+        path.extend(range(MANY * BLOCK))
+    match = index.match(paths[0], fetch=MANY)
+    index.fill_table(paths[0], match, index.take(MANY))
+    load = LoadOp(1, Lease(1, "first", paths[0], index.tree, 0.0), 0, MANY, None)
+    load.nodes = index.tree.begin_load(paths[0], 0, MANY)
+    load.blocks = Searched(paths[0].blocks(0, MANY))
+    index.loading.update(dict.fromkeys(load.blocks, load))
+    (joined,) = index.match(paths[1], fetch=0).segments
+    assert (joined.start, joined.stop, joined.joined) == (0, MANY, load)
+    assert load.blocks.looked <= MANY
