@@ -88,7 +88,7 @@ void TreeCheck::node() {
     expect(tree_.is_used(node.parent), "parent of a node is gone", id);
     const Node& parent = tree_.at(node.parent);
     expect(state != 0 || node.refs != 0 || node.children != 0 || tree_.retired_ || id == tree_.reaping_, "node that nothing keeps", id);
-    expect((node.bits & kHost) == 0 || tree_.hosted(node) || id < tree_.stale_, "hint of before a clear", id);
+    expect((node.bits & kHost) == 0 || tree_.hosted(node) || id < tree_.stale_ || tree_.retired_, "hint of before a clear", id);
     expect((node.block != kNil) == ((state & (kDevice | kLoading)) != 0), "device block without a reason", id);
     expect((state & (kDevice | kLoading)) != (kDevice | kLoading), "loading although resident", id);
     expect((state & kOffloading) == 0 || ((state & kDevice) != 0 && node.pending != 0), "offload without a block", id);

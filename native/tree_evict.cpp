@@ -91,6 +91,7 @@ std::size_t Tree::host_gone(const Key* keys, std::size_t count) {
 // Takes no longer for a large tree: the bits of before count no more, and `sweep_host` removes them, from the youngest node on, so that a chain
 // that nothing else keeps goes leaf by leaf.
 void Tree::clear_host() {
+    if (retired_) return;  // nothing matches its nodes, and `sweep_host` does not visit them
     sweep_host(~std::size_t(0));  // two clears with the same age between them could not be told apart
     host_age_ ^= kHostAge;
     counts_.host = 0;
