@@ -64,8 +64,8 @@ TOKENS = {"tokens": "tokens"}
 REQUEST = {"extra_keys": "media", "salt": "text", "lora": "text"}
 CALLS: dict[tuple[type, str], tuple[dict[str, object], dict[str, str]]] = {
     (KVCache, "acquire"): (
-        {"request_id": "r", "tokens": prompt(1, 2)},
-        {**TOKENS, **REQUEST, "request_id": "text", "deadline": "seconds", "wait": "flag"},
+        {"request_id": "r", "tokens": prompt(1, 2), "lora": "adapter"},
+        {**TOKENS, **REQUEST, "lora_id": "int", "request_id": "text", "deadline": "seconds", "wait": "flag"},
     ),
     (KVCache, "prefetch"): ({"tokens": prompt(1, 2)}, {**TOKENS, **REQUEST, "deadline": "seconds"}),
     (KVCache, "clear"): ({}, {"storage": "flag", "deadline": "seconds"}),
@@ -102,7 +102,7 @@ def wrong_calls():
     for (owner, method), (_, arguments) in CALLS.items():
         for name, kind in arguments.items():
             for position, value in enumerate(kinds()[kind]):
-                if value is None and (name == "deadline" or (method, name) == ("finish", "computed_tokens")):
+                if value is None and (name in ("deadline", "lora_id") or (method, name) == ("finish", "computed_tokens")):
                     continue
                 found.append((owner, method, name, kind, position))
         if method in ("acquire", "prefetch"):
