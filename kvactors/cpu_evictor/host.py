@@ -91,9 +91,13 @@ class HostTier:
     def keys(self) -> list[bytes]:
         """Hashes of the blocks that count as resident for indexes: residents whose bytes are there, and blocks on their way to storage or to the
         device that have been reported resident and not gone."""
-        return [
+        return list(self.names())
+
+    def names(self) -> Iterator[bytes]:
+        """The same one by one. RuntimeError if a block came or went since the first was taken."""
+        return (
             key for key, entry in self.entries.items() if not entry.arriving and (entry.told or entry.place is Place.RESIDENT)
-        ]
+        )
 
     def add(self, key: bytes, parent: bytes, place: Place, lineage: Lineage | None = None) -> Entry:
         """A new entry in a free slot, as most recently used, arriving and pinned. The caller has checked `free`."""

@@ -8,7 +8,7 @@ soon as the system is not at rest any more.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import islice
 
 from kvactors.actor import Actor
@@ -23,6 +23,9 @@ SLICE = 0.001
 
 PAGE = 256
 """Names a step."""
+
+ATTEMPTS = 3
+"""Times that the names of a tier are gathered while they change."""
 
 Residency = dict[Tier, set[bytes]]
 
@@ -160,13 +163,26 @@ def residency_steps(system: System, where: Residency) -> Iterator[None]:
     for nodes in listing(system):
         where[Tier.DEVICE].update(key for key, state in nodes if state & DEVICE)
         yield
-    for page in pages(system.evictor_actor.host_keys()):
-        where[Tier.HOST].update(page)
-        yield
+    evictor = system.evictor_actor
+    yield from _gather(evictor.host.names, evictor.host_keys, where[Tier.HOST])
     if system.store is not None:
-        for page in pages(system.store.keys()):
-            where[Tier.STORAGE].update(page)
-            yield
+        yield from _gather(system.store.names, system.store.keys, where[Tier.STORAGE])
+
+
+def _gather(names: Callable[[], Iterator[bytes]], keys: Callable[[], list[bytes]], found: set[bytes]) -> Iterator[None]:
+    """Add what `names` gives to `found`, PAGE of them a step. Names that change between two steps are gathered anew; if they have changed
+    ATTEMPTS times, those of one moment are copied at once, which `keys` does."""
+    for _ in range(ATTEMPTS):
+        try:
+            for page in pages(names()):
+                found.update(page)
+                yield
+        except RuntimeError:  # they have changed
+            continue
+        return
+    for page in pages(keys()):
+        found.update(page)
+        yield
 
 
 def listing(system: System) -> Iterator[list[tuple[bytes, int]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,62 @@ async def test_residency_is_gathered_page_by_page():
         assert sum(1 for _ in residency_steps(cache.system, where)) == 3
         assert sum(map(len, where.values())) == blocks
         assert BLOCK * blocks == len(prompt(1, blocks))
+
+
+class Entries(dict):
+    """Counts the entries that are looked at."""
+
+    looked = 0
+
+    def items(self):
+        for item in super().items():
+            self.looked += 1
+            yield item
+
+
+class Names(OrderedDict):
+    """The same of names."""
+
+    looked = 0
+
+    def __iter__(self):
+        for name in super().__iter__():
+            self.looked += 1
+            yield name
+
+
+async def test_no_step_looks_at_more_names_of_a_tier_than_a_page():
+    blocks = 3 * PAGE + 1
+    host = {"slots": blocks, "transit_slots": 16, "mode": "inclusive"}
+    async with opened(device=blocks, host=host, storage=STORE) as cache:
+        await serve(cache, "long", prompt(1, blocks), verify=False)
+        await cache.flush_settled()
+        tier, catalog = cache.system.evictor_actor.host, cache.system.backend.catalog
+        entries = tier.entries = Entries(tier.entries)
+        names = catalog._names = Names(catalog._names)
+        where, before, most = {}, 0, 0
+        for _ in residency_steps(cache.system, where):
+            most, before = max(most, entries.looked + names.looked - before), entries.looked + names.looked
+        assert {tier: len(found) for tier, found in where.items()} == dict.fromkeys(Tier, blocks)
+        assert most <= PAGE
+        tier.entries, catalog._names = dict(entries), OrderedDict(names)
+
+
+@pytest.mark.parametrize("times", [1, 10])
+async def test_names_that_change_while_they_are_gathered_are_gathered_anew(times):
+    blocks = 3 * PAGE + 1
+    async with opened(device=blocks, host={"slots": 2 * blocks, "transit_slots": 16, "mode": "inclusive"}) as cache:
+        await serve(cache, "long", prompt(1, blocks), verify=False)
+        await cache.flush_settled()
+        entries = cache.system.evictor_actor.host.entries
+        kept, where = set(entries), {}
+        for _ in residency_steps(cache.system, where):
+            if where[Tier.HOST] and times:
+                times -= 1
+                entries[bytes([times]) * 32] = next(iter(entries.values()))
+        assert where[Tier.HOST] >= kept
+        for number in range(10):
+            entries.pop(bytes([number]) * 32, None)
 
 
 async def test_slices_let_other_tasks_run():

@@ -128,4 +128,20 @@ BUGS: tuple[Mutation, ...] = (
         "a commit of very many blocks goes on after the cache was closed between two of its parts",
         ("tests/door/test_commit_in_parts.py::test_a_commit_in_parts_ends_when_the_cache_is_closed",),
     ),
+    Mutation(
+        "names_of_a_tier_are_listed_in_one_step",
+        "observe/invariants.py",
+        "            for page in pages(names()):\n",
+        "            for page in pages(keys()):\n",
+        "a check of a store of millions of blocks keeps the loop until all are listed",
+        ("tests/observe/test_invariants.py::test_no_step_looks_at_more_names_of_a_tier_than_a_page",),
+    ),
+    Mutation(
+        "names_that_change_end_a_check",
+        "observe/invariants.py",
+        "        except RuntimeError:  # they have changed\n            continue\n",
+        "        except RuntimeError:  # they have changed\n            pass\n",
+        "blocks that a tier holds count as differing, because others came while they were listed",
+        ("tests/observe/test_invariants.py::test_names_that_change_while_they_are_gathered_are_gathered_anew",),
+    ),
 )
