@@ -109,8 +109,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "wrong_loop_hangs",
         "cache.py",
-        "            here = asyncio.get_running_loop() is self._loop\n",
-        "            here = asyncio.get_running_loop() is not None\n",
+        "            if asyncio.get_running_loop() is self._loop:\n",
+        "            if asyncio.get_running_loop() is not None:\n",
         "a lease that is awaited on another loop waits for ever",
         (CALLS + "test_a_lease_awaited_on_another_loop_raises_at_once[commit]",),
     ),
@@ -157,7 +157,7 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "ended_lease_is_ready",
         "lease.py",
-        "        at = self._cache._deadline(deadline)\n        self._check_ended()\n",
+        "        at = self._cache._deadline(deadline)\n        if self._ended:\n            self._check_ended()\n",
         "        at = self._cache._deadline(deadline)\n",
         "ready of a lease that has ended returns as if it were there",
         (CALLS + "test_every_call_on_an_ended_lease_raises",),

@@ -45,8 +45,8 @@ BUGS = (
     Mutation(
         "a_turns_leaked_error_is_a_cancellation",
         "actor/actor.py",
-        "            raise failure from error\n",
-        "            raise\n",
+        "        raise failure from error\n",
+        "        raise error\n",
         "a turn that raises CancelledError ends its actor without a failure: every ask waits for its deadline",
         (f"{LEAKED}::test_a_turn_that_raises_it_fails_its_actor_at_once",),
     ),
