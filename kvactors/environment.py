@@ -16,6 +16,7 @@ import msgspec
 from kvactors.actor.log import get_logger
 from kvactors.errors import ConfigError
 from kvactors.mooncake_config import VARIABLES, resolve
+from kvactors.ranges import check_setting
 from kvactors.sink_config import AnySinkConfig, AttentionStoreConfig, AttentionStoreSinkConfig
 from kvactors.validation import check_agreement, validate, validate_model
 
@@ -93,13 +94,22 @@ def _attention_store(store: AttentionStoreConfig, environ: Mapping[str, str]) ->
 
 
 def _fill(setting: str, value: Any, variable: Any, name: str) -> Any:
-    """A setting's value: the config's if it has one, or else the variable's. If they differ, that is logged."""
+    """A setting's value: the config's if it has one, or else the variable's. If they differ, that is logged. ConfigError for a variable that
+    is used and cannot be."""
     if value is None or variable is None:
-        return variable if value is None else value
+        return _checked(setting, variable, name) if value is None else value
     if value != variable and name not in _logged:
         _logged.add(name)
         log.warning("variable not used: the config has another value", variable=name, setting=setting, value=value)
     return value
+
+
+def _checked(setting: str, variable: Any, name: str) -> Any:
+    try:
+        check_setting(setting, variable)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
+    return variable
 
 
 def _log_misspelt(environ: Mapping[str, str]) -> None:

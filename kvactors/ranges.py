@@ -118,12 +118,17 @@ def fields_of(settings: msgspec.Struct) -> Iterator[tuple[str, Any]]:
 
 
 def _check_value(name: str, value: Any, hint: Any) -> None:
-    if isinstance(value, str):
-        _check_text(name, value)
     try:
         msgspec.convert(value, hint)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{name}: {error}, namely {value!r}") from error
+    check_setting(name, value)
+
+
+def check_setting(name: str, value: Any) -> None:
+    """Raise ConfigError for the value of a setting (`table.field`) that has the type of the field and cannot be."""
+    if isinstance(value, str):
+        _check_text(name, value)
     if isinstance(value, int | float) and not isinstance(value, bool) and name in RANGES:
         check_range(name, value, RANGES[name])
 

@@ -19,6 +19,9 @@ LEAST_RESYNC = 0.1
 MAX_RESYNC = 1e9
 """Seconds between two times at which everything is sent again."""
 
+MAX_HIGH_WATER_MARK = (1 << 31) - 1
+"""ZMQ's socket option is a C int."""
+
 TierName = Literal["device", "host", "storage"]
 
 
@@ -157,6 +160,8 @@ class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
         for name, low in least.items():
             if not low <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"{where}: {name} must be at least {low}, not {getattr(self, name)}")
+        if self.high_water_mark > MAX_HIGH_WATER_MARK:
+            raise ConfigError(f"{where}: high_water_mark must be at most {MAX_HIGH_WATER_MARK}, not {self.high_water_mark}")
         if self.arrays_for != "vllm" and self.dialect != "array":
             raise ConfigError(f"{where}: arrays_for is for dialect 'array' only: maps carry salts and media for every reader")
         if self.maps_for != "all" and self.dialect != "map":

@@ -170,3 +170,28 @@ def test_the_number_of_shards_is_that_of_the_ranks(tables, shards):
 
     config = Config.from_mapping({**BASE, **tables})
     assert sdk_settings(config, make_layout(config.layout, 64)).shard_num == shards
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("AS_WRITE_SLICE_BLOCK_NUM", "0"),
+        ("AS_WRITE_SLICE_BLOCK_NUM", "-1"),
+        ("AS_WRITE_SLICE_TIMEOUT", "0"),
+        ("AS_WRITE_SLICE_TIMEOUT", "nan"),
+        ("AS_WRITE_SLICE_TIMEOUT", "inf"),
+        ("AS_WRITE_TOTAL_TIMEOUT", "-5"),
+        ("AS_WRITE_TOTAL_TIMEOUT", "nan"),
+        ("AS_NAMESPACE", "a\0b"),
+        ("KVACTORS_MODEL", "a\0b"),
+    ],
+)
+def test_a_variable_that_is_used_is_checked_as_the_setting_is(name, text):
+    tables = {**BASE, "cache": {}} if name == "KVACTORS_MODEL" else BASE
+    with pytest.raises(ConfigError, match=f"{name}: (attention_store|cache)"):
+        resolved({name: text}, tables)
+    mine = {
+        "attention_store": {"write_slice_blocks": 5, "write_slice_timeout": 1.0, "write_total_timeout": 2.0, "namespace": "n"}
+    }
+    config, _ = resolved({name: text}, {**BASE, **mine})
+    assert config.attention_store.write_slice_blocks == 5, "it is not used"

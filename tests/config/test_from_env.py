@@ -78,6 +78,7 @@ def test_each_kind_of_sink_has_settings_of_its_own():
         ({"kind": "kv_events", "endpoint": ""}, "endpoint must begin with"),
         ({"kind": "kv_events", "dp_rank": -1}, "dp_rank must be at least 0"),
         ({"kind": "kv_events", "replay_window": 0}, "replay_window must be at least 1"),
+        ({"kind": "kv_events", "high_water_mark": 1 << 31}, "high_water_mark must be at most 2147483647"),
         ({"kind": "kv_events", "detail_topic": "x"}, "would get 'x' as well"),
         ({"kind": "kv_events", "detail_endpoint": "tcp://*:1"}, "need a detail_topic"),
         ({"kind": "kv_events", "snapshot_interval": float("nan"), "detail_topic": "x", "topic": "y"}, "snapshot_interval"),

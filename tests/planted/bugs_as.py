@@ -139,4 +139,12 @@ BUGS: tuple[Mutation, ...] = (
         "with a service whose match counts from the root, blocks count as stored that are not",
         (SHARED + "test_either_meaning_of_match_is_right",),
     ),
+    Mutation(
+        "variables_are_not_checked",
+        "environment.py",
+        "        check_setting(setting, variable)\n",
+        "        str(setting)\n",
+        "AS_WRITE_SLICE_BLOCK_NUM=0 opens, and no block is written",
+        (f"{ENVIRONMENT}test_a_variable_that_is_used_is_checked_as_the_setting_is",),
+    ),
 )
