@@ -118,6 +118,8 @@ def fields_of(settings: msgspec.Struct) -> Iterator[tuple[str, Any]]:
 
 
 def _check_value(name: str, value: Any, hint: Any) -> None:
+    if isinstance(value, str):
+        _check_text(name, value)  # before its type: an error of a Literal would have all of the text
     try:
         msgspec.convert(value, hint)
     except msgspec.ValidationError as error:
