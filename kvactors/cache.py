@@ -62,6 +62,7 @@ class KVCache:
         self.block_size = system.config.cache.block_size
         self.device: Any = system.device
         self._index: ActorRef = system.index
+        self._supervisor = system.supervisor
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._leases = count(1)
@@ -290,7 +291,7 @@ class KVCache:
         self._check_loop()
         if not self._open:
             raise CacheClosed("the cache is closed")
-        if self.system.supervisor.failed is not None:
+        if self._supervisor.failed is not None:
             self.system.check_usable()
 
     def _check_loop(self) -> None:

@@ -94,8 +94,9 @@ class Channel(Generic[T]):
 
     def try_put(self, item: T) -> bool:
         """Put into the data lane if that needs no waiting; False (and nothing done) otherwise. ChannelClosed."""
-        self._check_open()
-        if self._fold(item):
+        if self._closed is not None:
+            raise self._closed()
+        if self._key is not None and self._fold(item):
             return True
         if self._senders or len(self._data) + self._granted >= self.bound:
             return False
@@ -211,7 +212,8 @@ class Channel(Generic[T]):
             self._boxes[self._key(item)] = box
         if len(self._data) > self._peak:
             self._peak = len(self._data)
-        self._wake_receiver()
+        if self._receiver is not None:
+            self._wake_receiver()
 
     def _fold(self, item: T) -> bool:
         if self._key is None or self._merge is None:
