@@ -162,6 +162,7 @@ def test_a_signal_leaves_no_temporary_files(tmp_path, command, number, status):
     process = subprocess.Popen(
         [sys.executable, "-m", "kvactors", *arguments],
         env={**os.environ, "TMPDIR": str(temporary)}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs begin with SIGINT ignored
     )  # fmt: skip
     try:
         ends = time.monotonic() + 120

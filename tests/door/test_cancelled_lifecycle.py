@@ -131,6 +131,7 @@ async def test_cancelled_at_any_step_nothing_is_left_and_it_opens_again(kind, ho
 CHILD = """
     import asyncio, os, signal, sys, threading
     import kvactors
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with SIGINT ignored
     config = kvactors.Config.from_mapping({{
         "cache": {{"block_size": 16}}, "device": {{"num_blocks": 8}},
         "layout": {{"kind": "gqa", "num_layers": 4, "num_kv_heads": 4, "head_dim": 128}},
