@@ -312,6 +312,8 @@ def sigterm_ends() -> Iterator[None]:
 
     def end(number: int, _frame: object) -> None:
         terminated.append(number)
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job of a shell script
+            raise KeyboardInterrupt
         signal.raise_signal(signal.SIGINT)
 
     if threading.current_thread() is not threading.main_thread():  # where handlers cannot be set

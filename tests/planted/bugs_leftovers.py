@@ -143,4 +143,12 @@ BUGS: tuple[Mutation, ...] = (
             "tests/prefix_index/test_media_whole.py::test_every_position_of_a_request_has_a_block_after_loads_ended_within_an_item",
         ),
     ),
+    Mutation(
+        "sigterm_by_an_ignored_signal",
+        "cli.py",
+        "        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job of a shell script\n            raise KeyboardInterrupt\n",
+        "",
+        "a command that a script started in the background goes on after SIGTERM",
+        ("tests/cli/test_command_line.py::test_a_signal_leaves_no_temporary_files[run-15-143-1]",),
+    ),
 )
