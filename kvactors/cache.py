@@ -182,7 +182,8 @@ class KVCache:
 
     async def set_namespace(self, namespace: str, *, deadline: float | None = None) -> None:
         """Requests admitted from now on, those that wait for room or for `resume` included, share only with others of this namespace: new
-        weights must not hit old cache. Leases granted before keep theirs: finish or preempt them before the weights change."""
+        weights must not hit old cache. Leases granted before keep theirs: finish or preempt them before the weights change. Indexes are sent
+        that the blocks of other namespaces are gone, and that those of this one are there."""
         at = self._deadline(deadline)
         await self._ask(SetNamespace(check_text("namespace", namespace)), at)
 

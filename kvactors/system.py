@@ -224,6 +224,7 @@ class System:
         return kind(
             ref, block_size=self.config.cache.block_size, sinks=sinks, config=self.config.flush,
             epoch=self.epoch, limbo=self.device.num_blocks + self.arena.num_slots + FORGOTTEN, token_root=self.token_root,
+            root_of=self.roots.of, namespace=self.roots.namespace,
         )  # fmt: skip
 
     def _members(self) -> tuple[Group, Group]:

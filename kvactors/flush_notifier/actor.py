@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -25,13 +25,16 @@ from kvactors.flush_notifier.messages import (
     Gained,
     Gone,
     Named,
+    Origin,
     Resync,
     ResyncDue,
     RetryDue,
+    Scoped,
     Settle,
 )
 from kvactors.flush_notifier.resync import pause
 from kvactors.flush_notifier.runs import Batch, Steps, finish
+from kvactors.flush_notifier.scopes import rescope
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.units import Tier
 
@@ -59,6 +62,8 @@ class FlushNotifier(Actor):
         epoch: int,
         limbo: int = LIMBO,
         token_root: bytes = b"",
+        root_of: Callable[[str, Origin], bytes] | None = None,
+        namespace: str = "",
     ) -> None:
         super().__init__(ref)
         self.epoch = epoch + ref.life
@@ -68,6 +73,7 @@ class FlushNotifier(Actor):
         full = [i for i, sink in enumerate(sinks) if sink.announces_full]
         views = [sink.view_of for sink in sinks]
         self.ledger = Ledger(block_size, views, limbo, takes_clear, by_name, token_root=token_root, full=full)
+        self._root_of, self.ledger.root_of = root_of, root_of and partial(root_of, namespace)
         self.deliveries = [Delivery(sink, config.retry_min) for sink in sinks]
         self._by_name = {delivery.sink.name: i for i, delivery in enumerate(self.deliveries)}
         self._settling: list[Settling] = []
@@ -123,6 +129,12 @@ class FlushNotifier(Actor):
     def cleared(self, message: Cleared) -> None:
         """A tier is empty."""
         self._work(self.ledger.clear(message.tier, message.reason))
+
+    @on(Scoped)
+    def scoped(self, message: Scoped) -> None:
+        """The namespace of requests changed: other blocks are to be announced."""
+        if self.deliveries and self._root_of is not None:
+            self._work(rescope(self.ledger, partial(self._root_of, message.namespace)))
 
     @on(Continue)
     def go_on(self, message: Continue) -> None:

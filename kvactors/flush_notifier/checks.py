@@ -12,7 +12,8 @@ from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
 from kvactors.flush_notifier.runs import UNSURE, Entry, Steps, counts
-from kvactors.flush_notifier.view import ABOVE_ALL, SHIFT, SinkView
+from kvactors.flush_notifier.scopes import above_first
+from kvactors.flush_notifier.view import SHIFT, SinkView
 from kvactors.units import ALL_TIERS, Tier
 
 Tiers = Mapping[Tier, AbstractSet[bytes]]
@@ -137,7 +138,7 @@ def due_of(ledger: Ledger, view: SinkView, tiers: Tiers) -> Iterator[tuple[Entry
     if `tiers` hold what they hold."""
     closed, expected = view.closed(), dict[bytes, int]()
     for entry in ledger.order.up_to(ledger.order.last_number):
-        above = ABOVE_ALL if entry.parent is None else expected.get(entry.parent.key, 0)
+        above = above_first(ledger.root_of, entry) if entry.parent is None else expected.get(entry.parent.key, 0)
         due = closed[above << SHIFT | tiers_of(tiers, entry.key)] if counts(entry, view) else 0
         if due:
             expected[entry.key] = due

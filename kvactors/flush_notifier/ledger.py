@@ -27,7 +27,8 @@ from kvactors.flush_notifier.messages import Announced, Named, Origin
 from kvactors.flush_notifier.naming import Waiting, naming, placing
 from kvactors.flush_notifier.order import Order
 from kvactors.flush_notifier.runs import BITS, LAST, Batch, Entry, Holding, Steps, counts, finish
-from kvactors.flush_notifier.view import ABOVE_ALL, SHIFT, SinkView
+from kvactors.flush_notifier.scopes import RootOf, above_first
+from kvactors.flush_notifier.view import SHIFT, SinkView
 from kvactors.identity import block_hash
 from kvactors.units import ALL_TIERS, KEY_BYTES, Reason, Tier, count_keys, key_at
 
@@ -74,6 +75,7 @@ class Ledger:
         ]
         self.coalesced = [0] * len(views)
         self._full, self._takes_clear = tuple(full), takes_clear
+        self.root_of: RootOf | None = None  # see `scopes`; without, every root is one of now
         self.by_name = by_name
         self.cleared: set[int] = set()  # of those sinks: everything they believe was gone at once, and they have not been told
         self._tables = [view.table() for view in views]
@@ -229,8 +231,9 @@ class Ledger:
         """An entry changed: see what is due of it now, and for which sinks that differs from their views. Whether the blocks below depend on what has
         changed: then `_spread` must follow before the next entry."""
         above, truth, dues, states, spread = entry.parent, entry.truth, entry.dues, entry.states, False
+        first = above_first(self.root_of, entry) if above is None else 0
         for sink, (closed, conditional, dirty) in enumerate(self._sinks):
-            due = closed[(ABOVE_ALL if above is None else above.dues[sink]) << SHIFT | truth]
+            due = closed[(first if above is None else above.dues[sink]) << SHIFT | truth]
             if due and conditional and not counts(entry, self.views[sink]):
                 due = 0
             if due != (before := dues[sink]):
@@ -249,7 +252,7 @@ class Ledger:
 
     def due(self, entry: Entry, sink: int) -> int:
         """The set of tiers on which a block is to be announced, from that of the block above."""
-        above = ABOVE_ALL if entry.parent is None else entry.parent.dues[sink]
+        above = above_first(self.root_of, entry) if entry.parent is None else entry.parent.dues[sink]
         return self._sinks[sink][0][above << SHIFT | entry.truth] if counts(entry, self.views[sink]) else 0
 
     def _spread(self, top: Entry, looked: int) -> Steps[int]:

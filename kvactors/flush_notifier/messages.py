@@ -107,6 +107,12 @@ class Cleared(Message, frozen=True, eq=False):
     reason: Reason
 
 
+class Scoped(Message, frozen=True, eq=False):
+    """Requests are admitted under this namespace from now on."""
+
+    namespace: str
+
+
 class Settle(Ask[bool], frozen=True, eq=False):
     """Wait until every sink believes what is true as of this message; True then. The asker's deadline bounds it.
 

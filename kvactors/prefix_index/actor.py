@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from kvactors.actor import ActorRef, Envelope, Message, PeerRestarted, on
 from kvactors.cpu_evictor.messages import Admit, Cancel, ClearHost, Discard, Load, Offload, Place, Prefetch
 from kvactors.errors import LeaseBusy, LeaseEnded, NotReady, RankLost
-from kvactors.flush_notifier.messages import Announced, Cleared, Gained, Gone
+from kvactors.flush_notifier.messages import Announced, Cleared, Gained, Gone, Scoped
 from kvactors.native import BlockTree, Path
 from kvactors.prefix_index.clearing import Clearing
 from kvactors.prefix_index.messages import (
@@ -36,7 +36,7 @@ class PrefixIndex(Clearing):
     ROLE: ClassVar[str] = "prefix_index"
     SENDS: ClassVar[Mapping[str, tuple[type[Message], ...]]] = {
         "cpu_evictor": (Offload, Load, Place, Cancel, Admit, Discard, ClearHost, Prefetch),
-        "flush_notifier": (Announced, Gained, Gone, Cleared),
+        "flush_notifier": (Announced, Gained, Gone, Cleared, Scoped),
     }
 
     def __init__(self, ref: ActorRef, *, save: WritePolicy, min_hits: int, keep: bool, **rest: Any) -> None:

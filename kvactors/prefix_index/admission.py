@@ -237,7 +237,9 @@ class Admission(Layers):
     @on(SetNamespace)
     def set_namespace(self, message: SetNamespace, envelope: Envelope[Done]) -> None:
         """Requests are admitted under it from now on, those that wait included; what was cached under another one ages out."""
-        self.roots.namespace = message.namespace
+        if message.namespace != self.roots.namespace:
+            self.roots.namespace = message.namespace
+            self.scoped(message.namespace)
         self.answer(envelope, Done())
 
     @on(Expired)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from kvactors.actor import ActorRef
 from kvactors.actor.message import Message
-from kvactors.flush_notifier.messages import Announced, Cleared, Gained, Gone, Origin
+from kvactors.flush_notifier.messages import Announced, Cleared, Gained, Gone, Origin, Scoped
 from kvactors.native import DEVICE, BlockTree, Path, TreeWalk
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.parts import parts
@@ -71,6 +71,11 @@ class Announcing(Works):
         """Nothing is on the device any more."""
         if self.announce:
             self.report(Cleared(Tier.DEVICE, reason))
+
+    def scoped(self, namespace: str) -> None:
+        """Requests are admitted under another namespace."""
+        if self.announce:
+            self.report(Scoped(namespace))
 
     def report(self, message: Message) -> None:
         """Send the notifier a change, after the announcement of the whole tree if that is not over."""

@@ -25,7 +25,11 @@ class Roots:
 
     def root(self, origin: Origin) -> bytes:
         """The root hash for requests of this adapter and salt that are admitted now."""
-        return self._root(self.namespace, origin.lora, origin.salt)
+        return self.of(self.namespace, origin)
+
+    def of(self, namespace: str, origin: Origin) -> bytes:
+        """The same under any namespace."""
+        return self._root(namespace, origin.lora, origin.salt)
 
     def _hash(self, namespace: str, lora: str | None, salt: str | None) -> bytes:
         return CacheScope(self.model, namespace, lora, salt).root(self.fingerprint)

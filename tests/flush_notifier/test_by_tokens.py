@@ -104,7 +104,9 @@ def config(**tables) -> Config:
 
 
 def plain_paths(cache) -> set[tuple[int, ...]]:
-    """Token paths of blocks on device or host that tokens alone identify, recomputed from the ledger's paths."""
+    """Token paths of blocks on device or host that tokens alone identify and requests can get, recomputed from the ledger's paths."""
+    if cache.namespace != cache.config.cache.namespace:
+        return set()
     root = CacheScope(cache.config.cache.model, cache.config.cache.namespace).root(cache.system.layout.fingerprint)
     entries, found = cache.system.notifier_actor.ledger.entries, set()
     held = residency(cache.system)

@@ -74,8 +74,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "interrupted_paths_count_as_differing",
         "flush_notifier/checks.py",
-        "ABOVE_ALL if entry.parent is None else expected.get(entry.parent.key, 0)",
-        "ABOVE_ALL",
+        "above_first(ledger.root_of, entry) if entry.parent is None else expected.get(entry.parent.key, 0)",
+        "int(ALL_TIERS)",
         "divergence counts blocks that cannot be announced",
         (f"{TESTS}::test_blocks_that_cannot_be_announced_do_not_differ",),
     ),

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvactors.actor import PeerRestarted
 from kvactors.cpu_evictor.messages import Admit, Cancel, Load, Offload, Place
 from kvactors.errors import KVActorsError
-from kvactors.flush_notifier.messages import PLAIN, Announced, Cleared, Gained, Gone
+from kvactors.flush_notifier.messages import PLAIN, Announced, Cleared, Gained, Gone, Scoped
 from kvactors.native import Path
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.index import BlockIndex
@@ -82,6 +82,9 @@ class IndexMachine(RuleBasedStateMachine):
         self.stepper = Stepper(make)
         self.actor.part = part
         self.works: list[Continue | Proceed] = []
+        self.namespace: str | None = (
+            None  # that the notifier was sent since it started; before, it has the one that there was then
+        )
         self.sent: set[bytes] = (
             set()
         )  # what the notifier has been sent as resident, below a block that it has been sent or a root
@@ -130,7 +133,7 @@ class IndexMachine(RuleBasedStateMachine):
             self.trees.append(self.index.tree)
         return effects
 
-    def note(self, message: Announced | Gained | Gone | Cleared) -> None:
+    def note(self, message: Announced | Gained | Gone | Cleared | Scoped) -> None:
         """A notifier keeps what it is sent, and finds the block above every block that is announced."""
         if isinstance(message, Announced):
             keys = split_keys(message.keys)
@@ -146,6 +149,8 @@ class IndexMachine(RuleBasedStateMachine):
             self.sent.update(split_keys(message.keys))
         elif isinstance(message, Gone):
             self.sent.difference_update(split_keys(message.keys))
+        elif isinstance(message, Scoped):
+            self.namespace = message.namespace
         else:
             self.sent.clear()
 
@@ -323,6 +328,7 @@ class IndexMachine(RuleBasedStateMachine):
         if not sure:
             self.notifier_life += 1
             self.sent.clear()
+            self.namespace = None
             self.turn(PeerRestarted("flush_notifier", self.notifier_life))
 
     @rule(sure=st.integers(0, 3))
@@ -397,6 +403,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert actor.working == sum(isinstance(work, Continue) for work in self.works)
         if not actor._behind and actor._walk is None:
             assert self.sent == set(split_keys(actor.device_keys())), "the notifier was not sent what is true"
+            assert self.namespace in (None, actor.roots.namespace), "the notifier has another namespace than requests"
         if not (waiting or self.works):  # a waiter's path may hold replaced blocks that no table here lists
             in_trees = sum(tree.statistics()["device"] + tree.statistics()["loading"] for tree in self.trees)
             used = self.index.pool.total - self.index.pool.free

@@ -1,0 +1,32 @@
+"""Planted bugs: blocks of another namespace in indexes."""
+
+from __future__ import annotations
+
+from mutation import Mutation
+
+BUGS: tuple[Mutation, ...] = (
+    Mutation(
+        "old_namespace_stays_announced",
+        "prefix_index/admission.py",
+        "            self.scoped(message.namespace)\n",
+        "",
+        "after new weights a router finds blocks that no request can get",
+        ("tests/door/test_namespaces.py::test_blocks_of_another_namespace_are_gone_for_indexes_and_come_back_with_it",),
+    ),
+    Mutation(
+        "restarted_notifier_has_the_first_namespace",
+        "system.py",
+        "root_of=self.roots.of, namespace=self.roots.namespace,",
+        "root_of=self.roots.of, namespace=self.config.cache.namespace,",
+        "after a restart of the notifier indexes get the blocks of the first weights",
+        ("tests/door/test_namespaces.py::test_a_notifier_that_starts_anew_announces_the_present_namespace",),
+    ),
+    Mutation(
+        "only_first_blocks_follow_the_namespace",
+        "flush_notifier/scopes.py",
+        "    for i, entry in enumerate(ledger.order.up_to(ledger.order.last_number), 1):\n",
+        "    for i, entry in enumerate((e for e in ledger.order.up_to(ledger.order.last_number) if e.parent is None), 1):\n",
+        "blocks below the first one stay announced without it",
+        ("tests/door/test_namespaces.py::test_blocks_of_another_namespace_are_gone_for_indexes_and_come_back_with_it",),
+    ),
+)
