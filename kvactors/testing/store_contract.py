@@ -221,7 +221,7 @@ class StoreContract(ABC):
             assert await bench.get(0, 1, 3) == [Outcome.OK, Outcome.MISS, Outcome.OK]
             outcomes = await bench.put(*range(20, 30))
             assert outcomes == [Outcome.NO_SPACE] * 2 + [Outcome.OK] * 8
-            assert sorted(bench.store.keys()) == [key(i) for i in range(22, 30)]
+            assert sorted(bench.store.keys()) == sorted(bench.store.names()) == [key(i) for i in range(22, 30)]
 
     async def test_slots_are_left_alone_once_a_call_has_ended_cancelled_or_not(self, tmp_path: Path) -> None:
         """What is cancelled may have taken effect or not, but touches nobody's memory later."""

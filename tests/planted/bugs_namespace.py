@@ -1,4 +1,4 @@
-"""Planted bugs: blocks of another namespace in indexes."""
+"""Planted bugs: blocks in indexes that no request can get, and names of a store that is not this process's."""
 
 from __future__ import annotations
 
@@ -28,5 +28,13 @@ BUGS: tuple[Mutation, ...] = (
         "    for i, entry in enumerate((e for e in ledger.order.up_to(ledger.order.last_number) if e.parent is None), 1):\n",
         "blocks below the first one stay announced without it",
         ("tests/door/test_namespaces.py::test_blocks_of_another_namespace_are_gone_for_indexes_and_come_back_with_it",),
+    ),
+    Mutation(
+        "names_of_a_store_of_others",
+        "storage/backends/owned.py",
+        "(key for key in self.catalog if key not in pending) if self.answerable else iter(())",
+        "(key for key in self.catalog if key not in pending)",
+        "a check compares indexes with what a store has that this process does not answer for",
+        ("tests/storage/test_file_store.py::test_a_second_process_is_told_who_holds_the_folder_or_looks_on",),
     ),
 )

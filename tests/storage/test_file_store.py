@@ -278,7 +278,8 @@ async def test_a_second_process_is_told_who_holds_the_folder_or_looks_on(tmp_pat
         async with opened(tmp_path, read_only=True) as looker:
             assert await looker.get(1, 2, 3) == [OK, OK, MISS]
             assert await looker.put(4) == [Outcome.NO_SPACE]
-            assert looker.store.keys() == [], "it is answerable for nothing"
+            assert looker.store.keys() == list(looker.store.names()) == [], "it is answerable for nothing"
+            assert not looker.store.holds(key(1))
             await bench.store.remove([key(1)])
             await bench.put(5)
             assert await looker.get(1) == [MISS], "whatever is in its slot now"

@@ -74,7 +74,7 @@ class FileBackend(OwnedBackend):
             model=names.model, namespace=names.namespace, rank=names.rank, ranks=names.ranks, entry_bytes=entry_bytes_for(block_size),
         )  # fmt: skip
         self.files = SlabFiles(Path(folder) / fingerprint.hex()[:16], meta, read_only=read_only, floor=floor)
-        self.read_only = read_only
+        self.read_only, self.answerable = read_only, not read_only
         self.keeps_lineages = block_size > 0 and not read_only
         self.durability = durability
         self._wanted = capacity
@@ -140,14 +140,6 @@ class FileBackend(OwnedBackend):
     async def attach(self, arena: Arena) -> None:
         """See `Backend.attach`: slots of the arena are whole pages, so that their last page may be read and written to its end."""
         self._arena = arena
-
-    def keys(self) -> list[bytes]:
-        """See `Backend.keys`; a reader beside another process is answerable for nothing."""
-        return [] if self.read_only else super().keys()
-
-    def holds(self, key: bytes) -> bool:
-        """See `Backend.holds`; a view of another process's store answers for nothing."""
-        return not self.read_only and super().holds(key)
 
     def trouble(self) -> str:
         """See `Backend.trouble`."""

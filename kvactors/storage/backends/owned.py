@@ -20,6 +20,7 @@ class OwnedBackend(Backend):
     effect before anything else runs on the loop."""
 
     exclusive = True
+    answerable = True  # whether this process alone decides what is there: otherwise `keys`, `names` and `holds` say nothing
 
     def __init__(self, fingerprint: bytes, block_bytes: int, capacity: int = 0) -> None:
         super().__init__(fingerprint, block_bytes)
@@ -58,13 +59,13 @@ class OwnedBackend(Backend):
 
     def keys(self) -> list[bytes]:
         """See `Backend.keys`; not what is only being written."""
-        names = self.catalog.keys()
+        names = self.catalog.keys() if self.answerable else []
         return [key for key in names if key not in self.pending] if self.pending else names
 
     def names(self) -> Iterator[bytes]:
         """See `Backend.names`."""
         pending = self.pending
-        return (key for key in self.catalog if key not in pending)
+        return (key for key in self.catalog if key not in pending) if self.answerable else iter(())
 
     def count(self) -> int:
         """See `Backend.count`."""
@@ -72,7 +73,7 @@ class OwnedBackend(Backend):
 
     def holds(self, key: bytes) -> bool:
         """See `Backend.holds`."""
-        return key in self.catalog and key not in self.pending
+        return self.answerable and key in self.catalog and key not in self.pending
 
     def lost(self) -> list[bytes]:
         """See `Backend.lost`; a page of them."""

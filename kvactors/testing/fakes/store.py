@@ -175,6 +175,7 @@ class SimPool(SimBackend):
     """The same as a pool that others use as well: only asking tells what is there, which takes its time, and nothing of it is this process's."""
 
     exclusive = False
+    answerable = False
     keeps_lineages = False
 
     def probe(self, keys: Sequence[bytes]) -> None:  # type: ignore[override]
@@ -184,11 +185,3 @@ class SimPool(SimBackend):
         """See `Backend.ask`."""
         await self._delay()
         return 0 if self.down or expired() else super().probe(keys)
-
-    def keys(self) -> list[bytes]:
-        """None that this process is answerable for."""
-        return []
-
-    def holds(self, key: bytes) -> bool:
-        """See `keys`."""
-        return False
