@@ -17,7 +17,7 @@ NOTHING = {tier: set() for tier in Tier}
 
 
 async def until(condition):
-    for _ in range(500):
+    for _ in range(3000):
         if condition():
             return
         await asyncio.sleep(0.01)
@@ -26,7 +26,7 @@ async def until(condition):
 
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_a_misbehaving_sink_neither_delays_the_other_nor_loses_anything(fault):
-    wired = Wired(batch=8)
+    wired = Wired(batch=8, timeout=0.5 if fault == "hang" else 10.0)  # the good sink answers within it on a busy machine
     good, bad = wired.sinks
     setattr(bad, fault, FAULTS[fault])
     async with wired.running():
