@@ -37,4 +37,12 @@ BUGS: tuple[Mutation, ...] = (
         "a check compares indexes with what a store has that this process does not answer for",
         ("tests/storage/test_file_store.py::test_a_second_process_is_told_who_holds_the_folder_or_looks_on",),
     ),
+    Mutation(
+        "growth_that_is_over_is_waited_for",
+        "storage/backends/slab_steps.py",
+        "if self._task is None or self._task.done():",
+        "if self._task is None:",
+        "the loop stands still: a write asks again and again for a slab that others have filled",
+        ("tests/storage/test_store_tasks.py::test_a_write_between_the_end_of_a_growth_and_its_callbacks_asks_for_another",),
+    ),
 )

@@ -77,3 +77,18 @@ async def test_a_lock_that_is_replaced_again_and_again_is_an_error(tmp_path, mon
     with pytest.raises(StoreError, match="another file took its place 100 times"):
         await store.open()
     await store.close()
+
+
+async def test_a_write_between_the_end_of_a_growth_and_its_callbacks_asks_for_another(tmp_path):
+    """The slab of the one that is over may be full already: its answer, got without waiting, would be got again for ever."""
+    async with opened(tmp_path, capacity=8) as bench:
+        growth = bench.store.growth
+        first = asyncio.create_task(growth.more())
+        while growth._task is None:
+            await asyncio.sleep(0)
+        growth._task.remove_done_callback(growth._ended)  # it runs in a later turn of the loop
+        assert await first == OK
+        assert growth._task.done()
+        slabs = len(bench.store.files.slabs)
+        assert await growth.more() == OK
+        assert len(bench.store.files.slabs) == slabs + 1

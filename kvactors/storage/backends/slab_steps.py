@@ -39,7 +39,7 @@ class Growth:
         """One more slab, with all that wait for it: OK, NO_SPACE or UNAVAILABLE. A caller that is cancelled raises that when the step has ended."""
         if now() < self.pause_until:
             return Outcome.NO_SPACE
-        if self._task is None:
+        if self._task is None or self._task.done():  # one that is done and whose callbacks have not run yet gives nothing more
             if self._call is not None and not self._call.done():
                 return Outcome.UNAVAILABLE
             self._task = asyncio.get_running_loop().create_task(self._grow())
@@ -47,7 +47,8 @@ class Growth:
         return await _outcome(self._task)
 
     def _ended(self, task: asyncio.Task[Outcome]) -> None:
-        self._task = None
+        if self._task is task:
+            self._task = None
         if not task.cancelled():
             task.exception()  # of a task whose callers were all cancelled
 
