@@ -39,6 +39,9 @@ RATE = 10_000
 BAR_BATCHES, BAR_BLOCKS = 40_000, 300_000
 ROOT = bytes(KEY_BYTES)
 
+PEER_LIMIT = 300.0
+"""Seconds that another publisher may take, its start included."""
+
 
 class TimedSink(KvEventsSink):
     """Notes how long each change took to be published. sent: when it was told, by name."""
@@ -188,6 +191,7 @@ async def publish_as_vllm(python: str, blocks: int, tokens: int, count: int, fol
     peer = subprocess.Popen(script, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603, ASYNC220  (the caller's)
     assert peer.stdin is not None
     assert peer.stdout is not None
+    late = asyncio.get_running_loop().call_later(PEER_LIMIT, peer.kill)  # then its output ends
     try:
         while (line := await asyncio.to_thread(peer.stdout.readline)).strip() != "ready":  # vLLM logs before it
             if not line:
@@ -198,6 +202,7 @@ async def publish_as_vllm(python: str, blocks: int, tokens: int, count: int, fol
         peer.stdin.flush()
         return await received(process, count)
     finally:
+        late.cancel()
         peer.kill()
         peer.communicate()
 
