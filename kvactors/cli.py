@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module, metadata
@@ -25,6 +22,7 @@ from kvactors.scenario.replay import ReplayConfig, replay
 from kvactors.scenario.report import Report, Totals, print_report, write_json
 from kvactors.scenario.runner import run_scenario, with_temporary
 from kvactors.scenario.spec import disappointments
+from kvactors.terminable import run_terminable, sigterm_ends
 
 
 def version() -> str:
@@ -92,7 +90,7 @@ def replay_command(
         changes: dict[str, Any] = {} if speed is None else {"mode": "timed", "speed": speed}
         changes |= {} if limit is None else {"limit": limit}
         mapping = {**msgspec.to_builtins(settings), "replay": {**msgspec.to_builtins(settings.replay), **changes}}
-        report = asyncio.run(replay(trace, ReplayConfig.from_mapping(mapping), progress))
+        report = run_terminable(replay(trace, ReplayConfig.from_mapping(mapping), progress))
     failed = list(report.errors)
     if report.corrupt_blocks_served:
         failed.append(f"{report.corrupt_blocks_served} corrupt blocks served")
@@ -303,31 +301,6 @@ def live_totals() -> Iterator[Callable[[Totals], None]]:
             progress.update(line, description=text)
 
         yield show
-
-
-@contextmanager
-def sigterm_ends() -> Iterator[None]:
-    """SIGTERM ends a command as Ctrl-C does: its processes end and its temporary folders are removed. The exit status is 143."""
-    terminated = []
-
-    def end(number: int, _frame: object) -> None:
-        terminated.append(number)
-        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job of a shell script
-            raise KeyboardInterrupt
-        signal.raise_signal(signal.SIGINT)
-
-    if threading.current_thread() is not threading.main_thread():  # where handlers cannot be set
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit):
-        if terminated:
-            sys.exit(128 + signal.SIGTERM)
-        raise
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from kvactors.bench.report import Row, bench_report, rate_row, time_row
 from kvactors.cache import KVCache, open_cache
 from kvactors.config import Config
+from kvactors.terminable import run_terminable
 
 BLOCK = 64
 PROMPT = 8192 + 8
@@ -29,7 +30,7 @@ ASKS = 3
 
 def run(*, quick: bool = False) -> dict[str, Any]:
     """All rows. quick: a few requests only, for tests."""
-    rows, requests = asyncio.run(measure(1_000 if quick else 20_000))
+    rows, requests = run_terminable(measure(1_000 if quick else 20_000))
     settings = {"prompt_tokens": PROMPT, "block_size": BLOCK, "requests": requests, "dtype": "int64", "quick": quick}
     return bench_report("acquire", rows, settings)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 from functools import partial
@@ -18,6 +17,7 @@ from kvactors.device.arena import Arena
 from kvactors.device.host import HostDevice
 from kvactors.layout import DSALayout, GQALayout, Layout, MLALayout
 from kvactors.native import copy_bytes, gather, scatter, touch
+from kvactors.terminable import run_terminable
 
 LAYERS = 32
 KIB = 1024
@@ -61,8 +61,8 @@ def run(*, quick: bool = False) -> dict[str, Any]:
                 rate_row(f"{name}, pieces of {piece // KIB} KiB", ours, limit, "GB/s", "memcpy of the same bytes, same run")
             )
     rows += layout_rows(*((16 << 20, 2) if quick else (256 << 20, 9)))
-    rows += asyncio.run(rank_rows(20 if quick else 2000))
-    rows += asyncio.run(gpu_rows(quick=quick))
+    rows += run_terminable(rank_rows(20 if quick else 2000))
+    rows += run_terminable(gpu_rows(quick=quick))
     settings = {"regions": regions_count, "total_bytes": total, "rounds": rounds, "threads": 1, "quick": quick}
     return bench_report("copy", rows, settings)
 

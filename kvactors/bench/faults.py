@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
 import shutil
@@ -19,6 +18,7 @@ from kvactors.errors import KVActorsError
 from kvactors.scenario.engine import Engine
 from kvactors.scenario.report import Totals
 from kvactors.storage.backends.file import FileBackend
+from kvactors.terminable import run_terminable
 from kvactors.testing.faults import rot
 from kvactors.testing.kills import storm
 
@@ -178,9 +178,9 @@ def run(*, quick: bool = False) -> dict[str, Any]:
     rounds = 5 if quick else 200
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="kvactors-faults-") as name:
-        for case, held in asyncio.run(points(Path(name))).items():
+        for case, held in run_terminable(points(Path(name))).items():
             rows.append(rate_row(case, held, 5, "points", CHECKS))
-        seen = asyncio.run(storm(Path(name) / "storm", rounds))
+        seen = run_terminable(storm(Path(name) / "storm", rounds))
         good = seen.announced - seen.missing
         rows.append(
             rate_row(f"kill -9, {rounds} times: announced blocks that are there", good, seen.announced, "blocks", "all of them")

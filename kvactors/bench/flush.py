@@ -32,6 +32,7 @@ from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.native import KEY_BYTES, chain_keys
 from kvactors.observe.lag import Lag, LagMonitor
 from kvactors.sink_config import KvEventsSinkConfig, MemorySinkConfig
+from kvactors.terminable import run_terminable
 from kvactors.units import Reason, Residency, Tier, split_keys
 
 BLOCK, DEPTH, PATHS = 64, 16, 500
@@ -280,7 +281,7 @@ def run(*, quick: bool = False, vllm_python: str = "") -> dict[str, Any]:
     """All rows. quick: a moment only, for tests. vllm_python: a Python that has vLLM, this one if it has."""
     if not vllm_python and find_spec("vllm") is not None:
         vllm_python = sys.executable
-    result, settings = asyncio.run(rows(quick=quick, vllm_python=vllm_python))
+    result, settings = run_terminable(rows(quick=quick, vllm_python=vllm_python))
     return bench_report("flush", result, settings)
 
 

@@ -17,6 +17,7 @@ from kvactors.cache import KVCache, open_cache
 from kvactors.config import Config
 from kvactors.errors import NoRoom
 from kvactors.observe.lag import Lag, LagMonitor
+from kvactors.terminable import run_terminable
 
 Prompts = list[NDArray[np.int64]]
 
@@ -79,7 +80,7 @@ async def measure(seconds: float) -> tuple[Lag, Lag, int, float]:
 def run(*, quick: bool = False) -> dict[str, Any]:
     """All rows. quick: a moment only, for tests."""
     seconds = 0.5 if quick else 10.0
-    idle, busy, served, gigabytes = asyncio.run(measure(seconds))
+    idle, busy, served, gigabytes = run_terminable(measure(seconds))
     rows: list[Row] = []
     for name in ("p50", "p99", "p999"):
         limit = getattr(idle, name) + ABOVE_IDLE

@@ -34,6 +34,7 @@ from kvactors.storage.backends.slab_table import PAGE, Meta, entry_of
 from kvactors.storage.messages import Outcome, Read, Write
 from kvactors.storage.reader import StorageReader
 from kvactors.storage.writer import StorageWriter
+from kvactors.terminable import run_terminable
 from kvactors.testing.mooncake_master import master
 from kvactors.units import join_keys
 
@@ -203,7 +204,7 @@ def compare(folder: Path, size: int, total: int) -> tuple[list[Row], Lag]:
     others: list[Sequence[float]] = []
     lags = []
     for round_ in range(ROUNDS):
-        write, read, lag = asyncio.run(ours(folder / str(round_), arena, size, count, 1 + round_ * count))
+        write, read, lag = run_terminable(ours(folder / str(round_), arena, size, count, 1 + round_ * count))
         mine.append((write, read))
         lags.append(lag)
         shutil.rmtree(folder / str(round_))
@@ -269,7 +270,7 @@ def pool_rows(size: int, count: int) -> list[Row]:
     os.environ["MC_STORE_MEMCPY"] = "0"
     try:
         with master() as one:
-            measured = [asyncio.run(in_pool(one.address, size, count)) for _ in range(ROUNDS)]
+            measured = [run_terminable(in_pool(one.address, size, count)) for _ in range(ROUNDS)]
     except StoreError:
         return []
     rows = []
@@ -295,7 +296,7 @@ def run(*, quick: bool = False) -> dict[str, Any]:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="kvactors-store-", dir=".") as name:
         folder = Path(name).resolve()
-        quiet = asyncio.run(idle(0.3 if quick else 3.0))
+        quiet = run_terminable(idle(0.3 if quick else 3.0))
         for size in sizes:
             some, lag = compare(folder, size, total)
             rows += some
@@ -303,6 +304,6 @@ def run(*, quick: bool = False) -> dict[str, Any]:
                 time_row(f"loop lag meanwhile, p99.9, {size >> 10} KiB blocks", lag.p999, quiet.p999 + 2.0, "ms", "idle + 2 ms")
             )
         rows += pool_rows(sizes[0], 32 if quick else 128)
-        took = asyncio.run(scan_of(folder / "scan", slots))
+        took = run_terminable(scan_of(folder / "scan", slots))
         rows.append(time_row(f"start-up scan of {slots:,} slots", took, 2.0, "s", "the bar"))
     return bench_report("store", rows, {"bytes": total, "depth": DEPTH, "rounds": ROUNDS, "quick": quick})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import faulthandler
 import sys
 import time
@@ -19,6 +18,7 @@ from kvactors.chaos.run import ROUND, chaos
 from kvactors.chaos.run import Progress as Report
 from kvactors.chaos.situations import situations
 from kvactors.scenario.report import write_json
+from kvactors.terminable import run_terminable
 
 TITLES = ("situation", "rounds", "faults\ninjected", "requests", "blocks\nverified", "wrong", "violations", "note")
 WIDTH = 160
@@ -32,7 +32,7 @@ def run_chaos(minutes: float = 1.0, seed: int | None = None, only: str = "", jso
     console = wide()
     console.print(f"seed {drawn}", style="dim")
     with live_line() as progress:
-        report = asyncio.run(chaos(chosen, seed=drawn, minutes=minutes, progress=progress))
+        report = run_terminable(chaos(chosen, seed=drawn, minutes=minutes, progress=progress))
     print_chaos(report, console)
     if json is not None:
         write_json(report, json)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import tempfile
 from collections.abc import AsyncIterator
@@ -20,6 +19,7 @@ from kvactors.scenario.router import compare, routing
 from kvactors.scenario.session import Progress, Session, beside, session
 from kvactors.scenario.spec import Pool, Scenario, events_of
 from kvactors.sink_config import MemorySinkConfig
+from kvactors.terminable import run_terminable
 from kvactors.testing.loop import simulate
 
 TEMP = "@temp"
@@ -39,8 +39,8 @@ def run_scenario(
             check_virtual(scenario)
             return scenario, simulate(lambda: run_session(scenario, seed, progress, virtual=True), seed)
         if scenario.lives.kills:
-            return scenario, asyncio.run(run_lives(scenario, data, seed))
-        return scenario, asyncio.run(run_session(scenario, seed, progress, virtual=False))
+            return scenario, run_terminable(run_lives(scenario, data, seed))
+        return scenario, run_terminable(run_session(scenario, seed, progress, virtual=False))
 
 
 def check_virtual(scenario: Scenario) -> None:

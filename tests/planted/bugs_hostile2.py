@@ -31,11 +31,11 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "sigterm_ends_a_command_at_once",
-        "cli.py",
-        "    before = signal.signal(signal.SIGTERM, end)\n",
-        "    before = signal.getsignal(signal.SIGTERM)\n",
+        "terminable.py",
+        "    before = signal.signal(signal.SIGTERM, cancel)\n",
+        "    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)\n",
         "a command that is terminated leaves its temporary folder behind",
-        ("tests/cli/test_command_line.py::test_a_signal_leaves_no_temporary_files",),
+        ("tests/cli/test_command_line.py::test_a_signal_leaves_no_temporary_files[run-15-143-0]",),
     ),
     Mutation(
         "verify_takes_removed_objects_for_bad",

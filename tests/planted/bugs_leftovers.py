@@ -145,10 +145,18 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "sigterm_by_an_ignored_signal",
-        "cli.py",
-        "        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job of a shell script\n            raise KeyboardInterrupt\n",
-        "",
+        "terminable.py",
+        "        loop.call_soon_threadsafe(task.cancel)\n",
+        "        signal.raise_signal(signal.SIGINT)\n",
         "a command that a script started in the background goes on after SIGTERM",
-        ("tests/cli/test_command_line.py::test_a_signal_leaves_no_temporary_files[run-15-143-1]",),
+        ("tests/cli/test_terminable.py::TestRunTerminable::test_sigterm_in_a_callback_of_the_loop_cancels_the_main_task",),
+    ),
+    Mutation(
+        "sigterm_raises_where_the_loop_is",
+        "terminable.py",
+        "        loop.call_soon_threadsafe(task.cancel)\n",
+        "        raise KeyboardInterrupt\n",
+        "SIGTERM that arrives in a finalizer is lost, and the command runs on",
+        ("tests/cli/test_terminable.py::TestRunTerminable::test_sigterm_in_a_finalizer_cancels_the_main_task",),
     ),
 )

@@ -1,0 +1,78 @@
+"""Commands that SIGTERM ends as Ctrl-C does: their processes end and their temporary folders are removed."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import threading
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+STATUS = 128 + signal.SIGTERM
+"""Exit status of a command that SIGTERM ended, as a shell gives it."""
+
+
+def run_terminable(main: Coroutine[Any, Any, Result]) -> Result:
+    """`asyncio.run` for a command: SIGTERM cancels `main`, and the process exits with STATUS.
+
+    A handler that raises would interrupt whatever the loop executes at that moment. Where that is a finalizer or a callback, Python drops
+    the exception and the command runs on. asyncio itself cancels the main task for SIGINT only, and not in a process that ignores SIGINT,
+    such as a background job of a shell script.
+
+    Raises:
+        SystemExit: SIGTERM has ended `main`.
+    """
+    if threading.current_thread() is not threading.main_thread():  # where handlers cannot be set
+        return asyncio.run(main)
+    received: list[int] = []
+    try:
+        return asyncio.run(_cancelled_by_sigterm(main, received))
+    finally:
+        if received:  # whatever `main` returned or raised after that
+            sys.exit(STATUS)
+
+
+async def _cancelled_by_sigterm(main: Coroutine[Any, Any, Result], received: list[int]) -> Result:
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+
+    def cancel(number: int, _frame: object) -> None:
+        received.append(number)
+        if len(received) > 1:  # sent again: `main` takes too long to end
+            raise KeyboardInterrupt
+        loop.call_soon_threadsafe(task.cancel)
+
+    before = signal.signal(signal.SIGTERM, cancel)
+    try:
+        return await main
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def sigterm_ends() -> Iterator[None]:
+    """SIGTERM interrupts the part of a command that runs without an event loop; the process exits with STATUS."""
+    received: list[int] = []
+
+    def end(number: int, _frame: object) -> None:
+        received.append(number)
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job of a shell script
+            raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        if received:
+            sys.exit(STATUS)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
