@@ -80,7 +80,7 @@ async def test_write_reports_that_do_not_fit_are_no_stored_blocks(report):
     assert store.faults >= 1
 
 
-@pytest.mark.parametrize("count", COUNTS, ids=str)
+@pytest.mark.parametrize("count", COUNTS, ids=lambda count: "an object" if type(count) is object else str(count))
 async def test_counts_out_of_range_are_nothing_found(count):
     inner, store = checked()
     inner.probe = lambda _: count
