@@ -1,4 +1,5 @@
-"""kvactors: independent asyncio actors that keep a tiered KV cache and tell external indexes what this node holds."""
+"""kvactors: independent asyncio actors that keep a tiered KV cache and tell external indexes what
+this node holds."""
 
 from kvactors.cache import KVCache
 from kvactors.cache import open_cache as open  # noqa: A004  (kvactors.open reads as what it is)
@@ -22,7 +23,7 @@ from kvactors.errors import (
     SinkError,
     StoreError,
     WrongLoop,
-)  # fmt: skip
+)
 from kvactors.layout.gqa import GQALayout
 from kvactors.lease import Hits, Lease
 from kvactors.observe.health import Health
@@ -31,8 +32,34 @@ from kvactors.ranks.serve import serve_rank
 from kvactors.units import Reason, Residency, Tier
 
 __all__ = [
-    "ActorFailed", "CacheClosed", "CacheFailed", "CacheStatistics", "Config", "ConfigError", "DeadlineExceeded", "DeviceError",
-    "GQALayout", "Health", "Hits", "KVActorsError", "KVCache", "LayoutError", "Lease", "LeaseBusy", "LeaseEnded", "NoRoom",
-    "NotReady", "Paused", "RankError", "RankLost", "Reason", "Residency", "SinkError", "StoreError", "Tier", "WrongLoop", "open",
+    "ActorFailed",
+    "CacheClosed",
+    "CacheFailed",
+    "CacheStatistics",
+    "Config",
+    "ConfigError",
+    "DeadlineExceeded",
+    "DeviceError",
+    "GQALayout",
+    "Health",
+    "Hits",
+    "KVActorsError",
+    "KVCache",
+    "LayoutError",
+    "Lease",
+    "LeaseBusy",
+    "LeaseEnded",
+    "NoRoom",
+    "NotReady",
+    "Paused",
+    "RankError",
+    "RankLost",
+    "Reason",
+    "Residency",
+    "SinkError",
+    "StoreError",
+    "Tier",
+    "WrongLoop",
+    "open",
     "serve_rank",
-]  # fmt: skip
+]

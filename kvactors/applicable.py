@@ -1,4 +1,5 @@
-"""Settings that have no use in the configuration they stand in: a setting that would be ignored is an error."""
+"""Settings that have no use in the configuration they stand in: a setting that would be ignored is
+an error."""
 
 from __future__ import annotations
 
@@ -17,7 +18,14 @@ LAYOUT_USES = {
     "mla": {"kv_lora_rank", "qk_rope_head_dim", "dtype"},
     "dsa": {"kv_lora_rank", "qk_rope_head_dim", "index_head_dim"},
 }
-LAYOUT_COMMON = {"kind", "num_layers", "layer_offset", "extra_layers", "extra_block_ratio", "tensor_parallel"}
+LAYOUT_COMMON = {
+    "kind",
+    "num_layers",
+    "layer_offset",
+    "extra_layers",
+    "extra_block_ratio",
+    "tensor_parallel",
+}
 
 STORE_COMMON = {"backend", "write_policy", "min_hits", "fetch", "timeout"}
 SLOT_STORE = STORE_COMMON | {"exclusive", "min_fetch_blocks", "readers", "writers"}
@@ -33,15 +41,16 @@ STORAGE_USES = {
     "mooncake": SLOT_STORE | PLACE | {"mooncake"},
     "attention_store": STORE_COMMON | {"exclusive"},
 }
-"""Settings of `[storage]` by back end; `exclusive` with a store that has no such thing is an error of its own."""
+"""Settings of `[storage]` by back end; `exclusive` with a store that has no such thing is an error
+of its own."""
 
 DEVICE_ONLY = {"place": "paddle", "ordinal": "cuda"}
 TIER_ONLY = ("low_watermark", "high_watermark")
 
 
 def check_applicable(config: Config, data: Mapping[str, Any] | None = None) -> None:
-    """Raise ConfigError for a setting that is given and has no use. data: the mapping that the config was made from; a setting counts as given
-    if it is in it, or differs from its default."""
+    """Raise ConfigError for a setting that is given and has no use. data: the mapping that the
+    config was made from; a setting counts as given if it is in it, or differs from its default."""
     for table, reason in _rules(config):
         written = (
             {} if table == "host" or data is None else data.get(table, {})
@@ -49,13 +58,17 @@ def check_applicable(config: Config, data: Mapping[str, Any] | None = None) -> N
         given = given_in(getattr(config, table), written)
         for name, why in reason:
             if name in given:
-                raise ConfigError(f"{table}.{name} has no use {why}: remove it, or choose what uses it")
+                raise ConfigError(
+                    f"{table}.{name} has no use {why}: remove it, or choose what uses it"
+                )
 
 
 def given_in(table: msgspec.Struct, data: Mapping[str, Any]) -> set[str]:
     """Names of the settings of a table that were given."""
     default = type(table)()
-    changed = {name for name in table.__struct_fields__ if getattr(table, name) != getattr(default, name)}
+    changed = {
+        name for name in table.__struct_fields__ if getattr(table, name) != getattr(default, name)
+    }
     return changed | set(data)
 
 
@@ -69,7 +82,12 @@ def _rules(config: Config) -> Iterator[tuple[str, list[tuple[str, str]]]]:
             if config.device.kind != kind
         ],
     )
-    yield "host", [] if config.host.slots else [(name, "without a host tier (host.slots = 0)") for name in TIER_ONLY]
+    yield (
+        "host",
+        []
+        if config.host.slots
+        else [(name, "without a host tier (host.slots = 0)") for name in TIER_ONLY],
+    )
     yield "storage", list(_storage(config))
     yield "attention_store", list(_attention_store(config))
 
@@ -103,5 +121,7 @@ def _attention_store(config: Config) -> Iterator[tuple[str, str]]:
     if sinks or config.storage.backend == "attention_store":
         return
     for name in config.attention_store.__struct_fields__:
-        if name not in ("namespace", "model_version") or config.cache.model:  # a model that is not set is taken from these
+        if (
+            name not in ("namespace", "model_version") or config.cache.model
+        ):  # a model that is not set is taken from these
             yield name, "without a sink or a storage back end of that kind"

@@ -1,4 +1,5 @@
-"""Checks of public arguments: what is wrong is a TypeError or ValueError in the caller that names the argument."""
+"""Checks of public arguments: what is wrong is a TypeError or ValueError in the caller that names
+the argument."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def kind(value: object) -> str:
 
 
 def check_int(name: str, value: Any, low: int = 0, high: int = 2**63 - 1) -> int:
-    """A Python or numpy integer in [low, high], as int. TypeError for bool, float, str, None and arrays; ValueError out of range."""
+    """A Python or numpy integer in [low, high], as int. TypeError for bool, float, str, None and
+    arrays; ValueError out of range."""
     if type(value) is not int:
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
             raise TypeError(f"{name} must be an int, not {kind(value)}")
@@ -44,14 +46,20 @@ def check_int(name: str, value: Any, low: int = 0, high: int = 2**63 - 1) -> int
 
 
 def check_seconds(name: str, value: Any) -> float:
-    """A positive, finite number of seconds, at most MAX_SECONDS. TypeError for what is no number, ValueError out of range."""
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
+    """A positive, finite number of seconds, at most MAX_SECONDS. TypeError for what is no number,
+    ValueError out of range."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(
+        value, (int, float, np.integer, np.floating)
+    ):
         raise TypeError(f"{name} must be a number of seconds, not {kind(value)}")
     if isinstance(value, int) and abs(value) > MAX_SECONDS:
         raise ValueError(f"{name} must be at most {MAX_SECONDS:.0f} seconds")
     seconds = float(value)
     if not (math.isfinite(seconds) and 0 < seconds <= MAX_SECONDS):
-        raise ValueError(f"{name} must be a positive, finite number of seconds (at most {MAX_SECONDS:.0f}), not {seconds!r}")
+        raise ValueError(
+            f"{name} must be a positive, finite number of seconds (at most {MAX_SECONDS:.0f}), not "
+            f"{seconds!r}"
+        )
     return seconds
 
 
@@ -65,7 +73,8 @@ def check_flag(name: str, value: Any) -> bool:
 
 
 def check_text(name: str, value: Any) -> str:
-    """A str that UTF-8 can encode, at most MAX_TEXT bytes of it. The empty string is a value like any other."""
+    """A str that UTF-8 can encode, at most MAX_TEXT bytes of it. The empty string is a value like
+    any other."""
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a str, not {kind(value)}")
     if value.isascii():
@@ -95,17 +104,26 @@ def check_names(name: str, value: Any) -> tuple[str, ...] | None:
 
 
 def extend_path(path: Path, name: str, tokens: Any) -> None:
-    """Append a copy of `tokens` to a path. TypeError or ValueError for what are no token ids; then nothing was appended."""
+    """Append a copy of `tokens` to a path. TypeError or ValueError for what are no token ids; then
+    nothing was appended."""
     if tokens is None or isinstance(tokens, (str, bytes, bytearray)):
-        raise TypeError(f"{name} must be a list, a tuple or a buffer of integers, not {kind(tokens)}")
+        raise TypeError(
+            f"{name} must be a list, a tuple or a buffer of integers, not {kind(tokens)}"
+        )
     path.extend(tokens)
 
 
 def check_media(extra_keys: Any, num_tokens: int) -> tuple[Media, ...]:
-    """Media items as (offset, length, hash) in ascending order within the prompt. TypeError, ValueError."""
+    """Media items as (offset, length, hash) in ascending order within the prompt. TypeError,
+    ValueError."""
     if isinstance(extra_keys, (str, bytes, bytearray)) or not isinstance(extra_keys, Sequence):
-        raise TypeError(f"extra_keys must be a list or tuple of (offset, length, hash), not {kind(extra_keys)}")
-    return tuple(_media_item(f"extra_keys[{position}]", item, num_tokens) for position, item in enumerate(extra_keys))
+        raise TypeError(
+            f"extra_keys must be a list or tuple of (offset, length, hash), not {kind(extra_keys)}"
+        )
+    return tuple(
+        _media_item(f"extra_keys[{position}]", item, num_tokens)
+        for position, item in enumerate(extra_keys)
+    )
 
 
 def _media_item(name: str, item: Any, num_tokens: int) -> Media:
@@ -116,14 +134,19 @@ def _media_item(name: str, item: Any, num_tokens: int) -> Media:
     offset, length, digest = item
     offset, length = check_int(f"{name} offset", offset), check_int(f"{name} length", length, 1)
     if offset + length > num_tokens:
-        raise ValueError(f"{name} is a media item that ends at {offset + length}, beyond the prompt's {num_tokens} tokens")
+        raise ValueError(
+            f"{name} is a media item that ends at {offset + length}, beyond the prompt's "
+            f"{num_tokens} tokens"
+        )
     if isinstance(digest, np.integer):
         digest = int(digest)
     if isinstance(digest, bool) or not isinstance(digest, (bytes, str, int)):
         raise TypeError(f"{name} hash must be bytes, str or int, not {kind(digest)}")
     if isinstance(digest, int):
         if digest.bit_length() > MAX_HASH_BITS:
-            raise ValueError(f"{name} hash has {digest.bit_length()} bits, at most {MAX_HASH_BITS} are allowed")
+            raise ValueError(
+                f"{name} hash has {digest.bit_length()} bits, at most {MAX_HASH_BITS} are allowed"
+            )
     elif isinstance(digest, str):
         check_text(f"{name} hash", digest)
     elif len(digest) > MAX_TEXT:
@@ -131,8 +154,11 @@ def _media_item(name: str, item: Any, num_tokens: int) -> Media:
     return offset, length, digest
 
 
-def request_path(block_size: int, root: bytes, tokens: Any, extra_keys: Any) -> tuple[Path, tuple[tuple[int, int], ...]]:
-    """A prompt as a path, and the (offset, length) of its media items. TypeError or ValueError for bad tokens or media."""
+def request_path(
+    block_size: int, root: bytes, tokens: Any, extra_keys: Any
+) -> tuple[Path, tuple[tuple[int, int], ...]]:
+    """A prompt as a path, and the (offset, length) of its media items. TypeError or ValueError for
+    bad tokens or media."""
     path = Path(block_size, root)
     extend_path(path, "tokens", tokens)
     if not path.num_tokens:
@@ -142,7 +168,9 @@ def request_path(block_size: int, root: bytes, tokens: Any, extra_keys: Any) -> 
     items = check_media(extra_keys, path.num_tokens)
     positions = tuple((offset, length) for offset, length, _ in items)
     blocks = -(-path.num_tokens // block_size)  # with the last one, which `extend` may fill
-    extras = block_extras(blocks, block_size, positions, [digest for _, _, digest in items], path.num_tokens)
+    extras = block_extras(
+        blocks, block_size, positions, [digest for _, _, digest in items], path.num_tokens
+    )
     for block, extra in extras.items():
         path.set_extra(block, extra)
     return path, positions

@@ -1,8 +1,11 @@
-"""AttentionStore's SDK: imported, opened, waited for, called. It is proprietary; this is written against the calls that FastDeploy's adapter makes
-(fastdeploy/cache_manager/transfer_factory/mooncake_store/attention_store.py), and tested against the stand-in of `kvactors.testing`.
+"""AttentionStore's SDK: imported, opened, waited for, called. It is proprietary; this is written
+against the calls that FastDeploy's adapter makes
+(fastdeploy/cache_manager/transfer_factory/mooncake_store/attention_store.py), and tested against
+the stand-in of `kvactors.testing`.
 
-A process has one SDK object for each shard that it serves: the sink, the storage back end and every cache that is opened with the same names
-share it. The SDK documents no call that closes one, so it is kept until the process ends.
+A process has one SDK object for each shard that it serves: the sink, the storage back end and every
+cache that is opened with the same names share it. The SDK documents no call that closes one, so it
+is kept until the process ends.
 """
 
 from __future__ import annotations
@@ -29,11 +32,13 @@ MARGIN = 5.0
 """Seconds that an open may take beyond `ready_timeout`: its error comes first."""
 
 Use = Literal["index", "storage"]
-"""What a handle is for. Calls of one use never overlap; those of the two may, as in FastDeploy, which calls one object from two threads."""
+"""What a handle is for. Calls of one use never overlap; those of the two may, as in FastDeploy,
+which calls one object from two threads."""
 
 
 class Names(NamedTuple):
-    """What the SDK's modules give. hbm: the medium, only for the index. attention_type: only on CUDA."""
+    """What the SDK's modules give. hbm: the medium, only for the index. attention_type: only on
+    CUDA."""
 
     sdk: Any
     tokens: Any
@@ -52,7 +57,8 @@ def import_sdk(package: str, *, index: bool, cuda: bool) -> Names:
         return Names(sdk.AttentionStoreSDK, sdk.Tokens, error, hbm, kinds)
     except (ImportError, AttributeError) as cause:
         raise SdkError(
-            f"AttentionStore needs the package {package!r}, which cannot be imported ({cause}); it is proprietary and comes with the "
+            f"AttentionStore needs the package {package!r}, which cannot be imported ({cause}); it "
+            "is proprietary and comes with the "
             "AttentionStore service, not from a public index"
         ) from cause
 
@@ -69,35 +75,49 @@ def count_of(value: Any, most: int, what: str) -> int:
 
 
 def guarded(call: Callable[[], T]) -> Callable[[], T]:
-    """A call that raises SdkError for whatever it raises, also for what is no Exception: nothing of it may end a thread or a task."""
+    """A call that raises SdkError for whatever it raises, also for what is no Exception: nothing of
+    it may end a thread or a task."""
 
     def run() -> T:
         try:
             return call()
         except BaseException as error:
-            raise SdkError(f"AttentionStore: {error if isinstance(error, Exception) else repr(error)}") from error
+            raise SdkError(
+                f"AttentionStore: {error if isinstance(error, Exception) else repr(error)}"
+            ) from error
 
     return run
 
 
 def arguments(settings: SdkSettings, names: Names) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The constructor's positional and keyword arguments. SdkError for a kind of attention that the SDK has no name for."""
+    """The constructor's positional and keyword arguments. SdkError for a kind of attention that the
+    SDK has no name for."""
     one = settings.shard
     shard = (
-        one.namespace, one.pod, one.version, one.shard_id, settings.shard_num, settings.layers, settings.block_size, settings.piece_bytes,
-    )  # fmt: skip
+        one.namespace,
+        one.pod,
+        one.version,
+        one.shard_id,
+        settings.shard_num,
+        settings.layers,
+        settings.block_size,
+        settings.piece_bytes,
+    )
     if not settings.cuda:
         return (*shard, settings.device_id, settings.dp_id), {}
     kind = getattr(names.attention_type, "MLA" if settings.latent else "MHA", None)
     if kind is None:
-        raise SdkError(f"AttentionStore: the SDK's AttentionType has no {'MLA' if settings.latent else 'MHA'}")
+        raise SdkError(
+            f"AttentionStore: the SDK's AttentionType has no {'MLA' if settings.latent else 'MHA'}"
+        )
     keywords = {"attention_type": kind, "enable_as_kv_rw": True, "gpu_count": 0}
     return (*shard, settings.piece_bytes, settings.device_id, settings.dp_id), keywords
 
 
 class Shared:
-    """What all handles of one shard have in common. object: of the SDK, None before it is made. arguments: it was made with. opener: the
-    handle that makes it, if one does. threads: by use, one thread each."""
+    """What all handles of one shard have in common. object: of the SDK, None before it is made.
+    arguments: it was made with. opener: the handle that makes it, if one does. threads: by use, one
+    thread each."""
 
     def __init__(self, name: str) -> None:
         self.object: Any = None
@@ -112,7 +132,8 @@ class Shared:
         return self.threads.setdefault(use, Workers(1, f"kvactors-attention-store-{use}"))
 
     def make(self, wanted: Any, construct: Callable[[], Any], opener: object) -> bool:
-        """Make the object unless it exists; False while another thread makes it. SdkError if it exists with other arguments."""
+        """Make the object unless it exists; False while another thread makes it. SdkError if it
+        exists with other arguments."""
         if self.object is None:
             if self.opener.setdefault("opener", opener) is not opener:
                 return False
@@ -123,7 +144,8 @@ class Shared:
                 self.opener.pop("opener", None)
         if self.arguments != wanted:
             raise SdkError(
-                f"this process has opened {self._name} with {self.arguments}, so it cannot be opened with {wanted}: a process has one SDK object for "
+                f"this process has opened {self._name} with {self.arguments}, so it cannot be "
+                f"opened with {wanted}: a process has one SDK object for "
                 "each shard, and names must differ between models, layouts and devices"
             )
         return True
@@ -134,8 +156,8 @@ SHARED: dict[Shard, Shared] = {}
 
 
 class Sdk:
-    """A handle for one use. The SDK's calls block, so they run in a thread, in order, never two of one use at once. A call that is given up goes on
-    there, and the next one waits for it."""
+    """A handle for one use. The SDK's calls block, so they run in a thread, in order, never two of
+    one use at once. A call that is given up goes on there, and the next one waits for it."""
 
     def __init__(self, settings: SdkSettings, use: Use) -> None:
         self.settings = settings
@@ -154,7 +176,8 @@ class Sdk:
         return self.shared.object
 
     async def open(self) -> None:
-        """Connect, and wait until the other side is ready. SdkError, or DeadlineExceeded after `ready_timeout`."""
+        """Connect, and wait until the other side is ready. SdkError, or DeadlineExceeded after
+        `ready_timeout`."""
         limit = self.settings.ready_timeout
         self.shared.handles.add(self)
         try:
@@ -193,7 +216,9 @@ class Sdk:
         """A call in the SDK's thread. SdkError for whatever it raises."""
         future = self.thread.submit(guarded(call))
         result = asyncio.wrap_future(future)
-        result.add_done_callback(lambda done: done.cancelled() or done.exception())  # looked at, should nobody wait any more
+        result.add_done_callback(
+            lambda done: done.cancelled() or done.exception()
+        )  # looked at, should nobody wait any more
         try:
             return await asyncio.shield(result)
         except asyncio.CancelledError:
@@ -201,50 +226,73 @@ class Sdk:
             raise
 
     async def flush(self, tokens: Any, start: int, *, resident: bool) -> None:
-        """Blocks from `start` to the end of a path (little-endian uint32 tokens in an array) are on this node, or are not."""
+        """Blocks from `start` to the end of a path (little-endian uint32 tokens in an array) are on
+        this node, or are not."""
         names = self.names
         media = (None, names.hbm) if resident else (names.hbm, None)
 
         def call() -> None:
-            self.connection.flush_token_index(self.layers, names.tokens(tokens.tolist(), self.block_size), start, *media)
+            self.connection.flush_token_index(
+                self.layers, names.tokens(tokens.tolist(), self.block_size), start, *media
+            )
 
         await self.run(call)
 
     async def match(self, tokens: Any, start: int, seconds: float) -> int:
-        """How many blocks, from `start` on, can be read. SdkError for what is no count; one beyond the path counts as all of it, since only
-        what `read` gives is used."""
+        """How many blocks, from `start` on, can be read. SdkError for what is no count; one beyond
+        the path counts as all of it, since only what `read` gives is used."""
         most = len(tokens) // self.block_size - start
         found = await self._moving(lambda t: self.connection.match(t, start, seconds), tokens)
         return min(most, count_of(found, 1 << 62, "match"))
 
     async def read(
-        self, tokens: Any, start: int, keys: list[int], values: list[int], blocks: Sequence[int], seconds: float
+        self,
+        tokens: Any,
+        start: int,
+        keys: list[int],
+        values: list[int],
+        blocks: Sequence[int],
+        seconds: float,
     ) -> int:
         """Bytes into device blocks; how many blocks. SdkError for a number that cannot be."""
         options = {"remote_addrs": None} if self.settings.cuda else {}
         got = await self._moving(
-            lambda t: self.connection.read(self.layers, t, start, keys, values, list(blocks), seconds, **options), tokens
+            lambda t: self.connection.read(
+                self.layers, t, start, keys, values, list(blocks), seconds, **options
+            ),
+            tokens,
         )
         return count_of(got, len(blocks), "read")
 
     async def write(
-        self, tokens: Any, start: int, keys: list[int], values: list[int], blocks: Sequence[int], seconds: float
+        self,
+        tokens: Any,
+        start: int,
+        keys: list[int],
+        values: list[int],
+        blocks: Sequence[int],
+        seconds: float,
     ) -> int:
         """Bytes out of device blocks; how many blocks. SdkError for a number that cannot be."""
         options = {"h2h_copy": False, "params": None} if self.settings.cuda else {}
         put = await self._moving(
-            lambda t: self.connection.write(self.layers, t, start, keys, values, list(blocks), seconds, **options), tokens
+            lambda t: self.connection.write(
+                self.layers, t, start, keys, values, list(blocks), seconds, **options
+            ),
+            tokens,
         )
         return count_of(put, len(blocks), "write")
 
     async def _moving(self, call: Callable[[Any], Any], tokens: Any) -> Any:
         """A call that touches device memory: waited for to its end, whatever is cancelled."""
-        future = self.thread.submit(guarded(lambda: call(self.names.tokens(tokens.tolist(), self.block_size))))
+        future = self.thread.submit(
+            guarded(lambda: call(self.names.tokens(tokens.tolist(), self.block_size)))
+        )
         return await to_the_end(asyncio.wrap_future(future))
 
     def close(self) -> None:
-        """No more calls of this handle. The thread ends with its last handle, unless a call hangs there: then it stays for the next handle,
-        whose calls wait for that one."""
+        """No more calls of this handle. The thread ends with its last handle, unless a call hangs
+        there: then it stays for the next handle, whose calls wait for that one."""
         handles = self.shared.handles
         handles.discard(self)
         if not any(one.use == self.use for one in handles) and not self.thread.busy:

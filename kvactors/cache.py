@@ -1,4 +1,5 @@
-"""The public API of the cache: `open` a cache, `acquire` a lease for a request, compute what is missing, `finish`."""
+"""The public API of the cache: `open` a cache, `acquire` a lease for a request, compute what is
+missing, `finish`."""
 
 from __future__ import annotations
 
@@ -41,7 +42,15 @@ from kvactors.lease import Lease
 from kvactors.observe.health import Health, health
 from kvactors.observe.invariants import divergence_in_slices, invariants, invariants_in_slices
 from kvactors.observe.statistics import CacheStatistics, collect, residency
-from kvactors.prefix_index.messages import Abandon, Acquire, Clear, Pause, Prefetch, Resume, SetNamespace
+from kvactors.prefix_index.messages import (
+    Abandon,
+    Acquire,
+    Clear,
+    Pause,
+    Prefetch,
+    Resume,
+    SetNamespace,
+)
 from kvactors.prefix_index.parts import part_of
 from kvactors.storage.backends import Backend
 from kvactors.system import System
@@ -51,7 +60,8 @@ if TYPE_CHECKING:
 
 
 class KVCache:
-    """One open cache. All methods belong to the loop it was opened on (WrongLoop elsewhere); other threads use `from_thread`.
+    """One open cache. All methods belong to the loop it was opened on (WrongLoop elsewhere); other
+    threads use `from_thread`.
 
     Bad arguments are a TypeError or ValueError that names them, and change nothing.
     """
@@ -69,7 +79,9 @@ class KVCache:
         self._open = True
         self._split_media = system.config.cache.split_media
         self._default_deadline = system.config.cache.deadline
-        self._part_tokens = part_of(self.block_size) * self.block_size  # that a turn of PrefixIndex commits at most
+        self._part_tokens = (
+            part_of(self.block_size) * self.block_size
+        )  # that a turn of PrefixIndex commits at most
 
     @property
     def namespace(self) -> str:
@@ -92,26 +104,37 @@ class KVCache:
     ) -> Lease:
         """Match a prompt against the cache and take device blocks for all of it.
 
-        Answers from memory unless blocks must be evicted first; loads from host or storage continue in the background (`Lease.ready`).
-        The request is admitted under the namespace of the moment at which it gets its blocks, also if it waited for them.
+        Answers from memory unless blocks must be evicted first; loads from host or storage continue
+        in the background (`Lease.ready`). The request is admitted under the namespace of the moment
+        at which it gets its blocks, also if it waited for them.
 
         Args:
-            request_id: for messages and statistics; a preempted request that comes again with its id is counted once.
-            tokens: token ids of the prompt, at least one, each in [0, 2**32): a list or tuple of integers, or a one-dimensional buffer
+            request_id: for messages and statistics; a preempted request that comes again with its
+            id is counted once.
+            tokens: token ids of the prompt, at least one, each in [0, 2**32): a list or tuple of
+            integers, or a one-dimensional buffer
                 (numpy array, array.array, memoryview) of any integer type. They are copied.
-            extra_keys: media items (offset, length, hash) in ascending order; they take part in the identity of the blocks they overlap.
-                `cached_tokens` never ends inside one: an item is cached whole or not at all (unless `cache.split_media` is set).
-            salt: requests with different salts never share blocks. None is no salt; the empty string is a salt like any other.
-            lora: name of the adapter; requests with different adapters never share blocks. None is the base model, "" an adapter.
-            lora_id: the engine's number of that adapter, sent on KV events for readers that know adapters by number. It identifies
+            extra_keys: media items (offset, length, hash) in ascending order; they take part in the
+            identity of the blocks they overlap.
+                `cached_tokens` never ends inside one: an item is cached whole or not at all (unless
+                `cache.split_media` is set).
+            salt: requests with different salts never share blocks. None is no salt; the empty
+            string is a salt like any other.
+            lora: name of the adapter; requests with different adapters never share blocks. None is
+            the base model, "" an adapter.
+            lora_id: the engine's number of that adapter, sent on KV events for readers that know
+            adapters by number. It identifies
                 nothing: the name does.
-            deadline: seconds from now for this call and for the loads that it starts: loads that miss it are recomputed by the caller.
+            deadline: seconds from now for this call and for the loads that it starts: loads that
+            miss it are recomputed by the caller.
                 None: `cache.deadline` of the settings (30 s).
-            wait: whether to wait, within the deadline, for evictions in flight whose blocks must be copied first. False: NoRoom
+            wait: whether to wait, within the deadline, for evictions in flight whose blocks must be
+            copied first. False: NoRoom
                 instead; the evictions go on, so that a later call may find the blocks.
 
         Raises:
-            NoRoom: fewer device blocks than needed are free, evictable or being freed. Nothing changed.
+            NoRoom: fewer device blocks than needed are free, evictable or being freed. Nothing
+            changed.
             DeadlineExceeded: no blocks became free in time.
             Paused: the cache did not resume in time.
             ActorFailed, CacheClosed, WrongLoop, TypeError, ValueError.
@@ -119,9 +142,19 @@ class KVCache:
         at = self._deadline(deadline)
         check_text("request_id", request_id)
         origin = request_origin(salt, lora, lora_id)
-        path, media = request_path(self.block_size, self.system.roots.root(origin), tokens, extra_keys)
+        path, media = request_path(
+            self.block_size, self.system.roots.root(origin), tokens, extra_keys
+        )
         lease = next(self._leases)
-        message = Acquire(lease, request_id, path, at, check_flag("wait", wait), origin, () if self._split_media else media)
+        message = Acquire(
+            lease,
+            request_id,
+            path,
+            at,
+            check_flag("wait", wait),
+            origin,
+            () if self._split_media else media,
+        )
         try:
             granted = await self._index.ask(message, deadline=at)
         except (NoRoom, Paused):
@@ -142,38 +175,46 @@ class KVCache:
         lora: str | None = None,
         deadline: float | None = None,
     ) -> int:
-        """A hint that a request of `tokens` will come: what storage has of it is brought to the host tier, within `deadline`
-        seconds. Returns at once, with the number of blocks looked for. tokens and the rest, and what is raised: as in `acquire`.
+        """A hint that a request of `tokens` will come: what storage has of it is brought to the
+        host tier, within `deadline` seconds. Returns at once, with the number of blocks looked for.
+        tokens and the rest, and what is raised: as in `acquire`.
 
-        Raises StoreUnsupported with a store that moves device memory itself (AttentionStore): nothing of it goes through the host tier.
+        Raises StoreUnsupported with a store that moves device memory itself (AttentionStore):
+        nothing of it goes through the host tier.
         """
         at = self._deadline(deadline)
         origin = request_origin(salt, lora)
         path, _ = request_path(self.block_size, self.system.roots.root(origin), tokens, extra_keys)
         if self.system.direct is not None:
             raise StoreUnsupported(
-                f"storage.backend {self.config.storage.backend!r} reads into device memory only: there is no prefetch"
+                f"storage.backend {self.config.storage.backend!r} reads into device memory only: "
+                "there is no prefetch"
             )
         return int((await self._ask(Prefetch(path, at, origin), at)).count)
 
     # -- the whole cache
 
     async def clear(self, *, storage: bool = False, deadline: float | None = None) -> int:
-        """Nothing cached before this can be hit after it; leases in use stay whole. storage: empty the store as well.
+        """Nothing cached before this can be hit after it; leases in use stay whole. storage: empty
+        the store as well.
 
-        Returns the device blocks that became free at once. Raises StoreUnsupported, and clears nothing, if the store has no such
-        operation (AttentionStore): call `set_namespace` or open it with another `attention_store.model_version`.
+        Returns the device blocks that became free at once. Raises StoreUnsupported, and clears
+        nothing, if the store has no such operation (AttentionStore): call `set_namespace` or open
+        it with another `attention_store.model_version`.
         """
         at = self._deadline(deadline)
         if check_flag("storage", storage) and self.system.direct is not None:
             raise StoreUnsupported(
-                f"storage.backend {self.config.storage.backend!r} has no call that removes blocks, so nothing was cleared: clear without "
-                "storage=True, and set_namespace() or another attention_store.model_version keeps what it holds from being hit"
+                f"storage.backend {self.config.storage.backend!r} has no call that removes blocks, "
+                "so nothing was cleared: clear without "
+                "storage=True, and set_namespace() or another attention_store.model_version keeps "
+                "what it holds from being hit"
             )
         return int((await self._ask(Clear(storage), at)).count)
 
     async def pause(self, *, deadline: float | None = None) -> None:
-        """Stop admission; returns when no transfer is in flight. Requests acquired from now on wait for `resume`."""
+        """Stop admission; returns when no transfer is in flight. Requests acquired from now on wait
+        for `resume`."""
         await self._ask(Pause(), self._deadline(deadline))
 
     async def resume(self, *, deadline: float | None = None) -> None:
@@ -181,30 +222,35 @@ class KVCache:
         await self._ask(Resume(), self._deadline(deadline))
 
     async def set_namespace(self, namespace: str, *, deadline: float | None = None) -> None:
-        """Requests admitted from now on, those that wait for room or for `resume` included, share only with others of this namespace: new
-        weights must not hit old cache. Leases granted before keep theirs: finish or preempt them before the weights change. Indexes are sent
-        that the blocks of other namespaces are gone, and that those of this one are there."""
+        """Requests admitted from now on, those that wait for room or for `resume` included, share
+        only with others of this namespace: new weights must not hit old cache. Leases granted
+        before keep theirs: finish or preempt them before the weights change. Indexes are sent that
+        the blocks of other namespaces are gone, and that those of this one are there."""
         at = self._deadline(deadline)
         await self._ask(SetNamespace(check_text("namespace", namespace)), at)
 
     async def settled(self, deadline: float = 30.0) -> None:
-        """Return when no actor has anything left to do. DeadlineExceeded after `deadline` seconds."""
+        """Return when no actor has anything left to do. DeadlineExceeded after `deadline`
+        seconds."""
         self._check()
         seconds = check_seconds("deadline", deadline)
         with anyio.move_on_after(seconds) as scope:
             await asyncio.sleep(0)  # what finalisers have scheduled comes first
             await self.system.activity.quiet()
         if scope.cancelled_caught:
-            raise DeadlineExceeded(f"{self.system.activity.count} messages or jobs are in flight after {seconds} s")
+            raise DeadlineExceeded(
+                f"{self.system.activity.count} messages or jobs are in flight after {seconds} s"
+            )
 
     async def flush_settled(
         self, deadline: float = 30.0, *, at_rest: bool = True, sinks: Collection[str] | None = None
     ) -> None:
-        """Return when every sink's view equals the tiers. DeadlineExceeded after `deadline` seconds, ValueError for an unknown sink.
+        """Return when every sink's view equals the tiers. DeadlineExceeded after `deadline`
+        seconds, ValueError for an unknown sink.
 
-        sinks: names of those that matter, all if None. at_rest: first wait until the cache has nothing left to do. Without it, under
-        load, the barrier is about residency as of this call: what changes later, transfers now in flight included, may or may not have
-        been delivered.
+        sinks: names of those that matter, all if None. at_rest: first wait until the cache has
+        nothing left to do. Without it, under load, the barrier is about residency as of this call:
+        what changes later, transfers now in flight included, may or may not have been delivered.
         """
         at = self._deadline(deadline)
         check_flag("at_rest", at_rest)
@@ -215,12 +261,15 @@ class KVCache:
             for actor in self.system.supervisor.actors():
                 await actor.sent()
         if scope.cancelled_caught:
-            raise DeadlineExceeded(f"the actors' messages to the notifier were not taken in {deadline} s")
+            raise DeadlineExceeded(
+                f"the actors' messages to the notifier were not taken in {deadline} s"
+            )
         await self.system.notifier.ask(Settle(names), deadline=at)
 
     async def resync(self, sink: str, *, deadline: float | None = None) -> None:
-        """Send a sink everything again, for an index that lost its state; returns when it has taken that (after DeadlineExceeded it goes on).
-        Without `Sink.repeats` what the index has is void first. ValueError for an unknown sink, SinkError while the notifier is switched off."""
+        """Send a sink everything again, for an index that lost its state; returns when it has taken
+        that (after DeadlineExceeded it goes on). Without `Sink.repeats` what the index has is void
+        first. ValueError for an unknown sink, SinkError while the notifier is switched off."""
         at = self._deadline(deadline)
         self._sink_names((check_text("sink", sink),))
         await self.system.notifier.ask(Resync(sink), deadline=at)
@@ -229,7 +278,9 @@ class KVCache:
         names = check_names("sinks", sinks)
         unknown = set(names or ()) - self.sinks.keys()
         if unknown:
-            raise ValueError(f"there is no sink {min(unknown)!r}; there are {', '.join(self.sinks) or 'none'}")
+            raise ValueError(
+                f"there is no sink {min(unknown)!r}; there are {', '.join(self.sinks) or 'none'}"
+            )
         return names
 
     # -- looking in
@@ -252,35 +303,42 @@ class KVCache:
         return collect(self.system)
 
     def health(self) -> Health:
-        """Whether the cache works, works without an optional part (a sink, the notifier, a store, a rank), or has failed; and why. Cheap."""
+        """Whether the cache works, works without an optional part (a sink, the notifier, a store, a
+        rank), or has failed; and why. Cheap."""
         self._check_thread()
         return health(self.system)
 
     def check(self) -> list[str]:
-        """The invariants that are violated, one line each. Under load each actor checks its own state (pools add up, no slot is given
-        twice, every reference has a lease); at rest (after `settled`) they are also compared with each other. For tests: it keeps the loop
-        for microseconds for each block of all tiers. See `check_slices`."""
+        """The invariants that are violated, one line each. Under load each actor checks its own
+        state (pools add up, no slot is given twice, every reference has a lease); at rest (after
+        `settled`) they are also compared with each other. For tests: it keeps the loop for
+        microseconds for each block of all tiers. See `check_slices`."""
         self._check_thread()
         return invariants(self.system)
 
     async def check_slices(self) -> list[str]:
-        """`check` in steps of about a millisecond, between which other tasks run: for production. Actors are compared with each other only if
-        nothing else happens during the call."""
+        """`check` in steps of about a millisecond, between which other tasks run: for production.
+        Actors are compared with each other only if nothing else happens during the call."""
         self._check_loop()
         return await invariants_in_slices(self.system)
 
     async def divergence_slices(self, sinks: Collection[str] | None = None) -> int:
-        """`divergence` in steps of about a millisecond. What becomes resident or gone during the call may count as differing."""
+        """`divergence` in steps of about a millisecond. What becomes resident or gone during the
+        call may count as differing."""
         self._check_loop()
         return await divergence_in_slices(self.system, self._sink_names(sinks))
 
     def divergence(self, sinks: Collection[str] | None = None) -> int:
-        """Blocks on which a sink's view (of those named, of all if None) and the tiers differ. 0 at rest (after `flush_settled`)."""
+        """Blocks on which a sink's view (of those named, of all if None) and the tiers differ. 0 at
+        rest (after `flush_settled`)."""
         self._check_thread()
-        return self.system.notifier_actor.divergence(residency(self.system), self._sink_names(sinks))
+        return self.system.notifier_actor.divergence(
+            residency(self.system), self._sink_names(sinks)
+        )
 
     def close(self) -> None:
-        """Refuse new work; `open` calls it on the way out. In a forked child it does nothing: every call is refused there already."""
+        """Refuse new work; `open` calls it on the way out. In a forked child it does nothing: every
+        call is refused there already."""
         if not self.system.forked:
             self._check_thread()
             self._open = False
@@ -288,7 +346,8 @@ class KVCache:
     # -- inner parts, for leases too
 
     def _check(self) -> None:
-        """WrongLoop outside the cache's own event loop, CacheClosed once it is closed or in a forked process, CacheFailed if it has failed."""
+        """WrongLoop outside the cache's own event loop, CacheClosed once it is closed or in a
+        forked process, CacheFailed if it has failed."""
         self._check_loop()
         if not self._open:
             raise CacheClosed("the cache is closed")
@@ -304,19 +363,28 @@ class KVCache:
                 return
         except RuntimeError:
             pass
-        raise WrongLoop("this cache belongs to another asyncio event loop: use cache.from_thread in other threads")
+        raise WrongLoop(
+            "this cache belongs to another asyncio event loop: use cache.from_thread in other "
+            "threads"
+        )
 
     def _check_thread(self) -> None:
         """WrongLoop in a thread that is not the loop's, CacheClosed in a forked process."""
         if self.system.forked:
             self.system.check_usable()
         if threading.get_ident() != self._thread:
-            raise WrongLoop("this cache belongs to the thread of its event loop: use cache.from_thread in other threads")
+            raise WrongLoop(
+                "this cache belongs to the thread of its event loop: use cache.from_thread in "
+                "other threads"
+            )
 
     def _deadline(self, deadline: float | None) -> float:
-        """The absolute deadline of a call, once `_check` has passed. deadline: seconds, those of the settings if None."""
+        """The absolute deadline of a call, once `_check` has passed. deadline: seconds, those of
+        the settings if None."""
         self._check()
-        seconds = self._default_deadline if deadline is None else check_seconds("deadline", deadline)
+        seconds = (
+            self._default_deadline if deadline is None else check_seconds("deadline", deadline)
+        )
         return self._loop.time() + seconds  # the running loop, as was just checked
 
     async def _ask(self, message: Ask[Any], at: float) -> Any:
@@ -348,7 +416,8 @@ class KVCache:
             self._forgotten(lease)
 
     def _forgotten(self, lease: int) -> bool:
-        """Give a lease back from a finaliser, which may run in any thread and at any point; False if the cache is closed."""
+        """Give a lease back from a finaliser, which may run in any thread and at any point; False
+        if the cache is closed."""
         if not self._open or self._loop.is_closed() or self.system.forked:
             return False
         try:
@@ -366,15 +435,21 @@ def open_cache(
     backend: Backend | None = None,
     inline_copies: bool = False,
 ) -> AbstractAsyncContextManager[KVCache]:
-    """A running cache. config: the defaults if None; FastDeploy's variables are honoured (see `Config.from_env`). device: made from
-    the config if None. sinks: of the caller's own making, beside those of the config. backend: a store of the caller's own making, in place
-    of the config's (flush-only mode leaves it alone).
+    """A running cache. config: the defaults if None; FastDeploy's variables are honoured (see
+    `Config.from_env`). device: made from the config if None. sinks: of the caller's own making,
+    beside those of the config. backend: a store of the caller's own making, in place of the
+    config's (flush-only mode leaves it alone).
 
-    inline_copies: copy in the loop's thread, for loops of virtual time. Raises TypeError for arguments of a wrong type; when it is entered
-    ConfigError, LayoutError, StoreError, SinkError; and at the end of the block CacheFailed, if the cache has failed (an exception out of the
-    block passes, with a note).
+    inline_copies: copy in the loop's thread, for loops of virtual time. Raises TypeError for
+    arguments of a wrong type; when it is entered ConfigError, LayoutError, StoreError, SinkError;
+    and at the end of the block CacheFailed, if the cache has failed (an exception out of the block
+    passes, with a note).
     """
-    for name, value, wanted in (("config", config, Config), ("device", device, Device), ("backend", backend, Backend)):
+    for name, value, wanted in (
+        ("config", config, Config),
+        ("device", device, Device),
+        ("backend", backend, Backend),
+    ):
         if value is not None and not isinstance(value, wanted):
             hint = ": see Config.from_mapping and Config.from_toml" if name == "config" else ""
             raise TypeError(f"{name} must be a {wanted.__name__}, not {kind(value)}{hint}")
@@ -383,14 +458,22 @@ def open_cache(
     for position, sink in enumerate(sinks):
         if not isinstance(sink, Sink):
             raise TypeError(f"sinks[{position}] must be a Sink, not {kind(sink)}")
-    return _opened(config, device, tuple(sinks), backend, check_flag("inline_copies", inline_copies))
+    return _opened(
+        config, device, tuple(sinks), backend, check_flag("inline_copies", inline_copies)
+    )
 
 
 @asynccontextmanager
 async def _opened(
-    config: Config | None, device: Device | None, sinks: Sequence[Sink], backend: Backend | None, inline_copies: bool
+    config: Config | None,
+    device: Device | None,
+    sinks: Sequence[Sink],
+    backend: Backend | None,
+    inline_copies: bool,
 ) -> AsyncIterator[KVCache]:
-    system = System(Config.from_env(base=config), device, sinks, backend, inline_copies=inline_copies)
+    system = System(
+        Config.from_env(base=config), device, sinks, backend, inline_copies=inline_copies
+    )
     async with system.running():
         cache = KVCache(system)
         try:

@@ -33,7 +33,11 @@ def version() -> str:
         return "not installed"
 
 
-app = App(name="kvactors", help="A tiered KV cache of asyncio actors: scenarios, trace replay, benchmarks.", version=version)
+app = App(
+    name="kvactors",
+    help="A tiered KV cache of asyncio actors: scenarios, trace replay, benchmarks.",
+    version=version,
+)
 BENCHES = Literal["index", "acquire", "lag", "copy", "flush", "store", "faults"]
 
 
@@ -59,16 +63,24 @@ def run(
         On a seeded loop of virtual time instead of the real clock.
     """
     with live_totals() as progress:
-        spec, report = run_scenario(read_toml(scenario), seed=seed, virtual=virtual, progress=progress)
+        spec, report = run_scenario(
+            read_toml(scenario), seed=seed, virtual=virtual, progress=progress
+        )
     failed = disappointments(spec.expect, report) + report.errors
     return conclude(report, failed, json)
 
 
 @app.command(name="replay")
 def replay_command(
-    trace: Path, *, config: Path | None = None, speed: float | None = None, limit: int | None = None, json: Path | None = None
+    trace: Path,
+    *,
+    config: Path | None = None,
+    speed: float | None = None,
+    limit: int | None = None,
+    json: Path | None = None,
 ) -> int:
-    """Replay a request trace with real bytes, verifying every loaded block; exit status 0 only if nothing is wrong.
+    """Replay a request trace with real bytes, verifying every loaded block; exit status 0 only if
+    nothing is wrong.
 
     Parameters
     ----------
@@ -86,10 +98,15 @@ def replay_command(
     import tempfile
 
     with tempfile.TemporaryDirectory(prefix="kvactors-") as folder, live_totals() as progress:
-        settings = ReplayConfig.from_mapping(with_temporary(read_toml(config) if config else {}, folder))
+        settings = ReplayConfig.from_mapping(
+            with_temporary(read_toml(config) if config else {}, folder)
+        )
         changes: dict[str, Any] = {} if speed is None else {"mode": "timed", "speed": speed}
         changes |= {} if limit is None else {"limit": limit}
-        mapping = {**msgspec.to_builtins(settings), "replay": {**msgspec.to_builtins(settings.replay), **changes}}
+        mapping = {
+            **msgspec.to_builtins(settings),
+            "replay": {**msgspec.to_builtins(settings.replay), **changes},
+        }
         report = run_terminable(replay(trace, ReplayConfig.from_mapping(mapping), progress))
     failed = list(report.errors)
     if report.corrupt_blocks_served:
@@ -100,7 +117,9 @@ def replay_command(
 
 
 @app.command
-def bench(name: BENCHES, *, json: Path | None = None, quick: bool = False, vllm_python: Path | None = None) -> int:
+def bench(
+    name: BENCHES, *, json: Path | None = None, quick: bool = False, vllm_python: Path | None = None
+) -> int:
     """Measure ours, and the limit beside it in the same run.
 
     Parameters
@@ -112,7 +131,8 @@ def bench(name: BENCHES, *, json: Path | None = None, quick: bool = False, vllm_
     quick
         A moment only, to see that it works.
     vllm_python
-        For flush: a Python that has vLLM, whose publisher is measured in the same run (by default this one, if it has).
+        For flush: a Python that has vLLM, whose publisher is measured in the same run (by default
+        this one, if it has).
     """
     from kvactors.bench.report import print_bench
 
@@ -130,7 +150,8 @@ def bench(name: BENCHES, *, json: Path | None = None, quick: bool = False, vllm_
 
 store = App(
     name="store",
-    help="The file stores under a directory: what they hold, whether it is whole, and which are not needed any more.",
+    help="The file stores under a directory: what they hold, whether it is whole, and which are "
+    "not needed any more.",
 )
 app.command(store)
 
@@ -151,7 +172,8 @@ def store_list(directory: Path, *, json: Path | None = None) -> int:
 
 @store.command(name="verify")
 def store_verify(directory: Path, *, json: Path | None = None) -> int:
-    """Read and check every object of the file stores under a directory; the exit status is 1 if any object or table is bad.
+    """Read and check every object of the file stores under a directory; the exit status is 1 if any
+    object or table is bad.
 
     Parameters
     ----------
@@ -171,7 +193,8 @@ def store_prune(
     dry_run: Annotated[bool, Parameter(negative="")] = False,
     json: Path | None = None,
 ) -> int:
-    """Remove file stores of other layouts, of other format versions, and damaged ones; the exit status is 1 if one was refused.
+    """Remove file stores of other layouts, of other format versions, and damaged ones; the exit
+    status is 1 if one was refused.
 
     Parameters
     ----------
@@ -232,7 +255,8 @@ def simulate(
     processes: int = 2,
     json: Path | None = None,
 ) -> int:
-    """Run whole systems in virtual time under random work and faults; the exit status is 0 only if nothing is violated.
+    """Run whole systems in virtual time under random work and faults; the exit status is 0 only if
+    nothing is violated.
 
     Parameters
     ----------
@@ -255,8 +279,11 @@ def simulate(
 
 
 @app.command
-def chaos(*, minutes: float = 1.0, seed: int | None = None, only: str = "", json: Path | None = None) -> int:
-    """Real faults under load, situation after situation; the exit status is 0 only if nothing is violated.
+def chaos(
+    *, minutes: float = 1.0, seed: int | None = None, only: str = "", json: Path | None = None
+) -> int:
+    """Real faults under load, situation after situation; the exit status is 0 only if nothing is
+    violated.
 
     Parameters
     ----------
@@ -297,19 +324,25 @@ def live_totals() -> Iterator[Callable[[Totals], None]]:
 
         def show(t: Totals) -> None:
             share = (t.device + t.host + t.storage) / max(1, t.blocks_looked_up)
-            text = f"{t.requests} requests, {t.blocks_looked_up} blocks, hit rate {share:.3f}, {t.verified_blocks} verified"
+            text = (
+                f"{t.requests} requests, {t.blocks_looked_up} blocks, hit rate {share:.3f}, "
+                f"{t.verified_blocks} verified"
+            )
             progress.update(line, description=text)
 
         yield show
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point, of the process's arguments unless given: exit status 2 and one line for input that cannot be used."""
+    """Entry point, of the process's arguments unless given: exit status 2 and one line for input
+    that cannot be used."""
     errors_only = structlog.make_filtering_bound_logger(40)
     try:
         with (
             sigterm_ends(),
-            structlog_settings(wrapper_class=errors_only, logger_factory=structlog.PrintLoggerFactory(sys.stderr)),
+            structlog_settings(
+                wrapper_class=errors_only, logger_factory=structlog.PrintLoggerFactory(sys.stderr)
+            ),
         ):
             status = app(
                 sys.argv[1:] if arguments is None else arguments,

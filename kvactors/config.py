@@ -1,4 +1,5 @@
-"""Settings: frozen structs read from TOML. Sizes in blocks or bytes, times in seconds. An unknown key is an error that names it."""
+"""Settings: frozen structs read from TOML. Sizes in blocks or bytes, times in seconds. An unknown
+key is an error that names it."""
 
 from __future__ import annotations
 
@@ -22,12 +23,14 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 class CacheConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """block_size: tokens a block. model: the model's name and version; blocks of different models never mix, in any tier or store.
-    namespace: requests of different namespaces never share (a weight version, say).
+    """block_size: tokens a block. model: the model's name and version; blocks of different models
+    never mix, in any tier or store. namespace: requests of different namespaces never share (a
+    weight version, say).
 
-    split_media: whether a media item may be cached in part; without it `cached_tokens` ends before an item that would be split.
-    recompute_last_token: on a hit of the whole prompt give the last block back, so that there is a token to compute.
-    deadline: seconds an operation may take unless its caller says otherwise.
+    split_media: whether a media item may be cached in part; without it `cached_tokens` ends before
+    an item that would be split. recompute_last_token: on a hit of the whole prompt give the last
+    block back, so that there is a token to compute. deadline: seconds an operation may take unless
+    its caller says otherwise.
     """
 
     block_size: int = 64
@@ -39,9 +42,11 @@ class CacheConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
 
 
 class DeviceConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """kind: host (numpy arrays standing in for device memory), paddle (tensors of Paddle's, at `place`: cpu, gpu:0, ..) or cuda (memory of
-    the GPU numbered `ordinal`, without any framework). num_blocks: device blocks. free_low / free_high: fractions of them; when fewer
-    than low are free, evict until high are (both 0: evict on demand only). layerwise: load layer by layer (`Lease.layer_ready`)."""
+    """kind: host (numpy arrays standing in for device memory), paddle (tensors of Paddle's, at
+    `place`: cpu, gpu:0, ..) or cuda (memory of the GPU numbered `ordinal`, without any framework).
+    num_blocks: device blocks. free_low / free_high: fractions of them; when fewer than low are
+    free, evict until high are (both 0: evict on demand only). layerwise: load layer by layer
+    (`Lease.layer_ready`)."""
 
     kind: Literal["host", "paddle", "cuda"] = "host"
     place: str = "cpu"
@@ -55,10 +60,12 @@ class DeviceConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
 class LayoutConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """What a block is made of; the defaults are a small GQA model's.
 
-    kind: gqa (num_kv_heads, head_dim, dtype, quantization, scale_dtype), mla (kv_lora_rank, qk_rope_head_dim, dtype), dsa (kv_lora_rank,
-    qk_rope_head_dim, index_head_dim), or package.module:Class. num_layers, layer_offset: main layers, and the number of the first.
-    extra_layers, extra_block_ratio: MTP or draft layers after them, and their blocks for each main block. tensor_parallel: ranks that
-    num_kv_heads are shared among. options: of a layout of another package.
+    kind: gqa (num_kv_heads, head_dim, dtype, quantization, scale_dtype), mla (kv_lora_rank,
+    qk_rope_head_dim, dtype), dsa (kv_lora_rank, qk_rope_head_dim, index_head_dim), or
+    package.module:Class. num_layers, layer_offset: main layers, and the number of the first.
+    extra_layers, extra_block_ratio: MTP or draft layers after them, and their blocks for each main
+    block. tensor_parallel: ranks that num_kv_heads are shared among. options: of a layout of
+    another package.
     """
 
     kind: str = "gqa"
@@ -79,12 +86,15 @@ class LayoutConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
 
 
 class HostConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The host tier. slots: blocks it may hold (0: no host tier). transit_slots: extra slots for blocks on their way through.
+    """The host tier. slots: blocks it may hold (0: no host tier). transit_slots: extra slots for
+    blocks on their way through.
 
-    mode: exclusive (a loaded block leaves the host) or inclusive (blocks are copied to the host at request finish and stay).
-    low / high watermark: fractions of `slots`; above high, evict down to low (both 0: evict on demand only).
-    pinned: try to lock the arena's pages (a CUDA device's are in any case). copy_threads: threads that move bytes between device and arena.
-    batch_from: for a CUDA device, bytes from which on a piece goes by the copy engines instead of our kernel; measured at start if not set.
+    mode: exclusive (a loaded block leaves the host) or inclusive (blocks are copied to the host at
+    request finish and stay). low / high watermark: fractions of `slots`; above high, evict down to
+    low (both 0: evict on demand only). pinned: try to lock the arena's pages (a CUDA device's are
+    in any case). copy_threads: threads that move bytes between device and arena. batch_from: for a
+    CUDA device, bytes from which on a piece goes by the copy engines instead of our kernel;
+    measured at start if not set.
     """
 
     slots: int = 0
@@ -98,24 +108,29 @@ class HostConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
     batch_from: int | None = None
 
     def arena_slots(self, *, stored: bool) -> int:
-        """Slots of the arena: those of the tier and those for passing through, if anything passes. stored: whether a store does."""
+        """Slots of the arena: those of the tier and those for passing through, if anything passes.
+        stored: whether a store does."""
         return self.slots + self.transit_slots if self.slots or stored else 0
 
 
 class StorageConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The storage tier. backend: none, memory, file, mooncake, attention_store, or package.module:Class. capacity_blocks,
-    capacity_bytes: objects and bytes it may hold (the smaller counts); with neither a file store takes 80 % of what its file system has to
-    give, and the others have no limit of their own. namespace, rank, ranks: objects of different ones never mix.
+    """The storage tier. backend: none, memory, file, mooncake, attention_store, or
+    package.module:Class. capacity_blocks, capacity_bytes: objects and bytes it may hold (the
+    smaller counts); with neither a file store takes 80 % of what its file system has to give, and
+    the others have no limit of their own. namespace, rank, ranks: objects of different ones never
+    mix.
 
-    Of the file store: directory. free_space_floor: bytes of the file system it leaves free. durability: an object counts as stored when the
-    system has it (written) or the device has it (synced). read_only: a view beside the process that writes. io_depth: reads and writes
-    at once. keep_tokens: each block's tokens are kept beside it, so that stored blocks are announced to the sinks after a restart (not those
-    under a salt). Sizes may be written "4GB".
+    Of the file store: directory. free_space_floor: bytes of the file system it leaves free.
+    durability: an object counts as stored when the system has it (written) or the device has it
+    (synced). read_only: a view beside the process that writes. io_depth: reads and writes at once.
+    keep_tokens: each block's tokens are kept beside it, so that stored blocks are announced to the
+    sinks after a restart (not those under a salt). Sizes may be written "4GB".
 
-    exclusive: a block loaded from storage leaves it. write_policy: none, write_through (at request finish),
-    write_through_selective (at finish, blocks used at least `min_hits` times), write_back (when the host tier evicts).
-    fetch: whether acquire looks in storage beyond what the index knows, and takes what it finds if that is min_fetch_blocks at least.
-    timeout: seconds one batch may take. mooncake: settings of that back end.
+    exclusive: a block loaded from storage leaves it. write_policy: none, write_through (at request
+    finish), write_through_selective (at finish, blocks used at least `min_hits` times), write_back
+    (when the host tier evicts). fetch: whether acquire looks in storage beyond what the index
+    knows, and takes what it finds if that is min_fetch_blocks at least. timeout: seconds one batch
+    may take. mooncake: settings of that back end.
     """
 
     backend: str = "none"
@@ -131,7 +146,9 @@ class StorageConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
     io_depth: int = 4
     exclusive: bool = False
     keep_tokens: bool = True
-    write_policy: Literal["none", "write_through", "write_through_selective", "write_back"] = "write_back"
+    write_policy: Literal["none", "write_through", "write_through_selective", "write_back"] = (
+        "write_back"
+    )
     min_hits: int = 2
     fetch: bool = True
     min_fetch_blocks: int = 1
@@ -142,8 +159,10 @@ class StorageConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
 
 
 class FlushConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The flush notifier. only: flush-only mode, in which storage is neither read nor written, and which needs a sink; left out, FD_AS_ONLY_FLUSH
-    decides. timeout: seconds a sink may take for a batch. retry_min / retry_max: back-off in seconds. batch: blocks reported in one call at most."""
+    """The flush notifier. only: flush-only mode, in which storage is neither read nor written, and
+    which needs a sink; left out, FD_AS_ONLY_FLUSH decides. timeout: seconds a sink may take for a
+    batch. retry_min / retry_max: back-off in seconds. batch: blocks reported in one call at
+    most."""
 
     sinks: tuple[AnySinkConfig, ...] = ()
     only: bool | None = None
@@ -154,8 +173,9 @@ class FlushConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
 
 
 class ActorsConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The runtime. channel_bound: messages a forward channel holds. start: seconds that each part (store, sink, copy engine) may take to open.
-    drain: seconds a stop may take. restarts: deaths a group may have in 60 s."""
+    """The runtime. channel_bound: messages a forward channel holds. start: seconds that each part
+    (store, sink, copy engine) may take to open. drain: seconds a stop may take. restarts: deaths a
+    group may have in 60 s."""
 
     channel_bound: int = 256
     start: float = 120.0
@@ -164,7 +184,8 @@ class ActorsConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
 
 
 class Config(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Everything a cache is opened with. `msgspec.to_builtins` gives a mapping for `from_mapping`, without what was left at its default."""
+    """Everything a cache is opened with. `msgspec.to_builtins` gives a mapping for `from_mapping`,
+    without what was left at its default."""
 
     cache: CacheConfig = CacheConfig()
     device: DeviceConfig = DeviceConfig()
@@ -189,13 +210,18 @@ class Config(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
         return config
 
     @classmethod
-    def from_env(cls, environ: Mapping[str, str] | None = None, base: Config | None = None) -> Config:
-        """`base` (the defaults if None) with variables in the place of what it leaves unset, of the process's environment unless given.
+    def from_env(
+        cls, environ: Mapping[str, str] | None = None, base: Config | None = None
+    ) -> Config:
+        """`base` (the defaults if None) with variables in the place of what it leaves unset, of the
+        process's environment unless given.
 
-        KVACTORS_MODEL; FD_AS_ONLY_FLUSH (0 or 1), AS_NAMESPACE, AS_POD_NAME, AS_MODEL_VERSION, AS_WRITE_TOTAL_TIMEOUT,
-        AS_WRITE_SLICE_BLOCK_NUM, AS_WRITE_SLICE_TIMEOUT, ENABLE_EP_DP_IN_FD (0 or 1); with the file back end FILE_BACKEND_STORAGE_DIR; with the
-        mooncake back end MOONCAKE_CONFIG_PATH and MOONCAKE_*; with ranks KVACTORS_RANKS_SECRET. Unset or empty ones change nothing. One that differs
-        from what the base sets is logged and not used, as is a name that looks like one of these. docs/fastdeploy.md has FastDeploy's others.
+        KVACTORS_MODEL; FD_AS_ONLY_FLUSH (0 or 1), AS_NAMESPACE, AS_POD_NAME, AS_MODEL_VERSION,
+        AS_WRITE_TOTAL_TIMEOUT, AS_WRITE_SLICE_BLOCK_NUM, AS_WRITE_SLICE_TIMEOUT, ENABLE_EP_DP_IN_FD
+        (0 or 1); with the file back end FILE_BACKEND_STORAGE_DIR; with the mooncake back end
+        MOONCAKE_CONFIG_PATH and MOONCAKE_*; with ranks KVACTORS_RANKS_SECRET. Unset or empty ones
+        change nothing. One that differs from what the base sets is logged and not used, as is a
+        name that looks like one of these. docs/fastdeploy.md has FastDeploy's others.
 
         Raises:
             ConfigError: names a value that cannot be, or what is wrong in the base.
@@ -212,7 +238,8 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
 
 def convert(data: Mapping[str, Any], kind: type[S]) -> S:
-    """A mapping as a struct. ConfigError names the first unknown key with the nearest valid one, or the ill-typed value."""
+    """A mapping as a struct. ConfigError names the first unknown key with the nearest valid one, or
+    the ill-typed value."""
     check_keys(data, kind, "")
     try:
         return msgspec.convert(data, kind)
@@ -221,7 +248,8 @@ def convert(data: Mapping[str, Any], kind: type[S]) -> S:
 
 
 def check_keys(data: Any, kind: Any, where: str) -> None:
-    """Raise ConfigError for the first key that `kind` (a struct, a union of tagged ones, or a tuple of either) does not have."""
+    """Raise ConfigError for the first key that `kind` (a struct, a union of tagged ones, or a tuple
+    of either) does not have."""
     kinds = list(_structs(kind))
     for item in data if isinstance(data, list | tuple) else [data]:
         if kinds and isinstance(item, Mapping):
@@ -235,7 +263,9 @@ def _structs(kind: Any) -> Iterator[type[msgspec.Struct]]:
         yield from _structs(inner)
 
 
-def _pick(data: Mapping[str, Any], kinds: list[type[msgspec.Struct]], where: str) -> type[msgspec.Struct]:
+def _pick(
+    data: Mapping[str, Any], kinds: list[type[msgspec.Struct]], where: str
+) -> type[msgspec.Struct]:
     """The struct of a union that the data's tag names."""
     field = kinds[0].__struct_config__.tag_field
     if field is None:
@@ -245,7 +275,10 @@ def _pick(data: Mapping[str, Any], kinds: list[type[msgspec.Struct]], where: str
         raise ConfigError(f"{where}.{field} is missing; it is one of {', '.join(tags)}")
     if data[field] not in tags:
         near = difflib.get_close_matches(str(data[field]), tags, n=1, cutoff=0.0)
-        raise ConfigError(f"unknown {where}.{field} {data[field]!r}; did you mean {near[0]!r}? There are {', '.join(tags)}")
+        raise ConfigError(
+            f"unknown {where}.{field} {data[field]!r}; did you mean {near[0]!r}? There are "
+            f"{', '.join(tags)}"
+        )
     return tags[data[field]]
 
 

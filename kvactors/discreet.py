@@ -1,4 +1,5 @@
-"""Texts of objects that hold prompts or salts: sizes in place of contents, so that no log, error or traceback has them."""
+"""Texts of objects that hold prompts or salts: sizes in place of contents, so that no log, error or
+traceback has them."""
 
 from __future__ import annotations
 

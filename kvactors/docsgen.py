@@ -33,20 +33,28 @@ def render() -> str:
     lines = [
         "# Messages",
         "",
-        "Generated from the classes by `python -m kvactors.docsgen`. Lanes: *data* is bounded and flows forward, *control* overtakes it",
+        "Generated from the classes by `python -m kvactors.docsgen`. Lanes: *data* is bounded and",
+        "flows forward, *control* overtakes it",
         "and is bounded by the work in flight, an *ask* is a data message that is answered.",
     ]
     for actor in ACTORS:
         lines += ["", f"## {actor.__name__} (`{actor.ROLE}`)", "", first_line(actor), ""]
-        lines += ["| message | lane | fields | reply | from | meaning |", "|---|---|---|---|---|---|"]
+        lines += [
+            "| message | lane | fields | reply | from | meaning |",
+            "|---|---|---|---|---|---|",
+        ]
         lines += [row(actor, message) for message in actor.HANDLERS]
     return "\n".join(lines) + "\n"
 
 
 def row(actor: type[Actor], message: type[Message]) -> str:
     """One message's line."""
-    lane = "control" if issubclass(message, Control) else "ask" if issubclass(message, Ask) else "data"
-    fields = ", ".join(f"{field.name}: {type_name(field.type)}" for field in msgspec.structs.fields(message))
+    lane = (
+        "control" if issubclass(message, Control) else "ask" if issubclass(message, Ask) else "data"
+    )
+    fields = ", ".join(
+        f"{field.name}: {type_name(field.type)}" for field in msgspec.structs.fields(message)
+    )
     cells = (
         f"`{message.__name__}`",
         lane,
@@ -81,7 +89,11 @@ def reply_of(message: type[Message]) -> str:
 
 def type_name(kind: object) -> str:
     """A type as one writes it."""
-    return kind.__name__ if isinstance(kind, type) and not typing.get_args(kind) else str(kind).replace("typing.", "")
+    return (
+        kind.__name__
+        if isinstance(kind, type) and not typing.get_args(kind)
+        else str(kind).replace("typing.", "")
+    )
 
 
 def first_line(kind: type) -> str:

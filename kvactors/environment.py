@@ -1,7 +1,8 @@
-"""Settings from environment variables: FastDeploy's, Mooncake's, `KVACTORS_MODEL` and `KVACTORS_RANKS_SECRET`. See `Config.from_env`.
+"""Settings from environment variables: FastDeploy's, Mooncake's, `KVACTORS_MODEL` and
+`KVACTORS_RANKS_SECRET`. See `Config.from_env`.
 
-A variable fills what the config leaves unset. Where the config has another value, the config is used and the variable is logged. A name that looks
-like one of these, and is none, is logged too.
+A variable fills what the config leaves unset. Where the config has another value, the config is
+used and the variable is logged. A name that looks like one of these, and is none, is logged too.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ if TYPE_CHECKING:
 
 log = get_logger()
 
-TEXTS = {"AS_NAMESPACE": "namespace", "AS_POD_NAME": "pod_name", "AS_MODEL_VERSION": "model_version"}
+TEXTS = {
+    "AS_NAMESPACE": "namespace",
+    "AS_POD_NAME": "pod_name",
+    "AS_MODEL_VERSION": "model_version",
+}
 NUMBERS: dict[str, tuple[str, type[int | float]]] = {
     "AS_WRITE_TOTAL_TIMEOUT": ("write_total_timeout", float),
     "AS_WRITE_SLICE_BLOCK_NUM": ("write_slice_blocks", int),
@@ -33,18 +38,38 @@ NUMBERS: dict[str, tuple[str, type[int | float]]] = {
 }
 
 HONOURED = (
-    "FD_AS_ONLY_FLUSH", *TEXTS, *NUMBERS, "ENABLE_EP_DP_IN_FD", "FILE_BACKEND_STORAGE_DIR", "KVACTORS_MODEL", "KVACTORS_RANKS_SECRET",
-)  # fmt: skip
+    "FD_AS_ONLY_FLUSH",
+    *TEXTS,
+    *NUMBERS,
+    "ENABLE_EP_DP_IN_FD",
+    "FILE_BACKEND_STORAGE_DIR",
+    "KVACTORS_MODEL",
+    "KVACTORS_RANKS_SECRET",
+)
 """Variables that set something, beside Mooncake's."""
 
 NOT_HONOURED = (
-    "ENABLE_V1_KVCACHE_SCHEDULER", "ENABLE_V1_KVCACHE_MANAGER", "FD_ENABLE_V1_UPDATE_WEIGHTS", "FD_ENABLE_SWAP_SPACE_CLEARING",
-    "FD_SAVE_OUTPUT_CACHE_FOR_PREEMPTED_REQUEST", "FD_RESERVE_OUTPUT_BLOCK_NUM_FOR_DECODE_WHEN_SCHEDULE_NEW_PREFILL",
-    "FD_ENC_DEC_BLOCK_NUM", "FD_CACHE_PROC_EXIT_TIMEOUT", "FD_CACHE_PROC_ERROR_COUNT", "FD_WORKER_ALIVE_TIMEOUT",
-    "FD_ENGINE_TASK_QUEUE_WITH_SHM", "FD_LOG_DIR", "FD_ATTENTION_BACKEND", "USE_KVCACHE_LOCK", "FD_USE_KVCACHE_LOCK",
-    "DISABLE_PREFIX_CACHE_MM_MODEL", "MC_MAX_MR_SIZE", "MC_TCP_BIND_ADDRESS",
-)  # fmt: skip
-"""FastDeploy's variables about its KV cache that set nothing here; docs/fastdeploy.md has the reason for each."""
+    "ENABLE_V1_KVCACHE_SCHEDULER",
+    "ENABLE_V1_KVCACHE_MANAGER",
+    "FD_ENABLE_V1_UPDATE_WEIGHTS",
+    "FD_ENABLE_SWAP_SPACE_CLEARING",
+    "FD_SAVE_OUTPUT_CACHE_FOR_PREEMPTED_REQUEST",
+    "FD_RESERVE_OUTPUT_BLOCK_NUM_FOR_DECODE_WHEN_SCHEDULE_NEW_PREFILL",
+    "FD_ENC_DEC_BLOCK_NUM",
+    "FD_CACHE_PROC_EXIT_TIMEOUT",
+    "FD_CACHE_PROC_ERROR_COUNT",
+    "FD_WORKER_ALIVE_TIMEOUT",
+    "FD_ENGINE_TASK_QUEUE_WITH_SHM",
+    "FD_LOG_DIR",
+    "FD_ATTENTION_BACKEND",
+    "USE_KVCACHE_LOCK",
+    "FD_USE_KVCACHE_LOCK",
+    "DISABLE_PREFIX_CACHE_MM_MODEL",
+    "MC_MAX_MR_SIZE",
+    "MC_TCP_BIND_ADDRESS",
+)
+"""FastDeploy's variables about its KV cache that set nothing here; docs/fastdeploy.md has the
+reason for each."""
 
 OURS = ("KVACTORS_", "FD_", "AS_")
 """Prefixes of names that may be a misspelt one of those that are honoured."""
@@ -59,16 +84,28 @@ def from_environment(config: Config, environ: Mapping[str, str]) -> Config:
     validate(config)
     replace = msgspec.structs.replace
     config = replace(config, attention_store=_attention_store(config.attention_store, environ))
-    only = _fill("flush.only", config.flush.only, _switch(environ, "FD_AS_ONLY_FLUSH"), "FD_AS_ONLY_FLUSH")
+    only = _fill(
+        "flush.only", config.flush.only, _switch(environ, "FD_AS_ONLY_FLUSH"), "FD_AS_ONLY_FLUSH"
+    )
     config = replace(config, flush=replace(config.flush, only=only))
     directory = environ.get("FILE_BACKEND_STORAGE_DIR") or None
     if config.storage.backend == "file" and directory:
-        directory = _fill("storage.directory", config.storage.directory or None, directory, "FILE_BACKEND_STORAGE_DIR")
+        directory = _fill(
+            "storage.directory",
+            config.storage.directory or None,
+            directory,
+            "FILE_BACKEND_STORAGE_DIR",
+        )
         config = replace(config, storage=replace(config.storage, directory=directory))
     if config.storage.backend == "mooncake":
         mooncake = resolve(config.storage.mooncake, environ)
         for name, field in VARIABLES.items():
-            _fill(f"storage.mooncake.{field}", str(getattr(mooncake, field)), environ.get(name) or None, name)
+            _fill(
+                f"storage.mooncake.{field}",
+                str(getattr(mooncake, field)),
+                environ.get(name) or None,
+                name,
+            )
         config = replace(config, storage=replace(config.storage, mooncake=mooncake))
     config = replace(config, flush=replace(config.flush, sinks=flush_sinks(config)))
     config = replace(config, cache=replace(config.cache, model=resolve_model(config, environ)))
@@ -80,27 +117,45 @@ def from_environment(config: Config, environ: Mapping[str, str]) -> Config:
     return config
 
 
-def _attention_store(store: AttentionStoreConfig, environ: Mapping[str, str]) -> AttentionStoreConfig:
+def _attention_store(
+    store: AttentionStoreConfig, environ: Mapping[str, str]
+) -> AttentionStoreConfig:
     """`[attention_store]`, with FastDeploy's variables where it leaves something unset."""
-    found: dict[str, tuple[str, Any]] = {field: (name, environ[name]) for name, field in TEXTS.items() if environ.get(name)}
-    found |= {field: (name, _number(environ[name], kind, name)) for name, (field, kind) in NUMBERS.items() if environ.get(name)}
+    found: dict[str, tuple[str, Any]] = {
+        field: (name, environ[name]) for name, field in TEXTS.items() if environ.get(name)
+    }
+    found |= {
+        field: (name, _number(environ[name], kind, name))
+        for name, (field, kind) in NUMBERS.items()
+        if environ.get(name)
+    }
     if (suffix := _switch(environ, "ENABLE_EP_DP_IN_FD")) is not None:
         found["role_suffix"] = ("ENABLE_EP_DP_IN_FD", suffix)
     filled = {
-        field: _fill(f"attention_store.{field}", None if getattr(store, field) == "" else getattr(store, field), value, name)
+        field: _fill(
+            f"attention_store.{field}",
+            None if getattr(store, field) == "" else getattr(store, field),
+            value,
+            name,
+        )
         for field, (name, value) in found.items()
     }
     return msgspec.structs.replace(store, **filled)
 
 
 def _fill(setting: str, value: Any, variable: Any, name: str) -> Any:
-    """A setting's value: the config's if it has one, or else the variable's. If they differ, that is logged. ConfigError for a variable that
-    is used and cannot be."""
+    """A setting's value: the config's if it has one, or else the variable's. If they differ, that
+    is logged. ConfigError for a variable that is used and cannot be."""
     if value is None or variable is None:
         return _checked(setting, variable, name) if value is None else value
     if value != variable and name not in _logged:
         _logged.add(name)
-        log.warning("variable not used: the config has another value", variable=name, setting=setting, value=value)
+        log.warning(
+            "variable not used: the config has another value",
+            variable=name,
+            setting=setting,
+            value=value,
+        )
     return value
 
 
@@ -125,8 +180,9 @@ def _log_misspelt(environ: Mapping[str, str]) -> None:
 
 
 def flush_sinks(config: Config) -> tuple[AnySinkConfig, ...]:
-    """The sinks, with AttentionStore's index in flush-only mode with AttentionStore as the back end: FastDeploy's settings name the back end
-    alone, and mean the index, to which FastDeploy sends each finished request's full path."""
+    """The sinks, with AttentionStore's index in flush-only mode with AttentionStore as the back
+    end: FastDeploy's settings name the back end alone, and mean the index, to which FastDeploy
+    sends each finished request's full path."""
     sinks = config.flush.sinks
     if not config.flush.only or config.storage.backend != "attention_store":
         return sinks
@@ -136,14 +192,16 @@ def flush_sinks(config: Config) -> tuple[AnySinkConfig, ...]:
 
 
 def resolve_model(config: Config, environ: Mapping[str, str]) -> str:
-    """The model: `cache.model`, or else KVACTORS_MODEL, or else AttentionStore's namespace and model version, if one of these two is set;
-    empty if none is. Mooncake's settings name no model."""
+    """The model: `cache.model`, or else KVACTORS_MODEL, or else AttentionStore's namespace and
+    model version, if one of these two is set; empty if none is. Mooncake's settings name no
+    model."""
     from kvactors.sdk_settings import MODEL_VERSION, NAMESPACE
 
     variable, store = environ.get("KVACTORS_MODEL") or None, config.attention_store
     model = _fill("cache.model", config.cache.model or None, variable, "KVACTORS_MODEL") or ""
     if not model and (store.namespace or store.model_version):
-        model = f"{quote(store.namespace or NAMESPACE, safe='')}/{quote(store.model_version or MODEL_VERSION, safe='')}"
+        namespace, version = store.namespace or NAMESPACE, store.model_version or MODEL_VERSION
+        model = f"{quote(namespace, safe='')}/{quote(version, safe='')}"
     return str(model)
 
 

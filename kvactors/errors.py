@@ -2,15 +2,18 @@
 
 KVActorsError
 ├── ConfigError (ValueError)          a setting is unknown, malformed or contradicts another
-├── NoRoom                            not enough device blocks, even after evicting everything that may go
+├── NoRoom                            not enough device blocks, even after evicting everything that
+may go
 ├── DeadlineExceeded (TimeoutError)   an operation was not answered in time
 ├── Paused                            the cache is paused and the deadline passed before it resumed
 ├── NotReady                          the lease still waits for loads: await ready() first
-├── LeaseEnded                        the lease was finished, preempted or given back already, or lost in a restart
+├── LeaseEnded                        the lease was finished, preempted or given back already, or
+lost in a restart
 ├── LeaseBusy (RuntimeError)          another call on the lease has not returned yet
 ├── WrongLoop (RuntimeError)          a call from another event loop or thread than the cache's
 ├── CacheClosed                       the cache is not open (any more)
-├── CacheFailed                       an actor failed more often than actors.restarts allows, and no part that can be switched off
+├── CacheFailed                       an actor failed more often than actors.restarts allows, and no
+part that can be switched off
 ├── ChannelError
 │   ├── ChannelFull                   a rejecting channel has no room
 │   └── ChannelClosed                 nobody will ever receive from this channel
@@ -20,8 +23,10 @@ KVActorsError
 ├── LayoutError (ValueError)          shapes, dtypes or counts of blocks do not fit
 ├── DeviceError                       a device cannot be had, or its memory is not what it was
 │   └── CudaError                     (device.cuda_driver) a call of the CUDA driver failed
-├── RankError                         a tensor-parallel rank cannot be admitted, or nobody can listen for it
-│   └── RankLost                      a rank's memory is gone, and with it what a lease's blocks held
+├── RankError                         a tensor-parallel rank cannot be admitted, or nobody can
+listen for it
+│   └── RankLost                      a rank's memory is gone, and with it what a lease's blocks
+held
 ├── StoreError                        a storage back end cannot do what was asked
 │   ├── StoreCorrupt                  an object failed its header or checksum
 │   ├── StoreFull                     no space for an object
@@ -64,7 +69,8 @@ class NotReady(KVActorsError):
 
 
 class LeaseEnded(KVActorsError):
-    """The lease was finished, preempted or given back already, or its cache lost it in a restart."""
+    """The lease was finished, preempted or given back already, or its cache lost it in a
+    restart."""
 
 
 class LeaseBusy(KVActorsError, RuntimeError):
@@ -72,7 +78,8 @@ class LeaseBusy(KVActorsError, RuntimeError):
 
 
 class WrongLoop(KVActorsError, RuntimeError):
-    """A call from another event loop or thread than the cache's: use `cache.from_thread` in other threads."""
+    """A call from another event loop or thread than the cache's: use `cache.from_thread` in other
+    threads."""
 
 
 class CacheClosed(KVActorsError):
@@ -80,11 +87,13 @@ class CacheClosed(KVActorsError):
 
 
 class CacheFailed(KVActorsError):
-    """The cache has failed for good: close it and open another. `component` is the actor that failed too often, `__cause__` its last error."""
+    """The cache has failed for good: close it and open another. `component` is the actor that
+    failed too often, `__cause__` its last error."""
 
     def __init__(self, component: str, cause: BaseException | None = None) -> None:
         super().__init__(
-            f"the cache has failed: {component} failed more often than actors.restarts allows, last with {cause!r}"
+            f"the cache has failed: {component} failed more often than actors.restarts allows, "
+            f"last with {cause!r}"
         )
         self.component = component
         self.__cause__ = cause
@@ -103,7 +112,8 @@ class ChannelClosed(ChannelError):
 
 
 class ActorFailed(KVActorsError):
-    """An actor died while, or before, it handled an ask. `actor` is its name, `__cause__` what killed it."""
+    """An actor died while, or before, it handled an ask. `actor` is its name, `__cause__` what
+    killed it."""
 
     def __init__(self, actor: str, cause: BaseException | None = None) -> None:
         super().__init__(f"actor {actor!r} failed" + (f": {cause!r}" if cause else ""))
@@ -160,11 +170,13 @@ class SdkError(SinkError):
 
 
 class LeakedError(KVActorsError, RuntimeError):
-    """A client library raised an exception that is not an `Exception` (a leaked CancelledError, a panic); `__cause__` is that exception."""
+    """A client library raised an exception that is not an `Exception` (a leaked CancelledError, a
+    panic); `__cause__` is that exception."""
 
 
 def as_exception(error: BaseException) -> Exception:
-    """The error itself, or a LeakedError in place of one that asyncio gives a meaning of its own (CancelledError, StopIteration)."""
+    """The error itself, or a LeakedError in place of one that asyncio gives a meaning of its own
+    (CancelledError, StopIteration)."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration | StopAsyncIteration):
         return error
     leaked = LeakedError(f"{type(error).__name__}: {error}")

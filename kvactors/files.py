@@ -1,4 +1,5 @@
-"""Files that hold tokens or KV bytes: only their owner may read them, and no symbolic link is followed to them."""
+"""Files that hold tokens or KV bytes: only their owner may read them, and no symbolic link is
+followed to them."""
 
 from __future__ import annotations
 
@@ -14,22 +15,30 @@ FOLDER_MODE = 0o700
 
 
 def open_private(path: str | Path, flags: int, *, dir_fd: int | None = None) -> int:
-    """A descriptor of a regular file of mode 0600, whatever the umask is; created if `flags` has O_CREAT.
+    """A descriptor of a regular file of mode 0600, whatever the umask is; created if `flags` has
+    O_CREAT.
 
-    Raises OSError, also for a symbolic link, a pipe or a device in the file's place: what it points to is not touched.
+    Raises OSError, also for a symbolic link, a pipe or a device in the file's place: what it points
+    to is not touched.
     """
     flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
         fd = os.open(path, flags, FILE_MODE, dir_fd=dir_fd)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise OSError(errno.ELOOP, "is a symbolic link, which is not followed", str(path)) from error
+            raise OSError(
+                errno.ELOOP, "is a symbolic link, which is not followed", str(path)
+            ) from error
         raise
     try:
         state = os.fstat(fd)
         if not stat.S_ISREG(state.st_mode):
             raise OSError(errno.EINVAL, "is not a regular file", str(path))
-        if flags & (os.O_WRONLY | os.O_RDWR) and stat.S_IMODE(state.st_mode) != FILE_MODE and state.st_uid == os.geteuid():
+        if (
+            flags & (os.O_WRONLY | os.O_RDWR)
+            and stat.S_IMODE(state.st_mode) != FILE_MODE
+            and state.st_uid == os.geteuid()
+        ):
             os.fchmod(fd, FILE_MODE)
     except BaseException:
         os.close(fd)
@@ -38,7 +47,8 @@ def open_private(path: str | Path, flags: int, *, dir_fd: int | None = None) -> 
 
 
 def private_folder(path: str | Path) -> None:
-    """Make a folder and those above it that are missing, all of mode 0700. Folders that exist keep their mode. OSError."""
+    """Make a folder and those above it that are missing, all of mode 0700. Folders that exist keep
+    their mode. OSError."""
     path = Path(path)
     missing = []
     while not os.path.lexists(path):
@@ -58,12 +68,15 @@ def open_folder(path: str | Path) -> int:
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         if Path(path).is_symlink():
-            raise OSError(errno.ELOOP, "is a symbolic link, which is not followed", str(path)) from error
+            raise OSError(
+                errno.ELOOP, "is a symbolic link, which is not followed", str(path)
+            ) from error
         raise
 
 
 def locked(fd: int) -> bool:
-    """Take a lock, if no process has it; tried again for a moment, since 'kvactors store list' looks at it."""
+    """Take a lock, if no process has it; tried again for a moment, since 'kvactors store list'
+    looks at it."""
     for _ in range(3):
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,8 @@
 """What a forked child may do with the caches of its parent: nothing.
 
-A child has the parent's memory, files and sockets, but neither its threads nor a loop of its own: its loop shares the parent's epoll instance.
-Every call raises CacheClosed there. The end of an `async with` block closes nothing, and what the block raised passes.
+A child has the parent's memory, files and sockets, but neither its threads nor a loop of its own:
+its loop shares the parent's epoll instance. Every call raises CacheClosed there. The end of an
+`async with` block closes nothing, and what the block raised passes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The public API for other threads: the calls of `KVCache` and `Lease`, each blocking its thread until the loop has answered."""
+"""The public API for other threads: the calls of `KVCache` and `Lease`, each blocking its thread
+until the loop has answered."""
 
 from __future__ import annotations
 
@@ -23,8 +24,10 @@ MARGIN = 1.0
 
 
 class FromThread:
-    """`KVCache` for a thread that is not the loop's. Raises what the awaited call would, CacheClosed if the loop has ended, DeadlineExceeded
-    if the loop does not answer in time (then the call did not happen, or the lease it was about has ended), and WrongLoop in the loop's thread.
+    """`KVCache` for a thread that is not the loop's. Raises what the awaited call would,
+    CacheClosed if the loop has ended, DeadlineExceeded if the loop does not answer in time (then
+    the call did not happen, or the lease it was about has ended), and WrongLoop in the loop's
+    thread.
     """
 
     def __init__(self, cache: KVCache, loop: asyncio.AbstractEventLoop) -> None:
@@ -37,8 +40,13 @@ class FromThread:
         deadline: float | None,
         lost: Callable[[T], object] | None = None,
     ) -> T:
-        """Run a coroutine function on the loop and wait. lost: called on the loop with a result that came too late for this thread."""
-        limit = self._cache.config.cache.deadline if deadline is None else check_seconds("deadline", deadline)
+        """Run a coroutine function on the loop and wait. lost: called on the loop with a result
+        that came too late for this thread."""
+        limit = (
+            self._cache.config.cache.deadline
+            if deadline is None
+            else check_seconds("deadline", deadline)
+        )
         self._check_thread()
         self._cache.system.check_usable()  # in a forked child there is no loop to answer
         result: concurrent.futures.Future[T] = concurrent.futures.Future()
@@ -128,7 +136,14 @@ class FromThread:
         deadline: float | None = None,
     ) -> int:
         """See `KVCache.prefetch`."""
-        prefetch = partial(self._cache.prefetch, tokens, extra_keys=extra_keys, salt=salt, lora=lora, deadline=deadline)
+        prefetch = partial(
+            self._cache.prefetch,
+            tokens,
+            extra_keys=extra_keys,
+            salt=salt,
+            lora=lora,
+            deadline=deadline,
+        )
         return self._call(prefetch, deadline)
 
     def clear(self, *, storage: bool = False, deadline: float | None = None) -> int:
@@ -156,10 +171,14 @@ class FromThread:
         check_seconds("deadline", deadline)
         self._call(partial(self._cache.settled, deadline), deadline)
 
-    def flush_settled(self, deadline: float = 30.0, *, at_rest: bool = True, sinks: Collection[str] | None = None) -> None:
+    def flush_settled(
+        self, deadline: float = 30.0, *, at_rest: bool = True, sinks: Collection[str] | None = None
+    ) -> None:
         """See `KVCache.flush_settled`."""
         check_seconds("deadline", deadline)
-        self._call(partial(self._cache.flush_settled, deadline, at_rest=at_rest, sinks=sinks), deadline)
+        self._call(
+            partial(self._cache.flush_settled, deadline, at_rest=at_rest, sinks=sinks), deadline
+        )
 
     @property
     def namespace(self) -> str:
@@ -167,7 +186,8 @@ class FromThread:
         return self._cache.namespace
 
     def statistics(self, *, deadline: float | None = None) -> CacheStatistics:
-        """See `KVCache.statistics`. This and the others that look in wait for the loop for `deadline` seconds."""
+        """See `KVCache.statistics`. This and the others that look in wait for the loop for
+        `deadline` seconds."""
         return self._call(partial(self._now, self._cache.statistics), deadline)
 
     def health(self, *, deadline: float | None = None) -> Health:
@@ -182,11 +202,15 @@ class FromThread:
         """See `KVCache.check_slices`."""
         return self._call(self._cache.check_slices, deadline)
 
-    def divergence_slices(self, sinks: Collection[str] | None = None, *, deadline: float | None = None) -> int:
+    def divergence_slices(
+        self, sinks: Collection[str] | None = None, *, deadline: float | None = None
+    ) -> int:
         """See `KVCache.divergence_slices`."""
         return self._call(partial(self._cache.divergence_slices, sinks), deadline)
 
-    def divergence(self, sinks: Collection[str] | None = None, *, deadline: float | None = None) -> int:
+    def divergence(
+        self, sinks: Collection[str] | None = None, *, deadline: float | None = None
+    ) -> int:
         """See `KVCache.divergence`."""
         return self._call(partial(self._now, partial(self._cache.divergence, sinks)), deadline)
 
@@ -234,15 +258,23 @@ class ThreadLease:
 
     def layer_ready(self, layer: int, *, deadline: float | None = None) -> int:
         """See `Lease.layer_ready`."""
-        return self._owner._call(partial(self._lease.layer_ready, layer, deadline=deadline), deadline)
+        return self._owner._call(
+            partial(self._lease.layer_ready, layer, deadline=deadline), deadline
+        )
 
     def extend(self, tokens: Any, *, deadline: float | None = None) -> tuple[int, ...]:
-        """See `Lease.extend`. If the loop's answer comes too late for this thread, the lease has ended."""
-        return self._owner._call(partial(self._lease.extend, tokens, deadline=deadline), deadline, self._lost)
+        """See `Lease.extend`. If the loop's answer comes too late for this thread, the lease has
+        ended."""
+        return self._owner._call(
+            partial(self._lease.extend, tokens, deadline=deadline), deadline, self._lost
+        )
 
     def commit(self, computed_tokens: int, *, deadline: float | None = None) -> int:
-        """See `Lease.commit`. If the loop's answer comes too late for this thread, the lease has ended."""
-        return self._owner._call(partial(self._lease.commit, computed_tokens, deadline=deadline), deadline, self._lost)
+        """See `Lease.commit`. If the loop's answer comes too late for this thread, the lease has
+        ended."""
+        return self._owner._call(
+            partial(self._lease.commit, computed_tokens, deadline=deadline), deadline, self._lost
+        )
 
     def finish(self, computed_tokens: int | None = None, *, deadline: float | None = None) -> None:
         """See `Lease.finish`."""
@@ -250,11 +282,15 @@ class ThreadLease:
 
     def preempt(self, computed_tokens: int = 0, *, deadline: float | None = None) -> None:
         """See `Lease.preempt`."""
-        self._owner._call(partial(self._lease.preempt, computed_tokens, deadline=deadline), deadline)
+        self._owner._call(
+            partial(self._lease.preempt, computed_tokens, deadline=deadline), deadline
+        )
 
     def keys(self, start: int, stop: int, *, deadline: float | None = None) -> bytes:
         """See `Lease.keys`."""
-        return self._owner._call(partial(self._owner._now, partial(self._lease.keys, start, stop)), deadline)
+        return self._owner._call(
+            partial(self._owner._now, partial(self._lease.keys, start, stop)), deadline
+        )
 
     def abandon(self) -> None:
         """See `Lease.abandon`; does not wait."""

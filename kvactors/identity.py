@@ -1,6 +1,8 @@
-"""What the same tokens must agree on to share cached bytes: the scope of a chain of block hashes, and the identity of a store.
+"""What the same tokens must agree on to share cached bytes: the scope of a chain of block hashes,
+and the identity of a store.
 
-Pure, and without dependencies on other parts of the package. `docs/keys.md` has the encoding and test vectors.
+Pure, and without dependencies on other parts of the package. `docs/keys.md` has the encoding and
+test vectors.
 """
 
 from __future__ import annotations
@@ -26,14 +28,17 @@ def field(tag: int, value: bytes) -> bytes:
 
 
 def block_hash(parent: bytes, tokens: bytes) -> bytes:
-    """The hash of a full block without an extra key, below `parent` (a block hash, or the root). tokens: little-endian uint32."""
+    """The hash of a full block without an extra key, below `parent` (a block hash, or the root).
+    tokens: little-endian uint32."""
     return hashlib.sha256(parent + bytes(4) + tokens).digest()
 
 
 class CacheScope(NamedTuple):
-    """What requests have in common beside their tokens and media to share blocks: the root of a chain of block hashes.
+    """What requests have in common beside their tokens and media to share blocks: the root of a
+    chain of block hashes.
 
-    namespace: of the cache (`cache.namespace`, `KVCache.set_namespace`), such as a version of the weights. lora, salt: None without.
+    namespace: of the cache (`cache.namespace`, `KVCache.set_namespace`), such as a version of the
+    weights. lora, salt: None without.
     """
 
     model: str
@@ -45,12 +50,15 @@ class CacheScope(NamedTuple):
         return discreet(self)
 
     def root(self, fingerprint: bytes) -> bytes:
-        """The 32-byte root hash above the first block, for blocks of the layout that `fingerprint` stands for.
+        """The 32-byte root hash above the first block, for blocks of the layout that `fingerprint`
+        stands for.
 
         SHA-256 over the domain and the fields that are given, in the order of their tags.
         """
         message = ROOT_DOMAIN + field(TAG_FINGERPRINT, fingerprint)
-        message += field(TAG_MODEL, self.model.encode()) + field(TAG_NAMESPACE, self.namespace.encode())
+        message += field(TAG_MODEL, self.model.encode()) + field(
+            TAG_NAMESPACE, self.namespace.encode()
+        )
         if self.salt is not None:
             message += field(TAG_SALT, self.salt.encode())
         if self.lora is not None:
@@ -66,8 +74,9 @@ class CacheScope(NamedTuple):
 class StoreIdentity(NamedTuple):
     """What all objects of one store folder, or of one part of a pool, have in common.
 
-    namespace: of the store (`storage.namespace`). fingerprint: of the layout, 32 bytes. rank, ranks: the tensor-parallel rank whose part
-    of every block is stored. Objects of different identities never mix: the digest is in their headers, and names the folder or the pool keys.
+    namespace: of the store (`storage.namespace`). fingerprint: of the layout, 32 bytes. rank,
+    ranks: the tensor-parallel rank whose part of every block is stored. Objects of different
+    identities never mix: the digest is in their headers, and names the folder or the pool keys.
     """
 
     model: str
@@ -86,15 +95,19 @@ class StoreIdentity(NamedTuple):
             (TAG_RANK, str(self.rank).encode()),
             (TAG_RANKS, str(self.ranks).encode()),
         )
-        return hashlib.sha256(STORE_DOMAIN + b"".join(field(tag, value) for tag, value in fields)).digest()
+        return hashlib.sha256(
+            STORE_DOMAIN + b"".join(field(tag, value) for tag, value in fields)
+        ).digest()
 
     def folder(self, directory: str | Path) -> Path:
-        """`directory`/MODEL/NAMESPACE/rank-R-of-N, where MODEL shows the model's name and ends in 16 hex digits of its hash."""
+        """`directory`/MODEL/NAMESPACE/rank-R-of-N, where MODEL shows the model's name and ends in
+        16 hex digits of its hash."""
         shown = re.sub(r"[^A-Za-z0-9._-]+", "_", self.model)[:FOLDER_TEXT].strip("._-") or "model"
         name = f"{shown}-{hashlib.sha256(self.model.encode()).hexdigest()[:16]}"
         return Path(directory) / name / self.namespace / f"rank-{self.rank}-of-{self.ranks}"
 
     @property
     def pool_prefix(self) -> str:
-        """What the names of its objects in a shared pool begin with; no prefix begins another one."""
+        """What the names of its objects in a shared pool begin with; no prefix begins another
+        one."""
         return f"kvactors/{self.digest.hex()}/"

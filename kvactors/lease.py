@@ -12,7 +12,16 @@ from kvactors.actor import Ask
 from kvactors.arguments import check_int, extend_path
 from kvactors.errors import ActorFailed, LeaseBusy, LeaseEnded, NotReady
 from kvactors.native import Path
-from kvactors.prefix_index.messages import Commit, Extend, Finish, Granted, LayerReady, Preempt, Ready, Withdrawn
+from kvactors.prefix_index.messages import (
+    Commit,
+    Extend,
+    Finish,
+    Granted,
+    LayerReady,
+    Preempt,
+    Ready,
+    Withdrawn,
+)
 
 if TYPE_CHECKING:
     from kvactors.cache import KVCache
@@ -29,14 +38,18 @@ class Hits(NamedTuple):
 class Lease:
     """A request's hold on its device blocks. Use it as an async context manager, or `finish` it.
 
-    block_table: device block ids in order; final once `ready` has returned. cached_tokens: prefill from here on; before
-    `ready` it counts loads in flight, afterwards those that landed. pending: whether there are such loads.
+    block_table: device block ids in order; final once `ready` has returned. cached_tokens: prefill
+    from here on; before `ready` it counts loads in flight, afterwards those that landed. pending:
+    whether there are such loads.
 
-    A cancelled call either did not happen or has ended the lease. Every method raises LeaseEnded once the lease has ended, WrongLoop
-    outside the event loop of its cache, CacheClosed after its cache, and ValueError or TypeError for bad arguments (then nothing changed).
+    A cancelled call either did not happen or has ended the lease. Every method raises LeaseEnded
+    once the lease has ended, WrongLoop outside the event loop of its cache, CacheClosed after its
+    cache, and ValueError or TypeError for bad arguments (then nothing changed).
     """
 
-    def __init__(self, cache: KVCache, lease: int, request_id: str, path: Path, granted: Granted) -> None:
+    def __init__(
+        self, cache: KVCache, lease: int, request_id: str, path: Path, granted: Granted
+    ) -> None:
         self.request_id = request_id
         self._table: Sequence[int] = granted.blocks
         self.cached_tokens = granted.cached_tokens
@@ -50,30 +63,38 @@ class Lease:
 
     @property
     def block_table(self) -> tuple[int, ...]:
-        """Device block ids in order. After an `extend` it is made anew when it is looked at: of a very long request that takes a while."""
+        """Device block ids in order. After an `extend` it is made anew when it is looked at: of a
+        very long request that takes a while."""
         if not isinstance(self._table, tuple):
             self._table = tuple(self._table)
         return self._table
 
     async def ready(self, *, deadline: float | None = None) -> None:
-        """Return when every load has landed or was demoted to a miss; `block_table` and `cached_tokens` are final then.
+        """Return when every load has landed or was demoted to a miss; `block_table` and
+        `cached_tokens` are final then.
 
-        Raises LeaseEnded, DeadlineExceeded, ActorFailed, and NoRoom if a failed load left blocks that could not be replaced.
+        Raises LeaseEnded, DeadlineExceeded, ActorFailed, and NoRoom if a failed load left blocks
+        that could not be replaced.
         """
         at = self._deadline(deadline)
         if not self.pending:
             return
         landed = await self._ask(Ready(self._id), at)
-        self._table = (*landed.blocks, *self._table[len(landed.blocks) :])  # an extend may have been answered since
+        self._table = (
+            *landed.blocks,
+            *self._table[len(landed.blocks) :],
+        )  # an extend may have been answered since
         self.cached_tokens, self.pending = landed.cached_tokens, False
         self.hits = Hits(landed.device_hits, landed.host_hits, landed.storage_hits)
 
     async def layer_ready(self, layer: int, *, deadline: float | None = None) -> int:
-        """Return when one layer (counted from the layout's first, 0) of every load has landed, so that attention on it can start while later
-        ones still load; layers land one by one with `device.layerwise`, else all at once. Returns the tokens that are cached in it.
+        """Return when one layer (counted from the layout's first, 0) of every load has landed, so
+        that attention on it can start while later ones still load; layers land one by one with
+        `device.layerwise`, else all at once. Returns the tokens that are cached in it.
 
-        `ready` decides: if it says that fewer are cached, what was computed on top of the others must be thrown away.
-        Raises ValueError for a layer that is not there, and what `ready` raises.
+        `ready` decides: if it says that fewer are cached, what was computed on top of the others
+        must be thrown away. Raises ValueError for a layer that is not there, and what `ready`
+        raises.
         """
         at = self._deadline(deadline)
         layout = self._cache.system.layout
@@ -83,22 +104,29 @@ class Lease:
         return int(await self._ask(LayerReady(self._id, number), at))
 
     async def extend(self, tokens: Any, *, deadline: float | None = None) -> tuple[int, ...]:
-        """Append a copy of tokens (as for `KVCache.acquire`; none is allowed); returns the device blocks added to the table.
+        """Append a copy of tokens (as for `KVCache.acquire`; none is allowed); returns the device
+        blocks added to the table.
 
-        Raises ValueError or TypeError for bad tokens, LeaseBusy while another `extend` of this lease waits, NoRoom, DeadlineExceeded,
-        LeaseEnded, ActorFailed; then nothing changed.
+        Raises ValueError or TypeError for bad tokens, LeaseBusy while another `extend` of this
+        lease waits, NoRoom, DeadlineExceeded, LeaseEnded, ActorFailed; then nothing changed.
         """
         at = self._deadline(deadline)
         added = Path(self._path.block_size, self._path.root)
         extend_path(added, "tokens", tokens)
         if self._extending:
-            raise LeaseBusy(f"another extend of the lease of {self.request_id!r} has not returned yet")
+            raise LeaseBusy(
+                f"another extend of the lease of {self.request_id!r} has not returned yet"
+            )
         self._extending = True
         try:
-            granted: Granted = await self._ask(Extend(self._id, self.num_tokens, added), at, has_effect=True)
+            granted: Granted = await self._ask(
+                Extend(self._id, self.num_tokens, added), at, has_effect=True
+            )
         except asyncio.CancelledError:
             if not self._ended:
-                self._cache._tell(Withdrawn(self._id))  # blocks that it has collected go to the next in the queue
+                self._cache._tell(
+                    Withdrawn(self._id)
+                )  # blocks that it has collected go to the next in the queue
             raise
         finally:
             self._extending = False
@@ -111,13 +139,16 @@ class Lease:
         return tuple(granted.blocks)
 
     async def commit(self, computed_tokens: int, *, deadline: float | None = None) -> int:
-        """The first `computed_tokens` tokens are in device memory: their full blocks become shareable. Returns committed blocks.
+        """The first `computed_tokens` tokens are in device memory: their full blocks become
+        shareable. Returns committed blocks.
 
-        A token that was just sampled has no KV in device memory before the next forward pass: after `extend([token])` the number is
-        `num_tokens - 1` until that pass has ended. Calling again with the same or a smaller number changes nothing.
+        A token that was just sampled has no KV in device memory before the next forward pass: after
+        `extend([token])` the number is `num_tokens - 1` until that pass has ended. Calling again
+        with the same or a smaller number changes nothing.
 
-        A commit of very many blocks is done in parts, between which other requests are served; a `finish` or `abandon` of the lease in between
-        keeps the parts that were done. Raises NotReady, ValueError, DeadlineExceeded, LeaseEnded, ActorFailed.
+        A commit of very many blocks is done in parts, between which other requests are served; a
+        `finish` or `abandon` of the lease in between keeps the parts that were done. Raises
+        NotReady, ValueError, DeadlineExceeded, LeaseEnded, ActorFailed.
         """
         at = self._deadline(deadline)
         computed = check_int("computed_tokens", computed_tokens)
@@ -134,30 +165,39 @@ class Lease:
             raise
 
     async def _commit_parts(self, computed: int, at: float) -> bool:
-        """Commit until at most one turn's part is left; False if that stopped at a block that another request loads. A call that will be refused
-        commits nothing: it goes as a whole."""
+        """Commit until at most one turn's part is left; False if that stopped at a block that
+        another request loads. A call that will be refused commits nothing: it goes as a whole."""
         size, part = self._path.block_size, self._cache._part_tokens
         upto = self._path.num_committed * size
         while upto + part < computed <= self.num_tokens:
             upto += part
-            if int((await self._ask(Commit(self._id, upto), at, has_effect=True)).count) * size < upto:
+            if (
+                int((await self._ask(Commit(self._id, upto), at, has_effect=True)).count) * size
+                < upto
+            ):
                 return False
             self._cache._check()
         return True
 
-    async def finish(self, computed_tokens: int | None = None, *, deadline: float | None = None) -> None:
+    async def finish(
+        self, computed_tokens: int | None = None, *, deadline: float | None = None
+    ) -> None:
         """The request is over: everything goes back, whatever happens, cancellation included.
 
-        computed_tokens: commit that many tokens first (see `commit`); None keeps what was committed. If that is refused (ValueError, TypeError,
-        NotReady) the lease has not ended.
+        computed_tokens: commit that many tokens first (see `commit`); None keeps what was
+        committed. If that is refused (ValueError, TypeError, NotReady) the lease has not ended.
         """
-        computed = None if computed_tokens is None else check_int("computed_tokens", computed_tokens)
+        computed = (
+            None if computed_tokens is None else check_int("computed_tokens", computed_tokens)
+        )
         await self._end(Finish(self._id, computed), computed or 0, self._deadline(deadline))
 
     async def preempt(self, computed_tokens: int = 0, *, deadline: float | None = None) -> None:
-        """The request gives way: the first `computed_tokens` tokens (or what was committed) stay cached, the rest goes back.
+        """The request gives way: the first `computed_tokens` tokens (or what was committed) stay
+        cached, the rest goes back.
 
-        The next `acquire` with this request_id is the same request again: statistics count its hits once.
+        The next `acquire` with this request_id is the same request again: statistics count its hits
+        once.
         """
         computed = check_int("computed_tokens", computed_tokens)
         await self._end(Preempt(self._id, computed), computed, self._deadline(deadline))
@@ -169,7 +209,8 @@ class Lease:
         return self._path.keys(check_int("start", start, 0, last), last)
 
     def abandon(self) -> None:
-        """Give everything back without waiting for an answer; what was committed stays cached. Harmless on a lease that has ended."""
+        """Give everything back without waiting for an answer; what was committed stays cached.
+        Harmless on a lease that has ended."""
         self._cache._check_thread()
         self._give_up()
 
@@ -187,10 +228,13 @@ class Lease:
             raise LeaseEnded(f"the lease of {self.request_id!r} has ended")
 
     async def _ask(self, message: Ask[Any], at: float, *, has_effect: bool = False) -> Any:
-        """has_effect: the call changes the lease, so if its caller is cancelled after it has happened the lease ends."""
+        """has_effect: the call changes the lease, so if its caller is cancelled after it has
+        happened the lease ends."""
         cache = self._cache
         try:
-            return await cache._index.ask(message, deadline=at, lost=self._lost if has_effect else None)
+            return await cache._index.ask(
+                message, deadline=at, lost=self._lost if has_effect else None
+            )
         except LeaseEnded as error:
             self._ended = True
             raise LeaseEnded(f"lease of {self.request_id!r}: {error}") from None
@@ -223,7 +267,10 @@ class Lease:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._ended:
             return
@@ -236,4 +283,9 @@ class Lease:
         if not getattr(self, "_ended", True):
             self._ended = True
             if self._cache._forgotten(self._id):
-                warnings.warn(f"lease of {self.request_id!r} was never finished", ResourceWarning, source=self, stacklevel=1)
+                warnings.warn(
+                    f"lease of {self.request_id!r} was never finished",
+                    ResourceWarning,
+                    source=self,
+                    stacklevel=1,
+                )

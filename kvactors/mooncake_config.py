@@ -1,5 +1,5 @@
-"""Settings of a Mooncake store: from TOML, from the JSON file that MOONCAKE_CONFIG_PATH names, and from MOONCAKE_* variables, in this order
-of precedence."""
+"""Settings of a Mooncake store: from TOML, from the JSON file that MOONCAKE_CONFIG_PATH names, and
+from MOONCAKE_* variables, in this order of precedence."""
 
 from __future__ import annotations
 
@@ -35,10 +35,12 @@ UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 class MooncakeConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """How a Mooncake pool is joined.
 
-    master_server_address: host:port of mooncake_master. metadata_server: P2PHANDSHAKE or a URL. local_hostname: by which other clients reach
-    this one (this machine's address if empty). global_segment_size: bytes of memory given to the pool (0: none). local_buffer_size: bytes
-    of staging. protocol: tcp or rdma. rdma_devices: names, comma-separated; with several, rank r takes the r-th (round robin). Sizes may be
-    written "4gb". timeout: seconds a call may take before the client gives it up. connect_timeout: seconds to join.
+    master_server_address: host:port of mooncake_master. metadata_server: P2PHANDSHAKE or a URL.
+    local_hostname: by which other clients reach this one (this machine's address if empty).
+    global_segment_size: bytes of memory given to the pool (0: none). local_buffer_size: bytes of
+    staging. protocol: tcp or rdma. rdma_devices: names, comma-separated; with several, rank r takes
+    the r-th (round robin). Sizes may be written "4gb". timeout: seconds a call may take before the
+    client gives it up. connect_timeout: seconds to join.
     """
 
     master_server_address: str = ""
@@ -59,20 +61,31 @@ class MooncakeConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     def check(self) -> None:
         """Raise ConfigError for values that cannot be."""
         if not self.master_server_address:
-            raise ConfigError("storage.mooncake.master_server_address is missing (host:port of mooncake_master)")
+            raise ConfigError(
+                "storage.mooncake.master_server_address is missing (host:port of mooncake_master)"
+            )
         if self.local_hostname == "localhost":
-            raise ConfigError("storage.mooncake.local_hostname must be an address that other nodes can reach, not 'localhost'")
+            raise ConfigError(
+                "storage.mooncake.local_hostname must be an address that other nodes can reach, "
+                "not 'localhost'"
+            )
         if self.protocol not in ("tcp", "rdma"):
-            raise ConfigError(f"storage.mooncake.protocol must be tcp or rdma, not {self.protocol!r}")
+            raise ConfigError(
+                f"storage.mooncake.protocol must be tcp or rdma, not {self.protocol!r}"
+            )
         for name in ("timeout", "connect_timeout"):
             if not 0 < getattr(self, name) < float("inf"):
-                raise ConfigError(f"storage.mooncake.{name} must be a positive number of seconds, not {getattr(self, name)}")
+                raise ConfigError(
+                    f"storage.mooncake.{name} must be a positive number of seconds, not "
+                    f"{getattr(self, name)}"
+                )
         in_bytes(self.global_segment_size, "storage.mooncake.global_segment_size")
         in_bytes(self.local_buffer_size, "storage.mooncake.local_buffer_size")
 
 
 def in_bytes(size: int | str, name: str) -> int:
-    """A size in bytes, of a number or a text such as 512MB. ConfigError names it if it is neither."""
+    """A size in bytes, of a number or a text such as 512MB. ConfigError names it if it is
+    neither."""
     match = SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
     if match is not None:
         return int(float(match[1]) * UNITS[match[2].lower()])
@@ -82,11 +95,18 @@ def in_bytes(size: int | str, name: str) -> int:
 
 
 def resolve(config: MooncakeConfig, environ: Mapping[str, str]) -> MooncakeConfig:
-    """The settings with what TOML left at its default filled in from the file and the variables. ConfigError."""
-    found: dict[str, Any] = {field: environ[name] for name, field in VARIABLES.items() if environ.get(name)}
+    """The settings with what TOML left at its default filled in from the file and the variables.
+    ConfigError."""
+    found: dict[str, Any] = {
+        field: environ[name] for name, field in VARIABLES.items() if environ.get(name)
+    }
     found |= _from_file(environ.get("MOONCAKE_CONFIG_PATH", ""))
     defaults = MooncakeConfig()
-    chosen = {name: value for name, value in found.items() if getattr(config, name) == getattr(defaults, name)}
+    chosen = {
+        name: value
+        for name, value in found.items()
+        if getattr(config, name) == getattr(defaults, name)
+    }
     try:
         resolved = msgspec.convert({**msgspec.to_builtins(config), **chosen}, MooncakeConfig)
     except msgspec.ValidationError as error:
@@ -108,4 +128,6 @@ def _from_file(path: str) -> dict[str, Any]:
     strange = sorted(set(map(str, named)) - set(MooncakeConfig.__struct_fields__))
     if strange:
         log.warning("settings of a Mooncake file that mean nothing here", path=path, names=strange)
-    return {name: value for name, value in named.items() if name in MooncakeConfig.__struct_fields__}
+    return {
+        name: value for name, value in named.items() if name in MooncakeConfig.__struct_fields__
+    }

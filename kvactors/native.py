@@ -22,14 +22,31 @@ try:
         scatter,
         sha256_accelerated,
         touch,
-    )  # fmt: skip
+    )
 except ImportError as error:
     raise ImportError(
-        "kvactors' native module is missing or was built for another Python. In a clone run `pip install -e .` (needs a C++17 "
+        "kvactors' native module is missing or was built for another Python. In a clone run `pip "
+        "install -e .` (needs a C++17 "
         f"compiler); the source tree alone does not contain it: {error}"
     ) from error
 
 __all__ = [
-    "DEVICE", "HOST", "KEY_BYTES", "LOADING", "OFFLOADING", "BlockTree", "Path", "TreeCheck", "TreeWalk", "chain_keys", "check_blocks", "copy_bytes",
-    "fill_blocks", "gather", "pack_tokens", "scatter", "sha256_accelerated", "touch",
-]  # fmt: skip
+    "DEVICE",
+    "HOST",
+    "KEY_BYTES",
+    "LOADING",
+    "OFFLOADING",
+    "BlockTree",
+    "Path",
+    "TreeCheck",
+    "TreeWalk",
+    "chain_keys",
+    "check_blocks",
+    "copy_bytes",
+    "fill_blocks",
+    "gather",
+    "pack_tokens",
+    "scatter",
+    "sha256_accelerated",
+    "touch",
+]

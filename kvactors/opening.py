@@ -1,4 +1,5 @@
-"""The opening of what a cache or a rank uses: each part within `actors.start` seconds, whatever foreign code does."""
+"""The opening of what a cache or a rank uses: each part within `actors.start` seconds, whatever
+foreign code does."""
 
 from __future__ import annotations
 
@@ -15,17 +16,26 @@ log = get_logger()
 
 
 class Opening:
-    """limit: seconds that one part may take. shutdown: of the same cache; it begins when a part is late."""
+    """limit: seconds that one part may take. shutdown: of the same cache; it begins when a part is
+    late."""
 
     def __init__(self, limit: float, shutdown: Shutdown) -> None:
         self.limit = limit
         self.shutdown = shutdown
 
-    async def step(self, part: str, call: Callable[[], Awaitable[None]], late: type[KVActorsError], least: float = 0.0) -> None:
-        """Open one part in a task of its own. least: seconds that it may take, if they are more than the limit.
+    async def step(
+        self,
+        part: str,
+        call: Callable[[], Awaitable[None]],
+        late: type[KVActorsError],
+        least: float = 0.0,
+    ) -> None:
+        """Open one part in a task of its own. least: seconds that it may take, if they are more
+        than the limit.
 
-        A part that is late, or whose opening is cancelled, is cancelled. If it still has not ended when the actors of a shutdown must have,
-        it is left behind, and host memory stays mapped. The caller closes the part in either case.
+        A part that is late, or whose opening is cancelled, is cancelled. If it still has not ended
+        when the actors of a shutdown must have, it is left behind, and host memory stays mapped.
+        The caller closes the part in either case.
 
         Raises:
             late: the part took longer than the limit, or cancelled itself.

@@ -1,4 +1,5 @@
-"""Types and ranges of every setting, in one place. ConfigError names the setting, the value and the bound."""
+"""Types and ranges of every setting, in one place. ConfigError names the setting, the value and the
+bound."""
 
 from __future__ import annotations
 
@@ -97,7 +98,8 @@ def hints_of(struct: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def check_values(settings: msgspec.Struct, where: str = "") -> None:
-    """Raise ConfigError for the first value of a struct, or of a struct in it, that is of another type than its field or out of range."""
+    """Raise ConfigError for the first value of a struct, or of a struct in it, that is of another
+    type than its field or out of range."""
     for name, value in fields_of(settings):
         full = f"{where}.{name}" if where else name
         if isinstance(value, msgspec.Struct):
@@ -119,7 +121,9 @@ def fields_of(settings: msgspec.Struct) -> Iterator[tuple[str, Any]]:
 
 def _check_value(name: str, value: Any, hint: Any) -> None:
     if isinstance(value, str):
-        _check_text(name, value)  # before its type: an error of a Literal would have all of the text
+        _check_text(
+            name, value
+        )  # before its type: an error of a Literal would have all of the text
     try:
         msgspec.convert(value, hint)
     except msgspec.ValidationError as error:
@@ -128,7 +132,8 @@ def _check_value(name: str, value: Any, hint: Any) -> None:
 
 
 def check_setting(name: str, value: Any) -> None:
-    """Raise ConfigError for the value of a setting (`table.field`) that has the type of the field and cannot be."""
+    """Raise ConfigError for the value of a setting (`table.field`) that has the type of the field
+    and cannot be."""
     if isinstance(value, str):
         _check_text(name, value)
     if isinstance(value, int | float) and not isinstance(value, bool) and name in RANGES:
@@ -140,14 +145,19 @@ def check_range(name: str, value: float, bounds: Range) -> None:
     if bounds is SECONDS and not 0 < value < float("inf"):
         raise ConfigError(f"{name} must be a positive number of seconds, not {value}")
     if not value >= bounds.low or (bounds.open and value == bounds.low):
-        raise ConfigError(f"{name} must be {'above' if bounds.open else 'at least'} {bounds.low:g}, not {value}")
+        raise ConfigError(
+            f"{name} must be {'above' if bounds.open else 'at least'} {bounds.low:g}, not {value}"
+        )
     if value > bounds.high:
         raise ConfigError(f"{name} must be at most {bounds.high:.0f}, not {value}")
 
 
 def _check_text(name: str, value: str) -> None:
     if "\0" in value or len(value) > LONGEST:
-        raise ConfigError(f"{name} must have no NUL character and at most {LONGEST} characters, not {value[:40]!r}")
+        raise ConfigError(
+            f"{name} must have no NUL character and at most {LONGEST} characters, not "
+            f"{value[:40]!r}"
+        )
     try:
         value.encode()
     except UnicodeEncodeError as error:

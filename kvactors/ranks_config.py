@@ -36,11 +36,13 @@ class Secret:
 
 
 class RanksConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Tensor-parallel ranks. count: with more than one, each worker process serves its own (`kvactors.serve_rank`) at endpoint
-    (unix:///path or tcp://host:port), where this process listens; layout.tensor_parallel must be the same number. timeout: seconds an
-    answer may take before a rank counts as silent. start: seconds all ranks together may take to come; a rank that is sending the names of
-    its stored objects gets the time that takes. secret: at least 16 characters that leader and ranks share, or the variable
-    KVACTORS_RANKS_SECRET; required for tcp."""
+    """Tensor-parallel ranks. count: with more than one, each worker process serves its own
+    (`kvactors.serve_rank`) at endpoint (unix:///path or tcp://host:port), where this process
+    listens; layout.tensor_parallel must be the same number. timeout: seconds an answer may take
+    before a rank counts as silent. start: seconds all ranks together may take to come; a rank that
+    is sending the names of its stored objects gets the time that takes. secret: at least 16
+    characters that leader and ranks share, or the variable KVACTORS_RANKS_SECRET; required for
+    tcp."""
 
     count: int = 1
     endpoint: str = ""
@@ -49,7 +51,10 @@ class RanksConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
     secret: str = ""
 
     def __repr__(self) -> str:
-        shown = f"count={self.count!r}, endpoint={self.endpoint!r}, timeout={self.timeout!r}, start={self.start!r}"
+        shown = (
+            f"count={self.count!r}, endpoint={self.endpoint!r}, timeout={self.timeout!r}, "
+            f"start={self.start!r}"
+        )
         return f"RanksConfig({shown}, secret={'<set>' if self.secret else ''!r})"
 
     def __rich_repr__(self):  # type: ignore[no-untyped-def]  # noqa: ANN204
@@ -62,12 +67,18 @@ class RanksConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
     def check(self, tensor_parallel: int) -> None:
         """Raise ConfigError for ranks that cannot be. tensor_parallel: of the layout."""
         if self.secret and len(self.secret) < SECRET_CHARACTERS:
-            raise ConfigError(f"ranks.secret must have at least {SECRET_CHARACTERS} characters, it has {len(self.secret)}")
+            raise ConfigError(
+                f"ranks.secret must have at least {SECRET_CHARACTERS} characters, it has "
+                f"{len(self.secret)}"
+            )
         if self.count == 1:
             return
         split_endpoint(self.endpoint)
         if tensor_parallel != self.count:
-            raise ConfigError(f"layout.tensor_parallel is {tensor_parallel}, ranks.count {self.count}: they must agree")
+            raise ConfigError(
+                f"layout.tensor_parallel is {tensor_parallel}, ranks.count {self.count}: they must "
+                "agree"
+            )
 
     def with_secret(self, environ: Mapping[str, str]) -> RanksConfig:
         """These settings with the secret of the environment, if none is set."""
@@ -75,12 +86,16 @@ class RanksConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
         if self.count == 1 or self.secret or not secret:
             return self
         if len(secret) < SECRET_CHARACTERS:
-            raise ConfigError(f"{SECRET_VARIABLE} must have at least {SECRET_CHARACTERS} characters, it has {len(secret)}")
+            raise ConfigError(
+                f"{SECRET_VARIABLE} must have at least {SECRET_CHARACTERS} characters, it has "
+                f"{len(secret)}"
+            )
         return msgspec.structs.replace(self, secret=secret)
 
     def check_exposure(self) -> None:
         """Raise ConfigError for an endpoint of ranks that needs a secret when none is set."""
         if self.count > 1 and split_endpoint(self.endpoint)[0] == "tcp" and not self.secret:
             raise ConfigError(
-                f"ranks at {self.endpoint} need a shared secret: set ranks.secret or {SECRET_VARIABLE}, or use a unix:// endpoint"
+                f"ranks at {self.endpoint} need a shared secret: set ranks.secret or "
+                f"{SECRET_VARIABLE}, or use a unix:// endpoint"
             )

@@ -1,4 +1,5 @@
-"""What AttentionStore's SDK is opened with: the settings, and what is derived from the scope, the layout, the device and the ranks."""
+"""What AttentionStore's SDK is opened with: the settings, and what is derived from the scope, the
+layout, the device and the ranks."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ class Shard(NamedTuple):
 
 
 class SdkSettings(NamedTuple):
-    """Everything is set. pod of the shard: with its suffix. latent: keys without values (MLA). write_total_timeout: 0 for what is left of the
-    operation's time."""
+    """Everything is set. pod of the shard: with its suffix. latent: keys without values (MLA).
+    write_total_timeout: 0 for what is left of the operation's time."""
 
     shard: Shard
     shard_num: int
@@ -63,8 +64,10 @@ def complete(
     shard: tuple[int, int] = (0, 1),
     gpu: int | None = None,
 ) -> SdkSettings:
-    """`[attention_store]` with everything that it leaves unset. model: passed as the namespace where neither namespace nor model_version is set.
-    version_suffix: appended to the version. shard: rank and ranks. gpu: the number of the GPU that has the device memory, None for host memory."""
+    """`[attention_store]` with everything that it leaves unset. model: passed as the namespace
+    where neither namespace nor model_version is set. version_suffix: appended to the version.
+    shard: rank and ranks. gpu: the number of the GPU that has the device memory, None for host
+    memory."""
     named = store.namespace or store.model_version
     namespace = store.namespace or (NAMESPACE if named or not model else model)
     pod = store.pod_name or POD_NAME
@@ -72,7 +75,13 @@ def complete(
         pod = f"{pod}_{store.splitwise_role}_{store.dp_id}"
     version = (store.model_version or MODEL_VERSION) + version_suffix
     return SdkSettings(
-        Shard(store.sdk, namespace, pod, version, shard[0] if store.shard_id is None else store.shard_id),
+        Shard(
+            store.sdk,
+            namespace,
+            pod,
+            version,
+            shard[0] if store.shard_id is None else store.shard_id,
+        ),
         shard_num=shard[1] if store.shard_num is None else store.shard_num,
         layers=store.layer_num or len({piece.layer for piece in layout.pieces}),
         block_size=layout.block_size,
@@ -83,19 +92,28 @@ def complete(
         latent=[role.name for role in layout.roles] == ["key"],
         ready_timeout=store.ready_timeout,
         ready_interval=store.ready_interval,
-        write_slice_blocks=SLICE_BLOCKS if store.write_slice_blocks is None else store.write_slice_blocks,
-        write_slice_timeout=SLICE_TIMEOUT if store.write_slice_timeout is None else store.write_slice_timeout,
+        write_slice_blocks=SLICE_BLOCKS
+        if store.write_slice_blocks is None
+        else store.write_slice_blocks,
+        write_slice_timeout=SLICE_TIMEOUT
+        if store.write_slice_timeout is None
+        else store.write_slice_timeout,
         write_total_timeout=store.write_total_timeout or 0.0,
     )
 
 
 def sdk_settings(
-    config: Config, layout: Layout, device: Device | None = None, shard: tuple[int, int] | None = None
+    config: Config,
+    layout: Layout,
+    device: Device | None = None,
+    shard: tuple[int, int] | None = None,
 ) -> SdkSettings:
-    """What the SDK is opened with for this cache, with names that stand for the scope that the cache is opened with.
+    """What the SDK is opened with for this cache, with names that stand for the scope that the
+    cache is opened with.
 
-    A `cache.namespace` other than the default is appended to the version, so that one version of the weights never reads what another wrote.
-    shard: rank and ranks of the process that calls this; the leader's, or `layout.tensor_parallel` ranks, if None.
+    A `cache.namespace` other than the default is appended to the version, so that one version of
+    the weights never reads what another wrote. shard: rank and ranks of the process that calls
+    this; the leader's, or `layout.tensor_parallel` ranks, if None.
     """
     namespace = config.cache.namespace
     ranks = config.ranks.count if config.ranks.count > 1 else config.layout.tensor_parallel
@@ -109,8 +127,11 @@ def sdk_settings(
     )
 
 
-def store_identity(config: Config, storage: StorageConfig, layout: Layout, rank: int, ranks: int) -> StoreIdentity:
-    """The identity of a rank's store. With AttentionStore its namespace is the names of the shards, which all ranks must have in common."""
+def store_identity(
+    config: Config, storage: StorageConfig, layout: Layout, rank: int, ranks: int
+) -> StoreIdentity:
+    """The identity of a rank's store. With AttentionStore its namespace is the names of the shards,
+    which all ranks must have in common."""
     direct = storage.backend == "attention_store"
     namespace = sdk_settings(config, layout).shard.names if direct else storage.namespace
     return StoreIdentity(config.cache.model, namespace, layout.fingerprint, rank, ranks)
@@ -119,7 +140,8 @@ def store_identity(config: Config, storage: StorageConfig, layout: Layout, rank:
 def gpu_of(config: Config, device: Device | None) -> int | None:
     """The number of the GPU that the device memory is on; None if it is host memory.
 
-    Asked of the device. A leader has none: it goes by `[device]`, or by the Paddle that this process has imported.
+    Asked of the device. A leader has none: it goes by `[device]`, or by the Paddle that this
+    process has imported.
     """
     if device is not None and device.kind != "ranks":
         return int(getattr(device, "ordinal", 0)) if device.kind == "cuda" else None

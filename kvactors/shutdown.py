@@ -1,4 +1,5 @@
-"""The end of a cache: every step ends before one deadline, whatever a disk, a sink or a thread does. No error of a step prevents the next."""
+"""The end of a cache: every step ends before one deadline, whatever a disk, a sink or a thread
+does. No error of a step prevents the next."""
 
 from __future__ import annotations
 
@@ -14,14 +15,16 @@ from kvactors.actor.uncancelled import ThreadWaits, uncancelled
 from kvactors.device.arena import Arena
 
 QUIET, STOP = 0.6, 0.9
-"""Parts of the time by which the actors have nothing left to do, and by which they have ended. The rest is for closing what they used."""
+"""Parts of the time by which the actors have nothing left to do, and by which they have ended. The
+rest is for closing what they used."""
 
 log = get_logger()
 
 
 class Shutdown:
-    """limit: seconds from `begin` to the end. arena: host memory, which stays mapped if a step does not end. forked: whether this is a
-    forked child: then nothing is closed, because files, sockets and locks are the parent's."""
+    """limit: seconds from `begin` to the end. arena: host memory, which stays mapped if a step does
+    not end. forked: whether this is a forked child: then nothing is closed, because files, sockets
+    and locks are the parent's."""
 
     def __init__(self, limit: float, arena: Arena) -> None:
         self.limit = limit
@@ -48,8 +51,11 @@ class Shutdown:
         """Seconds until then, and a little if it is past."""
         return max(LEAST_STEP, self.at(part) - now())
 
-    async def step(self, name: str, close: Callable[[], Awaitable[None]], limit: float = float("inf")) -> None:
-        """Close one thing, whatever is cancelled: in `limit` seconds, and in what is left. Errors are logged."""
+    async def step(
+        self, name: str, close: Callable[[], Awaitable[None]], limit: float = float("inf")
+    ) -> None:
+        """Close one thing, whatever is cancelled: in `limit` seconds, and in what is left. Errors
+        are logged."""
         if self.forked:
             return
         await uncancelled(self._step(name, close, limit))
@@ -81,7 +87,8 @@ class Shutdown:
             raise cancelled
 
     def over(self, *, stuck: bool = False) -> None:
-        """Everything is closed, or given up. stuck: a thread of the store may still access the arena."""
+        """Everything is closed, or given up. stuck: a thread of the store may still access the
+        arena."""
         if self._timer is not None:
             self._timer.cancel()
         if self.waits.abandoned:

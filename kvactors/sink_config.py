@@ -25,10 +25,13 @@ MAX_HIGH_WATER_MARK = (1 << 31) - 1
 TierName = Literal["device", "host", "storage"]
 
 
-class SinkConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind"):
-    """What every sink has. name: unique, the kind if empty. tiers: what it hears of. view: per_tier (a block is reported for each
-    tier) or node (one report: resident while any of the tiers holds it). gains: when a gain is due, at commit or at request finish.
-    resync_interval: seconds after which everything is sent again, for an index that may lose its state unnoticed (0: never); see
+class SinkConfig(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind"
+):
+    """What every sink has. name: unique, the kind if empty. tiers: what it hears of. view: per_tier
+    (a block is reported for each tier) or node (one report: resident while any of the tiers holds
+    it). gains: when a gain is due, at commit or at request finish. resync_interval: seconds after
+    which everything is sent again, for an index that may lose its state unnoticed (0: never); see
     `KVCache.resync`."""
 
     name: str = ""
@@ -53,7 +56,8 @@ class SinkConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             raise ConfigError(f"flush.sinks {self.label!r}: tiers must name at least one tier")
         if not (self.resync_interval == 0 or LEAST_RESYNC <= self.resync_interval <= MAX_RESYNC):
             raise ConfigError(
-                f"flush.sinks {self.label!r}: resync_interval must be 0 (never) or from {LEAST_RESYNC} to {MAX_RESYNC:.0f} seconds, "
+                f"flush.sinks {self.label!r}: resync_interval must be 0 (never) or from "
+                f"{LEAST_RESYNC} to {MAX_RESYNC:.0f} seconds, "
                 f"not {self.resync_interval}"
             )
 
@@ -75,10 +79,12 @@ class JsonLinesSinkConfig(SinkConfig, frozen=True, tag="jsonl"):
 
 
 class AttentionStoreSinkConfig(SinkConfig, frozen=True, tag="attention_store"):
-    """AttentionStore's token index, through its SDK (see the table `[attention_store]`). It is sent this node as a whole: a block is
-    resident while device or host holds it, and from the finish of a request on. announce: what the finish of a request sends: the difference to
-    what was sent before, or the request's full path from block 0, as FastDeploy does (an index that lost its state is right again then for what is
-    requested). journal: a file of what was sent, so that the next process can take back what an earlier one left behind (empty: none)."""
+    """AttentionStore's token index, through its SDK (see the table `[attention_store]`). It is sent
+    this node as a whole: a block is resident while device or host holds it, and from the finish of
+    a request on. announce: what the finish of a request sends: the difference to what was sent
+    before, or the request's full path from block 0, as FastDeploy does (an index that lost its
+    state is right again then for what is requested). journal: a file of what was sent, so that the
+    next process can take back what an earlier one left behind (empty: none)."""
 
     view: Literal["per_tier", "node"] = "node"
     gains: Literal["commit", "request_finish"] = "request_finish"
@@ -89,31 +95,38 @@ class AttentionStoreSinkConfig(SinkConfig, frozen=True, tag="attention_store"):
         """See `SinkConfig.check`."""
         super().check()
         if self.view != "node":
-            raise ConfigError(f"flush.sinks {self.label!r}: AttentionStore's index knows no tiers; view must be 'node'")
+            raise ConfigError(
+                f"flush.sinks {self.label!r}: AttentionStore's index knows no tiers; view must be "
+                "'node'"
+            )
 
 
 class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
     """KV events over ZMQ as vLLM and SGLang publish them; docs/kv_events.md has the bytes.
 
-    endpoint, replay_endpoint: of the PUB and ROUTER sockets (ROUTER: none if empty); the port of a tcp endpoint is raised by dp_rank. The events
-    hold the token ids of all prompts: tcp://*, tcp://0.0.0.0 and tcp://[::] publish them on every interface, which is logged as a warning.
-    bind: whether the publisher listens or connects; auto listens at ipc, inproc and this machine's own addresses (*, ::, localhost, 127.*).
-    numbers: of the batches. rising: from the microseconds since 1970 at the start, so that a new process goes on above the numbers of the one
-    before it, which is how Dynamo and vLLM's router learn that there is more to read. from_zero: llm-d, which learns of a restart by a number
-    that is lower than the last one, and wants a replay to begin at the number that it asked for.
-    heartbeat: seconds without a batch after which an empty one is published, so that a reader that missed batches or has just joined sees a
-    gap (0: none).
-    topic: of the events. In it and in detail_topic, {model} stands for cache.model, {host} for this machine's name (in Kubernetes the
-    pod's) and {dp_rank} for dp_rank: llm-d wants "kv@{host}@{model}". dialect: map (vLLM after 0.23, SGLang) or array (older readers).
-    maps_for, arrays_for: the readers that salts and media are written for in maps and in arrays (docs/kv_events.md). Maps have fields for all;
-    vLLM's router refuses a batch with a field that vLLM does not send.
-    media: names of the tiers, vllm (GPU, CPU, STORAGE) or sglang (GPU, CPU_PINNED, DISK). hashes: int (the last 8 bytes of a block's
-    name, unsigned) or bytes (all 32).
-    replay: five_frames (with the topic) or four_frames (older readers). replay_window: batches kept for replay, replay_bytes: bytes of
-    them at most. high_water_mark: messages queued for a subscriber before it loses some. max_blocks: blocks in one event batch.
-    detail_topic: of the second stream (epochs, removal reasons, snapshots; off if empty). detail_endpoint: where that stream is
-    published, the events' own socket if empty. snapshot_interval: seconds between snapshots on that stream (0: only when a reader
-    asks, through replay_endpoint).
+    endpoint, replay_endpoint: of the PUB and ROUTER sockets (ROUTER: none if empty); the port of a
+    tcp endpoint is raised by dp_rank. The events hold the token ids of all prompts: tcp://*,
+    tcp://0.0.0.0 and tcp://[::] publish them on every interface, which is logged as a warning.
+    bind: whether the publisher listens or connects; auto listens at ipc, inproc and this machine's
+    own addresses (*, ::, localhost, 127.*). numbers: of the batches. rising: from the microseconds
+    since 1970 at the start, so that a new process goes on above the numbers of the one before it,
+    which is how Dynamo and vLLM's router learn that there is more to read. from_zero: llm-d, which
+    learns of a restart by a number that is lower than the last one, and wants a replay to begin at
+    the number that it asked for. heartbeat: seconds without a batch after which an empty one is
+    published, so that a reader that missed batches or has just joined sees a gap (0: none). topic:
+    of the events. In it and in detail_topic, {model} stands for cache.model, {host} for this
+    machine's name (in Kubernetes the pod's) and {dp_rank} for dp_rank: llm-d wants
+    "kv@{host}@{model}". dialect: map (vLLM after 0.23, SGLang) or array (older readers). maps_for,
+    arrays_for: the readers that salts and media are written for in maps and in arrays
+    (docs/kv_events.md). Maps have fields for all; vLLM's router refuses a batch with a field that
+    vLLM does not send. media: names of the tiers, vllm (GPU, CPU, STORAGE) or sglang (GPU,
+    CPU_PINNED, DISK). hashes: int (the last 8 bytes of a block's name, unsigned) or bytes (all 32).
+    replay: five_frames (with the topic) or four_frames (older readers). replay_window: batches kept
+    for replay, replay_bytes: bytes of them at most. high_water_mark: messages queued for a
+    subscriber before it loses some. max_blocks: blocks in one event batch. detail_topic: of the
+    second stream (epochs, removal reasons, snapshots; off if empty). detail_endpoint: where that
+    stream is published, the events' own socket if empty. snapshot_interval: seconds between
+    snapshots on that stream (0: only when a reader asks, through replay_endpoint).
     """
 
     tiers: tuple[TierName, ...] = ("device", "host", "storage")
@@ -145,7 +158,9 @@ class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
         if self.view != "per_tier":
             raise ConfigError(f"{where}: KV events are told for each tier; view must be 'per_tier'")
         if not 0 <= self.dp_rank <= LAST_PORT:
-            raise ConfigError(f"{where}: dp_rank must be at least 0 and at most {LAST_PORT}, not {self.dp_rank}")
+            raise ConfigError(
+                f"{where}: dp_rank must be at least 0 and at most {LAST_PORT}, not {self.dp_rank}"
+            )
         self.endpoints()
         for name in ("topic", "detail_topic"):
             _check_topic(where, name, getattr(self, name))
@@ -159,11 +174,19 @@ class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
         }
         for name, low in least.items():
             if not low <= getattr(self, name) < float("inf"):
-                raise ConfigError(f"{where}: {name} must be at least {low}, not {getattr(self, name)}")
+                raise ConfigError(
+                    f"{where}: {name} must be at least {low}, not {getattr(self, name)}"
+                )
         if self.high_water_mark > MAX_HIGH_WATER_MARK:
-            raise ConfigError(f"{where}: high_water_mark must be at most {MAX_HIGH_WATER_MARK}, not {self.high_water_mark}")
+            raise ConfigError(
+                f"{where}: high_water_mark must be at most {MAX_HIGH_WATER_MARK}, not "
+                f"{self.high_water_mark}"
+            )
         if self.arrays_for != "vllm" and self.dialect != "array":
-            raise ConfigError(f"{where}: arrays_for is for dialect 'array' only: maps carry salts and media for every reader")
+            raise ConfigError(
+                f"{where}: arrays_for is for dialect 'array' only: maps carry salts and media for "
+                "every reader"
+            )
         if self.maps_for != "all" and self.dialect != "map":
             raise ConfigError(f"{where}: maps_for is for dialect 'map' only: see arrays_for")
         if (self.detail_endpoint or self.snapshot_interval) and not self.detail_topic:
@@ -172,14 +195,21 @@ class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
 
     def _check_details(self) -> None:
         where = f"flush.sinks {self.label!r}"
-        if self.detail_topic and not self.detail_endpoint and self.detail_topic.startswith(self.topic):
+        if (
+            self.detail_topic
+            and not self.detail_endpoint
+            and self.detail_topic.startswith(self.topic)
+        ):
             raise ConfigError(
-                f"{where}: a reader of topic {self.topic!r} would get {self.detail_topic!r} as well, and it may not bear that: give the "
-                "details a topic that does not begin like the events', or a detail_endpoint of their own"
+                f"{where}: a reader of topic {self.topic!r} would get {self.detail_topic!r} as "
+                "well, and it may not bear that: give the "
+                "details a topic that does not begin like the events', or a detail_endpoint of "
+                "their own"
             )
 
     def for_model(self, model: str) -> KvEventsSinkConfig:
-        """The same with topics that name the model, the machine and the rank. ConfigError if they do not go together."""
+        """The same with topics that name the model, the machine and the rank. ConfigError if they
+        do not go together."""
         values = {"model": model, "host": socket.gethostname(), "dp_rank": self.dp_rank}
         topics = {name: getattr(self, name).format(**values) for name in ("topic", "detail_topic")}
         resolved = msgspec.structs.replace(self, **topics)
@@ -187,7 +217,8 @@ class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
         return resolved
 
     def endpoints(self) -> dict[str, Endpoint]:
-        """The endpoints of this rank, by setting. ConfigError for one that cannot be, or for two that are the same."""
+        """The endpoints of this rank, by setting. ConfigError for one that cannot be, or for two
+        that are the same."""
         found: dict[str, Endpoint] = {}
         for name in ("endpoint", "replay_endpoint", "detail_endpoint"):
             text = getattr(self, name)
@@ -199,7 +230,9 @@ class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
                 raise ConfigError(f"flush.sinks {self.label!r}: {name} {error}") from None
             for other, taken in found.items():
                 if one.clashes(taken):
-                    raise ConfigError(f"flush.sinks {self.label!r}: {name} {text!r} is taken by {other}")
+                    raise ConfigError(
+                        f"flush.sinks {self.label!r}: {name} {text!r} is taken by {other}"
+                    )
             found[name] = one
         return found
 
@@ -209,7 +242,9 @@ def _check_topic(where: str, name: str, topic: str) -> None:
     try:
         parts = list(Formatter().parse(topic))
     except ValueError as error:
-        raise ConfigError(f"{where}: {name} {topic!r}: {error} (a brace itself is written twice)") from None
+        raise ConfigError(
+            f"{where}: {name} {topic!r}: {error} (a brace itself is written twice)"
+        ) from None
     for _, field, form, conversion in parts:
         if field is not None and (field not in TOPIC_FIELDS or form or conversion):
             known = ", ".join(f"{{{known}}}" for known in TOPIC_FIELDS)
@@ -229,24 +264,33 @@ def check_sinks(sinks: Sequence[SinkConfig]) -> None:
         for one in ours.values():
             for other, owner in taken.items():
                 if owner != sink.label and one.own and one.clashes(other):
-                    raise ConfigError(f"flush.sinks {sink.label!r} and {owner!r} have the same endpoint")
+                    raise ConfigError(
+                        f"flush.sinks {sink.label!r} and {owner!r} have the same endpoint"
+                    )
         taken |= dict.fromkeys(ours.values(), sink.label)
 
 
-AnySinkConfig = MemorySinkConfig | JsonLinesSinkConfig | AttentionStoreSinkConfig | KvEventsSinkConfig
+AnySinkConfig = (
+    MemorySinkConfig | JsonLinesSinkConfig | AttentionStoreSinkConfig | KvEventsSinkConfig
+)
 
 
-class AttentionStoreConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """How AttentionStore's SDK is opened; the sink and the storage back end share one SDK object. What is left out is taken from a variable, or
-    else derived (see docs/attention_store.md).
+class AttentionStoreConfig(
+    msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """How AttentionStore's SDK is opened; the sink and the storage back end share one SDK object.
+    What is left out is taken from a variable, or else derived (see docs/attention_store.md).
 
-    sdk: the package to import. namespace, pod_name, model_version: as FastDeploy passes them. shard_id, shard_num: tensor-parallel rank
-    and ranks (derived from `[ranks]` or `layout.tensor_parallel`); rank 0 alone reports to the index. layer_num,
-    bytes_per_shard_layer_per_block: taken from the layout if 0. device_id: the GPU's number. role_suffix: append
-    `_{splitwise_role}_{dp_id}` to the pod's name (if left out: yes). platform: cuda passes the constructor's longer argument list; if left out, the
-    device is asked. ready_timeout, ready_interval: seconds to wait for "cuda memory not ready" to pass, and between looks.
-    write_slice_blocks, write_slice_timeout, write_total_timeout: as storage, blocks (100) and seconds (10) of one write, and seconds
-    of all writes of a request (0: what storage.timeout leaves).
+    sdk: the package to import. namespace, pod_name, model_version: as FastDeploy passes them.
+    shard_id, shard_num: tensor-parallel rank and ranks (derived from `[ranks]` or
+    `layout.tensor_parallel`); rank 0 alone reports to the index. layer_num,
+    bytes_per_shard_layer_per_block: taken from the layout if 0. device_id: the GPU's number.
+    role_suffix: append `_{splitwise_role}_{dp_id}` to the pod's name (if left out: yes). platform:
+    cuda passes the constructor's longer argument list; if left out, the device is asked.
+    ready_timeout, ready_interval: seconds to wait for "cuda memory not ready" to pass, and between
+    looks. write_slice_blocks, write_slice_timeout, write_total_timeout: as storage, blocks (100)
+    and seconds (10) of one write, and seconds of all writes of a request (0: what storage.timeout
+    leaves).
     """
 
     sdk: str = "attentionstore_sdk"
@@ -269,17 +313,22 @@ class AttentionStoreConfig(msgspec.Struct, frozen=True, omit_defaults=True, forb
     write_total_timeout: float | None = None
 
     def check(self, tensor_parallel: int, ranks: int) -> None:
-        """Raise ConfigError for values that do not make sense, alone or with the ranks: of the layout, and of `[ranks]`."""
+        """Raise ConfigError for values that do not make sense, alone or with the ranks: of the
+        layout, and of `[ranks]`."""
         if ranks > 1 and self.shard_id is not None:
             raise ConfigError(
-                f"attention_store.shard_id must be left out with ranks.count {ranks}: the leader and each rank have a shard of their own"
+                f"attention_store.shard_id must be left out with ranks.count {ranks}: the leader "
+                "and each rank have a shard of their own"
             )
         shards = max(ranks, tensor_parallel)
         if shards > 1 and self.shard_num not in (None, shards):
             raise ConfigError(
-                f"attention_store.shard_num is {self.shard_num}, and there are {shards} ranks (ranks.count, layout.tensor_parallel): "
+                f"attention_store.shard_num is {self.shard_num}, and there are {shards} ranks "
+                "(ranks.count, layout.tensor_parallel): "
                 "leave it out, or make them agree"
             )
         shard_num = shards if self.shard_num is None else self.shard_num
         if not 0 <= (self.shard_id or 0) < shard_num:
-            raise ConfigError(f"attention_store.shard_id must be in 0..{shard_num - 1}, not {self.shard_id}")
+            raise ConfigError(
+                f"attention_store.shard_id must be in 0..{shard_num - 1}, not {self.shard_id}"
+            )

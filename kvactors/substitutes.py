@@ -1,4 +1,5 @@
-"""What runs in the place of an optional actor while it is switched off: every message is answered at once, as a miss or as not done."""
+"""What runs in the place of an optional actor while it is switched off: every message is answered
+at once, as a miss or as not done."""
 
 from __future__ import annotations
 
@@ -45,12 +46,22 @@ class NoNotifier(FlushNotifier):
         if message.healthy:
             self.answer(envelope, True)
         else:
-            self.refuse(envelope, SinkError("the flush notifier is switched off after too many failures: see cache.health()"))
+            self.refuse(
+                envelope,
+                SinkError(
+                    "the flush notifier is switched off after too many failures: see cache.health()"
+                ),
+            )
 
     @on(Resync)
     def resync(self, message: Resync, envelope: Envelope[bool]) -> None:
         """There is no sink to send anything."""
-        self.refuse(envelope, SinkError("the flush notifier is switched off after too many failures: see cache.health()"))
+        self.refuse(
+            envelope,
+            SinkError(
+                "the flush notifier is switched off after too many failures: see cache.health()"
+            ),
+        )
 
 
 class NoReader(StorageReader):
@@ -64,17 +75,21 @@ class NoReader(StorageReader):
     @on(Read)
     def read(self, message: Read) -> None:
         """Nothing can be read."""
-        self.tell(self.evictor, ReadDone(message.op, bytes([Outcome.UNAVAILABLE]) * len(message.slots)))
+        self.tell(
+            self.evictor, ReadDone(message.op, bytes([Outcome.UNAVAILABLE]) * len(message.slots))
+        )
 
 
 class NoWriter(StorageWriter):
-    """Every write is refused. A clear is still carried out, and what the store holds is reported: writes in flight at the failure may have
-    changed that."""
+    """Every write is refused. A clear is still carried out, and what the store holds is reported:
+    writes in flight at the failure may have changed that."""
 
     @on(Write)
     def write(self, message: Write) -> None:
         """Nothing can be written."""
-        self.tell(self.evictor, Written(message.op, bytes([Outcome.UNAVAILABLE]) * len(message.slots)))
+        self.tell(
+            self.evictor, Written(message.op, bytes([Outcome.UNAVAILABLE]) * len(message.slots))
+        )
 
     @on(Recount)
     def recount(self, message: Recount) -> None:

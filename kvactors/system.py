@@ -1,4 +1,5 @@
-"""READ THIS FIRST: the whole system in one page. Builds the actors in flow order, wires their channels, supervises them, drains them.
+"""READ THIS FIRST: the whole system in one page. Builds the actors in flow order, wires their
+channels, supervises them, drains them.
 
     door -> PrefixIndex -> CpuEvictor -> GpuSwapper          copies between device and host arena
                  |              |
@@ -28,7 +29,15 @@ from kvactors.device import config_for, layout_for, make_device
 from kvactors.device.arena import Arena
 from kvactors.device.base import Device
 from kvactors.device.remote import RanksArena, RanksDevice
-from kvactors.errors import CacheClosed, CacheFailed, ConfigError, DeviceError, KVActorsError, SinkError, StoreError
+from kvactors.errors import (
+    CacheClosed,
+    CacheFailed,
+    ConfigError,
+    DeviceError,
+    KVActorsError,
+    SinkError,
+    StoreError,
+)
 from kvactors.flush_notifier.actor import FlushNotifier
 from kvactors.flush_notifier.deliveries import close_sink, open_sink
 from kvactors.flush_notifier.messages import Settle
@@ -80,7 +89,11 @@ class System:
     ) -> None:
         self.layout = layout_for(config, device)
         self.config = config = config_for(config, device)
-        self.storage = StorageConfig(backend="none", write_policy="none") if config.flush.only else config.storage
+        self.storage = (
+            StorageConfig(backend="none", write_policy="none")
+            if config.flush.only
+            else config.storage
+        )
         self.inline = inline_copies
         self.ranks: RankGroup | None = None
         self.device: Device
@@ -92,7 +105,11 @@ class System:
             self._make_remote(device, backend)
         else:
             self._make_local(device, backend)
-        self.store = CheckedBackend(self.backend, config.storage.timeout) if self.backend is not None else None
+        self.store = (
+            CheckedBackend(self.backend, config.storage.timeout)
+            if self.backend is not None
+            else None
+        )
         require_sinks(config, sinks)
         made = [*make_sinks(config, self.layout, self.device), *sinks]
         self.sinks = {sink.name: sink for sink in made}
@@ -100,14 +117,18 @@ class System:
             raise ConfigError("flush sinks need different names")
         self.activity = Activity()
         self.supervisor = Supervisor(
-            self.activity, RestartBudget(config.actors.restarts), lambda: CacheClosed("the cache is closed")
+            self.activity,
+            RestartBudget(config.actors.restarts),
+            lambda: CacheClosed("the cache is closed"),
         )
         self.shutdown = Shutdown(config.actors.drain, self.arena)
         self.forked = False
         self.last_status = "ok"  # of health, as it was logged last
         self.epoch = time.time_ns() // 1_000_000
         self.roots = Roots(config.cache.model, config.cache.namespace, self.layout.fingerprint)
-        self.token_root = CacheScope(config.cache.model, config.cache.namespace).root(self.layout.fingerprint)
+        self.token_root = CacheScope(config.cache.model, config.cache.namespace).root(
+            self.layout.fingerprint
+        )
         self._make_refs()
 
     def _make_local(self, device: Device | None, backend: Backend | None) -> None:
@@ -117,12 +138,17 @@ class System:
         self._own_device = device is None
         self.backend = backend
         if backend is None or config.flush.only:
-            self.backend = make_backend(self.storage, config.cache.model, print_, size, config.cache.block_size)
+            self.backend = make_backend(
+                self.storage, config.cache.model, print_, size, config.cache.block_size
+            )
         self.direct_backend = make_direct(config, self.device)
         slots = config.host.arena_slots(stored=self.backend is not None)
         trailer = self.backend.trailer if self.backend is not None else 0
         self.arena = Arena(
-            slots, self.layout.block_bytes, pinned=config.host.pinned and self.device.kind != "cuda", trailer=trailer
+            slots,
+            self.layout.block_bytes,
+            pinned=config.host.pinned and self.device.kind != "cuda",
+            trailer=trailer,
         )
         self.executor = make_executor(self.device, self.arena, config.host, inline=self.inline)
 
@@ -130,7 +156,10 @@ class System:
         """The data plane in the ranks' processes."""
         config, layout = self.config, self.layout
         if device is not None or backend is not None:
-            raise ConfigError("with ranks.count above 1, devices and stores belong to the ranks: give them to serve_rank")
+            raise ConfigError(
+                "with ranks.count above 1, devices and stores belong to the ranks: give them to "
+                "serve_rank"
+            )
         direct = is_direct(config)
         stored = self.storage.backend != "none" and not direct
         slots = config.host.arena_slots(stored=stored)
@@ -147,7 +176,10 @@ class System:
             layers=layout.num_layers + layout.extra_layers,
         )
         self.executor = RemoteExecutor(self.device, self.arena, self.ranks)
-        self.direct_backend, self.backend = RanksDirect(self.ranks, layout.block_bytes) if direct else None, None
+        self.direct_backend, self.backend = (
+            RanksDirect(self.ranks, layout.block_bytes) if direct else None,
+            None,
+        )
         if stored:
             self.backend = RankBackend(
                 self.ranks,
@@ -160,14 +192,23 @@ class System:
             )
 
     def _make_refs(self) -> None:
-        bound, pool = self.config.actors.channel_bound, self.storage if self.backend is not None else None
+        bound, pool = (
+            self.config.actors.channel_bound,
+            self.storage if self.backend is not None else None,
+        )
         ref = self.supervisor.make_ref
         self.index = ref(PrefixIndex, bound)
         self.swapper = ref(GpuSwapper, bound)
         self.evictor = ref(CpuEvictor, bound)
-        self.readers = [ref(StorageReader, bound, name=f"storage_reader-{i}") for i in range(pool.readers if pool else 0)]
+        self.readers = [
+            ref(StorageReader, bound, name=f"storage_reader-{i}")
+            for i in range(pool.readers if pool else 0)
+        ]
         self.direct = None if self.direct_backend is None else ref(StorageDirect, bound)
-        self.writers = [ref(StorageWriter, bound, name=f"storage_writer-{i}") for i in range(pool.writers if pool else 0)]
+        self.writers = [
+            ref(StorageWriter, bound, name=f"storage_writer-{i}")
+            for i in range(pool.writers if pool else 0)
+        ]
         self.notifier = ref(FlushNotifier, bound)
 
     # -- the factories, in flow order
@@ -185,72 +226,132 @@ class System:
             recompute_last_token=config.cache.recompute_last_token,
         )
         return PrefixIndex(
-            ref, index=index, evictor=self.evictor, notifier=self.notifier, exclusive=exclusive, host_tier=host_tier,
-            fetch=stored and storage.fetch, announce=bool(self.sinks), free_low=int(config.device.free_low * blocks),
+            ref,
+            index=index,
+            evictor=self.evictor,
+            notifier=self.notifier,
+            exclusive=exclusive,
+            host_tier=host_tier,
+            fetch=stored and storage.fetch,
+            announce=bool(self.sinks),
+            free_low=int(config.device.free_low * blocks),
             announce_whole=any(sink.announces_full for sink in self.sinks.values()),
-            free_high=int(config.device.free_high * blocks), save=storage.write_policy if stored else "none",
-            token_root=self.token_root if self.direct is not None else None, min_hits=storage.min_hits, keep=not exclusive,
-            roots=self.roots, keep_lineages=self.store is not None and self.store.keeps_lineages, era=self.executor.era,
-        )  # fmt: skip
+            free_high=int(config.device.free_high * blocks),
+            save=storage.write_policy if stored else "none",
+            token_root=self.token_root if self.direct is not None else None,
+            min_hits=storage.min_hits,
+            keep=not exclusive,
+            roots=self.roots,
+            keep_lineages=self.store is not None and self.store.keeps_lineages,
+            era=self.executor.era,
+        )
 
     def _make_swapper(self, ref: ActorRef) -> GpuSwapper:
         return GpuSwapper(ref, executor=self.executor, evictor=self.evictor, index=self.index)
 
     def _make_evictor(self, ref: ActorRef) -> CpuEvictor:
         return CpuEvictor(
-            ref, config=self.config.host, storage=self.storage, arena=self.arena, index=self.index, swapper=self.swapper,
-            readers=self.readers, writers=self.writers, notifier=self.notifier, direct=self.direct,
+            ref,
+            config=self.config.host,
+            storage=self.storage,
+            arena=self.arena,
+            index=self.index,
+            swapper=self.swapper,
+            readers=self.readers,
+            writers=self.writers,
+            notifier=self.notifier,
+            direct=self.direct,
             layerwise=self.config.device.layerwise,
             era=self.executor.era,
-        )  # fmt: skip
+        )
 
-    def _make_reader(self, ref: ActorRef, kind: type[StorageReader] = StorageReader) -> StorageReader:
+    def _make_reader(
+        self, ref: ActorRef, kind: type[StorageReader] = StorageReader
+    ) -> StorageReader:
         assert self.store is not None
-        return kind(ref, backend=self.store, arena=self.arena, evictor=self.evictor, notifier=self.notifier)
+        return kind(
+            ref, backend=self.store, arena=self.arena, evictor=self.evictor, notifier=self.notifier
+        )
 
-    def _make_writer(self, ref: ActorRef, kind: type[StorageWriter] = StorageWriter) -> StorageWriter:
+    def _make_writer(
+        self, ref: ActorRef, kind: type[StorageWriter] = StorageWriter
+    ) -> StorageWriter:
         assert self.store is not None
         root_of = self.roots.root if self.sinks else None
-        return kind(ref, backend=self.store, arena=self.arena, evictor=self.evictor, notifier=self.notifier, root_of=root_of)
+        return kind(
+            ref,
+            backend=self.store,
+            arena=self.arena,
+            evictor=self.evictor,
+            notifier=self.notifier,
+            root_of=root_of,
+        )
 
-    def _make_direct(self, ref: ActorRef, kind: type[StorageDirect] = StorageDirect) -> StorageDirect:
+    def _make_direct(
+        self, ref: ActorRef, kind: type[StorageDirect] = StorageDirect
+    ) -> StorageDirect:
         assert self.direct_backend is not None
         return kind(ref, backend=self.direct_backend, evictor=self.evictor)
 
     def _make_notifier(self, ref: ActorRef) -> FlushNotifier:
         return self._notifier(ref, FlushNotifier, list(self.sinks.values()))
 
-    def _notifier(self, ref: ActorRef, kind: type[FlushNotifier], sinks: Sequence[Sink]) -> FlushNotifier:
+    def _notifier(
+        self, ref: ActorRef, kind: type[FlushNotifier], sinks: Sequence[Sink]
+    ) -> FlushNotifier:
         return kind(
-            ref, block_size=self.config.cache.block_size, sinks=sinks, config=self.config.flush,
-            epoch=self.epoch, limbo=self.device.num_blocks + self.arena.num_slots + FORGOTTEN, token_root=self.token_root,
-            root_of=self.roots.of, namespace=self.roots.namespace,
-        )  # fmt: skip
+            ref,
+            block_size=self.config.cache.block_size,
+            sinks=sinks,
+            config=self.config.flush,
+            epoch=self.epoch,
+            limbo=self.device.num_blocks + self.arena.num_slots + FORGOTTEN,
+            token_root=self.token_root,
+            root_of=self.roots.of,
+            namespace=self.roots.namespace,
+        )
 
     def _members(self) -> tuple[Group, Group]:
-        """Which actors restart together. Slots and device blocks are shared memory: whoever may still write to them goes down with the one
-        that hands them out, so that no copy of an earlier life touches a later one's blocks. An optional actor has a substitute."""
-        no_reader, no_writer = partial(self._make_reader, kind=NoReader), partial(self._make_writer, kind=NoWriter)
+        """Which actors restart together. Slots and device blocks are shared memory: whoever may
+        still write to them goes down with the one that hands them out, so that no copy of an
+        earlier life touches a later one's blocks. An optional actor has a substitute."""
+        no_reader, no_writer = (
+            partial(self._make_reader, kind=NoReader),
+            partial(self._make_writer, kind=NoWriter),
+        )
         no_direct = partial(self._make_direct, kind=NoDirect)
         no_notifier = partial(self._notifier, kind=NoNotifier, sinks=())
-        readers = [Group(ref.name, (ActorSpec(StorageReader, self._make_reader, ref, no_reader),)) for ref in self.readers]
-        writers = [Group(ref.name, (ActorSpec(StorageWriter, self._make_writer, ref, no_writer),)) for ref in self.writers]
+        readers = [
+            Group(ref.name, (ActorSpec(StorageReader, self._make_reader, ref, no_reader),))
+            for ref in self.readers
+        ]
+        writers = [
+            Group(ref.name, (ActorSpec(StorageWriter, self._make_writer, ref, no_writer),))
+            for ref in self.writers
+        ]
         swapper = ActorSpec(GpuSwapper, self._make_swapper, self.swapper)
         evictor = ActorSpec(CpuEvictor, self._make_evictor, self.evictor)
         refs = () if self.direct is None else (self.direct,)
-        direct = [Group(ref.name, (ActorSpec(StorageDirect, self._make_direct, ref, no_direct),)) for ref in refs]
+        direct = [
+            Group(ref.name, (ActorSpec(StorageDirect, self._make_direct, ref, no_direct),))
+            for ref in refs
+        ]
         plane = Group("data plane", (swapper, evictor, *readers, *writers, *direct))
         core = Group("core", (ActorSpec(PrefixIndex, self._make_index, self.index), plane))
-        notifier = Group("notifier", (ActorSpec(FlushNotifier, self._make_notifier, self.notifier, no_notifier),))
+        notifier = Group(
+            "notifier", (ActorSpec(FlushNotifier, self._make_notifier, self.notifier, no_notifier),)
+        )
         return core, notifier
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[System]:
-        """Open the store and the sinks, touch the arena, run the actors; on the way out drain, send the sinks what is pending, stop in reverse
-        and close everything. What cannot be opened is an error, and what was opened before it is closed.
+        """Open the store and the sinks, touch the arena, run the actors; on the way out drain, send
+        the sinks what is pending, stop in reverse and close everything. What cannot be opened is an
+        error, and what was opened before it is closed.
 
-        All of it runs in a task of its own, so that no cancellation of the caller interrupts a step; it is raised when the system has ended.
-        Raises CacheFailed at the end of the block if the system has failed.
+        All of it runs in a task of its own, so that no cancellation of the caller interrupts a
+        step; it is raised when the system has ended. Raises CacheFailed at the end of the block if
+        the system has failed.
         """
         loop = asyncio.get_running_loop()
         started: asyncio.Future[None] = loop.create_future()
@@ -264,7 +365,9 @@ class System:
             yield self
         except BaseException as error:
             await self._leave(task, started, leave, clean=False)
-            if (failure := self.supervisor.failure()) is not None and not isinstance(error, CacheFailed):
+            if (failure := self.supervisor.failure()) is not None and not isinstance(
+                error, CacheFailed
+            ):
                 error.add_note(str(failure))
             raise
         await self._leave(task, started, leave, clean=True)
@@ -272,7 +375,12 @@ class System:
             raise failure
 
     async def _leave(
-        self, task: asyncio.Task[None], started: asyncio.Future[None], leave: asyncio.Future[bool], *, clean: bool
+        self,
+        task: asyncio.Task[None],
+        started: asyncio.Future[None],
+        leave: asyncio.Future[bool],
+        *,
+        clean: bool,
     ) -> None:
         if self.forked:
             return
@@ -294,7 +402,9 @@ class System:
         try:
             async with AsyncExitStack() as opened:
                 await self._open(opened)
-                unused: tuple[type[Actor], ...] = () if self.backend is not None else (StorageReader, StorageWriter)
+                unused: tuple[type[Actor], ...] = (
+                    () if self.backend is not None else (StorageReader, StorageWriter)
+                )
                 unused += () if self.direct is not None else (StorageDirect,)
                 drain = self.config.actors.drain
                 async with self.supervisor.running(*self._members(), drain=drain, outside=unused):
@@ -315,7 +425,9 @@ class System:
                 self.arena.close()
 
     async def _open(self, opened: AsyncExitStack) -> None:
-        def closing(name: str, close: Callable[[], Awaitable[None]], limit: float = float("inf")) -> None:
+        def closing(
+            name: str, close: Callable[[], Awaitable[None]], limit: float = float("inf")
+        ) -> None:
             opened.push_async_callback(self.shutdown.step, name, close, limit)
 
         step = Opening(self.config.actors.start, self.shutdown).step
@@ -328,10 +440,17 @@ class System:
             await step("store", self.store.open, StoreError)
         if self.direct_backend is not None:
             closing("device store", self.direct_backend.close)
-            await step("device store", self.direct_backend.open, StoreError, self.direct_backend.ready_timeout)
+            await step(
+                "device store",
+                self.direct_backend.open,
+                StoreError,
+                self.direct_backend.ready_timeout,
+            )
         for sink in self.sinks.values():
             closing(f"sink {sink.name}", partial(close_sink, sink, self.config.flush.timeout))
-            await step(f"sink {sink.name!r}", partial(open_sink, sink), SinkError, sink.ready_timeout)
+            await step(
+                f"sink {sink.name!r}", partial(open_sink, sink), SinkError, sink.ready_timeout
+            )
         if self.inline:
             self.arena.touch()
         else:
@@ -341,7 +460,8 @@ class System:
         await step("copy engine", self.executor.open, DeviceError)
 
     async def _drain(self, clean: bool) -> None:
-        """Wait until nothing is in flight; after a block that ended well, until the sinks that answer have what is pending too."""
+        """Wait until nothing is in flight; after a block that ended well, until the sinks that
+        answer have what is pending too."""
         self.shutdown.begin()
         if self.supervisor.failed is not None:
             return
@@ -354,17 +474,26 @@ class System:
                 await self.notifier.ask(Settle(healthy=True), deadline=limit)
 
     def check_usable(self) -> None:
-        """CacheFailed if it has failed, CacheClosed in a process that was forked from the one that opened it."""
+        """CacheFailed if it has failed, CacheClosed in a process that was forked from the one that
+        opened it."""
         if self.forked:
             raise CacheClosed(FORKED)
         if self.supervisor.failed is not None:
             raise CacheFailed(self.supervisor.failed_actor, self.supervisor.failed)
 
     def close_in_child(self) -> None:
-        """After a fork, in the child: its threads and loop are not there, so every use is refused."""
+        """After a fork, in the child: its threads and loop are not there, so every use is
+        refused."""
         self.forked = self.shutdown.forked = self.shutdown.waits.over = True
         self.supervisor.end_by = 0.0
-        for ref in (self.index, self.swapper, self.evictor, *self.readers, *self.writers, self.notifier):
+        for ref in (
+            self.index,
+            self.swapper,
+            self.evictor,
+            *self.readers,
+            *self.writers,
+            self.notifier,
+        ):
             ref.channel.refuse(lambda: CacheClosed(FORKED))
 
     # -- the present lives, for inspection

@@ -1,4 +1,5 @@
-"""Commands that SIGTERM ends as Ctrl-C does: their processes end and their temporary folders are removed."""
+"""Commands that SIGTERM ends as Ctrl-C does: their processes end and their temporary folders are
+removed."""
 
 from __future__ import annotations
 
@@ -19,9 +20,10 @@ STATUS = 128 + signal.SIGTERM
 def run_terminable(main: Coroutine[Any, Any, Result]) -> Result:
     """`asyncio.run` for a command: SIGTERM cancels `main`, and the process exits with STATUS.
 
-    A handler that raises would interrupt whatever the loop executes at that moment. Where that is a finalizer or a callback, Python drops
-    the exception and the command runs on. asyncio itself cancels the main task for SIGINT only, and not in a process that ignores SIGINT,
-    such as a background job of a shell script.
+    A handler that raises would interrupt whatever the loop executes at that moment. Where that is a
+    finalizer or a callback, Python drops the exception and the command runs on. asyncio itself
+    cancels the main task for SIGINT only, and not in a process that ignores SIGINT, such as a
+    background job of a shell script.
 
     Raises:
         SystemExit: SIGTERM has ended `main`.
@@ -55,7 +57,8 @@ async def _cancelled_by_sigterm(main: Coroutine[Any, Any, Result], received: lis
 
 @contextmanager
 def sigterm_ends() -> Iterator[None]:
-    """SIGTERM interrupts the part of a command that runs without an event loop; the process exits with STATUS."""
+    """SIGTERM interrupts the part of a command that runs without an event loop; the process exits
+    with STATUS."""
     received: list[int] = []
 
     def end(number: int, _frame: object) -> None:

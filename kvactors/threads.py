@@ -24,18 +24,20 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 NICE = 10
-"""Worker threads yield to the loop's: with more runnable threads than cores its lag would grow tenfold otherwise."""
+"""Worker threads yield to the loop's: with more runnable threads than cores its lag would grow
+tenfold otherwise."""
 
 
 def lower_priority() -> None:
-    """Make the calling thread yield; on a system without thread priorities it works at the common one."""
+    """Make the calling thread yield; on a system without thread priorities it works at the common
+    one."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 EXIT_LIMIT = 2.0
-"""Seconds that the interpreter's exit waits for threads in native code: one that comes back from there after the interpreter is gone would abort
-the process. A thread that hangs is left behind."""
+"""Seconds that the interpreter's exit waits for threads in native code: one that comes back from
+there after the interpreter is gone would abort the process. A thread that hangs is left behind."""
 
 
 class Ending(Protocol):
@@ -64,14 +66,17 @@ os.register_at_fork(after_in_child=_ending.clear)  # a child has none of these t
 
 
 class Workers:
-    """A few threads for calls that block, started at the first one. They are daemons: a call that never returns does not keep the
-    process from ending, which an ordinary thread pool would. With one thread, calls never overlap and keep their order."""
+    """A few threads for calls that block, started at the first one. They are daemons: a call that
+    never returns does not keep the process from ending, which an ordinary thread pool would. With
+    one thread, calls never overlap and keep their order."""
 
     def __init__(self, threads: int, name: str) -> None:
         self.threads = threads
         self.name = name
         self._pending: set[Future[Any]] = set()
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = (
+            queue.SimpleQueue()
+        )
         self._started = 0
         end_at_exit(self)
 
@@ -82,7 +87,9 @@ class Workers:
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Run a call when a thread is free."""
         while self._started < self.threads:
-            threading.Thread(target=self._work, name=f"{self.name}-{self._started}", daemon=True).start()
+            threading.Thread(
+                target=self._work, name=f"{self.name}-{self._started}", daemon=True
+            ).start()
             self._started += 1
         future: Future[T] = Future()
         self._pending.add(future)
@@ -127,8 +134,11 @@ class Workers:
         self._started = 0
 
 
-async def in_thread(call: Callable[[], T], name: str, cancelled: Callable[[], None] | None = None) -> T:
-    """Run one blocking call in a daemon thread of its own and wait for its end, cancelled or not. cancelled: see `to_the_end`."""
+async def in_thread(
+    call: Callable[[], T], name: str, cancelled: Callable[[], None] | None = None
+) -> T:
+    """Run one blocking call in a daemon thread of its own and wait for its end, cancelled or not.
+    cancelled: see `to_the_end`."""
     workers = Workers(1, name)
     future = asyncio.wrap_future(workers.submit(call))
     workers.close()
@@ -136,9 +146,11 @@ async def in_thread(call: Callable[[], T], name: str, cancelled: Callable[[], No
 
 
 class DaemonExecutor(Executor):
-    """For aiofiles: each call runs in a daemon thread of its own. Cancelled, only the wait ends: for calls that access no memory of the caller.
+    """For aiofiles: each call runs in a daemon thread of its own. Cancelled, only the wait ends:
+    for calls that access no memory of the caller.
 
-    A thread of asyncio's default executor in a call that does not return keeps `asyncio.run`, and the process, from their end.
+    A thread of asyncio's default executor in a call that does not return keeps `asyncio.run`, and
+    the process, from their end.
     """
 
     def __init__(self, name: str) -> None:

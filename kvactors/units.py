@@ -44,7 +44,9 @@ class Reason(Enum):
     STORAGE_EVICTION = "storage_eviction"
     CORRUPT = "corrupt"
     CLEAR = "clear"
-    NAMESPACE = "namespace"  # the cache's namespace changed: requests cannot get it any more, or can again
+    NAMESPACE = (
+        "namespace"  # the cache's namespace changed: requests cannot get it any more, or can again
+    )
     RESTART = "restart"
 
 

@@ -14,11 +14,22 @@ from kvactors.sink_config import check_sinks
 if TYPE_CHECKING:
     from kvactors.config import Config, StorageConfig
 
-CONFIG_TABLES = ("cache", "device", "layout", "host", "storage", "flush", "attention_store", "actors", "ranks")
+CONFIG_TABLES = (
+    "cache",
+    "device",
+    "layout",
+    "host",
+    "storage",
+    "flush",
+    "attention_store",
+    "actors",
+    "ranks",
+)
 
 
 def validate(config: Config, data: Mapping[str, Any] | None = None) -> None:
-    """Raise ConfigError for values that do not make sense, naming the setting. data: the mapping that the config was made from, if it was."""
+    """Raise ConfigError for values that do not make sense, naming the setting. data: the mapping
+    that the config was made from, if it was."""
     for name in CONFIG_TABLES:
         check_values(getattr(config, name), name)
     check_applicable(config, data)
@@ -27,8 +38,15 @@ def validate(config: Config, data: Mapping[str, Any] | None = None) -> None:
 
 def check_agreement(config: Config) -> None:
     """Raise ConfigError for settings that contradict each other."""
-    _validate_pair("device.free_low", config.device.free_low, "device.free_high", config.device.free_high)
-    _validate_pair("host.low_watermark", config.host.low_watermark, "host.high_watermark", config.host.high_watermark)
+    _validate_pair(
+        "device.free_low", config.device.free_low, "device.free_high", config.device.free_high
+    )
+    _validate_pair(
+        "host.low_watermark",
+        config.host.low_watermark,
+        "host.high_watermark",
+        config.host.high_watermark,
+    )
     if config.flush.retry_max < config.flush.retry_min:
         raise ConfigError("flush.retry_max must not be below flush.retry_min")
     validate_storage(config.storage)
@@ -40,7 +58,9 @@ def check_agreement(config: Config) -> None:
 def validate_storage(storage: StorageConfig) -> None:
     """Raise ConfigError for what the storage tier cannot be."""
     if storage.rank >= storage.ranks:
-        raise ConfigError(f"storage.rank must be below storage.ranks ({storage.ranks}), not {storage.rank}")
+        raise ConfigError(
+            f"storage.rank must be below storage.ranks ({storage.ranks}), not {storage.rank}"
+        )
     in_bytes(storage.free_space_floor, "storage.free_space_floor")
     size = storage.capacity_bytes
     for setting, none in (
@@ -49,12 +69,21 @@ def validate_storage(storage: StorageConfig) -> None:
     ):
         if none:
             raise ConfigError(
-                f"storage.{setting} must be at least 1, not {getattr(storage, setting)!r}: leave it out for 80 % of the free space, or set "
+                f"storage.{setting} must be at least 1, not {getattr(storage, setting)!r}: leave "
+                "it out for 80 % of the free space, or set "
                 "storage.backend = 'none' for no store"
             )
     name = storage.namespace
-    if not name or "/" in name or name in (".", "..") or len(name.encode()) > 200 or not name.isprintable():
-        raise ConfigError(f"storage.namespace must be a plain name of at most 200 bytes, not {name[:220]!r}")
+    if (
+        not name
+        or "/" in name
+        or name in (".", "..")
+        or len(name.encode()) > 200
+        or not name.isprintable()
+    ):
+        raise ConfigError(
+            f"storage.namespace must be a plain name of at most 200 bytes, not {name[:220]!r}"
+        )
 
 
 def _validate_pair(low_name: str, low: float, high_name: str, high: float) -> None:
@@ -63,14 +92,21 @@ def _validate_pair(low_name: str, low: float, high_name: str, high: float) -> No
 
 
 def validate_model(config: Config) -> None:
-    """Raise ConfigError if blocks outlive or leave this process, and no model is set to tell them from those of another model."""
+    """Raise ConfigError if blocks outlive or leave this process, and no model is set to tell them
+    from those of another model."""
     if config.cache.model:
         return
     storage = "none" if config.flush.only else config.storage.backend
     users = [f"storage.backend = {storage!r}"] if storage not in ("none", "memory") else []
-    users += [f"flush.sinks {sink.label!r}" for sink in config.flush.sinks if sink.kind == "attention_store"]
+    users += [
+        f"flush.sinks {sink.label!r}"
+        for sink in config.flush.sinks
+        if sink.kind == "attention_store"
+    ]
     if users:
         raise ConfigError(
-            f"cache.model is needed with {users[0]}, which outlives this process or is shared with others: set cache.model to the name "
-            "and version of the model, or the variable KVACTORS_MODEL (or attention_store.namespace or AS_NAMESPACE)"
+            f"cache.model is needed with {users[0]}, which outlives this process or is shared with "
+            "others: set cache.model to the name "
+            "and version of the model, or the variable KVACTORS_MODEL (or "
+            "attention_store.namespace or AS_NAMESPACE)"
         )

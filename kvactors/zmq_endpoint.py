@@ -10,7 +10,8 @@ TRANSPORTS = ("tcp", "ipc", "inproc")
 
 
 class Endpoint(NamedTuple):
-    """host: without brackets; of ipc and inproc the path or name. port: 0 lets the system choose, -1 without tcp."""
+    """host: without brackets; of ipc and inproc the path or name. port: 0 lets the system choose,
+    -1 without tcp."""
 
     transport: str
     host: str
@@ -24,7 +25,10 @@ class Endpoint(NamedTuple):
             raise ValueError(f"must begin with tcp://, ipc:// or inproc://, not {text!r}")
         if transport != "tcp":
             if not rest or "\0" in rest:
-                raise ValueError(f"must have a {'path' if transport == 'ipc' else 'name'} after {transport}://, not {text!r}")
+                raise ValueError(
+                    f"must have a {'path' if transport == 'ipc' else 'name'} after {transport}://, "
+                    f"not {text!r}"
+                )
             return cls(transport, rest)
         host, mark, port = rest.rpartition(":")
         if not mark or not host or not (port.isascii() and port.isdigit()):
@@ -33,18 +37,23 @@ class Endpoint(NamedTuple):
             raise ValueError(f"must have a port of at most {LAST_PORT}, not {text!r}")
         bracketed = host.startswith("[") and host.endswith("]")
         if ":" in host and not bracketed:
-            raise ValueError(f"must have an IPv6 address in brackets, as in tcp://[::1]:5557, not {text!r}")
+            raise ValueError(
+                f"must have an IPv6 address in brackets, as in tcp://[::1]:5557, not {text!r}"
+            )
         return cls(transport, host[1:-1] if bracketed else host, int(port))
 
     @property
     def any_host(self) -> bool:
         """Whether it stands for every interface of this machine."""
         address = self._address
-        return self.transport == "tcp" and (self.host == "*" or (address is not None and address.is_unspecified))
+        return self.transport == "tcp" and (
+            self.host == "*" or (address is not None and address.is_unspecified)
+        )
 
     @property
     def _address(self) -> IPv4Address | IPv6Address | None:
-        """The host as an address, whatever way it is written; None for a name. An IPv4 address written as one of IPv6 is what it stands for."""
+        """The host as an address, whatever way it is written; None for a name. An IPv4 address
+        written as one of IPv6 is what it stands for."""
         try:
             address = ip_address(self.host)
         except ValueError:
@@ -59,10 +68,18 @@ class Endpoint(NamedTuple):
 
     @property
     def own(self) -> bool:
-        """Whether a publisher listens there (this machine's addresses, ipc, inproc) rather than connecting to it."""
+        """Whether a publisher listens there (this machine's addresses, ipc, inproc) rather than
+        connecting to it."""
         address = self._address
-        named = self.host == "localhost" or self.host.startswith("127.")  # also in short forms, as 127.1
-        return self.transport != "tcp" or self.any_host or named or (address is not None and address.is_loopback)
+        named = self.host == "localhost" or self.host.startswith(
+            "127."
+        )  # also in short forms, as 127.1
+        return (
+            self.transport != "tcp"
+            or self.any_host
+            or named
+            or (address is not None and address.is_loopback)
+        )
 
     def clashes(self, other: Endpoint) -> bool:
         """Whether two sockets cannot both listen there."""
@@ -75,7 +92,8 @@ class Endpoint(NamedTuple):
 
 
 def of_rank(text: str, dp_rank: int) -> str:
-    """The endpoint of a data-parallel rank: a tcp port is raised by it, other names get a suffix. ValueError for a port that is too high."""
+    """The endpoint of a data-parallel rank: a tcp port is raised by it, other names get a suffix.
+    ValueError for a port that is too high."""
     if not text or not dp_rank:
         return text
     endpoint = Endpoint.of(text)

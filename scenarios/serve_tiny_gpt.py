@@ -1,9 +1,11 @@
-"""A tiny GPT served twice, without a cache and with kvactors, and compared bit by bit: `python scenarios/serve_tiny_gpt.py --help`.
+"""A tiny GPT served twice, without a cache and with kvactors, and compared bit by bit: `python
+scenarios/serve_tiny_gpt.py --help`.
 
-Conversations of several turns with shared system prompts are served concurrently from a device pool that is too small for them. First every
-request is computed from nothing; then kvactors keeps what was computed, on the device, in host memory and in files. The logits of every
-sampled position and the blocks of every request at its end must be the same to the last bit, there must have been hits from every tier, and
-preemptions. Exit 1 says what was not so.
+Conversations of several turns with shared system prompts are served concurrently from a device pool
+that is too small for them. First every request is computed from nothing; then kvactors keeps what
+was computed, on the device, in host memory and in files. The logits of every sampled position and
+the blocks of every request at its end must be the same to the last bit, there must have been hits
+from every tier, and preemptions. Exit 1 says what was not so.
 """  # noqa: INP001  (a script, not a package)
 
 from __future__ import annotations
@@ -69,7 +71,10 @@ class Workload:
         systems = [self._tokens(SYSTEM) for _ in range(SYSTEMS)]
         self.histories = [list(systems[i % SYSTEMS]) for i in range(options.conversations)]
         self.says = [
-            [self._tokens(USER + int(self.rng.integers(-BLOCK // 2, BLOCK // 2))) for _ in range(options.turns)]
+            [
+                self._tokens(USER + int(self.rng.integers(-BLOCK // 2, BLOCK // 2)))
+                for _ in range(options.turns)
+            ]
             for _ in range(options.conversations)
         ]
 
@@ -134,8 +139,11 @@ async def plain_run(options: Options, trunk: Trunk) -> Result:
     return Result(totals, time.monotonic() - began, server.steps.iterations, server.steps.widest)
 
 
-async def cached_run(options: Options, trunk: Trunk, config: kvactors.Config, device: Any) -> Result:
-    """The same with kvactors; with a restart in the middle, which the device's and the host's memory do not survive."""
+async def cached_run(
+    options: Options, trunk: Trunk, config: kvactors.Config, device: Any
+) -> Result:
+    """The same with kvactors; with a restart in the middle, which the device's and the host's
+    memory do not survive."""
     workload, totals = Workload(options), Totals()
     middle = options.turns // 2 if options.restart else options.turns
     result = Result(totals, 0.0, 0, 0)
@@ -144,7 +152,12 @@ async def cached_run(options: Options, trunk: Trunk, config: kvactors.Config, de
         async with kvactors.open(config, device) as cache:
             began = time.monotonic()
             server = Server(
-                _as_cache(cache), trunk, workload.sample, totals, running=RUNNING, after_load=breaker(options, trunk.attention)
+                _as_cache(cache),
+                trunk,
+                workload.sample,
+                totals,
+                running=RUNNING,
+                after_load=breaker(options, trunk.attention),
             )
             async with server.serving():
                 await workload.converse(server, turns)
@@ -185,13 +198,23 @@ def breaker(options: Options, attention: Attention) -> Callable[[Sequence[int]],
 
 
 @asynccontextmanager
-async def model(options: Options, config: kvactors.Config, directory: Path) -> AsyncIterator[tuple[Trunk, Any]]:
+async def model(
+    options: Options, config: kvactors.Config, directory: Path
+) -> AsyncIterator[tuple[Trunk, Any]]:
     """The model, and the device for the cache (None: the ranks have it)."""
     if options.ranks == 1:
         shard = make_shard(options.layout, options.seed, options.blocks)
         yield Trunk(options.seed, Here(shard)), shard.device
         return
-    settings = (options.layout, options.seed, options.blocks, options.ranks, directory, config, f"unix://{directory / 'ranks'}")
+    settings = (
+        options.layout,
+        options.seed,
+        options.blocks,
+        options.ranks,
+        directory,
+        config,
+        f"unix://{directory / 'ranks'}",
+    )
     async with worker_processes(*settings) as ranks:
         yield Trunk(options.seed, ranks), None
 
@@ -203,13 +226,26 @@ def complaints(plain: Result, cached: Result) -> list[str]:
     said = []
     if differing or wanted.logits.keys() != found.logits.keys():
         first = min(differing, default=("-", 0))
-        said.append(f"logits differ at {len(differing)} of {len(wanted.logits)} positions, first in {first[0]} at {first[1]}")
+        said.append(
+            f"logits differ at {len(differing)} of {len(wanted.logits)} positions, first in "
+            f"{first[0]} at {first[1]}"
+        )
     if wanted.text != found.text:
-        said.append(f"text differs in {sum(wanted.text[name] != found.text.get(name) for name in wanted.text)} answers")
+        said.append(
+            "text differs in "
+            f"{sum(wanted.text[name] != found.text.get(name) for name in wanted.text)} answers"
+        )
     spoilt = [name for name in wanted.bytes if wanted.bytes[name] != found.bytes.get(name)]
     if spoilt:
-        said.append(f"the blocks of {len(spoilt)} of {len(wanted.bytes)} requests hold other bytes, first of {min(spoilt)}")
-    said += [f"no block came from {tier}" for tier in ("device", "host", "storage") if not getattr(found, tier)]
+        said.append(
+            f"the blocks of {len(spoilt)} of {len(wanted.bytes)} requests hold other bytes, first "
+            f"of {min(spoilt)}"
+        )
+    said += [
+        f"no block came from {tier}"
+        for tier in ("device", "host", "storage")
+        if not getattr(found, tier)
+    ]
     if not found.preemptions:
         said.append("nobody was preempted")
     return said
@@ -288,26 +324,41 @@ def main(options: Options) -> int:
     console = Console()
     console.print(table(plain, cached))
     if options.json:
-        Path(options.json).write_bytes(msgspec.json.format(msgspec.json.encode(summary(plain, cached, said)), indent=2))
+        Path(options.json).write_bytes(
+            msgspec.json.format(msgspec.json.encode(summary(plain, cached, said)), indent=2)
+        )
     for one in said:
         print(f"FAILED: {one}", file=sys.stderr)
     if not said:
-        equal = f"{len(plain.totals.logits)} positions, and in the blocks of {len(plain.totals.bytes)} requests"
+        equal = (
+            f"{len(plain.totals.logits)} positions, and in the blocks of {len(plain.totals.bytes)} "
+            "requests"
+        )
         console.print(f"equal to the last bit at {equal}")
     return 1 if said else 0
 
 
 def parse(arguments: Sequence[str] | None = None) -> Options:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layout", choices=("gqa", "mla"), default="gqa")
     parser.add_argument("--ranks", type=int, default=1, help="processes the heads are split over")
     parser.add_argument("--conversations", type=int, default=10)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--restart", action="store_true", help="close the cache and open it again between turns")
+    parser.add_argument(
+        "--restart", action="store_true", help="close the cache and open it again between turns"
+    )
     parser.add_argument("--json", default="", metavar="OUT", help="write what was counted there")
-    parser.add_argument("--break", dest="breaking", choices=("swap_blocks", "flip_bit"), default="", help="must fail")
+    parser.add_argument(
+        "--break",
+        dest="breaking",
+        choices=("swap_blocks", "flip_bit"),
+        default="",
+        help="must fail",
+    )
     return Options(**vars(parser.parse_args(arguments)))
 
 

@@ -10,17 +10,22 @@ import structlog
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The option of the interop tests, unless kvactors' plugin has added it (`kvactors.testing.plugin`)."""
+    """The option of the interop tests, unless kvactors' plugin has added it
+    (`kvactors.testing.plugin`)."""
     with contextlib.suppress(ValueError):
         parser.addoption(
-            "--interop", metavar="DIR", help="environments of the interop tests, made by `python -m tests.interop.setup DIR`"
+            "--interop",
+            metavar="DIR",
+            help="environments of the interop tests, made by `python -m tests.interop.setup DIR`",
         )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The marker of the interop tests, also for a pytest that has not found the clone's settings."""
+    """The marker of the interop tests, also for a pytest that has not found the clone's
+    settings."""
     config.addinivalue_line(
-        "markers", "interop: runs the real consumers of KV events; needs --interop DIR (docs/contributing.md)"
+        "markers",
+        "interop: runs the real consumers of KV events; needs --interop DIR (docs/contributing.md)",
     )
 
 
@@ -36,6 +41,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def _structlog_as_imported() -> Iterator[None]:
-    """`capture_logs` and commands configure structlog for the whole process, with streams that pytest closes after the test."""
+    """`capture_logs` and commands configure structlog for the whole process, with streams that
+    pytest closes after the test."""
     yield
     structlog.reset_defaults()

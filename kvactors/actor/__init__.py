@@ -6,10 +6,37 @@ from kvactors.actor.channel import Channel, ChannelStatistics, Overflow
 from kvactors.actor.graph import Edge, check_graph, edges
 from kvactors.actor.message import Ask, Control, Envelope, Later, Message, PeerRestarted, Stop
 from kvactors.actor.ref import ActorRef
-from kvactors.actor.supervisor import ActorSpec, Group, RestartBudget, Supervisor, SupervisorStatistics
+from kvactors.actor.supervisor import (
+    ActorSpec,
+    Group,
+    RestartBudget,
+    Supervisor,
+    SupervisorStatistics,
+)
 
 __all__ = [
-    "Activity", "Actor", "ActorRef", "ActorSpec", "ActorStatistics", "Ask", "Channel", "ChannelStatistics", "Control", "Edge",
-    "Envelope", "Group", "Later", "Message", "Overflow", "PeerRestarted", "RestartBudget", "State", "Stop", "Supervisor",
-    "SupervisorStatistics", "check_graph", "edges", "on",
-]  # fmt: skip
+    "Activity",
+    "Actor",
+    "ActorRef",
+    "ActorSpec",
+    "ActorStatistics",
+    "Ask",
+    "Channel",
+    "ChannelStatistics",
+    "Control",
+    "Edge",
+    "Envelope",
+    "Group",
+    "Later",
+    "Message",
+    "Overflow",
+    "PeerRestarted",
+    "RestartBudget",
+    "State",
+    "Stop",
+    "Supervisor",
+    "SupervisorStatistics",
+    "check_graph",
+    "edges",
+    "on",
+]

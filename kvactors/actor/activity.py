@@ -1,4 +1,5 @@
-"""How much work is under way in a wired system: messages queued or in a turn, and counted child jobs."""
+"""How much work is under way in a wired system: messages queued or in a turn, and counted child
+jobs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """An actor: one channel, a table of handlers, and turns that run to their end.
 
-A turn is synchronous code over the actor's own state. What is slow runs as a child job whose result comes back as a control
-message. What a turn tells goes out in order; if a receiver's lane is full the actor takes no further turn until it has
-room, which is how pressure travels upstream along the (acyclic) forward channels.
+A turn is synchronous code over the actor's own state. What is slow runs as a child job whose result
+comes back as a control message. What a turn tells goes out in order; if a receiver's lane is full
+the actor takes no further turn until it has room, which is how pressure travels upstream along the
+(acyclic) forward channels.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ M = TypeVar("M", bound=Message)
 Handler = Callable[..., None]
 
 TURN_BUDGET = 64
-"""Turns before an actor lets others run: a receive that finds a message does not yield by itself."""
+"""Turns before an actor lets others run: a receive that finds a message does not yield by
+itself."""
 
 TURN_TIME = 0.0005
 """Seconds of turns before it does so."""
@@ -59,7 +61,8 @@ class ActorStatistics(NamedTuple):
 
 
 def on(message: type[Message]) -> Callable[[Handler], Handler]:
-    """Mark a method as the handler of one message type: `(self, message)`, for an ask `(self, message, envelope)`."""
+    """Mark a method as the handler of one message type: `(self, message)`, for an ask `(self,
+    message, envelope)`."""
 
     def mark(method: Handler) -> Handler:
         method.__dict__.setdefault("handles", []).append(message)
@@ -73,7 +76,9 @@ class Timer:
 
     __slots__ = ("_active", "_handle")
 
-    def __init__(self, active: set[Timer], delay: float, send: Callable[[Control], None], message: Control) -> None:
+    def __init__(
+        self, active: set[Timer], delay: float, send: Callable[[Control], None], message: Control
+    ) -> None:
         self._active = active
         self._handle = asyncio.get_running_loop().call_later(delay, self._due, send, message)
         active.add(self)
@@ -91,8 +96,9 @@ class Timer:
 class Actor:
     """Base of all actors.
 
-    ROLE names the class in the channel graph. SENDS declares, for each receiver's role, the message types this class tells it;
-    the supervisor checks the whole graph before anything starts, and `tell` checks each message.
+    ROLE names the class in the channel graph. SENDS declares, for each receiver's role, the message
+    types this class tells it; the supervisor checks the whole graph before anything starts, and
+    `tell` checks each message.
     """
 
     ROLE: ClassVar[str]
@@ -110,12 +116,15 @@ class Actor:
     def __init__(self, ref: ActorRef) -> None:
         self.ref = ref
         self.life = ref.life
-        # The others' lives, as far as this one knows: what was told to a dead one is not for the next.
+        # The others' lives, as far as this one knows: what was told to a dead one is not for the
+        # next.
         self.lives: dict[str, int] = {}
         self.log = get_logger(actor=ref.name)
         self.state = State.STARTING
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._table: dict[type[Message], Handler] = {m: getattr(self, n) for m, n in self.HANDLERS.items()}
+        self._table: dict[type[Message], Handler] = {
+            m: getattr(self, n) for m, n in self.HANDLERS.items()
+        }
         self._allowed = {role: frozenset(types) for role, types in self.SENDS.items()}
         self._outbox: deque[tuple[ActorRef, Envelope[Any]]] = deque()
         self._waiters: list[asyncio.Future[None]] = []  # in `sent`
@@ -136,12 +145,14 @@ class Actor:
         """Last thing of a life, after its jobs ended: close what the actor owns. Must be brief."""
 
     def job_limit(self, *, failed: bool) -> float | None:
-        """Seconds in which its jobs must end after it; None for no limit. failed: whether it has failed itself."""
+        """Seconds in which its jobs must end after it; None for no limit. failed: whether it has
+        failed itself."""
         return JOB_LIMIT
 
     def left_behind(self, jobs: Mapping[asyncio.Task[None], Job], *, restart: bool) -> None:
-        """Jobs have not ended within the limit. Keeps the memory that they access from reuse until they have, or raises JobsRunOn: then the
-        system fails. restart: whether the memory will be handed out again."""
+        """Jobs have not ended within the limit. Keeps the memory that they access from reuse until
+        they have, or raises JobsRunOn: then the system fails. restart: whether the memory will be
+        handed out again."""
 
     def check(self) -> None:
         """Recompute this actor's invariants; AssertionError says what differs."""
@@ -157,8 +168,11 @@ class Actor:
         return self._turns
 
     def tell(self, to: ActorRef, message: Message) -> None:
-        """Send from within a turn, in order. WiringError-like AssertionError for an undeclared message."""
-        assert type(message) in self._allowed.get(to.role, ()), f"{self.ROLE} does not declare {type(message)} to {to.role}"
+        """Send from within a turn, in order. WiringError-like AssertionError for an undeclared
+        message."""
+        assert type(message) in self._allowed.get(to.role, ()), (
+            f"{self.ROLE} does not declare {type(message)} to {to.role}"
+        )
         self._told += 1
         envelope: Envelope[Any] = Envelope(message, None, None, self.lives.get(to.name, to.life))
         if (self._outbox and not isinstance(message, Control)) or not to.try_send(envelope):
@@ -191,26 +205,32 @@ class Actor:
         slots: Sequence[int] = (),
         keys: bytes = b"",
     ) -> None:
-        """Run slow work beside the turns; its result, or its error, comes back as a control message.
+        """Run slow work beside the turns; its result, or its error, comes back as a control
+        message.
 
-        counted: whether the system counts as busy until it ends. slots, keys: see `Job`. When the actor fails or stops its
-        jobs are cancelled and waited for, at most as long as `job_limit` says; the result of a job that ends later is dropped.
+        counted: whether the system counts as busy until it ends. slots, keys: see `Job`. When the
+        actor fails or stops its jobs are cancelled and waited for, at most as long as `job_limit`
+        says; the result of a job that ends later is dropped.
         """
         task = asyncio.get_running_loop().create_task(self._run_job(job, done, failed))
         self._jobs[task] = Job(counted, slots, keys)
         if counted:
             self.ref.activity.begin()
         task.add_done_callback(self._job_ended)
-        task.add_done_callback(lambda _: job.close())  # one that was cancelled before its first step
+        task.add_done_callback(
+            lambda _: job.close()
+        )  # one that was cancelled before its first step
 
     def after(self, delay: float, message: Control) -> Timer:
-        """Send this actor a control message `delay` seconds from now. The timer ends with its actor; cancel it when it is of no use any more."""
+        """Send this actor a control message `delay` seconds from now. The timer ends with its
+        actor; cancel it when it is of no use any more."""
         return Timer(self._timers, delay, self.to_self, message)
 
     # -- the loop
 
     async def run(self) -> None:
-        """Take turns until stopped. An exception out of a turn ends the life: every ask taken in fails, then it is raised."""
+        """Take turns until stopped. An exception out of a turn ends the life: every ask taken in
+        fails, then it is raised."""
         cause: BaseException | None = None
         try:
             try:
@@ -260,7 +280,8 @@ class Actor:
 
     @staticmethod
     def _fail(error: BaseException) -> None:
-        """Raise an error of a synchronous step. No cancellation can arrive in one: any error but Ctrl-C and an exit is a failure of this actor."""
+        """Raise an error of a synchronous step. No cancellation can arrive in one: any error but
+        Ctrl-C and an exit is a failure of this actor."""
         failure = as_exception(error)
         if failure is error:
             raise failure
@@ -304,14 +325,18 @@ class Actor:
                 waiter.set_result(None)
 
     async def sent(self) -> None:
-        """Return when everything told so far is in its receivers' channels (or this life has ended)."""
+        """Return when everything told so far is in its receivers' channels (or this life has
+        ended)."""
         while self._outbox:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)
             await waiter
 
     async def _run_job(
-        self, job: Coroutine[Any, Any, T], done: Callable[[T], Control], failed: Callable[[Exception], Control]
+        self,
+        job: Coroutine[Any, Any, T],
+        done: Callable[[T], Control],
+        failed: Callable[[Exception], Control],
     ) -> None:
         try:
             message: Control = done(await job)
@@ -331,7 +356,8 @@ class Actor:
             return JobBroken(second)
 
     def to_self(self, message: Control) -> None:
-        """Send this actor a control message from a callback on the loop (lost if it is another life by then)."""
+        """Send this actor a control message from a callback on the loop (lost if it is another life
+        by then)."""
         if self.state <= State.RUNNING and self.life == self.ref.life:
             self.ref.try_send(Envelope(message, None, None, self.life))
 
@@ -343,7 +369,8 @@ class Actor:
             task.exception()  # Ctrl-C or an exit, which the loop itself has raised
 
     async def _end(self, cause: BaseException | None) -> None:
-        """Leave nothing behind: jobs cancelled and awaited, unsent messages uncounted, open asks failed."""
+        """Leave nothing behind: jobs cancelled and awaited, unsent messages uncounted, open asks
+        failed."""
         self.ended_at = now()
         if self.state < State.STOPPING:
             self.state = State.STOPPING
@@ -375,7 +402,9 @@ class Actor:
             if self._jobs:
                 await asyncio.wait(list(self._jobs), timeout=limit)
             if self._jobs:
-                self._leave_behind(limit, restart=isinstance(cause, Exception) or self.failed_peer() is not None)
+                self._leave_behind(
+                    limit, restart=isinstance(cause, Exception) or self.failed_peer() is not None
+                )
         finally:
             await self.stopped()
 
@@ -389,6 +418,15 @@ class Actor:
     def statistics(self) -> ActorStatistics:
         """A moment's picture."""
         return ActorStatistics(
-            self.ref.name, self.state.name.lower(), self.life, self._turns, self._told, len(self._jobs),
-            len(self._outbox), len(self._unanswered), self._late, self._skipped, self.ref.channel.statistics(),
-        )  # fmt: skip
+            self.ref.name,
+            self.state.name.lower(),
+            self.life,
+            self._turns,
+            self._told,
+            len(self._jobs),
+            len(self._outbox),
+            len(self._unanswered),
+            self._late,
+            self._skipped,
+            self.ref.channel.statistics(),
+        )

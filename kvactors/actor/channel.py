@@ -1,9 +1,11 @@
-"""A channel: a bounded data lane, a control lane that overtakes it, a lane that takes turns with the data lane, and one receiver.
+"""A channel: a bounded data lane, a control lane that overtakes it, a lane that takes turns with
+the data lane, and one receiver.
 
-An item lies in a lane until the receiver takes it, and stays with its sender until the sender itself has put it there. So a
-cancelled `put` has not delivered and a cancelled `get` has not taken: nothing is lost and nothing is doubled, whoever is
-cancelled, natively or by an anyio scope, at whatever point. Handing items to the waiting task directly (as anyio's memory
-streams do) cannot promise that.
+An item lies in a lane until the receiver takes it, and stays with its sender until the sender
+itself has put it there. So a cancelled `put` has not delivered and a cancelled `get` has not taken:
+nothing is lost and nothing is doubled, whoever is cancelled, natively or by an anyio scope, at
+whatever point. Handing items to the waiting task directly (as anyio's memory streams do) cannot
+promise that.
 """
 
 from __future__ import annotations
@@ -44,8 +46,9 @@ class ChannelStatistics(NamedTuple):
 class Channel(Generic[T]):
     """Two lanes and one receiver.
 
-    bound: places in the data lane, at least 1. overflow: what to do when they are taken. merge_key, merge: for
-    `Overflow.MERGE`, the key of an item and how to fold a new item into the queued one of the same key (keeping its place).
+    bound: places in the data lane, at least 1. overflow: what to do when they are taken. merge_key,
+    merge: for `Overflow.MERGE`, the key of an item and how to fold a new item into the queued one
+    of the same key (keeping its place).
     """
 
     def __init__(
@@ -60,12 +63,16 @@ class Channel(Generic[T]):
         if bound < 1:
             raise ValueError(f"channel {name!r} needs a bound of at least 1, not {bound}")
         if (overflow is Overflow.MERGE) != (merge_key is not None and merge is not None):
-            raise ValueError(f"channel {name!r}: merge_key and merge belong to Overflow.MERGE, and it needs both")
+            raise ValueError(
+                f"channel {name!r}: merge_key and merge belong to Overflow.MERGE, and it needs both"
+            )
         self.name = name
         self.bound = bound
         self.overflow = overflow
         self._key, self._merge = merge_key, merge
-        self._data: deque[list[T]] = deque()  # one-item boxes, so that a queued item can be replaced in place
+        self._data: deque[list[T]] = (
+            deque()
+        )  # one-item boxes, so that a queued item can be replaced in place
         self._boxes: dict[Hashable, list[T]] = {}
         self._control: deque[T] = deque()
         self._later: deque[T] = deque()
@@ -87,13 +94,15 @@ class Channel(Generic[T]):
         self._wake_receiver()
 
     def put_later(self, item: T) -> None:
-        """Put into the lane that takes turns with the data lane; never waits. ChannelClosed if nobody will receive."""
+        """Put into the lane that takes turns with the data lane; never waits. ChannelClosed if
+        nobody will receive."""
         self._check_open()
         self._later.append(item)
         self._wake_receiver()
 
     def try_put(self, item: T) -> bool:
-        """Put into the data lane if that needs no waiting; False (and nothing done) otherwise. ChannelClosed."""
+        """Put into the data lane if that needs no waiting; False (and nothing done) otherwise.
+        ChannelClosed."""
         if self._closed is not None:
             raise self._closed()
         if self._key is not None and self._fold(item):
@@ -106,8 +115,8 @@ class Channel(Generic[T]):
     async def put(self, item: T) -> None:
         """Put into the data lane, waiting for a place if need be; does not yield when there is one.
 
-        Raises ChannelFull on a rejecting channel without room, ChannelClosed if nobody will receive. If cancelled, the item
-        was not put.
+        Raises ChannelFull on a rejecting channel without room, ChannelClosed if nobody will
+        receive. If cancelled, the item was not put.
         """
         if self.try_put(item):
             return
@@ -152,7 +161,8 @@ class Channel(Generic[T]):
         return item
 
     async def get(self) -> T:
-        """Wait for the next item. Only one task may wait. ChannelClosed once closed and empty. If cancelled, nothing was taken."""
+        """Wait for the next item. Only one task may wait. ChannelClosed once closed and empty. If
+        cancelled, nothing was taken."""
         while True:
             item = self.get_nowait()
             if item is not None:
@@ -169,12 +179,14 @@ class Channel(Generic[T]):
     # -- ending
 
     def purge(self) -> Iterator[T]:
-        """Take everything out at once, control lane first (the receiver died); parked senders get their places."""
+        """Take everything out at once, control lane first (the receiver died); parked senders get
+        their places."""
         while (item := self.get_nowait()) is not None:
             yield item
 
     def close(self, error: Callable[[], Exception] | None = None) -> None:
-        """Refuse everything from now on; parked senders get ChannelClosed, or what `error` makes. What is queued can still be taken."""
+        """Refuse everything from now on; parked senders get ChannelClosed, or what `error` makes.
+        What is queued can still be taken."""
         self._closed = refused = error or self._channel_closed
         self._wake_receiver()
         senders, self._senders = self._senders, deque()
@@ -183,7 +195,8 @@ class Channel(Generic[T]):
                 turn.set_exception(refused())
 
     def refuse(self, error: Callable[[], Exception]) -> None:
-        """Refuse everything from now on with what `error` makes. Nothing and no task is woken: this may be another process than the receiver's."""
+        """Refuse everything from now on with what `error` makes. Nothing and no task is woken: this
+        may be another process than the receiver's."""
         self._closed = error
 
     def __len__(self) -> int:
@@ -192,9 +205,16 @@ class Channel(Generic[T]):
     def statistics(self) -> ChannelStatistics:
         """A moment's picture."""
         return ChannelStatistics(
-            self.bound, len(self._data), len(self._control) + len(self._later), len(self._senders), self._peak, self._peak_control,
-            self._taken, self._rejected, self._merged,
-        )  # fmt: skip
+            self.bound,
+            len(self._data),
+            len(self._control) + len(self._later),
+            len(self._senders),
+            self._peak,
+            self._peak_control,
+            self._taken,
+            self._rejected,
+            self._merged,
+        )
 
     # -- inner parts
 

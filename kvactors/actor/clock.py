@@ -1,4 +1,5 @@
-"""The only source of time: the running loop's clock, so that a virtual-time loop governs everything."""
+"""The only source of time: the running loop's clock, so that a virtual-time loop governs
+everything."""
 
 from __future__ import annotations
 
@@ -13,5 +14,7 @@ def now() -> float:
 def deadline_after(seconds: float) -> float:
     """Absolute deadline `seconds` from now. ValueError unless the number is positive and finite."""
     if not 0 < seconds < float("inf"):
-        raise ValueError(f"a deadline must be a positive, finite number of seconds, not {seconds!r}")
+        raise ValueError(
+            f"a deadline must be a positive, finite number of seconds, not {seconds!r}"
+        )
     return now() + seconds

@@ -33,8 +33,9 @@ def edges(actors: Iterable[type[Actor]]) -> list[Edge]:
 def check_graph(actors: Iterable[type[Actor]]) -> list[str]:
     """The roles in flow order (receivers of forward messages after their senders).
 
-    WiringError lists every misfit: a receiver that is not there, a message it has no handler for, and a cycle among the
-    bounded forward channels, which under load could leave every actor on it waiting for the next.
+    WiringError lists every misfit: a receiver that is not there, a message it has no handler for,
+    and a cycle among the bounded forward channels, which under load could leave every actor on it
+    waiting for the next.
     """
     by_role = {actor.ROLE: actor for actor in actors}
     misfits: list[str] = []
@@ -44,7 +45,9 @@ def check_graph(actors: Iterable[type[Actor]]) -> list[str]:
         if receiver is None:
             misfits.append(f"{edge.sender} tells {edge.receiver}, which is not wired")
         elif edge.message not in receiver.HANDLERS:
-            misfits.append(f"{edge.receiver} has no handler for {edge.message.__name__} from {edge.sender}")
+            misfits.append(
+                f"{edge.receiver} has no handler for {edge.message.__name__} from {edge.sender}"
+            )
         elif edge.forward:
             feeds[edge.receiver].add(edge.sender)
     if misfits:

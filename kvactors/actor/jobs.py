@@ -8,11 +8,13 @@ from typing import NamedTuple
 from kvactors.actor.message import Control
 
 JOB_LIMIT, MEMORY_LIMIT = 5.0, 60.0
-"""Seconds in which a job must end after its actor failed: any job, and one that accesses memory which cannot be withheld from reuse."""
+"""Seconds in which a job must end after its actor failed: any job, and one that accesses memory
+which cannot be withheld from reuse."""
 
 
 class Job(NamedTuple):
-    """counted: whether it counts as activity. slots, keys: host slots that it accesses, and blocks that it is about."""
+    """counted: whether it counts as activity. slots, keys: host slots that it accesses, and blocks
+    that it is about."""
 
     counted: bool
     slots: Sequence[int]
@@ -26,4 +28,5 @@ class JobBroken(Control, frozen=True, eq=False):
 
 
 class JobsRunOn(RuntimeError):
-    """Jobs of a failed actor access memory and do not end: no actor may hand out that memory again."""
+    """Jobs of a failed actor access memory and do not end: no actor may hand out that memory
+    again."""

@@ -1,7 +1,9 @@
-"""The package's logger: what an application configures decides. Never stdout of our own accord, and never the values of local variables.
+"""The package's logger: what an application configures decides. Never stdout of our own accord, and
+never the values of local variables.
 
-An application that has configured structlog receives the events there. Otherwise they go to the standard library's logger `kvactors`, whose
-warnings and errors appear on stderr unless the application has set handlers.
+An application that has configured structlog receives the events there. Otherwise they go to the
+standard library's logger `kvactors`, whose warnings and errors appear on stderr unless the
+application has set handlers.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ class Logger:
         self._write("error", logging.ERROR, event, fields)
 
     def _write(self, method: str, level: int, event: str, fields: dict[str, Any]) -> None:
-        with suppress(Exception):  # a handler or a stream of the application that fails must not fail an actor
+        with suppress(
+            Exception
+        ):  # a handler or a stream of the application that fails must not fail an actor
             self._emit(method, level, event, fields)
 
     def _emit(self, method: str, level: int, event: str, fields: dict[str, Any]) -> None:
@@ -55,7 +59,9 @@ class Logger:
             return
         logger = logging.getLogger("kvactors")
         if logger.isEnabledFor(level):
-            text = " ".join(f"{name}={value!r}" for name, value in {**self._context, **fields}.items())
+            text = " ".join(
+                f"{name}={value!r}" for name, value in {**self._context, **fields}.items()
+            )
             logger.log(level, "%s", f"{event} {text}".rstrip())
 
 

@@ -1,4 +1,5 @@
-"""What may travel on a channel: tells, control messages and asks, and the envelope around each of them."""
+"""What may travel on a channel: tells, control messages and asks, and the envelope around each of
+them."""
 
 from __future__ import annotations
 
@@ -14,18 +15,21 @@ R = TypeVar("R")
 
 
 class Message(msgspec.Struct, frozen=True, eq=False):
-    """A tell that flows forward: it takes a place in the receiver's bounded data lane. Its text has sizes in place of tokens and salts."""
+    """A tell that flows forward: it takes a place in the receiver's bounded data lane. Its text has
+    sizes in place of tokens and salts."""
 
     __repr__ = discreet
     __rich_repr__ = discreet_rich
 
 
 class Control(Message, frozen=True, eq=False):
-    """A completion or an order: it overtakes the data lane, and its number is bounded by the work in flight."""
+    """A completion or an order: it overtakes the data lane, and its number is bounded by the work
+    in flight."""
 
 
 class Later(Control, frozen=True, eq=False):
-    """The next step of an actor's own long work. It does not overtake the data lane: the actor takes one of each in turn."""
+    """The next step of an actor's own long work. It does not overtake the data lane: the actor
+    takes one of each in turn."""
 
 
 class Ask(Message, Generic[R], frozen=True, eq=False):
@@ -39,7 +43,8 @@ class Stop(Control, frozen=True, eq=False):
 class PeerRestarted(Control, frozen=True, eq=False):
     """An actor lost its state and began anew: operations it had in flight will never be answered.
 
-    name: the actor's name. life: its new one's number. When this arrives none of its child jobs runs any more.
+    name: the actor's name. life: its new one's number. When this arrives none of its child jobs
+    runs any more.
     """
 
     name: str
@@ -56,7 +61,11 @@ class Envelope(Generic[R]):
     __slots__ = ("deadline", "life", "message", "reply")
 
     def __init__(
-        self, message: Message, reply: asyncio.Future[R] | None = None, deadline: float | None = None, life: int = 0
+        self,
+        message: Message,
+        reply: asyncio.Future[R] | None = None,
+        deadline: float | None = None,
+        life: int = 0,
     ) -> None:
         self.message = message
         self.reply = reply

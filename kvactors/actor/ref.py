@@ -1,4 +1,5 @@
-"""A reference to an actor: how everybody else speaks to it. It outlives the actor's deaths and restarts."""
+"""A reference to an actor: how everybody else speaks to it. It outlives the actor's deaths and
+restarts."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from kvactors.errors import DeadlineExceeded
 R = TypeVar("R")
 
 SWEEP = 0.05
-"""Seconds between looks at the deadlines of open asks: a timer for each would double the price of an ask."""
+"""Seconds between looks at the deadlines of open asks: a timer for each would double the price of
+an ask."""
 
 
 class OpenAsks(Generic[R]):
@@ -27,7 +29,9 @@ class OpenAsks(Generic[R]):
     def __init__(self, actor: str) -> None:
         self._actor = actor
         self._open: dict[asyncio.Future[Any], Envelope[Any]] = {}
-        self._overdue: dict[asyncio.Future[Any], None] = {}  # in the order they were asked: a run must repeat from its seed
+        self._overdue: dict[
+            asyncio.Future[Any], None
+        ] = {}  # in the order they were asked: a run must repeat from its seed
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, envelope: Envelope[Any]) -> None:
@@ -47,7 +51,9 @@ class OpenAsks(Generic[R]):
         self._timer = loop.call_later(SWEEP, self._sweep) if self._open else None
         now = loop.time()
         overdue = [
-            reply for reply, envelope in self._open.items() if envelope.deadline is not None and envelope.deadline <= now
+            reply
+            for reply, envelope in self._open.items()
+            if envelope.deadline is not None and envelope.deadline <= now
         ]
         twice = [reply for reply in overdue if reply in self._overdue]
         for reply in twice:  # until the second look the actor may still refuse in better words
@@ -59,12 +65,24 @@ class OpenAsks(Generic[R]):
 
 
 class ActorRef:
-    """name: unique in the system. role: the class of actor, as the channel graph names it (a pool shares one role). switched_off: whether
-    a substitute runs in the actor's place."""
+    """name: unique in the system. role: the class of actor, as the channel graph names it (a pool
+    shares one role). switched_off: whether a substitute runs in the actor's place."""
 
-    __slots__ = ("_asks", "_reviving", "activity", "channel", "dead", "life", "name", "role", "switched_off")
+    __slots__ = (
+        "_asks",
+        "_reviving",
+        "activity",
+        "channel",
+        "dead",
+        "life",
+        "name",
+        "role",
+        "switched_off",
+    )
 
-    def __init__(self, name: str, role: str, channel: Channel[Envelope[Any]], activity: Activity) -> None:
+    def __init__(
+        self, name: str, role: str, channel: Channel[Envelope[Any]], activity: Activity
+    ) -> None:
         self.name = name
         self.role = role
         self.channel = channel
@@ -76,7 +94,8 @@ class ActorRef:
         self.dead = False  # and nobody was told yet
 
     def reviving(self) -> None:
-        """The actor has died, or is made anew: until its next life has begun, the system is not at rest."""
+        """The actor has died, or is made anew: until its next life has begun, the system is not at
+        rest."""
         self._reviving += 1
         self.activity.begin()
 
@@ -86,21 +105,27 @@ class ActorRef:
         self.activity.end(count)
 
     def try_tell(self, message: Message) -> bool:
-        """Put a message without waiting; False if the data lane is full. Control messages always fit. ChannelClosed."""
+        """Put a message without waiting; False if the data lane is full. Control messages always
+        fit. ChannelClosed."""
         return self.try_send(Envelope(message, None, None, self.life))
 
     async def tell(self, message: Message) -> None:
-        """Put a message, waiting while the data lane is full. ChannelFull (rejecting channel), ChannelClosed."""
+        """Put a message, waiting while the data lane is full. ChannelFull (rejecting channel),
+        ChannelClosed."""
         await self.send(Envelope(message, None, None, self.life))
 
-    async def ask(self, message: Ask[R], *, deadline: float, lost: Callable[[R], None] | None = None) -> R:
+    async def ask(
+        self, message: Ask[R], *, deadline: float, lost: Callable[[R], None] | None = None
+    ) -> R:
         """Put an ask and wait for its answer.
 
-        deadline: absolute loop time; it covers the wait for a place and the wait for the answer, and travels with the message.
-        Raises DeadlineExceeded, ActorFailed, ChannelFull, ChannelClosed, and whatever error the actor answers with. A
-        cancelled ask is withdrawn: if the actor has not begun with it, it never will.
+        deadline: absolute loop time; it covers the wait for a place and the wait for the answer,
+        and travels with the message. Raises DeadlineExceeded, ActorFailed, ChannelFull,
+        ChannelClosed, and whatever error the actor answers with. A cancelled ask is withdrawn: if
+        the actor has not begun with it, it never will.
 
-        lost: called with an answer that does not reach the caller, because it was cancelled after the actor had answered.
+        lost: called with an answer that does not reach the caller, because it was cancelled after
+        the actor had answered.
         """
         reply: asyncio.Future[R] = asyncio.get_running_loop().create_future()
         envelope: Envelope[R] = Envelope(message, reply, deadline, self.life)
@@ -115,7 +140,12 @@ class ActorRef:
                 raise DeadlineExceeded(f"{self.name} did not take {type(message).__name__} in time")
             return await reply
         except asyncio.CancelledError:
-            if lost is not None and reply.done() and not reply.cancelled() and reply.exception() is None:
+            if (
+                lost is not None
+                and reply.done()
+                and not reply.cancelled()
+                and reply.exception() is None
+            ):
                 lost(reply.result())
             raise
         finally:
@@ -124,7 +154,11 @@ class ActorRef:
     def try_send(self, envelope: Envelope[Any]) -> bool:
         """`try_tell` for a message that has its envelope already."""
         if isinstance(envelope.message, Control):
-            put = self.channel.put_later if isinstance(envelope.message, Later) else self.channel.put_control
+            put = (
+                self.channel.put_later
+                if isinstance(envelope.message, Later)
+                else self.channel.put_control
+            )
             put(envelope)
         elif not self.channel.try_put(envelope):
             return False

@@ -1,7 +1,9 @@
-"""The supervisor: starts actors in flow order, restarts groups of them, drains and stops them in reverse.
+"""The supervisor: starts actors in flow order, restarts groups of them, drains and stops them in
+reverse.
 
-Actors that cannot outlive each other's state stand in one group and restart together; a group may stand in a group. Whoever
-is left alive hears `PeerRestarted` and writes off what it had in flight with the dead.
+Actors that cannot outlive each other's state stand in one group and restart together; a group may
+stand in a group. Whoever is left alive hears `PeerRestarted` and writes off what it had in flight
+with the dead.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ log = get_logger()
 
 
 SWITCHED_OFF, SWITCHED_OFF_MOST = 30.0, 600.0
-"""Seconds an optional actor stays switched off at first, and at most; doubled each time it fails again soon."""
+"""Seconds an optional actor stays switched off at first, and at most; doubled each time it fails
+again soon."""
 
 LEAST_STEP = 0.1
 """Seconds each step of a shutdown has at least, however little is left."""
@@ -40,8 +43,8 @@ LEAST_STEP = 0.1
 class ActorSpec(NamedTuple):
     """One actor to be: `factory(ref)` makes it, at the start and after every failure.
 
-    substitute: for an actor that the system can do without, alone in its group: makes the one that runs in its place while it is
-    switched off, and answers every message at once.
+    substitute: for an actor that the system can do without, alone in its group: makes the one that
+    runs in its place while it is switched off, and answers every message at once.
     """
 
     kind: type[Actor]
@@ -51,7 +54,8 @@ class ActorSpec(NamedTuple):
 
 
 class SwitchedOff(NamedTuple):
-    """An optional actor that failed more often than its budget allows. Times of the loop's clock."""
+    """An optional actor that failed more often than its budget allows. Times of the loop's
+    clock."""
 
     name: str
     cause: str
@@ -75,8 +79,8 @@ class Group(NamedTuple):
 
 
 class RestartBudget(NamedTuple):
-    """A group may fail `deaths` times in `within` seconds; once more and an optional actor is switched off, any other failure passes to
-    the group around it."""
+    """A group may fail `deaths` times in `within` seconds; once more and an optional actor is
+    switched off, any other failure passes to the group around it."""
 
     deaths: int = 5
     within: float = 60.0
@@ -94,7 +98,10 @@ class Supervisor:
     """Runs one system. Use `running()`; nothing starts before the channel graph is found sound."""
 
     def __init__(
-        self, activity: Activity, budget: RestartBudget | None = None, closed: Callable[[], Exception] | None = None
+        self,
+        activity: Activity,
+        budget: RestartBudget | None = None,
+        closed: Callable[[], Exception] | None = None,
     ) -> None:
         self.activity = activity
         self._closed = closed
@@ -102,17 +109,26 @@ class Supervisor:
         self.failed_actor = ""
         self.failed_at: float | None = None
         self.switched_off: dict[str, SwitchedOff] = {}
-        self.end_by: float | None = None  # when a shutdown must be over, if it is known before `running` ends
+        self.end_by: float | None = (
+            None  # when a shutdown must be over, if it is known before `running` ends
+        )
         self._budget = budget or RestartBudget()
         self._actors: dict[str, Actor] = {}
         self._root: Group | None = None
         self._stopping = False
-        self._failing: tuple[str, BaseException] | None = None  # the actor that is the reason for cancelling others
+        self._failing: tuple[str, BaseException] | None = (
+            None  # the actor that is the reason for cancelling others
+        )
         self._deaths = self._restarts = 0
         self._last_death = ""
 
     def make_ref(
-        self, kind: type[Actor], bound: int, *, name: str | None = None, overflow: Overflow = Overflow.WAIT
+        self,
+        kind: type[Actor],
+        bound: int,
+        *,
+        name: str | None = None,
+        overflow: Overflow = Overflow.WAIT,
     ) -> ActorRef:
         """A ref with a channel of its own; `name` defaults to the role."""
         name = name or kind.ROLE
@@ -129,16 +145,23 @@ class Supervisor:
 
     @asynccontextmanager
     async def running(
-        self, *members: ActorSpec | Group, drain: float = 10.0, outside: tuple[type[Actor], ...] = ()
+        self,
+        *members: ActorSpec | Group,
+        drain: float = 10.0,
+        outside: tuple[type[Actor], ...] = (),
     ) -> AsyncIterator[Supervisor]:
-        """Run the members until the block ends; then drain for at most `drain` seconds and stop in reverse.
+        """Run the members until the block ends; then drain for at most `drain` seconds and stop in
+        reverse.
 
-        outside: classes that the graph may name and that are not wired here. Raises WiringError before anything starts, and whatever
-        kept an actor from its first start. An exception out of the block passes as it is.
+        outside: classes that the graph may name and that are not wired here. Raises WiringError
+        before anything starts, and whatever kept an actor from its first start. An exception out of
+        the block passes as it is.
         """
         self._root = root = Group("system", members)
         check_graph([*{spec.kind: None for spec in root.specs()}, *outside])
-        life = asyncio.get_running_loop().create_task(self._run_root(root), name="kvactors supervisor")
+        life = asyncio.get_running_loop().create_task(
+            self._run_root(root), name="kvactors supervisor"
+        )
         try:
             await self._all_started(root)
             yield self
@@ -157,23 +180,30 @@ class Supervisor:
             with anyio.move_on_after(max(LEAST_STEP, end - now())):
                 await asyncio.wait([life])
             if not life.done():
-                names = [actor.ref.name for actor in self.actors() if actor.state is not State.STOPPED]
+                names = [
+                    actor.ref.name for actor in self.actors() if actor.state is not State.STOPPED
+                ]
                 log.error("actors did not end before the shutdown's deadline", actors=names)
             self._close_channels(root)
 
     async def _all_started(self, root: Group) -> None:
         names = [spec.ref.name for spec in root.specs()]
-        while not all(name in self._actors and self._actors[name].state is not State.STARTING for name in names):
+        while not all(
+            name in self._actors and self._actors[name].state is not State.STARTING
+            for name in names
+        ):
             if self.failed is not None:
                 raise self.failed
             await asyncio.sleep(0)
 
     def failure(self) -> CacheFailed | None:
-        """What a call raises after the system has failed, made anew for each; None if it has not."""
+        """What a call raises after the system has failed, made anew for each; None if it has
+        not."""
         return None if self.failed is None else CacheFailed(self.failed_actor, self.failed)
 
     async def drain(self, limit: float) -> bool:
-        """Wait until nothing is under way, for at most `limit` seconds; whether that was reached."""
+        """Wait until nothing is under way, for at most `limit` seconds; whether that was
+        reached."""
         with anyio.move_on_after(limit) as scope:
             await self.activity.quiet()
         return not scope.cancelled_caught
@@ -232,7 +262,8 @@ class Supervisor:
             self._notify_survivors(group)
 
     def _make(self, spec: ActorSpec, switch: Switch) -> Actor:
-        """A new life, which knows the others' lives; of one whose death is not made known yet, the one that has ended."""
+        """A new life, which knows the others' lives; of one whose death is not made known yet, the
+        one that has ended."""
         assert self._root is not None
         try:
             actor = switch.factory(spec)(spec.ref)
@@ -240,7 +271,9 @@ class Supervisor:
             self._failing = (spec.ref.name, error)
             raise
         actor.failed_peer = lambda: self._failing
-        actor.lives = {other.ref.name: other.ref.life - other.ref.dead for other in self._root.specs()}
+        actor.lives = {
+            other.ref.name: other.ref.life - other.ref.dead for other in self._root.specs()
+        }
         return actor
 
     async def _run_actor(self, spec: ActorSpec) -> None:
@@ -259,7 +292,8 @@ class Supervisor:
             raise
 
     def _bury_queues(self, group: Group, cause: BaseException) -> None:
-        """Everything queued for the dead goes with them: asks fail at once, tells are about state that is gone."""
+        """Everything queued for the dead goes with them: asks fail at once, tells are about state
+        that is gone."""
         for spec in group.specs():
             actor = self._actors.get(spec.ref.name)
             if actor is not None and actor.life == spec.ref.life:
@@ -274,7 +308,9 @@ class Supervisor:
         for ref in dead.values():
             ref.dead = False
         for spec in self._root.specs():
-            actor = self._actors.get(spec.ref.name)  # None: it is made for the first time after this failure
+            actor = self._actors.get(
+                spec.ref.name
+            )  # None: it is made for the first time after this failure
             if spec.ref.name not in dead and actor is not None and actor.state <= State.RUNNING:
                 for name in sorted(dead):
                     spec.ref.try_tell(PeerRestarted(name, dead[name].life))
@@ -299,15 +335,22 @@ class Supervisor:
 
     def _refused(self) -> Exception:
         """What a message to a system that has failed or ended raises, made anew for each."""
-        return self.failure() or (ChannelClosed("the system has stopped") if self._closed is None else self._closed())
+        return self.failure() or (
+            ChannelClosed("the system has stopped") if self._closed is None else self._closed()
+        )
 
 
 class Switch:
-    """Whether the optional actor of a group runs, or its substitute. Of any other group: nothing can be switched off."""
+    """Whether the optional actor of a group runs, or its substitute. Of any other group: nothing
+    can be switched off."""
 
     def __init__(self, supervisor: Supervisor, group: Group) -> None:
         first = group.members[0]
-        optional = len(group.members) == 1 and isinstance(first, ActorSpec) and first.substitute is not None
+        optional = (
+            len(group.members) == 1
+            and isinstance(first, ActorSpec)
+            and first.substitute is not None
+        )
         self._spec = first if optional and isinstance(first, ActorSpec) else None
         self._supervisor = supervisor
         self._delay = SWITCHED_OFF
@@ -316,7 +359,9 @@ class Switch:
 
     @property
     def _record(self) -> SwitchedOff | None:
-        return None if self._spec is None else self._supervisor.switched_off.get(self._spec.ref.name)
+        return (
+            None if self._spec is None else self._supervisor.switched_off.get(self._spec.ref.name)
+        )
 
     def factory(self, spec: ActorSpec) -> Callable[[ActorRef], Actor]:
         """What makes the next one; for a substitute, with a timer that ends it."""
@@ -338,7 +383,8 @@ class Switch:
             self._timer = None
 
     def relapse(self, budget: RestartBudget) -> bool:
-        """Whether it failed soon after it was switched on again: it is switched off at once, for longer."""
+        """Whether it failed soon after it was switched on again: it is switched off at once, for
+        longer."""
         if self._record is not None or self._on_since is None:
             return False
         again = now() - self._on_since < budget.within
@@ -351,7 +397,9 @@ class Switch:
         if self._spec is None or self._record is not None:
             return False
         name = self._spec.ref.name
-        self._supervisor.switched_off[name] = SwitchedOff(name, brief(cause), now(), now() + self._delay)
+        self._supervisor.switched_off[name] = SwitchedOff(
+            name, brief(cause), now(), now() + self._delay
+        )
         log.error("actor switched off", actor=name, error=brief(cause), again_in=self._delay)
         return True
 
@@ -378,14 +426,20 @@ def brief(error: BaseException) -> str:
 
 
 def frames(error: BaseException) -> list[str]:
-    """Where an error comes from, innermost last, without the values of local variables: they may hold prompts."""
-    return [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in traceback.extract_tb(error.__traceback__)]
+    """Where an error comes from, innermost last, without the values of local variables: they may
+    hold prompts."""
+    return [
+        f"{frame.filename}:{frame.lineno} in {frame.name}"
+        for frame in traceback.extract_tb(error.__traceback__)
+    ]
 
 
 def jobs_run_on(error: BaseException) -> JobsRunOn | None:
     """The reason why a group cannot restart, if that is among nested errors."""
     if isinstance(error, BaseExceptionGroup):
-        return next((found for one in error.exceptions if (found := jobs_run_on(one)) is not None), None)
+        return next(
+            (found for one in error.exceptions if (found := jobs_run_on(one)) is not None), None
+        )
     return error if isinstance(error, JobsRunOn) else None
 
 

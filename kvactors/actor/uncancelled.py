@@ -1,8 +1,10 @@
-"""Waits and clean-ups that no cancellation interrupts: memory in use by a thread, a shutdown in progress.
+"""Waits and clean-ups that no cancellation interrupts: memory in use by a thread, a shutdown in
+progress.
 
-An `anyio.CancelScope(shield=True)` holds off anyio's cancellation only: `Task.cancel`, `asyncio.timeout` and Ctrl-C under
-`asyncio.run` pass through it. Code that must reach its end therefore uses `uncancelled` (a coroutine), `to_the_end` (a future) or
-`ended` (a task). All of them raise the cancellation when the work has ended.
+An `anyio.CancelScope(shield=True)` holds off anyio's cancellation only: `Task.cancel`,
+`asyncio.timeout` and Ctrl-C under `asyncio.run` pass through it. Code that must reach its end
+therefore uses `uncancelled` (a coroutine), `to_the_end` (a future) or `ended` (a task). All of them
+raise the cancellation when the work has ended.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ T = TypeVar("T")
 
 
 class ThreadWaits:
-    """The waits of one system for its threads. `abandon` ends those that remain when the time of a shutdown is over.
+    """The waits of one system for its threads. `abandon` ends those that remain when the time of a
+    shutdown is over.
 
     abandoned: how many were. Memory that their threads use must stay mapped.
     """
@@ -44,33 +47,43 @@ _waits: ContextVar[ThreadWaits | None] = ContextVar("kvactors_thread_waits", def
 
 
 async def uncancelled(work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` in a task of its own to its end and return its result; a cancellation of the caller is raised afterwards."""
+    """Run `work` in a task of its own to its end and return its result; a cancellation of the
+    caller is raised afterwards."""
     return await _ended(asyncio.get_running_loop().create_task(work), None, None)
 
 
 async def to_the_end(future: asyncio.Future[T], cancelled: Callable[[], None] | None = None) -> T:
-    """The future's result. A cancellation is raised when the future is done: memory in use by a thread stays in use until then.
+    """The future's result. A cancellation is raised when the future is done: memory in use by a
+    thread stays in use until then.
 
-    cancelled: called at the first cancellation, to make the thread's work shorter. CancelledError if the system abandons the wait at its shutdown.
+    cancelled: called at the first cancellation, to make the thread's work shorter. CancelledError
+    if the system abandons the wait at its shutdown.
     """
     return await _ended(future, cancelled, _waits.get())
 
 
 async def ended(task: asyncio.Future[Any]) -> None:
-    """Return when a task is done, whatever it raised. A cancellation of the caller is raised afterwards."""
+    """Return when a task is done, whatever it raised. A cancellation of the caller is raised
+    afterwards."""
     await _wait(task, None, None)
 
 
-async def _ended(future: asyncio.Future[T], notify: Callable[[], None] | None, waits: ThreadWaits | None) -> T:
+async def _ended(
+    future: asyncio.Future[T], notify: Callable[[], None] | None, waits: ThreadWaits | None
+) -> T:
     await _wait(future, notify, waits)
     return future.result()
 
 
-async def _wait(future: asyncio.Future[Any], notify: Callable[[], None] | None, waits: ThreadWaits | None) -> None:
+async def _wait(
+    future: asyncio.Future[Any], notify: Callable[[], None] | None, waits: ThreadWaits | None
+) -> None:
     if future.done():
         return
     cancelled: BaseException | None = None
-    with anyio.CancelScope(shield=True):  # without it, a cancelled scope would cancel this task at every step of the loop
+    with anyio.CancelScope(
+        shield=True
+    ):  # without it, a cancelled scope would cancel this task at every step of the loop
         while not (future.done() or (waits is not None and waits.over)):
             try:
                 await _wake(future, waits)
@@ -84,14 +97,17 @@ async def _wait(future: asyncio.Future[Any], notify: Callable[[], None] | None, 
                 raise
     if waits is not None and not future.done():
         waits.abandoned += 1
-        cancelled = cancelled or asyncio.CancelledError("a thread did not end before the shutdown's deadline")
+        cancelled = cancelled or asyncio.CancelledError(
+            "a thread did not end before the shutdown's deadline"
+        )
     if cancelled is not None:
         future.add_done_callback(_retrieve)
         raise cancelled
 
 
 async def _wake(future: asyncio.Future[Any], waits: ThreadWaits | None) -> None:
-    """Return when the future is done or the wait is abandoned. The future itself is never cancelled."""
+    """Return when the future is done or the wait is abandoned. The future itself is never
+    cancelled."""
     waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def wake(_: asyncio.Future[Any]) -> None:

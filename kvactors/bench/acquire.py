@@ -1,7 +1,9 @@
-"""Requests that hit the device, through the actors: how many a second, and how long an acquire takes.
+"""Requests that hit the device, through the actors: how many a second, and how long an acquire
+takes.
 
-The limits are the bars the runtime was built to: 10,000 requests a second on one core, 20 microseconds an ask. Beside them stands what
-the bare loop can do: a request is three asks, each of which is at least one pass through the loop.
+The limits are the bars the runtime was built to: 10,000 requests a second on one core, 20
+microseconds an ask. Beside them stands what the bare loop can do: a request is three asks, each of
+which is at least one pass through the loop.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from kvactors.terminable import run_terminable
 
 BLOCK = 64
 PROMPT = 8192 + 8
-"""Tokens: 128 whole blocks, which all hit, and a tail to compute, as a model always needs one token."""
+"""Tokens: 128 whole blocks, which all hit, and a tail to compute, as a model always needs one
+token."""
 CLIENTS = 8
 REQUESTS_PER_S = 10_000.0
 ASK_US = 20.0
@@ -31,7 +34,13 @@ ASKS = 3
 def run(*, quick: bool = False) -> dict[str, Any]:
     """All rows. quick: a few requests only, for tests."""
     rows, requests = run_terminable(measure(1_000 if quick else 20_000))
-    settings = {"prompt_tokens": PROMPT, "block_size": BLOCK, "requests": requests, "dtype": "int64", "quick": quick}
+    settings = {
+        "prompt_tokens": PROMPT,
+        "block_size": BLOCK,
+        "requests": requests,
+        "dtype": "int64",
+        "quick": quick,
+    }
     return bench_report("acquire", rows, settings)
 
 
@@ -53,18 +62,28 @@ async def measure(requests: int) -> tuple[list[Row], int]:
         together = await throughput(cache, prompts, requests)
         acquire, ask = await latencies(cache, prompts[0], requests)
         bare = await bare_loop(requests)
-        missed = cache.statistics().blocks_looked_up - cache.statistics().device_hits - CLIENTS * (PROMPT // BLOCK)
+        missed = (
+            cache.statistics().blocks_looked_up
+            - cache.statistics().device_hits
+            - CLIENTS * (PROMPT // BLOCK)
+        )
     assert missed == 0, f"{missed} blocks missed in what should have been hits"
     bar = "the bar"
     rows: list[Row] = [
         rate_row("acquire to finish, one client", alone, REQUESTS_PER_S, "requests/s", bar),
-        rate_row(f"acquire to finish, {CLIENTS} clients", together, REQUESTS_PER_S, "requests/s", bar),
+        rate_row(
+            f"acquire to finish, {CLIENTS} clients", together, REQUESTS_PER_S, "requests/s", bar
+        ),
         time_row("acquire, p50", acquire[0], ASK_US, "us", bar),
         time_row("acquire, p99", acquire[1], ASK_US, "us", bar),
         time_row("commit of nothing new (a bare ask), p50", ask[0], ASK_US, "us", bar),
         time_row("commit of nothing new (a bare ask), p99", ask[1], ASK_US, "us", bar),
         rate_row(
-            f"{CLIENTS} clients, against the bare loop", together, bare / ASKS, "requests/s", f"asyncio.sleep(0) rate / {ASKS}"
+            f"{CLIENTS} clients, against the bare loop",
+            together,
+            bare / ASKS,
+            "requests/s",
+            f"asyncio.sleep(0) rate / {ASKS}",
         ),
     ]
     return rows, requests
@@ -95,7 +114,8 @@ async def throughput(cache: KVCache, prompts: list[NDArray[np.int64]], requests:
 async def latencies(
     cache: KVCache, prompt: NDArray[np.int64], requests: int
 ) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Median and 99th percentile in microseconds of an acquire, and of an ask with nothing to do."""
+    """Median and 99th percentile in microseconds of an acquire, and of an ask with nothing to
+    do."""
     acquires, asks = np.empty(requests), np.empty(requests)
     clock = time.perf_counter
     for i in range(requests):

@@ -1,4 +1,5 @@
-"""Gather and scatter against plain memcpy of the same bytes, interleaved; whole layouts; ranks; and a GPU, where there is one."""
+"""Gather and scatter against plain memcpy of the same bytes, interleaved; whole layouts; ranks; and
+a GPU, where there is one."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def timed(work: Callable[[], None]) -> float:
 
 
 def run(*, quick: bool = False) -> dict[str, Any]:
-    """All rows: pieces of 8 KiB to 1 MiB, 64 regions (32 layers, key and value), shuffled blocks. quick: small sizes, for tests."""
+    """All rows: pieces of 8 KiB to 1 MiB, 64 regions (32 layers, key and value), shuffled blocks.
+    quick: small sizes, for tests."""
     total, rounds = (8 << 20, 2) if quick else (256 << 20, 9)
     rows: list[Row] = []
     rng = np.random.default_rng(3)
@@ -52,18 +54,34 @@ def run(*, quick: bool = False) -> dict[str, Any]:
         times: dict[str, list[float]] = {"memcpy": [], "gather": [], "scatter": []}
         for _ in range(rounds):
             times["memcpy"].append(timed(partial(copy_bytes, host, device, nbytes)))
-            times["gather"].append(timed(partial(gather, regions, pieces, blocks, ids, host, stride, blocks, slots)))
-            times["scatter"].append(timed(partial(scatter, regions, pieces, blocks, ids, host, stride, blocks, slots)))
+            times["gather"].append(
+                timed(partial(gather, regions, pieces, blocks, ids, host, stride, blocks, slots))
+            )
+            times["scatter"].append(
+                timed(partial(scatter, regions, pieces, blocks, ids, host, stride, blocks, slots))
+            )
         limit = nbytes / median(times["memcpy"]) / 1e9
         for name in ("gather", "scatter"):
             ours = nbytes / median(times[name]) / 1e9
             rows.append(
-                rate_row(f"{name}, pieces of {piece // KIB} KiB", ours, limit, "GB/s", "memcpy of the same bytes, same run")
+                rate_row(
+                    f"{name}, pieces of {piece // KIB} KiB",
+                    ours,
+                    limit,
+                    "GB/s",
+                    "memcpy of the same bytes, same run",
+                )
             )
     rows += layout_rows(*((16 << 20, 2) if quick else (256 << 20, 9)))
     rows += run_terminable(rank_rows(20 if quick else 2000))
     rows += run_terminable(gpu_rows(quick=quick))
-    settings = {"regions": regions_count, "total_bytes": total, "rounds": rounds, "threads": 1, "quick": quick}
+    settings = {
+        "regions": regions_count,
+        "total_bytes": total,
+        "rounds": rounds,
+        "threads": 1,
+        "quick": quick,
+    }
     return bench_report("copy", rows, settings)
 
 
@@ -88,12 +106,18 @@ def layout_rows(total: int, rounds: int) -> list[Row]:
         source, target = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
         times: dict[str, list[float]] = {"memcpy": [], "to host": [], "to device": []}
         for _ in range(rounds):
-            times["memcpy"].append(timed(partial(copy_bytes, target.ctypes.data, source.ctypes.data, nbytes)))
+            times["memcpy"].append(
+                timed(partial(copy_bytes, target.ctypes.data, source.ctypes.data, nbytes))
+            )
             times["to host"].append(timed(partial(device.copy_to_host, ids, arena, slots)))
             times["to device"].append(timed(partial(device.copy_to_device, ids, arena, slots)))
         limit = nbytes / median(times["memcpy"]) / 1e9
         for way in ("to host", "to device"):
             ours = nbytes / median(times[way]) / 1e9
-            rows.append(rate_row(f"{name}: {way}", ours, limit, "GB/s", "memcpy of the same bytes, same run"))
+            rows.append(
+                rate_row(
+                    f"{name}: {way}", ours, limit, "GB/s", "memcpy of the same bytes, same run"
+                )
+            )
         arena.close()
     return rows

@@ -1,4 +1,5 @@
-"""Copies between a GPU and the pinned arena, against one large pinned copy; without a GPU there is nothing to measure."""
+"""Copies between a GPU and the pinned arena, against one large pinned copy; without a GPU there is
+nothing to measure."""
 
 from __future__ import annotations
 
@@ -21,10 +22,13 @@ KIB = 1024
 
 
 def layouts(*, quick: bool) -> dict[str, Layout]:
-    """The GQA layout of an 8B-class model (pieces of 128 KiB), and pieces of 4 KiB to 2 MiB, 32 layers each."""
+    """The GQA layout of an 8B-class model (pieces of 128 KiB), and pieces of 4 KiB to 2 MiB, 32
+    layers each."""
     found: dict[str, Layout] = {"GQA 8B, blocks of 64": GQALayout(32, 8, 128, 64, "bfloat16")}
     sizes = (4, 64) if quick else (4, 16, 32, 64, 256, 2048)
-    found |= {f"pieces of {size} KiB": GQALayout(32, 1, 128, size * KIB // 128, "uint8") for size in sizes}
+    found |= {
+        f"pieces of {size} KiB": GQALayout(32, 1, 128, size * KIB // 128, "uint8") for size in sizes
+    }
     return found
 
 
@@ -43,11 +47,27 @@ async def gpu_rows(*, quick: bool) -> list[Row]:
             for direction in Direction:
                 limit = await large(total, direction, rounds)
                 ours = await rate(executor, (direction,), ids, slots, rounds)
-                rows.append(rate_row(f"GPU, {name}: {direction.value}", ours, limit, "GB/s", "one large pinned copy, same run"))
+                rows.append(
+                    rate_row(
+                        f"GPU, {name}: {direction.value}",
+                        ours,
+                        limit,
+                        "GB/s",
+                        "one large pinned copy, same run",
+                    )
+                )
             half = blocks // 2
-            both = await rate(executor, tuple(Direction), ids[:half], slots[half : 2 * half], rounds)
+            both = await rate(
+                executor, tuple(Direction), ids[:half], slots[half : 2 * half], rounds
+            )
             rows.append(
-                rate_row(f"GPU, {name}: both ways at once", both, limit, "GB/s", "one large pinned copy one way, same run")
+                rate_row(
+                    f"GPU, {name}: both ways at once",
+                    both,
+                    limit,
+                    "GB/s",
+                    "one large pinned copy one way, same run",
+                )
             )
     return rows
 
@@ -75,7 +95,11 @@ async def large(nbytes: int, direction: Direction, rounds: int) -> float:
 
 
 async def rate(
-    executor: CudaExecutor, ways: Sequence[Direction], ids: Sequence[int], slots: Sequence[int], rounds: int
+    executor: CudaExecutor,
+    ways: Sequence[Direction],
+    ids: Sequence[int],
+    slots: Sequence[int],
+    rounds: int,
 ) -> float:
     """GB/s over all ways together."""
     times = []

@@ -1,4 +1,5 @@
-"""What it costs to hand a batch to four ranks in processes of their own, and to gather their answers."""
+"""What it costs to hand a batch to four ranks in processes of their own, and to gather their
+answers."""
 
 from __future__ import annotations
 
@@ -25,14 +26,17 @@ def _copy(ids: tuple[int, ...], op: int) -> CopyBlocks:
 
 
 async def rank_rows(batches: int) -> list[Row]:
-    """Batches of 1 and of 64 pairs of the smallest blocks there are, one after another: all but the copies themselves."""
+    """Batches of 1 and of 64 pairs of the smallest blocks there are, one after another: all but the
+    copies themselves."""
     rows = []
     with tempfile.TemporaryDirectory(prefix="kvactors-") as folder:
         config = Config(
             cache=CacheConfig(block_size=1),
             device=DeviceConfig(num_blocks=64),
             host=HostConfig(slots=64),
-            layout=LayoutConfig(num_layers=1, num_kv_heads=RANKS, head_dim=8, tensor_parallel=RANKS),
+            layout=LayoutConfig(
+                num_layers=1, num_kv_heads=RANKS, head_dim=8, tensor_parallel=RANKS
+            ),
             ranks=RanksConfig(RANKS, f"unix://{folder}/ranks"),
         )
         async with AsyncExitStack() as stack:

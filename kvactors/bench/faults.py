@@ -1,4 +1,5 @@
-"""What storage faults cost: each fault of the table on a real file store behind a real cache, and on how many points it ended as it should."""
+"""What storage faults cost: each fault of the table on a real file store behind a real cache, and
+on how many points it ended as it should."""
 
 from __future__ import annotations
 
@@ -28,14 +29,21 @@ CHECKS = "no wrong byte, no error to a request, counted, nothing lost or left in
 
 def config(folder: str, **storage: Any) -> Config:
     """A small cache over a file store, so that nearly every request goes through it."""
-    return Config.from_mapping({
-        "cache": {"model": "m", "block_size": BLOCK, "deadline": 5.0},
-        "device": {"num_blocks": 24},
-        "host": {"slots": 8, "transit_slots": 64},
-        "layout": {"num_layers": 2, "num_kv_heads": 2, "head_dim": 32},
-        "storage": {"backend": "file", "directory": folder, "write_policy": "write_through", **storage},
-        "flush": {"sinks": [{"kind": "memory", "tiers": ["device", "host", "storage"]}]},
-    })  # fmt: skip
+    return Config.from_mapping(
+        {
+            "cache": {"model": "m", "block_size": BLOCK, "deadline": 5.0},
+            "device": {"num_blocks": 24},
+            "host": {"slots": 8, "transit_slots": 64},
+            "layout": {"num_layers": 2, "num_kv_heads": 2, "head_dim": 32},
+            "storage": {
+                "backend": "file",
+                "directory": folder,
+                "write_policy": "write_through",
+                **storage,
+            },
+            "flush": {"sinks": [{"kind": "memory", "tiers": ["device", "host", "storage"]}]},
+        }
+    )
 
 
 class Case:
@@ -67,10 +75,20 @@ class Case:
             await self.serve(cache, range(PROMPTS))
             await cache.flush_settled(20.0)
             counts = cache.statistics()
-            counted = getattr(counts.store, counter, 0) or getattr(counts.host, counter, 0) or counter == ""
-            return sum((
-                self.totals.corrupt_blocks_served == 0, not self.totals.errors, bool(counted), cache.check() == [], cache.divergence() == 0,
-            ))  # fmt: skip
+            counted = (
+                getattr(counts.store, counter, 0)
+                or getattr(counts.host, counter, 0)
+                or counter == ""
+            )
+            return sum(
+                (
+                    self.totals.corrupt_blocks_served == 0,
+                    not self.totals.errors,
+                    bool(counted),
+                    cache.check() == [],
+                    cache.divergence() == 0,
+                )
+            )
 
 
 @contextmanager
@@ -120,9 +138,15 @@ async def restart(folder: str) -> int:
         await case.serve(cache, range(PROMPTS))
         await cache.flush_settled(20.0)
         found = case.totals.storage - before == PROMPTS * BLOCKS
-        return sum((
-            case.totals.corrupt_blocks_served == 0, not case.totals.errors, found, cache.check() == [], cache.divergence() == 0,
-        ))  # fmt: skip
+        return sum(
+            (
+                case.totals.corrupt_blocks_served == 0,
+                not case.totals.errors,
+                found,
+                cache.check() == [],
+                cache.divergence() == 0,
+            )
+        )
 
 
 @contextmanager
@@ -149,16 +173,24 @@ async def points(folder: Path) -> dict[str, int]:
         return str(folder / name)
 
     held = {
-        "one bit flipped in every third object": await Case(at("bit")).run(lambda store: rot(store, 3), "corrupt"),
+        "one bit flipped in every third object": await Case(at("bit")).run(
+            lambda store: rot(store, 3), "corrupt"
+        ),
         "file cut in half": await Case(at("half")).run(truncate(0.5), "corrupt"),
         "file empty": await Case(at("empty")).run(truncate(0.0), "corrupt"),
         "folder deleted behind its back": await Case(at("deleted")).run(delete, "unavailable"),
-        "disk full": await Case(at("full"), exclusive=True).run(lambda _: refusing(errno.ENOSPC), "no_space"),
-        "read-only file system": await Case(at("readonly"), exclusive=True).run(lambda _: refusing(errno.EROFS), "unavailable"),
+        "disk full": await Case(at("full"), exclusive=True).run(
+            lambda _: refusing(errno.ENOSPC), "no_space"
+        ),
+        "read-only file system": await Case(at("readonly"), exclusive=True).run(
+            lambda _: refusing(errno.EROFS), "unavailable"
+        ),
         "restart": await restart(at("restart")),
     }
     tight = Case(at("tight"))
-    tight.settings = Config.from_mapping({**as_mapping(tight.settings), "host": {"slots": 2, "transit_slots": 2}})
+    tight.settings = Config.from_mapping(
+        {**as_mapping(tight.settings), "host": {"slots": 2, "transit_slots": 2}}
+    )
     held["staging memory exhausted"] = await tight.run(lambda _: None, "")
     with no_direct_io():
         held["O_DIRECT refused"] = await Case(at("buffered")).run(lambda _: None, "")
@@ -183,10 +215,22 @@ def run(*, quick: bool = False) -> dict[str, Any]:
         seen = run_terminable(storm(Path(name) / "storm", rounds))
         good = seen.announced - seen.missing
         rows.append(
-            rate_row(f"kill -9, {rounds} times: announced blocks that are there", good, seen.announced, "blocks", "all of them")
+            rate_row(
+                f"kill -9, {rounds} times: announced blocks that are there",
+                good,
+                seen.announced,
+                "blocks",
+                "all of them",
+            )
         )
         right = seen.served
         rows.append(
-            rate_row(f"kill -9, {rounds} times: blocks read right", right, right + seen.wrong, "blocks", "all that are held")
+            rate_row(
+                f"kill -9, {rounds} times: blocks read right",
+                right,
+                right + seen.wrong,
+                "blocks",
+                "all that are held",
+            )
         )
     return bench_report("faults", rows, {"rounds": rounds, "quick": quick})

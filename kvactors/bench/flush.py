@@ -1,4 +1,5 @@
-"""Flush: how soon a sink has a change, how many event batches a second reach another process, and what an evicted run costs."""
+"""Flush: how soon a sink has a change, how many event batches a second reach another process, and
+what an evicted run costs."""
 
 from __future__ import annotations
 
@@ -70,7 +71,9 @@ async def notifier(*sinks: Sink) -> AsyncIterator[ActorRef]:
     ref = supervisor.make_ref(FlushNotifier, 1024)
 
     def make(ref: ActorRef) -> FlushNotifier:
-        return FlushNotifier(ref, block_size=BLOCK, sinks=sinks, config=FlushConfig(), epoch=1, limbo=PATHS * DEPTH)
+        return FlushNotifier(
+            ref, block_size=BLOCK, sinks=sinks, config=FlushConfig(), epoch=1, limbo=PATHS * DEPTH
+        )
 
     for sink in sinks:
         await sink.open()
@@ -84,21 +87,26 @@ def path_of(seed: int, blocks: int) -> Announced:
     """A made-up path, resident on the device."""
     tokens = np.random.default_rng(seed).integers(0, 150_000, blocks * BLOCK, dtype=np.uint32)
     keys = chain_keys(ROOT, tokens, BLOCK)
-    return Announced(ROOT, tokens.tobytes(), keys, 0, blocks, Tier.DEVICE, Reason.REQUEST_FINISH, ROOT)
+    return Announced(
+        ROOT, tokens.tobytes(), keys, 0, blocks, Tier.DEVICE, Reason.REQUEST_FINISH, ROOT
+    )
 
 
 def part_of(path: Announced, start: int, count: int) -> Announced:
     """Blocks [start, start + count) of a path that is announced from its first block on."""
     keys, tokens = (
-        whole[size * start : size * (start + count)] for whole, size in ((path.keys, KEY_BYTES), (path.tokens, 4 * BLOCK))
+        whole[size * start : size * (start + count)]
+        for whole, size in ((path.keys, KEY_BYTES), (path.tokens, 4 * BLOCK))
     )
     parent = path.keys[KEY_BYTES * (start - 1) : KEY_BYTES * start] if start else path.parent
-    return msgspec.structs.replace(path, tokens=tokens, keys=keys, start=start, count=count, parent=parent)
+    return msgspec.structs.replace(
+        path, tokens=tokens, keys=keys, start=start, count=count, parent=parent
+    )
 
 
 async def changes(seconds: float, folder: str) -> tuple[list[float], Lag, Lag]:
-    """Deepest blocks come and go, RATE times a second: seconds from each change to its publication, and the loop's lag before and
-    meanwhile."""
+    """Deepest blocks come and go, RATE times a second: seconds from each change to its publication,
+    and the loop's lag before and meanwhile."""
     sink = TimedSink(f"ipc://{folder}/changes")
     async with notifier(sink) as ref:
         keys = []
@@ -117,7 +125,11 @@ async def changes(seconds: float, folder: str) -> tuple[list[float], Lag, Lag]:
                     key = keys[number % PATHS]
                     gone = number // PATHS % 2 == 0
                     sink.sent[key] = time.perf_counter()
-                    change = Gone(key, Tier.DEVICE, Reason.DEVICE_DROP) if gone else Gained(key, Tier.DEVICE, Reason.LOAD)
+                    change = (
+                        Gone(key, Tier.DEVICE, Reason.DEVICE_DROP)
+                        if gone
+                        else Gained(key, Tier.DEVICE, Reason.LOAD)
+                    )
                     if not ref.try_tell(change):
                         await ref.tell(change)
                 told = due
@@ -127,7 +139,8 @@ async def changes(seconds: float, folder: str) -> tuple[list[float], Lag, Lag]:
 
 
 def reader(endpoint: str, count: int) -> subprocess.Popen[str]:
-    """A subscriber in another process that prints how many seconds `count` messages took to arrive."""
+    """A subscriber in another process that prints how many seconds `count` messages took to
+    arrive."""
     command = [sys.executable, "-P", "-m", "kvactors.bench.flush", endpoint, str(count)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)  # noqa: S603  (this module)
     assert process.stdout is not None
@@ -156,16 +169,30 @@ async def received(process: subprocess.Popen[str], count: int) -> float:
 
 
 async def publish(blocks: int, tokens: int, count: int, folder: str) -> tuple[float, float]:
-    """Batches a second that reach another process: one task of `blocks` blocks a batch through the sink; ready-made bytes of the same
-    size through a bare socket."""
+    """Batches a second that reach another process: one task of `blocks` blocks a batch through the
+    sink; ready-made bytes of the same size through a bare socket."""
     rng = np.random.default_rng(1)
-    config = KvEventsSinkConfig(endpoint=f"ipc://{folder}/{blocks}-{tokens}", high_water_mark=count + 10)
+    config = KvEventsSinkConfig(
+        endpoint=f"ipc://{folder}/{blocks}-{tokens}", high_water_mark=count + 10
+    )
     sink = KvEventsSink(config, tokens)
     tasks = []
     for _ in range(256):
         ids = rng.integers(0, 150_000, blocks * tokens, dtype=np.uint32).tobytes()
         keys = rng.bytes(KEY_BYTES * blocks)
-        tasks.append(FlushTask(ids, blocks, blocks, keys, rng.bytes(32), Residency.RESIDENT, Tier.DEVICE, Reason.COMMIT, 1))
+        tasks.append(
+            FlushTask(
+                ids,
+                blocks,
+                blocks,
+                keys,
+                rng.bytes(32),
+                Residency.RESIDENT,
+                Tier.DEVICE,
+                Reason.COMMIT,
+                1,
+            )
+        )
     await sink.open()
     rates = []
     payload = b""
@@ -186,17 +213,28 @@ async def publish(blocks: int, tokens: int, count: int, folder: str) -> tuple[fl
 
 
 async def publish_as_vllm(python: str, blocks: int, tokens: int, count: int, folder: str) -> float:
-    """The same through vLLM's publisher, in a process of the Python that has it. ConfigError if that Python has no vLLM."""
+    """The same through vLLM's publisher, in a process of the Python that has it. ConfigError if
+    that Python has no vLLM."""
     endpoint = f"ipc://{folder}/vllm-{blocks}-{tokens}-{time.monotonic_ns()}"
-    script = [python, "-P", str(Path(__file__).with_name("vllm_publisher.py")), endpoint, *map(str, (count, blocks, tokens))]
+    script = [
+        python,
+        "-P",
+        str(Path(__file__).with_name("vllm_publisher.py")),
+        endpoint,
+        *map(str, (count, blocks, tokens)),
+    ]
     peer = subprocess.Popen(script, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603, ASYNC220  (the caller's)
     assert peer.stdin is not None
     assert peer.stdout is not None
     late = asyncio.get_running_loop().call_later(PEER_LIMIT, peer.kill)  # then its output ends
     try:
-        while (line := await asyncio.to_thread(peer.stdout.readline)).strip() != "ready":  # vLLM logs before it
+        while (
+            line := await asyncio.to_thread(peer.stdout.readline)
+        ).strip() != "ready":  # vLLM logs before it
             if not line:
-                raise ConfigError(f"{python} cannot run vLLM's publisher: status {peer.wait()}, see above")
+                raise ConfigError(
+                    f"{python} cannot run vLLM's publisher: status {peer.wait()}, see above"
+                )
         process = reader(endpoint, count)
         await asyncio.sleep(0.5)
         peer.stdin.write("go\n")
@@ -211,7 +249,8 @@ async def publish_as_vllm(python: str, blocks: int, tokens: int, count: int, fol
 async def beside_vllm(
     python: str, blocks: int, tokens: int, count: int, folder: str, rounds: int
 ) -> tuple[float, float, float]:
-    """Ours, the bare socket and vLLM's publisher, in turns; medians. The last one is 0 without a Python that has vLLM."""
+    """Ours, the bare socket and vLLM's publisher, in turns; medians. The last one is 0 without a
+    Python that has vLLM."""
     measured = []
     for _ in range(rounds):
         ours, bare = await publish(blocks, tokens, count, folder)
@@ -222,7 +261,8 @@ async def beside_vllm(
 
 
 async def growth(*, quick: bool) -> list[Row]:
-    """Bytes of tokens handed to a sink that wants complete paths, for one evicted run of n blocks, against n times a block's."""
+    """Bytes of tokens handed to a sink that wants complete paths, for one evicted run of n blocks,
+    against n times a block's."""
     result = []
     for blocks in (50, 100) if quick else (500, 1000, 2000, 4000):
         sink = MemorySink(MemorySinkConfig(view="node"), BLOCK)
@@ -236,15 +276,25 @@ async def growth(*, quick: bool) -> list[Row]:
             await ref.ask(Settle(), deadline=deadline_after(30.0))
         handed = sum(len(task.tokens) for task in list(sink.tasks)[told:])
         case = f"evicting a run of {blocks} blocks: token bytes handed to the sink"
-        result.append(time_row(case, handed, blocks * BLOCK * 4, "bytes", "the run's own tokens, once"))
+        result.append(
+            time_row(case, handed, blocks * BLOCK * 4, "bytes", "the run's own tokens, once")
+        )
     return result
 
 
 def vllm_row(case: str, ours: float, peer: float, published: float) -> Row:
     """Ours beside vLLM's publisher in the same run, or beside its figure on another machine."""
     if peer:
-        return rate_row(f"{case}, vLLM beside it", ours, peer, "batches/s", "vLLM's publisher in this run")
-    return rate_row(f"{case}, vLLM elsewhere", ours, published, "batches/s", "vLLM's publisher as measured on another machine")
+        return rate_row(
+            f"{case}, vLLM beside it", ours, peer, "batches/s", "vLLM's publisher in this run"
+        )
+    return rate_row(
+        f"{case}, vLLM elsewhere",
+        ours,
+        published,
+        "batches/s",
+        "vLLM's publisher as measured on another machine",
+    )
 
 
 async def rows(*, quick: bool, vllm_python: str) -> tuple[list[Row], dict[str, Any]]:
@@ -255,9 +305,20 @@ async def rows(*, quick: bool, vllm_python: str) -> tuple[list[Row], dict[str, A
         took, idle, busy = await changes(seconds, folder)
         for name, share in (("p50", 0.5), ("p99", 0.99), ("p99.9", 0.999)):
             value = 1000 * took[int(share * len(took))]
-            result.append(time_row(f"change to sink, {RATE:,} a second, {name}", value, 1.0, "ms", "the bar for p99"))
+            result.append(
+                time_row(
+                    f"change to sink, {RATE:,} a second, {name}",
+                    value,
+                    1.0,
+                    "ms",
+                    "the bar for p99",
+                )
+            )
         lag = "loop lag meanwhile"
-        result += [time_row(f"{lag}, {n}", getattr(busy, n), getattr(idle, n) + 2.0, "ms", "idle + 2 ms") for n in Lag._fields]
+        result += [
+            time_row(f"{lag}, {n}", getattr(busy, n), getattr(idle, n) + 2.0, "ms", "idle + 2 ms")
+            for n in Lag._fields
+        ]
         for blocks, tokens, published in ((1, 16, 31_500.0), (8, 16, 21_100.0), (8, 64, 0.0)):
             python = vllm_python if published else ""
             ours, bare, peer = await beside_vllm(python, blocks, tokens, count, folder, rounds)
@@ -265,7 +326,9 @@ async def rows(*, quick: bool, vllm_python: str) -> tuple[list[Row], dict[str, A
             result.append(rate_row(case, ours, bare, "batches/s", "bare socket, ready-made bytes"))
             if published:
                 bar, unit = (BAR_BATCHES, "batches/s") if blocks == 1 else (BAR_BLOCKS, "blocks/s")
-                result.append(rate_row(f"{case}, bar", ours * (max(1, blocks)), bar, unit, "the bar"))
+                result.append(
+                    rate_row(f"{case}, bar", ours * (max(1, blocks)), bar, unit, "the bar")
+                )
                 result.append(vllm_row(case, ours, peer, published))
         result += await growth(quick=quick)
     return result, {
@@ -278,7 +341,8 @@ async def rows(*, quick: bool, vllm_python: str) -> tuple[list[Row], dict[str, A
 
 
 def run(*, quick: bool = False, vllm_python: str = "") -> dict[str, Any]:
-    """All rows. quick: a moment only, for tests. vllm_python: a Python that has vLLM, this one if it has."""
+    """All rows. quick: a moment only, for tests. vllm_python: a Python that has vLLM, this one if
+    it has."""
     if not vllm_python and find_spec("vllm") is not None:
         vllm_python = sys.executable
     result, settings = run_terminable(rows(quick=quick, vllm_python=vllm_python))

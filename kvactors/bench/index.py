@@ -1,4 +1,5 @@
-"""Match and insert: 64 prompts of 8,192 tokens in groups of 8 that share 75 %, given as 64-bit integers, names included."""
+"""Match and insert: 64 prompts of 8,192 tokens in groups of 8 that share 75 %, given as 64-bit
+integers, names included."""
 
 from __future__ import annotations
 
@@ -21,11 +22,14 @@ Prompts = list[NDArray[np.int64]]
 
 
 def prompts(rng: np.random.Generator, count: int, length: int) -> Prompts:
-    """Prompts in groups that share their beginning. The groups are of one size at any count, so that runs of few long prompts and
-    of many short ones have as many new tokens."""
+    """Prompts in groups that share their beginning. The groups are of one size at any count, so
+    that runs of few long prompts and of many short ones have as many new tokens."""
     groups = [rng.integers(0, 150_000, int(length * SHARED)) for _ in range(count // GROUP_SIZE)]
     rest = length - int(length * SHARED)
-    return [np.concatenate([groups[i % len(groups)], rng.integers(0, 150_000, rest)]) for i in range(count)]
+    return [
+        np.concatenate([groups[i % len(groups)], rng.integers(0, 150_000, rest)])
+        for i in range(count)
+    ]
 
 
 def insert(tree: BlockTree, batch: Prompts, block_size: int) -> None:
@@ -41,7 +45,8 @@ def insert(tree: BlockTree, batch: Prompts, block_size: int) -> None:
 
 
 def rate(block_size: int, length: int, count: int, filled: int, rounds: int) -> float:
-    """Median million tokens a second over fresh prompts; `filled` blocks are in the index before."""
+    """Median million tokens a second over fresh prompts; `filled` blocks are in the index
+    before."""
     rng = np.random.default_rng(7)
     per_round = count * (length // block_size)
     results = []
@@ -80,13 +85,29 @@ def run(*, quick: bool = False) -> dict[str, Any]:
         naming = naming_rate(block_size, rounds)
         rows.append(rate_row(f"block {block_size}, empty index", empty, SGLANG, unit, SGLANG_NAME))
         rows.append(
-            rate_row(f"block {block_size}, empty index, beside naming", empty, naming, unit, "naming every block, same run")
+            rate_row(
+                f"block {block_size}, empty index, beside naming",
+                empty,
+                naming,
+                unit,
+                "naming every block, same run",
+            )
         )
         full = rate(block_size, LENGTH, PROMPTS, filled, rounds)
-        rows.append(rate_row(f"block {block_size}, {filled:,} blocks before", full, SGLANG, unit, SGLANG_NAME))
+        rows.append(
+            rate_row(
+                f"block {block_size}, {filled:,} blocks before", full, SGLANG, unit, SGLANG_NAME
+            )
+        )
         longer = rate(block_size, long, GROUP_SIZE, 0, rounds)
         rows.append(
-            rate_row(f"block {block_size}, {long:,}-token prompts", longer, empty, unit, "8,192-token prompts, same run")
+            rate_row(
+                f"block {block_size}, {long:,}-token prompts",
+                longer,
+                empty,
+                unit,
+                "8,192-token prompts, same run",
+            )
         )
     settings = {
         "prompts": PROMPTS,

@@ -26,24 +26,30 @@ ABOVE_IDLE = 2.0
 
 
 def config(folder: str) -> Config:
-    """Small tiers over a file store, blocks of 1 MiB: nearly every request offloads, loads, writes and reads."""
-    return Config.from_mapping({
-        "cache": {"model": "m", "block_size": BLOCK},
-        "device": {"num_blocks": 64},
-        "layout": {"num_layers": 16, "num_kv_heads": 4, "head_dim": 128, "dtype": "float16"},
-        "host": {"slots": 64, "transit_slots": 128},
-        "storage": {"backend": "file", "directory": folder, "capacity_blocks": 256},
-        "flush": {"sinks": [{"kind": "memory", "tiers": ["device", "host", "storage"]}]},
-    })  # fmt: skip
+    """Small tiers over a file store, blocks of 1 MiB: nearly every request offloads, loads, writes
+    and reads."""
+    return Config.from_mapping(
+        {
+            "cache": {"model": "m", "block_size": BLOCK},
+            "device": {"num_blocks": 64},
+            "layout": {"num_layers": 16, "num_kv_heads": 4, "head_dim": 128, "dtype": "float16"},
+            "host": {"slots": 64, "transit_slots": 128},
+            "storage": {"backend": "file", "directory": folder, "capacity_blocks": 256},
+            "flush": {"sinks": [{"kind": "memory", "tiers": ["device", "host", "storage"]}]},
+        }
+    )
 
 
 def make_prompts() -> Prompts:
     """More prompts than the tiers hold."""
-    return [np.random.default_rng(i).integers(0, 150_000, BLOCK * PROMPT_BLOCKS + 1) for i in range(24)]
+    return [
+        np.random.default_rng(i).integers(0, 150_000, BLOCK * PROMPT_BLOCKS + 1) for i in range(24)
+    ]
 
 
 async def churn(cache: KVCache, prompts: Prompts, seconds: float) -> int:
-    """Requests of random old prompts, a few at once, until the time is over; how many were served."""
+    """Requests of random old prompts, a few at once, until the time is over; how many were
+    served."""
     until, served = time.monotonic() + seconds, 0
 
     async def client(seed: int) -> None:
@@ -73,8 +79,18 @@ async def measure(seconds: float) -> tuple[Lag, Lag, int, float]:
                 served = await churn(cache, prompts, seconds)
             await cache.settled()
             statistics = cache.statistics()
-            blocks = statistics.host.loaded + statistics.host.offloaded + statistics.store.reads + statistics.store.writes
-            return idle.result(), busy.result(), served, blocks * cache.system.layout.block_bytes / 1e9
+            blocks = (
+                statistics.host.loaded
+                + statistics.host.offloaded
+                + statistics.store.reads
+                + statistics.store.writes
+            )
+            return (
+                idle.result(),
+                busy.result(),
+                served,
+                blocks * cache.system.layout.block_bytes / 1e9,
+            )
 
 
 def run(*, quick: bool = False) -> dict[str, Any]:
@@ -85,8 +101,19 @@ def run(*, quick: bool = False) -> dict[str, Any]:
     for name in ("p50", "p99", "p999"):
         limit = getattr(idle, name) + ABOVE_IDLE
         rows.append(
-            time_row(f"saturated, {name}", getattr(busy, name), limit, "ms", f"idle in the same run + {ABOVE_IDLE:g} ms")
+            time_row(
+                f"saturated, {name}",
+                getattr(busy, name),
+                limit,
+                "ms",
+                f"idle in the same run + {ABOVE_IDLE:g} ms",
+            )
         )
         rows.append(time_row(f"idle, {name}", getattr(idle, name), ABOVE_IDLE, "ms", "2 ms"))
-    settings = {"seconds": seconds, "served": served, "gigabytes_moved": round(gigabytes, 2), "quick": quick}
+    settings = {
+        "seconds": seconds,
+        "served": served,
+        "gigabytes_moved": round(gigabytes, 2),
+        "quick": quick,
+    }
     return bench_report("lag", rows, settings)

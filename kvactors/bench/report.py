@@ -1,4 +1,5 @@
-"""What a benchmark reports: rows of ours beside a limit, and their ratio. A higher ratio is better in every row."""
+"""What a benchmark reports: rows of ours beside a limit, and their ratio. A higher ratio is better
+in every row."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from rich.table import Table
 
 
 class Row(msgspec.Struct, frozen=True):
-    """ours, limit: measured in one run (or a named bar), both in `unit`. ratio: above 1 where ours is better than the limit."""
+    """ours, limit: measured in one run (or a named bar), both in `unit`. ratio: above 1 where ours
+    is better than the limit."""
 
     case: str
     ours: float
@@ -32,7 +34,8 @@ def time_row(case: str, ours: float, limit: float, unit: str, limit_name: str) -
 
 
 def bench_report(name: str, rows: list[Row], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The report as builtins: {"name", "rows": [{"case", "ours", "limit", "ratio", "unit", "limit_name"}], "settings"}."""
+    """The report as builtins: {"name", "rows": [{"case", "ours", "limit", "ratio", "unit",
+    "limit_name"}], "settings"}."""
     return {"name": name, "rows": msgspec.to_builtins(rows), "settings": dict(settings)}
 
 
@@ -43,10 +46,17 @@ def print_bench(report: Mapping[str, Any], console: Console) -> None:
         table.add_column(title, justify="right" if title in ("ours", "limit", "ratio") else "left")
     for row in report["rows"]:
         table.add_row(
-            row["case"], number(row["ours"]), number(row["limit"]), f"{row['ratio']:.2f}", row["unit"], row["limit_name"]
+            row["case"],
+            number(row["ours"]),
+            number(row["limit"]),
+            f"{row['ratio']:.2f}",
+            row["unit"],
+            row["limit_name"],
         )
     console.print(table)
-    console.print("  ".join(f"{key} {value}" for key, value in report["settings"].items()), style="dim")
+    console.print(
+        "  ".join(f"{key} {value}" for key, value in report["settings"].items()), style="dim"
+    )
 
 
 def number(value: float) -> str:

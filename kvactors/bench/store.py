@@ -1,5 +1,5 @@
-"""The file store through the storage actors, beside plain O_DIRECT threads of the same depth, interleaved in one sitting; and the start-up
-scan."""
+"""The file store through the storage actors, beside plain O_DIRECT threads of the same depth,
+interleaved in one sitting; and the start-up scan."""
 
 from __future__ import annotations
 
@@ -99,13 +99,18 @@ def names(count: int, first: int = 0) -> list[bytes]:
     return [(first + i).to_bytes(32, "little") for i in range(count)]
 
 
-async def ours(folder: Path, arena: Arena, size: int, count: int, first: int) -> tuple[float, float, Lag]:
-    """Bytes a second written and read through writer and reader actors, and the loop's lag meanwhile."""
+async def ours(
+    folder: Path, arena: Arena, size: int, count: int, first: int
+) -> tuple[float, float, Lag]:
+    """Bytes a second written and read through writer and reader actors, and the loop's lag
+    meanwhile."""
     store = FileBackend(folder, PRINT, size, depth=DEPTH)
     await store.open()
     await store.attach(arena)
     supervisor = Supervisor(Activity())
-    refs = {kind: supervisor.make_ref(kind, 256) for kind in (StorageReader, StorageWriter, Sink, Ear)}
+    refs = {
+        kind: supervisor.make_ref(kind, 256) for kind in (StorageReader, StorageWriter, Sink, Ear)
+    }
     parts: dict[str, Any] = {
         "backend": CheckedBackend(store, 60.0),
         "arena": arena,
@@ -134,13 +139,16 @@ async def ours(folder: Path, arena: Arena, size: int, count: int, first: int) ->
             await supervisor.activity.quiet()
             rates.append(count * size / (time.perf_counter() - began))
             sink: Any = supervisor.actor(refs[Sink].name)
-            assert all(o == Outcome.OK for outcomes in sink.outcomes.values() for o in outcomes), "a block was lost"
+            assert all(o == Outcome.OK for outcomes in sink.outcomes.values() for o in outcomes), (
+                "a block was lost"
+            )
     await store.close()
     return rates[0], rates[1], lag.result()
 
 
 def plain(folder: Path, arena: Arena, size: int, count: int) -> tuple[float, float]:
-    """The same bytes by threads that do nothing but O_DIRECT reads and writes of a preallocated file."""
+    """The same bytes by threads that do nothing but O_DIRECT reads and writes of a preallocated
+    file."""
     stride, path = arena.stride, folder / "plain"
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
     os.posix_fallocate(fd, 0, stride * count)
@@ -149,7 +157,9 @@ def plain(folder: Path, arena: Arena, size: int, count: int) -> tuple[float, flo
     with ThreadPoolExecutor(DEPTH) as threads:
         for call in (os.pwritev, os.preadv):
             began = time.perf_counter()
-            done = threads.map(lambda i, call=call: call(fd, [memory[i % len(memory)]], i * stride), range(count))
+            done = threads.map(
+                lambda i, call=call: call(fd, [memory[i % len(memory)]], i * stride), range(count)
+            )
             assert all(moved == size for moved in done)
             rates.append(count * size / (time.perf_counter() - began))
     os.close(fd)
@@ -165,10 +175,20 @@ def fio(folder: Path, size: int, count: int) -> tuple[float, float] | None:
     rates = []
     for mode in ("write", "read"):
         command = [
-            binary, "--name=kv", f"--filename={folder / 'fio'}", f"--rw={mode}", f"--bs={size}", f"--size={size * count // DEPTH}",
-            f"--numjobs={DEPTH}", "--thread", "--direct=1", "--ioengine=psync", "--group_reporting", "--output-format=json",
+            binary,
+            "--name=kv",
+            f"--filename={folder / 'fio'}",
+            f"--rw={mode}",
+            f"--bs={size}",
+            f"--size={size * count // DEPTH}",
+            f"--numjobs={DEPTH}",
+            "--thread",
+            "--direct=1",
+            "--ioengine=psync",
+            "--group_reporting",
+            "--output-format=json",
             f"--offset_increment={size * count // DEPTH}",
-        ]  # fmt: skip
+        ]
         out = subprocess.run(command, capture_output=True, text=True, check=True).stdout  # noqa: S603  (found on the path)
         rates.append(float(json.loads(out[out.index("{") :])["jobs"][0][mode]["bw_bytes"]))
     (folder / "fio").unlink()
@@ -180,7 +200,9 @@ async def scan_of(folder: Path, slots: int) -> float:
     store = FileBackend(folder, PRINT, PAGE, slots)
     meta = Meta(PRINT.hex(), PAGE, PAGE, slots)
     store.files.folder.mkdir(parents=True)
-    table = meta.page() + b"".join(entry_of(meta, key, 0, i, 0) for i, key in enumerate(names(slots)))
+    table = meta.page() + b"".join(
+        entry_of(meta, key, 0, i, 0) for i, key in enumerate(names(slots))
+    )
     await asyncio.to_thread((store.files.folder / "table").write_bytes, table)
     with (store.files.folder / "slab-0000").open("wb") as slab:
         slab.truncate(slots * PAGE)
@@ -204,7 +226,9 @@ def compare(folder: Path, size: int, total: int) -> tuple[list[Row], Lag]:
     others: list[Sequence[float]] = []
     lags = []
     for round_ in range(ROUNDS):
-        write, read, lag = run_terminable(ours(folder / str(round_), arena, size, count, 1 + round_ * count))
+        write, read, lag = run_terminable(
+            ours(folder / str(round_), arena, size, count, 1 + round_ * count)
+        )
         mine.append((write, read))
         lags.append(lag)
         shutil.rmtree(folder / str(round_))
@@ -214,24 +238,43 @@ def compare(folder: Path, size: int, total: int) -> tuple[list[Row], Lag]:
     arena.close()
     rows = []
     for i, what in enumerate(("write", "read")):
-        case = f"{size >> 20} MiB blocks, {what}" if size >= 1 << 20 else f"{size >> 10} KiB blocks, {what}"
+        case = (
+            f"{size >> 20} MiB blocks, {what}"
+            if size >= 1 << 20
+            else f"{size >> 10} KiB blocks, {what}"
+        )
         us = statistics.median(one[i] for one in mine) / 1e6
         rows.append(
-            rate_row(case, us, statistics.median(one[i] for one in theirs) / 1e6, "MB/s", f"{DEPTH} plain O_DIRECT threads")
+            rate_row(
+                case,
+                us,
+                statistics.median(one[i] for one in theirs) / 1e6,
+                "MB/s",
+                f"{DEPTH} plain O_DIRECT threads",
+            )
         )
         if others:
             rows.append(
-                rate_row(f"{case}, fio", us, statistics.median(one[i] for one in others) / 1e6, "MB/s", f"fio, {DEPTH} jobs")
+                rate_row(
+                    f"{case}, fio",
+                    us,
+                    statistics.median(one[i] for one in others) / 1e6,
+                    "MB/s",
+                    f"fio, {DEPTH} jobs",
+                )
             )
     return rows, max(lags, key=lambda one: one.p999)
 
 
 async def in_pool(address: str, size: int, count: int) -> tuple[list[float], list[float]]:
-    """Bytes a second written to and read from a pool: through the back end, checksums included, and by the raw client in batches of the same
-    size."""
+    """Bytes a second written to and read from a pool: through the back end, checksums included, and
+    by the raw client in batches of the same size."""
     share = f"{(size * count * 5 >> 20) + 64}MB"
     config = MooncakeConfig(
-        master_server_address=address, local_hostname="127.0.0.1", global_segment_size=share, local_buffer_size="16MB"
+        master_server_address=address,
+        local_hostname="127.0.0.1",
+        global_segment_size=share,
+        local_buffer_size="16MB",
     )
     store, arena = (
         MooncakeBackend(config, StoreIdentity("bench", "default", PRINT), size),
@@ -253,11 +296,15 @@ async def in_pool(address: str, size: int, count: int) -> tuple[list[float], lis
                 texts, sizes = ["raw/" + key.hex() for key in keys], [[size]] * len(keys)
                 if ours_:
                     move = store.write if what == "write" else store.read
-                    report = await move(keys, views, lambda: asyncio.get_running_loop().time() > deadline)
+                    report = await move(
+                        keys, views, lambda: asyncio.get_running_loop().time() > deadline
+                    )
                     assert set(report.outcomes) == {Outcome.OK}, "a block was lost"
                 else:
                     call = client.put if what == "write" else client.get
-                    assert all(code >= 0 for code in await call(texts, pointers[: len(keys)], sizes)), "a block was lost"
+                    assert all(
+                        code >= 0 for code in await call(texts, pointers[: len(keys)], sizes)
+                    ), "a block was lost"
             (mine if ours_ else raw).append(count * size / (time.perf_counter() - began))
     await store.close()
     arena.close()
@@ -265,8 +312,8 @@ async def in_pool(address: str, size: int, count: int) -> tuple[list[float], lis
 
 
 def pool_rows(size: int, count: int) -> list[Row]:
-    """Medians over ROUNDS rounds beside a real master, every access over TCP as from another node; no rows where Mooncake is not
-    installed."""
+    """Medians over ROUNDS rounds beside a real master, every access over TCP as from another node;
+    no rows where Mooncake is not installed."""
     os.environ["MC_STORE_MEMCPY"] = "0"
     try:
         with master() as one:
@@ -277,7 +324,13 @@ def pool_rows(size: int, count: int) -> list[Row]:
     for i, what in enumerate(("write", "read")):
         us, raw = (statistics.median(one[k][i] for one in measured) / 1e6 for k in (0, 1))
         rows.append(
-            rate_row(f"Mooncake over TCP, {size >> 10} KiB blocks, {what}", us, raw, "MB/s", "the raw client, no checksums")
+            rate_row(
+                f"Mooncake over TCP, {size >> 10} KiB blocks, {what}",
+                us,
+                raw,
+                "MB/s",
+                "the raw client, no checksums",
+            )
         )
     return rows
 
@@ -301,9 +354,17 @@ def run(*, quick: bool = False) -> dict[str, Any]:
             some, lag = compare(folder, size, total)
             rows += some
             rows.append(
-                time_row(f"loop lag meanwhile, p99.9, {size >> 10} KiB blocks", lag.p999, quiet.p999 + 2.0, "ms", "idle + 2 ms")
+                time_row(
+                    f"loop lag meanwhile, p99.9, {size >> 10} KiB blocks",
+                    lag.p999,
+                    quiet.p999 + 2.0,
+                    "ms",
+                    "idle + 2 ms",
+                )
             )
         rows += pool_rows(sizes[0], 32 if quick else 128)
         took = run_terminable(scan_of(folder / "scan", slots))
         rows.append(time_row(f"start-up scan of {slots:,} slots", took, 2.0, "s", "the bar"))
-    return bench_report("store", rows, {"bytes": total, "depth": DEPTH, "rounds": ROUNDS, "quick": quick})
+    return bench_report(
+        "store", rows, {"bytes": total, "depth": DEPTH, "rounds": ROUNDS, "quick": quick}
+    )

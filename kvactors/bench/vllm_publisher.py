@@ -1,7 +1,9 @@
-"""vLLM's own publisher of KV events, as the peer of `bench flush`: a script for a Python that has vLLM, and for no other import.
+"""vLLM's own publisher of KV events, as the peer of `bench flush`: a script for a Python that has
+vLLM, and for no other import.
 
-It publishes COUNT batches at ENDPOINT once a line arrives on its input. As in vLLM's scheduler, a batch is made from block hashes in bytes and
-from the token ids of a request, and handed to the publisher's thread.
+It publishes COUNT batches at ENDPOINT once a line arrives on its input. As in vLLM's scheduler, a
+batch is made from block hashes in bytes and from the token ids of a request, and handed to the
+publisher's thread.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ REQUESTS = 256
 
 
 def kv_events() -> Any:
-    """VLLM's module of KV events. Where the rest of vLLM cannot be imported (it needs torch), with empty packages above the module."""
+    """VLLM's module of KV events. Where the rest of vLLM cannot be imported (it needs torch), with
+    empty packages above the module."""
     name = "vllm.distributed.kv_events"
     try:
         return importlib.import_module(name)
@@ -30,7 +33,14 @@ def kv_events() -> Any:
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError("this Python has no vLLM")
     folder = Path(spec.submodule_search_locations[0])
-    for package in ("vllm", "vllm.config", "vllm.utils", "vllm.distributed", "vllm.v1", "vllm.v1.core"):
+    for package in (
+        "vllm",
+        "vllm.config",
+        "vllm.utils",
+        "vllm.distributed",
+        "vllm.v1",
+        "vllm.v1.core",
+    ):
         module = types.ModuleType(package)
         module.__path__ = [str(folder.joinpath(*package.split(".")[1:]))]
         sys.modules[package] = module
@@ -43,7 +53,12 @@ def kv_events() -> Any:
 
 def main() -> None:
     """Publish, and keep the sockets open until the input ends."""
-    endpoint, count, blocks, tokens = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    endpoint, count, blocks, tokens = (
+        sys.argv[1],
+        int(sys.argv[2]),
+        int(sys.argv[3]),
+        int(sys.argv[4]),
+    )
     module = kv_events()
     rng = random.Random(1)  # noqa: S311  (token ids)
     requests = []

@@ -1,4 +1,5 @@
-"""AttentionStore's service fails in every way under load: as device store and as index of one cache, with requests of every identity."""
+"""AttentionStore's service fails in every way under load: as device store and as index of one
+cache, with requests of every identity."""
 
 from __future__ import annotations
 
@@ -31,7 +32,12 @@ CANCEL = 0.08
 """Share of the requests whose task is cancelled at a random moment."""
 
 NONSENSE = (-1, 10**6, 1 << 70, None, 2.5, "many", True, b"")
-LEAKS: tuple[type[BaseException], ...] = (SystemExit, KeyboardInterrupt, GeneratorExit, BaseException)
+LEAKS: tuple[type[BaseException], ...] = (
+    SystemExit,
+    KeyboardInterrupt,
+    GeneratorExit,
+    BaseException,
+)
 
 
 class ManyScopes(Load):
@@ -108,7 +114,8 @@ def lose_answers(service: Service) -> None:
 
 
 def restart(service: Service) -> None:
-    """The service forgets all bytes. The index keeps its entries: nothing in the SDK reports that it lost them."""
+    """The service forgets all bytes. The index keeps its entries: nothing in the SDK reports that
+    it lost them."""
     service.objects.clear()
 
 
@@ -138,10 +145,21 @@ async def run(setting: Setting, tally: Tally) -> None:
     """Every deed in an order drawn by lot; after each the service works again."""
     mapping = settings(setting.folder)
     mapping["cache"]["model"] = f"m {setting.folder}"  # the service of this round alone
-    mapping["storage"] = {"backend": "attention_store", "write_policy": "write_through", "timeout": 2.0}
-    mapping["flush"]["sinks"] = [{"kind": "attention_store", "tiers": ["device", "host"]}, {"kind": "memory"}]
+    mapping["storage"] = {
+        "backend": "attention_store",
+        "write_policy": "write_through",
+        "timeout": 2.0,
+    }
+    mapping["flush"]["sinks"] = [
+        {"kind": "attention_store", "tiers": ["device", "host"]},
+        {"kind": "memory"},
+    ]
     mapping["flush"]["timeout"] = 2.0
-    mapping["attention_store"] = {"sdk": stand_in.__name__, "ready_interval": 0.05, "write_slice_blocks": 3}
+    mapping["attention_store"] = {
+        "sdk": stand_in.__name__,
+        "ready_interval": 0.05,
+        "write_slice_blocks": 3,
+    }
     service = stand_in.service(mapping["cache"]["model"])
     deeds = list(DEEDS)
     setting.rng.shuffle(deeds)
@@ -163,7 +181,13 @@ async def run(setting: Setting, tally: Tally) -> None:
 
 
 async def one_deed(
-    cache: KVCache, service: Service, deed: Callable[[Service], None], setting: Setting, tally: Tally, *, visible: bool
+    cache: KVCache,
+    service: Service,
+    deed: Callable[[Service], None],
+    setting: Setting,
+    tally: Tally,
+    *,
+    visible: bool,
 ) -> None:
     """Requests are served during it, and health shows it and its end."""
     served = tally.requests
@@ -179,12 +203,15 @@ async def one_deed(
         tally.violate(f"no request was served while the service failed: {deed.__name__}")
     mend(service)
     if not await reached(lambda: cache.health().status == "ok", PATIENCE):
-        tally.violate(f"health shows a failure that is over: {deed.__name__}: {cache.health().reasons}")
+        tally.violate(
+            f"health shows a failure that is over: {deed.__name__}: {cache.health().reasons}"
+        )
 
 
 @asynccontextmanager
 async def other_namespace(cache: KVCache) -> AsyncIterator[None]:
-    """Requests of another namespace than the one the store was opened with, while the block runs."""
+    """Requests of another namespace than the one the store was opened with, while the block
+    runs."""
     before = cache.namespace
     await cache.set_namespace("weights-2")
     try:
@@ -194,14 +221,22 @@ async def other_namespace(cache: KVCache) -> AsyncIterator[None]:
 
 
 def compare_index(cache: KVCache, service: Service, tally: Tally) -> None:
-    """The index must hold the blocks of finished requests that device and host hold and that tokens alone identify."""
+    """The index must hold the blocks of finished requests that device and host hold and that tokens
+    alone identify."""
     entries, held = cache.system.notifier_actor.ledger.entries, residency(cache.system)
     found = [entries[key] for key in held[Tier.DEVICE] | held[Tier.HOST] if key in entries]
     view = cache.sinks["attention_store"].view_of
-    plain = [path_tokens(entries[key]) for keys in announceable(cache.system, view).values() for key in keys]
+    plain = [
+        path_tokens(entries[key])
+        for keys in announceable(cache.system, view).values()
+        for key in keys
+    ]
     paths = {tuple(np.frombuffer(path, "<u4").tolist()) for path in plain}
     if not paths or len(paths) == len(found):
-        tally.violate("the round proves nothing: no block of the plain scope, or none of another, is resident at rest")
+        tally.violate(
+            "the round proves nothing: no block of the plain scope, or none of another, is "
+            "resident at rest"
+        )
     if differing := len(paths ^ service.resident):
         tally.violate(f"the index differs from device and host on {differing} blocks")
     if cache.health().status != "ok":
@@ -209,5 +244,7 @@ def compare_index(cache: KVCache, service: Service, tally: Tally) -> None:
 
 
 SITUATION = Situation(
-    "attention_store", "AttentionStore's service raises, hangs, miscounts, loses its blocks and leaks BaseExceptions", run
+    "attention_store",
+    "AttentionStore's service raises, hangs, miscounts, loses its blocks and leaks BaseExceptions",
+    run,
 )

@@ -20,13 +20,25 @@ from kvactors.chaos.situations import situations
 from kvactors.scenario.report import write_json
 from kvactors.terminable import run_terminable
 
-TITLES = ("situation", "rounds", "faults\ninjected", "requests", "blocks\nverified", "wrong", "violations", "note")
+TITLES = (
+    "situation",
+    "rounds",
+    "faults\ninjected",
+    "requests",
+    "blocks\nverified",
+    "wrong",
+    "violations",
+    "note",
+)
 WIDTH = 160
 """Columns of a table that goes to no terminal."""
 
 
-def run_chaos(minutes: float = 1.0, seed: int | None = None, only: str = "", json: Path | None = None) -> int:
-    """Run, print, write; the exit status, 0 only if nothing was violated. seed: of the time if None. ConfigError for an unknown name."""
+def run_chaos(
+    minutes: float = 1.0, seed: int | None = None, only: str = "", json: Path | None = None
+) -> int:
+    """Run, print, write; the exit status, 0 only if nothing was violated. seed: of the time if
+    None. ConfigError for an unknown name."""
     chosen = situations(only)
     drawn = time.time_ns() // 1_000_000 % 1_000_000 if seed is None else seed
     console = wide()
@@ -52,16 +64,21 @@ def wide() -> Console:
 
 @contextmanager
 def live_line() -> Iterator[Report]:
-    """A live line on a terminal, a line a round elsewhere. A loop that stands still for much longer than a round may take is shown where it
-    stands, and the process ends."""
+    """A live line on a terminal, a line a round elsewhere. A loop that stands still for much longer
+    than a round may take is shown where it stands, and the process ends."""
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as shown:
         line = shown.add_task("starting")
 
         def show(row: Row, tally: Tally, over: bool) -> None:
             faulthandler.dump_traceback_later(2 * ROUND, exit=True, file=sys.__stderr__ or 2)
-            text = f"{row.name}, round {row.rounds + (not over)}: {tally.faults} faults, {tally.requests} requests, {tally.verified} verified"
+            text = (
+                f"{row.name}, round {row.rounds + (not over)}: {tally.faults} faults, "
+                f"{tally.requests} requests, {tally.verified} verified"
+            )
             text += f", {len(tally.violations)} violations"
             shown.update(line, description=text)
             if over and not console.is_terminal:
@@ -77,10 +94,21 @@ def print_chaos(report: ChaosReport, console: Console) -> None:
     """The table."""
     table = Table(title=f"chaos, seed {report.seed}, {report.wall_s:.0f} s")
     for number, title in enumerate(TITLES):
-        table.add_column(title, justify="right" if 0 < number < len(TITLES) - 1 else "left", no_wrap=number < len(TITLES) - 1)
+        table.add_column(
+            title,
+            justify="right" if 0 < number < len(TITLES) - 1 else "left",
+            no_wrap=number < len(TITLES) - 1,
+        )
     for row in report.rows:
         tally = row.tally
-        counts = (row.rounds, tally.faults, tally.requests, tally.verified, tally.wrong, len(tally.violations))
+        counts = (
+            row.rounds,
+            tally.faults,
+            tally.requests,
+            tally.verified,
+            tally.wrong,
+            len(tally.violations),
+        )
         figures = (f"{count:,} {what}" for what, count in tally.figures.items())
         words = "; ".join([*tally.violations, *figures, *tally.notes])
         style = "red" if tally.violations or tally.wrong else None if tally.available else "yellow"

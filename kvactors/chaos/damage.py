@@ -1,4 +1,5 @@
-"""Files of the store are deleted, cut, overwritten and bits in them flipped under load; then another life on what is left."""
+"""Files of the store are deleted, cut, overwritten and bits in them flipped under load; then
+another life on what is left."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def cut_a_slab(store: FileBackend, rng: random.Random) -> None:
 
 
 def bits_of_the_first_page(store: FileBackend, rng: random.Random) -> None:
-    """Flip a bit in the table's first page: it costs the contents of the next start, and nothing of this one."""
+    """Flip a bit in the table's first page: it costs the contents of the next start, and nothing of
+    this one."""
     path = store.files.folder / "table"
     at = rng.randrange(PAGE)
     with path.open("r+b", buffering=0) as file:
@@ -82,7 +84,11 @@ def swap_entries(store: FileBackend, rng: random.Random) -> None:
         slots = (file.seek(0, os.SEEK_END) - PAGE) // size
         for _ in range(20 if slots > 1 else 0):
             source, target = rng.sample(range(slots), 2)
-            os.pwrite(file.fileno(), os.pread(file.fileno(), size, PAGE + source * size), PAGE + target * size)
+            os.pwrite(
+                file.fileno(),
+                os.pread(file.fileno(), size, PAGE + source * size),
+                PAGE + target * size,
+            )
 
 
 def delete_a_slab(store: FileBackend, rng: random.Random) -> None:
@@ -100,8 +106,21 @@ def delete_the_folder(store: FileBackend, _: random.Random) -> None:
     shutil.rmtree(store.files.folder, ignore_errors=True)
 
 
-GENTLE: tuple[Damage, ...] = (bits_of_payloads, bits_of_the_table, cut_a_slab, cut_the_table, swap_blocks, swap_entries)
-FINAL: tuple[Damage, ...] = (delete_a_slab, delete_the_table, delete_the_folder, bits_of_payloads, bits_of_the_first_page)
+GENTLE: tuple[Damage, ...] = (
+    bits_of_payloads,
+    bits_of_the_table,
+    cut_a_slab,
+    cut_the_table,
+    swap_blocks,
+    swap_entries,
+)
+FINAL: tuple[Damage, ...] = (
+    delete_a_slab,
+    delete_the_table,
+    delete_the_folder,
+    bits_of_payloads,
+    bits_of_the_first_page,
+)
 
 
 def any_slab(store: FileBackend, rng: random.Random) -> Path:
@@ -119,14 +138,20 @@ def attempt(damage: Damage, store: FileBackend, rng: random.Random) -> bool:
 
 
 async def run(setting: Setting, tally: Tally) -> None:
-    """Gentle damage several times, then perhaps something final; nothing wrong is served, in this life and in the next."""
-    mapping = varied(settings(setting.folder / "store", capacity_blocks=setting.rng.choice([120, 1000])), setting)
+    """Gentle damage several times, then perhaps something final; nothing wrong is served, in this
+    life and in the next."""
+    mapping = varied(
+        settings(setting.folder / "store", capacity_blocks=setting.rng.choice([120, 1000])), setting
+    )
     async with loaded(mapping, setting, tally) as (cache, load):
         store: Any = cache.system.backend
         async with load.running():
             if not await reached(lambda: store.statistics().writes > 40, PATIENCE):
                 tally.violate("nothing is stored")
-            for damage in [*setting.rng.sample(GENTLE, setting.times(3, 6)), setting.rng.choice(FINAL)]:
+            for damage in [
+                *setting.rng.sample(GENTLE, setting.times(3, 6)),
+                setting.rng.choice(FINAL),
+            ]:
                 await setting.moment(0.1, 0.6)
                 tally.faults += await run_sync(attempt, damage, store, setting.rng)
             await setting.moment(0.1, 0.6)
@@ -140,7 +165,9 @@ async def run(setting: Setting, tally: Tally) -> None:
             await load.everything()
             await at_rest(cache, tally)
     except StoreError as error:
-        tally.note(f"the next life refused what was left: {error}".replace(str(setting.folder), ".."))
+        tally.note(
+            f"the next life refused what was left: {error}".replace(str(setting.folder), "..")
+        )
 
 
 SITUATION = Situation("damage", "files of the store deleted, cut, overwritten, bits flipped", run)

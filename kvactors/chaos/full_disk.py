@@ -1,4 +1,5 @@
-"""The disk is full, for real: a small tmpfs with the store and a file of JSON lines in it, filled to the last byte under load, and freed again."""
+"""The disk is full, for real: a small tmpfs with the store and a file of JSON lines in it, filled
+to the last byte under load, and freed again."""
 
 from __future__ import annotations
 
@@ -16,22 +17,28 @@ from kvactors.config import Config
 
 SIZE = "48m"
 SLAB = 8
-"""Blocks in a slab: the store is made with this capacity first, so that it has to grow many times later."""
+"""Blocks in a slab: the store is made with this capacity first, so that it has to grow many times
+later."""
 
 PATIENCE = 30.0
 """Seconds until the store must write again."""
 
 
 async def run(setting: Setting, tally: Tally) -> None:
-    """Fill and free it; meanwhile requests are served all the same, and afterwards blocks are stored again."""
+    """Fill and free it; meanwhile requests are served all the same, and afterwards blocks are
+    stored again."""
     disk = setting.folder / "disk"
     disk.mkdir()
     async with mounted(disk, "-t", "tmpfs", "-o", f"size={SIZE}", "none") as real:
         tally.note(
-            f"a tmpfs of {SIZE}, filled to the last byte" if real else "no mount permitted: free_space_floor raised instead"
+            f"a tmpfs of {SIZE}, filled to the last byte"
+            if real
+            else "no mount permitted: free_space_floor raised instead"
         )
         mapping = settings(disk / "store", jsonl(disk / "lines"))
-        async with open_cache(Config.from_mapping(settings(disk / "store", capacity_blocks=SLAB))) as cache:
+        async with open_cache(
+            Config.from_mapping(settings(disk / "store", capacity_blocks=SLAB))
+        ) as cache:
             async with await cache.acquire("first", list(range(32))) as lease:
                 await lease.ready()
                 await lease.commit(32)
@@ -46,7 +53,9 @@ async def run(setting: Setting, tally: Tally) -> None:
             await run_sync(compare_lines, disk / "lines", named(cache), tally)
 
 
-async def one_filling(cache: KVCache, disk: Path, setting: Setting, tally: Tally, *, real: bool) -> None:
+async def one_filling(
+    cache: KVCache, disk: Path, setting: Setting, tally: Tally, *, real: bool
+) -> None:
     """Full, and free again."""
     store: Any = cache.system.backend
     before, served = store.statistics().no_space, tally.requests
@@ -74,7 +83,9 @@ async def writes_again(cache: KVCache, tally: Tally) -> None:
         number = tally.faults * 100_000
         while store.statistics().writes == before:
             number += 100
-            async with await cache.acquire(f"new {number}", list(range(number, number + 32))) as lease:
+            async with await cache.acquire(
+                f"new {number}", list(range(number, number + 32))
+            ) as lease:
                 cache.device.fill(lease.block_table, lease.keys(0, 2))
                 await lease.ready()
                 await lease.commit(32)
@@ -83,4 +94,6 @@ async def writes_again(cache: KVCache, tally: Tally) -> None:
     tally.violate("nothing was stored any more after the disk had room again")
 
 
-SITUATION = Situation("full_disk", "the disk of the store and of a sink fills up and is freed again", run)
+SITUATION = Situation(
+    "full_disk", "the disk of the store and of a sink fills up and is freed again", run
+)

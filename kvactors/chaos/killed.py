@@ -1,4 +1,5 @@
-"""kill -9 of a process with a file store and a file of JSON lines, again and again; then a life on the same directory that comes to rest."""
+"""kill -9 of a process with a file store and a file of JSON lines, again and again; then a life on
+the same directory that comes to rest."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from kvactors.units import Tier
 
 
 async def run(setting: Setting, tally: Tally) -> None:
-    """Two to four kills; what was announced as stored is there after each, and everything that is there is whole."""
+    """Two to four kills; what was announced as stored is there after each, and everything that is
+    there is whole."""
     store, lines = setting.folder / "store", setting.folder / "lines"
     mapping = varied(settings(store, jsonl(lines)), setting)
     announced = 0
@@ -33,7 +35,10 @@ async def run(setting: Setting, tally: Tally) -> None:
         said = await last.rest()
         await run_sync(compare_lines, lines, said.truth(), tally)
     if not announced or not said.tally.stored:
-        tally.violate(f"the round proves nothing: {announced} blocks announced, {said.tally.stored} came back from the store")
+        tally.violate(
+            f"the round proves nothing: {announced} blocks announced, {said.tally.stored} came "
+            "back from the store"
+        )
     tally.count("announced blocks looked for after kills", announced)
 
 
@@ -51,4 +56,6 @@ def autopsy(store: Path, lines: Path, tally: Tally) -> int:
     return len(announced)
 
 
-SITUATION = Situation("killed", "kill -9 with a file store and JSON lines, restart on the same directory", run)
+SITUATION = Situation(
+    "killed", "kill -9 with a file store and JSON lines, restart on the same directory", run
+)

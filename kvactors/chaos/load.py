@@ -1,4 +1,5 @@
-"""Clients that use a cache as a serving loop does, over prompts that share prefixes; every block they get or keep is verified."""
+"""Clients that use a cache as a serving loop does, over prompts that share prefixes; every block
+they get or keep is verified."""
 
 from __future__ import annotations
 
@@ -19,13 +20,15 @@ from kvactors.lease import Lease
 from kvactors.units import KEY_BYTES
 
 FAMILIES, MEMBERS, SHARED, OWN, ANSWERS = 6, 6, 4, 4, 3
-"""Prompts: families of members that share their first blocks; each has blocks of its own, and a few possible answers."""
+"""Prompts: families of members that share their first blocks; each has blocks of its own, and a few
+possible answers."""
 
 HANG = 60.0
 """Seconds after which a request, whose own deadline is far below, counts as hanging."""
 
 ABANDON, PREEMPT, EXTEND = 0.03, 0.1, 0.3
-"""Shares of the requests that are given up before their loads have landed, that give way at their end, and that get an answer."""
+"""Shares of the requests that are given up before their loads have landed, that give way at their
+end, and that get an answer."""
 
 RETRY = 0.005
 """Seconds until a request that found no room tries again."""
@@ -34,11 +37,18 @@ Tokens = NDArray[np.uint32]
 
 
 class Load:
-    """cache: with a device that can `fill` and `check`. seed: of prompts. fates: of what is done with them.
-    pace: seconds between two requests of a client at most."""
+    """cache: with a device that can `fill` and `check`. seed: of prompts. fates: of what is done
+    with them. pace: seconds between two requests of a client at most."""
 
     def __init__(
-        self, cache: KVCache, tally: Tally, seed: int, *, fates: int = 0, clients: int = 4, pace: float = 0.01
+        self,
+        cache: KVCache,
+        tally: Tally,
+        seed: int,
+        *,
+        fates: int = 0,
+        clients: int = 4,
+        pace: float = 0.01,
     ) -> None:
         self.cache = cache
         self.tally = tally
@@ -53,8 +63,12 @@ class Load:
         """One of FAMILIES * MEMBERS; half a block longer than its full blocks."""
         family, member = divmod(number % (FAMILIES * MEMBERS), MEMBERS)
         size = self.cache.block_size
-        shared = np.random.default_rng((self.seed, family)).integers(0, 50_000, SHARED * size, np.uint32)
-        own = np.random.default_rng((self.seed, family, 1 + member)).integers(0, 50_000, OWN * size + size // 2, np.uint32)
+        shared = np.random.default_rng((self.seed, family)).integers(
+            0, 50_000, SHARED * size, np.uint32
+        )
+        own = np.random.default_rng((self.seed, family, 1 + member)).integers(
+            0, 50_000, OWN * size + size // 2, np.uint32
+        )
         return np.concatenate([shared, own])
 
     def answer(self, number: int, which: int) -> Tokens:
@@ -70,7 +84,10 @@ class Load:
     async def running(self) -> AsyncIterator[None]:
         """Clients run while the block does; at its end each finishes the request it is at."""
         self._stopping = False
-        rngs = [random.Random(f"{self.seed}:{self.fates}:{number}") for number in range(self.clients)]  # noqa: S311
+        rngs = [
+            random.Random(f"{self.seed}:{self.fates}:{number}")  # noqa: S311
+            for number in range(self.clients)
+        ]
         tasks = [asyncio.get_running_loop().create_task(self._client(rng)) for rng in rngs]
         try:
             yield
@@ -98,7 +115,8 @@ class Load:
             await self.one(number, None)
 
     async def one(self, number: int, rng: random.Random | None) -> None:
-        """One request, tried again while there is no room. rng: draws its fate; None for an ordinary one."""
+        """One request, tried again while there is no room. rng: draws its fate; None for an
+        ordinary one."""
         self._numbers += 1
         name = f"r{self._numbers}"
         try:
@@ -124,7 +142,9 @@ class Load:
 
     async def _serve(self, name: str, number: int, rng: random.Random | None) -> None:
         fate = 1.0 if rng is None else rng.random()
-        async with await self.cache.acquire(name, self.prompt(number), **self.identity(number, rng)) as lease:
+        async with await self.cache.acquire(
+            name, self.prompt(number), **self.identity(number, rng)
+        ) as lease:
             if fate < ABANDON:
                 lease.abandon()  # before its loads have landed
                 return
@@ -150,7 +170,9 @@ class Load:
         """The model's work on the full blocks from `first` on."""
         full = lease.num_tokens // self.cache.block_size
         if first < full:
-            self.cache.device.fill(lease.block_table[first:full], lease.keys(0, full)[first * KEY_BYTES :])
+            self.cache.device.fill(
+                lease.block_table[first:full], lease.keys(0, full)[first * KEY_BYTES :]
+            )
         await lease.commit(lease.num_tokens)
 
     def _verify(self, lease: Lease, start: int, stop: int, what: str) -> None:

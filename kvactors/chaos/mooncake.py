@@ -18,7 +18,9 @@ async def run(setting: Setting, tally: Tally) -> None:
     try:
         import mooncake.store  # noqa: F401
     except ImportError as error:
-        tally.unavailable(f"Mooncake's client cannot be loaded ({error}): pip install 'kvactors[mooncake]'")
+        tally.unavailable(
+            f"Mooncake's client cannot be loaded ({error}): pip install 'kvactors[mooncake]'"
+        )
         return
     master = Master()
     try:
@@ -32,9 +34,12 @@ async def run(setting: Setting, tally: Tally) -> None:
 async def under_load(master: Master, setting: Setting, tally: Tally) -> None:
     """The deeds, in an order drawn by lot."""
     pool = {
-        "master_server_address": master.address, "local_hostname": "127.0.0.1", "global_segment_size": "64MB",
-        "local_buffer_size": "16MB", "timeout": 1.0,
-    }  # fmt: skip
+        "master_server_address": master.address,
+        "local_hostname": "127.0.0.1",
+        "global_segment_size": "64MB",
+        "local_buffer_size": "16MB",
+        "timeout": 1.0,
+    }
     mapping = settings(setting.folder)
     mapping["storage"] = {"backend": "mooncake", "write_policy": "write_through", "mooncake": pool}
     deeds = ["kill", "stop"] * setting.times(1, 2)
@@ -58,4 +63,6 @@ async def under_load(master: Master, setting: Setting, tally: Tally) -> None:
             tally.violate("the round proves nothing: no block came back from the pool")
 
 
-SITUATION = Situation("mooncake", "Mooncake's master killed and restarted, stopped and continued", run)
+SITUATION = Situation(
+    "mooncake", "Mooncake's master killed and restarted, stopped and continued", run
+)

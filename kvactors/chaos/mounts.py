@@ -1,4 +1,5 @@
-"""File systems that are really small, and files that really cannot be written, as far as this machine permits."""
+"""File systems that are really small, and files that really cannot be written, as far as this
+machine permits."""
 
 from __future__ import annotations
 
@@ -19,12 +20,16 @@ CHUNK = 1 << 16
 async def command(name: str, *arguments: str) -> bool:
     """Run one of the system's commands; whether it is there and succeeded."""
     path = shutil.which(name)
-    return path is not None and (await anyio.run_process([path, *arguments], check=False)).returncode == 0
+    return (
+        path is not None
+        and (await anyio.run_process([path, *arguments], check=False)).returncode == 0
+    )
 
 
 @asynccontextmanager
 async def mounted(folder: Path, *arguments: str) -> AsyncIterator[bool]:
-    """Mount something at a folder, which must exist, while the block runs; False if that is not permitted."""
+    """Mount something at a folder, which must exist, while the block runs; False if that is not
+    permitted."""
     done = await command("mount", *arguments, str(folder))
     try:
         yield done
@@ -48,7 +53,8 @@ def fill_disk(ballast: Path) -> int:
 
 
 def set_immutable(path: Path, *, on: bool) -> None:
-    """As `chattr +i` or `-i` does. OSError if that is not permitted, or the file system knows no such thing."""
+    """As `chattr +i` or `-i` does. OSError if that is not permitted, or the file system knows no
+    such thing."""
     fd = os.open(path, os.O_RDONLY)
     try:
         flags = int.from_bytes(fcntl.ioctl(fd, GET_FLAGS, bytes(8))[:4], "little")
@@ -60,7 +66,8 @@ def set_immutable(path: Path, *, on: bool) -> None:
 
 @contextmanager
 def immutable(folder: Path) -> Iterator[int]:
-    """Everything under a folder, and the folder, cannot be changed while the block runs, by root and through open files neither; how many."""
+    """Everything under a folder, and the folder, cannot be changed while the block runs, by root
+    and through open files neither; how many."""
     paths = [folder, *folder.rglob("*")]
     try:
         for path in paths:
@@ -74,7 +81,8 @@ def immutable(folder: Path) -> Iterator[int]:
 
 
 def can_freeze(folder: Path) -> bool:
-    """Whether `immutable` is permitted here and stops writes through files that are open already."""
+    """Whether `immutable` is permitted here and stops writes through files that are open
+    already."""
     probe = folder / "probe"
     try:
         with probe.open("wb", buffering=0) as file:

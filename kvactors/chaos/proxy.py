@@ -12,7 +12,8 @@ from kvactors.chaos.record import reached
 
 
 class Proxy:
-    """target: a port of this machine. port: where the proxy listens. parted: nothing flows, and nobody is told; connections are still taken."""
+    """target: a port of this machine. port: where the proxy listens. parted: nothing flows, and
+    nobody is told; connections are still taken."""
 
     def __init__(self, target: int) -> None:
         self.target = target

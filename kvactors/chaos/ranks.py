@@ -1,4 +1,5 @@
-"""Tensor-parallel ranks in processes of their own: killed, stopped, cut off, while requests are served over all of them."""
+"""Tensor-parallel ranks in processes of their own: killed, stopped, cut off, while requests are
+served over all of them."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from kvactors.testing.ranks import RankProcess
 
 BLOCK, RANKS, CLIENTS = 8, 2, 3
 BACK = 30.0
-"""Seconds in which all ranks must be back after a fault, and the cache at rest after all of them."""
+"""Seconds in which all ranks must be back after a fault, and the cache at rest after all of
+them."""
 
 
 def config_of(setting: Setting) -> Config:
@@ -26,9 +28,22 @@ def config_of(setting: Setting) -> Config:
         {
             "cache": {"model": "m", "block_size": BLOCK, "deadline": 10.0},
             "device": {"num_blocks": 24, "layerwise": setting.rng.random() < 0.5},
-            "host": {"slots": 24, "transit_slots": 32, "mode": setting.rng.choice(["exclusive", "inclusive"])},
-            "layout": {"num_layers": 2, "num_kv_heads": 4, "head_dim": 32, "tensor_parallel": RANKS},
-            "storage": {"backend": "file", "directory": str(setting.folder / "store"), "capacity_blocks": 200},
+            "host": {
+                "slots": 24,
+                "transit_slots": 32,
+                "mode": setting.rng.choice(["exclusive", "inclusive"]),
+            },
+            "layout": {
+                "num_layers": 2,
+                "num_kv_heads": 4,
+                "head_dim": 32,
+                "tensor_parallel": RANKS,
+            },
+            "storage": {
+                "backend": "file",
+                "directory": str(setting.folder / "store"),
+                "capacity_blocks": 200,
+            },
             "ranks": {"count": RANKS, "endpoint": f"unix://{setting.folder}/ranks", "timeout": 0.3},
             "flush": {"sinks": [{"kind": "memory", "tiers": ["device", "host", "storage"]}]},
         }
@@ -74,7 +89,9 @@ async def _harm(cache: KVCache, victim: RankProcess, setting: Setting, tally: Ta
         cache.system.ranks.hang_up(victim.rank)
 
 
-async def _client(cache: KVCache, workers: Sequence[RankProcess], setting: Setting, tally: Tally) -> None:
+async def _client(
+    cache: KVCache, workers: Sequence[RankProcess], setting: Setting, tally: Tally
+) -> None:
     while True:
         first = setting.rng.randrange(12) * 1000
         prompt = [first + i for i in range(setting.rng.randrange(BLOCK, 7 * BLOCK))]
@@ -87,17 +104,23 @@ async def _client(cache: KVCache, workers: Sequence[RankProcess], setting: Setti
         await asyncio.sleep(0)
 
 
-async def _request(cache: KVCache, workers: Sequence[RankProcess], prompt: list[int], tally: Tally) -> None:
+async def _request(
+    cache: KVCache, workers: Sequence[RankProcess], prompt: list[int], tally: Tally
+) -> None:
     async with await cache.acquire("r", prompt, deadline=5.0) as lease:
         await lease.ready()
         cached, full = lease.cached_tokens // BLOCK, len(prompt) // BLOCK
         table, keys = lease.block_table, lease.keys(0, full)
-        found = await asyncio.gather(*(one.check(table[:cached], keys[: 32 * cached]) for one in workers))
+        found = await asyncio.gather(
+            *(one.check(table[:cached], keys[: 32 * cached]) for one in workers)
+        )
         if any(found):
             await asyncio.sleep(0.05)
             await lease.commit(cached * BLOCK)  # RankLost, if we were told not to rely on these
             tally.wrong += max(map(len, found))
-        await asyncio.gather(*(one.fill(table[cached:full], keys[32 * cached :]) for one in workers))
+        await asyncio.gather(
+            *(one.fill(table[cached:full], keys[32 * cached :]) for one in workers)
+        )
         await lease.commit(full * BLOCK)
         tally.requests += 1
         tally.verified += cached * RANKS
@@ -115,8 +138,14 @@ async def _still(cache: KVCache, tally: Tally) -> None:
     for what in cache.check():
         tally.violate(what)
     statistics, group = cache.statistics(), cache.system.ranks
-    left = {"leases": statistics.prefix.leases, "waiting": statistics.prefix.waiting, "pinned slots": statistics.host.pinned}
-    left["operations at ranks"] = sum(rank.in_flight for rank in group.statistics()) if group is not None else 0
+    left = {
+        "leases": statistics.prefix.leases,
+        "waiting": statistics.prefix.waiting,
+        "pinned slots": statistics.host.pinned,
+    }
+    left["operations at ranks"] = (
+        sum(rank.in_flight for rank in group.statistics()) if group is not None else 0
+    )
     left["blocks on which the sink differs"] = cache.divergence()
     left["dead actors"] = statistics.supervisor.deaths
     for what, count in left.items():

@@ -1,4 +1,5 @@
-"""The store's directory cannot be written any more, in the middle of the work; and a life on a file system that is mounted read-only."""
+"""The store's directory cannot be written any more, in the middle of the work; and a life on a file
+system that is mounted read-only."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ async def run(setting: Setting, tally: Tally) -> None:
     mapping = settings(disk / "store", jsonl(disk / "lines"))
     freezes = await run_sync(can_freeze, disk)
     tally.note(
-        "chattr +i on all files, which holds for open ones too" if freezes else "chattr +i has no effect on open files here"
+        "chattr +i on all files, which holds for open ones too"
+        if freezes
+        else "chattr +i has no effect on open files here"
     )
     async with loaded(mapping, setting, tally) as (cache, load):
         async with load.running():
@@ -39,7 +42,8 @@ async def run(setting: Setting, tally: Tally) -> None:
 
 
 async def mounted_read_only(disk: Path, setting: Setting, tally: Tally) -> None:
-    """A life that wants to write is refused with a StoreError; one that only reads serves what is there."""
+    """A life that wants to write is refused with a StoreError; one that only reads serves what is
+    there."""
     view = setting.folder / "view"
     view.mkdir()
     async with mounted(view, "--bind", str(disk)) as bound:
@@ -51,7 +55,9 @@ async def mounted_read_only(disk: Path, setting: Setting, tally: Tally) -> None:
                 path.chmod(0o555 if path.is_dir() else 0o444)
             tally.note("no mount permitted: chmod")
         else:
-            tally.note("no mount permitted, and chmod does not stop root: the second half was left out")
+            tally.note(
+                "no mount permitted, and chmod does not stop root: the second half was left out"
+            )
             return
         tally.faults += 1
         try:
@@ -61,7 +67,10 @@ async def mounted_read_only(disk: Path, setting: Setting, tally: Tally) -> None:
             if str(view) not in str(error):
                 tally.violate(f"a read-only file system is not named: {error}")
         before = tally.stored
-        async with loaded(settings(view / "store", MEMORY, read_only=True), setting, tally) as (cache, load):
+        async with loaded(settings(view / "store", MEMORY, read_only=True), setting, tally) as (
+            cache,
+            load,
+        ):
             async with load.running():
                 await setting.moment(0.1, 1.0)
             await load.everything()
@@ -70,4 +79,6 @@ async def mounted_read_only(disk: Path, setting: Setting, tally: Tally) -> None:
             tally.violate("nothing was read from a store opened read_only")
 
 
-SITUATION = Situation("read_only", "the directory becomes read-only under load; a life on a read-only mount", run)
+SITUATION = Situation(
+    "read_only", "the directory becomes read-only under load; a life on a read-only mount", run
+)

@@ -1,5 +1,5 @@
-"""Readers of KV events, processes of their own, that are killed, stopped, cut off and partitioned; in the end each equals the tiers, medium by
-medium."""
+"""Readers of KV events, processes of their own, that are killed, stopped, cut off and partitioned;
+in the end each equals the tiers, medium by medium."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ DEEDS = ("kill", "stop", "cut", "partition", "partition and cut")
 
 
 class Readers:
-    """One reader, kept alive, behind a proxy for each of the publisher's sockets. lose: share of the live messages that it drops besides."""
+    """One reader, kept alive, behind a proxy for each of the publisher's sockets. lose: share of
+    the live messages that it drops besides."""
 
     def __init__(self, stack: AsyncExitStack, events: Proxy, replay: Proxy, lose: float) -> None:
         self._stack = stack
@@ -38,7 +39,10 @@ class Readers:
     async def suffer(self, deed: str, setting: Setting) -> None:
         """One of DEEDS."""
         assert self.reader is not None
-        process, proxies = self.reader.process, setting.rng.choice([self._proxies, self._proxies[:1], self._proxies[1:]])
+        process, proxies = (
+            self.reader.process,
+            setting.rng.choice([self._proxies, self._proxies[:1], self._proxies[1:]]),
+        )
         if deed == "kill":
             process.kill()
             await self.start()
@@ -116,15 +120,20 @@ async def compare_with(cache: KVCache, readers: Readers, tally: Tally) -> None:
 
     sink: Any = cache.sinks["kv_events"]
     truth = {
-        MEDIA[sink.config.media][tier]: {int.from_bytes(key[-8:], "big") for key in keys} for tier, keys in named(cache).items()
+        MEDIA[sink.config.media][tier]: {int.from_bytes(key[-8:], "big") for key in keys}
+        for tier, keys in named(cache).items()
     }
     assert readers.reader is not None
     said = await compare(readers.reader, sink.sequence, truth)
     if said["divergence"] or said["behind"]:
-        tally.violate(f"a reader of KV events differs on {said['divergence']} blocks, {said['behind']} batches behind: {said}")
+        tally.violate(
+            f"a reader of KV events differs on {said['divergence']} blocks, {said['behind']} "
+            f"batches behind: {said}"
+        )
     if said["orphans"]:
         tally.violate(
-            f"a reader of KV events was sent {said['orphans']} blocks without the block above them, or removals in this order"
+            f"a reader of KV events was sent {said['orphans']} blocks without the block above "
+            "them, or removals in this order"
         )
     for what in ("snapshots", "gaps", "replayed", "connections"):
         tally.count(f"{what} of the readers' last lives", said[what])

@@ -27,9 +27,10 @@ async def reached(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 class Tally(msgspec.Struct):
-    """Counted over a round. requests: served to their end. no_room: refused for now, and tried again. verified: blocks looked at byte for byte;
-    loaded: of those, from host or storage; stored: from storage. wrong: blocks that did not hold what they should. figures: of the
-    situation's own, by their names. available: False if this machine cannot run it (`notes` say why)."""
+    """Counted over a round. requests: served to their end. no_room: refused for now, and tried
+    again. verified: blocks looked at byte for byte; loaded: of those, from host or storage; stored:
+    from storage. wrong: blocks that did not hold what they should. figures: of the situation's own,
+    by their names. available: False if this machine cannot run it (`notes` say why)."""
 
     faults: int = 0
     requests: int = 0
@@ -77,7 +78,8 @@ class Tally(msgspec.Struct):
 
 
 class Setting(NamedTuple):
-    """A round's place and fortune. folder: empty, its own. rng: of when and what. small: a short round."""
+    """A round's place and fortune. folder: empty, its own. rng: of when and what. small: a short
+    round."""
 
     folder: Path
     rng: random.Random
@@ -89,7 +91,8 @@ class Setting(NamedTuple):
         await anyio.sleep(self.rng.uniform(low, max(low, high / 3 if self.small else high)))
 
     def times(self, small: int, large: int) -> int:
-        """How often to do something: at least `small` times, at most `large`; `small` in a small round."""
+        """How often to do something: at least `small` times, at most `large`; `small` in a small
+        round."""
         return small if self.small else self.rng.randint(small, large)
 
 
@@ -102,7 +105,8 @@ class Situation(NamedTuple):
 
 
 class Row(msgspec.Struct):
-    """A situation over all its rounds. repeat: commands that run again the rounds in which something was violated."""
+    """A situation over all its rounds. repeat: commands that run again the rounds in which
+    something was violated."""
 
     name: str
     about: str

@@ -33,30 +33,40 @@ def jsonl(path: Path) -> dict[str, Any]:
 
 
 def settings(store: Path, *sinks: dict[str, Any], **storage: Any) -> dict[str, Any]:
-    """A cache far smaller than what the load asks for, over a file store, so that blocks move all the time."""
+    """A cache far smaller than what the load asks for, over a file store, so that blocks move all
+    the time."""
     return {
         "cache": {"model": "m", "block_size": 16, "deadline": 20.0},
         "device": {"num_blocks": 64},
         "host": {"slots": 24, "transit_slots": 64},
         "layout": {"num_layers": 2, "num_kv_heads": 2, "head_dim": 32},
         "storage": {
-            "backend": "file", "directory": str(store), "capacity_blocks": 1000, "write_policy": "write_through",
-            "free_space_floor": 0, **storage,
+            "backend": "file",
+            "directory": str(store),
+            "capacity_blocks": 1000,
+            "write_policy": "write_through",
+            "free_space_floor": 0,
+            **storage,
         },
         "flush": {"sinks": list(sinks or [MEMORY]), "retry_max": 0.5},
-    }  # fmt: skip
+    }
 
 
 def varied(mapping: dict[str, Any], setting: Setting) -> dict[str, Any]:
     """The same with a write policy and a mode of the host tier drawn by lot."""
     policy = setting.rng.choice(["write_through", "write_back"])
     mode = setting.rng.choice(["exclusive", "inclusive"])
-    storage, host = {**mapping["storage"], "write_policy": policy}, {**mapping["host"], "mode": mode}
+    storage, host = (
+        {**mapping["storage"], "write_policy": policy},
+        {**mapping["host"], "mode": mode},
+    )
     return {**mapping, "storage": storage, "host": host}
 
 
 @asynccontextmanager
-async def loaded(mapping: dict[str, Any], setting: Setting, tally: Tally) -> AsyncIterator[tuple[KVCache, Load]]:
+async def loaded(
+    mapping: dict[str, Any], setting: Setting, tally: Tally
+) -> AsyncIterator[tuple[KVCache, Load]]:
     """An open cache and clients for it, in this process."""
     async with open_cache(Config.from_mapping(mapping)) as cache:
         if cache.system.backend is not None:
@@ -65,7 +75,8 @@ async def loaded(mapping: dict[str, Any], setting: Setting, tally: Tally) -> Asy
 
 
 async def at_rest(cache: KVCache, tally: Tally) -> None:
-    """Come to rest and check: every invariant, no lease, slot or block left over, every sink right."""
+    """Come to rest and check: every invariant, no lease, slot or block left over, every sink
+    right."""
     try:
         await cache.flush_settled(SETTLE)
     except DeadlineExceeded as error:
@@ -75,11 +86,15 @@ async def at_rest(cache: KVCache, tally: Tally) -> None:
         tally.violate(f"at rest: {what}")
     counts = cache.statistics()
     left = {
-        "leases": counts.prefix.leases, "waiting": counts.prefix.waiting, "host slots pinned": counts.host.pinned,
-        "nodes referenced": counts.prefix.nodes_referenced, "loads": counts.prefix.loads_in_flight,
-        "offloads": counts.prefix.offloads_in_flight, "saves": counts.prefix.saves_in_flight,
+        "leases": counts.prefix.leases,
+        "waiting": counts.prefix.waiting,
+        "host slots pinned": counts.host.pinned,
+        "nodes referenced": counts.prefix.nodes_referenced,
+        "loads": counts.prefix.loads_in_flight,
+        "offloads": counts.prefix.offloads_in_flight,
+        "saves": counts.prefix.saves_in_flight,
         "sinks' blocks that differ from the tiers": cache.divergence(),
-    }  # fmt: skip
+    }
     for what, count in left.items():
         if count:
             tally.violate(f"at rest: {what}: {count}")

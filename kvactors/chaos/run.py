@@ -28,8 +28,16 @@ def silent(_: Row, __: Tally, ___: bool) -> None:
     """Show nothing."""
 
 
-async def one_round(situation: Situation, seed: int, folder: Path, *, small: bool = False, tally: Tally | None = None) -> Tally:
-    """One round in a folder of its own; whatever goes wrong is a violation in the tally, never an error."""
+async def one_round(
+    situation: Situation,
+    seed: int,
+    folder: Path,
+    *,
+    small: bool = False,
+    tally: Tally | None = None,
+) -> Tally:
+    """One round in a folder of its own; whatever goes wrong is a violation in the tally, never an
+    error."""
     tally = Tally() if tally is None else tally
     rng = random.Random(f"{situation.name}:{seed}")  # noqa: S311  (when to break what is no secret)
     try:
@@ -47,10 +55,18 @@ async def one_round(situation: Situation, seed: int, folder: Path, *, small: boo
 
 
 async def chaos(
-    chosen: Iterable[Situation], *, seed: int, minutes: float, progress: Progress = silent, small: bool = False
+    chosen: Iterable[Situation],
+    *,
+    seed: int,
+    minutes: float,
+    progress: Progress = silent,
+    small: bool = False,
 ) -> ChaosReport:
-    """Situations in turn until the time is up, each at least once. Round n of a situation has the seed `seed + n`."""
-    rows = {situation.name: (situation, Row(situation.name, situation.about)) for situation in chosen}
+    """Situations in turn until the time is up, each at least once. Round n of a situation has the
+    seed `seed + n`."""
+    rows = {
+        situation.name: (situation, Row(situation.name, situation.about)) for situation in chosen
+    }
     began, number = time.monotonic(), 0
     while not number or time.monotonic() - began < 60 * minutes:
         for situation, row in rows.values():
@@ -60,13 +76,19 @@ async def chaos(
         number += 1
         if not any(row.tally.available for _, row in rows.values()):
             break
-    return ChaosReport(seed, minutes, round(time.monotonic() - began, 1), [row for _, row in rows.values()])
+    return ChaosReport(
+        seed, minutes, round(time.monotonic() - began, 1), [row for _, row in rows.values()]
+    )
 
 
-async def next_round(situation: Situation, row: Row, seed: int, progress: Progress, *, small: bool) -> None:
+async def next_round(
+    situation: Situation, row: Row, seed: int, progress: Progress, *, small: bool
+) -> None:
     """One more round of a row."""
     tally = Tally()
-    with tempfile.TemporaryDirectory(prefix=f"kvactors-chaos-{row.name}-", ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(
+        prefix=f"kvactors-chaos-{row.name}-", ignore_cleanup_errors=True
+    ) as folder:
         async with beside(reporting(progress, row, tally)):
             await one_round(situation, seed, Path(folder), small=small, tally=tally)
     row.rounds += 1

@@ -1,7 +1,9 @@
-"""A cache under load in a process of its own, which can be stopped and killed, and the handle by which a situation holds it.
+"""A cache under load in a process of its own, which can be stopped and killed, and the handle by
+which a situation holds it.
 
-`python -m kvactors.chaos.worker` reads its orders as one JSON line and works. A few times a second it says what it has counted, first when it
-is open. A line on its input, and it comes to rest, says what it found, and stays until its input ends.
+`python -m kvactors.chaos.worker` reads its orders as one JSON line and works. A few times a second
+it says what it has counted, first when it is open. A line on its input, and it comes to rest, says
+what it found, and stays until its input ends.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ class Orders(msgspec.Struct):
 
 
 class Said(msgspec.Struct):
-    """One line of a worker. resting: whether it is the last word, with the names (hex) that each tier holds."""
+    """One line of a worker. resting: whether it is the last word, with the names (hex) that each
+    tier holds."""
 
     tally: Tally
     resting: bool = False
@@ -51,7 +54,10 @@ class Said(msgspec.Struct):
 
     def truth(self) -> dict[Tier, set[bytes]]:
         """The names by tier."""
-        return {Tier[tier]: {bytes.fromhex(name) for name in names} for tier, names in self.names.items()}
+        return {
+            Tier[tier]: {bytes.fromhex(name) for name in names}
+            for tier, names in self.names.items()
+        }
 
 
 class Worker:
@@ -74,7 +80,8 @@ class Worker:
             await self._hear()
 
     async def rest(self) -> Said:
-        """Let it come to rest; its last word. KVActorsError if it ends before, DeadlineExceeded if it says nothing."""
+        """Let it come to rest; its last word. KVActorsError if it ends before, DeadlineExceeded if
+        it says nothing."""
         await self._child.say("rest")
         while not self._last.resting:
             await self._hear()
@@ -96,10 +103,15 @@ class Worker:
 
 
 @asynccontextmanager
-async def worker(config: dict[str, Any], setting: Setting, tally: Tally, *, early: bool = False) -> AsyncIterator[Worker]:
-    """A worker that is open and under load, or with `early` one that has only begun to start; killed on the way out."""
+async def worker(
+    config: dict[str, Any], setting: Setting, tally: Tally, *, early: bool = False
+) -> AsyncIterator[Worker]:
+    """A worker that is open and under load, or with `early` one that has only begun to start;
+    killed on the way out."""
     async with child("-m", "kvactors.chaos.worker") as process:
-        await process.say(msgspec.json.encode(Orders(config, setting.seed, setting.rng.getrandbits(32))).decode())
+        await process.say(
+            msgspec.json.encode(Orders(config, setting.seed, setting.rng.getrandbits(32))).decode()
+        )
         one = Worker(process, tally)
         if not early:
             await one.reach(0)
@@ -143,7 +155,8 @@ def say(what: Said) -> None:
 def main() -> None:
     """Entry point of the process."""
     structlog.configure(
-        wrapper_class=structlog.make_filtering_bound_logger(50), logger_factory=structlog.PrintLoggerFactory(sys.stderr)
+        wrapper_class=structlog.make_filtering_bound_logger(50),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
     asyncio.run(work(msgspec.json.decode(sys.stdin.readline(), type=Orders)))
 

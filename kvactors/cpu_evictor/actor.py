@@ -1,4 +1,5 @@
-"""CpuEvictor: the host tier. It alone hands out host slots, so it leads every movement through host memory."""
+"""CpuEvictor: the host tier. It alone hands out host slots, so it leads every movement through host
+memory."""
 
 from __future__ import annotations
 
@@ -25,7 +26,16 @@ from kvactors.prefix_index.messages import (
     LoadStalled,
     Offloaded,
 )
-from kvactors.storage.messages import ClearStore, FetchDevice, Outcome, Probe, Read, Recount, SaveDevice, Write
+from kvactors.storage.messages import (
+    ClearStore,
+    FetchDevice,
+    Outcome,
+    Probe,
+    Read,
+    Recount,
+    SaveDevice,
+    Write,
+)
 from kvactors.units import Reason, Tier, split_keys
 
 
@@ -56,7 +66,16 @@ class CpuEvictor(Saves):
         "storage_writer": (Write, ClearStore, Recount),
         "storage_direct": (FetchDevice, SaveDevice),
         "flush_notifier": (Gained, Gone, Cleared),
-        "prefix_index": (Offloaded, Loaded, Admitted, HostGained, HostGone, HostCleared, LayersLoaded, LoadStalled),
+        "prefix_index": (
+            Offloaded,
+            Loaded,
+            Admitted,
+            HostGained,
+            HostGone,
+            HostCleared,
+            LayersLoaded,
+            LoadStalled,
+        ),
     }
 
     def started(self) -> None:
@@ -77,7 +96,9 @@ class CpuEvictor(Saves):
         fresh: list[int] = []
         for j, key in enumerate(keys):
             entry = self.host.usable(key)
-            if entry is not None and (entry.place is Place.RESIDENT or self.host.resident < self.host.capacity):
+            if entry is not None and (
+                entry.place is Place.RESIDENT or self.host.resident < self.host.capacity
+            ):
                 self.host.move(entry, Place.RESIDENT)
                 self.host.touch([key])
                 kept[j] = 1
@@ -92,7 +113,8 @@ class CpuEvictor(Saves):
                 kept[j] = entry.place is Place.RESIDENT and not entry.dropped
             for j in [j for j, key in enumerate(keys) if key not in self.host.lru]:
                 kept[j] = 0  # it was here already, and has been evicted meanwhile
-            # What only passes through counts as well, until it is written: between device and storage it would be nowhere.
+            # What only passes through counts as well, until it is written: between device and
+            # storage it would be nowhere.
             copied = [entry.key for entry in good]
             done = set(copied)
             untold = [key for key in self._untold(keys, kept) if key not in done]
@@ -105,10 +127,14 @@ class CpuEvictor(Saves):
         self.copy(Direction.TO_HOST, [message.blocks[j] for j in fresh[first:]], entries, then)
 
     def _take_slots(
-        self, fresh: Sequence[int], keys: Sequence[bytes], parents: Sequence[bytes], lineages: Lineages | None
+        self,
+        fresh: Sequence[int],
+        keys: Sequence[bytes],
+        parents: Sequence[bytes],
+        lineages: Lineages | None,
     ) -> list[Entry]:
-        """Slots for evicted device blocks, for the last used of them if there are not enough. What exceeds the tier's capacity only
-        passes through, on its way to storage."""
+        """Slots for evicted device blocks, for the last used of them if there are not enough. What
+        exceeds the tier's capacity only passes through, on its way to storage."""
         self.make_room(len(fresh), len(fresh), keys)
         passing = max(0, len(fresh) - (self.host.capacity - self.host.resident))
         first = 0 if self.write_back else passing
@@ -127,7 +153,11 @@ class CpuEvictor(Saves):
     def _untold(self, keys: Sequence[bytes], kept: bytearray) -> list[bytes]:
         """Kept without a copy, but reported gone before (they were being written back)."""
         found = [self.host.usable(key) for key, keep in zip(keys, kept, strict=True) if keep]
-        return [entry.key for entry in found if entry is not None and not entry.told and not entry.arriving]
+        return [
+            entry.key
+            for entry in found
+            if entry is not None and not entry.told and not entry.arriving
+        ]
 
     # -- load
 
@@ -138,9 +168,15 @@ class CpuEvictor(Saves):
             self.tell(self.index, Loaded(message.op, 0, 0))
             return
         job = LoadJob(
-            message.op, message.root, split_keys(message.keys), message.start, message.deadline, message.blocks, message.tokens,
+            message.op,
+            message.root,
+            split_keys(message.keys),
+            message.start,
+            message.deadline,
+            message.blocks,
+            message.tokens,
             message.lineages,
-        )  # fmt: skip
+        )
         self.loads[job.op] = job
         self.host.touch(reversed(job.keys))
         for key in job.wanted:
@@ -171,7 +207,8 @@ class CpuEvictor(Saves):
         job.from_host.append(True)
 
     def _fetch(self, job: LoadJob, found: int) -> None:
-        """The store can give `found` of the blocks the host lacks, from the first one on: read them into slots."""
+        """The store can give `found` of the blocks the host lacks, from the first one on: read them
+        into slots."""
         if job.late or job.over:
             return
         if found < self.storage.min_fetch_blocks:
@@ -190,7 +227,9 @@ class CpuEvictor(Saves):
                 break
             found -= 1
             place = Place.TRANSIT if self.exclusive else Place.RESIDENT
-            entry = self.host.add(key, job.parent(job.start + offset), place, job.lineage(job.start + offset))
+            entry = self.host.add(
+                key, job.parent(job.start + offset), place, job.lineage(job.start + offset)
+            )
             self.host.pin(entry)
             job.entries.append(entry)
             job.from_host.append(False)
@@ -201,7 +240,9 @@ class CpuEvictor(Saves):
             self._copy_in(job, first)
             self._maybe_done(job)
             return
-        self.read(reading, job.deadline, lambda outcomes: self._fetched(job, first, reading, outcomes))
+        self.read(
+            reading, job.deadline, lambda outcomes: self._fetched(job, first, reading, outcomes)
+        )
 
     def _fetched(self, job: LoadJob, first: int, reading: list[Entry], outcomes: bytes) -> None:
         job.fetching = False
@@ -222,9 +263,15 @@ class CpuEvictor(Saves):
         self._maybe_done(job)
 
     def _copy_in(self, job: LoadJob, first: int) -> None:
-        """Copy secured sources from `first` on to the device, once there are blocks to copy into."""
+        """Copy secured sources from `first` on to the device, once there are blocks to copy
+        into."""
         sources = job.entries[first:]
-        if job.blocks is None or job.late or not sources or any(entry.arriving for entry in sources):
+        if (
+            job.blocks is None
+            or job.late
+            or not sources
+            or any(entry.arriving for entry in sources)
+        ):
             return
         job.copies += 1
 
@@ -238,10 +285,16 @@ class CpuEvictor(Saves):
 
     @on(Prefetch)
     def prefetch(self, message: Prefetch) -> None:
-        """Look in storage for what the host lacks; it comes to the host tier, where a load will find it."""
+        """Look in storage for what the host lacks; it comes to the host tier, where a load will
+        find it."""
         keys = split_keys(message.keys)
-        first = next((j for j in range(message.start, len(keys)) if keys[j] not in self.host.entries), len(keys))
-        if first == len(keys) or not (self.may_read and self.host.capacity and message.deadline > now()):
+        first = next(
+            (j for j in range(message.start, len(keys)) if keys[j] not in self.host.entries),
+            len(keys),
+        )
+        if first == len(keys) or not (
+            self.may_read and self.host.capacity and message.deadline > now()
+        ):
             return
 
         def found(run: int) -> None:
@@ -252,16 +305,22 @@ class CpuEvictor(Saves):
             room = min(self.host.free, self.host.capacity - self.host.resident)
             parents = {j: keys[j - 1] if j else message.root for j in lacking[:room]}
             entries = [
-                self.host.add(keys[j], parent, Place.RESIDENT, lineage(message.lineages, j, len(keys), parent))
+                self.host.add(
+                    keys[j], parent, Place.RESIDENT, lineage(message.lineages, j, len(keys), parent)
+                )
                 for j, parent in parents.items()
             ]
             if entries:
-                self.read(entries, message.deadline, lambda outcomes: self._prefetched(entries, outcomes))
+                self.read(
+                    entries, message.deadline, lambda outcomes: self._prefetched(entries, outcomes)
+                )
 
         self.probe(keys[first:], message.deadline, found)
 
     def _prefetched(self, entries: list[Entry], outcomes: bytes) -> None:
-        good = self.arrive(entries, frozenset(i for i, outcome in enumerate(outcomes) if outcome != Outcome.OK))
+        good = self.arrive(
+            entries, frozenset(i for i, outcome in enumerate(outcomes) if outcome != Outcome.OK)
+        )
         self.fetched += len(good)
         self.gained([entry.key for entry in good])
         for entry in good:
@@ -306,7 +365,8 @@ class CpuEvictor(Saves):
             self._answer(job)
 
     def _answer(self, job: LoadJob) -> None:
-        """Say how much arrived. Sources that did go when the index discards them; the others are as before."""
+        """Say how much arrived. Sources that did go when the index discards them; the others are as
+        before."""
         job.end()
         self.loads.pop(job.op, None)
         good = job.good()
@@ -326,7 +386,8 @@ class CpuEvictor(Saves):
         return entry.pins > 1
 
     def _release_tail(self, job: LoadJob, keep: int) -> None:
-        """Unpin the sources from position `keep` on; those that were leaving stay after all, if there is room."""
+        """Unpin the sources from position `keep` on; those that were leaving stay after all, if
+        there is room."""
         tail, job.entries = job.entries[keep:], job.entries[:keep]
         for entry in reversed(tail):
             if entry.place is Place.LEAVING and entry.pins == 1:
@@ -351,13 +412,16 @@ class CpuEvictor(Saves):
         return self.host.keys()
 
     def check(self) -> None:
-        """AssertionError if the tier's state is wrong, or something is pinned although nothing is in flight."""
+        """AssertionError if the tier's state is wrong, or something is pinned although nothing is
+        in flight."""
         for _ in self.check_steps():
             pass
 
     def check_steps(self) -> Iterator[None]:
         """`check` in steps of about a millisecond, between which turns may be taken."""
-        if not (self._copies or self._probes or self._asks or self._reads or self._writes or self.loads):
+        if not (
+            self._copies or self._probes or self._asks or self._reads or self._writes or self.loads
+        ):
             assert not self.host.pinned, f"{self.host.pinned} slots pinned at rest"
             assert not self.host.passing, f"{self.host.passing} slots in passage at rest"
         yield from self.host.check_steps()
@@ -366,6 +430,16 @@ class CpuEvictor(Saves):
         """A moment's picture."""
         host = self.host
         return HostStatistics(
-            host.num_slots, host.resident, host.free, host.pinned, self.evicted, self.offloaded, self.loaded, self.fetched,
-            self.written, self.shed, self.copy_failures, self.write_failures,
-        )  # fmt: skip
+            host.num_slots,
+            host.resident,
+            host.free,
+            host.pinned,
+            self.evicted,
+            self.offloaded,
+            self.loaded,
+            self.fetched,
+            self.written,
+            self.shed,
+            self.copy_failures,
+            self.write_failures,
+        )

@@ -1,4 +1,5 @@
-"""CpuEvictor, the part that speaks to a store which moves device memory itself: no host slots take part."""
+"""CpuEvictor, the part that speaks to a store which moves device memory itself: no host slots take
+part."""
 
 from __future__ import annotations
 
@@ -16,14 +17,16 @@ from kvactors.storage.messages import FetchDevice, SaveDevice
 
 
 class Fetching(NamedTuple):
-    """A load's blocks on their way. first: position of the first of them among those the load wants."""
+    """A load's blocks on their way. first: position of the first of them among those the load
+    wants."""
 
     job: LoadJob
     first: int
 
 
 class Saving(NamedTuple):
-    """Device blocks that are being written. then: what to do with the number of those that are stored."""
+    """Device blocks that are being written. then: what to do with the number of those that are
+    stored."""
 
     blocks: int
     then: Callable[[int], None]
@@ -43,13 +46,19 @@ class Direct(Traffic):
         """More of a load has arrived, or will not: see whether it is over."""
 
     def fetch_direct(self, job: LoadJob) -> None:
-        """Read what the host lacks straight into the load's blocks, as soon as it has some. Nobody gives up on that before the store says
-        that it writes no more: the blocks are the index's to hand out again."""
+        """Read what the host lacks straight into the load's blocks, as soon as it has some. Nobody
+        gives up on that before the store says that it writes no more: the blocks are the index's to
+        hand out again."""
         if self.direct is None or job.blocks is None or not job.fetching:
             return
         first, op = len(job.entries), next(self._ops)
         self.fetching[op] = Fetching(job, first)
-        self.tell(self.direct, FetchDevice(op, job.tokens, job.start + first, job.blocks[first:], job.deadline, self.era))
+        self.tell(
+            self.direct,
+            FetchDevice(
+                op, job.tokens, job.start + first, job.blocks[first:], job.deadline, self.era
+            ),
+        )
 
     @on(Fetched)
     def fetched_direct(self, message: Fetched) -> None:
@@ -64,13 +73,18 @@ class Direct(Traffic):
         self.fetched += good
         self.load_moved(job)
 
-    def save_direct(self, tokens: bytes, start: int, blocks: tuple[int, ...], then: Callable[[int], None]) -> None:
+    def save_direct(
+        self, tokens: bytes, start: int, blocks: tuple[int, ...], then: Callable[[int], None]
+    ) -> None:
         """Write device blocks; `then` gets how many are stored, when none is read any more."""
         if self.direct is None:
             raise RuntimeError("there is no store that moves device memory")
         op = next(self._ops)
         self.saving[op] = Saving(len(blocks), then)
-        self.tell(self.direct, SaveDevice(op, tokens, start, blocks, now() + self.storage.timeout, self.era))
+        self.tell(
+            self.direct,
+            SaveDevice(op, tokens, start, blocks, now() + self.storage.timeout, self.era),
+        )
 
     @on(Saved)
     def saved_direct(self, message: Saved) -> None:

@@ -16,18 +16,34 @@ class Place(Enum):
     """Where an entry stands."""
 
     RESIDENT = "resident"  # counts against the capacity
-    LEAVING = "leaving"  # going back to the device (exclusive tiers): out of the capacity, slot still in use
+    # going back to the device (exclusive tiers): out of the capacity, slot still in use
+    LEAVING = "leaving"
     TRANSIT = "transit"  # passing through: being written to storage, or staged on its way
 
 
 class Entry:
-    """A block in a slot. pins: copies and writes that use the slot now. arriving: its bytes are not there yet. told: the notifier
-    believes it resident. hinted: the index was told that it came by itself. handed: copied to the device, so the index will
-    discard it. dropped: forgotten; the slot is free as soon as nobody uses it. lineage: for the store, if it keeps it."""
+    """A block in a slot. pins: copies and writes that use the slot now. arriving: its bytes are not
+    there yet. told: the notifier believes it resident. hinted: the index was told that it came by
+    itself. handed: copied to the device, so the index will discard it. dropped: forgotten; the slot
+    is free as soon as nobody uses it. lineage: for the store, if it keeps it."""
 
-    __slots__ = ("arriving", "dropped", "handed", "hinted", "key", "lineage", "parent", "pins", "place", "slot", "told")
+    __slots__ = (
+        "arriving",
+        "dropped",
+        "handed",
+        "hinted",
+        "key",
+        "lineage",
+        "parent",
+        "pins",
+        "place",
+        "slot",
+        "told",
+    )
 
-    def __init__(self, key: bytes, parent: bytes, slot: int, place: Place, lineage: Lineage | None = None) -> None:
+    def __init__(
+        self, key: bytes, parent: bytes, slot: int, place: Place, lineage: Lineage | None = None
+    ) -> None:
         self.key = key
         self.lineage = lineage
         self.parent = parent
@@ -42,11 +58,13 @@ class Entry:
 
 
 class HostTier:
-    """At most `capacity` resident blocks in `num_slots` slots; the slots beyond are for blocks on their way through. in_use: slots that are not
-    handed out as long as they are in it (`Arena.in_use`).
+    """At most `capacity` resident blocks in `num_slots` slots; the slots beyond are for blocks on
+    their way through. in_use: slots that are not handed out as long as they are in it
+    (`Arena.in_use`).
 
-    Order is that of use, and whoever adds or touches several blocks of a path does so deepest first: so a parent is always younger
-    than its children, and the oldest block is a leaf. A block with resident children is never a victim, whatever the order.
+    Order is that of use, and whoever adds or touches several blocks of a path does so deepest
+    first: so a parent is always younger than its children, and the oldest block is a leaf. A block
+    with resident children is never a victim, whatever the order.
     """
 
     def __init__(self, capacity: int, num_slots: int, in_use: Container[int] = ()) -> None:
@@ -89,18 +107,22 @@ class HostTier:
         return entry if entry is not None and not entry.arriving else None
 
     def keys(self) -> list[bytes]:
-        """Hashes of the blocks that count as resident for indexes: residents whose bytes are there, and blocks on their way to storage or to the
-        device that have been reported resident and not gone."""
+        """Hashes of the blocks that count as resident for indexes: residents whose bytes are there,
+        and blocks on their way to storage or to the device that have been reported resident and not
+        gone."""
         return list(self.names())
 
     def names(self) -> Iterator[bytes]:
         """The same one by one. RuntimeError if a block came or went since the first was taken."""
         return (
-            key for key, entry in self.entries.items() if not entry.arriving and (entry.told or entry.place is Place.RESIDENT)
+            key
+            for key, entry in self.entries.items()
+            if not entry.arriving and (entry.told or entry.place is Place.RESIDENT)
         )
 
     def add(self, key: bytes, parent: bytes, place: Place, lineage: Lineage | None = None) -> Entry:
-        """A new entry in a free slot, as most recently used, arriving and pinned. The caller has checked `free`."""
+        """A new entry in a free slot, as most recently used, arriving and pinned. The caller has
+        checked `free`."""
         if key in self.entries:
             raise RuntimeError("a block is given a second slot")
         self.changes += 1
@@ -114,7 +136,8 @@ class HostTier:
         return entry
 
     def victims(self, count: int, protected: Iterable[bytes] = ()) -> list[Entry]:
-        """Up to `count` entries to evict, least recently used first; not pinned, not protected, no resident children. Unchanged."""
+        """Up to `count` entries to evict, least recently used first; not pinned, not protected, no
+        resident children. Unchanged."""
         if count <= 0:
             return []
         spare = set(protected)
@@ -202,7 +225,8 @@ class HostTier:
 
     @property
     def passing(self) -> int:
-        """Slots whose blocks are on their way to the device or to storage; those that wait for the index's Discard are not counted."""
+        """Slots whose blocks are on their way to the device or to storage; those that wait for the
+        index's Discard are not counted."""
         return len(self.entries) - len(self.lru) - self._handed
 
     def check(self) -> None:
@@ -211,19 +235,24 @@ class HostTier:
             pass
 
     def check_steps(self) -> Iterator[None]:
-        """`check` in steps of about a millisecond, between which anything may happen. What concerns an entry alone is always looked at; sums
-        only if nothing has changed since the check began."""
+        """`check` in steps of about a millisecond, between which anything may happen. What concerns
+        an entry alone is always looked at; sums only if nothing has changed since the check
+        began."""
         changes, used, pinned, handed = self.changes, bytearray(self.num_slots), 0, 0
         children: Counter[bytes] = Counter()
         entries = [*self.entries.values(), *self._ghosts]
         for start in range(0, len(entries), STEP):
             for entry in entries[start : start + STEP]:
                 current = not entry.dropped
-                assert not current or self.entries.get(entry.key) is entry, "an entry is not found by its key"
-                assert (self.lru.get(entry.key) is entry) == (current and entry.place is Place.RESIDENT), (
-                    "order and entries disagree"
+                assert not current or self.entries.get(entry.key) is entry, (
+                    "an entry is not found by its key"
                 )
-                assert current or entry.pins or changes != self.changes, "a dropped entry keeps its slot without a use"
+                assert (self.lru.get(entry.key) is entry) == (
+                    current and entry.place is Place.RESIDENT
+                ), "order and entries disagree"
+                assert current or entry.pins or changes != self.changes, (
+                    "a dropped entry keeps its slot without a use"
+                )
                 used[entry.slot] += used[entry.slot] < 2
                 pinned += entry.pins > 0
                 handed += entry.handed
@@ -246,7 +275,9 @@ class HostTier:
         for start in range(0, len(parents := list(children)), STEP):
             if changes != self.changes:
                 return
-            assert all(children[key] == self._children[key] for key in parents[start : start + STEP]), "child counts disagree"
+            assert all(
+                children[key] == self._children[key] for key in parents[start : start + STEP]
+            ), "child counts disagree"
             yield
 
     def _enter(self, entry: Entry) -> None:

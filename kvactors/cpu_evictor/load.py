@@ -1,4 +1,5 @@
-"""One load under way: what it reads from, what has arrived, and how long a leading run that makes."""
+"""One load under way: what it reads from, what has arrived, and how long a leading run that
+makes."""
 
 from __future__ import annotations
 
@@ -10,11 +11,12 @@ from kvactors.lineage import Lineage, Lineages, lineage
 class LoadJob:
     """Blocks `start`.. of a path on their way to the device.
 
-    entries: sources in path order, as far as they are secured. host: how many leading ones came from the host tier. blocks: targets,
-    None until placed. copies: copies still to come. fetching: the store is still asked. arrived: per position whether its bytes are on
-    the device. late: the store is not waited for any more. over: answered (what still comes only cleans up). tokens: of the path, for a
-    store that is addressed by them; lineages: of its blocks, for a store that keeps them. layers:
-    by the first position of a copy, how many layers of it have arrived.
+    entries: sources in path order, as far as they are secured. host: how many leading ones came
+    from the host tier. blocks: targets, None until placed. copies: copies still to come. fetching:
+    the store is still asked. arrived: per position whether its bytes are on the device. late: the
+    store is not waited for any more. over: answered (what still comes only cleans up). tokens: of
+    the path, for a store that is addressed by them; lineages: of its blocks, for a store that keeps
+    them. layers: by the first position of a copy, how many layers of it have arrived.
     """
 
     __slots__ = (
@@ -92,5 +94,6 @@ class LoadJob:
         return self.keys[position - 1] if position else self.root
 
     def lineage(self, position: int) -> Lineage | None:
-        """What the hash of the block at path position `position` is made of, if the store keeps that."""
+        """What the hash of the block at path position `position` is made of, if the store keeps
+        that."""
         return lineage(self.lineages, position, len(self.keys), self.parent(position))

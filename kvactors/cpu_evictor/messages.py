@@ -1,4 +1,5 @@
-"""What may be said to CpuEvictor. It alone hands out host slots, so it leads every movement through host memory."""
+"""What may be said to CpuEvictor. It alone hands out host slots, so it leads every movement through
+host memory."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ from kvactors.lineage import Lineages
 class Offload(Message, frozen=True, eq=False):
     """These device blocks must go: take what the host tier wants of them. Answered with Offloaded.
 
-    keys, parents: n x 32 bytes, least recently used first (deeper first on ties). blocks: their device blocks. era: of the memory they are
-    in, see `Executor`; nothing is kept of another era's. lineages: of these blocks, if the store keeps them.
+    keys, parents: n x 32 bytes, least recently used first (deeper first on ties). blocks: their
+    device blocks. era: of the memory they are in, see `Executor`; nothing is kept of another era's.
+    lineages: of these blocks, if the store keeps them.
     """
 
     op: int
@@ -25,11 +27,12 @@ class Offload(Message, frozen=True, eq=False):
 class Load(Message, frozen=True, eq=False):
     """Bring blocks back into device blocks. Answered with Loaded (how long a leading run arrived).
 
-    keys: names of the path from its first block on, up to the last one to load. start: first block to load, into blocks[0], the
-    next into blocks[1] ... An empty `blocks` means that they follow in a Place: the sources are secured (and fetched) meanwhile,
-    so that making room for them cannot evict them.
-    root: what the first key's parent is. deadline: absolute loop time. fetch: whether what the host tier lacks may come from storage.
-    tokens: of the same path, for a store that is addressed by them. lineages: of the blocks of `keys`, if the store keeps them.
+    keys: names of the path from its first block on, up to the last one to load. start: first block
+    to load, into blocks[0], the next into blocks[1] ... An empty `blocks` means that they follow in
+    a Place: the sources are secured (and fetched) meanwhile, so that making room for them cannot
+    evict them. root: what the first key's parent is. deadline: absolute loop time. fetch: whether
+    what the host tier lacks may come from storage. tokens: of the same path, for a store that is
+    addressed by them. lineages: of the blocks of `keys`, if the store keeps them.
     """
 
     op: int
@@ -45,7 +48,8 @@ class Load(Message, frozen=True, eq=False):
 
 
 class Prefetch(Message, frozen=True, eq=False):
-    """Somebody will want these: bring what storage has of them, from `start` on, to the host tier, if there is one. Not answered.
+    """Somebody will want these: bring what storage has of them, from `start` on, to the host tier,
+    if there is one. Not answered.
 
     root, keys, start, deadline, lineages: as in Load.
     """
@@ -85,10 +89,12 @@ class Cancel(Message, frozen=True, eq=False):
 
 
 class Admit(Message, frozen=True, eq=False):
-    """A finished request's path, all of it on the device (and held there until answered with Admitted).
+    """A finished request's path, all of it on the device (and held there until answered with
+    Admitted).
 
-    keys: names of the path from its first block on; blocks: their device blocks. keep: whether the host tier should hold them from
-    now on (inclusive tiers). save: positions to write to storage. tokens, lineages: as in Load.
+    keys: names of the path from its first block on; blocks: their device blocks. keep: whether the
+    host tier should hold them from now on (inclusive tiers). save: positions to write to storage.
+    tokens, lineages: as in Load.
     """
 
     op: int
@@ -103,13 +109,15 @@ class Admit(Message, frozen=True, eq=False):
 
 
 class Discard(Message, frozen=True, eq=False):
-    """The device holds these (again): an exclusive host tier forgets them, an inclusive one ignores this."""
+    """The device holds these (again): an exclusive host tier forgets them, an inclusive one ignores
+    this."""
 
     keys: bytes
 
 
 class ClearHost(Message, frozen=True, eq=False):
-    """Forget everything; what is being copied is forgotten when its copy ends. storage: empty the store too, and answer with HostCleared."""
+    """Forget everything; what is being copied is forgotten when its copy ends. storage: empty the
+    store too, and answer with HostCleared."""
 
     storage: bool
     op: int = 0
@@ -130,7 +138,8 @@ class CopyProgress(Control, frozen=True, eq=False):
 
 
 class HostChanged(Control, frozen=True, eq=False):
-    """Copies can be made (again), or cannot for now. lost: what was in the slots may be gone, and a new era begins."""
+    """Copies can be made (again), or cannot for now. lost: what was in the slots may be gone, and a
+    new era begins."""
 
     possible: bool
     lost: bool
@@ -152,14 +161,16 @@ class ReadDone(Control, frozen=True, eq=False):
 
 
 class Written(Control, frozen=True, eq=False):
-    """Answer to Write: one `storage.messages.Outcome` byte a key. The slots are not read any more."""
+    """Answer to Write: one `storage.messages.Outcome` byte a key. The slots are not read any
+    more."""
 
     op: int
     outcomes: bytes
 
 
 class StoreCleared(Control, frozen=True, eq=False):
-    """Answer to ClearStore. error: why objects from before may still be found; empty if none can."""
+    """Answer to ClearStore. error: why objects from before may still be found; empty if none
+    can."""
 
     op: int
     error: str = ""

@@ -1,5 +1,5 @@
-"""CpuEvictor, the part that hears of device memory: layers of a load that have arrived, copies that cannot be made, slots that are lost, blocks
-that the device holds."""
+"""CpuEvictor, the part that hears of device memory: layers of a load that have arrived, copies that
+cannot be made, slots that are lost, blocks that the device holds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class Plane(Direct):
         self.loads: dict[int, LoadJob] = {}
 
     def progress_of(self, job: LoadJob, first: int) -> Callable[[int], None] | None:
-        """What to do when layers of a copy of the load's blocks from position `first` on have arrived."""
+        """What to do when layers of a copy of the load's blocks from position `first` on have
+        arrived."""
         if not self.layerwise:
             return None
         job.layers[first] = 0
@@ -62,9 +63,15 @@ class Plane(Direct):
         """The device holds these: an exclusive tier forgets them."""
         if not self.exclusive:
             return
-        found = [entry for key in split_keys(message.keys) if (entry := self.host.entries.get(key)) is not None]
+        found = [
+            entry
+            for key in split_keys(message.keys)
+            if (entry := self.host.entries.get(key)) is not None
+        ]
         self.gone(found, Reason.PROMOTION)
-        dropped = [entry for entry in found if entry.place is not Place.TRANSIT and not entry.arriving]
+        dropped = [
+            entry for entry in found if entry.place is not Place.TRANSIT and not entry.arriving
+        ]
         for entry in dropped:
             self.host.drop(entry)
         # A HostGained or Offloaded with these may have been sent after the index sent this Discard.

@@ -1,6 +1,8 @@
-"""What other actors report of a batch, checked: a store or a copy engine of the user's own may answer with anything.
+"""What other actors report of a batch, checked: a store or a copy engine of the user's own may
+answer with anything.
 
-What does not fit the batch counts as a failure of all of it. So wrong lengths, types and values cost a miss or a write, never a wrong byte.
+What does not fit the batch counts as a failure of all of it. So wrong lengths, types and values
+cost a miss or a write, never a wrong byte.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ KNOWN = frozenset(int(outcome) for outcome in Outcome)
 
 
 def outcomes_of(report: Any, keys: int) -> bytes:
-    """One outcome a key: UNAVAILABLE for a value that is none, and for every key of a report of another type or length."""
+    """One outcome a key: UNAVAILABLE for a value that is none, and for every key of a report of
+    another type or length."""
     if not isinstance(report, bytes | bytearray | memoryview):
         return bytes([Outcome.UNAVAILABLE]) * keys
     outcomes = bytes(report)

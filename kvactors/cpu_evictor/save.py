@@ -1,4 +1,5 @@
-"""CpuEvictor: finished requests. What their path lacks on the host or in storage is copied off the device."""
+"""CpuEvictor: finished requests. What their path lacks on the host or in storage is copied off the
+device."""
 
 from __future__ import annotations
 
@@ -13,17 +14,19 @@ from kvactors.prefix_index.messages import Admitted
 from kvactors.units import split_keys
 
 ASK = 1.0
-"""Seconds, `storage.timeout` if that is less, that a store may take to answer which blocks of a finished request it has. The device blocks are
-held until then."""
+"""Seconds, `storage.timeout` if that is less, that a store may take to answer which blocks of a
+finished request it has. The device blocks are held until then."""
 
 
 class Saves(Plane):
-    """Handler of Admit. Nothing remembers here or in the index what storage holds: the store is asked at every finish, so a block whose write
-    failed, or that the store has evicted since, is written again."""
+    """Handler of Admit. Nothing remembers here or in the index what storage holds: the store is
+    asked at every finish, so a block whose write failed, or that the store has evicted since, is
+    written again."""
 
     @on(Admit)
     def admit(self, message: Admit) -> None:
-        """A finished request's path: keep a copy (inclusive tiers), write what is to be saved and is not stored."""
+        """A finished request's path: keep a copy (inclusive tiers), write what is to be saved and
+        is not stored."""
         if not (message.save and self.direct is None and self.may_read):
             self._admit(message, 0)
             return
@@ -43,7 +46,8 @@ class Saves(Plane):
 
     @on(SaveUnanswered)
     def save_unanswered(self, message: SaveUnanswered) -> None:
-        """The store does not answer: the device blocks are not held for it. The next finish offers them again."""
+        """The store does not answer: the device blocks are not held for it. The next finish offers
+        them again."""
         self.give_up_asking(message.op)
 
     def _admit(self, message: Admit, stored: int) -> None:
@@ -56,7 +60,9 @@ class Saves(Plane):
         lacking = [j for j, key in enumerate(keys) if key not in self.host.entries]
         if message.keep:
             self.make_room(len(lacking), len(lacking), keys)
-            lacking = lacking[: max(0, min(len(lacking), self.host.capacity - self.host.resident, self.host.free))]
+            lacking = lacking[
+                : max(0, min(len(lacking), self.host.capacity - self.host.resident, self.host.free))
+            ]
             place = Place.RESIDENT
         else:
             wanted = set(save) if self.direct is None else set()
@@ -76,10 +82,13 @@ class Saves(Plane):
                 self.offloaded += len(good)
             if self.direct is not None and save:
                 start = save[0]
-                self.save_direct(message.tokens, start, message.blocks[start : save[-1] + 1], lambda _: answer())
+                self.save_direct(
+                    message.tokens, start, message.blocks[start : save[-1] + 1], lambda _: answer()
+                )
             else:
                 if self.writers and save:
-                    # With copies of the whole path on the host all of it is offered, so that its beginning counts as used after its end.
+                    # With copies of the whole path on the host all of it is offered, so that its
+                    # beginning counts as used after its end.
                     used = message.save if message.keep else save
                     sources = [self.host.usable(keys[j]) for j in reversed(used)]
                     self.write([entry for entry in sources if entry is not None])
@@ -87,7 +96,8 @@ class Saves(Plane):
             self.keep_watermarks()
 
         def answer() -> None:
-            """What the host holds now: a direct save takes long, and copies may have been evicted since."""
+            """What the host holds now: a direct save takes long, and copies may have been evicted
+            since."""
             held = (self.host.usable(key) if message.keep else None for key in keys)
             kept = bytes(entry is not None and entry.place is Place.RESIDENT for entry in held)
             self.tell(self.index, Admitted(message.op, kept))

@@ -1,4 +1,5 @@
-"""CpuEvictor, the part that speaks to swapper and storage: copies, probes, reads and writes in flight, and what follows each."""
+"""CpuEvictor, the part that speaks to swapper and storage: copies, probes, reads and writes in
+flight, and what follows each."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ from kvactors.actor import Actor, ActorRef, PeerRestarted, on
 from kvactors.actor.clock import now
 from kvactors.config import HostConfig, StorageConfig
 from kvactors.cpu_evictor.host import Entry, HostTier, Place
-from kvactors.cpu_evictor.messages import Copied, CopyProgress, Probed, ReadDone, StoreCleared, Written
+from kvactors.cpu_evictor.messages import (
+    Copied,
+    CopyProgress,
+    Probed,
+    ReadDone,
+    StoreCleared,
+    Written,
+)
 from kvactors.cpu_evictor.reports import count_of, outcomes_of
 from kvactors.device.arena import Arena
 from kvactors.flush_notifier.messages import Gained, Gone
@@ -21,7 +29,8 @@ from kvactors.storage.messages import ClearStore, Outcome, Probe, Read, Write
 from kvactors.units import Reason, Tier, indices_of, join_keys
 
 WRITE_BATCH = 256
-"""Blocks a write message carries at most: a slow store answers for a part of a large eviction early."""
+"""Blocks a write message carries at most: a slow store answers for a part of a large eviction
+early."""
 
 
 class Asked(NamedTuple):
@@ -40,14 +49,16 @@ class Copying(NamedTuple):
 
 
 class Clearing(NamedTuple):
-    """A clear of the store in flight: who does it, and the number of the ClearHost that it is for."""
+    """A clear of the store in flight: who does it, and the number of the ClearHost that it is
+    for."""
 
     writer: ActorRef
     op: int
 
 
 class Traffic(Actor):
-    """Holds the host tier's state and carries movements out. A completion calls what was passed as `then`."""
+    """Holds the host tier's state and carries movements out. A completion calls what was passed as
+    `then`."""
 
     def __init__(
         self,
@@ -98,7 +109,8 @@ class Traffic(Actor):
         then: Callable[[frozenset[int]], None],
         progress: Callable[[int], None] | None = None,
     ) -> None:
-        """Move pairs; `then` gets the indices that failed, `progress` how many layers have arrived. The caller holds the pins."""
+        """Move pairs; `then` gets the indices that failed, `progress` how many layers have arrived.
+        The caller holds the pins."""
         if not entries:
             then(frozenset())
             return
@@ -107,7 +119,9 @@ class Traffic(Actor):
         if progress is not None:
             self._progress[op] = progress
         slots = tuple(entry.slot for entry in entries)
-        self.tell(self.swapper, Copy(op, direction, tuple(blocks), slots, progress is not None, self.era))
+        self.tell(
+            self.swapper, Copy(op, direction, tuple(blocks), slots, progress is not None, self.era)
+        )
 
     @on(CopyProgress)
     def copy_progress(self, message: CopyProgress) -> None:
@@ -146,15 +160,19 @@ class Traffic(Actor):
         self._probes[op] = Asked(reader, len(keys), then)
         self.tell(reader, Probe(op, join_keys(keys), deadline))
 
-    def ask_before_write(self, keys: Sequence[bytes], deadline: float, then: Callable[[int], None]) -> int:
-        """How many leading keys the store has. Unlike a probe it holds back no write. The operation's number, for `give_up_asking`."""
+    def ask_before_write(
+        self, keys: Sequence[bytes], deadline: float, then: Callable[[int], None]
+    ) -> int:
+        """How many leading keys the store has. Unlike a probe it holds back no write. The
+        operation's number, for `give_up_asking`."""
         op, reader = next(self._ops), self._least_loaded(self.readers, self._probes, self._reads)
         self._asks[op] = Asked(reader, len(keys), then)
         self.tell(reader, Probe(op, join_keys(keys), deadline))
         return op
 
     def give_up_asking(self, op: int) -> None:
-        """The store has not answered in time: count everything as stored, so that nothing is written."""
+        """The store has not answered in time: count everything as stored, so that nothing is
+        written."""
         asked = self._asks.pop(op, None)
         if asked is not None:
             asked.then(asked.keys)
@@ -172,12 +190,19 @@ class Traffic(Actor):
             asked.then(found if self.may_read else 0)  # what was found may be from before a clear
             self.flush_writes()
 
-    def read(self, entries: Sequence[Entry], deadline: float, then: Callable[[bytes], None]) -> None:
+    def read(
+        self, entries: Sequence[Entry], deadline: float, then: Callable[[bytes], None]
+    ) -> None:
         """Fill slots from the store; `then` gets one outcome a key. The caller holds the pins."""
         op, reader = next(self._ops), self._least_loaded(self.readers, self._probes, self._reads)
         self._reads[op] = Asked(reader, len(entries), then)
         keys = join_keys(entry.key for entry in entries)
-        self.tell(reader, Read(op, keys, tuple(e.slot for e in entries), deadline, self.storage.exclusive, self.era))
+        self.tell(
+            reader,
+            Read(
+                op, keys, tuple(e.slot for e in entries), deadline, self.storage.exclusive, self.era
+            ),
+        )
 
     @on(ReadDone)
     def read_done(self, message: ReadDone) -> None:
@@ -187,22 +212,35 @@ class Traffic(Actor):
             asked.then(outcomes_of(message.outcomes, asked.keys))
 
     def write(self, entries: Sequence[Entry]) -> None:
-        """Write slots to the store, least recently used first; each is pinned until its batch is over."""
+        """Write slots to the store, least recently used first; each is pinned until its batch is
+        over."""
         for start in range(0, len(entries), WRITE_BATCH):
             batch = list(entries[start : start + WRITE_BATCH])
             for entry in batch:
                 self.host.pin(entry)
             op, writer = next(self._ops), self._least_loaded(self.writers, self._writes)
             self._writes[op] = Asked(writer, len(batch), partial(self._after_write, batch))
-            keys, slots = join_keys(entry.key for entry in batch), tuple(entry.slot for entry in batch)
+            keys, slots = (
+                join_keys(entry.key for entry in batch),
+                tuple(entry.slot for entry in batch),
+            )
             lineages = tuple(entry.lineage for entry in batch)
             self.tell(
                 writer,
-                Write(op, keys, slots, now() + self.storage.timeout, self.era, lineages if any(lineages) else ()),
+                Write(
+                    op,
+                    keys,
+                    slots,
+                    now() + self.storage.timeout,
+                    self.era,
+                    lineages if any(lineages) else (),
+                ),
             )
 
     def _after_write(self, batch: Sequence[Entry], outcomes: bytes) -> None:
-        self.let_go([entry for entry in batch if entry.place is Place.TRANSIT])  # the writer has reported what is stored now
+        self.let_go(
+            [entry for entry in batch if entry.place is Place.TRANSIT]
+        )  # the writer has reported what is stored now
         for entry, outcome in zip(batch, outcomes, strict=True):
             good = outcome in (Outcome.OK, Outcome.EXISTS)
             self.written += good
@@ -234,7 +272,8 @@ class Traffic(Actor):
         return bool(self.readers) and not self._clears
 
     def clear_store(self, asked: int) -> None:
-        """Have the store emptied, by the writer's next incarnation if this one fails before. asked: the ClearHost that is answered then."""
+        """Have the store emptied, by the writer's next incarnation if this one fails before. asked:
+        the ClearHost that is answered then."""
         if not self.writers:
             self.tell(self.index, HostCleared(asked, ""))
             return
@@ -251,7 +290,8 @@ class Traffic(Actor):
 
     @on(PeerRestarted)
     def peer_restarted(self, message: PeerRestarted) -> None:
-        """A storage actor began anew: what it was asked will not be answered. A new notifier is told what is here."""
+        """A storage actor began anew: what it was asked will not be answered. A new notifier is
+        told what is here."""
         if message.name == "flush_notifier":
             self.gained(self.host.keys())
             return
@@ -259,7 +299,9 @@ class Traffic(Actor):
         for op, clearing in [one for one in self._clears.items() if one[1].writer.name == dead]:
             del self._clears[op]
             self.clear_store(clearing.op)
-        for op, _ in [one for one in (*self._probes.items(), *self._asks.items()) if one[1].actor.name == dead]:
+        for op, _ in [
+            one for one in (*self._probes.items(), *self._asks.items()) if one[1].actor.name == dead
+        ]:
             self.probed(Probed(op, 0))
         for op, asked in [one for one in self._reads.items() if one[1].actor.name == dead]:
             self.read_done(ReadDone(op, bytes([Outcome.UNAVAILABLE]) * asked.keys))
@@ -268,7 +310,8 @@ class Traffic(Actor):
 
     @staticmethod
     def _least_loaded(actors: Sequence[ActorRef], *tables: dict[int, Asked]) -> ActorRef:
-        """One of a pool. A substitute answers at once, so it never has any load: it is chosen only if all are switched off."""
+        """One of a pool. A substitute answers at once, so it never has any load: it is chosen only
+        if all are switched off."""
         load = {actor.name: 0 for actor in actors}
         for table in tables:
             for asked in table.values():
@@ -278,18 +321,22 @@ class Traffic(Actor):
     # -- eviction
 
     def make_room(self, incoming: int, slots: int, protected: Sequence[bytes] = ()) -> None:
-        """Evict until `incoming` more residents fit the capacity, and leave `slots` slots free if writing back would take them all."""
+        """Evict until `incoming` more residents fit the capacity, and leave `slots` slots free if
+        writing back would take them all."""
         over = self.host.resident + incoming - self.host.capacity
         self.evict(self.host.victims(over, protected), slots)
 
     def evict(self, victims: Sequence[Entry], slots: int = 0) -> None:
-        """Let blocks go, least recently used first: written back if that is the policy and there are slots to spare, else dropped. Indexes
-        are sent that a block left the host when its write is over: until then a load finds it in its slot."""
+        """Let blocks go, least recently used first: written back if that is the policy and there
+        are slots to spare, else dropped. Indexes are sent that a block left the host when its write
+        is over: until then a load finds it in its slot."""
         if not victims:
             return
         self.evicted += len(victims)
         self.tell(self.index, HostGone(join_keys(entry.key for entry in victims)))
-        shed = max(0, min(len(victims), slots - self.host.free)) if self.write_back else len(victims)
+        shed = (
+            max(0, min(len(victims), slots - self.host.free)) if self.write_back else len(victims)
+        )
         self.shed += shed if self.write_back else 0
         self.let_go(victims[:shed])
         for entry in victims[shed:]:
@@ -299,7 +346,8 @@ class Traffic(Actor):
         self.flush_writes()
 
     def flush_writes(self) -> None:
-        """Write what was held back, unless somebody is about to read: a store of limited size must not lose what is asked for."""
+        """Write what was held back, unless somebody is about to read: a store of limited size must
+        not lose what is asked for."""
         if self._held and not self._probes:
             held, self._held = self._held, []
             for entry in held:
@@ -310,14 +358,21 @@ class Traffic(Actor):
         """Above the high mark evict down to the low one."""
         high = self.config.high_watermark * self.host.capacity
         if high and self.host.resident > high:
-            self.evict(self.host.victims(self.host.resident - int(self.config.low_watermark * self.host.capacity)))
+            self.evict(
+                self.host.victims(
+                    self.host.resident - int(self.config.low_watermark * self.host.capacity)
+                )
+            )
 
     # -- telling index and notifier
 
     def hint(self, entries: Sequence[Entry]) -> None:
         """These have come to the host tier from storage."""
         if entries:
-            self.tell(self.index, HostGained(join_keys(entry.key for entry in entries), self.clears, self.era))
+            self.tell(
+                self.index,
+                HostGained(join_keys(entry.key for entry in entries), self.clears, self.era),
+            )
 
     def gained(self, keys: Sequence[bytes]) -> None:
         """These are resident on the host."""
@@ -338,4 +393,6 @@ class Traffic(Actor):
         for entry in told:
             entry.told = False
         if told:
-            self.tell(self.notifier, Gone(join_keys(entry.key for entry in told), Tier.HOST, reason))
+            self.tell(
+                self.notifier, Gone(join_keys(entry.key for entry in told), Tier.HOST, reason)
+            )

@@ -13,24 +13,36 @@ __all__ = ["Device", "HostDevice", "TensorDevice", "config_for", "layout_for", "
 
 
 def layout_for(config: Config, device: Device | None) -> Layout:
-    """The layout of a cache: the given device's, or the one that `[layout]` describes. LayoutError if these two, or the block sizes, differ."""
+    """The layout of a cache: the given device's, or the one that `[layout]` describes. LayoutError
+    if these two, or the block sizes, differ."""
     size = config.cache.block_size
     if device is None:
         return make_layout(config.layout, size)
     if device.layout.block_size != size:
-        raise LayoutError(f"the device's blocks hold {device.layout.block_size} tokens, cache.block_size is {size}")
-    if config.layout != LayoutConfig() and make_layout(config.layout, size).fingerprint != device.layout.fingerprint:
-        raise LayoutError("[layout] describes another layout than the given device has: leave it out, or make them agree")
+        raise LayoutError(
+            f"the device's blocks hold {device.layout.block_size} tokens, cache.block_size is "
+            f"{size}"
+        )
+    if (
+        config.layout != LayoutConfig()
+        and make_layout(config.layout, size).fingerprint != device.layout.fingerprint
+    ):
+        raise LayoutError(
+            "[layout] describes another layout than the given device has: leave it out, or make "
+            "them agree"
+        )
     return device.layout
 
 
 def config_for(config: Config, device: Device | None) -> Config:
-    """The config with the given device's number of blocks. ConfigError if `device.num_blocks` is set to another one."""
+    """The config with the given device's number of blocks. ConfigError if `device.num_blocks` is
+    set to another one."""
     if device is None or config.device.num_blocks == device.num_blocks:
         return config
     if config.device.num_blocks != DeviceConfig().num_blocks:
         raise ConfigError(
-            f"device.num_blocks is {config.device.num_blocks}, and the given device has {device.num_blocks}: leave it out, or make them agree"
+            f"device.num_blocks is {config.device.num_blocks}, and the given device has "
+            f"{device.num_blocks}: leave it out, or make them agree"
         )
     return replace(config, device=replace(config.device, num_blocks=device.num_blocks))
 

@@ -23,17 +23,21 @@ log = get_logger()
 
 
 class Arena:
-    """num_slots slots of `stride` bytes (block_bytes and the trailer rounded up to whole pages), one after another from `address`.
+    """num_slots slots of `stride` bytes (block_bytes and the trailer rounded up to whole pages),
+    one after another from `address`.
 
     trailer: bytes right behind each block that a store may use for what it keeps beside a block.
 
-    pinned: lock the pages in memory; `locked` tells whether the system allowed it. Views must be dropped before `close`.
+    pinned: lock the pages in memory; `locked` tells whether the system allowed it. Views must be
+    dropped before `close`.
 
-    in_use: slots that jobs of failed actors still access (a call to a store that does not return), with the number of such jobs. They are not
-    handed out.
+    in_use: slots that jobs of failed actors still access (a call to a store that does not return),
+    with the number of such jobs. They are not handed out.
     """
 
-    def __init__(self, num_slots: int, block_bytes: int, *, pinned: bool = False, trailer: int = 0) -> None:
+    def __init__(
+        self, num_slots: int, block_bytes: int, *, pinned: bool = False, trailer: int = 0
+    ) -> None:
         self.num_slots = num_slots
         self.block_bytes = block_bytes
         self.trailer = trailer
@@ -55,7 +59,8 @@ class Arena:
             time.sleep(0.001)
 
     def touch(self) -> None:
-        """Bring every page in, and lock it if asked to. Blocks for about a second a gigabyte: call it in a thread. `stop_touching` ends it early."""
+        """Bring every page in, and lock it if asked to. Blocks for about a second a gigabyte: call
+        it in a thread. `stop_touching` ends it early."""
         self._touching = True
         try:
             if not self._closed:
@@ -72,7 +77,9 @@ class Arena:
             touch(self.address + start, piece)
             if libc is None:
                 continue
-            self.locked = libc.mlock(ctypes.c_void_p(self.address + start), ctypes.c_size_t(piece)) == 0
+            self.locked = (
+                libc.mlock(ctypes.c_void_p(self.address + start), ctypes.c_size_t(piece)) == 0
+            )
             if not self.locked:
                 log.warning("the arena could not be pinned", bytes=size, errno=ctypes.get_errno())
                 libc = None
@@ -90,7 +97,10 @@ class Arena:
 
     def holds(self, address: int) -> bool:
         """Whether an address is a slot's first."""
-        return 0 <= address - self.address < self.num_slots * self.stride and (address - self.address) % self.stride == 0
+        return (
+            0 <= address - self.address < self.num_slots * self.stride
+            and (address - self.address) % self.stride == 0
+        )
 
     def withhold(self, slots: Iterable[int]) -> Callable[[], None]:
         """Keep slots from being handed out, until what is returned is called."""
@@ -106,11 +116,17 @@ class Arena:
         return release
 
     def keep(self) -> None:
-        """Leave the memory mapped until the process ends, `close` included: a thread that did not end may still access it."""
+        """Leave the memory mapped until the process ends, `close` included: a thread that did not
+        end may still access it."""
         if not self.kept:
             self.kept = True
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._map))  # not even the interpreter's end unmaps it
-            log.error("arena memory stays mapped: a thread may still access it", bytes=self.num_slots * self.stride)
+            ctypes.pythonapi.Py_IncRef(
+                ctypes.py_object(self._map)
+            )  # not even the interpreter's end unmaps it
+            log.error(
+                "arena memory stays mapped: a thread may still access it",
+                bytes=self.num_slots * self.stride,
+            )
 
     def close(self) -> None:
         """Let the memory go as soon as the last view has; not at all while a thread touches it."""

@@ -16,8 +16,9 @@ from kvactors.layout.base import Layout
 class Device(ABC):
     """One region per piece of the layout, each [num_blocks][piece bytes].
 
-    regions: addresses, int64, in the layout's contract order. piece_bytes: int64, likewise. Both copies block until the bytes are
-    there, let the GIL go, and are called from copy threads, on disjoint blocks and slots.
+    regions: addresses, int64, in the layout's contract order. piece_bytes: int64, likewise. Both
+    copies block until the bytes are there, let the GIL go, and are called from copy threads, on
+    disjoint blocks and slots.
     """
 
     kind: ClassVar[str] = "host"
@@ -33,9 +34,11 @@ class Device(ABC):
         """blocks[j] to slots[j]. ValueError for ids out of range or unequal lengths."""
 
     @abstractmethod
-    def copy_to_device(self, blocks: Sequence[int], arena: Arena, slots: Sequence[int], layers: range | None = None) -> None:
-        """slots[j] to blocks[j]. layers: only these, counted from the layout's first; all if None. ValueError for ids out of range or
-        unequal lengths."""
+    def copy_to_device(
+        self, blocks: Sequence[int], arena: Arena, slots: Sequence[int], layers: range | None = None
+    ) -> None:
+        """slots[j] to blocks[j]. layers: only these, counted from the layout's first; all if None.
+        ValueError for ids out of range or unequal lengths."""
 
     def share(self, layers: range | None) -> tuple[slice, int]:
         """The regions of some layers, and where in a slot their bytes begin."""

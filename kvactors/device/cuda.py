@@ -1,7 +1,9 @@
-"""A device whose regions are memory of an NVIDIA GPU: an engine's tensors, taken by address, or memory of its own.
+"""A device whose regions are memory of an NVIDIA GPU: an engine's tensors, taken by address, or
+memory of its own.
 
-Nothing is copied through a framework, and none is needed: tensors come by DLPack or by the CUDA array interface. They are kept alive
-as long as the device is, and that they still lie where they did is checked before every batch of copies.
+Nothing is copied through a framework, and none is needed: tensors come by DLPack or by the CUDA
+array interface. They are kept alive as long as the device is, and that they still lie where they
+did is checked before every batch of copies.
 """
 
 from __future__ import annotations
@@ -16,7 +18,14 @@ from numpy.typing import NDArray
 from kvactors.actor.log import get_logger
 from kvactors.device.arena import Arena
 from kvactors.device.base import Device
-from kvactors.device.cuda_driver import DEVICE_MAP, NON_BLOCKING, PORTABLE, CudaDriver, CudaError, load_driver
+from kvactors.device.cuda_driver import (
+    DEVICE_MAP,
+    NON_BLOCKING,
+    PORTABLE,
+    CudaDriver,
+    CudaError,
+    load_driver,
+)
 from kvactors.device.tensors import Region, TensorDevice, region_of
 from kvactors.errors import DeviceError, LayoutError
 from kvactors.layout.base import ITEM_BYTES, Layout
@@ -26,9 +35,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 TYPESTRS = {
-    "<f4": "float32", "<f2": "float16", "<V2": "bfloat16", "|u1": "uint8", "|i1": "int8", "<u1": "uint8", "<i1": "int8", "|V1": "uint8",
-}  # fmt: skip
-"""The CUDA array interface's types. It has none for bfloat16, nor for eight-bit floats: they come as opaque bytes."""
+    "<f4": "float32",
+    "<f2": "float16",
+    "<V2": "bfloat16",
+    "|u1": "uint8",
+    "|i1": "int8",
+    "<u1": "uint8",
+    "<i1": "int8",
+    "|V1": "uint8",
+}
+"""The CUDA array interface's types. It has none for bfloat16, nor for eight-bit floats: they come
+as opaque bytes."""
 
 MEMORY_TYPE, DEVICE_ORDINAL = 2, 9
 """Attributes of a pointer, by the driver's numbers."""
@@ -39,16 +56,22 @@ log = get_logger()
 
 
 def cuda_region_of(tensor: Any) -> Region:
-    """A GPU tensor's region, by DLPack or, where a tensor does not speak it, the CUDA array interface (version 2 or 3). DeviceError for
-    what is on the host, read-only, not contiguous, or of a dtype that cannot hold blocks."""
+    """A GPU tensor's region, by DLPack or, where a tensor does not speak it, the CUDA array
+    interface (version 2 or 3). DeviceError for what is on the host, read-only, not contiguous, or
+    of a dtype that cannot hold blocks."""
     if hasattr(tensor, "__dlpack__"):
         region = region_of(tensor)
         if region.host:
-            raise DeviceError(f"a tensor of shape {list(region.shape)} is in host memory; a TensorDevice takes it")
+            raise DeviceError(
+                f"a tensor of shape {list(region.shape)} is in host memory; a TensorDevice takes it"
+            )
         return region
     interface = getattr(tensor, "__cuda_array_interface__", None)
     if interface is None:
-        raise DeviceError(f"{type(tensor).__name__} is no GPU tensor: it has neither DLPack nor the CUDA array interface")
+        raise DeviceError(
+            f"{type(tensor).__name__} is no GPU tensor: it has neither DLPack nor the CUDA array "
+            "interface"
+        )
     return _region_by_interface(interface)
 
 
@@ -56,7 +79,9 @@ def _region_by_interface(interface: Mapping[str, Any]) -> Region:
     shape, typestr = tuple(interface["shape"]), interface["typestr"]
     address, read_only = interface["data"]
     if interface.get("version", 0) < 2:
-        raise DeviceError(f"version {interface.get('version')} of the CUDA array interface is too old")
+        raise DeviceError(
+            f"version {interface.get('version')} of the CUDA array interface is too old"
+        )
     if read_only:
         raise DeviceError(f"a tensor of shape {list(shape)} is read-only")
     if interface.get("mask") is not None:
@@ -65,7 +90,9 @@ def _region_by_interface(interface: Mapping[str, Any]) -> Region:
     if dtype is None:
         raise DeviceError(f"tensors of type {typestr!r} cannot hold blocks")
     expected = ITEM_BYTES[dtype]
-    for size, stride in zip(reversed(shape), reversed(interface.get("strides") or ()), strict=False):
+    for size, stride in zip(
+        reversed(shape), reversed(interface.get("strides") or ()), strict=False
+    ):
         if size != 1 and stride != expected:
             raise DeviceError(f"a tensor of shape {list(shape)} is not contiguous")
         expected *= size
@@ -73,15 +100,19 @@ def _region_by_interface(interface: Mapping[str, Any]) -> Region:
 
 
 def cuda_address_of(tensor: Any) -> int:
-    """Where a GPU tensor lies now, by its framework's own word: fast enough to ask before every batch. DeviceError."""
+    """Where a GPU tensor lies now, by its framework's own word: fast enough to ask before every
+    batch. DeviceError."""
     if hasattr(tensor, "data_ptr"):
         return int(tensor.data_ptr())
     interface = getattr(tensor, "__cuda_array_interface__", None)
-    return int(interface["data"][0] or 0) if interface is not None else cuda_region_of(tensor).address
+    return (
+        int(interface["data"][0] or 0) if interface is not None else cuda_region_of(tensor).address
+    )
 
 
 class DeviceMemory(NamedTuple):
-    """Memory of our own, as a tensor that every framework with the CUDA array interface can take. address: the device's."""
+    """Memory of our own, as a tensor that every framework with the CUDA array interface can take.
+    address: the device's."""
 
     address: int
     shape: tuple[int, ...]
@@ -89,14 +120,25 @@ class DeviceMemory(NamedTuple):
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {"shape": self.shape, "typestr": self.typestr, "data": (self.address, False), "version": 3, "strides": None}
+        return {
+            "shape": self.shape,
+            "typestr": self.typestr,
+            "data": (self.address, False),
+            "version": 3,
+            "strides": None,
+        }
 
 
 def addresses(
-    device: CudaDevice, arena: Arena, blocks: NDArray[np.int64], slots: NDArray[np.int64], pieces: NDArray[np.int64]
+    device: CudaDevice,
+    arena: Arena,
+    blocks: NDArray[np.int64],
+    slots: NDArray[np.int64],
+    pieces: NDArray[np.int64],
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Of some pieces (indices in contract order) of n pairs: addresses on the device, addresses on the host, bytes; int64, flat, one
-    for each of n * len(pieces) copies, the pieces of a pair next to one another."""
+    """Of some pieces (indices in contract order) of n pairs: addresses on the device, addresses on
+    the host, bytes; int64, flat, one for each of n * len(pieces) copies, the pieces of a pair next
+    to one another."""
     sizes = device.piece_bytes[pieces]
     on_device = device.regions[pieces] + blocks[:, None] * sizes
     on_host = arena.address + slots[:, None] * arena.stride + device.offsets[pieces]
@@ -106,7 +148,8 @@ def addresses(
 def checked_ids(
     device: Device, arena: Arena, blocks: Sequence[int], slots: Sequence[int]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Ids as int64 arrays. ValueError for ids out of range, unequal lengths, or an arena whose slots are too small."""
+    """Ids as int64 arrays. ValueError for ids out of range, unequal lengths, or an arena whose
+    slots are too small."""
     ids, places = np.asarray(blocks, np.int64), np.asarray(slots, np.int64)
     if ids.ndim != 1 or ids.shape != places.shape:
         raise ValueError(f"{ids.size} blocks and {places.size} slots")
@@ -114,15 +157,19 @@ def checked_ids(
         if some.size and not (some.min() >= 0 and some.max() < limit):
             raise ValueError(f"a {name} is out of range: there are {limit}")
     if arena.stride < device.piece_bytes.sum():
-        raise ValueError(f"slots of {arena.stride} bytes are too small for blocks of {device.piece_bytes.sum()}")
+        raise ValueError(
+            f"slots of {arena.stride} bytes are too small for blocks of {device.piece_bytes.sum()}"
+        )
     return ids, places
 
 
 class CudaDevice(Device):
-    """tensors: in the layout's contract order, or by (layer, role); each [blocks, *the role's shape], on the GPU `ordinal`.
+    """tensors: in the layout's contract order, or by (layer, role); each [blocks, *the role's
+    shape], on the GPU `ordinal`.
 
-    driver: default the system's. offsets: of the pieces within a slot, int64, in bytes. `close` gives everything back. LayoutError names
-    the first tensor that has another shape or dtype, DeviceError one that cannot be taken; CudaError if the driver refuses.
+    driver: default the system's. offsets: of the pieces within a slot, int64, in bytes. `close`
+    gives everything back. LayoutError names the first tensor that has another shape or dtype,
+    DeviceError one that cannot be taken; CudaError if the driver refuses.
     """
 
     kind = "cuda"
@@ -143,8 +190,11 @@ class CudaDevice(Device):
             raise
 
     @classmethod
-    def allocate(cls, layout: Layout, num_blocks: int, *, ordinal: int = 0, driver: CudaDriver | None = None) -> CudaDevice:
-        """A device of new memory (not zeroed), freed by `close`. LayoutError, DeviceError, CudaError."""
+    def allocate(
+        cls, layout: Layout, num_blocks: int, *, ordinal: int = 0, driver: CudaDriver | None = None
+    ) -> CudaDevice:
+        """A device of new memory (not zeroed), freed by `close`. LayoutError, DeviceError,
+        CudaError."""
         device = cls.__new__(cls)
         device._open(layout, ordinal, driver or load_driver())
         try:
@@ -180,7 +230,9 @@ class CudaDevice(Device):
         size = int(np.prod(shape)) * ITEM_BYTES[dtype]
         address = self.driver.read("cuMemAlloc", size)
         self.undo("cuMemFree", address)
-        return DeviceMemory(address, shape, next(typestr for typestr, name in TYPESTRS.items() if name == dtype))
+        return DeviceMemory(
+            address, shape, next(typestr for typestr, name in TYPESTRS.items() if name == dtype)
+        )
 
     def _take(self, tensors: list[Any]) -> None:
         self.tensors = tensors
@@ -202,9 +254,13 @@ class CudaDevice(Device):
             kind = self.driver.read_int("cuPointerGetAttribute", MEMORY_TYPE, region.address)
             ordinal = self.driver.read_int("cuPointerGetAttribute", DEVICE_ORDINAL, region.address)
         except CudaError as error:
-            raise DeviceError(f"a tensor of shape {list(region.shape)} is not in CUDA's memory: {error}") from error
+            raise DeviceError(
+                f"a tensor of shape {list(region.shape)} is not in CUDA's memory: {error}"
+            ) from error
         if kind != ON_DEVICE or ordinal != self.ordinal:
-            raise DeviceError(f"a tensor of shape {list(region.shape)} is not in the memory of GPU {self.ordinal}")
+            raise DeviceError(
+                f"a tensor of shape {list(region.shape)} is not in the memory of GPU {self.ordinal}"
+            )
 
     # -- life
 
@@ -215,25 +271,29 @@ class CudaDevice(Device):
             yield
 
     def undo(self, function: str, handle: int) -> None:
-        """Call a function of the driver when the device is closed; what it answers is logged only."""
+        """Call a function of the driver when the device is closed; what it answers is logged
+        only."""
         self._undo.callback(quietly, self.driver, function, handle)
 
     def register_arena(self, arena: Arena) -> int:
-        """Pin an arena's memory and let the GPU address it, until `unregister_arena` or `close`; the address by which it does. Blocks for
-        about a second a few gigabytes. CudaError."""
+        """Pin an arena's memory and let the GPU address it, until `unregister_arena` or `close`;
+        the address by which it does. Blocks for about a second a few gigabytes. CudaError."""
         if arena.address not in self._arenas:
             size = max(1, arena.num_slots) * arena.stride
             with self.current():
                 self.driver.call("cuMemHostRegister", arena.address, size, PORTABLE | DEVICE_MAP)
                 try:
-                    self._arenas[arena.address] = self.driver.read("cuMemHostGetDevicePointer", arena.address, 0)
+                    self._arenas[arena.address] = self.driver.read(
+                        "cuMemHostGetDevicePointer", arena.address, 0
+                    )
                 except CudaError:
                     quietly(self.driver, "cuMemHostUnregister", arena.address)
                     raise
         return self._arenas[arena.address]
 
     def unregister_arena(self, arena: Arena) -> None:
-        """Unpin an arena, if it is pinned; nothing may be copying. Needs the GPU's context to be current. Never raises."""
+        """Unpin an arena, if it is pinned; nothing may be copying. Needs the GPU's context to be
+        current. Never raises."""
         if self._arenas.pop(arena.address, None) is not None:
             quietly(self.driver, "cuMemHostUnregister", arena.address)
 
@@ -244,12 +304,15 @@ class CudaDevice(Device):
         self._closed = True
 
     def close(self) -> None:
-        """Unpin arenas, free memory, let the context go. Before it, the executor's `close`; after it, the arenas'. Never raises."""
+        """Unpin arenas, free memory, let the context go. Before it, the executor's `close`; after
+        it, the arenas'. Never raises."""
         if self._closed:
             return
         self._closed = True
         if self.driver.status("cuCtxPushCurrent", self.context):
-            quietly(self.driver, "cuCtxPushCurrent", self.context)  # without a context nothing can be given back: once more
+            quietly(
+                self.driver, "cuCtxPushCurrent", self.context
+            )  # without a context nothing can be given back: once more
         for address in self._arenas:
             quietly(self.driver, "cuMemHostUnregister", address)
         self._undo.close()
@@ -260,29 +323,49 @@ class CudaDevice(Device):
     # -- copies
 
     def ensure_in_place(self) -> None:
-        """DeviceError if a tensor has moved since it was registered: its framework has given the memory away."""
+        """DeviceError if a tensor has moved since it was registered: its framework has given the
+        memory away."""
         for i, tensor in enumerate(self.tensors):
             if cuda_address_of(tensor) != self.regions[i]:
                 piece = self.layout.pieces[i]
-                raise DeviceError(f"the tensor of layer {piece.layer}, {piece.role}, has moved since it was registered")
+                raise DeviceError(
+                    f"the tensor of layer {piece.layer}, {piece.role}, has moved since it was "
+                    "registered"
+                )
 
     def copy_to_host(self, blocks: Sequence[int], arena: Arena, slots: Sequence[int]) -> None:
-        """See `Device`; DeviceError and CudaError besides. One call a piece: `CudaExecutor` is the fast way."""
+        """See `Device`; DeviceError and CudaError besides. One call a piece: `CudaExecutor` is the
+        fast way."""
         self._copy(False, blocks, arena, slots, None)
 
-    def copy_to_device(self, blocks: Sequence[int], arena: Arena, slots: Sequence[int], layers: range | None = None) -> None:
+    def copy_to_device(
+        self, blocks: Sequence[int], arena: Arena, slots: Sequence[int], layers: range | None = None
+    ) -> None:
         """See `copy_to_host`."""
         self._copy(True, blocks, arena, slots, layers)
 
-    def _copy(self, to_device: bool, blocks: Sequence[int], arena: Arena, slots: Sequence[int], layers: range | None) -> None:
+    def _copy(
+        self,
+        to_device: bool,
+        blocks: Sequence[int],
+        arena: Arena,
+        slots: Sequence[int],
+        layers: range | None,
+    ) -> None:
         self.ensure_in_place()
         ids, places = checked_ids(self, arena, blocks, slots)
         pieces, _ = self.share(layers)
-        on_device, on_host, sizes = addresses(self, arena, ids, places, np.arange(len(self.piece_bytes))[pieces])
+        on_device, on_host, sizes = addresses(
+            self, arena, ids, places, np.arange(len(self.piece_bytes))[pieces]
+        )
         self._transfer(to_device, on_device, on_host, sizes)
 
     def _transfer(
-        self, to_device: bool, on_device: NDArray[np.int64], on_host: NDArray[np.int64], sizes: NDArray[np.int64]
+        self,
+        to_device: bool,
+        on_device: NDArray[np.int64],
+        on_host: NDArray[np.int64],
+        sizes: NDArray[np.int64],
     ) -> None:
         with self.current():
             try:
@@ -321,6 +404,9 @@ class CudaDevice(Device):
 
 
 def quietly(driver: CudaDriver, function: str, handle: int) -> None:
-    """Call a function of the driver to give something back; that it fails is logged, for nothing better can be done about it."""
+    """Call a function of the driver to give something back; that it fails is logged, for nothing
+    better can be done about it."""
     if code := driver.status(function, handle):
-        log.warning("the CUDA driver did not take something back", error=str(driver.error(function, code)))
+        log.warning(
+            "the CUDA driver did not take something back", error=str(driver.error(function, code))
+        )

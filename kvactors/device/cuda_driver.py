@@ -1,4 +1,5 @@
-"""CUDA's driver API, loaded when it is wanted: no CUDA toolkit, no other package, nothing at import.
+"""CUDA's driver API, loaded when it is wanted: no CUDA toolkit, no other package, nothing at
+import.
 
 ctypes lets the GIL go during every call.
 """
@@ -21,7 +22,8 @@ LIBRARY = "libcuda.so.1"
 NOT_READY = 600
 NOT_SUPPORTED = 801
 NO_KERNEL = {209, 218, 221, 222, 223, 801}
-"""Codes by which a driver says that it cannot make the kernel out of its text, and nothing worse."""
+"""Codes by which a driver says that it cannot make the kernel out of its text, and nothing
+worse."""
 
 FATAL = {4, 214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 999}
 """Codes after which a context runs nothing any more; every call returns the same from then on."""
@@ -82,14 +84,25 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
 """Names without their version, and the arguments of the version that is asked for."""
 
 SUFFIXED = {
-    "cuDevicePrimaryCtxRelease", "cuCtxPushCurrent", "cuCtxPopCurrent", "cuMemAlloc", "cuMemFree", "cuMemHostRegister",
-    "cuMemHostGetDevicePointer", "cuStreamDestroy", "cuEventDestroy", "cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync",
-}  # fmt: skip
-"""Those whose present version the library exports as NAME_v2, for drivers too old to be asked (before 11.3)."""
+    "cuDevicePrimaryCtxRelease",
+    "cuCtxPushCurrent",
+    "cuCtxPopCurrent",
+    "cuMemAlloc",
+    "cuMemFree",
+    "cuMemHostRegister",
+    "cuMemHostGetDevicePointer",
+    "cuStreamDestroy",
+    "cuEventDestroy",
+    "cuMemcpyHtoDAsync",
+    "cuMemcpyDtoHAsync",
+}
+"""Those whose present version the library exports as NAME_v2, for drivers too old to be asked
+(before 11.3)."""
 
 
 class CudaError(DeviceError):
-    """A driver's call failed. function: its name. code: the driver's number; name: the driver's name for it."""
+    """A driver's call failed. function: its name. code: the driver's number; name: the driver's
+    name for it."""
 
     def __init__(self, function: str, code: int, name: str) -> None:
         super().__init__(f"{function}: {name} ({code})")
@@ -109,7 +122,8 @@ class _CopyAttributes(ctypes.Structure):
 
 
 class CudaDriver:
-    """The driver in `library` (a path, or a name to search for). DeviceError if it is not there, CudaError if it does not start.
+    """The driver in `library` (a path, or a name to search for). DeviceError if it is not there,
+    CudaError if it does not start.
 
     version: 1000 * major + 10 * minor. has_batch: whether it has cuMemcpyBatchAsync.
     """
@@ -123,7 +137,9 @@ class CudaDriver:
         self._error_name = self._library.cuGetErrorName
         self.version = V1
         for name in ("cuInit", "cuDriverGetVersion"):
-            self._functions[name] = self._prototype(name, getattr(self._library, name), FUNCTIONS[name])
+            self._functions[name] = self._prototype(
+                name, getattr(self._library, name), FUNCTIONS[name]
+            )
         self.call("cuInit", 0)
         self.version = self.read_int("cuDriverGetVersion")
         for name, arguments in FUNCTIONS.items():
@@ -142,11 +158,14 @@ class CudaDriver:
         return function
 
     def _find(self, name: str, version: int = V1) -> Any:
-        """A function's address, or the function, or None. A driver older than `version` is asked for its own version's."""
+        """A function's address, or the function, or None. A driver older than `version` is asked
+        for its own version's."""
         wanted, found, status = min(version, self.version), ctypes.c_void_p(), ctypes.c_int()
         raw, flags = name.encode(), ctypes.c_uint64(0)
         if hasattr(self._library, "cuGetProcAddress_v2"):
-            self._library.cuGetProcAddress_v2(raw, ctypes.byref(found), wanted, flags, ctypes.byref(status))
+            self._library.cuGetProcAddress_v2(
+                raw, ctypes.byref(found), wanted, flags, ctypes.byref(status)
+            )
             return found.value
         if hasattr(self._library, "cuGetProcAddress"):
             self._library.cuGetProcAddress(raw, ctypes.byref(found), wanted, flags)
@@ -161,7 +180,9 @@ class CudaDriver:
             return False
         arguments: tuple[Any, ...] = (_ptr, _ptr, _ptr, _u64, _ptr, _ptr, _u64)
         arguments += (_ptr,) if self._second_form else (_ptr, _ptr)
-        self._functions["cuMemcpyBatchAsync"] = self._prototype("cuMemcpyBatchAsync", found, arguments)
+        self._functions["cuMemcpyBatchAsync"] = self._prototype(
+            "cuMemcpyBatchAsync", found, arguments
+        )
         return True
 
     # -- calls
@@ -182,7 +203,8 @@ class CudaDriver:
         return CudaError(function, code, (name.value or b"CUDA_ERROR_UNKNOWN").decode())
 
     def read(self, function: str, *arguments: Any) -> int:
-        """Call a function that writes an address or a handle through its first argument. CudaError."""
+        """Call a function that writes an address or a handle through its first argument.
+        CudaError."""
         value = ctypes.c_uint64()
         self.call(function, ctypes.byref(value), *arguments)
         return value.value
@@ -195,7 +217,8 @@ class CudaDriver:
 
     @contextmanager
     def current(self, context: int) -> Iterator[None]:
-        """Make a context the calling thread's, and give the thread its own back after. CudaError if it cannot be."""
+        """Make a context the calling thread's, and give the thread its own back after. CudaError if
+        it cannot be."""
         self.call("cuCtxPushCurrent", context)
         try:
             yield
@@ -204,32 +227,51 @@ class CudaDriver:
             self.status("cuCtxPopCurrent", ctypes.byref(popped))
 
     def copy_batch(self, targets: int, sources: int, sizes: int, count: int, stream: int) -> None:
-        """Copy pieces between host and device memory in no order; the three are addresses of `count` uint64 each. CudaError: some of
-        the copies may run nevertheless."""
+        """Copy pieces between host and device memory in no order; the three are addresses of
+        `count` uint64 each. CudaError: some of the copies may run nevertheless."""
         start, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
-        fixed = (targets, sources, sizes, count, ctypes.byref(self._attributes), ctypes.byref(start), 1)
+        fixed = (
+            targets,
+            sources,
+            sizes,
+            count,
+            ctypes.byref(self._attributes),
+            ctypes.byref(start),
+            1,
+        )
         if self._second_form:
             self.call("cuMemcpyBatchAsync", *fixed, stream)
         else:
             self.call("cuMemcpyBatchAsync", *fixed, ctypes.byref(failed), stream)
 
     def copy_singly(
-        self, to_device: bool, on_device: NDArray[np.int64], on_host: NDArray[np.int64], sizes: NDArray[np.int64], stream: int
+        self,
+        to_device: bool,
+        on_device: NDArray[np.int64],
+        on_host: NDArray[np.int64],
+        sizes: NDArray[np.int64],
+        stream: int,
     ) -> None:
-        """Put copies between host and device memory on a stream, a call each; int64 arrays, one element a copy. CudaError: those before
-        the one that failed are on the stream."""
+        """Put copies between host and device memory on a stream, a call each; int64 arrays, one
+        element a copy. CudaError: those before the one that failed are on the stream."""
         function = "cuMemcpyHtoDAsync" if to_device else "cuMemcpyDtoHAsync"
         targets, sources = (on_device, on_host) if to_device else (on_host, on_device)
-        for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
+        for target, source, size in zip(
+            targets.tolist(), sources.tolist(), sizes.tolist(), strict=True
+        ):
             if size:
                 self.call(function, target, source, size, stream)
 
     def settle(self, context: int, stream: int) -> bool:
-        """Wait until nothing on a stream runs any more, however long and whatever the driver answers; whether the context lives. The
-        context becomes the thread's current one."""
+        """Wait until nothing on a stream runs any more, however long and whatever the driver
+        answers; whether the context lives. The context becomes the thread's current one."""
         before = -1
-        while code := self.status("cuCtxSetCurrent", context) or self.status("cuStreamSynchronize", stream):
-            if code in FATAL and code == before:  # an answer that stays: the context is dead, and its streams with it
+        while code := self.status("cuCtxSetCurrent", context) or self.status(
+            "cuStreamSynchronize", stream
+        ):
+            if (
+                code in FATAL and code == before
+            ):  # an answer that stays: the context is dead, and its streams with it
                 return False
             before = code
             time.sleep(SETTLE_PAUSE)

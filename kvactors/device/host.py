@@ -1,4 +1,5 @@
-"""A device of host memory: numpy regions standing in for device memory, real copies. It runs everywhere."""
+"""A device of host memory: numpy regions standing in for device memory, real copies. It runs
+everywhere."""
 
 from __future__ import annotations
 
@@ -15,21 +16,26 @@ from kvactors.native import check_blocks, fill_blocks, gather, scatter, touch
 
 
 class HostDevice(Device):
-    """num_blocks: at least 1, LayoutError otherwise. Its memory is touched here, so that later copies do not fault."""
+    """num_blocks: at least 1, LayoutError otherwise. Its memory is touched here, so that later
+    copies do not fault."""
 
     def __init__(self, layout: Layout, num_blocks: int) -> None:
         if num_blocks < 1:
             raise LayoutError(f"a device needs at least 1 block, not {num_blocks}")
         self.layout = layout
         self.num_blocks = num_blocks
-        self._memory = [np.empty((layout.region_blocks(piece, num_blocks), piece.nbytes), np.uint8) for piece in layout.pieces]
+        self._memory = [
+            np.empty((layout.region_blocks(piece, num_blocks), piece.nbytes), np.uint8)
+            for piece in layout.pieces
+        ]
         for region in self._memory:
             touch(region.ctypes.data, region.nbytes)
         self.regions = np.array([region.ctypes.data for region in self._memory], np.int64)
         self.piece_bytes = np.array([piece.nbytes for piece in layout.pieces], np.int64)
 
     def region(self, layer: int, role: str) -> NDArray[np.uint8]:
-        """The memory of one layer and role, uint8 [num_blocks, piece bytes]. KeyError if the layout has no such piece."""
+        """The memory of one layer and role, uint8 [num_blocks, piece bytes]. KeyError if the layout
+        has no such piece."""
         for piece, memory in zip(self.layout.pieces, self._memory, strict=True):
             if (piece.layer, piece.role) == (layer, role):
                 return memory
@@ -38,19 +44,44 @@ class HostDevice(Device):
     def copy_to_host(self, blocks: Sequence[int], arena: Arena, slots: Sequence[int]) -> None:
         """See `Device`."""
         ids, to = np.asarray(blocks, np.int64), np.asarray(slots, np.int64)
-        gather(self.regions, self.piece_bytes, self.num_blocks, ids, arena.address, arena.stride, arena.num_slots, to)
+        gather(
+            self.regions,
+            self.piece_bytes,
+            self.num_blocks,
+            ids,
+            arena.address,
+            arena.stride,
+            arena.num_slots,
+            to,
+        )
 
-    def copy_to_device(self, blocks: Sequence[int], arena: Arena, slots: Sequence[int], layers: range | None = None) -> None:
+    def copy_to_device(
+        self, blocks: Sequence[int], arena: Arena, slots: Sequence[int], layers: range | None = None
+    ) -> None:
         """See `Device`."""
         ids, source = np.asarray(blocks, np.int64), np.asarray(slots, np.int64)
         pieces, offset = self.share(layers)
         regions, sizes = self.regions[pieces], self.piece_bytes[pieces]
-        scatter(regions, sizes, self.num_blocks, ids, arena.address + offset, arena.stride, arena.num_slots, source)
+        scatter(
+            regions,
+            sizes,
+            self.num_blocks,
+            ids,
+            arena.address + offset,
+            arena.stride,
+            arena.num_slots,
+            source,
+        )
 
     def fill(self, blocks: Sequence[int], keys: bytes) -> None:
-        """Write into every block a pattern that depends on its name (32 bytes each in `keys`), in place of a model's output."""
-        fill_blocks(self.regions, self.piece_bytes, self.num_blocks, np.asarray(blocks, np.int64), keys)
+        """Write into every block a pattern that depends on its name (32 bytes each in `keys`), in
+        place of a model's output."""
+        fill_blocks(
+            self.regions, self.piece_bytes, self.num_blocks, np.asarray(blocks, np.int64), keys
+        )
 
     def check(self, blocks: Sequence[int], keys: bytes) -> list[int]:
         """Indices of blocks that do not hold the pattern of their names."""
-        return check_blocks(self.regions, self.piece_bytes, self.num_blocks, np.asarray(blocks, np.int64), keys)
+        return check_blocks(
+            self.regions, self.piece_bytes, self.num_blocks, np.asarray(blocks, np.int64), keys
+        )

@@ -1,5 +1,5 @@
-"""Paddle's tensors as a device. Calls that are known to kill the process instead of raising are guarded, and Paddle's import does not keep
-the process's signals."""
+"""Paddle's tensors as a device. Calls that are known to kill the process instead of raising are
+guarded, and Paddle's import does not keep the process's signals."""
 
 from __future__ import annotations
 
@@ -16,28 +16,32 @@ from kvactors.layout.base import Layout
 
 @cache
 def import_paddle() -> Any:
-    """The module. Its import takes over the handlers of SIGTERM and of fatal signals; here they are given back, so that a clean shutdown
-    stays possible. DeviceError names the extra if it is not installed."""
+    """The module. Its import takes over the handlers of SIGTERM and of fatal signals; here they are
+    given back, so that a clean shutdown stays possible. DeviceError names the extra if it is not
+    installed."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it warns of build tools that nobody here needs
             import paddle
     except ImportError as error:
         raise DeviceError(
-            "a paddle device needs Paddle: pip install 'kvactors[paddle]' (CPU) or 'kvactors[paddle-gpu]'"
+            "a paddle device needs Paddle: pip install 'kvactors[paddle]' (CPU) or "
+            "'kvactors[paddle-gpu]'"
         ) from error
     paddle.disable_signal_handler()
     return paddle
 
 
 def gpus() -> int:
-    """How many GPUs Paddle can use. Without one, most of `paddle.device.cuda` raises, and some of it ends the process: ask this first."""
+    """How many GPUs Paddle can use. Without one, most of `paddle.device.cuda` raises, and some of
+    it ends the process: ask this first."""
     paddle = import_paddle()
     return int(paddle.device.cuda.device_count()) if paddle.is_compiled_with_cuda() else 0
 
 
 def allocator(place: str = "cpu") -> Callable[[tuple[int, ...], str], Any]:
-    """Makes zeroed tensors at a place (cpu, gpu:0, ..) that take no part in autograd. DeviceError if there is no such place."""
+    """Makes zeroed tensors at a place (cpu, gpu:0, ..) that take no part in autograd. DeviceError
+    if there is no such place."""
     paddle = import_paddle()
     kind, _, number = place.partition(":")
     if kind == "cpu":
@@ -58,7 +62,8 @@ def allocator(place: str = "cpu") -> Callable[[tuple[int, ...], str], Any]:
 
 
 class PaddleDevice(TensorDevice):
-    """tensors: Paddle's, in the layout's contract order or by (layer, role); they are the engine's own, and stay where they are."""
+    """tensors: Paddle's, in the layout's contract order or by (layer, role); they are the engine's
+    own, and stay where they are."""
 
     @classmethod
     def allocate(cls, layout: Layout, num_blocks: int, place: str = "cpu") -> PaddleDevice:
@@ -74,4 +79,6 @@ def make_paddle_device(layout: Layout, num_blocks: int, place: str) -> Device:
         return PaddleDevice.allocate(layout, num_blocks, place)
     from kvactors.device.cuda import CudaDevice
 
-    return CudaDevice(layout, layout.allocate(allocator(place), num_blocks), ordinal=int(number or 0))
+    return CudaDevice(
+        layout, layout.allocate(allocator(place), num_blocks), ordinal=int(number or 0)
+    )

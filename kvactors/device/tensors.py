@@ -1,7 +1,9 @@
-"""A device whose regions are somebody's tensors in host memory: Paddle, torch, numpy, or anything else that speaks DLPack.
+"""A device whose regions are somebody's tensors in host memory: Paddle, torch, numpy, or anything
+else that speaks DLPack.
 
-Its memory is taken as it is, by address; nothing is copied through the framework. The tensors are kept alive as long as the device is,
-and that they still lie where they did is checked before every batch of copies.
+Its memory is taken as it is, by address; nothing is copied through the framework. The tensors are
+kept alive as long as the device is, and that they still lie where they did is checked before every
+batch of copies.
 """
 
 from __future__ import annotations
@@ -19,9 +21,16 @@ from kvactors.layout.base import Layout
 from kvactors.native import check_blocks, fill_blocks, gather, scatter
 
 HOST_DEVICES = {1, 3, 11}
-"""DLPack's device types whose memory the host can address: CPU, pinned for CUDA, pinned for ROCm."""
+"""DLPack's device types whose memory the host can address: CPU, pinned for CUDA, pinned for
+ROCm."""
 
-DTYPES = {(2, 32): "float32", (2, 16): "float16", (4, 16): "bfloat16", (1, 8): "uint8", (0, 8): "int8"}
+DTYPES = {
+    (2, 32): "float32",
+    (2, 16): "float16",
+    (4, 16): "bfloat16",
+    (1, 8): "uint8",
+    (0, 8): "int8",
+}
 """By DLPack's type code and bits. Eight-bit floats count as bytes."""
 FIRST_FLOAT8, LAST_FLOAT8 = 7, 14
 
@@ -67,10 +76,19 @@ def region_of(tensor: Any) -> Region:
     shape = tuple(found.shape[i] for i in range(found.ndim))
     if found.strides and not _contiguous(shape, tuple(found.strides[i] for i in range(found.ndim))):
         raise DeviceError(f"a tensor of shape {list(shape)} is not contiguous")
-    dtype = "uint8" if found.bits == 8 and FIRST_FLOAT8 <= found.code <= LAST_FLOAT8 else DTYPES.get((found.code, found.bits))
+    dtype = (
+        "uint8"
+        if found.bits == 8 and FIRST_FLOAT8 <= found.code <= LAST_FLOAT8
+        else DTYPES.get((found.code, found.bits))
+    )
     if dtype is None or found.lanes != 1:
-        raise DeviceError(f"tensors of DLPack type {found.code}, {found.bits} bits, {found.lanes} lanes cannot hold blocks")
-    return Region((found.data or 0) + found.byte_offset, shape, dtype, found.device_type in HOST_DEVICES)
+        raise DeviceError(
+            f"tensors of DLPack type {found.code}, {found.bits} bits, {found.lanes} lanes cannot "
+            "hold blocks"
+        )
+    return Region(
+        (found.data or 0) + found.byte_offset, shape, dtype, found.device_type in HOST_DEVICES
+    )
 
 
 def _contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
@@ -83,7 +101,8 @@ def _contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 def address_of(tensor: Any) -> int:
-    """Where a tensor lies now, by its framework's own word: fast enough to ask before every batch."""
+    """Where a tensor lies now, by its framework's own word: fast enough to ask before every
+    batch."""
     if hasattr(tensor, "data_ptr"):
         return int(tensor.data_ptr())
     if isinstance(tensor, np.ndarray):
@@ -92,12 +111,16 @@ def address_of(tensor: Any) -> int:
 
 
 class TensorDevice(Device):
-    """tensors: in the layout's contract order, or by (layer, role); each [blocks, *the role's shape].
+    """tensors: in the layout's contract order, or by (layer, role); each [blocks, *the role's
+    shape].
 
-    LayoutError names the first that has another shape or dtype, DeviceError one that cannot be taken or is not in host memory.
+    LayoutError names the first that has another shape or dtype, DeviceError one that cannot be
+    taken or is not in host memory.
     """
 
-    def __init__(self, layout: Layout, tensors: Sequence[Any] | Mapping[tuple[int, str], Any]) -> None:
+    def __init__(
+        self, layout: Layout, tensors: Sequence[Any] | Mapping[tuple[int, str], Any]
+    ) -> None:
         self.layout = layout
         self.tensors = self._ordered(layout, tensors)
         regions = [region_of(tensor) for tensor in self.tensors]
@@ -112,7 +135,9 @@ class TensorDevice(Device):
         self.piece_bytes = np.array([piece.nbytes for piece in layout.pieces], np.int64)
 
     @staticmethod
-    def _ordered(layout: Layout, tensors: Sequence[Any] | Mapping[tuple[int, str], Any]) -> list[Any]:
+    def _ordered(
+        layout: Layout, tensors: Sequence[Any] | Mapping[tuple[int, str], Any]
+    ) -> list[Any]:
         if not isinstance(tensors, Mapping):
             return list(tensors)
         wanted = [(piece.layer, piece.role) for piece in layout.pieces]
@@ -122,30 +147,58 @@ class TensorDevice(Device):
         return [tensors[key] for key in wanted]
 
     def ensure_in_place(self) -> None:
-        """DeviceError if a tensor has moved since it was registered: its framework has given the memory away."""
+        """DeviceError if a tensor has moved since it was registered: its framework has given the
+        memory away."""
         for i, tensor in enumerate(self.tensors):
             if address_of(tensor) != self.regions[i]:
                 piece = self.layout.pieces[i]
-                raise DeviceError(f"the tensor of layer {piece.layer}, {piece.role}, has moved since it was registered")
+                raise DeviceError(
+                    f"the tensor of layer {piece.layer}, {piece.role}, has moved since it was "
+                    "registered"
+                )
 
     def copy_to_host(self, blocks: Sequence[int], arena: Arena, slots: Sequence[int]) -> None:
         """See `Device`."""
         self.ensure_in_place()
         ids, to = np.asarray(blocks, np.int64), np.asarray(slots, np.int64)
-        gather(self.regions, self.piece_bytes, self.num_blocks, ids, arena.address, arena.stride, arena.num_slots, to)
+        gather(
+            self.regions,
+            self.piece_bytes,
+            self.num_blocks,
+            ids,
+            arena.address,
+            arena.stride,
+            arena.num_slots,
+            to,
+        )
 
-    def copy_to_device(self, blocks: Sequence[int], arena: Arena, slots: Sequence[int], layers: range | None = None) -> None:
+    def copy_to_device(
+        self, blocks: Sequence[int], arena: Arena, slots: Sequence[int], layers: range | None = None
+    ) -> None:
         """See `Device`."""
         self.ensure_in_place()
         ids, source = np.asarray(blocks, np.int64), np.asarray(slots, np.int64)
         pieces, offset = self.share(layers)
         regions, sizes = self.regions[pieces], self.piece_bytes[pieces]
-        scatter(regions, sizes, self.num_blocks, ids, arena.address + offset, arena.stride, arena.num_slots, source)
+        scatter(
+            regions,
+            sizes,
+            self.num_blocks,
+            ids,
+            arena.address + offset,
+            arena.stride,
+            arena.num_slots,
+            source,
+        )
 
     def fill(self, blocks: Sequence[int], keys: bytes) -> None:
         """See `HostDevice.fill`."""
-        fill_blocks(self.regions, self.piece_bytes, self.num_blocks, np.asarray(blocks, np.int64), keys)
+        fill_blocks(
+            self.regions, self.piece_bytes, self.num_blocks, np.asarray(blocks, np.int64), keys
+        )
 
     def check(self, blocks: Sequence[int], keys: bytes) -> list[int]:
         """See `HostDevice.check`."""
-        return check_blocks(self.regions, self.piece_bytes, self.num_blocks, np.asarray(blocks, np.int64), keys)
+        return check_blocks(
+            self.regions, self.piece_bytes, self.num_blocks, np.asarray(blocks, np.int64), keys
+        )

@@ -1,4 +1,5 @@
-"""FlushNotifier: keeps the ledger and brings every sink to believe what is true. Nobody waits for it."""
+"""FlushNotifier: keeps the ledger and brings every sink to believe what is true. Nobody waits for
+it."""
 
 from __future__ import annotations
 
@@ -40,14 +41,16 @@ from kvactors.units import Tier
 
 
 class Settling(NamedTuple):
-    """Who waits. marks: of each sink, the ledger's clock that it must reach (None: known when the call under way is over)."""
+    """Who waits. marks: of each sink, the ledger's clock that it must reach (None: known when the
+    call under way is over)."""
 
     envelope: Envelope[bool]
     marks: dict[int, int | None]
 
 
 class FlushNotifier(Actor):
-    """Owns the ledger. epoch: number of this process's life; each life of the actor counts one further. limbo, token_root: see `Ledger`."""
+    """Owns the ledger. epoch: number of this process's life; each life of the actor counts one
+    further. limbo, token_root: see `Ledger`."""
 
     ROLE: ClassVar[str] = "flush_notifier"
     SENDS: ClassVar[Mapping[str, tuple[type[Message], ...]]] = {}
@@ -72,7 +75,9 @@ class FlushNotifier(Actor):
         by_name = [i for i, sink in enumerate(sinks) if sink.by_name]
         full = [i for i, sink in enumerate(sinks) if sink.announces_full]
         views = [sink.view_of for sink in sinks]
-        self.ledger = Ledger(block_size, views, limbo, takes_clear, by_name, token_root=token_root, full=full)
+        self.ledger = Ledger(
+            block_size, views, limbo, takes_clear, by_name, token_root=token_root, full=full
+        )
         self._root_of, self.ledger.root_of = root_of, root_of and partial(root_of, namespace)
         self.deliveries = [Delivery(sink, config.retry_min) for sink in sinks]
         self._by_name = {delivery.sink.name: i for i, delivery in enumerate(self.deliveries)}
@@ -81,7 +86,8 @@ class FlushNotifier(Actor):
         self._unfinished = 0  # facts of which there are steps to come
 
     def started(self) -> None:
-        """Every sink is called with the new epoch first. A call of an earlier incarnation that has not ended is waited for."""
+        """Every sink is called with the new epoch first. A call of an earlier incarnation that has
+        not ended is waited for."""
         for delivery in self.deliveries:
             call = delivery.sink.call
             if call is not None and not call.done():
@@ -92,7 +98,8 @@ class FlushNotifier(Actor):
         self._pump()
 
     async def stopped(self) -> None:
-        """Cancel the calls in flight, and wait for none: the next incarnation does, or the close of the sink."""
+        """Cancel the calls in flight, and wait for none: the next incarnation does, or the close of
+        the sink."""
         for delivery in self.deliveries:
             if delivery.timer is not None:
                 delivery.timer.cancel()
@@ -143,8 +150,9 @@ class FlushNotifier(Actor):
         self._work(message.work)
 
     def _work(self, work: Iterator[None]) -> None:
-        """Do a step. The next one overtakes every other fact, and yet others than this actor may run before it. Sinks are told when all
-        is done: half a path in one task and half in the next would carry its tokens twice."""
+        """Do a step. The next one overtakes every other fact, and yet others than this actor may
+        run before it. Sinks are told when all is done: half a path in one task and half in the next
+        would carry its tokens twice."""
         if next(work, self) is None:
             self._unfinished += 1
             self.to_self(Continue(work))
@@ -169,7 +177,11 @@ class FlushNotifier(Actor):
         self._woken = False
         if self._unfinished:
             return
-        ready = [(i, delivery) for i, delivery in enumerate(self.deliveries) if delivery.ready(self.ledger.pending(i))]
+        ready = [
+            (i, delivery)
+            for i, delivery in enumerate(self.deliveries)
+            if delivery.ready(self.ledger.pending(i))
+        ]
         for _, delivery in ready:
             delivery.in_flight = True
         for i, delivery in ready:
@@ -180,9 +192,14 @@ class FlushNotifier(Actor):
         if delivery.begun:
             delivery.batch = yield from self.ledger.taking(i, self.config.batch, self.epoch)
         delivery.number += 1
-        call = start_call(delivery.sink, partial(self._call, delivery.sink, i, tuple(delivery.batch.tasks), delivery.begun))
+        call = start_call(
+            delivery.sink,
+            partial(self._call, delivery.sink, i, tuple(delivery.batch.tasks), delivery.begun),
+        )
         self._report_end(delivery, call, delivery.number)
-        delivery.timer = self.after(self.config.timeout, CallLate(delivery.sink.name, delivery.number))
+        delivery.timer = self.after(
+            self.config.timeout, CallLate(delivery.sink.name, delivery.number)
+        )
 
     async def _call(self, sink: Sink, i: int, tasks: tuple[FlushTask, ...], begun: bool) -> None:
         if begun:
@@ -196,14 +213,21 @@ class FlushNotifier(Actor):
         name = delivery.sink.name
 
         def ended(call: asyncio.Task[str]) -> None:
-            error = "cancelled" if call.cancelled() else call.result() if call.exception() is None else repr(call.exception())
+            error = (
+                "cancelled"
+                if call.cancelled()
+                else call.result()
+                if call.exception() is None
+                else repr(call.exception())
+            )
             self.to_self(Delivered(name, number, error))
 
         call.add_done_callback(ended)
 
     @on(CallLate)
     def call_late(self, message: CallLate) -> None:
-        """A call's time is over: cancel it and go on without its answer. The next call comes when it has ended."""
+        """A call's time is over: cancel it and go on without its answer. The next call comes when
+        it has ended."""
         i = self._by_name[message.sink]
         delivery = self.deliveries[i]
         if delivery.in_flight and message.number == delivery.number:
@@ -236,7 +260,12 @@ class FlushNotifier(Actor):
             self.after(delivery.delay, RetryDue(name))
             delivery.delay = min(2 * delivery.delay, self.config.retry_max)
         elif (failed_for := delivery.took(self.config.retry_min)) is not None:
-            self.log.info("sink works again", sink=name, failed_for=round(failed_for, 3), last_error=delivery.last_error)
+            self.log.info(
+                "sink works again",
+                sink=name,
+                failed_for=round(failed_for, 3),
+                last_error=delivery.last_error,
+            )
         self._work(self._over(i, delivery, failed=bool(error)))
 
     def _over(self, i: int, delivery: Delivery, *, failed: bool) -> Iterator[None]:
@@ -276,7 +305,8 @@ class FlushNotifier(Actor):
 
     @on(ResyncDue)
     def resync_due(self, message: ResyncDue) -> None:
-        """Send a sink again what it was sent: step by step, each when it has taken the ones before; or at once, if its index must forget first."""
+        """Send a sink again what it was sent: step by step, each when it has taken the ones before;
+        or at once, if its index must forget first."""
         i = self._by_name[message.sink]
         delivery, wait = self.deliveries[i], self.deliveries[i].sink.resync_interval
         if not delivery.sink.repeats:
@@ -291,7 +321,8 @@ class FlushNotifier(Actor):
         self.after(wait, message)
 
     def _step_again(self, i: int, delivery: Delivery) -> None:
-        """A step of a slow repetition. Not while a call is in flight: what that brings to the index may be lost before the step."""
+        """A step of a slow repetition. Not while a call is in flight: what that brings to the index
+        may be lost before the step."""
         if delivery.step and self.ledger.pending(i) < self.config.batch:
             delivery.step = False
             delivery.repeat = delivery.repeat or self.ledger.repeat(i)
@@ -300,7 +331,8 @@ class FlushNotifier(Actor):
                 delivery.resyncs += 1
 
     def _send_again(self, i: int) -> None:
-        """Now, or when the call in flight is over: until then its batch is not in the ledger's view."""
+        """Now, or when the call in flight is over: until then its batch is not in the ledger's
+        view."""
         delivery = self.deliveries[i]
         if delivery.in_flight:
             delivery.anew = True
@@ -322,9 +354,14 @@ class FlushNotifier(Actor):
 
     @on(Settle)
     def settle(self, message: Settle, envelope: Envelope[bool]) -> None:
-        """Answer once every sink believes what is due as of now. Askers who gave up since are forgotten here."""
+        """Answer once every sink believes what is due as of now. Askers who gave up since are
+        forgotten here."""
         self._drop_abandoned()
-        asked = [i for i, d in enumerate(self.deliveries) if message.sinks is None or d.sink.name in message.sinks]
+        asked = [
+            i
+            for i, d in enumerate(self.deliveries)
+            if message.sinks is None or d.sink.name in message.sinks
+        ]
         sinks = [i for i in asked if not (message.healthy and self.deliveries[i].failures)]
         self._settling.append(Settling(envelope, {i: self._mark(i) for i in sinks}))
         self._pump()
@@ -337,31 +374,41 @@ class FlushNotifier(Actor):
             self.answer(one.envelope, False)
 
     def _mark(self, i: int) -> int | None:
-        """What is under way may be out of date already: then what it leaves to be corrected is known when it is over."""
+        """What is under way may be out of date already: then what it leaves to be corrected is
+        known when it is over."""
         return None if self.deliveries[i].in_flight else self.ledger.clock
 
     def _answer_settled(self) -> None:
-        done = [one for one in self._settling if all(self._reached(i, mark) for i, mark in one.marks.items())]
+        done = [
+            one
+            for one in self._settling
+            if all(self._reached(i, mark) for i, mark in one.marks.items())
+        ]
         for one in done:
             self._settling.remove(one)
             self.answer(one.envelope, True)
 
     def _reached(self, i: int, mark: int | None) -> bool:
         delivery = self.deliveries[i]
-        settled = delivery.begun and not delivery.batch.cleared  # after a clear, what came back meanwhile is told again
+        settled = (
+            delivery.begun and not delivery.batch.cleared
+        )  # after a clear, what came back meanwhile is told again
         return mark is not None and settled and self.ledger.told_until(i) >= mark
 
     # -- for inspection
 
     def divergence(self, truth: Tiers, sinks: Collection[str] | None = None) -> int:
-        """Blocks on which a sink's view (of those named, of all if None) and what is announceable of the given tiers differ.
+        """Blocks on which a sink's view (of those named, of all if None) and what is announceable
+        of the given tiers differ.
 
-        Not announceable are blocks whose path was never announced (see `unnamed`), blocks whose path is interrupted (see `Ledger`), and gains
-        that are due to a sink when the request finishes."""
+        Not announceable are blocks whose path was never announced (see `unnamed`), blocks whose
+        path is interrupted (see `Ledger`), and gains that are due to a sink when the request
+        finishes."""
         return finish(self.divergence_steps(truth, sinks))
 
     def divergence_steps(self, truth: Tiers, sinks: Collection[str] | None = None) -> Steps[int]:
-        """The same in steps, to compare at rest: what changes between two steps may or may not count."""
+        """The same in steps, to compare at rest: what changes between two steps may or may not
+        count."""
         chosen = [i for i, d in enumerate(self.deliveries) if sinks is None or d.sink.name in sinks]
         mirrors = {i: mirror for i in chosen if (mirror := self._mirror(i)) is not None}
         return divergence_steps(self.ledger, chosen, mirrors, truth)
@@ -371,7 +418,8 @@ class FlushNotifier(Actor):
         return len(self.ledger.unnamed)
 
     def _mirror(self, i: int) -> Tiers | None:
-        """A sink's own account of its view, None if it has none: `live_view` if there is one, since `view()` is a copy of everything."""
+        """A sink's own account of its view, None if it has none: `live_view` if there is one, since
+        `view()` is a copy of everything."""
         sink: Any = self.deliveries[i].sink
         try:
             held: Any = getattr(sink, "live_view", None)
@@ -383,7 +431,8 @@ class FlushNotifier(Actor):
             return None
 
     def check_steps(self) -> Iterator[None]:
-        """AssertionError if the ledger is not consistent. In steps, between which anything may happen."""
+        """AssertionError if the ledger is not consistent. In steps, between which anything may
+        happen."""
         return self.ledger.check_steps()
 
     def check(self) -> None:
@@ -393,8 +442,13 @@ class FlushNotifier(Actor):
     def flush_statistics(self) -> tuple[SinkStatistics, ...]:
         """A moment's picture of every sink."""
         ledger = self.ledger
-        return tuple(d.statistics(ledger.pending(i), ledger.coalesced[i]) for i, d in enumerate(self.deliveries))
+        return tuple(
+            d.statistics(ledger.pending(i), ledger.coalesced[i])
+            for i, d in enumerate(self.deliveries)
+        )
 
     def sink_health(self) -> tuple[SinkHealth, ...]:
         """Of every sink whether its last call succeeded, and if not, why and since when."""
-        return tuple(delivery.health(self.ledger.pending(i)) for i, delivery in enumerate(self.deliveries))
+        return tuple(
+            delivery.health(self.ledger.pending(i)) for i, delivery in enumerate(self.deliveries)
+        )

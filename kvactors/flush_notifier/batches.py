@@ -1,5 +1,5 @@
-"""What a ledger sends to a sink next, and what the end of a delivery, or a sink that lost its state, means for it. In steps of at most
-`Ledger.step` blocks."""
+"""What a ledger sends to a sink next, and what the end of a delivery, or a sink that lost its
+state, means for it. In steps of at most `Ledger.step` blocks."""
 
 from __future__ import annotations
 
@@ -17,17 +17,21 @@ TIERS = int(ALL_TIERS)
 
 
 def taking(ledger: Ledger, sink: int, limit: int, epoch: int) -> Steps[Batch]:
-    """The next differences of a sink, about `limit` blocks, in the order of `selection.ordered`; they are in delivery until `delivered` or
-    `refused`. No fact may come between the steps."""
+    """The next differences of a sink, about `limit` blocks, in the order of `selection.ordered`;
+    they are in delivery until `delivered` or `refused`. No fact may come between the steps."""
     if sink in ledger.cleared:
         ledger.cleared.discard(sink)
         if ledger.dirty[sink]:
-            return Batch([clear_task(ledger.views[sink].tiers, epoch)], [], ledger.order.last_number)
+            return Batch(
+                [clear_task(ledger.views[sink].tiers, epoch)], [], ledger.order.last_number
+            )
     selection = Selection(ledger.dirty[sink], sink, limit, ledger.step)
     yield from selection.steps()
     by_name = sink in ledger.by_name
     paths = None if by_name else limit
-    runs = yield from runs_of(selection, node=ledger.views[sink].node, paths=paths, step=ledger.step)
+    runs = yield from runs_of(
+        selection, node=ledger.views[sink].node, paths=paths, step=ledger.step
+    )
     tasks = []
     for run in runs:
         tasks.append((yield from as_task(run, epoch, by_name=by_name, step=ledger.step)))
@@ -39,7 +43,8 @@ def taking(ledger: Ledger, sink: int, limit: int, epoch: int) -> Steps[Batch]:
 
 
 def delivering(ledger: Ledger, sink: int, batch: Batch) -> Steps[None]:
-    """The sink took these: they are its view now, whatever has become true since. Of a clear: what has come back since differs."""
+    """The sink took these: they are its view now, whatever has become true since. Of a clear: what
+    has come back since differs."""
     ledger.version += 1
     ledger.settling += 1
     dirty = ledger.dirty[sink]
@@ -71,7 +76,8 @@ def delivering(ledger: Ledger, sink: int, batch: Batch) -> Steps[None]:
 
 
 def refusing(ledger: Ledger, sink: int, batch: Batch) -> Steps[None]:
-    """No answer, or a bad one. The sink may have taken any of these all the same: they are sent again, whatever is true then."""
+    """No answer, or a bad one. The sink may have taken any of these all the same: they are sent
+    again, whatever is true then."""
     ledger.version += 1
     ledger.settling += 1
     if batch.cleared:
@@ -113,7 +119,8 @@ def _end(ledger: Ledger, sink: int, batch: Batch) -> Iterator[None]:
 
 
 def forget(ledger: Ledger, sink: int) -> Iterator[None]:
-    """The sink's index is empty, and no delivery to it is in flight: everything that is due is sent again. No fact comes between the steps."""
+    """The sink's index is empty, and no delivery to it is in flight: everything that is due is sent
+    again. No fact comes between the steps."""
     ledger.version += 1
     ledger.settling += 1
     ledger.cleared.discard(sink)
@@ -131,8 +138,9 @@ def forget(ledger: Ledger, sink: int) -> Iterator[None]:
 
 
 def repeat(ledger: Ledger, sink: int) -> Iterator[None]:
-    """The sink's index may have lost any of what it was sent: all that is in the sink's view is sent again, what is above a block before the block.
-    Anything may happen between the steps, and nothing is removed from the index first."""
+    """The sink's index may have lost any of what it was sent: all that is in the sink's view is
+    sent again, what is above a block before the block. Anything may happen between the steps, and
+    nothing is removed from the index first."""
     for i, entry in enumerate(ledger.order.up_to(ledger.order.last_number), 1):
         if tiers := entry.states[sink] & TIERS:
             ledger.version += 1

@@ -1,8 +1,10 @@
-"""One sink's side of the notifier: the call in flight, what the last calls returned, and how calls to a sink are contained.
+"""One sink's side of the notifier: the call in flight, what the last calls returned, and how calls
+to a sink are contained.
 
-A sink is foreign code. A call runs in a task of its own, and whatever it raises ends there as a text: no exception of a sink, a leaked
-CancelledError or another BaseException among them, reaches the notifier. KeyboardInterrupt alone passes. A call that does not end when
-its time is over is cancelled and reported as failed at once; the next call waits until the task has really ended.
+A sink is foreign code. A call runs in a task of its own, and whatever it raises ends there as a
+text: no exception of a sink, a leaked CancelledError or another BaseException among them, reaches
+the notifier. KeyboardInterrupt alone passes. A call that does not end when its time is over is
+cancelled and reported as failed at once; the next call waits until the task has really ended.
 """
 
 from __future__ import annotations
@@ -57,9 +59,11 @@ class SinkHealth(NamedTuple):
 
 
 class Delivery:
-    """One sink's side of the notifier. begun: whether it took this incarnation's epoch. waiting: for the end of a back-off. stuck: a call
-    that was given up has not ended yet. number: of the last call. anew: everything is to be sent anew when the call in
-    flight is over. repeat: the steps to come of a slow repetition, step: one of them is due. asks: for a resync that has not begun."""
+    """One sink's side of the notifier. begun: whether it took this incarnation's epoch. waiting:
+    for the end of a back-off. stuck: a call that was given up has not ended yet. number: of the
+    last call. anew: everything is to be sent anew when the call in flight is over. repeat: the
+    steps to come of a slow repetition, step: one of them is due. asks: for a resync that has not
+    begun."""
 
     __slots__ = (
         "anew",
@@ -133,7 +137,9 @@ class Delivery:
 
     def ready(self, pending: int) -> bool:
         """Whether it can be called, and there is something to call it for."""
-        return not (self.in_flight or self.waiting or self.stuck) and (bool(pending) or not self.begun)
+        return not (self.in_flight or self.waiting or self.stuck) and (
+            bool(pending) or not self.begun
+        )
 
     def split(self) -> tuple[Batch, Batch]:
         """The batch whose call failed: what was taken for certain (`Sink.taken`), and the rest."""
@@ -201,7 +207,8 @@ async def open_sink(sink: Sink) -> None:
 
 
 async def close_sink(sink: Sink, limit: float) -> None:
-    """Let the last call end and close a sink, in about `limit` seconds. Never raises: what goes wrong is logged."""
+    """Let the last call end and close a sink, in about `limit` seconds. Never raises: what goes
+    wrong is logged."""
     log = get_logger()
 
     async def work() -> None:
@@ -210,7 +217,9 @@ async def close_sink(sink: Sink, limit: float) -> None:
             await asyncio.wait([sink.call])
         await sink.close()
 
-    task = asyncio.get_running_loop().create_task(contained(work), name=f"close of sink {sink.name}")
+    task = asyncio.get_running_loop().create_task(
+        contained(work), name=f"close of sink {sink.name}"
+    )
     with anyio.move_on_after(limit):
         await asyncio.wait([task])
     if not task.done():

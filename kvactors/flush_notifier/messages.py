@@ -1,4 +1,5 @@
-"""What may be said to FlushNotifier: what became resident, what went. Nobody waits for it, except whoever asks to settle."""
+"""What may be said to FlushNotifier: what became resident, what went. Nobody waits for it, except
+whoever asks to settle."""
 
 from __future__ import annotations
 
@@ -11,13 +12,16 @@ from kvactors.discreet import discreet
 from kvactors.units import KEY_BYTES, Reason, Residency, Tier
 
 ExtraKeys = tuple[tuple[int, bytes], ...]
-"""(position in the path, extra key) of the blocks that have one, in order: their media (`prefix_index.keys.media_items`)."""
+"""(position in the path, extra key) of the blocks that have one, in order: their media
+(`prefix_index.keys.media_items`)."""
 
 
 class Origin(NamedTuple):
-    """What requests have in common beside their tokens and media to share blocks: the adapter's name and the cache salt, None without.
+    """What requests have in common beside their tokens and media to share blocks: the adapter's
+    name and the cache salt, None without.
 
-    lora_id: the engine's number of the adapter. It is sent on events for readers that know adapters by number, and identifies nothing.
+    lora_id: the engine's number of the adapter. It is sent on events for readers that know adapters
+    by number, and identifies nothing.
     """
 
     lora: str | None = None
@@ -34,10 +38,12 @@ PLAIN = Origin()
 class Announced(Message, frozen=True, eq=False):
     """Blocks of a path are resident on `tier`; the ledger learns their tokens and hashes from it.
 
-    tokens: little-endian uint32 of the blocks from position `start` of the path on. keys: their hashes, 32 bytes each. The first `count` of
-    them are resident, the others are only named. parent: hash of the block before them, the root hash if `start` is 0; it is resident on
-    `tier`, and was announced before. root: the root hash of the chain; origin: what is in it. extra_keys: of these blocks.
-    With Reason.REQUEST_FINISH, gains that a sink wants only at the finish are due now.
+    tokens: little-endian uint32 of the blocks from position `start` of the path on. keys: their
+    hashes, 32 bytes each. The first `count` of them are resident, the others are only named.
+    parent: hash of the block before them, the root hash if `start` is 0; it is resident on `tier`,
+    and was announced before. root: the root hash of the chain; origin: what is in it. extra_keys:
+    of these blocks. With Reason.REQUEST_FINISH, gains that a sink wants only at the finish are due
+    now.
     """
 
     root: bytes
@@ -61,8 +67,9 @@ class Gained(Message, frozen=True, eq=False):
 
 
 class PathPart(NamedTuple):
-    """Consecutive blocks of a path, each the parent of the next. parent: hash of the block before them, or the root hash. keys: 32 bytes each.
-    tokens: their own (little-endian uint32). extra_keys: (index, extra key) of those that have one."""
+    """Consecutive blocks of a path, each the parent of the next. parent: hash of the block before
+    them, or the root hash. keys: 32 bytes each. tokens: their own (little-endian uint32).
+    extra_keys: (index, extra key) of those that have one."""
 
     parent: bytes
     keys: bytes
@@ -80,13 +87,18 @@ class PathPart(NamedTuple):
 
     def whole(self) -> bool:
         """Whether its fields are of lengths that belong together."""
-        lengths = len(self.parent), len(self.keys) % KEY_BYTES, len(self.tokens) % (4 * max(1, self.blocks))
+        lengths = (
+            len(self.parent),
+            len(self.keys) % KEY_BYTES,
+            len(self.tokens) % (4 * max(1, self.blocks)),
+        )
         return lengths == (KEY_BYTES, 0, 0) and self.blocks > 0 and len(self.tokens) > 0
 
 
 class Named(Message, frozen=True, eq=False):
-    """What the hashes of blocks are made of that were found in storage. It says nothing about where they are: those that are nowhere are
-    left out. roots: parents of parts that are root hashes of requests of now."""
+    """What the hashes of blocks are made of that were found in storage. It says nothing about where
+    they are: those that are nowhere are left out. roots: parents of parts that are root hashes of
+    requests of now."""
 
     parts: tuple[PathPart, ...]
     roots: frozenset[bytes]
@@ -114,7 +126,8 @@ class Scoped(Message, frozen=True, eq=False):
 
 
 class Settle(Ask[bool], frozen=True, eq=False):
-    """Wait until every sink believes what is true as of this message; True then. The asker's deadline bounds it.
+    """Wait until every sink believes what is true as of this message; True then. The asker's
+    deadline bounds it.
 
     sinks: by name, all if None. healthy: leave out those whose last call failed."""
 
@@ -123,19 +136,23 @@ class Settle(Ask[bool], frozen=True, eq=False):
 
 
 class Resync(Ask[bool], frozen=True, eq=False):
-    """Send a sink everything again, as to an index that has lost its state. True once it has taken all of that. sink: its name."""
+    """Send a sink everything again, as to an index that has lost its state. True once it has taken
+    all of that. sink: its name."""
 
     sink: str
 
 
 class FlushTask(Message, frozen=True, eq=False):
-    """What a sink is told: blocks [start_block_idx, start_block_idx + count) of a path are resident, or gone. It carries no KV data.
+    """What a sink is told: blocks [start_block_idx, start_block_idx + count) of a path are
+    resident, or gone. It carries no KV data.
 
-    tokens: the complete path from the root to the deepest block concerned, little-endian uint32 (shared, immutable):
-    (start_block_idx + count) whole blocks. count 0: everything is gone (only to sinks that take it so). keys: names of the `count`
-    blocks, 32 bytes each. A sink that knows blocks by name (`Sink.by_name`) finds in `tokens` only those of the `count` blocks, and nothing
-    if they are gone. parent: name of the block before them (the root key if start_block_idx is 0). epoch: the notifier's life;
-    everything told in an earlier epoch is void. extra_keys: of the blocks in `tokens`.
+    tokens: the complete path from the root to the deepest block concerned, little-endian uint32
+    (shared, immutable): (start_block_idx + count) whole blocks. count 0: everything is gone (only
+    to sinks that take it so). keys: names of the `count` blocks, 32 bytes each. A sink that knows
+    blocks by name (`Sink.by_name`) finds in `tokens` only those of the `count` blocks, and nothing
+    if they are gone. parent: name of the block before them (the root key if start_block_idx is 0).
+    epoch: the notifier's life; everything told in an earlier epoch is void. extra_keys: of the
+    blocks in `tokens`.
     """
 
     tokens: bytes
@@ -162,7 +179,8 @@ class Continue(Control, frozen=True, eq=False):
 
 
 class Delivered(Control, frozen=True, eq=False):
-    """To itself: a call to a sink has ended; `error` is empty if the sink took what it was sent. number: of the call."""
+    """To itself: a call to a sink has ended; `error` is empty if the sink took what it was sent.
+    number: of the call."""
 
     sink: str
     number: int

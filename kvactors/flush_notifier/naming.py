@@ -1,7 +1,9 @@
-"""Blocks that were found in storage: they get entries when what their hashes are made of and their parents are there.
+"""Blocks that were found in storage: they get entries when what their hashes are made of and their
+parents are there.
 
-`Gained` says that a block is resident, `Named` what its hash is made of. It becomes an entry below its parent's entry,
-or below a root. One whose parent has none waits, until the parent gets one by any path; if it leaves all tiers before, it is forgotten.
+`Gained` says that a block is resident, `Named` what its hash is made of. It becomes an entry below
+its parent's entry, or below a root. One whose parent has none waits, until the parent gets one by
+any path; if it leaves all tiers before, it is forgotten.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ if TYPE_CHECKING:
     from kvactors.flush_notifier.ledger import Ledger
 
 WAITING = 65_536
-"""Blocks without a parent that wait at most; the oldest is forgotten then, and stays unannounced until a request names its path."""
+"""Blocks without a parent that wait at most; the oldest is forgotten then, and stays unannounced
+until a request names its path."""
 
 
 class Unplaced(NamedTuple):
@@ -35,7 +38,8 @@ class Unplaced(NamedTuple):
 
 
 class Waiting:
-    """Named blocks without an entry for their parent. All of them are resident (in `Ledger.unnamed`)."""
+    """Named blocks without an entry for their parent. All of them are resident (in
+    `Ledger.unnamed`)."""
 
     def __init__(self) -> None:
         self.blocks: dict[bytes, Unplaced] = {}
@@ -64,7 +68,8 @@ class Waiting:
         return block
 
     def learned(self, key: bytes) -> None:
-        """There is an entry for this block now: it waits no more, and what waits below it can be placed."""
+        """There is an entry for this block now: it waits no more, and what waits below it can be
+        placed."""
         if not self.blocks:
             return
         self.drop(key)
@@ -88,7 +93,8 @@ class Waiting:
 
 
 def naming(ledger: Ledger, message: Named) -> Iterator[None]:
-    """Make entries of the blocks that are resident and whose parents have one. Steps of about `ledger.step` blocks."""
+    """Make entries of the blocks that are resident and whose parents have one. Steps of about
+    `ledger.step` blocks."""
     looked = 0
     for part in message.parts:
         extra_keys, parent_key = dict(part.extra_keys), part.parent
@@ -97,7 +103,12 @@ def naming(ledger: Ledger, message: Named) -> Iterator[None]:
         for i in range(part.blocks):
             key = key_at(part.keys, i)
             if key in ledger.unnamed and size == ledger.block_bytes:
-                block = Unplaced(parent_key, part.tokens[i * size : (i + 1) * size], extra_keys.get(i, b""), part.origin)
+                block = Unplaced(
+                    parent_key,
+                    part.tokens[i * size : (i + 1) * size],
+                    extra_keys.get(i, b""),
+                    part.origin,
+                )
                 parent = ledger.entries.get(parent_key)
                 if parent is not None or (is_root and not i):
                     enter(ledger, key, parent, block)
@@ -113,16 +124,20 @@ def naming(ledger: Ledger, message: Named) -> Iterator[None]:
 
 
 def enter(ledger: Ledger, key: bytes, parent: Entry | None, block: Unplaced) -> None:
-    """Make an entry of a resident block; there is none below it yet. It counts as covered by a finished request: one brought it to storage."""
+    """Make an entry of a resident block; there is none below it yet. It counts as covered by a
+    finished request: one brought it to storage."""
     ledger.version += 1
-    entry = ledger._learn(key, parent, block.parent_key, block.tokens, block.origin, block.extra_key)
+    entry = ledger._learn(
+        key, parent, block.parent_key, block.tokens, block.origin, block.extra_key
+    )
     entry.finished = True
     entry.reasons[LAST] = entry.reasons[int(Tier.STORAGE)] = Reason.STORED
     ledger._look(entry)
 
 
 def placing(ledger: Ledger) -> Iterator[None]:
-    """Make entries of the blocks that waited for those that have got one, and of the blocks below them."""
+    """Make entries of the blocks that waited for those that have got one, and of the blocks below
+    them."""
     waiting, looked = ledger.waiting, 0
     while waiting.placeable:
         parent_key = waiting.placeable[0]

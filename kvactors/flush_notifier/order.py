@@ -1,4 +1,5 @@
-"""The order in which a ledger's entries were learned, to go through in steps while entries come and go."""
+"""The order in which a ledger's entries were learned, to go through in steps while entries come and
+go."""
 
 from __future__ import annotations
 
@@ -43,8 +44,8 @@ class Order:
         entry.number = 0
 
     def up_to(self, number: int) -> Iterator[Entry]:
-        """Entries with a number of at most `number`, in order. Entries may be removed and added in between; an entry that is there from
-        the beginning to the end is met once."""
+        """Entries with a number of at most `number`, in order. Entries may be removed and added in
+        between; an entry that is there from the beginning to the end is met once."""
         entry = self._first
         while entry is not None and entry.number <= number:
             if entry.number:

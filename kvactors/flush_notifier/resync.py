@@ -1,4 +1,5 @@
-"""How fast a sink is sent again what it was sent, for an index that may have lost its state (see `batches.repeat`)."""
+"""How fast a sink is sent again what it was sent, for an index that may have lost its state (see
+`batches.repeat`)."""
 
 from __future__ import annotations
 
@@ -10,5 +11,6 @@ SHORTEST_PAUSE = 0.005
 
 
 def pause(interval: float, blocks: int, step: int) -> float:
-    """Seconds between the steps of a repetition that comes every `interval` seconds: it takes about half of that."""
+    """Seconds between the steps of a repetition that comes every `interval` seconds: it takes about
+    half of that."""
     return min(LONGEST_PAUSE, max(SHORTEST_PAUSE, interval * step / (2 * max(1, blocks))))

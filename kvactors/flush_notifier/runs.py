@@ -23,7 +23,8 @@ BITS = tuple([int(tier) for tier in Tier if tier & tiers] for tiers in range(ALL
 """By set of tiers: its members as numbers (plain ints: arithmetic on flags is slow)."""
 
 LAST = 0
-"""Index of `Entry.reasons` for the last change on any tier; a tier's own bit is the index for its own last change."""
+"""Index of `Entry.reasons` for the last change on any tier; a tier's own bit is the index for its
+own last change."""
 
 
 def finish(steps: Steps[T] | Iterator[None]) -> T:
@@ -38,10 +39,13 @@ def finish(steps: Steps[T] | Iterator[None]) -> T:
 class Entry:
     """One block.
 
-    truth: set of tiers that hold it. dues: per sink the set of tiers on which it is to be announced, see `Ledger`. states: per sink its view, a
-    set of tiers, and above it (shifted by UNSURE) the tiers on which its answer got lost, so that its view may have them or not. held: deliveries
-    in flight that are about it. finished: covered by the path of a finished request. reasons: of the last change, by LAST or by tier. by_tokens:
-    tokens alone identify it, in the scope that the cache was opened with. child, left, right: the children of a block are a linked list.
+    truth: set of tiers that hold it. dues: per sink the set of tiers on which it is to be
+    announced, see `Ledger`. states: per sink its view, a set of tiers, and above it (shifted by
+    UNSURE) the tiers on which its answer got lost, so that its view may have them or not. held:
+    deliveries in flight that are about it. finished: covered by the path of a finished request.
+    reasons: of the last change, by LAST or by tier. by_tokens: tokens alone identify it, in the
+    scope that the cache was opened with. child, left, right: the children of a block are a linked
+    list.
     """
 
     __slots__ = (
@@ -98,7 +102,8 @@ class Entry:
         self.reasons = [Reason.COMMIT] * (1 + max(Tier))
 
     def idle(self) -> bool:
-        """Whether it is nowhere and in no sink's view and in no delivery; there may be blocks below it."""
+        """Whether it is nowhere and in no sink's view and in no delivery; there may be blocks below
+        it."""
         return not (self.truth or self.held or any(self.states))
 
     def send_again(self, sinks: Iterable[int]) -> None:
@@ -117,7 +122,8 @@ class Entry:
             above.child = self
 
     def unlink(self) -> None:
-        """Remove it from the children of its parent. It keeps its `right`: a scan that stands at it continues there."""
+        """Remove it from the children of its parent. It keeps its `right`: a scan that stands at it
+        continues there."""
         above, left, right = self.parent, self.left, self.right
         if above is not None:
             above.children -= 1
@@ -140,7 +146,8 @@ TOKENS: Callable[[Entry], bytes] = attrgetter("tokens")
 
 
 class Run(NamedTuple):
-    """Blocks in path order, each the parent of the next, that change alike for a sink. bit: the tier, as a number."""
+    """Blocks in path order, each the parent of the next, that change alike for a sink. bit: the
+    tier, as a number."""
 
     entries: list[Entry]
     bit: int
@@ -152,8 +159,8 @@ class Run(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """One delivery: what the sink is sent, and the runs behind the tasks, one for one; or that everything is gone: all entries numbered up to
-    `cleared`, if that is not 0."""
+    """One delivery: what the sink is sent, and the runs behind the tasks, one for one; or that
+    everything is gone: all entries numbered up to `cleared`, if that is not 0."""
 
     tasks: list[FlushTask]
     runs: list[Run]
@@ -164,7 +171,9 @@ class Batch(NamedTuple):
 
     def split(self, count: int) -> tuple[Batch, Batch]:
         """The first `count` tasks, and the others."""
-        return Batch(self.tasks[:count], self.runs[:count]), Batch(self.tasks[count:], self.runs[count:], self.cleared)
+        return Batch(self.tasks[:count], self.runs[:count]), Batch(
+            self.tasks[count:], self.runs[count:], self.cleared
+        )
 
 
 class Holding(NamedTuple):
@@ -225,7 +234,9 @@ def extra_keys_of(entries: list[Entry], step: int) -> Steps[ExtraKeys]:
     for i in range(0, len(entries), step):
         if i:
             yield
-        found += [(entry.depth - 1, entry.extra_key) for entry in entries[i : i + step] if entry.extra_key]
+        found += [
+            (entry.depth - 1, entry.extra_key) for entry in entries[i : i + step] if entry.extra_key
+        ]
     return tuple(found)
 
 

@@ -1,7 +1,9 @@
-"""Which differences of a sink go into its next batch, and their order: after every single event the sink's view is a tree.
+"""Which differences of a sink go into its next batch, and their order: after every single event the
+sink's view is a tree.
 
-Gains come first, the shallowest first, then losses, the deepest first. A batch takes a gain only together with the gains above it that are still
-to be sent, and a loss only together with the losses below it, and with the gains of the same block. See `Ledger` for the rule that this keeps.
+Gains come first, the shallowest first, then losses, the deepest first. A batch takes a gain only
+together with the gains above it that are still to be sent, and a loss only together with the losses
+below it, and with the gains of the same block. See `Ledger` for the rule that this keeps.
 """
 
 from __future__ import annotations
@@ -15,19 +17,22 @@ LONGEST = 32_768
 """Blocks in one task at most: a longer run is sent in parts."""
 
 PATHS = 4
-"""A batch of n blocks may carry paths of PATHS x n blocks in all: many short runs deep in the tree are sent in several batches."""
+"""A batch of n blocks may carry paths of PATHS x n blocks in all: many short runs deep in the tree
+are sent in several batches."""
 
 TIERS = int(ALL_TIERS)
 
 
 def gain_of(entry: Entry, sink: int) -> int:
-    """The tiers on which a block is to be announced: those that are due and not in the sink's view for certain."""
+    """The tiers on which a block is to be announced: those that are due and not in the sink's view
+    for certain."""
     state = entry.states[sink]
     return entry.dues[sink] & ~(state & ~(state >> UNSURE))
 
 
 def loss_of(entry: Entry, sink: int) -> int:
-    """The tiers on which a removal is to be sent: those that the sink's view may have and that are not due."""
+    """The tiers on which a removal is to be sent: those that the sink's view may have and that are
+    not due."""
     state = entry.states[sink]
     return (state | state >> UNSURE) & TIERS & ~entry.dues[sink]
 
@@ -48,19 +53,30 @@ class Selection:
         self._lost: Entry | None = None
 
     def steps(self) -> Iterator[None]:
-        """Take about `limit` blocks, and never the first part of a run only, since every part would carry the path from the root again."""
+        """Take about `limit` blocks, and never the first part of a run only, since every part would
+        carry the path from the root again."""
         sink, gains, losses, step = self._sink, self.gains, self.losses, self._step
         for entry in self._dirty:
             due, state = entry.dues[sink], entry.states[sink]
             if (gain := due & ~(state & ~(state >> UNSURE))) and entry not in gains:
                 above = entry.parent
-                if (above is None or above in gains or not gain_of(above, sink)) and len(gains) < self._limit:
+                if (above is None or above in gains or not gain_of(above, sink)) and len(
+                    gains
+                ) < self._limit:
                     gains[entry] = gain  # the usual case: nothing above it is to be sent before
                     self._gained = entry
                 else:
                     yield from self._gain(entry)
-            if (loss := (state | state >> UNSURE) & TIERS & ~due) and entry not in losses and not self._full:
-                if entry.child is None and (not gain or entry in gains) and len(gains) + len(losses) < self._limit:
+            if (
+                (loss := (state | state >> UNSURE) & TIERS & ~due)
+                and entry not in losses
+                and not self._full
+            ):
+                if (
+                    entry.child is None
+                    and (not gain or entry in gains)
+                    and len(gains) + len(losses) < self._limit
+                ):
                     losses[entry] = loss  # the usual case: a leaf
                     self._lost = entry
                 else:
@@ -100,7 +116,8 @@ class Selection:
         self._gained = entry
 
     def _lose(self, top: Entry) -> Iterator[None]:
-        """A loss, after those below it. If there are too many, as many of those as there is room for."""
+        """A loss, after those below it. If there are too many, as many of those as there is room
+        for."""
         sink, losses = self._sink, self.losses
         node: Entry = top
         below = top.child
@@ -114,7 +131,9 @@ class Selection:
                 if self._count():
                     yield
                 continue
-            if len(self.gains) + len(losses) >= self._limit and (self._lost is None or self._lost.parent is not node):
+            if len(self.gains) + len(losses) >= self._limit and (
+                self._lost is None or self._lost.parent is not node
+            ):
                 self._full = True
                 return
             if gain_of(node, sink) and node not in self.gains:
@@ -142,16 +161,22 @@ class Selection:
 
 
 def runs_of(selection: Selection, *, node: bool, paths: int | None, step: int) -> Steps[list[Run]]:
-    """Changes as runs, in the order in which they are sent. node: a sink that takes all tiers as one. paths: of a sink that needs
-    paths, the blocks of a batch: the first runs only, whose paths are not much longer."""
+    """Changes as runs, in the order in which they are sent. node: a sink that takes all tiers as
+    one. paths: of a sink that needs paths, the blocks of a batch: the first runs only, whose paths
+    are not much longer."""
     gains, losses = yield from selection.by_tier()
     runs: list[Run] = []
     for bit, some in gains.items():
-        runs += yield from join(some, bit, resident=True, reason_index=LAST if node else bit, step=step)
-    # Losses on several tiers: a run ends where the set of tiers changes or a branch begins, so that runs can be ordered by depth alone.
+        runs += yield from join(
+            some, bit, resident=True, reason_index=LAST if node else bit, step=step
+        )
+    # Losses on several tiers: a run ends where the set of tiers changes or a branch begins, so that
+    # runs can be ordered by depth alone.
     alike = selection.losses if len(losses) > 1 else None
     for bit, some in losses.items():
-        runs += yield from join(some, bit, resident=False, reason_index=LAST if node else bit, step=step, alike=alike)
+        runs += yield from join(
+            some, bit, resident=False, reason_index=LAST if node else bit, step=step, alike=alike
+        )
     return ordered(runs) if paths is None else list(within(ordered(runs), PATHS * paths))
 
 
@@ -164,9 +189,10 @@ def join(
     step: int,
     alike: Mapping[Entry, int] | None = None,
 ) -> Steps[list[Run]]:
-    """Runs of entries, each as long as the parent chain goes on within them with one reason; a branch point splits, and so does LONGEST.
-    Linear; yields after each `step` blocks. alike: more blocks than these, with a value each: a branch among them all splits, and so does
-    another value."""
+    """Runs of entries, each as long as the parent chain goes on within them with one reason; a
+    branch point splits, and so does LONGEST. Linear; yields after each `step` blocks. alike: more
+    blocks than these, with a value each: a branch among them all splits, and so does another
+    value."""
     if len(entries) == 1:
         return [Run([one], bit, resident, one.reasons[reason_index]) for one in entries]
     heir = yield from heirs(entries if alike is None else alike, step)
@@ -185,7 +211,11 @@ def join(
         ):
             continue  # its parent's run has it
         run, below = [entry], heir.get(entry)
-        while below is not None and below.reasons[reason_index] is reason and (alike is None or alike[below] == alike[entry]):
+        while (
+            below is not None
+            and below.reasons[reason_index] is reason
+            and (alike is None or alike[below] == alike[entry])
+        ):
             if len(run) == LONGEST:
                 runs.append(Run(run, bit, resident, reason))
                 run = []
@@ -199,7 +229,8 @@ def join(
 
 
 def heirs(members: Collection[Entry], step: int) -> Steps[dict[Entry, Entry | None]]:
-    """Of each member that has children among the members, its only child there; None if there are several."""
+    """Of each member that has children among the members, its only child there; None if there are
+    several."""
     found: set[Entry] = set()
     looked = 0
     for entry in members:
@@ -219,8 +250,15 @@ def heirs(members: Collection[Entry], step: int) -> Steps[dict[Entry, Entry | No
 
 
 def ordered(runs: Iterable[Run]) -> list[Run]:
-    """Gains first, the shallowest first; then losses, the deepest first. So a block that moves between tiers is never nowhere in between."""
-    return sorted(runs, key=lambda run: (not run.resident, run.entries[0].depth if run.resident else -run.entries[-1].depth))
+    """Gains first, the shallowest first; then losses, the deepest first. So a block that moves
+    between tiers is never nowhere in between."""
+    return sorted(
+        runs,
+        key=lambda run: (
+            not run.resident,
+            run.entries[0].depth if run.resident else -run.entries[-1].depth,
+        ),
+    )
 
 
 def within(runs: list[Run], blocks: int) -> Iterator[Run]:

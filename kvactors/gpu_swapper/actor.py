@@ -17,7 +17,8 @@ from kvactors.units import indices_of
 
 
 class SwapperStatistics(NamedTuple):
-    """Totals by direction of this life. seconds: from the start of each copy to its end, added up."""
+    """Totals by direction of this life. seconds: from the start of each copy to its end, added
+    up."""
 
     blocks_to_host: int
     blocks_to_device: int
@@ -38,7 +39,9 @@ class GpuSwapper(Actor):
         "prefix_index": (CopiesStalled, DeviceLost),
     }
 
-    def __init__(self, ref: ActorRef, *, executor: Executor, evictor: ActorRef, index: ActorRef) -> None:
+    def __init__(
+        self, ref: ActorRef, *, executor: Executor, evictor: ActorRef, index: ActorRef
+    ) -> None:
         super().__init__(ref)
         self._executor = executor
         self._evictor = evictor
@@ -49,7 +52,9 @@ class GpuSwapper(Actor):
 
     def started(self) -> None:
         """Hear of copies that cannot be made, and of what was lost while nobody listened."""
-        self._executor.watch(lambda possible, lost: self.to_self(PlaneChanged(possible, lost, self._executor.era)))
+        self._executor.watch(
+            lambda possible, lost: self.to_self(PlaneChanged(possible, lost, self._executor.era))
+        )
 
     @on(PlaneChanged)
     def plane_changed(self, message: PlaneChanged) -> None:
@@ -107,13 +112,22 @@ class GpuSwapper(Actor):
     def left_behind(self, jobs: Mapping[asyncio.Task[None], Job], *, restart: bool) -> None:
         """Device blocks cannot be withheld: the cache fails."""
         if restart:
-            raise JobsRunOn(f"{len(jobs)} copies have not ended {MEMORY_LIMIT:g} s after a failure, and access device blocks")
+            raise JobsRunOn(
+                f"{len(jobs)} copies have not ended {MEMORY_LIMIT:g} s after a failure, and access "
+                "device blocks"
+            )
 
     def swapper_statistics(self) -> SwapperStatistics:
         """A moment's picture."""
         size = self._executor.device.layout.block_bytes
         to_host, to_device = self._blocks[Direction.TO_HOST], self._blocks[Direction.TO_DEVICE]
         return SwapperStatistics(
-            to_host, to_device, to_host * size, to_device * size, self._seconds[Direction.TO_HOST],
-            self._seconds[Direction.TO_DEVICE], self._failed, self._in_flight,
-        )  # fmt: skip
+            to_host,
+            to_device,
+            to_host * size,
+            to_device * size,
+            self._seconds[Direction.TO_HOST],
+            self._seconds[Direction.TO_DEVICE],
+            self._failed,
+            self._in_flight,
+        )

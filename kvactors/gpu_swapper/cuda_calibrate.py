@@ -1,4 +1,5 @@
-"""From which size of a piece on the copy engines are as fast as the kernel: measured at start, it depends on the machine."""
+"""From which size of a piece on the copy engines are as fast as the kernel: measured at start, it
+depends on the machine."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ TRIES = 3
 
 
 class Timing(NamedTuple):
-    """piece: bytes. batch, kernel: seconds that `PIECES` of them took there and back, the best of `TRIES`."""
+    """piece: bytes. batch, kernel: seconds that `PIECES` of them took there and back, the best of
+    `TRIES`."""
 
     piece: int
     batch: float
@@ -28,8 +30,9 @@ class Timing(NamedTuple):
 
 
 def calibrate(copies: Copies, stream: int) -> tuple[int, tuple[Timing, ...]]:
-    """The size, and what it follows from. `BATCH_FROM` where there is nothing to choose between, or where the clocks say nothing. A
-    driver that turns out to have no batches is noted in `copies`. Takes about 10 ms; waits for the stream. CudaError."""
+    """The size, and what it follows from. `BATCH_FROM` where there is nothing to choose between, or
+    where the clocks say nothing. A driver that turns out to have no batches is noted in `copies`.
+    Takes about 10 ms; waits for the stream. CudaError."""
     with ExitStack() as undo:
         bench = _Bench(copies, stream, undo)
         if copies.has_batch:
@@ -41,14 +44,19 @@ def calibrate(copies: Copies, stream: int) -> tuple[int, tuple[Timing, ...]]:
                 copies.has_batch = False
         if copies.kernels is None or not copies.has_batch:
             return BATCH_FROM, ()
-        timings = tuple(Timing(size, bench.seconds(bench.batch, size), bench.seconds(bench.kernel, size)) for size in SIZES)
+        timings = tuple(
+            Timing(size, bench.seconds(bench.batch, size), bench.seconds(bench.kernel, size))
+            for size in SIZES
+        )
     return choose(timings), timings
 
 
 def choose(timings: tuple[Timing, ...]) -> int:
-    """The smallest size from which on batches are never slower; a size above all if they are slower to the last. `BATCH_FROM` if a timing
-    cannot be."""
-    if not timings or not all(0 < seconds < 10 for one in timings for seconds in (one.batch, one.kernel)):
+    """The smallest size from which on batches are never slower; a size above all if they are slower
+    to the last. `BATCH_FROM` if a timing cannot be."""
+    if not timings or not all(
+        0 < seconds < 10 for one in timings for seconds in (one.batch, one.kernel)
+    ):
         return BATCH_FROM
     best = 2 * timings[-1].piece
     for one in reversed(timings):
@@ -74,7 +82,9 @@ class _Bench:
         for _ in range(2):
             self.events.append(driver.read("cuEventCreate", TIMED))
             undo.callback(quietly, driver, "cuEventDestroy", self.events[-1])
-        undo.callback(driver.status, "cuStreamSynchronize", stream)  # nothing runs when the memory is given back
+        undo.callback(
+            driver.status, "cuStreamSynchronize", stream
+        )  # nothing runs when the memory is given back
 
     def seconds(self, way: Callable[[int, bool], None], size: int) -> float:
         """The best time of a way to copy there and back."""
@@ -101,4 +111,6 @@ class _Bench:
     def kernel(self, size: int, to_device: bool) -> None:
         """By the kernel: a table of one piece, and as many blocks as slots."""
         ids = self.ids.device + 24
-        self.copies.launch(to_device, (self.ids.device, 1, ids, ids, PIECES, self.mapped, size), self.stream)
+        self.copies.launch(
+            to_device, (self.ids.device, 1, ids, ids, PIECES, self.mapped, size), self.stream
+        )

@@ -1,7 +1,9 @@
-"""How bytes go between a GPU and the arena: large pieces by the copy engines, many in one call; small ones by a kernel.
+"""How bytes go between a GPU and the arena: large pieces by the copy engines, many in one call;
+small ones by a kernel.
 
-A copy engine takes a few microseconds a piece whatever its size, and is out of the model's way; the kernel is fast at any size, but
-takes a few of the multiprocessors. The size from which on the engines are as fast is measured at start (`cuda_calibrate`).
+A copy engine takes a few microseconds a piece whatever its size, and is out of the model's way; the
+kernel is fast at any size, but takes a few of the multiprocessors. The size from which on the
+engines are as fast is measured at start (`cuda_calibrate`).
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ log = get_logger()
 
 
 class Scratch:
-    """Pinned host memory for `count` int64, and as much on the device. `host`: the former as an array; `device`: the latter's address."""
+    """Pinned host memory for `count` int64, and as much on the device. `host`: the former as an
+    array; `device`: the latter's address."""
 
     def __init__(self, driver: CudaDriver, count: int) -> None:
         self.count = count
@@ -49,7 +52,9 @@ class Scratch:
         except BaseException:
             self._undo.close()
             raise
-        self.host: NDArray[np.int64] = np.frombuffer(memoryview((ctypes.c_int64 * count).from_address(pinned)), np.int64)
+        self.host: NDArray[np.int64] = np.frombuffer(
+            memoryview((ctypes.c_int64 * count).from_address(pinned)), np.int64
+        )
         self._pinned = pinned
 
     def push(self, count: int, stream: int) -> None:
@@ -69,8 +74,9 @@ class Counts:
 
 
 class Copies:
-    """Puts copies on streams. slots: the arena's address as the GPU sees it. batch_from: bytes of a piece. Needs the device's context to
-    be current; `undo` gets what is to be given back. CudaError."""
+    """Puts copies on streams. slots: the arena's address as the GPU sees it. batch_from: bytes of a
+    piece. Needs the device's context to be current; `undo` gets what is to be given back.
+    CudaError."""
 
     def __init__(self, device: CudaDevice, arena: Arena, undo: ExitStack) -> None:
         self.device = device
@@ -94,10 +100,14 @@ class Copies:
             log.warning("no kernels for this GPU: copies go piece by piece", error=str(error))
             return None
         undo.callback(quietly, self.driver, "cuModuleUnload", module)
-        return {way: self.driver.read("cuModuleGetFunction", module, name.encode()) for way, name in NAMES.items()}
+        return {
+            way: self.driver.read("cuModuleGetFunction", module, name.encode())
+            for way, name in NAMES.items()
+        }
 
     def split(self, batch_from: int, stream: int) -> None:
-        """Have pieces of at least so many bytes go by the copy engines. Waits for the stream. CudaError."""
+        """Have pieces of at least so many bytes go by the copy engines. Waits for the stream.
+        CudaError."""
         if self.kernels is None:
             batch_from = 0
         self.batch_from = batch_from
@@ -125,18 +135,26 @@ class Copies:
         stream: int,
         counts: Counts,
     ) -> None:
-        """Copy some pieces (in contract order) of n pairs. ids: the device's address of the n blocks and, behind them, the n slots, there by
-        the time the stream gets so far. CudaError: some of it may run nevertheless."""
+        """Copy some pieces (in contract order) of n pairs. ids: the device's address of the n
+        blocks and, behind them, the n slots, there by the time the stream gets so far. CudaError:
+        some of it may run nevertheless."""
         first, last = np.searchsorted(self._small, (pieces.start, pieces.stop)).tolist()
         if last > first:
             row = self._table.device + 24 * first
             n = len(blocks)
-            self.launch(to_device, (row, last - first, ids, ids + 8 * n, n, self.slots, self.arena.stride), stream)
+            self.launch(
+                to_device,
+                (row, last - first, ids, ids + 8 * n, n, self.slots, self.arena.stride),
+                stream,
+            )
             counts.launches += 1
         first, last = np.searchsorted(self._large, (pieces.start, pieces.stop)).tolist()
         if last > first:
             self._by_engine(
-                to_device, addresses(self.device, self.arena, blocks, slots, self._large[first:last]), stream, counts
+                to_device,
+                addresses(self.device, self.arena, blocks, slots, self._large[first:last]),
+                stream,
+                counts,
             )
         counts.bytes += len(blocks) * int(self.device.piece_bytes[pieces.start : pieces.stop].sum())
 
@@ -158,17 +176,40 @@ class Copies:
             self.driver.copy_singly(to_device, on_device, on_host, sizes, stream)
             counts.singles += len(sizes)
 
-    def batch(self, targets: NDArray[np.int64], sources: NDArray[np.int64], sizes: NDArray[np.int64], stream: int) -> None:
+    def batch(
+        self,
+        targets: NDArray[np.int64],
+        sources: NDArray[np.int64],
+        sizes: NDArray[np.int64],
+        stream: int,
+    ) -> None:
         """One call for many copies, in any order. int64 arrays, read during the call. CudaError."""
         lengths = np.ascontiguousarray(sizes)
-        self.driver.copy_batch(targets.ctypes.data, sources.ctypes.data, lengths.ctypes.data, len(lengths), stream)
+        self.driver.copy_batch(
+            targets.ctypes.data, sources.ctypes.data, lengths.ctypes.data, len(lengths), stream
+        )
 
     def launch(self, to_device: bool, arguments: tuple[int, ...], stream: int) -> None:
         """Launch a kernel; arguments: block_copy.cu's. CudaError."""
         assert self.kernels is not None
         values = (ctypes.c_int64 * len(arguments))(*arguments)
         base = ctypes.addressof(values)
-        pointers = (ctypes.c_void_p * len(arguments))(*(base + 8 * i for i in range(len(arguments))))
+        pointers = (ctypes.c_void_p * len(arguments))(
+            *(base + 8 * i for i in range(len(arguments)))
+        )
         tiles = arguments[1] * arguments[4]
         grid = max(1, min(BLOCKS_OF_THREADS, -(-tiles // (THREADS // 32))))
-        self.driver.call("cuLaunchKernel", self.kernels[to_device], grid, 1, 1, THREADS, 1, 1, 0, stream, pointers, None)
+        self.driver.call(
+            "cuLaunchKernel",
+            self.kernels[to_device],
+            grid,
+            1,
+            1,
+            THREADS,
+            1,
+            1,
+            0,
+            stream,
+            pointers,
+            None,
+        )

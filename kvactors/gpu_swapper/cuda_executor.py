@@ -1,6 +1,8 @@
-"""Copies between a GPU and the arena, by streams of our own: nothing of it blocks the loop, and no thread waits for the GPU.
+"""Copies between a GPU and the arena, by streams of our own: nothing of it blocks the loop, and no
+thread waits for the GPU.
 
-A thread a direction puts copies on its stream; the loop asks now and then, while something is under way, how far the stream is.
+A thread a direction puts copies on its stream; the loop asks now and then, while something is under
+way, how far the stream is.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from kvactors.gpu_swapper.messages import Direction
 from kvactors.threads import in_thread
 
 FIRST_PAUSE, LAST_PAUSE = 100e-6, 2e-3
-"""Seconds between two questions how far a stream is: they double as long as the answer is the same."""
+"""Seconds between two questions how far a stream is: they double as long as the answer is the
+same."""
 
 GROUP = 1 << 20
 """Bytes from which on a run of layers is worth an event of its own."""
@@ -41,10 +44,11 @@ log = get_logger()
 
 
 class CudaStatistics(NamedTuple):
-    """Totals since `open`. batches: calls for many copies; launches: of kernels; singles: calls for one copy. bytes: put
-    on a stream, whether they arrived or not. errors: operations that
-    failed. batch_from: bytes from which on a piece goes by the copy engines. timings: what that was chosen by; none: it was not measured.
-    has_batch, has_kernel: what the driver can do. broken: why nothing is copied any more, or None."""
+    """Totals since `open`. batches: calls for many copies; launches: of kernels; singles: calls for
+    one copy. bytes: put on a stream, whether they arrived or not. errors: operations that failed.
+    batch_from: bytes from which on a piece goes by the copy engines. timings: what that was chosen
+    by; none: it was not measured. has_batch, has_kernel: what the driver can do. broken: why
+    nothing is copied any more, or None."""
 
     batches: int
     launches: int
@@ -60,12 +64,20 @@ class CudaStatistics(NamedTuple):
 
 
 class CudaExecutor(Executor):
-    """batch_from: bytes from which on a piece goes by the copy engines; None: measured by `open`. limit: seconds `close` waits for copies
-    under way. Every operation fails before `open`, and after an error of the driver: what the GPU then does is not known."""
+    """batch_from: bytes from which on a piece goes by the copy engines; None: measured by `open`.
+    limit: seconds `close` waits for copies under way. Every operation fails before `open`, and
+    after an error of the driver: what the GPU then does is not known."""
 
     device: CudaDevice
 
-    def __init__(self, device: CudaDevice, arena: Arena, *, batch_from: int | None = None, limit: float = CLOSE_LIMIT) -> None:
+    def __init__(
+        self,
+        device: CudaDevice,
+        arena: Arena,
+        *,
+        batch_from: int | None = None,
+        limit: float = CLOSE_LIMIT,
+    ) -> None:
         super().__init__(device, arena, 2)
         self._batch_from = batch_from
         self._limit = limit
@@ -91,7 +103,8 @@ class CudaExecutor(Executor):
     # -- life
 
     async def open(self) -> None:
-        """Pin the arena, make streams, load the kernels, measure. CudaError: nothing is left behind."""
+        """Pin the arena, make streams, load the kernels, measure. CudaError: nothing is left
+        behind."""
         if not self._lanes and self._broken is None:
             await in_thread(self._open, "kvactors-cuda-open")
 
@@ -113,7 +126,8 @@ class CudaExecutor(Executor):
         self._lanes = lanes
 
     async def close(self) -> None:
-        """Wait for what is under way, then give everything back. What does not end within the limit keeps its memory for good."""
+        """Wait for what is under way, then give everything back. What does not end within the limit
+        keeps its memory for good."""
         lanes, self._lanes = self._lanes, {}
         self._broken = self._broken or "closed"
         if not lanes:
@@ -122,7 +136,10 @@ class CudaExecutor(Executor):
         with anyio.move_on_after(self._limit):
             await asyncio.gather(*settled)
             await asyncio.gather(*(op.told for op in self._under_way))
-        if all(one.done() and not one.cancelled() and one.exception() is None for one in settled) and not self._under_way:
+        if (
+            all(one.done() and not one.cancelled() and one.exception() is None for one in settled)
+            and not self._under_way
+        ):
             await in_thread(self._give_back, "kvactors-cuda-close")
         else:
             log.error("copies of a GPU did not end; their memory is kept", gpu=self.device.name)
@@ -142,7 +159,8 @@ class CudaExecutor(Executor):
             self._undo.close()
 
     def release(self) -> None:
-        """See `Executor`: operations under way are over, failed, though the GPU may still be at them; `close` knows."""
+        """See `Executor`: operations under way are over, failed, though the GPU may still be at
+        them; `close` knows."""
         for op in self._under_way:
             op.over = True
             if not op.done.done():
@@ -151,7 +169,11 @@ class CudaExecutor(Executor):
     # -- operations
 
     async def run(
-        self, direction: Direction, blocks: Sequence[int], slots: Sequence[int], progress: Progress | None = None
+        self,
+        direction: Direction,
+        blocks: Sequence[int],
+        slots: Sequence[int],
+        progress: Progress | None = None,
     ) -> tuple[int, ...]:
         """See `Executor`; all pairs or none."""
         lane = self._lanes.get(direction)
@@ -163,15 +185,21 @@ class CudaExecutor(Executor):
         load = direction is Direction.TO_DEVICE
         groups = self.layer_groups(len(blocks), GROUP) if load else self.layer_groups(1, 1 << 62)
         self._loads += load
-        op = Op(blocks, slots, groups, self._loads, progress if load else None, loop.create_future())
+        op = Op(
+            blocks, slots, groups, self._loads, progress if load else None, loop.create_future()
+        )
         if load:
             self._newest = op
         self._under_way[op] = lane
-        self._in_thread(lane, partial(lane.submit, op), lambda error, _result: self._submitted(op, error))
+        self._in_thread(
+            lane, partial(lane.submit, op), lambda error, _result: self._submitted(op, error)
+        )
         good = await to_the_end(op.done)
         return () if good else tuple(range(len(blocks)))
 
-    def _in_thread(self, lane: Lane, call: Callable[[], Any], then: Callable[[BaseException | None, Any], None]) -> None:
+    def _in_thread(
+        self, lane: Lane, call: Callable[[], Any], then: Callable[[BaseException | None, Any], None]
+    ) -> None:
         """Call in the lane's thread, then on the loop, with the call's error and result."""
         loop = asyncio.get_running_loop()
 
@@ -203,7 +231,12 @@ class CudaExecutor(Executor):
             self._broken = str(error)
             self._lost |= lost
             self._untold |= lost
-            log.error("no more copies of this GPU's memory", gpu=self.device.name, error=str(error), memory_lost=lost)
+            log.error(
+                "no more copies of this GPU's memory",
+                gpu=self.device.name,
+                error=str(error),
+                memory_lost=lost,
+            )
             if self._changed is not None:
                 self._changed(False, lost)
 
@@ -238,9 +271,13 @@ class CudaExecutor(Executor):
         self._look_again()
 
     def _ask(self, op: Op) -> None:
-        """How far a stream is with an operation. What a stream has reached, it has reached: errors come later."""
+        """How far a stream is with an operation. What a stream has reached, it has reached: errors
+        come later."""
         driver, before, code = self.device.driver, op.reached, 0
-        while op.reached < len(op.events) and (code := driver.status("cuEventQuery", op.events[op.reached])) == 0:
+        while (
+            op.reached < len(op.events)
+            and (code := driver.status("cuEventQuery", op.events[op.reached])) == 0
+        ):
             op.reached += 1
         if op.progress is not None and op.reached > before and not op.over:
             try:
@@ -254,7 +291,8 @@ class CudaExecutor(Executor):
             self._suspect(op, driver.error("cuEventQuery", code))
 
     def _suspect(self, op: Op, error: CudaError) -> None:
-        """An operation's stream answers with an error: the operation is over as soon as nothing runs any more."""
+        """An operation's stream answers with an error: the operation is over as soon as nothing
+        runs any more."""
         if op not in self._watched:
             return
         self._watched.remove(op)
@@ -270,12 +308,20 @@ class CudaExecutor(Executor):
         return self._loads
 
     def wait_on(self, stream: int, token: int, layer: int) -> bool:
-        """Have an engine's stream wait for a layer of the newest load, on the loop's thread; whether it does (or the bytes are there
-        already). False: that load is not the newest, has failed, or is not on its stream yet; wait for it otherwise. stream: the driver's
-        handle. layer: the layout's number. CudaError, LayoutError."""
+        """Have an engine's stream wait for a layer of the newest load, on the loop's thread;
+        whether it does (or the bytes are there already). False: that load is not the newest, has
+        failed, or is not on its stream yet; wait for it otherwise. stream: the driver's handle.
+        layer: the layout's number. CudaError, LayoutError."""
         op = self._newest
-        index = self.device.layout.position(layer, self.device.layout.roles[0].name) // len(self.device.layout.roles)
-        if op is None or op.token != token or not (op.submitted or op.over) or (op.over and op in self._under_way):
+        index = self.device.layout.position(layer, self.device.layout.roles[0].name) // len(
+            self.device.layout.roles
+        )
+        if (
+            op is None
+            or op.token != token
+            or not (op.submitted or op.over)
+            or (op.over and op in self._under_way)
+        ):
             return False
         if not op.over:
             group = next(i for i, layers in enumerate(op.groups) if index in layers)
@@ -298,14 +344,24 @@ class CudaExecutor(Executor):
     def statistics(self) -> CudaStatistics:
         """A moment's picture."""
         counts = {direction: lane.counts for direction, lane in self._lanes.items()}
-        to_host, to_device = counts.get(Direction.TO_HOST, Counts()), counts.get(Direction.TO_DEVICE, Counts())
+        to_host, to_device = (
+            counts.get(Direction.TO_HOST, Counts()),
+            counts.get(Direction.TO_DEVICE, Counts()),
+        )
         copies = self._copies
         return CudaStatistics(
-            to_host.batches + to_device.batches, to_host.launches + to_device.launches, to_host.singles + to_device.singles,
-            to_host.bytes, to_device.bytes, to_host.errors + to_device.errors,
-            0 if copies is None else copies.batch_from, self._timings, copies is not None and copies.has_batch,
-            copies is not None and copies.kernels is not None, self._broken,
-        )  # fmt: skip
+            to_host.batches + to_device.batches,
+            to_host.launches + to_device.launches,
+            to_host.singles + to_device.singles,
+            to_host.bytes,
+            to_device.bytes,
+            to_host.errors + to_device.errors,
+            0 if copies is None else copies.batch_from,
+            self._timings,
+            copies is not None and copies.has_batch,
+            copies is not None and copies.kernels is not None,
+            self._broken,
+        )
 
 
 def cuda_executor(device: Device, arena: Arena, batch_from: int | None) -> CudaExecutor:

@@ -1,4 +1,5 @@
-"""One direction of copies between a GPU and the arena: a stream, and a thread that puts copies on it."""
+"""One direction of copies between a GPU and the arena: a stream, and a thread that puts copies on
+it."""
 
 from __future__ import annotations
 
@@ -16,12 +17,14 @@ from kvactors.gpu_swapper.executor import Progress
 from kvactors.threads import Workers
 
 FIRST_PAIRS = 1024
-"""Pairs the scratch memory made at start is for; a larger operation makes a larger one, which then stays."""
+"""Pairs the scratch memory made at start is for; a larger operation makes a larger one, which then
+stays."""
 
 
 class Op:
-    """An operation of n pairs. groups: the layers it goes by, counted from the layout's first; None: all at once. token: counts operations.
-    done: whether all bytes arrived; set on the loop, when nothing of it runs any more."""
+    """An operation of n pairs. groups: the layers it goes by, counted from the layout's first;
+    None: all at once. token: counts operations. done: whether all bytes arrived; set on the loop,
+    when nothing of it runs any more."""
 
     def __init__(
         self,
@@ -44,12 +47,14 @@ class Op:
         self.reached = 0  # of these, those known to be reached
         self.scratch: Scratch | None = None
         self.submitted = self.over = False
-        self.told: asyncio.Future[None] = done.get_loop().create_future()  # like `done`, but a release does not bring it about
+        self.told: asyncio.Future[None] = (
+            done.get_loop().create_future()
+        )  # like `done`, but a release does not bring it about
 
 
 class Lane:
-    """A stream's life. Made and closed with the device's context current; `submit`, `settle` and `teardown` are for its one thread, the
-    rest is for the loop. CudaError."""
+    """A stream's life. Made and closed with the device's context current; `submit`, `settle` and
+    `teardown` are for its one thread, the rest is for the loop. CudaError."""
 
     def __init__(self, copies: Copies, to_device: bool) -> None:
         self.copies = copies
@@ -70,7 +75,8 @@ class Lane:
             raise
 
     def submit(self, op: Op) -> None:
-        """Put an operation on the stream. When it raises (ValueError, DeviceError, CudaError), nothing of the operation runs."""
+        """Put an operation on the stream. When it raises (ValueError, DeviceError, CudaError),
+        nothing of the operation runs."""
         self._enter()
         device = self.copies.device
         blocks, slots = checked_ids(device, self.copies.arena, op.blocks, op.slots)
@@ -92,7 +98,9 @@ class Lane:
         roles = len(self.copies.device.layout.roles)
         for group in op.groups:
             pieces = range(group.start * roles, group.stop * roles)
-            self.copies.enqueue(self.to_device, blocks, slots, pieces, ids, self.stream, self.counts)
+            self.copies.enqueue(
+                self.to_device, blocks, slots, pieces, ids, self.stream, self.counts
+            )
             op.events.append(self._take_event())
             self.driver.call("cuEventRecord", op.events[-1], self.stream)
 
@@ -102,7 +110,8 @@ class Lane:
             self._entered = True
 
     def settle(self) -> bool:
-        """Wait until nothing on the stream runs any more, however long; whether the context lives."""
+        """Wait until nothing on the stream runs any more, however long; whether the context
+        lives."""
         return self.driver.settle(self.copies.device.context, self.stream)
 
     # -- what operations hold

@@ -1,4 +1,5 @@
-"""Who carries the copies out: threads of our own at low priority, or, for loops of virtual time, the loop's own thread."""
+"""Who carries the copies out: threads of our own at low priority, or, for loops of virtual time,
+the loop's own thread."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ CLOSE_LIMIT = 10.0
 
 
 Progress = Callable[[int], None]
-"""Called on the loop with the number of leading layers whose bytes have all arrived, whenever there are more."""
+"""Called on the loop with the number of leading layers whose bytes have all arrived, whenever there
+are more."""
 
 
 class Executor(ABC):
@@ -38,7 +40,8 @@ class Executor(ABC):
 
     @property
     def era(self) -> int:
-        """How often the memory may have been lost (if it is elsewhere); copies asked for in an earlier era are not made."""
+        """How often the memory may have been lost (if it is elsewhere); copies asked for in an
+        earlier era are not made."""
         return 0
 
     @property
@@ -51,9 +54,14 @@ class Executor(ABC):
 
     @abstractmethod
     async def run(
-        self, direction: Direction, blocks: Sequence[int], slots: Sequence[int], progress: Progress | None = None
+        self,
+        direction: Direction,
+        blocks: Sequence[int],
+        slots: Sequence[int],
+        progress: Progress | None = None,
     ) -> tuple[int, ...]:
-        """Copy every pair; returns the indices of pairs whose bytes did not arrive. When it has returned or been cancelled, no copy runs.
+        """Copy every pair; returns the indices of pairs whose bytes did not arrive. When it has
+        returned or been cancelled, no copy runs.
 
         progress: with it, a copy to the device goes layer by layer.
         """
@@ -62,15 +70,23 @@ class Executor(ABC):
         """No more copies."""
 
     def watch(self, changed: Callable[[bool, bool], None]) -> None:
-        """changed: called when copies begin or cease to be possible, with whether they are, and whether memory may be lost (a new era)."""
+        """changed: called when copies begin or cease to be possible, with whether they are, and
+        whether memory may be lost (a new era)."""
 
     def heard(self) -> None:
         """Whoever watches knows of the loss; a later watcher need not be told."""
 
     def release(self) -> None:
-        """Blocks and slots will not be used again: whoever waits only for these need not any more."""
+        """Blocks and slots will not be used again: whoever waits only for these need not any
+        more."""
 
-    def copy(self, direction: Direction, blocks: Sequence[int], slots: Sequence[int], layers: range | None = None) -> None:
+    def copy(
+        self,
+        direction: Direction,
+        blocks: Sequence[int],
+        slots: Sequence[int],
+        layers: range | None = None,
+    ) -> None:
         """The blocking copy itself."""
         if direction is Direction.TO_HOST:
             self.device.copy_to_host(blocks, self.arena, slots)
@@ -91,7 +107,11 @@ class InlineExecutor(Executor):
     """Copies in the calling thread."""
 
     async def run(
-        self, direction: Direction, blocks: Sequence[int], slots: Sequence[int], progress: Progress | None = None
+        self,
+        direction: Direction,
+        blocks: Sequence[int],
+        slots: Sequence[int],
+        progress: Progress | None = None,
     ) -> tuple[int, ...]:
         """See `Executor`."""
         layerwise = progress is not None and direction is Direction.TO_DEVICE
@@ -133,7 +153,11 @@ class CopyExecutor(Executor):
             worker.join(max(0.0, until - time.monotonic()))
 
     async def run(
-        self, direction: Direction, blocks: Sequence[int], slots: Sequence[int], progress: Progress | None = None
+        self,
+        direction: Direction,
+        blocks: Sequence[int],
+        slots: Sequence[int],
+        progress: Progress | None = None,
     ) -> tuple[int, ...]:
         """See `Executor`."""
         if not self._workers:
@@ -152,7 +176,11 @@ class CopyExecutor(Executor):
         if progress is not None and layerwise:
             _report(progress, [group for group in groups if group is not None], futures)
         await to_the_end(asyncio.gather(*(future for group in futures for future in group)))
-        bad = [start for i, start in enumerate(starts) if not all(group[i].result() for group in futures)]
+        bad = [
+            start
+            for i, start in enumerate(starts)
+            if not all(group[i].result() for group in futures)
+        ]
         return tuple(j for start in bad for j in range(start, min(start + step, len(blocks))))
 
     def _step(self, pairs: int, groups: int) -> int:
@@ -172,7 +200,9 @@ class CopyExecutor(Executor):
             try:
                 self.copy(piece.direction, piece.blocks, piece.slots, piece.layers)
                 good = True
-            except BaseException:  # no error may end the thread: the pieces behind it would wait without end
+            except (
+                BaseException
+            ):  # no error may end the thread: the pieces behind it would wait without end
                 good = False
             try:
                 piece.loop.call_soon_threadsafe(_finish, piece.done, good)
@@ -180,7 +210,8 @@ class CopyExecutor(Executor):
                 return  # the loop is closed: nobody waits any more
 
     async def close(self) -> None:
-        """Let the threads end; a thread stuck in a copy is left behind after CLOSE_LIMIT seconds (it is a daemon)."""
+        """Let the threads end; a thread stuck in a copy is left behind after CLOSE_LIMIT seconds
+        (it is a daemon)."""
         workers, self._workers = self._workers, []
         for _ in workers:
             self._pieces.put(None)
@@ -197,14 +228,18 @@ class CopyExecutor(Executor):
                 self.arena.keep()
 
 
-def _report(progress: Progress, groups: Sequence[range], futures: Sequence[Sequence[asyncio.Future[bool]]]) -> None:
+def _report(
+    progress: Progress, groups: Sequence[range], futures: Sequence[Sequence[asyncio.Future[bool]]]
+) -> None:
     """Call `progress` as the groups' futures come true, in the groups' order."""
     reached = 0
 
     def look(_done: asyncio.Future[bool]) -> None:
         nonlocal reached
         before = reached
-        while reached < len(groups) and all(one.done() and not one.cancelled() and one.result() for one in futures[reached]):
+        while reached < len(groups) and all(
+            one.done() and not one.cancelled() and one.result() for one in futures[reached]
+        ):
             reached += 1
         if reached > before:
             progress(groups[reached - 1].stop)

@@ -16,7 +16,8 @@ class Direction(Enum):
 
 
 class Copy(Message, frozen=True, eq=False):
-    """Copy pairs (blocks[j], slots[j]) between the device and the arena; answered with Copied. layerwise: with CopyProgress before that.
+    """Copy pairs (blocks[j], slots[j]) between the device and the arena; answered with Copied.
+    layerwise: with CopyProgress before that.
 
     era: see `Executor`; a copy of another era arrives nowhere."""
 
@@ -29,7 +30,8 @@ class Copy(Message, frozen=True, eq=False):
 
 
 class CopyFinished(Control, frozen=True, eq=False):
-    """To itself: a child job is over. failed: indices of pairs whose bytes did not arrive. seconds: time it took."""
+    """To itself: a child job is over. failed: indices of pairs whose bytes did not arrive. seconds:
+    time it took."""
 
     op: int
     direction: Direction
@@ -39,7 +41,8 @@ class CopyFinished(Control, frozen=True, eq=False):
 
 
 class PlaneChanged(Control, frozen=True, eq=False):
-    """To itself: copies can be made, or cannot. lost: what was in device memory may be gone, and a new era begins."""
+    """To itself: copies can be made, or cannot. lost: what was in device memory may be gone, and a
+    new era begins."""
 
     possible: bool
     lost: bool

@@ -27,12 +27,18 @@ class RemoteExecutor(Executor):
         return self.group.era
 
     async def run(
-        self, direction: Direction, blocks: Sequence[int], slots: Sequence[int], progress: Progress | None = None
+        self,
+        direction: Direction,
+        blocks: Sequence[int],
+        slots: Sequence[int],
+        progress: Progress | None = None,
     ) -> tuple[int, ...]:
         """See `Executor`."""
         pairs, to_device = (tuple(blocks), tuple(slots)), direction is Direction.TO_DEVICE
         answers = await self.group.scatter(
-            lambda op: CopyBlocks(op, to_device, *pairs, progress is not None), progress, outcomes=len(blocks)
+            lambda op: CopyBlocks(op, to_device, *pairs, progress is not None),
+            progress,
+            outcomes=len(blocks),
         )
         failed = set()
         for answer in answers:

@@ -8,14 +8,27 @@ from kvactors.layout.base import Layout, Piece, Role, heads_on_rank
 from kvactors.layout.gqa import GQALayout
 from kvactors.layout.latent import DSALayout, MLALayout
 
-__all__ = ["DSALayout", "GQALayout", "Layout", "MLALayout", "Piece", "Role", "heads_on_rank", "make_layout"]
+__all__ = [
+    "DSALayout",
+    "GQALayout",
+    "Layout",
+    "MLALayout",
+    "Piece",
+    "Role",
+    "heads_on_rank",
+    "make_layout",
+]
 
 KINDS: dict[str, type[Layout]] = {"gqa": GQALayout, "mla": MLALayout, "dsa": DSALayout}
 
 
 def make_layout(config: LayoutConfig, block_size: int) -> Layout:
-    """The layout a config describes; one of another package is named `package.module:Class`. Raises LayoutError."""
-    settings = {**{name: getattr(config, name) for name in config.__struct_fields__}, **config.options}
+    """The layout a config describes; one of another package is named `package.module:Class`. Raises
+    LayoutError."""
+    settings = {
+        **{name: getattr(config, name) for name in config.__struct_fields__},
+        **config.options,
+    }
     return layout_class(config.kind).from_settings(settings, block_size)
 
 
@@ -25,7 +38,9 @@ def layout_class(kind: str) -> type[Layout]:
         return KINDS[kind]
     module, _, name = kind.partition(":")
     if not name:
-        raise LayoutError(f"unknown layout {kind!r}; there are {', '.join(KINDS)}, and package.module:Class")
+        raise LayoutError(
+            f"unknown layout {kind!r}; there are {', '.join(KINDS)}, and package.module:Class"
+        )
     try:
         found = getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:

@@ -16,11 +16,13 @@ ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1, "int8": 1}
 """Bytes an element, by dtype name."""
 
 ORDER = ("key", "value", "indexer", "key_scale", "value_scale")
-"""Roles as they follow one another within a layer; roles of other layouts' making come last, in alphabetical order."""
+"""Roles as they follow one another within a layer; roles of other layouts' making come last, in
+alphabetical order."""
 
 
 class Role(NamedTuple):
-    """What every layer has one of. shape: of one block, without the block axis. dtype: a name in `ITEM_BYTES`."""
+    """What every layer has one of. shape: of one block, without the block axis. dtype: a name in
+    `ITEM_BYTES`."""
 
     name: str
     shape: tuple[int, ...]
@@ -33,8 +35,8 @@ class Role(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """One block's share of one region. shape: of one block, without the block axis. nbytes: of that. extra: whether the region belongs to an
-    extra (MTP, draft) layer."""
+    """One block's share of one region. shape: of one block, without the block axis. nbytes: of
+    that. extra: whether the region belongs to an extra (MTP, draft) layer."""
 
     layer: int
     role: str
@@ -45,14 +47,16 @@ class Piece(NamedTuple):
 
 
 class Layout(ABC):
-    """The pieces of a block in contract order: roles in the order of `ORDER` inside ascending layers, extra layers last. Kernels index regions
-    by that order (`position`), host slots and stored objects hold the pieces one after another in it.
+    """The pieces of a block in contract order: roles in the order of `ORDER` inside ascending
+    layers, extra layers last. Kernels index regions by that order (`position`), host slots and
+    stored objects hold the pieces one after another in it.
 
     A subclass says what its roles are; that is all a layout of one's own needs.
 
-    block_size: tokens a block. num_layers: main layers, numbered from layer_offset on (a pipeline stage's first). extra_layers: those after
-    them, whose regions have extra_block_ratio (at least 1) times as many blocks. fingerprint: 32 bytes; blocks of different fingerprints
-    can never be mixed up. Raises LayoutError for counts that cannot be.
+    block_size: tokens a block. num_layers: main layers, numbered from layer_offset on (a pipeline
+    stage's first). extra_layers: those after them, whose regions have extra_block_ratio (at least
+    1) times as many blocks. fingerprint: 32 bytes; blocks of different fingerprints can never be
+    mixed up. Raises LayoutError for counts that cannot be.
     """
 
     def __init__(
@@ -90,12 +94,15 @@ class Layout(ABC):
 
     @abstractmethod
     def make_roles(self) -> Sequence[Role]:
-        """What every layer has, in any order. Called once, by the constructor, when the layout's own fields are set."""
+        """What every layer has, in any order. Called once, by the constructor, when the layout's
+        own fields are set."""
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any], block_size: int) -> Self:
         """The layout that the table `[layout]` (all its settings, by name) describes."""
-        raise LayoutError(f"{cls.__name__} cannot be made from settings; give `open` a device that has it")
+        raise LayoutError(
+            f"{cls.__name__} cannot be made from settings; give `open` a device that has it"
+        )
 
     @staticmethod
     def _sorted(roles: Sequence[Role]) -> tuple[Role, ...]:
@@ -107,7 +114,12 @@ class Layout(ABC):
                 raise LayoutError(f"unknown dtype {role.dtype!r}; known: {', '.join(ITEM_BYTES)}")
             if any(size < 1 for size in role.shape):
                 raise LayoutError(f"role {role.name!r} has an empty shape: {role.shape}")
-        return tuple(sorted(roles, key=lambda r: (ORDER.index(r.name) if r.name in ORDER else len(ORDER), r.name)))
+        return tuple(
+            sorted(
+                roles,
+                key=lambda r: (ORDER.index(r.name) if r.name in ORDER else len(ORDER), r.name),
+            )
+        )
 
     def _make_pieces(self) -> tuple[Piece, ...]:
         layers = range(self.layer_offset, self.layer_offset + self.num_layers + self.extra_layers)
@@ -122,7 +134,9 @@ class Layout(ABC):
         """SHA-256 over kind, block size and every piece, as length-prefixed text."""
         digest = hashlib.sha256(b"kvactors.layout.v1")
         fields = [self.kind, str(self.block_size)]
-        fields += [f"{p.layer} {p.role} {'x'.join(map(str, p.shape))} {p.dtype}" for p in self.pieces]
+        fields += [
+            f"{p.layer} {p.role} {'x'.join(map(str, p.shape))} {p.dtype}" for p in self.pieces
+        ]
         for field in fields:
             raw = field.encode()
             digest.update(len(raw).to_bytes(4, "little") + raw)
@@ -131,9 +145,13 @@ class Layout(ABC):
     # -- regions
 
     def position(self, layer: int, role: str) -> int:
-        """Where a region stands in the flat list: (layer - layer_offset) * number of roles + the role's place. LayoutError if there is none."""
+        """Where a region stands in the flat list: (layer - layer_offset) * number of roles + the
+        role's place. LayoutError if there is none."""
         names = [one.name for one in self.roles]
-        if role not in names or not 0 <= layer - self.layer_offset < self.num_layers + self.extra_layers:
+        if (
+            role not in names
+            or not 0 <= layer - self.layer_offset < self.num_layers + self.extra_layers
+        ):
             raise LayoutError(f"there is no region of layer {layer}, role {role!r}")
         return (layer - self.layer_offset) * len(names) + names.index(role)
 
@@ -152,20 +170,24 @@ class Layout(ABC):
         return [make(self.region_shape(piece, num_blocks), piece.dtype) for piece in self.pieces]
 
     def verify(self, shapes: Sequence[tuple[tuple[int, ...], str]], num_blocks: int) -> None:
-        """LayoutError names the first of these regions (shape and dtype each, in contract order) that is not as it should be."""
+        """LayoutError names the first of these regions (shape and dtype each, in contract order)
+        that is not as it should be."""
         if len(shapes) != len(self.pieces):
-            raise LayoutError(f"a {self.kind} layout of {len(self.pieces)} regions, and {len(shapes)} were given")
+            raise LayoutError(
+                f"a {self.kind} layout of {len(self.pieces)} regions, and {len(shapes)} were given"
+            )
         for piece, (shape, dtype) in zip(self.pieces, shapes, strict=True):
             wanted = self.region_shape(piece, num_blocks)
             if tuple(shape) != wanted or dtype != piece.dtype:
                 raise LayoutError(
-                    f"region of layer {piece.layer}, {piece.role}, is {dtype} {list(shape)}, not {piece.dtype} {list(wanted)}"
+                    f"region of layer {piece.layer}, {piece.role}, is {dtype} {list(shape)}, not "
+                    f"{piece.dtype} {list(wanted)}"
                 )
 
 
 def heads_on_rank(num_kv_heads: int, ranks: int) -> int:
-    """KV heads on each of `ranks` tensor-parallel ranks: they are split, or, if there are fewer heads than ranks, repeated. LayoutError if it
-    does not come out even."""
+    """KV heads on each of `ranks` tensor-parallel ranks: they are split, or, if there are fewer
+    heads than ranks, repeated. LayoutError if it does not come out even."""
     if ranks < 1 or num_kv_heads < 1 or (num_kv_heads % ranks and ranks % num_kv_heads):
         raise LayoutError(f"{num_kv_heads} KV heads cannot be shared among {ranks} ranks")
     return max(1, num_kv_heads // ranks)

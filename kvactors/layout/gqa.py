@@ -1,4 +1,5 @@
-"""Grouped-query (and multi-head) attention: a key and a value of shape [kv heads, block size, head dim] in every layer."""
+"""Grouped-query (and multi-head) attention: a key and a value of shape [kv heads, block size, head
+dim] in every layer."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ Quantization = Literal["none", "block_wise_fp8"]
 
 
 class GQALayout(Layout):
-    """num_layers, num_kv_heads (on this rank), head_dim: at least 1. dtype: a name in `ITEM_BYTES`. quantization: with block_wise_fp8 key and
-    value are bytes, and each token of each head has a scale of dtype scale_dtype. options: `Layout`'s. Raises LayoutError."""
+    """num_layers, num_kv_heads (on this rank), head_dim: at least 1. dtype: a name in `ITEM_BYTES`.
+    quantization: with block_wise_fp8 key and value are bytes, and each token of each head has a
+    scale of dtype scale_dtype. options: `Layout`'s. Raises LayoutError."""
 
     def __init__(
         self,
@@ -44,11 +46,15 @@ class GQALayout(Layout):
         return "gqa" if self.quantization == "none" else f"gqa-{self.quantization}"
 
     def make_roles(self) -> Sequence[Role]:
-        """Key and value of [num_kv_heads, block_size, head_dim]; scales of [num_kv_heads, block_size]."""
+        """Key and value of [num_kv_heads, block_size, head_dim]; scales of [num_kv_heads,
+        block_size]."""
         shape = (self.num_kv_heads, self._block_size, self.head_dim)
         roles = [Role("key", shape, self.dtype), Role("value", shape, self.dtype)]
         if self.quantization != "none":
-            roles += [Role("key_scale", shape[:2], self.scale_dtype), Role("value_scale", shape[:2], self.scale_dtype)]
+            roles += [
+                Role("key_scale", shape[:2], self.scale_dtype),
+                Role("value_scale", shape[:2], self.scale_dtype),
+            ]
         return roles
 
     @classmethod
@@ -56,7 +62,14 @@ class GQALayout(Layout):
         """See `Layout.from_settings`; `num_kv_heads` there counts all ranks' heads."""
         heads = heads_on_rank(settings["num_kv_heads"], settings["tensor_parallel"])
         options = {name: settings[name] for name in ("quantization", "scale_dtype", *OPTIONS)}
-        return cls(settings["num_layers"], heads, settings["head_dim"], block_size, settings["dtype"], **options)
+        return cls(
+            settings["num_layers"],
+            heads,
+            settings["head_dim"],
+            block_size,
+            settings["dtype"],
+            **options,
+        )
 
 
 OPTIONS = ("layer_offset", "extra_layers", "extra_block_ratio")

@@ -1,7 +1,8 @@
-"""Layouts with one latent per token instead of keys and values per head: MLA, and DSA with its indexer.
+"""Layouts with one latent per token instead of keys and values per head: MLA, and DSA with its
+indexer.
 
-Source of the sizes: DeepSeek-V2 (multi-head latent attention) and DeepSeek-V3.2 (sparse attention), as FastDeploy stores them. The latent is
-the same on every tensor-parallel rank, so it is not split.
+Source of the sizes: DeepSeek-V2 (multi-head latent attention) and DeepSeek-V3.2 (sparse attention),
+as FastDeploy stores them. The latent is the same on every tensor-parallel rank, so it is not split.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ SCALE_GROUP = 128
 
 
 class MLALayout(Layout):
-    """One key of kv_lora_rank + qk_rope_head_dim elements a token, and no value. options: `Layout`'s. Raises LayoutError."""
+    """One key of kv_lora_rank + qk_rope_head_dim elements a token, and no value. options:
+    `Layout`'s. Raises LayoutError."""
 
     def __init__(
         self,
@@ -43,18 +45,29 @@ class MLALayout(Layout):
 
     def make_roles(self) -> Sequence[Role]:
         """A key of [1, block_size, kv_lora_rank + qk_rope_head_dim]."""
-        return [Role("key", (1, self._block_size, self.kv_lora_rank + self.qk_rope_head_dim), self.dtype)]
+        return [
+            Role(
+                "key", (1, self._block_size, self.kv_lora_rank + self.qk_rope_head_dim), self.dtype
+            )
+        ]
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any], block_size: int) -> Self:
         """See `Layout.from_settings`."""
-        sizes = (settings["num_layers"], block_size, settings["kv_lora_rank"], settings["qk_rope_head_dim"], settings["dtype"])
+        sizes = (
+            settings["num_layers"],
+            block_size,
+            settings["kv_lora_rank"],
+            settings["qk_rope_head_dim"],
+            settings["dtype"],
+        )
         return cls(*sizes, **{name: settings[name] for name in OPTIONS})
 
 
 class DSALayout(Layout):
-    """Bytes only: a key of kv_lora_rank fp8 values with their scales and 2 * qk_rope_head_dim bytes of rope (656 bytes a token at 512 and 64),
-    and an indexer of index_head_dim fp8 values with their scales (132 bytes at 128). options: `Layout`'s. Raises LayoutError."""
+    """Bytes only: a key of kv_lora_rank fp8 values with their scales and 2 * qk_rope_head_dim bytes
+    of rope (656 bytes a token at 512 and 64), and an indexer of index_head_dim fp8 values with
+    their scales (132 bytes at 128). options: `Layout`'s. Raises LayoutError."""
 
     def __init__(
         self,
@@ -65,7 +78,11 @@ class DSALayout(Layout):
         index_head_dim: int = 128,
         **options: Any,
     ) -> None:
-        _positive(kv_lora_rank=kv_lora_rank, qk_rope_head_dim=qk_rope_head_dim, index_head_dim=index_head_dim)
+        _positive(
+            kv_lora_rank=kv_lora_rank,
+            qk_rope_head_dim=qk_rope_head_dim,
+            index_head_dim=index_head_dim,
+        )
         for name, value in (("kv_lora_rank", kv_lora_rank), ("index_head_dim", index_head_dim)):
             if value % SCALE_GROUP:
                 raise LayoutError(f"{name} must be a multiple of {SCALE_GROUP}, not {value}")
@@ -89,7 +106,9 @@ class DSALayout(Layout):
         """See `Layout.from_settings`."""
         names = ("kv_lora_rank", "qk_rope_head_dim", "index_head_dim")
         sizes = [settings[name] for name in names]
-        return cls(settings["num_layers"], block_size, *sizes, **{name: settings[name] for name in OPTIONS})
+        return cls(
+            settings["num_layers"], block_size, *sizes, **{name: settings[name] for name in OPTIONS}
+        )
 
 
 def _positive(**sizes: int) -> None:

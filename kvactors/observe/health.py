@@ -1,4 +1,5 @@
-"""Whether a cache works, works without an optional part, or has failed; and why. Reads a few fields of each component and walks over nothing."""
+"""Whether a cache works, works without an optional part, or has failed; and why. Reads a few fields
+of each component and walks over nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ log = get_logger()
 
 
 class Reason(NamedTuple):
-    """component: which part. why: what is wrong. since: seconds since the epoch (Unix time), to within the loop's clock."""
+    """component: which part. why: what is wrong. since: seconds since the epoch (Unix time), to
+    within the loop's clock."""
 
     component: str
     why: str
@@ -25,7 +27,8 @@ class Reason(NamedTuple):
 
 
 class Health(NamedTuple):
-    """status: `ok`; `degraded`: requests are served, without the parts that `reasons` names; `failed`: every call raises CacheFailed."""
+    """status: `ok`; `degraded`: requests are served, without the parts that `reasons` names;
+    `failed`: every call raises CacheFailed."""
 
     status: Literal["ok", "degraded", "failed"]
     reasons: tuple[Reason, ...]
@@ -43,7 +46,11 @@ def health(system: System) -> Health:
     if found.status != system.last_status:
         system.last_status = found.status
         report = log.info if found.status == "ok" else log.warning
-        report("cache health", status=found.status, reasons=[f"{one.component}: {one.why}" for one in found.reasons])
+        report(
+            "cache health",
+            status=found.status,
+            reasons=[f"{one.component}: {one.why}" for one in found.reasons],
+        )
     return found
 
 
@@ -67,7 +74,11 @@ def troubles(system: System) -> Iterator[Reason]:
     if ranks is not None:
         for rank in ranks():
             if rank.state != "healthy":
-                yield reason(f"rank {rank.rank}", f"{rank.state}: {rank.reason}" if rank.reason else rank.state, rank.since)
+                yield reason(
+                    f"rank {rank.rank}",
+                    f"{rank.state}: {rank.reason}" if rank.reason else rank.state,
+                    rank.since,
+                )
     if system.executor.trouble:
         yield reason("copies", system.executor.trouble, None)
 
@@ -75,7 +86,9 @@ def troubles(system: System) -> Iterator[Reason]:
 def _actors(system: System) -> Iterator[Reason]:
     off = system.supervisor.switched_off
     for one in off.values():
-        yield reason(one.name, f"switched off after too many failures, the last {one.cause}", one.since)
+        yield reason(
+            one.name, f"switched off after too many failures, the last {one.cause}", one.since
+        )
     for actor in system.supervisor.actors():
         if actor.state in (State.STOPPING, State.STOPPED):
             yield reason(actor.ref.name, "restarting after a failure", actor.ended_at)
@@ -89,7 +102,9 @@ def _store(name: str, store: Any) -> Iterator[Reason]:
     breaker = getattr(store, "breaker", None)
     if breaker is not None and breaker.state() != "closed":
         why = getattr(breaker, "reason", "") or "calls failed one after another"
-        yield reason(name, f"circuit breaker {breaker.state()}: {why}", getattr(breaker, "since", None))
+        yield reason(
+            name, f"circuit breaker {breaker.state()}: {why}", getattr(breaker, "since", None)
+        )
     if getattr(store, "uncleared", False):
         yield reason(name, "a clear has not been completed", None)
     overdue = store.overdue() if isinstance(store, CheckedBackend) else None

@@ -1,8 +1,10 @@
-"""What must hold of a whole system. Each actor is checked by itself at any time. Facts that two actors hold are compared at rest.
+"""What must hold of a whole system. Each actor is checked by itself at any time. Facts that two
+actors hold are compared at rest.
 
-Everything is written as steps, so that a production loop can run other tasks in between. What changes between two steps can look like a
-violation. Such a suspicion is not reported: an actor's is checked again in one step, and a comparison of actors ends without a result as
-soon as the system is not at rest any more.
+Everything is written as steps, so that a production loop can run other tasks in between. What
+changes between two steps can look like a violation. Such a suspicion is not reported: an actor's is
+checked again in one step, and a comparison of actors ends without a result as soon as the system is
+not at rest any more.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ Residency = dict[Tier, set[bytes]]
 
 
 def invariants(system: System) -> list[str]:
-    """What is violated, as texts. Safe under load; then each actor is checked by itself only. Blocks the loop meanwhile: see docs/health.md."""
+    """What is violated, as texts. Safe under load; then each actor is checked by itself only.
+    Blocks the loop meanwhile: see docs/health.md."""
     violated: list[str] = []
     for _ in check_steps(system, violated):
         pass
@@ -74,9 +77,14 @@ async def in_slices(steps: Iterable[None]) -> None:
 def check_steps(system: System, violated: list[str]) -> Iterator[None]:
     """Every check, step by step. Texts of what is violated are added to `violated`."""
     off = system.supervisor.switched_off.values()
-    violated += [f"{one.name}: switched off after too many failures, the last {one.cause}" for one in off]
+    violated += [
+        f"{one.name}: switched off after too many failures, the last {one.cause}" for one in off
+    ]
     if system.supervisor.failed is not None:
-        violated.append(f"{system.supervisor.failed_actor}: the cache has failed: {brief(system.supervisor.failed)}")
+        violated.append(
+            f"{system.supervisor.failed_actor}: the cache has failed: "
+            f"{brief(system.supervisor.failed)}"
+        )
         return
     for actor in system.supervisor.actors():
         yield from _one_actor(actor, violated)
@@ -102,7 +110,8 @@ def _one_actor(actor: Actor, violated: list[str]) -> Iterator[None]:
 
 
 def _between_actors(system: System, violated: list[str]) -> Iterator[None]:
-    """At rest no message is left, tiers do not contradict each other, and every sink without pending deliveries matches the tiers."""
+    """At rest no message is left, tiers do not contradict each other, and every sink without
+    pending deliveries matches the tiers."""
     begun, found = system.activity.begun, list[str]()
     for _ in _comparisons(system, found):
         yield
@@ -115,13 +124,19 @@ def _comparisons(system: System, found: list[str]) -> Iterator[None]:
     for actor in system.supervisor.actors():
         channel = actor.ref.channel.statistics()
         if channel.queued or channel.control:
-            found.append(f"{actor.ref.name}: {channel.queued + channel.control} messages queued, and no work in flight")
+            found.append(
+                f"{actor.ref.name}: {channel.queued + channel.control} messages queued, and no "
+                "work in flight"
+            )
     index, evictor = system.index_actor, system.evictor_actor
     in_flight = index.index_statistics()
     if in_flight.loads_in_flight or in_flight.offloads_in_flight or in_flight.saves_in_flight:
         found.append("prefix_index: an operation is in flight, and no actor works on it")
     if evictor.host.handed:
-        found.append(f"cpu_evictor: {evictor.host.handed} slots wait for a Discard, and no message is in flight")
+        found.append(
+            f"cpu_evictor: {evictor.host.handed} slots wait for a Discard, and no message is in "
+            "flight"
+        )
     where: Residency = {}
     yield from residency_steps(system, where)
     if evictor.exclusive and not index.leases:
@@ -132,13 +147,17 @@ def _comparisons(system: System, found: list[str]) -> Iterator[None]:
             )  # hinted: by a prefetch
             yield
         if both:
-            found.append(f"{both} blocks are on the device and on the host, and the tiers are exclusive")
+            found.append(
+                f"{both} blocks are on the device and on the host, and the tiers are exclusive"
+            )
     stale: set[bytes] = set()
     for nodes in listing(system):
         stale.update(key for key, state in nodes if state & HOST and key not in where[Tier.HOST])
         yield
     if stale:
-        found.append(f"prefix_index: {len(stale)} blocks have a hint to the host, and are not there")
+        found.append(
+            f"prefix_index: {len(stale)} blocks have a hint to the host, and are not there"
+        )
     yield from _sinks(system, where, found)
 
 
@@ -154,7 +173,10 @@ def _sinks(system: System, where: Residency, found: list[str]) -> Iterator[None]
         else:
             differing = yield from steps(where, (sink.name,))
         if differing:
-            found.append(f"flush_notifier: sink {sink.name} differs on {differing} blocks, and has no pending deliveries")
+            found.append(
+                f"flush_notifier: sink {sink.name} differs on {differing} blocks, and has no "
+                "pending deliveries"
+            )
 
 
 def residency_steps(system: System, where: Residency) -> Iterator[None]:
@@ -169,9 +191,12 @@ def residency_steps(system: System, where: Residency) -> Iterator[None]:
         yield from _gather(system.store.names, system.store.keys, where[Tier.STORAGE])
 
 
-def _gather(names: Callable[[], Iterator[bytes]], keys: Callable[[], list[bytes]], found: set[bytes]) -> Iterator[None]:
-    """Add what `names` gives to `found`, PAGE of them a step. Names that change between two steps are gathered anew; if they have changed
-    ATTEMPTS times, those of one moment are copied at once, which `keys` does."""
+def _gather(
+    names: Callable[[], Iterator[bytes]], keys: Callable[[], list[bytes]], found: set[bytes]
+) -> Iterator[None]:
+    """Add what `names` gives to `found`, PAGE of them a step. Names that change between two steps
+    are gathered anew; if they have changed ATTEMPTS times, those of one moment are copied at once,
+    which `keys` does."""
     for _ in range(ATTEMPTS):
         try:
             for page in pages(names()):

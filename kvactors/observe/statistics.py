@@ -1,4 +1,5 @@
-"""A moment's picture of a whole system: what every actor counts, what the tiers hold, and which invariants do not hold."""
+"""A moment's picture of a whole system: what every actor counts, what the tiers hold, and which
+invariants do not hold."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ PER_TIER = SinkView(int(ALL_TIERS), node=False, at_finish=False)
 
 
 class CacheStatistics(NamedTuple):
-    """Counters since the cache was opened (of each actor's present life), and gauges as of now. Hits in blocks."""
+    """Counters since the cache was opened (of each actor's present life), and gauges as of now.
+    Hits in blocks."""
 
     requests: int
     blocks_looked_up: int
@@ -41,12 +43,23 @@ def collect(system: System) -> CacheStatistics:
     index = system.index_actor.index_statistics()
     actors = tuple(actor.statistics() for actor in system.supervisor.actors())
     return CacheStatistics(
-        index.requests, index.blocks_looked_up, index.device_hits, index.host_hits, index.storage_hits, index.no_room,
-        sum(actor.told for actor in actors), sum(actor.late_replies for actor in actors), index,
-        system.evictor_actor.host_statistics(), store_of(system),
-        system.notifier_actor.flush_statistics(), system.swapper_actor.swapper_statistics(), system.executor.statistics(), actors,
+        index.requests,
+        index.blocks_looked_up,
+        index.device_hits,
+        index.host_hits,
+        index.storage_hits,
+        index.no_room,
+        sum(actor.told for actor in actors),
+        sum(actor.late_replies for actor in actors),
+        index,
+        system.evictor_actor.host_statistics(),
+        store_of(system),
+        system.notifier_actor.flush_statistics(),
+        system.swapper_actor.swapper_statistics(),
+        system.executor.statistics(),
+        actors,
         system.supervisor.statistics(),
-    )  # fmt: skip
+    )
 
 
 def store_of(system: System) -> Any:
@@ -65,7 +78,8 @@ def residency(system: System) -> dict[Tier, set[bytes]]:
 
 
 def announceable(system: System, view: SinkView = PER_TIER) -> dict[Tier, set[bytes]]:
-    """The same as far as a sink of this view is sent it: blocks with a known path, and by the tree rule of the ledger."""
+    """The same as far as a sink of this view is sent it: blocks with a known path, and by the tree
+    rule of the ledger."""
     found: dict[Tier, set[bytes]] = {tier: set() for tier in Tier}
     for entry, tiers in due_of(system.notifier_actor.ledger, view, residency(system)):
         for tier in Tier:

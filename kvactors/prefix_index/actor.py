@@ -1,4 +1,5 @@
-"""PrefixIndex: the part that the door asks. One turn an ask; what needs a copy goes on behind the answer."""
+"""PrefixIndex: the part that the door asks. One turn an ask; what needs a copy goes on behind the
+answer."""
 
 from __future__ import annotations
 
@@ -6,7 +7,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
 from kvactors.actor import ActorRef, Envelope, Message, PeerRestarted, on
-from kvactors.cpu_evictor.messages import Admit, Cancel, ClearHost, Discard, Load, Offload, Place, Prefetch
+from kvactors.cpu_evictor.messages import (
+    Admit,
+    Cancel,
+    ClearHost,
+    Discard,
+    Load,
+    Offload,
+    Place,
+    Prefetch,
+)
 from kvactors.errors import LeaseBusy, LeaseEnded, NotReady, RankLost
 from kvactors.flush_notifier.messages import Announced, Cleared, Gained, Gone, Scoped
 from kvactors.native import BlockTree, Path
@@ -20,7 +30,7 @@ from kvactors.prefix_index.messages import (
     Granted,
     Pause,
     Preempt,
-)  # fmt: skip
+)
 from kvactors.prefix_index.records import Fault, IndexStatistics, Lease, Saved, Saving, Waiting
 from kvactors.units import KEY_BYTES, Reason
 
@@ -30,7 +40,8 @@ WritePolicy = Literal["none", "write_through", "write_through_selective", "write
 class PrefixIndex(Clearing):
     """Owns the block tree, the device block pool, reference counts, the device LRU and the leases.
 
-    save: when finished requests are written to storage. keep: whether the host tier gets a copy at finish (inclusive tiers).
+    save: when finished requests are written to storage. keep: whether the host tier gets a copy at
+    finish (inclusive tiers).
     """
 
     ROLE: ClassVar[str] = "prefix_index"
@@ -39,7 +50,9 @@ class PrefixIndex(Clearing):
         "flush_notifier": (Announced, Gained, Gone, Cleared, Scoped),
     }
 
-    def __init__(self, ref: ActorRef, *, save: WritePolicy, min_hits: int, keep: bool, **rest: Any) -> None:
+    def __init__(
+        self, ref: ActorRef, *, save: WritePolicy, min_hits: int, keep: bool, **rest: Any
+    ) -> None:
         super().__init__(ref, **rest)
         self._save = save
         self._min_hits = {"write_through": 1, "write_through_selective": min_hits}.get(save, 0)
@@ -70,10 +83,16 @@ class PrefixIndex(Clearing):
         path = lease.path
         if waiting is not None or message.position != path.num_tokens:
             self.refuse(
-                envelope, LeaseBusy(f"the lease of {lease.request_id!r} has {path.num_tokens} tokens, or is being extended")
+                envelope,
+                LeaseBusy(
+                    f"the lease of {lease.request_id!r} has {path.num_tokens} tokens, or is being "
+                    "extended"
+                ),
             )
             return
-        needed = max(0, self.index.blocks_for(path.num_tokens + message.added.num_tokens) - path.num_blocks)
+        needed = max(
+            0, self.index.blocks_for(path.num_tokens + message.added.num_tokens) - path.num_blocks
+        )
 
         def complete(blocks: list[int]) -> None:
             position = path.num_blocks
@@ -95,7 +114,9 @@ class PrefixIndex(Clearing):
         lease = self.find_lease(message.lease, envelope)
         if lease is None:
             return
-        error = self._uncommittable(lease, message.computed_tokens) or self._commit(lease, message.computed_tokens)
+        error = self._uncommittable(lease, message.computed_tokens) or self._commit(
+            lease, message.computed_tokens
+        )
         if error is not None:
             self.refuse(envelope, error)
             return
@@ -105,21 +126,27 @@ class PrefixIndex(Clearing):
         if lease.fault is not None and lease.fault.kind is RankLost:
             return lease.fault.error()
         if lease.ops:
-            return NotReady(f"lease of {lease.request_id!r} waits for loads: await ready() before commit()")
+            return NotReady(
+                f"lease of {lease.request_id!r} waits for loads: await ready() before commit()"
+            )
         if type(computed) is not int:
             return TypeError(f"computed_tokens must be an int, not {type(computed).__name__}")
         if not 0 <= computed <= lease.path.num_tokens:
-            return ValueError(f"computed_tokens is {computed}, the lease has {lease.path.num_tokens} tokens")
+            return ValueError(
+                f"computed_tokens is {computed}, the lease has {lease.path.num_tokens} tokens"
+            )
         return None if lease.fault is None else lease.fault.error()
 
     def _commit(self, lease: Lease, computed: int) -> Exception | None:
-        """None, or why the tree does not take these blocks: such a lease is unusable, and it alone."""
+        """None, or why the tree does not take these blocks: such a lease is unusable, and it
+        alone."""
         try:
             start, stop, adopted = lease.tree.commit(lease.path, computed // self.index.block_size)
         except ValueError as error:
             self.log.error("commit refused by the block tree", error=str(error))
             lease.fault = Fault(
-                LeaseEnded, (f"lease of {lease.request_id!r} cannot be used any more: acquire again ({error})",)
+                LeaseEnded,
+                (f"lease of {lease.request_id!r} has ended: acquire again ({error})",),
             )
             return lease.fault.error()
         if stop > start and not lease.tree.retired:
@@ -179,8 +206,9 @@ class PrefixIndex(Clearing):
         self.room_changed()
 
     def _close(self, lease: Lease, envelope: Envelope[Done] | None) -> Iterator[None]:
-        """The end of a lease, a part of its blocks a turn: the announcement, the save, the release. envelope: is answered with the blocks left
-        in the cache; None if the holder has gone: then nothing is saved."""
+        """The end of a lease, a part of its blocks a turn: the announcement, the save, the release.
+        envelope: is answered with the blocks left in the cache; None if the holder has gone: then
+        nothing is saved."""
         path, tree = lease.path, lease.tree
         self.detach(lease)
         committed = 0 if tree.retired else path.num_committed
@@ -189,7 +217,8 @@ class PrefixIndex(Clearing):
         if self.announce:
             yield from self._announce_finished(tree, path, committed)
         if envelope is not None and (self._keep or self._min_hits):
-            # A store that is addressed by tokens is given the whole path with every part: it gets one part.
+            # A store that is addressed by tokens is given the whole path with every part: it gets
+            # one part.
             part = self.part if self.token_root is None else max(1, committed)
             for start in range(0, committed, part):
                 if committed > part:
@@ -206,7 +235,8 @@ class PrefixIndex(Clearing):
         self.room_changed()
 
     def _announce_finished(self, tree: BlockTree, path: Path, committed: int) -> Iterator[None]:
-        """What a lease has committed stays cached: sinks that follow finished requests get it now, as far as no finish has announced it."""
+        """What a lease has committed stays cached: sinks that follow finished requests get it now,
+        as far as no finish has announced it."""
         for start in range(0, committed, self.part):
             if start:
                 yield
@@ -218,9 +248,14 @@ class PrefixIndex(Clearing):
                     self.announced(path, first, stop, Reason.REQUEST_FINISH)
 
     def _save_part(self, whole: Saved, start: int, stop: int) -> None:
-        """Offer blocks [start, stop) to the host tier and to the store; the path is held until both have answered."""
+        """Offer blocks [start, stop) to the host tier and to the store; the path is held until both
+        have answered."""
         path, last = whole.path, min(stop, self.storable(whole.path))
-        save = whole.tree.worth_saving(path, start, last, self._min_hits) if self._min_hits and start < last else []
+        save = (
+            whole.tree.worth_saving(path, start, last, self._min_hits)
+            if self._min_hits and start < last
+            else []
+        )
         if not (save or self._keep):
             return
         op = next(self.ops)
@@ -231,7 +266,10 @@ class PrefixIndex(Clearing):
         tokens = path.tokens(0, save[-1] + 1) if save and self.token_root is not None else b""
         positions = tuple(position - start for position in save)
         lineages = self.lineages.of_path(path, start, stop)
-        self.tell(self.evictor, Admit(op, parent, keys, blocks, self._keep, positions, tokens, self.era, lineages))
+        self.tell(
+            self.evictor,
+            Admit(op, parent, keys, blocks, self._keep, positions, tokens, self.era, lineages),
+        )
 
     # -- the whole cache
 
@@ -261,8 +299,26 @@ class PrefixIndex(Clearing):
         """A moment's picture."""
         tree, pool = self.index.tree.statistics(), self.index.pool
         return IndexStatistics(
-            self._requests, self._looked_up, self.device_hits, self.host_hits, self.storage_hits, self._no_room,
-            self._preempted, self._abandoned, len(self.leases), len(self.waiting), pool.total, self.index.free, tree["nodes"],
-            tree["referenced"], tree["evictable"], self.evicted, self.rescued, len(self.loads), len(self.offloads),
-            len(self.saves), self.overdue_loads, self._resumed,
-        )  # fmt: skip
+            self._requests,
+            self._looked_up,
+            self.device_hits,
+            self.host_hits,
+            self.storage_hits,
+            self._no_room,
+            self._preempted,
+            self._abandoned,
+            len(self.leases),
+            len(self.waiting),
+            pool.total,
+            self.index.free,
+            tree["nodes"],
+            tree["referenced"],
+            tree["evictable"],
+            self.evicted,
+            self.rescued,
+            len(self.loads),
+            len(self.offloads),
+            len(self.saves),
+            self.overdue_loads,
+            self._resumed,
+        )

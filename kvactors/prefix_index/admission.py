@@ -1,4 +1,5 @@
-"""PrefixIndex, the part that admits requests: match, pin, take device blocks, at once or when there is room."""
+"""PrefixIndex, the part that admits requests: match, pin, take device blocks, at once or when there
+is room."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ from kvactors.prefix_index.roots import Roots
 from kvactors.prefix_index.transfers import landed
 
 PREEMPTED = 65_536
-"""Requests remembered after `preempt`, the oldest forgotten first: when they come again they are not counted again."""
+"""Requests remembered after `preempt`, the oldest forgotten first: when they come again they are
+not counted again."""
 
 
 class Held(NamedTuple):
@@ -66,7 +68,9 @@ class Admission(Layers):
         else:
             self.admit(message, envelope)
 
-    def admit(self, message: Acquire, envelope: Envelope[Granted], *, at_once: bool = False) -> None:
+    def admit(
+        self, message: Acquire, envelope: Envelope[Granted], *, at_once: bool = False
+    ) -> None:
         """Admit a request now, or begin to. at_once: whatever its length."""
         path, index = message.path, self.index
         self._name(path, message.origin)
@@ -83,7 +87,9 @@ class Admission(Layers):
         """Admit a request in this turn, or let it wait for room."""
         path, index = message.path, self.index
         free = index.free
-        if free < needed and not (self.saves or self.closing or index.could_fit(path, needed, self.coming() - self.owed())):
+        if free < needed and not (
+            self.saves or self.closing or index.could_fit(path, needed, self.coming() - self.owed())
+        ):
             self.refuse_room(envelope, needed)
             return
         match = index.match(path, fetch=self.fetchable(path), media=message.media)
@@ -96,10 +102,14 @@ class Admission(Layers):
             return
         self.begin_loads(lease, match.segments, placed=False)
         waiter = Waiting(
-            lease.id, envelope, match.own,
-            complete=lambda blocks: self._grant_late(lease, match, blocks, message.origin, envelope),
+            lease.id,
+            envelope,
+            match.own,
+            complete=lambda blocks: self._grant_late(
+                lease, match, blocks, message.origin, envelope
+            ),
             give_up=lambda: self.forget(lease),
-        )  # fmt: skip
+        )
         if not self.request_blocks(waiter, wait=message.wait, deadline=message.deadline):
             self.forget(lease)
             self.refuse_room(envelope, match.own)
@@ -122,15 +132,24 @@ class Admission(Layers):
         """A long request has its blocks."""
         self._granted(lease, envelope, table)
 
-    def _grant(self, lease: Lease, match: Match, blocks: list[int], envelope: Envelope[Granted]) -> None:
+    def _grant(
+        self, lease: Lease, match: Match, blocks: list[int], envelope: Envelope[Granted]
+    ) -> None:
         self.index.fill_table(lease.path, match, blocks)
         if match.segments:
             self.begin_loads(lease, match.segments, placed=True)
         self._granted(lease, envelope)
 
-    def _grant_late(self, lease: Lease, match: Match, blocks: list[int], origin: Origin, envelope: Envelope[Granted]) -> None:
-        """The blocks are there. What the tree has of the path, or its namespace, may have changed since: match again, and go on with the
-        loads that were sent ahead only if nothing has."""
+    def _grant_late(
+        self,
+        lease: Lease,
+        match: Match,
+        blocks: list[int],
+        origin: Origin,
+        envelope: Envelope[Granted],
+    ) -> None:
+        """The blocks are there. What the tree has of the path, or its namespace, may have changed
+        since: match again, and go on with the loads that were sent ahead only if nothing has."""
         before = lease.tree
         self.index.pool.give(
             lease.tree.release(lease.path)
@@ -139,14 +158,23 @@ class Admission(Layers):
         lease.tree = self.index.tree
         renamed = self._name(lease.path, origin)
         again = self.index.match(lease.path, fetch=self.fetchable(lease.path), media=lease.media)
-        if not renamed and again == match and lease.tree is before and len(lease.ops) == len(match.segments):
+        if (
+            not renamed
+            and again == match
+            and lease.tree is before
+            and len(lease.ops) == len(match.segments)
+        ):
             self.index.fill_table(lease.path, match, blocks)
             self.place_loads(lease)
             self._granted(lease, envelope)
             return
         self.cancel_loads(lease, 0)
         self.detach(lease)
-        lease.device_hits, lease.host_hits, lease.storage_hits = again.run, 0, 0  # loads that landed meanwhile are in the run
+        lease.device_hits, lease.host_hits, lease.storage_hits = (
+            again.run,
+            0,
+            0,
+        )  # loads that landed meanwhile are in the run
         lease.hoped = again.segments[-1].stop if again.segments else again.run
         lacking = max(0, again.own - len(blocks))  # a clear may have taken what had been hit
         if lacking > self.index.free:
@@ -160,7 +188,9 @@ class Admission(Layers):
         self.index.pool.give(blocks[again.own :])
         self._grant(lease, again, blocks[: again.own], envelope)
 
-    def _granted(self, lease: Lease, envelope: Envelope[Granted], table: list[int] | None = None) -> None:
+    def _granted(
+        self, lease: Lease, envelope: Envelope[Granted], table: list[int] | None = None
+    ) -> None:
         self.leases[lease.id] = lease
         lease.granted = True
         lease.counted = lease.request_id not in self.preempted
@@ -176,7 +206,12 @@ class Admission(Layers):
             lease.hoped = lease.path.num_committed
         hoped = self.index.before_media(lease.hoped, lease.media) if lease.media else lease.hoped
         cached = hoped * self.index.block_size
-        reply = Granted(tuple(lease.path.blocks()) if table is None else table, cached, pending, lease.device_hits)
+        reply = Granted(
+            tuple(lease.path.blocks()) if table is None else table,
+            cached,
+            pending,
+            lease.device_hits,
+        )
         if not self.answer(envelope, reply):
             self.give_back(lease)
         elif self.free_low:
@@ -236,7 +271,8 @@ class Admission(Layers):
 
     @on(SetNamespace)
     def set_namespace(self, message: SetNamespace, envelope: Envelope[Done]) -> None:
-        """Requests are admitted under it from now on, those that wait included; what was cached under another one ages out."""
+        """Requests are admitted under it from now on, those that wait included; what was cached
+        under another one ages out."""
         if message.namespace != self.roots.namespace:
             self.roots.namespace = message.namespace
             self.scoped(message.namespace)

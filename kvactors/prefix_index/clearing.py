@@ -1,4 +1,5 @@
-"""PrefixIndex, the part that clears: a new tree at once, and an answer when host tier and store are empty as well."""
+"""PrefixIndex, the part that clears: a new tree at once, and an answer when host tier and store are
+empty as well."""
 
 from __future__ import annotations
 
@@ -17,11 +18,14 @@ class Clearing(LongRequests):
 
     def __init__(self, ref: ActorRef, **rest: Any) -> None:
         super().__init__(ref, **rest)
-        self.clearing: dict[int, tuple[Envelope[Done], int]] = {}  # by operation: the ask, and the device blocks it freed
+        self.clearing: dict[
+            int, tuple[Envelope[Done], int]
+        ] = {}  # by operation: the ask, and the device blocks it freed
 
     @on(Clear)
     def clear(self, message: Clear, envelope: Envelope[Done]) -> None:
-        """A new, empty tree; leases in use keep their blocks in the old one until they end. With the store, it is answered when that is empty."""
+        """A new, empty tree; leases in use keep their blocks in the old one until they end. With
+        the store, it is answered when that is empty."""
         freed = self.index.retire()
         self.device_cleared(Reason.CLEAR)
         self.clears += 1

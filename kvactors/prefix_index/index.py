@@ -1,4 +1,5 @@
-"""The pure state of PrefixIndex: the block tree and the device block pool, and what follows from both. No awaits, no messages."""
+"""The pure state of PrefixIndex: the block tree and the device block pool, and what follows from
+both. No awaits, no messages."""
 
 from __future__ import annotations
 
@@ -15,16 +16,18 @@ Media = tuple[tuple[int, int], ...]
 """(offset, length) in tokens of media items, in ascending order."""
 
 NODES = 256
-"""Nodes of the tree that a step of a check looks at: hashing the tokens of one takes a microsecond or more."""
+"""Nodes of the tree that a step of a check looks at: hashing the tokens of one takes a microsecond
+or more."""
 
 
 RETURNED = 2048
-"""Device blocks of cleared trees that a turn brings back: each takes a fraction of a microsecond."""
+"""Device blocks of cleared trees that a turn brings back: each takes a fraction of a
+microsecond."""
 
 
 class Match(NamedTuple):
-    """What a pinned path found. run: leading blocks on the device. segments: what may still be loaded, contiguous after it.
-    own: device blocks the request must be given."""
+    """What a pinned path found. run: leading blocks on the device. segments: what may still be
+    loaded, contiguous after it. own: device blocks the request must be given."""
 
     run: int
     segments: list[Segment]
@@ -34,13 +37,16 @@ class Match(NamedTuple):
 class BlockIndex:
     """Blocks known to this node and the device blocks they live in.
 
-    block_size: tokens. num_blocks: device blocks. capacity: nodes to size the tree for. recompute_last_token: never hit a whole prompt.
+    block_size: tokens. num_blocks: device blocks. capacity: nodes to size the tree for.
+    recompute_last_token: never hit a whole prompt.
 
-    A cleared tree keeps its unused blocks until `sweep` has returned them to the pool, some at a time. They count as free from the clear on:
-    `take` brings back at once as many as it lacks.
+    A cleared tree keeps its unused blocks until `sweep` has returned them to the pool, some at a
+    time. They count as free from the clear on: `take` brings back at once as many as it lacks.
     """
 
-    def __init__(self, block_size: int, num_blocks: int, capacity: int, *, recompute_last_token: bool) -> None:
+    def __init__(
+        self, block_size: int, num_blocks: int, capacity: int, *, recompute_last_token: bool
+    ) -> None:
         self.block_size = block_size
         self.capacity = capacity
         self.pool = BlockPool(num_blocks)
@@ -72,14 +78,22 @@ class BlockIndex:
         return -(-tokens // self.block_size)
 
     def match_limit(self, path: Path) -> int:
-        """Blocks of a prompt that may be hit: all full ones, or one less to leave a token to compute."""
+        """Blocks of a prompt that may be hit: all full ones, or one less to leave a token to
+        compute."""
         full = path.num_full_blocks
-        return full - 1 if self._recompute and full and full * self.block_size == path.num_tokens else full
+        return (
+            full - 1
+            if self._recompute and full and full * self.block_size == path.num_tokens
+            else full
+        )
 
     def could_fit(self, path: Path, needed: int, coming: int) -> bool:
-        """Whether there may be room, before anything is touched. `coming`: blocks on their way to being free."""
+        """Whether there may be room, before anything is touched. `coming`: blocks on their way to
+        being free."""
         run, states = self.tree.peek(path, self.match_limit(path))
-        shared = sum(1 for state in states if state & LOADING)  # others load these: they come with their blocks
+        shared = sum(
+            1 for state in states if state & LOADING
+        )  # others load these: they come with their blocks
         return self.free + self.evictable() + coming >= needed - run - shared
 
     def before_media(self, blocks: int, media: Media) -> int:
@@ -90,10 +104,11 @@ class BlockIndex:
         return blocks
 
     def match(self, path: Path, *, fetch: int, media: Media = ()) -> Match:
-        """Pin what is known of the path, and say what may be loaded. fetch: leading blocks that storage may be asked
-        for; no segment crosses this boundary.
+        """Pin what is known of the path, and say what may be loaded. fetch: leading blocks that
+        storage may be asked for; no segment crosses this boundary.
 
-        media: items that are matched whole or not at all: what follows is the request's own to compute.
+        media: items that are matched whole or not at all: what follows is the request's own to
+        compute.
         """
         limit = self.match_limit(path)
         if not media:
@@ -126,14 +141,19 @@ class BlockIndex:
         while position < known:
             state = states[position - run]
             if state & DEVICE or not (state & (LOADING | HOST) or position < fetch):
-                break  # on the device still, but leaving after the block above it: nobody may load it meanwhile
+                # on the device still, but leaving after the block above it: nobody may load it
+                # meanwhile
+                break
             stop = position + 1
             if state & LOADING:
                 load = self.loading.get(path.blocks(position, stop)[0])
                 if load is None or load.lost:
-                    break  # a load without an answer past its deadline: its copies may never complete
+                    # a load without an answer past its deadline: its copies may never complete
+                    break
                 while (
-                    stop < known and states[stop - run] & LOADING and self.loading.get(path.blocks(stop, stop + 1)[0]) is load
+                    stop < known
+                    and states[stop - run] & LOADING
+                    and self.loading.get(path.blocks(stop, stop + 1)[0]) is load
                 ):
                     stop += 1
                 segments.append(Segment(position, stop, load))
@@ -141,7 +161,9 @@ class BlockIndex:
             else:
                 end = min(known, fetch) if position < fetch else known
                 while (
-                    stop < end and not states[stop - run] & (DEVICE | LOADING) and (states[stop - run] & HOST or stop < fetch)
+                    stop < end
+                    and not states[stop - run] & (DEVICE | LOADING)
+                    and (states[stop - run] & HOST or stop < fetch)
                 ):
                     stop += 1
                 segments.append(Segment(position, stop, None))
@@ -184,15 +206,16 @@ class BlockIndex:
         return EvictOp(op, self.tree, nodes, keys, parents, tuple(blocks), states)
 
     def finish_evict(self, op: EvictOp, on_host: bytes) -> tuple[list[int], list[int]]:
-        """The blocks of `op` are copied or dropped: free them, but for those matched again or still read by an earlier eviction.
-        Returns (indices that went, indices that stayed)."""
+        """The blocks of `op` are copied or dropped: free them, but for those matched again or still
+        read by an earlier eviction. Returns (indices that went, indices that stayed)."""
         freed, stayed = op.tree.finish_offload(op.nodes, on_host)
         self.pool.give(freed)
         kept = set(stayed)
         return [j for j in range(op.total) if j not in kept], stayed
 
     def retire(self) -> int:
-        """Start over with an empty tree; what nobody uses is free from now on. Returns how many blocks that are. Takes no longer for many."""
+        """Start over with an empty tree; what nobody uses is free from now on. Returns how many
+        blocks that are. Takes no longer for many."""
         unused = self.tree.retire()
         self.returning += unused
         self.retired.append(self.tree)
@@ -200,7 +223,8 @@ class BlockIndex:
         return unused
 
     def bring_back(self, count: int) -> None:
-        """Return up to `count` unused blocks of cleared trees to the pool, those of the eldest first."""
+        """Return up to `count` unused blocks of cleared trees to the pool, those of the eldest
+        first."""
         for tree in self.retired:
             freed = tree.sweep(count) if tree.returning else []
             self.pool.give(freed)
@@ -211,11 +235,13 @@ class BlockIndex:
 
     @property
     def sweeping(self) -> bool:
-        """Whether `sweep` has something to do now: not while leases and copies use all that is left."""
+        """Whether `sweep` has something to do now: not while leases and copies use all that is
+        left."""
         return self.returning > 0 or any(tree.idle for tree in self.retired)
 
     def sweep(self, count: int = RETURNED) -> None:
-        """A step of what follows a clear: `count` blocks come back, or after the last of them a part of a tree's memory goes."""
+        """A step of what follows a clear: `count` blocks come back, or after the last of them a
+        part of a tree's memory goes."""
         if self.returning:
             self.bring_back(count)
             return
@@ -230,11 +256,14 @@ class BlockIndex:
         self.pool.check()
 
     def _check_returning(self) -> None:
-        assert self.returning == sum(tree.returning for tree in self.retired), "blocks of cleared trees that are to come back"
+        assert self.returning == sum(tree.returning for tree in self.retired), (
+            "blocks of cleared trees that are to come back"
+        )
 
     def check_steps(self) -> Iterator[None]:
-        """`check` in steps of about a millisecond, between which anything may happen. What concerns a block alone is always looked at; sums and
-        orders only if nothing has changed since the check began."""
+        """`check` in steps of about a millisecond, between which anything may happen. What concerns
+        a block alone is always looked at; sums and orders only if nothing has changed since the
+        check began."""
         check = TreeCheck(self.tree)
         while not check.step(NODES):
             yield

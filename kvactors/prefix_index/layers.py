@@ -1,4 +1,5 @@
-"""PrefixIndex, the part that hears of the data plane: layers that have arrived, loads that hang, device memory that is lost."""
+"""PrefixIndex, the part that hears of the data plane: layers that have arrived, loads that hang,
+device memory that is lost."""
 
 from __future__ import annotations
 
@@ -7,7 +8,14 @@ from typing import Any
 
 from kvactors.actor import ActorRef, Envelope, on
 from kvactors.errors import LeaseEnded, RankLost
-from kvactors.prefix_index.messages import CopiesStalled, DeviceLost, LayerReady, LayersLoaded, LoadStalled, Overdue
+from kvactors.prefix_index.messages import (
+    CopiesStalled,
+    DeviceLost,
+    LayerReady,
+    LayersLoaded,
+    LoadStalled,
+    Overdue,
+)
 from kvactors.prefix_index.records import Fault, Lease
 from kvactors.prefix_index.room import Room
 from kvactors.units import Reason
@@ -37,13 +45,16 @@ class Layers(Room):
         return self.index.tree.device_keys()
 
     def check(self) -> None:
-        """AssertionError or RuntimeError if tree, pool, leases and operations disagree; at rest nothing is referenced without a lease."""
+        """AssertionError or RuntimeError if tree, pool, leases and operations disagree; at rest
+        nothing is referenced without a lease."""
         for _ in self.check_steps():
             pass
 
     def check_steps(self) -> Iterator[None]:
         """`check` in steps of about a millisecond, between which turns may be taken."""
-        if not (self.leases or self.loads or self.offloads or self.saves or self.waiting or self.working):
+        if not (
+            self.leases or self.loads or self.offloads or self.saves or self.waiting or self.working
+        ):
             state = self.index.tree.statistics()
             assert state["referenced"] == 0, f"{state['referenced']} nodes referenced, no lease"
             used = self.index.pool.total - self.index.free
@@ -116,7 +127,11 @@ class Layers(Room):
             if lease.fault is not None:
                 self.refuse(envelope, lease.fault.error())
             elif there is None or layer < there:
-                self.answer(envelope, self.index.before_media(self._cached(lease), lease.media) * self.index.block_size)
+                self.answer(
+                    envelope,
+                    self.index.before_media(self._cached(lease), lease.media)
+                    * self.index.block_size,
+                )
             else:
                 lease.layers.append((layer, envelope))
 
@@ -138,7 +153,8 @@ class Layers(Room):
 
     @on(LoadStalled)
     def load_stalled(self, message: LoadStalled) -> None:
-        """Somebody whom a load needs does not answer: its leases go on without it, as if it were overdue."""
+        """Somebody whom a load needs does not answer: its leases go on without it, as if it were
+        overdue."""
         self.overdue(Overdue(message.op))
 
     @on(CopiesStalled)
@@ -148,12 +164,15 @@ class Layers(Room):
 
     @on(DeviceLost)
     def device_lost(self, message: DeviceLost) -> None:
-        """What was on the device may be gone: nothing cached counts any more, and no lease of before can be relied on."""
+        """What was on the device may be gone: nothing cached counts any more, and no lease of
+        before can be relied on."""
         self.era = message.era
         self.index.retire()
         self.device_cleared(Reason.RESTART)
         for lease in self.leases.values():
-            lease.fault = lease.fault or Fault(RankLost, ("a rank was lost, and with it what this lease's blocks held there",))
+            lease.fault = lease.fault or Fault(
+                RankLost, ("a rank was lost, and with it what this lease's blocks held there",)
+            )
             for envelope in lease.ready:
                 self.refuse(envelope, lease.fault.error())
             lease.ready.clear()

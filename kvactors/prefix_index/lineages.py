@@ -1,4 +1,5 @@
-"""What block hashes are made of, as PrefixIndex gives it to a store that keeps it beside the blocks."""
+"""What block hashes are made of, as PrefixIndex gives it to a store that keeps it beside the
+blocks."""
 
 from __future__ import annotations
 
@@ -12,16 +13,19 @@ from kvactors.units import split_keys
 
 
 class LineageSource:
-    """keep: whether the store keeps lineages. origins: by root, those without adapter and salt are left out. root_of: the root hash that requests
-    of an origin have now."""
+    """keep: whether the store keeps lineages. origins: by root, those without adapter and salt are
+    left out. root_of: the root hash that requests of an origin have now."""
 
-    def __init__(self, keep: bool, origins: Mapping[bytes, Origin], root_of: Callable[[Origin], bytes]) -> None:
+    def __init__(
+        self, keep: bool, origins: Mapping[bytes, Origin], root_of: Callable[[Origin], bytes]
+    ) -> None:
         self._keep = keep
         self._origins = origins
         self._root_of = root_of
 
     def of_path(self, path: Path, start: int, stop: int) -> Lineages | None:
-        """Of blocks [start, stop) of a path; None if the store keeps none, or the path is under a salt."""
+        """Of blocks [start, stop) of a path; None if the store keeps none, or the path is under a
+        salt."""
         if not self._keep or (origin := self._kept_origin(path.root)) is None:
             return None
         extra_keys = {position - start: key for position, key in path.extra_keys(start, stop)}
@@ -39,7 +43,8 @@ class LineageSource:
         return Lineages(tokens, tuple(origins[root] for root in each), dict(extra_keys))
 
     def _kept_origin(self, root: bytes) -> Origin | None:
-        """What is in a root, if blocks below it may be kept with it: not under a salt, and not of an earlier namespace. The origin of a root that
-        was forgotten is not taken for a plain one: the hash decides."""
+        """What is in a root, if blocks below it may be kept with it: not under a salt, and not of
+        an earlier namespace. The origin of a root that was forgotten is not taken for a plain one:
+        the hash decides."""
         origin = self._origins.get(root, PLAIN)
         return origin if origin.salt is None and self._root_of(origin) == root else None

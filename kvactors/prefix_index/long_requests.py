@@ -13,8 +13,9 @@ from kvactors.prefix_index.records import Lease, Waiting
 
 
 class LongRequests(Admission):
-    """What is pinned stays, and what is reserved is nobody else's, so other requests between two parts take nothing from this one. After a clear,
-    a loss of the device or a change of the namespace between two parts the request begins anew.
+    """What is pinned stays, and what is reserved is nobody else's, so other requests between two
+    parts take nothing from this one. After a clear, a loss of the device or a change of the
+    namespace between two parts the request begins anew.
 
     A request that hits what must be loaded from the host or from storage is admitted in one turn.
     """
@@ -51,17 +52,24 @@ class LongRequests(Admission):
         lease = Lease(message.lease, message.request_id, path, tree, message.deadline)
         lease.media, lease.device_hits, lease.hoped = message.media, run, run
         waiter = Waiting(
-            lease.id, envelope, needed - run,
+            lease.id,
+            envelope,
+            needed - run,
             complete=lambda _: self.in_parts(self._fill(lease, needed, message, envelope)),
-            give_up=lambda: self.give_back_path(tree, path), reserves=True,
-        )  # fmt: skip
-        wait = message.wait or not (self.host_tier and self.exclusive)  # no copy has to be waited for
+            give_up=lambda: self.give_back_path(tree, path),
+            reserves=True,
+        )
+        wait = message.wait or not (
+            self.host_tier and self.exclusive
+        )  # no copy has to be waited for
         if not self.request_blocks(waiter, wait=wait, deadline=message.deadline):
             self.give_back_path(tree, path)
             self.refuse_room(envelope, needed - run)
             self.room_changed()
 
-    def _fill(self, lease: Lease, needed: int, message: Acquire, envelope: Envelope[Granted]) -> Iterator[None]:
+    def _fill(
+        self, lease: Lease, needed: int, message: Acquire, envelope: Envelope[Granted]
+    ) -> Iterator[None]:
         """Every block of the request is there or reserved."""
         path, tree, run = lease.path, lease.tree, lease.device_hits
         table: list[int] = []
@@ -83,10 +91,19 @@ class LongRequests(Admission):
 
     def _goes_on(self, message: Acquire, tree: BlockTree, envelope: Envelope[Granted]) -> bool:
         """Whether the request is still wanted, and of the present tree and namespace."""
-        return not envelope.abandoned and tree is self.index.tree and message.path.root == self.roots.root(message.origin)
+        return (
+            not envelope.abandoned
+            and tree is self.index.tree
+            and message.path.root == self.roots.root(message.origin)
+        )
 
     def _begin_anew(
-        self, message: Acquire, tree: BlockTree, envelope: Envelope[Granted], *, at_once: bool = False
+        self,
+        message: Acquire,
+        tree: BlockTree,
+        envelope: Envelope[Granted],
+        *,
+        at_once: bool = False,
     ) -> Iterator[None]:
         path: Path = message.path
         self.closing += 1

@@ -1,4 +1,5 @@
-"""What may be said to PrefixIndex. The asks come from the door, the control messages from the evictor and from itself."""
+"""What may be said to PrefixIndex. The asks come from the door, the control messages from the
+evictor and from itself."""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ from kvactors.native import Path
 class Granted(Message, frozen=True, eq=False):
     """Blocks for every token of the request.
 
-    blocks: the device block table. cached_tokens: tokens whose cache is there or on its way. pending: whether copies are
-    still on their way; then the table and `cached_tokens` are final only in the `Landed` that answers `Ready`.
+    blocks: the device block table. cached_tokens: tokens whose cache is there or on its way.
+    pending: whether copies are still on their way; then the table and `cached_tokens` are final
+    only in the `Landed` that answers `Ready`.
     """
 
     blocks: Sequence[int]
@@ -24,7 +26,8 @@ class Granted(Message, frozen=True, eq=False):
 
 
 class Landed(Message, frozen=True, eq=False):
-    """All loads of a lease landed or were written off. Hits in blocks, by the tier each came from."""
+    """All loads of a lease landed or were written off. Hits in blocks, by the tier each came
+    from."""
 
     blocks: tuple[int, ...]
     cached_tokens: int
@@ -40,11 +43,13 @@ class Done(Message, frozen=True, eq=False):
 
 
 class Acquire(Ask[Granted], frozen=True, eq=False):
-    """Blocks for a request: match, pin, take device blocks. Answered with NoRoom if even eviction cannot make room.
+    """Blocks for a request: match, pin, take device blocks. Answered with NoRoom if even eviction
+    cannot make room.
 
-    lease: the door's number for the lease. path: the request's tokens; the index owns it from here on. deadline: absolute loop
-    time for everything the lease loads. wait: whether to wait for evictions that need a copy first. origin: what is in the path's root.
-    media: (offset, length) of media items that must not be cached in part.
+    lease: the door's number for the lease. path: the request's tokens; the index owns it from here
+    on. deadline: absolute loop time for everything the lease loads. wait: whether to wait for
+    evictions that need a copy first. origin: what is in the path's root. media: (offset, length) of
+    media items that must not be cached in part.
     """
 
     lease: int
@@ -57,9 +62,11 @@ class Acquire(Ask[Granted], frozen=True, eq=False):
 
 
 class Prefetch(Ask[Done], frozen=True, eq=False):
-    """A request of these tokens will come: what storage has of them may be brought nearer meanwhile. Done counts the blocks looked for.
+    """A request of these tokens will come: what storage has of them may be brought nearer
+    meanwhile. Done counts the blocks looked for.
 
-    path: for this alone. deadline: absolute loop time for what is fetched. origin: what is in the path's root.
+    path: for this alone. deadline: absolute loop time for what is fetched. origin: what is in the
+    path's root.
     """
 
     path: Path
@@ -74,17 +81,19 @@ class Ready(Ask[Landed], frozen=True, eq=False):
 
 
 class LayerReady(Ask[int], frozen=True, eq=False):
-    """Wait until one layer (counted from the layout's first) of everything the lease loads is on the device. Reply: tokens that are cached
-    if the other layers land as well."""
+    """Wait until one layer (counted from the layout's first) of everything the lease loads is on
+    the device. Reply: tokens that are cached if the other layers land as well."""
 
     lease: int
     layer: int
 
 
 class Extend(Ask[Granted], frozen=True, eq=False):
-    """More tokens (those of `added`, a path for this alone): `blocks` of the reply are the ones added to the table's end.
+    """More tokens (those of `added`, a path for this alone): `blocks` of the reply are the ones
+    added to the table's end.
 
-    position: tokens of the lease before these, as its holder counts them. Refused with LeaseBusy if it is not so, or another waits.
+    position: tokens of the lease before these, as its holder counts them. Refused with LeaseBusy if
+    it is not so, or another waits.
     """
 
     lease: int
@@ -93,7 +102,8 @@ class Extend(Ask[Granted], frozen=True, eq=False):
 
 
 class Commit(Ask[Done], frozen=True, eq=False):
-    """The first `computed_tokens` tokens are computed: their full blocks become shareable. Reply: committed blocks."""
+    """The first `computed_tokens` tokens are computed: their full blocks become shareable. Reply:
+    committed blocks."""
 
     lease: int
     computed_tokens: int
@@ -117,8 +127,9 @@ class Preempt(Ask[Done], frozen=True, eq=False):
 
 
 class Clear(Ask[Done], frozen=True, eq=False):
-    """Nothing cached before this can be hit after it. storage: also empty the store. Leases in use stay whole. Done counts the device blocks
-    that are free by it: those that no lease and no copy uses."""
+    """Nothing cached before this can be hit after it. storage: also empty the store. Leases in use
+    stay whole. Done counts the device blocks that are free by it: those that no lease and no copy
+    uses."""
 
     storage: bool = False
 
@@ -132,32 +143,37 @@ class Resume(Ask[Done], frozen=True, eq=False):
 
 
 class SetNamespace(Ask[Done], frozen=True, eq=False):
-    """New weights, say: requests acquired from now on cannot hit what was cached under another name."""
+    """New weights, say: requests acquired from now on cannot hit what was cached under another
+    name."""
 
     namespace: str
 
 
 class Abandon(Control, frozen=True, eq=False):
-    """The lease's holder is gone (cancelled or forgotten): give everything back. Unknown leases are ignored."""
+    """The lease's holder is gone (cancelled or forgotten): give everything back. Unknown leases are
+    ignored."""
 
     lease: int
 
 
 class Withdrawn(Control, frozen=True, eq=False):
-    """The lease's waiting extend was cancelled: the blocks it has collected go to the next in the queue."""
+    """The lease's waiting extend was cancelled: the blocks it has collected go to the next in the
+    queue."""
 
     lease: int
 
 
 class Offloaded(Control, frozen=True, eq=False):
-    """Answer to Offload: the device blocks are free now. kept: one byte a key, non-zero if the host tier holds it."""
+    """Answer to Offload: the device blocks are free now. kept: one byte a key, non-zero if the host
+    tier holds it."""
 
     op: int
     kept: bytes
 
 
 class Loaded(Control, frozen=True, eq=False):
-    """Answer to Load: the first `good` blocks have their bytes, `from_host` of them came from the host tier."""
+    """Answer to Load: the first `good` blocks have their bytes, `from_host` of them came from the
+    host tier."""
 
     op: int
     good: int
@@ -165,7 +181,8 @@ class Loaded(Control, frozen=True, eq=False):
 
 
 class LayersLoaded(Control, frozen=True, eq=False):
-    """Of a load, the first `layers` layers of its first `blocks` blocks are there; nothing more of it is looked for."""
+    """Of a load, the first `layers` layers of its first `blocks` blocks are there; nothing more of
+    it is looked for."""
 
     op: int
     layers: int
@@ -189,14 +206,16 @@ class DeviceLost(Control, frozen=True, eq=False):
 
 
 class Admitted(Control, frozen=True, eq=False):
-    """Answer to Admit: the device blocks are not read any more. kept: one byte a key, non-zero if the host tier holds it."""
+    """Answer to Admit: the device blocks are not read any more. kept: one byte a key, non-zero if
+    the host tier holds it."""
 
     op: int
     kept: bytes
 
 
 class HostCleared(Control, frozen=True, eq=False):
-    """Answer to a ClearHost that includes the store. error: why objects from before may still be found; empty if none can."""
+    """Answer to a ClearHost that includes the store. error: why objects from before may still be
+    found; empty if none can."""
 
     op: int
     error: str
@@ -211,8 +230,8 @@ class HostGone(Control, frozen=True, eq=False):
 class HostGained(Control, frozen=True, eq=False):
     """A hint: the host tier holds these.
 
-    clears, era: how many ClearHost the host tier had handled, and the memory generation, when this was sent. The index ignores a hint of before a
-    clear or a loss that it knows of.
+    clears, era: how many ClearHost the host tier had handled, and the memory generation, when this
+    was sent. The index ignores a hint of before a clear or a loss that it knows of.
     """
 
     keys: bytes
@@ -227,7 +246,8 @@ class Overdue(Control, frozen=True, eq=False):
 
 
 class Expired(Control, frozen=True, eq=False):
-    """To itself: the deadline of a wait, for room or for the end of a pause. ticket: of the wait, since a lease may wait again."""
+    """To itself: the deadline of a wait, for room or for the end of a pause. ticket: of the wait,
+    since a lease may wait again."""
 
     lease: int
     ticket: int
@@ -238,7 +258,8 @@ class Proceed(Later, frozen=True, eq=False):
 
 
 class Sweep(Later, frozen=True, eq=False):
-    """To itself: return more device blocks, or memory, of the trees of before a clear; one turn takes a part of them only."""
+    """To itself: return more device blocks, or memory, of the trees of before a clear; one turn
+    takes a part of them only."""
 
 
 class Continue(Later, frozen=True, eq=False):

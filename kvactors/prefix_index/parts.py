@@ -1,4 +1,5 @@
-"""How much of a long request one turn handles. What is longer takes several turns, between which other messages are handled."""
+"""How much of a long request one turn handles. What is longer takes several turns, between which
+other messages are handled."""
 
 from __future__ import annotations
 

@@ -9,7 +9,8 @@ STEP = 2048
 
 
 class BlockPool:
-    """Free device block ids 0 .. total - 1. A fresh pool hands out the lowest first; a returned block is reused first."""
+    """Free device block ids 0 .. total - 1. A fresh pool hands out the lowest first; a returned
+    block is reused first."""
 
     __slots__ = ("_free", "_is_free", "changes", "total")
 
@@ -39,7 +40,8 @@ class BlockPool:
         return taken
 
     def give(self, blocks: Iterable[int]) -> None:
-        """Take blocks back. RuntimeError for one that is free already or not of this pool: a block with two owners means wrong bytes."""
+        """Take blocks back. RuntimeError for one that is free already or not of this pool: a block
+        with two owners means wrong bytes."""
         self.changes += 1
         for block in blocks:
             if not 0 <= block < self.total:
@@ -59,8 +61,9 @@ class BlockPool:
             pass
 
     def check_steps(self) -> Iterator[None]:
-        """`check` in steps of about a millisecond, between which anything may happen: a block that is listed must be marked in any case, and
-        the whole is compared if nothing has changed since the check began."""
+        """`check` in steps of about a millisecond, between which anything may happen: a block that
+        is listed must be marked in any case, and the whole is compared if nothing has changed since
+        the check began."""
         changes, marks, seen = self.changes, self._is_free, bytearray(self.total)
         for start in range(0, len(self._free), STEP):
             for block in self._free[start : start + STEP]:

@@ -15,7 +15,8 @@ from kvactors.native import BlockTree, Path
 
 
 class Fault(NamedTuple):
-    """Why a lease cannot be used any more. An exception is made for each caller: a raised one keeps its frames alive, and with them the lease."""
+    """Why a lease cannot be used any more. An exception is made for each caller: a raised one keeps
+    its frames alive, and with them the lease."""
 
     kind: type[KVActorsError]
     arguments: tuple[Any, ...]
@@ -28,11 +29,13 @@ class Fault(NamedTuple):
 class Lease:
     """One request's hold on its blocks.
 
-    media: (offset, length) of items that are cached whole or not at all. counted: whether statistics count it (not if it was preempted before).
+    media: (offset, length) of items that are cached whole or not at all. counted: whether
+    statistics count it (not if it was preempted before).
 
-    path: tokens, names, nodes and block table. tree: the tree its nodes are in (retired by a clear). ops: loads it waits
-    for. hoped: leading blocks that are cached if every load lands. fault: why `ready` must fail, if it must.
-    layers: who waits for which layer. granted: it has its blocks (one that waits for room may have loads, too).
+    path: tokens, names, nodes and block table. tree: the tree its nodes are in (retired by a
+    clear). ops: loads it waits for. hoped: leading blocks that are cached if every load lands.
+    fault: why `ready` must fail, if it must. layers: who waits for which layer. granted: it has its
+    blocks (one that waits for room may have loads, too).
     """
 
     __slots__ = (
@@ -54,7 +57,9 @@ class Lease:
         "tree",
     )
 
-    def __init__(self, lease: int, request_id: str, path: Path, tree: BlockTree, deadline: float) -> None:
+    def __init__(
+        self, lease: int, request_id: str, path: Path, tree: BlockTree, deadline: float
+    ) -> None:
         self.id = lease
         self.request_id = request_id
         self.path = path
@@ -72,12 +77,14 @@ class Lease:
 
 
 class LoadOp:
-    """One run of blocks on its way to the device. Its owner took the target blocks; others may share them.
+    """One run of blocks on its way to the device. Its owner took the target blocks; others may
+    share them.
 
-    path: the owner's, which outlives its lease here. start: position of the first block (the same on every sharer's path).
-    blocks: targets, empty until placed. after: an earlier load that must be judged first, because a block without its parent
-    is of no use. result: (good, from host) once known. lost: overdue, so its leases went on without it. layers, arriving: how many layers
-    of how many blocks are there.
+    path: the owner's, which outlives its lease here. start: position of the first block (the same
+    on every sharer's path). blocks: targets, empty until placed. after: an earlier load that must
+    be judged first, because a block without its parent is of no use. result: (good, from host) once
+    known. lost: overdue, so its leases went on without it. layers, arriving: how many layers of how
+    many blocks are there.
     """
 
     __slots__ = (
@@ -123,7 +130,8 @@ class LoadOp:
 
 
 class Saved:
-    """A finished request's path that is being saved. parts: of it, not yet answered; 0 once the evictor has restarted."""
+    """A finished request's path that is being saved. parts: of it, not yet answered; 0 once the
+    evictor has restarted."""
 
     __slots__ = ("parts", "path", "tree")
 
@@ -141,7 +149,8 @@ class Saving(NamedTuple):
 
 
 class EvictOp(NamedTuple):
-    """Device blocks that are leaving: `total` nodes of `tree`, marked with `op`, and what is known of them."""
+    """Device blocks that are leaving: `total` nodes of `tree`, marked with `op`, and what is known
+    of them."""
 
     op: int
     tree: BlockTree
@@ -158,7 +167,8 @@ class EvictOp(NamedTuple):
 
 
 class Offloads:
-    """Evictions whose copies to the host are in flight, by operation. coming: device blocks that those not stalled will free."""
+    """Evictions whose copies to the host are in flight, by operation. coming: device blocks that
+    those not stalled will free."""
 
     def __init__(self) -> None:
         self._ops: dict[int, EvictOp] = {}
@@ -192,13 +202,25 @@ class Offloads:
 
 
 class Waiting:
-    """A request that waits for blocks that evictions in flight will free. `complete` gets them all at once.
+    """A request that waits for blocks that evictions in flight will free. `complete` gets them all
+    at once.
 
-    ticket, timer: of its deadline. reserves: blocks are not taken for it, but counted in `BlockIndex.reserved`; so many as `needed`
-    are, once `complete` is called.
+    ticket, timer: of its deadline. reserves: blocks are not taken for it, but counted in
+    `BlockIndex.reserved`; so many as `needed` are, once `complete` is called.
     """
 
-    __slots__ = ("complete", "envelope", "give_up", "lease", "needed", "owed", "reserves", "taken", "ticket", "timer")
+    __slots__ = (
+        "complete",
+        "envelope",
+        "give_up",
+        "lease",
+        "needed",
+        "owed",
+        "reserves",
+        "taken",
+        "ticket",
+        "timer",
+    )
 
     def __init__(
         self,
@@ -229,7 +251,8 @@ class Waiting:
 
 
 class Segment(NamedTuple):
-    """A run of blocks [start, stop) that can be cached without computing: to be loaded, or being loaded by `joined`."""
+    """A run of blocks [start, stop) that can be cached without computing: to be loaded, or being
+    loaded by `joined`."""
 
     start: int
     stop: int
@@ -237,7 +260,8 @@ class Segment(NamedTuple):
 
 
 class IndexStatistics(NamedTuple):
-    """A moment's picture of PrefixIndex. Hits in blocks, by the tier that held each when it was asked for."""
+    """A moment's picture of PrefixIndex. Hits in blocks, by the tier that held each when it was
+    asked for."""
 
     requests: int
     blocks_looked_up: int

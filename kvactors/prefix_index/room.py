@@ -1,4 +1,5 @@
-"""PrefixIndex, the part that makes room: the queue for device blocks, and the evictions that will free them."""
+"""PrefixIndex, the part that makes room: the queue for device blocks, and the evictions that will
+free them."""
 
 from __future__ import annotations
 
@@ -20,14 +21,17 @@ STEPS = 64
 class Room(Transfers):
     """First come, first served: blocks that become free go to the request that has waited longest.
 
-    free_low, free_high: when fewer than `free_low` device blocks are free after a grant, evict until `free_high` are.
+    free_low, free_high: when fewer than `free_low` device blocks are free after a grant, evict
+    until `free_high` are.
     """
 
     def __init__(self, ref: ActorRef, *, free_low: int, free_high: int, **rest: Any) -> None:
         super().__init__(ref, **rest)
         self.free_low = free_low
         self.free_high = free_high
-        self.waiting: dict[int, Waiting] = {}  # by lease, in order of arrival: a lease waits for one thing at a time
+        self.waiting: dict[
+            int, Waiting
+        ] = {}  # by lease, in order of arrival: a lease waits for one thing at a time
         self.tickets = count(1)
         self.quiescing: list[Envelope[Any]] = []
         self._owed = 0  # blocks that `waiting` lacks, all together
@@ -47,7 +51,8 @@ class Room(Transfers):
         return self._owed
 
     def request_blocks(self, waiter: Waiting, *, wait: bool, deadline: float) -> bool:
-        """Complete the waiter now, or queue it behind evictions. False if there is no room (or, not waiting, none yet)."""
+        """Complete the waiter now, or queue it behind evictions. False if there is no room (or, not
+        waiting, none yet)."""
         if self._complete_now(waiter):
             return True
         deficit, evicted = self.owed() + waiter.needed - self.index.free - self.coming(), 0
@@ -177,7 +182,8 @@ class Room(Transfers):
 
     @on(Sweep)
     def sweep(self, message: Sweep) -> None:
-        """A turn's share of what a clear leaves: requests do not wait for it, `BlockIndex.take` brings back what they need."""
+        """A turn's share of what a clear leaves: requests do not wait for it, `BlockIndex.take`
+        brings back what they need."""
         self._sweeping = False
         self.index.sweep()
         self._sweep_later()
@@ -195,7 +201,10 @@ class Room(Transfers):
         if waiter is not None and waiter.ticket == message.ticket:
             lacking = waiter.owed
             self.stop_waiting(waiter)
-            self.refuse(waiter.envelope, DeadlineExceeded(f"no device blocks became free in time ({lacking} lacking)"))
+            self.refuse(
+                waiter.envelope,
+                DeadlineExceeded(f"no device blocks became free in time ({lacking} lacking)"),
+            )
             self.room_changed()
 
     @on(Withdrawn)

@@ -12,9 +12,11 @@ REMEMBERED = 1024
 
 
 class Roots:
-    """Root hashes by adapter and salt. namespace: the one that requests are admitted under; PrefixIndex alone changes it.
+    """Root hashes by adapter and salt. namespace: the one that requests are admitted under;
+    PrefixIndex alone changes it.
 
-    It belongs to the system, so that a restart of PrefixIndex does not bring an earlier namespace back.
+    It belongs to the system, so that a restart of PrefixIndex does not bring an earlier namespace
+    back.
     """
 
     def __init__(self, model: str, namespace: str, fingerprint: bytes) -> None:

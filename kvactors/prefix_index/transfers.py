@@ -1,4 +1,5 @@
-"""PrefixIndex, the part that moves blocks: loads, evictions and saves in flight, and what their completions mean."""
+"""PrefixIndex, the part that moves blocks: loads, evictions and saves in flight, and what their
+completions mean."""
 
 from __future__ import annotations
 
@@ -15,21 +16,33 @@ from kvactors.native import HOST, BlockTree, Path
 from kvactors.prefix_index.announcing import Announcing
 from kvactors.prefix_index.index import BlockIndex, pick_keys
 from kvactors.prefix_index.lineages import LineageSource
-from kvactors.prefix_index.messages import Admitted, Done, HostGained, HostGone, Landed, Loaded, Offloaded, Overdue, Prefetch
+from kvactors.prefix_index.messages import (
+    Admitted,
+    Done,
+    HostGained,
+    HostGone,
+    Landed,
+    Loaded,
+    Offloaded,
+    Overdue,
+    Prefetch,
+)
 from kvactors.prefix_index.records import EvictOp, Fault, Lease, LoadOp, Offloads, Saving, Segment
 from kvactors.units import Reason
 
 GRACE = 1.0
-"""Seconds past a load's deadline after which its leases go on without it, in other device blocks."""
+"""Seconds past a load's deadline after which its leases go on without it, in other device
+blocks."""
 
 
 class Transfers(Announcing):
     """State and handlers of operations in flight.
 
-    exclusive: a block has one copy among device and host. host_tier: evicted blocks have somewhere to go. fetch: storage may hold
-    what the tree does not know. token_root: with a store that is addressed by
-    tokens alone, the root hash of the scope it was opened with; None without such a store. keep_lineages: the store keeps what block hashes are
-    made of. root_of: the root hash that requests have now.
+    exclusive: a block has one copy among device and host. host_tier: evicted blocks have somewhere
+    to go. fetch: storage may hold what the tree does not know. token_root: with a store that is
+    addressed by tokens alone, the root hash of the scope it was opened with; None without such a
+    store. keep_lineages: the store keeps what block hashes are made of. root_of: the root hash that
+    requests have now.
     """
 
     def __init__(
@@ -49,7 +62,9 @@ class Transfers(Announcing):
         keep_lineages: bool = False,
         root_of: Callable[[Origin], bytes] = lambda _: b"",
     ) -> None:
-        super().__init__(ref, index=index, notifier=notifier, announce=announce, announce_whole=announce_whole)
+        super().__init__(
+            ref, index=index, notifier=notifier, announce=announce, announce_whole=announce_whole
+        )
         self.lineages = LineageSource(keep_lineages, self.origins, root_of)
         self.era = era
         self.evictor = evictor
@@ -75,12 +90,16 @@ class Transfers(Announcing):
         wanted = max(0, limit - run)
         if wanted:
             lineages = self.lineages.of_path(path, 0, limit)
-            self.tell(self.evictor, PrefetchToHost(path.root, path.keys(0, limit), run, message.deadline, lineages))
+            self.tell(
+                self.evictor,
+                PrefetchToHost(path.root, path.keys(0, limit), run, message.deadline, lineages),
+            )
         self.answer(envelope, Done(wanted))
 
     def storable(self, path: Path) -> int:
-        """Leading blocks that the store can tell from all others: of a store that is addressed by tokens alone, those of the scope it was
-        opened with that have no extra keys in their path."""
+        """Leading blocks that the store can tell from all others: of a store that is addressed by
+        tokens alone, those of the scope it was opened with that have no extra keys in their
+        path."""
         if self.token_root is None:
             return path.num_full_blocks
         return path.num_plain_blocks if path.root == self.token_root else 0
@@ -92,7 +111,8 @@ class Transfers(Announcing):
     # -- loads: begin
 
     def begin_loads(self, lease: Lease, segments: Sequence[Segment], *, placed: bool) -> None:
-        """Send a Load for each segment nobody loads yet, and join the others. placed: the block table has its targets."""
+        """Send a Load for each segment nobody loads yet, and join the others. placed: the block
+        table has its targets."""
         previous: LoadOp | None = None
         for start, stop, joined in segments:
             if joined is not None:
@@ -108,10 +128,24 @@ class Transfers(Announcing):
             path, blocks = lease.path, tuple(load.blocks)
             fetch = stop <= self.fetchable(path)
             tokens = path.tokens(0, stop) if fetch and self.token_root is not None else b""
-            keys, lineages = path.keys(0, stop), self.lineages.of_path(path, 0, stop) if fetch else None
+            keys, lineages = (
+                path.keys(0, stop),
+                self.lineages.of_path(path, 0, stop) if fetch else None,
+            )
             self.tell(
                 self.evictor,
-                Load(load.op, path.root, keys, start, blocks, lease.deadline, fetch, tokens, self.era, lineages),
+                Load(
+                    load.op,
+                    path.root,
+                    keys,
+                    start,
+                    blocks,
+                    lease.deadline,
+                    fetch,
+                    tokens,
+                    self.era,
+                    lineages,
+                ),
             )
 
     def place_loads(self, lease: Lease) -> None:
@@ -126,7 +160,9 @@ class Transfers(Announcing):
 
     def cancel_loads(self, lease: Lease, first: int) -> None:
         """Forget the lease's own unplaced loads from position `first` on."""
-        for load in [op for op in lease.ops if op.owner is lease and not op.blocks and op.start >= first]:
+        for load in [
+            op for op in lease.ops if op.owner is lease and not op.blocks and op.start >= first
+        ]:
             lease.ops.remove(load)
             del self.loads[load.op]
             self.tell(self.evictor, Cancel(load.op))
@@ -152,7 +188,8 @@ class Transfers(Announcing):
 
     @on(Overdue)
     def overdue(self, message: Overdue) -> None:
-        """No answer although the deadline is past: its leases go on in other blocks; the targets wait for the answer."""
+        """No answer although the deadline is past: its leases go on in other blocks; the targets
+        wait for the answer."""
         load = self.loads.get(message.op)
         if load is None or load.result is not None:
             return
@@ -195,7 +232,9 @@ class Transfers(Announcing):
             if lease is not None:
                 self._leave(lease, load, landed, from_host, owner=lease is load.owner)
 
-    def _leave(self, lease: Lease, load: LoadOp, landed: int, from_host: int, *, owner: bool) -> None:
+    def _leave(
+        self, lease: Lease, load: LoadOp, landed: int, from_host: int, *, owner: bool
+    ) -> None:
         """One load less that this lease waits for."""
         lease.ops.remove(load)
         before = lease.path.num_committed
@@ -209,19 +248,27 @@ class Transfers(Announcing):
             self.lease_ready(lease)
 
     def _replace_targets(self, lease: Lease, load: LoadOp, first: int) -> None:
-        """What did not land stood in blocks that are not this lease's: it gets blocks of its own to compute into."""
+        """What did not land stood in blocks that are not this lease's: it gets blocks of its own to
+        compute into."""
         targets = set(load.blocks)
         last = min(load.stop, lease.path.num_blocks)
-        positions = [p for p in range(max(first, lease.path.num_committed), last) if lease.path.blocks(p, p + 1)[0] in targets]
+        positions = [
+            p
+            for p in range(max(first, lease.path.num_committed), last)
+            if lease.path.blocks(p, p + 1)[0] in targets
+        ]
         self._give_own_blocks(lease, positions)
 
     def _give_own_blocks(self, lease: Lease, positions: list[int]) -> None:
-        """Blocks to compute into, in place of shared ones at these positions; without room the lease has a fault."""
+        """Blocks to compute into, in place of shared ones at these positions; without room the
+        lease has a fault."""
         if self.index.free < len(positions):
             self.drop(len(positions) - self.index.free)
         if self.index.free < len(positions):
             lease.fault = lease.fault or Fault(NoRoom, (len(positions), self.index.free))
-            for position in positions:  # the blocks belong to the load: this lease must not give them back
+            for (
+                position
+            ) in positions:  # the blocks belong to the load: this lease must not give them back
                 lease.tree.replace(lease.path, position, -1)
             return
         fresh = self.index.take(len(positions))
@@ -243,7 +290,8 @@ class Transfers(Announcing):
                 self.answer(envelope, landed(lease, self.index.block_size))
 
     def _keep_media_whole(self, lease: Lease) -> None:
-        """If loads ended within a media item, the request computes all of it, in blocks that are not shared."""
+        """If loads ended within a media item, the request computes all of it, in blocks that are
+        not shared."""
         if not lease.media:
             return
         committed = lease.path.num_committed
@@ -254,14 +302,18 @@ class Transfers(Announcing):
         lease.storage_hits -= (less := min(lease.storage_hits, excess := committed - kept))
         lease.host_hits -= (more := min(lease.host_hits, excess - less))
         lease.device_hits -= excess - less - more
-        # Also beyond what is committed: a load may have landed after a position whose load failed and which another request computed.
+        # Also beyond what is committed: a load may have landed after a position whose load failed
+        # and which another request computed.
         table = lease.path.blocks(kept, lease.path.num_blocks)
-        self._give_own_blocks(lease, [position for position, block in enumerate(table, kept) if block < 0])
+        self._give_own_blocks(
+            lease, [position for position, block in enumerate(table, kept) if block < 0]
+        )
 
     # -- evictions
 
     def evict(self, wanted: int) -> int:
-        """Start to free `wanted` device blocks, at most a part, least recently used first; returns how many will be (or are) free."""
+        """Start to free `wanted` device blocks, at most a part, least recently used first; returns
+        how many will be (or are) free."""
         op = self.index.evict(min(wanted, self.part), next(self.ops))
         if not op.total:
             return 0
@@ -269,7 +321,12 @@ class Transfers(Announcing):
         self.evicted += op.total
         if self.host_tier and self.exclusive:
             self.offloads[op.op] = op
-            self.tell(self.evictor, Offload(op.op, op.keys, op.parents, op.blocks, self.era, self.lineages.of_eviction(op)))
+            self.tell(
+                self.evictor,
+                Offload(
+                    op.op, op.keys, op.parents, op.blocks, self.era, self.lineages.of_eviction(op)
+                ),
+            )
         else:
             self._evict_done(op, bytes(state & HOST for state in op.states))
         return op.total
@@ -308,7 +365,9 @@ class Transfers(Announcing):
         whole = save.whole
         if not whole.tree.retired:
             keys = whole.path.keys(save.start, save.start + len(message.kept))
-            whole.tree.host_gained(pick_keys(keys, [j for j, kept in enumerate(message.kept) if kept]))
+            whole.tree.host_gained(
+                pick_keys(keys, [j for j, kept in enumerate(message.kept) if kept])
+            )
         whole.parts -= 1
         if not whole.parts:
             self.give_back_path(whole.tree, whole.path)
@@ -321,12 +380,14 @@ class Transfers(Announcing):
 
     @on(HostGained)
     def host_gained(self, message: HostGained) -> None:
-        """The host tier has some more. What it sent before it handled a clear is about blocks that are gone by then."""
+        """The host tier has some more. What it sent before it handled a clear is about blocks that
+        are gone by then."""
         if message.clears == self.clears and message.era == self.era:
             self.index.tree.host_gained(message.keys)
 
     def data_plane_restarted(self) -> None:
-        """Host tier and swapper began anew and no copy runs: what was in flight did not arrive, what was on the host is gone."""
+        """Host tier and swapper began anew and no copy runs: what was in flight did not arrive,
+        what was on the host is gone."""
         for load in self.loads.values():
             if load.result is None:
                 load.result = (0, 0)
@@ -363,4 +424,10 @@ def landed(lease: Lease, block_size: int) -> Landed:
     """The final state of a lease whose loads are over."""
     path = lease.path
     cached = lease.device_hits + lease.host_hits + lease.storage_hits
-    return Landed(tuple(path.blocks()), cached * block_size, lease.device_hits, lease.host_hits, lease.storage_hits)
+    return Landed(
+        tuple(path.blocks()),
+        cached * block_size,
+        lease.device_hits,
+        lease.host_hits,
+        lease.storage_hits,
+    )

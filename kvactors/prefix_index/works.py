@@ -1,4 +1,5 @@
-"""PrefixIndex, the part that does long work in parts: a turn each, between which other messages are handled."""
+"""PrefixIndex, the part that does long work in parts: a turn each, between which other messages are
+handled."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from kvactors.prefix_index.parts import part_of
 
 
 class Works(Actor):
-    """Holds the tree and the pool. part: blocks that a turn handles at most. closing: paths whose blocks are on their way back to the pool."""
+    """Holds the tree and the pool. part: blocks that a turn handles at most. closing: paths whose
+    blocks are on their way back to the pool."""
 
     def __init__(self, ref: ActorRef, *, index: BlockIndex) -> None:
         super().__init__(ref)
@@ -39,7 +41,8 @@ class Works(Actor):
         """Blocks became free, or an operation ended: see who waits for that."""
 
     def give_back_path(self, tree: BlockTree, path: Path) -> None:
-        """Drop what a path holds, the deepest blocks first; those that nothing else uses are free. What is longer than a part is free later."""
+        """Drop what a path holds, the deepest blocks first; those that nothing else uses are free.
+        What is longer than a part is free later."""
         if max(path.num_blocks, path.num_held) <= self.part:
             self.index.pool.give(tree.release(path))
         else:

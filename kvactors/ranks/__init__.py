@@ -1,1 +1,2 @@
-"""Tensor-parallel ranks in processes of their own: each moves its share of every block, without a barrier between them."""
+"""Tensor-parallel ranks in processes of their own: each moves its share of every block, without a
+barrier between them."""

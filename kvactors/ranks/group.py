@@ -1,10 +1,13 @@
-"""The leader's side of its ranks: every operation is sent to all of them at once, and the answers are gathered without a barrier.
+"""The leader's side of its ranks: every operation is sent to all of them at once, and the answers
+are gathered without a barrier.
 
-A rank that does not answer in time is silent: from then on nothing is sent to any rank, and every operation fails at once, until it
-has answered everything it was asked. A rank whose store is late is not silent as long as it answers a ping: copies go on. Operations of a
-silent rank stay open, and with them their slots and device blocks: a process that was stopped in the middle of a copy may go on with it
-at any moment. A rank whose connection is lost may have lost its memory, so everything that was cached before is void; the operations it was
-asked have ended when it connects again (it finishes them before it sends its identity).
+A rank that does not answer in time is silent: from then on nothing is sent to any rank, and every
+operation fails at once, until it has answered everything it was asked. A rank whose store is late
+is not silent as long as it answers a ping: copies go on. Operations of a silent rank stay open, and
+with them their slots and device blocks: a process that was stopped in the middle of a copy may go
+on with it at any moment. A rank whose connection is lost may have lost its memory, so everything
+that was cached before is void; the operations it was asked have ended when it connects again (it
+finishes them before it sends its identity).
 """
 
 from __future__ import annotations
@@ -46,17 +49,21 @@ from kvactors.ranks_config import RanksConfig, Secret
 log = get_logger()
 
 UNCLAIMED = 32
-"""Connections that have no rank's place yet, at most, and two more for each rank; the oldest is closed for a new one."""
+"""Connections that have no rank's place yet, at most, and two more for each rank; the oldest is
+closed for a new one."""
 
 PENALTY_LEAST, PENALTY_MOST = 0.5, 30.0
-"""Seconds a rank must wait after it violated the protocol before it is admitted again; doubled each time."""
+"""Seconds a rank must wait after it violated the protocol before it is admitted again; doubled each
+time."""
 
 
 class RankGroup:
-    """All ranks of one cache. identity: of the store and the layout. blocks, slots: what every rank must have. storage: the kind of back end.
+    """All ranks of one cache. identity: of the store and the layout. blocks, slots: what every rank
+    must have. storage: the kind of back end.
 
-    era: how often memory may have been lost. changed: called with a rank's number and health whenever that changes. names: what the stores
-    of all ranks hold, if there are stores. layers: of a block, at most as many can arrive. used: whether a cache relies on the ranks' memory.
+    era: how often memory may have been lost. changed: called with a rank's number and health
+    whenever that changes. names: what the stores of all ranks hold, if there are stores. layers: of
+    a block, at most as many can arrive. used: whether a cache relies on the ranks' memory.
     """
 
     def __init__(
@@ -89,7 +96,9 @@ class RankGroup:
         self._admission: asyncio.Future[None] | None = None
         self._progress = 0.0
         self._silence = Silence(config.timeout, self._set)
-        self._listener = Listener(self.meet, lambda source, reason: self.strangers.refused(source, "another user", reason))
+        self._listener = Listener(
+            self.meet, lambda source, reason: self.strangers.refused(source, "another user", reason)
+        )
 
     @property
     def healthy(self) -> bool:
@@ -100,7 +109,8 @@ class RankGroup:
         """Listen, and wait until every rank was admitted.
 
         Raises:
-            RankError: not all ranks came in `ranks.start` seconds (a rank that sends its names gets more), or nothing can listen there.
+            RankError: not all ranks came in `ranks.start` seconds (a rank that sends its names gets
+            more), or nothing can listen there.
         """
         try:
             began = self._progress = now()
@@ -108,7 +118,13 @@ class RankGroup:
                 rank.since = began
             await self._listener.start(self.config.endpoint)
             while not self.healthy:
-                left = max(began + self.config.start, self._progress + PAGE_LIMIT if self._joining else 0.0) - now()
+                left = (
+                    max(
+                        began + self.config.start,
+                        self._progress + PAGE_LIMIT if self._joining else 0.0,
+                    )
+                    - now()
+                )
                 if left <= 0:
                     break
                 self._admission = asyncio.get_running_loop().create_future()
@@ -120,7 +136,8 @@ class RankGroup:
             raise
 
     def release(self) -> None:
-        """Nothing will be reused any more: operations that wait for a silent or lost rank need not wait longer."""
+        """Nothing will be reused any more: operations that wait for a silent or lost rank need not
+        wait longer."""
         self._closing = self._silence.closing = True
         for rank in self._ranks:
             if rank.health is not Health.HEALTHY:
@@ -147,12 +164,14 @@ class RankGroup:
         partial: bool = False,
         only: int | None = None,
     ) -> list[Answer | None]:
-        """Send the message that `build` makes for an operation number to every rank; an answer for each, None for a rank that has none to give.
-        While a rank is away or silent nothing is sent, and no rank has an answer. Cancelled, it still waits until nothing is in flight.
+        """Send the message that `build` makes for an operation number to every rank; an answer for
+        each, None for a rank that has none to give. While a rank is away or silent nothing is sent,
+        and no rank has an answer. Cancelled, it still waits until nothing is in flight.
 
-        arrived: called with the layers that all ranks have, whenever there are more. outcomes: how many an answer must have. worst: the
-        greatest value of an outcome; a rank with other answers loses its connection. partial: ask the healthy ranks even if others are not.
-        only: ask this rank.
+        arrived: called with the layers that all ranks have, whenever there are more. outcomes: how
+        many an answer must have. worst: the greatest value of an outcome; a rank with other answers
+        loses its connection. partial: ask the healthy ranks even if others are not. only: ask this
+        rank.
         """
         if not (self.healthy or (partial and not self._closing)):
             return [None] * len(self._ranks)
@@ -179,7 +198,11 @@ class RankGroup:
                 stored=isinstance(message, StoreObjects | MoveDevice),
             )
             answers.append(operation.answer)
-            if rank.health is not Health.HEALTHY or rank.link is None or only not in (None, rank.number):
+            if (
+                rank.health is not Health.HEALTHY
+                or rank.link is None
+                or only not in (None, rank.number)
+            ):
                 operation.over(None)
                 continue
             operation.timer = loop.call_later(self.config.timeout, self._silence.late, rank, op)
@@ -192,7 +215,8 @@ class RankGroup:
     # -- connections
 
     async def meet(self, wire: Wire) -> None:
-        """Serve one connection to its end: check its secret and identity, admit the rank, and receive its answers."""
+        """Serve one connection to its end: check its secret and identity, admit the rank, and
+        receive its answers."""
         if self._closing:
             return
         while len(self._unclaimed) >= UNCLAIMED + 2 * self.config.count:
@@ -215,7 +239,9 @@ class RankGroup:
             with anyio.move_on_after(LIMIT):
                 identity = await wire.receive()
             if not isinstance(identity, Identity):
-                self.strangers.refused(wire.source, "no identity", wire.violation or type(identity).__name__)
+                self.strangers.refused(
+                    wire.source, "no identity", wire.violation or type(identity).__name__
+                )
                 return
             reason = misfit(identity, self) or await self._claim(identity)
             if reason:
@@ -229,13 +255,16 @@ class RankGroup:
             wire.close()
 
     async def _claim(self, identity: Identity) -> str:
-        """Wait until the rank's number is free. Returns why it is not: another process serves it and answers."""
+        """Wait until the rank's number is free. Returns why it is not: another process serves it
+        and answers."""
         rank = self._ranks[identity.rank]
         await asyncio.sleep(max(0.0, rank.not_before - now()))
         while (link := rank.link) is not None:
             if await link.answers():
                 return f"rank {rank.number} is served by another process, which answers"
-            self._lost(rank, link, "replaced: it did not answer when another process claimed its number")
+            self._lost(
+                rank, link, "replaced: it did not answer when another process claimed its number"
+            )
         return ""
 
     async def _serve(self, rank: Rank, link: Link) -> None:
@@ -255,7 +284,8 @@ class RankGroup:
             await asyncio.wait((joining,))
 
     async def _join(self, rank: Rank, link: Link) -> None:
-        """Receive the names in a rank's store and admit it. One rank at a time, so that one set of names is in memory."""
+        """Receive the names in a rank's store and admit it. One rank at a time, so that one set of
+        names is in memory."""
         while self._joining is not None:
             await asyncio.wait((self._joining,))
         turn = self._joining = asyncio.get_running_loop().create_future()
@@ -306,7 +336,8 @@ class RankGroup:
         log.info("rank admitted", rank=rank.number, objects=link.identity.objects)
 
     async def _receive(self, rank: Rank, link: Link) -> str:
-        """Handle a rank's messages until the connection is lost. Violation for one that the protocol does not allow."""
+        """Handle a rank's messages until the connection is lost. Violation for one that the
+        protocol does not allow."""
         while (message := await link.wire.receive()) is not None:
             if rank.link is not link:
                 return "replaced"
@@ -331,7 +362,8 @@ class RankGroup:
             return  # the answer came first
         if operation.arrived is None or not 0 <= message.layers <= self.layers:
             raise Violation(
-                f"{message.layers} layers of operation {message.op}, which has {self.layers if operation.arrived else 0}"
+                f"{message.layers} layers of operation {message.op}, which has "
+                f"{self.layers if operation.arrived else 0}"
             )
         operation.arrived(message.layers)
 

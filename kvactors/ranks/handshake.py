@@ -1,8 +1,9 @@
 """Proof in both directions that leader and rank have the same secret: HMAC-SHA256 over two nonces.
 
-The rank proves first, so that a stranger that connects to the leader receives nothing that is derived from the secret. A proof covers the
-sender's role and both nonces: it can be neither replayed on another connection nor sent back. Messages after the handshake are
-neither encrypted nor signed. Without a secret (unix sockets) the same messages are exchanged with an empty key.
+The rank proves first, so that a stranger that connects to the leader receives nothing that is
+derived from the secret. A proof covers the sender's role and both nonces: it can be neither
+replayed on another connection nor sent back. Messages after the handshake are neither encrypted nor
+signed. Without a secret (unix sockets) the same messages are exchanged with an empty key.
 """
 
 from __future__ import annotations
@@ -13,7 +14,16 @@ import secrets
 import anyio
 
 from kvactors.errors import RankError
-from kvactors.ranks.protocol import MOST_BYTES, NONCE_BYTES, UNPROVEN_BYTES, VERSION, Challenge, Hello, Proof, Refused
+from kvactors.ranks.protocol import (
+    MOST_BYTES,
+    NONCE_BYTES,
+    UNPROVEN_BYTES,
+    VERSION,
+    Challenge,
+    Hello,
+    Proof,
+    Refused,
+)
 from kvactors.ranks.wire import Wire
 from kvactors.ranks_config import Secret
 
@@ -25,12 +35,14 @@ DOMAIN = b"kvactors ranks 2 "
 
 def mac(secret: Secret, role: bytes, rank_nonce: bytes, leader_nonce: bytes) -> bytes:
     """What one role must present for two nonces."""
-    return hmac.digest(secret.encoded(), DOMAIN + role + b"\0" + rank_nonce + leader_nonce, "sha256")
+    return hmac.digest(
+        secret.encoded(), DOMAIN + role + b"\0" + rank_nonce + leader_nonce, "sha256"
+    )
 
 
 async def check_rank(wire: Wire, secret: Secret) -> tuple[str, bool]:
-    """The leader's side. Returns why the connection is refused, and whether the other end is to be sent it (`refuse`); an empty reason if it has
-    the secret."""
+    """The leader's side. Returns why the connection is refused, and whether the other end is to be
+    sent it (`refuse`); an empty reason if it has the secret."""
     wire.limit = UNPROVEN_BYTES
     reason, answer = f"no proof in {LIMIT:.0f} s", False
     with anyio.move_on_after(LIMIT):
@@ -43,7 +55,9 @@ async def _check_rank(wire: Wire, secret: Secret) -> tuple[str, bool]:
     hello = await wire.receive()
     if not isinstance(hello, Hello):
         return wire.violation or (
-            "closed before a hello" if hello is None else f"{type(hello).__name__} in place of a hello"
+            "closed before a hello"
+            if hello is None
+            else f"{type(hello).__name__} in place of a hello"
         ), False
     if hello.version != VERSION:
         return f"protocol version {hello.version} of the rank, {VERSION} of the leader", True
@@ -54,7 +68,9 @@ async def _check_rank(wire: Wire, secret: Secret) -> tuple[str, bool]:
     proof = await wire.receive()
     if not isinstance(proof, Proof):
         return wire.violation or (
-            "closed before a proof" if proof is None else f"{type(proof).__name__} in place of a proof"
+            "closed before a proof"
+            if proof is None
+            else f"{type(proof).__name__} in place of a proof"
         ), False
     if not hmac.compare_digest(proof.mac, mac(secret, b"rank", hello.nonce, nonce)):
         return "the rank's secret is not the leader's (ranks.secret or KVACTORS_RANKS_SECRET)", True
@@ -63,14 +79,16 @@ async def _check_rank(wire: Wire, secret: Secret) -> tuple[str, bool]:
 
 
 async def refuse(wire: Wire, reason: str) -> None:
-    """Send the reason, and wait for at most LIMIT seconds until the other end, which has read it then, closes the connection."""
+    """Send the reason, and wait for at most LIMIT seconds until the other end, which has read it
+    then, closes the connection."""
     wire.send(Refused(reason))
     with anyio.move_on_after(LIMIT):
         await wire.receive()
 
 
 async def check_leader(wire: Wire, secret: Secret) -> bool:
-    """The rank's side: whether the other end has the secret; False if the connection was lost before that is known.
+    """The rank's side: whether the other end has the secret; False if the connection was lost
+    before that is known.
 
     Raises:
         RankError: the leader refuses this rank, or does not have its secret.
@@ -93,7 +111,9 @@ async def _check_leader(wire: Wire, secret: Secret) -> bool:
     if not isinstance(challenge, Challenge) or len(challenge.nonce) != NONCE_BYTES:
         return False
     if challenge.version != VERSION:
-        raise RankError(f"protocol version {VERSION} of the rank, {challenge.version} of the leader")
+        raise RankError(
+            f"protocol version {VERSION} of the rank, {challenge.version} of the leader"
+        )
     wire.send(Proof(mac(secret, b"rank", nonce, challenge.nonce)))
     proof = await wire.receive()
     if isinstance(proof, Refused):
@@ -101,5 +121,7 @@ async def _check_leader(wire: Wire, secret: Secret) -> bool:
     if not isinstance(proof, Proof):
         return False
     if not hmac.compare_digest(proof.mac, mac(secret, b"leader", nonce, challenge.nonce)):
-        raise RankError("the leader's secret is not the rank's (ranks.secret or KVACTORS_RANKS_SECRET)")
+        raise RankError(
+            "the leader's secret is not the rank's (ranks.secret or KVACTORS_RANKS_SECRET)"
+        )
     return True

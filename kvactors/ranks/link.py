@@ -22,7 +22,8 @@ class Violation(RankError):
 
 
 class Link:
-    """identity: what the rank is. received: names that have arrived while it joins. admitted: whether it takes part in operations."""
+    """identity: what the rank is. received: names that have arrived while it joins. admitted:
+    whether it takes part in operations."""
 
     def __init__(self, wire: Wire, identity: Identity) -> None:
         self.wire = wire
@@ -35,7 +36,8 @@ class Link:
         self._pong: asyncio.Future[bool] | None = None
 
     async def answers(self, limit: float = PING_LIMIT) -> bool:
-        """Whether the rank answers a ping in `limit` seconds; False at once when the connection is lost."""
+        """Whether the rank answers a ping in `limit` seconds; False at once when the connection is
+        lost."""
         if self._pong is None or self._pong.done():
             self._pong = asyncio.get_running_loop().create_future()
             self.wire.send(Ping())
@@ -52,7 +54,11 @@ class Link:
         """A page of names has arrived. Violation if it was not asked for or is not a page."""
         if not self._asked:
             raise Violation("names that were not asked for")
-        if len(page.keys) % KEY_BYTES or len(page.keys) > PAGE_NAMES * KEY_BYTES or not (page.keys or page.last):
+        if (
+            len(page.keys) % KEY_BYTES
+            or len(page.keys) > PAGE_NAMES * KEY_BYTES
+            or not (page.keys or page.last)
+        ):
             raise Violation(f"a page of {len(page.keys)} bytes of names")
         self._asked -= 1
         self.received += len(page.keys) // KEY_BYTES
@@ -63,7 +69,8 @@ class Link:
             self._page.set_result(None)
 
     async def next_page(self) -> Names | None:
-        """The next page of names, with WINDOW pages in flight; None after PAGE_LIMIT seconds without one, or when the connection is lost."""
+        """The next page of names, with WINDOW pages in flight; None after PAGE_LIMIT seconds
+        without one, or when the connection is lost."""
         more = WINDOW - self._asked - len(self._pages)
         if more > 0:
             self._asked += more

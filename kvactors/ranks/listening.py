@@ -1,7 +1,8 @@
 """Sockets of leaders and ranks: where a leader listens, who may connect, and how a rank connects.
 
-A unix socket is created with mode 0600, and both ends check the other's user id (the same user, or root). A stale socket is replaced under
-a lock on its folder, so that of two leaders that start at once one gets an error.
+A unix socket is created with mode 0600, and both ends check the other's user id (the same user, or
+root). A stale socket is replaced under a lock on its folder, so that of two leaders that start at
+once one gets an error.
 """
 
 from __future__ import annotations
@@ -27,22 +28,27 @@ Met = Callable[[Wire], Awaitable[None]]
 """Handles one connection; it is closed when this returns."""
 
 BUFFER = 16 << 10
-"""Bytes that a socket's reader holds before it stops reading (it may hold one more read of up to 256 KiB)."""
+"""Bytes that a socket's reader holds before it stops reading (it may hold one more read of up to
+256 KiB)."""
 
 LOCK_TRIES, LOCK_PAUSE = 100, 0.05
 
 SETTLE = 5
-"""Steps of the loop in which asyncio finishes connections that it was accepting, and closes the sockets of those that were aborted."""
+"""Steps of the loop in which asyncio finishes connections that it was accepting, and closes the
+sockets of those that were aborted."""
 
 _in_memory: dict[str, Listener] = {}
 """Listeners at memory:// endpoints of this process."""
 
 
 class Listener:
-    """Accepts connections at one endpoint. met: awaited for each; stopping cancels what has not returned. foreign: called with the source
-    and the reason for a connection that is closed because of its user."""
+    """Accepts connections at one endpoint. met: awaited for each; stopping cancels what has not
+    returned. foreign: called with the source and the reason for a connection that is closed because
+    of its user."""
 
-    def __init__(self, met: Met, foreign: Callable[[str, str], None] = lambda _source, _reason: None) -> None:
+    def __init__(
+        self, met: Met, foreign: Callable[[str, str], None] = lambda _source, _reason: None
+    ) -> None:
         self.met = met
         self.foreign = foreign
         self._tasks: set[asyncio.Task[None]] = set()
@@ -62,7 +68,9 @@ class Listener:
                 sock = await _bind_unix(host)
                 made = os.lstat(host)
                 self._path = (host, made.st_dev, made.st_ino)
-                self._server = await asyncio.start_unix_server(self._accept, sock=sock, limit=BUFFER)
+                self._server = await asyncio.start_unix_server(
+                    self._accept, sock=sock, limit=BUFFER
+                )
             else:
                 self._server = await asyncio.start_server(self._accept, host, port, limit=BUFFER)
         except OSError as error:
@@ -74,7 +82,10 @@ class Listener:
             pid, uid = peer_of(sock)
             source = f"uid {uid}"
             if not is_trusted(uid):
-                self.foreign(source, f"process {pid} of user {uid}; only user {os.geteuid()} and root may connect")
+                self.foreign(
+                    source,
+                    f"process {pid} of user {uid}; only user {os.geteuid()} and root may connect",
+                )
                 writer.transport.abort()
                 return
         else:
@@ -90,18 +101,22 @@ class Listener:
         task = asyncio.get_running_loop().create_task(self._handle(wire))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(lambda _: wire.close())  # a task that is cancelled before its first step runs no `finally`
+        task.add_done_callback(
+            lambda _: wire.close()
+        )  # a task that is cancelled before its first step runs no `finally`
 
     async def _handle(self, wire: Wire) -> None:
         await self.met(wire)
 
     async def stop(self) -> None:
-        """Accept nothing more, close every connection, and remove the socket's path if it is still this listener's."""
+        """Accept nothing more, close every connection, and remove the socket's path if it is still
+        this listener's."""
         self._stopped = True
         if self._name and _in_memory.get(self._name) is self:
             del _in_memory[self._name]
         if self._path is not None:
-            _remove_own(*self._path)  # before the socket is closed: another leader does not take the path of one that listens
+            # before the socket is closed: another leader does not take the path of one that listens
+            _remove_own(*self._path)
         if self._server is not None:
             await _close_server(self._server)
         tasks = list(self._tasks)
@@ -114,10 +129,13 @@ class Listener:
 
 
 async def _close_server(server: asyncio.Server) -> None:
-    """Close a server when no connection is being accepted: asyncio would leave the socket of such a connection open (seen in 3.11)."""
+    """Close a server when no connection is being accepted: asyncio would leave the socket of such a
+    connection open (seen in 3.11)."""
     loop = asyncio.get_running_loop()
     for sock in server.sockets:
-        with suppress(RuntimeError, NotImplementedError):  # other loops than asyncio's accept in another way
+        with suppress(
+            RuntimeError, NotImplementedError
+        ):  # other loops than asyncio's accept in another way
             loop.remove_reader(sock.fileno())
     for _ in range(SETTLE):
         await asyncio.sleep(0)
@@ -168,7 +186,8 @@ async def _lock(folder: int, path: str) -> None:
 
 
 def _remove_stale(path: str) -> None:
-    """Remove a socket that no process listens at. OSError if one does, or if something else is there."""
+    """Remove a socket that no process listens at. OSError if one does, or if something else is
+    there."""
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
@@ -189,7 +208,9 @@ def _remove_stale(path: str) -> None:
 
 def peer_of(sock: socket.socket) -> tuple[int, int]:
     """Process and user id at the other end of a unix socket."""
-    pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    pid, uid, _ = struct.unpack(
+        "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    )
     return pid, uid
 
 
@@ -199,17 +220,22 @@ def is_trusted(uid: int) -> bool:
 
 
 async def connect(endpoint: str) -> Wire:
-    """A connection to a leader. ConfigError, OSError (PermissionError if a process of another user listens at a unix socket)."""
+    """A connection to a leader. ConfigError, OSError (PermissionError if a process of another user
+    listens at a unix socket)."""
     scheme, host, port = split_endpoint(endpoint)
     if scheme == "memory":
         return _connect_in_memory(host)
     if scheme != "unix":
-        return StreamWire(*await asyncio.open_connection(host, port, limit=BUFFER), f"{host}:{port}")
+        return StreamWire(
+            *await asyncio.open_connection(host, port, limit=BUFFER), f"{host}:{port}"
+        )
     reader, writer = await asyncio.open_unix_connection(host, limit=BUFFER)
     pid, uid = peer_of(writer.get_extra_info("socket"))
     if not is_trusted(uid):
         writer.transport.abort()
-        raise PermissionError(f"process {pid} of user {uid} listens at {host}, not user {os.geteuid()} or root")
+        raise PermissionError(
+            f"process {pid} of user {uid} listens at {host}, not user {os.geteuid()} or root"
+        )
     return StreamWire(reader, writer, host)
 
 

@@ -10,20 +10,31 @@ from kvactors.storage.backends.direct import DirectBackend
 log = get_logger()
 
 NOT_MOVED, FAILED = 1, 2
-"""Outcomes of a block that was not moved: it is not there (or there is no room for it), or the store failed."""
+"""Outcomes of a block that was not moved: it is not there (or there is no room for it), or the
+store failed."""
 
 
 def cannot_be(message: MoveDevice, device: Device) -> str:
     """Why a move cannot be made; empty if it can."""
     block_bytes, blocks = 4 * device.layout.block_size, message.blocks
-    if min(blocks, default=0) < 0 or max(blocks, default=-1) >= device.num_blocks or len(set(blocks)) < len(blocks):
-        return f"blocks {min(blocks)} to {max(blocks)}, {len(set(blocks))} different ones of {device.num_blocks}"
+    if (
+        min(blocks, default=0) < 0
+        or max(blocks, default=-1) >= device.num_blocks
+        or len(set(blocks)) < len(blocks)
+    ):
+        return (
+            f"blocks {min(blocks)} to {max(blocks)}, {len(set(blocks))} different ones of "
+            f"{device.num_blocks}"
+        )
     if (
         message.start < 0
         or (message.start + len(blocks)) * block_bytes > len(message.tokens)
         or len(message.tokens) % block_bytes
     ):
-        return f"{len(blocks)} blocks from block {message.start} on, of a path of {len(message.tokens)} bytes of tokens"
+        return (
+            f"{len(blocks)} blocks from block {message.start} on, of a path of "
+            f"{len(message.tokens)} bytes of tokens"
+        )
     return ""
 
 
@@ -38,4 +49,6 @@ async def carried_out(direct: DirectBackend | None, message: MoveDevice, rank: i
             failed = direct.unavailable > before or not direct.breaker.closed()
         except Exception as error:
             log.error("device store failed", rank=rank, call=message.kind, error=repr(error))
-    return Answer(message.op, bytes(good) + bytes([FAILED if failed else NOT_MOVED]) * (count - good))
+    return Answer(
+        message.op, bytes(good) + bytes([FAILED if failed else NOT_MOVED]) * (count - good)
+    )

@@ -1,7 +1,9 @@
-"""The names that the stores of all ranks hold, kept by the leader and built page by page while a rank joins.
+"""The names that the stores of all ranks hold, kept by the leader and built page by page while a
+rank joins.
 
-No step handles more than PAGE_NAMES names or one shard, so that a rank with millions of objects joins without keeping the loop. Ranks
-join one after another: beside the names that all ranks hold there is one set of names at most, whose members are the same objects.
+No step handles more than PAGE_NAMES names or one shard, so that a rank with millions of objects
+joins without keeping the loop. Ranks join one after another: beside the names that all ranks hold
+there is one set of names at most, whose members are the same objects.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from kvactors.ranks.protocol import PAGE_NAMES
 from kvactors.units import KEY_BYTES
 
 SHARDS = 1024
-"""Tables that a set of names is divided into: a table that grows is copied at once, one of 10 million names would keep the loop for long."""
+"""Tables that a set of names is divided into: a table that grows is copied at once, one of 10
+million names would keep the loop for long."""
 
 
 class NameSet:
@@ -61,9 +64,10 @@ class NameSet:
 class RankNames:
     """What the stores of all ranks hold. ranks: how many there are.
 
-    departed: names that ceased to be held after all ranks had joined, and that have not been reported yet. generations: how often each
-    rank's store has been cleared. uneven: whether these numbers differ: a clear did not reach every rank before its leader stopped. Then
-    nothing is held until all stores have been cleared.
+    departed: names that ceased to be held after all ranks had joined, and that have not been
+    reported yet. generations: how often each rank's store has been cleared. uneven: whether these
+    numbers differ: a clear did not reach every rank before its leader stopped. Then nothing is held
+    until all stores have been cleared.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -103,7 +107,8 @@ class RankNames:
                 joining.seen.discard(name)
 
     def drop_all(self) -> NameSet:
-        """Hold nothing; returns what was held, to be freed in slices. It is not departed: `Cleared` reports the whole tier."""
+        """Hold nothing; returns what was held, to be freed in slices. It is not departed: `Cleared`
+        reports the whole tier."""
         dropped, self.held = self.held, NameSet()
         self._known = True
         if self._joining is not None:
@@ -111,7 +116,8 @@ class RankNames:
         return dropped
 
     def lost(self, most: int = PAGE_NAMES) -> list[bytes]:
-        """At most so many names that are not held any more and have not been reported; empty if there are none."""
+        """At most so many names that are not held any more and have not been reported; empty if
+        there are none."""
         found: list[bytes] = []
         for shard in self.departed.shards:
             while shard and len(found) < most:
@@ -134,8 +140,8 @@ class RankNames:
 
 
 class Joining:
-    """One rank's names as they arrive. base: the names that the ranks before it hold, None for the first rank. seen: those of the base that this rank
-    holds, too."""
+    """One rank's names as they arrive. base: the names that the ranks before it hold, None for the
+    first rank. seen: those of the base that this rank holds, too."""
 
     def __init__(self, names: RankNames, rank: int, generation: int, base: NameSet | None) -> None:
         self.names = names
@@ -162,7 +168,8 @@ class Joining:
                 seen.add(held)
 
     def merge(self) -> Iterator[int]:
-        """Hold only what this rank holds, too. Yields after each slice the number of names it handled: the loop may run there."""
+        """Hold only what this rank holds, too. Yields after each slice the number of names it
+        handled: the loop may run there."""
         names = self.names
         report = len(names.generations) == names.ranks
         for i in range(SHARDS):
@@ -181,7 +188,8 @@ class Joining:
 
 
 async def in_slices(counts: Iterable[int], most: int = PAGE_NAMES) -> None:
-    """Run an iterator that yields how many names each of its steps handled; give the loop back after `most` of them."""
+    """Run an iterator that yields how many names each of its steps handled; give the loop back
+    after `most` of them."""
     handled = 0
     for count in counts:
         handled += count
@@ -191,7 +199,8 @@ async def in_slices(counts: Iterable[int], most: int = PAGE_NAMES) -> None:
 
 
 def pages(names: Iterable[bytes], size: int = PAGE_NAMES) -> Iterator[tuple[bytes, bool]]:
-    """Names in pages, each with whether it is the last one; there is one at least. RuntimeError if the names change meanwhile."""
+    """Names in pages, each with whether it is the last one; there is one at least. RuntimeError if
+    the names change meanwhile."""
     source = iter(names)
     page = b"".join(islice(source, size))
     while True:

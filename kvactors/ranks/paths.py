@@ -14,4 +14,6 @@ async def next_paths(store: CheckedBackend | None, message: StoreObjects) -> Ans
     if message.kind == "begin_paths":
         store.begin_paths()
     parts = await store.next_paths(message.most)
-    return Answer(message.op, bytes([Outcome.MISS if parts is None else Outcome.OK]), paths=tuple(parts or ()))
+    return Answer(
+        message.op, bytes([Outcome.MISS if parts is None else Outcome.OK]), paths=tuple(parts or ())
+    )

@@ -1,8 +1,11 @@
-"""Messages between a leader and its ranks: msgpack maps with a tag `t`, each after its length in four bytes (little-endian).
+"""Messages between a leader and its ranks: msgpack maps with a tag `t`, each after its length in
+four bytes (little-endian).
 
-rank -> leader: Hello. leader -> rank: Challenge. rank -> leader: Proof. leader -> rank: Proof. Before this point nothing else is accepted,
-and no message may exceed UNPROVEN_BYTES. Then rank -> leader: Identity; leader -> rank: SendNames, answered by one Names for each page that was
-asked for, until the last one; leader -> rank: Welcome. From then on the leader sends operations and the rank answers each.
+rank -> leader: Hello. leader -> rank: Challenge. rank -> leader: Proof. leader -> rank: Proof.
+Before this point nothing else is accepted, and no message may exceed UNPROVEN_BYTES. Then rank ->
+leader: Identity; leader -> rank: SendNames, answered by one Names for each page that was asked for,
+until the last one; leader -> rank: Welcome. From then on the leader sends operations and the rank
+answers each.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ MOST_BYTES = 64 << 20
 """Bytes of one message at most."""
 
 FROM_RANK_BYTES = 16 << 20
-"""Bytes of one message from a rank at most: a byte for each key and 32 for each name that it evicted."""
+"""Bytes of one message from a rank at most: a byte for each key and 32 for each name that it
+evicted."""
 
 UNPROVEN_BYTES = 1024
 """Bytes of one message at most before both ends have proved that they have the secret."""
@@ -35,7 +39,8 @@ WINDOW = 4
 """Pages of names in flight at most."""
 
 MOST_NAMES = 1 << 25
-"""Objects that a rank's store may hold: the leader keeps about 130 bytes for each of them, and 50 more while a rank joins."""
+"""Objects that a rank's store may hold: the leader keeps about 130 bytes for each of them, and 50
+more while a rank joins."""
 
 
 class Frame(msgspec.Struct, frozen=True, tag_field="t", tag=str.lower, omit_defaults=True):
@@ -63,11 +68,12 @@ class Proof(Frame, frozen=True):
 
 
 class Identity(Frame, frozen=True):
-    """What a rank is. It copies nothing at this moment: operations of an earlier connection have ended.
+    """What a rank is. It copies nothing at this moment: operations of an earlier connection have
+    ended.
 
-    model: `cache.model`. namespace, storage: `storage.namespace` (with
-    AttentionStore: the names of its shards) and the kind of back end. fingerprint: of the layout. blocks, slots: of the
-    device and the arena. objects: names in its store. generation: how often that store was cleared.
+    model: `cache.model`. namespace, storage: `storage.namespace` (with AttentionStore: the names of
+    its shards) and the kind of back end. fingerprint: of the layout. blocks, slots: of the device
+    and the arena. objects: names in its store. generation: how often that store was cleared.
     """
 
     rank: int
@@ -114,7 +120,8 @@ class Pong(Frame, frozen=True):
 
 
 class CopyBlocks(Frame, frozen=True):
-    """Copy pairs (blocks[j], slots[j]) of the rank's device and arena. layerwise: report layers as they arrive."""
+    """Copy pairs (blocks[j], slots[j]) of the rank's device and arena. layerwise: report layers as
+    they arrive."""
 
     op: int
     to_device: bool
@@ -124,10 +131,13 @@ class CopyBlocks(Frame, frozen=True):
 
 
 class StoreObjects(Frame, frozen=True):
-    """Read or write slots (one for each key), ask which leading keys can be read (the others are MISS), remove keys, or clear the rank's store.
+    """Read or write slots (one for each key), ask which leading keys can be read (the others are
+    MISS), remove keys, or clear the rank's store.
 
-    seconds: what has not begun by then is LATE. generation: of the store after a clear. lineages: of objects to write, one for each key or none.
-    Kind "begin_paths" and kind "paths": the next parts of the paths that the objects form, with about `most` blocks, after it was begun anew or not.
+    seconds: what has not begun by then is LATE. generation: of the store after a clear. lineages:
+    of objects to write, one for each key or none. Kind "begin_paths" and kind "paths": the next
+    parts of the paths that the objects form, with about `most` blocks, after it was begun anew or
+    not.
     """
 
     op: int
@@ -141,9 +151,11 @@ class StoreObjects(Frame, frozen=True):
 
 
 class MoveDevice(Frame, frozen=True):
-    """Move blocks between the rank's device and its own store, which is addressed by tokens. Fields as in `storage.messages.FetchDevice`.
+    """Move blocks between the rank's device and its own store, which is addressed by tokens. Fields
+    as in `storage.messages.FetchDevice`.
 
-    Each outcome is 0 for a block that was moved, 1 for one that was not (it is not there, or there is no room for it), 2 if the store failed.
+    Each outcome is 0 for a block that was moved, 1 for one that was not (it is not there, or there
+    is no room for it), 2 if the store failed.
     """
 
     op: int
@@ -164,8 +176,9 @@ class Arrived(Frame, frozen=True):
 class Answer(Frame, frozen=True):
     """An operation has ended: no slot and no block of it is touched any more.
 
-    outcomes: a byte for each pair or key, one for a clear; 0 is good, in a store operation it is a `storage.messages.Outcome`. gone: names that
-    the rank's store does not hold any more. paths: parts of paths; then the only outcome is MISS at the end.
+    outcomes: a byte for each pair or key, one for a clear; 0 is good, in a store operation it is a
+    `storage.messages.Outcome`. gone: names that the rank's store does not hold any more. paths:
+    parts of paths; then the only outcome is MISS at the end.
     """
 
     op: int

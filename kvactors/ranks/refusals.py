@@ -40,7 +40,10 @@ def misfit(identity: Identity, wanted: Wanted) -> str:
     if not 0 <= identity.rank < count:
         return f"there is no rank {identity.rank} of {count}"
     if not 0 <= identity.objects <= MOST_NAMES:
-        return f"rank {identity.rank} has {identity.objects} stored objects, at most {MOST_NAMES} are possible"
+        return (
+            f"rank {identity.rank} has {identity.objects} stored objects, at most {MOST_NAMES} are "
+            "possible"
+        )
     return ""
 
 

@@ -1,4 +1,5 @@
-"""One rank, inside its GPU worker's own loop: it has the device, an arena and a store of its own, and does what the leader asks."""
+"""One rank, inside its GPU worker's own loop: it has the device, an arena and a store of its own,
+and does what the leader asks."""
 
 from __future__ import annotations
 
@@ -74,39 +75,57 @@ async def serve_rank(
     admitted: Callable[[], None] | None = None,
     inline_copies: bool = False,
 ) -> None:
-    """Move this rank's share of every block until cancelled, for the cache whose leader listens at `endpoint`.
+    """Move this rank's share of every block until cancelled, for the cache whose leader listens at
+    `endpoint`.
 
-    A leader that does not listen yet, or stops, is tried again until it is there. Cancelled, by asyncio or anyio, at any moment and more than once,
-    it ends the copies in flight and closes everything before it returns.
+    A leader that does not listen yet, or stops, is tried again until it is there. Cancelled, by
+    asyncio or anyio, at any moment and more than once, it ends the copies in flight and closes
+    everything before it returns.
 
     Args:
         endpoint: unix:///path, tcp://host:port, or memory://name in the same loop.
         device: this rank's, with `device.num_blocks` alike in all ranks.
         rank: this rank's number, below `ranks`.
         ranks: how many ranks there are.
-        config: the leader's own; from it come the arena (`host`), the store (`storage`, whose objects are this rank's alone; with AttentionStore
-            this rank's shard) and the secret (`ranks.secret`, or the variable KVACTORS_RANKS_SECRET).
+        config: the leader's own; from it come the arena (`host`), the store (`storage`, whose
+        objects are this rank's alone; with AttentionStore
+            this rank's shard) and the secret (`ranks.secret`, or the variable
+            KVACTORS_RANKS_SECRET).
         backend: in place of the config's.
         admitted: called each time the leader has admitted this rank.
-        inline_copies: copy in the loop's thread, for loops of virtual time (with a memory:// endpoint).
+        inline_copies: copy in the loop's thread, for loops of virtual time (with a memory://
+        endpoint).
 
     Raises:
-        ConfigError, LayoutError, StoreError, DeviceError, SdkError: at the start. A tcp endpoint without a secret is a ConfigError. A store or a
-            copy engine that does not open in `actors.start` seconds is a StoreError or DeviceError; AttentionStore that is not ready in
+        ConfigError, LayoutError, StoreError, DeviceError, SdkError: at the start. A tcp endpoint
+        without a secret is a ConfigError. A store or a
+            copy engine that does not open in `actors.start` seconds is a StoreError or DeviceError;
+            AttentionStore that is not ready in
             `attention_store.ready_timeout` seconds is a DeadlineExceeded.
-        RankError: the leader refuses this rank (the message names the values that differ), does not have the same secret, or another
+        RankError: the leader refuses this rank (the message names the values that differ), does not
+        have the same secret, or another
             process already serves this number and answers.
     """
     config = Config.from_env(base=config)
     if not 0 <= rank < ranks:
         raise ConfigError(f"there is no rank {rank} of {ranks}")
     if device.layout.block_size != config.cache.block_size:
-        raise LayoutError(f"the device's blocks hold {device.layout.block_size} tokens, not {config.cache.block_size}")
+        raise LayoutError(
+            f"the device's blocks hold {device.layout.block_size} tokens, not "
+            f"{config.cache.block_size}"
+        )
     shared = replace(config.ranks, count=ranks, endpoint=endpoint).with_secret(os.environ)
     shared.check_exposure()
-    storage = StorageConfig(backend="none") if config.flush.only else replace(config.storage, rank=rank, ranks=ranks)
+    storage = (
+        StorageConfig(backend="none")
+        if config.flush.only
+        else replace(config.storage, rank=rank, ranks=ranks)
+    )
     if backend is None:
-        size, tokens = device.layout.block_bytes, config.cache.block_size if rank == 0 else 0  # rank 0 keeps lineages for all
+        size, tokens = (
+            device.layout.block_bytes,
+            config.cache.block_size if rank == 0 else 0,
+        )  # rank 0 keeps lineages for all
         backend = make_backend(storage, config.cache.model, device.layout.fingerprint, size, tokens)
     direct = make_direct(config, device, (rank, ranks)) if backend is None else None
     slots = config.host.arena_slots(stored=backend is not None)
@@ -120,7 +139,12 @@ async def serve_rank(
     shutdown = Shutdown(config.actors.drain, arena)
     executor = make_executor(device, arena, config.host, inline=inline_copies)
     one = _Serving(identity, storage, executor, backend, direct, Secret(shared.secret), shutdown)
-    work = one.run(endpoint, admitted or (lambda: None), Opening(config.actors.start, shutdown), inline=inline_copies)
+    work = one.run(
+        endpoint,
+        admitted or (lambda: None),
+        Opening(config.actors.start, shutdown),
+        inline=inline_copies,
+    )
     task = asyncio.get_running_loop().create_task(work, name=f"kvactors rank {rank}")
     try:
         await asyncio.wait([task])
@@ -160,8 +184,11 @@ class _Serving:
         self.secret = secret
         self._warned = ""
 
-    async def run(self, endpoint: str, admitted: Callable[[], None], opening: Opening, *, inline: bool) -> None:
-        """Open the store and the arena's memory, serve, and close them, each step to its end and all of them within the shutdown's limit."""
+    async def run(
+        self, endpoint: str, admitted: Callable[[], None], opening: Opening, *, inline: bool
+    ) -> None:
+        """Open the store and the arena's memory, serve, and close them, each step to its end and
+        all of them within the shutdown's limit."""
         shutdown = self.shutdown
         shutdown.waits.enter()
         try:
@@ -183,7 +210,9 @@ class _Serving:
             await opening.step("store", self.store.open, StoreError)
         if self.direct is not None:
             opened.push_async_callback(self.shutdown.step, "device store", self.direct.close)
-            await opening.step("device store", self.direct.open, StoreError, self.direct.ready_timeout)
+            await opening.step(
+                "device store", self.direct.open, StoreError, self.direct.ready_timeout
+            )
         if inline:
             self.arena.touch()
         else:
@@ -193,7 +222,8 @@ class _Serving:
         await opening.step("copy engine", self.executor.open, DeviceError)
 
     async def serve(self, endpoint: str, admitted: Callable[[], None]) -> None:
-        """Connect, be admitted, do what is asked; when the connection is lost finish that, and begin again."""
+        """Connect, be admitted, do what is asked; when the connection is lost finish that, and
+        begin again."""
         pause = RETRY_LEAST
         while True:
             wire = await self._connect(endpoint)
@@ -219,22 +249,33 @@ class _Serving:
         except PermissionError as error:
             if str(error) != self._warned:
                 self._warned = str(error)
-                log.warning("endpoint of the leader is not usable", rank=self.rank, error=str(error))
+                log.warning(
+                    "endpoint of the leader is not usable", rank=self.rank, error=str(error)
+                )
         except OSError:
             pass
         return wire
 
     async def _enter(self, wire: Wire) -> bool:
-        """Whether the leader has admitted this rank; False if the connection was lost before that. RankError if it refuses."""
+        """Whether the leader has admitted this rank; False if the connection was lost before that.
+        RankError if it refuses."""
         if not await check_leader(wire, self.secret):
             return False
         device, store, mine = self.executor.device, self.backend, self.identity
         wire.send(
             Identity(
-                self.rank, mine.ranks, mine.model, mine.namespace, self.storage, mine.fingerprint, device.num_blocks, self.arena.num_slots,
-                0 if store is None else store.count(), 0 if store is None else store.generation,
+                self.rank,
+                mine.ranks,
+                mine.model,
+                mine.namespace,
+                self.storage,
+                mine.fingerprint,
+                device.num_blocks,
+                self.arena.num_slots,
+                0 if store is None else store.count(),
+                0 if store is None else store.generation,
             )
-        )  # fmt: skip
+        )
         names = pages(iter(()) if store is None else store.names())
         while (message := await wire.receive()) is not None:
             if isinstance(message, Refused):
@@ -247,12 +288,17 @@ class _Serving:
                 if not self._send_names(wire, message.pages, names):
                     return False
             else:
-                log.error("unexpected message from the leader", rank=self.rank, message=type(message).__name__)
+                log.error(
+                    "unexpected message from the leader",
+                    rank=self.rank,
+                    message=type(message).__name__,
+                )
                 return False
         return False
 
     def _send_names(self, wire: Wire, count: int, names: Iterator[tuple[bytes, bool]]) -> bool:
-        """Send so many pages. False if the store changed while its names were sent: the rank joins again."""
+        """Send so many pages. False if the store changed while its names were sent: the rank joins
+        again."""
         try:
             for _ in range(count):
                 page = next(names, None)
@@ -265,22 +311,28 @@ class _Serving:
         return True
 
     async def _work(self, wire: Wire) -> None:
-        """Do what the leader asks until the connection is lost and everything it asked has ended. Without a connection an idle rank waits for
-        the leader's next message without limit; the end of the connection ends that wait."""
+        """Do what the leader asks until the connection is lost and everything it asked has ended.
+        Without a connection an idle rank waits for the leader's next message without limit; the end
+        of the connection ends that wait."""
         tasks: set[asyncio.Task[None]] = set()
 
         def ended(task: asyncio.Task[None]) -> None:
             tasks.discard(task)
             if not task.cancelled() and (error := task.exception()) is not None:
                 log.error("operation failed", rank=self.rank, error=described(error))
-                wire.close()  # without an answer the leader would count this rank as silent for good
+                # without an answer the leader would count this rank as silent for good
+                wire.close()
 
         try:
             while (message := await wire.receive()) is not None:
                 try:
                     work = self._work_of(wire, message)
                 except _Refuse as refusal:
-                    log.error("request of the leader that cannot be carried out", rank=self.rank, reason=str(refusal))
+                    log.error(
+                        "request of the leader that cannot be carried out",
+                        rank=self.rank,
+                        reason=str(refusal),
+                    )
                     wire.close()
                     break
                 if work is not None:
@@ -312,11 +364,16 @@ class _Serving:
         return None
 
     async def _all_ended(self, tasks: set[asyncio.Task[None]]) -> None:
-        """Wait for the operations in flight: the leader uses their slots and blocks again once this rank has connected. Logged when it takes long."""
+        """Wait for the operations in flight: the leader uses their slots and blocks again once this
+        rank has connected. Logged when it takes long."""
         if tasks:
             await asyncio.wait(tasks, timeout=self.limit)
         if tasks:
-            log.error("operations in flight keep this rank from connecting again", rank=self.rank, operations=len(tasks))
+            log.error(
+                "operations in flight keep this rank from connecting again",
+                rank=self.rank,
+                operations=len(tasks),
+            )
             await asyncio.wait(tasks)
 
     async def _give_up(self, tasks: set[asyncio.Task[None]]) -> None:
@@ -325,7 +382,11 @@ class _Serving:
         await asyncio.wait(tasks, timeout=self.shutdown.left(STOP) + LEAST_STEP)
         if tasks:
             self.arena.keep()
-            log.error("operations did not end before the shutdown's deadline", rank=self.rank, operations=len(tasks))
+            log.error(
+                "operations did not end before the shutdown's deadline",
+                rank=self.rank,
+                operations=len(tasks),
+            )
 
     def _check(self, count: int, slots: tuple[int, ...], blocks: tuple[int, ...] = ()) -> None:
         if len(slots) != count:
@@ -333,7 +394,10 @@ class _Serving:
         if min(slots, default=0) < 0 or max(slots, default=-1) >= self.arena.num_slots:
             raise _Refuse(f"slots {min(slots)} to {max(slots)}, there are {self.arena.num_slots}")
         if min(blocks, default=0) < 0 or max(blocks, default=-1) >= self.executor.device.num_blocks:
-            raise _Refuse(f"blocks {min(blocks)} to {max(blocks)}, there are {self.executor.device.num_blocks}")
+            raise _Refuse(
+                f"blocks {min(blocks)} to {max(blocks)}, there are "
+                f"{self.executor.device.num_blocks}"
+            )
 
     def _check_store(self, message: StoreObjects) -> None:
         if len(message.keys) % KEY_BYTES:
@@ -354,7 +418,9 @@ class _Serving:
 
         outcomes = bytearray(len(message.blocks))
         try:
-            failed = await self.executor.run(direction, message.blocks, message.slots, progress if message.layerwise else None)
+            failed = await self.executor.run(
+                direction, message.blocks, message.slots, progress if message.layerwise else None
+            )
         except Exception as error:
             log.error("copy failed", rank=self.rank, error=repr(error))
             failed = tuple(range(len(outcomes)))
@@ -375,7 +441,9 @@ class _Serving:
             outcomes, gone = bytes([Outcome.UNAVAILABLE]) * count, []
         wire.send(Answer(message.op, outcomes, join_keys(gone)))
 
-    async def _at_store(self, message: StoreObjects, keys: list[bytes]) -> tuple[bytes, list[bytes]]:
+    async def _at_store(
+        self, message: StoreObjects, keys: list[bytes]
+    ) -> tuple[bytes, list[bytes]]:
         store, until = self.store, now() + message.seconds
         if message.kind == "clear":
             if store is not None:
@@ -386,9 +454,13 @@ class _Serving:
         if message.kind in ("read", "write"):
             report: Any
             if message.kind == "read":
-                report = await store.read_slots(keys, self.arena, message.slots, lambda: now() >= until)
+                report = await store.read_slots(
+                    keys, self.arena, message.slots, lambda: now() >= until
+                )
             else:
-                report = await store.write_slots(keys, self.arena, message.slots, lambda: now() >= until, message.lineages)
+                report = await store.write_slots(
+                    keys, self.arena, message.slots, lambda: now() >= until, message.lineages
+                )
             gone = getattr(report, "gone", None) or getattr(report, "evicted", [])
             return bytes(report.outcomes), [key for key in gone if not store.holds(key)]
         if message.kind == "ask":

@@ -1,4 +1,5 @@
-"""When a rank counts as silent: a copy is not answered in time, or a store operation is not and neither is a ping."""
+"""When a rank counts as silent: a copy is not answered in time, or a store operation is not and
+neither is a ping."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from kvactors.ranks.state import Health, Rank
 
 
 class Silence:
-    """timeout: seconds that an answer may take. report: called with a rank, its new health and the reason. closing: whether the leader
-    reuses no slot and no block any more."""
+    """timeout: seconds that an answer may take. report: called with a rank, its new health and the
+    reason. closing: whether the leader reuses no slot and no block any more."""
 
     def __init__(self, timeout: float, report: Callable[[Rank, Health, str], None]) -> None:
         self.closing = False
@@ -20,7 +21,8 @@ class Silence:
         self._pings: set[asyncio.Task[None]] = set()
 
     def late(self, rank: Rank, op: int) -> None:
-        """An answer is late. A rank whose store is slow answers a ping, one that is stopped does not."""
+        """An answer is late. A rank whose store is slow answers a ping, one that is stopped does
+        not."""
         operation = rank.open.get(op)
         if self.closing or operation is None or not operation.stored or rank.link is None:
             self._silent(rank, op)
@@ -39,7 +41,9 @@ class Silence:
             self._silent(rank, op)
 
     def _watch(self, rank: Rank, op: int) -> None:
-        rank.open[op].timer = asyncio.get_running_loop().call_later(self._timeout, self.late, rank, op)
+        rank.open[op].timer = asyncio.get_running_loop().call_later(
+            self._timeout, self.late, rank, op
+        )
 
     def _silent(self, rank: Rank, op: int) -> None:
         if self.closing:

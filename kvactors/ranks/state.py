@@ -21,8 +21,8 @@ class Health(Enum):
 
 
 class RankStatistics(NamedTuple):
-    """The state of one rank at this moment. losses, silences: how often its connection was lost, and an answer was late. violations: how
-    often it sent what the protocol does not allow."""
+    """The state of one rank at this moment. losses, silences: how often its connection was lost,
+    and an answer was late. violations: how often it sent what the protocol does not allow."""
 
     rank: int
     health: str
@@ -34,8 +34,8 @@ class RankStatistics(NamedTuple):
 
 
 class RankHealth(NamedTuple):
-    """state: healthy, away, silent, or joining (connected, not admitted yet). reason: why it is not healthy. since: when that began, on the
-    clock of the loop."""
+    """state: healthy, away, silent, or joining (connected, not admitted yet). reason: why it is not
+    healthy. since: when that began, on the clock of the loop."""
 
     rank: int
     state: str
@@ -44,8 +44,8 @@ class RankHealth(NamedTuple):
 
 
 class Operation:
-    """What one rank has been asked. arrived: called with layers. outcomes, worst: what an answer must look like. stored: whether the rank's
-    store carries it out."""
+    """What one rank has been asked. arrived: called with layers. outcomes, worst: what an answer
+    must look like. stored: whether the rank's store carries it out."""
 
     __slots__ = ("answer", "arrived", "outcomes", "stored", "timer", "worst")
 
@@ -83,7 +83,8 @@ class Operation:
 
 
 class Rank:
-    """One rank's number. link: its connection, joining or admitted. open: operations in flight; overdue: those whose answer is late."""
+    """One rank's number. link: its connection, joining or admitted. open: operations in flight;
+    overdue: those whose answer is late."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -110,12 +111,23 @@ class Rank:
     def statistics(self) -> RankStatistics:
         """See `RankStatistics`."""
         return RankStatistics(
-            self.number, self.health.value, self.operations, len(self.open), self.losses, self.silences, self.violations
+            self.number,
+            self.health.value,
+            self.operations,
+            len(self.open),
+            self.losses,
+            self.silences,
+            self.violations,
         )
 
     def describe(self) -> RankHealth:
         """See `RankHealth`."""
         if self.link is not None and not self.link.admitted:
             link = self.link
-            return RankHealth(self.number, "joining", f"{link.received} of {link.identity.objects} names received", self.since)
+            return RankHealth(
+                self.number,
+                "joining",
+                f"{link.received} of {link.identity.objects} names received",
+                self.since,
+            )
         return RankHealth(self.number, self.health.value, self.reason, self.since)

@@ -13,7 +13,8 @@ SOURCES = 256
 
 
 class Strangers:
-    """counts: refused connections by kind. shown: the latest reasons of ranks that do not fit, for the error of `open`."""
+    """counts: refused connections by kind. shown: the latest reasons of ranks that do not fit, for
+    the error of `open`."""
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
@@ -31,4 +32,6 @@ class Strangers:
         self._logged[source, kind] = None
         if len(self._logged) > SOURCES:
             self._logged.popitem(last=False)
-        log.warning("connection to the rank endpoint refused", source=source, kind=kind, reason=reason)
+        log.warning(
+            "connection to the rank endpoint refused", source=source, kind=kind, reason=reason
+        )

@@ -1,4 +1,5 @@
-"""One connection between a leader and a rank: whole messages, in order, over a socket or, in simulations, in memory."""
+"""One connection between a leader and a rank: whole messages, in order, over a socket or, in
+simulations, in memory."""
 
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_K
 
 
 class Wire(ABC):
-    """One end of a connection. source: where the other end is, for logs. limit: bytes of a message at most; a longer one ends the connection.
-    violation: what the other end sent that is not a message, if that ended the connection."""
+    """One end of a connection. source: where the other end is, for logs. limit: bytes of a message
+    at most; a longer one ends the connection. violation: what the other end sent that is not a
+    message, if that ended the connection."""
 
     source = ""
     limit = MOST_BYTES
@@ -35,7 +37,8 @@ class Wire(ABC):
 
     @abstractmethod
     async def receive(self) -> AnyFrame | None:
-        """The next message; None when the connection is lost, or when something arrives that is not a message."""
+        """The next message; None when the connection is lost, or when something arrives that is not
+        a message."""
 
     @abstractmethod
     def close(self) -> None:
@@ -52,7 +55,9 @@ class Wire(ABC):
 class StreamWire(Wire):
     """Over a socket."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, source: str = "") -> None:
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, source: str = ""
+    ) -> None:
         self.source = source
         self._reader = reader
         self._writer = writer
@@ -73,7 +78,9 @@ class StreamWire(Wire):
         try:
             size = int.from_bytes(await self._reader.readexactly(4), "little")
             if size > self.limit:
-                self.violation = f"a message of {size} bytes, at most {self.limit} are accepted here"
+                self.violation = (
+                    f"a message of {size} bytes, at most {self.limit} are accepted here"
+                )
                 return None
             return self._decode(await self._reader.readexactly(size))
         except (OSError, asyncio.IncompleteReadError):
@@ -86,7 +93,8 @@ class StreamWire(Wire):
 
 
 class MemoryWire(Wire):
-    """One end of a pair in memory. lag: seconds a message sent from here takes (called for each)."""
+    """One end of a pair in memory. lag: seconds a message sent from here takes (called for
+    each)."""
 
     def __init__(self, lag: Callable[[], float] = lambda: 0.0) -> None:
         self.other: MemoryWire | None = None
@@ -109,7 +117,9 @@ class MemoryWire(Wire):
             loop = asyncio.get_running_loop()
             self._last = max(self._last, loop.time() + self._lag())
             self._sent.append(_encoder.encode(message))
-            loop.call_at(self._last, self._deliver, self.other)  # timers of one instant run in any order
+            loop.call_at(
+                self._last, self._deliver, self.other
+            )  # timers of one instant run in any order
 
     def _deliver(self, other: MemoryWire) -> None:
         other._put(self._sent.popleft())
@@ -129,7 +139,9 @@ class MemoryWire(Wire):
             self._inbox.append(None)
             return None
         if len(item) > self.limit:
-            self.violation = f"a message of {len(item)} bytes, at most {self.limit} are accepted here"
+            self.violation = (
+                f"a message of {len(item)} bytes, at most {self.limit} are accepted here"
+            )
             return None
         return self._decode(item)
 

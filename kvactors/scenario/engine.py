@@ -1,4 +1,5 @@
-"""A stand-in for a serving engine: its model writes a pattern made from each block's name, and every block that comes back is verified."""
+"""A stand-in for a serving engine: its model writes a pattern made from each block's name, and
+every block that comes back is verified."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class Engine:
         self.totals = totals
 
     async def begin(self, lease: Lease) -> None:
-        """Wait for the loads, count the hits, verify byte for byte what came back from a lower tier."""
+        """Wait for the loads, count the hits, verify byte for byte what came back from a lower
+        tier."""
         await lease.ready()
         hits, totals = lease.hits, self.totals
         totals.requests += 1
@@ -36,18 +38,25 @@ class Engine:
         loaded = hits.host + hits.storage
         if loaded:
             stop = hits.device + loaded
-            bad = self.cache.device.check(lease.block_table[hits.device : stop], lease.keys(hits.device, stop))
+            bad = self.cache.device.check(
+                lease.block_table[hits.device : stop], lease.keys(hits.device, stop)
+            )
             totals.verified_blocks += loaded
             totals.corrupt_blocks_served += len(bad)
 
     def compute(self, lease: Lease, first_token: int) -> None:
         """The model's work: write every full block from `first_token` on."""
-        first, full = first_token // self.cache.block_size, lease.num_tokens // self.cache.block_size
+        first, full = (
+            first_token // self.cache.block_size,
+            lease.num_tokens // self.cache.block_size,
+        )
         if first < full:
             keys = lease.keys(0, full)[first * KEY_BYTES :]
             self.cache.device.fill(lease.block_table[first:full], keys)
 
-    async def serve(self, name: str, tokens: Any, output: Any = (), think: float = 0.0, **options: Any) -> None:
+    async def serve(
+        self, name: str, tokens: Any, output: Any = (), think: float = 0.0, **options: Any
+    ) -> None:
         """One request from acquire to finish; the model takes `think` seconds. Raises NoRoom."""
         async with await self.cache.acquire(name, tokens, **options) as lease:
             await self.begin(lease)
@@ -63,15 +72,16 @@ class Engine:
             await lease.finish()
 
     async def settle(self, sinks: Collection[str] | None = None) -> None:
-        """Wait until nothing is under way and every sink (of those named) is told; what cannot be reached in time is an error in the
-        totals."""
+        """Wait until nothing is under way and every sink (of those named) is told; what cannot be
+        reached in time is an error in the totals."""
         try:
             await self.cache.flush_settled(sinks=sinks)
         except DeadlineExceeded as error:
             self.totals.complain(f"at the end: {error}")
 
     async def idle(self) -> None:
-        """Wait until the cache has nothing left to do, however slow the disk is; an error in the totals if it takes IDLE seconds."""
+        """Wait until the cache has nothing left to do, however slow the disk is; an error in the
+        totals if it takes IDLE seconds."""
         try:
             await self.cache.settled(IDLE)
         except DeadlineExceeded as error:

@@ -1,7 +1,8 @@
-"""A scenario whose cache runs in a process of its own that is killed (SIGKILL) and started anew, while a router and files look on.
+"""A scenario whose cache runs in a process of its own that is killed (SIGKILL) and started anew,
+while a router and files look on.
 
-`python -m kvactors.scenario.lives` is one such life: it reads what to run as one JSON line, says "started", runs it, says what came out and
-what its tiers hold, and stays until its input ends.
+`python -m kvactors.scenario.lives` is one such life: it reads what to run as one JSON line, says
+"started", runs it, says what came out and what its tiers hold, and stays until its input ends.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ PATIENCE = 300.0
 
 
 class Epitaph(msgspec.Struct):
-    """What a life says at rest: its report, hashes by medium, names (hex) by tier, and how many batches of events it published."""
+    """What a life says at rest: its report, hashes by medium, names (hex) by tier, and how many
+    batches of events it published."""
 
     report: Report
     held: dict[str, list[int]]
@@ -40,13 +42,18 @@ class Epitaph(msgspec.Struct):
 
 
 async def run_lives(scenario: Scenario, data: dict[str, Any], seed: int) -> Report:
-    """Kill every life but the last as told; compare the router, and files of JSON lines, with the last one's tiers."""
+    """Kill every life but the last as told; compare the router, and files of JSON lines, with the
+    last one's tiers."""
     orders = msgspec.json.encode({"data": data, "seed": seed}).decode()
     events = events_of(scenario) if scenario.router.enabled else None
     async with AsyncExitStack() as stack:
         router = None
         if events is not None:
-            ends = (events.endpoint, events.replay_endpoint, events.for_model(scenario.cache.model).topic)
+            ends = (
+                events.endpoint,
+                events.replay_endpoint,
+                events.for_model(scenario.cache.model).topic,
+            )
             router = await stack.enter_async_context(routing(scenario.router, *ends, seed))
         missing = 0
         for seconds in scenario.lives.kills:
@@ -67,15 +74,20 @@ async def run_lives(scenario: Scenario, data: dict[str, Any], seed: int) -> Repo
             report.router = await compare(router, rest.sequence, held)
             report.flush["divergence"] += report.router["divergence"]
         report.flush["divergence"] += sum(
-            differing(sink, rest.names) for sink in scenario.flush.sinks if isinstance(sink, JsonLinesSinkConfig)
+            differing(sink, rest.names)
+            for sink in scenario.flush.sinks
+            if isinstance(sink, JsonLinesSinkConfig)
         )
         return report
 
 
 def missing_of(scenario: Scenario) -> int:
-    """Blocks that a file of JSON lines says are in the file store, and that are not: for stores without a limit, whose blocks never go."""
+    """Blocks that a file of JSON lines says are in the file store, and that are not: for stores
+    without a limit, whose blocks never go."""
     files = [
-        s for s in scenario.flush.sinks if isinstance(s, JsonLinesSinkConfig) and "storage" in s.tiers and s.view == "per_tier"
+        s
+        for s in scenario.flush.sinks
+        if isinstance(s, JsonLinesSinkConfig) and "storage" in s.tiers and s.view == "per_tier"
     ]
     if scenario.storage.backend != "file" or scenario.storage.capacity_blocks or not files:
         return 0
@@ -96,7 +108,9 @@ def differing(sink: JsonLinesSinkConfig, names: dict[str, list[str]]) -> int:
     if sink.view == "node":
         truth = {name for tier in tiers for name in names[tier.name or ""]}
         return len({key.hex() for keys in view.values() for key in keys} ^ truth)
-    return sum(len({key.hex() for key in view[tier]} ^ set(names[tier.name or ""])) for tier in tiers)
+    return sum(
+        len({key.hex() for key in view[tier]} ^ set(names[tier.name or ""])) for tier in tiers
+    )
 
 
 async def live() -> None:
@@ -123,6 +137,7 @@ async def live() -> None:
 
 if __name__ == "__main__":
     structlog.configure(
-        wrapper_class=structlog.make_filtering_bound_logger(40), logger_factory=structlog.PrintLoggerFactory(sys.stderr)
+        wrapper_class=structlog.make_filtering_bound_logger(40),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
     asyncio.run(live())

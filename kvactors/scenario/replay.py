@@ -27,10 +27,12 @@ Progress = Callable[[Totals], None]
 
 
 class ReplaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """mode: sequential (a request ends, and everything it caused, before the next begins) or timed (arrivals by their time stamps).
+    """mode: sequential (a request ends, and everything it caused, before the next begins) or timed
+    (arrivals by their time stamps).
 
-    coarse, limit: see `read_trace`. speed: of the trace's clock. prefill_tokens_per_s, decode_tokens_per_s: the model's pace, in timed mode.
-    retry: seconds between attempts of a request that found no room. patience: seconds after which it is given up.
+    coarse, limit: see `read_trace`. speed: of the trace's clock. prefill_tokens_per_s,
+    decode_tokens_per_s: the model's pace, in timed mode. retry: seconds between attempts of a
+    request that found no room. patience: seconds after which it is given up.
     """
 
     mode: Literal["sequential", "timed"] = "sequential"
@@ -55,7 +57,9 @@ class ReplayConfig(Config, frozen=True, forbid_unknown_fields=True):
         validate(config, data)
         for name in ("speed", "prefill_tokens_per_s", "decode_tokens_per_s", "retry", "patience"):
             if not 0 < getattr(config.replay, name) < math.inf:
-                raise ConfigError(f"replay.{name} must be positive and finite, not {getattr(config.replay, name)}")
+                raise ConfigError(
+                    f"replay.{name} must be positive and finite, not {getattr(config.replay, name)}"
+                )
         check_range(config.replay.coarse, config.replay.limit)
         return config
 
@@ -65,7 +69,9 @@ def cache_config(config: Config) -> Config:
     return Config(**{name: getattr(config, name) for name in Config.__struct_fields__})
 
 
-async def replay(trace: str | Path, config: ReplayConfig, progress: Progress = lambda _: None) -> Report:
+async def replay(
+    trace: str | Path, config: ReplayConfig, progress: Progress = lambda _: None
+) -> Report:
     """Replay a trace. Raises ConfigError for a trace that cannot be read."""
     settings, totals = config.replay, Totals()
     requests = read_trace(trace, coarse=settings.coarse, limit=settings.limit)
@@ -81,7 +87,9 @@ async def replay(trace: str | Path, config: ReplayConfig, progress: Progress = l
         return make_report(Path(trace).name, totals, cache, lag.result(), wall)
 
 
-async def replay_in_order(engine: Engine, requests: Iterable[TraceRequest], progress: Progress) -> None:
+async def replay_in_order(
+    engine: Engine, requests: Iterable[TraceRequest], progress: Progress
+) -> None:
     """One request after another, each with everything it caused."""
     cache = engine.cache
     for number, request in enumerate(requests):
@@ -95,7 +103,9 @@ async def replay_in_order(engine: Engine, requests: Iterable[TraceRequest], prog
         progress(engine.totals)
 
 
-async def replay_timed(engine: Engine, requests: Iterable[TraceRequest], settings: ReplaySettings, progress: Progress) -> None:
+async def replay_timed(
+    engine: Engine, requests: Iterable[TraceRequest], settings: ReplaySettings, progress: Progress
+) -> None:
     """Arrivals by the trace's clock, many requests in flight."""
     start: float | None = None
     began = anyio.current_time()
@@ -109,20 +119,26 @@ async def replay_timed(engine: Engine, requests: Iterable[TraceRequest], setting
     progress(engine.totals)
 
 
-async def serve_timed(engine: Engine, name: str, request: TraceRequest, settings: ReplaySettings) -> None:
+async def serve_timed(
+    engine: Engine, name: str, request: TraceRequest, settings: ReplaySettings
+) -> None:
     """One request at the model's pace."""
     if len(request.ids) > engine.cache.device.num_blocks:
         engine.totals.rejected += 1
         return
     try:
-        lease = await acquire_patiently(engine, name, tokens_of(request.ids, engine.cache.block_size), settings)
+        lease = await acquire_patiently(
+            engine, name, tokens_of(request.ids, engine.cache.block_size), settings
+        )
         if lease is not None:
             await compute_timed(engine, lease, request.output_length, settings)
     except KVActorsError as error:
         engine.failed(name, error)
 
 
-async def acquire_patiently(engine: Engine, name: str, tokens: NDArray[np.uint32], settings: ReplaySettings) -> Lease | None:
+async def acquire_patiently(
+    engine: Engine, name: str, tokens: NDArray[np.uint32], settings: ReplaySettings
+) -> Lease | None:
     """Try again while there is no room; None when patience is at its end."""
     give_up = anyio.current_time() + settings.patience
     while True:
@@ -136,7 +152,9 @@ async def acquire_patiently(engine: Engine, name: str, tokens: NDArray[np.uint32
         await anyio.sleep(settings.retry)
 
 
-async def compute_timed(engine: Engine, lease: Lease, output_length: int, settings: ReplaySettings) -> None:
+async def compute_timed(
+    engine: Engine, lease: Lease, output_length: int, settings: ReplaySettings
+) -> None:
     """Prefill what is missing and decode, at the model's pace."""
     async with lease:
         await engine.begin(lease)

@@ -41,10 +41,11 @@ class Totals(msgspec.Struct):
 
 
 class Report(msgspec.Struct):
-    """hit_rate: share of the blocks looked up, by tier. corrupt_blocks_served and flush["divergence"] must be 0. sinks: of each sink what
-    it took, what is pending, and on how many blocks it differs from the tiers. router: what the router process says, and on how many
-    blocks it differs. lives: of the cache's process. storage: what the store counts.
-    errors: what went wrong, invariants that do not hold included."""
+    """hit_rate: share of the blocks looked up, by tier. corrupt_blocks_served and
+    flush["divergence"] must be 0. sinks: of each sink what it took, what is pending, and on how
+    many blocks it differs from the tiers. router: what the router process says, and on how many
+    blocks it differs. lives: of the cache's process. storage: what the store counts. errors: what
+    went wrong, invariants that do not hold included."""
 
     name: str
     requests: int
@@ -66,18 +67,28 @@ class Report(msgspec.Struct):
 
 
 def make_report(
-    name: str, totals: Totals, cache: KVCache, lag: Lag, wall: float, sinks: Collection[str] | None = None
+    name: str,
+    totals: Totals,
+    cache: KVCache,
+    lag: Lag,
+    wall: float,
+    sinks: Collection[str] | None = None,
 ) -> Report:
-    """The report as of now; the cache should be settled. sinks: the names of those that count, all if None."""
+    """The report as of now; the cache should be settled. sinks: the names of those that count, all
+    if None."""
     statistics = cache.statistics()
     looked_up = max(1, totals.blocks_looked_up)
-    rates = {tier: round(getattr(totals, tier) / looked_up, 6) for tier in ("device", "host", "storage")}
+    rates = {
+        tier: round(getattr(totals, tier) / looked_up, 6) for tier in ("device", "host", "storage")
+    }
     rates["total"] = round((totals.device + totals.host + totals.storage) / looked_up, 6)
     flush = {
         Residency.RESIDENT.value: sum(sink.resident for sink in statistics.flush),
         Residency.GONE.value: sum(sink.gone for sink in statistics.flush),
         "delivered": sum(sink.delivered for sink in statistics.flush),
-        "pending": sum(sink.pending for sink in statistics.flush if sinks is None or sink.name in sinks),
+        "pending": sum(
+            sink.pending for sink in statistics.flush if sinks is None or sink.name in sinks
+        ),
         "divergence": cache.divergence(sinks),
     }
     each = {
@@ -99,13 +110,27 @@ def make_report(
         stored = {name: value for name, value in store._asdict().items() if isinstance(value, int)}
         stored |= {"shed": host.shed, "rotten": totals.rotten}
     return Report(
-        name, totals.requests, totals.rejected, totals.no_room, totals.blocks_looked_up, rates, totals.verified_blocks,
-        totals.corrupt_blocks_served, flush, lag.as_dict(), statistics.messages, round(wall, 3), errors, each, storage=stored,
-    )  # fmt: skip
+        name,
+        totals.requests,
+        totals.rejected,
+        totals.no_room,
+        totals.blocks_looked_up,
+        rates,
+        totals.verified_blocks,
+        totals.corrupt_blocks_served,
+        flush,
+        lag.as_dict(),
+        statistics.messages,
+        round(wall, 3),
+        errors,
+        each,
+        storage=stored,
+    )
 
 
 def lookup(report: Report, dotted: str) -> Any:
-    """A field of a report by its dotted name, such as hit_rate.host. KeyError names it if there is none."""
+    """A field of a report by its dotted name, such as hit_rate.host. KeyError names it if there is
+    none."""
     value: Any = msgspec.to_builtins(report)
     for part in dotted.split("."):
         if not isinstance(value, dict) or part not in value:
@@ -120,10 +145,15 @@ def write_json(data: Any, path: str | Path) -> None:
 
 
 def storage_row(storage: dict[str, float]) -> str:
-    """What the store did, in objects. Always what was written, read, late and shed, and what else is not 0."""
+    """What the store did, in objects. Always what was written, read, late and shed, and what else
+    is not 0."""
     first = {"writes": "written", "reads": "read", "late": "late", "shed": "shed"}
     shown = [f"{label} {storage.get(name, 0):g}" for name, label in first.items()]
-    shown += [f"{name} {value:g}" for name, value in storage.items() if name not in (*first, "object_bytes") and value]
+    shown += [
+        f"{name} {value:g}"
+        for name, value in storage.items()
+        if name not in (*first, "object_bytes") and value
+    ]
     return "  ".join(shown)
 
 
@@ -146,7 +176,8 @@ def print_report(report: Report, console: Console) -> None:
     )
     if len(report.sinks) > 1 or any(sink["retried"] for sink in report.sinks.values()):
         told = (
-            f"{name}: " + ", ".join(f"{key} {value:g}" for key, value in sink.items()) for name, sink in report.sinks.items()
+            f"{name}: " + ", ".join(f"{key} {value:g}" for key, value in sink.items())
+            for name, sink in report.sinks.items()
         )
         rows += (("sinks", "\n".join(told)),)
     if report.router:

@@ -35,14 +35,19 @@ class Child:
             with anyio.fail_after(seconds):
                 return (await self._lines.receive_until(b"\n", 1 << 30)).decode()
         except TimeoutError as error:
-            raise DeadlineExceeded(f"child process {self.process.pid} said nothing for {seconds} s") from error
+            raise DeadlineExceeded(
+                f"child process {self.process.pid} said nothing for {seconds} s"
+            ) from error
         except (anyio.IncompleteRead, anyio.EndOfStream, anyio.ClosedResourceError) as error:
-            raise KVActorsError(f"child process {self.process.pid} ended, status {self.process.returncode}") from error
+            raise KVActorsError(
+                f"child process {self.process.pid} ended, status {self.process.returncode}"
+            ) from error
 
 
 @asynccontextmanager
 async def child(*arguments: str) -> AsyncIterator[Child]:
-    """The running Python with these arguments, killed on the way out. It finds the package where this process did, whatever folder it is in."""
+    """The running Python with these arguments, killed on the way out. It finds the package where
+    this process did, whatever folder it is in."""
     process = await anyio.open_process([sys.executable, "-P", *arguments], stderr=None)
     try:
         yield Child(process)
@@ -55,20 +60,40 @@ async def child(*arguments: str) -> AsyncIterator[Child]:
 
 
 @asynccontextmanager
-async def routing(spec: RouterSpec, endpoint: str, replay: str, topic: str, seed: int) -> AsyncIterator[Child]:
+async def routing(
+    spec: RouterSpec, endpoint: str, replay: str, topic: str, seed: int
+) -> AsyncIterator[Child]:
     """A router process, connected."""
-    arguments = ("-m", "kvactors.testing.kv_mirror", endpoint, replay, "--topic", topic, "--lose", str(spec.lose))
+    arguments = (
+        "-m",
+        "kvactors.testing.kv_mirror",
+        endpoint,
+        replay,
+        "--topic",
+        topic,
+        "--lose",
+        str(spec.lose),
+    )
     async with child(*arguments, "--follow", spec.follow, "--seed", str(seed)) as router:
         await router.hear()
         yield router
 
 
 async def compare(router: Child, sequence: int, truth: Mapping[str, set[int]]) -> dict[str, int]:
-    """What the router reports once it has read every batch before `sequence`. divergence: blocks on which it differs from the truth, by medium.
-    ambiguous: blocks that it cannot tell apart by tokens, adapter, salt and media."""
+    """What the router reports once it has read every batch before `sequence`. divergence: blocks on
+    which it differs from the truth, by medium. ambiguous: blocks that it cannot tell apart by
+    tokens, adapter, salt and media."""
     await router.say(f"report {sequence}")
     said = msgspec.json.decode(await router.hear())
     view = {medium: set(hashes) for medium, hashes in said["view"].items()}
-    differing = sum(len(view.get(medium, set()) ^ truth.get(medium, set())) for medium in view.keys() | truth.keys())
+    differing = sum(
+        len(view.get(medium, set()) ^ truth.get(medium, set()))
+        for medium in view.keys() | truth.keys()
+    )
     behind = max(0, sequence - said["sequence"])
-    return {"divergence": differing, "ambiguous": said["ambiguous"], "behind": behind, **said["statistics"]}
+    return {
+        "divergence": differing,
+        "ambiguous": said["ambiguous"],
+        "behind": behind,
+        **said["statistics"],
+    }

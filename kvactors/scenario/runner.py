@@ -27,7 +27,11 @@ TEMP = "@temp"
 
 
 def run_scenario(
-    data: dict[str, Any], *, seed: int | None = None, virtual: bool = False, progress: Progress = lambda _: None
+    data: dict[str, Any],
+    *,
+    seed: int | None = None,
+    virtual: bool = False,
+    progress: Progress = lambda _: None,
 ) -> tuple[Scenario, Report]:
     """Run what a scenario file says. Raises ConfigError for anything in it that cannot be."""
     with tempfile.TemporaryDirectory(prefix="kvactors-") as folder:
@@ -37,7 +41,9 @@ def run_scenario(
             seed = scenario.scenario.seed
         if virtual:
             check_virtual(scenario)
-            return scenario, simulate(lambda: run_session(scenario, seed, progress, virtual=True), seed)
+            return scenario, simulate(
+                lambda: run_session(scenario, seed, progress, virtual=True), seed
+            )
         if scenario.lives.kills:
             return scenario, run_terminable(run_lives(scenario, data, seed))
         return scenario, run_terminable(run_session(scenario, seed, progress, virtual=False))
@@ -45,16 +51,24 @@ def run_scenario(
 
 def check_virtual(scenario: Scenario) -> None:
     """ConfigError for what needs threads, sockets or processes: a loop of virtual time has none."""
-    if scenario.storage.backend == "file" or any(not isinstance(sink, MemorySinkConfig) for sink in scenario.flush.sinks):
+    if scenario.storage.backend == "file" or any(
+        not isinstance(sink, MemorySinkConfig) for sink in scenario.flush.sinks
+    ):
         raise ConfigError(
-            "a run in virtual time has no threads: storage.backend = 'file' and sinks other than memory need them"
+            "a run in virtual time has no threads: storage.backend = 'file' and sinks other than "
+            "memory need them"
         )
     if scenario.router.enabled or scenario.lives.kills or scenario.storage.backend == "mooncake":
-        raise ConfigError("a run in virtual time has no processes: router, lives and mooncake need them")
+        raise ConfigError(
+            "a run in virtual time has no processes: router, lives and mooncake need them"
+        )
 
 
-async def run_session(scenario: Scenario, seed: int, progress: Progress, *, virtual: bool) -> Report:
-    """Run it in this process, after the lives that came before, with what it has beside it: a router, a pool's master and another node."""
+async def run_session(
+    scenario: Scenario, seed: int, progress: Progress, *, virtual: bool
+) -> Report:
+    """Run it in this process, after the lives that came before, with what it has beside it: a
+    router, a pool's master and another node."""
     if scenario.mooncake.enabled:
         async with pool(scenario.mooncake) as address:
             return await run_in_pool(with_master(scenario, address), seed, progress)
@@ -90,7 +104,9 @@ async def run_routed(one: Session, seed: int, progress: Progress) -> Report:
     settings = events_of(one.scenario)
     assert settings is not None
     sink: Any = one.sinks[settings.label].inner
-    async with routing(one.scenario.router, sink.endpoint, sink.replay_endpoint, sink.config.topic, seed) as router:
+    async with routing(
+        one.scenario.router, sink.endpoint, sink.replay_endpoint, sink.config.topic, seed
+    ) as router:
         report = await one.run(seed, progress)
         try:
             report.router = await compare(router, sink.sequence, one.held(MEDIA[settings.media]))
@@ -124,7 +140,9 @@ async def pool(settings: Pool) -> AsyncIterator[str]:
 def with_master(scenario: Scenario, address: str) -> Scenario:
     """The scenario with its pool's master, and small shares of memory."""
     replace = msgspec.structs.replace
-    mooncake = replace(scenario.storage.mooncake, master_server_address=address, local_hostname="127.0.0.1")
+    mooncake = replace(
+        scenario.storage.mooncake, master_server_address=address, local_hostname="127.0.0.1"
+    )
     return replace(scenario, storage=replace(scenario.storage, mooncake=mooncake))
 
 
@@ -136,7 +154,11 @@ def with_temporary(data: dict[str, Any], folder: str) -> dict[str, Any]:
             return {key: replaced(item) for key, item in value.items()}
         if isinstance(value, list):
             return [replaced(item) for item in value]
-        return re.sub(rf"(^|//){TEMP}(?=/|$)", lambda m: m[1] + folder, value) if isinstance(value, str) else value
+        return (
+            re.sub(rf"(^|//){TEMP}(?=/|$)", lambda m: m[1] + folder, value)
+            if isinstance(value, str)
+            else value
+        )
 
     result = replaced(data)
     assert isinstance(result, dict)

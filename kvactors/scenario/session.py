@@ -38,22 +38,38 @@ Progress = Callable[[Totals], None]
 class Session:
     """An open cache and the scenario that runs on it. sinks: by name, each able to misbehave."""
 
-    def __init__(self, scenario: Scenario, cache: KVCache, sinks: Mapping[str, FaultySink], *, virtual: bool) -> None:
+    def __init__(
+        self, scenario: Scenario, cache: KVCache, sinks: Mapping[str, FaultySink], *, virtual: bool
+    ) -> None:
         self.scenario = scenario
         self.cache = cache
         self.sinks = sinks
         self.totals = Totals()
-        self._lost: dict[str, int] = {}  # sinks whose index lost its state, and how often each had been sent everything by then
+        self._lost: dict[
+            str, int
+            # sinks whose index lost its state, and how often each had been sent everything by then
+        ] = {}
         self.virtual = virtual
-        dead = {fault.sink for fault in scenario.fault if fault.sink and fault.lasting and fault.kind in ("down", "hang")}
+        dead = {
+            fault.sink
+            for fault in scenario.fault
+            if fault.sink and fault.lasting and fault.kind in ("down", "hang")
+        }
         self.living = None if not dead else [name for name in cache.sinks if name not in dead]
 
     async def run(self, seed: int, progress: Progress) -> Report:
         """Workload and faults, then rest; the report."""
-        engine, monitor, work = Engine(self.cache, self.totals), LagMonitor(), self.scenario.workload
+        engine, monitor, work = (
+            Engine(self.cache, self.totals),
+            LagMonitor(),
+            self.scenario.workload,
+        )
         began = time.monotonic()
         async with (
-            beside(reporting(self.totals, progress), *(self._fault(fault) for fault in self.scenario.fault if not fault.turn)),
+            beside(
+                reporting(self.totals, progress),
+                *(self._fault(fault) for fault in self.scenario.fault if not fault.turn),
+            ),
             monitor.running(),
         ):
             if work.kind == "chat":
@@ -67,7 +83,9 @@ class Session:
         progress(self.totals)
         lag = Lag(0.0, 0.0, 0.0) if self.virtual else monitor.result()
         name = self.scenario.scenario.name
-        report = make_report(name, self.totals, self.cache, lag, time.monotonic() - began, self.living)
+        report = make_report(
+            name, self.totals, self.cache, lag, time.monotonic() - began, self.living
+        )
         for label, differing in self._index_divergence().items():
             report.sinks[label]["divergence"] = differing
             report.flush["divergence"] += differing
@@ -82,8 +100,14 @@ class Session:
         ledger = self.cache.system.notifier_actor.ledger
         for name, sink in self.sinks.items():
             inner = sink.inner
-            if isinstance(inner, AttentionStoreSink) and isinstance(inner.sdk.connection, AttentionStoreSDK):
-                held = [ledger.entries[key] for keys in announceable(self.cache.system, inner.view_of).values() for key in keys]
+            if isinstance(inner, AttentionStoreSink) and isinstance(
+                inner.sdk.connection, AttentionStoreSDK
+            ):
+                held = [
+                    ledger.entries[key]
+                    for keys in announceable(self.cache.system, inner.view_of).values()
+                    for key in keys
+                ]
                 paths = {tuple(np.frombuffer(path_tokens(entry), "<u4").tolist()) for entry in held}
                 differing[name] = len(paths ^ inner.sdk.connection.service.resident)
         return differing
@@ -108,9 +132,11 @@ class Session:
         return self.sinks[fault.sink] if fault.sink else self.cache.system.backend
 
     async def _resynced(self) -> None:
-        """Wait until every sink whose index lost its state has been sent everything again: at its interval (of two more times one began after
-        the loss), or on request if it has none."""
-        waiting = {name: count for name, count in self._lost.items() if self.sinks[name].resync_interval}
+        """Wait until every sink whose index lost its state has been sent everything again: at its
+        interval (of two more times one began after the loss), or on request if it has none."""
+        waiting = {
+            name: count for name, count in self._lost.items() if self.sinks[name].resync_interval
+        }
         for name in self._lost.keys() - waiting.keys():
             await self.cache.resync(name, deadline=RESYNC)
         with anyio.fail_after(RESYNC):
@@ -118,7 +144,9 @@ class Session:
                 await anyio.sleep(0.01)
 
     def _resyncs(self, name: str) -> int:
-        return next(int(sink.resyncs) for sink in self.cache.statistics().flush if sink.name == name)
+        return next(
+            int(sink.resyncs) for sink in self.cache.statistics().flush if sink.name == name
+        )
 
     def _begin(self, fault: Fault) -> None:
         part = self._part(fault)
@@ -141,7 +169,10 @@ class Session:
 
     def held(self, media: Mapping[Tier, str]) -> dict[str, set[int]]:
         """The same as readers of KV events name it: hashes by medium."""
-        return {media[tier]: {int.from_bytes(key[-8:], "big") for key in keys} for tier, keys in self.named().items()}
+        return {
+            media[tier]: {int.from_bytes(key[-8:], "big") for key in keys}
+            for tier, keys in self.named().items()
+        }
 
 
 @asynccontextmanager
@@ -151,15 +182,23 @@ async def session(scenario: Scenario, *, virtual: bool) -> AsyncIterator[Session
     layout = make_layout(config.layout, config.cache.block_size)
     sinks = faulty(make_sinks(config, layout))
     store = (
-        None if config.flush.only else make_backend(config.storage, config.cache.model, layout.fingerprint, layout.block_bytes)
+        None
+        if config.flush.only
+        else make_backend(
+            config.storage, config.cache.model, layout.fingerprint, layout.block_bytes
+        )
     )
     backend = None if store is None else FaultyBackend(store)
     bare = msgspec.structs.replace(config, flush=msgspec.structs.replace(config.flush, sinks=()))
     if config.flush.only:
         bare = msgspec.structs.replace(bare, storage=StorageConfig())
-    if bare.storage.backend != "attention_store":  # then only the sinks, which are open already, use its settings
+    if (
+        bare.storage.backend != "attention_store"
+    ):  # then only the sinks, which are open already, use its settings
         bare = msgspec.structs.replace(bare, attention_store=AttentionStoreConfig())
-    async with open_cache(bare, sinks=list(sinks.values()), backend=backend, inline_copies=virtual) as cache:
+    async with open_cache(
+        bare, sinks=list(sinks.values()), backend=backend, inline_copies=virtual
+    ) as cache:
         yield Session(scenario, cache, sinks, virtual=virtual)
 
 

@@ -35,12 +35,15 @@ class MediaSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One move of a script.
 
-    do: what. request: whose (a name). prompt: seed of the tokens of acquire and extend. tokens: how many, or for commit and preempt how many
-    are computed (commit: 0 means all). salt, lora, media: of acquire. expect: ok, or the refusal that must come. cached_tokens: what acquire must
-    find, after its loads; -1: anything.
+    do: what. request: whose (a name). prompt: seed of the tokens of acquire and extend. tokens: how
+    many, or for commit and preempt how many are computed (commit: 0 means all). salt, lora, media:
+    of acquire. expect: ok, or the refusal that must come. cached_tokens: what acquire must find,
+    after its loads; -1: anything.
     """
 
-    do: Literal["acquire", "extend", "commit", "finish", "preempt", "clear", "pause", "resume", "settle"]
+    do: Literal[
+        "acquire", "extend", "commit", "finish", "preempt", "clear", "pause", "resume", "settle"
+    ]
     request: str = ""
     prompt: int = 0
     tokens: int = 0
@@ -52,15 +55,18 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """kind: chat (conversations that grow by turns behind a shared system prompt) or script (the steps, in order).
+    """kind: chat (conversations that grow by turns behind a shared system prompt) or script (the
+    steps, in order).
 
-    sessions, turns: how many conversations of how many turns. concurrency: sessions at once. system_tokens: shared beginning.
-    user_tokens, output_tokens: mean lengths of a turn's question and answer. think: seconds between question and answer, as a model
-    would take.
+    sessions, turns: how many conversations of how many turns. concurrency: sessions at once.
+    system_tokens: shared beginning. user_tokens, output_tokens: mean lengths of a turn's question
+    and answer. think: seconds between question and answer, as a model would take.
 
-    tenants, adapters, images: how many of the conversations have the same text each, and differ in the salt, in the LoRA adapter or in the images
-    alone. The first tenant has no salt, the first adapter is none. image_tokens: placeholders of the image that each question begins with (0: none).
-    settle: wait between turns until the cache is idle, so that what a turn hits does not depend on how fast the disk is.
+    tenants, adapters, images: how many of the conversations have the same text each, and differ in
+    the salt, in the LoRA adapter or in the images alone. The first tenant has no salt, the first
+    adapter is none. image_tokens: placeholders of the image that each question begins with (0:
+    none). settle: wait between turns until the cache is idle, so that what a turn hits does not
+    depend on how fast the disk is.
     """
 
     kind: Literal["chat", "script"] = "chat"
@@ -80,14 +86,19 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What goes wrong, and when. sink: whose (a name): down (refuses every call), hang (never answers), fail_every (refuses every
-    `every`-th call), lose_answers (does what it is sent, then fails), loses_state (its index is empty at once; at the end the run waits for
-    a resync at its `resync_interval`, or asks for one if that is 0). storage: the store: down (nothing can be had), full (nothing can be
-    written), slow (every call takes `delay` seconds more), bit_rot (a bit of every `every`-th slot of a file store is flipped, at once).
-    at: seconds after the workload began. seconds: how long; 0: for ever, and then nobody waits for that sink.
-    turn, turns: in place of at and seconds, the turn of a chat (from 1 on) before which it begins, and for how many turns (0: for ever)."""
+    """What goes wrong, and when. sink: whose (a name): down (refuses every call), hang (never
+    answers), fail_every (refuses every `every`-th call), lose_answers (does what it is sent, then
+    fails), loses_state (its index is empty at once; at the end the run waits for a resync at its
+    `resync_interval`, or asks for one if that is 0). storage: the store: down (nothing can be had),
+    full (nothing can be written), slow (every call takes `delay` seconds more), bit_rot (a bit of
+    every `every`-th slot of a file store is flipped, at once). at: seconds after the workload
+    began. seconds: how long; 0: for ever, and then nobody waits for that sink. turn, turns: in
+    place of at and seconds, the turn of a chat (from 1 on) before which it begins, and for how many
+    turns (0: for ever)."""
 
-    kind: Literal["down", "hang", "fail_every", "lose_answers", "loses_state", "full", "slow", "bit_rot"]
+    kind: Literal[
+        "down", "hang", "fail_every", "lose_answers", "loses_state", "full", "slow", "bit_rot"
+    ]
     sink: str = ""
     storage: bool = False
     delay: float = 0.1
@@ -108,9 +119,10 @@ STORAGE_FAULTS = ("down", "full", "slow", "bit_rot")
 
 
 class RouterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A process that mirrors this node from its KV events alone. enabled: whether there is one. lose: share of the messages that it
-    drops; it asks for a replay then. follow: snapshots (it takes one whenever it connects) or numbers (it has the numbers of the batches alone, as
-    Dynamo has: a batch up to the last one is passed over, a higher number than the next is a gap)."""
+    """A process that mirrors this node from its KV events alone. enabled: whether there is one.
+    lose: share of the messages that it drops; it asks for a replay then. follow: snapshots (it
+    takes one whenever it connects) or numbers (it has the numbers of the batches alone, as Dynamo
+    has: a batch up to the last one is passed over, a higher number than the next is a gap)."""
 
     enabled: bool = False
     lose: float = 0.0
@@ -118,16 +130,18 @@ class RouterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Lives(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """kills: the cache runs in a process of its own; seconds after which each life but the last is killed (SIGKILL). restarts: the workload
-    is run, the cache closed and opened again, so many times before the run that counts."""
+    """kills: the cache runs in a process of its own; seconds after which each life but the last is
+    killed (SIGKILL). restarts: the workload is run, the cache closed and opened again, so many
+    times before the run that counts."""
 
     kills: tuple[float, ...] = ()
     restarts: int = 0
 
 
 class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A Mooncake pool of this machine. enabled: whether a master is started for the run. first_node: whether another cache of the pool runs the
-    workload first and stays. down_at, down_for: seconds after which the master is killed, and until it is started again (0: never)."""
+    """A Mooncake pool of this machine. enabled: whether a master is started for the run.
+    first_node: whether another cache of the pool runs the workload first and stays. down_at,
+    down_for: seconds after which the master is killed, and until it is started again (0: never)."""
 
     enabled: bool = False
     first_node: bool = False
@@ -193,7 +207,9 @@ def validate_workload(work: Workload) -> None:
         if step.do in ABOUT_A_REQUEST and not step.request:
             raise ConfigError(f"workload.step, step {number} ({step.do}): request is missing")
         if step.tokens < (1 if step.do in ("acquire", "extend") else 0) or step.prompt < 0:
-            raise ConfigError(f"workload.step, step {number} ({step.do}): too few tokens, or a negative prompt")
+            raise ConfigError(
+                f"workload.step, step {number} ({step.do}): too few tokens, or a negative prompt"
+            )
         of_acquire = {
             "cached_tokens": step.cached_tokens >= 0,
             "salt": step.salt is not None,
@@ -202,7 +218,9 @@ def validate_workload(work: Workload) -> None:
         }
         for name, given in of_acquire.items():
             if given and step.do != "acquire":
-                raise ConfigError(f"workload.step, step {number} ({step.do}): {name} belongs to acquire")
+                raise ConfigError(
+                    f"workload.step, step {number} ({step.do}): {name} belongs to acquire"
+                )
 
 
 def validate_faults(scenario: Scenario) -> None:
@@ -261,7 +279,8 @@ def misfit(fault: Fault, scenario: Scenario) -> str:
             else "only a chat has turns",
         ),
         (
-            not (0 <= fault.at < inf and 0 <= fault.seconds < inf and 0 <= fault.delay < inf) or fault.every < 1,
+            not (0 <= fault.at < inf and 0 <= fault.seconds < inf and 0 <= fault.delay < inf)
+            or fault.every < 1,
             "at, seconds and delay must not be negative, every at least 1",
         ),
     )
@@ -277,7 +296,9 @@ def loses(fault: Fault, scenario: Scenario) -> bool:
 
 def events_of(config: Config) -> KvEventsSinkConfig | None:
     """The first KV-events sink that can be asked for a replay."""
-    found = [s for s in config.flush.sinks if isinstance(s, KvEventsSinkConfig) and s.replay_endpoint]
+    found = [
+        s for s in config.flush.sinks if isinstance(s, KvEventsSinkConfig) and s.replay_endpoint
+    ]
     return found[0] if found else None
 
 
@@ -294,7 +315,8 @@ def flatten(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def disappointments(expect: dict[str, float | Bound], report: Report) -> list[str]:
-    """Which expectations do not hold, in words. ConfigError for one about a field that reports do not have."""
+    """Which expectations do not hold, in words. ConfigError for one about a field that reports do
+    not have."""
     failed = []
     for name, wanted in expect.items():
         try:
@@ -306,6 +328,8 @@ def disappointments(expect: dict[str, float | Bound], report: Report) -> list[st
             value = len(value)
         if not isinstance(value, int | float):
             raise ConfigError(f"expect.{name} is about no number")
-        if (bound.min is not None and value < bound.min) or (bound.max is not None and value > bound.max):
+        if (bound.min is not None and value < bound.min) or (
+            bound.max is not None and value > bound.max
+        ):
             failed.append(f"{name} is {value}, expected {msgspec.to_builtins(wanted)}")
     return failed

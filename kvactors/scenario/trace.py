@@ -1,8 +1,8 @@
 """Request traces: JSON lines with block ids, plain or gzip, and the tokens those ids stand for.
 
-Two forms of a line: Mooncake's, `{"timestamp", "input_length", "output_length", "hash_ids": [..]}`, and one with run-length ids,
-`"hash_runs": [[first, count], ..]`. A line with "header" describes the trace. Ids are chained: the same id means the same block after
-the same prefix.
+Two forms of a line: Mooncake's, `{"timestamp", "input_length", "output_length", "hash_ids": [..]}`,
+and one with run-length ids, `"hash_runs": [[first, count], ..]`. A line with "header" describes the
+trace. Ids are chained: the same id means the same block after the same prefix.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class _Line(msgspec.Struct):
 
 
 def read_trace(path: str | Path, *, coarse: int = 1, limit: int = 0) -> Iterator[TraceRequest]:
-    """The requests of a trace in file order. coarse: keep every so many-th id (blocks so many times as large, whole ones only).
+    """The requests of a trace in file order. coarse: keep every so many-th id (blocks so many times
+    as large, whole ones only).
 
     limit: requests at most, 0 for all. ConfigError names the line that cannot be read.
     """
@@ -95,18 +96,24 @@ def expand(line: _Line) -> NDArray[np.uint64]:
         return np.array(line.hash_ids, np.uint64)
     blocks = sum(count for _, count in line.hash_runs or ())
     if blocks > MAX_BLOCKS:
-        raise ValueError(f"hash_runs are {blocks} blocks, more than the {MAX_BLOCKS} of a request at most")
+        raise ValueError(
+            f"hash_runs are {blocks} blocks, more than the {MAX_BLOCKS} of a request at most"
+        )
     if any(first + count > 1 << 64 for first, count in line.hash_runs or ()):
         raise ValueError("hash_runs reach beyond 64 bits")
-    runs = [np.arange(first, first + count, dtype=np.uint64) for first, count in line.hash_runs or ()]
+    runs = [
+        np.arange(first, first + count, dtype=np.uint64) for first, count in line.hash_runs or ()
+    ]
     return np.concatenate(runs) if runs else np.empty(0, np.uint64)
 
 
 def tokens_of(ids: NDArray[np.uint64], block_size: int) -> NDArray[np.uint32]:
-    """Tokens of blocks, uint32 [len(ids) * block_size]: a fixed, one-to-one function of each id. Ids below 2**64; block_size >= 2 for
-    ids from 2**32 on."""
+    """Tokens of blocks, uint32 [len(ids) * block_size]: a fixed, one-to-one function of each id.
+    Ids below 2**64; block_size >= 2 for ids from 2**32 on."""
     position = np.arange(block_size, dtype=np.uint32) * np.uint32(2654435761)
-    tokens = ids.astype(np.uint32)[:, None] ^ position[None, :]  # position 0 carries the id's low half
+    tokens = (
+        ids.astype(np.uint32)[:, None] ^ position[None, :]
+    )  # position 0 carries the id's low half
     if block_size > 1:
         tokens[:, 1] = (ids >> np.uint64(32)).astype(np.uint32)
     return tokens.reshape(-1)

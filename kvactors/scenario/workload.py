@@ -29,7 +29,8 @@ def random_tokens(rng: np.random.Generator, count: int) -> NDArray[np.uint32]:
 
 
 class Speaker(NamedTuple):
-    """Whose conversation it is. text: number of its text; the others are numbers of its salt, adapter and images, 0 for the first."""
+    """Whose conversation it is. text: number of its text; the others are numbers of its salt,
+    adapter and images, 0 for the first."""
 
     text: int
     tenant: int
@@ -38,7 +39,8 @@ class Speaker(NamedTuple):
 
     @classmethod
     def of(cls, session: int, work: Workload) -> Speaker:
-        """The speaker of a conversation: neighbours differ in the tenant first, then in the adapter, then in the images."""
+        """The speaker of a conversation: neighbours differ in the tenant first, then in the
+        adapter, then in the images."""
         rest, tenant = divmod(session, work.tenants)
         rest, adapter = divmod(rest, work.adapters)
         text, images = divmod(rest, work.images)
@@ -48,17 +50,22 @@ class Speaker(NamedTuple):
     def scope(self) -> dict[str, Any]:
         """Salt and adapter, as `acquire` takes them."""
         scope: dict[str, Any] = {"salt": f"tenant-{self.tenant}"} if self.tenant else {}
-        return scope | ({"lora": f"adapter-{self.adapter}", "lora_id": self.adapter} if self.adapter else {})
+        return scope | (
+            {"lora": f"adapter-{self.adapter}", "lora_id": self.adapter} if self.adapter else {}
+        )
 
     def image_of(self, turn: int) -> str:
         """The hash of the image that a turn's question begins with."""
         return hashlib.sha256(f"{self.images}.{turn}".encode()).hexdigest()
 
 
-async def chat(engine: Engine, work: Workload, seed: int, before: Callable[[int], None] = lambda _: None) -> None:
-    """Conversations that grow turn by turn; a turn's prompt is everything said before and a new question. Every conversation has its
-    turn before any has its next, so each comes back when the others have pushed it down the tiers. before: called with the number of each
-    turn (from 1 on) before it begins."""
+async def chat(
+    engine: Engine, work: Workload, seed: int, before: Callable[[int], None] = lambda _: None
+) -> None:
+    """Conversations that grow turn by turn; a turn's prompt is everything said before and a new
+    question. Every conversation has its turn before any has its next, so each comes back when the
+    others have pushed it down the tiers. before: called with the number of each turn (from 1 on)
+    before it begins."""
     system = random_tokens(np.random.default_rng(seed), work.system_tokens)
     said = [system] * work.sessions
     speakers = [Speaker.of(session, work) for session in range(work.sessions)]
@@ -72,7 +79,9 @@ async def chat(engine: Engine, work: Workload, seed: int, before: Callable[[int]
             answer = random_tokens(rng, 1 + int(rng.poisson(work.output_tokens)))
             image = np.full(work.image_tokens, PLACEHOLDER, np.uint32)
             if work.image_tokens:
-                media[session].append((len(said[session]), work.image_tokens, speaker.image_of(turn)))
+                media[session].append(
+                    (len(said[session]), work.image_tokens, speaker.image_of(turn))
+                )
             prompt = np.concatenate([said[session], image, question])
             identity = {**speaker.scope, "extra_keys": tuple(media[session])}
             await until_room(engine, f"{session}.{turn}", prompt, answer, work.think, identity)
@@ -96,8 +105,8 @@ async def until_room(
     think: float,
     identity: Mapping[str, Any],
 ) -> None:
-    """Serve one request, again while there is no room for it now; one the device could never hold is rejected. identity: salt, adapter and
-    media, as `acquire` takes them."""
+    """Serve one request, again while there is no room for it now; one the device could never hold
+    is rejected. identity: salt, adapter and media, as `acquire` takes them."""
     if len(prompt) + len(answer) > engine.cache.device.num_blocks * engine.cache.block_size:
         engine.totals.rejected += 1
         return
@@ -142,12 +151,16 @@ class Script:
             elif step.cached_tokens >= 0 and outcome == "ok":
                 cached = self.leases[step.request].cached_tokens
                 if cached != step.cached_tokens:
-                    self._complain(number, step, f"{cached} tokens cached, expected {step.cached_tokens}")
+                    self._complain(
+                        number, step, f"{cached} tokens cached, expected {step.cached_tokens}"
+                    )
         for lease in self.leases.values():
             await lease.finish()
 
     def _complain(self, number: int, step: Step, what: str) -> None:
-        self.engine.totals.complain(f"step {number} ({step.do}{step.request and ' ' + step.request}): {what}")
+        self.engine.totals.complain(
+            f"step {number} ({step.do}{step.request and ' ' + step.request}): {what}"
+        )
 
     def _tokens(self, step: Step) -> Any:
         return random_tokens(np.random.default_rng((self.seed, step.prompt)), step.tokens)
@@ -156,7 +169,9 @@ class Script:
         cache, engine = self.engine.cache, self.engine
         if step.do == "acquire":
             items = [(item.offset, item.length, item.hash) for item in step.media]
-            lease = await cache.acquire(step.request, self._tokens(step), salt=step.salt, lora=step.lora, extra_keys=items)
+            lease = await cache.acquire(
+                step.request, self._tokens(step), salt=step.salt, lora=step.lora, extra_keys=items
+            )
             self.leases[step.request] = lease
             await engine.begin(lease)
         elif step.do == "extend":

@@ -1,4 +1,5 @@
-"""A serving loop at the door: every await is timed, may be cancelled by the plan, and must end in an answer or in an error with a name."""
+"""A serving loop at the door: every await is timed, may be cancelled by the plan, and must end in
+an answer or in an error with a name."""
 
 from __future__ import annotations
 
@@ -22,11 +23,13 @@ from kvactors.simulation.world import World
 T = TypeVar("T")
 
 SLACK = 0.25
-"""Seconds past its deadline by which an ask must be over: the sweeps of open asks come every 0.05 s, and the second one decides."""
+"""Seconds past its deadline by which an ask must be over: the sweeps of open asks come every 0.05
+s, and the second one decides."""
 
 
 class Door:
-    """One client's way to the cache. awaits: so far. ended: requests that ended somehow, answered: those that went to their end."""
+    """One client's way to the cache. awaits: so far. ended: requests that ended somehow, answered:
+    those that went to their end."""
 
     def __init__(self, world: World, number: int) -> None:
         self.world = world
@@ -35,10 +38,13 @@ class Door:
         self.awaits = 0
         self.task: asyncio.Task[None] | None = None
         plan = world.drawn.plan.fault
-        self._cancels = {int(f.at): f for f in plan if f.kind == "cancel" and f.target == str(number)}
+        self._cancels = {
+            int(f.at): f for f in plan if f.kind == "cancel" and f.target == str(number)
+        }
 
     async def ask(self, what: str, make: Callable[[], Awaitable[T]], seconds: float) -> T:
-        """One await at the door, which may take `seconds`. An error with a name passes; the test of whether it may be is here."""
+        """One await at the door, which may take `seconds`. An error with a name passes; the test of
+        whether it may be is here."""
         world, loop = self.world, asyncio.get_running_loop()
         self.awaits += 1
         began, jumped = loop.time(), world.jumped
@@ -61,7 +67,9 @@ class Door:
             world.witness.note(f"client {self.number} {what} {outcome}")
             took = loop.time() - began - (world.jumped - jumped)
             if took > seconds + SLACK:
-                world.violated(f"{what} took {took:.3f} s of {seconds:.3f} and ended with {outcome}")
+                world.violated(
+                    f"{what} took {took:.3f} s of {seconds:.3f} and ended with {outcome}"
+                )
 
     def _judge_error(self, what: str, error: KVActorsError) -> None:
         """Some errors need a reason."""

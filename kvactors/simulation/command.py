@@ -34,7 +34,8 @@ TRACE = 100_000
 
 
 class SimulationReport(msgspec.Struct):
-    """Many seeds together. never: by group, what was not reached. violated: the reports of seeds in which something was violated."""
+    """Many seeds together. never: by group, what was not reached. violated: the reports of seeds in
+    which something was violated."""
 
     first: int
     seeds: int = 0
@@ -74,8 +75,9 @@ def run_simulate(
     processes: int = 2,
     seed: int | None = None,
 ) -> int:
-    """Run, print, write; the exit status, 0 only if nothing was violated. minutes: as many seeds as they allow, in place of `seeds`. seed: only
-    this one, with its plan, its configuration and its trace. ConfigError for counts that cannot be."""
+    """Run, print, write; the exit status, 0 only if nothing was violated. minutes: as many seeds as
+    they allow, in place of `seeds`. seed: only this one, with its plan, its configuration and its
+    trace. ConfigError for counts that cannot be."""
     _check(seeds, first, minutes, processes, seed)
     if seed is not None:
         return _run_one(seed, json)
@@ -98,7 +100,12 @@ def run_simulate(
 
 
 def _check(seeds: int, first: int, minutes: float | None, processes: int, seed: int | None) -> None:
-    least = {"seeds": (seeds, 1), "first": (first, 0), "processes": (processes, 1), "seed": (seed or 0, 0)}
+    least = {
+        "seeds": (seeds, 1),
+        "first": (first, 0),
+        "processes": (processes, 1),
+        "seed": (seed or 0, 0),
+    }
     for name, (value, low) in least.items():
         if value < low:
             raise ConfigError(f"--{name} must be at least {low}, not {value}")
@@ -111,7 +118,10 @@ def _run_one(seed: int, json: Path | None) -> int:
     print(f"seed {seed}\nconfig {report.config}\nplan {report.plan}")
     for line in report.tail:
         print(line)
-    print(f"{report.requests} requests, {report.verified} blocks verified, {report.turns} turns, trace {report.trace}")
+    print(
+        f"{report.requests} requests, {report.verified} blocks verified, {report.turns} turns, "
+        f"trace {report.trace}"
+    )
     if json is not None:
         write_json(report, json)
     _print_violations(report)
@@ -122,13 +132,19 @@ def _print_violations(report: SeedReport) -> None:
     for what in report.violations:
         print(f"violated: seed {report.seed}: {what}", file=sys.stderr)
     if report.violations:
-        print(f"repeat: kvactors simulate --seed {report.seed}    (trace {report.trace})", file=sys.stderr)
+        print(
+            f"repeat: kvactors simulate --seed {report.seed}    (trace {report.trace})",
+            file=sys.stderr,
+        )
 
 
 def _print_summary(report: SimulationReport, console: Console, began: float) -> None:
     wall = time.monotonic() - began
     table = Table(
-        title=f"simulation, seeds {report.first} .. {report.first + report.seeds - 1}, {wall:.0f} s", show_header=False
+        title=(
+            f"simulation, seeds {report.first} .. {report.first + report.seeds - 1}, {wall:.0f} s"
+        ),
+        show_header=False,
     )
     rows = {
         "seeds a second": f"{report.seeds / max(wall, 1e-9):.1f}",
@@ -141,14 +157,21 @@ def _print_summary(report: SimulationReport, console: Console, began: float) -> 
         "wrong bytes": f"{report.wrong:,}",
         "seeds violated": f"{len(report.violated):,}",
     }
-    rows |= {f"reached: {group}": f"{count - len(report.never[group])} of {count}" for group, count in report.there.items()}
+    rows |= {
+        f"reached: {group}": f"{count - len(report.never[group])} of {count}"
+        for group, count in report.there.items()
+    }
     for name, value in rows.items():
         table.add_row(name, value)
     console.print(table)
     for group, never in report.never.items():
         if never:
             more = f"; and {len(never) - NAMED} more" if len(never) > NAMED else ""
-            console.print(f"never reached, {group}: {'; '.join(never[:NAMED])}{more}", style="dim", highlight=False)
+            console.print(
+                f"never reached, {group}: {'; '.join(never[:NAMED])}{more}",
+                style="dim",
+                highlight=False,
+            )
 
 
 class _Line:
@@ -159,7 +182,8 @@ class _Line:
     def __call__(self, report: SimulationReport) -> None:
         rate = report.seeds / max(report.wall_s, 1e-9)
         text = (
-            f"{report.seeds} seeds, {rate:.1f} a second, {report.verified:,} blocks verified, {len(report.violated)} violated"
+            f"{report.seeds} seeds, {rate:.1f} a second, {report.verified:,} blocks verified, "
+            f"{len(report.violated)} violated"
         )
         self._progress.update(self._task, description=text)
 
@@ -169,5 +193,7 @@ def _live_line() -> Iterator[_Line]:
     """A live line on a terminal; elsewhere nothing."""
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
         yield _Line(progress)

@@ -31,13 +31,22 @@ WORKERS = {
     "storage_reader": {"Probed", "ReadDone", "Gone"},
     "storage_writer": {"Written", "StoreCleared", "Gained", "Gone", "Cleared"},
 }
-"""What each of the storage actors really tells: they declare the same, since they answer through the same code."""
+"""What each of the storage actors really tells: they declare the same, since they answer through
+the same code."""
 
 OUTCOMES: Mapping[str, tuple[str, ...]] = {
     "acquire": ("ok", "NoRoom", "DeadlineExceeded", "Paused", "ActorFailed", "cancelled"),
     "ready": ("ok", "NoRoom", "LeaseEnded", "ActorFailed", "RankLost", "cancelled"),
     "layer_ready": ("ok", "NoRoom", "ActorFailed", "RankLost", "cancelled"),
-    "extend": ("ok", "NoRoom", "DeadlineExceeded", "LeaseEnded", "ActorFailed", "RankLost", "cancelled"),
+    "extend": (
+        "ok",
+        "NoRoom",
+        "DeadlineExceeded",
+        "LeaseEnded",
+        "ActorFailed",
+        "RankLost",
+        "cancelled",
+    ),
     "commit": ("ok", "LeaseEnded", "ActorFailed", "RankLost", "cancelled"),
     "finish": ("ok", "LeaseEnded", "ActorFailed", "cancelled"),
     "preempt": ("ok", "LeaseEnded", "ActorFailed", "RankLost", "cancelled"),
@@ -50,25 +59,74 @@ OUTCOMES: Mapping[str, tuple[str, ...]] = {
 }
 
 STATES = (
-    *(f"place {a} to {b}" for a, b in (
-        ("resident", "leaving"), ("resident", "transit"), ("resident", "free"), ("resident", "ghost"), ("leaving", "resident"),
-        ("leaving", "free"), ("leaving", "ghost"), ("transit", "resident"), ("transit", "free"), ("transit", "ghost"),
-    )),
-    *(f"health {a} to {b}" for a, b in (
-        ("away", "healthy"), ("healthy", "silent"), ("silent", "healthy"), ("healthy", "away"), ("silent", "away"),
-    )),
-    *(f"lease {what}" for what in (
-        "granted to forgotten", "loading to ended", "layer checked", "ready to finish", "ready to preempt", "ready to abandon", "ready to fail",
-        "ready to lost",
-    )),
+    *(
+        f"place {a} to {b}"
+        for a, b in (
+            ("resident", "leaving"),
+            ("resident", "transit"),
+            ("resident", "free"),
+            ("resident", "ghost"),
+            ("leaving", "resident"),
+            ("leaving", "free"),
+            ("leaving", "ghost"),
+            ("transit", "resident"),
+            ("transit", "free"),
+            ("transit", "ghost"),
+        )
+    ),
+    *(
+        f"health {a} to {b}"
+        for a, b in (
+            ("away", "healthy"),
+            ("healthy", "silent"),
+            ("silent", "healthy"),
+            ("healthy", "away"),
+            ("silent", "away"),
+        )
+    ),
+    *(
+        f"lease {what}"
+        for what in (
+            "granted to forgotten",
+            "loading to ended",
+            "layer checked",
+            "ready to finish",
+            "ready to preempt",
+            "ready to abandon",
+            "ready to fail",
+            "ready to lost",
+        )
+    ),
     "lives again",
-    *(f"load {what}" for what in ("whole", "part", "none", "unplaced", "placed", "cancelled", "stalled", "overdue")),
-)  # fmt: skip
+    *(
+        f"load {what}"
+        for what in (
+            "whole",
+            "part",
+            "none",
+            "unplaced",
+            "placed",
+            "cancelled",
+            "stalled",
+            "overdue",
+        )
+    ),
+)
 
 MET = (
-    "copy_fail", "copy_slow", "copy_hang", "store", "store_hang", "torn_write", "bit_flip", "object_lost", "sink", "sink_duplicate",
-    "rank_silent", "rank_lost",
-)  # fmt: skip
+    "copy_fail",
+    "copy_slow",
+    "copy_hang",
+    "store",
+    "store_hang",
+    "torn_write",
+    "bit_flip",
+    "object_lost",
+    "sink",
+    "sink_duplicate",
+    "rank_silent",
+    "rank_lost",
+)
 
 
 class Coverage(NamedTuple):
@@ -97,7 +155,11 @@ def universe() -> dict[str, list[str]]:
         "faults": [f"fault {kind}" for kind in KINDS if kind != "actor_crash"],
         "faults met": [f"met {what}" for what in MET],
         "messages": told,
-        "outcomes": [f"outcome {what} {outcome}" for what, outcomes in OUTCOMES.items() for outcome in outcomes],
+        "outcomes": [
+            f"outcome {what} {outcome}"
+            for what, outcomes in OUTCOMES.items()
+            for outcome in outcomes
+        ],
         "states": list(STATES),
         "deaths": turns,
     }

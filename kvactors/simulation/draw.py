@@ -33,11 +33,12 @@ CRASHES = 3
 class Draw(NamedTuple):
     """Everything a run is made of.
 
-    families: of prompts that share their beginnings. longest: blocks a prompt has at most. capacity: objects a store holds. shared: whether the
-    store is a pool that others use as well. stop_at: second at which the system is stopped in the middle of everything, None if it may come
-    to rest. again: whether a second system then finds what the stores have kept. lags: mean seconds of a copy, of an access to the store, of
-    a sink's call, of a message to a rank. limits: see `simulation.limits`. token_index:
-    whether AttentionStore's index is a sink.
+    families: of prompts that share their beginnings. longest: blocks a prompt has at most.
+    capacity: objects a store holds. shared: whether the store is a pool that others use as well.
+    stop_at: second at which the system is stopped in the middle of everything, None if it may come
+    to rest. again: whether a second system then finds what the stores have kept. lags: mean seconds
+    of a copy, of an access to the store, of a sink's call, of a message to a rank. limits: see
+    `simulation.limits`. token_index: whether AttentionStore's index is a sink.
     """
 
     seed: int
@@ -64,16 +65,28 @@ def draw_run(seed: int) -> Draw:
     blocks = rng.randint(2, 28)
     stored = rng.random() < 0.75
     direct, index = ranks == 1 and rng.random() < 0.25, ranks == 1 and rng.random() < 0.2
-    restarts = max(draw_limit(rng), draw_limit(rng))  # too few would leave most plans without deaths
+    restarts = max(
+        draw_limit(rng), draw_limit(rng)
+    )  # too few would leave most plans without deaths
     config = Config(
         cache=CacheConfig(block_size=BLOCK, recompute_last_token=rng.random() < 0.7, deadline=5.0),
         device=_device(rng, blocks),
         layout=LayoutConfig(
-            num_layers=rng.choice((1, 2, 3)), num_kv_heads=ranks, head_dim=4, dtype="uint8", tensor_parallel=ranks
+            num_layers=rng.choice((1, 2, 3)),
+            num_kv_heads=ranks,
+            head_dim=4,
+            dtype="uint8",
+            tensor_parallel=ranks,
         ),
         host=_host(rng, blocks),
         storage=_storage(rng, direct=direct) if stored else StorageConfig(),
-        flush=FlushConfig(only=rng.random() < 0.08, timeout=0.4, retry_min=0.02, retry_max=0.3, batch=draw_limit(rng)),
+        flush=FlushConfig(
+            only=rng.random() < 0.08,
+            timeout=0.4,
+            retry_min=0.02,
+            retry_max=0.3,
+            batch=draw_limit(rng),
+        ),
         actors=ActorsConfig(channel_bound=draw_limit(rng), drain=20.0, restarts=restarts),
         ranks=RanksConfig(ranks, "memory://simulated", timeout=rng.choice((0.1, 0.3)), start=30.0),
     )
@@ -90,7 +103,10 @@ def draw_run(seed: int) -> Draw:
     capacity = rng.choice((0, draw_limit(rng), draw_limit(rng), draw_limit(rng)))
     targets = _targets(config, sinks, clients, index=index)
     plan = _limited(draw(rng, rng.choice((0, 1, 2, 3, 5, 8, 16)), targets), min(CRASHES, restarts))
-    families, longest = rng.randint(1, 6), rng.randint(2, blocks + 1 if rng.random() < 0.15 else max(2, blocks // 2))
+    families, longest = (
+        rng.randint(1, 6),
+        rng.randint(2, blocks + 1 if rng.random() < 0.15 else max(2, blocks // 2)),
+    )
     shared = ranks == 1 and not direct and not config.storage.exclusive and rng.random() < 0.3
     stop_at = rng.uniform(0.0, 0.5) if rng.random() < 0.1 else None
     again = stored and rng.random() < 0.2
@@ -113,15 +129,23 @@ def draw_run(seed: int) -> Draw:
     )
 
 
-def _targets(config: Config, sinks: tuple[MemorySinkConfig, ...], clients: int, *, index: bool) -> Targets:
+def _targets(
+    config: Config, sinks: tuple[MemorySinkConfig, ...], clients: int, *, index: bool
+) -> Targets:
     stored = config.storage.backend != "none" and not config.flush.only
     direct = config.storage.backend == "attention_store"
-    pools = (("reader", config.storage.readers), ("writer", config.storage.writers)) if stored and not direct else ()
+    pools = (
+        (("reader", config.storage.readers), ("writer", config.storage.writers))
+        if stored and not direct
+        else ()
+    )
     workers = ["storage_direct"] if stored and direct else []
     workers += [f"storage_{role}-{number}" for role, count in pools for number in range(count)]
     actors = ("prefix_index", "gpu_swapper", "cpu_evictor", "flush_notifier", *workers)
     names = (*(sink.label for sink in sinks), *([INDEX] if index else []))
-    return Targets(actors, names, config.ranks.count, clients, stored, stored and direct, span=0.6, steps=120)
+    return Targets(
+        actors, names, config.ranks.count, clients, stored, stored and direct, span=0.6, steps=120
+    )
 
 
 def _limited(plan: FaultPlan, most: int) -> FaultPlan:
@@ -133,7 +157,10 @@ def _limited(plan: FaultPlan, most: int) -> FaultPlan:
 def _device(rng: random.Random, blocks: int) -> DeviceConfig:
     ahead = rng.random() < 0.25
     return DeviceConfig(
-        num_blocks=blocks, free_low=0.1 if ahead else 0.0, free_high=0.3 if ahead else 0.0, layerwise=rng.random() < 0.4
+        num_blocks=blocks,
+        free_low=0.1 if ahead else 0.0,
+        free_high=0.3 if ahead else 0.0,
+        layerwise=rng.random() < 0.4,
     )
 
 
@@ -151,14 +178,18 @@ def _host(rng: random.Random, blocks: int) -> HostConfig:
 
 
 def _storage(rng: random.Random, *, direct: bool) -> StorageConfig:
-    policy: Any = rng.choice(("write_back", "write_back", "write_through", "write_through_selective", "none"))
+    policy: Any = rng.choice(
+        ("write_back", "write_back", "write_through", "write_through_selective", "none")
+    )
     if direct and policy == "write_back":
         policy = "write_through"
     exclusive, fetch = rng.random() < 0.4, rng.random() < 0.9
     least, readers, writers = rng.choice((1, 1, 2)), rng.choice((1, 2)), rng.choice((1, 2))
     timeout = rng.choice((0.1, 1.0))
     if direct:  # it has no use for the others
-        return StorageConfig(backend="attention_store", write_policy=policy, fetch=fetch, timeout=timeout)
+        return StorageConfig(
+            backend="attention_store", write_policy=policy, fetch=fetch, timeout=timeout
+        )
     return StorageConfig(
         backend="memory",
         exclusive=exclusive,
@@ -172,7 +203,9 @@ def _storage(rng: random.Random, *, direct: bool) -> StorageConfig:
 
 
 def _sink(rng: random.Random, number: int) -> MemorySinkConfig:
-    tiers: Any = rng.choice((("device", "host", "storage"), ("device", "host"), ("host",), ("device",), ("storage",)))
+    tiers: Any = rng.choice(
+        (("device", "host", "storage"), ("device", "host"), ("host",), ("device",), ("storage",))
+    )
     view: Any = rng.choice(("per_tier", "per_tier", "node"))
     gains: Any = rng.choice(("commit", "commit", "request_finish"))
     return MemorySinkConfig(name=f"sink-{number}", tiers=tiers, view=view, gains=gains)

@@ -1,4 +1,5 @@
-"""What an engine does with its blocks: it fills them with what their names stand for, and checks before use that they hold it."""
+"""What an engine does with its blocks: it fills them with what their names stand for, and checks
+before use that they hold it."""
 
 from __future__ import annotations
 
@@ -63,7 +64,10 @@ class Engine:
                 self._pattern.fill([0], key)
                 for role in self.layout.roles:
                     number = self.layout.pieces[layer * len(self.layout.roles)].layer
-                    expected, found = self._pattern.region(number, role.name), device.region(number, role.name)
+                    expected, found = (
+                        self._pattern.region(number, role.name),
+                        device.region(number, role.name),
+                    )
                     if not np.array_equal(expected[0], found[block]):
                         bad.add(j)
         return sorted(bad)

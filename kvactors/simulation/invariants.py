@@ -46,7 +46,8 @@ async def rest(world: World) -> None:
 
 
 def still(world: World) -> None:
-    """At rest: invariants hold, sinks agree, nothing is left over, every byte below the device is right."""
+    """At rest: invariants hold, sinks agree, nothing is left over, every byte below the device is
+    right."""
     cache, system = world.cache, world.system
     for what in cache.check():
         world.violated(f"check: {what}")
@@ -70,7 +71,9 @@ def still(world: World) -> None:
         "pinned slots": host.pinned,
         "messages or jobs": system.activity.count,
         "open asks": sum(actor.ref.open_asks for actor in system.supervisor.actors()),
-        "operations at ranks": sum(rank.in_flight for rank in system.ranks.statistics()) if system.ranks is not None else 0,
+        "operations at ranks": sum(rank.in_flight for rank in system.ranks.statistics())
+        if system.ranks is not None
+        else 0,
         "held acquires": len(system.index_actor.held),
         "loading blocks": len(system.index_actor.index.loading),
         "loads of the host": len(system.evictor_actor.loads),
@@ -79,7 +82,10 @@ def still(world: World) -> None:
         if count:
             world.violated(f"left over: {count} {what}")
     if index.blocks_free + index.evictable != index.blocks_total:
-        world.violated(f"device blocks: {index.blocks_free} free and {index.evictable} evictable of {index.blocks_total}")
+        world.violated(
+            f"device blocks: {index.blocks_free} free and {index.evictable} evictable of "
+            f"{index.blocks_total}"
+        )
     _supervision(world)
     _bytes_below(world)
     _token_index(world)
@@ -91,15 +97,21 @@ def _supervision(world: World) -> None:
     if supervisor.failed is not None:
         world.violated(f"the system failed: {supervisor.failed!r}")
     if deaths != world.witness.died:
-        world.violated(f"{deaths} deaths, {world.witness.died} by plan; the last: {supervisor.statistics().last_death}")
+        world.violated(
+            f"{deaths} deaths, {world.witness.died} by plan; the last: "
+            f"{supervisor.statistics().last_death}"
+        )
 
 
 def _bytes_below(world: World) -> None:
-    """Slots and objects hold what their names stand for; an object may be bad, but then its checksum says so."""
+    """Slots and objects hold what their names stand for; an object may be bad, but then its
+    checksum says so."""
     if not world.ranks:
         system = world.system
         for key, entry in system.evictor_actor.host.entries.items():
-            if not entry.arriving and bytes(system.arena.view(entry.slot)) != world.engine.bytes_of(key):
+            if not entry.arriving and bytes(system.arena.view(entry.slot)) != world.engine.bytes_of(
+                key
+            ):
                 world.violated("a host slot holds wrong bytes")
     for rank, store in enumerate(world.stores):
         for key in store.catalog.keys():  # noqa: SIM118  (no mapping)
@@ -120,11 +132,14 @@ def _token_index(world: World) -> None:
     stale = {path for one in services.values() for path in one.resident} - paths
     world.seen["index compared"] += 1
     if stale:
-        world.violated(f"AttentionStore's index has {len(stale)} paths that this node does not hold")
+        world.violated(
+            f"AttentionStore's index has {len(stale)} paths that this node does not hold"
+        )
 
 
 async def serves_again(world: World) -> None:
-    """Every family's longest prompt, one after another: no fault is left that could excuse anything."""
+    """Every family's longest prompt, one after another: no fault is left that could excuse
+    anything."""
     cache, drawn = world.cache, world.drawn
     for family in range(drawn.families):
         tokens = [family * 10_000 + i for i in range(drawn.longest * BLOCK)]

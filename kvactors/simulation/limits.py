@@ -1,4 +1,5 @@
-"""Limits that are constants of the package, made small for one run: what grows past them in weeks does so in a few requests."""
+"""Limits that are constants of the package, made small for one run: what grows past them in weeks
+does so in a few requests."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ LIMITS: Mapping[str, tuple[str, str]] = {
     "scopes remembered": ("kvactors.prefix_index.announcing", "ORIGINS"),
     "blocks of a turn": ("kvactors.prefix_index.parts", "BLOCKS"),
 }
-"""By name: the module and the constant. The constant is read when it is used, so that replacing it has an effect."""
+"""By name: the module and the constant. The constant is read when it is used, so that replacing it
+has an effect."""
 
 STEP = "blocks of a flush step"
 """The one that each FlushNotifier's ledger has for itself."""
@@ -38,7 +40,10 @@ def draw_limits(rng: random.Random) -> dict[str, int]:
 @contextmanager
 def limited(limits: Mapping[str, int]) -> Iterator[None]:
     """Replace the constants within a block. AttributeError if one does not exist."""
-    places = {name: (importlib.import_module(module), constant) for name, (module, constant) in LIMITS.items()}
+    places = {
+        name: (importlib.import_module(module), constant)
+        for name, (module, constant) in LIMITS.items()
+    }
     before = {name: getattr(module, constant) for name, (module, constant) in places.items()}
     try:
         for name, (module, constant) in places.items():

@@ -1,4 +1,5 @@
-"""Many seeds on several cores. Every worker process has the same hash seed, so that a run is the same wherever it is replayed."""
+"""Many seeds on several cores. Every worker process has the same hash seed, so that a run is the
+same wherever it is replayed."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ LIFE = 200
 """Chunks after which a worker process is replaced."""
 
 STUCK = 30.0
-"""Seconds of processor time a seed may take; it is stuck then: virtual time stands still, or the loop does. A busy machine does not count."""
+"""Seconds of processor time a seed may take; it is stuck then: virtual time stands still, or the
+loop does. A busy machine does not count."""
 
 
 class Stuck(KeyboardInterrupt):
@@ -80,12 +82,16 @@ def _same_hashes() -> Iterator[None]:
             os.environ["PYTHONHASHSEED"] = before
 
 
-def run_seeds(first: int, seeds: int, processes: int, *, until: float = float("inf"), keep: int = 50) -> Iterator[SeedReport]:
+def run_seeds(
+    first: int, seeds: int, processes: int, *, until: float = float("inf"), keep: int = 50
+) -> Iterator[SeedReport]:
     """Reports as they come. until: `time.monotonic()` after which no more seeds are begun."""
     context = multiprocessing.get_context("spawn")
     with (
         _same_hashes(),
-        ProcessPoolExecutor(processes, mp_context=context, max_tasks_per_child=LIFE, initializer=end_with_parent) as pool,
+        ProcessPoolExecutor(
+            processes, mp_context=context, max_tasks_per_child=LIFE, initializer=end_with_parent
+        ) as pool,
     ):
         open_: set[Future[list[SeedReport]]] = set()
         following, last = first, first + seeds

@@ -6,9 +6,10 @@ import msgspec
 
 
 class SeedReport(msgspec.Struct):
-    """violations: in words; empty if all is well. seen: how often each thing that coverage knows happened. trace: a digest of every message
-    told and every turn taken, with its virtual time. config, plan: as JSON. verified: blocks whose bytes were checked. wrong: blocks that
-    did not hold what they should.
+    """violations: in words; empty if all is well. seen: how often each thing that coverage knows
+    happened. trace: a digest of every message told and every turn taken, with its virtual time.
+    config, plan: as JSON. verified: blocks whose bytes were checked. wrong: blocks that did not
+    hold what they should.
     """
 
     seed: int
@@ -29,4 +30,6 @@ class SeedReport(msgspec.Struct):
 
     def same_run(self, other: SeedReport) -> bool:
         """Whether both tell of one and the same run: everything but the wall clock's time."""
-        return msgspec.structs.replace(self, wall_s=0.0) == msgspec.structs.replace(other, wall_s=0.0)
+        return msgspec.structs.replace(self, wall_s=0.0) == msgspec.structs.replace(
+            other, wall_s=0.0
+        )

@@ -38,7 +38,8 @@ STOP = 120.0
 
 
 def run_seed(seed: int, drawn: Draw | None = None, keep: int = 200) -> SeedReport:
-    """Run one seed. drawn: in place of what the seed draws. keep: lines of the trace in the report, the last ones."""
+    """Run one seed. drawn: in place of what the seed draws. keep: lines of the trace in the report,
+    the last ones."""
     drawn = drawn or draw_run(seed)
     report = SeedReport(seed)
     report.config = msgspec.json.encode(drawn.config).decode()
@@ -57,7 +58,8 @@ def run_seed(seed: int, drawn: Draw | None = None, keep: int = 200) -> SeedRepor
 
 
 async def _lives(drawn: Draw, report: SeedReport, keep: int) -> None:
-    """A world, and of some seeds a second one, without faults, that finds in its stores what the first has left there."""
+    """A world, and of some seeds a second one, without faults, that finds in its stores what the
+    first has left there."""
     world = await _live(World(drawn, keep), report)
     if drawn.again:
         report.seen["lives again"] = 1
@@ -76,7 +78,10 @@ async def _live(world: World, report: SeedReport) -> World:
     try:
         with anyio.move_on_after(2 * (WORK + STOP)):
             async with world.running():
-                tasks = [loop.create_task(client.run(), name=f"client {client.number}") for client in clients]
+                tasks = [
+                    loop.create_task(client.run(), name=f"client {client.number}")
+                    for client in clients
+                ]
                 if drawn.stop_at is None:
                     await _work(world, tasks)
                     await rest(world)
@@ -119,7 +124,9 @@ def _conclude(report: SeedReport, world: World, clients: list[Client]) -> None:
     report.requests += sum(client.requests for client in clients)
     report.answered += sum(client.answered for client in clients)
     report.verified += world.engine.verified
-    report.faults += sum(count for what, count in witness.seen.items() if what.startswith(("fault ", "crash ")))
+    report.faults += sum(
+        count for what, count in witness.seen.items() if what.startswith(("fault ", "crash "))
+    )
     report.turns += sum(witness.turns.values())
     report.virtual_s = round(asyncio.get_running_loop().time(), 6)
     report.trace = witness.digest.hexdigest()
@@ -129,15 +136,21 @@ def _conclude(report: SeedReport, world: World, clients: list[Client]) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No log lines, no warnings of leases forgotten on purpose, and no collector that runs at moments of its own."""
+    """No log lines, no warnings of leases forgotten on purpose, and no collector that runs at
+    moments of its own."""
     collecting = gc.isenabled()
     gc.disable()
     gc.freeze()  # what was there before is not looked at each time
     try:
-        with warnings.catch_warnings(), structlog_settings(wrapper_class=structlog.make_filtering_bound_logger(50)):
+        with (
+            warnings.catch_warnings(),
+            structlog_settings(wrapper_class=structlog.make_filtering_bound_logger(50)),
+        ):
             warnings.simplefilter("ignore", ResourceWarning)
             # a job that is cancelled before its first step leaves its coroutine as it was
-            warnings.filterwarnings("ignore", message="coroutine .* was never awaited", category=RuntimeWarning)
+            warnings.filterwarnings(
+                "ignore", message="coroutine .* was never awaited", category=RuntimeWarning
+            )
             yield
             gc.collect()
     finally:

@@ -1,4 +1,5 @@
-"""Who sees everything: every turn and every message goes into a digest, and actors die here when the plan says so."""
+"""Who sees everything: every turn and every message goes into a digest, and actors die here when
+the plan says so."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ class PlannedDeath(Exception):
 
 
 class Witness:
-    """crashes: of the plan, by actor. died: those that happened. seen: see `SeedReport`. keep: lines of the trace that are remembered.
-    step: of a ledger, the notifier's own if None."""
+    """crashes: of the plan, by actor. died: those that happened. seen: see `SeedReport`. keep:
+    lines of the trace that are remembered. step: of a ledger, the notifier's own if None."""
 
     def __init__(self, crashes: list[Fault], keep: int = 200, step: int | None = None) -> None:
         self.loop = asyncio.get_running_loop()
@@ -101,7 +102,13 @@ class Witness:
             self.seen["load unplaced"] += not message.blocks
         elif isinstance(message, Loaded):
             wanted = self._wanted.pop(message.op, 0)
-            self.seen["load whole" if message.good == wanted else "load part" if message.good else "load none"] += 1
+            self.seen[
+                "load whole"
+                if message.good == wanted
+                else "load part"
+                if message.good
+                else "load none"
+            ] += 1
         elif isinstance(message, AboutLoad):
             self.seen[f"load {ABOUT[type(message)]}"] += 1
 
@@ -123,7 +130,9 @@ class Witness:
 class SimSystem(System):
     """A system whose actors a witness watches, from their first turn on, in every life."""
 
-    def __init__(self, config: Config, sinks: list[Sink], backend: Backend | None, witness: Witness) -> None:
+    def __init__(
+        self, config: Config, sinks: list[Sink], backend: Backend | None, witness: Witness
+    ) -> None:
         super().__init__(config, None, sinks, backend, inline_copies=True)
         self.witness = witness
         self.epoch = EPOCH
@@ -135,7 +144,10 @@ class SimSystem(System):
         return self._watched(core), self._watched(notifier)
 
     def _watched(self, group: Group) -> Group:
-        members = (self._watched(one) if isinstance(one, Group) else self._watched_spec(one) for one in group.members)
+        members = (
+            self._watched(one) if isinstance(one, Group) else self._watched_spec(one)
+            for one in group.members
+        )
         return Group(group.name, tuple(members))
 
     def _watched_spec(self, spec: ActorSpec) -> ActorSpec:

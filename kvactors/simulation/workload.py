@@ -1,4 +1,5 @@
-"""What clients do: requests of shared beginnings and many turns, given up in every way there is, and orders to the whole cache."""
+"""What clients do: requests of shared beginnings and many turns, given up in every way there is,
+and orders to the whole cache."""
 
 from __future__ import annotations
 
@@ -57,10 +58,16 @@ class Client(Door):
     async def order(self) -> None:
         """One of them."""
         cache, rng = self.world.cache, self.rng
-        kind = rng.choice(("clear", "clear", "pause", "namespace", "prefetch", "prefetch", "settled"))
+        kind = rng.choice(
+            ("clear", "clear", "pause", "namespace", "prefetch", "prefetch", "settled")
+        )
         if kind == "clear":
             storage = rng.random() < 0.5
-            await self.ask("clear storage" if storage else "clear", lambda: cache.clear(storage=storage, deadline=2.0), 2.0)
+            await self.ask(
+                "clear storage" if storage else "clear",
+                lambda: cache.clear(storage=storage, deadline=2.0),
+                2.0,
+            )
         elif kind == "namespace":
             name = rng.choice(("default", "default", "other"))
             await self.ask("set_namespace", lambda: cache.set_namespace(name, deadline=2.0), 2.0)
@@ -102,7 +109,11 @@ class Client(Door):
         if rng.random() < 0.15:
             self.story = tokens[:]
         salt, lora = rng.choice(((None, None),) * 8 + (("salt", None), (None, "lora")))
-        media: tuple[Media, ...] = ((rng.randrange(length), 1, rng.choice(("picture", "film"))),) if rng.random() < 0.1 else ()
+        media: tuple[Media, ...] = (
+            ((rng.randrange(length), 1, rng.choice(("picture", "film"))),)
+            if rng.random() < 0.1
+            else ()
+        )
         return Prompt(tokens, salt, lora, media)
 
     async def request(self) -> None:
@@ -146,8 +157,9 @@ class Client(Door):
 
 
 class Served:
-    """One lease and what its blocks must hold. names: by position in the table, of blocks that were filled or checked. life: of the index that
-    gave the lease: an engine hears of its death at once, and leaves the blocks alone, which are others' then."""
+    """One lease and what its blocks must hold. names: by position in the table, of blocks that were
+    filled or checked. life: of the index that gave the lease: an engine hears of its death at once,
+    and leaves the blocks alone, which are others' then."""
 
     def __init__(self, client: Client, lease: Lease, deadline: float, life: int) -> None:
         self.client = client
@@ -180,14 +192,20 @@ class Served:
     def _name(self, start: int, stop: int) -> None:
         keys = self.lease.keys(start, stop)
         for position in range(start, stop):
-            self.names[position] = keys[(position - start) * KEY_BYTES : (position - start + 1) * KEY_BYTES]
+            self.names[position] = keys[
+                (position - start) * KEY_BYTES : (position - start + 1) * KEY_BYTES
+            ]
 
     async def _layers(self) -> None:
         layout, lease = self.world.layout, self.lease
         for layer in range(layout.num_layers):
             rest = max(0.0, self.by - asyncio.get_running_loop().time()) + GRACE
             table = lease.block_table
-            tokens = await self.client.ask("layer_ready", lambda: lease.layer_ready(layer, deadline=LONG), rest)  # noqa: B023
+            tokens = await self.client.ask(
+                "layer_ready",
+                lambda: lease.layer_ready(layer, deadline=LONG),  # noqa: B023
+                rest,
+            )
             if not lease.pending or self.world.ranks:
                 continue
             blocks = tokens // BLOCK
@@ -196,7 +214,8 @@ class Served:
                 await self._judge(f"layer {layer} was said to be there")
 
     async def _compute(self, first: int) -> None:
-        """The model at work: it writes its blocks, also the last one that is not full, and says so."""
+        """The model at work: it writes its blocks, also the last one that is not full, and says
+        so."""
         lease, rng = self.lease, self.rng
         await asyncio.sleep(rng.choice((0.0, 0.001, 0.01, 0.05)))
         await self._still_ours()
@@ -224,7 +243,8 @@ class Served:
         await self._compute(first)
 
     async def _still_ours(self) -> None:
-        """LeaseEnded if the index of this lease has died; the next life must say so as well, whatever it is asked."""
+        """LeaseEnded if the index of this lease has died; the next life must say so as well,
+        whatever it is asked."""
         if self.world.system.index.life == self.life:
             return
         lease, what = self.lease, self.rng.choice(("commit", "extend", "preempt", "finish", ""))
@@ -244,12 +264,17 @@ class Served:
         await self._still_ours()
         positions = sorted(self.names)
         blocks = [self.lease.block_table[position] for position in positions]
-        wrong = self.world.engine.wrong(blocks, b"".join(self.names[position] for position in positions))
+        wrong = self.world.engine.wrong(
+            blocks, b"".join(self.names[position] for position in positions)
+        )
         if wrong:
-            await self._judge(f"{what}, and {len(wrong)} of {len(blocks)} blocks do not hold their bytes")
+            await self._judge(
+                f"{what}, and {len(wrong)} of {len(blocks)} blocks do not hold their bytes"
+            )
 
     async def _judge(self, what: str) -> None:
-        """Wrong bytes are wrong, unless a rank lost its memory and the cache says so before the lease is used."""
+        """Wrong bytes are wrong, unless a rank lost its memory and the cache says so before the
+        lease is used."""
         world, lease = self.world, self.lease
         gone = any(rank.serving is None or rank.lives > 1 for rank in world.ranks)
         for _ in range(int(DOUBT / 0.1) if gone else 0):

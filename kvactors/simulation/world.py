@@ -1,4 +1,5 @@
-"""One simulated world: a system, the fakes below and beside it, and the faults of the plan as they come and go."""
+"""One simulated world: a system, the fakes below and beside it, and the faults of the plan as they
+come and go."""
 
 from __future__ import annotations
 
@@ -25,7 +26,17 @@ from kvactors.simulation.witness import SimSystem, Witness
 from kvactors.sink_config import AttentionStoreSinkConfig
 from kvactors.storage.backends.attention_store import AttentionStoreBackend
 from kvactors.testing.attentionstore_sdk import services
-from kvactors.testing.fakes import Latency, SimBackend, SimExecutor, SimPool, SimRank, SimService, SimSink, SimThread, latency
+from kvactors.testing.fakes import (
+    Latency,
+    SimBackend,
+    SimExecutor,
+    SimPool,
+    SimRank,
+    SimService,
+    SimSink,
+    SimThread,
+    latency,
+)
 from kvactors.testing.plan import STEPPED, Fault
 
 SLOWER = 0.03
@@ -33,10 +44,13 @@ SLOWER = 0.03
 
 
 class World:
-    """violations: what was found wrong so far. jumped: seconds the clock has leapt. closing: whether the system is being stopped. keep: lines of
-    the trace that are remembered. stores: of an earlier world."""
+    """violations: what was found wrong so far. jumped: seconds the clock has leapt. closing:
+    whether the system is being stopped. keep: lines of the trace that are remembered. stores: of an
+    earlier world."""
 
-    def __init__(self, drawn: Draw, keep: int = 200, stores: list[SimBackend] | None = None) -> None:
+    def __init__(
+        self, drawn: Draw, keep: int = 200, stores: list[SimBackend] | None = None
+    ) -> None:
         config = drawn.config
         self.drawn = drawn
         self.rng = random.Random(drawn.seed + 1)  # noqa: S311
@@ -44,16 +58,24 @@ class World:
         self.violations: list[str] = []
         self.jumped = 0.0
         self.closing = False
-        self.witness = Witness([fault for fault in drawn.plan.fault if fault.kind == "actor_crash"], keep, drawn.limits[STEP])
+        self.witness = Witness(
+            [fault for fault in drawn.plan.fault if fault.kind == "actor_crash"],
+            keep,
+            drawn.limits[STEP],
+        )
         self.layout = make_layout(config.layout, config.cache.block_size)
         stored = config.storage.backend != "none" and not config.flush.only
         count = config.ranks.count
         direct = stored and config.storage.backend == "attention_store"
         self.service = SimService(self._lag(1)) if direct or drawn.token_index else None
-        self.stores = stores or ([self._make_store() for _ in range(count)] if stored and not direct else [])
+        self.stores = stores or (
+            [self._make_store() for _ in range(count)] if stored and not direct else []
+        )
         for store in self.stores:
             store.heal()
-        self.sinks = [SimSink(MemorySink(one, config.cache.block_size), self._lag(2)) for one in drawn.sinks]
+        self.sinks = [
+            SimSink(MemorySink(one, config.cache.block_size), self._lag(2)) for one in drawn.sinks
+        ]
         if drawn.token_index:
             self.sinks.append(SimSink(self._make_index_sink(), self._lag(2)))
         if direct and count > 1:
@@ -78,10 +100,14 @@ class World:
 
     def _make_store(self) -> SimBackend:
         kind = SimPool if self.drawn.shared else SimBackend
-        return kind(self.layout.fingerprint, self.layout.block_bytes, self.drawn.capacity, self._lag(1))
+        return kind(
+            self.layout.fingerprint, self.layout.block_bytes, self.drawn.capacity, self._lag(1)
+        )
 
     def _make_index_sink(self) -> AttentionStoreSink:
-        settings = AttentionStoreSinkConfig(name=INDEX, announce=self.service_rng.choice(("difference", "full")))
+        settings = AttentionStoreSinkConfig(
+            name=INDEX, announce=self.service_rng.choice(("difference", "full"))
+        )
         sink = AttentionStoreSink(settings, sdk_settings(self.drawn.config, self.layout))
         self._on_service(sink.sdk)
         return sink
@@ -131,7 +157,10 @@ class World:
                     one.from_root = self.service_rng.random() < 0.3
                 loop = asyncio.get_running_loop()
                 timed = (fault for fault in self.drawn.plan.fault if fault.kind not in STEPPED)
-                self._tasks = [loop.create_task(self._befall(fault), name=f"fault {fault.kind}") for fault in timed]
+                self._tasks = [
+                    loop.create_task(self._befall(fault), name=f"fault {fault.kind}")
+                    for fault in timed
+                ]
                 yield self.cache
                 self.closing = True
                 self.cache.close()
@@ -273,7 +302,10 @@ class World:
                 while not self.system.ranks.healthy:  # noqa: ASYNC110  (nobody tells a bystander)
                     await asyncio.sleep(0.05)
             if not self.system.ranks.healthy:
-                self.violated(f"ranks are not healthy 30 s after the last fault: {self.system.ranks.statistics()}")
+                self.violated(
+                    "ranks are not healthy 30 s after the last fault: "
+                    f"{self.system.ranks.statistics()}"
+                )
 
     async def _end_faults(self) -> None:
         tasks, self._tasks = self._tasks, []
@@ -288,7 +320,8 @@ class World:
         executor, stores, sinks, ranks = self.executor, self.stores, self.sinks, self.ranks
         everything = self._troublesome()
         hits = {
-            "copy_fail": (executor.failed if executor else 0) + sum(rank.device.failed for rank in ranks),
+            "copy_fail": (executor.failed if executor else 0)
+            + sum(rank.device.failed for rank in ranks),
             "copy_slow": executor.delayed if executor else 0,
             "copy_hang": executor.gate.waited if executor else 0,
             "store": sum(store.troubled for store in everything),

@@ -15,7 +15,8 @@ PAUSE = 5.0
 
 
 class Breaker:
-    """closed: work goes through. Open: nothing does. Half open: one batch does, and decides. Both changes are logged, once each.
+    """closed: work goes through. Open: nothing does. Half open: one batch does, and decides. Both
+    changes are logged, once each.
 
     store: what is behind it, for the log.
     """
@@ -35,11 +36,14 @@ class Breaker:
             return True
         if now() < self._until:
             return False
-        self._until = now() + self._pause  # half open: whoever asks next waits for this one's result
+        self._until = (
+            now() + self._pause
+        )  # half open: whoever asks next waits for this one's result
         return True
 
     def saw(self, good: bool, reason: str = "") -> None:
-        """A batch that went through succeeded, at least in part, or failed altogether (and why, if that is known)."""
+        """A batch that went through succeeded, at least in part, or failed altogether (and why, if
+        that is known)."""
         if good:
             if self._until is not None:
                 log.info("store works again", store=self.store, reason=self.reason)
@@ -50,7 +54,13 @@ class Breaker:
             self._until = now() + self._pause
             self.opened += 1
             self.reason = reason or "every object of several batches failed"
-            log.warning("store left alone", store=self.store, reason=self.reason, batches=self._failures, seconds=self._pause)
+            log.warning(
+                "store left alone",
+                store=self.store,
+                reason=self.reason,
+                batches=self._failures,
+                seconds=self._pause,
+            )
 
     def state(self) -> str:
         """closed, open or half open."""

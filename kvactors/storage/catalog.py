@@ -1,4 +1,5 @@
-"""What a store holds, in order of use, within a capacity. Pure state; the back end that owns it changes it on the loop only."""
+"""What a store holds, in order of use, within a capacity. Pure state; the back end that owns it
+changes it on the loop only."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from typing import NamedTuple
 
 
 class Admission(NamedTuple):
-    """What became of a batch: names to write, names there already, names that do not fit, and names that went for them."""
+    """What became of a batch: names to write, names there already, names that do not fit, and names
+    that went for them."""
 
     fresh: list[bytes]
     existing: list[bytes]
@@ -17,7 +19,8 @@ class Admission(NamedTuple):
 
 
 class Catalog:
-    """Names, least recently used first. capacity: objects at most, 0 for no limit. departed: names that went, until somebody has told of it."""
+    """Names, least recently used first. capacity: objects at most, 0 for no limit. departed: names
+    that went, until somebody has told of it."""
 
     def __init__(self, capacity: int = 0) -> None:
         self.capacity = capacity
@@ -38,8 +41,9 @@ class Catalog:
         return list(self._names)
 
     def admit(self, keys: Sequence[bytes]) -> Admission:
-        """Take a batch in, least recently used first: all of it counts as used now, in that order, and none of it is a victim. If the
-        batch alone exceeds the capacity its last names (the root side of a path) are taken."""
+        """Take a batch in, least recently used first: all of it counts as used now, in that order,
+        and none of it is a victim. If the batch alone exceeds the capacity its last names (the root
+        side of a path) are taken."""
         keys = list(dict.fromkeys(keys))
         refused: list[bytes] = []
         if self.capacity and len(keys) > self.capacity:
@@ -75,7 +79,8 @@ class Catalog:
         self._names.clear()
 
     def run(self, keys: Sequence[bytes]) -> int:
-        """Length of the leading run of names that are here; they count as used now, the first most recently."""
+        """Length of the leading run of names that are here; they count as used now, the first most
+        recently."""
         run = next((i for i, key in enumerate(keys) if key not in self._names), len(keys))
         for key in reversed(keys[:run]):
             self._names.move_to_end(key)

@@ -1,4 +1,5 @@
-"""StorageDirect: moves blocks between the device and a store that accesses device memory itself and is addressed by tokens (AttentionStore)."""
+"""StorageDirect: moves blocks between the device and a store that accesses device memory itself and
+is addressed by tokens (AttentionStore)."""
 
 from __future__ import annotations
 
@@ -23,8 +24,9 @@ WAITING = 64
 
 
 class StorageDirect(Actor):
-    """Owns the moves in flight: one at a time, fetches before saves. While a move takes longer than it may, what waits for it and what comes is
-    answered at once, as a miss or as not saved: no request waits for a store that does not return.
+    """Owns the moves in flight: one at a time, fetches before saves. While a move takes longer than
+    it may, what waits for it and what comes is answered at once, as a miss or as not saved: no
+    request waits for a store that does not return.
 
     shed: moves that were answered so.
     """
@@ -76,7 +78,9 @@ class StorageDirect(Actor):
         if self._busy and message.number == self._number:
             self._late = True
             self.backend.late_since = now()
-            self.log.warning("device store does not return", waiting=len(self._fetches) + len(self._saves))
+            self.log.warning(
+                "device store does not return", waiting=len(self._fetches) + len(self._saves)
+            )
             self._next()
 
     def _shed_save(self) -> None:
@@ -109,9 +113,15 @@ class StorageDirect(Actor):
 
         async def work() -> Moved:
             seconds, sound = one.deadline - now(), one.era == self.backend.era
-            good = await move(one.tokens, one.start, one.blocks, seconds) if seconds > 0 and sound else 0
+            good = (
+                await move(one.tokens, one.start, one.blocks, seconds)
+                if seconds > 0 and sound
+                else 0
+            )
             if type(good) is not int or not 0 <= good <= len(one.blocks):
-                raise StoreError(f"{len(one.blocks)} blocks were to be moved, and {good!r} is no count of them")
+                raise StoreError(
+                    f"{len(one.blocks)} blocks were to be moved, and {good!r} is no count of them"
+                )
             return Moved(answer(good))
 
         def failed(error: Exception) -> Moved:
@@ -121,13 +131,17 @@ class StorageDirect(Actor):
         self.start_job(work(), lambda moved: moved, failed)
 
     def job_limit(self, *, failed: bool) -> float | None:
-        """When it has failed itself, the next incarnation waits for the move: device blocks cannot be withheld. The rest of the cache works."""
+        """When it has failed itself, the next incarnation waits for the move: device blocks cannot
+        be withheld. The rest of the cache works."""
         return None if failed else MEMORY_LIMIT
 
     def left_behind(self, jobs: Mapping[asyncio.Task[None], Job], *, restart: bool) -> None:
         """Another actor failed, with which this one restarts: the cache fails."""
         if restart:
-            raise JobsRunOn(f"a move of the store has not ended {MEMORY_LIMIT:g} s after a failure, and accesses device blocks")
+            raise JobsRunOn(
+                f"a move of the store has not ended {MEMORY_LIMIT:g} s after a failure, and "
+                "accesses device blocks"
+            )
 
     def store_statistics(self) -> StoreStatistics:
         """A moment's picture of the store."""

@@ -1,4 +1,5 @@
-"""What the file stores under a folder hold, seen from outside; nothing is changed, and a process that writes there is not disturbed."""
+"""What the file stores under a folder hold, seen from outside; nothing is changed, and a process
+that writes there is not disturbed."""
 
 from __future__ import annotations
 
@@ -31,12 +32,14 @@ STORE_FOLDER = re.compile("[0-9a-f]{16}")
 
 
 class Inspection(msgspec.Struct, frozen=True):
-    """One store. path: relative to the folder looked at. state: ok, damaged (the first page of the table), or other version.
+    """One store. path: relative to the folder looked at. state: ok, damaged (the first page of the
+    table), or other version.
 
-    digest: of the identity, with the names behind it. bytes: of the objects; slab_bytes: that the store occupies. torn: slots whose entries make no
-    sense; stale: of objects that were cleared. written_at: seconds since 1970 of the last write, 0 if there is none. opened_at: when a process
-    last opened it to write. in_use: a process has it open to write. bad: objects (hex keys) whose payload is not what it should be; verified: how
-    many were looked at.
+    digest: of the identity, with the names behind it. bytes: of the objects; slab_bytes: that the
+    store occupies. torn: slots whose entries make no sense; stale: of objects that were cleared.
+    written_at: seconds since 1970 of the last write, 0 if there is none. opened_at: when a process
+    last opened it to write. in_use: a process has it open to write. bad: objects (hex keys) whose
+    payload is not what it should be; verified: how many were looked at.
     """
 
     path: str
@@ -63,7 +66,8 @@ class Inspection(msgspec.Struct, frozen=True):
 
 
 def inspect(folder: str | Path, *, verify: bool = False) -> list[Inspection]:
-    """Every store under a folder. verify: read and check every object. StoreError if there is none, or one cannot be read."""
+    """Every store under a folder. verify: read and check every object. StoreError if there is none,
+    or one cannot be read."""
     found = [look(Path(folder), path, verify=verify) for path in tables(folder)]
     if not found:
         raise StoreError(f"{folder}: no file store here")
@@ -71,13 +75,19 @@ def inspect(folder: str | Path, *, verify: bool = False) -> list[Inspection]:
 
 
 def tables(folder: str | Path) -> list[Path]:
-    """Every table of a store under a folder; symbolic links are not followed. A file of this name that is not one is left out."""
-    return sorted(path for path in Path(folder).rglob("table") if path.is_file() and not path.is_symlink() and of_a_store(path))
+    """Every table of a store under a folder; symbolic links are not followed. A file of this name
+    that is not one is left out."""
+    return sorted(
+        path
+        for path in Path(folder).rglob("table")
+        if path.is_file() and not path.is_symlink() and of_a_store(path)
+    )
 
 
 def of_a_store(table: Path) -> bool:
-    """Whether a file can be the table of a store. One whose first page is damaged is, if its folder has the name of a store's: a program of
-    somebody else may have a file of this name, and 'prune' must not remove it. StoreError if it cannot be read."""
+    """Whether a file can be the table of a store. One whose first page is damaged is, if its folder
+    has the name of a store's: a program of somebody else may have a file of this name, and 'prune'
+    must not remove it. StoreError if it cannot be read."""
     try:
         with table.open("rb") as file:
             version_of(file.read(PAGE))
@@ -115,21 +125,57 @@ def look(root: Path, table: Path, *, verify: bool) -> Inspection:
         try:
             version = version_of(page)
             if version != VERSION:
-                return Inspection(path, "other version", version, slab_bytes=occupied, opened_at=opened_at, in_use=used)
+                return Inspection(
+                    path,
+                    "other version",
+                    version,
+                    slab_bytes=occupied,
+                    opened_at=opened_at,
+                    in_use=used,
+                )
             meta, (found, torn, stale) = read_table(table)
         except Damaged:
-            return Inspection(path, "damaged", 0, slab_bytes=occupied, opened_at=opened_at, in_use=used)
+            return Inspection(
+                path, "damaged", 0, slab_bytes=occupied, opened_at=opened_at, in_use=used
+            )
         bad = (
-            [one.key.hex() for one in found if not good(folder, meta, one) and still_there(table, meta, one)] if verify else []
+            [
+                one.key.hex()
+                for one in found
+                if not good(folder, meta, one) and still_there(table, meta, one)
+            ]
+            if verify
+            else []
         )
     except OSError as error:
         raise StoreError(f"{table}: {error}") from error
-    written_at = max((int.from_bytes(one.metadata.get(WRITTEN_AT, b""), "little") / 1e6 for one in found), default=0.0)
+    written_at = max(
+        (int.from_bytes(one.metadata.get(WRITTEN_AT, b""), "little") / 1e6 for one in found),
+        default=0.0,
+    )
     return Inspection(
-        path, "ok", version, meta.model, meta.namespace, meta.rank, meta.ranks, meta.digest, meta.generation, meta.block_bytes,
-        len(found), len(found) * meta.block_bytes, len(slabs) * meta.slots_per_slab, occupied, torn, stale, written_at, opened_at, used,
-        len(found) if verify else 0, bad,
-    )  # fmt: skip
+        path,
+        "ok",
+        version,
+        meta.model,
+        meta.namespace,
+        meta.rank,
+        meta.ranks,
+        meta.digest,
+        meta.generation,
+        meta.block_bytes,
+        len(found),
+        len(found) * meta.block_bytes,
+        len(slabs) * meta.slots_per_slab,
+        occupied,
+        torn,
+        stale,
+        written_at,
+        opened_at,
+        used,
+        len(found) if verify else 0,
+        bad,
+    )
 
 
 def in_use(folder: Path) -> bool:
@@ -160,8 +206,9 @@ def good(folder: Path, meta: Meta, one: Found) -> bool:
 
 
 def still_there(table: Path, meta: Meta, one: Found) -> bool:
-    """Whether the table has an entry still: the process that writes there may have removed the object, or cleared the store, since the table was
-    read, and another payload is in its slot then. An entry is gone, or its generation is, before anything else is written to its slot."""
+    """Whether the table has an entry still: the process that writes there may have removed the
+    object, or cleared the store, since the table was read, and another payload is in its slot then.
+    An entry is gone, or its generation is, before anything else is written to its slot."""
     try:
         with table.open("rb") as file:
             if meta_of(file.read(PAGE), str(table)).generation != meta.generation:
@@ -177,13 +224,21 @@ def lines(found: list[Inspection]) -> Iterator[str]:
     for one in found:
         yield f"{one.path}{', in use' if one.in_use else ''}"
         if one.state != "ok":
-            what = f"format version {one.version}, which this version cannot read" if one.version else "table damaged"
+            what = (
+                f"format version {one.version}, which this version cannot read"
+                if one.version
+                else "table damaged"
+            )
             yield f"  {what}; {one.slab_bytes:,} bytes"
             continue
         yield f"  model {one.model!r}, namespace {one.namespace!r}, rank {one.rank} of {one.ranks}"
-        yield f"  identity {one.digest[:16]}, blocks of {one.block_bytes:,} bytes, generation {one.generation}"
         yield (
-            f"  {one.objects:,} objects, {one.bytes:,} bytes; {one.slots - one.objects:,} of {one.slots:,} slots free; {one.torn} torn; "
+            f"  identity {one.digest[:16]}, blocks of {one.block_bytes:,} bytes, generation "
+            f"{one.generation}"
+        )
+        yield (
+            f"  {one.objects:,} objects, {one.bytes:,} bytes; {one.slots - one.objects:,} of "
+            f"{one.slots:,} slots free; {one.torn} torn; "
             f"{one.slab_bytes:,} bytes occupied"
         )
         if one.verified:

@@ -47,7 +47,8 @@ class Read(Message, frozen=True, eq=False):
 class Write(Message, frozen=True, eq=False):
     """Write arena slots as objects; answered with Written once no slot is read any more.
 
-    keys: least recently used first; an object that is there already counts as used now. lineages: one for each key, or none at all.
+    keys: least recently used first; an object that is there already counts as used now. lineages:
+    one for each key, or none at all.
     """
 
     op: int
@@ -59,7 +60,8 @@ class Write(Message, frozen=True, eq=False):
 
 
 class ClearStore(Message, frozen=True, eq=False):
-    """Forget every object of this store, and write no batch that was sent before this, to any writer; answered with StoreCleared."""
+    """Forget every object of this store, and write no batch that was sent before this, to any
+    writer; answered with StoreCleared."""
 
     op: int
 
@@ -69,10 +71,12 @@ class Recount(Message, frozen=True, eq=False):
 
 
 class FetchDevice(Message, frozen=True, eq=False):
-    """Read blocks of a path straight into device blocks; answered with Fetched once none is written any more.
+    """Read blocks of a path straight into device blocks; answered with Fetched once none is written
+    any more.
 
-    tokens: the complete path (little-endian uint32), up to the last block wanted. start: the first one, into blocks[0], and so on. era: of the
-    device memory that the blocks are in; nothing is moved in another one.
+    tokens: the complete path (little-endian uint32), up to the last block wanted. start: the first
+    one, into blocks[0], and so on. era: of the device memory that the blocks are in; nothing is
+    moved in another one.
     """
 
     op: int
@@ -84,7 +88,8 @@ class FetchDevice(Message, frozen=True, eq=False):
 
 
 class SaveDevice(Message, frozen=True, eq=False):
-    """Write blocks of a path straight from device blocks; answered with Saved once none is read any more. Fields as in FetchDevice."""
+    """Write blocks of a path straight from device blocks; answered with Saved once none is read any
+    more. Fields as in FetchDevice."""
 
     op: int
     tokens: bytes
@@ -109,7 +114,8 @@ class MoveLate(Control, frozen=True, eq=False):
 class Finished(Control, frozen=True, eq=False):
     """To itself: a child job is over; `answer` goes to the evictor.
 
-    stored: names that became readable, oldest first. evicted, corrupt, taken: names the store does not hold any more, and why.
+    stored: names that became readable, oldest first. evicted, corrupt, taken: names the store does
+    not hold any more, and why.
     """
 
     answer: Control
@@ -121,18 +127,21 @@ class Finished(Control, frozen=True, eq=False):
 
 
 class Recheck(Control, frozen=True, eq=False):
-    """To itself: reports that waited for room are in the notifier's lane. held, gone: the names reported."""
+    """To itself: reports that waited for room are in the notifier's lane. held, gone: the names
+    reported."""
 
     held: bytes
     gone: bytes
 
 
 class NextPage(Control, frozen=True, eq=False):
-    """To itself: continue a report on the whole store, after all that was sent before has entered the notifier's channel."""
+    """To itself: continue a report on the whole store, after all that was sent before has entered
+    the notifier's channel."""
 
 
 class ReadPaths(Control, frozen=True, eq=False):
-    """To itself: read which paths the next blocks of the store form, after all that was sent before has entered the notifier's channel."""
+    """To itself: read which paths the next blocks of the store form, after all that was sent before
+    has entered the notifier's channel."""
 
 
 class PathsRead(Control, frozen=True, eq=False):

@@ -1,4 +1,5 @@
-"""Removing file stores that no process needs any more: other layouts' and other format versions'."""
+"""Removing file stores that no process needs any more: other layouts' and other format
+versions'."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from kvactors.storage.inspect import Inspection, inspect
 
 
 class Pruned(msgspec.Struct, frozen=True):
-    """A store that is not needed. removed: it is gone (with a dry run: it would be). refused: why it is not."""
+    """A store that is not needed. removed: it is gone (with a dry run: it would be). refused: why
+    it is not."""
 
     path: str
     why: str
@@ -29,12 +31,16 @@ class Pruned(msgspec.Struct, frozen=True):
 def prune(folder: str | Path, *, keep: int = 1, dry_run: bool = False) -> list[Pruned]:
     """Remove stores under a folder that are not needed.
 
-    Those are, of each model, namespace and rank, all but the `keep` that were opened last, and in addition those with another format version and
-    those whose table is damaged. One that a process has open to write is refused. StoreError if there is no store at all.
+    Those are, of each model, namespace and rank, all but the `keep` that were opened last, and in
+    addition those with another format version and those whose table is damaged. One that a process
+    has open to write is refused. StoreError if there is no store at all.
     """
     if keep < 0:
         raise StoreError(f"keep must be at least 0, not {keep}")
-    return [remove(Path(folder), one, why, dry_run=dry_run) for one, why in unneeded(inspect(folder), keep)]
+    return [
+        remove(Path(folder), one, why, dry_run=dry_run)
+        for one, why in unneeded(inspect(folder), keep)
+    ]
 
 
 def unneeded(found: list[Inspection], keep: int) -> Iterator[tuple[Inspection, str]]:
@@ -47,7 +53,9 @@ def unneeded(found: list[Inspection], keep: int) -> Iterator[tuple[Inspection, s
             yield one, f"format version {one.version}" if one.version else "damaged"
     for group in groups.values():
         group.sort(key=lambda one: one.opened_at, reverse=True)
-        yield from ((one, "another layout was used later" if keep else "all") for one in group[keep:])
+        yield from (
+            (one, "another layout was used later" if keep else "all") for one in group[keep:]
+        )
 
 
 def remove(root: Path, one: Inspection, why: str, *, dry_run: bool) -> Pruned:
@@ -85,7 +93,13 @@ def remove(root: Path, one: Inspection, why: str, *, dry_run: bool) -> Pruned:
 def lines(found: list[Pruned], *, dry_run: bool) -> Iterator[str]:
     """For people."""
     for one in found:
-        done = f"refused: {one.refused}" if one.refused else "would be removed" if dry_run else "removed"
+        done = (
+            f"refused: {one.refused}"
+            if one.refused
+            else "would be removed"
+            if dry_run
+            else "removed"
+        )
         yield f"{one.path}: {done} ({one.why}, {one.bytes:,} bytes)"
     freed = sum(one.bytes for one in found if one.removed)
     yield f"{freed:,} bytes {'would be freed' if dry_run else 'freed'}"

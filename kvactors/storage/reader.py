@@ -41,7 +41,8 @@ class StorageReader(StorageWorker):
 
     @on(Read)
     def read(self, message: Read) -> None:
-        """Read a batch. What an exclusive store hands out stops counting here, before anything else can be written."""
+        """Read a batch. What an exclusive store hands out stops counting here, before anything else
+        can be written."""
         keys = split_keys(message.keys)
         if message.take:
             self.backend.take(keys)
@@ -49,7 +50,9 @@ class StorageReader(StorageWorker):
         async def work() -> Finished:
             if message.era != self.backend.era:
                 return lost
-            report = await self.backend.read_slots(keys, self.arena, message.slots, self.expired(message.deadline))
+            report = await self.backend.read_slots(
+                keys, self.arena, message.slots, self.expired(message.deadline)
+            )
             taken = [key for key in keys if not self.backend.holds(key)] if message.take else []
             await self.backend.remove(taken)
             moved = report.outcomes.count(Outcome.OK) * self.backend.block_bytes

@@ -1,4 +1,5 @@
-"""What readers and writers have in common: batches wait in the actor until few enough are under way."""
+"""What readers and writers have in common: batches wait in the actor until few enough are under
+way."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from kvactors.storage.messages import Finished, NextPage, Recheck
 from kvactors.units import Reason, Tier, join_keys, split_keys
 
 UNDER_WAY = 2
-"""Batches an actor has at the store at once; the others wait, so that bytes in flight are bounded."""
+"""Batches an actor has at the store at once; the others wait, so that bytes in flight are
+bounded."""
 
 REPORT_PAGE = 1024
 """Keys in one message, and in one turn, of a report on the whole store."""
@@ -42,15 +44,27 @@ class WorkerStatistics(NamedTuple):
 class StorageWorker(Actor):
     """Runs batches against the back end, tells the notifier what changed, then the evictor."""
 
-    def __init__(self, ref: ActorRef, *, backend: CheckedBackend, arena: Arena, evictor: ActorRef, notifier: ActorRef) -> None:
+    def __init__(
+        self,
+        ref: ActorRef,
+        *,
+        backend: CheckedBackend,
+        arena: Arena,
+        evictor: ActorRef,
+        notifier: ActorRef,
+    ) -> None:
         super().__init__(ref)
         self.backend = backend
         self.arena = arena
         self.evictor = evictor
         self.notifier = notifier
-        self._waiting: deque[tuple[Callable[[], Coroutine[Any, Any, Finished]], Finished, Sequence[int], bytes]] = deque()
+        self._waiting: deque[
+            tuple[Callable[[], Coroutine[Any, Any, Finished]], Finished, Sequence[int], bytes]
+        ] = deque()
         self._under_way = self._batches = self._moved = 0
-        self._snapshot_due = self._paging = False  # a report on the whole store: to be started; a NextPage is in the channel
+        self._snapshot_due = self._paging = (
+            False  # a report on the whole store: to be started; a NextPage is in the channel
+        )
         self._unreported: Iterator[bytes] = iter(())
         self._reading = False  # the paths of the store are being read, for the notifier
         self._reported: list[asyncio.Future[None]] = []  # in `sent`
@@ -66,7 +80,8 @@ class StorageWorker(Actor):
         self._report_complete()
 
     async def sent(self) -> None:
-        """See `Actor.sent`: with every page of a report, and of paths, that has begun, or begins when this incarnation starts."""
+        """See `Actor.sent`: with every page of a report, and of paths, that has begun, or begins
+        when this incarnation starts."""
         while self._paging or self._reading or self.state is State.STARTING:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._reported.append(waiter)
@@ -86,7 +101,8 @@ class StorageWorker(Actor):
                 waiter.set_result(None)
 
     def report_all(self) -> None:
-        """Report every key that the store lost, and every key it holds, in pages of one turn each. An unfinished report starts anew."""
+        """Report every key that the store lost, and every key it holds, in pages of one turn each.
+        An unfinished report starts anew."""
         self._snapshot_due = True
         self.report_lost()
 
@@ -94,7 +110,9 @@ class StorageWorker(Actor):
         """Report every key that the store lost, in pages of one turn each."""
         if self._paging:
             return
-        if self._outbox:  # a turn begins only after all earlier messages have entered their channels
+        if (
+            self._outbox
+        ):  # a turn begins only after all earlier messages have entered their channels
             self._paging = True
             self.to_self(NextPage())
         else:
@@ -102,7 +120,8 @@ class StorageWorker(Actor):
 
     @on(NextPage)
     def next_page(self, _: NextPage) -> None:
-        """Continue a report. The keys are listed here, not before: no earlier message of this actor can enter the notifier's channel later."""
+        """Continue a report. The keys are listed here, not before: no earlier message of this actor
+        can enter the notifier's channel later."""
         self._paging = False
         self._report_page()
 
@@ -131,7 +150,8 @@ class StorageWorker(Actor):
             self.tell(self.notifier, Gained(held, Tier.STORAGE, Reason.STORED))
 
     def _recheck_if_delayed(self, held: bytes, gone: bytes) -> None:
-        """Look again at what was reported, if it waits for room in the notifier's lane: a newer report of another worker may enter before it."""
+        """Look again at what was reported, if it waits for room in the notifier's lane: a newer
+        report of another worker may enter before it."""
         if not self._outbox or not (held or gone):
             return
         again = Recheck(held, gone)
@@ -144,7 +164,8 @@ class StorageWorker(Actor):
 
     @on(Recheck)
     def recheck(self, message: Recheck) -> None:
-        """What was reported late is in the lane: report what is not true any more, since a newer report may have entered before it."""
+        """What was reported late is in the lane: report what is not true any more, since a newer
+        report may have entered before it."""
         holds = self.backend.holds
         gone = join_keys(key for key in split_keys(message.held) if not holds(key))
         back = join_keys(key for key in split_keys(message.gone) if holds(key))
@@ -153,10 +174,14 @@ class StorageWorker(Actor):
         self.report_lost()
 
     def enqueue(
-        self, work: Callable[[], Coroutine[Any, Any, Finished]], broken: Finished, slots: Sequence[int] = (), keys: bytes = b""
+        self,
+        work: Callable[[], Coroutine[Any, Any, Finished]],
+        broken: Finished,
+        slots: Sequence[int] = (),
+        keys: bytes = b"",
     ) -> None:
-        """Run a batch when its turn comes. broken: the answer if the back end raises, which its contract forbids. slots, keys: what the batch
-        accesses in the arena and in the store."""
+        """Run a batch when its turn comes. broken: the answer if the back end raises, which its
+        contract forbids. slots, keys: what the batch accesses in the arena and in the store."""
         self._waiting.append((work, broken, slots, keys))
         self._start_next()
 
@@ -165,7 +190,11 @@ class StorageWorker(Actor):
             self.run_now(*self._waiting.popleft())
 
     def run_now(
-        self, work: Callable[[], Coroutine[Any, Any, Finished]], broken: Finished, slots: Sequence[int] = (), keys: bytes = b""
+        self,
+        work: Callable[[], Coroutine[Any, Any, Finished]],
+        broken: Finished,
+        slots: Sequence[int] = (),
+        keys: bytes = b"",
     ) -> None:
         """Run work without waiting for its turn. The arguments are those of `enqueue`."""
         self._under_way += 1
@@ -177,19 +206,24 @@ class StorageWorker(Actor):
         self.start_job(work(), lambda finished: finished, failed, slots=slots, keys=keys)
 
     def left_behind(self, jobs: Mapping[asyncio.Task[None], Job], *, restart: bool) -> None:
-        """The next incarnation goes on without them. Their slots are not handed out until they have ended, and what they did to the store is
-        reported then."""
+        """The next incarnation goes on without them. Their slots are not handed out until they have
+        ended, and what they did to the store is reported then."""
         for task, job in jobs.items():
-            task.add_done_callback(partial(self._late_end, self.arena.withhold(job.slots), job.keys))
+            task.add_done_callback(
+                partial(self._late_end, self.arena.withhold(job.slots), job.keys)
+            )
 
-    def _late_end(self, release: Callable[[], None], keys: bytes, _task: asyncio.Task[None]) -> None:
+    def _late_end(
+        self, release: Callable[[], None], keys: bytes, _task: asyncio.Task[None]
+    ) -> None:
         release()
         with suppress(KVActorsError):  # the cache is closed
             self.ref.try_tell(Recheck(keys, keys))
 
     @on(Finished)
     def finished(self, message: Finished) -> None:
-        """A batch is over: the notifier hears of it before the evictor, so that no index learns of a slot's end before the store's gain."""
+        """A batch is over: the notifier hears of it before the evictor, so that no index learns of
+        a slot's end before the store's gain."""
         self._under_way -= 1
         self._batches += 1
         self._moved += message.moved_bytes
@@ -206,7 +240,9 @@ class StorageWorker(Actor):
             self._report(b"", gone, reason)
             left += gone
             self.backend.told(names)
-        stored = join_keys(key for key in split_keys(message.stored) if self.backend.holds(key))  # some may have gone meanwhile
+        stored = join_keys(
+            key for key in split_keys(message.stored) if self.backend.holds(key)
+        )  # some may have gone meanwhile
         self._report(stored, b"", Reason.STORED)
         self._recheck_if_delayed(stored, left)
         if isinstance(message.answer, StoreCleared):

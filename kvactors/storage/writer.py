@@ -9,7 +9,15 @@ from kvactors.actor import ActorRef, Message, PeerRestarted, on
 from kvactors.cpu_evictor.messages import StoreCleared, Written
 from kvactors.errors import StoreError
 from kvactors.flush_notifier.messages import Cleared, Gained, Gone, Named, Origin, PathPart
-from kvactors.storage.messages import ClearStore, Finished, Outcome, PathsRead, ReadPaths, Recount, Write
+from kvactors.storage.messages import (
+    ClearStore,
+    Finished,
+    Outcome,
+    PathsRead,
+    ReadPaths,
+    Recount,
+    Write,
+)
 from kvactors.storage.worker import StorageWorker
 from kvactors.units import join_keys, split_keys
 
@@ -18,10 +26,12 @@ PATH_PAGE = 256
 
 
 class StorageWriter(StorageWorker):
-    """Owns the writes it has in flight. root_of: the root hash that requests of an origin have now; None if there are no sinks.
+    """Owns the writes it has in flight. root_of: the root hash that requests of an origin have now;
+    None if there are no sinks.
 
-    The first writer reports what the store has kept from before. If the store keeps lineages, the paths of these blocks follow in the background,
-    a page at a time: `Gained` for a key has entered the notifier's channel before the key is named.
+    The first writer reports what the store has kept from before. If the store keeps lineages, the
+    paths of these blocks follow in the background, a page at a time: `Gained` for a key has entered
+    the notifier's channel before the key is named.
     """
 
     ROLE: ClassVar[str] = "storage_writer"
@@ -30,7 +40,9 @@ class StorageWriter(StorageWorker):
         "flush_notifier": (Gained, Gone, Cleared, Named),
     }
 
-    def __init__(self, ref: ActorRef, *, root_of: Callable[[Origin], bytes] | None = None, **rest: Any) -> None:
+    def __init__(
+        self, ref: ActorRef, *, root_of: Callable[[Origin], bytes] | None = None, **rest: Any
+    ) -> None:
         super().__init__(ref, **rest)
         self._root_of = root_of
         self._announces = root_of is not None and self.backend.keeps_lineages
@@ -47,21 +59,30 @@ class StorageWriter(StorageWorker):
             if message.era != self.backend.era:
                 return lost
             until = self.expired(message.deadline)
-            report = await self.backend.write_slots(keys, self.arena, message.slots, until, message.lineages)
+            report = await self.backend.write_slots(
+                keys, self.arena, message.slots, until, message.lineages
+            )
             safe = (Outcome.OK, Outcome.EXISTS)
             pairs = list(zip(keys, report.outcomes, strict=True))
-            stored = join_keys(key for key, outcome in pairs if outcome in safe and self.backend.holds(key))
+            stored = join_keys(
+                key for key, outcome in pairs if outcome in safe and self.backend.holds(key)
+            )
             evicted = join_keys(key for key in report.evicted if not self.backend.holds(key))
             moved = report.outcomes.count(Outcome.OK) * self.backend.block_bytes
             return Finished(Written(message.op, report.outcomes), stored, evicted, b"", b"", moved)
 
-        lost = Finished(Written(message.op, bytes([Outcome.UNAVAILABLE]) * len(keys)), b"", b"", b"", b"", 0)
-        late = Finished(Written(message.op, bytes([Outcome.LATE]) * len(keys)), b"", b"", b"", b"", 0)
+        lost = Finished(
+            Written(message.op, bytes([Outcome.UNAVAILABLE]) * len(keys)), b"", b"", b"", b"", 0
+        )
+        late = Finished(
+            Written(message.op, bytes([Outcome.LATE]) * len(keys)), b"", b"", b"", b"", 0
+        )
         self.enqueue(work, lost, message.slots, message.keys)
 
     @on(ClearStore)
     def clear(self, message: ClearStore) -> None:
-        """Empty the store. Batches that were sent before, to any writer, are not written from here on."""
+        """Empty the store. Batches that were sent before, to any writer, are not written from here
+        on."""
         self.backend.fence = max(self.backend.fence, (self.evictor.life, message.op))
         self._clear(message.op)
 
@@ -73,11 +94,14 @@ class StorageWriter(StorageWorker):
                 return Finished(StoreCleared(op, str(error)), b"", b"", b"", b"", 0)
             return Finished(StoreCleared(op), b"", b"", b"", b"", 0)
 
-        self.run_now(work, Finished(StoreCleared(op, "the store's writer failed"), b"", b"", b"", b"", 0))
+        self.run_now(
+            work, Finished(StoreCleared(op, "the store's writer failed"), b"", b"", b"", b"", 0)
+        )
 
     @on(Recount)
     def recount(self, message: Recount) -> None:
-        """Tell of names that ceased to be there outside of any batch; repeat a clear that did not reach all of the store."""
+        """Tell of names that ceased to be there outside of any batch; repeat a clear that did not
+        reach all of the store."""
         if self.backend.needs_clear():
             self._clear(0)
         self.report_lost()
@@ -101,7 +125,8 @@ class StorageWriter(StorageWorker):
     # -- paths
 
     def report_ended(self) -> None:
-        """See `StorageWorker.report_ended`: now the paths of these blocks, if the notifier does not have them."""
+        """See `StorageWorker.report_ended`: now the paths of these blocks, if the notifier does not
+        have them."""
         if self._paths_due:
             self._paths_due = False
             self._read_again = self._reading
@@ -122,7 +147,8 @@ class StorageWriter(StorageWorker):
 
     @on(PathsRead)
     def paths_read(self, message: PathsRead) -> None:
-        """Parts of paths: the notifier is sent them. The next ones are read after these have entered its channel."""
+        """Parts of paths: the notifier is sent them. The next ones are read after these have
+        entered its channel."""
         if self._read_again:
             self._begin_paths()
         elif message.parts is None:
@@ -130,7 +156,11 @@ class StorageWriter(StorageWorker):
             self._report_complete()
         else:
             if message.parts and self._root_of is not None:
-                roots = frozenset(part.parent for part in message.parts if self._root_of(part.origin) == part.parent)
+                roots = frozenset(
+                    part.parent
+                    for part in message.parts
+                    if self._root_of(part.origin) == part.parent
+                )
                 self.tell(self.notifier, Named(message.parts, roots))
             self.to_self(ReadPaths())
 

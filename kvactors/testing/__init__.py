@@ -1,14 +1,19 @@
-"""What ships for testing: your own serving loop against a simulated cache, and the models and stand-ins this package tests itself with.
+"""What ships for testing: your own serving loop against a simulated cache, and the models and
+stand-ins this package tests itself with.
 
 The harness, each of it explained where it is defined (and by example in docs/testing_your_loop.md):
 
-- `SimLoop`, `simulate`, `loop_factory`: asyncio in virtual time and in an order drawn from a seed; `Deadlock`, `Livelock`.
-- `Sim`: a whole cache in such a loop, with copies and a store that take time; `SimFaults`, `FaultPlan`, `Fault`: what goes wrong in it;
+- `SimLoop`, `simulate`, `loop_factory`: asyncio in virtual time and in an order drawn from a seed;
+  `Deadlock`, `Livelock`.
+- `Sim`: a whole cache in such a loop, with copies and a store that take time; `SimFaults`,
+  `FaultPlan`, `Fault`: what goes wrong in it;
   `Unclean`: what was not as it must be at the end; `small_config`: settings for tests.
 - `Trace`, `minimal`, `render`: every message between the actors.
 - `Probe`, `Unexpected`: an actor that the test plays; `Stepper`: one actor, turn by turn.
-- The pytest plugin `kvactors.testing.plugin`: fixtures `kv_sim`, `kv_cache`, `kv_faults`, options `--kv-seeds`, `--kv-seed`. It is loaded where
-  kvactors is installed; `pytest -p kvactors.testing` loads it from a checkout. Nothing else here needs pytest.
+- The pytest plugin `kvactors.testing.plugin`: fixtures `kv_sim`, `kv_cache`, `kv_faults`, options
+  `--kv-seeds`, `--kv-seed`. It is loaded where
+  kvactors is installed; `pytest -p kvactors.testing` loads it from a checkout. Nothing else here
+  needs pytest.
 """
 
 from __future__ import annotations
@@ -48,12 +53,30 @@ HOMES = {
     "stepper": ("Effects", "Stepper"),
     "trace": ("Trace", "minimal", "render"),
 }
-"""Public names by the module that has them. They are imported when they are first used: parts of the package itself import what lies here."""
+"""Public names by the module that has them. They are imported when they are first used: parts of
+the package itself import what lies here."""
 
 __all__ = [
-    "SMALL", "Deadlock", "Effects", "Fault", "FaultPlan", "Livelock", "Probe", "Sim", "SimFaults", "SimLoop", "Stepper",
-    "Trace", "Unclean", "Unexpected", "loop_factory", "minimal", "render", "simulate", "small_config",
-]  # fmt: skip
+    "SMALL",
+    "Deadlock",
+    "Effects",
+    "Fault",
+    "FaultPlan",
+    "Livelock",
+    "Probe",
+    "Sim",
+    "SimFaults",
+    "SimLoop",
+    "Stepper",
+    "Trace",
+    "Unclean",
+    "Unexpected",
+    "loop_factory",
+    "minimal",
+    "render",
+    "simulate",
+    "small_config",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -64,7 +87,8 @@ def __getattr__(name: str) -> Any:
 
 
 def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
-    """`pytest -p kvactors.testing`: the plugin under the name of its entry point, so that it is there once, whoever else brings it."""
+    """`pytest -p kvactors.testing`: the plugin under the name of its entry point, so that it is
+    there once, whoever else brings it."""
     from kvactors.testing import plugin
 
     if not pluginmanager.is_registered(plugin) and not pluginmanager.is_blocked("kvactors"):

@@ -11,7 +11,13 @@ from kvactors.device.arena import Arena
 from kvactors.errors import SinkError
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.base import Holdings, Sink
-from kvactors.storage.backends.base import Backend, Expired, ReadReport, StoreStatistics, WriteReport
+from kvactors.storage.backends.base import (
+    Backend,
+    Expired,
+    ReadReport,
+    StoreStatistics,
+    WriteReport,
+)
 from kvactors.storage.backends.file import FileBackend
 from kvactors.storage.messages import Outcome
 
@@ -20,8 +26,9 @@ StoreMisdeed = Literal["", "down", "full", "slow"]
 
 
 class FaultySink(Sink):
-    """A sink around another. misdeed: down (refuses every call), hang (never answers), fail_every (refuses every n-th call), lose_answers
-    (does what it is told and then fails), or nothing. calls: how many there were."""
+    """A sink around another. misdeed: down (refuses every call), hang (never answers), fail_every
+    (refuses every n-th call), lose_answers (does what it is told and then fails), or nothing.
+    calls: how many there were."""
 
     def __init__(self, inner: Sink) -> None:
         self.inner = inner
@@ -86,7 +93,9 @@ class FaultySink(Sink):
         self.calls += 1
         if self.misdeed == "hang":
             await anyio.sleep_forever()
-        if self.misdeed == "down" or (self.misdeed == "fail_every" and self.calls % self.every == 0):
+        if self.misdeed == "down" or (
+            self.misdeed == "fail_every" and self.calls % self.every == 0
+        ):
             raise SinkError(f"sink {self.name!r} was told to fail")
 
     def _after(self) -> None:
@@ -95,8 +104,8 @@ class FaultySink(Sink):
 
 
 class FaultyBackend(Backend):
-    """A store around another. misdeed: down (nothing can be had), full (nothing can be written), slow (every call takes `delay` seconds more),
-    or nothing."""
+    """A store around another. misdeed: down (nothing can be had), full (nothing can be written),
+    slow (every call takes `delay` seconds more), or nothing."""
 
     def __init__(self, inner: Backend) -> None:
         super().__init__(inner.fingerprint, inner.block_bytes)
@@ -137,18 +146,27 @@ class FaultyBackend(Backend):
         """See `Backend.take`."""
         self.inner.take(keys)
 
-    async def read(self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired) -> ReadReport:
+    async def read(
+        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
+    ) -> ReadReport:
         """See `Backend.read`."""
         await self._pause()
         if self.misdeed == "down":
             return ReadReport(self._all(keys, Outcome.UNAVAILABLE), [])
         return await self.inner.read(keys, views, expired)
 
-    async def write(self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired) -> WriteReport:
+    async def write(
+        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
+    ) -> WriteReport:
         """See `Backend.write`."""
         await self._pause()
         if self.misdeed in ("down", "full"):
-            return WriteReport(self._all(keys, Outcome.UNAVAILABLE if self.misdeed == "down" else Outcome.NO_SPACE), [])
+            return WriteReport(
+                self._all(
+                    keys, Outcome.UNAVAILABLE if self.misdeed == "down" else Outcome.NO_SPACE
+                ),
+                [],
+            )
         return await self.inner.write(keys, views, expired)
 
     async def remove(self, keys: Sequence[bytes]) -> None:

@@ -1,7 +1,9 @@
-"""Killing a process that writes to a file store, again and again (SIGKILL), and looking each time at what is left.
+"""Killing a process that writes to a file store, again and again (SIGKILL), and looking each time
+at what is left.
 
-`python -m kvactors.testing.kills FOLDER FIRST` is such a process: it writes blocks FIRST, FIRST + 1, .. for ever, with durability `synced`, and
-says a line `stored N N ..` or `gone N N ..` for each batch once that is so.
+`python -m kvactors.testing.kills FOLDER FIRST` is such a process: it writes blocks FIRST, FIRST +
+1, .. for ever, with durability `synced`, and says a line `stored N N ..` or `gone N N ..` for each
+batch once that is so.
 """
 
 from __future__ import annotations
@@ -30,8 +32,9 @@ BATCH = 8
 
 
 class Storm(NamedTuple):
-    """What came of it. announced: blocks said to be stored and not said to be gone, over all rounds. missing: of those, not there (blocks that the
-    batch under way was evicting may be gone without a word, and do not count). served: blocks read back right. wrong: anything else."""
+    """What came of it. announced: blocks said to be stored and not said to be gone, over all
+    rounds. missing: of those, not there (blocks that the batch under way was evicting may be gone
+    without a word, and do not count). served: blocks read back right. wrong: anything else."""
 
     rounds: int
     announced: int
@@ -42,7 +45,10 @@ class Storm(NamedTuple):
 
 async def write(folder: str, first: int) -> None:
     """Write until killed."""
-    store, arena = FileBackend(folder, PRINT, SIZE, CAPACITY, durability="synced"), Arena(BATCH, SIZE)
+    store, arena = (
+        FileBackend(folder, PRINT, SIZE, CAPACITY, durability="synced"),
+        Arena(BATCH, SIZE),
+    )
     await store.open()
     await store.attach(arena)
     print("open", flush=True)
@@ -52,13 +58,16 @@ async def write(folder: str, first: int) -> None:
             view[:] = np.random.default_rng(number).integers(0, 256, SIZE, np.uint8).data
         report = await store.write([key(n) for n in numbers], views, never)
         print("gone", *(int.from_bytes(one[:8], "big") for one in report.evicted), flush=True)
-        stored = (n for n, outcome in zip(numbers, report.outcomes, strict=True) if outcome == Outcome.OK)
+        stored = (
+            n for n, outcome in zip(numbers, report.outcomes, strict=True) if outcome == Outcome.OK
+        )
         print("stored", *stored, flush=True)
         first += BATCH
 
 
 async def storm(folder: Path, rounds: int, seed: int = 0) -> Storm:
-    """Kill a writer `rounds` times at random moments; after each, open the store and read everything that it holds."""
+    """Kill a writer `rounds` times at random moments; after each, open the store and read
+    everything that it holds."""
     rng, first = random.Random(seed), 0  # noqa: S311  (when to kill is no secret)
     announced = missing = served = wrong = 0
     for number in range(rounds):
@@ -85,8 +94,8 @@ async def storm(folder: Path, rounds: int, seed: int = 0) -> Storm:
 
 
 async def one_life(folder: Path, first: int, seconds: float, *, patient: bool) -> set[int]:
-    """Run a writer for some seconds after it has opened its store (patient: after it has stored a batch, however slow the disk is); what it
-    announced as stored and not as gone."""
+    """Run a writer for some seconds after it has opened its store (patient: after it has stored a
+    batch, however slow the disk is); what it announced as stored and not as gone."""
     command = [sys.executable, "-P", "-m", "kvactors.testing.kills", str(folder), str(first)]
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     try:
@@ -102,7 +111,9 @@ async def one_life(folder: Path, first: int, seconds: float, *, patient: bool) -
     return said
 
 
-async def _life(process: asyncio.subprocess.Process, seconds: float, *, patient: bool) -> list[bytes]:
+async def _life(
+    process: asyncio.subprocess.Process, seconds: float, *, patient: bool
+) -> list[bytes]:
     assert process.stdout is not None
     await process.stdout.readline()
     lines: list[bytes] = []
@@ -124,6 +135,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 if __name__ == "__main__":
     structlog.configure(
-        wrapper_class=structlog.make_filtering_bound_logger(40), logger_factory=structlog.PrintLoggerFactory(sys.stderr)
+        wrapper_class=structlog.make_filtering_bound_logger(40),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
     asyncio.run(write(sys.argv[1], int(sys.argv[2])))

@@ -1,7 +1,9 @@
-"""What readers of KV events take for a block's identity: whether they can tell apart what is not the same.
+"""What readers of KV events take for a block's identity: whether they can tell apart what is not
+the same.
 
-A router does not look up block hashes: it has a prompt, and computes from the events what identifies each block. Two blocks with
-different hashes and one identity are one block to it, and a block whose events disagree is two.
+A router does not look up block hashes: it has a prompt, and computes from the events what
+identifies each block. Two blocks with different hashes and one identity are one block to it, and a
+block whose events disagree is two.
 """
 
 from __future__ import annotations
@@ -17,10 +19,15 @@ from kvactors.flush_notifier.sinks.kv_wire import BlockStored, Hash
 
 
 def as_dynamo(event: BlockStored, block: int) -> Any:
-    """Adapter, salt and media of each event alone: what it says of other tiers' events is not remembered."""
+    """Adapter, salt and media of each event alone: what it says of other tiers' events is not
+    remembered."""
     infos: list[Any] = getattr(event, "block_mm_infos", None) or [None] * len(event.block_hashes)
     objects = (infos[block] or {"mm_objects": []})["mm_objects"]
-    return event.lora_name, getattr(event, "cache_salt", None), sorted(one["mm_hash"] for one in objects)
+    return (
+        event.lora_name,
+        getattr(event, "cache_salt", None),
+        sorted(one["mm_hash"] for one in objects),
+    )
 
 
 def as_vllm(event: BlockStored, block: int) -> Any:
@@ -52,11 +59,16 @@ class Identities:
             for block, number in enumerate(event.block_hashes):
                 above = b"" if parent is None else known.get(parent, repr(parent).encode())
                 own = tokens[block * event.block_size : (block + 1) * event.block_size]
-                content = hashlib.sha256(msgspec.msgpack.encode((above, read(event, block), own))).digest()
+                content = hashlib.sha256(
+                    msgspec.msgpack.encode((above, read(event, block), own))
+                ).digest()
                 self.changed += known.setdefault(number, content) != content
                 parent = number
 
     def ambiguous(self, hashes: Collection[Hash]) -> int:
         """Of these blocks, those that a reader takes for another one of them."""
-        counts = (Counter(known[number] for number in hashes if number in known) for known in self._known.values())
+        counts = (
+            Counter(known[number] for number in hashes if number in known)
+            for known in self._known.values()
+        )
         return sum(count - 1 for contents in counts for count in contents.values())

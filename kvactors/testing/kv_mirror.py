@@ -1,7 +1,9 @@
-"""A strict reader of KV events, as a router is one: it rebuilds what a node holds from its messages alone, loses some, and catches up.
+"""A strict reader of KV events, as a router is one: it rebuilds what a node holds from its messages
+alone, loses some, and catches up.
 
-`Mirror` is the pure state, `Reader` has the sockets, and `python -m kvactors.testing.kv_mirror` is a process of its own: a line
-`report N` on its input is answered with the mirror as JSON once batch N - 1 has been applied.
+`Mirror` is the pure state, `Reader` has the sockets, and `python -m kvactors.testing.kv_mirror` is
+a process of its own: a line `report N` on its input is answered with the mirror as JSON once batch
+N - 1 has been applied.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ PATIENCE = 2.0
 
 
 class MirrorStatistics(NamedTuple):
-    """applied: batches. dropped: lost on purpose. gaps: noticed. replayed: batches had from replay. snapshots: taken. connections: made. orphans:
-    see `Mirror`."""
+    """applied: batches. dropped: lost on purpose. gaps: noticed. replayed: batches had from replay.
+    snapshots: taken. connections: made. orphans: see `Mirror`."""
 
     applied: int
     dropped: int
@@ -61,12 +63,14 @@ class SnapshotPart(msgspec.Struct, frozen=True, tag="Snapshot", tag_field="type"
 
 
 class Mirror:
-    """An index that finds a block's place by its parent, as routers do: it rejects a block whose parent is nowhere, or on GPU if that is where the
-    block is announced; and with a block that goes, all that is below it goes as well (from GPU, or from everywhere).
+    """An index that finds a block's place by its parent, as routers do: it rejects a block whose
+    parent is nowhere, or on GPU if that is where the block is announced; and with a block that
+    goes, all that is below it goes as well (from GPU, or from everywhere).
 
-    view: hashes by medium. identities: what the blocks are to a reader. expected: number of the next batch. orphans: blocks that were rejected or
-    cut off so, while the mirror followed the batches one by one. After a snapshot, which is older than some of what it shows, none are counted
-    until everything is cleared.
+    view: hashes by medium. identities: what the blocks are to a reader. expected: number of the
+    next batch. orphans: blocks that were rejected or cut off so, while the mirror followed the
+    batches one by one. After a snapshot, which is older than some of what it shows, none are
+    counted until everything is cleared.
     """
 
     def __init__(self) -> None:
@@ -147,15 +151,18 @@ class Mirror:
         self._below.clear()
 
     def ambiguous(self) -> int:
-        """Blocks that a reader takes for others, on any medium, and events that disagree about a block."""
+        """Blocks that a reader takes for others, on any medium, and events that disagree about a
+        block."""
         return self.identities.ambiguous(set().union(*self.view.values())) + self.identities.changed
 
 
 class Reader:
-    """A subscriber with a mirror. lose: share of the live messages that it drops, drawn from `seed`. dialect: of the publisher.
+    """A subscriber with a mirror. lose: share of the live messages that it drops, drawn from
+    `seed`. dialect: of the publisher.
 
-    follow: snapshots (whenever a connection is (re)made it takes one, and what was queued is void: numbers of a publisher that begins at 0
-    again could not tell) or numbers (it never takes one: of a publisher whose numbers rise a replay has all that it needs).
+    follow: snapshots (whenever a connection is (re)made it takes one, and what was queued is void:
+    numbers of a publisher that begins at 0 again could not tell) or numbers (it never takes one: of
+    a publisher whose numbers rise a replay has all that it needs).
     """
 
     def __init__(
@@ -216,7 +223,8 @@ class Reader:
         return taken
 
     def catch_up(self, *, snapshot: bool = False) -> bool:
-        """Ask for a snapshot, if wanted, and for what came after it or was lost. False if nobody answers."""
+        """Ask for a snapshot, if wanted, and for what came after it or was lost. False if nobody
+        answers."""
         if snapshot:
             parts = self._ask(SNAPSHOT)
             if parts is None:
@@ -231,7 +239,9 @@ class Reader:
         answer = self._ask(encode_sequence(self.mirror.expected))
         for number, payload in answer or ():
             before = self.mirror.expected
-            if not self._snapshots:  # it begins with the state where it does not begin at the number asked for
+            if (
+                not self._snapshots
+            ):  # it begins with the state where it does not begin at the number asked for
                 self.mirror.expected = before = max(before, number)
             self._take(number, payload)
             self._counts["replayed"] += self.mirror.expected - before
@@ -241,7 +251,9 @@ class Reader:
         return msgspec.msgpack.decode(payload, type=tuple[float, tuple[SnapshotPart], int])[1][0]
 
     def _ask(self, body: bytes) -> list[tuple[int, bytes]] | None:
-        socket: Any = self._context.socket(zmq.DEALER)  # a REQ socket would take the first message only
+        socket: Any = self._context.socket(
+            zmq.DEALER
+        )  # a REQ socket would take the first message only
         try:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.RCVHWM, 0)
@@ -258,7 +270,8 @@ class Reader:
             socket.close()
 
     def reach(self, sequence: int, deadline: float) -> bool:
-        """Take messages until every batch before `sequence` has been applied, for at most `deadline` seconds."""
+        """Take messages until every batch before `sequence` has been applied, for at most
+        `deadline` seconds."""
         until = time.monotonic() + deadline
         while self.mirror.expected < sequence and time.monotonic() < until:
             before = self.mirror.expected
@@ -291,7 +304,8 @@ class Reader:
 def main() -> None:
     """Read until the input ends."""
     parser = argparse.ArgumentParser(
-        description="Mirror a publisher of KV events; `report N` on the input prints the mirror as JSON."
+        description="Mirror a publisher of KV events; `report N` on the input prints the mirror as "
+        "JSON."
     )
     parser.add_argument("endpoint")
     parser.add_argument("replay")
@@ -301,7 +315,12 @@ def main() -> None:
     parser.add_argument("--follow", choices=["snapshots", "numbers"], default="snapshots")
     options = parser.parse_args()
     reader = Reader(
-        options.endpoint, options.replay, options.topic, lose=options.lose, seed=options.seed, follow=options.follow
+        options.endpoint,
+        options.replay,
+        options.topic,
+        lose=options.lose,
+        seed=options.seed,
+        follow=options.follow,
     )
     reader.poller.register(sys.stdin.fileno(), zmq.POLLIN)
     print("ready", flush=True)

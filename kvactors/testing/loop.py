@@ -1,9 +1,11 @@
-"""A seeded asyncio loop of virtual time: a run is replayed exactly from its seed, and sleeping costs nothing.
+"""A seeded asyncio loop of virtual time: a run is replayed exactly from its seed, and sleeping
+costs nothing.
 
-Two things are taken away from the loop: the clock, which jumps to the next timer when nothing is ready, and the order of ready
-task steps, which is a seeded shuffle. Plain callbacks keep their order, since asyncio's own machinery relies on it. There are
-no threads and no sockets in it; asking for them is an error. So is waiting for ever: `Deadlock` says who waits for what, and `Livelock`
-who keeps running while the clock stands still.
+Two things are taken away from the loop: the clock, which jumps to the next timer when nothing is
+ready, and the order of ready task steps, which is a seeded shuffle. Plain callbacks keep their
+order, since asyncio's own machinery relies on it. There are no threads and no sockets in it; asking
+for them is an error. So is waiting for ever: `Deadlock` says who waits for what, and `Livelock` who
+keeps running while the clock stands still.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from kvactors.testing.waits import frames_of, site, who_waits
 T = TypeVar("T")
 
 SPINS = 100
-"""Passes in a row in which nothing ran but anyio's delivery of a cancellation, after which the clock moves on all the same."""
+"""Passes in a row in which nothing ran but anyio's delivery of a cancellation, after which the
+clock moves on all the same."""
 
 DEADLINES = frozenset({"Overdue", "Expired"})
 """Messages that actors send themselves when a deadline comes."""
@@ -35,7 +38,8 @@ TIDY_STEPS = 10_000
 
 
 class Deadlock(RuntimeError):
-    """Nothing is ready and no timer is set: whoever waits, waits for ever. waiting: a line for each task, who waits for what and where."""
+    """Nothing is ready and no timer is set: whoever waits, waits for ever. waiting: a line for each
+    task, who waits for what and where."""
 
     def __init__(self, why: str, waiting: list[str]) -> None:
         super().__init__("\n  ".join([why, *waiting]))
@@ -53,9 +57,10 @@ class Livelock(RuntimeError):
 class SimLoop(asyncio.BaseEventLoop):
     """seed: of the order in which ready tasks run. steps: callbacks run so far.
 
-    limit: steps that may run at one instant of virtual time before that is a Livelock, None for any number. stalled: who waited for
-    what when everybody last waited for time-outs alone (a deadlock, but for somebody's deadline), with the time; empty if that never was.
-    impatient: whether that is a Deadlock at once.
+    limit: steps that may run at one instant of virtual time before that is a Livelock, None for any
+    number. stalled: who waited for what when everybody last waited for time-outs alone (a deadlock,
+    but for somebody's deadline), with the time; empty if that never was. impatient: whether that is
+    a Deadlock at once.
     """
 
     def __init__(self, seed: int = 0, *, limit: int | None = None, impatient: bool = False) -> None:
@@ -80,7 +85,8 @@ class SimLoop(asyncio.BaseEventLoop):
         return self._now
 
     def jump(self, seconds: float) -> None:
-        """The clock leaps forward, as after a machine's sleep: every timer on the way is late. ValueError for a negative number."""
+        """The clock leaps forward, as after a machine's sleep: every timer on the way is late.
+        ValueError for a negative number."""
         if not seconds >= 0:
             raise ValueError(f"time goes forward only, not by {seconds!r} seconds")
         self._move_to(self._now + seconds)
@@ -92,7 +98,8 @@ class SimLoop(asyncio.BaseEventLoop):
     # -- tasks
 
     def create_task(self, coro: Any, **options: Any) -> asyncio.Task[Any]:
-        """See asyncio. A task without a name is called after its coroutine, and all are numbered in order of their making."""
+        """See asyncio. A task without a name is called after its coroutine, and all are numbered in
+        order of their making."""
         task: asyncio.Task[Any] = super().create_task(coro, **options)
         self._number(task)
         if options.get("name") is None:
@@ -100,11 +107,13 @@ class SimLoop(asyncio.BaseEventLoop):
         return task
 
     def label(self, task: asyncio.Task[Any]) -> str:
-        """What a task is called in reports, the same in every run of one seed: the last part of its name and its number."""
+        """What a task is called in reports, the same in every run of one seed: the last part of its
+        name and its number."""
         return f"{task.get_name().rpartition('.')[2]}#{self._number(task)}"
 
     def waiting(self) -> list[str]:
-        """Who waits for what now: a line for each task that is not over, in order of their making."""
+        """Who waits for what now: a line for each task that is not over, in order of their
+        making."""
         return who_waits(sorted(asyncio.all_tasks(self), key=self._number), self.label)
 
     def _number(self, task: asyncio.Task[Any]) -> int:
@@ -118,7 +127,10 @@ class SimLoop(asyncio.BaseEventLoop):
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> NoReturn:  # type: ignore[override]
         """There are no threads here."""
-        raise RuntimeError(f"{getattr(func, '__name__', func)!r} needs a thread, and a loop of virtual time has none")
+        raise RuntimeError(
+            f"{getattr(func, '__name__', func)!r} needs a thread, and a loop of virtual time has "
+            "none"
+        )
 
     def _process_events(self, event_list: Any) -> None:
         """There is no selector."""
@@ -150,8 +162,9 @@ class SimLoop(asyncio.BaseEventLoop):
                 handle._run()
 
     def _shuffled(self, batch: list[asyncio.Handle]) -> list[asyncio.Handle]:
-        """Task steps in a drawn order, in the places that task steps had. They are sorted before: whoever wakes several tasks may do so in the
-        order of a set, which is another one in every run."""
+        """Task steps in a drawn order, in the places that task steps had. They are sorted before:
+        whoever wakes several tasks may do so in the order of a set, which is another one in every
+        run."""
         places = [i for i, handle in enumerate(batch) if is_task_step(handle)]
         steps = sorted((batch[i] for i in places), key=lambda handle: self._number(task_of(handle)))
         self._order.shuffle(steps)
@@ -169,14 +182,18 @@ class SimLoop(asyncio.BaseEventLoop):
                 self._stalled_after != self._task_steps
             ):  # otherwise it is the same stall, in which asks' deadlines were looked at
                 self._stalled_after = self._task_steps
-                self.stalled = [f"since {self._now:.4f} s everybody waits for time-outs alone", *self.waiting()]
+                self.stalled = [
+                    f"since {self._now:.4f} s everybody waits for time-outs alone",
+                    *self.waiting(),
+                ]
             if self.impatient:
                 raise Deadlock(self.stalled[0], self.stalled[1:])
         self._move_to(timers[0].when())
 
     def _only_cancelling(self, ready: Any) -> bool:
-        """A cancelled scope of anyio delivers its cancellation again at every pass until it is heeded; while somebody waits for a timer
-        meanwhile (in a shield, say), time must go by, as it would on any machine."""
+        """A cancelled scope of anyio delivers its cancellation again at every pass until it is
+        heeded; while somebody waits for a timer meanwhile (in a shield, say), time must go by, as
+        it would on any machine."""
         plain = [handle for handle in ready if not is_task_step(handle)]
         redelivers = any(is_redelivery(handle) for handle in plain)
         self._spins = self._spins + 1 if redelivers else 0
@@ -185,8 +202,12 @@ class SimLoop(asyncio.BaseEventLoop):
     def _check_limit(self, batch: list[asyncio.Handle]) -> None:
         if self.limit is not None and self._standing > self.limit:
             ready = [task_of(one) for one in batch if is_task_step(one) and not one.cancelled()]
-            running = [f"{self.label(task)} is ready ({site(list(frames_of(task)))})" for task in ready]
-            raise Livelock(f"{self._standing} steps at {self._now:.4f} s and the clock has not moved", running)
+            running = [
+                f"{self.label(task)} is ready ({site(list(frames_of(task)))})" for task in ready
+            ]
+            raise Livelock(
+                f"{self._standing} steps at {self._now:.4f} s and the clock has not moved", running
+            )
 
 
 def is_task_step(handle: asyncio.Handle) -> bool:
@@ -213,7 +234,8 @@ def is_idle(timer: asyncio.TimerHandle) -> bool:
 
 
 def is_timeout(timer: asyncio.TimerHandle) -> bool:
-    """Whether a timer is somebody's deadline: of asks, of an actor's operation, of an anyio scope, or of asyncio's."""
+    """Whether a timer is somebody's deadline: of asks, of an actor's operation, of an anyio scope,
+    or of asyncio's."""
     callback, args = timer._callback, timer._args  # type: ignore[attr-defined]
     owner, name = getattr(callback, "__self__", None), getattr(callback, "__name__", "")
     if isinstance(owner, Actor):
@@ -224,8 +246,9 @@ def is_timeout(timer: asyncio.TimerHandle) -> bool:
 
 
 def loop_factory(seed: int = 0, *, limit: int | None = None) -> Callable[[], SimLoop]:
-    """Makes loops of one seed: for `asyncio.Runner(loop_factory=..)`, pytest-asyncio's `pytest_asyncio_loop_factories` hook, and the options of
-    anyio's `anyio_backend` fixture. limit: as in SimLoop."""
+    """Makes loops of one seed: for `asyncio.Runner(loop_factory=..)`, pytest-asyncio's
+    `pytest_asyncio_loop_factories` hook, and the options of anyio's `anyio_backend` fixture. limit:
+    as in SimLoop."""
 
     def make() -> SimLoop:
         return SimLoop(seed, limit=limit)
@@ -233,8 +256,11 @@ def loop_factory(seed: int = 0, *, limit: int | None = None) -> Callable[[], Sim
     return make
 
 
-def simulate(main: Callable[[], Coroutine[Any, Any, T]], seed: int = 0, *, loop: SimLoop | None = None) -> T:
-    """Run a coroutine function to its end on a loop of its own (or on `loop`), cancel what it left running, and close the loop.
+def simulate(
+    main: Callable[[], Coroutine[Any, Any, T]], seed: int = 0, *, loop: SimLoop | None = None
+) -> T:
+    """Run a coroutine function to its end on a loop of its own (or on `loop`), cancel what it left
+    running, and close the loop.
 
     Deadlock if it can never end, Livelock if the loop has a limit and it only spins.
     """

@@ -1,4 +1,5 @@
-"""A real mooncake_master on this machine, for scenarios and tests; it can be killed and started again at the same address."""
+"""A real mooncake_master on this machine, for scenarios and tests; it can be killed and started
+again at the same address."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def free_port() -> int:
 
 
 class Master:
-    """flags: further ones of mooncake_master. Bound to 127.0.0.1, since it asks nobody who they are."""
+    """flags: further ones of mooncake_master. Bound to 127.0.0.1, since it asks nobody who they
+    are."""
 
     def __init__(self, *flags: str) -> None:
         self.port, self._metrics = free_port(), free_port()
@@ -40,7 +42,9 @@ class Master:
         try:
             import mooncake
         except ImportError as error:
-            raise StoreError("mooncake_master comes with pip install 'kvactors[mooncake]'") from error
+            raise StoreError(
+                "mooncake_master comes with pip install 'kvactors[mooncake]'"
+            ) from error
         command = [
             str(Path(next(iter(mooncake.__path__))) / "mooncake_master"),
             "--rpc_address=127.0.0.1",
@@ -50,7 +54,9 @@ class Master:
             "--client_ttl=3",
             *self._flags,
         ]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # noqa: S603
+        self.process = subprocess.Popen(  # noqa: S603
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         until = time.monotonic() + PATIENCE
         while time.monotonic() < until and self.process.poll() is None:
             with socket.socket() as probe:
@@ -58,7 +64,9 @@ class Master:
                     return
             time.sleep(0.05)
         self.kill()
-        raise StoreError("mooncake_master does not listen (Debian: it needs libibverbs1 and libnuma1)")
+        raise StoreError(
+            "mooncake_master does not listen (Debian: it needs libibverbs1 and libnuma1)"
+        )
 
     def kill(self) -> None:
         """SIGKILL, if it runs."""

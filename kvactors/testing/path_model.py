@@ -1,4 +1,5 @@
-"""A request's path and the tree's nodes in plain Python: the twin of `kvactors.native.Path`. See `tree_model` for its use."""
+"""A request's path and the tree's nodes in plain Python: the twin of `kvactors.native.Path`. See
+`tree_model` for its use."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ def require(holds: bool, message: str) -> None:
 
 
 def token_list(tokens: Any) -> list[int]:
-    """The ids of a sequence or buffer. TypeError for what is no integer, ValueError for what does not fit 32 bits."""
+    """The ids of a sequence or buffer. TypeError for what is no integer, ValueError for what does
+    not fit 32 bits."""
     if isinstance(tokens, str):
         raise TypeError("tokens must be integers")
     try:
@@ -42,7 +44,8 @@ def packed(tokens: Sequence[int]) -> bytes:
 
 
 def block_name(parent: bytes, tokens: Sequence[int], extra: bytes) -> bytes:
-    """The name of a block: SHA-256 over parent key, length of the extra key (uint32 LE), extra key, tokens (uint32 LE)."""
+    """The name of a block: SHA-256 over parent key, length of the extra key (uint32 LE), extra key,
+    tokens (uint32 LE)."""
     return hashlib.sha256(parent + struct.pack("<I", len(extra)) + extra + packed(tokens)).digest()
 
 
@@ -67,7 +70,8 @@ class Node:
 
     @property
     def firm(self) -> bool:
-        """Resident on the device and staying there. Nothing is below a root, so that a root is as firm as can be."""
+        """Resident on the device and staying there. Nothing is below a root, so that a root is as
+        firm as can be."""
         return self.parent is None or (self.bits & (DEVICE | OFFLOADING)) == DEVICE
 
     @property
@@ -83,7 +87,8 @@ class Node:
             at = at.parent
 
     def take_device(self, block: int) -> None:
-        """Become resident in a device block; what was announced of an earlier one no longer counts."""
+        """Become resident in a device block; what was announced of an earlier one no longer
+        counts."""
         self.bits |= DEVICE
         self.block = block
         self.announced = False
@@ -125,7 +130,9 @@ class PathModel:
     @property
     def num_plain_blocks(self) -> int:
         """Leading full blocks without an extra key in their path."""
-        return min([self.num_full_blocks, *(block for block, extra in self.extras.items() if extra)])
+        return min(
+            [self.num_full_blocks, *(block for block, extra in self.extras.items() if extra)]
+        )
 
     @property
     def num_held(self) -> int:
@@ -149,7 +156,13 @@ class PathModel:
     def extra_keys(self, start: int, stop: int) -> tuple[tuple[int, bytes], ...]:
         """(position, extra key) of the blocks [start, stop) that have one."""
         require(0 <= start <= stop <= self.num_full_blocks, "blocks out of range")
-        return tuple(sorted((block, extra) for block, extra in self.extras.items() if extra and start <= block < stop))
+        return tuple(
+            sorted(
+                (block, extra)
+                for block, extra in self.extras.items()
+                if extra and start <= block < stop
+            )
+        )
 
     def block_tokens(self, block: int) -> tuple[int, ...]:
         """Tokens of one full block."""
@@ -185,7 +198,10 @@ class PathModel:
     def assign(self, start: int, blocks: Sequence[int]) -> None:
         """Write private blocks into the table."""
         require(0 <= start <= len(self.table), "gap: start lies beyond the end of the block table")
-        require(not any(self.shared[start : start + len(blocks)]), "the block at this position belongs to the tree")
+        require(
+            not any(self.shared[start : start + len(blocks)]),
+            "the block at this position belongs to the tree",
+        )
         require(all(0 <= block < 2**32 - 1 for block in blocks), "device block id out of range")
         self.table[start : start + len(blocks)] = blocks
         self.shared += [False] * (len(self.table) - len(self.shared))

@@ -1,4 +1,5 @@
-"""What will go wrong, and when: pure data, drawn from a seed or written by hand as TOML ([[fault]] tables) or JSON."""
+"""What will go wrong, and when: pure data, drawn from a seed or written by hand as TOML ([[fault]]
+tables) or JSON."""
 
 from __future__ import annotations
 
@@ -15,24 +16,50 @@ if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
 Kind = Literal[
-    "copy_fail", "copy_slow", "copy_hang", "store_down", "store_slow", "store_hang", "torn_write", "bit_flip", "disk_full",
-    "object_lost", "sink_down", "sink_hang", "sink_lose_answers", "sink_duplicate", "rank_silent", "rank_cut", "rank_lost", "actor_crash",
-    "cancel", "clock_jump",
-]  # fmt: skip
+    "copy_fail",
+    "copy_slow",
+    "copy_hang",
+    "store_down",
+    "store_slow",
+    "store_hang",
+    "torn_write",
+    "bit_flip",
+    "disk_full",
+    "object_lost",
+    "sink_down",
+    "sink_hang",
+    "sink_lose_answers",
+    "sink_duplicate",
+    "rank_silent",
+    "rank_cut",
+    "rank_lost",
+    "actor_crash",
+    "cancel",
+    "clock_jump",
+]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 STEPPED: frozenset[Kind] = frozenset({"actor_crash", "cancel"})
 """Kinds whose moment is a count: of an actor's turns, of a client's awaits."""
 
-LASTING: frozenset[Kind] = frozenset(KINDS) - {"copy_fail", "torn_write", "bit_flip", "object_lost", "rank_cut", "actor_crash"}
-"""Kinds for which `duration` means something: how long it lasts, by how much the clock jumps, how long an await goes on before its cancellation."""
+LASTING: frozenset[Kind] = frozenset(KINDS) - {
+    "copy_fail",
+    "torn_write",
+    "bit_flip",
+    "object_lost",
+    "rank_cut",
+    "actor_crash",
+}
+"""Kinds for which `duration` means something: how long it lasts, by how much the clock jumps, how
+long an await goes on before its cancellation."""
 
 
 class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One thing that goes wrong.
 
-    at: virtual second since the work began, or, of an actor_crash or cancel, which turn or await (from 1 on). target: an actor's or
-    sink's name, the number of a rank or client; the first if empty. duration: seconds. amount: pairs, writes or objects concerned.
+    at: virtual second since the work began, or, of an actor_crash or cancel, which turn or await
+    (from 1 on). target: an actor's or sink's name, the number of a rank or client; the first if
+    empty. duration: seconds. amount: pairs, writes or objects concerned.
     """
 
     kind: Kind
@@ -43,8 +70,9 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Targets(NamedTuple):
-    """What a plan may aim at. span: seconds in which faults begin. steps: turns or awaits among which they do. direct: whether the store moves
-    device memory itself, and so has neither checksums nor a disk of this node."""
+    """What a plan may aim at. span: seconds in which faults begin. steps: turns or awaits among
+    which they do. direct: whether the store moves device memory itself, and so has neither
+    checksums nor a disk of this node."""
 
     actors: tuple[str, ...] = ()
     sinks: tuple[str, ...] = ()
@@ -63,7 +91,8 @@ class FaultPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def from_toml(cls, path: str | Path) -> FaultPlan:
-        """Read [[fault]] tables. ConfigError names what is wrong, OSError if the file cannot be read."""
+        """Read [[fault]] tables. ConfigError names what is wrong, OSError if the file cannot be
+        read."""
         plan = convert(read_toml(path), cls)
         plan.check()
         return plan
@@ -85,11 +114,20 @@ class FaultPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def check(self) -> None:
         """ConfigError for values that cannot be."""
         for number, fault in enumerate(self.fault):
-            for name, value, low in (("at", fault.at, 0.0), ("duration", fault.duration, 0.0), ("amount", fault.amount, 1)):
+            for name, value, low in (
+                ("at", fault.at, 0.0),
+                ("duration", fault.duration, 0.0),
+                ("amount", fault.amount, 1),
+            ):
                 if not low <= value < float("inf"):
-                    raise ConfigError(f"fault {number} ({fault.kind}): {name} must be at least {low:g}, not {value}")
+                    raise ConfigError(
+                        f"fault {number} ({fault.kind}): {name} must be at least {low:g}, not "
+                        f"{value}"
+                    )
             if fault.kind in STEPPED and (fault.at < 1 or fault.at != int(fault.at)):
-                raise ConfigError(f"fault {number} ({fault.kind}): at counts from 1, it cannot be {fault.at}")
+                raise ConfigError(
+                    f"fault {number} ({fault.kind}): at counts from 1, it cannot be {fault.at}"
+                )
 
 
 def possible(targets: Targets) -> list[Kind]:
@@ -104,7 +142,15 @@ def possible(targets: Targets) -> list[Kind]:
     else:
         without |= {"copy_slow", "copy_hang"}  # the ranks' messages are slow and held instead
     if not targets.store:
-        without |= {"store_down", "store_slow", "store_hang", "torn_write", "bit_flip", "disk_full", "object_lost"}
+        without |= {
+            "store_down",
+            "store_slow",
+            "store_hang",
+            "torn_write",
+            "bit_flip",
+            "disk_full",
+            "object_lost",
+        }
     if targets.direct:
         without |= {"torn_write", "bit_flip", "disk_full"}
     return [kind for kind in KINDS if kind not in without]
@@ -118,7 +164,11 @@ def draw(rng: random.Random, count: int, targets: Targets) -> FaultPlan:
 
 
 def _draw_one(rng: random.Random, kind: Kind, targets: Targets) -> Fault:
-    at = float(int(rng.triangular(1, targets.steps, 1))) if kind in STEPPED else round(rng.uniform(0, targets.span), 4)
+    at = (
+        float(int(rng.triangular(1, targets.steps, 1)))
+        if kind in STEPPED
+        else round(rng.uniform(0, targets.span), 4)
+    )
     lasting = kind in LASTING
     duration = round(min(3.0, rng.expovariate(3.0)), 4) if lasting else 0.0
     if kind == "cancel":
@@ -155,4 +205,6 @@ def plans(targets: Targets, most: int = 6) -> SearchStrategy[FaultPlan]:
         )
 
     one = st.sampled_from(possible(targets)).flatmap(fault)
-    return st.lists(one, max_size=most).map(lambda faults: FaultPlan(tuple(sorted(faults, key=lambda f: f.at))))
+    return st.lists(one, max_size=most).map(
+        lambda faults: FaultPlan(tuple(sorted(faults, key=lambda f: f.at)))
+    )

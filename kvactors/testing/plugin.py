@@ -1,8 +1,9 @@
 """The pytest plugin. Installed with kvactors; from a checkout, `-p kvactors.testing` brings it.
 
-Fixtures: `kv_seed` and `kv_sim`, once for each seed; `kv_faults`, those of `kv_sim`; `kv_cache`, a small cache on the running loop;
-`kv_config`, to be overridden: settings in place of the small ones. A failed test of a simulated run reports its seed, the messages that
-concern the request that failed, and the command that replays it.
+Fixtures: `kv_seed` and `kv_sim`, once for each seed; `kv_faults`, those of `kv_sim`; `kv_cache`, a
+small cache on the running loop; `kv_config`, to be overridden: settings in place of the small ones.
+A failed test of a simulated run reports its seed, the messages that concern the request that
+failed, and the command that replays it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
     from kvactors.testing.sim import Sim
     from kvactors.testing.sim_faults import SimFaults
 
-# kvactors itself is imported where it is used: the plugin is loaded by every pytest in whose environment it is installed.
+# kvactors itself is imported where it is used: the plugin is loaded by every pytest in whose
+# environment it is installed.
 
 TAIL = 40
 """Messages of a trace that are shown when no request is to blame."""
@@ -31,13 +33,30 @@ TAIL = 40
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The two options, and in a clone that of the interop tests.
 
-    pytest takes the value of an option that only a conftest adds, `--interop DIR`, for a path of tests, and then finds neither.
+    pytest takes the value of an option that only a conftest adds, `--interop DIR`, for a path of
+    tests, and then finds neither.
     """
     group = parser.getgroup("kvactors", "simulated runs of kvactors")
-    group.addoption("--kv-seeds", type=positive, default=5, metavar="N", help="run simulated tests with seeds 0 to N - 1 (5)")
-    group.addoption("--kv-seed", type=int, default=None, metavar="S", help="run simulated tests with this seed alone")
+    group.addoption(
+        "--kv-seeds",
+        type=positive,
+        default=5,
+        metavar="N",
+        help="run simulated tests with seeds 0 to N - 1 (5)",
+    )
+    group.addoption(
+        "--kv-seed",
+        type=int,
+        default=None,
+        metavar="S",
+        help="run simulated tests with this seed alone",
+    )
     if Path("tests/interop/pins.toml").is_file():
-        parser.addoption("--interop", metavar="DIR", help="environments made by `python -m tests.interop.setup DIR`")
+        parser.addoption(
+            "--interop",
+            metavar="DIR",
+            help="environments made by `python -m tests.interop.setup DIR`",
+        )
 
 
 def positive(text: str) -> int:
@@ -50,14 +69,18 @@ def positive(text: str) -> int:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test that needs `kv_seed`, or what is made of it, runs once for each seed."""
     if "kv_seed" in metafunc.fixturenames:
-        only, count = metafunc.config.getoption("--kv-seed"), metafunc.config.getoption("--kv-seeds")
+        only, count = (
+            metafunc.config.getoption("--kv-seed"),
+            metafunc.config.getoption("--kv-seeds"),
+        )
         seeds = range(count) if only is None else [only]
         metafunc.parametrize("kv_seed", seeds, ids=[f"seed{seed}" for seed in seeds])
 
 
 @pytest.fixture
 def kv_config() -> dict[str, dict[str, Any]]:
-    """Tables of settings in place of those of `kvactors.testing.SMALL`: override it in a module or conftest."""
+    """Tables of settings in place of those of `kvactors.testing.SMALL`: override it in a module or
+    conftest."""
     return {}
 
 
@@ -76,7 +99,8 @@ def kv_faults(kv_sim: Sim) -> SimFaults:
 
 
 def _async_fixture() -> Callable[[Any], Any]:
-    """pytest-asyncio's own decorator where it is installed, so that its strict mode knows the fixture; anyio's plugin takes either."""
+    """pytest-asyncio's own decorator where it is installed, so that its strict mode knows the
+    fixture; anyio's plugin takes either."""
     if importlib.util.find_spec("pytest_asyncio") is None:
         return pytest.fixture
     import pytest_asyncio
@@ -86,7 +110,8 @@ def _async_fixture() -> Callable[[Any], Any]:
 
 @_async_fixture()
 async def kv_cache(kv_config: dict[str, dict[str, Any]]) -> AsyncIterator[KVCache]:
-    """A small cache with real copies on the running loop; at the end of the test it must come to rest (see `kvactors.testing.Sim.open`)."""
+    """A small cache with real copies on the running loop; at the end of the test it must come to
+    rest (see `kvactors.testing.Sim.open`)."""
     from kvactors.cache import open_cache
     from kvactors.testing.sim import check_at_rest, small_config, watch_leases
 
@@ -130,8 +155,8 @@ def story(sim: Sim, nodeid: str, error: BaseException) -> Iterator[str]:
 
 
 def request_of(error: BaseException) -> str | None:
-    """The request at whose lease the error arose: one that was never ended, or that of the innermost frame that acquires or holds a lease.
-    None if there is none."""
+    """The request at whose lease the error arose: one that was never ended, or that of the
+    innermost frame that acquires or holds a lease. None if there is none."""
     from kvactors.cache import KVCache
     from kvactors.lease import Lease
     from kvactors.testing.sim import Unclean
@@ -139,7 +164,9 @@ def request_of(error: BaseException) -> str | None:
     if isinstance(error, Unclean):
         return next(iter(error.requests), None)
     if isinstance(error, BaseExceptionGroup):
-        return next((found for inner in error.exceptions if (found := request_of(inner)) is not None), None)
+        return next(
+            (found for inner in error.exceptions if (found := request_of(inner)) is not None), None
+        )
     for trace in reversed(list(_links(error.__traceback__))):
         names = trace.tb_frame.f_locals
         if trace.tb_frame.f_code is KVCache.acquire.__code__:

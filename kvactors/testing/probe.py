@@ -1,4 +1,5 @@
-"""Probe: an actor that the test plays. What the code under test tells it waits in its channel until the test looks."""
+"""Probe: an actor that the test plays. What the code under test tells it waits in its channel until
+the test looks."""
 
 from __future__ import annotations
 
@@ -20,9 +21,10 @@ class Unexpected(AssertionError):
 class Probe(ActorRef):
     """A ref like any other to whoever tells or asks it; its messages come to the test.
 
-    name: in the reports; role: as the channel graph names it (the name if None), which is what an actor's SENDS are checked against.
-    bound: places in its data lane, which a test fills to see the sender wait. activity: of the system it stands in, so that what lies
-    unexpected in the probe counts as under way. ignored: types of messages that `expect` and `expect_nothing` pass over.
+    name: in the reports; role: as the channel graph names it (the name if None), which is what an
+    actor's SENDS are checked against. bound: places in its data lane, which a test fills to see the
+    sender wait. activity: of the system it stands in, so that what lies unexpected in the probe
+    counts as under way. ignored: types of messages that `expect` and `expect_nothing` pass over.
     """
 
     def __init__(
@@ -39,28 +41,36 @@ class Probe(ActorRef):
         self._asked: list[Envelope[Any]] = []
 
     async def expect(self, kind: type[M], within: float = 1.0) -> M:
-        """The next message, which must be a `kind` and come within so many seconds of the loop's time. Unexpected says what came instead.
+        """The next message, which must be a `kind` and come within so many seconds of the loop's
+        time. Unexpected says what came instead.
 
         Control messages overtake others in a probe's channel too.
         """
         message = await self._next(within)
         if message is None:
-            raise Unexpected(f"{self.name} expected {kind.__name__} within {within} s, and nothing came")
+            raise Unexpected(
+                f"{self.name} expected {kind.__name__} within {within} s, and nothing came"
+            )
         if not isinstance(message, kind):
             rest = [describe(envelope.message) for envelope in self.channel.purge()]
             after = f"; after it: {', '.join(rest)}" if rest else ""
-            raise Unexpected(f"{self.name} expected {kind.__name__}, and what came is {describe(message)}{after}")
+            raise Unexpected(
+                f"{self.name} expected {kind.__name__}, and what came is {describe(message)}{after}"
+            )
         return message
 
     async def expect_nothing(self, for_: float = 1.0) -> None:
-        """Nothing may come for so many seconds of the loop's time: on a loop of virtual time that is no time at all. Unexpected if
-        something does, or had come before."""
+        """Nothing may come for so many seconds of the loop's time: on a loop of virtual time that
+        is no time at all. Unexpected if something does, or had come before."""
         message = await self._next(for_)
         if message is not None:
-            raise Unexpected(f"{self.name} expected nothing for {for_} s, and what came is {describe(message)}")
+            raise Unexpected(
+                f"{self.name} expected nothing for {for_} s, and what came is {describe(message)}"
+            )
 
     def answer(self, ask: Ask[R], value: R) -> bool:
-        """Answer an ask that `expect` returned; False if its asker does not wait any more. LookupError if there is no such ask."""
+        """Answer an ask that `expect` returned; False if its asker does not wait any more.
+        LookupError if there is no such ask."""
         return self._take(ask).answer(value)
 
     def refuse(self, ask: Ask[Any], error: Exception) -> bool:

@@ -1,7 +1,9 @@
-"""Worker processes of tensor-parallel ranks, for tests of whoever leads them: real ones, with devices in host memory.
+"""Worker processes of tensor-parallel ranks, for tests of whoever leads them: real ones, with
+devices in host memory.
 
-Each serves its rank in its own loop and does, beside that, what an engine's worker does with its blocks: it computes them (writes a pattern
-that depends on their names and on the rank) and reads them (checks that pattern).
+Each serves its rank in its own loop and does, beside that, what an engine's worker does with its
+blocks: it computes them (writes a pattern that depends on their names and on the rank) and reads
+them (checks that pattern).
 """
 
 from __future__ import annotations
@@ -25,12 +27,14 @@ from kvactors.ranks.serve import serve_rank
 from kvactors.ranks_config import SECRET_VARIABLE
 
 ANSWER_LIMIT = 120.0
-"""Seconds a worker may take over one command; it may be stopped for some of them, and the machine may be busy."""
+"""Seconds a worker may take over one command; it may be stopped for some of them, and the machine
+may be busy."""
 
 
 class Work(msgspec.Struct, frozen=True):
-    """A command: compute these blocks, or check them; or set attributes of AttentionStore's stand-in in that process (`knobs`), whose only
-    service is that of the rank's shard. keys: 32 bytes each."""
+    """A command: compute these blocks, or check them; or set attributes of AttentionStore's
+    stand-in in that process (`knobs`), whose only service is that of the rank's shard. keys: 32
+    bytes each."""
 
     kind: Literal["fill", "check", "service"]
     blocks: tuple[int, ...] = ()
@@ -39,8 +43,8 @@ class Work(msgspec.Struct, frozen=True):
 
 
 class ServiceState(NamedTuple):
-    """A moment's picture of the stand-in in a rank's process. shards: how many of them were connected to. objects: pieces that are stored. The
-    others: calls so far."""
+    """A moment's picture of the stand-in in a rank's process. shards: how many of them were
+    connected to. objects: pieces that are stored. The others: calls so far."""
 
     shards: int
     shard: int
@@ -87,27 +91,39 @@ class RankProcess:
     async def start(self) -> None:
         """A new process with empty memory."""
         ranks = self.config.ranks
-        config = replace(self.config, ranks=replace(ranks, secret=""))  # a command line is visible to every user
+        config = replace(
+            self.config, ranks=replace(ranks, secret="")
+        )  # a command line is visible to every user
         self.process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-m", "kvactors.testing.ranks", msgspec.json.encode(config).decode(), str(self.rank),
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+            sys.executable,
+            "-P",
+            "-m",
+            "kvactors.testing.ranks",
+            msgspec.json.encode(config).decode(),
+            str(self.rank),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
             env={**os.environ, SECRET_VARIABLE: ranks.secret} if ranks.secret else None,
-        )  # fmt: skip
+        )
         assert self.process.stdout is not None
         self._answers = deque()
         self._deaf = False
-        self._hearing = asyncio.get_running_loop().create_task(self._hear(self.process.stdout, self._answers))
+        self._hearing = asyncio.get_running_loop().create_task(
+            self._hear(self.process.stdout, self._answers)
+        )
 
     async def fill(self, blocks: tuple[int, ...], keys: bytes) -> None:
         """Compute blocks. ConnectionError if the process has died."""
         await self._do(Work("fill", blocks, keys))
 
     async def check(self, blocks: tuple[int, ...], keys: bytes) -> list[int]:
-        """Indices of blocks that do not hold this rank's share of what their names stand for. ConnectionError if the process has died."""
+        """Indices of blocks that do not hold this rank's share of what their names stand for.
+        ConnectionError if the process has died."""
         return await self._do(Work("check", blocks, keys))
 
     async def service(self, **knobs: Any) -> ServiceState:
-        """Set attributes of the stand-in of AttentionStore that this rank uses. ConnectionError if the process has died."""
+        """Set attributes of the stand-in of AttentionStore that this rank uses. ConnectionError if
+        the process has died."""
         return ServiceState(*await self._do(Work("service", knobs=knobs)))
 
     async def _do(self, work: Work) -> list[int]:
@@ -121,7 +137,9 @@ class RankProcess:
         with anyio.fail_after(ANSWER_LIMIT):
             return await answer
 
-    async def _hear(self, reader: asyncio.StreamReader, answers: deque[asyncio.Future[list[int]]]) -> None:
+    async def _hear(
+        self, reader: asyncio.StreamReader, answers: deque[asyncio.Future[list[int]]]
+    ) -> None:
         """Answers come in the order of their commands; with the process they end."""
         with suppress(asyncio.IncompleteReadError):
             while True:
@@ -155,12 +173,18 @@ async def worker(config: Config, rank: int) -> None:
     """Serve a rank and do the commands that come in, until those end."""
     answers = os.dup(1)
     os.dup2(2, 1)  # what is printed or logged to the standard output is no answer
-    device = HostDevice(make_layout(config.layout, config.cache.block_size), config.device.num_blocks)
+    device = HostDevice(
+        make_layout(config.layout, config.cache.block_size), config.device.num_blocks
+    )
     serving = asyncio.get_running_loop().create_task(
-        serve_rank(config.ranks.endpoint, device, rank=rank, ranks=config.ranks.count, config=config)
+        serve_rank(
+            config.ranks.endpoint, device, rank=rank, ranks=config.ranks.count, config=config
+        )
     )
     reader = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+    )
     commands = asyncio.get_running_loop().create_task(_commands(reader, device, rank, answers))
     await asyncio.wait((serving, commands), return_when=asyncio.FIRST_COMPLETED)
     serving.cancel()
@@ -170,7 +194,9 @@ async def worker(config: Config, rank: int) -> None:
             raise result
 
 
-async def _commands(reader: asyncio.StreamReader, device: HostDevice, rank: int, answers: int) -> None:
+async def _commands(
+    reader: asyncio.StreamReader, device: HostDevice, rank: int, answers: int
+) -> None:
     with suppress(asyncio.IncompleteReadError):
         while True:
             size = int.from_bytes(await reader.readexactly(4), "little")

@@ -1,4 +1,5 @@
-"""Sim: one simulated run of a whole cache. A loop of virtual time, copies and a store that take time, faults, and a trace of every message."""
+"""Sim: one simulated run of a whole cache. A loop of virtual time, copies and a store that take
+time, faults, and a trace of every message."""
 
 from __future__ import annotations
 
@@ -34,11 +35,13 @@ SMALL: dict[str, dict[str, Any]] = {
     "host": {"slots": 32, "transit_slots": 16},
     "storage": {"backend": "memory", "capacity_blocks": 256, "write_policy": "write_through"},
 }
-"""Settings under which a test soon meets eviction: blocks of 8 tokens, 32 of them on the device, 32 on the host, 256 stored."""
+"""Settings under which a test soon meets eviction: blocks of 8 tokens, 32 of them on the device, 32
+on the host, 256 stored."""
 
 
 class Unclean(AssertionError):
-    """A cache was not as it must be at the end of a test. problems: each thing that was wrong, in words. requests: whose leases nobody ended."""
+    """A cache was not as it must be at the end of a test. problems: each thing that was wrong, in
+    words. requests: whose leases nobody ended."""
 
     def __init__(self, problems: list[str], requests: list[str]) -> None:
         super().__init__("; ".join(problems))
@@ -47,20 +50,26 @@ class Unclean(AssertionError):
 
 
 def small_config(**tables: Mapping[str, Any]) -> Config:
-    """The small settings, with tables of settings in place of their own values: `small_config(device={"num_blocks": 8})`.
+    """The small settings, with tables of settings in place of their own values:
+    `small_config(device={"num_blocks": 8})`.
 
     ConfigError names what is wrong in them.
     """
-    small = {**SMALL, "storage": {}} if tables.get("storage", {}).get("backend", "memory") != "memory" else SMALL
+    small = (
+        {**SMALL, "storage": {}}
+        if tables.get("storage", {}).get("backend", "memory") != "memory"
+        else SMALL
+    )
     data = {name: {**small.get(name, {}), **tables.get(name, {})} for name in {**small, **tables}}
     return Config.from_mapping(data)
 
 
 async def check_at_rest(cache: KVCache, forgotten: list[str], *, deadline: float = 30.0) -> None:
-    """Look at a cache that nobody uses any more. forgotten: requests whose leases were dropped, as `watch_leases` saw them.
+    """Look at a cache that nobody uses any more. forgotten: requests whose leases were dropped, as
+    `watch_leases` saw them.
 
-    Unclean says what is wrong: leases that nobody ended, violated invariants, sinks that believe what is not so, work that does not end within
-    `deadline` seconds.
+    Unclean says what is wrong: leases that nobody ended, violated invariants, sinks that believe
+    what is not so, work that does not end within `deadline` seconds.
     """
     try:
         await cache.flush_settled(deadline)
@@ -77,7 +86,8 @@ async def check_at_rest(cache: KVCache, forgotten: list[str], *, deadline: float
 
 
 def watch_leases(cache: KVCache) -> list[str]:
-    """A list that grows by the request of every lease that is garbage-collected without having been ended."""
+    """A list that grows by the request of every lease that is garbage-collected without having been
+    ended."""
     forgotten: list[str] = []
     forget = cache._forgotten
 
@@ -91,9 +101,11 @@ def watch_leases(cache: KVCache) -> list[str]:
 
 
 class Sim:
-    """One run, decided by its seed alone. tables: settings in place of the small ones (see `small_config`).
+    """One run, decided by its seed alone. tables: settings in place of the small ones (see
+    `small_config`).
 
-    random: for the test's own draws, from the seed. loop: what the last `run` ran on. trace: of that run. faults: of it, and the fakes.
+    random: for the test's own draws, from the seed. loop: what the last `run` ran on. trace: of
+    that run. faults: of it, and the fakes.
     """
 
     def __init__(self, seed: int, **tables: Mapping[str, Any]) -> None:
@@ -109,7 +121,8 @@ class Sim:
         self.loop: SimLoop | None = None
 
     def run(self, main: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
-        """Run a coroutine function to its end on a loop of this seed. A second run begins from the beginning: it is the same.
+        """Run a coroutine function to its end on a loop of this seed. A second run begins from the
+        beginning: it is the same.
 
         Raises what `main` raises, Deadlock and Livelock.
         """
@@ -121,18 +134,23 @@ class Sim:
 
     def config(self, **tables: Mapping[str, Any]) -> Config:
         """The run's settings, with these in place of theirs. ConfigError."""
-        merged = {name: {**self.tables.get(name, {}), **tables.get(name, {})} for name in {**self.tables, **tables}}
+        merged = {
+            name: {**self.tables.get(name, {}), **tables.get(name, {})}
+            for name in {**self.tables, **tables}
+        }
         return small_config(**merged)
 
     @asynccontextmanager
     async def open(
         self, config: Config | None = None, *, checked: bool = True, **tables: Mapping[str, Any]
     ) -> AsyncIterator[KVCache]:
-        """A cache whose copies, store and sink are simulated: they take virtual time drawn from the seed. config: in place of the run's
-        settings. What one cache of a run stored, the next finds.
+        """A cache whose copies, store and sink are simulated: they take virtual time drawn from the
+        seed. config: in place of the run's settings. What one cache of a run stored, the next
+        finds.
 
-        checked: at the end of a block that raised nothing, faults are healed and the cache must come to rest with no lease left, no violated
-        invariant, and a sink that believes what is true. Unclean says what was not so.
+        checked: at the end of a block that raised nothing, faults are healed and the cache must
+        come to rest with no lease left, no violated invariant, and a sink that believes what is
+        true. Unclean says what was not so.
         """
         cache = KVCache(system := self._system(config or self.config(**tables)))
         forgotten = watch_leases(cache)
@@ -154,13 +172,22 @@ class Sim:
         kept = faults.store
         if not stored:
             faults.store = None
-        elif kept is None or (kept.fingerprint, kept.block_bytes) != (layout.fingerprint, layout.block_bytes):
+        elif kept is None or (kept.fingerprint, kept.block_bytes) != (
+            layout.fingerprint,
+            layout.block_bytes,
+        ):
             lag = latency(self._lags, LAGS["store"])
-            faults.store = SimBackend(layout.fingerprint, layout.block_bytes, config.storage.capacity_blocks or 0, lag)
+            faults.store = SimBackend(
+                layout.fingerprint, layout.block_bytes, config.storage.capacity_blocks or 0, lag
+            )
         tiers = MemorySinkConfig(name="sim", tiers=("device", "host", "storage"))
-        faults.sink = SimSink(MemorySink(tiers, config.cache.block_size), latency(self._lags, LAGS["sink"]))
+        faults.sink = SimSink(
+            MemorySink(tiers, config.cache.block_size), latency(self._lags, LAGS["sink"])
+        )
         system = System(config, None, [faults.sink], faults.store, inline_copies=True)
         system.epoch = 1  # not the time of day
-        system.executor = faults.copies = SimExecutor(system.device, system.arena, latency(self._lags, LAGS["copies"]))
+        system.executor = faults.copies = SimExecutor(
+            system.device, system.arena, latency(self._lags, LAGS["copies"])
+        )
         self.trace.attach(system)
         return system

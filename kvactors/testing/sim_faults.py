@@ -1,4 +1,5 @@
-"""The faults of a simulated cache: its copies, store and sink to misuse by hand, or a plan that does it at its times."""
+"""The faults of a simulated cache: its copies, store and sink to misuse by hand, or a plan that
+does it at its times."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ SLOWER = 0.03
 
 
 class SimFaults:
-    """copies, store, sink: the fakes of the cache that is open (see `kvactors.testing.fakes`); store is None without a storage tier.
+    """copies, store, sink: the fakes of the cache that is open (see `kvactors.testing.fakes`);
+    store is None without a storage tier.
 
     befallen: faults of a plan that have begun, in order.
     """
@@ -52,12 +54,15 @@ class SimFaults:
         return FaultPlan(tuple(sorted(chosen, key=lambda fault: fault.at)))
 
     def plan(self, plan: FaultPlan) -> FaultPlan:
-        """These faults befall the cache: their times count from now if it is open, else from its opening. Returns the plan.
+        """These faults befall the cache: their times count from now if it is open, else from its
+        opening. Returns the plan.
 
         ValueError for a kind that is not for a cache of one process seen from its door.
         """
         if far := sorted({fault.kind for fault in plan.fault} - set(NEAR)):
-            raise ValueError(f"{', '.join(far)} cannot befall this cache; what can: {', '.join(NEAR)}")
+            raise ValueError(
+                f"{', '.join(far)} cannot befall this cache; what can: {', '.join(NEAR)}"
+            )
         self._plan = plan
         if self._cache is not None:
             self._start()
@@ -70,7 +75,10 @@ class SimFaults:
 
     def _start(self) -> None:
         loop = asyncio.get_running_loop()
-        self._tasks += [loop.create_task(self._befall(fault), name=f"fault {fault.kind}") for fault in self._plan.fault]
+        self._tasks += [
+            loop.create_task(self._befall(fault), name=f"fault {fault.kind}")
+            for fault in self._plan.fault
+        ]
         self._plan = FaultPlan()
 
     async def heal(self) -> None:
@@ -115,7 +123,9 @@ class SimFaults:
         if begins and fault.kind == "sink_duplicate":
             self.sink.twice = True
         elif begins:
-            self.sink.misdeed = {"sink_down": "down", "sink_hang": "hang"}.get(fault.kind, "lose_answers")  # type: ignore[assignment]
+            self.sink.misdeed = {"sink_down": "down", "sink_hang": "hang"}.get(
+                fault.kind, "lose_answers"
+            )  # type: ignore[assignment]
 
     def _store(self, fault: Fault, begins: bool) -> None:
         store = self.store

@@ -1,4 +1,5 @@
-"""Stepper: one actor, turn by turn, with nobody else there. A turn is synchronous, so a test is too: message in, effects out."""
+"""Stepper: one actor, turn by turn, with nobody else there. A turn is synchronous, so a test is
+too: message in, effects out."""
 
 from __future__ import annotations
 
@@ -10,7 +11,17 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
-from kvactors.actor import Activity, Actor, ActorRef, Ask, Channel, Control, Envelope, Message, State
+from kvactors.actor import (
+    Activity,
+    Actor,
+    ActorRef,
+    Ask,
+    Channel,
+    Control,
+    Envelope,
+    Message,
+    State,
+)
 from kvactors.testing.loop import SimLoop
 from kvactors.testing.words import describe
 
@@ -33,7 +44,8 @@ class Answered(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A child job that a turn started. It does not run: `Stepper.finish` and `Stepper.fail` say how it ended.
+    """A child job that a turn started. It does not run: `Stepper.finish` and `Stepper.fail` say how
+    it ended.
 
     name: of its coroutine function. arguments: what that was called with.
     """
@@ -47,7 +59,8 @@ class Job(NamedTuple):
 
 
 class Timer(NamedTuple):
-    """A control message the actor will be sent at `when` (the stepper's seconds), unless `handle` is cancelled by then."""
+    """A control message the actor will be sent at `when` (the stepper's seconds), unless `handle`
+    is cancelled by then."""
 
     when: float
     message: Control
@@ -71,19 +84,25 @@ class Effects(NamedTuple):
     def then(self, later: Effects) -> Effects:
         """These and those of a later turn together."""
         return Effects(
-            self.told + later.told, self.answered + later.answered, self.jobs + later.jobs, self.timers + later.timers,
+            self.told + later.told,
+            self.answered + later.answered,
+            self.jobs + later.jobs,
+            self.timers + later.timers,
             self.stopped or later.stopped,
-        )  # fmt: skip
+        )
 
 
 class Stepper(Generic[A]):
-    """Makes an actor with `factory(ref)` and holds its clock. Its state is in `actor`, what `started` did in `started`.
+    """Makes an actor with `factory(ref)` and holds its clock. Its state is in `actor`, what
+    `started` did in `started`.
 
-    Refs that the actor needs of others are `Probe`s, whose channels stay empty here. It works with and without a running loop. Jobs
-    that were never run are disposed of when it is closed, or goes.
+    Refs that the actor needs of others are `Probe`s, whose channels stay empty here. It works with
+    and without a running loop. Jobs that were never run are disposed of when it is closed, or goes.
     """
 
-    def __init__(self, factory: Callable[[ActorRef], A], name: str = "stepped", *, life: int = 0) -> None:
+    def __init__(
+        self, factory: Callable[[ActorRef], A], name: str = "stepped", *, life: int = 0
+    ) -> None:
         self._loop = SimLoop()
         self._told: list[Told] = []
         self._jobs: list[Job] = []
@@ -118,7 +137,8 @@ class Stepper(Generic[A]):
     def turn(self, message: Message, *, deadline: float | None = None) -> Effects:
         """One turn with a message. deadline: of an ask, in absolute seconds of the actor's clock.
 
-        Raises what the turn raises, which to the actor would have been the end of its life; TypeError for a message it has no handler for.
+        Raises what the turn raises, which to the actor would have been the end of its life;
+        TypeError for a message it has no handler for.
         """
         with self._inside():
             reply = self._loop.create_future() if isinstance(message, Ask) else None
@@ -143,9 +163,13 @@ class Stepper(Generic[A]):
         return self.turn(job.failed(error))
 
     def elapse(self, seconds: float) -> Effects:
-        """Let time go by and take the turns of the timers that come due, in order; their effects together."""
+        """Let time go by and take the turns of the timers that come due, in order; their effects
+        together."""
         until, total = self.now + seconds, Effects()
-        while due := sorted((t for t in self._pending if t.when <= until and not t.handle.cancelled()), key=lambda t: t.when):
+        while due := sorted(
+            (t for t in self._pending if t.when <= until and not t.handle.cancelled()),
+            key=lambda t: t.when,
+        ):
             self._pending.remove(due[0])
             self._loop.jump(max(0.0, due[0].when - self.now))
             total = total.then(self.turn(due[0].message))
@@ -172,14 +196,20 @@ class Stepper(Generic[A]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     # -- inner parts
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
-        """The stepper's clock is the running loop's meanwhile, also inside a test that runs on a loop itself."""
+        """The stepper's clock is the running loop's meanwhile, also inside a test that runs on a
+        loop itself."""
         outer = _get_running_loop()
         _set_running_loop(self._loop)
         try:
@@ -189,7 +219,9 @@ class Stepper(Generic[A]):
 
     def _tell(self, to: ActorRef, message: Message) -> None:
         allowed = self.actor._allowed.get(to.role, frozenset())
-        assert type(message) in allowed, f"{self.actor.ROLE} does not declare {type(message)} to {to.role}"
+        assert type(message) in allowed, (
+            f"{self.actor.ROLE} does not declare {type(message)} to {to.role}"
+        )
         self._told.append(Told(to.name, message))
 
     def _start_job(
@@ -204,7 +236,11 @@ class Stepper(Generic[A]):
     ) -> None:
         name, arguments = getattr(job, "__qualname__", type(job).__name__), {}
         if inspect.iscoroutine(job):
-            arguments = {key: value for key, value in inspect.getcoroutinelocals(job).items() if key != "self"}
+            arguments = {
+                key: value
+                for key, value in inspect.getcoroutinelocals(job).items()
+                if key != "self"
+            }
         started = Job(name, arguments, counted, job, done, failed)
         self._jobs.append(started)
         self._running.append(started)
@@ -236,9 +272,15 @@ class Stepper(Generic[A]):
             reply = envelope.reply
             if reply is not None and not reply.cancelled():
                 error = reply.exception()
-                answered.append(Answered(envelope.message, None if error else reply.result(), error))
+                answered.append(
+                    Answered(envelope.message, None if error else reply.result(), error)
+                )
         found = Effects(
-            (*self._told, *own), tuple(answered), tuple(self._jobs), tuple(self._timers), self.actor.state > State.RUNNING
+            (*self._told, *own),
+            tuple(answered),
+            tuple(self._jobs),
+            tuple(self._timers),
+            self.actor.state > State.RUNNING,
         )
         self._told, self._jobs, self._timers = [], [], []
         return found

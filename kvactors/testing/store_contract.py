@@ -1,5 +1,5 @@
-"""What every storage back end must do, as tests: subclass `StoreContract`, say how a store is made, and let pytest (with pytest-asyncio, mode
-auto) collect it.
+"""What every storage back end must do, as tests: subclass `StoreContract`, say how a store is made,
+and let pytest (with pytest-asyncio, mode auto) collect it.
 
     class TestMyStore(StoreContract):
         async def make(self, folder, capacity):
@@ -48,7 +48,11 @@ class Bench:
 
     def pattern(self, number: int) -> bytes:
         """A block's bytes."""
-        return np.random.default_rng(number).integers(0, 256, self.store.block_bytes, np.uint8).tobytes()
+        return (
+            np.random.default_rng(number)
+            .integers(0, 256, self.store.block_bytes, np.uint8)
+            .tobytes()
+        )
 
     def views(self, count: int, first: int = 0) -> list[memoryview]:
         """Host slots."""
@@ -68,7 +72,9 @@ class Bench:
             view[:] = bytes(len(view))
         outcomes = list((await self.store.read([key(n) for n in numbers], views, expired)).outcomes)
         for view, number, outcome in zip(views, numbers, outcomes, strict=True):
-            assert outcome != Outcome.OK or bytes(view) == self.pattern(number), f"wrong bytes of {number}"
+            assert outcome != Outcome.OK or bytes(view) == self.pattern(number), (
+                f"wrong bytes of {number}"
+            )
         return outcomes
 
     async def found(self, *numbers: int) -> int:
@@ -79,14 +85,16 @@ class Bench:
 
 
 class StoreContract(ABC):
-    """block_bytes: of the stores that `make` makes. evicts: whether a store of limited capacity evicts by itself, least recently used first."""
+    """block_bytes: of the stores that `make` makes. evicts: whether a store of limited capacity
+    evicts by itself, least recently used first."""
 
     block_bytes = 5000
     evicts = True
 
     @abstractmethod
     async def make(self, folder: Path, capacity: int) -> Backend:
-        """A store, not open yet. folder: for what it keeps. capacity: objects at most, 0 for no limit."""
+        """A store, not open yet. folder: for what it keeps. capacity: objects at most, 0 for no
+        limit."""
 
     @asynccontextmanager
     async def opened(self, folder: Path, capacity: int = 0) -> AsyncIterator[Bench]:
@@ -105,7 +113,13 @@ class StoreContract(ABC):
         """Holes in a batch are holes in its answer."""
         async with self.opened(tmp_path) as bench:
             assert await bench.put(1, 2, 3) == [Outcome.OK] * 3
-            assert await bench.get(1, 9, 3, 8, 2) == [Outcome.OK, Outcome.MISS, Outcome.OK, Outcome.MISS, Outcome.OK]
+            assert await bench.get(1, 9, 3, 8, 2) == [
+                Outcome.OK,
+                Outcome.MISS,
+                Outcome.OK,
+                Outcome.MISS,
+                Outcome.OK,
+            ]
             assert bench.store.statistics().reads == 3
             assert bench.store.statistics().misses == 2
 
@@ -149,7 +163,8 @@ class StoreContract(ABC):
             assert await bench.get(1) == [Outcome.OK]
 
     async def test_nothing_from_before_a_clear_is_found_after_it(self, tmp_path: Path) -> None:
-        """With several writers in flight, as the storage actors use it; in this process, and when it is opened again."""
+        """With several writers in flight, as the storage actors use it; in this process, and when
+        it is opened again."""
         for attempt, pause in enumerate((0.0, 0.0005, 0.003)):
             folder = tmp_path / str(attempt)
             numbers = range(100, 132)
@@ -161,7 +176,9 @@ class StoreContract(ABC):
                 views = bench.views(32, 8)
                 batches = [range(at, at + 8) for at in range(0, 32, 8)]
                 writing = [
-                    asyncio.create_task(store.write([key(100 + i) for i in some], [views[i] for i in some], never))
+                    asyncio.create_task(
+                        store.write([key(100 + i) for i in some], [views[i] for i in some], never)
+                    )
                     for some in batches
                 ]
                 await asyncio.sleep(pause)
@@ -174,7 +191,9 @@ class StoreContract(ABC):
             async with self.opened(folder) as bench:
                 assert Outcome.OK not in await bench.get(2, *numbers)
 
-    async def test_a_clear_that_fails_is_an_error_and_nothing_is_found_until_one_succeeds(self, tmp_path: Path) -> None:
+    async def test_a_clear_that_fails_is_an_error_and_nothing_is_found_until_one_succeeds(
+        self, tmp_path: Path
+    ) -> None:
         """The seam around every back end sees to it."""
         async with self.opened(tmp_path) as bench:
             store, clear = CheckedBackend(bench.store, CALL_LIMIT), bench.store.clear
@@ -194,8 +213,12 @@ class StoreContract(ABC):
             view = bench.views(1)
             view[0][:] = bench.pattern(2)
             assert store.probe([key(1)]) == 0
-            assert list((await store.read([key(1)], bench.views(1, 1), never)).outcomes) == [Outcome.MISS]
-            assert list((await store.write([key(2)], view, never)).outcomes) == [Outcome.UNAVAILABLE]
+            assert list((await store.read([key(1)], bench.views(1, 1), never)).outcomes) == [
+                Outcome.MISS
+            ]
+            assert list((await store.write([key(2)], view, never)).outcomes) == [
+                Outcome.UNAVAILABLE
+            ]
             bench.store.clear = clear  # type: ignore[method-assign]
             assert list((await store.write([key(2)], view, never)).outcomes) == [Outcome.OK]
             assert await bench.get(1, 2) == [Outcome.MISS, Outcome.OK]
@@ -221,14 +244,22 @@ class StoreContract(ABC):
             assert await bench.get(0, 1, 3) == [Outcome.OK, Outcome.MISS, Outcome.OK]
             outcomes = await bench.put(*range(20, 30))
             assert outcomes == [Outcome.NO_SPACE] * 2 + [Outcome.OK] * 8
-            assert sorted(bench.store.keys()) == sorted(bench.store.names()) == [key(i) for i in range(22, 30)]
+            assert (
+                sorted(bench.store.keys())
+                == sorted(bench.store.names())
+                == [key(i) for i in range(22, 30)]
+            )
 
-    async def test_slots_are_left_alone_once_a_call_has_ended_cancelled_or_not(self, tmp_path: Path) -> None:
+    async def test_slots_are_left_alone_once_a_call_has_ended_cancelled_or_not(
+        self, tmp_path: Path
+    ) -> None:
         """What is cancelled may have taken effect or not, but touches nobody's memory later."""
         async with self.opened(tmp_path) as bench:
             await bench.put(*range(20))
             for pause in (0.0, 0.0005, 0.002):
-                reading = asyncio.create_task(bench.store.read([key(i) for i in range(20)], bench.views(20), never))
+                reading = asyncio.create_task(
+                    bench.store.read([key(i) for i in range(20)], bench.views(20), never)
+                )
                 await asyncio.sleep(pause)
                 reading.cancel()
                 await asyncio.gather(reading, return_exceptions=True)
@@ -270,5 +301,7 @@ class StoreContract(ABC):
                         assert outcome in (Outcome.OK, Outcome.MISS)
                         assert outcome != Outcome.OK or bytes(view) == bench.pattern(number)
 
-            await asyncio.gather(*(writer(i * 10) for i in range(4)), *(reader(i * 10) for i in range(4)))
+            await asyncio.gather(
+                *(writer(i * 10) for i in range(4)), *(reader(i * 10) for i in range(4))
+            )
             assert bench.store.statistics().corrupt == 0

@@ -1,7 +1,9 @@
-"""Message traces: every message between the actors of a wired system, with its time, its turn and what it caused.
+"""Message traces: every message between the actors of a wired system, with its time, its turn and
+what it caused.
 
-A trace listens at the channels it is attached to; nothing in the core knows of it, and the schedule is the same with and without. Of the
-last `limit` messages it keeps words, no bytes; on a simulated loop the words of a run are the same, byte for byte, in every run of its seed.
+A trace listens at the channels it is attached to; nothing in the core knows of it, and the schedule
+is the same with and without. Of the last `limit` messages it keeps words, no bytes; on a simulated
+loop the words of a run are the same, byte for byte, in every run of its seed.
 """
 
 from __future__ import annotations
@@ -22,20 +24,44 @@ if TYPE_CHECKING:
     from kvactors.system import System
 
 Link = tuple[Any, ...]
-"""What ties messages together: ("lease", number), ("request", name) or ("op", who chose the number, number)."""
+"""What ties messages together: ("lease", number), ("request", name) or ("op", who chose the number,
+number)."""
 
 
 class Record:
     """One message, or one answer to an ask.
 
-    number: counted from the trace's beginning. at: seconds on the loop's clock when it was put. sender, receiver: actors by name, other
-    tasks by their label. kind: type of the message; fields: the rest of it in words. cause: number of the message in whose turn it was told.
-    turn: the receiver's turn that took it; None while it is queued, and for answers. ask: number of the ask that this answers, 0 if it answers none.
+    number: counted from the trace's beginning. at: seconds on the loop's clock when it was put.
+    sender, receiver: actors by name, other tasks by their label. kind: type of the message; fields:
+    the rest of it in words. cause: number of the message in whose turn it was told. turn: the
+    receiver's turn that took it; None while it is queued, and for answers. ask: number of the ask
+    that this answers, 0 if it answers none.
     """
 
-    __slots__ = ("ask", "at", "cause", "fields", "forward", "kind", "links", "number", "receiver", "sender", "turn")
+    __slots__ = (
+        "ask",
+        "at",
+        "cause",
+        "fields",
+        "forward",
+        "kind",
+        "links",
+        "number",
+        "receiver",
+        "sender",
+        "turn",
+    )
 
-    def __init__(self, number: int, at: float, sender: str, receiver: str, kind: str, fields: str, cause: int | None) -> None:
+    def __init__(
+        self,
+        number: int,
+        at: float,
+        sender: str,
+        receiver: str,
+        kind: str,
+        fields: str,
+        cause: int | None,
+    ) -> None:
         self.number = number
         self.at = at
         self.sender = sender
@@ -113,21 +139,35 @@ class Trace:
     def __init__(self, limit: int = 20_000) -> None:
         self.records: deque[Record] = deque(maxlen=limit)
         self.count = 0
-        self._queued: dict[int, Record] = {}  # by id of the envelope, which lives as long as it is queued
-        self._asks: dict[int, tuple[Envelope[Any], Record]] = {}  # those that are open, by id of the envelope
+        self._queued: dict[
+            int, Record
+        ] = {}  # by id of the envelope, which lives as long as it is queued
+        self._asks: dict[
+            int, tuple[Envelope[Any], Record]
+        ] = {}  # those that are open, by id of the envelope
         self._traced = traced_envelope(self)
         self._turns: dict[str, int] = {}
         self._current: WeakKeyDictionary[asyncio.Task[Any], tuple[str, int]] = WeakKeyDictionary()
-        self._owners: dict[tuple[str, int], str] = {}  # who chose the number of an operation that an actor was told of
+        self._owners: dict[
+            tuple[str, int], str
+        ] = {}  # who chose the number of an operation that an actor was told of
 
     def attach(self, system: System) -> None:
         """Listen at every channel of a system (of an open cache: `cache.system`)."""
-        refs = [system.index, system.swapper, system.evictor, *system.readers, *system.writers, system.notifier]
+        refs = [
+            system.index,
+            system.swapper,
+            system.evictor,
+            *system.readers,
+            *system.writers,
+            system.notifier,
+        ]
         for ref in refs if system.direct is None else [*refs, system.direct]:
             self.watch(ref)
 
     def watch(self, ref: ActorRef) -> None:
-        """Listen at one ref's channel. ValueError if another trace does, or if it merges messages, which a trace cannot follow."""
+        """Listen at one ref's channel. ValueError if another trace does, or if it merges messages,
+        which a trace cannot follow."""
         if type(ref.channel) is not Channel:
             raise ValueError(f"the channel of {ref.name} is listened to already")
         if ref.channel.overflow is Overflow.MERGE:
@@ -175,7 +215,8 @@ class Trace:
             self._reply(ask, how, f": {describe(value)}", ask.receiver, ask.sender)
 
     def _over(self, key: int, reply: asyncio.Future[Any]) -> None:
-        """An ask's future is done; what nobody gave as an answer is its deadline, or its asker who gave up."""
+        """An ask's future is done; what nobody gave as an answer is its deadline, or its asker who
+        gave up."""
         if key not in self._asks:
             return
         _, ask = self._asks.pop(key)
@@ -188,23 +229,32 @@ class Trace:
         task = asyncio.current_task()
         _, cause = self._current.get(task, ("", None)) if task is not None else ("", None)
         record = self._add(sender, receiver, None, cause)
-        record.kind, record.fields, record.links = how, f"#{ask.number} {ask.kind}{words}", ask.links
+        record.kind, record.fields, record.links = (
+            how,
+            f"#{ask.number} {ask.kind}{words}",
+            ask.links,
+        )
         record.ask = ask.number
         self._in_order(record)
 
     def _in_order(self, record: Record) -> None:
-        """Asks that end at once, with one cause, are listed in the order in which they were asked: they may be ended in the order of a set,
-        which is another one in every run."""
+        """Asks that end at once, with one cause, are listed in the order in which they were asked:
+        they may be ended in the order of a set, which is another one in every run."""
         for earlier in islice(reversed(self.records), 1, None):
             if earlier.at != record.at:
                 return
-            if earlier.ask > record.ask and (earlier.kind, earlier.cause) == (record.kind, record.cause):
+            if earlier.ask > record.ask and (earlier.kind, earlier.cause) == (
+                record.kind,
+                record.cause,
+            ):
                 earlier.swap(record)
                 record = earlier
 
     # -- inner parts
 
-    def _add(self, sender: str, receiver: str, message: Message | None, cause: int | None) -> Record:
+    def _add(
+        self, sender: str, receiver: str, message: Message | None, cause: int | None
+    ) -> Record:
         self.count += 1
         kind, fields = ("", "") if message is None else (type(message).__name__, fields_of(message))
         record = Record(self.count, now(), sender, receiver, kind, fields, cause)
@@ -236,19 +286,28 @@ class Trace:
         if not isinstance(message, Control):
             self._owners[receiver, number] = sender
             if len(self._owners) > (self.records.maxlen or 0):
-                del self._owners[next(iter(self._owners))]  # the oldest, which has left the ring too
+                del self._owners[
+                    next(iter(self._owners))
+                ]  # the oldest, which has left the ring too
             yield "op", sender, number
-        elif sender.startswith(receiver):  # to itself: about an operation of its own, or one it was told of
+        elif sender.startswith(
+            receiver
+        ):  # to itself: about an operation of its own, or one it was told of
             yield "op", self._owners.get((receiver, number), receiver), number
         else:
             yield "op", receiver, number
 
 
 def minimal(
-    trace: Trace, *, request: str | None = None, lease: int | None = None, op: tuple[str, int] | None = None
+    trace: Trace,
+    *,
+    request: str | None = None,
+    lease: int | None = None,
+    op: tuple[str, int] | None = None,
 ) -> list[Record]:
-    """What concerns one request, one lease or one operation (who chose its number, and the number): their own messages, those of the
-    operations these began, and the answers. ValueError if none of the three is given."""
+    """What concerns one request, one lease or one operation (who chose its number, and the number):
+    their own messages, those of the operations these began, and the answers. ValueError if none of
+    the three is given."""
     given = {("request", request), ("lease", lease), ("op", *(op or (None, None)))}
     links: set[Link] = {link for link in given if link[-1] is not None}
     if not links:
@@ -271,15 +330,30 @@ HEAD = ("#", "time", "turn", "from", "to", "message", "")
 
 
 def render(records: Iterable[Record]) -> str:
-    """Records as an aligned table, one a line. time: seconds. turn: the receiver's that took it; `-` for an answer or if none did."""
+    """Records as an aligned table, one a line. time: seconds. turn: the receiver's that took it;
+    `-` for an answer or if none did."""
     rows: list[Sequence[str]] = [HEAD]
     for one in records:
         turn = "-" if one.turn is None else str(one.turn)
         because = "" if one.cause is None else f"  (by #{one.cause})"
-        rows.append((str(one.number), f"{one.at:.4f}", turn, one.sender, one.receiver, one.kind, one.fields + because))
+        rows.append(
+            (
+                str(one.number),
+                f"{one.at:.4f}",
+                turn,
+                one.sender,
+                one.receiver,
+                one.kind,
+                one.fields + because,
+            )
+        )
     widths = [max(len(row[i]) for row in rows) for i in range(len(HEAD))]
     right = {0, 1, 2}
     lines = (
-        "  ".join(cell.rjust(widths[i]) if i in right else cell.ljust(widths[i]) for i, cell in enumerate(row)) for row in rows
+        "  ".join(
+            cell.rjust(widths[i]) if i in right else cell.ljust(widths[i])
+            for i, cell in enumerate(row)
+        )
+        for row in rows
     )
     return "\n".join(line.rstrip() for line in lines)

@@ -1,7 +1,9 @@
-"""The block tree in plain Python: what `kvactors.native.BlockTree` must do, written for reading rather than speed.
+"""The block tree in plain Python: what `kvactors.native.BlockTree` must do, written for reading
+rather than speed.
 
-Property tests run both side by side and compare every result. Methods, arguments, results and errors are those described in
-`kvactors/_native.pyi`; node ids are the model's own, so they mean nothing to the native tree and the other way round.
+Property tests run both side by side and compare every result. Methods, arguments, results and
+errors are those described in `kvactors/_native.pyi`; node ids are the model's own, so they mean
+nothing to the native tree and the other way round.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from kvactors.units import split_keys
 
 
 class TreeModel:
-    """Twin of `BlockTree`. Everything is found by walking or searching; nothing is counted or listed ahead of need."""
+    """Twin of `BlockTree`. Everything is found by walking or searching; nothing is counted or
+    listed ahead of need."""
 
     def __init__(self, block_size: int, capacity: int = 0) -> None:
         require(1 <= block_size <= 2**24, "block_size must be between 1 and 2**24")
@@ -35,7 +38,14 @@ class TreeModel:
         held = path.num_held
         require(path.num_blocks == held, "path already holds device blocks of its own")
         more = self._walk(path, max_blocks)[held:]
-        run = next((i for i, node in enumerate(more) if not node.bits & DEVICE or path.num_committed < held), len(more))
+        run = next(
+            (
+                i
+                for i, node in enumerate(more)
+                if not node.bits & DEVICE or path.num_committed < held
+            ),
+            len(more),
+        )
         states = bytes(node.bits for node in more[run:])
         path.nodes += more
         path.name_to(len(path.nodes))
@@ -61,7 +71,10 @@ class TreeModel:
     def trim(self, path: PathModel, held: int) -> list[int]:
         """Give back references beyond `held`."""
         self._own(path)
-        require(path.num_committed <= held <= path.num_held, "cannot trim below the committed blocks or beyond the held")
+        require(
+            path.num_committed <= held <= path.num_held,
+            "cannot trim below the committed blocks or beyond the held",
+        )
         for position in range(held, min(path.num_held, path.num_blocks)):
             if path.shared[position]:
                 path.table[position], path.shared[position] = NONE, False
@@ -77,9 +90,17 @@ class TreeModel:
     def release(self, path: PathModel, keep: int = 0) -> list[int]:
         """Give back everything beyond the first `keep` blocks."""
         self._own(path)
-        freed = [path.table[i] for i in range(keep, path.num_blocks) if not path.shared[i] and path.table[i] != NONE]
+        freed = [
+            path.table[i]
+            for i in range(keep, path.num_blocks)
+            if not path.shared[i] and path.table[i] != NONE
+        ]
         freed += self._let_go(path.nodes[keep:])
-        path.nodes, path.table, path.shared = path.nodes[:keep], path.table[:keep], path.shared[:keep]
+        path.nodes, path.table, path.shared = (
+            path.nodes[:keep],
+            path.table[:keep],
+            path.shared[:keep],
+        )
         path.num_committed = min(path.num_committed, keep)
         path.tree = path.tree if path.nodes else None
         return freed
@@ -107,7 +128,10 @@ class TreeModel:
         require(upto <= path.num_full_blocks, "commit beyond the full blocks of the path")
         start = path.num_committed
         for position in range(start, upto):
-            require(position < path.num_blocks and path.table[position] != NONE, "commit without a device block")
+            require(
+                position < path.num_blocks and path.table[position] != NONE,
+                "commit without a device block",
+            )
             stale = path.shared[position] and path.nodes[position].block != path.table[position]
             require(not stale, "commit of a position whose load has failed and was not settled")
         adopted: list[int] = []
@@ -142,7 +166,10 @@ class TreeModel:
     def replace(self, path: PathModel, position: int, block: int) -> None:
         """Another private block, or none, at a position that is not committed."""
         self._own(path)
-        require(path.num_committed <= position < path.num_blocks, "cannot replace a committed block or one beyond the table")
+        require(
+            path.num_committed <= position < path.num_blocks,
+            "cannot replace a committed block or one beyond the table",
+        )
         require(NONE <= block < 2**32 - 1, "device block id out of range")
         path.table[position], path.shared[position] = block, False
 
@@ -153,7 +180,10 @@ class TreeModel:
         self._own(path)
         require(start <= path.num_held, "beyond the nodes this path holds")
         require(not self.retired, "the tree is retired: nothing can be loaded into it")
-        require(start <= stop <= min(path.num_full_blocks, path.num_blocks), "load beyond the path's blocks")
+        require(
+            start <= stop <= min(path.num_full_blocks, path.num_blocks),
+            "load beyond the path's blocks",
+        )
         private = all(not path.shared[i] and path.table[i] != NONE for i in range(start, stop))
         require(private, "load into a position without a private device block")
         known = [self._known(path, position) for position in range(start, stop)]
@@ -200,9 +230,17 @@ class TreeModel:
             parents.append(node.parent.name)
         keys = b"".join(node.name for node in picked)
         blocks = [node.block for node in picked]
-        return self._ids(picked), keys, b"".join(parents), blocks, bytes(node.bits for node in picked)
+        return (
+            self._ids(picked),
+            keys,
+            b"".join(parents),
+            blocks,
+            bytes(node.bits for node in picked),
+        )
 
-    def finish_offload(self, nodes: NDArray[np.uint32], on_host: bytes) -> tuple[list[int], list[int]]:
+    def finish_offload(
+        self, nodes: NDArray[np.uint32], on_host: bytes
+    ) -> tuple[list[int], list[int]]:
         """The end of an eviction. A block is free when the last copy that reads it has ended."""
         require(len(on_host) == len(nodes), "on_host must hold one byte for each node")
         batch = self._in_flight(nodes, DEVICE)
@@ -251,13 +289,16 @@ class TreeModel:
         return len(self._unused()) if self.retired else 0
 
     def sweep(self, count: int) -> list[int]:
-        """Take device blocks that nobody uses from a retired tree, in the order in which they would have been evicted."""
+        """Take device blocks that nobody uses from a retired tree, in the order in which they would
+        have been evicted."""
         require(self.retired, "sweep of a tree that is in use")
         picked = sorted(self._unused(), key=lambda node: (node.used, -node.depth))[:count]
         return [node.lose_device() for node in picked]
 
     def _unused(self) -> list[Node]:
-        return [node for node in self.nodes.values() if node.firm and not node.refs and not node.readers]
+        return [
+            node for node in self.nodes.values() if node.firm and not node.refs and not node.readers
+        ]
 
     # -- inspection
 
@@ -275,11 +316,14 @@ class TreeModel:
             tokens = b"".join(packed(node.tokens) for node in chain)
             assert chain[0].parent is not None
             states = bytes(node.bits for node in chain)
-            result.append((chain[0].parent.name, tokens, b"".join(node.name for node in chain), states))
+            result.append(
+                (chain[0].parent.name, tokens, b"".join(node.name for node in chain), states)
+            )
         return result
 
     def statistics(self) -> dict[str, int]:
-        """Counts of nodes; `bytes` is the size of their tokens, since the native tree's own size means nothing here."""
+        """Counts of nodes; `bytes` is the size of their tokens, since the native tree's own size
+        means nothing here."""
         nodes = list(self.nodes.values())
         return {
             "nodes": len(nodes),
@@ -297,11 +341,22 @@ class TreeModel:
         for node in self.nodes.values():
             parent = node.parent
             assert parent is not None
-            held_up = parent.depth == 0 or (parent.id in self.nodes and (parent.refs or not node.refs))
-            in_place = (node.wanted or self.retired) and parent.children.get((node.tokens, node.extra)) is node and held_up
+            held_up = parent.depth == 0 or (
+                parent.id in self.nodes and (parent.refs or not node.refs)
+            )
+            in_place = (
+                (node.wanted or self.retired)
+                and parent.children.get((node.tokens, node.extra)) is node
+                and held_up
+            )
             named = node.name == block_name(parent.name, node.tokens, node.extra)
             placed = (node.block != NONE) == bool(node.bits & (DEVICE | LOADING))
-            unordered = parent.depth > 0 and self._evictable(node) and self._evictable(parent) and parent.used < node.used
+            unordered = (
+                parent.depth > 0
+                and self._evictable(node)
+                and self._evictable(parent)
+                and parent.used < node.used
+            )
             reachable = self.retired or not node.firm or parent.firm
             if not (in_place and named and placed and reachable) or unordered:
                 raise RuntimeError(f"node {node.id} at depth {node.depth} contradicts the rules")
@@ -334,7 +389,11 @@ class TreeModel:
         """Reference the node of the first position beyond those held; create it if need be."""
         path.tree = self
         path.name_to(position + 1)
-        parent = path.nodes[-1] if path.nodes else self.roots.setdefault(path.root, Node(NONE, path.root, None, 0))
+        parent = (
+            path.nodes[-1]
+            if path.nodes
+            else self.roots.setdefault(path.root, Node(NONE, path.root, None, 0))
+        )
         node = parent.children.get(path.identity(position))
         if node is None:
             tokens, extra = path.identity(position)
@@ -360,7 +419,8 @@ class TreeModel:
         return freed
 
     def _use(self, nodes: list[Node]) -> None:
-        """A use of blocks is a use of everything before them; among those nobody references, that sets the order."""
+        """A use of blocks is a use of everything before them; among those nobody references, that
+        sets the order."""
         self._clock += 1
         for node in nodes:
             for one in (node, *node.ancestors()):

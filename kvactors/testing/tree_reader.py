@@ -1,7 +1,8 @@
-"""A strict reader of flush tasks: an index that finds a block's place by its parent, and notes every task that breaks the tree rule.
+"""A strict reader of flush tasks: an index that finds a block's place by its parent, and notes
+every task that breaks the tree rule.
 
-The rule is stated in `flush_notifier.ledger`: a block is announced only while the block above it is, on any tier, and on DEVICE only while the
-block above it is on DEVICE.
+The rule is stated in `flush_notifier.ledger`: a block is announced only while the block above it
+is, on any tier, and on DEVICE only while the block above it is on DEVICE.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ class TreeReader:
     def __init__(self) -> None:
         self.held: dict[bytes, int] = {}
         self.violations: list[str] = []
-        self._parents: dict[bytes, bytes | None] = {}  # of the blocks that are held, None at the beginning of a path
+        self._parents: dict[
+            bytes, bytes | None
+        ] = {}  # of the blocks that are held, None at the beginning of a path
         self._below: dict[bytes, set[bytes]] = {}  # blocks that are held, by parent
 
     def clear(self) -> None:
@@ -31,13 +34,16 @@ class TreeReader:
         self._below.clear()
 
     def take(self, tasks: Sequence[FlushTask]) -> None:
-        """Tasks in order, each block by block: gains from the first block on, losses from the last block on."""
+        """Tasks in order, each block by block: gains from the first block on, losses from the last
+        block on."""
         for task in tasks:
             if not task.count:
                 self.clear()
                 continue
             keys = split_keys(task.keys)
-            pairs = list(zip(keys, [task.parent if task.start_block_idx else None, *keys], strict=False))
+            pairs = list(
+                zip(keys, [task.parent if task.start_block_idx else None, *keys], strict=False)
+            )
             if task.residency is Residency.RESIDENT:
                 for key, parent in pairs:
                     self._gain(key, parent, task)
@@ -77,5 +83,6 @@ class TreeReader:
         if len(self.violations) < KEPT:
             place = f"block {task.start_block_idx} and {task.count - 1} more"
             self.violations.append(
-                f"{key[-4:].hex()} {what} ({task.residency.value} {task.tier.name} {task.reason.value}, {place})"
+                f"{key[-4:].hex()} {what} ({task.residency.value} {task.tier.name} "
+                f"{task.reason.value}, {place})"
             )

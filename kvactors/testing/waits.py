@@ -1,7 +1,8 @@
 """Who waits for what: the waiting tasks of a loop, in words, read from the frames where they stand.
 
-Tasks of kvactors are named for what they are (an actor, a job of one, a request); any other by its task's name. Nothing is recorded while a loop
-runs: everything is found in the tasks themselves, so that it costs nothing until somebody asks.
+Tasks of kvactors are named for what they are (an actor, a job of one, a request); any other by its
+task's name. Nothing is recorded while a loop runs: everything is found in the tasks themselves, so
+that it costs nothing until somebody asks.
 """
 
 from __future__ import annotations
@@ -19,14 +20,20 @@ from kvactors.actor import Activity, Actor, ActorRef, Channel
 
 Label = Callable[["asyncio.Task[Any]"], str]
 
-LIBRARY = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
-"""Folders whose code is never shown as the place where a task waits; installed packages of other environments are not either."""
+LIBRARY = (
+    sysconfig.get_path("stdlib"),
+    sysconfig.get_path("purelib"),
+    sysconfig.get_path("platlib"),
+)
+"""Folders whose code is never shown as the place where a task waits; installed packages of other
+environments are not either."""
 
 OURS = str(Path(__file__).parents[1])
 
 
 def who_waits(tasks: Iterable[asyncio.Task[Any]], label: Label) -> list[str]:
-    """A line for each task that is not over: who it is, what it waits for, and the line of code where. label: what a task is called."""
+    """A line for each task that is not over: who it is, what it waits for, and the line of code
+    where. label: what a task is called."""
     return [waiting_of(task, label) for task in tasks if not task.done()]
 
 
@@ -40,25 +47,47 @@ def frames_of(task: asyncio.Task[Any]) -> Iterator[FrameType]:
     """The frames a suspended task stands in, outermost first."""
     inner: Any = task.get_coro()
     while inner is not None:
-        frame = getattr(inner, "cr_frame", None) or getattr(inner, "ag_frame", None) or getattr(inner, "gi_frame", None)
+        frame = (
+            getattr(inner, "cr_frame", None)
+            or getattr(inner, "ag_frame", None)
+            or getattr(inner, "gi_frame", None)
+        )
         if frame is None:
             return
         yield frame
-        following = next((n for kind in ("cr_await", "ag_await", "gi_yieldfrom") if (n := getattr(inner, kind, None))), None)
-        if following is not None and not hasattr(following, "cr_frame") and not hasattr(following, "gi_frame"):
+        following = next(
+            (
+                n
+                for kind in ("cr_await", "ag_await", "gi_yieldfrom")
+                if (n := getattr(inner, kind, None))
+            ),
+            None,
+        )
+        if (
+            following is not None
+            and not hasattr(following, "cr_frame")
+            and not hasattr(following, "gi_frame")
+        ):
             # an async generator's step hides its generator; a context manager made of one holds it
             following = getattr(frame.f_locals.get("self"), "gen", None)
         inner = following
 
 
 def site(frames: list[FrameType]) -> str:
-    """`file:line` of the innermost frame that is neither of the standard library, nor installed, nor kvactors' own; else of the innermost."""
+    """`file:line` of the innermost frame that is neither of the standard library, nor installed,
+    nor kvactors' own; else of the innermost."""
     if not frames:
         return "not started"
-    foreign = [frame for frame in frames if not (_path(frame).startswith((*LIBRARY, OURS)) or "site-packages" in _path(frame))]
+    foreign = [
+        frame
+        for frame in frames
+        if not (_path(frame).startswith((*LIBRARY, OURS)) or "site-packages" in _path(frame))
+    ]
     frame = (foreign or frames)[-1]
     path = Path(_path(frame))
-    short = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else Path(*path.parts[-2:])
+    short = (
+        path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else Path(*path.parts[-2:])
+    )
     return f"{short}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
@@ -68,7 +97,9 @@ def _path(frame: FrameType) -> str:
 
 def _self_of(frames: list[FrameType], code: CodeType) -> Any:
     """`self` in the innermost frame of a method, None if the task is not in it."""
-    return next((frame.f_locals.get("self") for frame in reversed(frames) if frame.f_code is code), None)
+    return next(
+        (frame.f_locals.get("self") for frame in reversed(frames) if frame.f_code is code), None
+    )
 
 
 def _who(task: asyncio.Task[Any], frames: list[FrameType], label: Label) -> str:
@@ -80,7 +111,9 @@ def _who(task: asyncio.Task[Any], frames: list[FrameType], label: Label) -> str:
         return f"a job of {actor.ref.name}"
     for frame in reversed(frames):
         of = frame.f_locals.get("message"), frame.f_locals.get("self")
-        request = next((found for one in of if (found := getattr(one, "request_id", None)) is not None), None)
+        request = next(
+            (found for one in of if (found := getattr(one, "request_id", None)) is not None), None
+        )
         if request is not None:
             return f"request {request} ({label(task)})"
     return label(task)
@@ -90,9 +123,14 @@ def _what(task: asyncio.Task[Any], frames: list[FrameType], label: Label) -> str
     for frame in reversed(frames):
         found = frame.f_locals.get("self")
         if frame.f_code is ActorRef.ask.__code__:
-            return f"the answer to {type(frame.f_locals['message']).__name__} by {frame.f_locals['self'].name}"
+            return (
+                f"the answer to {type(frame.f_locals['message']).__name__} by "
+                f"{frame.f_locals['self'].name}"
+            )
         if frame.f_code is Channel.get.__code__:
-            return "a message" if _self_of(frames, Actor.run.__code__) else f"a message in {found.name}'s channel"  # type: ignore[union-attr]
+            if _self_of(frames, Actor.run.__code__):
+                return "a message"
+            return f"a message in {found.name}'s channel"  # type: ignore[union-attr]
         if frame.f_code is Channel.put.__code__:
             return f"room in {found.name}'s channel"  # type: ignore[union-attr]
         if frame.f_code is Activity.quiet.__code__:
@@ -107,10 +145,16 @@ def _other_tasks(task: asyncio.Task[Any], frames: list[FrameType], label: Label)
     for frame in reversed(frames):
         if frame.f_code.co_name == "__aexit__":
             group = frame.f_locals.get("self")
-            inner = [one for one in getattr(group, "_tasks", ()) if isinstance(one, asyncio.Task) and not one.done()]
+            inner = [
+                one
+                for one in getattr(group, "_tasks", ())
+                if isinstance(one, asyncio.Task) and not one.done()
+            ]
             if inner:
                 return "its tasks " + ", ".join(sorted(label(one) for one in inner))
     future: Any = getattr(task, "_fut_waiter", None)
     children = getattr(future, "_children", [future])
-    names = sorted(label(one) for one in children if isinstance(one, asyncio.Task) and not one.done())
+    names = sorted(
+        label(one) for one in children if isinstance(one, asyncio.Task) and not one.done()
+    )
     return "the end of " + ", ".join(names) if names else "a future that nobody completes"

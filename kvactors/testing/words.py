@@ -1,4 +1,5 @@
-"""Messages in few words: counts in place of byte strings, the first digits of keys. The same words in every run."""
+"""Messages in few words: counts in place of byte strings, the first digits of keys. The same words
+in every run."""
 
 from __future__ import annotations
 
@@ -32,9 +33,16 @@ def fields_of(message: Message) -> str:
     shown = []
     for name in message.__struct_fields__:
         value = getattr(message, name)
-        if name in MEASURED or value is None or value == PLAIN or (name in ("era", "media") and not value):
+        if (
+            name in MEASURED
+            or value is None
+            or value == PLAIN
+            or (name in ("era", "media") and not value)
+        ):
             continue
-        words = name_of_blocks(value) if name in KEYS and isinstance(value, bytes) else value_of(value)
+        words = (
+            name_of_blocks(value) if name in KEYS and isinstance(value, bytes) else value_of(value)
+        )
         shown.append(words if isinstance(value, Message) else f"{name}={words}")
     return " ".join(shown)
 
@@ -46,7 +54,8 @@ def name_of_blocks(keys: bytes) -> str:
 
 
 def value_of(value: Any) -> str:
-    """Any other value. What is not known here is called by its type alone: a repr may hold an address."""
+    """Any other value. What is not known here is called by its type alone: a repr may hold an
+    address."""
     for kind, words in WORDS:
         if isinstance(value, kind):
             return words(value)

@@ -1,7 +1,8 @@
-"""Makes kvactors/device/block_copy.ptx from block_copy.cu. Needs nvcc; whoever installs the package does not.
+"""Makes kvactors/device/block_copy.ptx from block_copy.cu. Needs nvcc; whoever installs the package
+does not.
 
-python native/cuda/build_ptx.py            writes the file
-python native/cuda/build_ptx.py --print    prints it instead
+python native/cuda/build_ptx.py            writes the file python native/cuda/build_ptx.py --print
+prints it instead
 """
 
 # ruff: noqa: INP001
@@ -18,16 +19,27 @@ SOURCE = HERE / "block_copy.cu"
 TARGET = HERE.parents[1] / "kvactors" / "device" / "block_copy.ptx"
 
 VERSION = "7.4"
-"""The oldest PTX version that has all the kernel uses (drivers from CUDA 11.4 on take it); nvcc would write its own."""
+"""The oldest PTX version that has all the kernel uses (drivers from CUDA 11.4 on take it); nvcc
+would write its own."""
 
 HEADER = "// Made by native/cuda/build_ptx.py from block_copy.cu; not to be edited.\n"
 
 
 def make() -> str:
-    """The PTX text, without comments (nvcc's name its version and paths) and labelled `VERSION`. CalledProcessError if nvcc fails."""
+    """The PTX text, without comments (nvcc's name its version and paths) and labelled `VERSION`.
+    CalledProcessError if nvcc fails."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "block_copy.ptx"
-        command = ["nvcc", "-ptx", "-arch=compute_80", "-O3", "-std=c++17", "-o", str(out), str(SOURCE)]
+        command = [
+            "nvcc",
+            "-ptx",
+            "-arch=compute_80",
+            "-O3",
+            "-std=c++17",
+            "-o",
+            str(out),
+            str(SOURCE),
+        ]
         subprocess.run(command, check=True, capture_output=True)  # noqa: S603 - our own command line
         text = out.read_text("ascii")
     text = re.sub(r"//.*", "", text)

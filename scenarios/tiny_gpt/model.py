@@ -1,10 +1,13 @@
-"""A small decoder whose keys and values live in paged blocks laid out as kvactors says, computed by Paddle on the CPU.
+"""A small decoder whose keys and values live in paged blocks laid out as kvactors says, computed by
+Paddle on the CPU.
 
-Everything is computed in one shape: a chunk is one block, rows that hold no token yet are padded, and attention reads the blocks from the first
-up to this one. What a row's arithmetic looks like therefore depends on its position only, not on whether it is prefilled, decoded, or
-computed again after a preemption: the bits must be the same. Anything else is a fault of whoever moved the blocks.
+Everything is computed in one shape: a chunk is one block, rows that hold no token yet are padded,
+and attention reads the blocks from the first up to this one. What a row's arithmetic looks like
+therefore depends on its position only, not on whether it is prefilled, decoded, or computed again
+after a preemption: the bits must be the same. Anything else is a fault of whoever moved the blocks.
 
-A `Trunk` (embedding, feed-forward, head) meets one `Shard` of the attention for each rank, and adds what they give in the order of ranks.
+A `Trunk` (embedding, feed-forward, head) meets one `Shard` of the attention for each rank, and adds
+what they give in the order of ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +20,9 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before Paddle is imported: one order of summation, and faster on a busy machine
+os.environ["OMP_NUM_THREADS"] = (
+    "1"  # before Paddle is imported: one order of summation, and faster on a busy machine
+)
 
 import numpy as np
 
@@ -51,8 +56,9 @@ SIZES = Sizes()
 
 
 class Chunk(NamedTuple):
-    """One block's worth of work. tokens: those of block number `block` of the request, at most BLOCK of them. table: the request's device
-    blocks, at least as far as this one. row: the row whose logits are wanted, None for none."""
+    """One block's worth of work. tokens: those of block number `block` of the request, at most
+    BLOCK of them. table: the request's device blocks, at least as far as this one. row: the row
+    whose logits are wanted, None for none."""
 
     table: tuple[int, ...]
     block: int
@@ -64,7 +70,8 @@ class Attention(Protocol):
     """All ranks' shares of the attention, wherever they are."""
 
     def attend(self, layer: int, table: Sequence[int], x: np.ndarray) -> list[np.ndarray]:
-        """What each rank adds to the rows of x; their keys (and values) go to the last block of the table."""
+        """What each rank adds to the rows of x; their keys (and values) go to the last block of the
+        table."""
         ...
 
     def digest(self, blocks: Sequence[int]) -> list[bytes]:
@@ -72,14 +79,17 @@ class Attention(Protocol):
         ...
 
     def tamper(self, kind: str, blocks: Sequence[int]) -> None:
-        """poison: every block becomes not-a-number. swap_blocks, flip_bit: to `blocks` of one layer on rank 0."""
+        """poison: every block becomes not-a-number. swap_blocks, flip_bit: to `blocks` of one layer
+        on rank 0."""
         ...
 
 
 def layout_config(kind: str, ranks: int, sizes: Sizes = SIZES) -> LayoutConfig:
     """The library's description of the cache."""
     if kind == "gqa":
-        return LayoutConfig("gqa", sizes.layers, sizes.kv_heads, sizes.head, "float32", tensor_parallel=ranks)
+        return LayoutConfig(
+            "gqa", sizes.layers, sizes.kv_heads, sizes.head, "float32", tensor_parallel=ranks
+        )
     return LayoutConfig(
         "mla",
         sizes.layers,
@@ -117,7 +127,10 @@ class Rotary:
 
     def __init__(self, size: int, positions: int) -> None:
         angles = np.outer(np.arange(positions), 10000.0 ** (-np.arange(0, size, 2) / size))
-        self.cos, self.sin = tensor(np.cos(angles).astype(np.float32)), tensor(np.sin(angles).astype(np.float32))
+        self.cos, self.sin = (
+            tensor(np.cos(angles).astype(np.float32)),
+            tensor(np.sin(angles).astype(np.float32)),
+        )
 
     def __call__(self, x: Any, block: int) -> Any:
         """x: [heads, BLOCK, size]."""
@@ -137,7 +150,15 @@ def causal(block: int) -> Any:
 class Shard(ABC):
     """One rank's heads and its part of every block. `device` is what kvactors is given."""
 
-    def __init__(self, kind: str, seed: int, num_blocks: int, rank: int = 0, ranks: int = 1, sizes: Sizes = SIZES) -> None:
+    def __init__(
+        self,
+        kind: str,
+        seed: int,
+        num_blocks: int,
+        rank: int = 0,
+        ranks: int = 1,
+        sizes: Sizes = SIZES,
+    ) -> None:
         if sizes.heads % ranks:
             raise ValueError(f"{sizes.heads} heads cannot be shared among {ranks} ranks")
         self.sizes, self.weights = sizes, Weights(seed)
@@ -154,7 +175,8 @@ class Shard(ABC):
 
     @abstractmethod
     def rows(self, layer: int, table: Sequence[int], h: Any) -> Any:
-        """Attention's part of the output, before the heads are mixed; writes the last block of the table. h: [BLOCK, width]."""
+        """Attention's part of the output, before the heads are mixed; writes the last block of the
+        table. h: [BLOCK, width]."""
 
     def attend(self, layer: int, table: Sequence[int], x: np.ndarray) -> np.ndarray:
         """What these heads add to x, [BLOCK, width]."""
@@ -175,7 +197,9 @@ class Shard(ABC):
 
     def gather(self, region: int, table: Sequence[int]) -> Any:
         """[heads, tokens, size] of a request, block after block."""
-        found = paddle.index_select(self.device.tensors[region], tensor(np.asarray(table, np.int64)), axis=0)
+        found = paddle.index_select(
+            self.device.tensors[region], tensor(np.asarray(table, np.int64)), axis=0
+        )
         blocks, heads, _, size = found.shape
         return found.transpose([1, 0, 2, 3]).reshape([heads, blocks * BLOCK, size])
 
@@ -193,11 +217,13 @@ class Shard(ABC):
 
 
 A_BIT = 16
-"""Of a value's mantissa: 0.8 % of it at most. The lowest may be rounded away before it reaches the logits."""
+"""Of a value's mantissa: 0.8 % of it at most. The lowest may be rounded away before it reaches the
+logits."""
 
 
 class GQAShard(Shard):
-    """Grouped queries: caches[2 * layer] are keys, caches[2 * layer + 1] values, each [blocks, heads, BLOCK, head]."""
+    """Grouped queries: caches[2 * layer] are keys, caches[2 * layer + 1] values, each [blocks,
+    heads, BLOCK, head]."""
 
     def make_layer(self, layer: int, rank: int, ranks: int) -> dict[str, Any]:
         """See `Shard`."""
@@ -208,9 +234,13 @@ class GQAShard(Shard):
         name, width = f"{layer}.", s.width
         q = self.weights(name + "q", width, s.heads, s.head)[:, self.mine]
         k, v = (self.weights(name + one, width, s.kv_heads, s.head)[:, theirs] for one in "kv")
-        out = self.weights(name + "o", s.heads * s.head, width).reshape(s.heads, s.head, width)[self.mine]
+        out = self.weights(name + "o", s.heads * s.head, width).reshape(s.heads, s.head, width)[
+            self.mine
+        ]
         made = {"q": q, "k": k, "v": v}
-        return {n: tensor(w.reshape(width, -1)) for n, w in made.items()} | {"out": tensor(out.reshape(-1, width))}
+        return {n: tensor(w.reshape(width, -1)) for n, w in made.items()} | {
+            "out": tensor(out.reshape(-1, width))
+        }
 
     def rows(self, layer: int, table: Sequence[int], h: Any) -> Any:
         """See `Shard`."""
@@ -218,7 +248,9 @@ class GQAShard(Shard):
         split = [BLOCK, -1, size]
         q = self.rotary((h @ p["q"]).reshape(split).transpose([1, 0, 2]), block)
         key, value = 2 * layer, 2 * layer + 1
-        self.write(key, table[-1], self.rotary((h @ p["k"]).reshape(split).transpose([1, 0, 2]), block))
+        self.write(
+            key, table[-1], self.rotary((h @ p["k"]).reshape(split).transpose([1, 0, 2]), block)
+        )
         self.write(value, table[-1], (h @ p["v"]).reshape(split).transpose([1, 0, 2]))
         keys, values = self.gather(key, table), self.gather(value, table)
         groups, tokens = keys.shape[0], keys.shape[1]
@@ -229,34 +261,57 @@ class GQAShard(Shard):
 
 
 class MLAShard(Shard):
-    """Latent attention: caches[layer] is [blocks, 1, BLOCK, latent + rope], the same on every rank; queries come to the latent."""
+    """Latent attention: caches[layer] is [blocks, 1, BLOCK, latent + rope], the same on every rank;
+    queries come to the latent."""
 
     def make_layer(self, layer: int, rank: int, ranks: int) -> dict[str, Any]:
         """See `Shard`."""
         s, name = self.sizes, f"{layer}."
         if not hasattr(self, "rotary"):
             self.rotary = Rotary(s.rope, s.positions)
-        q = self.weights(name + "q", s.width, s.heads, s.nope + s.rope)[:, self.mine].reshape(s.width, -1)
+        q = self.weights(name + "q", s.width, s.heads, s.nope + s.rope)[:, self.mine].reshape(
+            s.width, -1
+        )
         down = self.weights(name + "down", s.width, s.latent + s.rope)
-        up_key = self.weights(name + "uk", s.nope, s.heads, s.latent)[:, self.mine].transpose(1, 0, 2)
-        up_value = self.weights(name + "uv", s.latent, s.heads, s.head)[:, self.mine].transpose(1, 0, 2)
-        out = self.weights(name + "o", s.heads * s.head, s.width).reshape(s.heads, s.head, s.width)[self.mine]
-        made = {"q": q, "down": down, "up_key": up_key, "up_value": up_value, "out": out.reshape(-1, s.width)}
+        up_key = self.weights(name + "uk", s.nope, s.heads, s.latent)[:, self.mine].transpose(
+            1, 0, 2
+        )
+        up_value = self.weights(name + "uv", s.latent, s.heads, s.head)[:, self.mine].transpose(
+            1, 0, 2
+        )
+        out = self.weights(name + "o", s.heads * s.head, s.width).reshape(s.heads, s.head, s.width)[
+            self.mine
+        ]
+        made = {
+            "q": q,
+            "down": down,
+            "up_key": up_key,
+            "up_value": up_value,
+            "out": out.reshape(-1, s.width),
+        }
         return {n: tensor(w) for n, w in made.items()}
 
     def rows(self, layer: int, table: Sequence[int], h: Any) -> Any:
         """See `Shard`."""
         p, s, block = self.layers[layer], self.sizes, len(table) - 1
         q = (h @ p["q"]).reshape([BLOCK, self.heads, -1]).transpose([1, 0, 2])
-        q = paddle.concat([q[..., : s.nope] @ p["up_key"], self.rotary(q[..., s.nope :], block)], axis=-1)
+        q = paddle.concat(
+            [q[..., : s.nope] @ p["up_key"], self.rotary(q[..., s.nope :], block)], axis=-1
+        )
         down = (h @ p["down"]).unsqueeze(0)
-        own = paddle.concat([norm(down[..., : s.latent]), self.rotary(down[..., s.latent :], block)], axis=-1)
+        own = paddle.concat(
+            [norm(down[..., : s.latent]), self.rotary(down[..., s.latent :], block)], axis=-1
+        )
         self.write(layer, table[-1], own)
         keys = self.gather(layer, table)[0]
-        scores = q.reshape([-1, s.latent + s.rope]) @ keys.transpose([1, 0]) / math.sqrt(s.nope + s.rope)
+        scores = (
+            q.reshape([-1, s.latent + s.rope]) @ keys.transpose([1, 0]) / math.sqrt(s.nope + s.rope)
+        )
         scores = scores.reshape([self.heads, BLOCK, -1]) + causal(block)
         weights = paddle.nn.functional.softmax(scores, axis=-1).reshape([self.heads * BLOCK, -1])
-        seen = (weights @ keys[:, : s.latent]).reshape([self.heads, BLOCK, s.latent]) @ p["up_value"]
+        seen = (weights @ keys[:, : s.latent]).reshape([self.heads, BLOCK, s.latent]) @ p[
+            "up_value"
+        ]
         return seen.transpose([1, 0, 2]).reshape([BLOCK, -1])
 
 
@@ -290,13 +345,23 @@ class Trunk:
     def __init__(self, seed: int, attention: Attention, sizes: Sizes = SIZES) -> None:
         weights, s = Weights(seed), sizes
         self.attention, self.sizes = attention, sizes
-        self.embedding = weights("embedding", s.vocabulary, s.width) * np.float32(math.sqrt(s.vocabulary))
+        self.embedding = weights("embedding", s.vocabulary, s.width) * np.float32(
+            math.sqrt(s.vocabulary)
+        )
         self.head = tensor(weights("head", s.width, s.vocabulary) * np.float32(3.0))
-        shapes = {"gate": (s.width, s.hidden), "up": (s.width, s.hidden), "down": (s.hidden, s.width)}
-        self.layers = [{n: tensor(weights(f"{i}.{n}", *shape)) for n, shape in shapes.items()} for i in range(s.layers)]
+        shapes = {
+            "gate": (s.width, s.hidden),
+            "up": (s.width, s.hidden),
+            "down": (s.hidden, s.width),
+        }
+        self.layers = [
+            {n: tensor(weights(f"{i}.{n}", *shape)) for n, shape in shapes.items()}
+            for i in range(s.layers)
+        ]
 
     def step(self, chunk: Chunk) -> np.ndarray | None:
-        """A chunk's way through the model: the logits of the row that was asked for. Belongs in a worker thread."""
+        """A chunk's way through the model: the logits of the row that was asked for. Belongs in a
+        worker thread."""
         with paddle.no_grad():  # gradient mode is a thread's own
             return self._step(chunk)
 
@@ -309,7 +374,9 @@ class Trunk:
             for part in self.attention.attend(layer, table, x):
                 x = x + part
             h = norm(tensor(x))
-            x = x + np.asarray(((paddle.nn.functional.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]).numpy())
+            x = x + np.asarray(
+                ((paddle.nn.functional.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]).numpy()
+            )
         if chunk.row is None:
             return None
         logits: np.ndarray = (norm(tensor(x)) @ self.head).numpy()

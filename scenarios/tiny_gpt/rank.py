@@ -1,10 +1,12 @@
-"""Heads split over processes: each rank has its heads, its part of every block and a kvactors rank of its own; the leader has the rest.
+"""Heads split over processes: each rank has its heads, its part of every block and a kvactors rank
+of its own; the leader has the rest.
 
-The leader asks all ranks for a layer's attention and adds their answers in the order of ranks, so that the bits are the same every time.
-On the wire: a head (operation, layer, blocks in the table, rows' bytes), the table, the rows; back come a size and
-so many bytes: rows, a digest, or nothing.
+The leader asks all ranks for a layer's attention and adds their answers in the order of ranks, so
+that the bits are the same every time. On the wire: a head (operation, layer, blocks in the table,
+rows' bytes), the table, the rows; back come a size and so many bytes: rows, a digest, or nothing.
 
-    python -P -m tiny_gpt.rank --rank 0 --ranks 2 --socket PATH ..      (started by `worker_processes`)
+    python -P -m tiny_gpt.rank --rank 0 --ranks 2 --socket PATH ..      (started by
+    `worker_processes`)
 """
 
 from __future__ import annotations
@@ -75,8 +77,14 @@ class Ranks:
         self._ask(self.peers if kind == "poison" else self.peers[:1], kind, 0, blocks, b"")
 
     @staticmethod
-    def _ask(peers: Sequence[socket.socket], what: str, layer: int, table: Sequence[int], rows: bytes) -> list[bytes]:
-        message = HEAD.pack(OPERATIONS.index(what), layer, len(table), len(rows)) + np.asarray(table, "<i4").tobytes() + rows
+    def _ask(
+        peers: Sequence[socket.socket], what: str, layer: int, table: Sequence[int], rows: bytes
+    ) -> list[bytes]:
+        message = (
+            HEAD.pack(OPERATIONS.index(what), layer, len(table), len(rows))
+            + np.asarray(table, "<i4").tobytes()
+            + rows
+        )
         for peer in peers:
             peer.sendall(message)
         return [bytes(receive(peer, SIZE.unpack(receive(peer, SIZE.size))[0])) for peer in peers]
@@ -93,7 +101,9 @@ def answer(shard: Shard, peer: socket.socket) -> None:
             return
         result = b""
         if OPERATIONS[operation] == "attend":
-            result = shard.attend(layer, table, np.frombuffer(rows, np.float32).reshape(ROWS)).tobytes()
+            result = shard.attend(
+                layer, table, np.frombuffer(rows, np.float32).reshape(ROWS)
+            ).tobytes()
         elif OPERATIONS[operation] == "digest":
             result = shard.digest(table)
         else:
@@ -122,18 +132,40 @@ async def work(options: argparse.Namespace) -> None:
 
 async def _serve_rank(options: argparse.Namespace, shard: Shard) -> None:
     config = msgspec.json.decode(options.config, type=kvactors.Config)
-    await kvactors.serve_rank(options.endpoint, shard.device, rank=options.rank, ranks=options.ranks, config=config)
+    await kvactors.serve_rank(
+        options.endpoint, shard.device, rank=options.rank, ranks=options.ranks, config=config
+    )
 
 
 @asynccontextmanager
 async def worker_processes(
-    layout: str, seed: int, blocks: int, ranks: int, directory: Path, config: kvactors.Config | None, endpoint: str
+    layout: str,
+    seed: int,
+    blocks: int,
+    ranks: int,
+    directory: Path,
+    config: kvactors.Config | None,
+    endpoint: str,
 ) -> AsyncIterator[Ranks]:
-    """Started workers, connected. config, endpoint: the leader's cache's; without a config the workers serve no rank of it."""
+    """Started workers, connected. config, endpoint: the leader's cache's; without a config the
+    workers serve no rank of it."""
     path = directory / "steps"
     scenarios = str(Path(__file__).parents[1])
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [scenarios, os.environ.get("PYTHONPATH")]))}
-    shared = ["--layout", layout, "--seed", str(seed), "--blocks", str(blocks), "--ranks", str(ranks), "--socket", str(path)]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, [scenarios, os.environ.get("PYTHONPATH")]))
+    }
+    shared = [
+        "--layout",
+        layout,
+        "--seed",
+        str(seed),
+        "--blocks",
+        str(blocks),
+        "--ranks",
+        str(ranks),
+        "--socket",
+        str(path),
+    ]
     if config is not None:
         shared += ["--config", msgspec.json.encode(config).decode(), "--endpoint", endpoint]
     async with AsyncExitStack() as opened:

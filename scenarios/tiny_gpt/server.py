@@ -1,7 +1,8 @@
-"""A serving loop with continuous batching, as an engine would embed kvactors: an admission queue, and steps of the model that take what is
-ready from whoever runs.
+"""A serving loop with continuous batching, as an engine would embed kvactors: an admission queue,
+and steps of the model that take what is ready from whoever runs.
 
-It is written against what a cache does, so that the same loop runs on `PlainCache`, which never keeps anything.
+It is written against what a cache does, so that the same loop runs on `PlainCache`, which never
+keeps anything.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from kvactors import Hits, NoRoom
 from tiny_gpt.model import BLOCK, Chunk, Trunk
 
 TRIES, PAUSE = 500, 0.01
-"""How often, and after how many seconds again, a request is tried that finds no room although nobody runs."""
+"""How often, and after how many seconds again, a request is tried that finds no room although
+nobody runs."""
 
 
 class LeaseLike(Protocol):
@@ -118,7 +120,8 @@ class Job(NamedTuple):
 
 
 class Steps:
-    """The model's thread. Each iteration takes up to `width` jobs: decoding first, but always a chunk of prefill if one waits."""
+    """The model's thread. Each iteration takes up to `width` jobs: decoding first, but always a
+    chunk of prefill if one waits."""
 
     def __init__(self, width: int, deadline: float) -> None:
         self.width, self.deadline = width, deadline
@@ -141,7 +144,8 @@ class Steps:
         return job.result.result()
 
     async def _withdraw(self, job: Job) -> None:
-        """Nobody wants it any more. If it has begun, its end comes first: it writes to blocks that are about to be given back."""
+        """Nobody wants it any more. If it has begun, its end comes first: it writes to blocks that
+        are about to be given back."""
         for queue in (self._decode, self._prefill):
             if job in queue:
                 queue.remove(job)
@@ -152,8 +156,12 @@ class Steps:
 
     def _take(self) -> list[Job]:
         reserved = 1 if self._prefill else 0
-        batch = [self._decode.popleft() for _ in range(min(len(self._decode), self.width - reserved))]
-        batch += [self._prefill.popleft() for _ in range(min(len(self._prefill), self.width - len(batch)))]
+        batch = [
+            self._decode.popleft() for _ in range(min(len(self._decode), self.width - reserved))
+        ]
+        batch += [
+            self._prefill.popleft() for _ in range(min(len(self._prefill), self.width - len(batch)))
+        ]
         return batch
 
     async def run(self) -> None:
@@ -187,7 +195,8 @@ def _outcomes(work: Sequence[Callable[[], Any]]) -> list[tuple[Any, Exception | 
 
 
 class Totals:
-    """What a run counted. logits: by request and position. text, bytes (digests of the full blocks at the end): by request."""
+    """What a run counted. logits: by request and position. text, bytes (digests of the full blocks
+    at the end): by request."""
 
     def __init__(self) -> None:
         self.chunks = self.computed = self.reused = self.preemptions = self.refused = 0
@@ -200,7 +209,8 @@ class Totals:
 class Server:
     """Serves requests on a cache. running: how many at once. deadline: seconds any wait may take.
 
-    sample: (request, position, logits) -> token. after_load: told of the device blocks that a request got from lower tiers (a test's way in).
+    sample: (request, position, logits) -> token. after_load: told of the device blocks that a
+    request got from lower tiers (a test's way in).
     """
 
     def __init__(
@@ -233,7 +243,8 @@ class Server:
             group.cancel_scope.cancel()
 
     async def generate(self, name: str, prompt: Sequence[int], new_tokens: int) -> list[int]:
-        """Tokens that follow the prompt. A request that must give way keeps its place in the queue."""
+        """Tokens that follow the prompt. A request that must give way keeps its place in the
+        queue."""
         tokens, goal, number = list(prompt), len(prompt) + new_tokens, next(self._numbers)
         while len(tokens) < goal:
             ticket = Ticket(number, name, tokens, asyncio.get_running_loop().create_future())
@@ -322,7 +333,8 @@ class Server:
     # -- one request
 
     async def _serve(self, lease: LeaseLike, name: str, tokens: list[int], goal: int) -> None:
-        """Compute what is missing, sample, go on; until the goal, or until there is no room for the next token."""
+        """Compute what is missing, sample, go on; until the goal, or until there is no room for the
+        next token."""
         at = lease.cached_tokens
         while True:
             logits = await self._compute(lease, tokens, at)
@@ -332,7 +344,9 @@ class Server:
             tokens.append(token)
             if len(tokens) == goal:
                 full = lease.block_table[: at // BLOCK]
-                self.totals.bytes[name] = await self.steps.submit(partial(self.trunk.attention.digest, full), decode=True)
+                self.totals.bytes[name] = await self.steps.submit(
+                    partial(self.trunk.attention.digest, full), decode=True
+                )
                 await lease.finish()
                 return
             try:
@@ -363,7 +377,9 @@ class Server:
 class Ticket:
     """A request that waits to be admitted; the earlier it came the sooner it goes."""
 
-    def __init__(self, number: int, name: str, tokens: list[int], lease: asyncio.Future[LeaseLike]) -> None:
+    def __init__(
+        self, number: int, name: str, tokens: list[int], lease: asyncio.Future[LeaseLike]
+    ) -> None:
         self.number, self.name, self.tokens, self.lease = number, name, tokens, lease
         self.tries = 0
 

@@ -113,9 +113,9 @@ class Wired:
 async def test_ask_is_answered_and_tells_keep_their_order_through_a_full_channel():
     wired = Wired()
     async with wired.running():
-        assert await asyncio.gather(*(wired.server.ask(Ping(i), deadline=deadline_after(5)) for i in range(200))) == list(
-            range(1, 201)
-        )
+        assert await asyncio.gather(
+            *(wired.server.ask(Ping(i), deadline=deadline_after(5)) for i in range(200))
+        ) == list(range(1, 201))
         await wired.activity.quiet()
         assert wired.supervisor.actor("sink").notes == list(range(200))
         assert wired.sink.channel.statistics().peak == 1
@@ -241,8 +241,14 @@ async def test_a_failure_before_all_have_started_is_named_and_the_others_start()
 
     wired = Wired()
     first = Group("first", (ActorSpec(Sink, late, wired.sink),))
-    second = Group("second", (ActorSpec(Server, lambda ref: Server(ref, wired.sink), wired.server),))
-    for name in ("around", "around that", "and that"):  # each starts the groups in it some steps later
+    second = Group(
+        "second", (ActorSpec(Server, lambda ref: Server(ref, wired.sink), wired.server),)
+    )
+    for name in (
+        "around",
+        "around that",
+        "and that",
+    ):  # each starts the groups in it some steps later
         second = Group(name, (second,))
     supervisor = Supervisor(wired.activity, RestartBudget(1))
     async with supervisor.running(first, second):
@@ -260,7 +266,10 @@ async def test_a_misfit_graph_starts_nothing():
         ROLE = "sink"
         SENDS: ClassVar = {"server": (Slow,)}
 
-    loop = (ActorSpec(Server, lambda ref: Server(ref, wired.sink), wired.server), ActorSpec(Back, Back, wired.sink))
+    loop = (
+        ActorSpec(Server, lambda ref: Server(ref, wired.sink), wired.server),
+        ActorSpec(Back, Back, wired.sink),
+    )
     with pytest.raises(WiringError, match="cycle"):
         async with wired.supervisor.running(*loop):
             pass

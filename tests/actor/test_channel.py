@@ -1,4 +1,5 @@
-"""Channel: two lanes, a bound, three overflow policies, and nothing lost or doubled whoever is cancelled whenever."""
+"""Channel: two lanes, a bound, three overflow policies, and nothing lost or doubled whoever is
+cancelled whenever."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from kvactors.testing.loop import Deadlock, SimLoop, simulate
 @pytest.fixture(params=["stdlib", "uvloop"], autouse=True)
 def on_both_loops(request):
     """Every test of this file that calls `run` runs on both loops."""
-    request.node.loop_factory = asyncio.new_event_loop if request.param == "stdlib" else uvloop.new_event_loop
+    request.node.loop_factory = (
+        asyncio.new_event_loop if request.param == "stdlib" else uvloop.new_event_loop
+    )
     return request.node.loop_factory
 
 
@@ -66,7 +69,9 @@ def test_reject_and_merge(run):
         with pytest.raises(ChannelFull):
             await rejecting.put(2)
         assert rejecting.statistics().rejected == 1
-        merging = Channel("m", 2, Overflow.MERGE, merge_key=lambda i: i[0], merge=lambda a, b: (a[0], a[1] + b[1]))
+        merging = Channel(
+            "m", 2, Overflow.MERGE, merge_key=lambda i: i[0], merge=lambda a, b: (a[0], a[1] + b[1])
+        )
         for item in (("a", 1), ("b", 1), ("a", 2)):
             await merging.put(item)
         assert merging.statistics().merged == 1
@@ -113,7 +118,11 @@ def test_cancelling_a_parked_receiver_loses_nothing(run, native, cancel_first):
         for _ in range(3):
             await asyncio.sleep(0)
         cancel = task.cancel if native else scope.cancel
-        for act in (cancel, lambda: channel.try_put(1)) if cancel_first else (lambda: channel.try_put(1), cancel):
+        for act in (
+            (cancel, lambda: channel.try_put(1))
+            if cancel_first
+            else (lambda: channel.try_put(1), cancel)
+        ):
             act()
         await asyncio.gather(task, return_exceptions=True)
         return len(got) + len(channel)
@@ -128,7 +137,8 @@ def test_cancelling_a_parked_receiver_loses_nothing(run, native, cancel_first):
     cancels=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 12)), max_size=8),
 )
 def test_exactly_once_under_cancellation_anywhere(seed, bound, cancels):
-    """Senders and receivers come and go; what a sender was not told is delivered is not, and the rest arrives exactly once."""
+    """Senders and receivers come and go; what a sender was not told is delivered is not, and the
+    rest arrives exactly once."""
 
     async def main():
         channel, sent, got = Channel("c", bound), [], []

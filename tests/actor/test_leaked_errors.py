@@ -1,4 +1,5 @@
-"""Errors that are no `Exception`, out of turns, jobs and threads: a failure like any other, never an answer that does not come."""
+"""Errors that are no `Exception`, out of turns, jobs and threads: a failure like any other, never
+an answer that does not come."""
 
 from __future__ import annotations
 
@@ -9,7 +10,18 @@ from typing import ClassVar
 
 import pytest
 
-from kvactors.actor import Activity, Actor, ActorSpec, Ask, Control, Group, Message, RestartBudget, Supervisor, on
+from kvactors.actor import (
+    Activity,
+    Actor,
+    ActorSpec,
+    Ask,
+    Control,
+    Group,
+    Message,
+    RestartBudget,
+    Supervisor,
+    on,
+)
 from kvactors.actor.clock import deadline_after
 from kvactors.actor.uncancelled import ThreadWaits, to_the_end, uncancelled
 from kvactors.errors import ActorFailed, LeakedError
@@ -20,7 +32,12 @@ class Panic(BaseException):
     """As pyo3's PanicException: not an Exception."""
 
 
-LEAKED = [asyncio.CancelledError("leaked"), Panic("leaked"), GeneratorExit("leaked"), StopIteration("leaked")]
+LEAKED = [
+    asyncio.CancelledError("leaked"),
+    Panic("leaked"),
+    GeneratorExit("leaked"),
+    StopIteration("leaked"),
+]
 
 
 class Fail(Ask[int], frozen=True, eq=False):

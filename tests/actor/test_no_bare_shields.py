@@ -1,4 +1,5 @@
-"""Shields and threads of anyio do not hold against `task.cancel()`: the package has its own, in one place."""
+"""Shields and threads of anyio do not hold against `task.cancel()`: the package has its own, in one
+place."""
 
 from __future__ import annotations
 
@@ -14,6 +15,9 @@ def test_shields_and_thread_hand_offs_are_in_one_module():
         str(file.relative_to(PACKAGE))
         for file in PACKAGE.rglob("*.py")
         if file.relative_to(PACKAGE).parts[0] not in TOOLS
-        and re.search(r"shield=True\)|to_thread\.run_sync|asyncio\.to_thread|run_in_executor", file.read_text("utf-8"))
+        and re.search(
+            r"shield=True\)|to_thread\.run_sync|asyncio\.to_thread|run_in_executor",
+            file.read_text("utf-8"),
+        )
     ]
     assert found == ["actor/uncancelled.py"]

@@ -23,7 +23,9 @@ def test_a_quick_run_reports_in_the_common_form():
     runs = [row for case, row in cases.items() if case.startswith("evicting a run")]
     assert [row["ratio"] for row in runs] == [1.0] * len(runs), "no token is handed over twice"
     beside = [row for case, row in cases.items() if "vLLM" in case]
-    assert [row["limit_name"] for row in beside] == ["vLLM's publisher as measured on another machine"] * 2
+    assert [row["limit_name"] for row in beside] == [
+        "vLLM's publisher as measured on another machine"
+    ] * 2
     assert [row["limit"] for row in beside] == [31_500, 21_100]
 
 
@@ -69,7 +71,8 @@ class ZmqEventPublisher:
 
 
 def stand_in(folder: Path, source: str) -> str:
-    """A Python in which a module in the place of vLLM's can be imported, but nothing else of it (vLLM itself needs torch)."""
+    """A Python in which a module in the place of vLLM's can be imported, but nothing else of it
+    (vLLM itself needs torch)."""
     package = folder / "vllm" / "distributed"
     package.mkdir(parents=True)
     (folder / "vllm" / "__init__.py").write_text("import torch_is_missing_here")

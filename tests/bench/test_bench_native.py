@@ -49,7 +49,11 @@ def test_what_is_timed_leaves_every_block_in_the_tree() -> None:
     groups, shared, own = 16 // index.GROUP_SIZE, 48, 16
     expected = groups * shared + 16 * own
     statistics = tree.statistics()
-    assert (statistics["nodes"], statistics["device"], statistics["evictable"]) == (expected, expected, expected)
+    assert (statistics["nodes"], statistics["device"], statistics["evictable"]) == (
+        expected,
+        expected,
+        expected,
+    )
     index.insert(tree, batch, 16)
     assert tree.statistics()["nodes"] == expected
     tree.check()

@@ -1,4 +1,5 @@
-"""Each situation once, small; and that what goes wrong is seen, told with its seed, and fails the command."""
+"""Each situation once, small; and that what goes wrong is seen, told with its seed, and fails the
+command."""
 
 from __future__ import annotations
 
@@ -56,9 +57,15 @@ async def lacks(setting: Setting, tally: Tally) -> None:
 
 @pytest.mark.parametrize(
     ("how", "what"),
-    [(breaks, "RuntimeError: of nobody's making"), (hangs, "hangs: the round"), (idles, "the round proves nothing")],
+    [
+        (breaks, "RuntimeError: of nobody's making"),
+        (hangs, "hangs: the round"),
+        (idles, "the round proves nothing"),
+    ],
 )
-async def test_whatever_goes_wrong_is_a_violation_with_a_command_that_repeats_it(how, what, monkeypatch):
+async def test_whatever_goes_wrong_is_a_violation_with_a_command_that_repeats_it(
+    how, what, monkeypatch
+):
     monkeypatch.setattr(run, "ROUND", 0.2)
     report = await chaos([Situation("some", "", how)], seed=41, minutes=0)
     [row] = report.rows
@@ -67,7 +74,9 @@ async def test_whatever_goes_wrong_is_a_violation_with_a_command_that_repeats_it
 
 
 async def test_a_seed_says_what_happens(tmp_path):
-    one, same, other = [(await one_round(Situation("w", "", works), seed, tmp_path)).verified for seed in (1, 1, 2)]
+    one, same, other = [
+        (await one_round(Situation("w", "", works), seed, tmp_path)).verified for seed in (1, 1, 2)
+    ]
     assert one == same != other
 
 
@@ -81,7 +90,9 @@ def test_the_command(how, status, monkeypatch, tmp_path, capsys):
     assert row["tally"]["available"] is (how is not lacks)
     said = capsys.readouterr()
     assert ("--seed 5" in said.err) is bool(status)
-    assert row["tally"]["notes"] == (["not available: there is no such machine"] if how is lacks else [])
+    assert row["tally"]["notes"] == (
+        ["not available: there is no such machine"] if how is lacks else []
+    )
     assert ("machine" in said.out) is (how is lacks)
 
 

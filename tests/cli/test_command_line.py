@@ -18,8 +18,17 @@ from kvactors.cli import main
 
 ROOT = Path(__file__).parents[2]
 FIELDS = {
-    "requests", "blocks_looked_up", "hit_rate", "verified_blocks", "corrupt_blocks_served", "flush", "loop_lag_ms", "messages", "wall_s", "errors",
-}  # fmt: skip
+    "requests",
+    "blocks_looked_up",
+    "hit_rate",
+    "verified_blocks",
+    "corrupt_blocks_served",
+    "flush",
+    "loop_lag_ms",
+    "messages",
+    "wall_s",
+    "errors",
+}
 SCENARIO = """
 [scenario]
 name = "small"
@@ -117,13 +126,23 @@ def test_a_bad_scenario_is_one_line_and_status_2(kvactors, tmp_path, text, compl
 
 
 def test_replay_honours_its_options(kvactors, tmp_path):
-    lines = [json.dumps({"timestamp": 1000 * i, "output_length": 1, "hash_ids": [1, i + 2]}) for i in range(5)]
+    lines = [
+        json.dumps({"timestamp": 1000 * i, "output_length": 1, "hash_ids": [1, i + 2]})
+        for i in range(5)
+    ]
     trace = write(tmp_path / "t.jsonl", "\n".join(lines))
-    config = write(tmp_path / "c.toml", "[cache]\nblock_size = 8\nrecompute_last_token = false\n[layout]\nnum_layers = 1\n")
+    config = write(
+        tmp_path / "c.toml",
+        "[cache]\nblock_size = 8\nrecompute_last_token = false\n[layout]\nnum_layers = 1\n",
+    )
     out = tmp_path / "r.json"
     assert kvactors("replay", trace, "--config", config, "--limit", 3, "--json", out)[0] == 0
     report = json.loads(out.read_text())
-    assert (report["requests"], report["blocks_looked_up"], report["hit_rate"]["device"]) == (3, 6, round(2 / 6, 6))
+    assert (report["requests"], report["blocks_looked_up"], report["hit_rate"]["device"]) == (
+        3,
+        6,
+        round(2 / 6, 6),
+    )
     assert kvactors("replay", trace, "--config", config, "--speed", 20, "--json", out)[0] == 0
     report = json.loads(out.read_text())
     assert report["requests"] == 5
@@ -145,9 +164,14 @@ def test_bench_prints_rows_and_writes_them(kvactors, tmp_path, name):
 
 
 def test_as_a_module(tmp_path):
-    here = {**os.environ, "PYTHONPATH": str(Path(kvactors_package.__file__).parents[1])}  # the one under test, wherever it is
+    here = {
+        **os.environ,
+        "PYTHONPATH": str(Path(kvactors_package.__file__).parents[1]),
+    }  # the one under test, wherever it is
     command = [sys.executable, "-m", "kvactors", "--version"]
-    done = subprocess.run(command, cwd=tmp_path, env=here, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=here, capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.strip()
 
@@ -168,12 +192,17 @@ def test_a_signal_leaves_no_temporary_files(tmp_path, command, number, status, i
     arguments = ["run", str(endless)] if command == "run" else ["bench", "faults"]
     process = subprocess.Popen(
         [sys.executable, "-m", "kvactors", *arguments],
-        env={**os.environ, "TMPDIR": str(temporary)}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
+        env={**os.environ, "TMPDIR": str(temporary)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, interrupts),
-    )  # fmt: skip
+    )
     try:
         ends = time.monotonic() + 120
-        while not any(temporary.glob("kvactors-*")):  # tempfile tries the folder with a file of another name first
+        while not any(
+            temporary.glob("kvactors-*")
+        ):  # tempfile tries the folder with a file of another name first
             assert process.poll() is None, process.stderr.read()
             assert time.monotonic() < ends
             time.sleep(0.01)

@@ -14,7 +14,10 @@ from kvactors.testing.store_contract import Bench, key
 
 @pytest.fixture
 async def store(tmp_path):
-    backend, arena = FileBackend(tmp_path / "default" / "rank-0-of-1", bytes(32), 5000), Arena(8, 5000)
+    backend, arena = (
+        FileBackend(tmp_path / "default" / "rank-0-of-1", bytes(32), 5000),
+        Arena(8, 5000),
+    )
     await backend.open()
     await backend.attach(arena)
     await Bench(backend, arena).put(1, 2, 3)

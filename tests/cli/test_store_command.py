@@ -28,7 +28,10 @@ def run(*arguments) -> int:
 
 
 async def made(directory, identity, count=3):
-    backend, arena = FileBackend(identity.folder(directory), identity.digest, 5000, identity=identity), Arena(8, 5000)
+    backend, arena = (
+        FileBackend(identity.folder(directory), identity.digest, 5000, identity=identity),
+        Arena(8, 5000),
+    )
     await backend.open()
     await Bench(backend, arena).put(*range(count))
     arena.close()
@@ -52,7 +55,9 @@ def listed(directory):
 
 def test_list_names_what_is_there(directory, capsys):
     found = listed(directory)
-    assert sorted((one["model"], one["digest"]) for one in found) == sorted((i.model, i.digest.hex()) for i in (A, B, OTHER))
+    assert sorted((one["model"], one["digest"]) for one in found) == sorted(
+        (i.model, i.digest.hex()) for i in (A, B, OTHER)
+    )
     assert all((one["state"], one["objects"], one["in_use"]) == ("ok", 3, False) for one in found)
     assert all(one["slab_bytes"] >= 8 * 8192 and one["written_at"] > 1.7e9 for one in found)
     out = capsys.readouterr().out
@@ -77,7 +82,9 @@ def test_prune_keeps_the_layout_that_was_opened_last(directory, capsys):
     assert "another layout was used later" in capsys.readouterr().out
     assert {one["digest"] for one in listed(directory)} == {B.digest.hex(), OTHER.digest.hex()}
     assert run("prune", directory, "--keep", "0") == 0
-    assert [path.name for path in directory.iterdir()] == ["o.json"], "folders that are empty go as well"
+    assert [path.name for path in directory.iterdir()] == ["o.json"], (
+        "folders that are empty go as well"
+    )
 
 
 async def test_prune_refuses_a_store_in_use(directory, capsys):
@@ -92,7 +99,10 @@ async def test_prune_refuses_a_store_in_use(directory, capsys):
 
 
 def test_prune_removes_damaged_stores_and_other_versions_and_leaves_other_files(directory, capsys):
-    damaged, old = A.folder(directory) / A.digest.hex()[:16], directory / "default" / "rank-0-of-1" / "0011"
+    damaged, old = (
+        A.folder(directory) / A.digest.hex()[:16],
+        directory / "default" / "rank-0-of-1" / "0011",
+    )
     (damaged / "table").write_bytes(b"\0" * 5000)
     (damaged / "mine.txt").write_text("stays")
     old.mkdir(parents=True)
@@ -165,7 +175,8 @@ def test_a_damaged_store_is_recognized_from_its_own_folder(directory, monkeypatc
 
 @pytest.mark.parametrize("how", ["evicted", "cleared", "rotten"])
 async def test_only_what_the_table_still_has_can_be_bad(tmp_path, monkeypatch, how):
-    """The process that writes removes the objects, and writes others in their slots, between the look at the table and that at the payloads."""
+    """The process that writes removes the objects, and writes others in their slots, between the
+    look at the table and that at the payloads."""
     backend, arena = FileBackend(A.folder(tmp_path), A.digest, 5000, 3, identity=A), Arena(8, 5000)
     await backend.open()
     bench = Bench(backend, arena)

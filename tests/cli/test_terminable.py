@@ -1,4 +1,5 @@
-"""SIGTERM ends a command wherever its code is at that moment, also where Python drops exceptions."""
+"""SIGTERM ends a command wherever its code is at that moment, also where Python drops
+exceptions."""
 
 import asyncio
 import gc
@@ -20,7 +21,9 @@ class Finalized:
         signal.raise_signal(signal.SIGTERM)
 
 
-@pytest.fixture(params=[signal.default_int_handler, signal.SIG_IGN], ids=["foreground", "background"])
+@pytest.fixture(
+    params=[signal.default_int_handler, signal.SIG_IGN], ids=["foreground", "background"]
+)
 def _interrupts(request):
     before = signal.signal(signal.SIGINT, request.param)
     yield

@@ -1,4 +1,5 @@
-"""A variable fills what the config leaves unset; where both have a value, the config's is used and the variable is logged."""
+"""A variable fills what the config leaves unset; where both have a value, the config's is used and
+the variable is logged."""
 
 from __future__ import annotations
 
@@ -60,7 +61,9 @@ def test_a_variable_fills_what_is_unset_and_never_what_is_set(name, text, field,
 def test_flush_only_in_the_config_comes_before_the_variable(text, only):
     config, logs = resolved({"FD_AS_ONLY_FLUSH": text}, {**BASE, "flush": {"only": only}})
     assert config.flush.only is only
-    assert [(log["variable"], log["setting"], log["value"]) for log in logs] == [("FD_AS_ONLY_FLUSH", "flush.only", only)]
+    assert [(log["variable"], log["setting"], log["value"]) for log in logs] == [
+        ("FD_AS_ONLY_FLUSH", "flush.only", only)
+    ]
     assert [sink.kind for sink in config.flush.sinks] == ["attention_store"] * only
 
 
@@ -72,7 +75,11 @@ def test_the_other_variables_do_not_come_before_the_config_either(tmp_path):
 
 
 def test_mooncakes_variables_are_logged_where_they_are_not_used():
-    environ = {"MOONCAKE_PROTOCOL": "tcp", "MOONCAKE_MASTER_SERVER_ADDR": "10.0.0.2:5", "MOONCAKE_LOCAL_HOSTNAME": "10.0.0.3"}
+    environ = {
+        "MOONCAKE_PROTOCOL": "tcp",
+        "MOONCAKE_MASTER_SERVER_ADDR": "10.0.0.2:5",
+        "MOONCAKE_LOCAL_HOSTNAME": "10.0.0.3",
+    }
     environ["MOONCAKE_GLOBAL_SEGMENT_SIZE"] = "4096"
     mooncake = {"master_server_address": "10.0.0.1:5", "protocol": "tcp"}
     tables = {
@@ -109,11 +116,15 @@ def test_a_config_that_a_variable_has_filled_agrees_with_it():
 def test_a_name_that_looks_like_one_of_ours_is_logged_once(name, similar):
     config, logs = resolved({name: "1"}, BASE)
     assert config == Config.from_env({}, Config.from_mapping(BASE))
-    assert [(log["variable"], log.get("similar_to"), log["log_level"]) for log in logs] == [(name, similar, "warning")]
+    assert [(log["variable"], log.get("similar_to"), log["log_level"]) for log in logs] == [
+        (name, similar, "warning")
+    ]
     assert resolved({name: "1"}, BASE)[1] == []
 
 
-@pytest.mark.parametrize("name", [*NOT_HONOURED, "FD_MODEL_USE_CACHE", "AS_SERVER", "PATH", "FD_PLUGINS"])
+@pytest.mark.parametrize(
+    "name", [*NOT_HONOURED, "FD_MODEL_USE_CACHE", "AS_SERVER", "PATH", "FD_PLUGINS"]
+)
 def test_other_names_are_not(name):
     assert resolved({name: "1"}, BASE)[1] == []
 
@@ -126,10 +137,14 @@ def test_every_variable_is_in_the_page_for_operators_and_every_name_there_is_kno
 
 @pytest.mark.parametrize("backend", [{}, {"storage": {"backend": "memory"}}])
 async def test_flush_only_mode_without_a_sink_is_an_error_at_start(backend):
-    with pytest.raises(ConfigError, match=r"flush\.only .* and there is no sink: name one in flush\.sinks"):
+    with pytest.raises(
+        ConfigError, match=r"flush\.only .* and there is no sink: name one in flush\.sinks"
+    ):
         async with kvactors.open(Config.from_mapping({"flush": {"only": True}, **backend})):
             pass
-    async with kvactors.open(Config.from_mapping({"flush": {"only": True, "sinks": [{"kind": "memory"}]}, **backend})):
+    async with kvactors.open(
+        Config.from_mapping({"flush": {"only": True, "sinks": [{"kind": "memory"}]}, **backend})
+    ):
         pass
 
 
@@ -153,7 +168,10 @@ RANKS = {**TP2, "ranks": {"count": 2, "endpoint": "memory://environment"}}
     [
         ({**TP2, "attention_store": {"shard_num": 4}}, "shard_num is 4, and there are 2 ranks"),
         ({**RANKS, "attention_store": {"shard_num": 1}}, "shard_num is 1, and there are 2 ranks"),
-        ({**RANKS, "attention_store": {"shard_id": 0}}, "shard_id must be left out with ranks.count 2"),
+        (
+            {**RANKS, "attention_store": {"shard_id": 0}},
+            "shard_id must be left out with ranks.count 2",
+        ),
         ({**TP2, "attention_store": {"shard_id": 2}}, r"shard_id must be in 0\.\.1, not 2"),
         ({"attention_store": {"shard_id": 1}}, r"shard_id must be in 0\.\.0, not 1"),
     ],
@@ -163,7 +181,10 @@ def test_shards_that_contradict_the_ranks_are_named(tables, complaint):
         Config.from_mapping({**BASE, **tables})
 
 
-@pytest.mark.parametrize(("tables", "shards"), [({}, 1), (TP2, 2), (RANKS, 2), ({"attention_store": {"shard_num": 3}}, 3)])
+@pytest.mark.parametrize(
+    ("tables", "shards"),
+    [({}, 1), (TP2, 2), (RANKS, 2), ({"attention_store": {"shard_num": 3}}, 3)],
+)
 def test_the_number_of_shards_is_that_of_the_ranks(tables, shards):
     from kvactors.layout import make_layout
     from kvactors.sdk_settings import sdk_settings
@@ -191,7 +212,12 @@ def test_a_variable_that_is_used_is_checked_as_the_setting_is(name, text):
     with pytest.raises(ConfigError, match=f"{name}: (attention_store|cache)"):
         resolved({name: text}, tables)
     mine = {
-        "attention_store": {"write_slice_blocks": 5, "write_slice_timeout": 1.0, "write_total_timeout": 2.0, "namespace": "n"}
+        "attention_store": {
+            "write_slice_blocks": 5,
+            "write_slice_timeout": 1.0,
+            "write_total_timeout": 2.0,
+            "namespace": "n",
+        }
     }
     config, _ = resolved({name: text}, {**BASE, **mine})
     assert config.attention_store.write_slice_blocks == 5, "it is not used"

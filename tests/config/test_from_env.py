@@ -41,9 +41,19 @@ def test_a_switch_is_0_or_1(name, value):
 
 
 def test_attention_store_by_variables():
-    environ = {"AS_NAMESPACE": "ns", "AS_POD_NAME": "pod-3", "AS_MODEL_VERSION": "v7", "ENABLE_EP_DP_IN_FD": "0"}
+    environ = {
+        "AS_NAMESPACE": "ns",
+        "AS_POD_NAME": "pod-3",
+        "AS_MODEL_VERSION": "v7",
+        "ENABLE_EP_DP_IN_FD": "0",
+    }
     store = Config.from_env(environ).attention_store
-    assert (store.namespace, store.pod_name, store.model_version, store.role_suffix) == ("ns", "pod-3", "v7", False)
+    assert (store.namespace, store.pod_name, store.model_version, store.role_suffix) == (
+        "ns",
+        "pod-3",
+        "v7",
+        False,
+    )
 
 
 def test_the_process_environment_is_read_unless_another_is_given(monkeypatch):
@@ -54,18 +64,31 @@ def test_the_process_environment_is_read_unless_another_is_given(monkeypatch):
 
 def test_each_kind_of_sink_has_settings_of_its_own():
     sinks = with_sinks(
-        {"kind": "memory"}, {"kind": "kv_events", "dp_rank": 2}, {"kind": "attention_store", "name": "as"}
+        {"kind": "memory"},
+        {"kind": "kv_events", "dp_rank": 2},
+        {"kind": "attention_store", "name": "as"},
     ).flush.sinks
-    assert [type(sink) for sink in sinks] == [MemorySinkConfig, KvEventsSinkConfig, AttentionStoreSinkConfig]
+    assert [type(sink) for sink in sinks] == [
+        MemorySinkConfig,
+        KvEventsSinkConfig,
+        AttentionStoreSinkConfig,
+    ]
     assert [sink.label for sink in sinks] == ["memory", "kv_events", "as"]
-    assert (sinks[2].view, sinks[2].gains, sinks[2].tiers) == ("node", "request_finish", ("device", "host"))
+    assert (sinks[2].view, sinks[2].gains, sinks[2].tiers) == (
+        "node",
+        "request_finish",
+        ("device", "host"),
+    )
     assert sinks[1].tiers == ("device", "host", "storage")
 
 
 @pytest.mark.parametrize(
     ("sink", "complaint"),
     [
-        ({"kind": "kv_event"}, r"unknown flush\.sinks\.kind 'kv_event'; did you mean 'kv_events'\? There are memory, jsonl"),
+        (
+            {"kind": "kv_event"},
+            r"unknown flush\.sinks\.kind 'kv_event'; did you mean 'kv_events'\? There are memory, jsonl",
+        ),
         ({"name": "x"}, r"flush\.sinks\.kind is missing"),
         ({"kind": "memory", "path": "x"}, r"unknown key 'flush\.sinks\.path'"),
         ({"kind": "jsonl"}, "path is missing"),
@@ -78,10 +101,21 @@ def test_each_kind_of_sink_has_settings_of_its_own():
         ({"kind": "kv_events", "endpoint": ""}, "endpoint must begin with"),
         ({"kind": "kv_events", "dp_rank": -1}, "dp_rank must be at least 0"),
         ({"kind": "kv_events", "replay_window": 0}, "replay_window must be at least 1"),
-        ({"kind": "kv_events", "high_water_mark": 1 << 31}, "high_water_mark must be at most 2147483647"),
+        (
+            {"kind": "kv_events", "high_water_mark": 1 << 31},
+            "high_water_mark must be at most 2147483647",
+        ),
         ({"kind": "kv_events", "detail_topic": "x"}, "would get 'x' as well"),
         ({"kind": "kv_events", "detail_endpoint": "tcp://*:1"}, "need a detail_topic"),
-        ({"kind": "kv_events", "snapshot_interval": float("nan"), "detail_topic": "x", "topic": "y"}, "snapshot_interval"),
+        (
+            {
+                "kind": "kv_events",
+                "snapshot_interval": float("nan"),
+                "detail_topic": "x",
+                "topic": "y",
+            },
+            "snapshot_interval",
+        ),
     ],
 )
 def test_settings_that_cannot_be_are_named(sink, complaint):
@@ -104,7 +138,11 @@ def test_settings_of_attention_store_that_cannot_be_are_named(table, complaint):
 
 
 def test_rank_0_alone_reports_to_attention_store():
-    config = with_sinks({"kind": "attention_store"}, {"kind": "memory"}, attention_store={"shard_id": 1, "shard_num": 2})
+    config = with_sinks(
+        {"kind": "attention_store"},
+        {"kind": "memory"},
+        attention_store={"shard_id": 1, "shard_num": 2},
+    )
     assert [sink.name for sink in make_sinks(config, LAYOUT)] == ["memory"]
 
 
@@ -118,10 +156,17 @@ def test_a_missing_sdk_is_named():
         make_sinks(with_sinks({"kind": "attention_store"}), LAYOUT)
 
 
-@pytest.mark.parametrize("sinks", [[], [{"kind": "memory"}], [{"kind": "attention_store", "name": "as"}]])
+@pytest.mark.parametrize(
+    "sinks", [[], [{"kind": "memory"}], [{"kind": "attention_store", "name": "as"}]]
+)
 def test_flush_only_with_the_attention_store_back_end_means_its_index(sinks):
-    base = {"cache": {"model": "m"}, "storage": {"backend": "attention_store", "write_policy": "write_through"}}
-    made = Config.from_env({"FD_AS_ONLY_FLUSH": "1"}, Config.from_mapping({**base, "flush": {"sinks": sinks}}))
+    base = {
+        "cache": {"model": "m"},
+        "storage": {"backend": "attention_store", "write_policy": "write_through"},
+    }
+    made = Config.from_env(
+        {"FD_AS_ONLY_FLUSH": "1"}, Config.from_mapping({**base, "flush": {"sinks": sinks}})
+    )
     assert [sink.kind for sink in made.flush.sinks].count("attention_store") == 1
     assert Config.from_env({"FD_AS_ONLY_FLUSH": "1"}, made) == made
     assert not Config.from_env({}, Config.from_mapping(base)).flush.sinks

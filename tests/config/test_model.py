@@ -7,14 +7,23 @@ import pytest
 from kvactors.config import Config
 from kvactors.errors import ConfigError
 
-MOONCAKE = {"backend": "mooncake", "mooncake": {"master_server_address": "10.0.0.1:1"}, "write_policy": "write_through"}
+MOONCAKE = {
+    "backend": "mooncake",
+    "mooncake": {"master_server_address": "10.0.0.1:1"},
+    "write_policy": "write_through",
+}
 SHARED = [
     {"storage": {"backend": "file", "directory": "/x"}},
     {"storage": MOONCAKE},
     {"storage": {"backend": "attention_store", "write_policy": "write_through"}},
     {"storage": {"backend": "package.module:Class"}},
     {"flush": {"sinks": [{"kind": "attention_store"}]}},
-    {"flush": {"only": True, "sinks": [{"kind": "memory"}, {"kind": "attention_store", "name": "as"}]}},
+    {
+        "flush": {
+            "only": True,
+            "sinks": [{"kind": "memory"}, {"kind": "attention_store", "name": "as"}],
+        }
+    },
 ]
 PRIVATE = [
     {},
@@ -31,7 +40,10 @@ def opened(tables, environ=None, **cache):
 
 @pytest.mark.parametrize("tables", SHARED)
 def test_what_outlives_or_leaves_the_process_needs_a_model(tables):
-    with pytest.raises(ConfigError, match=r"cache\.model is needed with (storage\.backend|flush\.sinks) .*KVACTORS_MODEL"):
+    with pytest.raises(
+        ConfigError,
+        match=r"cache\.model is needed with (storage\.backend|flush\.sinks) .*KVACTORS_MODEL",
+    ):
         opened(tables)
     assert opened(tables, model="m").cache.model == "m"
     assert opened(tables, {"KVACTORS_MODEL": "m"}).cache.model == "m"
@@ -57,4 +69,9 @@ def test_what_stays_in_the_process_does_not(tables):
 )
 def test_the_order_in_which_a_model_is_looked_for(cache, table, environ, model):
     tables = {"attention_store": table} if table else {}
-    assert opened({**tables, "flush": {"sinks": [{"kind": "attention_store"}]}}, environ, **cache).cache.model == model
+    assert (
+        opened(
+            {**tables, "flush": {"sinks": [{"kind": "attention_store"}]}}, environ, **cache
+        ).cache.model
+        == model
+    )

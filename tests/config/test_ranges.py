@@ -1,4 +1,5 @@
-"""Every number among the settings has a range; values out of it or of another type are named errors, however the config was made."""
+"""Every number among the settings has a range; values out of it or of another type are named
+errors, however the config was made."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def leaves(settings: msgspec.Struct, where: str) -> Iterator[tuple[str, Any]]:
 
 
 LEAVES = [leaf for table in CONFIG_TABLES for leaf in leaves(getattr(Config(), table), table)]
-NUMBERS = [name for name, value in LEAVES if isinstance(value, int | float) and not isinstance(value, bool)]
+NUMBERS = [
+    name for name, value in LEAVES if isinstance(value, int | float) and not isinstance(value, bool)
+]
 
 
 def changed(name: str, value: Any) -> Config:
@@ -41,7 +44,9 @@ def changed(name: str, value: Any) -> Config:
     old = getattr(Config(), table)
     inner, _, field = rest.rpartition(".")
     if inner:
-        new = msgspec.structs.replace(old, **{inner: msgspec.structs.replace(getattr(old, inner), **{field: value})})
+        new = msgspec.structs.replace(
+            old, **{inner: msgspec.structs.replace(getattr(old, inner), **{field: value})}
+        )
     else:
         new = msgspec.structs.replace(old, **{field: value})
     return Config(**{table: new})
@@ -55,7 +60,11 @@ def test_every_number_has_a_range():
 @pytest.mark.parametrize("name", RANGES)
 def test_numbers_out_of_range_are_named(name):
     bounds = RANGES[name]
-    beyond = [bounds.low - 1, bounds.high + 1 + bounds.high / 1000, *([bounds.low] if bounds.open else [])]
+    beyond = [
+        bounds.low - 1,
+        bounds.high + 1 + bounds.high / 1000,
+        *([bounds.low] if bounds.open else []),
+    ]
     if isinstance(dict(LEAVES)[name], float):
         beyond += [float("nan"), float("inf"), -float("inf")]
     else:
@@ -81,7 +90,9 @@ def test_values_of_other_types_are_named(name, value):
             validate(changed(name, one))
 
 
-@pytest.mark.parametrize("name", [name for name, value in LEAVES if isinstance(value, str) and name not in SIZES])
+@pytest.mark.parametrize(
+    "name", [name for name, value in LEAVES if isinstance(value, str) and name not in SIZES]
+)
 def test_texts_that_no_file_system_or_key_takes_are_named(name):
     for text in ("a\0b", "\ud800", "x" * 5000):
         with pytest.raises(ConfigError, match=name.replace(".", r"\.")):

@@ -13,12 +13,33 @@ from kvactors.config import Config, LayoutConfig, StorageConfig, read_toml
 from kvactors.errors import ConfigError
 
 VALUES: dict[str, Any] = {
-    "num_kv_heads": 4, "head_dim": 8, "dtype": "uint8", "quantization": "block_wise_fp8", "scale_dtype": "float16",
-    "kv_lora_rank": 128, "qk_rope_head_dim": 8, "index_head_dim": 128, "options": {"nonsense": 3}, "extra_block_ratio": 2.0,
-    "directory": "/x", "capacity_blocks": 9, "capacity_bytes": "4GB", "namespace": "n", "rank": 1, "ranks": 2,
-    "free_space_floor": 7, "durability": "synced", "read_only": True, "io_depth": 9, "keep_tokens": False, "exclusive": True, "min_fetch_blocks": 2,
-    "readers": 3, "writers": 3, "mooncake": {"protocol": "rdma"},
-}  # fmt: skip
+    "num_kv_heads": 4,
+    "head_dim": 8,
+    "dtype": "uint8",
+    "quantization": "block_wise_fp8",
+    "scale_dtype": "float16",
+    "kv_lora_rank": 128,
+    "qk_rope_head_dim": 8,
+    "index_head_dim": 128,
+    "options": {"nonsense": 3},
+    "extra_block_ratio": 2.0,
+    "directory": "/x",
+    "capacity_blocks": 9,
+    "capacity_bytes": "4GB",
+    "namespace": "n",
+    "rank": 1,
+    "ranks": 2,
+    "free_space_floor": 7,
+    "durability": "synced",
+    "read_only": True,
+    "io_depth": 9,
+    "keep_tokens": False,
+    "exclusive": True,
+    "min_fetch_blocks": 2,
+    "readers": 3,
+    "writers": 3,
+    "mooncake": {"protocol": "rdma"},
+}
 
 LAYOUTS = [
     (kind, name)
@@ -26,17 +47,43 @@ LAYOUTS = [
     for name in LayoutConfig.__struct_fields__
     if name not in used | LAYOUT_COMMON
 ]
-STORES = [(kind, name) for kind, used in STORAGE_USES.items() for name in StorageConfig.__struct_fields__ if name not in used]
+STORES = [
+    (kind, name)
+    for kind, used in STORAGE_USES.items()
+    for name in StorageConfig.__struct_fields__
+    if name not in used
+]
 
 OTHERS: list[tuple[dict[str, Any], str]] = [
-    ({"layout": {"scale_dtype": "float16"}}, r"layout\.scale_dtype has no use without layout\.quantization"),
-    ({"layout": {"extra_block_ratio": 2.0}}, r"layout\.extra_block_ratio has no use without layout\.extra_layers"),
+    (
+        {"layout": {"scale_dtype": "float16"}},
+        r"layout\.scale_dtype has no use without layout\.quantization",
+    ),
+    (
+        {"layout": {"extra_block_ratio": 2.0}},
+        r"layout\.extra_block_ratio has no use without layout\.extra_layers",
+    ),
     ({"device": {"place": "gpu:0"}}, r"device\.place has no use with device\.kind 'host'"),
-    ({"device": {"kind": "cuda", "place": "gpu:0"}}, r"device\.place has no use with device\.kind 'cuda'"),
-    ({"device": {"kind": "paddle", "ordinal": 1}}, r"device\.ordinal has no use with device\.kind 'paddle'"),
-    ({"host": {"low_watermark": 0.1, "high_watermark": 0.2}}, r"host\.low_watermark has no use without a host tier"),
-    ({"attention_store": {"pod_name": "x"}}, r"attention_store\.pod_name has no use without a sink"),
-    ({"cache": {"model": "m"}, "attention_store": {"namespace": "x"}}, r"attention_store\.namespace has no use"),
+    (
+        {"device": {"kind": "cuda", "place": "gpu:0"}},
+        r"device\.place has no use with device\.kind 'cuda'",
+    ),
+    (
+        {"device": {"kind": "paddle", "ordinal": 1}},
+        r"device\.ordinal has no use with device\.kind 'paddle'",
+    ),
+    (
+        {"host": {"low_watermark": 0.1, "high_watermark": 0.2}},
+        r"host\.low_watermark has no use without a host tier",
+    ),
+    (
+        {"attention_store": {"pod_name": "x"}},
+        r"attention_store\.pod_name has no use without a sink",
+    ),
+    (
+        {"cache": {"model": "m"}, "attention_store": {"namespace": "x"}},
+        r"attention_store\.namespace has no use",
+    ),
 ]
 
 
@@ -52,7 +99,9 @@ def test_a_setting_that_a_layout_does_not_know_is_an_error(kind, name):
 
 @pytest.mark.parametrize(("kind", "name"), STORES)
 def test_a_setting_that_a_store_does_not_know_is_an_error(kind, name):
-    with pytest.raises(ConfigError, match=rf"storage\.{name} has no use with storage\.backend '{kind}'"):
+    with pytest.raises(
+        ConfigError, match=rf"storage\.{name} has no use with storage\.backend '{kind}'"
+    ):
         Config.from_mapping(given("storage", "backend", kind, name))
 
 
@@ -69,21 +118,23 @@ def test_a_setting_that_is_written_down_counts_also_at_its_default():
 
 async def test_a_config_that_was_constructed_is_checked_when_a_cache_is_opened():
     config = Config(layout=LayoutConfig(kind="mla", quantization="block_wise_fp8"))
-    with pytest.raises(ConfigError, match=r"layout\.quantization has no use with layout\.kind 'mla'"):
+    with pytest.raises(
+        ConfigError, match=r"layout\.quantization has no use with layout\.kind 'mla'"
+    ):
         async with kvactors.open(config):
             pass
 
 
 def test_variables_that_nothing_uses_are_no_error():
     environ = {"AS_POD_NAME": "x", "AS_WRITE_SLICE_TIMEOUT": "3", "AS_NAMESPACE": "ns"}
-    assert Config.from_env(environ, Config.from_mapping({"cache": {"model": "m"}})).cache.model == "m"
+    assert (
+        Config.from_env(environ, Config.from_mapping({"cache": {"model": "m"}})).cache.model == "m"
+    )
 
 
 @pytest.mark.parametrize("kind", ["mla", "dsa"])
 def test_a_config_can_be_dumped_and_read_again(kind, tmp_path):
-    text = (
-        f'[cache]\nmodel = "m"\n[layout]\nkind = "{kind}"\nkv_lora_rank = 128\n[storage]\nbackend = "file"\ndirectory = "/x"\n'
-    )
+    text = f'[cache]\nmodel = "m"\n[layout]\nkind = "{kind}"\nkv_lora_rank = 128\n[storage]\nbackend = "file"\ndirectory = "/x"\n'
     (tmp_path / "c.toml").write_text(text)
     config = Config.from_mapping(read_toml(tmp_path / "c.toml"))
     assert Config.from_mapping(msgspec.to_builtins(config)) == config

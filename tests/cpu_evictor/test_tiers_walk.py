@@ -1,4 +1,5 @@
-"""Index and host tier together, in every order: right bytes, no slot kept, no false alarm, hints that are true at rest."""
+"""Index and host tier together, in every order: right bytes, no slot kept, no false alarm, hints
+that are true at rest."""
 
 from __future__ import annotations
 
@@ -10,7 +11,15 @@ from kvactors.prefix_index.messages import Abandon, Acquire, Clear, Commit, Fini
 from kvactors.storage.messages import Outcome, Write
 from kvactors.units import indices_of
 
-QUIET = {"stored": False, "policy": "none", "liar": False, "losses": False, "failures": False, "low": 0, "capacity": 100}
+QUIET = {
+    "stored": False,
+    "policy": "none",
+    "liar": False,
+    "losses": False,
+    "failures": False,
+    "low": 0,
+    "capacity": 100,
+}
 
 
 def walked(first: int, count: int, steps: int = 250, **fixed) -> None:
@@ -38,7 +47,8 @@ def test_walks_with_as_few_slots_as_there_can_be(slots, transit, policy):
 
 
 def test_walks_with_a_store_and_copies_that_report_nonsense():
-    """Fewer or more outcomes than keys, other types, values that are none: a miss, never a wrong byte, a failure or a slot in use for good."""
+    """Fewer or more outcomes than keys, other types, values that are none: a miss, never a wrong
+    byte, a failure or a slot in use for good."""
     walked(2000, 60, liar=True, stored=True, policy="write_through")
 
 
@@ -67,8 +77,9 @@ class Calm(TiersWalk):
 
 
 def test_a_hint_sent_before_a_discard_arrived_is_taken_back():
-    """A block is evicted, used, and evicted again while the first copy is in flight. The index discards the host's copy because of the first
-    eviction, and the answer to the second one, sent before the Discard arrived, says that the host holds it."""
+    """A block is evicted, used, and evicted again while the first copy is in flight. The index
+    discards the host's copy because of the first eviction, and the answer to the second one, sent
+    before the Discard arrived, says that the host holds it."""
     walk = Calm(0, blocks=3, slots=4, transit=2, mode="exclusive", **QUIET)
     walk.finish(walk.request(0, 1))
     walk.finish(walk.request(2, 1))
@@ -87,7 +98,8 @@ def test_a_hint_sent_before_a_discard_arrived_is_taken_back():
 
 @pytest.mark.parametrize("mode", ["exclusive", "inclusive"])
 def test_a_hint_of_before_a_clear_is_not_about_blocks_of_after_it(mode):
-    """A prefetch arrives at the host tier just before a clear does, and at an index that has a new tree with that block."""
+    """A prefetch arrives at the host tier just before a clear does, and at an index that has a new
+    tree with that block."""
     walk = Calm(0, blocks=4, slots=4, transit=2, mode=mode, **{**QUIET, "stored": True})
     key = walk.path(0, BLOCK).keys(0, 1)
     walk.store[key] = key
@@ -105,7 +117,14 @@ def test_a_hint_of_before_a_clear_is_not_about_blocks_of_after_it(mode):
 
 
 def stored_again(lose) -> None:
-    walk = Calm(0, blocks=4, slots=0, transit=4, mode="exclusive", **{**QUIET, "stored": True, "policy": "write_through"})
+    walk = Calm(
+        0,
+        blocks=4,
+        slots=0,
+        transit=4,
+        mode="exclusive",
+        **{**QUIET, "stored": True, "policy": "write_through"},
+    )
     for round_ in range(3):
         lease = walk.request(0, 3)
         while walk.to_evictor or walk.to_index or walk.copies or walk.asked:
@@ -142,7 +161,14 @@ def test_what_is_not_stored_now_is_offered_at_the_next_finish(outcome):
 
 
 def test_what_is_stored_is_not_copied_again():
-    walk = Calm(0, blocks=4, slots=0, transit=4, mode="exclusive", **{**QUIET, "stored": True, "policy": "write_through"})
+    walk = Calm(
+        0,
+        blocks=4,
+        slots=0,
+        transit=4,
+        mode="exclusive",
+        **{**QUIET, "stored": True, "policy": "write_through"},
+    )
     for round_ in range(3):
         lease, copies = walk.request(0, 3), 0
         while True:
@@ -160,7 +186,14 @@ def test_what_is_stored_is_not_copied_again():
 
 
 def test_a_store_that_does_not_answer_holds_the_blocks_of_a_finished_request_for_a_second():
-    walk = Calm(0, blocks=4, slots=0, transit=4, mode="exclusive", **{**QUIET, "stored": True, "policy": "write_through"})
+    walk = Calm(
+        0,
+        blocks=4,
+        slots=0,
+        transit=4,
+        mode="exclusive",
+        **{**QUIET, "stored": True, "policy": "write_through"},
+    )
     lease = walk.request(0, 3)
     while walk.to_evictor or walk.to_index or walk.asked:
         walk.deliver()
@@ -185,7 +218,16 @@ def test_a_report_that_does_not_fit_its_keys_is_a_failure_of_all_of_them(report)
 def test_reports_within_their_limits_are_taken_as_they_are():
     assert outcomes_of(bytearray([0, 2]), 2) == bytes([0, 2])
     assert outcomes_of(bytes([0, 200]), 2) == bytes([Outcome.OK, Outcome.UNAVAILABLE])
-    assert [count_of(value, 3) for value in (0, 3, 4, -1, "3", None, 2.0, True)] == [0, 3, 0, 0, 0, 0, 0, 1]
+    assert [count_of(value, 3) for value in (0, 3, 4, -1, "3", None, 2.0, True)] == [
+        0,
+        3,
+        0,
+        0,
+        0,
+        0,
+        0,
+        1,
+    ]
     assert indices_of((0, 2), 3) == {0, 2}
     assert indices_of((), 3) == frozenset()
     assert indices_of((3,), 3) == indices_of(None, 3) == indices_of(("0",), 3) == {0, 1, 2}

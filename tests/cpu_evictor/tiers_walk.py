@@ -1,4 +1,5 @@
-"""PrefixIndex and CpuEvictor turn by turn, every message and completion in any order that the channels allow, with the bytes that move."""
+"""PrefixIndex and CpuEvictor turn by turn, every message and completion in any order that the
+channels allow, with the bytes that move."""
 
 from __future__ import annotations
 
@@ -17,7 +18,17 @@ from kvactors.gpu_swapper.messages import Copy, Direction
 from kvactors.native import HOST, Path
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.index import BlockIndex
-from kvactors.prefix_index.messages import Abandon, Acquire, Clear, Commit, DeviceLost, Finish, Preempt, Prefetch, Ready
+from kvactors.prefix_index.messages import (
+    Abandon,
+    Acquire,
+    Clear,
+    Commit,
+    DeviceLost,
+    Finish,
+    Preempt,
+    Prefetch,
+    Ready,
+)
 from kvactors.prefix_index.roots import Roots
 from kvactors.storage.messages import Outcome, Probe, Read, Write
 from kvactors.testing.probe import Probe as ProbeRef
@@ -31,21 +42,31 @@ JUNK = b"junk"
 
 
 class TiersWalk:
-    """One seeded walk. device, slots, store: which block's bytes are where (JUNK for bytes that mean nothing)."""
+    """One seeded walk. device, slots, store: which block's bytes are where (JUNK for bytes that
+    mean nothing)."""
 
     def __init__(self, seed: int, **fixed: Any) -> None:
         self.random = random = Random(seed)
         draw = {
-            "blocks": random.randint(3, 10), "slots": random.choice([0, 1, 2, 4, 8]), "transit": random.choice([1, 2, 4]),
-            "mode": random.choice(["exclusive", "inclusive"]), "policy": random.choice(["none", "write_through", "write_back"]),
-            "stored": random.random() < 0.7, "capacity": random.choice([2, 6, 100]), "liar": random.random() < 0.3,
-            "low": random.choice([0, 2]), "losses": random.random() < 0.3, "failures": random.random() < 0.3,
-        }  # fmt: skip
+            "blocks": random.randint(3, 10),
+            "slots": random.choice([0, 1, 2, 4, 8]),
+            "transit": random.choice([1, 2, 4]),
+            "mode": random.choice(["exclusive", "inclusive"]),
+            "policy": random.choice(["none", "write_through", "write_back"]),
+            "stored": random.random() < 0.7,
+            "capacity": random.choice([2, 6, 100]),
+            "liar": random.random() < 0.3,
+            "low": random.choice([0, 2]),
+            "losses": random.random() < 0.3,
+            "failures": random.random() < 0.3,
+        }
         draw.update(fixed)
         self.draw = SimpleNamespace(**draw)
         d = self.draw
         self.storage = StorageConfig(
-            backend="memory" if d.stored else "none", write_policy=d.policy if d.stored else "none", timeout=5.0
+            backend="memory" if d.stored else "none",
+            write_policy=d.policy if d.stored else "none",
+            timeout=5.0,
         )
         host = HostConfig(slots=d.slots, transit_slots=d.transit, mode=d.mode)
         exclusive = d.mode == "exclusive" or not d.slots
@@ -62,38 +83,66 @@ class TiersWalk:
         self.number = self.era = self.served = self.reused = 0
         self.roots = Roots("model", "default", bytes(32))
         self.index = BlockIndex(BLOCK, d.blocks, 64, recompute_last_token=False)
-        names = {name: ProbeRef(name) for name in ("cpu_evictor", "prefix_index", "gpu_swapper", "flush_notifier")}
+        names = {
+            name: ProbeRef(name)
+            for name in ("cpu_evictor", "prefix_index", "gpu_swapper", "flush_notifier")
+        }
         readers = [ProbeRef("storage_reader-0", "storage_reader")] if d.stored else []
         writers = [ProbeRef("storage_writer-0", "storage_writer")] if d.stored else []
         self.prefix: Stepper[PrefixIndex] = Stepper(
             lambda ref: PrefixIndex(
-                ref, index=self.index, evictor=names["cpu_evictor"], notifier=names["flush_notifier"], exclusive=exclusive,
-                host_tier=d.slots > 0 or self.storage.write_policy == "write_back", fetch=d.stored, announce=True,
-                save=self.storage.write_policy, min_hits=1, keep=not exclusive, free_low=d.low, free_high=2 * d.low,
+                ref,
+                index=self.index,
+                evictor=names["cpu_evictor"],
+                notifier=names["flush_notifier"],
+                exclusive=exclusive,
+                host_tier=d.slots > 0 or self.storage.write_policy == "write_back",
+                fetch=d.stored,
+                announce=True,
+                save=self.storage.write_policy,
+                min_hits=1,
+                keep=not exclusive,
+                free_low=d.low,
+                free_high=2 * d.low,
                 roots=self.roots,
             )
-        )  # fmt: skip
+        )
         self.evictor: Stepper[CpuEvictor] = Stepper(
             lambda ref: CpuEvictor(
-                ref, config=host, storage=self.storage, arena=SimpleNamespace(num_slots=d.slots + d.transit, in_use=()),
-                index=names["prefix_index"], swapper=names["gpu_swapper"], readers=readers, writers=writers,
-                notifier=names["flush_notifier"], era=0, direct=None, layerwise=False,
+                ref,
+                config=host,
+                storage=self.storage,
+                arena=SimpleNamespace(num_slots=d.slots + d.transit, in_use=()),
+                index=names["prefix_index"],
+                swapper=names["gpu_swapper"],
+                readers=readers,
+                writers=writers,
+                notifier=names["flush_notifier"],
+                era=0,
+                direct=None,
+                layerwise=False,
             )
-        )  # fmt: skip
+        )
 
     # -- turns
 
     def of_index(self, effects: Any) -> Any:
         self.to_evictor += effects.to("cpu_evictor")
         for one in effects.answered:
-            assert one.error is None or isinstance(one.error, (KVActorsError, ValueError)), repr(one.error)
+            assert one.error is None or isinstance(one.error, (KVActorsError, ValueError)), repr(
+                one.error
+            )
             if isinstance(one.message, Acquire):
                 path = self.open.pop(one.message.lease)
                 if one.error is None:
                     self.leases[one.message.lease] = path
                     if not one.value.pending:
                         self.arrived(one.message.lease)
-            elif isinstance(one.message, Ready) and one.error is None and one.message.lease in self.leases:
+            elif (
+                isinstance(one.message, Ready)
+                and one.error is None
+                and one.message.lease in self.leases
+            ):
                 self.arrived(one.message.lease)
         return effects
 
@@ -111,7 +160,8 @@ class TiersWalk:
         return self.of_index(self.prefix.turn(message, deadline=deadline))
 
     def arrived(self, lease: int) -> None:
-        """The request's loads are over: what is called cached must hold the right bytes; the rest is computed now."""
+        """The request's loads are over: what is called cached must hold the right bytes; the rest
+        is computed now."""
         record = self.prefix.actor.leases.get(lease)
         if record is None or record.fault is not None or lease in self.ready:
             return
@@ -119,7 +169,9 @@ class TiersWalk:
         blocks, keys = path.blocks(), split_keys(path.keys(0, path.num_full_blocks))
         for position in range(path.num_committed):
             lost = self.era != self.prefix.actor.era  # the index has not been told yet
-            assert lost or self.device.get(blocks[position]) == keys[position], "a cached block has another block's bytes"
+            assert lost or self.device.get(blocks[position]) == keys[position], (
+                "a cached block has another block's bytes"
+            )
         for position in range(path.num_committed, len(blocks)):
             self.device[blocks[position]] = keys[position] if position < len(keys) else JUNK
         self.ready.add(lease)
@@ -143,7 +195,11 @@ class TiersWalk:
         return path
 
     def prefetch(self) -> None:
-        self.ask(Prefetch(self.path(self.random.randrange(FAMILIES), LONGEST * BLOCK), self.prefix.now + 2.0))
+        self.ask(
+            Prefetch(
+                self.path(self.random.randrange(FAMILIES), LONGEST * BLOCK), self.prefix.now + 2.0
+            )
+        )
 
     def end(self) -> None:
         if not self.leases:
@@ -193,16 +249,28 @@ class TiersWalk:
         bad = self.draw.failures and not good and self.random.random() < 0.3
         if isinstance(message, Probe):
             found: Any = next((i for i, key in enumerate(keys) if key not in self.store), len(keys))
-            found = self.random.choice([-3, "7", None, len(keys) + 5]) if lie else 0 if bad else found
+            found = (
+                self.random.choice([-3, "7", None, len(keys) + 5]) if lie else 0 if bad else found
+            )
             self.of_evictor(self.evictor.turn(Probed(message.op, found)))
             return
         outcomes = bytearray()
-        bad = bad or message.era != self.era  # a back end does not move memory of another generation
+        bad = (
+            bad or message.era != self.era
+        )  # a back end does not move memory of another generation
         for key, slot in zip(keys, message.slots, strict=True):
             if isinstance(message, Write):
-                outcomes.append(Outcome.UNAVAILABLE if bad else Outcome.EXISTS if key in self.store else Outcome.OK)
+                outcomes.append(
+                    Outcome.UNAVAILABLE
+                    if bad
+                    else Outcome.EXISTS
+                    if key in self.store
+                    else Outcome.OK
+                )
                 if not bad:
-                    assert self.slots.get(slot) == key, "another block's bytes are stored under this key"
+                    assert self.slots.get(slot) == key, (
+                        "another block's bytes are stored under this key"
+                    )
                     self.store.setdefault(key, key)
             elif key in self.store and not bad:
                 self.slots[slot] = self.store[key]
@@ -218,7 +286,15 @@ class TiersWalk:
                 for slot in message.slots:
                     self.slots[slot] = JUNK
             report = self.random.choice(
-                [report[:-1], b"", None, bytes([99]) * len(keys), "OK", [0] * len(keys), report + b"\0"]
+                [
+                    report[:-1],
+                    b"",
+                    None,
+                    bytes([99]) * len(keys),
+                    "OK",
+                    [0] * len(keys),
+                    report + b"\0",
+                ]
             )
         kind = Written if isinstance(message, Write) else ReadDone
         self.of_evictor(self.evictor.turn(kind(message.op, report)))
@@ -234,7 +310,8 @@ class TiersWalk:
         self.of_evictor(self.evictor.elapse(seconds))
 
     def lose(self) -> None:
-        """Device and host memory are lost; the index and the host tier learn of it at different moments."""
+        """Device and host memory are lost; the index and the host tier learn of it at different
+        moments."""
         if self.draw.losses and self.random.random() < 0.2:
             self.era += 1
             self.to_index.append(DeviceLost(self.era))
@@ -251,7 +328,9 @@ class TiersWalk:
         if self.draw.failures and self.random.random() < 0.3:
             name = self.random.choice(["storage_reader-0", "storage_writer-0"])
             kinds = Write if name.startswith("storage_writer") else (Probe, Read)
-            self.asked = {op: message for op, message in self.asked.items() if not isinstance(message, kinds)}
+            self.asked = {
+                op: message for op, message in self.asked.items() if not isinstance(message, kinds)
+            }
             self.number += 1
             self.of_evictor(self.evictor.turn(PeerRestarted(name, self.number)))
 
@@ -261,17 +340,26 @@ class TiersWalk:
 
     def step(self) -> None:
         moves = [
-            (6, self.acquire), (5, self.end), (8, self.copied), (8, self.stored), (16, self.deliver), (1, self.prefetch),
-            (1, lambda: self.elapse(self.random.choice([0.1, 1.5]))), (1, self.lose), (1, self.stall), (1, self.clear),
+            (6, self.acquire),
+            (5, self.end),
+            (8, self.copied),
+            (8, self.stored),
+            (16, self.deliver),
+            (1, self.prefetch),
+            (1, lambda: self.elapse(self.random.choice([0.1, 1.5]))),
+            (1, self.lose),
+            (1, self.stall),
+            (1, self.clear),
             (1, self.storage_restarted),
-        ]  # fmt: skip
+        ]
         weights, calls = zip(*moves, strict=True)
         self.random.choices(calls, weights)[0]()
         self.prefix.actor.check()
         self.evictor.actor.check()
 
     def rest(self) -> None:
-        """Every lease ends, everything is answered: what the actors have of each other agrees, and nothing is in use."""
+        """Every lease ends, everything is answered: what the actors have of each other agrees, and
+        nothing is in use."""
         for _ in range(300):
             while self.to_evictor or self.to_index or self.copies or self.asked:
                 self.deliver()
@@ -283,7 +371,9 @@ class TiersWalk:
             if not (self.open or self.to_evictor or self.to_index):
                 break
             self.elapse(1.0)
-        assert not [timer for timer in self.evictor._pending if not timer.handle.cancelled()], "a timer of an ended operation"
+        assert not [timer for timer in self.evictor._pending if not timer.handle.cancelled()], (
+            "a timer of an ended operation"
+        )
         self.elapse(60.0)
         self.look()
 
@@ -292,7 +382,15 @@ class TiersWalk:
         index, evictor = self.prefix.actor, self.evictor.actor
         index.check()
         evictor.check()
-        left = (index.leases, index.loads, index.offloads, index.saves, index.waiting, evictor.loads, self.open)
+        left = (
+            index.leases,
+            index.loads,
+            index.offloads,
+            index.saves,
+            index.waiting,
+            evictor.loads,
+            self.open,
+        )
         assert not any(left), f"left over: {left}"
         assert evictor.host.pinned == evictor.host.handed == 0
         assert self.index.free + self.index.tree.statistics()["device"] == self.index.pool.total
@@ -302,8 +400,12 @@ class TiersWalk:
             assert self.slots.get(entry.slot) == key, "a host slot holds another block's bytes"
         hinted: set[bytes] = set()
         for _, _, keys, states in self.index.tree.paths():
-            hinted |= {key for key, state in zip(split_keys(keys), states, strict=True) if state & HOST}
-        assert hinted <= resident, f"{len(hinted - resident)} blocks are thought to be on the host, and are not"
+            hinted |= {
+                key for key, state in zip(split_keys(keys), states, strict=True) if state & HOST
+            }
+        assert hinted <= resident, (
+            f"{len(hinted - resident)} blocks are thought to be on the host, and are not"
+        )
         wrong = [key for key, data in self.store.items() if data != key]
         assert not wrong
 

@@ -13,7 +13,13 @@ from kvactors.testing.fake_cuda import FakeCuda, build
 CAPSULE = ctypes.pythonapi.PyCapsule_New
 CAPSULE.restype = ctypes.py_object
 CAPSULE.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-CODES = {"float32": (2, 32), "float16": (2, 16), "bfloat16": (4, 16), "uint8": (1, 8), "int8": (0, 8)}
+CODES = {
+    "float32": (2, 32),
+    "float16": (2, 16),
+    "bfloat16": (4, 16),
+    "uint8": (1, 8),
+    "int8": (0, 8),
+}
 
 
 def stand_in() -> FakeCuda:
@@ -40,7 +46,8 @@ class Managed(ctypes.Structure):
 
 
 class GpuTensor:
-    """A tensor that speaks DLPack as GPU frameworks do. pointer: whether it has `data_ptr`, as torch's and Paddle's."""
+    """A tensor that speaks DLPack as GPU frameworks do. pointer: whether it has `data_ptr`, as
+    torch's and Paddle's."""
 
     def __init__(self, address, shape, dtype, kind=2):
         self.address, self.shape, self.dtype, self.kind = address, shape, dtype, kind
@@ -48,7 +55,23 @@ class GpuTensor:
     def __dlpack__(self):
         code, bits = CODES[self.dtype]
         shape = (ctypes.c_int64 * len(self.shape))(*self.shape)
-        self.kept = shape, Managed(self.address, self.kind, 0, len(self.shape), code, bits, 1, shape, None, 0, None, None)
+        self.kept = (
+            shape,
+            Managed(
+                self.address,
+                self.kind,
+                0,
+                len(self.shape),
+                code,
+                bits,
+                1,
+                shape,
+                None,
+                0,
+                None,
+                None,
+            ),
+        )
         return CAPSULE(ctypes.addressof(self.kept[1]), b"dltensor", None)
 
 

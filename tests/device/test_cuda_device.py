@@ -44,8 +44,15 @@ def driver(fake):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_blocks_go_to_host_slots_and_come_back(driver, name):
     layout, blocks, rng = LAYOUTS[name], 6, np.random.default_rng(5)
-    device, arena = CudaDevice.allocate(layout, blocks, driver=driver), Arena(blocks, layout.block_bytes)
-    names, ids, slots = rng.bytes(32 * blocks), rng.permutation(blocks).tolist(), rng.permutation(blocks).tolist()
+    device, arena = (
+        CudaDevice.allocate(layout, blocks, driver=driver),
+        Arena(blocks, layout.block_bytes),
+    )
+    names, ids, slots = (
+        rng.bytes(32 * blocks),
+        rng.permutation(blocks).tolist(),
+        rng.permutation(blocks).tolist(),
+    )
     device.fill(ids, names)
     assert device.check(ids, names) == []
     twin = HostDevice(layout, blocks)
@@ -84,7 +91,14 @@ def test_an_engines_tensors_are_taken_by_address(driver, kind):
 
 
 def interface(**changes):
-    fields = {"shape": (4, 8), "typestr": "<f2", "data": (4096, False), "version": 3, "strides": None, **changes}
+    fields = {
+        "shape": (4, 8),
+        "typestr": "<f2",
+        "data": (4096, False),
+        "version": 3,
+        "strides": None,
+        **changes,
+    }
     return SimpleNamespace(__cuda_array_interface__=fields)
 
 
@@ -121,9 +135,21 @@ def test_what_does_not_fit_the_layout_or_the_gpu_is_an_error(driver):
     host = np.zeros(good[3].shape, np.float16)
     for tensors, error, complaint in (
         (good[:3], LayoutError, "4 regions, and 3"),
-        ([*good[:3], PointerTensor(good[3].address, good[3].shape, "float32")], LayoutError, "layer 1, value, is float32"),
-        ([*good[:3], PointerTensor(host.ctypes.data, host.shape, "float16")], DeviceError, "not in CUDA's memory"),
-        ([PointerTensor(t.address, (0, *t.shape[1:]), t.dtype) for t in good], LayoutError, "at least 1 block"),
+        (
+            [*good[:3], PointerTensor(good[3].address, good[3].shape, "float32")],
+            LayoutError,
+            "layer 1, value, is float32",
+        ),
+        (
+            [*good[:3], PointerTensor(host.ctypes.data, host.shape, "float16")],
+            DeviceError,
+            "not in CUDA's memory",
+        ),
+        (
+            [PointerTensor(t.address, (0, *t.shape[1:]), t.dtype) for t in good],
+            LayoutError,
+            "at least 1 block",
+        ),
     ):
         with pytest.raises(error, match=complaint):
             CudaDevice(layout, tensors, driver=driver)
@@ -143,7 +169,9 @@ def test_tensors_of_another_gpu_are_refused(fake, driver):
 def test_a_tensor_that_moved_is_an_error_and_no_copy(driver):
     layout = LAYOUTS["gqa"]
     owner, arena = CudaDevice.allocate(layout, 4, driver=driver), Arena(2, layout.block_bytes)
-    device = CudaDevice(layout, [PointerTensor(m.address, m.shape, "float16") for m in owner.tensors], driver=driver)
+    device = CudaDevice(
+        layout, [PointerTensor(m.address, m.shape, "float16") for m in owner.tensors], driver=driver
+    )
     device.tensors[1].address += 256
     with pytest.raises(DeviceError, match="layer 0, value, has moved"):
         device.copy_to_host([0], arena, [0])
@@ -180,10 +208,20 @@ def test_an_arena_is_pinned_once_and_until_the_end(fake, driver):
 
 
 CALLS = [
-    "cuDeviceGetCount", "cuDeviceGet", "cuDeviceGetName", "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent", "cuStreamCreate",
-    "cuMemAlloc", "cuPointerGetAttribute", "cuMemHostRegister", "cuMemHostGetDevicePointer", "cuMemcpyHtoDAsync",
-    "cuMemcpyDtoHAsync", "cuStreamSynchronize",
-]  # fmt: skip
+    "cuDeviceGetCount",
+    "cuDeviceGet",
+    "cuDeviceGetName",
+    "cuDevicePrimaryCtxRetain",
+    "cuCtxPushCurrent",
+    "cuStreamCreate",
+    "cuMemAlloc",
+    "cuPointerGetAttribute",
+    "cuMemHostRegister",
+    "cuMemHostGetDevicePointer",
+    "cuMemcpyHtoDAsync",
+    "cuMemcpyDtoHAsync",
+    "cuStreamSynchronize",
+]
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -208,7 +246,9 @@ def test_every_call_may_fail_and_nothing_leaks(fake, driver, call, nth):
     arena.close()
 
 
-@pytest.mark.parametrize("call", ["cuMemFree", "cuCtxPushCurrent", "cuMemHostUnregister", "cuStreamDestroy"])
+@pytest.mark.parametrize(
+    "call", ["cuMemFree", "cuCtxPushCurrent", "cuMemHostUnregister", "cuStreamDestroy"]
+)
 def test_closing_never_raises(fake, driver, call):
     device = CudaDevice.allocate(LAYOUTS["gqa"], 4, driver=driver)
     arena = Arena(2, LAYOUTS["gqa"].block_bytes)

@@ -28,8 +28,13 @@ def test_a_missing_driver_is_said_to_be_missing():
 
 
 def test_nothing_is_loaded_at_import():
-    script = "import kvactors.device.cuda, kvactors.gpu_swapper.cuda_executor as c; print('libcuda' in open('/proc/self/maps').read())"
-    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, check=True)
+    script = (
+        "import kvactors.device.cuda, kvactors.gpu_swapper.cuda_executor as c; print('libcuda' in "
+        "open('/proc/self/maps').read())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script], capture_output=True, text=True, check=True
+    )
     assert done.stdout == "False\n"
 
 
@@ -37,11 +42,18 @@ def test_errors_have_the_drivers_names(fake):
     fake.fail("cuInit", 100)
     with pytest.raises(CudaError, match=r"cuInit: CUDA_ERROR_NO_DEVICE \(100\)") as caught:
         CudaDriver(fake.path)
-    assert (caught.value.function, caught.value.code, caught.value.name) == ("cuInit", 100, "CUDA_ERROR_NO_DEVICE")
+    assert (caught.value.function, caught.value.code, caught.value.name) == (
+        "cuInit",
+        100,
+        "CUDA_ERROR_NO_DEVICE",
+    )
     assert str(CudaDriver(fake.path).error("cuX", 4711)) == "cuX: CUDA_ERROR_UNKNOWN (4711)"
 
 
-@pytest.mark.parametrize(("version", "has"), [(11040, False), (12070, False), (12080, True), (12090, True), (13000, True)])
+@pytest.mark.parametrize(
+    ("version", "has"),
+    [(11040, False), (12070, False), (12080, True), (12090, True), (13000, True)],
+)
 def test_batches_in_the_form_of_the_drivers_version(fake, version, has):
     fake.set("version", version)
     driver = CudaDriver(fake.path)
@@ -98,7 +110,9 @@ def test_the_stand_in_knows_its_memory(fake):
         driver.call("cuMemFree", memory)
         fake.gate(-1)
         assert driver.status("cuStreamSynchronize", stream) == 700, "the copy ran into freed memory"
-        assert driver.status("cuMemAlloc", ctypes.byref(ctypes.c_uint64()), 16) == 700, "and the context is broken"
+        assert driver.status("cuMemAlloc", ctypes.byref(ctypes.c_uint64()), 16) == 700, (
+            "and the context is broken"
+        )
         fake.sticky(0)
         driver.call("cuStreamDestroy", stream)
     driver.call("cuDevicePrimaryCtxRelease", 0)

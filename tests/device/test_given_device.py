@@ -25,8 +25,16 @@ async def test_the_config_of_the_cache_reports_the_given_device():
 @pytest.mark.parametrize(
     ("tables", "error", "complaint"),
     [
-        ({"device": {"num_blocks": 9}}, kvactors.ConfigError, "num_blocks is 9, and the given device has 7"),
-        ({"layout": {"num_layers": 2}}, kvactors.LayoutError, "another layout than the given device"),
+        (
+            {"device": {"num_blocks": 9}},
+            kvactors.ConfigError,
+            "num_blocks is 9, and the given device has 7",
+        ),
+        (
+            {"layout": {"num_layers": 2}},
+            kvactors.LayoutError,
+            "another layout than the given device",
+        ),
         ({"cache": {"block_size": 8}}, kvactors.LayoutError, "blocks hold 4 tokens"),
     ],
 )
@@ -37,7 +45,12 @@ async def test_settings_that_describe_another_device_are_named(tables, error, co
 
 
 async def test_settings_that_describe_the_given_device_are_taken():
-    tables = {"layout": {"num_layers": 1, "num_kv_heads": 1, "head_dim": 8}, "device": {"num_blocks": 7}}
+    tables = {
+        "layout": {"num_layers": 1, "num_kv_heads": 1, "head_dim": 8},
+        "device": {"num_blocks": 7},
+    }
     settings = config(**tables)
-    async with kvactors.open(settings, device=HostDevice(make_layout(settings.layout, 4), 7)) as cache:
+    async with kvactors.open(
+        settings, device=HostDevice(make_layout(settings.layout, 4), 7)
+    ) as cache:
         assert cache.config == settings

@@ -16,7 +16,8 @@ SHIPPED = Path(__file__).parents[2] / "kvactors" / "device" / "block_copy.ptx"
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
 def test_the_shipped_text_is_what_nvcc_makes_of_the_source():
-    """Another nvcc may make other text of it: then the file is to be made anew, by native/cuda/build_ptx.py."""
+    """Another nvcc may make other text of it: then the file is to be made anew, by
+    native/cuda/build_ptx.py."""
     assert BUILD["make"]() == SHIPPED.read_text("ascii")
 
 
@@ -35,12 +36,22 @@ def test_it_assembles(target, tmp_path):
     command = ["ptxas", f"-arch={target}", "-v", "-o", tmp_path / "out.cubin", SHIPPED]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "bytes spill" not in done.stderr or "0 bytes spill stores, 0 bytes spill loads" in done.stderr
+    assert (
+        "bytes spill" not in done.stderr
+        or "0 bytes spill stores, 0 bytes spill loads" in done.stderr
+    )
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 def test_every_thread_played_under_sanitizers(tmp_path):
-    flags = ["-std=c++17", "-g", "-O1", "-Wno-unknown-pragmas", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    flags = [
+        "-std=c++17",
+        "-g",
+        "-O1",
+        "-Wno-unknown-pragmas",
+        "-fsanitize=address,undefined",
+        "-fno-sanitize-recover=all",
+    ]
     command = ["g++", *flags, NATIVE / "tests" / "test_block_copy.cpp", "-o", tmp_path / "test"]
     for step in (command, [tmp_path / "test"]):
         done = subprocess.run(step, capture_output=True, text=True)

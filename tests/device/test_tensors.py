@@ -44,7 +44,9 @@ class Stranger:
 
 def numpy_tensors(layout, blocks, wrap=lambda array: array):
     """bfloat16 is not numpy's: such layouts are left out by the callers."""
-    return [wrap(np.zeros(shape, dtype)) for shape, dtype in layout.allocate(lambda *made: made, blocks)]
+    return [
+        wrap(np.zeros(shape, dtype)) for shape, dtype in layout.allocate(lambda *made: made, blocks)
+    ]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -101,7 +103,10 @@ def test_tensors_may_be_given_by_layer_and_role():
     tensors = numpy_tensors(layout, 4)
     by_name = {(p.layer, p.role): t for p, t in zip(layout.pieces, tensors, strict=True)}
     shuffled = dict(sorted(by_name.items(), key=lambda item: item[0][1], reverse=True))
-    assert TensorDevice(layout, shuffled).regions.tolist() == TensorDevice(layout, tensors).regions.tolist()
+    assert (
+        TensorDevice(layout, shuffled).regions.tolist()
+        == TensorDevice(layout, tensors).regions.tolist()
+    )
     del shuffled[1, "value"]
     with pytest.raises(LayoutError, match=r"lacking: \[\(1, 'value'\)\]"):
         TensorDevice(layout, shuffled)
@@ -111,9 +116,17 @@ def test_tensors_may_be_given_by_layer_and_role():
     ("spoil", "error", "complaint"),
     [
         (lambda t: t[:-1], LayoutError, "4 regions, and 3 were given"),
-        (lambda t: [t[0], t[1].astype(np.float32), *t[2:]], LayoutError, "layer 0, value, is float32"),
+        (
+            lambda t: [t[0], t[1].astype(np.float32), *t[2:]],
+            LayoutError,
+            "layer 0, value, is float32",
+        ),
         (lambda t: [*t[:3], t[3][:-1]], LayoutError, "layer 1, value"),
-        (lambda t: [*t[:3], np.zeros((*t[3].shape[:-1], 64), np.float16)[..., ::2]], DeviceError, "not contiguous"),
+        (
+            lambda t: [*t[:3], np.zeros((*t[3].shape[:-1], 64), np.float16)[..., ::2]],
+            DeviceError,
+            "not contiguous",
+        ),
         (lambda t: [*t[:3], t[3].astype(np.float64)], DeviceError, "DLPack type 2, 64 bits"),
         (lambda t: [*t[:3], "a tensor"], DeviceError, "str cannot be taken by DLPack"),
         (lambda t: [array[:0] for array in t], LayoutError, "at least 1 block"),
@@ -205,7 +218,9 @@ asyncio.run(main())
 
 async def test_sigterm_still_ends_a_serving_loop_cleanly():
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    process = await asyncio.create_subprocess_exec(sys.executable, "-P", "-c", SCRIPT, stdout=subprocess.PIPE, env=environ)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-P", "-c", SCRIPT, stdout=subprocess.PIPE, env=environ
+    )
     assert await process.stdout.readline() == b"ready\n"
     process.send_signal(signal.SIGTERM)
     out, _ = await process.communicate()

@@ -14,8 +14,13 @@ def test_the_example_runs_as_pasted_and_its_second_turn_hits_what_was_decoded(tm
     example = text.split("## Embed it")[1].split("```python\n")[1].split("```")[0]
     done = subprocess.run(
         [sys.executable, "-c", example],
-        cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False, env={"TMPDIR": str(tmp_path), "PATH": ""},
-    )  # fmt: skip
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env={"TMPDIR": str(tmp_path), "PATH": ""},
+    )
     assert done.returncode == 0, done.stderr
     assert "cached: 0 of 200 tokens, then 320 of 321" in done.stdout
     assert list(tmp_path.iterdir()), "the store is in the temporary folder"

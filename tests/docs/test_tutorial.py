@@ -1,4 +1,5 @@
-"""docs/testing_your_loop.md is carried out: files are written, changes applied, commands run, and what they print is what it says."""
+"""docs/testing_your_loop.md is carried out: files are written, changes applied, commands run, and
+what they print is what it says."""
 
 from __future__ import annotations
 
@@ -56,7 +57,9 @@ def patched(text: str, change: str) -> str:
 
 def plain(line: str) -> str:
     """A line without its numbers, digests and widths, which another version may change."""
-    return re.sub(r"\d[\d.]*", "N", re.sub(r":[0-9a-f]{8}\b", ":K", re.sub(r"\s+", " ", line.strip())))
+    return re.sub(
+        r"\d[\d.]*", "N", re.sub(r":[0-9a-f]{8}\b", ":K", re.sub(r"\s+", " ", line.strip()))
+    )
 
 
 def missing(said: str, printed: list[str]) -> str | None:
@@ -68,7 +71,9 @@ def missing(said: str, printed: list[str]) -> str | None:
         if line in ("", "..."):
             continue
         start = plain(line.removesuffix(" ..."))
-        if not any(one.startswith(start) if line.endswith(" ...") else one == start for one in rest):
+        if not any(
+            one.startswith(start) if line.endswith(" ...") else one == start for one in rest
+        ):
             return line
     return None
 

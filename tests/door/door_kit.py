@@ -13,7 +13,12 @@ TINY = {"kind": "gqa", "num_layers": 2, "num_kv_heads": 1, "head_dim": 8, "dtype
 
 
 def settings(
-    *, device=8, host=None, storage=None, sinks=({"kind": "memory", "tiers": ["device", "host", "storage"]},), **tables
+    *,
+    device=8,
+    host=None,
+    storage=None,
+    sinks=({"kind": "memory", "tiers": ["device", "host", "storage"]},),
+    **tables,
 ):
     cache = {"model": "m", "block_size": BLOCK, "deadline": 5.0, **tables.pop("cache", {})}
     return kvactors.Config.from_mapping(
@@ -36,7 +41,8 @@ def prompt(seed: int, blocks: int, *, tail: int = 0) -> list[int]:
 
 @asynccontextmanager
 async def opened(*, inline=False, **kwargs):
-    """A cache that is checked when the block ends: nothing referenced, pools add up, every sink's view equals the tiers."""
+    """A cache that is checked when the block ends: nothing referenced, pools add up, every sink's
+    view equals the tiers."""
     async with kvactors.open(settings(**kwargs), inline_copies=inline) as cache:
         yield cache
         await cache.flush_settled(10)

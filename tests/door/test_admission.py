@@ -1,4 +1,5 @@
-"""Who is admitted when and under which name: waiting requests, namespaces, media items, and what is counted and announced."""
+"""Who is admitted when and under which name: waiting requests, namespaces, media items, and what is
+counted and announced."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ async def compute_and_finish(cache, lease):
 
 
 @pytest.mark.parametrize("storage", [{}, STORE], ids=["device", "storage"])
-async def test_a_request_that_waits_for_resume_is_admitted_under_the_namespace_of_its_admission(storage):
+async def test_a_request_that_waits_for_resume_is_admitted_under_the_namespace_of_its_admission(
+    storage,
+):
     tokens = prompt(1, 3, tail=1)
     async with opened(device=16, storage=storage) as cache:
         await serve(cache, "old weights", tokens)
@@ -73,7 +76,9 @@ async def test_a_request_that_waits_for_room_is_admitted_under_the_namespace_of_
                 assert await compute_and_finish(cache, lease) == 0
                 assert (await serve(cache, "new weights", tokens)).cached_tokens == 3 * BLOCK
             else:
-                pytest.fail("the request was admitted before the namespace changed: it did not wait")
+                pytest.fail(
+                    "the request was admitted before the namespace changed: it did not wait"
+                )
 
 
 async def test_the_namespace_outlives_a_restart_of_the_index(monkeypatch):
@@ -121,7 +126,9 @@ async def test_thousands_of_waiting_requests_are_served_a_few_a_turn(monkeypatch
     count = 2000
     async with opened(device=8, sinks=()) as cache:
         await cache.pause()
-        waiting = [asyncio.ensure_future(cache.acquire(f"r{n}", [n], deadline=600.0)) for n in range(count)]
+        waiting = [
+            asyncio.ensure_future(cache.acquire(f"r{n}", [n], deadline=600.0)) for n in range(count)
+        ]
         await cache.settled()
         assert len(cache.system.index_actor.held) == count
         given_up = waiting[::2]
@@ -146,12 +153,17 @@ async def end_each(waiting):
 
 
 async def test_waiters_for_room_expire_in_steps_that_do_not_grow():
-    """A save holds all blocks; the queue for them is worked with, not searched: `waiting` is by lease and `owed` a sum that is kept."""
+    """A save holds all blocks; the queue for them is worked with, not searched: `waiting` is by
+    lease and `owed` a sum that is kept."""
     async with opened(device=8, host=HOST) as cache:
         actor = cache.system.index_actor
-        actor.saves[-1] = actor.saves.get(-1, (actor.index.tree, None))  # a save that does not end: blocks may still come
+        actor.saves[-1] = actor.saves.get(
+            -1, (actor.index.tree, None)
+        )  # a save that does not end: blocks may still come
         held = await cache.acquire("all", prompt(1, 8))
-        waiting = [asyncio.ensure_future(cache.acquire(f"r{n}", [n], deadline=3.0)) for n in range(300)]
+        waiting = [
+            asyncio.ensure_future(cache.acquire(f"r{n}", [n], deadline=3.0)) for n in range(300)
+        ]
         while len(actor.waiting) < 300:
             await asyncio.sleep(0)
         assert actor.owed() == 300
@@ -163,11 +175,14 @@ async def test_waiters_for_room_expire_in_steps_that_do_not_grow():
 
 
 async def test_no_timer_outlasts_its_wait_or_the_cache():
-    """Deadlines of an hour: nothing is left on the loop's clock once requests are over, and a closed cache can be collected."""
+    """Deadlines of an hour: nothing is left on the loop's clock once requests are over, and a
+    closed cache can be collected."""
     loop = asyncio.get_running_loop()
 
     def timers():
-        return sum(not one.cancelled() and one.when() > loop.time() + 600 for one in loop._scheduled)
+        return sum(
+            not one.cancelled() and one.when() > loop.time() + 600 for one in loop._scheduled
+        )
 
     async with kvactors.open(settings(host=HOST, storage=STORE, sinks=())) as cache:
         for number in range(20):
@@ -210,7 +225,8 @@ ITEM = (BLOCK + 1, 2 * BLOCK, "cat")  # of blocks 1, 2 and 3
 @pytest.mark.parametrize("tier", ["device", "host", "storage"])
 @pytest.mark.parametrize("split", [False, True])
 async def test_cached_tokens_never_end_inside_a_media_item(tier, split):
-    """Two prompts agree up to the middle of an image and differ after: the second computes all of it, in blocks of its own."""
+    """Two prompts agree up to the middle of an image and differ after: the second computes all of
+    it, in blocks of its own."""
     tokens = prompt(1, 5, tail=1)
     other = [*tokens[: 2 * BLOCK + 3], *prompt(2, 3)]
     host = HOST if tier == "host" else None
@@ -227,13 +243,21 @@ async def test_cached_tokens_never_end_inside_a_media_item(tier, split):
         assert lease.cached_tokens == wanted
         assert sum(lease.hits) * BLOCK == wanted
         path = cache.system.index_actor.leases[lease._id].path
-        assert not any(path.is_shared(p) for p in range(lease.cached_tokens // BLOCK, path.num_blocks))
+        assert not any(
+            path.is_shared(p) for p in range(lease.cached_tokens // BLOCK, path.num_blocks)
+        )
         await compute_and_finish(cache, lease)
-        assert await compute_and_finish(cache, await cache.acquire("c", [*other, 1], extra_keys=[ITEM])) >= 4 * BLOCK
+        assert (
+            await compute_and_finish(
+                cache, await cache.acquire("c", [*other, 1], extra_keys=[ITEM])
+            )
+            >= 4 * BLOCK
+        )
 
 
 async def test_a_load_that_ends_inside_a_media_item_is_cut_before_it():
-    """The store lost the block in the middle of the image: what was loaded of the image is left to its owner."""
+    """The store lost the block in the middle of the image: what was loaded of the image is left to
+    its owner."""
     tokens = prompt(1, 5, tail=1)
     async with opened(device=16, storage=STORE) as cache:
         await compute_and_finish(cache, await cache.acquire("a", tokens, extra_keys=[ITEM]))
@@ -250,7 +274,9 @@ async def test_a_load_that_ends_inside_a_media_item_is_cut_before_it():
         await lease.ready()
         assert lease.cached_tokens in (BLOCK, 5 * BLOCK)
         path = cache.system.index_actor.leases[lease._id].path
-        assert not any(path.is_shared(p) for p in range(lease.cached_tokens // BLOCK, path.num_blocks))
+        assert not any(
+            path.is_shared(p) for p in range(lease.cached_tokens // BLOCK, path.num_blocks)
+        )
         assert sum(lease.hits) * BLOCK == lease.cached_tokens
         await compute_and_finish(cache, lease)
 
@@ -267,10 +293,20 @@ async def test_a_request_preempted_and_resumed_is_counted_once():
         assert resumed.hits.device == 4
         await resumed.finish()
         index = cache.statistics().prefix
-        assert (index.requests, index.blocks_looked_up, index.device_hits, index.resumed) == (1, 4, 0, 1)
+        assert (index.requests, index.blocks_looked_up, index.device_hits, index.resumed) == (
+            1,
+            4,
+            0,
+            1,
+        )
         await serve(cache, "a", tokens, verify=False)
         index = cache.statistics().prefix
-        assert (index.requests, index.blocks_looked_up, index.device_hits, index.resumed) == (2, 8, 4, 1)
+        assert (index.requests, index.blocks_looked_up, index.device_hits, index.resumed) == (
+            2,
+            8,
+            4,
+            1,
+        )
 
 
 async def test_what_an_abandoned_request_has_committed_is_announced():
@@ -285,7 +321,9 @@ async def test_what_an_abandoned_request_has_committed_is_announced():
         actor.announced = lambda *args: (told.append(args[1:]), announced(*args))
         lease.abandon()
         await cache.settled()
-        assert [(start, stop, reason.name) for start, stop, reason in told] == [(0, 2, "REQUEST_FINISH")]
+        assert [(start, stop, reason.name) for start, stop, reason in told] == [
+            (0, 2, "REQUEST_FINISH")
+        ]
 
 
 async def test_finish_commits_what_is_computed_or_changes_nothing():

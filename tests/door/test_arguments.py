@@ -1,4 +1,5 @@
-"""No argument of a public call makes an actor fail: wrong ones are a TypeError or ValueError in the caller that changes nothing."""
+"""No argument of a public call makes an actor fail: wrong ones are a TypeError or ValueError in the
+caller that changes nothing."""
 
 from __future__ import annotations
 
@@ -40,24 +41,143 @@ class Odd:
 def kinds():
     """Wrong values by kind of argument; fresh ones, since generators are used up."""
     return {
-        "int": [True, False, 1.0, nan, np.float32(2), "4", None, [1], np.array([1]), np.array(1), b"1", {1}, object(), 1j, -1,
-                2**63, 2**70, -(2**70), 10**30, Decimal(4), Fraction(4), np.bool_(True), Odd()],
-        "seconds": [True, "1", [1], np.array([1.0]), nan, inf, -inf, 0, -1, 0.0, 10**400, 1e300, object(), Decimal(1), b"1", 1j,
-                    np.float64("nan"), np.bool_(True)],
-        "text": [5, 1.0, True, b"x", ["x"], object(), "\ud800", "x" * 70_000, np.array(["x"]), {"x"}, Odd()],
+        "int": [
+            True,
+            False,
+            1.0,
+            nan,
+            np.float32(2),
+            "4",
+            None,
+            [1],
+            np.array([1]),
+            np.array(1),
+            b"1",
+            {1},
+            object(),
+            1j,
+            -1,
+            2**63,
+            2**70,
+            -(2**70),
+            10**30,
+            Decimal(4),
+            Fraction(4),
+            np.bool_(True),
+            Odd(),
+        ],
+        "seconds": [
+            True,
+            "1",
+            [1],
+            np.array([1.0]),
+            nan,
+            inf,
+            -inf,
+            0,
+            -1,
+            0.0,
+            10**400,
+            1e300,
+            object(),
+            Decimal(1),
+            b"1",
+            1j,
+            np.float64("nan"),
+            np.bool_(True),
+        ],
+        "text": [
+            5,
+            1.0,
+            True,
+            b"x",
+            ["x"],
+            object(),
+            "\ud800",
+            "x" * 70_000,
+            np.array(["x"]),
+            {"x"},
+            Odd(),
+        ],
         "flag": [0, 1, None, "yes", 1.0, [], object(), np.int8(1), np.array([True])],
-        "tokens": [None, "abc", b"abc", bytearray(b"abc"), 5, 1.0, [1.5], [True], [1, False], [[1]], [None], ["1"], {1, 2}, {1: 2},
-                   (i for i in range(3)), np.zeros((2, 2), int), np.zeros(3), np.array(["a"]), np.array([True]), [-1], [2**32],
-                   np.array([2**32]), np.array(5), np.zeros(3, ">i4"), np.zeros(3, complex), object(), Odd(), [Odd()], range],
+        "tokens": [
+            None,
+            "abc",
+            b"abc",
+            bytearray(b"abc"),
+            5,
+            1.0,
+            [1.5],
+            [True],
+            [1, False],
+            [[1]],
+            [None],
+            ["1"],
+            {1, 2},
+            {1: 2},
+            (i for i in range(3)),
+            np.zeros((2, 2), int),
+            np.zeros(3),
+            np.array(["a"]),
+            np.array([True]),
+            [-1],
+            [2**32],
+            np.array([2**32]),
+            np.array(5),
+            np.zeros(3, ">i4"),
+            np.zeros(3, complex),
+            object(),
+            Odd(),
+            [Odd()],
+            range,
+        ],
         "prompt": [[], (), np.zeros(0, int)],
-        "media": ["abc", b"x", 5, None, {1: 2}, {(0, 1, "a")}, [1], [(0, 1)], [(0, 1, "a", "b")], [(0.0, 1, "a")], [("0", 1, "a")],
-                  [(0, True, "a")], [(-1, 1, "a")], [(0, 0, "a")], [(0, 10**9, "a")], [(0, 2**70, "a")], [(0, 1, None)], [(0, 1, 1.5)],
-                  [(0, 1, True)], [(0, 1, ["a"])], [(4, 1, "a"), (0, 1, "b")], [(0, 2, "a"), (1, 2, "b")], [(0, 1, 10**5000)],
-                  [(0, 1, "\ud800")], [(0, 1, "x" * 70_000)], [(0, 1, b"x" * 70_000)], ((0, 1, "a") for _ in range(1)),
-                  np.zeros((1, 3)), ["abc"], object()],
+        "media": [
+            "abc",
+            b"x",
+            5,
+            None,
+            {1: 2},
+            {(0, 1, "a")},
+            [1],
+            [(0, 1)],
+            [(0, 1, "a", "b")],
+            [(0.0, 1, "a")],
+            [("0", 1, "a")],
+            [(0, True, "a")],
+            [(-1, 1, "a")],
+            [(0, 0, "a")],
+            [(0, 10**9, "a")],
+            [(0, 2**70, "a")],
+            [(0, 1, None)],
+            [(0, 1, 1.5)],
+            [(0, 1, True)],
+            [(0, 1, ["a"])],
+            [(4, 1, "a"), (0, 1, "b")],
+            [(0, 2, "a"), (1, 2, "b")],
+            [(0, 1, 10**5000)],
+            [(0, 1, "\ud800")],
+            [(0, 1, "x" * 70_000)],
+            [(0, 1, b"x" * 70_000)],
+            ((0, 1, "a") for _ in range(1)),
+            np.zeros((1, 3)),
+            ["abc"],
+            object(),
+        ],
         "sink": [None, 5, b"memory", ["memory"], "nope", "", "\ud800", object()],
-        "sinks": ["memory", b"memory", 5, [5], [None], ["nope"], {"nope"}, [["memory"]], (x for x in "a"), object()],
-    }  # fmt: skip
+        "sinks": [
+            "memory",
+            b"memory",
+            5,
+            [5],
+            [None],
+            ["nope"],
+            {"nope"},
+            [["memory"]],
+            (x for x in "a"),
+            object(),
+        ],
+    }
 
 
 TOKENS = {"tokens": "tokens"}
@@ -65,7 +185,14 @@ REQUEST = {"extra_keys": "media", "salt": "text", "lora": "text"}
 CALLS: dict[tuple[type, str], tuple[dict[str, object], dict[str, str]]] = {
     (KVCache, "acquire"): (
         {"request_id": "r", "tokens": prompt(1, 2), "lora": "adapter"},
-        {**TOKENS, **REQUEST, "lora_id": "int", "request_id": "text", "deadline": "seconds", "wait": "flag"},
+        {
+            **TOKENS,
+            **REQUEST,
+            "lora_id": "int",
+            "request_id": "text",
+            "deadline": "seconds",
+            "wait": "flag",
+        },
     ),
     (KVCache, "prefetch"): ({"tokens": prompt(1, 2)}, {**TOKENS, **REQUEST, "deadline": "seconds"}),
     (KVCache, "clear"): ({}, {"storage": "flag", "deadline": "seconds"}),
@@ -89,7 +216,11 @@ for (owner, method), (valid, arguments) in list(CALLS.items()):
     thread = FromThread if owner is KVCache else ThreadLease
     CALLS[thread, method] = (
         valid,
-        ({**arguments, "deadline": "seconds"} if method in ("divergence", "divergence_slices", "keys") else arguments),
+        (
+            {**arguments, "deadline": "seconds"}
+            if method in ("divergence", "divergence_slices", "keys")
+            else arguments
+        ),
     )
 for method in ("statistics", "health", "check", "check_slices"):
     CALLS[FromThread, method] = {}, {"deadline": "seconds"}
@@ -102,7 +233,10 @@ def wrong_calls():
     for (owner, method), (_, arguments) in CALLS.items():
         for name, kind in arguments.items():
             for position, value in enumerate(kinds()[kind]):
-                if value is None and (name in ("deadline", "lora_id") or (method, name) == ("finish", "computed_tokens")):
+                if value is None and (
+                    name in ("deadline", "lora_id")
+                    or (method, name) == ("finish", "computed_tokens")
+                ):
                     continue
                 found.append((owner, method, name, kind, position))
         if method in ("acquire", "prefetch"):
@@ -119,7 +253,9 @@ def test_every_public_method_is_in_the_table():
             if name.startswith("_"):
                 continue
             parameters = set(inspect.signature(member).parameters) - NOT_CHECKED
-            assert parameters == set(CALLS.get((owner, name), ({}, {}))[1]), f"{owner.__name__}.{name}"
+            assert parameters == set(CALLS.get((owner, name), ({}, {}))[1]), (
+                f"{owner.__name__}.{name}"
+            )
 
 
 def opened():
@@ -163,8 +299,16 @@ async def still_well(cache):
     await cache.settled()
     statistics = cache.statistics()
     assert statistics.supervisor.deaths == 0
-    assert statistics.prefix.leases == statistics.prefix.waiting == statistics.prefix.nodes_referenced == 0
-    assert statistics.prefix.blocks_free + statistics.prefix.evictable == statistics.prefix.blocks_total
+    assert (
+        statistics.prefix.leases
+        == statistics.prefix.waiting
+        == statistics.prefix.nodes_referenced
+        == 0
+    )
+    assert (
+        statistics.prefix.blocks_free + statistics.prefix.evictable
+        == statistics.prefix.blocks_total
+    )
     await serve(cache, "after", prompt(9, 2))
     await cache.flush_settled()
     assert cache.check() == []
@@ -181,7 +325,9 @@ def test_a_wrong_argument_is_refused_and_changes_nothing(wrong):
                 with pytest.raises((TypeError, ValueError, RuntimeError)) as caught:
                     await call(cache, owner, method, {**CALLS[owner, method][0], name: value})
                 assert not isinstance(caught.value, KVActorsError), (owner, method, name, value)
-                assert isinstance(caught.value, (TypeError, ValueError)) or isinstance(value, (Odd, list))
+                assert isinstance(caught.value, (TypeError, ValueError)) or isinstance(
+                    value, (Odd, list)
+                )
             assert cache.namespace == "default"
             await still_well(cache)
 
@@ -205,7 +351,12 @@ def test_any_arguments_at_all_fail_no_actor(data):
                     if data.draw(st.booleans()):
                         chosen[name] = everything[data.draw(st.integers(0, len(everything) - 1))]
                 with suppress(TypeError, ValueError, KVActorsError, RuntimeError):
-                    await call(cache, owner, method, {"deadline": 0.05, **chosen} if method == "acquire" else chosen)
+                    await call(
+                        cache,
+                        owner,
+                        method,
+                        {"deadline": 0.05, **chosen} if method == "acquire" else chosen,
+                    )
                 if method == "pause":
                     await cache.resume()
             await still_well(cache)
@@ -216,11 +367,19 @@ def test_any_arguments_at_all_fail_no_actor(data):
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
-        ({"config": {}}, "config"), ({"config": "x.toml"}, "config"), ({"config": 5}, "config"), ({"device": "cpu"}, "device"),
-        ({"device": 5}, "device"), ({"sinks": "memory"}, "sinks"), ({"sinks": ["memory"]}, r"sinks\[0\]"), ({"sinks": 5}, "sinks"),
-        ({"backend": "file"}, "backend"), ({"inline_copies": 1}, "inline_copies"), ({"inline_copies": None}, "inline_copies"),
+        ({"config": {}}, "config"),
+        ({"config": "x.toml"}, "config"),
+        ({"config": 5}, "config"),
+        ({"device": "cpu"}, "device"),
+        ({"device": 5}, "device"),
+        ({"sinks": "memory"}, "sinks"),
+        ({"sinks": ["memory"]}, r"sinks\[0\]"),
+        ({"sinks": 5}, "sinks"),
+        ({"backend": "file"}, "backend"),
+        ({"inline_copies": 1}, "inline_copies"),
+        ({"inline_copies": None}, "inline_copies"),
     ],
-)  # fmt: skip
+)
 def test_open_refuses_wrong_arguments_before_it_is_entered(wrong, named):
     with pytest.raises(TypeError, match=named):
         kvactors.open(**wrong)
@@ -240,7 +399,8 @@ async def test_numpy_integers_are_integers():
 
 
 async def test_a_buffer_is_copied_before_the_call_returns_to_the_loop():
-    """Whatever a caller does with its buffer while it waits, the index has the tokens that were given."""
+    """Whatever a caller does with its buffer while it waits, the index has the tokens that were
+    given."""
     async with opened() as cache:
         tokens = np.arange(2 * BLOCK, dtype=np.uint32)
         pending = asyncio.ensure_future(cache.acquire("a", tokens))

@@ -1,4 +1,5 @@
-"""Cancelling a task at every await point of a request leaks nothing: every step of the loop is a chance."""
+"""Cancelling a task at every await point of a request leaks nothing: every step of the loop is a
+chance."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ async def one_request(cache, reached):
 
 
 async def prepare(cache):
-    """The victim's blocks on the host and in storage, the device full of others': the request must evict and load."""
+    """The victim's blocks on the host and in storage, the device full of others': the request must
+    evict and load."""
     await serve(cache, "victim before", prompt(1, 5, tail=1))
     for other in (2, 3):
         await serve(cache, "other", prompt(other, 8))
@@ -37,7 +39,8 @@ async def prepare(cache):
 
 
 async def cancelled_after(step: int, how: str, *, inline: bool) -> tuple[tuple[str, ...], bool]:
-    """Cancel the request after so many steps of the loop: what it had reached, and whether it was over by then."""
+    """Cancel the request after so many steps of the loop: what it had reached, and whether it was
+    over by then."""
     async with opened(host=HOST, storage=STORE, inline=inline) as cache:
         await prepare(cache)
         reached: list[str] = []
@@ -68,7 +71,8 @@ async def cancelled_after(step: int, how: str, *, inline: bool) -> tuple[tuple[s
 
 @pytest.mark.parametrize("how", ["task.cancel", "anyio scope"])
 async def test_cancelled_at_every_step(how):
-    """Copies are made in the loop's thread here: the request takes the same number of steps on any machine, however busy."""
+    """Copies are made in the loop's thread here: the request takes the same number of steps on any
+    machine, however busy."""
     seen = set()
     for step in range(400):
         reached, finished = await cancelled_after(step, how, inline=True)
@@ -82,7 +86,8 @@ async def test_cancelled_at_every_step(how):
 
 @pytest.mark.parametrize("how", ["task.cancel", "anyio scope"])
 async def test_cancelled_while_threads_copy(how):
-    """How far the request comes in so many steps depends on the threads; that nothing is left over does not."""
+    """How far the request comes in so many steps depends on the threads; that nothing is left over
+    does not."""
     for step in range(0, 60, 2):
         await cancelled_after(step, how, inline=False)
 

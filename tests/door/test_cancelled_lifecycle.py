@@ -1,4 +1,5 @@
-"""Opening, use and closing of a cache under cancellation at every step: nothing is left behind, and the cancellation is delivered."""
+"""Opening, use and closing of a cache under cancellation at every step: nothing is left behind, and
+the cancellation is delivered."""
 
 from __future__ import annotations
 
@@ -26,7 +27,11 @@ def config_of(kind: str, folder: Path) -> kvactors.Config:
     if kind == "memory":
         return settings(host=host, storage={"backend": "memory", "write_policy": "write_through"})
     if kind == "file":
-        store = {"backend": "file", "directory": str(folder / "store"), "write_policy": "write_through"}
+        store = {
+            "backend": "file",
+            "directory": str(folder / "store"),
+            "write_policy": "write_through",
+        }
         return settings(host=host, storage=store, cache={"model": "m"})
     return settings(host=host, sinks=({"kind": "kv_events", "endpoint": f"ipc://{folder}/events"},))
 
@@ -56,12 +61,17 @@ def descriptors() -> int:
 
 
 async def nothing_is_left(fds: int) -> None:
-    """Threads and descriptors of the runtime end a moment after their owners: 10 seconds bound a leak, not a slow machine."""
+    """Threads and descriptors of the runtime end a moment after their owners: 10 seconds bound a
+    leak, not a slow machine."""
     assert asyncio.all_tasks() == {asyncio.current_task()}
     until = time.monotonic() + 10
     while time.monotonic() < until:
         gc.collect()
-        threads = [t.name for t in threading.enumerate() if t.name.startswith("kvactors") and t not in EARLIER]
+        threads = [
+            t.name
+            for t in threading.enumerate()
+            if t.name.startswith("kvactors") and t not in EARLIER
+        ]
         if not threads and descriptors() <= fds:
             return
         await asyncio.sleep(0.005)
@@ -167,15 +177,21 @@ OPEN = "async with kvactors.open(config) as cache: await asyncio.sleep(60)"
 @pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c_while_the_arena_is_touched_ends_the_process_in_order(times):
     program = textwrap.dedent(CHILD).format(times=times, body=OPEN)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, (done.returncode, done.stderr[-2000:])
     assert done.stdout.split()[-1] == "interrupted"
 
 
 def test_a_timeout_while_the_arena_is_touched_ends_the_process_in_order():
-    body = "async with asyncio.timeout(0.01), kvactors.open(config) as cache: await asyncio.sleep(60)"
+    body = (
+        "async with asyncio.timeout(0.01), kvactors.open(config) as cache: await asyncio.sleep(60)"
+    )
     program = textwrap.dedent(CHILD).format(times=0, body=body)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
     assert (done.returncode, done.stdout.split()) == (0, ["timed", "out"]), done.stderr[-2000:]
 
 

@@ -1,4 +1,5 @@
-"""The end of a cache is bounded by `actors.drain`, whatever a store, a copy, a sink or a thread does; and a forked child is refused."""
+"""The end of a cache is bounded by `actors.drain`, whatever a store, a copy, a sink or a thread
+does; and a forked child is refused."""
 
 from __future__ import annotations
 
@@ -104,7 +105,9 @@ def test_it_ends_in_time_while_a_disk_hangs_and_memory_in_use_stays_mapped():
             await one_request(cache)
             await asyncio.get_running_loop().run_in_executor(None, backend.begun.wait)
         assert time.monotonic() - began < LONGEST
-        assert {task.get_name() for task in asyncio.all_tasks()} == {asyncio.current_task().get_name()}
+        assert {task.get_name() for task in asyncio.all_tasks()} == {
+            asyncio.current_task().get_name()
+        }
         return arena
 
     with structlog.testing.capture_logs() as logs:
@@ -143,7 +146,9 @@ def test_it_ends_in_time_while_a_copy_hangs():
     release.set()
 
 
-@pytest.mark.parametrize("where", ["deliver", "deliver twice", "close", "close raises", "close leaks"])
+@pytest.mark.parametrize(
+    "where", ["deliver", "deliver twice", "close", "close raises", "close leaks"]
+)
 def test_it_ends_in_time_whatever_a_sink_does_and_raises_nothing(where):
     sink = Stubborn(where)
 
@@ -208,7 +213,9 @@ def in_child(cache, write):
         except Exception as error:
             os.write(write, type(error).__name__.encode() + b" ")
 
-    thread = threading.Thread(target=calls)  # the forking thread is inside the copy of a running loop
+    thread = threading.Thread(
+        target=calls
+    )  # the forking thread is inside the copy of a running loop
     thread.start()
     thread.join(LONGEST)
     return int(thread.is_alive())

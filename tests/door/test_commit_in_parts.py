@@ -1,4 +1,5 @@
-"""A commit of very many blocks takes several short turns, and is otherwise what it would be in one."""
+"""A commit of very many blocks takes several short turns, and is otherwise what it would be in
+one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Many requests at once in a cache too small for them: what a lease calls cached is, whoever else loads, waits or gives way meanwhile."""
+"""Many requests at once in a cache too small for them: what a lease calls cached is, whoever else
+loads, waits or gives way meanwhile."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def test_what_is_called_cached_is(seed, mode):
         async with lease:
             try:
                 await lease.ready()
-            except kvactors.NoRoom:  # a shared load came short, and there was nothing to put in its blocks' place
+            except (
+                kvactors.NoRoom
+            ):  # a shared load came short, and there was nothing to put in its blocks' place
                 return
             cached, full = lease.cached_tokens // BLOCK, length // BLOCK
             assert cached <= full

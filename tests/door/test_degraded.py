@@ -1,4 +1,5 @@
-"""A part that fails too often is switched off, visibly, and comes back. A cache that has failed says so in every call and at its end."""
+"""A part that fails too often is switched off, visibly, and comes back. A cache that has failed
+says so in every call and at its end."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ async def fail(cache, victim, times):
         ref.try_tell(Unwelcome())
         while ref.life == before:
             await asyncio.sleep(0)
-        while cache.system.supervisor.failed is None and not all(runs(actor) for actor in cache.system.supervisor.actors()):
+        while cache.system.supervisor.failed is None and not all(
+            runs(actor) for actor in cache.system.supervisor.actors()
+        ):
             await asyncio.sleep(0)
 
 
@@ -54,7 +57,9 @@ async def requests(cache, *seeds):
 @pytest.mark.parametrize("victim", ["notifier", "reader", "writer"])
 def test_an_optional_actor_that_fails_too_often_is_switched_off_and_comes_back(victim, restarts):
     async def main():
-        async with opened(inline=True, host=HOST, storage=STORE, actors={"restarts": restarts}) as cache:
+        async with opened(
+            inline=True, host=HOST, storage=STORE, actors={"restarts": restarts}
+        ) as cache:
             await requests(cache, 1, 2, 3)
             assert cache.health() == ("ok", ())
             await fail(cache, victim, restarts)
@@ -65,7 +70,9 @@ def test_an_optional_actor_that_fails_too_often_is_switched_off_and_comes_back(v
                 await requests(cache, *seeds)
                 health = cache.health()
                 assert health.status == "degraded"
-                assert [(one.component, "Unwelcome" in one.why) for one in health.reasons] == [(name, True)]
+                assert [(one.component, "Unwelcome" in one.why) for one in health.reasons] == [
+                    (name, True)
+                ]
                 assert any(name in line for line in cache.check())
             await cache.settled()
             if victim == "notifier":
@@ -91,7 +98,10 @@ def test_one_of_a_pool_that_is_switched_off_is_not_asked_while_another_works(vic
     async def main():
         storage = {**STORE, "readers": 2, "writers": 2}
         async with opened(
-            inline=True, host={"slots": 2, "transit_slots": 16}, storage=storage, actors={"restarts": 0}
+            inline=True,
+            host={"slots": 2, "transit_slots": 16},
+            storage=storage,
+            actors={"restarts": 0},
         ) as cache:
             await requests(cache, 1, 2)
             await fail(cache, victim, 1)
@@ -100,7 +110,9 @@ def test_one_of_a_pool_that_is_switched_off_is_not_asked_while_another_works(vic
             await cache.settled()
             host = cache.statistics().host
             assert host.write_failures == 0
-            assert host.fetched >= 4  # of the six blocks of prompt 1, which were saved by the first request
+            assert (
+                host.fetched >= 4
+            )  # of the six blocks of prompt 1, which were saved by the first request
             assert len(cache.system.backend.keys()) == 5 * 6
             await asyncio.sleep(SWITCHED_OFF + 1)
 
@@ -128,7 +140,9 @@ def test_an_actor_that_fails_again_soon_is_switched_off_for_longer():
 
 def test_a_substitute_that_fails_ends_the_cache():
     async def main():
-        async with kvactors.open(settings(host=HOST, storage=STORE, actors={"restarts": 1}), inline_copies=True) as cache:
+        async with kvactors.open(
+            settings(host=HOST, storage=STORE, actors={"restarts": 1}), inline_copies=True
+        ) as cache:
             await fail(cache, "notifier", 2)
             assert cache.health().status == "degraded"
             for _ in range(2):
@@ -204,10 +218,13 @@ def test_the_blocks_own_exception_passes_with_a_note():
 
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_a_request_in_flight_is_given_the_root_cause(restarts):
-    """PrefixIndex is cancelled because CpuEvictor failed too often: the asker is given that, not a CancelledError."""
+    """PrefixIndex is cancelled because CpuEvictor failed too often: the asker is given that, not a
+    CancelledError."""
 
     async def main():
-        async with kvactors.open(settings(host=HOST, actors={"restarts": restarts}), inline_copies=True) as cache:
+        async with kvactors.open(
+            settings(host=HOST, actors={"restarts": restarts}), inline_copies=True
+        ) as cache:
             await cache.pause()
             waiting = asyncio.ensure_future(cache.acquire("waiting", prompt(1, 2), deadline=600.0))
             await asyncio.sleep(0.01)

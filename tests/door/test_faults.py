@@ -1,4 +1,5 @@
-"""What goes wrong below the door: copies, stores, sinks and actors. Never a wrong byte, never a hang, nothing leaked."""
+"""What goes wrong below the door: copies, stores, sinks and actors. Never a wrong byte, never a
+hang, nothing leaked."""
 
 from __future__ import annotations
 
@@ -84,7 +85,9 @@ async def test_two_requests_share_one_load_and_a_failure_of_it(monkeypatch):
             if broken:
                 refuse_copies(cache, monkeypatch, "copy_to_device")
             before = cache.statistics().host.loaded
-            one, two = await asyncio.gather(*(cache.acquire(name, prompt(1, 6, tail=1)) for name in "xy"))
+            one, two = await asyncio.gather(
+                *(cache.acquire(name, prompt(1, 6, tail=1)) for name in "xy")
+            )
             await asyncio.gather(one.ready(), two.ready())
             if broken:
                 assert one.hits == two.hits == (0, 0, 0)
@@ -209,10 +212,13 @@ async def test_a_copy_that_hangs_costs_other_blocks_and_its_own_stay_out_of_use(
 
 @pytest.mark.parametrize("victim", ["index", "swapper", "evictor", "notifier", "reader", "writer"])
 async def test_any_actor_may_die_at_any_time(victim):
-    """What the dead held becomes misses, the sinks converge, and the next requests are served with right bytes."""
+    """What the dead held becomes misses, the sinks converge, and the next requests are served with
+    right bytes."""
     async with opened(host=HOST, storage=STORE) as cache:
         system = cache.system
-        ref = {"reader": system.readers[0], "writer": system.writers[0]}.get(victim) or getattr(system, victim)
+        ref = {"reader": system.readers[0], "writer": system.writers[0]}.get(victim) or getattr(
+            system, victim
+        )
         for round_ in range(3):
             await pressed(cache)
             lease = await cache.acquire("a", prompt(1, 6, tail=1))
@@ -235,7 +241,8 @@ async def test_any_actor_may_die_at_any_time(victim):
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("victim", ["reader", "writer"])
 def test_what_a_dead_storage_actor_was_about_to_tell_is_told_by_its_next_life(victim, seed):
-    """A small store evicts and hands out all the time; a sink that follows storage still ends equal to it."""
+    """A small store evicts and hands out all the time; a sink that follows storage still ends equal
+    to it."""
     rng = random.Random(seed)
     store = {**STORE, "capacity_blocks": 10, "exclusive": True, "readers": 1, "writers": 1}
 

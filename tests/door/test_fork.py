@@ -1,4 +1,5 @@
-"""A forked child has no effect on its parent's files, sockets and locks, however it leaves the block."""
+"""A forked child has no effect on its parent's files, sockets and locks, however it leaves the
+block."""
 
 from __future__ import annotations
 
@@ -25,10 +26,19 @@ LONGEST = 30.0
 def config(folder):
     return settings(
         host={"slots": 8, "transit_slots": 8},
-        storage={"backend": "file", "directory": str(folder / "store"), "capacity_blocks": 64, "write_policy": "write_through"},
+        storage={
+            "backend": "file",
+            "directory": str(folder / "store"),
+            "capacity_blocks": 64,
+            "write_policy": "write_through",
+        },
         sinks=(
             {"kind": "jsonl", "path": str(folder / "events.jsonl")},
-            {"kind": "kv_events", "endpoint": f"ipc://{folder}/events", "replay_endpoint": f"ipc://{folder}/replay"},
+            {
+                "kind": "kv_events",
+                "endpoint": f"ipc://{folder}/events",
+                "replay_endpoint": f"ipc://{folder}/replay",
+            },
         ),
     )
 
@@ -143,7 +153,9 @@ SCRIPT = """
 
 def test_a_child_that_ends_the_parents_loop_writes_and_unlocks_nothing(tmp_path):
     script = textwrap.dedent(SCRIPT).format(tests=str(Path(__file__).parent), folder=str(tmp_path))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=LONGEST)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=LONGEST
+    )
     assert done.stdout == "parent works\n", done.stderr
     assert done.returncode == 0
 
@@ -163,7 +175,10 @@ def test_the_exit_of_a_child_waits_for_no_thread_of_its_parent():
         print(status, time.monotonic() - began)
     """
     found = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=LONGEST
+        [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        timeout=LONGEST,
     )
     assert found.stdout.startswith("5 "), found.stderr
     assert "Traceback" not in found.stderr

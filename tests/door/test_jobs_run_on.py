@@ -1,4 +1,5 @@
-"""An actor fails while a job of it does not end: it restarts in a bounded time, and no memory that the job accesses is used again before."""
+"""An actor fails while a job of it does not end: it restarts in a bounded time, and no memory that
+the job accesses is used again before."""
 
 from __future__ import annotations
 
@@ -19,11 +20,15 @@ from kvactors.storage.backends.memory import MemoryBackend
 from kvactors.storage.messages import Probe, Write
 from kvactors.testing.loop import simulate
 
-HOST, STORE = {"slots": 6, "transit_slots": 6}, {"backend": "memory", "write_policy": "write_back", "readers": 1, "writers": 1}
+HOST, STORE = (
+    {"slots": 6, "transit_slots": 6},
+    {"backend": "memory", "write_policy": "write_back", "readers": 1, "writers": 1},
+)
 
 
 class Hanging:
-    """Calls of a store that do not return, cancelled or not, until `release` is set; then they go on with the memory that they were given."""
+    """Calls of a store that do not return, cancelled or not, until `release` is set; then they go
+    on with the memory that they were given."""
 
     def __init__(self, what, monkeypatch):
         self.release = asyncio.Event()
@@ -66,8 +71,13 @@ async def break_actor(ref: ActorRef, message) -> None:
 READER, WRITER = ("storage_reader-0", Probe), ("storage_writer-0", Write)
 
 
-@pytest.mark.parametrize(("what", "victim"), [("load", "reader"), ("save", "writer"), ("load", "evictor"), ("save", "evictor")])
-def test_slots_that_a_call_to_a_store_accesses_are_not_handed_out_before_it_ends(what, victim, monkeypatch):
+@pytest.mark.parametrize(
+    ("what", "victim"),
+    [("load", "reader"), ("save", "writer"), ("load", "evictor"), ("save", "evictor")],
+)
+def test_slots_that_a_call_to_a_store_accesses_are_not_handed_out_before_it_ends(
+    what, victim, monkeypatch
+):
     async def main():
         hanging = Hanging(what, monkeypatch)
         async with opened(inline=True, host=HOST, storage=STORE, actors={"drain": 2.0}) as cache:
@@ -83,10 +93,19 @@ def test_slots_that_a_call_to_a_store_accesses_are_not_handed_out_before_it_ends
                     await request(cache, seed)
             assert hanging.views
             arena, began = system.arena, now()
-            ref = {"reader": system.readers[0], "writer": system.writers[0], "evictor": system.evictor}[victim]
+            ref = {
+                "reader": system.readers[0],
+                "writer": system.writers[0],
+                "evictor": system.evictor,
+            }[victim]
             incarnation = ref.life
-            await break_actor(ref, Write(1, b"", (), "no deadline", 0) if victim == "reader" else Probe(1, b"", 0.0))
-            while ref.life == incarnation or system.supervisor.actor(ref.name).state.name != "RUNNING":
+            await break_actor(
+                ref,
+                Write(1, b"", (), "no deadline", 0) if victim == "reader" else Probe(1, b"", 0.0),
+            )
+            while (
+                ref.life == incarnation or system.supervisor.actor(ref.name).state.name != "RUNNING"
+            ):
                 await asyncio.sleep(0.1)
                 assert now() - began < 2 * JOB_LIMIT
             hanging.armed = False
@@ -151,7 +170,9 @@ def test_copies_that_do_not_end_after_a_failure_end_the_cache_in_time(ends, monk
             while cache.health().status != "failed":
                 await asyncio.sleep(1.0)
                 assert now() - failed_at < 2 * MEMORY_LIMIT
-            with pytest.raises(kvactors.CacheFailed, match="copies have not ended 60 s after a failure"):
+            with pytest.raises(
+                kvactors.CacheFailed, match="copies have not ended 60 s after a failure"
+            ):
                 await cache.acquire("a", prompt(1, 1))
             release.set()
 

@@ -1,4 +1,5 @@
-"""Calls of a lease that are cancelled, that overlap, that come from elsewhere or too late: lease and index never disagree."""
+"""Calls of a lease that are cancelled, that overlap, that come from elsewhere or too late: lease
+and index never disagree."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def agree(cache, lease):
 @pytest.mark.parametrize("how", ["task.cancel", "anyio scope", "fail_after"])
 @pytest.mark.parametrize("name", sorted(CALLS))
 async def test_a_call_cancelled_at_every_step_did_not_happen_or_ended_the_lease(name, how):
-    """The device is full of others' blocks, so that an extend waits for evictions; the lease's own blocks are loaded from the host."""
+    """The device is full of others' blocks, so that an extend waits for evictions; the lease's own
+    blocks are loaded from the host."""
     outcomes, finished = set(), False
     for step in range(200):
         async with opened(host=HOST, storage=STORE) as cache:
@@ -90,11 +92,14 @@ async def test_a_call_cancelled_at_every_step_did_not_happen_or_ended_the_lease(
         if finished:
             break
     assert finished, "the call was never allowed to end"
-    assert True in outcomes or name in ("finish", "preempt"), "no cancellation came before the call had an effect"
+    assert True in outcomes or name in ("finish", "preempt"), (
+        "no cancellation came before the call had an effect"
+    )
 
 
 async def test_what_was_cancelled_and_asked_again_never_serves_wrong_bytes():
-    """A request whose extends are cancelled at any moment and tried again: its blocks are hit under the tokens they were computed for."""
+    """A request whose extends are cancelled at any moment and tried again: its blocks are hit under
+    the tokens they were computed for."""
     async with opened(device=64) as cache:
         for number in range(150):
             tokens = prompt(1_000 + number, 1)
@@ -144,7 +149,8 @@ async def test_an_extend_that_waits_ends_with_its_lease():
 
 
 async def test_a_cancelled_extend_gives_back_what_it_has_collected():
-    """It has two of the three blocks it needs, and a save in flight may free the third; it is cancelled long before its deadline."""
+    """It has two of the three blocks it needs, and a save in flight may free the third; it is
+    cancelled long before its deadline."""
     async with opened(device=4) as cache:
         actor = cache.system.index_actor
         holder, lease = await cache.acquire("holder", prompt(1, 1)), await cache.acquire("a", [1])
@@ -195,7 +201,14 @@ async def test_every_call_from_another_thread_raises_at_once():
         for look in lookers:
             with pytest.raises(WrongLoop):
                 await asyncio.to_thread(look)
-        calls = [lambda: cache.acquire("b", [1]), cache.clear, cache.pause, cache.resume, cache.settled, cache.flush_settled]
+        calls = [
+            lambda: cache.acquire("b", [1]),
+            cache.clear,
+            cache.pause,
+            cache.resume,
+            cache.settled,
+            cache.flush_settled,
+        ]
         for made in calls:
 
             async def run(made=made):
@@ -210,7 +223,8 @@ async def test_every_call_from_another_thread_raises_at_once():
 
 
 async def test_a_thread_that_gave_up_has_no_effect_or_no_lease(monkeypatch):
-    """The loop answers after the thread has stopped waiting: the lease has ended, and nothing is left of an acquire."""
+    """The loop answers after the thread has stopped waiting: the lease has ended, and nothing is
+    left of an acquire."""
     monkeypatch.setattr(kvactors.from_thread, "MARGIN", 0.0)
     async with opened() as cache:
         lease = await cache.acquire("a", prompt(1, 1))
@@ -256,7 +270,9 @@ async def test_a_thread_that_gave_up_has_no_effect_or_no_lease(monkeypatch):
         given_up.clear()
         monkeypatch.setattr(cache, "acquire", late(cache.acquire))
         with pytest.raises(DeadlineExceeded):
-            await asyncio.to_thread(in_thread(lambda: cache.from_thread.acquire("b", prompt(2, 1), deadline=0.3)))
+            await asyncio.to_thread(
+                in_thread(lambda: cache.from_thread.acquire("b", prompt(2, 1), deadline=0.3))
+            )
         await cache.settled()
         assert cache.statistics().prefix.leases == 0
 
@@ -269,7 +285,11 @@ async def test_a_thread_has_all_the_calls_of_the_loop():
             assert door.prefetch(prompt(1, 3, tail=1)) == 3
             with door.acquire("t", prompt(1, 3, tail=1)) as lease:
                 lease.ready()
-                assert (lease.request_id, lease.num_tokens, lease.pending) == ("t", 3 * BLOCK + 1, False)
+                assert (lease.request_id, lease.num_tokens, lease.pending) == (
+                    "t",
+                    3 * BLOCK + 1,
+                    False,
+                )
                 assert lease.layer_ready(0) == lease.cached_tokens == 0
                 assert len(lease.keys(0, 3)) == 96
                 assert lease.extend([1, 2, 3]) == ()
@@ -309,7 +329,10 @@ async def test_every_call_on_an_ended_lease_raises():
 
 async def test_a_lease_that_the_cache_lost_says_so(monkeypatch):
     async with opened() as cache:
-        lease, bystander = await cache.acquire("a", prompt(1, 2)), await cache.acquire("b", prompt(2, 2))
+        lease, bystander = (
+            await cache.acquire("a", prompt(1, 2)),
+            await cache.acquire("b", prompt(2, 2)),
+        )
 
         def fails(self, message, envelope):
             raise RuntimeError("planted")
@@ -340,7 +363,8 @@ async def test_calls_after_the_cache_is_closed_say_so():
 
 
 async def test_a_lease_that_failed_and_was_forgotten_gives_its_blocks_back():
-    """An error that was kept and raised again would keep its callers' frames, and the lease in them."""
+    """An error that was kept and raised again would keep its callers' frames, and the lease in
+    them."""
     async with opened(device=32) as cache:
         index: PrefixIndex = cache.system.index_actor
 

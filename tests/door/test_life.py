@@ -112,7 +112,9 @@ async def test_output_tokens_are_found_by_the_next_turn():
         await lease.extend(answer)
         await lease.commit(lease.num_tokens)
         await lease.finish()
-        assert (await serve(cache, "turn 2", tokens + answer + prompt(3, 1), verify=False)).hits.device == 4
+        assert (
+            await serve(cache, "turn 2", tokens + answer + prompt(3, 1), verify=False)
+        ).hits.device == 4
 
 
 async def test_the_first_committed_copy_is_canonical():
@@ -132,7 +134,12 @@ async def test_salt_lora_namespace_and_media_keep_requests_apart():
     async with opened(device=64) as cache:
         tokens = prompt(1, 2, tail=1)
         await serve(cache, "plain", tokens)
-        for options in ({"salt": "x"}, {"lora": "x"}, {"extra_keys": [(0, 2, b"picture")]}, {"extra_keys": [(0, 2, "other")]}):
+        for options in (
+            {"salt": "x"},
+            {"lora": "x"},
+            {"extra_keys": [(0, 2, b"picture")]},
+            {"extra_keys": [(0, 2, "other")]},
+        ):
             assert (await serve(cache, "first", tokens, **options)).hits == (0, 0, 0)
             assert (await serve(cache, "again", tokens, **options)).hits == (2, 0, 0)
         late = [(BLOCK, 1, b"picture")]

@@ -1,4 +1,5 @@
-"""After a change of the namespace an index has exactly what requests of the new namespace can get."""
+"""After a change of the namespace an index has exactly what requests of the new namespace can
+get."""
 
 from __future__ import annotations
 

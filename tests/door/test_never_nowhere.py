@@ -30,7 +30,9 @@ def gaps(sink) -> int:
     for task in sink.tasks:
         for key in split_keys(task.keys):
             before = held.get(key, 0)
-            held[key] = before | task.tier if task.residency is Residency.RESIDENT else before & ~task.tier
+            held[key] = (
+                before | task.tier if task.residency is Residency.RESIDENT else before & ~task.tier
+            )
             found += bool(before) and not held[key]
     return found
 
@@ -61,7 +63,9 @@ async def test_through_the_host_to_storage():
 
 
 async def test_a_block_on_its_way_to_storage_is_hit_and_announced():
-    async with opened(device=8, host={"slots": 4, "transit_slots": 40, "mode": "exclusive"}, storage=STORE) as cache:
+    async with opened(
+        device=8, host={"slots": 4, "transit_slots": 40, "mode": "exclusive"}, storage=STORE
+    ) as cache:
         held_back(cache, 1.0)
         for i in range(4):
             await serve(cache, f"r{i}", prompt(i, 4))

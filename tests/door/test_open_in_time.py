@@ -1,4 +1,5 @@
-"""`open` ends in `actors.start` seconds a part, whatever foreign code does, with an error that names the part; nothing is left behind."""
+"""`open` ends in `actors.start` seconds a part, whatever foreign code does, with an error that
+names the part; nothing is left behind."""
 
 from __future__ import annotations
 
@@ -61,11 +62,20 @@ def opened(part, late):
     """A cache of which one part opens late."""
     store = MemoryBackend(b"f" * 32, 2 * BLOCK * 16)
     sink = MemorySink(MemorySinkConfig(name="late"), BLOCK)
-    where, call = {"store": (store, "open"), "attach": (store, "attach"), "sink": (sink, "open")}.get(part, (None, ""))
+    where, call = {
+        "store": (store, "open"),
+        "attach": (store, "attach"),
+        "sink": (sink, "open"),
+    }.get(part, (None, ""))
     if where is not None:
         setattr(where, call, late)
         where.close = late.close
-    config = settings(host={"slots": 8, "transit_slots": 8}, storage=STORE, sinks=(), actors={"start": START, "drain": DRAIN})
+    config = settings(
+        host={"slots": 8, "transit_slots": 8},
+        storage=STORE,
+        sinks=(),
+        actors={"start": START, "drain": DRAIN},
+    )
     return kvactors.open(config, backend=store, sinks=[sink], inline_copies=True)
 
 
@@ -84,7 +94,9 @@ def test_a_part_that_does_not_open_is_a_named_error_in_time(part, how, monkeypat
     async def main():
         late, before = Late(how), asyncio.all_tasks()
         if part == "copy engine":
-            monkeypatch.setattr("kvactors.gpu_swapper.executor.InlineExecutor.open", late, raising=False)
+            monkeypatch.setattr(
+                "kvactors.gpu_swapper.executor.InlineExecutor.open", late, raising=False
+            )
         if part == "device store":
             direct = Direct(1)
             direct.open = late
@@ -139,7 +151,9 @@ def test_a_part_that_cancels_itself_is_an_error_and_no_cancellation(part, monkey
     async def main():
         late = Late("cancels itself")
         if part == "copy engine":
-            monkeypatch.setattr("kvactors.gpu_swapper.executor.InlineExecutor.open", late, raising=False)
+            monkeypatch.setattr(
+                "kvactors.gpu_swapper.executor.InlineExecutor.open", late, raising=False
+            )
         else:
             direct = Direct(1)
             direct.open = late

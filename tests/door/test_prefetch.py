@@ -33,7 +33,10 @@ async def test_what_was_prefetched_is_a_host_hit():
         await cache.settled()
         assert cache.statistics().host.fetched == 6
         assert len(cache.sinks["memory"].view()[Tier.HOST]) == 6, "the indexes hear of it"
-        one, other = await serve(cache, "a", prompt(1, 6, tail=1)), await serve(cache, "b", prompt(2, 6, tail=1))
+        one, other = (
+            await serve(cache, "a", prompt(1, 6, tail=1)),
+            await serve(cache, "b", prompt(2, 6, tail=1)),
+        )
         assert (one.hits, other.hits) == (kvactors.Hits(0, 6, 0), kvactors.Hits(0, 0, 6))
 
 
@@ -59,7 +62,9 @@ async def test_a_hint_for_nothing_known_changes_nothing():
 
 
 async def test_without_a_host_tier_or_storage_it_is_only_a_hint():
-    async with opened(device=8, storage={"backend": "memory", "write_policy": "write_through"}) as cache:
+    async with opened(
+        device=8, storage={"backend": "memory", "write_policy": "write_through"}
+    ) as cache:
         await serve(cache, "a", prompt(1, 6, tail=1))
         await cache.prefetch(prompt(1, 6, tail=1))
     async with opened(device=8) as cache:

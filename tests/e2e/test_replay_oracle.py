@@ -1,4 +1,5 @@
-"""Sequential replay hits exactly like an independent model of leaf-first LRU tiers, request by request."""
+"""Sequential replay hits exactly like an independent model of leaf-first LRU tiers, request by
+request."""
 
 from __future__ import annotations
 
@@ -14,11 +15,14 @@ from kvactors.scenario.replay import ReplayConfig, replay
 
 UNLIMITED = 10**9
 DEVICE = 12
-LONGEST = 10  # no request is larger than the device: those are refused, which the model does not know
+LONGEST = (
+    10  # no request is larger than the device: those are refused, which the model does not know
+)
 
 
 class ModelTier:
-    """A block goes only when none of its children is in this tier; of those the least recently used, the deepest first."""
+    """A block goes only when none of its children is in this tier; of those the least recently
+    used, the deepest first."""
 
     def __init__(self, capacity):
         self.capacity = capacity
@@ -93,7 +97,11 @@ def random_trace(seed, requests):
     for _ in range(requests):
         base = trace[int(rng.integers(0, len(trace)))] if rng.random() < 0.8 else []
         base = base[: int(rng.integers(0, len(base) + 1))] if rng.random() < 0.5 else base
-        grow = int(rng.integers(0 if base else 1, LONGEST - len(base) + 1)) if len(base) < LONGEST else 0
+        grow = (
+            int(rng.integers(0 if base else 1, LONGEST - len(base) + 1))
+            if len(base) < LONGEST
+            else 0
+        )
         fresh = list(range(made, made + grow))
         made += grow
         trace.append(base + fresh)
@@ -113,12 +121,23 @@ def tiny(**tables):
 
 
 def exclusive(host, storage):
-    store = {"backend": "memory", "write_policy": "write_back", "exclusive": bool(storage), "capacity_blocks": storage or None}
-    return tiny(host={"slots": host}, storage=store), Model([DEVICE, host, storage or UNLIMITED], inclusive=False)
+    store = {
+        "backend": "memory",
+        "write_policy": "write_back",
+        "exclusive": bool(storage),
+        "capacity_blocks": storage or None,
+    }
+    return tiny(host={"slots": host}, storage=store), Model(
+        [DEVICE, host, storage or UNLIMITED], inclusive=False
+    )
 
 
 def inclusive(host, storage):
-    store = {"backend": "memory", "write_policy": "write_through", "capacity_blocks": storage or None}
+    store = {
+        "backend": "memory",
+        "write_policy": "write_through",
+        "capacity_blocks": storage or None,
+    }
     config = tiny(host={"slots": host, "mode": "inclusive"}, storage=store)
     return config, Model([DEVICE, host, storage or UNLIMITED], inclusive=True)
 
@@ -141,10 +160,15 @@ CASES = {
 async def compare(case, trace, path):
     config, model = CASES[case]()
     path.write_text(
-        "".join(json.dumps({"timestamp": i, "output_length": 1, "hash_ids": ids}) + "\n" for i, ids in enumerate(trace))
+        "".join(
+            json.dumps({"timestamp": i, "output_length": 1, "hash_ids": ids}) + "\n"
+            for i, ids in enumerate(trace)
+        )
     )
     ours = []
-    report = await replay(path, config, lambda totals: ours.append((totals.device, totals.host, totals.storage)))
+    report = await replay(
+        path, config, lambda totals: ours.append((totals.device, totals.host, totals.storage))
+    )
     for time, ids in enumerate(trace):
         model.request(time, ids)
         assert ours[time] == tuple(model.hits), f"request {time} of {trace}"
@@ -163,7 +187,9 @@ async def test_hits_of_every_tier_equal_the_models(case, tmp_path):
 
 
 @pytest.mark.parametrize("case", CASES)
-@hypothesis_settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@hypothesis_settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(seed=st.integers(0, 2**32), requests=st.integers(1, 60))
 async def test_hits_equal_on_any_trace(case, tmp_path, seed, requests):
     await compare(case, random_trace(seed, requests), tmp_path / "trace.jsonl")

@@ -1,4 +1,5 @@
-"""A tiny GPT is served from its cache with the same bits as without one, and the comparison sees what it must see."""
+"""A tiny GPT is served from its cache with the same bits as without one, and the comparison sees
+what it must see."""
 
 from __future__ import annotations
 
@@ -23,9 +24,24 @@ def serve(tmp_path, *arguments):
     """The script's exit code, what it said, and what it counted."""
     out = tmp_path / "out.json"
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, str(SCRIPT), "--conversations", "6", "--turns", "3", "--json", str(out), *arguments]
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        "--conversations",
+        "6",
+        "--turns",
+        "3",
+        "--json",
+        str(out),
+        *arguments,
+    ]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=280, check=False, env=os.environ | {"PYTHONPATH": path}
+        command,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+        env=os.environ | {"PYTHONPATH": path},
     )
     assert out.exists(), done.stderr
     return done.returncode, done.stderr, json.loads(out.read_text("utf-8"))
@@ -37,7 +53,13 @@ def assert_same_bits(code, said, counted, positions=6 * 3 * 16):
     assert counted["positions"] == positions
     assert plain["reused"] == 0
     assert cached["computed"] < plain["computed"]
-    assert min(cached[tier] for tier in ("device", "host", "storage", "preemptions", "device_evictions")) > 0
+    assert (
+        min(
+            cached[tier]
+            for tier in ("device", "host", "storage", "preemptions", "device_evictions")
+        )
+        > 0
+    )
 
 
 @pytest.mark.parametrize("layout", ["gqa", "mla"])
@@ -49,7 +71,9 @@ def test_the_same_bits_after_a_restart(tmp_path):
     assert_same_bits(*serve(tmp_path, "--restart"))
 
 
-@pytest.mark.parametrize(("layout", "fault"), [("gqa", "swap_blocks"), ("gqa", "flip_bit"), ("mla", "swap_blocks")])
+@pytest.mark.parametrize(
+    ("layout", "fault"), [("gqa", "swap_blocks"), ("gqa", "flip_bit"), ("mla", "swap_blocks")]
+)
 def test_spoilt_blocks_are_seen(tmp_path, layout, fault):
     code, said, counted = serve(tmp_path, "--layout", layout, "--break", fault)
     assert code == 1

@@ -47,11 +47,22 @@ def names(*branch: int) -> list[bytes]:
     return split_keys(path(*branch)[1])
 
 
-def announced(*branch: int, start=0, count=None, tier=Tier.DEVICE, reason=Reason.COMMIT) -> Announced:
+def announced(
+    *branch: int, start=0, count=None, tier=Tier.DEVICE, reason=Reason.COMMIT
+) -> Announced:
     tokens, keys = path(*branch)
     count, root = len(branch) - start if count is None else count, root_of(*branch)
     parent = key_at(keys, start - 1) if start else root
-    return Announced(root, tokens[4 * BLOCK * start :], keys[KEY_BYTES * start :], start, count, tier, reason, parent)
+    return Announced(
+        root,
+        tokens[4 * BLOCK * start :],
+        keys[KEY_BYTES * start :],
+        start,
+        count,
+        tier,
+        reason,
+        parent,
+    )
 
 
 def finished(*branch: int) -> Announced:
@@ -87,10 +98,19 @@ class Wired:
         self.ref = self.supervisor.make_ref(FlushNotifier, 64)
         self.sinks = sinks or (memory("good"), memory("bad"))
         self.block = block
-        self.config = FlushConfig(**{"retry_min": 0.01, "retry_max": 0.04, "timeout": 0.05, **config})
+        self.config = FlushConfig(
+            **{"retry_min": 0.01, "retry_max": 0.04, "timeout": 0.05, **config}
+        )
 
     def make(self, ref):
-        return FlushNotifier(ref, block_size=self.block, sinks=self.sinks, config=self.config, epoch=100, token_root=ROOT)
+        return FlushNotifier(
+            ref,
+            block_size=self.block,
+            sinks=self.sinks,
+            config=self.config,
+            epoch=100,
+            token_root=ROOT,
+        )
 
     def running(self):
         spec = ActorSpec(FlushNotifier, self.make, self.ref)

@@ -1,7 +1,9 @@
-"""Models of the consumers of KV events: how each numbers, asks for replays and keeps what it read. Written from what their sources do.
+"""Models of the consumers of KV events: how each numbers, asks for replays and keeps what it read.
+Written from what their sources do.
 
-A model is pure state. `wants` gives the number from which it asks for a replay before it takes a live batch, `replayed` takes an answer,
-`live` a live batch. A strict model counts what a real one silently passes over.
+A model is pure state. `wants` gives the number from which it asks for a replay before it takes a
+live batch, `replayed` takes an answer, `live` a live batch. A strict model counts what a real one
+silently passes over.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ class Index:
 
 
 class DeviceTree(Index):
-    """Dynamo's: on the device a block is stored below its parent, and goes with it; other media do not look at parents."""
+    """Dynamo's: on the device a block is stored below its parent, and goes with it; other media do
+    not look at parents."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +79,8 @@ class DeviceTree(Index):
 
 
 class Counted(Index):
-    """llm-d's: stores of a block are counted by medium, and a store whose parent is on no medium is passed over."""
+    """llm-d's: stores of a block are counted by medium, and a store whose parent is on no medium is
+    passed over."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,8 +105,9 @@ class Counted(Index):
 
 
 class Dynamo:
-    """Asks from 0 if the first batch it sees is not number 0, and from the one it lacks later; passes over batches up to its cursor. A replay
-    is taken as it comes, wherever it begins; the last number in it is the cursor then."""
+    """Asks from 0 if the first batch it sees is not number 0, and from the one it lacks later;
+    passes over batches up to its cursor. A replay is taken as it comes, wherever it begins; the
+    last number in it is the cursor then."""
 
     def __init__(self) -> None:
         self.index = DeviceTree()
@@ -130,8 +135,9 @@ class Dynamo:
 
 
 class VllmRouter(Dynamo):
-    """vllm-router 0.1.17. A live number below the last live one is a restart: everything is forgotten. An answer counts only if it begins where
-    it asked, has every number, and reaches the live batch for which it asked; otherwise everything is forgotten, and it goes on with live
+    """vllm-router 0.1.17. A live number below the last live one is a restart: everything is
+    forgotten. An answer counts only if it begins where it asked, has every number, and reaches the
+    live batch for which it asked; otherwise everything is forgotten, and it goes on with live
     batches."""
 
     def __init__(self) -> None:
@@ -149,7 +155,10 @@ class VllmRouter(Dynamo):
 
     def replayed(self, start: int, answer: list[tuple[int, bytes]]) -> None:
         numbers = [number for number, _ in answer]
-        if numbers == list(range(start, start + len(numbers))) and start + len(numbers) > self.last_live:
+        if (
+            numbers == list(range(start, start + len(numbers)))
+            and start + len(numbers) > self.last_live
+        ):
             super().replayed(start, answer)
         else:
             self.index.clear()
@@ -158,9 +167,10 @@ class VllmRouter(Dynamo):
 
 
 class LlmD:
-    """Asks from 0 as soon as it is connected; a lower number is a restart; numbers of a replay must follow each other. insists: an answer that
-    does not begin where it asked is thrown away with everything it knew, and it asks again after a while (older versions); later ones
-    forget everything and take it."""
+    """Asks from 0 as soon as it is connected; a lower number is a restart; numbers of a replay must
+    follow each other. insists: an answer that does not begin where it asked is thrown away with
+    everything it knew, and it asks again after a while (older versions); later ones forget
+    everything and take it."""
 
     def __init__(self, *, insists: bool = True) -> None:
         self.index = Counted()

@@ -1,7 +1,8 @@
-"""A naive model of the ledger: what is true, what each sink was sent, what may be forgotten and what must not.
+"""A naive model of the ledger: what is true, what each sink was sent, what may be forgotten and
+what must not.
 
-`Model` carries out one action at a time on a ledger and on itself, and compares. Hypothesis chooses the actions in
-test_ledger_machine.py; `walk` chooses them at random, which is faster:
+`Model` carries out one action at a time on a ledger and on itself, and compares. Hypothesis chooses
+the actions in test_ledger_machine.py; `walk` chooses them at random, which is faster:
 
     python tests/flush_notifier/ledger_model.py --steps 1000000 [--seed N]
 """
@@ -15,7 +16,20 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from flush_kit import AT_FINISH, BLOCK, BOTH, EVERYTHING, NODE, PER_TIER, ROOT, SALTED, announced, finished, names, path
+from flush_kit import (
+    AT_FINISH,
+    BLOCK,
+    BOTH,
+    EVERYTHING,
+    NODE,
+    PER_TIER,
+    ROOT,
+    SALTED,
+    announced,
+    finished,
+    names,
+    path,
+)
 
 from kvactors.flush_notifier.ledger import Ledger
 from kvactors.flush_notifier.runs import Batch
@@ -50,11 +64,14 @@ def drawn(rng: random.Random) -> Settings:
     views = tuple(rng.choice(VIEWS) for _ in range(rng.randint(1, 4)))
     sinks = range(len(views))
     some = [tuple(i for i in sinks if rng.random() < 0.5) for _ in range(2)]
-    return Settings(views, rng.choice((1, 1, 2, 3, 5, 8, 13, 30, 64)), rng.choice((1, 2, 3, 256)), *some)
+    return Settings(
+        views, rng.choice((1, 1, 2, 3, 5, 8, 13, 30, 64)), rng.choice((1, 2, 3, 256)), *some
+    )
 
 
 class Fact(NamedTuple):
-    """A fact of which the ledger has taken a part. end: makes it true in the model. keys: the blocks that it is about."""
+    """A fact of which the ledger has taken a part. end: makes it true in the model. keys: the
+    blocks that it is about."""
 
     steps: Iterator[None]
     end: Callable[[], None]
@@ -62,8 +79,9 @@ class Fact(NamedTuple):
 
 
 class Model:
-    """truth: tiers by block. known: blocks whose path the ledger remembers. mirrors: by sink, tiers by block, as the tasks that arrived
-    say. flying: by sink, the batch in flight. ending: by sink, the steps that a delivered batch still takes."""
+    """truth: tiers by block. known: blocks whose path the ledger remembers. mirrors: by sink, tiers
+    by block, as the tasks that arrived say. flying: by sink, the batch in flight. ending: by sink,
+    the steps that a delivered batch still takes."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -79,7 +97,9 @@ class Model:
         self.sinks = range(len(settings.views))
         self.truth: dict[bytes, int] = {}
         self.tokens: dict[bytes, bytes] = {}  # of every path that was ever announced
-        self.parents: dict[bytes, bytes | None] = {}  # the same, None above the first block of a path
+        self.parents: dict[
+            bytes, bytes | None
+        ] = {}  # the same, None above the first block of a path
         self.plain: set[bytes] = set()  # of the scope that sinks addressed by tokens take
         self.known: set[bytes] = set()
         self.finished: set[bytes] = set()
@@ -89,7 +109,9 @@ class Model:
         self.repeating: dict[int, Iterator[None]] = {}
         self.fact: Fact | None = None
         self.before: dict[bytes, int] = {}  # what was true before the fact that ends now
-        self.suspects: dict[bytes, int] = {}  # forgotten while a fact was about them, and what was true before that fact
+        self.suspects: dict[
+            bytes, int
+        ] = {}  # forgotten while a fact was about them, and what was true before that fact
         self.forgotten = 0
 
     # -- facts
@@ -98,7 +120,9 @@ class Model:
         self._learn(branch)
         held = names(*branch)[start : start + count]
         self._begin(
-            self.book.announce(announced(*branch, start=start, count=count, tier=tier)), held, lambda: self._hold(held, tier)
+            self.book.announce(announced(*branch, start=start, count=count, tier=tier)),
+            held,
+            lambda: self._hold(held, tier),
         )
 
     def finish(self, branch: tuple[int, ...]) -> None:
@@ -113,7 +137,11 @@ class Model:
 
     def gain(self, branch: tuple[int, ...], tier: Tier) -> None:
         keys = names(*branch)
-        self._begin(self.book.gain(join_keys(keys), tier, Reason.OFFLOAD), keys, lambda: self._hold(keys, tier))
+        self._begin(
+            self.book.gain(join_keys(keys), tier, Reason.OFFLOAD),
+            keys,
+            lambda: self._hold(keys, tier),
+        )
 
     def lose(self, branch: tuple[int, ...], last: int, tier: Tier) -> None:
         keys = names(*branch)[-last:]
@@ -150,14 +178,17 @@ class Model:
         self.go_on()
 
     def go_on(self) -> None:
-        """One step of the fact in progress, and one of every delivery that is ending. No other fact comes before its last step."""
+        """One step of the fact in progress, and one of every delivery that is ending. No other fact
+        comes before its last step."""
         if self.fact is not None and next(self.fact.steps, self) is self:
             fact, self.fact = self.fact, None
             self.before = {key: self.truth.get(key, 0) for key in fact.keys}
             fact.end()
             self._notice_forgotten()
             self.before = {}
-            resident = [key for key, before in self.suspects.items() if before & self.truth.get(key, 0)]
+            resident = [
+                key for key, before in self.suspects.items() if before & self.truth.get(key, 0)
+            ]
             assert not resident, "a resident block was forgotten"
             self.suspects.clear()
         self._notice_forgotten()
@@ -174,7 +205,8 @@ class Model:
             self.go_on()
 
     def _notice_forgotten(self) -> None:
-        """Only blocks that are nowhere, and that no sink and no delivery is about, may be forgotten, and only when too many are kept."""
+        """Only blocks that are nowhere, and that no sink and no delivery is about, may be
+        forgotten, and only when too many are kept."""
         now = self.book.entries.keys()
         vanished = self.known - now
         moving = self.fact.keys if self.fact is not None else frozenset()
@@ -184,13 +216,17 @@ class Model:
             else:
                 held = self.truth.get(key, 0) & self.before.get(key, ALL_TIERS)
                 assert not held, "a resident block was forgotten"
-            assert not any(mirror.get(key, 0) for mirror in self.mirrors), "a block was forgotten that a sink holds"
+            assert not any(mirror.get(key, 0) for mirror in self.mirrors), (
+                "a block was forgotten that a sink holds"
+            )
         if vanished:
-            assert len(self.book.limbo) >= self.settings.limbo, "a block was forgotten although there was room"
+            assert len(self.book.limbo) >= self.settings.limbo, (
+                "a block was forgotten although there was room"
+            )
             for batch in filter(None, self.flying):
-                assert vanished.isdisjoint(key for task in batch.tasks for key in split_keys(task.keys)), (
-                    "forgotten in delivery"
-                )
+                assert vanished.isdisjoint(
+                    key for task in batch.tasks for key in split_keys(task.keys)
+                ), "forgotten in delivery"
         self.forgotten += len(vanished)
         self.finished -= vanished
         self.known = set(now)
@@ -215,13 +251,16 @@ class Model:
             assert bool(batch.tasks) == bool(self.book.pending(sink))
 
     def end(self, sink: int, *, answered: bool, arrived: int) -> None:
-        """A call is over. answered: the sink said so. arrived: how many tasks it took, whether or not it said so."""
+        """A call is over. answered: the sink said so. arrived: how many tasks it took, whether or
+        not it said so."""
         batch = self.flying[sink]
         if batch is None or sink in self.ending:
             return
         self._arrive(sink, batch if answered else batch.split(arrived)[0])
         self.flying[sink] = None
-        self.ending[sink] = self.book.delivering(sink, batch) if answered else self.book.refusing(sink, batch)
+        self.ending[sink] = (
+            self.book.delivering(sink, batch) if answered else self.book.refusing(sink, batch)
+        )
         self.go_on()
 
     def end_in_the_middle(self, sink: int, taken: int) -> None:
@@ -231,14 +270,21 @@ class Model:
         done, rest = batch.split(taken)
         self._arrive(sink, done)
         self.flying[sink] = None
-        self.ending[sink] = itertools.chain(self.book.delivering(sink, done), self.book.refusing(sink, rest))
+        self.ending[sink] = itertools.chain(
+            self.book.delivering(sink, done), self.book.refusing(sink, rest)
+        )
         self.go_on()
 
     def _arrive(self, sink: int, batch: Batch) -> None:
-        """The tasks, block by block as a reader of events takes them: after each of them its view is a tree."""
+        """The tasks, block by block as a reader of events takes them: after each of them its view
+        is a tree."""
         mirror, by_name = self.mirrors[sink], sink in self.settings.by_name
         for task in batch.tasks:
-            keys, bit, resident = split_keys(task.keys), int(task.tier), task.residency is Residency.RESIDENT
+            keys, bit, resident = (
+                split_keys(task.keys),
+                int(task.tier),
+                task.residency is Residency.RESIDENT,
+            )
             if not task.count:
                 assert sink in self.settings.takes_clear
                 assert len(batch.tasks) == 1
@@ -257,14 +303,18 @@ class Model:
         above = self.parents[key]
         if above is not None:
             assert mirror.get(above, 0), "a block is announced, and the block above it is nowhere"
-            assert bit != Tier.DEVICE or mirror[above] & bit, "announced on the device, and the block above it is not there"
+            assert bit != Tier.DEVICE or mirror[above] & bit, (
+                "announced on the device, and the block above it is not there"
+            )
         mirror[key] = mirror.get(key, 0) | bit
 
     def _loses(self, mirror: dict[bytes, int], key: bytes, bit: int) -> None:
         mirror[key] = left = mirror.get(key, 0) & ~bit
         below = [mirror.get(one, 0) for one, above in self.parents.items() if above == key]
         assert left or not any(below), "a block goes, and a block below it stays"
-        assert bit != Tier.DEVICE or not any(tiers & bit for tiers in below), "it leaves the device, a block below it stays"
+        assert bit != Tier.DEVICE or not any(tiers & bit for tiers in below), (
+            "it leaves the device, a block below it stays"
+        )
 
     def _compare_tokens(self, task: Any, keys: list[bytes], *, own: bool) -> None:
         path_of_last = self.tokens[keys[-1]]
@@ -276,7 +326,9 @@ class Model:
         if not own:
             assert task.tokens == path_of_last, "the complete path"
         elif task.residency is Residency.RESIDENT:
-            assert task.tokens == path_of_last[size * task.start_block_idx :], "the blocks' own tokens"
+            assert task.tokens == path_of_last[size * task.start_block_idx :], (
+                "the blocks' own tokens"
+            )
         else:
             assert task.tokens == b""
 
@@ -285,7 +337,11 @@ class Model:
     def expected(self, sink: int, key: bytes) -> int:
         """What is announceable of a block: the closed truth."""
         view, parent = self.settings.views[sink], self.parents.get(key)
-        if key not in self.known or (view.at_finish and key not in self.finished) or (view.by_tokens and key not in self.plain):
+        if (
+            key not in self.known
+            or (view.at_finish and key not in self.finished)
+            or (view.by_tokens and key not in self.plain)
+        ):
             return 0
         mask = self.truth.get(key, 0) & view.tiers
         mask = int(Tier.DEVICE) * bool(mask) if view.node else mask
@@ -293,7 +349,8 @@ class Model:
         return 0 if not above else mask if above & Tier.DEVICE else mask & ~int(Tier.DEVICE)
 
     def compare(self) -> None:
-        """The ledger is consistent, and each mirror says what is true of every block that is neither pending nor in flight."""
+        """The ledger is consistent, and each mirror says what is true of every block that is
+        neither pending nor in flight."""
         self.book.check()
         if self.fact is not None:
             return
@@ -303,14 +360,19 @@ class Model:
             batch = self.flying[sink]
             if sink in self.ending or (batch is not None and batch.cleared):
                 continue
-            in_flight = {key for task in (batch.tasks if batch is not None else ()) for key in split_keys(task.keys)}
+            in_flight = {
+                key
+                for task in (batch.tasks if batch is not None else ())
+                for key in split_keys(task.keys)
+            }
             pending = {entry.key for entry in self.book.dirty[sink]} | in_flight
             for key in (self.known | mirror.keys()) - pending:
                 expected = self.expected(sink, key)
                 assert mirror.get(key, 0) == expected, "a mirror differs, and nothing is pending"
 
     def settle(self) -> None:
-        """End what is in flight and deliver everything that is pending; then every mirror is right."""
+        """End what is in flight and deliver everything that is pending; then every mirror is
+        right."""
         for sink in self.sinks:
             self.end(sink, answered=True, arrived=0)
         self.complete()
@@ -327,7 +389,9 @@ class Model:
         self.compare()
         assert not any(self.book.dirty)
         kept = {key for key, mask in self.truth.items() if mask and key in self.known}
-        assert len(self.book.entries) <= DEPTH * (len(kept) + self.settings.limbo), "too much is remembered"
+        assert len(self.book.entries) <= DEPTH * (len(kept) + self.settings.limbo), (
+            "too much is remembered"
+        )
 
 
 def act(model: Model, rng: random.Random) -> None:
@@ -335,7 +399,9 @@ def act(model: Model, rng: random.Random) -> None:
     branch = rooted(tuple(rng.randrange(WIDTH) for _ in range(rng.randint(1, DEPTH))))
     tier, sink = rng.choice(list(Tier)), rng.choice(model.sinks)
     kind = rng.random()
-    if (model.fact is not None or model.ending) and rng.random() < 0.8:  # more often than not, deliveries end between steps
+    if (
+        model.fact is not None or model.ending
+    ) and rng.random() < 0.8:  # more often than not, deliveries end between steps
         kind = rng.choice((0.71, 0.89, 0.93, 0.93))
     if kind < 0.12:
         start = rng.randint(0, len(branch))
@@ -379,7 +445,9 @@ def walk(seed: int, steps: int) -> Model:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
@@ -391,7 +459,10 @@ def main() -> None:
             print(f"seed {seed}")
             raise
         seed, done = seed + 1, done + 1000
-    print(f"{done} steps, {seed - given.seed} ledgers, {forgotten} blocks forgotten, {time.monotonic() - began:.0f} s")
+    print(
+        f"{done} steps, {seed - given.seed} ledgers, {forgotten} blocks forgotten, "
+        f"{time.monotonic() - began:.0f} s"
+    )
 
 
 if __name__ == "__main__":

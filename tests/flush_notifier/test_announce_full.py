@@ -1,4 +1,5 @@
-"""`announce = "full"`: the finish of a request sends its full path from block 0, as FastDeploy does, whatever was sent before."""
+"""`announce = "full"`: the finish of a request sends its full path from block 0, as FastDeploy
+does, whatever was sent before."""
 
 from __future__ import annotations
 
@@ -58,7 +59,10 @@ def test_what_goes_before_it_is_sent_again_is_sent_as_gone():
     settle(ledger)
     do(ledger.announce(finished(1, 2, 3)))
     do(ledger.lose(names(1, 2, 3)[2], Tier.DEVICE, Reason.CPU_EVICTION))
-    assert set(sent(ledger, 0)) == {(Residency.GONE, 2, 1, path(1, 2, 3)[0]), (Residency.RESIDENT, 0, 2, path(1, 2)[0])}
+    assert set(sent(ledger, 0)) == {
+        (Residency.GONE, 2, 1, path(1, 2, 3)[0]),
+        (Residency.RESIDENT, 0, 2, path(1, 2)[0]),
+    }
     assert ledger.pending(0) == 0
     ledger.check()
 
@@ -88,7 +92,9 @@ def config(announce: str) -> Config:
             "flush": {"only": True, "sinks": [{"kind": "attention_store"}]},
         }
     )
-    return replace(made, flush=replace(made.flush, sinks=(AttentionStoreSinkConfig(announce=announce),)))
+    return replace(
+        made, flush=replace(made.flush, sinks=(AttentionStoreSinkConfig(announce=announce),))
+    )
 
 
 async def serve(cache, prompt, *, preempt: bool = False) -> None:
@@ -137,14 +143,21 @@ async def test_an_index_that_loses_its_state_now_and_then_has_no_more_than_the_n
             finished_since |= {tuple(prompt[: 4 * i]) for i in range(1, len(prompt) // 4 + 1)}
             entries, held = cache.system.notifier_actor.ledger.entries, residency(cache.system)
             keys = held[Tier.DEVICE] | held[Tier.HOST]
-            there = {tuple(np.frombuffer(path_tokens(entries[key]), "<u4").tolist()) for key in keys if key in entries}
+            there = {
+                tuple(np.frombuffer(path_tokens(entries[key]), "<u4").tolist())
+                for key in keys
+                if key in entries
+            }
             assert index <= there
             assert there & finished_since <= index
         assert cache.check() == []
 
 
 def test_fastdeploys_variables_mean_the_full_path():
-    base = {"cache": {"model": "m"}, "storage": {"backend": "attention_store", "write_policy": "write_through"}}
+    base = {
+        "cache": {"model": "m"},
+        "storage": {"backend": "attention_store", "write_policy": "write_through"},
+    }
     (sink,) = Config.from_env({"FD_AS_ONLY_FLUSH": "1"}, Config.from_mapping(base)).flush.sinks
     assert sink == AttentionStoreSinkConfig(announce="full")
     mine = {**base, "flush": {"sinks": [{"kind": "attention_store", "announce": "difference"}]}}
@@ -155,7 +168,12 @@ def test_fastdeploys_variables_mean_the_full_path():
 async def test_a_journal_is_not_written_for_what_it_has(tmp_path):
     journal = tmp_path / "sent.jsonl"
     base = config("full")
-    base = replace(base, flush=replace(base.flush, sinks=(AttentionStoreSinkConfig(announce="full", journal=str(journal)),)))
+    base = replace(
+        base,
+        flush=replace(
+            base.flush, sinks=(AttentionStoreSinkConfig(announce="full", journal=str(journal)),)
+        ),
+    )
     async with kvactors.open(base) as cache:
         await serve(cache, list(range(17)))
         size = journal.stat().st_size

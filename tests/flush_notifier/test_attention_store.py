@@ -1,4 +1,5 @@
-"""AttentionStore's sink against the stand-in of its SDK: the calls, and that its index equals the tiers whatever happens."""
+"""AttentionStore's sink against the stand-in of its SDK: the calls, and that its index equals the
+tiers whatever happens."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def fresh_services():
 
 
 def store(**changes) -> AttentionStoreConfig:
-    return AttentionStoreConfig(**{"sdk": STAND_IN, "ready_interval": 0.01, "ready_timeout": 1.0, **changes})
+    return AttentionStoreConfig(
+        **{"sdk": STAND_IN, "ready_interval": 0.01, "ready_timeout": 1.0, **changes}
+    )
 
 
 def handle(**changes) -> Sdk:
@@ -47,7 +50,9 @@ def handle(**changes) -> Sdk:
 
 
 def sink(journal="", **changes) -> AttentionStoreSink:
-    return AttentionStoreSink(AttentionStoreSinkConfig(journal=str(journal)), complete(store(**changes), LAYOUT))
+    return AttentionStoreSink(
+        AttentionStoreSinkConfig(journal=str(journal)), complete(store(**changes), LAYOUT)
+    )
 
 
 def index() -> set[tuple[int, ...]]:
@@ -56,7 +61,9 @@ def index() -> set[tuple[int, ...]]:
 
 def paths(*branch: int) -> set[tuple[int, ...]]:
     """The token paths of every block of a path of `flush_kit`."""
-    return {tuple(step for one in branch[: i + 1] for step in (one, one)) for i in range(len(branch))}
+    return {
+        tuple(step for one in branch[: i + 1] for step in (one, one)) for i in range(len(branch))
+    }
 
 
 def calls(name: str):
@@ -86,7 +93,9 @@ class Running(Wired):
 
 async def test_arguments_of_the_constructor_elsewhere():
     await handle(shard_id=1, shard_num=2, device_id=3, dp_id=4).open()
-    (arguments, keywords) = stand_in.service("default_ns", "default_pod_mixed_4", "v0", 1).calls[0].arguments
+    (arguments, keywords) = (
+        stand_in.service("default_ns", "default_pod_mixed_4", "v0", 1).calls[0].arguments
+    )
     nbytes = 2 * BLOCK * 8 * 2
     assert arguments == ("default_ns", "default_pod_mixed_4", "v0", 1, 2, 3, BLOCK, nbytes, 3, 4)
     assert keywords == {}
@@ -96,17 +105,28 @@ async def test_arguments_of_the_constructor_on_cuda():
     await handle(platform="cuda", layer_num=5, bytes_per_shard_layer_per_block=77).open()
     (arguments, keywords) = stand_in.service().calls[0].arguments
     assert arguments == ("default_ns", "default_pod_mixed_0", "v0", 0, 1, 5, BLOCK, 77, 77, 0, 0)
-    assert keywords == {"attention_type": AttentionType.MHA, "enable_as_kv_rw": True, "gpu_count": 0}
+    assert keywords == {
+        "attention_type": AttentionType.MHA,
+        "enable_as_kv_rw": True,
+        "gpu_count": 0,
+    }
 
 
 async def test_names_from_the_environment():
     environ = {"AS_NAMESPACE": "ns", "AS_POD_NAME": "test_pod", "AS_MODEL_VERSION": "v9"}
     settings = {"splitwise_role": "prefill", "dp_id": 1, "sdk": STAND_IN}
     sinks = [{"kind": "attention_store"}]
-    base = Config.from_mapping({"cache": {"model": "m"}, "attention_store": settings, "flush": {"sinks": sinks}})
+    base = Config.from_mapping(
+        {"cache": {"model": "m"}, "attention_store": settings, "flush": {"sinks": sinks}}
+    )
     await Sdk(sdk_settings(Config.from_env(environ, base), LAYOUT), "index").open()
-    await Sdk(sdk_settings(Config.from_env({**environ, "ENABLE_EP_DP_IN_FD": "0"}, base), LAYOUT), "index").open()
-    assert list(stand_in.services) == [("ns", "test_pod_prefill_1", "v9", 0), ("ns", "test_pod", "v9", 0)]
+    await Sdk(
+        sdk_settings(Config.from_env({**environ, "ENABLE_EP_DP_IN_FD": "0"}, base), LAYOUT), "index"
+    ).open()
+    assert list(stand_in.services) == [
+        ("ns", "test_pod_prefill_1", "v9", 0),
+        ("ns", "test_pod", "v9", 0),
+    ]
 
 
 async def test_a_missing_sdk_is_named_at_start_and_nothing_is_half_started(monkeypatch):
@@ -163,8 +183,20 @@ async def test_a_finished_request_is_resident_from_block_0_and_an_evicted_tail_g
         await wired.tell(Gone(names(1, 2, 3)[2], Tier.DEVICE, Reason.CPU_EVICTION))
         await wired.settle()
         came, went = calls("flush_token_index")
-        assert (came[0], came[1].ids, *came[2:]) == ([0, 1, 2], [1, 1, 2, 2, 3, 3], 0, None, MEDIA_HBM)
-        assert (went[0], went[1].ids, *went[2:]) == ([0, 1, 2], [1, 1, 2, 2, 3, 3], 2, MEDIA_HBM, None)
+        assert (came[0], came[1].ids, *came[2:]) == (
+            [0, 1, 2],
+            [1, 1, 2, 2, 3, 3],
+            0,
+            None,
+            MEDIA_HBM,
+        )
+        assert (went[0], went[1].ids, *went[2:]) == (
+            [0, 1, 2],
+            [1, 1, 2, 2, 3, 3],
+            2,
+            MEDIA_HBM,
+            None,
+        )
         assert index() == paths(1, 2)
 
 
@@ -234,7 +266,8 @@ async def test_closing_does_not_wait_for_a_call_that_hangs():
 
 
 async def test_an_index_too_slow_for_a_batch_is_told_it_piece_by_piece():
-    """A batch takes ten times as long as a call may: what was told before the deadline is not told again."""
+    """A batch takes ten times as long as a call may: what was told before the deadline is not told
+    again."""
     wired = Running(sink(), timeout=0.5)
     async with wired.running():
         await wired.settle()
@@ -295,7 +328,9 @@ async def killed(*facts, journal, torn=b"") -> None:
 async def test_with_a_journal_the_next_process_takes_back_what_the_last_one_told(tmp_path, torn):
     journal = tmp_path / "told.jsonl"
     gone = Gone(names(1, 2, 3)[2], Tier.DEVICE, Reason.CPU_EVICTION)
-    await killed(finished(1, 2, 3), finished(1, 2, 9), gone, finished(7, 8), journal=journal, torn=torn)
+    await killed(
+        finished(1, 2, 3), finished(1, 2, 9), gone, finished(7, 8), journal=journal, torn=torn
+    )
     assert index() == paths(1, 2, 9) | paths(7, 8)
     wired = Running(sink(journal))
     async with wired.running():
@@ -354,7 +389,13 @@ CACHE = Config.from_mapping(
         "host": {"slots": 6, "transit_slots": 8},
         "layout": {"num_layers": 2, "num_kv_heads": 1, "head_dim": 2},
         "attention_store": {"sdk": STAND_IN},
-        "flush": {"only": True, "sinks": [{"kind": "attention_store"}], "retry_min": 0.005, "retry_max": 0.02, "timeout": 0.2},
+        "flush": {
+            "only": True,
+            "sinks": [{"kind": "attention_store"}],
+            "retry_min": 0.005,
+            "retry_max": 0.02,
+            "timeout": 0.2,
+        },
     }
 )
 
@@ -369,7 +410,9 @@ def held_paths(cache) -> set[tuple[int, ...]]:
 
 @settings(max_examples=25, deadline=None)
 @given(
-    requests=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(1, 3)), min_size=1, max_size=12),
+    requests=st.lists(
+        st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(1, 3)), min_size=1, max_size=12
+    ),
     fail_every=st.sampled_from([0, 0, 2, 3]),
     clear_at=st.integers(0, 20),
     announce=st.sampled_from(["difference", "full"]),

@@ -1,4 +1,5 @@
-"""`flush_settled`: every sink believes what is true, at rest and under load, and nobody waits longer than asked."""
+"""`flush_settled`: every sink believes what is true, at rest and under load, and nobody waits
+longer than asked."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ async def test_at_rest_every_sink_equals_the_tiers():
 
 
 async def test_under_load_the_barrier_is_about_what_was_true_when_asked():
-    """Requests never stop, so the cache never rests; what was committed before the call has been told when it returns."""
+    """Requests never stop, so the cache never rests; what was committed before the call has been
+    told when it returns."""
     one = sink("one")
     async with kvactors.open(CONFIG, sinks=[one]) as cache:
 
@@ -68,7 +70,9 @@ async def test_under_load_the_barrier_is_about_what_was_true_when_asked():
                     await lease.commit(8)
                     await cache.flush_settled(5.0, at_rest=False)
                     held = one.view()[Tier.DEVICE]
-                    assert {lease.keys(0, 2)[:32], lease.keys(0, 2)[32:]} <= held, "pinned, so still true"
+                    assert {lease.keys(0, 2)[:32], lease.keys(0, 2)[32:]} <= held, (
+                        "pinned, so still true"
+                    )
         finally:
             for task in load:
                 task.cancel()
@@ -108,7 +112,8 @@ async def test_closing_tells_the_last_words_to_sinks_that_listen_and_does_not_wa
 
 
 async def test_the_barrier_covers_what_an_unfinished_call_leaves_to_be_corrected():
-    """A block goes while its arrival is being told: the barrier asked then comes after the correction."""
+    """A block goes while its arrival is being told: the barrier asked then comes after the
+    correction."""
     slow = memory("slow")
     wired = Wired(slow, timeout=5.0)
     async with wired.running():

@@ -1,4 +1,5 @@
-"""An index that is addressed by tokens alone gets only blocks that tokens alone identify, also when scopes share token paths."""
+"""An index that is addressed by tokens alone gets only blocks that tokens alone identify, also when
+scopes share token paths."""
 
 from __future__ import annotations
 
@@ -35,7 +36,16 @@ def other(*branch: int, root: bytes = ANOTHER, extras=()) -> Announced:
     made.extend(np.frombuffer(tokens, "<u4"))
     for block in extras:
         made.set_extra(block, b"image")
-    return Announced(root, tokens, made.keys(0, len(branch)), 0, len(branch), Tier.DEVICE, Reason.REQUEST_FINISH, root)
+    return Announced(
+        root,
+        tokens,
+        made.keys(0, len(branch)),
+        0,
+        len(branch),
+        Tier.DEVICE,
+        Reason.REQUEST_FINISH,
+        root,
+    )
 
 
 def book(limbo: int = 100) -> Ledger:
@@ -46,7 +56,10 @@ def resident(tasks) -> set[bytes]:
     """The token paths that an index addressed by tokens holds after these tasks."""
     held: set[bytes] = set()
     for task in tasks:
-        paths = {task.tokens[: 4 * BLOCK * (i + 1)] for i in range(task.start_block_idx, task.start_block_idx + task.count)}
+        paths = {
+            task.tokens[: 4 * BLOCK * (i + 1)]
+            for i in range(task.start_block_idx, task.start_block_idx + task.count)
+        }
         held = held | paths if task.residency is Residency.RESIDENT else held - paths
     return held
 
@@ -59,7 +72,9 @@ def test_a_token_path_of_two_scopes_is_gone_when_the_opened_ones_block_is():
     assert resident(tasks) == {path(1)[0], path(1, 2)[0]}
     do(one.lose(other(1, 2).keys, Tier.DEVICE, Reason.DEVICE_DROP))
     tasks += settle(one)
-    assert resident(tasks) == {path(1)[0], path(1, 2)[0]}, "the other scope's blocks went, not these"
+    assert resident(tasks) == {path(1)[0], path(1, 2)[0]}, (
+        "the other scope's blocks went, not these"
+    )
     do(one.lose(path(1, 2)[1], Tier.DEVICE, Reason.DEVICE_DROP))
     tasks += settle(one)
     assert resident(tasks) == set()
@@ -67,13 +82,16 @@ def test_a_token_path_of_two_scopes_is_gone_when_the_opened_ones_block_is():
 
 
 @pytest.mark.parametrize(
-    ("message", "blocks"), [(other(1, 2), 0), (other(1, 2, 3, root=ROOT, extras=(1,)), 1), (finished(1, 2, 3), 3)]
+    ("message", "blocks"),
+    [(other(1, 2), 0), (other(1, 2, 3, root=ROOT, extras=(1,)), 1), (finished(1, 2, 3), 3)],
 )
 def test_only_leading_blocks_without_extra_keys_of_the_opened_scope_are_announced(message, blocks):
     one = book()
     do(one.announce(message))
     assert len(resident(settle(one))) == blocks
-    assert sum(task.count for task in settle(one, 1)) == len(message.keys) // 32, "a sink that knows block hashes gets all"
+    assert sum(task.count for task in settle(one, 1)) == len(message.keys) // 32, (
+        "a sink that knows block hashes gets all"
+    )
     one.check()
 
 
@@ -104,10 +122,13 @@ def config(**tables) -> Config:
 
 
 def plain_paths(cache) -> set[tuple[int, ...]]:
-    """Token paths of blocks on device or host that tokens alone identify and requests can get, recomputed from the ledger's paths."""
+    """Token paths of blocks on device or host that tokens alone identify and requests can get,
+    recomputed from the ledger's paths."""
     if cache.namespace != cache.config.cache.namespace:
         return set()
-    root = CacheScope(cache.config.cache.model, cache.config.cache.namespace).root(cache.system.layout.fingerprint)
+    root = CacheScope(cache.config.cache.model, cache.config.cache.namespace).root(
+        cache.system.layout.fingerprint
+    )
     entries, found = cache.system.notifier_actor.ledger.entries, set()
     held = residency(cache.system)
     for key in held[Tier.DEVICE] | held[Tier.HOST]:
@@ -142,7 +163,14 @@ async def test_a_block_of_one_tenant_that_is_evicted_is_not_gone_for_the_others(
 @pytest.mark.parametrize("seed", range(6))
 async def test_the_index_holds_what_tokens_identify_after_any_run(seed):
     draw = random.Random(seed)
-    scopes = [{}, {}, {"salt": "a"}, {"lora": "x"}, {"extra_keys": [(5, 2, 1)]}, {"extra_keys": [(7, 2, 2)]}]
+    scopes = [
+        {},
+        {},
+        {"salt": "a"},
+        {"lora": "x"},
+        {"extra_keys": [(5, 2, 1)]},
+        {"extra_keys": [(7, 2, 2)]},
+    ]
     async with kvactors.open(config(host={"slots": draw.choice([0, 6])})) as cache:
         for number in range(60):
             if draw.random() < 0.1:

@@ -1,5 +1,6 @@
-"""A sink is foreign code: whatever it raises, returns, keeps or ignores, the notifier goes on, the other sinks are right, it is visible,
-logged once a change of state, and the sink is right again when it works again."""
+"""A sink is foreign code: whatever it raises, returns, keeps or ignores, the notifier goes on, the
+other sinks are right, it is visible, logged once a change of state, and the sink is right again
+when it works again."""
 
 from __future__ import annotations
 
@@ -123,7 +124,9 @@ async def test_whatever_a_sink_raises_the_notifier_goes_on_and_the_sink_recovers
             await until(lambda: wired.actor.flush_statistics()[1].failures >= 2)
             await wired.tell(announced(3), Gone(names(1, 2)[1], Tier.DEVICE, Reason.DEVICE_DROP))
             await until(lambda: good.view()[Tier.DEVICE] == {*names(1), *names(3)})
-            await until(lambda: wired.actor.sink_health()[0].pending == 0)  # the notifier has the answer, too
+            await until(
+                lambda: wired.actor.sink_health()[0].pending == 0
+            )  # the notifier has the answer, too
             ok, failing = wired.actor.sink_health()
             assert ok == ("good", True, "", 0.0, 0)
             assert not failing.ok
@@ -140,7 +143,9 @@ async def test_whatever_a_sink_raises_the_notifier_goes_on_and_the_sink_recovers
             assert statistics.last_error
             assert all(health.ok for health in wired.actor.sink_health())
     about = [entry for entry in logs if entry.get("sink") == "bad"]
-    assert [entry["event"] for entry in about] == ["sink fails", "sink works again"], "once a change of state"
+    assert [entry["event"] for entry in about] == ["sink fails", "sink works again"], (
+        "once a change of state"
+    )
 
 
 async def test_attach_that_raises_is_a_failure_of_the_sink():
@@ -277,7 +282,8 @@ async def test_a_close_that_fails_neither_ends_in_an_error_nor_keeps_other_sinks
 
 
 @pytest.mark.parametrize(
-    "fault", [fault for fault in FAULTS if fault not in ("hang", "ignores cancellation", "cancels itself")]
+    "fault",
+    [fault for fault in FAULTS if fault not in ("hang", "ignores cancellation", "cancels itself")],
 )
 async def test_an_open_that_fails_is_a_sink_error_and_closes_what_was_opened(fault):
     closed = []
@@ -297,7 +303,11 @@ async def test_an_open_that_fails_is_a_sink_error_and_closes_what_was_opened(fau
 
 
 async def test_after_a_restart_of_the_notifier_every_sink_is_right_whatever_it_did_before():
-    good, bad, worse = Bad("good"), Bad("bad", "deliver", FAULTS["CancelledError"]), Bad("worse", "begin", FAULTS["hang"])
+    good, bad, worse = (
+        Bad("good"),
+        Bad("bad", "deliver", FAULTS["CancelledError"]),
+        Bad("worse", "begin", FAULTS["hang"]),
+    )
     async with kvactors.open(CONFIG, sinks=[good, bad, worse]) as cache:
         for seed in range(8):
             await request(cache, seed)
@@ -320,7 +330,9 @@ async def test_a_cache_with_failing_sinks_leaves_no_task_and_no_unseen_exception
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: seen.append(context))
     bad = [
         Bad(f"bad{i}", where, fault)
-        for i, (where, fault) in enumerate([(w, f) for w in ("begin", "deliver") for f in FAULTS.values()])
+        for i, (where, fault) in enumerate(
+            [(w, f) for w in ("begin", "deliver") for f in FAULTS.values()]
+        )
     ]
     async with kvactors.open(CONFIG, sinks=bad) as cache:
         for seed in range(5):
@@ -376,7 +388,9 @@ async def test_what_is_no_sink_is_refused_by_name_and_opens_nothing(what):
             super().__init__()
             self.name = ""
 
-    wrong = {"not a subclass": Duck, "no super().__init__": Forgetful, "no name": Nameless}.get(what, lambda: None)()
+    wrong = {"not a subclass": Duck, "no super().__init__": Forgetful, "no name": Nameless}.get(
+        what, lambda: None
+    )()
     with pytest.raises(TypeError, match=type(wrong).__name__):
         async with kvactors.open(CONFIG, sinks=[wrong]):
             raise AssertionError("not reached")

@@ -32,7 +32,18 @@ MARKS = [str(TOKEN), f"{TOKEN:x}", PACKED.hex(), PACKED[::-1].hex(), repr(PACKED
 TOKENS = PACKED * BLOCK
 KEY = bytes(32)
 
-TASK = FlushTask(TOKENS, 0, 1, KEY, KEY, Residency.RESIDENT, Tier.DEVICE, Reason.COMMIT, 1, Origin("adapter", SALT))
+TASK = FlushTask(
+    TOKENS,
+    0,
+    1,
+    KEY,
+    KEY,
+    Residency.RESIDENT,
+    Tier.DEVICE,
+    Reason.COMMIT,
+    1,
+    Origin("adapter", SALT),
+)
 
 
 def marks_in(text: str) -> list[str]:
@@ -114,7 +125,9 @@ async def test_failures_of_every_actor_and_sink_write_no_token_and_no_salt(caplo
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda loop, context: seen.append(context))
     old = structlog.get_config()
-    rich = structlog.dev.RichTracebackFormatter(show_locals=True, locals_max_length=100, locals_max_string=1000, width=300)
+    rich = structlog.dev.RichTracebackFormatter(
+        show_locals=True, locals_max_length=100, locals_max_string=1000, width=300
+    )
     structlog.configure(
         processors=[structlog.dev.ConsoleRenderer(colors=False, exception_formatter=rich)],
         logger_factory=structlog.PrintLoggerFactory(out),
@@ -146,5 +159,12 @@ async def test_failures_of_every_actor_and_sink_write_no_token_and_no_salt(caplo
     assert "planted at" in logs
     assert "sink fails" in logs
     assert len(failed) >= 4, failed
-    everything = {"logs": logs, "logging": caplog.text, "errors": "\n".join(texts), "loop": repr(seen)}
-    assert {where: marks_in(text) for where, text in everything.items()} == {where: [] for where in everything}
+    everything = {
+        "logs": logs,
+        "logging": caplog.text,
+        "errors": "\n".join(texts),
+        "loop": repr(seen),
+    }
+    assert {where: marks_in(text) for where, text in everything.items()} == {
+        where: [] for where in everything
+    }

@@ -41,14 +41,26 @@ def hash_of(key: bytes) -> int:
 
 
 def task(
-    start=0, count=2, residency=Residency.RESIDENT, tier=Tier.DEVICE, reason=Reason.COMMIT, origin=PLAIN, media=None
+    start=0,
+    count=2,
+    residency=Residency.RESIDENT,
+    tier=Tier.DEVICE,
+    reason=Reason.COMMIT,
+    origin=PLAIN,
+    media=None,
 ) -> FlushTask:
     """As a sink that knows blocks by name gets it."""
-    own = TOKENS[4 * BLOCK * start : 4 * BLOCK * (start + count)] if residency is Residency.RESIDENT else b""
+    own = (
+        TOKENS[4 * BLOCK * start : 4 * BLOCK * (start + count)]
+        if residency is Residency.RESIDENT
+        else b""
+    )
     parent = KEYS[start - 1] if start else ROOT
     extra_keys = tuple((at, media_extra(items)) for at, items in (media or {}).items())
     names = b"".join(KEYS[start : start + count])
-    return FlushTask(own, start, count, names, parent, residency, tier, reason, 7, origin, extra_keys)
+    return FlushTask(
+        own, start, count, names, parent, residency, tier, reason, 7, origin, extra_keys
+    )
 
 
 def gone(start=0, count=2, tier=Tier.DEVICE, reason=Reason.CPU_EVICTION) -> FlushTask:
@@ -60,7 +72,10 @@ CLEAR = FlushTask(b"", 0, 0, b"", b"", Residency.GONE, Tier(7), Reason.CLEAR, 7)
 
 # -- bytes
 
-MEDIA = {0: [("0123456789abcdef" * 4, 2)], 1: [("0123456789abcdef" * 4, -2), (b"\xff\x01", 1), (7, 3)]}
+MEDIA = {
+    0: [("0123456789abcdef" * 4, 2)],
+    1: [("0123456789abcdef" * 4, -2), (b"\xff\x01", 1), (7, 3)],
+}
 CASES = {
     "stored": ([task(0, 2)], {}),
     "stored_below": ([task(1, 1, tier=Tier.HOST)], {}),
@@ -71,12 +86,21 @@ CASES = {
     "removed_array": ([gone(0, 1, Tier.HOST)], {"dialect": "array"}),
     "cleared_array": ([CLEAR], {"dialect": "array"}),
     "stored_bytes": ([task(1, 1)], {"hashes": "bytes"}),
-    "stored_sglang": ([task(0, 1, tier=Tier.HOST), task(0, 1, tier=Tier.STORAGE)], {"media": "sglang"}),
+    "stored_sglang": (
+        [task(0, 1, tier=Tier.HOST), task(0, 1, tier=Tier.STORAGE)],
+        {"media": "sglang"},
+    ),
     "stored_lora_salt": ([task(0, 2, origin=Origin("adapter", "tenant-a", 3))], {}),
     "stored_salt_below": ([task(1, 1, origin=Origin(None, "tenant-a"))], {}),
     "stored_media": ([task(0, 2, origin=Origin(None, "tenant-a"), media=MEDIA)], {}),
-    "stored_media_vllm": ([task(0, 2, origin=Origin(None, "tenant-a"), media=MEDIA)], {"maps_for": "vllm"}),
-    "stored_media_array": ([task(0, 2, origin=Origin(None, "tenant-a"), media=MEDIA)], {"dialect": "array"}),
+    "stored_media_vllm": (
+        [task(0, 2, origin=Origin(None, "tenant-a"), media=MEDIA)],
+        {"maps_for": "vllm"},
+    ),
+    "stored_media_array": (
+        [task(0, 2, origin=Origin(None, "tenant-a"), media=MEDIA)],
+        {"dialect": "array"},
+    ),
     "stored_media_dynamo": (
         [task(1, 1, origin=Origin(None, "tenant-a"), media=MEDIA)],
         {"dialect": "array", "arrays_for": "dynamo"},
@@ -116,10 +140,16 @@ def test_a_plain_decoder_sees_what_the_format_says():
             "lora_name": None,
         },
     ]
-    assert msgspec.msgpack.decode(payload("stored"))[1][0]["parent_block_hash"] is None, "at the start of a sequence"
+    assert msgspec.msgpack.decode(payload("stored"))[1][0]["parent_block_hash"] is None, (
+        "at the start of a sequence"
+    )
     lora_salt = msgspec.msgpack.decode(payload("stored_lora_salt"))[1][0]
     assert lora_salt["extra_keys"] == [["adapter", "tenant-a"], ["adapter"]]
-    assert (lora_salt["lora_name"], lora_salt["lora_id"], lora_salt["cache_salt"]) == ("adapter", 3, "tenant-a")
+    assert (lora_salt["lora_name"], lora_salt["lora_id"], lora_salt["cache_salt"]) == (
+        "adapter",
+        3,
+        "tenant-a",
+    )
     assert msgspec.msgpack.decode(payload("cleared"))[1] == [{"type": "AllBlocksCleared"}]
 
 
@@ -156,14 +186,20 @@ def test_an_older_reader_decodes_the_array_dialect(name):
     [event] = msgspec.msgpack.decode(payload(name), type=EventBatch).events
     assert type(event).__name__ in ("BlockStored", "BlockRemoved", "AllBlocksCleared")
     if isinstance(event, BlockStored):
-        assert (event.block_hashes, event.token_ids, event.medium) == ([*map(hash_of, KEYS[:2])], list(range(100, 108)), "GPU")
+        assert (event.block_hashes, event.token_ids, event.medium) == (
+            [*map(hash_of, KEYS[:2])],
+            list(range(100, 108)),
+            "GPU",
+        )
 
 
 def test_long_runs_are_cut_with_their_parents():
     dialect = Dialect.of(KvEventsSinkConfig(), BLOCK)
     made = [events for events, _, _ in batches([task(1, 7), gone(0, 1)], dialect, 3)]
     assert [[len(e.block_hashes) for e in events] for events in made] == [[3], [3], [1, 1]]
-    assert [e.parent_block_hash for events in made for e in events[:1]] == [hash_of(KEYS[i]) for i in (0, 3, 6)]
+    assert [e.parent_block_hash for events in made for e in events[:1]] == [
+        hash_of(KEYS[i]) for i in (0, 3, 6)
+    ]
     tokens = [t for events in made for e in events[:1] for t in msgspec.msgpack.decode(e.token_ids)]
     assert tokens == list(range(104, 132))
 
@@ -221,20 +257,30 @@ def number(frame: bytes) -> int:
 
 
 async def test_live_messages_are_three_frames_numbered_from_0(tmp_path):
-    async with opened(tmp_path, topic="kv@pod@model") as sink, socket(zmq.SUB, sink.endpoint) as reader:
+    async with (
+        opened(tmp_path, topic="kv@pod@model") as sink,
+        socket(zmq.SUB, sink.endpoint) as reader,
+    ):
         await sink.begin(7)
         await sink.deliver([task(0, 2)])
         await sink.deliver([gone(1, 1)])
         await sink.begin(8)
         got = [await receive(reader) for _ in range(4)]
-        assert [(topic, number(n), len(n)) for topic, n, _ in got] == [(b"kv@pod@model", i, 8) for i in range(4)]
+        assert [(topic, number(n), len(n)) for topic, n, _ in got] == [
+            (b"kv@pod@model", i, 8) for i in range(4)
+        ]
         kinds = [msgspec.msgpack.decode(p)[1][0]["type"] for _, _, p in got]
-        assert kinds == ["AllBlocksCleared", "BlockStored", "BlockRemoved", "AllBlocksCleared"], "a life begins with nothing"
+        assert kinds == ["AllBlocksCleared", "BlockStored", "BlockRemoved", "AllBlocksCleared"], (
+            "a life begins with nothing"
+        )
 
 
 @pytest.mark.parametrize("form", ["five_frames", "four_frames"])
 async def test_replay_by_a_dealer(tmp_path, form):
-    async with opened(tmp_path, replay=form, topic="t") as sink, socket(zmq.DEALER, sink.replay_endpoint) as dealer:
+    async with (
+        opened(tmp_path, replay=form, topic="t") as sink,
+        socket(zmq.DEALER, sink.replay_endpoint) as dealer,
+    ):
         await sink.begin(7)
         for start in range(6):
             await sink.deliver([task(start, 1)])
@@ -245,7 +291,9 @@ async def test_replay_by_a_dealer(tmp_path, form):
         assert all(frames[:-2] == head for frames in got)
         assert end == ([b"", b""] if form == "five_frames" else [b""]) + [b"\xff" * 8, b""]
         events = [decode_batch(frames[-1])[1][0] for frames in got]
-        assert [event.block_hashes for event in events] == [[hash_of(KEYS[i])] for i in (2, 3, 4, 5)]
+        assert [event.block_hashes for event in events] == [
+            [hash_of(KEYS[i])] for i in (2, 3, 4, 5)
+        ]
         await dealer.send_multipart([b"", (100).to_bytes(8, "big")])
         assert len(await answers(dealer)) == 1, "nothing but the marker"
 
@@ -262,7 +310,9 @@ def test_a_window_is_bounded_by_batches_and_by_bytes():
     assert Window(3, 10).since(0) == []
 
 
-@pytest.mark.parametrize("request_", [[b"", b"short"], [b"x", bytes(8)], [b""], [b"", bytes(8), b"more"]])
+@pytest.mark.parametrize(
+    "request_", [[b"", b"short"], [b"x", bytes(8)], [b""], [b"", bytes(8), b"more"]]
+)
 async def test_malformed_requests_are_counted_and_others_served(tmp_path, request_):
     async with opened(tmp_path) as sink, socket(zmq.DEALER, sink.replay_endpoint) as dealer:
         await sink.begin(7)
@@ -277,7 +327,10 @@ async def test_a_reader_that_leaves_or_does_not_read_costs_the_others_nothing(tm
         await sink.begin(7)
         for i in range(3000):
             await sink.deliver([task(i % 8, 1)])
-        async with socket(zmq.DEALER, sink.replay_endpoint) as idle, socket(zmq.DEALER, sink.replay_endpoint) as leaving:
+        async with (
+            socket(zmq.DEALER, sink.replay_endpoint) as idle,
+            socket(zmq.DEALER, sink.replay_endpoint) as leaving,
+        ):
             for one in (idle, leaving):
                 await one.send_multipart([b"", bytes(8)])
             await receive(leaving)
@@ -318,7 +371,10 @@ async def test_epochs_and_reasons_go_to_a_second_topic_with_a_sequence_of_its_ow
 
 
 async def test_the_second_topic_may_share_the_socket(tmp_path):
-    async with opened(tmp_path, topic="kv", detail_topic="detail") as sink, socket(zmq.SUB, sink.endpoint, "kv") as events:
+    async with (
+        opened(tmp_path, topic="kv", detail_topic="detail") as sink,
+        socket(zmq.SUB, sink.endpoint, "kv") as events,
+    ):
         await sink.begin(7)
         assert (await receive(events))[0] == b"kv"
         assert not await events.poll(100)
@@ -332,7 +388,9 @@ async def test_a_snapshot_and_what_follows_it_give_the_whole(tmp_path):
         await dealer.send_multipart([b"", SNAPSHOT])
         *parts, _ = await answers(dealer)
         records = [msgspec.msgpack.decode(frames[-1])[1][0] for frames in parts]
-        assert [(r["type"], r["epoch"], r["next_sequence"], r["part"], r["last"]) for r in records] == [
+        assert [
+            (r["type"], r["epoch"], r["next_sequence"], r["part"], r["last"]) for r in records
+        ] == [
             ("Snapshot", 7, 1, 0, False),
             ("Snapshot", 7, 1, 1, True),
         ]
@@ -350,7 +408,9 @@ async def test_snapshots_at_an_interval(tmp_path):
         socket(zmq.SUB, own) as details,
     ):
         sink.attach(holdings)
-        kinds = [msgspec.msgpack.decode((await receive(details))[2])[1][0]["type"] for _ in range(4)]
+        kinds = [
+            msgspec.msgpack.decode((await receive(details))[2])[1][0]["type"] for _ in range(4)
+        ]
         assert kinds == ["Snapshot"] * 4
 
 
@@ -366,13 +426,20 @@ CACHE = {
 
 
 def config(tmp_path, **options) -> Config:
-    sink = {"kind": "kv_events", "endpoint": f"ipc://{tmp_path}/e", "replay_endpoint": f"ipc://{tmp_path}/r", **options}
+    sink = {
+        "kind": "kv_events",
+        "endpoint": f"ipc://{tmp_path}/e",
+        "replay_endpoint": f"ipc://{tmp_path}/r",
+        **options,
+    }
     return Config.from_mapping({**CACHE, "flush": {"sinks": [sink]}})
 
 
 async def churn(cache, seeds) -> None:
     for seed in seeds:
-        async with await cache.acquire(f"r{seed}", [seed % 3] * BLOCK + [seed] * 3 * BLOCK) as lease:
+        async with await cache.acquire(
+            f"r{seed}", [seed % 3] * BLOCK + [seed] * 3 * BLOCK
+        ) as lease:
             await lease.ready()
             await lease.commit(4 * BLOCK)
 
@@ -381,7 +448,10 @@ def tiers_of(cache) -> dict[str, set[int]]:
     from kvactors.observe.statistics import announceable
 
     names = {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.STORAGE: "STORAGE"}
-    held = {names[tier]: {hash_of(key) for key in keys} for tier, keys in announceable(cache.system).items()}
+    held = {
+        names[tier]: {hash_of(key) for key in keys}
+        for tier, keys in announceable(cache.system).items()
+    }
     return {medium: hashes for medium, hashes in held.items() if hashes}
 
 
@@ -417,7 +487,9 @@ async def test_a_full_clear_is_one_event_and_a_clear_of_two_tiers_is_told_by_tie
         await cache.flush_settled(10.0)
         events = [event for _, p in sink.window.since(start) for event in decode_batch(p)[1]]
         assert {type(event).__name__ for event in events} == {"BlockRemoved"}
-        assert {"GPU", "CPU"} <= {event.medium for event in events}, "and blocks in storage below blocks that were not there"
+        assert {"GPU", "CPU"} <= {event.medium for event in events}, (
+            "and blocks in storage below blocks that were not there"
+        )
         await churn(cache, range(3))
         await cache.flush_settled(10.0)
         start = sink.sequence
@@ -431,7 +503,10 @@ async def test_a_full_clear_is_one_event_and_a_clear_of_two_tiers_is_told_by_tie
 
 
 async def test_a_slow_subscriber_never_slows_the_publisher(tmp_path):
-    async with opened(tmp_path, high_water_mark=50, replay_window=100) as sink, socket(zmq.SUB, sink.endpoint):
+    async with (
+        opened(tmp_path, high_water_mark=50, replay_window=100) as sink,
+        socket(zmq.SUB, sink.endpoint),
+    ):
         began = asyncio.get_running_loop().time()
         for i in range(20_000):
             await sink.deliver([task(i % 8, 1)])
@@ -442,7 +517,9 @@ async def test_a_slow_subscriber_never_slows_the_publisher(tmp_path):
 # -- what cannot be
 
 
-@pytest.mark.parametrize("endpoint", ["tcp://nope", "tcp://127.0.0.1", "tcp://127.0.0.1:x", "ipc:///no/such/folder/e"])
+@pytest.mark.parametrize(
+    "endpoint", ["tcp://nope", "tcp://127.0.0.1", "tcp://127.0.0.1:x", "ipc:///no/such/folder/e"]
+)
 async def test_an_endpoint_that_cannot_be_had_is_named(endpoint):
     with pytest.raises(SinkError, match=re.escape(endpoint)):
         await KvEventsSink(KvEventsSinkConfig(endpoint=endpoint, bind="bind"), BLOCK).open()
@@ -450,7 +527,11 @@ async def test_an_endpoint_that_cannot_be_had_is_named(endpoint):
 
 async def test_a_port_that_is_taken_is_an_error_at_start_and_nothing_is_half_started(tmp_path):
     async with opened(tmp_path, endpoint="tcp://127.0.0.1:0") as first:
-        table = {"kind": "kv_events", "endpoint": f"ipc://{tmp_path}/free", "replay_endpoint": first.endpoint}
+        table = {
+            "kind": "kv_events",
+            "endpoint": f"ipc://{tmp_path}/free",
+            "replay_endpoint": first.endpoint,
+        }
         with pytest.raises(SinkError, match="Address already in use"):
             async with kvactors.open(Config.from_mapping({**CACHE, "flush": {"sinks": [table]}})):
                 pass

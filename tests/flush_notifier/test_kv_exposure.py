@@ -1,4 +1,5 @@
-"""What strangers can do to a publisher of KV events: where it listens, how much it takes from them, and that it goes on."""
+"""What strangers can do to a publisher of KV events: where it listens, how much it takes from them,
+and that it goes on."""
 
 from __future__ import annotations
 
@@ -25,7 +26,11 @@ from kvactors.zmq_endpoint import Endpoint, of_rank
 
 def sinks(*tables):
     return Config.from_mapping(
-        {"flush": {"sinks": [{"kind": "kv_events", "name": f"s{i}", **t} for i, t in enumerate(tables)]}}
+        {
+            "flush": {
+                "sinks": [{"kind": "kv_events", "name": f"s{i}", **t} for i, t in enumerate(tables)]
+            }
+        }
     )
 
 
@@ -39,7 +44,10 @@ def test_by_default_this_machine_alone_can_read():
 @pytest.mark.parametrize(
     ("settings", "names"),
     [
-        ({"endpoint": "tcp://*:99999"}, r"endpoint must have a port of at most 65535, not 'tcp://\*:99999'"),
+        (
+            {"endpoint": "tcp://*:99999"},
+            r"endpoint must have a port of at most 65535, not 'tcp://\*:99999'",
+        ),
         ({"endpoint": "tcp://*:65535", "dp_rank": 1}, "65536"),
         ({"endpoint": "tcp://127.0.0.1"}, "number for the port"),
         ({"endpoint": "tcp://:5557"}, "host:port"),
@@ -53,9 +61,17 @@ def test_by_default_this_machine_alone_can_read():
             {"endpoint": "ipc:///tmp/a", "replay_endpoint": "ipc:///tmp/a"},
             "replay_endpoint 'ipc:///tmp/a' is taken by endpoint",
         ),
-        ({"endpoint": "tcp://127.0.0.1:7000", "replay_endpoint": "tcp://*:7000"}, "is taken by endpoint"),
         (
-            {"replay_endpoint": "tcp://[::1]:7000", "detail_endpoint": "tcp://[::1]:7000", "detail_topic": "d", "topic": "x"},
+            {"endpoint": "tcp://127.0.0.1:7000", "replay_endpoint": "tcp://*:7000"},
+            "is taken by endpoint",
+        ),
+        (
+            {
+                "replay_endpoint": "tcp://[::1]:7000",
+                "detail_endpoint": "tcp://[::1]:7000",
+                "detail_topic": "d",
+                "topic": "x",
+            },
             "detail_endpoint 'tcp://.::1.:7000' is taken by replay_endpoint",
         ),
     ],
@@ -67,7 +83,10 @@ def test_an_endpoint_that_cannot_be_is_named(settings, names):
 
 def test_two_sinks_do_not_listen_at_one_endpoint():
     with pytest.raises(ConfigError, match="'s1' and 's0' have the same endpoint"):
-        sinks({"endpoint": "tcp://127.0.0.1:7000"}, {"endpoint": "tcp://127.0.0.1:7001", "replay_endpoint": "tcp://*:7000"})
+        sinks(
+            {"endpoint": "tcp://127.0.0.1:7000"},
+            {"endpoint": "tcp://127.0.0.1:7001", "replay_endpoint": "tcp://*:7000"},
+        )
     sinks({"endpoint": "tcp://127.0.0.1:0"}, {"endpoint": "tcp://127.0.0.1:0"})
     sinks({"endpoint": "tcp://router:7000"}, {"endpoint": "tcp://router:7000"})  # both connect
     sinks({"endpoint": "tcp://*:7000"}, {"endpoint": "tcp://*:7000", "dp_rank": 1})
@@ -75,7 +94,14 @@ def test_two_sinks_do_not_listen_at_one_endpoint():
 
 @pytest.mark.parametrize(
     "text",
-    ["tcp://*:1", "tcp://0.0.0.0:1", "tcp://[::]:1", "tcp://[0::0]:1", "tcp://[0:0:0:0:0:0:0:0]:1", "tcp://[::ffff:0.0.0.0]:1"],
+    [
+        "tcp://*:1",
+        "tcp://0.0.0.0:1",
+        "tcp://[::]:1",
+        "tcp://[0::0]:1",
+        "tcp://[0:0:0:0:0:0:0:0]:1",
+        "tcp://[::ffff:0.0.0.0]:1",
+    ],
 )
 def test_endpoints_that_every_interface_listens_at(text):
     assert Endpoint.of(text).any_host
@@ -94,7 +120,9 @@ async def test_listening_on_every_interface_is_one_warning(tmp_path, host):
     assert warning["log_level"] == "warning"
     assert warning["endpoints"] == [f"tcp://{host}:0"] * 2
     with structlog.testing.capture_logs() as logs:
-        async with opened(tmp_path, endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0"):
+        async with opened(
+            tmp_path, endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0"
+        ):
             pass
     assert logs == []
 
@@ -130,7 +158,9 @@ async def test_a_socket_file_is_for_its_user_alone_and_takes_no_place_of_another
         async with opened(tmp_path, endpoint=f"ipc://{tmp_path}/mine") as sink:
             assert stat.S_IMODE((tmp_path / "mine").stat().st_mode) == 0o600
             with pytest.raises(SinkError, match="in use"):
-                await KvEventsSink(KvEventsSinkConfig(endpoint=f"ipc://{tmp_path}/mine"), BLOCK).open()
+                await KvEventsSink(
+                    KvEventsSinkConfig(endpoint=f"ipc://{tmp_path}/mine"), BLOCK
+                ).open()
             async with socket(zmq.SUB, sink.endpoint) as reader:
                 await sink.begin(7)
                 assert await receive(reader)
@@ -154,10 +184,14 @@ async def test_a_socket_file_is_for_its_user_alone_and_takes_no_place_of_another
 
 
 async def test_a_large_frame_ends_its_connection_before_it_is_read(tmp_path):
-    async with opened(tmp_path, endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0") as sink:
+    async with opened(
+        tmp_path, endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0"
+    ) as sink:
         await sink.begin(7)
         for where in (sink.replay_endpoint, sink.endpoint):
-            async with socket(zmq.DEALER if where is sink.replay_endpoint else zmq.SUB, where) as stranger:
+            async with socket(
+                zmq.DEALER if where is sink.replay_endpoint else zmq.SUB, where
+            ) as stranger:
                 if where is sink.replay_endpoint:
                     await stranger.send_multipart([b"", bytes(LARGEST_REQUEST + 1)])
                 else:
@@ -166,7 +200,9 @@ async def test_a_large_frame_ends_its_connection_before_it_is_read(tmp_path):
         async with socket(zmq.DEALER, sink.replay_endpoint) as dealer:
             await dealer.send_multipart([b"", bytes(8)])
             assert len(await answers(dealer)) == 2
-        assert (sink.statistics().requests, sink.statistics().malformed) == (1, 0), "the large one never came"
+        assert (sink.statistics().requests, sink.statistics().malformed) == (1, 0), (
+            "the large one never came"
+        )
 
 
 @pytest.mark.parametrize("first", [2**63 - 1, 2**63, 2**64 - 1])
@@ -190,10 +226,15 @@ async def test_many_readers_at_once_all_get_their_answer(tmp_path):
         await sink.begin(7)
         for i in range(200):
             await sink.deliver([task(i % 8, 1)])
-        readers = [await stack.enter_async_context(socket(zmq.DEALER, sink.replay_endpoint)) for _ in range(READERS + 24)]
+        readers = [
+            await stack.enter_async_context(socket(zmq.DEALER, sink.replay_endpoint))
+            for _ in range(READERS + 24)
+        ]
         for reader in readers:
             await reader.send_multipart([b"", bytes(8)])
-        assert [len(got) for got in await asyncio.gather(*map(answers, readers))] == [202] * len(readers)
+        assert [len(got) for got in await asyncio.gather(*map(answers, readers))] == [202] * len(
+            readers
+        )
 
 
 async def test_readers_that_take_nothing_lose_their_turn(tmp_path, monkeypatch):

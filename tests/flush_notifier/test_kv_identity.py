@@ -1,4 +1,5 @@
-"""Salts, adapters and media in KV events: against vLLM's rule, Dynamo's and llm-d's, and from the public call to a reader."""
+"""Salts, adapters and media in KV events: against vLLM's rule, Dynamo's and llm-d's, and from the
+public call to a reader."""
 
 from __future__ import annotations
 
@@ -28,13 +29,16 @@ from kvactors.units import Reason, Residency, Tier
 BLOCK = 4
 SALTED = Origin(None, "tenant-a")
 DIGEST = "0123456789abcdef" * 4
-HASHES = st.binary(max_size=4) | st.text(max_size=4) | st.integers(-(2**70), 2**70) | st.just(DIGEST)
+HASHES = (
+    st.binary(max_size=4) | st.text(max_size=4) | st.integers(-(2**70), 2**70) | st.just(DIGEST)
+)
 TEXTS = st.none() | st.text(max_size=3) | st.just("dynamo-cache-salt:tenant")
 
 
 @st.composite
 def layouts(draw: Any) -> tuple[list[tuple[int, int]], list[Any]]:
-    """Media items of a prompt of at most 8 blocks: adjacent, longer than a block, several in one, ending at borders."""
+    """Media items of a prompt of at most 8 blocks: adjacent, longer than a block, several in one,
+    ending at borders."""
     positions, end = [], 0
     for gap, length in draw(st.lists(st.tuples(st.integers(0, 6), st.integers(1, 11)), max_size=5)):
         if end + gap + length > 8 * BLOCK:
@@ -44,7 +48,9 @@ def layouts(draw: Any) -> tuple[list[tuple[int, int]], list[Any]]:
     return positions, [draw(HASHES) for _ in positions]
 
 
-def vllm_keys(lora: str | None, salt: str | None, positions: Any, hashes: Any, start: int) -> list[Any] | None:
+def vllm_keys(
+    lora: str | None, salt: str | None, positions: Any, hashes: Any, start: int
+) -> list[Any] | None:
     """The extra keys of the block from token `start` on, in the order in which vLLM puts them."""
     overlaps = [
         [identifier(value), offset - start]
@@ -56,26 +62,42 @@ def vllm_keys(lora: str | None, salt: str | None, positions: Any, hashes: Any, s
 
 
 @given(layouts(), TEXTS, TEXTS, st.integers(0, 7), st.integers(1, 8))
-def test_the_fields_of_an_event_follow_vllm_and_dynamo(media: Any, lora: str | None, salt: str | None, first: int, count: int):
+def test_the_fields_of_an_event_follow_vllm_and_dynamo(
+    media: Any, lora: str | None, salt: str | None, first: int, count: int
+):
     positions, hashes = media
     count = min(count, 8 - first)
     extra_keys = tuple(sorted(block_extras(8, BLOCK, positions, hashes).items()))
     keys, infos, cache_salt = identity_fields(Origin(lora, salt), first, count, extra_keys)
     sent_lora, sent_salt = (EMPTY if text == "" else text for text in (lora, salt))
-    expected = [vllm_keys(sent_lora, sent_salt, positions, hashes, BLOCK * block) for block in range(first, first + count)]
+    expected = [
+        vllm_keys(sent_lora, sent_salt, positions, hashes, BLOCK * block)
+        for block in range(first, first + count)
+    ]
     assert keys == (expected if any(expected) else None)
-    assert cache_salt == (None if salt is None else salt.removeprefix("dynamo-cache-salt:") or EMPTY)
+    assert cache_salt == (
+        None if salt is None else salt.removeprefix("dynamo-cache-salt:") or EMPTY
+    )
 
     items = [[key[0] for key in block or () if isinstance(key, list)] for block in expected]
     if infos is None:
-        assert all(key == [sent_lora] for key in expected if key), "nothing that Dynamo could take for media"
+        assert all(key == [sent_lora] for key in expected if key), (
+            "nothing that Dynamo could take for media"
+        )
         return
     assert [bool(info) for info in infos] == [bool(block) for block in items]
     for info, names in zip(infos, items, strict=True):
-        assert info is None or (len(info["mm_objects"]) == len(names) and all(o["offsets"] == [] for o in info["mm_objects"]))
+        assert info is None or (
+            len(info["mm_objects"]) == len(names)
+            and all(o["offsets"] == [] for o in info["mm_objects"])
+        )
 
 
-@given(TEXTS.filter(lambda salt: salt is not None), st.integers(0, 3), st.none() | st.text(min_size=1, max_size=3))
+@given(
+    TEXTS.filter(lambda salt: salt is not None),
+    st.integers(0, 3),
+    st.none() | st.text(min_size=1, max_size=3),
+)
 def test_an_array_for_dynamo_has_the_salt_on_every_event(salt: str, first: int, lora: str | None):
     keys, infos, _ = identity_fields(Origin(lora, salt), first, 2, (), tagged=True)
     bare = (salt or EMPTY).removeprefix("dynamo-cache-salt:")
@@ -94,7 +116,11 @@ def test_an_array_for_dynamo_has_the_salt_on_every_event(salt: str, first: int, 
         ("g" * 64, "g" * 64, xxhash.xxh3_64_intdigest(b"g" * 64)),
         ("0x" + "1" * 62, "0x" + "1" * 62, xxhash.xxh3_64_intdigest(b"0x" + b"1" * 62)),
         ("1_" * 32, "1_" * 32, xxhash.xxh3_64_intdigest(b"1_" * 32)),
-        (DIGEST[:-1] + "٣", DIGEST[:-1] + "٣", xxhash.xxh3_64_intdigest((DIGEST[:-1] + "٣").encode())),
+        (
+            DIGEST[:-1] + "٣",
+            DIGEST[:-1] + "٣",
+            xxhash.xxh3_64_intdigest((DIGEST[:-1] + "٣").encode()),
+        ),
         ("", "", xxhash.xxh3_64_intdigest(b"")),
         (b"\xff", "ff", xxhash.xxh3_64_intdigest(b"ff")),
         (7, "7", 7),
@@ -164,7 +190,9 @@ PROMPTS: list[dict[str, Any]] = [
     {"extra_keys": [(3, 10, DIGEST)]},  # begins before and ends after blocks 1 and 2
     {"extra_keys": [(4, 2, "image-0"), (6, 2, b"\x01")], "salt": "tenant-a"},
     {"extra_keys": [(4, 2, "image-0"), (7, 1, 5)]},
-    {"extra_keys": [(5, 2, "image-0"), (7, 1, 5)]},  # the same two, the first at another place of the block
+    {
+        "extra_keys": [(5, 2, "image-0"), (7, 1, 5)]
+    },  # the same two, the first at another place of the block
 ]
 SHARED = 3
 """Blocks above a first item that an earlier prompt has made."""
@@ -189,7 +217,9 @@ async def finish_all(cache: Any) -> list[tuple[dict[str, Any], bytes]]:
     for number, identity in enumerate(PROMPTS):
         async with await cache.acquire(f"request {number}", TOKENS, **identity) as lease:
             first = min((offset for offset, *_ in identity.get("extra_keys", ())), default=0)
-            assert lease.cached_tokens <= first, f"{identity} shares no media and no scope with the prompts before"
+            assert lease.cached_tokens <= first, (
+                f"{identity} shares no media and no scope with the prompts before"
+            )
             await lease.finish(computed_tokens=len(TOKENS))
             made.append((identity, lease._path.keys(0, 4)))
     await cache.flush_settled()
@@ -208,7 +238,8 @@ async def received(reader: Any, sink: Any, first: int = 0) -> list[bytes]:
 )
 @pytest.mark.parametrize("max_blocks", [1, 256])
 async def test_every_reader_gets_the_whole_identity(tmp_path, options, max_blocks):
-    """Each block of each prompt, by the rules of its readers, and again after a restart of the notifier and in a snapshot."""
+    """Each block of each prompt, by the rules of its readers, and again after a restart of the
+    notifier and in a snapshot."""
     events = {"endpoint": f"ipc://{tmp_path}/e", "max_blocks": max_blocks, **options}
     async with kvactors.open(config(**events)) as cache:
         [sink] = cache.sinks.values()
@@ -224,12 +255,16 @@ async def test_every_reader_gets_the_whole_identity(tmp_path, options, max_block
             await restart_notifier(cache)
             check_identities(made, await received(reader, sink, before), options)
             dialect = Dialect.of(sink.config, BLOCK)
-            held = [encode_batch(0.0, [dialect.held(one, Tier(one.tiers))], 0) for one in sink._holdings()]
+            held = [
+                encode_batch(0.0, [dialect.held(one, Tier(one.tiers))], 0)
+                for one in sink._holdings()
+            ]
             check_identities(made, held, options)
 
 
 async def subscribed(sink: Any, reader: Any) -> None:
-    """Publish the start of an epoch until the reader gets one: a subscription takes a moment to arrive."""
+    """Publish the start of an epoch until the reader gets one: a subscription takes a moment to
+    arrive."""
     for _ in range(500):
         await sink.begin(sink.epoch)
         if await reader.poll(20):
@@ -272,7 +307,9 @@ async def test_media_of_a_prompt_that_grows_stay_with_their_blocks(tmp_path):
     events = {"endpoint": f"ipc://{tmp_path}/e", "max_blocks": 1}
     async with kvactors.open(config(**events)) as cache:
         [sink] = cache.sinks.values()
-        async with await cache.acquire("a", TOKENS, extra_keys=[(3, 2, "cat"), (13, 3, "dog")]) as lease:
+        async with await cache.acquire(
+            "a", TOKENS, extra_keys=[(3, 2, "cat"), (13, 3, "dog")]
+        ) as lease:
             for computed in (4, 8, 15, 17):
                 await lease.commit(computed)
             await lease.extend([1, 2, 3])
@@ -296,9 +333,14 @@ async def test_blocks_whose_scope_was_forgotten_are_not_announced_as_others(tmp_
         await cache.flush_settled()
         before = sink.sequence
         await restart_notifier(cache)
-        again = {number: event["cache_salt"] for number, event in (await stored(cache, sink)).items()}
+        again = {
+            number: event["cache_salt"] for number, event in (await stored(cache, sink)).items()
+        }
         assert again == tenants, "before the restart each under its own tenant"
-        salts = [msgspec.msgpack.decode(payload)[1][0].get("cache_salt") for _, payload in sink.window.since(before)]
+        salts = [
+            msgspec.msgpack.decode(payload)[1][0].get("cache_salt")
+            for _, payload in sink.window.since(before)
+        ]
         assert sorted(filter(None, salts)) == ["a"] * 4 + ["c"] * 4
 
 
@@ -312,15 +354,24 @@ async def test_a_number_stays_until_another_is_given(tmp_path):
             async with await cache.acquire("a", tokens, lora="sql", lora_id=number) as lease:
                 await lease.finish(computed_tokens=5)
         found = await stored(cache, sink)
-    assert sorted((event["token_ids"][0], event["lora_id"]) for event in found.values()) == [(100, 7), (200, 7), (300, 8)]
+    assert sorted((event["token_ids"][0], event["lora_id"]) for event in found.values()) == [
+        (100, 7),
+        (200, 7),
+        (300, 8),
+    ]
 
 
-def check_identities(made: list[tuple[dict[str, Any], bytes]], payloads: list[bytes], options: dict[str, Any]) -> None:
+def check_identities(
+    made: list[tuple[dict[str, Any], bytes]], payloads: list[bytes], options: dict[str, Any]
+) -> None:
     """Every block of every prompt was stored once, with its identity."""
     wanted = {}
     for identity, keys in made:
         for block in range(4):
-            wanted[int.from_bytes(keys[32 * block + 24 : 32 * block + 32], "big")] = (identity, block)
+            wanted[int.from_bytes(keys[32 * block + 24 : 32 * block + 32], "big")] = (
+                identity,
+                block,
+            )
     assert len(wanted) == 4 * len(PROMPTS) - SHARED, "different identities, different hashes"
     seen: dict[int, Any] = {}
     for payload in payloads:
@@ -352,12 +403,20 @@ NAMES = [
 VLLM_FIELDS = {"type", *VllmStored.__struct_fields__}
 
 
-def check_block(fields: dict[str, Any], i: int, identity: dict[str, Any], block: int, options: dict[str, Any]) -> None:
+def check_block(
+    fields: dict[str, Any], i: int, identity: dict[str, Any], block: int, options: dict[str, Any]
+) -> None:
     media = identity.get("extra_keys", [])
     salt = EMPTY if identity.get("salt") == "" else identity.get("salt")
-    assert (fields["lora_name"], fields["lora_id"]) == (identity.get("lora"), identity.get("lora_id"))
+    assert (fields["lora_name"], fields["lora_id"]) == (
+        identity.get("lora"),
+        identity.get("lora_id"),
+    )
     keys = (fields.get("extra_keys") or [None] * 9)[i]
-    positions, hashes = [(offset, length) for offset, length, _ in media], [value for *_, value in media]
+    positions, hashes = (
+        [(offset, length) for offset, length, _ in media],
+        [value for *_, value in media],
+    )
     expected = vllm_keys(identity.get("lora"), salt, positions, hashes, BLOCK * block)
     if options.get("arrays_for") == "dynamo":
         tag = [] if salt is None or i else [f"dynamo-cache-salt:{salt}"]
@@ -392,30 +451,56 @@ def typed_readers_decode(payload: bytes, options: dict[str, Any]) -> None:
 
 async def test_a_json_line_has_the_identity(tmp_path):
     sink = JsonLinesSink(JsonLinesSinkConfig(path=str(tmp_path / "flush.jsonl")), BLOCK)
-    async with kvactors.open(msgspec.structs.replace(config(), flush=kvactors.Config().flush), sinks=[sink]) as cache:
+    async with kvactors.open(
+        msgspec.structs.replace(config(), flush=kvactors.Config().flush), sinks=[sink]
+    ) as cache:
         await finish_all(cache)
     found = []
     for line in (tmp_path / "flush.jsonl").read_bytes().splitlines():
         record = msgspec.json.decode(line)
         if record["type"] == "flush" and record["residency"] == "resident":
-            found.append({name: record[name] for name in ("lora", "lora_id", "salt", "media") if name in record})
+            found.append(
+                {
+                    name: record[name]
+                    for name in ("lora", "lora_id", "salt", "media")
+                    if name in record
+                }
+            )
     assert {"lora": "sql-2", "lora_id": 0, "salt": "tenant-a"} in found
     assert {"salt": ""} in found
-    assert {"media": [[0, [[DIGEST, 3]]], [1, [[DIGEST, -1]]], [2, [[DIGEST, -5]]], [3, [[DIGEST, -9]]]]} in found
+    assert {
+        "media": [[0, [[DIGEST, 3]]], [1, [[DIGEST, -1]]], [2, [[DIGEST, -5]]], [3, [[DIGEST, -9]]]]
+    } in found
     assert {"salt": "tenant-a", "media": [[1, [["image-0", 0], ["01", 2]]]]} in found
 
 
 @pytest.mark.parametrize(
-    ("origin", "extra_keys"), [(Origin(None, "tenant-b"), ()), (Origin("sql", "tenant-a"), ()), (SALTED, ((0, b"image"),))]
+    ("origin", "extra_keys"),
+    [(Origin(None, "tenant-b"), ()), (Origin("sql", "tenant-a"), ()), (SALTED, ((0, b"image"),))],
 )
 async def test_the_memory_sink_refuses_a_block_under_another_identity(origin, extra_keys):
     sink = MemorySink(MemorySinkConfig(), BLOCK)
     await sink.begin(1)
-    task = FlushTask(bytes(4 * BLOCK), 0, 1, b"k" * 32, bytes(32), Residency.RESIDENT, Tier.DEVICE, Reason.COMMIT, 1, SALTED)
+    task = FlushTask(
+        bytes(4 * BLOCK),
+        0,
+        1,
+        b"k" * 32,
+        bytes(32),
+        Residency.RESIDENT,
+        Tier.DEVICE,
+        Reason.COMMIT,
+        1,
+        SALTED,
+    )
     await sink.deliver([task])
-    await sink.deliver([msgspec.structs.replace(task, tier=Tier.HOST, origin=SALTED._replace(lora_id=5))])
+    await sink.deliver(
+        [msgspec.structs.replace(task, tier=Tier.HOST, origin=SALTED._replace(lora_id=5))]
+    )
     with pytest.raises(SinkError, match="another path"):
-        await sink.deliver([msgspec.structs.replace(task, tier=Tier.HOST, origin=origin, extra_keys=extra_keys)])
+        await sink.deliver(
+            [msgspec.structs.replace(task, tier=Tier.HOST, origin=origin, extra_keys=extra_keys)]
+        )
 
 
 # -- settings
@@ -423,14 +508,18 @@ async def test_the_memory_sink_refuses_a_block_under_another_identity(origin, ex
 
 def test_topics_name_the_model_the_machine_and_the_rank(monkeypatch):
     monkeypatch.setattr("socket.gethostname", lambda: "pod-{3}")
-    settings = KvEventsSinkConfig(topic="kv@{host}@{model}", detail_topic="{{x}}.{dp_rank}", dp_rank=2)
+    settings = KvEventsSinkConfig(
+        topic="kv@{host}@{model}", detail_topic="{{x}}.{dp_rank}", dp_rank=2
+    )
     settings.check()
     resolved = settings.for_model("org/model-7b{}")
     assert (resolved.topic, resolved.detail_topic) == ("kv@pod-{3}@org/model-7b{}", "{x}.2")
 
 
 async def test_events_are_published_on_the_topic_of_the_model(tmp_path):
-    async with kvactors.open(config(endpoint=f"ipc://{tmp_path}/e", topic="kv@node-1@{model}")) as cache:
+    async with kvactors.open(
+        config(endpoint=f"ipc://{tmp_path}/e", topic="kv@node-1@{model}")
+    ) as cache:
         [sink] = cache.sinks.values()
         with zmq.asyncio.Context.instance().socket(zmq.SUB) as reader:
             reader.subscribe(b"kv@node-1@model-7b")
@@ -440,7 +529,9 @@ async def test_events_are_published_on_the_topic_of_the_model(tmp_path):
             assert (await reader.recv_multipart())[0] == b"kv@node-1@model-7b"
 
 
-@pytest.mark.parametrize("topic", ["{", "}", "kv@{pod}", "{}", "{0}", "{model!r}", "{model:>5}", "{model.upper}"])
+@pytest.mark.parametrize(
+    "topic", ["{", "}", "kv@{pod}", "{}", "{0}", "{model!r}", "{model:>5}", "{model.upper}"]
+)
 def test_a_topic_with_an_unknown_field_is_refused(topic):
     with pytest.raises(ConfigError, match="topic"):
         KvEventsSinkConfig(topic=topic).check()
@@ -461,7 +552,9 @@ def test_each_form_has_its_own_setting_for_readers():
 
 
 async def test_a_number_needs_an_adapter():
-    async with kvactors.open(msgspec.structs.replace(config(), flush=kvactors.Config().flush)) as cache:
+    async with kvactors.open(
+        msgspec.structs.replace(config(), flush=kvactors.Config().flush)
+    ) as cache:
         with pytest.raises(ValueError, match="lora_id"):
             await cache.acquire("a", TOKENS, lora_id=1)
         with pytest.raises(TypeError, match="lora_id"):

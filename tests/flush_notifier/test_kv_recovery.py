@@ -1,4 +1,5 @@
-"""Readers of KV events after a restart, a gap, or a late start: models of the real consumers end equal to what the node holds."""
+"""Readers of KV events after a restart, a gap, or a late start: models of the real consumers end
+equal to what the node holds."""
 
 from __future__ import annotations
 
@@ -14,7 +15,21 @@ import structlog
 import zmq
 import zmq.asyncio
 from kv_consumers import Dynamo, LlmD, VllmRouter
-from test_kv_events import BLOCK, CLEAR, KEYS, ROOT, TOKENS, answers, gone, hash_of, number, opened, receive, socket, task
+from test_kv_events import (
+    BLOCK,
+    CLEAR,
+    KEYS,
+    ROOT,
+    TOKENS,
+    answers,
+    gone,
+    hash_of,
+    number,
+    opened,
+    receive,
+    socket,
+    task,
+)
 
 import kvactors
 from kvactors.config import Config
@@ -33,8 +48,8 @@ MEDIUM = {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.STORAGE: "STORAGE"}
 
 
 class Node:
-    """What a ledger and its notifier do, as far as a sink can see it: blocks of a tree on tiers, changes as tasks, and a view that follows a
-    call some time after its end."""
+    """What a ledger and its notifier do, as far as a sink can see it: blocks of a tree on tiers,
+    changes as tasks, and a view that follows a call some time after its end."""
 
     def __init__(self, sink: Any, seed: int) -> None:
         self.sink = sink
@@ -59,12 +74,21 @@ class Node:
         for block, parent in list(self.parents.items()):
             tiers = self.view.get(block, 0)
             if tiers or every:
-                yield Holding(self.key(block), self.key(parent), self.depth(block), self.tokens(block), tiers, Origin())
+                yield Holding(
+                    self.key(block),
+                    self.key(parent),
+                    self.depth(block),
+                    self.tokens(block),
+                    tiers,
+                    Origin(),
+                )
 
     def task(self, block: int, tier: Tier, residency: Residency) -> FlushTask:
         own = self.tokens(block) if residency is Residency.RESIDENT else b""
         parent = self.key(self.parents[block])
-        return FlushTask(own, self.depth(block), 1, self.key(block), parent, residency, tier, Reason.COMMIT, 7)
+        return FlushTask(
+            own, self.depth(block), 1, self.key(block), parent, residency, tier, Reason.COMMIT, 7
+        )
 
     def change(self) -> FlushTask:
         """A change after which what is held is a tree on every tier."""
@@ -75,7 +99,11 @@ class Node:
             block = self.random.choice([block for block in held if block not in above])
             self.truth[block] &= ~tier
             return self.task(block, tier, Residency.GONE)
-        known = [b for b, p in self.parents.items() if not self.truth[b] & tier and (p is None or self.truth[p] & tier)]
+        known = [
+            b
+            for b, p in self.parents.items()
+            if not self.truth[b] & tier and (p is None or self.truth[p] & tier)
+        ]
         if known and self.random.random() < 0.6:
             block = self.random.choice(known)
         else:
@@ -103,14 +131,19 @@ class Node:
             self.view[block] = self.truth[block] = 0
 
     def held(self) -> dict[str, set[int]]:
-        found = {MEDIUM[t]: {hash_of(self.key(b)) for b, tiers in self.truth.items() if tiers & t} for t in MEDIUM}
+        found = {
+            MEDIUM[t]: {hash_of(self.key(b)) for b, tiers in self.truth.items() if tiers & t}
+            for t in MEDIUM
+        }
         return {medium: blocks for medium, blocks in found.items() if blocks}
 
 
 class Link:
     """A model connected to a publisher over sockets. lose: share of live messages that are lost."""
 
-    def __init__(self, model: Any, subscriber: Any, dealer: Any, lose: float = 0.0, seed: int = 0) -> None:
+    def __init__(
+        self, model: Any, subscriber: Any, dealer: Any, lose: float = 0.0, seed: int = 0
+    ) -> None:
         self.model = model
         self.subscriber = subscriber
         self.dealer = dealer
@@ -143,18 +176,24 @@ class Link:
             await self.take(await self.subscriber.recv_multipart())
 
     async def reach(self, sink: Any, seconds: float = 30.0) -> None:
-        """Read until everything published is known. A gap shows at the next batch, here an empty one."""
+        """Read until everything published is known. A gap shows at the next batch, here an empty
+        one."""
         until = asyncio.get_running_loop().time() + seconds
         self.lose = 0.0
         while self.model.next != sink.sequence:
-            assert asyncio.get_running_loop().time() < until, f"at {self.model.next} of {sink.sequence}"
+            assert asyncio.get_running_loop().time() < until, (
+                f"at {self.model.next} of {sink.sequence}"
+            )
             sink._publish([])
             await self.drain(100)
 
 
 @asynccontextmanager
 async def linked(sink: Any, model: Any, **options):
-    async with socket(zmq.SUB, sink.endpoint) as subscriber, socket(zmq.DEALER, sink.replay_endpoint) as dealer:
+    async with (
+        socket(zmq.SUB, sink.endpoint) as subscriber,
+        socket(zmq.DEALER, sink.replay_endpoint) as dealer,
+    ):
         link = Link(model, subscriber, dealer, **options)
         await link.connected()
         yield link
@@ -199,7 +238,9 @@ async def test_an_incarnation_of_the_notifier_goes_on_with_the_numbers_and_clear
                 node = Node(sink, 10 * incarnation + 1)
                 await sink.begin(incarnation)
                 await node.work(20)
-                assert decode_batch(sink.window.since(before)[0][1])[1] == [kv_events.Dialect.of(sink.config, BLOCK).cleared()]
+                assert decode_batch(sink.window.since(before)[0][1])[1] == [
+                    kv_events.Dialect.of(sink.config, BLOCK).cleared()
+                ]
                 await link.reach(sink)
                 assert link.model.index.view() == node.held()
 
@@ -231,8 +272,13 @@ async def test_after_a_kill_nothing_stale_stays(tmp_path, numbers, consumer, win
 
 
 @pytest.mark.parametrize("form", ["five_frames", "four_frames"])
-async def test_a_request_for_more_than_is_kept_begins_where_it_asks_and_is_the_state(tmp_path, form):
-    async with opened(tmp_path, replay_window=4, replay=form) as sink, socket(zmq.DEALER, sink.replay_endpoint) as dealer:
+async def test_a_request_for_more_than_is_kept_begins_where_it_asks_and_is_the_state(
+    tmp_path, form
+):
+    async with (
+        opened(tmp_path, replay_window=4, replay=form) as sink,
+        socket(zmq.DEALER, sink.replay_endpoint) as dealer,
+    ):
         node = Node(sink, 3)
         await sink.begin(7)
         await node.work(30)
@@ -249,8 +295,12 @@ async def test_a_request_for_more_than_is_kept_begins_where_it_asks_and_is_the_s
 
 
 async def test_numbers_that_rise_are_not_filled_up(tmp_path):
-    """Readers of rising numbers ask from 0, or from what the process before had: nothing is sent for those numbers."""
-    async with opened(tmp_path, numbers="rising", replay_window=4) as sink, socket(zmq.DEALER, sink.replay_endpoint) as dealer:
+    """Readers of rising numbers ask from 0, or from what the process before had: nothing is sent
+    for those numbers."""
+    async with (
+        opened(tmp_path, numbers="rising", replay_window=4) as sink,
+        socket(zmq.DEALER, sink.replay_endpoint) as dealer,
+    ):
         node = Node(sink, 3)
         await sink.begin(7)
         await node.work(30)
@@ -270,7 +320,10 @@ async def test_numbers_that_rise_are_not_filled_up(tmp_path):
 
 async def test_more_empty_batches_than_the_bound_are_not_sent(tmp_path, monkeypatch):
     monkeypatch.setattr(kv_replay, "FILL", 10)
-    async with opened(tmp_path, replay_window=4) as sink, socket(zmq.DEALER, sink.replay_endpoint) as dealer:
+    async with (
+        opened(tmp_path, replay_window=4) as sink,
+        socket(zmq.DEALER, sink.replay_endpoint) as dealer,
+    ):
         await sink.begin(7)
         for i in range(40):
             await sink.deliver([task(i % 8, 1)])
@@ -281,9 +334,15 @@ async def test_more_empty_batches_than_the_bound_are_not_sent(tmp_path, monkeypa
 
 @pytest.mark.parametrize("consumer", [Dynamo, VllmRouter, LlmD])
 @pytest.mark.parametrize("seed", range(4))
-async def test_readers_that_lose_messages_and_start_late_end_equal_to_the_node(tmp_path, consumer, seed):
-    """Replays and states are made while deliveries go on, and are never taken twice: llm-d counts the stores of a block."""
-    async with opened(tmp_path, replay_window=3 + seed, max_blocks=1 + seed % 3) as sink, AsyncExitStack() as stack:
+async def test_readers_that_lose_messages_and_start_late_end_equal_to_the_node(
+    tmp_path, consumer, seed
+):
+    """Replays and states are made while deliveries go on, and are never taken twice: llm-d counts
+    the stores of a block."""
+    async with (
+        opened(tmp_path, replay_window=3 + seed, max_blocks=1 + seed % 3) as sink,
+        AsyncExitStack() as stack,
+    ):
         node = Node(sink, seed + 1)
         await sink.begin(7)
         links = [await stack.enter_async_context(linked(sink, consumer(), lose=0.4, seed=seed))]
@@ -294,7 +353,9 @@ async def test_readers_that_lose_messages_and_start_late_end_equal_to_the_node(t
                     await link.drain()
                 await asyncio.sleep(0)
             await work
-            links.append(await stack.enter_async_context(linked(sink, consumer(), lose=0.4, seed=seed)))
+            links.append(
+                await stack.enter_async_context(linked(sink, consumer(), lose=0.4, seed=seed))
+            )
         for link in links:
             await link.reach(sink)
             index = link.model.index
@@ -322,7 +383,11 @@ async def test_a_clear_while_a_state_is_made(tmp_path):
 
 async def test_a_state_after_a_clear_is_empty_until_the_ledger_knows(tmp_path):
     async with opened(tmp_path, replay_window=1) as sink:
-        sink.attach(lambda *, every=False: iter([Holding(KEYS[0], ROOT, 0, TOKENS[:16], Tier.DEVICE, Origin())]))
+        sink.attach(
+            lambda *, every=False: iter(
+                [Holding(KEYS[0], ROOT, 0, TOKENS[:16], Tier.DEVICE, Origin())]
+            )
+        )
         await sink.begin(7)
         await sink.deliver([task(0, 1)])
         await sink.deliver([CLEAR])
@@ -335,8 +400,17 @@ async def test_a_state_after_a_clear_is_empty_until_the_ledger_knows(tmp_path):
 async def test_what_the_last_call_published_is_in_the_state_before_the_ledger_counts_it(tmp_path):
     """The answer of a call reaches the ledger some time after its end."""
     async with opened(tmp_path) as sink:
-        known = [Holding(KEYS[i], KEYS[i - 1] if i else ROOT, i, TOKENS[16 * i : 16 * i + 16], tiers, Origin()) for i, tiers in
-                 enumerate([Tier.DEVICE, Tier(0), Tier.DEVICE | Tier.HOST])]  # fmt: skip
+        known = [
+            Holding(
+                KEYS[i],
+                KEYS[i - 1] if i else ROOT,
+                i,
+                TOKENS[16 * i : 16 * i + 16],
+                tiers,
+                Origin(),
+            )
+            for i, tiers in enumerate([Tier.DEVICE, Tier(0), Tier.DEVICE | Tier.HOST])
+        ]
         sink.attach(lambda *, every=False: (one for one in known if one.tiers or every))
         await sink.begin(7)
         await sink.deliver([gone(2, 1), task(1, 1)])
@@ -345,7 +419,10 @@ async def test_what_the_last_call_published_is_in_the_state_before_the_ledger_co
         mirror = Mirror()
         for payload in state.payloads(100, 0):
             mirror.apply(decode_batch(payload)[1])
-        assert mirror.view == {"GPU": {hash_of(KEYS[0]), hash_of(KEYS[1])}, "CPU": {hash_of(KEYS[2])}}
+        assert mirror.view == {
+            "GPU": {hash_of(KEYS[0]), hash_of(KEYS[1])},
+            "CPU": {hash_of(KEYS[2])},
+        }
         sink.release()
 
 
@@ -401,7 +478,10 @@ async def test_a_window_keeps_what_follows_a_state_within_bounds():
 
 
 async def test_a_snapshot_repeats_no_change(tmp_path):
-    async with opened(tmp_path, replay_window=5) as sink, socket(zmq.DEALER, sink.replay_endpoint) as dealer:
+    async with (
+        opened(tmp_path, replay_window=5) as sink,
+        socket(zmq.DEALER, sink.replay_endpoint) as dealer,
+    ):
         node = Node(sink, 8)
         await sink.begin(7)
         await node.work(30)
@@ -415,7 +495,10 @@ async def test_a_snapshot_repeats_no_change(tmp_path):
             index.batch(msgspec.msgpack.encode([0.0, record["events"], 0]))
         await dealer.send_multipart([b"", records[-1]["next_sequence"].to_bytes(8, "big")])
         *rest, _ = await answers(dealer)
-        if number(rest[0][-2]) == records[-1]["next_sequence"] and decode_batch(rest[0][-1])[1][0] != CLEARED:
+        if (
+            number(rest[0][-2]) == records[-1]["next_sequence"]
+            and decode_batch(rest[0][-1])[1][0] != CLEARED
+        ):
             for frames in rest:
                 index.batch(frames[-1])
             assert index.view() == node.held()
@@ -438,21 +521,39 @@ WIRED = {
 def due(cache: Any) -> dict[str, set[int]]:
     """What is due for the sink, by medium, at rest."""
     entries = cache.system.notifier_actor.ledger.entries
-    found = {MEDIUM[t]: {hash_of(key) for key, entry in entries.items() if entry.dues[0] & t} for t in MEDIUM}
+    found = {
+        MEDIUM[t]: {hash_of(key) for key, entry in entries.items() if entry.dues[0] & t}
+        for t in MEDIUM
+    }
     return {medium: blocks for medium, blocks in found.items() if blocks}
 
 
 @pytest.mark.parametrize("max_blocks", [1, 256])
-@pytest.mark.parametrize("host", [{"slots": 12, "transit_slots": 16}, {"slots": 12, "transit_slots": 16, "mode": "inclusive"}])
+@pytest.mark.parametrize(
+    "host",
+    [{"slots": 12, "transit_slots": 16}, {"slots": 12, "transit_slots": 16, "mode": "inclusive"}],
+)
 async def test_strict_readers_over_the_messages_of_a_cache(tmp_path, host, max_blocks):
-    """Every message from the first on, one that begins in the middle, and the state at the end: no orphan, nothing twice, equal to the node."""
-    sink = {"kind": "kv_events", "endpoint": f"ipc://{tmp_path}/e", "replay_endpoint": f"ipc://{tmp_path}/r", "heartbeat": 0}
-    tables = {**WIRED, "host": host, "flush": {"sinks": [{**sink, "numbers": "from_zero", "max_blocks": max_blocks}]}}
+    """Every message from the first on, one that begins in the middle, and the state at the end: no
+    orphan, nothing twice, equal to the node."""
+    sink = {
+        "kind": "kv_events",
+        "endpoint": f"ipc://{tmp_path}/e",
+        "replay_endpoint": f"ipc://{tmp_path}/r",
+        "heartbeat": 0,
+    }
+    tables = {
+        **WIRED,
+        "host": host,
+        "flush": {"sinks": [{**sink, "numbers": "from_zero", "max_blocks": max_blocks}]},
+    }
     async with kvactors.open(Config.from_mapping(tables)) as cache:
         publisher: Any = cache.sinks["kv_events"]
         states = []
         for seed in range(60):
-            async with await cache.acquire(f"r{seed}", [seed % 3] * BLOCK + [seed % 20] * 3 * BLOCK) as lease:
+            async with await cache.acquire(
+                f"r{seed}", [seed % 3] * BLOCK + [seed % 20] * 3 * BLOCK
+            ) as lease:
                 await lease.ready()
                 await lease.commit(4 * BLOCK)
             if seed % 13 == 5:
@@ -497,11 +598,16 @@ async def test_any_number_of_readers_at_once_and_readers_that_take_nothing(tmp_p
             reader.connect(sink.replay_endpoint)
             stack.callback(reader.close, 0)
             await reader.send_multipart([b"", bytes(8)])
-        readers = [await stack.enter_async_context(socket(zmq.DEALER, sink.replay_endpoint)) for _ in range(24)]
+        readers = [
+            await stack.enter_async_context(socket(zmq.DEALER, sink.replay_endpoint))
+            for _ in range(24)
+        ]
         for reader in readers:
             await reader.send_multipart([b"", (1).to_bytes(8, "big")])
         got = await asyncio.gather(*(patient_answers(reader) for reader in readers))
-        assert {(number(one[0][-2]), number(one[-2][-2]), one[-1][-1]) for one in got} == {(1, sink.sequence - 1, b"")}
+        assert {(number(one[0][-2]), number(one[-2][-2]), one[-1][-1]) for one in got} == {
+            (1, sink.sequence - 1, b"")
+        }
         assert sink.statistics().states < 24, "readers share a state"
 
 
@@ -513,7 +619,10 @@ async def patient_answers(reader: Any) -> list[list[bytes]]:
 
 
 async def test_a_state_is_dropped_when_no_reader_needs_it(tmp_path):
-    async with opened(tmp_path, replay_window=2) as sink, socket(zmq.DEALER, sink.replay_endpoint) as dealer:
+    async with (
+        opened(tmp_path, replay_window=2) as sink,
+        socket(zmq.DEALER, sink.replay_endpoint) as dealer,
+    ):
         node = Node(sink, 8)
         await sink.begin(7)
         await node.work(30)

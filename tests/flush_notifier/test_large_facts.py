@@ -1,4 +1,5 @@
-"""Facts about very many blocks are taken in steps: others run in between, no later fact overtakes, and sinks hear of the whole."""
+"""Facts about very many blocks are taken in steps: others run in between, no later fact overtakes,
+and sinks hear of the whole."""
 
 from __future__ import annotations
 

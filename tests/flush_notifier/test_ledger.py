@@ -3,7 +3,20 @@
 from __future__ import annotations
 
 import pytest
-from flush_kit import AT_FINISH, NODE, PER_TIER, ROOT, announced, answer, do, finished, ledger, names, path, settle
+from flush_kit import (
+    AT_FINISH,
+    NODE,
+    PER_TIER,
+    ROOT,
+    announced,
+    answer,
+    do,
+    finished,
+    ledger,
+    names,
+    path,
+    settle,
+)
 
 from kvactors.flush_notifier.messages import Announced
 from kvactors.flush_notifier.selection import PATHS
@@ -25,7 +38,12 @@ def test_request_finish_gives_the_whole_path_from_block_0():
     assert settle(book) == []
     do(book.announce(finished(1, 2, 3)))
     (task,) = settle(book)
-    assert (task.residency, task.start_block_idx, task.count, task.reason) == (RESIDENT, 0, 3, Reason.REQUEST_FINISH)
+    assert (task.residency, task.start_block_idx, task.count, task.reason) == (
+        RESIDENT,
+        0,
+        3,
+        Reason.REQUEST_FINISH,
+    )
     assert (task.tokens, task.keys, task.parent, task.epoch) == (*path(1, 2, 3), ROOT, 1)
 
 
@@ -53,9 +71,16 @@ def test_eviction_gives_one_task_a_run_with_the_complete_path_and_depth_minus_on
     book = ledger()
     do(book.announce(announced(1, 2, 3, 4)))
     settle(book)
-    do(book.lose(join_keys(reversed(names(1, 2, 3, 4)[2:])), Tier.DEVICE, Reason.CPU_EVICTION))  # leaves first
+    do(
+        book.lose(join_keys(reversed(names(1, 2, 3, 4)[2:])), Tier.DEVICE, Reason.CPU_EVICTION)
+    )  # leaves first
     (task,) = settle(book)
-    assert (task.residency, task.start_block_idx, task.count, task.reason) == (GONE, 2, 2, Reason.CPU_EVICTION)
+    assert (task.residency, task.start_block_idx, task.count, task.reason) == (
+        GONE,
+        2,
+        2,
+        Reason.CPU_EVICTION,
+    )
     assert task.tokens == path(1, 2, 3, 4)[0]
     assert (task.keys, task.parent) == (join_keys(names(1, 2, 3, 4)[2:]), names(1, 2)[-1])
 
@@ -86,7 +111,9 @@ def test_a_branch_point_splits_runs_and_children_go_before_parents():
     do(book.announce(announced(1, 2, 3)))
     do(book.announce(announced(1, 2, 4, 5, start=2)))
     gains = settle(book)
-    assert [(t.start_block_idx, t.count) for t in gains] == [(0, 2), (2, 1), (2, 2)], "parents come before children"
+    assert [(t.start_block_idx, t.count) for t in gains] == [(0, 2), (2, 1), (2, 2)], (
+        "parents come before children"
+    )
     do(book.clear(Tier.DEVICE, Reason.CLEAR))
     assert [(t.start_block_idx, t.count) for t in settle(book)] == [(2, 2), (2, 1), (0, 2)]
 
@@ -99,8 +126,16 @@ def test_runs_split_where_the_reason_changes_and_each_tier_keeps_its_own():
     do(book.lose(names(1, 2, 3)[2], Tier.DEVICE, Reason.DEVICE_EVICTION))
     do(book.lose(names(1, 2, 3)[1], Tier.DEVICE, Reason.CORRUPT))
     tasks = settle(book)
-    assert shape(tasks) == [(RESIDENT, Tier.HOST, 1, 2), (GONE, Tier.DEVICE, 2, 1), (GONE, Tier.DEVICE, 1, 1)]
-    assert [task.reason for task in tasks] == [Reason.OFFLOAD, Reason.DEVICE_EVICTION, Reason.CORRUPT]
+    assert shape(tasks) == [
+        (RESIDENT, Tier.HOST, 1, 2),
+        (GONE, Tier.DEVICE, 2, 1),
+        (GONE, Tier.DEVICE, 1, 1),
+    ]
+    assert [task.reason for task in tasks] == [
+        Reason.OFFLOAD,
+        Reason.DEVICE_EVICTION,
+        Reason.CORRUPT,
+    ]
 
 
 @pytest.mark.parametrize("n", [500, 1000, 2000, 4000])
@@ -177,14 +212,17 @@ def test_a_batch_is_bounded_and_takes_gains_above_along():
     do(book.announce(announced(1, count=0)))
     do(book.announce(announced(1, 2, 3, start=1)))
     do(book.announce(announced(7, 8)))
-    assert shape(book.take(0, 2, 1).tasks) == [(RESIDENT, Tier.DEVICE, 0, 2)], "the others wait for the block above them"
+    assert shape(book.take(0, 2, 1).tasks) == [(RESIDENT, Tier.DEVICE, 0, 2)], (
+        "the others wait for the block above them"
+    )
     settle(book)
     do(book.gain(names(1)[0], Tier.DEVICE, Reason.COMMIT))
     assert shape(book.take(0, 2, 1).tasks) == [(RESIDENT, Tier.DEVICE, 0, 3)]
 
 
 def test_blocks_below_a_path_that_was_not_sent_get_their_entries_when_it_is():
-    """A new incarnation of the notifier gets a commit before the announcement of what was resident at its start."""
+    """A new incarnation of the notifier gets a commit before the announcement of what was resident
+    at its start."""
     book = ledger()
     do(book.announce(announced(1, 2, 3, start=1)))
     assert (len(book.unnamed), settle(book)) == (2, [])
@@ -294,7 +332,11 @@ def test_a_path_with_tokens_missing_is_refused():
     book = ledger()
     tokens, keys = path(1, 2)
     with pytest.raises(ValueError, match="a block hash for each block"):
-        do(book.announce(Announced(ROOT, tokens[:-4], keys, 0, 2, Tier.DEVICE, Reason.COMMIT, ROOT)))
+        do(
+            book.announce(
+                Announced(ROOT, tokens[:-4], keys, 0, 2, Tier.DEVICE, Reason.COMMIT, ROOT)
+            )
+        )
     assert not book.entries
 
 

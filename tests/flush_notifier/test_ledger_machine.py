@@ -1,4 +1,5 @@
-"""The ledger against a naive model: any facts, any interleaving with deliveries that succeed, fail, or lose their answers, any limits."""
+"""The ledger against a naive model: any facts, any interleaving with deliveries that succeed, fail,
+or lose their answers, any limits."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ class LedgerMachine(RuleBasedStateMachine):
         by_name=some,
     )
     def begin(self, views, limbo, step, takes_clear, by_name):
-        takes_clear, by_name = (tuple(i for i in chosen if i < len(views)) for chosen in (takes_clear, by_name))
+        takes_clear, by_name = (
+            tuple(i for i in chosen if i < len(views)) for chosen in (takes_clear, by_name)
+        )
         self.model = Model(Settings(tuple(views), limbo, step, takes_clear, by_name))
 
     def sink(self, number):

@@ -26,7 +26,9 @@ async def until(condition):
 
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_a_misbehaving_sink_neither_delays_the_other_nor_loses_anything(fault):
-    wired = Wired(batch=8, timeout=0.5 if fault == "hang" else 10.0)  # the good sink answers within it on a busy machine
+    wired = Wired(
+        batch=8, timeout=0.5 if fault == "hang" else 10.0
+    )  # the good sink answers within it on a busy machine
     good, bad = wired.sinks
     setattr(bad, fault, FAULTS[fault])
     async with wired.running():
@@ -87,7 +89,9 @@ async def test_a_dead_sink_is_tried_less_and_less_often():
             if sink.calls > len(times):
                 times += [asyncio.get_running_loop().time()] * (sink.calls - len(times))
             await asyncio.sleep(0)
-        assert times[-1] - times[0] >= 0.9 * (0.01 + 0.02 + 0.04 + 0.08 + 0.08), "a back-off of 10, 20, 40, 80, 80 ms"
+        assert times[-1] - times[0] >= 0.9 * (0.01 + 0.02 + 0.04 + 0.08 + 0.08), (
+            "a back-off of 10, 20, 40, 80, 80 ms"
+        )
         sink.failing = False
         await wired.settle()
 
@@ -139,7 +143,11 @@ async def test_a_cleared_tier_is_told_gone():
     sink = memory("one")
     wired = Wired(sink)
     async with wired.running():
-        await wired.tell(announced(1, 2), Gained(path(1)[1], Tier.HOST, Reason.OFFLOAD), Cleared(Tier.DEVICE, Reason.CLEAR))
+        await wired.tell(
+            announced(1, 2),
+            Gained(path(1)[1], Tier.HOST, Reason.OFFLOAD),
+            Cleared(Tier.DEVICE, Reason.CLEAR),
+        )
         await wired.settle()
         assert sink.view() == NOTHING | {Tier.HOST: set(names(1))}
 
@@ -153,7 +161,9 @@ async def test_divergence_counts_blocks_with_a_path_and_unnamed_those_without():
         assert wired.actor.divergence(held) == 0
         assert wired.actor.unnamed() == 2
         assert wired.actor.divergence({Tier.DEVICE: set(names(1))}) == 2
-        assert wired.actor.divergence({**held, Tier.HOST: set(names(1))}) == 1, "per tier one differs, for the node none does"
+        assert wired.actor.divergence({**held, Tier.HOST: set(names(1))}) == 1, (
+            "per tier one differs, for the node none does"
+        )
         assert wired.actor.divergence({}) == 3
 
 
@@ -166,8 +176,17 @@ async def test_statistics_count_tasks_and_blocks():
         await wired.tell(Gone(join_keys(names(1, 2, 3)[1:]), Tier.DEVICE, Reason.DEVICE_DROP))
         await wired.settle()
         (statistics,) = wired.actor.flush_statistics()
-        assert (statistics.delivered, statistics.resident, statistics.gone, statistics.blocks) == (2, 1, 1, 5)
-        assert (statistics.pending, statistics.in_flight, statistics.oldest_pending_age) == (0, False, 0.0)
+        assert (statistics.delivered, statistics.resident, statistics.gone, statistics.blocks) == (
+            2,
+            1,
+            1,
+            5,
+        )
+        assert (statistics.pending, statistics.in_flight, statistics.oldest_pending_age) == (
+            0,
+            False,
+            0.0,
+        )
         assert sink.counts == {Residency.RESIDENT: 1, Residency.GONE: 1}
 
 
@@ -181,7 +200,9 @@ async def test_a_new_life_begins_a_new_epoch_first_and_what_it_is_told_again_cou
         await wired.tell(announced(4))
         asker = asyncio.create_task(wired.settle())
         await until(lambda: len(good.view()[Tier.DEVICE]) == 4)
-        await wired.tell(Announced(ROOT, b"x", b"short", 0, 1, Tier.DEVICE, Reason.COMMIT, ROOT))  # a fault: it dies
+        await wired.tell(
+            Announced(ROOT, b"x", b"short", 0, 1, Tier.DEVICE, Reason.COMMIT, ROOT)
+        )  # a fault: it dies
         with pytest.raises(ActorFailed):
             await asker
         bad.hang = 0.0
@@ -213,7 +234,11 @@ async def test_without_sinks_it_keeps_no_books():
     wired = Wired()
     wired.sinks = ()
     async with wired.running():
-        await wired.tell(announced(1), Gained(path(2)[1], Tier.HOST, Reason.LOAD), Cleared(Tier.HOST, Reason.CLEAR))
+        await wired.tell(
+            announced(1),
+            Gained(path(2)[1], Tier.HOST, Reason.LOAD),
+            Cleared(Tier.HOST, Reason.CLEAR),
+        )
         await wired.settle()
         assert not wired.actor.ledger.entries
         assert not wired.actor.ledger.unnamed
@@ -225,7 +250,9 @@ async def test_a_turn_of_thousands_of_blocks_is_one_task():
     async with wired.running():
         await wired.tell(announced(*range(2000)))
         await wired.settle()
-        await wired.tell(Gone(join_keys(reversed(names(*range(2000)))), Tier.DEVICE, Reason.CPU_EVICTION))
+        await wired.tell(
+            Gone(join_keys(reversed(names(*range(2000)))), Tier.DEVICE, Reason.CPU_EVICTION)
+        )
         await wired.settle()
         assert [(task.residency, task.start_block_idx, task.count) for task in sink.tasks] == [
             (Residency.RESIDENT, 0, 2000),

@@ -72,7 +72,9 @@ async def test_a_cache_does_not_open_with_it_and_leaves_no_unseen_exception(tmp_
     seen = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: seen.append(context))
     place(tmp_path / "flush.jsonl")
-    config = Config.from_mapping({"flush": {"sinks": [{"kind": "jsonl", "path": str(tmp_path / "flush.jsonl")}]}})
+    config = Config.from_mapping(
+        {"flush": {"sinks": [{"kind": "jsonl", "path": str(tmp_path / "flush.jsonl")}]}}
+    )
     with pytest.raises(SinkError, match="cannot write"):
         async with kvactors.open(config):
             raise AssertionError("not reached")
@@ -130,7 +132,9 @@ async def test_a_journal_is_for_its_user_alone_and_not_written_through_a_link(tm
     assert (tmp_path / "target").read_text() == "precious"
 
 
-async def test_a_write_that_is_given_up_and_fails_then_is_no_unseen_exception(tmp_path, monkeypatch):
+async def test_a_write_that_is_given_up_and_fails_then_is_no_unseen_exception(
+    tmp_path, monkeypatch
+):
     seen = []
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda loop, context: seen.append(context))

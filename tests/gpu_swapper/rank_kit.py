@@ -13,7 +13,14 @@ from pathlib import Path
 import anyio
 
 import kvactors
-from kvactors.config import CacheConfig, Config, DeviceConfig, HostConfig, LayoutConfig, StorageConfig
+from kvactors.config import (
+    CacheConfig,
+    Config,
+    DeviceConfig,
+    HostConfig,
+    LayoutConfig,
+    StorageConfig,
+)
 from kvactors.ranks_config import RanksConfig
 from kvactors.testing.ranks import RankProcess
 
@@ -27,13 +34,16 @@ PATIENT, IMPATIENT = 60.0, 0.3
 
 
 def settings(tmp_path: Path, count: int = 2, **over) -> Config:
-    """Small tiers, so that everything moves: 24 device blocks, 24 host slots, a file store for each rank."""
+    """Small tiers, so that everything moves: 24 device blocks, 24 host slots, a file store for each
+    rank."""
     parts = {
         "cache": CacheConfig(model="m", block_size=BLOCK, deadline=10.0),
         "device": DeviceConfig(num_blocks=24),
         "host": HostConfig(slots=24, transit_slots=32),
         "layout": LayoutConfig(num_layers=2, num_kv_heads=4, head_dim=32, tensor_parallel=count),
-        "storage": StorageConfig(backend="file", directory=str(tmp_path / "store"), capacity_blocks=200),
+        "storage": StorageConfig(
+            backend="file", directory=str(tmp_path / "store"), capacity_blocks=200
+        ),
         "ranks": RanksConfig(count, f"unix://{tmp_path}/ranks", timeout=PATIENT, start=HANG),
     }
     return Config(**{**parts, **over})
@@ -54,7 +64,8 @@ async def led(config: Config):
 
 
 class Engine:
-    """Serves prompts of shared prefixes; every cached block is checked on every rank before it is used."""
+    """Serves prompts of shared prefixes; every cached block is checked on every rank before it is
+    used."""
 
     def __init__(self, cache, ranks, seed: int = 0) -> None:
         self.cache = cache
@@ -76,10 +87,14 @@ class Engine:
                 cached, full = lease.cached_tokens // BLOCK, len(prompt) // BLOCK
                 table = lease.block_table
                 keys = lease.keys(0, full)
-                bad = await asyncio.gather(*(rank.check(table[:cached], keys[: cached * 32]) for rank in self.ranks))
+                bad = await asyncio.gather(
+                    *(rank.check(table[:cached], keys[: cached * 32]) for rank in self.ranks)
+                )
                 if any(bad):
                     await self._judge(lease)
-                await asyncio.gather(*(rank.fill(table[cached:full], keys[cached * 32 :]) for rank in self.ranks))
+                await asyncio.gather(
+                    *(rank.fill(table[cached:full], keys[cached * 32 :]) for rank in self.ranks)
+                )
                 await lease.commit(full * BLOCK)
                 self.hits = [a + b for a, b in zip(self.hits, lease.hits, strict=True)]
                 self.reused += cached
@@ -90,14 +105,17 @@ class Engine:
             self.broken += 1
 
     async def _judge(self, lease) -> None:
-        """Blocks without their bytes are wrong, unless the cache reports that a rank's memory was lost."""
+        """Blocks without their bytes are wrong, unless the cache reports that a rank's memory was
+        lost."""
         with anyio.move_on_after(10.0):
             while True:
                 await asyncio.sleep(0.01)
                 await lease.commit(lease.cached_tokens)  # RankLost ends the request
         self.wrong += 1
 
-    async def run(self, until: anyio.Event | None = None, requests: int = 0, clients: int = 3) -> None:
+    async def run(
+        self, until: anyio.Event | None = None, requests: int = 0, clients: int = 3
+    ) -> None:
         """Clients until the event, or so many requests."""
         left = [requests]
 

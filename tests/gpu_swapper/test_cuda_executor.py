@@ -24,7 +24,9 @@ from kvactors.gpu_swapper.cuda_executor import CudaExecutor
 from kvactors.gpu_swapper.messages import Direction
 from kvactors.layout import DSALayout, GQALayout, MLALayout
 
-SPEC = importlib.util.spec_from_file_location("cuda_kit", Path(__file__).parents[1] / "device" / "cuda_kit.py")
+SPEC = importlib.util.spec_from_file_location(
+    "cuda_kit", Path(__file__).parents[1] / "device" / "cuda_kit.py"
+)
 cuda_kit = sys.modules.get("cuda_kit") or importlib.util.module_from_spec(SPEC)
 if "cuda_kit" not in sys.modules:
     SPEC.loader.exec_module(cuda_kit)
@@ -123,11 +125,21 @@ async def test_every_byte_goes_there_and_comes_back(fake, name, way):
             assert stand.device.check(rest, bytes(32 * 3)) == [], "blocks of others are left alone"
             assert bytes(stand.arena._map) == after
         found = stand.executor.statistics()
-        kinds = {"kernel": found.launches, "batch": found.batches, "old batch": found.batches, "singles": found.singles}
-        assert {kind: count > 0 for kind, count in kinds.items() if way in kinds} == {
-            kind: kind == way or {kind, way} == {"batch", "old batch"} for kind in kinds if way in kinds
+        kinds = {
+            "kernel": found.launches,
+            "batch": found.batches,
+            "old batch": found.batches,
+            "singles": found.singles,
         }
-        assert (found.bytes_to_host, found.bytes_to_device) == (10 * layout.block_bytes, 10 * layout.block_bytes)
+        assert {kind: count > 0 for kind, count in kinds.items() if way in kinds} == {
+            kind: kind == way or {kind, way} == {"batch", "old batch"}
+            for kind in kinds
+            if way in kinds
+        }
+        assert (found.bytes_to_host, found.bytes_to_device) == (
+            10 * layout.block_bytes,
+            10 * layout.block_bytes,
+        )
         assert (found.errors, found.broken) == (0, None)
 
 
@@ -198,7 +210,9 @@ async def test_progress_tells_of_layers_in_order_as_they_arrive(fake, monkeypatc
         stand.device.fill(range(8), bytes(32 * 8))
         fake.gate(0)
         seen = []
-        running = asyncio.ensure_future(stand.executor.run(TO_DEVICE, range(8), range(8), seen.append))
+        running = asyncio.ensure_future(
+            stand.executor.run(TO_DEVICE, range(8), range(8), seen.append)
+        )
         for layers in range(1, 4):
             fake.gate(1)
             await until(lambda layers=layers: seen[-1:] == [layers])
@@ -288,16 +302,30 @@ async def test_before_open_and_after_close_everything_fails(fake):
 
 
 STARTING = [
-    "cuCtxPushCurrent", "cuMemHostRegister", "cuMemHostGetDevicePointer", "cuModuleLoadData", "cuModuleGetFunction",
-    "cuMemHostAlloc", "cuMemAlloc", "cuStreamCreate", "cuEventCreate", "cuMemcpyHtoDAsync", "cuMemcpyBatchAsync",
-    "cuLaunchKernel", "cuEventRecord", "cuEventSynchronize", "cuEventElapsedTime", "cuStreamSynchronize",
-]  # fmt: skip
+    "cuCtxPushCurrent",
+    "cuMemHostRegister",
+    "cuMemHostGetDevicePointer",
+    "cuModuleLoadData",
+    "cuModuleGetFunction",
+    "cuMemHostAlloc",
+    "cuMemAlloc",
+    "cuStreamCreate",
+    "cuEventCreate",
+    "cuMemcpyHtoDAsync",
+    "cuMemcpyBatchAsync",
+    "cuLaunchKernel",
+    "cuEventRecord",
+    "cuEventSynchronize",
+    "cuEventElapsedTime",
+    "cuStreamSynchronize",
+]
 
 
 @pytest.mark.parametrize("call", STARTING)
 @pytest.mark.parametrize("nth", [1, 2, 3])
 async def test_every_call_at_start_may_fail(fake, call, nth):
-    """A clean error with the call's name, and nothing left behind; or, where the call is not made so often, none."""
+    """A clean error with the call's name, and nothing left behind; or, where the call is not made
+    so often, none."""
     stand = Stand(fake, SMALL)
     fake.reset()
     before = {what: fake.live(what) for what in EVERYTHING}
@@ -320,9 +348,19 @@ async def test_every_call_at_start_may_fail(fake, call, nth):
 
 
 RUNNING = [
-    "cuCtxSetCurrent", "cuCtxPushCurrent", "cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuMemcpyBatchAsync", "cuLaunchKernel",
-    "cuEventCreate", "cuEventRecord", "cuEventQuery", "cuStreamSynchronize", "cuMemHostAlloc", "cuMemAlloc",
-]  # fmt: skip
+    "cuCtxSetCurrent",
+    "cuCtxPushCurrent",
+    "cuMemcpyHtoDAsync",
+    "cuMemcpyDtoHAsync",
+    "cuMemcpyBatchAsync",
+    "cuLaunchKernel",
+    "cuEventCreate",
+    "cuEventRecord",
+    "cuEventQuery",
+    "cuStreamSynchronize",
+    "cuMemHostAlloc",
+    "cuMemAlloc",
+]
 
 
 @pytest.mark.parametrize("call", RUNNING)
@@ -330,7 +368,8 @@ RUNNING = [
 @pytest.mark.parametrize("way", ["kernel", "batch", "singles"])
 @pytest.mark.parametrize("code", [2, 719])
 async def test_every_call_of_a_copy_may_fail(fake, monkeypatch, call, nth, way, code):
-    """Pairs that are said to have arrived have; nothing runs on; the failure is told, and later operations fail at once."""
+    """Pairs that are said to have arrived have; nothing runs on; the failure is told, and later
+    operations fail at once."""
     monkeypatch.setattr(cuda_executor, "GROUP", 1)
     fake.set("version", 12040 if way == "singles" else 13000)
     async with standing(fake, batch_from=1 << 40 if way == "kernel" else 0) as stand:
@@ -379,7 +418,10 @@ async def test_a_context_that_breaks_fails_everything_and_hangs_nothing(fake):
     async with standing(fake) as stand:
         told = []
         fake.gate(0)
-        running = [asyncio.ensure_future(stand.executor.run(way, [i], [i])) for i, way in enumerate(Direction)]
+        running = [
+            asyncio.ensure_future(stand.executor.run(way, [i], [i]))
+            for i, way in enumerate(Direction)
+        ]
         await until(lambda: fake.live("running") > 0)
         fake.sticky(700)
         assert [await one for one in running] == [(0,), (0,)]
@@ -477,7 +519,11 @@ async def test_closing_waits_for_what_is_under_way(fake):
 
 
 async def test_a_cache_on_gpu_memory_brings_the_right_bytes_back(fake, monkeypatch):
-    monkeypatch.setattr(system, "make_executor", lambda device, arena, config, *, inline: CudaExecutor(device, arena))
+    monkeypatch.setattr(
+        system,
+        "make_executor",
+        lambda device, arena, config, *, inline: CudaExecutor(device, arena),
+    )
     layout = GQALayout(2, 2, 32, 16, "bfloat16")
     device = CudaDevice.allocate(layout, 6, driver=CudaDriver(fake.path))
     settings = {
@@ -523,7 +569,12 @@ async def test_a_driver_whose_batches_are_not_supported_copies_without(fake):
         stand.device.fill(range(8), stand.names)
         assert await stand.executor.run(TO_HOST, range(8), range(8)) == ()
         found = stand.executor.statistics()
-        assert (found.has_batch, found.batches, found.timings, found.batch_from) == (False, 0, (), BATCH_FROM)
+        assert (found.has_batch, found.batches, found.timings, found.batch_from) == (
+            False,
+            0,
+            (),
+            BATCH_FROM,
+        )
         assert found.singles > 0
 
 
@@ -545,7 +596,9 @@ async def test_what_is_measured_is_shown(fake):
         assert found.batch_from == choose(found.timings)
     fake.set("still", 1)
     async with standing(fake) as stand:
-        assert stand.executor.statistics().batch_from == BATCH_FROM, "clocks that stand decide nothing"
+        assert stand.executor.statistics().batch_from == BATCH_FROM, (
+            "clocks that stand decide nothing"
+        )
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,9 @@ def loaded(layout, kind, threads=1, **options):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize(("kind", "threads"), [(InlineExecutor, 1), (CopyExecutor, 1), (CopyExecutor, 3)])
+@pytest.mark.parametrize(
+    ("kind", "threads"), [(InlineExecutor, 1), (CopyExecutor, 1), (CopyExecutor, 3)]
+)
 async def test_what_is_reported_has_arrived(layout, kind, threads, monkeypatch):
     monkeypatch.setattr(module, "PIECE", 1)
     device, executor, names = loaded(layout, kind, threads)
@@ -97,9 +99,12 @@ def test_groups_cover_all_layers_and_are_worth_their_while():
 
 @pytest.mark.parametrize("layerwise", [True, False])
 async def test_layers_at_the_door(layerwise, monkeypatch):
-    """A lease's first layer is there before its last one, and what `layer_ready` says is cached in it is."""
+    """A lease's first layer is there before its last one, and what `layer_ready` says is cached in
+    it is."""
     layout, device = LayoutConfig(num_layers=6), DeviceConfig(num_blocks=8, layerwise=layerwise)
-    config = Config(cache=CacheConfig(block_size=16), device=device, layout=layout, host=HostConfig(slots=16))
+    config = Config(
+        cache=CacheConfig(block_size=16), device=device, layout=layout, host=HostConfig(slots=16)
+    )
     gate: list[asyncio.Future[None]] = []
 
     class Gated(InlineExecutor):
@@ -117,7 +122,10 @@ async def test_layers_at_the_door(layerwise, monkeypatch):
                     progress(one.stop)
             return ()
 
-    monkeypatch.setattr("kvactors.system.make_executor", lambda device, arena, config, inline: Gated(device, arena, 1))
+    monkeypatch.setattr(
+        "kvactors.system.make_executor",
+        lambda device, arena, config, inline: Gated(device, arena, 1),
+    )
     async with kvactors.open(config) as cache:
         prompt = list(range(5 * 16))
         for tokens in (prompt, [9] * 8 * 16):  # the second drives the first out to the host

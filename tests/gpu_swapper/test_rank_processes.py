@@ -19,8 +19,13 @@ pytestmark = pytest.mark.timeout(3 * HANG)
 
 
 def impatient(tmp_path, **over):
-    """Settings with which a rank that is stopped falls silent soon. So may one that is slow: requests bear that."""
-    return settings(tmp_path, ranks=RanksConfig(2, f"unix://{tmp_path}/ranks", timeout=IMPATIENT, start=HANG), **over)
+    """Settings with which a rank that is stopped falls silent soon. So may one that is slow:
+    requests bear that."""
+    return settings(
+        tmp_path,
+        ranks=RanksConfig(2, f"unix://{tmp_path}/ranks", timeout=IMPATIENT, start=HANG),
+        **over,
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -89,7 +94,8 @@ async def test_a_killed_rank_ends_what_was_cached_and_is_admitted_again(tmp_path
 
 
 async def test_a_stopped_rank_holds_no_request(tmp_path):
-    """Its loads become misses after ranks.timeout, not after the request's deadline: a request ends while the rank is still stopped."""
+    """Its loads become misses after ranks.timeout, not after the request's deadline: a request ends
+    while the rank is still stopped."""
     async with led(impatient(tmp_path)) as (cache, workers):
         engine = Engine(cache, workers)
         await engine.run(requests=60)
@@ -141,7 +147,10 @@ async def test_faults_at_a_hundred_random_moments(tmp_path):
             tasks.start_soon(engine.run, stop)
             for _ in range(100):
                 await asyncio.sleep(rng.random() * 0.1)
-                victim, fault = rng.choice(workers), rng.choice(["kill", "stop", "stop", "cut", "cut"])
+                victim, fault = (
+                    rng.choice(workers),
+                    rng.choice(["kill", "stop", "stop", "cut", "cut"]),
+                )
                 done[fault] += 1
                 lost += fault != "stop" and group.statistics()[victim.rank].health != "away"
                 if fault == "kill":
@@ -172,7 +181,9 @@ async def test_faults_at_a_hundred_random_moments(tmp_path):
 
 async def test_ranks_that_do_not_fit_are_refused_by_name(tmp_path):
     config = settings(tmp_path, ranks=RanksConfig(2, f"unix://{tmp_path}/ranks", 0.3, 5.0))
-    other = settings(tmp_path, layout=LayoutConfig(num_layers=3, num_kv_heads=4, head_dim=32, tensor_parallel=2))
+    other = settings(
+        tmp_path, layout=LayoutConfig(num_layers=3, num_kv_heads=4, head_dim=32, tensor_parallel=2)
+    )
     from kvactors.device.host import HostDevice
     from kvactors.layout import make_layout
 

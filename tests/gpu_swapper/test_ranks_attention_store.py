@@ -1,4 +1,5 @@
-"""AttentionStore with tensor-parallel ranks in real processes: each rank moves its own shard, the leader alone reports to the index."""
+"""AttentionStore with tensor-parallel ranks in real processes: each rank moves its own shard, the
+leader alone reports to the index."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def config(tmp_path, *, timeout: float = PATIENT, host: int = 0, blocks: int = 6
         tmp_path,
         device=DeviceConfig(num_blocks=blocks),  # writes that the service delays hold device blocks
         host=HostConfig(slots=host),
-        storage=StorageConfig(backend="attention_store", write_policy="write_through", timeout=HANG),
+        storage=StorageConfig(
+            backend="attention_store", write_policy="write_through", timeout=HANG
+        ),
         ranks=RanksConfig(2, f"unix://{tmp_path}/ranks", timeout=timeout, start=HANG),
         attention_store=STORE,
         flush=FlushConfig(sinks=(AttentionStoreSinkConfig(),), timeout=HANG),
@@ -42,13 +45,16 @@ def config(tmp_path, *, timeout: float = PATIENT, host: int = 0, blocks: int = 6
 
 
 async def serve(cache, ranks, prompt=PROMPT, *, deadline: float | None = None) -> int:
-    """One request. Every block it finds must hold the bytes of its name on every rank; returns how many came from storage."""
+    """One request. Every block it finds must hold the bytes of its name on every rank; returns how
+    many came from storage."""
     async with await cache.acquire("r", prompt, deadline=deadline) as lease:
         await lease.ready(deadline=HANG)
         cached, full = lease.cached_tokens // BLOCK, len(prompt) // BLOCK
         keys, table = lease.keys(0, full), lease.block_table
         for rank in ranks:
-            assert await rank.check(tuple(table[:cached]), keys[: 32 * cached]) == [], f"wrong bytes on rank {rank.rank}"
+            assert await rank.check(tuple(table[:cached]), keys[: 32 * cached]) == [], (
+                f"wrong bytes on rank {rank.rank}"
+            )
             await rank.fill(tuple(table[cached:full]), keys[32 * cached :])
         await lease.commit(full * BLOCK)
         return cached if lease.hits.storage else 0
@@ -123,7 +129,9 @@ async def test_a_store_that_is_slow_on_one_rank_makes_no_rank_silent(tmp_path):
         await serve(cache, ranks)
         await cache.settled(HANG)
         await ranks[1].service(stuck=1.5)
-        assert await again(cache, ranks, deadline=0.5) == 0, "the request does not wait beyond its deadline"
+        assert await again(cache, ranks, deadline=0.5) == 0, (
+            "the request does not wait beyond its deadline"
+        )
         for seed in range(4):  # copies between device and host go on
             await serve(cache, ranks, [100 + seed] * (6 * BLOCK + 1), deadline=0.5)
         assert [rank.silences for rank in cache.system.ranks.statistics()] == [0, 0]
@@ -170,14 +178,17 @@ async def test_ranks_that_name_another_version_are_refused(tmp_path):
     leader = replace(leader, ranks=replace(leader.ranks, start=30.0))
     ranks = [
         RankProcess(leader, 0),
-        RankProcess(replace(leader, attention_store=replace(STORE, namespace="m", model_version="v9")), 1),
+        RankProcess(
+            replace(leader, attention_store=replace(STORE, namespace="m", model_version="v9")), 1
+        ),
     ]
     try:
         for rank in ranks:
             await rank.start()
         with pytest.raises(
             kvactors.RankError,
-            match="storage namespace 'm/default_pod_mixed_0/v9', the leader has 'm/default_pod_mixed_0/v0'",
+            match="storage namespace 'm/default_pod_mixed_0/v9', the leader has "
+            "'m/default_pod_mixed_0/v0'",
         ):
             async with kvactors.open(leader):
                 pass
@@ -204,5 +215,9 @@ async def test_an_engine_with_many_requests(tmp_path):
         ledger = cache.system.notifier_actor.ledger.entries
         held = residency(cache.system)
         keys = held[kvactors.Tier.DEVICE] | held[kvactors.Tier.HOST]
-        paths = {tuple(np.frombuffer(path_tokens(ledger[key]), "<u4").tolist()) for key in keys if ledger[key].finished}
+        paths = {
+            tuple(np.frombuffer(path_tokens(ledger[key]), "<u4").tolist())
+            for key in keys
+            if ledger[key].finished
+        }
         assert stand_in.service().resident == paths

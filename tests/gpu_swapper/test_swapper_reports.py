@@ -1,4 +1,5 @@
-"""GpuSwapper and an executor that reports nonsense: every pair counts as failed, and the actor goes on."""
+"""GpuSwapper and an executor that reports nonsense: every pair counts as failed, and the actor goes
+on."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ from kvactors.testing.stepper import Stepper
 async def test_what_an_executor_reports_is_checked(report, failed):
     executor = SimpleNamespace(watch=lambda _: None, era=0, device=None, run=None)
     evictor, index = Probe("cpu_evictor"), Probe("prefix_index")
-    with Stepper(lambda ref: GpuSwapper(ref, executor=executor, evictor=evictor, index=index)) as stepper:
+    with Stepper(
+        lambda ref: GpuSwapper(ref, executor=executor, evictor=evictor, index=index)
+    ) as stepper:
         (job,) = stepper.turn(Copy(1, Direction.TO_HOST, (4, 5), (0, 1))).jobs
         (copied,) = stepper.finish(job, report).to(evictor)
         assert copied.failed == failed
@@ -38,7 +41,9 @@ async def test_what_an_executor_reports_is_checked(report, failed):
 async def test_a_copy_that_raises_has_failed_as_a_whole():
     executor = SimpleNamespace(watch=lambda _: None, era=0, device=None, run=None)
     evictor, index = Probe("cpu_evictor"), Probe("prefix_index")
-    with Stepper(lambda ref: GpuSwapper(ref, executor=executor, evictor=evictor, index=index)) as stepper:
+    with Stepper(
+        lambda ref: GpuSwapper(ref, executor=executor, evictor=evictor, index=index)
+    ) as stepper:
         (job,) = stepper.turn(Copy(1, Direction.TO_HOST, (4, 5), (0, 1))).jobs
         (copied,) = stepper.fail(job, RuntimeError("no device")).to(evictor)
         assert copied.failed == (0, 1)

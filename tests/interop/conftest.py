@@ -1,4 +1,5 @@
-"""Runs every interop test by a pytest of its own in a network of its own (`network.isolated`); the fixtures are made there."""
+"""Runs every interop test by a pytest of its own in a network of its own (`network.isolated`); the
+fixtures are made there."""
 
 from __future__ import annotations
 
@@ -29,19 +30,37 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     folder = pyfuncitem.config.getoption("--interop")
     if folder is None:
-        pytest.fail("interop tests need the consumers' environments: `pytest -m interop --interop DIR`, where DIR is made by "
-                    "`python -m tests.interop.setup DIR routers`", pytrace=False)  # fmt: skip
+        pytest.fail(
+            "interop tests need the consumers' environments: `pytest -m interop --interop DIR`, "
+            "where DIR is made by "
+            "`python -m tests.interop.setup DIR routers`",
+            pytrace=False,
+        )
     _run_inside(pyfuncitem, Path(folder).resolve())
     return True
 
 
 def _run_inside(item: pytest.Function, folder: Path) -> None:
-    base, test = item.funcargs["tmp_path"] / "inside", f"{item.path.relative_to(ROOT)}::{item.nodeid.partition('::')[2]}"
+    base, test = (
+        item.funcargs["tmp_path"] / "inside",
+        f"{item.path.relative_to(ROOT)}::{item.nodeid.partition('::')[2]}",
+    )
     command = [
-        sys.executable, "-m", "pytest", "-q", "-rN", "-s", "-p", "no:cacheprovider", f"--basetemp={base}", f"--timeout={LIMIT - 10}", "-m", "interop",
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-rN",
+        "-s",
+        "-p",
+        "no:cacheprovider",
+        f"--basetemp={base}",
+        f"--timeout={LIMIT - 10}",
+        "-m",
+        "interop",
         f"--interop={folder}",
         test,
-    ]  # fmt: skip
+    ]
     try:
         done = subprocess.run(
             isolated(command),
@@ -53,7 +72,10 @@ def _run_inside(item: pytest.Function, folder: Path) -> None:
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        pytest.fail(f"not done in {LIMIT} s:\n{(error.stdout or b'').decode(errors='replace')[-5000:]}", pytrace=False)
+        pytest.fail(
+            f"not done in {LIMIT} s:\n{(error.stdout or b'').decode(errors='replace')[-5000:]}",
+            pytrace=False,
+        )
     print(done.stdout)
     if done.returncode:
         pytest.fail(f"{done.stdout[-8000:]}\n{done.stderr[-2000:]}", pytrace=False)

@@ -1,4 +1,5 @@
-"""The virtual environments of the consumers: which there are, what belongs into each, and whether a folder has them."""
+"""The virtual environments of the consumers: which there are, what belongs into each, and whether a
+folder has them."""
 
 from __future__ import annotations
 
@@ -43,7 +44,10 @@ def pins(path: Path = PINS) -> dict[str, tuple[Pins, ...]]:
         tables = tomllib.loads(path.read_text())
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise InteropError(f"{path}: {error}") from None
-    return {group: tuple(_pins(path, group, name, table) for name, table in names.items()) for group, names in tables.items()}
+    return {
+        group: tuple(_pins(path, group, name, table) for name, table in names.items())
+        for group, names in tables.items()
+    }
 
 
 def _pins(path: Path, group: str, name: str, table: dict[str, Any]) -> Pins:
@@ -53,7 +57,13 @@ def _pins(path: Path, group: str, name: str, table: dict[str, Any]) -> Pins:
     for requirement in (*table.get("packages", ()), *table.get("bare", ())):
         if "==" not in requirement:
             raise InteropError(f"{path}: [{group}.{name}] {requirement!r} is not pinned with ==")
-    return Pins(group, name, tuple(table.get("packages", ())), tuple(table.get("bare", ())), table.get("check", ""))
+    return Pins(
+        group,
+        name,
+        tuple(table.get("packages", ())),
+        tuple(table.get("bare", ())),
+        table.get("check", ""),
+    )
 
 
 class Environments:
@@ -64,12 +74,14 @@ class Environments:
         self._pins = {one.name: one for group in pins(path).values() for one in group}
 
     def program(self, name: str, program: str = "python") -> str:
-        """A program of an environment. InteropError if the environment is not there, or was made from other pins."""
+        """A program of an environment. InteropError if the environment is not there, or was made
+        from other pins."""
         one, folder = self._pins[name], self.directory / name
         if made_from(folder) != one.stamp:
             state = "was made from other pins" if (folder / STAMP).is_file() else "is not there"
             raise InteropError(
-                f"the environment {folder} {state}: run `python -m tests.interop.setup {self.directory} {one.group}` and give "
+                f"the environment {folder} {state}: run `python -m tests.interop.setup "
+                f"{self.directory} {one.group}` and give "
                 f"pytest `--interop {self.directory}`"
             )
         return str(folder / "bin" / program)

@@ -1,4 +1,5 @@
-"""A TCP link between a consumer and a publisher that can be cut, without either of them being told why."""
+"""A TCP link between a consumer and a publisher that can be cut, without either of them being told
+why."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ import threading
 
 
 class Link:
-    """Forwards connections to a tcp endpoint. While it is cut, connections are closed as soon as they are made."""
+    """Forwards connections to a tcp endpoint. While it is cut, connections are closed as soon as
+    they are made."""
 
     def __init__(self, endpoint: str) -> None:
         host, _, port = endpoint.removeprefix("tcp://").rpartition(":")

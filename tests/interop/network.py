@@ -1,4 +1,5 @@
-"""A network of a case's own: processes in it reach each other over loopback and nothing else, and all end with the first of them.
+"""A network of a case's own: processes in it reach each other over loopback and nothing else, and
+all end with the first of them.
 
 Dynamo's indexer listens on every interface, so it runs nowhere else.
 """
@@ -15,8 +16,9 @@ IFF_UP = 0x1
 
 
 def isolated(command: list[str]) -> list[str]:
-    """A command (of util-linux's unshare) that runs another one in network and process namespaces of its own. Unprivileged users get a user
-    namespace too. When it is killed, every process inside ends."""
+    """A command (of util-linux's unshare) that runs another one in network and process namespaces
+    of its own. Unprivileged users get a user namespace too. When it is killed, every process inside
+    ends."""
     user = [] if os.geteuid() == 0 else ["--map-root-user"]
     return ["unshare", *user, "--net", "--pid", "--fork", "--kill-child", *command]
 
@@ -24,7 +26,9 @@ def isolated(command: list[str]) -> list[str]:
 def raise_loopback() -> None:
     """Bring the interface `lo` of this process's network up."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        (flags,) = struct.unpack_from("16xH", fcntl.ioctl(any_socket, SIOCGIFFLAGS, struct.pack("16sH14x", b"lo", 0)))
+        (flags,) = struct.unpack_from(
+            "16xH", fcntl.ioctl(any_socket, SIOCGIFFLAGS, struct.pack("16sH14x", b"lo", 0))
+        )
         fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", flags | IFF_UP))
 
 

@@ -1,4 +1,5 @@
-"""A worker as a case sees it: a kvactors process that serves prompts, can be killed, and is asked what its tiers hold."""
+"""A worker as a case sees it: a kvactors process that serves prompts, can be killed, and is asked
+what its tiers hold."""
 
 from __future__ import annotations
 
@@ -18,10 +19,11 @@ SERVE = 90.0
 
 
 class Node:
-    """A worker's rank with tiny tiers, so that blocks are evicted, offloaded, stored and loaded all the time.
+    """A worker's rank with tiny tiers, so that blocks are evicted, offloaded, stored and loaded all
+    the time.
 
-    source: its events. workload: where its prompts come from. sink: settings of its kv_events sink beside the endpoints. for_engines: whether
-    the engines' own types must take its messages.
+    source: its events. workload: where its prompts come from. sink: settings of its kv_events sink
+    beside the endpoints. for_engines: whether the engines' own types must take its messages.
     """
 
     def __init__(
@@ -40,7 +42,12 @@ class Node:
         self._seed = 0
         self.child: Any = None
         endpoint, replay_endpoint = base
-        events = {"kind": "kv_events", "endpoint": endpoint, "replay_endpoint": replay_endpoint, "dp_rank": source.rank}
+        events = {
+            "kind": "kv_events",
+            "endpoint": endpoint,
+            "replay_endpoint": replay_endpoint,
+            "dp_rank": source.rank,
+        }
         self._tables = {
             "cache": {"block_size": BLOCK, "model": MODEL},
             "device": {"num_blocks": 64},
@@ -58,9 +65,17 @@ class Node:
     def start(self) -> None:
         """Start the process."""
         name = f"worker-{self.source.worker}-{self.source.rank}"
-        self.child = Child(name, [sys.executable, "-m", "tests.interop.worker"], self.folder / f"{name}.log", lines=True)
+        self.child = Child(
+            name,
+            [sys.executable, "-m", "tests.interop.worker"],
+            self.folder / f"{name}.log",
+            lines=True,
+        )
         opened = self.child.ask(self._tables)
-        assert (opened["endpoint"], opened["replay_endpoint"]) == (self.source.endpoint, self.source.replay_endpoint), opened
+        assert (opened["endpoint"], opened["replay_endpoint"]) == (
+            self.source.endpoint,
+            self.source.replay_endpoint,
+        ), opened
 
     def kill(self) -> None:
         """kill -9."""
@@ -68,7 +83,8 @@ class Node:
         self.recorder.take()
 
     def restart(self, *, store: bool = True) -> None:
-        """A new process at the same endpoints, after `kill`. store: with the store of the one before it."""
+        """A new process at the same endpoints, after `kill`. store: with the store of the one
+        before it."""
         if not store:
             self._tables["storage"] |= {"directory": self._tables["storage"]["directory"] + "-new"}
         self.child.close()
@@ -80,7 +96,9 @@ class Node:
         """Begin to serve prompts; `done` waits for the end of it."""
         self._seed += 1
         messages = [prompt.message() for prompt in prompts]
-        self.child.send({"do": "serve", "prompts": messages, "lanes": 4, "seed": self._seed, "clears": clears})
+        self.child.send(
+            {"do": "serve", "prompts": messages, "lanes": 4, "seed": self._seed, "clears": clears}
+        )
 
     def done(self) -> int:
         """How many prompts were served."""
@@ -93,7 +111,9 @@ class Node:
 
     def request(self, prompt: Prompt) -> tuple[int, int, int]:
         """Serve one prompt; its hits on device, host and storage."""
-        device, host, storage = self.child.ask({"do": "request", "prompt": prompt.message()})["hits"]
+        device, host, storage = self.child.ask({"do": "request", "prompt": prompt.message()})[
+            "hits"
+        ]
         return device, host, storage
 
     def clear(self) -> None:
@@ -104,7 +124,9 @@ class Node:
 
     def chains(self, prompts: Sequence[Prompt]) -> list[Chain]:
         """The block hashes of prompts."""
-        return list(self.child.ask({"do": "chains", "prompts": [prompt.message() for prompt in prompts]}))
+        return list(
+            self.child.ask({"do": "chains", "prompts": [prompt.message() for prompt in prompts]})
+        )
 
     def truth(self) -> Truth:
         """What the tiers' owners hold, at rest."""

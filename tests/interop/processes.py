@@ -1,4 +1,5 @@
-"""Child processes of a case: servers that are asked over HTTP, and programs that answer lines of JSON with lines of JSON."""
+"""Child processes of a case: servers that are asked over HTTP, and programs that answer lines of
+JSON with lines of JSON."""
 
 from __future__ import annotations
 
@@ -19,10 +20,17 @@ HANG = 60.0
 
 
 class Child:
-    """A process whose standard error (and output, unless `lines`) goes to a log file. lines: it answers on its standard output."""
+    """A process whose standard error (and output, unless `lines`) goes to a log file. lines: it
+    answers on its standard output."""
 
     def __init__(
-        self, name: str, command: Sequence[str], log: Path, *, lines: bool = False, env: dict[str, str] | None = None
+        self,
+        name: str,
+        command: Sequence[str],
+        log: Path,
+        *,
+        lines: bool = False,
+        env: dict[str, str] | None = None,
     ) -> None:
         self.name = name
         self.log = log
@@ -43,7 +51,9 @@ class Child:
     def check(self) -> None:
         """InteropError if the process has ended."""
         if self.process.poll() is not None:
-            raise InteropError(f"{self.name} ended with status {self.process.returncode}:\n{self.end_of_log()}")
+            raise InteropError(
+                f"{self.name} ended with status {self.process.returncode}:\n{self.end_of_log()}"
+            )
 
     def send(self, message: dict[str, Any]) -> None:
         """Send a line; its answer is read by `receive`."""
@@ -56,11 +66,14 @@ class Child:
             raise InteropError(f"{self.name}: {error}\n{self.end_of_log()}") from None
 
     def receive(self, limit: float = HANG) -> Any:
-        """The next answer. InteropError if the process ends or does not answer within `limit` seconds, or answers with an error."""
+        """The next answer. InteropError if the process ends or does not answer within `limit`
+        seconds, or answers with an error."""
         assert self.process.stdout is not None
         until = time.monotonic() + limit
         while b"\n" not in self._unread:
-            ready, _, _ = select.select([self.process.stdout], [], [], max(0.0, until - time.monotonic()))
+            ready, _, _ = select.select(
+                [self.process.stdout], [], [], max(0.0, until - time.monotonic())
+            )
             data = os.read(self.process.stdout.fileno(), 1 << 20) if ready else b""
             if not data:
                 state = "ended" if ready else f"does not answer in {limit} s"

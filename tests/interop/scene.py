@@ -1,4 +1,5 @@
-"""A case: workers, the consumers that follow them, and the comparison of what they hold and answer with what is true."""
+"""A case: workers, the consumers that follow them, and the comparison of what they hold and answer
+with what is true."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ REQUESTED = 30
 
 
 class Scene:
-    """Everything that one case starts. counts: what was compared. wrong: answers that differ from the truth, one line each."""
+    """Everything that one case starts. counts: what was compared. wrong: answers that differ from
+    the truth, one line each."""
 
     def __init__(self, environments: Environments, folder: Path) -> None:
         self.environments = environments
@@ -44,25 +46,36 @@ class Scene:
     # -- what is started
 
     def node(
-        self, workload: Workload, *, worker: int = 7, rank: int = 0, tables: dict[str, Any] | None = None, **sink: Any
+        self,
+        workload: Workload,
+        *,
+        worker: int = 7,
+        rank: int = 0,
+        tables: dict[str, Any] | None = None,
+        **sink: Any,
     ) -> Node:
-        """A worker's rank. worker: an id, from which its ports follow. tables: of its settings, sink: of its kv_events sink."""
+        """A worker's rank. worker: an id, from which its ports follow. tables: of its settings,
+        sink: of its kv_events sink."""
         port = 5600 + 100 * len({one.source.worker for one in self.nodes} - {worker})
         base = (f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{port + 50}")
-        source = Source(worker, rank, f"tcp://127.0.0.1:{port + rank}", f"tcp://127.0.0.1:{port + 50 + rank}")
+        source = Source(
+            worker, rank, f"tcp://127.0.0.1:{port + rank}", f"tcp://127.0.0.1:{port + 50 + rank}"
+        )
         node = Node(self.folder, source, base, workload, sink, tables or {})
         self.nodes.append(node)
         node.start()
         return node
 
     def link(self, node: Node) -> tuple[Link, Source]:
-        """A link to a worker's events that can be cut, and the source as consumers see it. Replay goes past the link."""
+        """A link to a worker's events that can be cut, and the source as consumers see it. Replay
+        goes past the link."""
         link = Link(node.source.endpoint)
         self.links.append(link)
         return link, node.source._replace(endpoint=link.endpoint)
 
     def dynamo(self, *sources: Source) -> list[Index]:
-        """Dynamo's SelectionService and its standalone indexer; both follow the ranks of each worker."""
+        """Dynamo's SelectionService and its standalone indexer; both follow the ranks of each
+        worker."""
         selection = Selection(self.environments, self.folder)
         self.indexes.append(selection)
         self.indexes.append(Indexer(self.environments, self.folder, selection.block_hashes))
@@ -79,25 +92,46 @@ class Scene:
 
     # -- comparisons
 
-    def catch_up(self, node: Node, indexes: Sequence[Index], truth: Truth | None = None, source: Source | None = None) -> Truth:
-        """Compare the sets of blocks that indexes hold with what is true, as soon as they agree or after CATCH_UP seconds."""
+    def catch_up(
+        self,
+        node: Node,
+        indexes: Sequence[Index],
+        truth: Truth | None = None,
+        source: Source | None = None,
+    ) -> Truth:
+        """Compare the sets of blocks that indexes hold with what is true, as soon as they agree or
+        after CATCH_UP seconds."""
         truth = truth or node.truth()
         for index in indexes:
             until = time.monotonic() + (CATCH_UP if index.name not in self._behind else 0.5)
-            while (held := index.held(source or node.source)) != truth.announced and time.monotonic() < until:
+            while (
+                held := index.held(source or node.source)
+            ) != truth.announced and time.monotonic() < until:
                 time.sleep(0.05)
             self.counts["sets compared"] += len(TIERS)
             for tier in TIERS:
-                lacking, extra = truth.announced[tier] - held[tier], held[tier] - truth.announced[tier]
+                lacking, extra = (
+                    truth.announced[tier] - held[tier],
+                    held[tier] - truth.announced[tier],
+                )
                 if lacking or extra:
                     self._behind.add(index.name)
                     self.wrong.append(
-                        f"{index.name}: {tier}: lacks {len(lacking)} of {len(truth.announced[tier])} blocks, has {len(extra)} too many"
+                        f"{index.name}: {tier}: lacks {len(lacking)} of "
+                        f"{len(truth.announced[tier])} blocks, has {len(extra)} too many"
                     )
         return truth
 
-    def compare(self, node: Node, indexes: Sequence[Index], *, asked: int = ASKED, requested: int = REQUESTED) -> Truth:
-        """Compare sets, answers about prompts, and what requests get. Returns the truth that answers were compared with."""
+    def compare(
+        self,
+        node: Node,
+        indexes: Sequence[Index],
+        *,
+        asked: int = ASKED,
+        requested: int = REQUESTED,
+    ) -> Truth:
+        """Compare sets, answers about prompts, and what requests get. Returns the truth that
+        answers were compared with."""
         truth = self.catch_up(node, indexes)
         for tier in TIERS:
             self.counts[f"blocks on {tier}"] += len(truth.announced[tier])
@@ -110,7 +144,8 @@ class Scene:
                 self.counts["prompts present"] += wanted.total > 0
                 if answer.device != wanted.device or (answer.host >= 0 and answer != wanted):
                     self.wrong.append(
-                        f"{index.name}: answers {tuple(answer)} about a prompt of {len(chain)} blocks, not {tuple(wanted)}"
+                        f"{index.name}: answers {tuple(answer)} about a prompt of {len(chain)} "
+                        f"blocks, not {tuple(wanted)}"
                     )
         for prompt in node.workload.asked(requested):
             self._request(node, indexes, prompt)
@@ -128,24 +163,32 @@ class Scene:
             self.wrong.append(f"a request got {got} blocks; the tiers held {cached}")
         for index, answer in zip(indexes, answers, strict=True):
             # Blocks above which another one is on a lower tier are not counted by these indexes.
-            if answer.device != wanted.device or (answer.host >= 0 and (answer != wanted or answer.total > cached)):
+            if answer.device != wanted.device or (
+                answer.host >= 0 and (answer != wanted or answer.total > cached)
+            ):
                 self.wrong.append(
-                    f"{index.name}: answered {tuple(answer)} about a prompt of which the request got {got} blocks"
+                    f"{index.name}: answered {tuple(answer)} about a prompt of which the request "
+                    f"got {got} blocks"
                 )
 
     def judge(self) -> None:
-        """The end of a case: the message types of the engines take every recorded message, and nothing was wrong."""
+        """The end of a case: the message types of the engines take every recorded message, and
+        nothing was wrong."""
         for node in self.nodes:
             node.recorder.take()
             payloads = [message.payload for message in node.recorder.messages]
             assert payloads, "no message was recorded"
-            for engine in ("vllm", "sglang") if node.dialect == "map" else ("vllm",) * node.for_engines:
+            for engine in (
+                ("vllm", "sglang") if node.dialect == "map" else ("vllm",) * node.for_engines
+            ):
                 found = check_types(self.environments, self.folder, engine, node.dialect, payloads)
                 self.counts[f"messages through {engine}'s types"] += found["messages"]
                 self.wrong += [f"{engine}'s types: {line}" for line in found["wrong"]]
                 unexpected = set(found["fields_passed_over"]) - PASSED_OVER[engine]
                 if unexpected:
-                    self.wrong.append(f"{engine}'s types do not have the fields {sorted(unexpected)}")
+                    self.wrong.append(
+                        f"{engine}'s types do not have the fields {sorted(unexpected)}"
+                    )
         print(dict(self.counts))
         assert not self.wrong, f"{len(self.wrong)} wrong:\n" + "\n".join(self.wrong[:20])
 

@@ -1,4 +1,5 @@
-"""Make the virtual environments of the consumers, from a package index alone: `python -m tests.interop.setup DIR [GROUP ..]`.
+"""Make the virtual environments of the consumers, from a package index alone: `python -m
+tests.interop.setup DIR [GROUP ..]`.
 
 An environment that is there and was made from the same pins is left as it is.
 """
@@ -48,24 +49,39 @@ def make(directory: Path, one: Pins, until: float) -> str:
 
 
 def run(one: Pins, command: Sequence[str], until: float) -> None:
-    """Run a command of an environment. InteropError with the end of its output if it fails or takes too long."""
+    """Run a command of an environment. InteropError with the end of its output if it fails or takes
+    too long."""
     shown = " ".join(command)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=max(1.0, until - time.monotonic()), check=False)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=max(1.0, until - time.monotonic()),
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         raise InteropError(f"{one.name}: not done in time: {shown}") from None
     except OSError as error:
         raise InteropError(f"{one.name}: {shown}: {error}") from None
     if done.returncode:
-        raise InteropError(f"{one.name}: exit status {done.returncode} of: {shown}\n{(done.stdout + done.stderr)[-3000:]}")
+        raise InteropError(
+            f"{one.name}: exit status {done.returncode} of: "
+            f"{shown}\n{(done.stdout + done.stderr)[-3000:]}"
+        )
 
 
-def setup(directory: Path, groups: Sequence[str], budget: float = BUDGET, path: Path = PINS) -> list[str]:
-    """Make every environment of some groups; returns a line for each. InteropError names those that could not be made."""
+def setup(
+    directory: Path, groups: Sequence[str], budget: float = BUDGET, path: Path = PINS
+) -> list[str]:
+    """Make every environment of some groups; returns a line for each. InteropError names those that
+    could not be made."""
     known = pins(path)
     unknown = set(groups) - known.keys()
     if unknown:
-        raise InteropError(f"there is no group {min(unknown)!r} of environments; there are: {', '.join(known)}")
+        raise InteropError(
+            f"there is no group {min(unknown)!r} of environments; there are: {', '.join(known)}"
+        )
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -88,9 +104,18 @@ def setup(directory: Path, groups: Sequence[str], budget: float = BUDGET, path: 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.interop.setup", description=__doc__)
-    parser.add_argument("directory", type=Path, help="folder of the environments; made if it is not there")
-    parser.add_argument("groups", nargs="*", metavar="GROUP", help="groups of environments (pins.toml); all if none is named")
-    parser.add_argument("--budget", type=float, default=BUDGET, help="seconds that all of them together may take")
+    parser.add_argument(
+        "directory", type=Path, help="folder of the environments; made if it is not there"
+    )
+    parser.add_argument(
+        "groups",
+        nargs="*",
+        metavar="GROUP",
+        help="groups of environments (pins.toml); all if none is named",
+    )
+    parser.add_argument(
+        "--budget", type=float, default=BUDGET, help="seconds that all of them together may take"
+    )
     given = parser.parse_args(arguments)
     try:
         for line in setup(given.directory.resolve(), given.groups or list(pins()), given.budget):

@@ -1,4 +1,5 @@
-"""Blocks of plain prompts, adapters, salts and media, on every tier: what Dynamo's indexes hold and answer."""
+"""Blocks of plain prompts, adapters, salts and media, on every tier: what Dynamo's indexes hold and
+answer."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ LORAS = (None, "adapter-a", "adapter-b")
 TWO_TIERS: dict[str, Any] = {"storage": {"backend": "none"}}
 
 
-def run(scene: Scene, workload: Workload, *, tables: dict[str, Any] | None = None, **sink: Any) -> None:
+def run(
+    scene: Scene, workload: Workload, *, tables: dict[str, Any] | None = None, **sink: Any
+) -> None:
     """Serve prompts in three parts, each followed by a comparison."""
     node = scene.node(workload, tables=tables, **sink)
     indexes = scene.dynamo(node.source)
@@ -65,7 +68,8 @@ def test_adapters_salts_and_media_at_once(scene: Scene) -> None:
 
 @pytest.mark.parametrize("arrays_for", ["vllm", "dynamo"])
 def test_media_in_arrays(scene: Scene, arrays_for: str) -> None:
-    """Dynamo reads salts and media in arrays in a form of its own; in vLLM's form vLLM's types must take them."""
+    """Dynamo reads salts and media in arrays in a form of its own; in vLLM's form vLLM's types must
+    take them."""
     workload = Workload(10, salts=SALTS, loras=LORAS[:2], images=2, prefixes=2)
     if arrays_for == "dynamo":
         run(scene, workload, dialect="array", arrays_for=arrays_for)

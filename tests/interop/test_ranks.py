@@ -1,4 +1,5 @@
-"""Several publishers for one index: ranks of one worker, and several workers with the same prompts."""
+"""Several publishers for one index: ranks of one worker, and several workers with the same
+prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A worker's process is killed and another one begins at the same endpoints: nothing of the one before may stay in an index."""
+"""A worker's process is killed and another one begins at the same endpoints: nothing of the one
+before may stay in an index."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ pytestmark = [pytest.mark.interop, pytest.mark.timeout(250)]
 
 @pytest.mark.parametrize("store", ["a new store", "the same store"])
 def test_killed_and_started_again(scene: Scene, store: str) -> None:
-    """numbers = "rising" (the default): the new process begins above the numbers of the one before it."""
+    """numbers = "rising" (the default): the new process begins above the numbers of the one before
+    it."""
     node = scene.node(Workload(21))
     indexes = scene.dynamo(node.source)
     for round_ in range(2):
@@ -30,7 +32,8 @@ def test_killed_and_started_again(scene: Scene, store: str) -> None:
 
 
 def test_killed_and_idle_after_the_start(scene: Scene) -> None:
-    """The first batch of the new process, which says that nothing is held, is enough, or the next heartbeat."""
+    """The first batch of the new process, which says that nothing is held, is enough, or the next
+    heartbeat."""
     node = scene.node(Workload(22), heartbeat=0.5)
     indexes = scene.dynamo(node.source)
     node.serve(80)

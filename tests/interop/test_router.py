@@ -19,15 +19,26 @@ ROUTED = 60
 
 
 def routed_right(scene: Scene, router: Router, nodes: Sequence[Node], count: int = ROUTED) -> None:
-    """Every plain prompt goes to a worker with most of its blocks, and the router counts as many of them as this worker has."""
+    """Every plain prompt goes to a worker with most of its blocks, and the router counts as many of
+    them as this worker has."""
     truths = [node.truth() for node in nodes]
     each = count // len(nodes)
-    prompts = [one for node in nodes for one in [prompt for prompt in node.workload.asked(20 * count) if prompt.plain][:each]]
+    prompts = [
+        one
+        for node in nodes
+        for one in [prompt for prompt in node.workload.asked(20 * count) if prompt.plain][:each]
+    ]
     for prompt, chain in zip(prompts, nodes[0].chains(prompts), strict=True):
         credited = [truth.credit(chain) for truth in truths]
-        best = [node.source.worker for node, credit in zip(nodes, credited, strict=True) if credit == max(credited)]
+        best = [
+            node.source.worker
+            for node, credit in zip(nodes, credited, strict=True)
+            if credit == max(credited)
+        ]
         until = time.monotonic() + (0 if scene.wrong else CATCH_UP)
-        while (got := router.route(prompt)).credited != BLOCK * max(credited) and time.monotonic() < until:
+        while (got := router.route(prompt)).credited != BLOCK * max(
+            credited
+        ) and time.monotonic() < until:
             time.sleep(0.1)
         scene.counts["prompts routed"] += 1
         scene.counts["prompts routed, present"] += max(credited) > 0
@@ -35,12 +46,15 @@ def routed_right(scene: Scene, router: Router, nodes: Sequence[Node], count: int
             max(truth.credit(chain) - truth.answer(chain).device for truth in truths) > 0
         )
         if got.worker not in best or got.credited != BLOCK * max(credited):
-            scene.wrong.append(f"{router.name}: {got} for a prompt of which the workers hold {credited} blocks")
+            scene.wrong.append(
+                f"{router.name}: {got} for a prompt of which the workers hold {credited} blocks"
+            )
 
 
 def two_nodes(scene: Scene, first: Workload, second: Workload, **sink: object) -> list[Node]:
-    """Two workers with prompts of their own, with the settings that the router needs: it takes the answer to a replay request only
-    if that begins with the number asked for, and drops a batch with a field that it does not know."""
+    """Two workers with prompts of their own, with the settings that the router needs: it takes the
+    answer to a replay request only if that begins with the number asked for, and drops a batch with
+    a field that it does not know."""
     settings = {"numbers": "from_zero", "maps_for": "vllm", "heartbeat": 0.5} | sink
     return [scene.node(first, worker=7, **settings), scene.node(second, worker=8, **settings)]
 
@@ -56,8 +70,13 @@ def test_prompts_go_where_their_blocks_are(scene: Scene) -> None:
 
 
 def test_blocks_of_adapters_are_not_counted_for_the_base_model(scene: Scene) -> None:
-    """The same tokens are there with an adapter. Salts and media are not tried: this router does not tell their blocks from plain ones."""
-    nodes = two_nodes(scene, Workload(43, loras=(None, "x"), prefixes=2), Workload(44, loras=(None, "x"), prefixes=2))
+    """The same tokens are there with an adapter. Salts and media are not tried: this router does
+    not tell their blocks from plain ones."""
+    nodes = two_nodes(
+        scene,
+        Workload(43, loras=(None, "x"), prefixes=2),
+        Workload(44, loras=(None, "x"), prefixes=2),
+    )
     router = scene.router(nodes)
     for node in nodes:
         node.serve(80)

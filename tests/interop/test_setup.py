@@ -1,4 +1,5 @@
-"""The environments of the consumers: what is pinned, what is refused, and what is left as it is. Without any network."""
+"""The environments of the consumers: what is pinned, what is refused, and what is left as it is.
+Without any network."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def test_an_environment_is_made_once_and_anew_when_its_pins_change(tmp_path: Pat
     assert "made in" in setup(tmp_path / "there", ["group"], path=path)[0]
     assert setup(tmp_path / "there", ["group"], path=path)[0].endswith("is there")
     python = Environments(tmp_path / "there", path).program("name")
-    assert subprocess.run([python, "-c", "print(1)"], capture_output=True, check=True).stdout == b"1\n"
+    assert (
+        subprocess.run([python, "-c", "print(1)"], capture_output=True, check=True).stdout == b"1\n"
+    )
     path.write_text(EMPTY.replace("import sys", "import os"))
     with pytest.raises(InteropError, match="was made from other pins"):
         Environments(tmp_path / "there", path).program("name")
@@ -60,7 +63,9 @@ def test_a_missing_environment_is_named(tmp_path: Path) -> None:
         Environments(tmp_path).program("dynamo")
 
 
-def test_the_command_names_a_group_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_names_a_group_that_is_not_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([str(tmp_path), "engine"]) == 1
     assert "no group 'engine'" in capsys.readouterr().err
 
@@ -86,7 +91,16 @@ def test_without_environments_an_interop_test_fails_and_is_not_skipped() -> None
 
 
 def test_interop_tests_are_left_out_unless_they_are_asked_for() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--collect-only", "tests/interop/test_router.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--collect-only",
+        "tests/interop/test_router.py",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert "deselected" in done.stdout
     assert "0 selected" in done.stdout or "no tests" in done.stdout

@@ -1,4 +1,5 @@
-"""The arithmetic of what an index must hold and answer, and the harness's own parts that need no consumer."""
+"""The arithmetic of what an index must hold and answer, and the harness's own parts that need no
+consumer."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ def chain(*names: int) -> list[str]:
 
 def truth(device: list[int], host: list[int], storage: list[int], *chains: list[str]) -> Truth:
     """What is true of some blocks."""
-    return Truth({"device": chain(*device), "host": chain(*host), "storage": chain(*storage)}, chains)
+    return Truth(
+        {"device": chain(*device), "host": chain(*host), "storage": chain(*storage)}, chains
+    )
 
 
 def test_answers_go_on_from_tier_to_tier() -> None:
@@ -38,7 +41,9 @@ def test_a_block_below_one_that_is_nowhere_is_not_announced() -> None:
     assert not found.unknown
 
 
-def test_a_device_block_below_one_that_is_not_on_the_device_counts_on_its_other_tiers_only() -> None:
+def test_a_device_block_below_one_that_is_not_on_the_device_counts_on_its_other_tiers_only() -> (
+    None
+):
     prompt = chain(1, 2)
     found = truth([2], [1, 2], [], prompt)
     assert found.announced == {"device": set(), "host": {1, 2}, "storage": set()}
@@ -59,7 +64,10 @@ def test_prompts_share_beginnings_and_never_end_with_a_full_block() -> None:
 
 def test_a_child_that_ends_or_answers_with_an_error_is_reported(tmp_path: Path) -> None:
     child = Child(
-        "child", ["sh", "-c", 'read x; echo \'{"error": "no"}\'; echo words >&2; exit 3'], tmp_path / "log", lines=True
+        "child",
+        ["sh", "-c", 'read x; echo \'{"error": "no"}\'; echo words >&2; exit 3'],
+        tmp_path / "log",
+        lines=True,
     )
     with pytest.raises(InteropError, match="no"):
         child.ask({})

@@ -12,8 +12,8 @@ Chain = Sequence[str]
 
 
 class Answer(NamedTuple):
-    """Blocks of a prompt that an index finds, as Dynamo counts them: on the device from block 0 on, on the host from there on, in storage
-    from there on."""
+    """Blocks of a prompt that an index finds, as Dynamo counts them: on the device from block 0 on,
+    on the host from there on, in storage from there on."""
 
     device: int
     host: int
@@ -31,10 +31,12 @@ def short(block_hash: str) -> int:
 
 
 class Truth:
-    """residency: block hashes by tier, from the tiers' owners. chains: of every prompt that was ever requested.
+    """residency: block hashes by tier, from the tiers' owners. chains: of every prompt that was
+    ever requested.
 
-    announced: 64-bit hashes by tier that an index must hold. Only a tree is announced: a block is not on any tier of the index while the block
-    above it is on none, and not on the device tier while that one is not on the device.
+    announced: 64-bit hashes by tier that an index must hold. Only a tree is announced: a block is
+    not on any tier of the index while the block above it is on none, and not on the device tier
+    while that one is not on the device.
     """
 
     def __init__(self, residency: dict[str, list[str]], chains: Iterable[Chain]) -> None:
@@ -49,7 +51,11 @@ class Truth:
         above: Iterable[str] = TIERS
         self.unknown.difference_update(chain)
         for block in chain:
-            tiers = [tier for tier in TIERS if block in self.resident[tier] and (tier != "device" or tier in above)]
+            tiers = [
+                tier
+                for tier in TIERS
+                if block in self.resident[tier] and (tier != "device" or tier in above)
+            ]
             if not tiers:
                 return
             for tier in tiers:
@@ -63,7 +69,8 @@ class Truth:
         return Answer(device, host, self._run(chain, device + host, "storage"))
 
     def credit(self, chain: Chain) -> int:
-        """Blocks of a prompt that vLLM's router counts as cached: on the device from block 0 on, and on the lower tier that has most from there."""
+        """Blocks of a prompt that vLLM's router counts as cached: on the device from block 0 on,
+        and on the lower tier that has most from there."""
         device = self._run(chain, 0, "device")
         return device + max(self._run(chain, device, tier) for tier in TIERS[1:])
 

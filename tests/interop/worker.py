@@ -1,6 +1,8 @@
-"""A worker of a case: a process with one kvactors cache that serves prompts as it is asked to, with lines of JSON.
+"""A worker of a case: a process with one kvactors cache that serves prompts as it is asked to, with
+lines of JSON.
 
-The first line has the settings; the answer says that the cache is open. Every further line is answered by one line, in order.
+The first line has the settings; the answer says that the cache is open. Every further line is
+answered by one line, in order.
 """
 
 from __future__ import annotations
@@ -30,8 +32,11 @@ class Worker:
         self.cache = cache
         self.served = 0
 
-    async def serve(self, prompts: list[dict[str, Any]], lanes: int, seed: int, clears: int = 0) -> dict[str, Any]:
-        """Serve prompts, `lanes` at a time. Some are preempted, abandoned or decoded further. clears: calls of `clear` in between, under load."""
+    async def serve(
+        self, prompts: list[dict[str, Any]], lanes: int, seed: int, clears: int = 0
+    ) -> dict[str, Any]:
+        """Serve prompts, `lanes` at a time. Some are preempted, abandoned or decoded further.
+        clears: calls of `clear` in between, under load."""
         queue, refused = prompts[::-1], 0
         clear_at = {len(prompts) * (i + 1) // (clears + 1) for i in range(clears)}
 
@@ -86,12 +91,16 @@ class Worker:
         return {"hits": hits, "cached_tokens": tokens}
 
     async def rest(self) -> dict[str, list[str]]:
-        """The block hashes that each tier's owner holds once the cache is idle and its sinks agree with it."""
+        """The block hashes that each tier's owner holds once the cache is idle and its sinks agree
+        with it."""
         await self.cache.flush_settled(LIMIT)
         violated = self.cache.check()
         if violated or self.cache.divergence():
             raise RuntimeError(f"at rest: {self.cache.divergence()} blocks diverge; {violated[:3]}")
-        return {str(tier.name).lower(): [key.hex() for key in keys] for tier, keys in residency(self.cache.system).items()}
+        return {
+            str(tier.name).lower(): [key.hex() for key in keys]
+            for tier, keys in residency(self.cache.system).items()
+        }
 
     async def chains(self, prompts: list[dict[str, Any]]) -> list[list[str]]:
         """The block hashes of prompts, computed as docs/keys.md says."""
@@ -99,7 +108,9 @@ class Worker:
 
     def _chain(self, prompt: dict[str, Any]) -> list[str]:
         size, roots = self.cache.block_size, self.cache.system.roots
-        above = CacheScope(roots.model, roots.namespace, prompt["lora"], prompt["salt"]).root(roots.fingerprint)
+        above = CacheScope(roots.model, roots.namespace, prompt["lora"], prompt["salt"]).root(
+            roots.fingerprint
+        )
         chain = []
         for first in range(0, len(prompt["tokens"]) - size + 1, size):
             extra = b"".join(
@@ -110,8 +121,12 @@ class Worker:
                 for offset, length, identifier in prompt["media"]
                 if offset < first + size and offset + length > first
             )
-            tokens = b"".join(token.to_bytes(4, "little") for token in prompt["tokens"][first : first + size])
-            above = hashlib.sha256(above + len(extra).to_bytes(4, "little") + extra + tokens).digest()
+            tokens = b"".join(
+                token.to_bytes(4, "little") for token in prompt["tokens"][first : first + size]
+            )
+            above = hashlib.sha256(
+                above + len(extra).to_bytes(4, "little") + extra + tokens
+            ).digest()
             chain.append(above.hex())
         return chain
 

@@ -10,7 +10,15 @@ from kvactors.config import Config, LayoutConfig
 from kvactors.device.arena import Arena
 from kvactors.device.host import HostDevice
 from kvactors.errors import LayoutError
-from kvactors.layout import DSALayout, GQALayout, Layout, MLALayout, Role, heads_on_rank, make_layout
+from kvactors.layout import (
+    DSALayout,
+    GQALayout,
+    Layout,
+    MLALayout,
+    Role,
+    heads_on_rank,
+    make_layout,
+)
 
 BLOCK = 64
 LAYOUTS = {
@@ -22,7 +30,12 @@ LAYOUTS = {
     "mtp": GQALayout(2, 4, 64, BLOCK, extra_layers=1, extra_block_ratio=1.5),
     "stage": MLALayout(2, BLOCK, layer_offset=30),
 }
-PER_TOKEN = {"gqa": 3 * 2 * 8 * 128 * 2, "fp8": 2 * 2 * (4 * 128 + 4 * 4), "mla": 3 * (512 + 64) * 2, "dsa": 3 * (656 + 132)}
+PER_TOKEN = {
+    "gqa": 3 * 2 * 8 * 128 * 2,
+    "fp8": 2 * 2 * (4 * 128 + 4 * 4),
+    "mla": 3 * (512 + 64) * 2,
+    "dsa": 3 * (656 + 132),
+}
 
 
 class Odd(Layout):
@@ -60,22 +73,41 @@ def test_bytes_a_token(name):
 )
 def test_regions_stand_where_kernels_look_for_them(name, order):
     layout = LAYOUTS[name]
-    assert [(p.layer, p.role) for p in layout.pieces] == [(i, role) for i in range(layout.num_layers) for role in order]
+    assert [(p.layer, p.role) for p in layout.pieces] == [
+        (i, role) for i in range(layout.num_layers) for role in order
+    ]
     for i, piece in enumerate(layout.pieces):
-        assert layout.position(piece.layer, piece.role) == i == len(order) * piece.layer + order.index(piece.role)
+        assert (
+            layout.position(piece.layer, piece.role)
+            == i
+            == len(order) * piece.layer + order.index(piece.role)
+        )
 
 
 def test_shapes_of_the_roles():
     assert [(r.shape, r.dtype) for r in LAYOUTS["fp8"].roles] == [
-        ((4, BLOCK, 128), "uint8"), ((4, BLOCK, 128), "uint8"), ((4, BLOCK), "float32"), ((4, BLOCK), "float32"),
-    ]  # fmt: skip
+        ((4, BLOCK, 128), "uint8"),
+        ((4, BLOCK, 128), "uint8"),
+        ((4, BLOCK), "float32"),
+        ((4, BLOCK), "float32"),
+    ]
     assert [(r.shape, r.dtype) for r in LAYOUTS["mla"].roles] == [((1, BLOCK, 576), "bfloat16")]
-    assert [(r.shape, r.dtype) for r in LAYOUTS["dsa"].roles] == [((1, BLOCK, 656), "uint8"), ((BLOCK, 132), "uint8")]
+    assert [(r.shape, r.dtype) for r in LAYOUTS["dsa"].roles] == [
+        ((1, BLOCK, 656), "uint8"),
+        ((BLOCK, 132), "uint8"),
+    ]
 
 
 def test_extra_layers_come_last_and_have_their_own_block_count():
     layout = LAYOUTS["mtp"]
-    assert [(p.layer, p.extra) for p in layout.pieces] == [(0, False), (0, False), (1, False), (1, False), (2, True), (2, True)]
+    assert [(p.layer, p.extra) for p in layout.pieces] == [
+        (0, False),
+        (0, False),
+        (1, False),
+        (1, False),
+        (2, True),
+        (2, True),
+    ]
     shapes = layout.allocate(lambda shape, dtype: shape, 10)
     assert [shape[0] for shape in shapes] == [10, 10, 10, 10, 15, 15]
 
@@ -89,13 +121,19 @@ def test_a_pipeline_stage_numbers_its_layers_from_its_first():
 
 
 def test_fingerprints_tell_layouts_apart():
-    more = [GQALayout(3, 8, 128, BLOCK, "float16"), GQALayout(3, 8, 128, 32, "bfloat16"), GQALayout(2, 4, 128, BLOCK, "uint8")]
+    more = [
+        GQALayout(3, 8, 128, BLOCK, "float16"),
+        GQALayout(3, 8, 128, 32, "bfloat16"),
+        GQALayout(2, 4, 128, BLOCK, "uint8"),
+    ]
     prints = [layout.fingerprint for layout in (*LAYOUTS.values(), *more, Odd(BLOCK))]
     assert len(set(prints)) == len(prints)
     assert GQALayout(3, 8, 128, BLOCK, "bfloat16").fingerprint == LAYOUTS["gqa"].fingerprint
 
 
-@pytest.mark.parametrize(("heads", "ranks", "each"), [(8, 1, 8), (8, 4, 2), (8, 8, 1), (2, 8, 1), (1, 4, 1)])
+@pytest.mark.parametrize(
+    ("heads", "ranks", "each"), [(8, 1, 8), (8, 4, 2), (8, 8, 1), (2, 8, 1), (1, 4, 1)]
+)
 def test_heads_are_split_or_repeated(heads, ranks, each):
     assert heads_on_rank(heads, ranks) == each
 
@@ -113,14 +151,26 @@ def test_heads_that_do_not_come_out_even(heads, ranks):
         (lambda: GQALayout(1, 1, 0, 1), "head_dim must be at least 1"),
         (lambda: GQALayout(1, 1, 1, 0), "block_size must be at least 1"),
         (lambda: GQALayout(1, 1, 1, 1, "float8"), "unknown dtype 'float8'"),
-        (lambda: GQALayout(1, 1, 1, 1, extra_layers=1, extra_block_ratio=0.5), "extra_block_ratio must be at least 1"),
+        (
+            lambda: GQALayout(1, 1, 1, 1, extra_layers=1, extra_block_ratio=0.5),
+            "extra_block_ratio must be at least 1",
+        ),
         (lambda: GQALayout(1, 1, 1, 1, extra_block_ratio=float("nan")), "extra_block_ratio"),
         (lambda: MLALayout(1, 1, kv_lora_rank=0), "kv_lora_rank must be at least 1"),
         (lambda: DSALayout(1, 1, kv_lora_rank=500), "multiple of 128"),
-        (lambda: make_layout(LayoutConfig(kind="mqa"), 4), "unknown layout 'mqa'; there are gqa, mla, dsa"),
+        (
+            lambda: make_layout(LayoutConfig(kind="mqa"), 4),
+            "unknown layout 'mqa'; there are gqa, mla, dsa",
+        ),
         (lambda: make_layout(LayoutConfig(kind="no.such:Layout"), 4), "cannot be imported"),
-        (lambda: make_layout(LayoutConfig(kind="kvactors.errors:LayoutError"), 4), "is not a Layout"),
-        (lambda: make_layout(LayoutConfig(num_kv_heads=3, tensor_parallel=2), 4), "cannot be shared"),
+        (
+            lambda: make_layout(LayoutConfig(kind="kvactors.errors:LayoutError"), 4),
+            "is not a Layout",
+        ),
+        (
+            lambda: make_layout(LayoutConfig(num_kv_heads=3, tensor_parallel=2), 4),
+            "cannot be shared",
+        ),
         (lambda: LAYOUTS["gqa"].allocate(lambda *_: None, 0), "at least 1 block"),
     ],
 )
@@ -147,7 +197,13 @@ def test_settings_describe_every_kind():
 
     assert of(kind="mla", num_layers=3, dtype="bfloat16").fingerprint == LAYOUTS["mla"].fingerprint
     assert of(kind="dsa", num_layers=3).fingerprint == LAYOUTS["dsa"].fingerprint
-    eight = of(num_layers=2, num_kv_heads=16, head_dim=128, quantization="block_wise_fp8", tensor_parallel=4)
+    eight = of(
+        num_layers=2,
+        num_kv_heads=16,
+        head_dim=128,
+        quantization="block_wise_fp8",
+        tensor_parallel=4,
+    )
     assert eight.fingerprint == LAYOUTS["fp8"].fingerprint
     mtp = of(num_layers=2, num_kv_heads=4, head_dim=64, extra_layers=1, extra_block_ratio=1.5)
     assert mtp.fingerprint == LAYOUTS["mtp"].fingerprint
@@ -168,9 +224,9 @@ def test_bytes_go_to_host_slots_and_back(name, shuffled):
     slots = rng.permutation(blocks) if shuffled else np.arange(blocks)
     device.copy_to_host(ids.tolist(), arena, slots.tolist())
     for block, slot in zip(ids, slots, strict=True):
-        assert bytes(arena.view(int(slot))) == b"".join(region[block].tobytes() for region in data), (
-            "all layers and roles in order"
-        )
+        assert bytes(arena.view(int(slot))) == b"".join(
+            region[block].tobytes() for region in data
+        ), "all layers and roles in order"
     for piece in layout.pieces:
         device.region(piece.layer, piece.role)[:] = 0
     device.copy_to_device(ids.tolist(), arena, slots.tolist())
@@ -184,7 +240,12 @@ HEADS = {"num_kv_heads": 1, "head_dim": 5}
 
 @pytest.mark.parametrize(
     "table",
-    [{"kind": "mla"}, {"kind": "dsa"}, {**HEADS, "quantization": "block_wise_fp8"}, {**HEADS, "extra_layers": 1}],
+    [
+        {"kind": "mla"},
+        {"kind": "dsa"},
+        {**HEADS, "quantization": "block_wise_fp8"},
+        {**HEADS, "extra_layers": 1},
+    ],
 )
 async def test_a_cache_of_every_layout_brings_the_right_bytes_back(table):
     config = Config.from_mapping(

@@ -32,7 +32,9 @@ class Memory:
     arena: NDArray[np.uint8]
 
     @classmethod
-    def make(cls, pieces: list[int], blocks: int, slots: int, gap: int = 0, seed: int = 0) -> Memory:
+    def make(
+        cls, pieces: list[int], blocks: int, slots: int, gap: int = 0, seed: int = 0
+    ) -> Memory:
         rng = np.random.default_rng(seed)
         device = [rng.integers(0, 256, (blocks, piece), np.uint8) for piece in pieces]
         return cls(device, np.full((slots, sum(pieces) + gap), UNTOUCHED, np.uint8))
@@ -57,7 +59,9 @@ class Memory:
 def moves(draw: st.DrawFn) -> tuple[Memory, Ids, Ids]:
     pieces = draw(st.lists(st.integers(0, 70), min_size=1, max_size=5).filter(any))
     blocks, slots = draw(st.integers(1, 6)), draw(st.integers(1, 6))
-    memory = Memory.make(pieces, blocks, slots, gap=draw(st.integers(0, 9)), seed=draw(st.integers(0, 99)))
+    memory = Memory.make(
+        pieces, blocks, slots, gap=draw(st.integers(0, 9)), seed=draw(st.integers(0, 99))
+    )
     pairs = draw(st.integers(0, min(blocks, slots)))
     one, other = draw(st.permutations(range(blocks))), draw(st.permutations(range(slots)))
     return memory, ids(*one[:pairs]), ids(*other[:pairs])
@@ -72,7 +76,9 @@ def test_gather_fills_the_named_slots_and_nothing_else(case: tuple[Memory, Ids, 
         expected[slot, : data.size] = data
     memory.move(gather, blocks, slots)
     assert np.array_equal(memory.arena, expected)
-    assert all(np.array_equal(now, before) for now, before in zip(memory.device, device, strict=True))
+    assert all(
+        np.array_equal(now, before) for now, before in zip(memory.device, device, strict=True)
+    )
 
 
 @given(moves())
@@ -112,7 +118,14 @@ def bad_moves() -> dict[str, Callable[[Memory], tuple[Any, ...]]]:
         "slot id out of range": lambda m: (*m.regions, ids(0), *m.slots, ids(3)),
         "slot id out of": lambda m: (*m.regions, ids(0), *m.slots, ids(-1)),
         "blocks and slots differ": lambda m: (*m.regions, ids(0, 1), *m.slots, ids(0)),
-        "regions and piece_bytes differ": lambda m: (m.regions[0], ids(8), 4, ids(0), *m.slots, ids(0)),
+        "regions and piece_bytes differ": lambda m: (
+            m.regions[0],
+            ids(8),
+            4,
+            ids(0),
+            *m.slots,
+            ids(0),
+        ),
         "must not be negative": lambda m: (m.regions[0], ids(8, -1), 4, ids(0), *m.slots, ids(0)),
         "larger than a slot": lambda m: (*m.regions, ids(0), m.slots[0], 15, 3, ids(0)),
     }
@@ -120,20 +133,29 @@ def bad_moves() -> dict[str, Callable[[Memory], tuple[Any, ...]]]:
 
 @pytest.mark.parametrize("how", [gather, scatter])
 @pytest.mark.parametrize("message", bad_moves())
-def test_bad_moves_are_refused_and_nothing_is_copied(how: Callable[..., None], message: str) -> None:
+def test_bad_moves_are_refused_and_nothing_is_copied(
+    how: Callable[..., None], message: str
+) -> None:
     memory = Memory.make([8, 8], blocks=4, slots=3)
     device = [region.copy() for region in memory.device]
     with pytest.raises(ValueError, match=message):
         how(*bad_moves()[message](memory))
     assert (memory.arena == UNTOUCHED).all()
-    assert all(np.array_equal(now, before) for now, before in zip(memory.device, device, strict=True))
+    assert all(
+        np.array_equal(now, before) for now, before in zip(memory.device, device, strict=True)
+    )
 
 
 def keys(*names: int) -> bytes:
     return b"".join(name.to_bytes(32, "big") for name in names)
 
 
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=4), st.permutations(range(5)), st.integers(1, 5), st.data())
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    st.permutations(range(5)),
+    st.integers(1, 5),
+    st.data(),
+)
 def test_a_pattern_is_told_from_every_other_and_from_damage(
     pieces: list[int], order: list[int], count: int, data: st.DataObject
 ) -> None:
@@ -202,5 +224,9 @@ def test_copies_let_other_threads_run() -> None:
         turns.append(time.perf_counter())
     thread.join()
     assert target[-1] == 1
-    inside = sum(began + (ended - began) / 4 < at < ended - (ended - began) / 4 for began, ended in spans for at in turns[::50])
+    inside = sum(
+        began + (ended - began) / 4 < at < ended - (ended - began) / 4
+        for began, ended in spans
+        for at in turns[::50]
+    )
     assert inside > 0, "the copies kept the interpreter to themselves"

@@ -1,4 +1,5 @@
-"""Which token sequences are read, which are refused, and that a refusal changes nothing; names against hashlib."""
+"""Which token sequences are read, which are refused, and that a refusal changes nothing; names
+against hashlib."""
 
 from __future__ import annotations
 
@@ -14,7 +15,18 @@ from kvactors.native import KEY_BYTES, BlockTree, Path, chain_keys
 
 ROOT = bytes(range(32))
 LARGEST = 2**32 - 1
-TYPES = [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64, np.intp, np.uintp]
+TYPES = [
+    np.int8,
+    np.uint8,
+    np.int16,
+    np.uint16,
+    np.int32,
+    np.uint32,
+    np.int64,
+    np.uint64,
+    np.intp,
+    np.uintp,
+]
 
 
 def read(tokens, block_size=1):
@@ -47,7 +59,10 @@ def test_arrays_of_every_code(code):
     assert read(memoryview(array.array(code, [0, 1, 100]))) == [0, 1, 100]
 
 
-@pytest.mark.parametrize("values", [[3, 1, LARGEST], (3, 1, LARGEST), [np.int64(3), np.uint8(1), LARGEST], range(5), [], ()])
+@pytest.mark.parametrize(
+    "values",
+    [[3, 1, LARGEST], (3, 1, LARGEST), [np.int64(3), np.uint8(1), LARGEST], range(5), [], ()],
+)
 def test_sequences(values):
     assert read(values) == [int(value) for value in values]
 
@@ -89,19 +104,49 @@ def test_a_prompt_large_enough_to_be_read_without_the_interpreter():
 
 
 OUT_OF_RANGE = [
-    [1, -1], [1, LARGEST + 1], [1, 2**80], [1, -(2**80)], (1, -1),
-    np.array([1, -1], np.int8), np.array([1, -1], np.int16), np.array([1, -1], np.int32), np.array([1, -1]),
-    np.array([1, LARGEST + 1]), np.array([1, LARGEST + 1], np.uint64), np.array([1, 2**63], np.uint64),
-    np.array([1, -(2**63)]), np.array([1, 7, -1, 7])[::2], array.array("q", [1, -1]),
-]  # fmt: skip
+    [1, -1],
+    [1, LARGEST + 1],
+    [1, 2**80],
+    [1, -(2**80)],
+    (1, -1),
+    np.array([1, -1], np.int8),
+    np.array([1, -1], np.int16),
+    np.array([1, -1], np.int32),
+    np.array([1, -1]),
+    np.array([1, LARGEST + 1]),
+    np.array([1, LARGEST + 1], np.uint64),
+    np.array([1, 2**63], np.uint64),
+    np.array([1, -(2**63)]),
+    np.array([1, 7, -1, 7])[::2],
+    array.array("q", [1, -1]),
+]
 NOT_INTEGERS = [
-    [1, 2.0], [1, "2"], [1, None], (1, 2.5), "12", 7, None, {1: 2}, object(),
-    np.array([1.0]), np.array([1.0], np.float16), np.array([True]), np.array([1j]), np.array(["a"]),
-    np.array([(1, 2)], "i4,i4"), np.zeros((2, 2), np.int64), np.int64(7).reshape(()), array.array("d", [1.0]), [[1], [2]],
-]  # fmt: skip
+    [1, 2.0],
+    [1, "2"],
+    [1, None],
+    (1, 2.5),
+    "12",
+    7,
+    None,
+    {1: 2},
+    object(),
+    np.array([1.0]),
+    np.array([1.0], np.float16),
+    np.array([True]),
+    np.array([1j]),
+    np.array(["a"]),
+    np.array([(1, 2)], "i4,i4"),
+    np.zeros((2, 2), np.int64),
+    np.int64(7).reshape(()),
+    array.array("d", [1.0]),
+    [[1], [2]],
+]
 
 
-@pytest.mark.parametrize(("tokens", "error"), [(t, ValueError) for t in OUT_OF_RANGE] + [(t, TypeError) for t in NOT_INTEGERS])
+@pytest.mark.parametrize(
+    ("tokens", "error"),
+    [(t, ValueError) for t in OUT_OF_RANGE] + [(t, TypeError) for t in NOT_INTEGERS],
+)
 def test_a_refusal_appends_nothing(tokens, error):
     path = Path(2, ROOT)
     path.extend([1, 2, 3])
@@ -128,7 +173,12 @@ class Meddler:
 def test_a_path_is_not_entered_while_it_reads_tokens():
     path = Path(1, ROOT)
     tree = BlockTree(1)
-    for meddle in (lambda: path.extend([9]), lambda: path.set_extra(0, b"x"), lambda: tree.pin(path), lambda: tree.peek(path)):
+    for meddle in (
+        lambda: path.extend([9]),
+        lambda: path.set_extra(0, b"x"),
+        lambda: tree.pin(path),
+        lambda: tree.peek(path),
+    ):
         with pytest.raises(RuntimeError, match="in use"):
             path.extend([1, Meddler(meddle)])
         assert path.num_tokens == 0
@@ -168,13 +218,24 @@ def test_names_for_every_padding(block_size):
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: Path(0, ROOT), lambda: Path(-1, ROOT), lambda: Path(16, b"short"), lambda: BlockTree(0), lambda: BlockTree(16, -1),
-        lambda: chain_keys(b"short", [1], 1), lambda: chain_keys(ROOT, [1], 0), lambda: Path(1, ROOT).tokens(0, 1),
-        lambda: Path(1, ROOT).keys(-1, 0), lambda: Path(1, ROOT).keys(1, 0), lambda: Path(1, ROOT).blocks(0, 1),
-        lambda: Path(1, ROOT).is_shared(0), lambda: Path(1, ROOT).assign(1, [3]), lambda: Path(1, ROOT).assign(0, [-1]),
-        lambda: BlockTree(2).pin(Path(1, ROOT)), lambda: BlockTree(2).host_gained(b"short"),
+        lambda: Path(0, ROOT),
+        lambda: Path(-1, ROOT),
+        lambda: Path(16, b"short"),
+        lambda: BlockTree(0),
+        lambda: BlockTree(16, -1),
+        lambda: chain_keys(b"short", [1], 1),
+        lambda: chain_keys(ROOT, [1], 0),
+        lambda: Path(1, ROOT).tokens(0, 1),
+        lambda: Path(1, ROOT).keys(-1, 0),
+        lambda: Path(1, ROOT).keys(1, 0),
+        lambda: Path(1, ROOT).blocks(0, 1),
+        lambda: Path(1, ROOT).is_shared(0),
+        lambda: Path(1, ROOT).assign(1, [3]),
+        lambda: Path(1, ROOT).assign(0, [-1]),
+        lambda: BlockTree(2).pin(Path(1, ROOT)),
+        lambda: BlockTree(2).host_gained(b"short"),
     ],
-)  # fmt: skip
+)
 def test_bad_sizes_are_refused(call):
     with pytest.raises(ValueError, match=r".+"):
         call()

@@ -13,7 +13,9 @@ from kvactors.units import split_keys
 SIZE = 2
 
 
-def entered(tree: BlockTree, root: bytes, tokens: list[int], blocks: list[int], extra: bytes = b"") -> Path:
+def entered(
+    tree: BlockTree, root: bytes, tokens: list[int], blocks: list[int], extra: bytes = b""
+) -> Path:
     path = Path(SIZE, root)
     path.extend(np.array(tokens, np.uint32))
     if extra:
@@ -39,7 +41,9 @@ def test_contents_give_the_keys_of_evicted_nodes():
     for i, (key, parent) in enumerate(zip(split_keys(keys), split_keys(parents), strict=True)):
         extra = extra_keys.get(i, b"")
         own = tokens[i * size : (i + 1) * size]
-        assert key == hashlib.sha256(parent + len(extra).to_bytes(4, "little") + extra + own).digest()
+        assert (
+            key == hashlib.sha256(parent + len(extra).to_bytes(4, "little") + extra + own).digest()
+        )
         assert root_of[key] == (parent if parent in roots else root_of[parent])
 
 

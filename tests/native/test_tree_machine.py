@@ -1,4 +1,5 @@
-"""The native tree against its twin: every operation on both, every result compared, no device block lost or freed twice."""
+"""The native tree against its twin: every operation on both, every result compared, no device block
+lost or freed twice."""
 
 from __future__ import annotations
 
@@ -10,24 +11,70 @@ from tree_kit import EXTRAS, MAX_BLOCKS, MAX_PATHS, REACHED, ROOTS
 from tree_machine_kit import TreeMachine
 
 WANTED = [
-    "match again what is being evicted", "meet an eviction below a hole", "join a load", "hit on the host", "hit with an extra key",
-    "trim", "release while loading", "release the last use of a retired block", "some announced, some not",
-    "worth saving after more hits", "adopt a block the host holds", "commit what another has", "commit a new block",
-    "commit what is being evicted", "commit stops at a load", "commit into a retired tree", "load what the host holds",
-    "load what nobody knew", "load known nodes not held", "load ends with nobody waiting", "load ends after retirement",
-    "part of a load", "load lost with its parent", "a joined load fails", "settle a block that arrived",
-    "settle a block that did not", "evict a second time during the first", "evict some of several uses", "evicted",
-    "eviction overtaken by a match", "one of two copies of a block ends", "eviction ends after retirement", "hint of gain",
-    "hint of loss", "retire what is referenced", "retire what is in flight", "retire what is evictable",
-    "retire what is evictable and read", "sweep a part", "sweep while something is in use", "dismantle",
-    "replace a block being loaded", "pin refused", "trim refused", "commit refused", "begin_load refused", "assign refused",
-    "set_extra refused", "replace refused", "mark_announced refused", "worth_saving refused", "release refused",
-    "retreat refused", "retreat from committed blocks", "retreat of a retired tree's last use", "release in parts", "pin in parts",
-]  # fmt: skip
+    "match again what is being evicted",
+    "meet an eviction below a hole",
+    "join a load",
+    "hit on the host",
+    "hit with an extra key",
+    "trim",
+    "release while loading",
+    "release the last use of a retired block",
+    "some announced, some not",
+    "worth saving after more hits",
+    "adopt a block the host holds",
+    "commit what another has",
+    "commit a new block",
+    "commit what is being evicted",
+    "commit stops at a load",
+    "commit into a retired tree",
+    "load what the host holds",
+    "load what nobody knew",
+    "load known nodes not held",
+    "load ends with nobody waiting",
+    "load ends after retirement",
+    "part of a load",
+    "load lost with its parent",
+    "a joined load fails",
+    "settle a block that arrived",
+    "settle a block that did not",
+    "evict a second time during the first",
+    "evict some of several uses",
+    "evicted",
+    "eviction overtaken by a match",
+    "one of two copies of a block ends",
+    "eviction ends after retirement",
+    "hint of gain",
+    "hint of loss",
+    "retire what is referenced",
+    "retire what is in flight",
+    "retire what is evictable",
+    "retire what is evictable and read",
+    "sweep a part",
+    "sweep while something is in use",
+    "dismantle",
+    "replace a block being loaded",
+    "pin refused",
+    "trim refused",
+    "commit refused",
+    "begin_load refused",
+    "assign refused",
+    "set_extra refused",
+    "replace refused",
+    "mark_announced refused",
+    "worth_saving refused",
+    "release refused",
+    "retreat refused",
+    "retreat from committed blocks",
+    "retreat of a retired tree's last use",
+    "release in parts",
+    "pin in parts",
+]
 
 
 def test_the_native_tree_does_what_its_twin_does() -> None:
-    machine_settings = settings(max_examples=80, stateful_step_count=40, deadline=None, derandomize=True)
+    machine_settings = settings(
+        max_examples=80, stateful_step_count=40, deadline=None, derandomize=True
+    )
     run_state_machine_as_test(TreeMachine, settings=machine_settings)
 
 
@@ -59,7 +106,11 @@ class Walk:
             machine.new_path(root, self.kinds(), number(3) > 0, number(3), self.image())
 
     def use_path(self) -> None:
-        number, machine, index = self.random.randrange, self.machine, self.random.randrange(MAX_PATHS)
+        number, machine, index = (
+            self.random.randrange,
+            self.machine,
+            self.random.randrange(MAX_PATHS),
+        )
         if not machine.leases:
             return
         moves = [
@@ -76,7 +127,10 @@ class Walk:
             lambda: machine.worth_saving(index, number(MAX_BLOCKS), self.less(), number(4)),
             lambda: machine.commit(index, self.less(), number(4) > 0),
             lambda: machine.begin_load(
-                index, number(MAX_BLOCKS), number(MAX_BLOCKS) + 1, self.random.choice(["held", "held", "committed", "any"])
+                index,
+                number(MAX_BLOCKS),
+                number(MAX_BLOCKS) + 1,
+                self.random.choice(["held", "held", "committed", "any"]),
             ),
             lambda: machine.hint(index, number(MAX_BLOCKS), number(2) > 0, number(4)),
             lambda: machine.use_of_another_tree(index),

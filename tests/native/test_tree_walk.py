@@ -1,4 +1,5 @@
-"""A walk over all blocks of a tree, in steps between which the tree may change; and a clear of host hints, whose bits go in steps."""
+"""A walk over all blocks of a tree, in steps between which the tree may change; and a clear of host
+hints, whose bits go in steps."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ class Grown:
         branch = [self.random.randrange(2) for _ in range(self.random.randrange(1, 12))]
         path.extend([token for step in branch for token in (step, step)])
         if self.random.randrange(2):
-            path.set_extra(self.random.randrange(len(branch)), b"image" * self.random.randrange(1, 3))
+            path.set_extra(
+                self.random.randrange(len(branch)), b"image" * self.random.randrange(1, 3)
+            )
         self.tree.pin(path)
         need = path.num_full_blocks - path.num_committed
         path.assign(path.num_committed, range(self.blocks, self.blocks + need))
@@ -49,7 +52,8 @@ class Grown:
 
 
 class Seen:
-    """What a walk has met, checked as it comes: parents first, hashes and positions those of the path."""
+    """What a walk has met, checked as it comes: parents first, hashes and positions those of the
+    path."""
 
     def __init__(self, *, changing: bool = False) -> None:
         self.position: dict[bytes, int] = {}
@@ -61,13 +65,20 @@ class Seen:
         for root, parent, start, tokens, keys, states, extra_keys in stretches:
             assert root in ROOTS
             assert len(tokens) == 8 * len(states)
-            assert self.position.get(parent, -1) == start - 1 or (self.changing and parent not in self.position)
+            assert self.position.get(parent, -1) == start - 1 or (
+                self.changing and parent not in self.position
+            )
             assert start or parent == root
             extras, above = dict(extra_keys), parent
             assert list(extras) == sorted(extras)
             for offset, key in enumerate(split_keys(keys)):
                 extra = extras.pop(start + offset, b"")
-                named = above + len(extra).to_bytes(4, "little") + extra + tokens[8 * offset : 8 * offset + 8]
+                named = (
+                    above
+                    + len(extra).to_bytes(4, "little")
+                    + extra
+                    + tokens[8 * offset : 8 * offset + 8]
+                )
                 assert hashlib.sha256(named).digest() == key
                 above = key
                 assert self.changing or key not in self.position, "a block is met twice"
@@ -124,7 +135,9 @@ def test_hints_of_before_a_clear_count_no_more_and_go_in_steps_beside_other_chan
             grown.tree.check()
         left = grown.all()
         assert {key for key, state in left.items() if state & HOST} == again & set(left)
-        assert all(state for key, state in left.items() if not below(grown, key)), "a block is kept that nothing holds"
+        assert all(state for key, state in left.items() if not below(grown, key)), (
+            "a block is kept that nothing holds"
+        )
 
 
 def below(grown: Grown, key: bytes) -> bool:

@@ -1,4 +1,5 @@
-"""Paths and matching on the native tree and on its twin, every result compared, every device block followed.
+"""Paths and matching on the native tree and on its twin, every result compared, every device block
+followed.
 
 `REACHED` counts the situations met, so that a test can tell that they were.
 """
@@ -153,7 +154,13 @@ class PathRules(RuleBasedStateMachine):
     @rule(index=which, block=st.integers(0, 2), extra=st.sampled_from(EXTRAS))
     def set_extra(self, index: int, block: int, extra: bytes) -> None:
         lease = self.lease(index)
-        if both(lambda: lease.native.set_extra(block, extra), lambda: lease.model.set_extra(block, extra)) is None:
+        if (
+            both(
+                lambda: lease.native.set_extra(block, extra),
+                lambda: lease.model.set_extra(block, extra),
+            )
+            is None
+        ):
             REACHED["set_extra refused"] += 1
 
     @precondition(lambda self: self.leases)
@@ -170,7 +177,9 @@ class PathRules(RuleBasedStateMachine):
         lease = self.lease(index)
         table = lease.native.blocks()
         for position in range(upto):
-            if position >= len(table) or (table[position] == NONE and not lease.native.is_shared(position)):
+            if position >= len(table) or (
+                table[position] == NONE and not lease.native.is_shared(position)
+            ):
                 fresh = self.take(1)
                 lease.native.assign(position, fresh)
                 lease.model.assign(position, fresh)
@@ -178,10 +187,16 @@ class PathRules(RuleBasedStateMachine):
     @precondition(lambda self: self.leases)
     @rule(index=which, start=st.integers(0, MAX_BLOCKS + 2))
     def assign_again(self, index: int, start: int) -> None:
-        """Overwriting a private block hands the old one back; a gap or the tree's block is refused."""
+        """Overwriting a private block hands the old one back; a gap or the tree's block is
+        refused."""
         lease = self.lease(index)
         before, fresh = lease.native.blocks()[start : start + 2], self.take(2)
-        if both(lambda: lease.native.assign(start, fresh), lambda: lease.model.assign(start, fresh)) is None:
+        if (
+            both(
+                lambda: lease.native.assign(start, fresh), lambda: lease.model.assign(start, fresh)
+            )
+            is None
+        ):
             REACHED["assign refused"] += 1
             self.give(fresh)
         else:
@@ -192,7 +207,9 @@ class PathRules(RuleBasedStateMachine):
     def replace(self, index: int, position: int) -> None:
         lease = self.lease(index)
         stood = lease.native.blocks()[position : position + 1]
-        was_private = [block for block in stood if block != NONE and not lease.native.is_shared(position)]
+        was_private = [
+            block for block in stood if block != NONE and not lease.native.is_shared(position)
+        ]
         fresh = self.take(1)
         try:
             lease.model.tree, kept = lease.model.tree, lease.model.num_committed
@@ -202,7 +219,9 @@ class PathRules(RuleBasedStateMachine):
             self.give(fresh)
             return
         assert kept <= position
-        REACHED["replace a block being loaded"] += bool(stood) and not was_private and stood[0] != NONE
+        REACHED["replace a block being loaded"] += (
+            bool(stood) and not was_private and stood[0] != NONE
+        )
         lease.trees.native.replace(lease.native, position, fresh[0])
         self.give(was_private)
 
@@ -256,7 +275,8 @@ class PathRules(RuleBasedStateMachine):
     @precondition(lambda self: self.leases)
     @rule(index=which, less=short_of)
     def retreat(self, index: int, less: int) -> None:
-        """Blocks of a media item that is cached in part: they are no longer shared, and the path gets others to compute into."""
+        """Blocks of a media item that is cached in part: they are no longer shared, and the path
+        gets others to compute into."""
         lease = self.lease(index)
         before, committed = lease.native.num_held, lease.native.num_committed
         blocks = max(min(before, committed) - less, 0)
@@ -269,8 +289,14 @@ class PathRules(RuleBasedStateMachine):
     @rule(index=which, forget=st.booleans(), step=st.sampled_from([1, 2, MAX_BLOCKS]))
     def release(self, index: int, forget: bool, step: int = MAX_BLOCKS) -> None:
         lease = self.lease(index)
-        retired, loading = lease.trees.native.retired, any(node.bits & LOADING for node in lease.model.nodes)
-        private = sum(not shared and block != NONE for block, shared in zip(lease.model.table, lease.model.shared, strict=True))
+        retired, loading = (
+            lease.trees.native.retired,
+            any(node.bits & LOADING for node in lease.model.nodes),
+        )
+        private = sum(
+            not shared and block != NONE
+            for block, shared in zip(lease.model.table, lease.model.shared, strict=True)
+        )
         freed: list[int] = []
         size = max(lease.native.num_held, lease.native.num_blocks)
         for keep in range(max(size - step, 0), -step, -step):
@@ -289,7 +315,9 @@ class PathRules(RuleBasedStateMachine):
         upto = max(lease.native.num_held - less, 0)
         start = min(start, upto)
         held = lease.model.nodes[start:upto]
-        again = any(not node.announced and node.hits > 1 for node in held) and any(node.announced for node in held)
+        again = any(not node.announced and node.hits > 1 for node in held) and any(
+            node.announced for node in held
+        )
         REACHED["some announced, some not"] += again
         self.same("mark_announced", lease.trees, start, upto, lease=lease)
 
@@ -298,5 +326,7 @@ class PathRules(RuleBasedStateMachine):
     def worth_saving(self, index: int, start: int, less: int, min_hits: int) -> None:
         lease = self.lease(index)
         upto = max(lease.native.num_held - less, 0)
-        positions = self.same("worth_saving", lease.trees, min(start, upto), upto, min_hits, lease=lease)
+        positions = self.same(
+            "worth_saving", lease.trees, min(start, upto), upto, min_hits, lease=lease
+        )
         REACHED["worth saving after more hits"] += min_hits > 1 and bool(positions)

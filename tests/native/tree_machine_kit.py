@@ -1,4 +1,5 @@
-"""The other half of the machine: computing, loading, evicting and retiring on the native tree and on its twin."""
+"""The other half of the machine: computing, loading, evicting and retiring on the native tree and
+on its twin."""
 
 from __future__ import annotations
 
@@ -60,16 +61,27 @@ class TreeMachine(PathRules):
         REACHED["commit what another has"] += any(not path.shared[i] for i in range(start, stop))
         REACHED["commit a new block"] += any(path.shared[i] for i in range(start, stop))
         REACHED["commit what is being evicted"] += any(leaving[start:stop])
-        REACHED["commit stops at a load"] += stop < len(known) and bool(known[stop].bits & LOADING) and stop < upto
+        REACHED["commit stops at a load"] += (
+            stop < len(known) and bool(known[stop].bits & LOADING) and stop < upto
+        )
         REACHED["commit into a retired tree"] += tree.retired and start == stop < upto
 
     @precondition(lambda self: self.leases)
-    @rule(index=which, start=small, count=st.integers(1, MAX_BLOCKS), where=st.sampled_from(["held", "committed", "any"]))
+    @rule(
+        index=which,
+        start=small,
+        count=st.integers(1, MAX_BLOCKS),
+        where=st.sampled_from(["held", "committed", "any"]),
+    )
     def begin_load(self, index: int, start: int, count: int, where: str) -> None:
         lease = self.lease(index)
         if not lease.native.num_held and not lease.native.num_blocks:
             lease.trees = self.trees
-        start = {"held": lease.native.num_held, "committed": lease.native.num_committed, "any": start}[where]
+        start = {
+            "held": lease.native.num_held,
+            "committed": lease.native.num_committed,
+            "any": start,
+        }[where]
         stop = min(start + count, lease.native.num_full_blocks)
         self.provide(index, stop)
         held, known = lease.native.num_held, lease.trees.model._walk(lease.model, stop)
@@ -91,14 +103,18 @@ class TreeMachine(PathRules):
     @precondition(lambda self: self.loads)
     @rule(number=st.integers(0, 20), good=st.integers(0, MAX_BLOCKS), full=st.booleans())
     def finish_load(self, number: int, good: int, full: bool) -> None:
-        """A lost block stays with the first lease that has it; the others get one of their own in its place."""
+        """A lost block stays with the first lease that has it; the others get one of their own in
+        its place."""
         load = self.loads.pop(number % len(self.loads))
         good = len(load.native) if full else min(good, len(load.native))
         nodes = load.nodes()
         targets = [node.block for node in nodes]
         REACHED["load ends with nobody waiting"] += any(not node.refs for node in nodes)
         REACHED["load ends after retirement"] += load.trees.native.retired
-        lost, expected = load.trees.native.finish_load(load.native, good), load.trees.model.finish_load(load.model, good)
+        lost, expected = (
+            load.trees.native.finish_load(load.native, good),
+            load.trees.model.finish_load(load.model, good),
+        )
         assert lost == expected
         REACHED["part of a load"] += 0 < len(lost) < len(nodes)
         REACHED["load lost with its parent"] += any(block in lost for block in targets[:good])
@@ -143,8 +159,12 @@ class TreeMachine(PathRules):
         native, model = trees.native.evict(count), trees.model.evict(count)
         assert native[1:] == model[1:]
         assert len(native[0]) == len(model[0]) == len(native[3]) <= count
-        REACHED["evict a second time during the first"] += any(trees.model.nodes[int(i)].readers > 1 for i in model[0])
-        REACHED["evict some of several uses"] += len(set(waits)) > 1 and 0 < len(native[0]) < len(waits)
+        REACHED["evict a second time during the first"] += any(
+            trees.model.nodes[int(i)].readers > 1 for i in model[0]
+        )
+        REACHED["evict some of several uses"] += len(set(waits)) > 1 and 0 < len(native[0]) < len(
+            waits
+        )
         if len(native[0]):
             self.offloads.append(Flight(trees, native[0], model[0]))
 
@@ -179,7 +199,10 @@ class TreeMachine(PathRules):
         trees = self.all_trees[old % len(self.all_trees)]
         known = self.same("host_gained" if gained else "host_gone", trees, keys)
         REACHED[f"hint of {'gain' if gained else 'loss'}"] += known > 0
-        assert both(lambda: trees.native.host_gone(b"short"), lambda: trees.model.host_gone(b"short")) is None
+        assert (
+            both(lambda: trees.native.host_gone(b"short"), lambda: trees.model.host_gone(b"short"))
+            is None
+        )
 
     @rule(sure=st.integers(0, 3))
     def clear_host(self, sure: int) -> None:
@@ -205,7 +228,9 @@ class TreeMachine(PathRules):
         REACHED["retire what is evictable"] += before["evictable"] > 0
         REACHED["retire what is evictable and read"] += native < before["evictable"]
         self.all_trees = (
-            [self.trees, *self.all_trees][:4] if not self.busy(self.all_trees[-1:]) else [self.trees, *self.all_trees]
+            [self.trees, *self.all_trees][:4]
+            if not self.busy(self.all_trees[-1:])
+            else [self.trees, *self.all_trees]
         )
 
     def busy(self, trees: list[Trees]) -> bool:
@@ -215,14 +240,21 @@ class TreeMachine(PathRules):
     def sweep(self, old: int, count: int) -> None:
         """Some blocks of a retired tree come back; what has a reader or a user does not."""
         trees = self.all_trees[old % len(self.all_trees)]
-        in_use = {block for lease in self.leases for block in lease.native.blocks() if lease.trees is trees}
+        in_use = {
+            block
+            for lease in self.leases
+            for block in lease.native.blocks()
+            if lease.trees is trees
+        }
         freed = self.same("sweep", trees, count)
         if freed is None:
             assert not trees.native.retired
             return
         assert not in_use & set(freed)
         REACHED["sweep a part"] += bool(freed) and trees.native.returning > 0
-        REACHED["sweep while something is in use"] += bool(freed) and trees.native.statistics()["referenced"] > 0
+        REACHED["sweep while something is in use"] += (
+            bool(freed) and trees.native.statistics()["referenced"] > 0
+        )
         self.give(freed)
 
     @rule(old=st.integers(0, 3))
@@ -262,7 +294,13 @@ class TreeMachine(PathRules):
     def alike(self) -> None:
         for lease in getattr(self, "leases", []):
             native, model = lease.native, lease.model
-            for name in ("num_tokens", "num_full_blocks", "num_held", "num_committed", "num_blocks"):
+            for name in (
+                "num_tokens",
+                "num_full_blocks",
+                "num_held",
+                "num_committed",
+                "num_blocks",
+            ):
                 assert getattr(native, name) == getattr(model, name), name
             assert native.blocks() == model.blocks()
             assert [native.is_shared(i) for i in range(native.num_blocks)] == model.shared
@@ -277,7 +315,9 @@ class TreeMachine(PathRules):
             del native_counts["bytes"], model_counts["bytes"]
             assert native_counts == model_counts
             assert trees.native.returning == trees.model.returning
-            assert sorted(split_keys(trees.native.device_keys())) == sorted(split_keys(trees.model.device_keys()))
+            assert sorted(split_keys(trees.native.device_keys())) == sorted(
+                split_keys(trees.model.device_keys())
+            )
             assert sorted(trees.native.paths()) == sorted(trees.model.paths())
 
     def teardown(self) -> None:

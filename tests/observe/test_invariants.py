@@ -1,4 +1,5 @@
-"""check() and its form for production: the same findings, in small steps, and no finding that is none."""
+"""check() and its form for production: the same findings, in small steps, and no finding that is
+none."""
 
 from __future__ import annotations
 
@@ -13,7 +14,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "door"))
 
 from door_kit import BLOCK, opened, prompt, serve
 
-from kvactors.observe.invariants import PAGE, _between_actors, check_steps, in_slices, residency_steps
+from kvactors.observe.invariants import (
+    PAGE,
+    _between_actors,
+    check_steps,
+    in_slices,
+    residency_steps,
+)
 from kvactors.units import Tier
 
 HOST = {"slots": 8, "transit_slots": 16, "mode": "inclusive"}
@@ -151,7 +158,10 @@ async def test_no_step_looks_at_more_names_of_a_tier_than_a_page():
         names = catalog._names = Names(catalog._names)
         where, before, most = {}, 0, 0
         for _ in residency_steps(cache.system, where):
-            most, before = max(most, entries.looked + names.looked - before), entries.looked + names.looked
+            most, before = (
+                max(most, entries.looked + names.looked - before),
+                entries.looked + names.looked,
+            )
         assert {tier: len(found) for tier, found in where.items()} == dict.fromkeys(Tier, blocks)
         assert most <= PAGE
         tier.entries, catalog._names = dict(entries), OrderedDict(names)
@@ -160,7 +170,9 @@ async def test_no_step_looks_at_more_names_of_a_tier_than_a_page():
 @pytest.mark.parametrize("times", [1, 10])
 async def test_names_that_change_while_they_are_gathered_are_gathered_anew(times):
     blocks = 3 * PAGE + 1
-    async with opened(device=blocks, host={"slots": 2 * blocks, "transit_slots": 16, "mode": "inclusive"}) as cache:
+    async with opened(
+        device=blocks, host={"slots": 2 * blocks, "transit_slots": 16, "mode": "inclusive"}
+    ) as cache:
         await serve(cache, "long", prompt(1, blocks), verify=False)
         await cache.flush_settled()
         entries = cache.system.evictor_actor.host.entries

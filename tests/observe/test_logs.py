@@ -49,7 +49,9 @@ PROGRAM = """
 
 def run(setup: str = "") -> subprocess.CompletedProcess[str]:
     program = textwrap.dedent(PROGRAM).format(setup=setup)
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+    )
 
 
 def test_without_settings_warnings_go_to_stderr_and_nothing_to_stdout():
@@ -65,7 +67,10 @@ def test_the_standard_librarys_settings_are_honoured():
 
 
 def test_structlogs_settings_are_honoured_and_local_variables_are_not_logged():
-    setup = "import sys, structlog; structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))"
+    setup = (
+        "import sys, structlog; "
+        "structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))"
+    )
     done = run(setup)
     assert "actor failed" in done.stderr
     for text in (done.stderr, run().stderr):
@@ -81,7 +86,9 @@ def test_no_module_logs_past_the_packages_logger():
         for file in PACKAGE.rglob("*.py")
         if file.name not in own
         and file.relative_to(PACKAGE).parts[0] not in tools
-        and re.search(r"structlog\.get_logger|\bexc_info\b|\bprint\(|log\.exception", file.read_text("utf-8"))
+        and re.search(
+            r"structlog\.get_logger|\bexc_info\b|\bprint\(|log\.exception", file.read_text("utf-8")
+        )
     ]
     assert found == []
 

@@ -1,4 +1,5 @@
-"""`python -m tests.oracle --seeds N`: seeds of the oracle engine, and of processes killed with SIGKILL. Exit status 1 if anything was wrong."""
+"""`python -m tests.oracle --seeds N`: seeds of the oracle engine, and of processes killed with
+SIGKILL. Exit status 1 if anything was wrong."""
 
 from __future__ import annotations
 
@@ -22,7 +23,11 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=24)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--requests", type=int, default=120, help="requests of a seed")
-    parser.add_argument("--store", choices=("none", "memory", "file", "attention_store"), help="this back end in every seed")
+    parser.add_argument(
+        "--store",
+        choices=("none", "memory", "file", "attention_store"),
+        help="this back end in every seed",
+    )
     parser.add_argument("--no-hostile", action="store_true", help="no bad arguments")
     parser.add_argument("--no-kill", action="store_true", help="no child processes")
     options = parser.parse_args()
@@ -35,13 +40,21 @@ def main() -> int:
         one = (
             run_killed(seed)
             if killed
-            else run_seed(seed, options.requests, store=options.store, hostile=not options.no_hostile)
+            else run_seed(
+                seed, options.requests, store=options.store, hostile=not options.no_hostile
+            )
         )
         if one.failed:
             failed.append(seed)
         total.add(one)
-    print(f"{options.seeds} seeds, {time.monotonic() - began:.0f} s, {total.requests} requests ({total.finished} finished)")
-    print(f"{total.verified} blocks verified, {total.wrong} wrong, {total.restarts} actor restarts, {total.failed} failures")
+    print(
+        f"{options.seeds} seeds, {time.monotonic() - began:.0f} s, {total.requests} requests "
+        f"({total.finished} finished)"
+    )
+    print(
+        f"{total.verified} blocks verified, {total.wrong} wrong, {total.restarts} actor restarts, "
+        f"{total.failed} failures"
+    )
     for what, count in sorted(total.seen.items()):
         print(f"  {what}: {count}")
     for what in total.failures:

@@ -37,7 +37,9 @@ class Client:
         self.rng = random.Random(f"client {world.drawn.seed} {number}")
         self.requests = requests
         self.story: list[int] = []
-        self.suspect: list[int] = []  # what a lease has if a cancelled extend was carried out nevertheless
+        self.suspect: list[
+            int
+        ] = []  # what a lease has if a cancelled extend was carried out nevertheless
 
     async def run(self) -> None:
         """Requests until none is left."""
@@ -105,7 +107,8 @@ class Client:
         return np.array(tokens, np.uint32) if kind == 2 else array("Q", tokens)
 
     async def call(self, make: Callable[[], Awaitable[T]]) -> T:
-        """Await a call; some are cancelled by asyncio after a few steps of the loop, or by a time-out. Cut if so."""
+        """Await a call; some are cancelled by asyncio after a few steps of the loop, or by a
+        time-out. Cut if so."""
         rng, world = self.rng, self.world
         if rng.random() >= world.drawn.cut:
             return await make()
@@ -155,7 +158,14 @@ class Request:
         self.salt, self.lora = (None, None)
         if drawn.scopes:
             self.salt, self.lora = rng.choice(
-                ((None, None), (None, None), ("salt-a", None), ("salt-b", None), (None, "lora"), ("", None))
+                (
+                    (None, None),
+                    (None, None),
+                    ("salt-a", None),
+                    ("salt-b", None),
+                    (None, "lora"),
+                    ("", None),
+                )
             )
         self.media: tuple[Any, ...] = ()
         if drawn.media and rng.random() < 0.5:
@@ -191,7 +201,9 @@ class Request:
 
     async def _prefetch(self) -> None:
         try:
-            await self.world.cache.prefetch(list(self.tokens), extra_keys=self.media, salt=self.salt, lora=self.lora)
+            await self.world.cache.prefetch(
+                list(self.tokens), extra_keys=self.media, salt=self.salt, lora=self.lora
+            )
         except KVActorsError as error:
             self.world.judge("prefetch", error)
 
@@ -218,7 +230,9 @@ class Request:
         else:
             self.lease = await work
         self.held = True
-        world.leases += 1  # in the step in which the grant arrives: the weights are those of the admission
+        world.leases += (
+            1  # in the step in which the grant arrives: the weights are those of the admission
+        )
         scope: Scope = world.scope(self.lora, self.salt)
         self.prompt = Prompt(world.drawn.block_size, scope, self.tokens, self.media)
 
@@ -282,7 +296,9 @@ class Request:
     def _write(self, first: int) -> None:
         world, blocks = self.world, self.lease.block_table
         full = self.prompt.full
-        world.memory.write(blocks[first:full], self.prompt.digests[first:full], world.history.stamp(self.number))
+        world.memory.write(
+            blocks[first:full], self.prompt.digests[first:full], world.history.stamp(self.number)
+        )
         if len(blocks) > full:
             world.memory.write(blocks[full:], [self.rng.randbytes(24)] * (len(blocks) - full), 0)
 
@@ -332,13 +348,19 @@ class Request:
     def _check_table(self) -> None:
         lease, size = self.lease, self.world.drawn.block_size
         table = lease.block_table
-        if lease.num_tokens != len(self.prompt.tokens) or len(table) != -(-lease.num_tokens // size):
-            self.world.fail(f"{len(table)} blocks for {lease.num_tokens} tokens, of {len(self.prompt.tokens)} given")
+        if lease.num_tokens != len(self.prompt.tokens) or len(table) != -(
+            -lease.num_tokens // size
+        ):
+            self.world.fail(
+                f"{len(table)} blocks for {lease.num_tokens} tokens, of {len(self.prompt.tokens)} "
+                "given"
+            )
         if len(set(table)) != len(table):
             self.world.fail("a block stands twice in one table")
 
     async def _hostile(self) -> None:
-        """Arguments that no engine should pass. They are refused in the caller, and nothing else changes."""
+        """Arguments that no engine should pass. They are refused in the caller, and nothing else
+        changes."""
         lease, cache, rng = self.lease, self.world.cache, self.rng
         total = lease.num_tokens
         calls: list[tuple[str, Callable[[], Any]]] = [

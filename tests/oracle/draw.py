@@ -1,4 +1,5 @@
-"""From a seed: a small cache of any shape, and the work it gets. Every limit is drawn from 1 to 64."""
+"""From a seed: a small cache of any shape, and the work it gets. Every limit is drawn from 1 to
+64."""
 
 from __future__ import annotations
 
@@ -13,7 +14,11 @@ MODEL = "model-a"
 
 def limit(rng: random.Random, low: int = 1, high: int = 64) -> int:
     """A limit, small ones more often."""
-    return min(high, max(low, int(low * (high / low) ** rng.random()))) if low else rng.choice((0, limit(rng, 1, high)))
+    return (
+        min(high, max(low, int(low * (high / low) ** rng.random())))
+        if low
+        else rng.choice((0, limit(rng, 1, high)))
+    )
 
 
 @dataclass
@@ -49,8 +54,11 @@ class Draw:
         return str(self.tables["storage"]["backend"])
 
 
-def draw(seed: int, folder: str, *, store: str | None = None, threads: bool = True, sinks: bool = True) -> Draw:
-    """The cache and the work of a seed. folder: of the file store and of sinks. store: this back end in place of a drawn one."""
+def draw(
+    seed: int, folder: str, *, store: str | None = None, threads: bool = True, sinks: bool = True
+) -> Draw:
+    """The cache and the work of a seed. folder: of the file store and of sinks. store: this back
+    end in place of a drawn one."""
     rng = random.Random(f"oracle {seed}")
     blocks = limit(rng, 3, 64)
     kind = store or rng.choice(("none", "memory", "memory", "file", "file", "attention_store"))
@@ -73,7 +81,11 @@ def draw(seed: int, folder: str, *, store: str | None = None, threads: bool = Tr
         tables["cache"]["model"] = MODEL
     names = _sinks(rng, tables, folder, seed) if sinks else ()
     if kind == "attention_store" or "attention_store" in names:
-        tables["attention_store"] = {"namespace": f"oracle-{seed}", "ready_interval": 0.01, "model_version": "v0"}
+        tables["attention_store"] = {
+            "namespace": f"oracle-{seed}",
+            "ready_interval": 0.01,
+            "model_version": "v0",
+        }
     return Draw(
         seed=seed,
         tables=tables,
@@ -95,7 +107,8 @@ def draw(seed: int, folder: str, *, store: str | None = None, threads: bool = Tr
 
 
 def _longest(rng: random.Random, blocks: int, clients: int) -> int:
-    """Blocks of the longest prompt: mostly such that all clients find room, now and then more than the device holds."""
+    """Blocks of the longest prompt: mostly such that all clients find room, now and then more than
+    the device holds."""
     if rng.random() < 0.06:
         return blocks + 1
     return max(1, min(24, blocks // rng.choice((1, clients, 2 * clients))))
@@ -124,11 +137,18 @@ def _host(rng: random.Random) -> dict[str, Any]:
 
 
 def _storage(rng: random.Random, kind: str, folder: str) -> dict[str, Any]:
-    policies = ["write_through", "write_through_selective", "none"] + ["write_back", "write_back"] * (kind != "attention_store")
+    policies = ["write_through", "write_through_selective", "none"] + [
+        "write_back",
+        "write_back",
+    ] * (kind != "attention_store")
     found: dict[str, Any] = {"backend": kind}
     if kind == "none":
         return found
-    found |= {"write_policy": rng.choice(policies), "min_hits": rng.randint(1, 3), "fetch": rng.random() < 0.9}
+    found |= {
+        "write_policy": rng.choice(policies),
+        "min_hits": rng.randint(1, 3),
+        "fetch": rng.random() < 0.9,
+    }
     if kind == "attention_store":
         return found
     found |= {
@@ -140,18 +160,27 @@ def _storage(rng: random.Random, kind: str, folder: str) -> dict[str, Any]:
         "timeout": 10.0,
     }
     if kind == "file":
-        found |= {"directory": f"{folder}/store", "io_depth": limit(rng, 1, 8), "free_space_floor": 0}
+        found |= {
+            "directory": f"{folder}/store",
+            "io_depth": limit(rng, 1, 8),
+            "free_space_floor": 0,
+        }
     return found
 
 
 def _sinks(rng: random.Random, tables: dict[str, Any], folder: str, seed: int) -> tuple[str, ...]:
-    names = tuple(one for one in ("memory", "jsonl", "kv_events", "attention_store") if rng.random() < 0.4)
+    names = tuple(
+        one for one in ("memory", "jsonl", "kv_events", "attention_store") if rng.random() < 0.4
+    )
     every = ["device", "host", "storage"]
     made: list[dict[str, Any]] = []
     for name in names:
         sink: dict[str, Any] = {"kind": name}
         if name == "memory":
-            sink |= {"tiers": rng.choice((["device"], ["host", "storage"], every)), "view": rng.choice(("per_tier", "node"))}
+            sink |= {
+                "tiers": rng.choice((["device"], ["host", "storage"], every)),
+                "view": rng.choice(("per_tier", "node")),
+            }
             sink["gains"] = rng.choice(("commit", "request_finish"))
         elif name == "jsonl":
             sink |= {"tiers": every, "path": f"{folder}/events-{seed}.jsonl"}

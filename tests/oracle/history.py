@@ -6,7 +6,8 @@ from __future__ import annotations
 class History:
     """Numbers of computations: the clears begun before it, and the request that made it.
 
-    After a clear of everything has returned, no block may be hit that was computed before it by a request that had ended by then.
+    After a clear of everything has returned, no block may be hit that was computed before it by a
+    request that had ended by then.
     """
 
     SHIFT = 40
@@ -52,8 +53,12 @@ class History:
         return max(self._done, default=self.floor)
 
     def stale(self, stamp: int, until: int) -> bool:
-        """Whether a block of this computation must have been removed by a clear up to `until` (see `snapshot`)."""
+        """Whether a block of this computation must have been removed by a clear up to `until` (see
+        `snapshot`)."""
         begun, request = stamp >> self.SHIFT, stamp & ((1 << self.SHIFT) - 1)
         if begun < self.floor:
             return True
-        return any(begun < clear <= until and request not in open_at for clear, open_at in self._done.items())
+        return any(
+            begun < clear <= until and request not in open_at
+            for clear, open_at in self._done.items()
+        )

@@ -1,4 +1,5 @@
-"""A process on a file store, killed with SIGKILL and started again. It reports its clears through a pipe before they can matter."""
+"""A process on a file store, killed with SIGKILL and started again. It reports its clears through a
+pipe before they can matter."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ START = 60.0
 
 
 def run_killed(seed: int) -> Record:
-    """Several processes one after another on one store. Each is killed at a random moment; the last one ends by itself."""
+    """Several processes one after another on one store. Each is killed at a random moment; the last
+    one ends by itself."""
     rng, record = random.Random(f"killed {seed}"), Record()
     folder = tempfile.mkdtemp(prefix="kvk-")
     begun = floor = 0
@@ -38,12 +40,18 @@ def run_killed(seed: int) -> Record:
             arguments = [str(one) for one in (seed, life, begun, floor, int(last))]
             child = subprocess.Popen(
                 [sys.executable, "-m", "tests.oracle.killed", folder, *arguments],
-                cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            )  # fmt: skip
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
             lines, errors = _watch(child, None if last else rng.uniform(0.02, 0.5))
             record.seen["killed" if child.returncode == -9 else "ended by itself"] += 1
             if child.returncode not in ((0,) if last else (0, -9)):
-                record.fail(f"seed {seed} killed, process {life}: exit status {child.returncode}: {errors[-2000:]}")
+                record.fail(
+                    f"seed {seed} killed, process {life}: exit status {child.returncode}: "
+                    f"{errors[-2000:]}"
+                )
             for line in lines:
                 kind, _, rest = line.partition(" ")
                 if kind == "clear":
@@ -78,7 +86,9 @@ def _watch(child: subprocess.Popen[str], seconds: float | None) -> tuple[list[st
         time.sleep(seconds)
         child.kill()
     out, errors = child.communicate(timeout=300)
-    return lines + [line.strip() for line in out.splitlines() if line.endswith(tuple("0123456789)"))], errors
+    return lines + [
+        line.strip() for line in out.splitlines() if line.endswith(tuple("0123456789)"))
+    ], errors
 
 
 def say(*words: object) -> None:
@@ -101,11 +111,20 @@ async def child(folder: str, seed: int, life: int, begun: int, floor: int, *, la
             rounds += 1
             requests = [rng.randint(1, 40)]
             before = record.verified
-            await asyncio.gather(*(Client(world, 100 * life + 10 * rounds + i, requests).run() for i in range(drawn.clients)))
+            await asyncio.gather(
+                *(
+                    Client(world, 100 * life + 10 * rounds + i, requests).run()
+                    for i in range(drawn.clients)
+                )
+            )
             say("hits", record.verified - before)
             say("request", record.requests)
             for what in record.failures:
-                say("wrong" if record.wrong else "failed", what.replace("\n", " "), f"(round {rounds})")
+                say(
+                    "wrong" if record.wrong else "failed",
+                    what.replace("\n", " "),
+                    f"(round {rounds})",
+                )
             record.failures.clear()
             if rng.random() < 0.3:
                 say("clear", history.begun + 1)

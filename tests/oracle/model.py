@@ -1,4 +1,5 @@
-"""The stand-in for a model: the bytes of a block are a function of everything that identifies it."""
+"""The stand-in for a model: the bytes of a block are a function of everything that identifies
+it."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 DIGEST = 24
-"""Bytes of a block's digest. Every 32 bytes of a block are its digest and the number of the computation that wrote it."""
+"""Bytes of a block's digest. Every 32 bytes of a block are its digest and the number of the
+computation that wrote it."""
 
 STAMP = DIGEST + 8
 
@@ -29,7 +31,9 @@ class Scope(NamedTuple):
 class Prompt:
     """A request's tokens and media, and the digest of each of its full blocks."""
 
-    def __init__(self, block_size: int, scope: Scope, tokens: Sequence[int], media: Iterable[Media] = ()) -> None:
+    def __init__(
+        self, block_size: int, scope: Scope, tokens: Sequence[int], media: Iterable[Media] = ()
+    ) -> None:
         self.block_size = block_size
         self.tokens = list(tokens)
         self.media = tuple(media)
@@ -52,39 +56,58 @@ class Prompt:
         for block in range(len(self.digests), self.full):
             start, stop = block * size, (block + 1) * size
             parent = self.digests[-1] if self.digests else self._scope
-            seen = [hash_ for offset, length, hash_ in self.media if offset < stop and offset + length > start]
-            text = repr((self.tokens[start:stop], [(type(one).__name__, one) for one in seen])).encode()
-            self.digests.append(hashlib.blake2b(len(parent).to_bytes(4, "big") + parent + text, digest_size=DIGEST).digest())
+            seen = [
+                hash_
+                for offset, length, hash_ in self.media
+                if offset < stop and offset + length > start
+            ]
+            text = repr(
+                (self.tokens[start:stop], [(type(one).__name__, one) for one in seen])
+            ).encode()
+            self.digests.append(
+                hashlib.blake2b(
+                    len(parent).to_bytes(4, "big") + parent + text, digest_size=DIGEST
+                ).digest()
+            )
 
 
 class Memory:
-    """The device memory of one process, as the model reads and writes it. Every piece of a block has a mask of its own."""
+    """The device memory of one process, as the model reads and writes it. Every piece of a block
+    has a mask of its own."""
 
     def __init__(self, device: Any, layers: Sequence[int], roles: Sequence[str]) -> None:
         self._layers = [[device.region(layer, role) for role in roles] for layer in layers]
         self._widths = [[region.shape[1] for region in regions] for regions in self._layers]
-        self._masks = [[self._mask(i, j, width) for j, width in enumerate(widths)] for i, widths in enumerate(self._widths)]
+        self._masks = [
+            [self._mask(i, j, width) for j, width in enumerate(widths)]
+            for i, widths in enumerate(self._widths)
+        ]
 
     @staticmethod
     def _mask(layer: int, role: int, width: int) -> NDArray[np.uint8]:
         if width % STAMP:
-            raise ValueError(f"a piece of {width} bytes does not hold whole stamps of {STAMP} bytes")
+            raise ValueError(
+                f"a piece of {width} bytes does not hold whole stamps of {STAMP} bytes"
+            )
         return ((np.arange(width) // STAMP * 7 + layer * 31 + role * 101) & 0xFF).astype(np.uint8)
 
     def write(self, blocks: Sequence[int], digests: Sequence[bytes], number: int) -> None:
         """Compute blocks: their digests and the number of this computation."""
         if not blocks:
             return
-        stamps = np.frombuffer(b"".join(one + number.to_bytes(8, "big") for one in digests), np.uint8).reshape(
-            len(blocks), STAMP
-        )
+        stamps = np.frombuffer(
+            b"".join(one + number.to_bytes(8, "big") for one in digests), np.uint8
+        ).reshape(len(blocks), STAMP)
         index = list(blocks)
         for regions, masks, widths in zip(self._layers, self._masks, self._widths, strict=True):
             for region, mask, width in zip(regions, masks, widths, strict=True):
                 region[index] = np.tile(stamps, (1, width // STAMP)) ^ mask
 
-    def read(self, blocks: Sequence[int], digests: Sequence[bytes], layers: Sequence[int] | None = None) -> list[int | None]:
-        """For each block the number of the computation that wrote it, None where its bytes are not the digest's in every piece.
+    def read(
+        self, blocks: Sequence[int], digests: Sequence[bytes], layers: Sequence[int] | None = None
+    ) -> list[int | None]:
+        """For each block the number of the computation that wrote it, None where its bytes are not
+        the digest's in every piece.
 
         layers: positions among this memory's layers, all if None.
         """
@@ -102,4 +125,7 @@ class Memory:
                 right &= (stamps[:, :, :DIGEST] == expected).all(axis=(1, 2))
                 right &= (stamps == first).all(axis=(1, 2))
         assert first is not None
-        return [int.from_bytes(first[i, 0, DIGEST:].tobytes(), "big") if right[i] else None for i in range(count)]
+        return [
+            int.from_bytes(first[i, 0, DIGEST:].tobytes(), "big") if right[i] else None
+            for i in range(count)
+        ]

@@ -10,7 +10,8 @@ SHOWN = 20
 
 @dataclass
 class Record:
-    """failures: each different one once, with the world it was found in. wrong: blocks that held other bytes. seen: what was reached."""
+    """failures: each different one once, with the world it was found in. wrong: blocks that held
+    other bytes. seen: what was reached."""
 
     requests: int = 0
     finished: int = 0

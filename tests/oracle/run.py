@@ -1,4 +1,5 @@
-"""One seed: a drawn cache under drawn work, at rest, closed, and some of them opened again on the same store."""
+"""One seed: a drawn cache under drawn work, at rest, closed, and some of them opened again on the
+same store."""
 
 from __future__ import annotations
 
@@ -23,8 +24,11 @@ LIMIT = 300.0
 """Seconds within which a round must end. Only a hang takes as long."""
 
 
-async def serve_round(drawn: Draw, history: History, record: Record, requests: int, life: int = 0, readers: Any = None) -> None:
-    """Open, serve, come to rest, look at everything, close. readers: of the sinks, compared with what was announced (see `tests.soak`)."""
+async def serve_round(
+    drawn: Draw, history: History, record: Record, requests: int, life: int = 0, readers: Any = None
+) -> None:
+    """Open, serve, come to rest, look at everything, close. readers: of the sinks, compared with
+    what was announced (see `tests.soak`)."""
     rng = random.Random(f"round {drawn.seed} {life}")
     recorder = Recorder(drawn.block_size, record)
     config = kvactors.Config.from_mapping(drawn.tables)
@@ -36,8 +40,14 @@ async def serve_round(drawn: Draw, history: History, record: Record, requests: i
         share = requests // (drawn.clients + drawn.threads) if drawn.threads else 0
         left = [requests - share * drawn.threads]
         control = loop.create_task(world.control())
-        work = [loop.create_task(Client(world, 10 * life + number, left).run()) for number in range(drawn.clients)]
-        work += [loop.create_task(asyncio.to_thread(work_in_thread, world, number, share)) for number in range(drawn.threads)]
+        work = [
+            loop.create_task(Client(world, 10 * life + number, left).run())
+            for number in range(drawn.clients)
+        ]
+        work += [
+            loop.create_task(asyncio.to_thread(work_in_thread, world, number, share))
+            for number in range(drawn.threads)
+        ]
         done, late = await asyncio.wait(work, timeout=LIMIT)
         for task in done:
             if not task.cancelled() and task.exception() is not None:
@@ -54,7 +64,9 @@ async def serve_round(drawn: Draw, history: History, record: Record, requests: i
             await readers.close()
 
 
-def run_seed(seed: int, requests: int = 120, *, store: str | None = None, hostile: bool = True) -> Record:
+def run_seed(
+    seed: int, requests: int = 120, *, store: str | None = None, hostile: bool = True
+) -> Record:
     """The record of one seed. hostile: whether it may pass bad arguments."""
     folder = tempfile.mkdtemp(prefix="kvo-")
     record, history = Record(), History()

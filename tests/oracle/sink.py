@@ -13,11 +13,13 @@ from .record import Record
 
 
 class Recorder(Sink):
-    """held: hashes by tier. paths: the complete tokens of each block that is held. After every task what is held must be a tree: see
-    docs/flush.md."""
+    """held: hashes by tier. paths: the complete tokens of each block that is held. After every task
+    what is held must be a tree: see docs/flush.md."""
 
     def __init__(self, block_size: int, record: Record) -> None:
-        super().__init__(MemorySinkConfig(name="recorder", tiers=("device", "host", "storage")), block_size)
+        super().__init__(
+            MemorySinkConfig(name="recorder", tiers=("device", "host", "storage")), block_size
+        )
         self.record = record
         self.held: dict[Tier, set[bytes]] = {tier: set() for tier in Tier}
         self.paths: dict[bytes, bytes] = {}
@@ -35,15 +37,25 @@ class Recorder(Sink):
     def _take(self, task: FlushTask) -> None:
         keys = [task.keys[i : i + 32] for i in range(0, len(task.keys), 32)]
         held, wide = self.held[task.tier], 4 * self.block_size
-        if len(keys) != task.count or len(task.tokens) != wide * (task.start_block_idx + task.count):
-            self.record.fail(f"a flush task of {task.count} blocks from {task.start_block_idx} does not add up")
+        if len(keys) != task.count or len(task.tokens) != wide * (
+            task.start_block_idx + task.count
+        ):
+            self.record.fail(
+                f"a flush task of {task.count} blocks from {task.start_block_idx} does not add up"
+            )
         if task.residency is Residency.RESIDENT:
             for above, key in zip([task.parent, *keys], keys, strict=False):
                 self._below.setdefault(above, set()).add(key)
             if task.start_block_idx and not self._announced(task.parent):
-                self.record.fail(f"{task.tier.name}: a block was announced without the one above it ({task.reason.value})")
+                self.record.fail(
+                    f"{task.tier.name}: a block was announced without the one above it "
+                    f"({task.reason.value})"
+                )
             if task.start_block_idx and task.tier is Tier.DEVICE and task.parent not in held:
-                self.record.fail(f"a block was announced on the device without the one above it ({task.reason.value})")
+                self.record.fail(
+                    "a block was announced on the device without the one above it "
+                    f"({task.reason.value})"
+                )
             held.update(keys)
             for i, key in enumerate(keys):
                 path = task.tokens[: wide * (task.start_block_idx + i + 1)]
@@ -54,11 +66,16 @@ class Recorder(Sink):
         for key in keys:
             below = self._below.get(key, set())
             if task.tier is Tier.DEVICE and not below.isdisjoint(held):
-                self.record.fail(f"a block was removed from the device before one below it ({task.reason.value})")
+                self.record.fail(
+                    f"a block was removed from the device before one below it ({task.reason.value})"
+                )
             if not self._announced(key):
                 self.paths.pop(key, None)
                 if any(map(self._announced, below)):
-                    self.record.fail(f"{task.tier.name}: a block was removed before one below it ({task.reason.value})")
+                    self.record.fail(
+                        f"{task.tier.name}: a block was removed before one below it "
+                        f"({task.reason.value})"
+                    )
                 self._below.pop(key, None)
 
     def _announced(self, key: bytes) -> bool:

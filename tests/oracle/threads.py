@@ -13,7 +13,8 @@ from .world import World
 
 
 def work_in_thread(world: World, number: int, count: int) -> None:
-    """`count` requests, one after another; each must end in an answer or in an error with a name."""
+    """`count` requests, one after another; each must end in an answer or in an error with a
+    name."""
     client = Client(world, 1000 + number, [0])
     for _ in range(count):
         request = world.history.request()
@@ -33,19 +34,25 @@ def _serve(world: World, client: Client, rng: random.Random, request: int) -> No
     until = world.history.snapshot()
     salt = rng.choice((None, "salt-a")) if world.drawn.scopes else None
     prompt = Prompt(size, world.scope(None, salt), tokens)
-    with world.cache.from_thread.acquire(f"thread-{request}", client.buffer(tokens), salt=salt, deadline=5.0) as lease:
+    with world.cache.from_thread.acquire(
+        f"thread-{request}", client.buffer(tokens), salt=salt, deadline=5.0
+    ) as lease:
         lease.ready(deadline=5.0)
         table: Any = lease.block_table
         cached = lease.cached_tokens // size
         world.verify("hit in a thread", table[:cached], prompt, until)
-        world.memory.write(table[cached : prompt.full], prompt.digests[cached:], world.history.stamp(request))
+        world.memory.write(
+            table[cached : prompt.full], prompt.digests[cached:], world.history.stamp(request)
+        )
         lease.commit(len(tokens), deadline=5.0)
         if rng.random() < 0.5:
             more, first = [rng.randrange(5) for _ in range(rng.randint(1, 2 * size))], prompt.full
             lease.extend(more, deadline=5.0)
             prompt.extend(more)
             table = lease.block_table
-            world.memory.write(table[first : prompt.full], prompt.digests[first:], world.history.stamp(request))
+            world.memory.write(
+                table[first : prompt.full], prompt.digests[first:], world.history.stamp(request)
+            )
             lease.commit(len(prompt.tokens), deadline=5.0)
         world.verify("held in a thread", lease.block_table[: prompt.full], prompt, -1)
         if rng.random() < 0.7:

@@ -7,7 +7,15 @@ import gc
 import random
 from typing import Any
 
-from kvactors import ActorFailed, DeadlineExceeded, KVActorsError, KVCache, LeaseEnded, NoRoom, Paused
+from kvactors import (
+    ActorFailed,
+    DeadlineExceeded,
+    KVActorsError,
+    KVCache,
+    LeaseEnded,
+    NoRoom,
+    Paused,
+)
 from kvactors.errors import StoreUnsupported
 
 from .draw import MODEL, Draw
@@ -20,9 +28,12 @@ REST = 60.0
 
 
 class World:
-    """weights: the namespace that the engine computes with. leases: granted and not ended. draining: requests end as soon as they can."""
+    """weights: the namespace that the engine computes with. leases: granted and not ended.
+    draining: requests end as soon as they can."""
 
-    def __init__(self, cache: KVCache, drawn: Draw, history: History, record: Record, rng: random.Random) -> None:
+    def __init__(
+        self, cache: KVCache, drawn: Draw, history: History, record: Record, rng: random.Random
+    ) -> None:
         self.cache = cache
         self.drawn = drawn
         self.history = history
@@ -47,8 +58,11 @@ class World:
         """The scope of a request that is admitted now."""
         return Scope(MODEL, self.weights, lora, salt)
 
-    def verify(self, what: str, blocks: Any, prompt: Prompt, until: int, layers: Any = None) -> None:
-        """The first blocks of a prompt hold its bytes, and none is older than a clear that returned before `until`."""
+    def verify(
+        self, what: str, blocks: Any, prompt: Prompt, until: int, layers: Any = None
+    ) -> None:
+        """The first blocks of a prompt hold its bytes, and none is older than a clear that returned
+        before `until`."""
         digests = prompt.digests[: len(blocks)]
         found = self.memory.read(blocks, digests, layers)
         self.record.verified += len(found)
@@ -58,14 +72,19 @@ class World:
                 self.fail(f"{what}: a block holds other bytes (block {position} of {len(found)})")
             elif self.history.stale(stamp, until):
                 self.record.wrong += 1
-                self.fail(f"{what}: a block computed before a clear (block {position} of {len(found)})")
+                self.fail(
+                    f"{what}: a block computed before a clear (block {position} of {len(found)})"
+                )
 
     def judge(self, what: str, error: BaseException, *, cut: bool = False) -> None:
-        """Whether a call may end with this error. cut: whether a call on the same lease was cancelled before."""
+        """Whether a call may end with this error. cut: whether a call on the same lease was
+        cancelled before."""
         self.seen[f"{what} {type(error).__name__}"] += 1
         if isinstance(error, StoreUnsupported) and self.drawn.store == "attention_store":
             return
-        if isinstance(error, NoRoom | DeadlineExceeded | Paused) or (isinstance(error, LeaseEnded) and cut):
+        if isinstance(error, NoRoom | DeadlineExceeded | Paused) or (
+            isinstance(error, LeaseEnded) and cut
+        ):
             return
         if isinstance(error, ActorFailed):
             self.fail(f"{what}: an actor failed: {error!r}; last: {self._last_failure()}")
@@ -81,7 +100,10 @@ class World:
         """Clears, pauses and changes of weights, until cancelled."""
         drawn, rng = self.drawn, self.rng
         kinds = (
-            ["clear"] * drawn.clears + ["clear storage"] * drawn.clears + ["pause"] * drawn.pauses + ["weights"] * drawn.weights
+            ["clear"] * drawn.clears
+            + ["clear storage"] * drawn.clears
+            + ["pause"] * drawn.pauses
+            + ["weights"] * drawn.weights
         )
         while True:
             await asyncio.sleep(rng.choice((0.002, 0.01, 0.05)))
@@ -108,7 +130,8 @@ class World:
             await self._pause(self.rng.choice(("weights-0", "weights-1", "weights-2")))
 
     async def clear(self, *, storage: bool) -> None:
-        """Clear; from its return on nothing computed before may be hit, unless a store was left alone."""
+        """Clear; from its return on nothing computed before may be hit, unless a store was left
+        alone."""
         everything = storage or self.drawn.store == "none"
         open_at = self.history.open_now()
         number = self.history.clear() if everything else 0
@@ -163,7 +186,10 @@ class World:
         for what, count in left.items():
             if count:
                 self.fail(f"left over at rest: {count} {what}")
-        if statistics.prefix.blocks_free + statistics.prefix.evictable != statistics.prefix.blocks_total:
+        if (
+            statistics.prefix.blocks_free + statistics.prefix.evictable
+            != statistics.prefix.blocks_total
+        ):
             self.fail("device blocks do not add up at rest")
         if statistics.supervisor.restarts:
             self.record.restarts += statistics.supervisor.restarts

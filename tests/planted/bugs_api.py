@@ -1,4 +1,5 @@
-"""Planted bugs of the public API: arguments, cancelled and concurrent calls, admission, waiting. See `catalogue`."""
+"""Planted bugs of the public API: arguments, cancelled and concurrent calls, admission, waiting.
+See `catalogue`."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ BUGS: tuple[Mutation, ...] = (
         "actor/ref.py",
         "                lost(reply.result())\n",
         "                pass\n",
-        "an extend that was cancelled after it was answered leaves the index with tokens that the lease has not",
+        "an extend that was cancelled after it was answered leaves the index with tokens that the "
+        "lease has not",
         (CANCELLED + "[extend-task.cancel]",),
     ),
     Mutation(
@@ -37,7 +39,9 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "cancelled_extend_keeps_its_place",
         "lease.py",
-        "                self._cache._tell(Withdrawn(self._id))  # blocks that it has collected go to the next in the queue\n",
+        "                self._cache._tell(\n"
+        "                    Withdrawn(self._id)\n"
+        "                )  # blocks that it has collected go to the next in the queue\n",
         "                pass\n",
         "a cancelled extend keeps the blocks it has collected until its deadline",
         (CALLS + "test_a_cancelled_extend_gives_back_what_it_has_collected",),
@@ -72,15 +76,27 @@ BUGS: tuple[Mutation, ...] = (
         "            path.set_root(root)\n",
         "            pass\n",
         "a request that waited for resume hits what other weights have computed",
-        (ADMISSION + "test_a_request_that_waits_for_resume_is_admitted_under_the_namespace_of_its_admission",),
+        (
+            ADMISSION
+            + "test_a_request_that_waits_for_resume_is_admitted_under_the_namespace_of_its_admission",
+        ),
     ),
     Mutation(
         "loads_of_the_old_namespace_are_placed",
         "prefix_index/admission.py",
-        "        if not renamed and again == match and",
-        "        if again == match and",
+        "        if (\n"
+        "            not renamed\n"
+        "            and again == match\n"
+        "            and lease.tree is before\n"
+        "            and len(lease.ops) == len(match.segments)\n"
+        "        ):\n",
+        "        if again == match and lease.tree is before and len(lease.ops) == "
+        "len(match.segments):\n",
         "loads sent ahead under the old namespace fill blocks of the new one",
-        (ADMISSION + "test_a_request_that_waits_for_room_is_admitted_under_the_namespace_of_its_admission",),
+        (
+            ADMISSION
+            + "test_a_request_that_waits_for_room_is_admitted_under_the_namespace_of_its_admission",
+        ),
     ),
     Mutation(
         "timer_of_an_earlier_wait_counts",
@@ -136,7 +152,10 @@ BUGS: tuple[Mutation, ...] = (
         "        if kept == committed or lease.fault is not None:\n",
         "        if True:\n",
         "after a load that came short, half an image counts as cached",
-        (ADMISSION + "test_a_load_that_ends_inside_a_media_item_is_cut_before_it", "tests/prefix_index/test_index_machine.py"),
+        (
+            ADMISSION + "test_a_load_that_ends_inside_a_media_item_is_cut_before_it",
+            "tests/prefix_index/test_index_machine.py",
+        ),
     ),
     Mutation(
         "resumed_requests_counted_again",
@@ -157,7 +176,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "ended_lease_is_ready",
         "lease.py",
-        "        at = self._cache._deadline(deadline)\n        if self._ended:\n            self._check_ended()\n",
+        "        at = self._cache._deadline(deadline)\n        if self._ended:\n            "
+        "self._check_ended()\n",
         "        at = self._cache._deadline(deadline)\n",
         "ready of a lease that has ended returns as if it were there",
         (CALLS + "test_every_call_on_an_ended_lease_raises",),

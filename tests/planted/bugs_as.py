@@ -1,4 +1,5 @@
-"""Planted bugs of AttentionStore as operators set it: variables, shards, the SDK object, ranks. See `catalogue`."""
+"""Planted bugs of AttentionStore as operators set it: variables, shards, the SDK object, ranks. See
+`catalogue`."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "variable_before_the_config",
         "environment.py",
-        '        log.warning("variable not used: the config has another value", variable=name, setting=setting, value=value)\n    return value\n',
-        '        log.warning("variable not used: the config has another value", variable=name, setting=setting, value=value)\n    return variable\n',
+        "    return value\n",
+        "    return variable\n",
         "an environment variable overrides what the config sets",
         (ENVIRONMENT + "test_a_variable_fills_what_is_unset_and_never_what_is_set",),
     ),
@@ -46,7 +47,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "shards_not_counted",
         "sdk_settings.py",
-        "    ranks = config.ranks.count if config.ranks.count > 1 else config.layout.tensor_parallel\n",
+        "    ranks = config.ranks.count if config.ranks.count > 1 else "
+        "config.layout.tensor_parallel\n",
         "    ranks = 1\n",
         "the SDK is opened for one shard although there are several ranks",
         (ENVIRONMENT + "test_the_number_of_shards_is_that_of_the_ranks",),
@@ -56,7 +58,8 @@ BUGS: tuple[Mutation, ...] = (
         "storage/direct.py",
         "one.deadline - now(), one.era == self.backend.era\n",
         "one.deadline - now(), True\n",
-        "a save that waited while a rank's process was replaced stores what the new process's memory holds under the old tokens",
+        "a save that waited while a rank's process was replaced stores what the new process's "
+        "memory holds under the old tokens",
         ("tests/storage/test_storage_direct.py", SIMULATED),
     ),
     Mutation(
@@ -72,15 +75,18 @@ BUGS: tuple[Mutation, ...] = (
         "ranks/group.py",
         "stored=isinstance(message, StoreObjects | MoveDevice),",
         "stored=isinstance(message, StoreObjects),",
-        "a rank whose AttentionStore is slow counts as silent, and no copy is made until it has answered",
+        "a rank whose AttentionStore is slow counts as silent, and no copy is made until it has "
+        "answered",
         (RANKS + "test_a_store_that_is_slow_on_one_rank_makes_no_rank_silent",),
     ),
     Mutation(
         "names_of_shards_not_compared",
         "sdk_settings.py",
-        "    namespace = sdk_settings(config, layout).shard.names if direct else storage.namespace\n",
+        "    namespace = sdk_settings(config, layout).shard.names if direct else "
+        "storage.namespace\n",
         "    namespace = storage.namespace\n",
-        "ranks that name different versions at AttentionStore serve one block's shares of different weights",
+        "ranks that name different versions at AttentionStore serve one block's shares of "
+        "different weights",
         (RANKS + "test_ranks_that_name_another_version_are_refused",),
     ),
     Mutation(
@@ -89,7 +95,9 @@ BUGS: tuple[Mutation, ...] = (
         "            self._late = True\n",
         "            self._late = False\n",
         "every request waits until its own deadline while AttentionStore does not return",
-        ("tests/storage/test_storage_direct.py::test_nothing_waits_for_a_move_that_takes_longer_than_it_may",),
+        (
+            "tests/storage/test_storage_direct.py::test_nothing_waits_for_a_move_that_takes_longer_than_it_may",
+        ),
     ),
     Mutation(
         "full_path_once_only",
@@ -128,7 +136,8 @@ BUGS: tuple[Mutation, ...] = (
         "sdk_settings.py",
         '        return int(getattr(device, "ordinal", 0)) if device.kind == "cuda" else None\n',
         "        return None\n",
-        "platform must be written by hand: a GPU's cache opens the SDK with the shorter argument list",
+        "platform must be written by hand: a GPU's cache opens the SDK with the shorter argument "
+        "list",
         (SHARED + "test_platform_and_device_are_those_of_the_cache",),
     ),
     Mutation(

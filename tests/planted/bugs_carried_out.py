@@ -11,7 +11,8 @@ BUGS: tuple[Mutation, ...] = (
         "        self.tell(self._evictor, Copied(message.op, message.failed))",
         "        if len(message.failed) < message.pairs:\n"
         "            self.tell(self._evictor, Copied(message.op, message.failed))",
-        "the completion of a copy that failed altogether is lost: whoever waits for it waits for ever",
+        "the completion of a copy that failed altogether is lost: whoever waits for it waits for "
+        "ever",
         ("tests/door/test_faults.py::test_a_failed_load_is_a_miss_into_the_leases_own_blocks",),
     ),
     Mutation(
@@ -64,7 +65,9 @@ BUGS: tuple[Mutation, ...] = (
         "                self._report(rank, Health.SILENT, f",
         "                rank.settle()\n                self._report(rank, Health.SILENT, f",
         "blocks that a stopped rank may still write to are handed out again",
-        ("tests/planted/test_gaps_below.py::test_what_a_silent_rank_was_asked_stays_open_until_it_answers",),
+        (
+            "tests/planted/test_gaps_below.py::test_what_a_silent_rank_was_asked_stays_open_until_it_answers",
+        ),
     ),
     Mutation(
         "checksum_not_compared",
@@ -72,7 +75,9 @@ BUGS: tuple[Mutation, ...] = (
         "whole = is_marked(there, mark) and xxhash.xxh3_64_intdigest(into) == checksum_of(mark)",
         "whole = is_marked(there, mark)",
         "a rotten bit in a stored object is served as a hit",
-        ("tests/storage/test_file_store.py::test_a_damaged_object_is_a_counted_miss_and_its_slot_is_left_alone",),
+        (
+            "tests/storage/test_file_store.py::test_a_damaged_object_is_a_counted_miss_and_its_slot_is_left_alone",
+        ),
     ),
     Mutation(
         "slots_overlap",
@@ -80,7 +85,9 @@ BUGS: tuple[Mutation, ...] = (
         "yield fd, index * self.meta.stride",
         "yield fd, max(0, index - 1) * self.meta.stride",
         "two slots of a slab lie on the same bytes",
-        ("tests/storage/test_contract.py::TestFile::test_what_was_written_is_read_and_results_are_per_key",),
+        (
+            "tests/storage/test_contract.py::TestFile::test_what_was_written_is_read_and_results_are_per_key",
+        ),
     ),
     Mutation(
         "found_before_it_is_written",
@@ -112,14 +119,18 @@ BUGS: tuple[Mutation, ...] = (
         "            if slot in self._readers:\n",
         "            if slot in self._leaving:\n",
         "the slot of an object that goes is written anew under its reader",
-        ("tests/planted/test_gaps_below.py::test_what_is_removed_while_it_is_read_keeps_its_place_until_then",),
+        (
+            "tests/planted/test_gaps_below.py::test_what_is_removed_while_it_is_read_keeps_its_place_until_then",
+        ),
     ),
     Mutation(
         "cancelled_thread_not_awaited",
         "storage/backends/file.py",
-        "        return await to_the_end(asyncio.wrap_future(self._threads.submit(lambda: function(*args))))",
+        "        return await to_the_end(asyncio.wrap_future(self._threads.submit(lambda: "
+        "function(*args))))",
         "        return await asyncio.wrap_future(self._threads.submit(lambda: function(*args)))",
-        "a cancelled read goes on in its thread and writes into a slot that is somebody else's by then",
+        "a cancelled read goes on in its thread and writes into a slot that is somebody else's by "
+        "then",
         ("tests/planted/test_gaps_below.py::test_a_cancelled_read_has_ended_when_it_returns",),
     ),
     Mutation(
@@ -133,15 +144,18 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "cancelled_put_delivers",
         "actor/channel.py",
-        "                self._granted -= 1  # the place was promised to us: pass it on\n                self._grant()\n",
-        "                self._granted -= 1  # the place was promised to us: pass it on\n                self._append(item)\n",
+        "                self._granted -= 1  # the place was promised to us: pass it on\n          "
+        "      self._grant()\n",
+        "                self._granted -= 1  # the place was promised to us: pass it on\n          "
+        "      self._append(item)\n",
         "a put that was cancelled has delivered all the same, and its sender sends again",
         ("tests/actor/test_channel.py::test_exactly_once_under_cancellation_anywhere",),
     ),
     Mutation(
         "cancelled_put_keeps_the_place",
         "actor/channel.py",
-        "                self._granted -= 1  # the place was promised to us: pass it on\n                self._grant()\n",
+        "                self._granted -= 1  # the place was promised to us: pass it on\n          "
+        "      self._grant()\n",
         "                self._granted -= 1  # the place was promised to us: pass it on\n",
         "the place of a cancelled sender is passed on to nobody: the next one waits for ever",
         ("tests/actor/test_channel.py::test_exactly_once_under_cancellation_anywhere",),
@@ -150,7 +164,8 @@ BUGS: tuple[Mutation, ...] = (
         "cancelled_get_loses",
         "actor/channel.py",
         "            if item is not None:\n                return item\n",
-        "            if item is not None:\n                await asyncio.sleep(0)\n                return item\n",
+        "            if item is not None:\n                await asyncio.sleep(0)\n                "
+        "return item\n",
         "a get that is cancelled has taken an item that nobody sees",
         ("tests/actor/test_channel.py::test_cancelling_a_parked_receiver_loses_nothing",),
     ),
@@ -168,7 +183,9 @@ BUGS: tuple[Mutation, ...] = (
         "        if envelope.life != self.life or envelope.abandoned:\n",
         "        if envelope.abandoned:\n",
         "a restarted actor acts on what its last life was told",
-        ("tests/planted/test_gaps.py::test_what_was_on_its_way_to_a_dead_actor_is_not_for_its_next_life",),
+        (
+            "tests/planted/test_gaps.py::test_what_was_on_its_way_to_a_dead_actor_is_not_for_its_next_life",
+        ),
     ),
     Mutation(
         "survivors_hear_nothing",
@@ -199,10 +216,13 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "admitted_with_open_questions",
         "ranks/group.py",
-        "        rank.settle()  # a rank sends its identity when everything from before has ended\n",
+        "        rank.settle()  # a rank sends its identity when everything from before has "
+        "ended\n",
         "",
         "what a rank was asked before its process died is waited for for ever",
-        ("tests/planted/test_gaps_below.py::test_what_was_asked_of_a_rank_before_it_died_is_over_when_it_is_back",),
+        (
+            "tests/planted/test_gaps_below.py::test_what_was_asked_of_a_rank_before_it_died_is_over_when_it_is_back",
+        ),
     ),
     Mutation(
         "uncleared_rank_forgotten",
@@ -210,6 +230,8 @@ BUGS: tuple[Mutation, ...] = (
         "self._uncleared = len(done) < len(answers)",
         "self._uncleared = False",
         "a rank that could not be asked to clear its store serves what was cleared",
-        ("tests/planted/test_gaps_below.py::test_nothing_is_written_beside_what_could_not_be_cleared",),
+        (
+            "tests/planted/test_gaps_below.py::test_nothing_is_written_beside_what_could_not_be_cleared",
+        ),
     ),
 )

@@ -13,7 +13,8 @@ BUGS: tuple[Mutation, ...] = (
         "storage/worker.py",
         "islice(self._unreported, REPORT_PAGE)",
         "self._unreported",
-        "a store of millions of objects is reported in one message, and blocks the loop at start and after restarts",
+        "a store of millions of objects is reported in one message, and blocks the loop at start "
+        "and after restarts",
         (f"{PAGES}::test_a_large_store_is_reported_in_pages_of_one_turn_each",),
     ),
     Mutation(
@@ -45,7 +46,8 @@ BUGS: tuple[Mutation, ...] = (
         "flush_notifier/sinks/journal.py",
         "if start < 0 or len(tokens) != (start - first + len(keys)) * told.block_bytes:",
         "if start < 0:",
-        "a damaged journal makes the sink take back paths whose tokens do not belong to their blocks",
+        "a damaged journal makes the sink take back paths whose tokens do not belong to their "
+        "blocks",
         (f"{FILES}::test_a_journal_line_that_cannot_be_is_named",),
     ),
     Mutation(

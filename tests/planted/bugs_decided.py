@@ -10,7 +10,8 @@ BUGS: tuple[Mutation, ...] = (
         "prefix_index/transfers.py",
         "            self.offloads[op.op] = op\n",
         "            self._evict_done(op, bytes([HOST]) * op.total)\n",
-        "an evicted device block is given to the next request while it is still being copied to the host",
+        "an evicted device block is given to the next request while it is still being copied to "
+        "the host",
         ("tests/door/test_faults.py::test_two_requests_share_one_load_and_a_failure_of_it",),
     ),
     Mutation(
@@ -32,10 +33,16 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "hits_counted_twice",
         "prefix_index/admission.py",
-        "lease.device_hits, lease.host_hits, lease.storage_hits = again.run, 0, 0  # loads that landed meanwhile are in the run",
-        "lease.device_hits = again.run",
+        "        lease.device_hits, lease.host_hits, lease.storage_hits = (\n"
+        "            again.run,\n"
+        "            0,\n"
+        "            0,\n"
+        "        )  # loads that landed meanwhile are in the run\n",
+        "        lease.device_hits = again.run\n",
         "a request that waited and is matched again says more tokens are cached than are",
-        ("tests/planted/test_gaps.py::test_what_lands_while_a_request_waits_for_room_is_counted_once",),
+        (
+            "tests/planted/test_gaps.py::test_what_lands_while_a_request_waits_for_room_is_counted_once",
+        ),
     ),
     Mutation(
         "device_forgets_to_discard",
@@ -64,16 +71,18 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "whole_prompt_hit",
         "prefix_index/index.py",
-        "return full - 1 if self._recompute",
-        "return full - 0 if self._recompute",
-        "a whole prompt is a hit, and the engine has no token left to compute the first output from",
+        "            full - 1\n",
+        "            full - 0\n",
+        "a whole prompt is a hit, and the engine has no token left to compute the first output "
+        "from",
         ("tests/door/test_life.py::test_a_full_hit_leaves_a_block_to_compute_unless_configured",),
     ),
     Mutation(
         "clear_leaves_the_host",
         "prefix_index/clearing.py",
         "        self.tell(self.evictor, ClearHost(message.storage, op))\n",
-        "        if message.storage:\n            self.tell(self.evictor, ClearHost(message.storage, op))\n",
+        "        if message.storage:\n            self.tell(self.evictor, "
+        "ClearHost(message.storage, op))\n",
         "clear() without the storage leaves the host tier as it was",
         ("tests/planted/test_gaps.py::test_clear_takes_the_host_too",),
     ),
@@ -91,15 +100,21 @@ BUGS: tuple[Mutation, ...] = (
         "            self.device_cleared(Reason.RESTART)",
         '            self.log.debug("a new life")',
         "after a restart of PrefixIndex indexes go on believing in blocks of its last life",
-        ("tests/planted/test_gaps.py::test_what_a_dead_actor_held_is_told_gone_before_anything_comes_again",),
+        (
+            "tests/planted/test_gaps.py::test_what_a_dead_actor_held_is_told_gone_before_anything_comes_again",
+        ),
     ),
     Mutation(
         "namespace_not_in_the_key",
         "identity.py",
-        "field(TAG_NAMESPACE, self.namespace.encode())",
-        'field(TAG_NAMESPACE, b"")',
+        "        message += field(TAG_MODEL, self.model.encode()) + field(\n"
+        "            TAG_NAMESPACE, self.namespace.encode()\n"
+        "        )\n",
+        '        message += field(TAG_MODEL, self.model.encode()) + field(TAG_NAMESPACE, b"")\n',
         "requests of different namespaces share blocks",
-        ("tests/prefix_index/test_identity.py::test_no_text_moves_from_one_field_of_a_root_into_another",),
+        (
+            "tests/prefix_index/test_identity.py::test_no_text_moves_from_one_field_of_a_root_into_another",
+        ),
     ),
     Mutation(
         "salt_not_in_the_key",
@@ -107,7 +122,9 @@ BUGS: tuple[Mutation, ...] = (
         "field(TAG_SALT, self.salt.encode())",
         'field(TAG_SALT, b"")',
         "tenants with different salts share blocks",
-        ("tests/prefix_index/test_identity.py::test_no_text_moves_from_one_field_of_a_root_into_another",),
+        (
+            "tests/prefix_index/test_identity.py::test_no_text_moves_from_one_field_of_a_root_into_another",
+        ),
     ),
     Mutation(
         "slot_free_while_in_use",
@@ -148,7 +165,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "slot_free_before_the_write",
         "cpu_evictor/traffic.py",
-        "            self._writes[op] = Asked(writer, len(batch), partial(self._after_write, batch))\n",
+        "            self._writes[op] = Asked(writer, len(batch), partial(self._after_write, "
+        "batch))\n",
         "            self._after_write(batch, bytes([Outcome.OK]) * len(batch))\n",
         "a slot is free as soon as the write was sent, not when the store has read it",
         ("tests/cpu_evictor/test_tiers_walk.py",),
@@ -188,8 +206,12 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "exclusive_host_keeps_its_copy",
         "cpu_evictor/plane.py",
-        "if entry.place is not Place.TRANSIT and not entry.arriving]",
-        "if entry.place is Place.RESIDENT and not entry.arriving]",
+        "        dropped = [\n"
+        "            entry for entry in found if entry.place is not Place.TRANSIT and not "
+        "entry.arriving\n"
+        "        ]\n",
+        "        dropped = [entry for entry in found if entry.place is Place.RESIDENT and not "
+        "entry.arriving]\n",
         "what went back to the device stays in an exclusive host's slots",
         ("tests/door/test_life.py::test_offload_and_load_bring_the_same_bytes_back",),
     ),
@@ -207,12 +229,15 @@ BUGS: tuple[Mutation, ...] = (
         "            self.tell(self.notifier, Cleared(Tier.HOST, Reason.RESTART))",
         '            self.log.debug("a new life")',
         "after a restart of CpuEvictor indexes go on believing in what its slots held",
-        ("tests/planted/test_gaps.py::test_what_a_dead_actor_held_is_told_gone_before_anything_comes_again",),
+        (
+            "tests/planted/test_gaps.py::test_what_a_dead_actor_held_is_told_gone_before_anything_comes_again",
+        ),
     ),
     Mutation(
         "evicted_without_a_word",
         "cpu_evictor/traffic.py",
-        "        self.gone([entry for entry in entries if not entry.dropped], Reason.CPU_EVICTION)\n",
+        "        self.gone([entry for entry in entries if not entry.dropped], "
+        "Reason.CPU_EVICTION)\n",
         "",
         "indexes never hear that the host let go of blocks",
         ("tests/door/test_faults.py::test_host_watermarks_evict_ahead_of_need",),
@@ -263,7 +288,9 @@ BUGS: tuple[Mutation, ...] = (
         "            self._leave(lease, load, 0, 0, owner=False)",
         "            self._leave(lease, load, 0, 0, owner=True)",
         "a request whose load hangs goes on in the very blocks that the copy may still write to",
-        ("tests/door/test_faults.py::test_a_copy_that_hangs_costs_other_blocks_and_its_own_stay_out_of_use",),
+        (
+            "tests/door/test_faults.py::test_a_copy_that_hangs_costs_other_blocks_and_its_own_stay_out_of_use",
+        ),
     ),
     Mutation(
         "load_judged_before_its_parent",
@@ -290,7 +317,9 @@ BUGS: tuple[Mutation, ...] = (
         "return None if self.deliveries[i].in_flight else self.ledger.clock",
         "return self.ledger.clock",
         "flush_settled returns although a call under way may leave something to be corrected",
-        ("tests/flush_notifier/test_barrier.py::test_the_barrier_covers_what_an_unfinished_call_leaves_to_be_corrected",),
+        (
+            "tests/flush_notifier/test_barrier.py::test_the_barrier_covers_what_an_unfinished_call_leaves_to_be_corrected",
+        ),
     ),
     Mutation(
         "adapter_not_in_the_key",

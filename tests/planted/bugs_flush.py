@@ -13,7 +13,8 @@ BUGS: tuple[Mutation, ...] = (
         "            if not looked % ledger.step:\n"
         "                yield\n"
         "    for run in batch.runs:\n"
-        "        for entry in reversed(run.entries):  # the deepest first: they are to be forgotten first\n"
+        "        for entry in reversed(run.entries):  # the deepest first: they are to be "
+        "forgotten first\n"
         "            ledger.let_go(entry)\n",
         "            ledger.compare(entry, sink)\n"
         "            entry.held -= 1\n"
@@ -23,7 +24,8 @@ BUGS: tuple[Mutation, ...] = (
         "                ledger._remember(entry)\n"
         "                for _ in ledger.trim():\n"
         "                    pass\n",
-        "an entry is forgotten while the same step still refers to it: the notifier fails with a KeyError, or a sink stays wrong",
+        "an entry is forgotten while the same step still refers to it: the notifier fails with a "
+        "KeyError, or a sink stays wrong",
         (
             "tests/flush_notifier/test_ledger_machine.py::test_a_parent_in_the_same_batch_is_not_forgotten_before_it_is_remembered",
         ),
@@ -33,8 +35,11 @@ BUGS: tuple[Mutation, ...] = (
         "flush_notifier/order.py",
         "            if entry.number:\n                yield entry\n",
         "            yield entry\n",
-        "what goes through all entries in steps meets some that were forgotten meanwhile, and brings them back",
-        ("tests/flush_notifier/test_steps.py::test_the_order_of_entries_is_met_once_while_it_changes",),
+        "what goes through all entries in steps meets some that were forgotten meanwhile, and "
+        "brings them back",
+        (
+            "tests/flush_notifier/test_steps.py::test_the_order_of_entries_is_met_once_while_it_changes",
+        ),
     ),
     Mutation(
         "held_entry_is_kept_for_good",
@@ -51,7 +56,8 @@ BUGS: tuple[Mutation, ...] = (
         "flush_notifier/deliveries.py",
         '    except BaseException as error:\n        return described(error)\n    return ""\n',
         '    except Exception as error:\n        return described(error)\n    return ""\n',
-        "what a sink raises beside Exception ends the call's task with an error that nothing contains",
+        "what a sink raises beside Exception ends the call's task with an error that nothing "
+        "contains",
         (
             "tests/flush_notifier/test_contained_sinks.py::test_a_close_that_fails_neither_ends_in_an_error_nor_keeps_other_sinks_open",
         ),
@@ -71,8 +77,11 @@ BUGS: tuple[Mutation, ...] = (
         "flush_notifier/deliveries.py",
         "sound = type(taken) is int and 0 <= taken <= len(self.batch.tasks) and self.begun",
         "sound = True",
-        "a count of taken tasks that makes no sense fails the notifier, or tasks count as sent that were not",
-        ("tests/flush_notifier/test_contained_sinks.py::test_a_count_of_taken_tasks_that_makes_no_sense_counts_as_none",),
+        "a count of taken tasks that makes no sense fails the notifier, or tasks count as sent "
+        "that were not",
+        (
+            "tests/flush_notifier/test_contained_sinks.py::test_a_count_of_taken_tasks_that_makes_no_sense_counts_as_none",
+        ),
     ),
     Mutation(
         "sink_may_change_its_batch",
@@ -80,7 +89,9 @@ BUGS: tuple[Mutation, ...] = (
         "tuple(delivery.batch.tasks), delivery.begun",
         "delivery.batch.tasks, delivery.begun",
         "a sink that changes the list of tasks changes what the ledger takes for sent",
-        ("tests/flush_notifier/test_contained_sinks.py::test_a_sink_that_changes_its_batch_changes_its_own_copy",),
+        (
+            "tests/flush_notifier/test_contained_sinks.py::test_a_sink_that_changes_its_batch_changes_its_own_copy",
+        ),
     ),
     Mutation(
         "close_of_a_sink_raises",
@@ -103,10 +114,13 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "readers_beyond_the_limit_are_dropped",
         "flush_notifier/sinks/kv_replay.py",
-        "            await asyncio.wait(tasks, timeout=LOOK, return_when=asyncio.FIRST_COMPLETED)\n",
+        "            await asyncio.wait(tasks, timeout=LOOK, "
+        "return_when=asyncio.FIRST_COMPLETED)\n",
         "            await self._socket.recv_multipart()\n",
         "of many readers that ask at once some never get an answer",
-        ("tests/flush_notifier/test_kv_exposure.py::test_many_readers_at_once_all_get_their_answer",),
+        (
+            "tests/flush_notifier/test_kv_exposure.py::test_many_readers_at_once_all_get_their_answer",
+        ),
     ),
     Mutation(
         "replay_takes_frames_of_any_size",
@@ -114,7 +128,9 @@ BUGS: tuple[Mutation, ...] = (
         "        socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_REQUEST)\n",
         "",
         "a stranger's frame of a gigabyte is taken into memory",
-        ("tests/flush_notifier/test_kv_exposure.py::test_a_large_frame_ends_its_connection_before_it_is_read",),
+        (
+            "tests/flush_notifier/test_kv_exposure.py::test_a_large_frame_ends_its_connection_before_it_is_read",
+        ),
     ),
     Mutation(
         "socket_file_for_everybody",
@@ -122,7 +138,9 @@ BUGS: tuple[Mutation, ...] = (
         "        path.chmod(0o600)\n",
         "        path.stat()\n",
         "other users of the machine can read the events",
-        ("tests/flush_notifier/test_kv_exposure.py::test_a_socket_file_is_for_its_user_alone_and_takes_no_place_of_another",),
+        (
+            "tests/flush_notifier/test_kv_exposure.py::test_a_socket_file_is_for_its_user_alone_and_takes_no_place_of_another",
+        ),
     ),
     Mutation(
         "exposure_without_a_warning",
@@ -130,7 +148,9 @@ BUGS: tuple[Mutation, ...] = (
         "            if listen and endpoint.any_host:\n",
         "            if listen and endpoint.own and endpoint.transport == 'ipc':\n",
         "the token ids of all prompts are published on every interface and nothing is logged",
-        ("tests/flush_notifier/test_kv_exposure.py::test_listening_on_every_interface_is_one_warning",),
+        (
+            "tests/flush_notifier/test_kv_exposure.py::test_listening_on_every_interface_is_one_warning",
+        ),
     ),
     Mutation(
         "port_wraps_around",
@@ -146,7 +166,9 @@ BUGS: tuple[Mutation, ...] = (
         '            async with aiofiles.open(self.path, "ab", opener=open_private, executor=self._threads):\n                pass\n',
         "            self.path.parent.stat()\n",
         "a path that cannot be written opens, and nothing is ever delivered",
-        ("tests/flush_notifier/test_private_files.py::test_a_path_that_cannot_be_written_is_an_error_at_open",),
+        (
+            "tests/flush_notifier/test_private_files.py::test_a_path_that_cannot_be_written_is_an_error_at_open",
+        ),
     ),
     Mutation(
         "given_up_write_fails_unseen",
@@ -154,7 +176,9 @@ BUGS: tuple[Mutation, ...] = (
         "lambda task: None if task.cancelled() else task.exception()",
         "lambda task: None",
         "asyncio prints that a task's exception was never retrieved",
-        ("tests/flush_notifier/test_private_files.py::test_a_write_that_is_given_up_and_fails_then_is_no_unseen_exception",),
+        (
+            "tests/flush_notifier/test_private_files.py::test_a_write_that_is_given_up_and_fails_then_is_no_unseen_exception",
+        ),
     ),
     Mutation(
         "tokens_in_the_text_of_messages",
@@ -175,8 +199,10 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "jsonl_for_everybody",
         "flush_notifier/sinks/jsonl.py",
-        'async with aiofiles.open(self.path, "ab", opener=open_private, executor=self._threads) as file:',
-        'async with aiofiles.open(self.path, "ab", executor=self._threads) as file:',
+        "            async with aiofiles.open(\n"
+        '                self.path, "ab", opener=open_private, executor=self._threads\n'
+        "            ) as file:\n",
+        '            async with aiofiles.open(self.path, "ab", executor=self._threads) as file:\n',
         "every user of the machine can read the tokens of all prompts",
         ("tests/flush_notifier/test_private_files.py::test_a_new_file_is_for_its_user_alone",),
     ),
@@ -191,8 +217,10 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "refused_clear_in_one_turn",
         "flush_notifier/batches.py",
-        "<< UNSURE\n            ledger.compare(entry, sink)\n        if not i % ledger.step:\n            yield\n    looked = 0\n",
-        "<< UNSURE\n            ledger.compare(entry, sink)\n        if not i:\n            yield\n    looked = 0\n",
+        "<< UNSURE\n            ledger.compare(entry, sink)\n        if not i % ledger.step:\n     "
+        "       yield\n    looked = 0\n",
+        "<< UNSURE\n            ledger.compare(entry, sink)\n        if not i:\n            "
+        "yield\n    looked = 0\n",
         "the loop stands still while a clear that a sink did not take is undone",
         ("tests/flush_notifier/test_steps.py::test_a_path_of_very_many_blocks",),
     ),
@@ -210,7 +238,9 @@ BUGS: tuple[Mutation, ...] = (
         "        delivery.number += 1  # what else comes of this call is late\n",
         "",
         "the answer of a call that was given up is taken for the answer of the call",
-        ("tests/flush_notifier/test_steps.py::test_an_answer_while_the_end_of_its_call_is_settled_is_late",),
+        (
+            "tests/flush_notifier/test_steps.py::test_an_answer_while_the_end_of_its_call_is_settled_is_late",
+        ),
     ),
     Mutation(
         "endpoint_in_use_is_not_tried_again",

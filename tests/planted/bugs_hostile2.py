@@ -11,7 +11,9 @@ BUGS: tuple[Mutation, ...] = (
         "        if len(self.slabs) >= HELD:\n",
         "        if not self.folder.name:\n",
         "a store of many slabs takes every descriptor of the process",
-        ("tests/storage/test_descriptors.py::test_a_store_that_began_with_one_object_grows_with_few_descriptors",),
+        (
+            "tests/storage/test_descriptors.py::test_a_store_that_began_with_one_object_grows_with_few_descriptors",
+        ),
     ),
     Mutation(
         "a_read_makes_a_slab",
@@ -19,7 +21,9 @@ BUGS: tuple[Mutation, ...] = (
         "self._open_slab(slab, create=False)",
         "self._open_slab(slab)",
         "a slab that was deleted is made anew, empty, by a read",
-        ("tests/storage/test_descriptors.py::test_slabs_beyond_those_held_are_reckoned_shrunk_and_closed",),
+        (
+            "tests/storage/test_descriptors.py::test_slabs_beyond_those_held_are_reckoned_shrunk_and_closed",
+        ),
     ),
     Mutation(
         "any_table_is_a_damaged_store",
@@ -27,7 +31,9 @@ BUGS: tuple[Mutation, ...] = (
         "        return STORE_FOLDER.fullmatch(table.parent.resolve().name) is not None\n",
         "        return True\n",
         "'store prune' removes files of other programs that are named table",
-        ("tests/cli/test_store_command.py::test_files_of_others_named_table_are_no_stores_and_stay",),
+        (
+            "tests/cli/test_store_command.py::test_files_of_others_named_table_are_no_stores_and_stay",
+        ),
     ),
     Mutation(
         "sigterm_ends_a_command_at_once",

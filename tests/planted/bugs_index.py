@@ -13,15 +13,21 @@ BUGS: tuple[Mutation, ...] = (
         "prefix_index/index.py",
         "if load is None or load.lost:",
         "if load is None:",
-        "a request joins a load that stalled: it computes into blocks that a copy may still write, and its commit fails the index",
-        (f"{MACHINE}::test_a_request_that_waits_for_room_does_not_join_a_load_that_stalled_meanwhile",),
+        "a request joins a load that stalled: it computes into blocks that a copy may still write, "
+        "and its commit fails the index",
+        (
+            f"{MACHINE}::test_a_request_that_waits_for_room_does_not_join_a_load_that_stalled_meanwhile",
+        ),
     ),
     Mutation(
         "load_answered_before_its_blocks_stays_with_its_lease",
         "prefix_index/transfers.py",
-        "                load.owner.ops.remove(load)\n                load.owner.hoped = min(load.owner.hoped, load.start)\n            return\n",
-        "                load.owner.hoped = min(load.owner.hoped, load.start)\n            return\n",
-        "a load that the host tier refuses before it is placed is placed later, and nothing answers it",
+        "                load.owner.ops.remove(load)\n                load.owner.hoped = "
+        "min(load.owner.hoped, load.start)\n            return\n",
+        "                load.owner.hoped = min(load.owner.hoped, load.start)\n            "
+        "return\n",
+        "a load that the host tier refuses before it is placed is placed later, and nothing "
+        "answers it",
         (f"{MACHINE}::test_a_load_answered_before_it_is_placed_is_a_miss",),
     ),
     Mutation(
@@ -61,7 +67,8 @@ BUGS: tuple[Mutation, ...] = (
         "cpu_evictor/host.py",
         "        return len(self.entries) - len(self.lru) - self._handed\n",
         "        return len(self.entries) - len(self.lru)\n",
-        "check() reports slots on their way to the device as left over, while the index's Discard is on its way",
+        "check() reports slots on their way to the device as left over, while the index's Discard "
+        "is on its way",
         (f"{TIERS}::test_walks_through_every_order",),
     ),
     Mutation(
@@ -94,7 +101,9 @@ BUGS: tuple[Mutation, ...] = (
         "        self.give_up_asking(message.op)\n",
         "        return\n",
         "the device blocks of a finished request stay in use until a hung store answers",
-        (f"{TIERS}::test_a_store_that_does_not_answer_holds_the_blocks_of_a_finished_request_for_a_second",),
+        (
+            f"{TIERS}::test_a_store_that_does_not_answer_holds_the_blocks_of_a_finished_request_for_a_second",
+        ),
     ),
     Mutation(
         "report_of_a_copy_engine_is_not_checked",
@@ -126,6 +135,8 @@ BUGS: tuple[Mutation, ...] = (
         "        if changes != self.changes:\n            return\n",
         "",
         "a check in steps reports damage because a turn came between two steps",
-        ("tests/native/test_tree_check.py::test_a_change_between_the_steps_of_the_pools_check_is_no_damage",),
+        (
+            "tests/native/test_tree_check.py::test_a_change_between_the_steps_of_the_pools_check_is_no_damage",
+        ),
     ),
 )

@@ -10,8 +10,11 @@ BUGS: tuple[Mutation, ...] = (
         "opening.py",
         "            await asyncio.wait((task,), timeout=max(self.limit, least))\n        except",
         "            await asyncio.wait((task,))\n        except",
-        "a store, sink or copy engine of another package that does not open keeps `open` without limit",
-        ("tests/door/test_open_in_time.py::test_a_part_that_does_not_open_is_a_named_error_in_time",),
+        "a store, sink or copy engine of another package that does not open keeps `open` without "
+        "limit",
+        (
+            "tests/door/test_open_in_time.py::test_a_part_that_does_not_open_is_a_named_error_in_time",
+        ),
     ),
     Mutation(
         "cancelled_open_waits_for_the_part",
@@ -19,7 +22,9 @@ BUGS: tuple[Mutation, ...] = (
         "        await asyncio.wait((task,), timeout=self.shutdown.left(STOP) + LEAST_STEP)\n",
         "        await asyncio.wait((task,))\n",
         "a part that ignores its cancellation keeps a cancelled `open` without limit",
-        ("tests/door/test_open_in_time.py::test_a_cancelled_open_ends_in_time_although_a_part_ignores_its_cancellation",),
+        (
+            "tests/door/test_open_in_time.py::test_a_cancelled_open_ends_in_time_although_a_part_ignores_its_cancellation",
+        ),
     ),
     Mutation(
         "slow_store_silences_a_rank",
@@ -27,7 +32,9 @@ BUGS: tuple[Mutation, ...] = (
         "if self.closing or operation is None or not operation.stored or rank.link is None:",
         "if True:",
         "a slow disk of one rank stops every copy of all ranks",
-        ("tests/ranks/test_slow_stores.py::test_a_rank_whose_store_is_late_is_asked_whether_it_works_and_copies_go_on",),
+        (
+            "tests/ranks/test_slow_stores.py::test_a_rank_whose_store_is_late_is_asked_whether_it_works_and_copies_go_on",
+        ),
     ),
     Mutation(
         "ping_of_a_silent_rank_forgotten",
@@ -35,7 +42,9 @@ BUGS: tuple[Mutation, ...] = (
         "                self._silence.answered(rank)\n",
         "",
         "a rank that was stopped while its disk hangs stays silent until the disk returns",
-        ("tests/ranks/test_slow_stores.py::test_a_stopped_rank_whose_store_is_late_is_silent_until_it_answers_the_ping",),
+        (
+            "tests/ranks/test_slow_stores.py::test_a_stopped_rank_whose_store_is_late_is_silent_until_it_answers_the_ping",
+        ),
     ),
     Mutation(
         "rank_waits_for_its_store",
@@ -43,7 +52,9 @@ BUGS: tuple[Mutation, ...] = (
         "        await asyncio.wait(tasks, timeout=self.shutdown.left(STOP) + LEAST_STEP)\n",
         "        await asyncio.wait(tasks)\n",
         "a cancelled serve_rank waits without limit for a store that ignores its cancellation",
-        ("tests/ranks/test_slow_stores.py::test_a_rank_ends_in_time_while_its_store_hangs_and_ignores_its_cancellation",),
+        (
+            "tests/ranks/test_slow_stores.py::test_a_rank_ends_in_time_while_its_store_hangs_and_ignores_its_cancellation",
+        ),
     ),
     Mutation(
         "restart_waits_for_a_hung_call",
@@ -51,15 +62,20 @@ BUGS: tuple[Mutation, ...] = (
         "await asyncio.wait(list(self._jobs), timeout=limit)",
         "await asyncio.wait(list(self._jobs))",
         "an actor that fails while a disk does not answer never restarts",
-        ("tests/door/test_jobs_run_on.py::test_slots_that_a_call_to_a_store_accesses_are_not_handed_out_before_it_ends",),
+        (
+            "tests/door/test_jobs_run_on.py::test_slots_that_a_call_to_a_store_accesses_are_not_handed_out_before_it_ends",
+        ),
     ),
     Mutation(
         "slots_of_a_hung_call_are_free",
         "cpu_evictor/host.py",
         "        (self._withheld if slot in self._in_use else self._free).append(slot)\n",
         "        self._free.append(slot)\n",
-        "after a restart of a reader or writer, slots that a late call still accesses hold other blocks",
-        ("tests/door/test_jobs_run_on.py::test_slots_that_a_call_to_a_store_accesses_are_not_handed_out_before_it_ends",),
+        "after a restart of a reader or writer, slots that a late call still accesses hold other "
+        "blocks",
+        (
+            "tests/door/test_jobs_run_on.py::test_slots_that_a_call_to_a_store_accesses_are_not_handed_out_before_it_ends",
+        ),
     ),
     Mutation(
         "slots_of_a_hung_call_are_free_after_a_restart",
@@ -75,7 +91,9 @@ BUGS: tuple[Mutation, ...] = (
         "            self.ref.try_tell(Recheck(keys, keys))\n",
         "            pass\n",
         "no index is sent what a write stored that ended after its writer's restart",
-        ("tests/door/test_jobs_run_on.py::test_slots_that_a_call_to_a_store_accesses_are_not_handed_out_before_it_ends",),
+        (
+            "tests/door/test_jobs_run_on.py::test_slots_that_a_call_to_a_store_accesses_are_not_handed_out_before_it_ends",
+        ),
     ),
     Mutation(
         "copies_run_on_into_the_next_incarnation",
@@ -83,15 +101,20 @@ BUGS: tuple[Mutation, ...] = (
         "        if restart:\n            raise JobsRunOn",
         "        if False:\n            raise JobsRunOn",
         "a copy of an earlier incarnation writes into device blocks that were handed out again",
-        ("tests/door/test_jobs_run_on.py::test_copies_that_do_not_end_after_a_failure_end_the_cache_in_time",),
+        (
+            "tests/door/test_jobs_run_on.py::test_copies_that_do_not_end_after_a_failure_end_the_cache_in_time",
+        ),
     ),
     Mutation(
         "substitute_preferred",
         "cpu_evictor/traffic.py",
         "(actor.switched_off, load[actor.name])",
         "load[actor.name]",
-        "one reader that is switched off turns every look-up in storage into a miss, although another works",
-        ("tests/door/test_degraded.py::test_one_of_a_pool_that_is_switched_off_is_not_asked_while_another_works",),
+        "one reader that is switched off turns every look-up in storage into a miss, although "
+        "another works",
+        (
+            "tests/door/test_degraded.py::test_one_of_a_pool_that_is_switched_off_is_not_asked_while_another_works",
+        ),
     ),
     Mutation(
         "child_closes_the_parents_parts",
@@ -99,7 +122,9 @@ BUGS: tuple[Mutation, ...] = (
         "        if self.forked:\n            return\n",
         "",
         "a forked child that ends the parent's loop closes the parent's store and sinks",
-        ("tests/door/test_fork.py::test_a_child_that_ends_the_parents_loop_writes_and_unlocks_nothing",),
+        (
+            "tests/door/test_fork.py::test_a_child_that_ends_the_parents_loop_writes_and_unlocks_nothing",
+        ),
     ),
     Mutation(
         "child_waits_for_the_end_of_the_parents_cache",
@@ -107,31 +132,44 @@ BUGS: tuple[Mutation, ...] = (
         "        if self.forked:\n            return\n",
         "",
         "a forked child that leaves the block gets RuntimeError('no running event loop')",
-        ("tests/door/test_fork.py::test_a_child_that_leaves_the_block_closes_nothing_and_raises_only_its_own",),
+        (
+            "tests/door/test_fork.py::test_a_child_that_leaves_the_block_closes_nothing_and_raises_only_its_own",
+        ),
     ),
     Mutation(
         "child_is_refused_the_end_of_its_block",
         "cache.py",
-        "        if not self.system.forked:\n            self._check_thread()\n            self._open = False\n",
+        "        if not self.system.forked:\n            self._check_thread()\n            "
+        "self._open = False\n",
         "        self._check_thread()\n        self._open = False\n",
         "a forked child that leaves the block gets CacheClosed in place of its own exception",
-        ("tests/door/test_fork.py::test_a_child_that_leaves_the_block_closes_nothing_and_raises_only_its_own",),
+        (
+            "tests/door/test_fork.py::test_a_child_that_leaves_the_block_closes_nothing_and_raises_only_its_own",
+        ),
     ),
     Mutation(
         "substitute_reports_nothing",
         "storage/worker.py",
         "        if self.life:\n            self.report_all()\n",
-        "        if self.life and not type(self).__name__.startswith('No'):\n            self.report_all()\n",
-        "while a writer is switched off, indexes list blocks whose write it did not complete, or lack them",
-        ("tests/door/test_degraded.py::test_an_optional_actor_that_fails_too_often_is_switched_off_and_comes_back",),
+        "        if self.life and not type(self).__name__.startswith('No'):\n            "
+        "self.report_all()\n",
+        "while a writer is switched off, indexes list blocks whose write it did not complete, or "
+        "lack them",
+        (
+            "tests/door/test_degraded.py::test_an_optional_actor_that_fails_too_often_is_switched_off_and_comes_back",
+        ),
     ),
     Mutation(
         "files_in_the_default_executor",
         "flush_notifier/sinks/jsonl.py",
-        'async with aiofiles.open(self.path, "ab", opener=open_private, executor=self._threads) as file:',
-        'async with aiofiles.open(self.path, "ab", opener=open_private) as file:',
+        "            async with aiofiles.open(\n"
+        '                self.path, "ab", opener=open_private, executor=self._threads\n'
+        "            ) as file:\n",
+        '            async with aiofiles.open(self.path, "ab", opener=open_private) as file:\n',
         "a disk that does not answer keeps the process from its end, because of a JSON-lines file",
-        ("tests/flush_notifier/test_sinks.py::test_a_process_ends_although_a_disk_does_not_answer",),
+        (
+            "tests/flush_notifier/test_sinks.py::test_a_process_ends_although_a_disk_does_not_answer",
+        ),
     ),
     Mutation(
         "blocks_beyond_the_committed_forgotten",
@@ -149,7 +187,9 @@ BUGS: tuple[Mutation, ...] = (
         "        loop.call_soon_threadsafe(task.cancel)\n",
         "        signal.raise_signal(signal.SIGINT)\n",
         "a command that a script started in the background goes on after SIGTERM",
-        ("tests/cli/test_terminable.py::TestRunTerminable::test_sigterm_in_a_callback_of_the_loop_cancels_the_main_task",),
+        (
+            "tests/cli/test_terminable.py::TestRunTerminable::test_sigterm_in_a_callback_of_the_loop_cancels_the_main_task",
+        ),
     ),
     Mutation(
         "sigterm_raises_where_the_loop_is",
@@ -157,6 +197,8 @@ BUGS: tuple[Mutation, ...] = (
         "        loop.call_soon_threadsafe(task.cancel)\n",
         "        raise KeyboardInterrupt\n",
         "SIGTERM that arrives in a finalizer is lost, and the command runs on",
-        ("tests/cli/test_terminable.py::TestRunTerminable::test_sigterm_in_a_finalizer_cancels_the_main_task",),
+        (
+            "tests/cli/test_terminable.py::TestRunTerminable::test_sigterm_in_a_finalizer_cancels_the_main_task",
+        ),
     ),
 )

@@ -1,4 +1,5 @@
-"""Planted bugs: blocks in indexes that no request can get, and names of a store that is not this process's."""
+"""Planted bugs: blocks in indexes that no request can get, and names of a store that is not this
+process's."""
 
 from __future__ import annotations
 
@@ -11,23 +12,30 @@ BUGS: tuple[Mutation, ...] = (
         "            self.scoped(message.namespace)\n",
         "",
         "after new weights a router finds blocks that no request can get",
-        ("tests/door/test_namespaces.py::test_blocks_of_another_namespace_are_gone_for_indexes_and_come_back_with_it",),
+        (
+            "tests/door/test_namespaces.py::test_blocks_of_another_namespace_are_gone_for_indexes_and_come_back_with_it",
+        ),
     ),
     Mutation(
         "restarted_notifier_has_the_first_namespace",
         "system.py",
-        "root_of=self.roots.of, namespace=self.roots.namespace,",
-        "root_of=self.roots.of, namespace=self.config.cache.namespace,",
+        "            namespace=self.roots.namespace,\n",
+        "            namespace=self.config.cache.namespace,\n",
         "after a restart of the notifier indexes get the blocks of the first weights",
-        ("tests/door/test_namespaces.py::test_a_notifier_that_starts_anew_announces_the_present_namespace",),
+        (
+            "tests/door/test_namespaces.py::test_a_notifier_that_starts_anew_announces_the_present_namespace",
+        ),
     ),
     Mutation(
         "only_first_blocks_follow_the_namespace",
         "flush_notifier/scopes.py",
         "    for i, entry in enumerate(ledger.order.up_to(ledger.order.last_number), 1):\n",
-        "    for i, entry in enumerate((e for e in ledger.order.up_to(ledger.order.last_number) if e.parent is None), 1):\n",
+        "    for i, entry in enumerate((e for e in ledger.order.up_to(ledger.order.last_number) if "
+        "e.parent is None), 1):\n",
         "blocks below the first one stay announced without it",
-        ("tests/door/test_namespaces.py::test_blocks_of_another_namespace_are_gone_for_indexes_and_come_back_with_it",),
+        (
+            "tests/door/test_namespaces.py::test_blocks_of_another_namespace_are_gone_for_indexes_and_come_back_with_it",
+        ),
     ),
     Mutation(
         "names_of_a_store_of_others",
@@ -35,14 +43,18 @@ BUGS: tuple[Mutation, ...] = (
         "(key for key in self.catalog if key not in pending) if self.answerable else iter(())",
         "(key for key in self.catalog if key not in pending)",
         "a check compares indexes with what a store has that this process does not answer for",
-        ("tests/storage/test_file_store.py::test_a_second_process_is_told_who_holds_the_folder_or_looks_on",),
+        (
+            "tests/storage/test_file_store.py::test_a_second_process_is_told_who_holds_the_folder_or_looks_on",
+        ),
     ),
     Mutation(
         "growth_that_is_over_is_waited_for",
         "storage/backends/slab_steps.py",
-        "if self._task is None or self._task.done():",
-        "if self._task is None:",
+        "            self._task is None or self._task.done()\n",
+        "            self._task is None\n",
         "the loop stands still: a write asks again and again for a slab that others have filled",
-        ("tests/storage/test_store_tasks.py::test_a_write_between_the_end_of_a_growth_and_its_callbacks_asks_for_another",),
+        (
+            "tests/storage/test_store_tasks.py::test_a_write_between_the_end_of_a_growth_and_its_callbacks_asks_for_another",
+        ),
     ),
 )

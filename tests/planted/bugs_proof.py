@@ -1,4 +1,5 @@
-"""Planted bugs of what the simulation with AttentionStore, its small limits and the scenarios' settling catch. See `catalogue`."""
+"""Planted bugs of what the simulation with AttentionStore, its small limits and the scenarios'
+settling catch. See `catalogue`."""
 
 from __future__ import annotations
 
@@ -9,17 +10,23 @@ BUGS: tuple[Mutation, ...] = (
         "kept_as_of_before_a_direct_save",
         "cpu_evictor/save.py",
         "            held = (self.host.usable(key) if message.keep else None for key in keys)\n"
-        "            kept = bytes(entry is not None and entry.place is Place.RESIDENT for entry in held)\n",
+        "            kept = bytes(entry is not None and entry.place is Place.RESIDENT for entry in "
+        "held)\n",
         "            kept = bytes([message.keep]) * len(keys)\n",
-        "a copy that the host evicted while AttentionStore wrote the same blocks is called kept: a host hint that nothing takes back",
-        ("tests/simulation/test_direct.py::test_a_copy_evicted_during_a_direct_save_is_not_called_kept",),
+        "a copy that the host evicted while AttentionStore wrote the same blocks is called kept: a "
+        "host hint that nothing takes back",
+        (
+            "tests/simulation/test_direct.py::test_a_copy_evicted_during_a_direct_save_is_not_called_kept",
+        ),
     ),
     Mutation(
         "device_blocks_free_before_a_direct_save_ends",
         "cpu_evictor/direct.py",
         "        self.saving[op] = Saving(len(blocks), then)\n",
-        "        self.saving[op] = Saving(len(blocks), lambda good: None)\n        then(len(blocks))\n",
-        "device blocks are given away while AttentionStore still reads them, and their next owner's bytes are stored",
+        "        self.saving[op] = Saving(len(blocks), lambda good: None)\n        "
+        "then(len(blocks))\n",
+        "device blocks are given away while AttentionStore still reads them, and their next "
+        "owner's bytes are stored",
         ("tests/simulation/test_direct.py::test_nothing_is_violated",),
     ),
     Mutation(
@@ -33,7 +40,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "limits_are_not_restored",
         "simulation/limits.py",
-        "    finally:\n        for name, (module, constant) in places.items():\n            setattr(module, constant, before[name])\n",
+        "    finally:\n        for name, (module, constant) in places.items():\n            "
+        "setattr(module, constant, before[name])\n",
         "    finally:\n        pass\n",
         "a process that simulates keeps the limits of its last run",
         ("tests/simulation/test_limits.py",),
@@ -44,14 +52,17 @@ BUGS: tuple[Mutation, ...] = (
         "        if work.settle and turn:\n",
         "        if work.settle and not turn:\n",
         "the quickstart hits storage only where the disk is fast enough",
-        ("tests/scenario/test_runner.py::test_what_a_settled_chat_hits_does_not_depend_on_the_disk",),
+        (
+            "tests/scenario/test_runner.py::test_what_a_settled_chat_hits_does_not_depend_on_the_disk",
+        ),
     ),
     Mutation(
         "late_reports_are_not_rechecked",
         "storage/worker.py",
         "        if not self._outbox or not (held or gone):\n",
         "        if not self._outbox or held or gone:\n",
-        "a gain that waited for room in the notifier's lane enters it after another writer's loss of the same block: sinks stay wrong",
+        "a gain that waited for room in the notifier's lane enters it after another writer's loss "
+        "of the same block: sinks stay wrong",
         ("tests/storage/test_late_reports.py",),
     ),
 )

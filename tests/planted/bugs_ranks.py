@@ -1,4 +1,5 @@
-"""Planted bugs of ranks in other processes: who may join, what they may send, and what their stores hold. See `catalogue`."""
+"""Planted bugs of ranks in other processes: who may join, what they may send, and what their stores
+hold. See `catalogue`."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ BUGS: tuple[Mutation, ...] = (
         'if not hmac.compare_digest(proof.mac, mac(secret, b"rank", hello.nonce, nonce)):',
         'if not hmac.compare_digest(proof.mac, proof.mac) and mac(secret, b"rank", hello.nonce, nonce):',
         "every process that can connect joins as a rank",
-        ("tests/ranks/test_rank_security.py::test_a_rank_with_another_secret_or_none_is_refused_and_nothing_changes",),
+        (
+            "tests/ranks/test_rank_security.py::test_a_rank_with_another_secret_or_none_is_refused_and_nothing_changes",
+        ),
     ),
     Mutation(
         "proof_of_a_leader_not_compared",
@@ -27,7 +30,9 @@ BUGS: tuple[Mutation, ...] = (
         "    wire.limit = UNPROVEN_BYTES\n    reason, answer",
         "    wire.limit = MOST_BYTES\n    reason, answer",
         "strangers fill the leader's memory with messages of many megabytes",
-        ("tests/ranks/test_rank_security.py::test_a_stranger_makes_the_leader_read_no_more_than_a_small_message",),
+        (
+            "tests/ranks/test_rank_security.py::test_a_stranger_makes_the_leader_read_no_more_than_a_small_message",
+        ),
     ),
     Mutation(
         "strangers_without_limit",
@@ -35,7 +40,9 @@ BUGS: tuple[Mutation, ...] = (
         "while len(self._unclaimed) >= UNCLAIMED + 2 * self.config.count:",
         "while len(self._unclaimed) >= UNCLAIMED * 1000:",
         "strangers hold any number of connections",
-        ("tests/ranks/test_rank_security.py::test_strangers_cannot_hold_more_connections_than_the_limit_and_displace_no_rank",),
+        (
+            "tests/ranks/test_rank_security.py::test_strangers_cannot_hold_more_connections_than_the_limit_and_displace_no_rank",
+        ),
     ),
     Mutation(
         "second_process_takes_the_number",
@@ -43,7 +50,9 @@ BUGS: tuple[Mutation, ...] = (
         "            if await link.answers():\n",
         "            if False and await link.answers():\n",
         "two processes of one rank number evict each other again and again",
-        ("tests/ranks/test_rank_protocol.py::test_a_second_process_of_one_number_is_refused_while_the_first_answers",),
+        (
+            "tests/ranks/test_rank_protocol.py::test_a_second_process_of_one_number_is_refused_while_the_first_answers",
+        ),
     ),
     Mutation(
         "outcomes_not_counted",
@@ -51,7 +60,9 @@ BUGS: tuple[Mutation, ...] = (
         "        if len(answer.outcomes) != self.outcomes:\n",
         "        if len(answer.outcomes) > self.outcomes:\n",
         "an answer with too few outcomes counts as a copy that was made",
-        ("tests/ranks/test_rank_protocol.py::test_an_answer_that_cannot_be_costs_the_connection_and_no_bytes",),
+        (
+            "tests/ranks/test_rank_protocol.py::test_an_answer_that_cannot_be_costs_the_connection_and_no_bytes",
+        ),
     ),
     Mutation(
         "another_model_joins",
@@ -59,7 +70,9 @@ BUGS: tuple[Mutation, ...] = (
         '        ("model", identity.model, ours.model),\n',
         "",
         "a rank with the objects of another model joins",
-        ("tests/ranks/test_rank_protocol.py::test_an_identity_that_does_not_fit_is_refused_with_both_values",),
+        (
+            "tests/ranks/test_rank_protocol.py::test_an_identity_that_does_not_fit_is_refused_with_both_values",
+        ),
     ),
     Mutation(
         "all_names_in_one_page",
@@ -85,8 +98,11 @@ BUGS: tuple[Mutation, ...] = (
         "ranks/names.py",
         "        self.uneven = self.uneven or len(others | {generation}) > 1\n",
         "",
-        "after a clear that reached only some ranks, what the others kept is written over as one object of two generations",
-        ("tests/ranks/test_rank_clears.py::test_ranks_of_different_generations_hold_nothing_until_all_are_cleared",),
+        "after a clear that reached only some ranks, what the others kept is written over as one "
+        "object of two generations",
+        (
+            "tests/ranks/test_rank_clears.py::test_ranks_of_different_generations_hold_nothing_until_all_are_cleared",
+        ),
     ),
     Mutation(
         "unconfirmed_clear_returns",
@@ -94,12 +110,15 @@ BUGS: tuple[Mutation, ...] = (
         "        if missing and (self.shared or not done):\n",
         "        if missing and self.shared:\n",
         "clear(storage=True) returns although no rank has cleared its store",
-        ("tests/ranks/test_rank_clears.py::test_a_clear_that_no_rank_confirms_raises_and_stays_to_be_done",),
+        (
+            "tests/ranks/test_rank_clears.py::test_a_clear_that_no_rank_confirms_raises_and_stays_to_be_done",
+        ),
     ),
     Mutation(
         "socket_for_everybody",
         "ranks/listening.py",
-        "    os.fchmod(sock.fileno(), 0o600)  # Linux takes the mode of the path from it\n    sock.bind(path)\n    Path(path).chmod(0o600)",
+        "    os.fchmod(sock.fileno(), 0o600)  # Linux takes the mode of the path from it\n    "
+        "sock.bind(path)\n    Path(path).chmod(0o600)",
         "    sock.bind(path)\n    Path(path).chmod(0o666)",
         "every user of the machine can connect to the rank endpoint",
         ("tests/ranks/test_rank_security.py::test_a_socket_is_for_its_user_alone_and_is_removed",),

@@ -12,9 +12,11 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "resync_forgets_before_the_call_in_flight_is_over",
         "flush_notifier/actor.py",
-        "        if delivery.in_flight:\n            delivery.anew = True\n        else:\n            self._work(",
+        "        if delivery.in_flight:\n            delivery.anew = True\n        else:\n         "
+        "   self._work(",
         "        if True:\n            self._work(",
-        "a batch in flight counts as delivered after the index was made to forget it: its blocks are missing there for good",
+        "a batch in flight counts as delivered after the index was made to forget it: its blocks "
+        "are missing there for good",
         (RESYNC + "test_a_resync_during_a_call_counts_what_the_call_brought",),
     ),
     Mutation(
@@ -22,7 +24,8 @@ BUGS: tuple[Mutation, ...] = (
         "flush_notifier/sinks/attention_store.py",
         "    repeats = True\n",
         "    repeats = False\n",
-        "AttentionStore's index is told that resident blocks are gone, for as long as it takes to send everything again",
+        "AttentionStore's index is told that resident blocks are gone, for as long as it takes to "
+        "send everything again",
         (RESYNC + "test_attention_store_is_never_short_of_a_resident_block",),
     ),
     Mutation(
@@ -44,7 +47,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "resync_answers_before_it_is_delivered",
         "flush_notifier/actor.py",
-        "        self._settling += [Settling(envelope, {i: self._mark(i)}) for envelope in delivery.asks]\n",
+        "        self._settling += [Settling(envelope, {i: self._mark(i)}) for envelope in "
+        "delivery.asks]\n",
         "        self._settling += [Settling(envelope, {}) for envelope in delivery.asks]\n",
         "resync returns before the index has everything",
         (RESYNC + "test_an_index_that_lost_its_state_has_everything_after_a_resync",),
@@ -54,15 +58,18 @@ BUGS: tuple[Mutation, ...] = (
         "flush_notifier/sinks/kv_events.py",
         '    if numbers == "from_zero":\n        return 0\n    now',
         '    if numbers != "":\n        return 0\n    now',
-        "after a restart Dynamo passes over every batch up to the last number of the process before: its blocks stay there for good",
+        "after a restart Dynamo passes over every batch up to the last number of the process "
+        "before: its blocks stay there for good",
         (TESTS + "test_numbers_of_a_new_process_go_on_above_those_of_the_one_before",),
     ),
     Mutation(
         "replay_begins_later_than_asked",
         "flush_notifier/sinks/kv_replay.py",
-        "                number = await self._send_state(answer, number)\n                continue\n",
+        "                number = await self._send_state(answer, number)\n                "
+        "continue\n",
         "                number = window.first\n                continue\n",
-        "a reader that lacks more than the window stays wrong for good: it misses removals, or knows nothing of older blocks",
+        "a reader that lacks more than the window stays wrong for good: it misses removals, or "
+        "knows nothing of older blocks",
         (TESTS + "test_a_request_for_more_than_is_kept_begins_where_it_asks_and_is_the_state",),
     ),
     Mutation(
@@ -70,7 +77,8 @@ BUGS: tuple[Mutation, ...] = (
         "flush_notifier/sinks/kv_state.py",
         "            tiers = changes.tiers(held) & ALL_TIERS.value\n",
         "            tiers = held.tiers & ALL_TIERS.value\n",
-        "a replay repeats or lacks what was published while the ledger was read: llm-d counts a block twice and never removes it",
+        "a replay repeats or lacks what was published while the ledger was read: llm-d counts a "
+        "block twice and never removes it",
         (TESTS + "test_what_the_last_call_published_is_in_the_state_before_the_ledger_counts_it",),
     ),
     Mutation(
@@ -94,13 +102,15 @@ BUGS: tuple[Mutation, ...] = (
         "flush_notifier/sinks/kv_events.py",
         '        self.fill = config.numbers == "from_zero"\n',
         "        self.fill = True\n",
-        "a reader that asks after a restart is sent an empty batch for every microsecond in between",
+        "a reader that asks after a restart is sent an empty batch for every microsecond in "
+        "between",
         (TESTS + "test_numbers_that_rise_are_not_filled_up",),
     ),
     Mutation(
         "window_forgets_what_follows_a_state",
         "flush_notifier/sinks/kv_replay.py",
-        "            if self._kept[0][0] >= self.needed and self._has_place():\n                return\n",
+        "            if self._kept[0][0] >= self.needed and self._has_place():\n                "
+        "return\n",
         "",
         "under load a state is old before its reader has it, and is made again and again",
         (TESTS + "test_a_window_keeps_what_follows_a_state_within_bounds",),
@@ -110,7 +120,8 @@ BUGS: tuple[Mutation, ...] = (
         "flush_notifier/sinks/kv_events.py",
         "        if not self._readers:\n            self._states.release()\n",
         "        if not self._readers:\n",
-        "the encoded state stays in memory after its last reader, and the window keeps everything after it",
+        "the encoded state stays in memory after its last reader, and the window keeps everything "
+        "after it",
         (TESTS + "test_a_state_is_dropped_when_no_reader_needs_it",),
     ),
     Mutation(
@@ -124,10 +135,15 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "every_interface_in_long_form_is_not_recognised",
         "zmq_endpoint.py",
-        '        return self.transport == "tcp" and (self.host == "*" or (address is not None and address.is_unspecified))\n',
+        '        return self.transport == "tcp" and (\n'
+        '            self.host == "*" or (address is not None and address.is_unspecified)\n'
+        "        )\n",
         '        return self.transport == "tcp" and self.host in ("*", "0.0.0.0", "::")\n',
-        "a publisher that listens at tcp://[0::0] on every interface logs no warning, or connects there",
-        ("tests/flush_notifier/test_kv_exposure.py::test_endpoints_that_every_interface_listens_at",),
+        "a publisher that listens at tcp://[0::0] on every interface logs no warning, or connects "
+        "there",
+        (
+            "tests/flush_notifier/test_kv_exposure.py::test_endpoints_that_every_interface_listens_at",
+        ),
     ),
     Mutation(
         "silence_when_idle",

@@ -47,13 +47,15 @@ BUGS = (
         "actor/actor.py",
         "        raise failure from error\n",
         "        raise error\n",
-        "a turn that raises CancelledError ends its actor without a failure: every ask waits for its deadline",
+        "a turn that raises CancelledError ends its actor without a failure: every ask waits for "
+        "its deadline",
         (f"{LEAKED}::test_a_turn_that_raises_it_fails_its_actor_at_once",),
     ),
     Mutation(
         "a_jobs_leaked_error_is_a_cancellation",
         "actor/actor.py",
-        "            if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):\n",
+        "            if isinstance(error, asyncio.CancelledError) and (task is None or "
+        "task.cancelling()):\n",
         "            if not isinstance(error, Exception):\n",
         "a job that raises CancelledError never answers",
         (f"{LEAKED}::test_a_job_that_raises_it_is_a_job_that_failed",),
@@ -80,7 +82,9 @@ BUGS = (
         "        if self._spec is None or self._record is not None:\n            return False\n",
         "        if self._spec is not None or self._record is None:\n            return False\n",
         "a notifier that fails again and again takes the whole cache with it",
-        (f"{DEGRADED}::test_an_optional_actor_that_fails_too_often_is_switched_off_and_comes_back",),
+        (
+            f"{DEGRADED}::test_an_optional_actor_that_fails_too_often_is_switched_off_and_comes_back",
+        ),
     ),
     Mutation(
         "switched_off_for_good",
@@ -88,7 +92,9 @@ BUGS = (
         "                if not switch.due() or self._stopping:\n",
         "                if True:\n",
         "an optional actor never comes back",
-        (f"{DEGRADED}::test_an_optional_actor_that_fails_too_often_is_switched_off_and_comes_back",),
+        (
+            f"{DEGRADED}::test_an_optional_actor_that_fails_too_often_is_switched_off_and_comes_back",
+        ),
     ),
     Mutation(
         "no_longer_pause_after_a_relapse",
@@ -110,7 +116,8 @@ BUGS = (
         "a_failed_cache_ends_in_silence",
         "system.py",
         "        await self._leave(task, started, leave, clean=True)\n"
-        "        if (failure := self.supervisor.failure()) is not None:\n            raise failure\n",
+        "        if (failure := self.supervisor.failure()) is not None:\n            raise "
+        "failure\n",
         "        await self._leave(task, started, leave, clean=True)\n",
         "a program whose cache failed ends as if all had been well",
         (f"{DEGRADED}::test_a_cache_that_has_failed_says_so_in_every_call_and_at_its_end",),
@@ -118,7 +125,8 @@ BUGS = (
     Mutation(
         "a_hung_thread_holds_the_end",
         "shutdown.py",
-        "            self._timer = asyncio.get_running_loop().call_at(self.at(STOP), self.waits.abandon)\n",
+        "            self._timer = asyncio.get_running_loop().call_at(self.at(STOP), "
+        "self.waits.abandon)\n",
         "",
         "a cache beside a hung disk cannot be closed",
         (f"{CLOSE}::test_it_ends_in_time_while_a_disk_hangs_and_memory_in_use_stays_mapped",),
@@ -145,7 +153,9 @@ BUGS = (
         "        if system.activity.begun != begun:\n            return\n",
         "",
         "check() reports a violation under load that is none",
-        ("tests/observe/test_invariants.py::test_a_comparison_ends_when_the_system_is_not_at_rest_any_more",),
+        (
+            "tests/observe/test_invariants.py::test_a_comparison_ends_when_the_system_is_not_at_rest_any_more",
+        ),
     ),
     Mutation(
         "logs_go_to_stdout",
@@ -153,6 +163,8 @@ BUGS = (
         "        if structlog.is_configured():\n",
         "        if structlog:\n",
         "warnings appear in the output of the embedding program",
-        ("tests/observe/test_logs.py::test_without_settings_warnings_go_to_stderr_and_nothing_to_stdout",),
+        (
+            "tests/observe/test_logs.py::test_without_settings_warnings_go_to_stderr_and_nothing_to_stdout",
+        ),
     ),
 )

@@ -12,9 +12,12 @@ BUGS: tuple[Mutation, ...] = (
         "clear_returns_every_block_in_its_turn",
         "prefix_index/index.py",
         "        self.returning += unused\n        self.retired.append(self.tree)\n",
-        "        self.returning += unused\n        self.retired.append(self.tree)\n        self.bring_back(unused)\n",
+        "        self.returning += unused\n        self.retired.append(self.tree)\n        "
+        "self.bring_back(unused)\n",
         "a clear of very many blocks keeps the loop until the last of them is free",
-        (f"{CLEAR}::test_the_turn_of_a_clear_returns_nothing_and_later_turns_return_a_bounded_number_of_blocks",),
+        (
+            f"{CLEAR}::test_the_turn_of_a_clear_returns_nothing_and_later_turns_return_a_bounded_number_of_blocks",
+        ),
     ),
     Mutation(
         "blocks_of_a_cleared_tree_do_not_count",
@@ -38,7 +41,9 @@ BUGS: tuple[Mutation, ...] = (
         "        self.index.sweep()\n        self._sweep_later()\n",
         "        self.index.sweep()\n",
         "after its first step nothing brings back what a clear left, and its memory stays",
-        (f"{CLEAR}::test_the_turn_of_a_clear_returns_nothing_and_later_turns_return_a_bounded_number_of_blocks",),
+        (
+            f"{CLEAR}::test_the_turn_of_a_clear_returns_nothing_and_later_turns_return_a_bounded_number_of_blocks",
+        ),
     ),
     Mutation(
         "memory_of_a_cleared_tree_is_kept",
@@ -67,9 +72,12 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "lease_goes_on_after_a_part_of_a_cancelled_commit",
         "lease.py",
-        "            if self._path.num_committed > before:\n                self._give_up()  # some of it has happened\n",
+        "            if self._path.num_committed > before:\n                self._give_up()  # "
+        "some of it has happened\n",
         "",
         "a cancelled call has happened in part, and the lease does not say so",
-        (f"{COMMIT}::test_a_commit_cancelled_between_its_parts_ends_the_lease_and_keeps_the_parts",),
+        (
+            f"{COMMIT}::test_a_commit_cancelled_between_its_parts_ends_the_lease_and_keeps_the_parts",
+        ),
     ),
 )

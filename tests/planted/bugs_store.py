@@ -1,4 +1,5 @@
-"""Planted bugs of the file store, the seam around back ends, and the clear of a store. See `catalogue`."""
+"""Planted bugs of the file store, the seam around back ends, and the clear of a store. See
+`catalogue`."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ BUGS: tuple[Mutation, ...] = (
         "prefix_index/clearing.py",
         "        if message.storage:\n",
         "        if message.storage and self.paused:\n",
-        "clear(storage=True) returns before the store is empty, and does not raise when it cannot be emptied",
+        "clear(storage=True) returns before the store is empty, and does not raise when it cannot "
+        "be emptied",
         (f"{CLEAR}::test_a_failed_clear_raises_and_nothing_is_hit_until_one_succeeds",),
     ),
     Mutation(
@@ -43,15 +45,20 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "refused_clear_passes",
         "storage/backends/slab_steps.py",
-        '            raise StoreError(f"{self._files.folder}: the store could not be cleared: {error}") from error\n',
+        "            raise StoreError(\n"
+        '                f"{self._files.folder}: the store could not be cleared: {error}"\n'
+        "            ) from error\n",
         "            self.uncleared = bool(error)\n            return\n",
         "a clear that the disk refused is reported as done",
-        (f"{FORMAT}::test_a_clear_that_the_disk_refuses_is_an_error_and_nothing_is_hit_all_the_same",),
+        (
+            f"{FORMAT}::test_a_clear_that_the_disk_refuses_is_an_error_and_nothing_is_hit_all_the_same",
+        ),
     ),
     Mutation(
         "identity_not_compared",
         "storage/backends/slab_files.py",
-        "        if (there.digest, there.block_bytes) != (self.meta.digest, self.meta.block_bytes):\n",
+        "        if (there.digest, there.block_bytes) != (self.meta.digest, "
+        "self.meta.block_bytes):\n",
         "        if there.block_bytes != self.meta.block_bytes:\n",
         "the folder of another model, namespace or rank is taken over",
         (f"{FORMAT}::test_a_folder_moved_to_another_identitys_place_gives_misses_or_an_error",),
@@ -59,8 +66,11 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "first_page_checksum_ignored",
         "storage/backends/slab_table.py",
-        'if len(page) == PAGE and xxhash.xxh3_64_intdigest(page[:BODY]).to_bytes(8, "little") == page[BODY:]:',
-        'if len(page) == PAGE and page[BODY:] != b"\\n" * 8:',
+        "    if (\n"
+        "        len(page) == PAGE\n"
+        '        and xxhash.xxh3_64_intdigest(page[:BODY]).to_bytes(8, "little") == page[BODY:]\n'
+        "    ):\n",
+        '    if len(page) == PAGE and page[BODY:] != b"\\n" * 8:\n',
         "a flipped bit in the first page of the table is taken for what was written",
         (f"{FORMAT}::test_every_bit_of_the_first_page_may_flip",),
     ),
@@ -165,8 +175,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "breaker_opens_without_a_word",
         "storage/breaker.py",
-        '            log.warning("store left alone"',
-        '            log.debug("store left alone"',
+        "            log.warning(\n",
+        "            log.debug(\n",
         "a store that fails is left alone and no warning is logged",
         (f"{HEALS}::test_the_breaker_logs_each_change_once_with_its_reason",),
     ),
@@ -183,7 +193,10 @@ BUGS: tuple[Mutation, ...] = (
         "storage/backends/slab_files.py",
         "        if error.errno != errno.EINVAL:\n",
         "        if error.errno != errno.EINVAL or not self.direct:\n",
-        "of several threads to which direct I/O is refused at once, all but one lose what they write",
-        ("tests/storage/test_file_store.py::test_threads_that_find_out_together_that_direct_io_is_refused_all_write",),
+        "of several threads to which direct I/O is refused at once, all but one lose what they "
+        "write",
+        (
+            "tests/storage/test_file_store.py::test_threads_that_find_out_together_that_direct_io_is_refused_all_write",
+        ),
     ),
 )

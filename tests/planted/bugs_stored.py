@@ -1,4 +1,5 @@
-"""Planted bugs of what the file store announces after a restart, and of its tasks. See `catalogue`."""
+"""Planted bugs of what the file store announces after a restart, and of its tasks. See
+`catalogue`."""
 
 from __future__ import annotations
 
@@ -20,8 +21,10 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "advance_swallows_cancellation",
         "storage/backends/slab_steps.py",
-        "            await asyncio.wrap_future(self._threads.submit(lambda: self._files.advance(number)))\n",
-        "            await to_the_end(asyncio.wrap_future(self._threads.submit(lambda: self._files.advance(number))))\n",
+        "            await asyncio.wrap_future(self._threads.submit(lambda: "
+        "self._files.advance(number)))\n",
+        "            await to_the_end(asyncio.wrap_future(self._threads.submit(lambda: "
+        "self._files.advance(number))))\n",
         "a loop that ends waits for a disk that hangs, because the store was being cleared",
         (f"{TASKS}::test_a_loop_ends_although_a_step_of_the_store_hangs",),
     ),
@@ -38,13 +41,15 @@ BUGS: tuple[Mutation, ...] = (
         "storage/worker.py",
         "        while self._paging or self._reading or self.state is State.STARTING:\n",
         "        while self._reading or self.state is State.STARTING:\n",
-        "flush_settled(at_rest=False) right after opening returns before the store's blocks were reported",
+        "flush_settled(at_rest=False) right after opening returns before the store's blocks were "
+        "reported",
         (f"{PAGES}::test_a_flush_waits_for_every_page_of_the_report_at_the_start",),
     ),
     Mutation(
         "salted_tokens_on_disk",
         "prefix_index/lineages.py",
-        "        return origin if origin.salt is None and self._root_of(origin) == root else None\n",
+        "        return origin if origin.salt is None and self._root_of(origin) == root else "
+        "None\n",
         "        return origin if self._root_of(origin) == root else None\n",
         "tokens of requests under a salt are written to disk",
         (f"{RESTART}::test_nothing_under_a_salt_is_kept_or_announced",),
@@ -54,15 +59,19 @@ BUGS: tuple[Mutation, ...] = (
         "storage/backends/slab_paths.py",
         "            slots = self._chain[stop:][::-1]\n",
         "            slots = self._chain[stop:]\n",
-        "stored blocks are named before their parents: beyond the bound of those that wait they stay unannounced",
+        "stored blocks are named before their parents: beyond the bound of those that wait they "
+        "stay unannounced",
         (f"{RESTART}::test_what_was_stored_is_announced_after_a_restart",),
     ),
     Mutation(
         "every_top_is_a_root",
         "storage/writer.py",
-        "for part in message.parts if self._root_of(part.origin) == part.parent)",
-        "for part in message.parts if self._root_of(part.origin))",
-        "stored blocks that no request can find are announced: of another namespace, or below an evicted block",
+        "                    part.parent\n"
+        "                    for part in message.parts\n"
+        "                    if self._root_of(part.origin) == part.parent\n",
+        "                    part.parent for part in message.parts if self._root_of(part.origin)\n",
+        "stored blocks that no request can find are announced: of another namespace, or below an "
+        "evicted block",
         (f"{RESTART}::test_blocks_of_another_namespace_are_not_announced",),
     ),
     Mutation(
@@ -86,7 +95,8 @@ BUGS: tuple[Mutation, ...] = (
         "storage/worker.py",
         "        while self._paging or self._reading or self.state is State.STARTING:\n",
         "        while self._paging or self.state is State.STARTING:\n",
-        "flush_settled(at_rest=False) right after opening returns before the paths of stored blocks were sent",
+        "flush_settled(at_rest=False) right after opening returns before the paths of stored "
+        "blocks were sent",
         (f"{RESTART}::test_what_was_stored_is_announced_after_a_restart",),
     ),
     Mutation(
@@ -111,7 +121,9 @@ BUGS: tuple[Mutation, ...] = (
         "        return [part for part in answers[0].paths if proved(part)]\n",
         "        return list(answers[0].paths)\n",
         "a rank can have blocks announced with tokens that are not theirs",
-        ("tests/ranks/test_rank_restart_announces.py::test_paths_of_a_rank_that_are_not_proved_are_left_out",),
+        (
+            "tests/ranks/test_rank_restart_announces.py::test_paths_of_a_rank_that_are_not_proved_are_left_out",
+        ),
     ),
     Mutation(
         "stored_blocks_of_one_rank_announced",
@@ -119,15 +131,23 @@ BUGS: tuple[Mutation, ...] = (
         "            if key in ledger.unnamed and size == ledger.block_bytes:\n",
         "            if key not in ledger.entries and size == ledger.block_bytes:\n",
         "blocks that are nowhere get entries because a store has kept what their hashes are made of",
-        ("tests/storage/test_restart_announces.py::test_names_of_blocks_that_are_nowhere_are_ignored",),
+        (
+            "tests/storage/test_restart_announces.py::test_names_of_blocks_that_are_nowhere_are_ignored",
+        ),
     ),
     Mutation(
         "lineages_of_overlapping_batches",
         "storage/backends/file.py",
-        "                if self._lineages.get(key) is entry:  # another batch may have set its own since this one was refused the key\n"
+        "                if (\n"
+        "                    self._lineages.get(key) is entry\n"
+        "                ):  # another batch may have set its own since this one was refused the "
+        "key\n"
         "                    del self._lineages[key]\n",
         "                del self._lineages[key]\n",
-        "two batches with a key in common, in a small store: what the second wrote and evicted is not reported",
-        ("tests/storage/test_overlapping_batches.py::test_a_key_that_does_not_fit_may_be_in_several_batches",),
+        "two batches with a key in common, in a small store: what the second wrote and evicted is "
+        "not reported",
+        (
+            "tests/storage/test_overlapping_batches.py::test_a_key_that_does_not_fit_may_be_in_several_batches",
+        ),
     ),
 )

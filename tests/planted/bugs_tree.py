@@ -1,4 +1,5 @@
-"""Planted bugs of the tree rule: what has been sent to a sink is a tree after every event. See `catalogue`."""
+"""Planted bugs of the tree rule: what has been sent to a sink is a tree after every event. See
+`catalogue`."""
 
 from __future__ import annotations
 
@@ -10,23 +11,33 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "device_block_without_the_one_above",
         "flush_notifier/view.py",
-        "table[tiers] if above & Tier.DEVICE else table[tiers] & ~int(Tier.DEVICE)",
-        "table[tiers]",
-        "an index that is a radix tree of the device drops a block that is announced there while the block above it is on the host",
+        "            0\n"
+        "            if not above\n"
+        "            else table[tiers]\n"
+        "            if above & Tier.DEVICE\n"
+        "            else table[tiers] & ~int(Tier.DEVICE)\n",
+        "            0 if not above else table[tiers]\n",
+        "an index that is a radix tree of the device drops a block that is announced there while "
+        "the block above it is on the host",
         (f"{TESTS}::test_a_block_on_the_device_waits_for_the_block_above_it_on_the_device",),
     ),
     Mutation(
         "block_below_nothing",
         "flush_notifier/view.py",
-        "            0 if not above else table[tiers]",
-        "            table[tiers]",
+        "            0\n"
+        "            if not above\n"
+        "            else table[tiers]\n"
+        "            if above & Tier.DEVICE\n"
+        "            else table[tiers] & ~int(Tier.DEVICE)\n",
+        "            table[tiers] if above & Tier.DEVICE else table[tiers] & ~int(Tier.DEVICE)\n",
         "a block is announced in storage while the block above it is nowhere",
         (f"{TESTS}::test_blocks_below_a_block_that_is_nowhere_are_not_announced",),
     ),
     Mutation(
         "gain_does_not_spread",
         "flush_notifier/ledger.py",
-        "                    looked = yield from self._spread(entry, looked)\n        yield from self.trim()\n\n    def lose(",
+        "                    looked = yield from self._spread(entry, looked)\n        yield from "
+        "self.trim()\n\n    def lose(",
         "                    looked += 1\n        yield from self.trim()\n\n    def lose(",
         "blocks whose path was interrupted are never announced again",
         (f"{TESTS}::test_a_block_on_the_device_waits_for_the_block_above_it_on_the_device",),
@@ -34,9 +45,10 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "losses_before_gains",
         "flush_notifier/selection.py",
-        "key=lambda run: (not run.resident,",
-        "key=lambda run: (run.resident,",
-        "a block that moves between tiers is nowhere for a moment, and an index drops what is below it",
+        "            not run.resident,\n",
+        "            run.resident,\n",
+        "a block that moves between tiers is nowhere for a moment, and an index drops what is "
+        "below it",
         (f"{TESTS}::test_a_block_that_moves_between_tiers_is_never_nowhere",),
     ),
     Mutation(
@@ -60,7 +72,8 @@ BUGS: tuple[Mutation, ...] = (
         "flush_notifier/selection.py",
         "    alike = selection.losses if len(losses) > 1 else None\n",
         "    alike = None\n",
-        "a long run on one tier is removed before a shorter one on another tier that is below its beginning",
+        "a long run on one tier is removed before a shorter one on another tier that is below its "
+        "beginning",
         (f"{TESTS}::test_runs_of_several_tiers_go_from_the_deepest_block_on",),
     ),
     Mutation(
@@ -74,8 +87,12 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "interrupted_paths_count_as_differing",
         "flush_notifier/checks.py",
-        "above_first(ledger.root_of, entry) if entry.parent is None else expected.get(entry.parent.key, 0)",
-        "int(ALL_TIERS)",
+        "        above = (\n"
+        "            above_first(ledger.root_of, entry)\n"
+        "            if entry.parent is None\n"
+        "            else expected.get(entry.parent.key, 0)\n"
+        "        )\n",
+        "        above = int(ALL_TIERS)\n",
         "divergence counts blocks that cannot be announced",
         (f"{TESTS}::test_blocks_that_cannot_be_announced_do_not_differ",),
     ),
@@ -84,7 +101,8 @@ BUGS: tuple[Mutation, ...] = (
         "flush_notifier/sinks/kv_wire.py",
         "self.hashes(keys)[::-1]",
         "self.hashes(keys)",
-        "a removal lists parents before children, and in parts of max_blocks sends them in this order",
+        "a removal lists parents before children, and in parts of max_blocks sends them in this "
+        "order",
         ("tests/flush_notifier/test_kv_events.py::test_bytes_are_as_documented",),
     ),
     Mutation(
@@ -101,7 +119,8 @@ BUGS: tuple[Mutation, ...] = (
         "cpu_evictor/actor.py",
         "            copied = [entry.key for entry in good]\n",
         "            copied = [entry.key for entry in good if entry.place is Place.RESIDENT]\n",
-        "a block that passes through host memory to storage is announced nowhere until it is stored",
+        "a block that passes through host memory to storage is announced nowhere until it is "
+        "stored",
         ("tests/door/test_never_nowhere.py::test_through_the_host_to_storage",),
     ),
 )

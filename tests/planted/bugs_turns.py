@@ -1,4 +1,5 @@
-"""Planted bugs of long turns: work on very many blocks that one turn does, or that goes wrong between two. See `catalogue`."""
+"""Planted bugs of long turns: work on very many blocks that one turn does, or that goes wrong
+between two. See `catalogue`."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "finish_announces_in_one_turn",
         "prefix_index/actor.py",
-        "        for start in range(0, committed, self.part):\n            if start:\n                yield\n",
+        "        for start in range(0, committed, self.part):\n            if start:\n             "
+        "   yield\n",
         "        for start in range(0, committed, self.part):\n",
         "the finish of a request of a million blocks keeps the loop until all are announced",
         (TURNS + "test_no_turn_handles_more_blocks_than_a_part",),
@@ -27,17 +29,22 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "announcement_of_any_number_of_blocks",
         "prefix_index/announcing.py",
-        "in parts(start, stop, self.part) if stop - start > self.part else ((start, stop),):",
-        "in ((start, stop),):",
+        "        for first, last in (\n"
+        "            parts(start, stop, self.part) if stop - start > self.part else ((start, "
+        "stop),)\n"
+        "        ):\n",
+        "        for first, last in ((start, stop),):\n",
         "one message carries the tokens of a million blocks",
         (WALKS,),
     ),
     Mutation(
         "changes_overtake_the_announcement_of_everything",
         "prefix_index/announcing.py",
-        "        if self._walk is None:\n            self.tell(self.notifier, message)\n        else:",
+        "        if self._walk is None:\n            self.tell(self.notifier, message)\n        "
+        "else:",
         "        if True:\n            self.tell(self.notifier, message)\n        else:",
-        "after a restart of the notifier blocks are announced before their parents, and never get a path",
+        "after a restart of the notifier blocks are announced before their parents, and never get "
+        "a path",
         (TURNS + "test_what_changes_while_everything_is_announced_is_sent_after_it",),
     ),
     Mutation(
@@ -69,7 +76,8 @@ BUGS: tuple[Mutation, ...] = (
         "prefix_index/index.py",
         "        return self.pool.free + self.returning - self.reserved\n",
         "        return self.pool.free + self.returning\n",
-        "a request that comes between two parts of a long one gets its blocks, and PrefixIndex fails",
+        "a request that comes between two parts of a long one gets its blocks, and PrefixIndex "
+        "fails",
         (WALKS, TURNS + "test_a_request_cancelled_between_two_parts_leaves_nothing"),
     ),
     Mutation(
@@ -83,18 +91,33 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "long_request_does_not_notice_a_clear",
         "prefix_index/long_requests.py",
-        "tree is self.index.tree and ",
-        "",
+        "        return (\n"
+        "            not envelope.abandoned\n"
+        "            and tree is self.index.tree\n"
+        "            and message.path.root == self.roots.root(message.origin)\n"
+        "        )\n",
+        "        return not envelope.abandoned and message.path.root == "
+        "self.roots.root(message.origin)\n",
         "a long request that was being admitted hits what has been cleared",
-        (TURNS + "test_a_request_between_two_parts_does_not_hit_what_was_cleared_or_is_of_another_namespace",),
+        (
+            TURNS
+            + "test_a_request_between_two_parts_does_not_hit_what_was_cleared_or_is_of_another_namespace",
+        ),
     ),
     Mutation(
         "long_request_does_not_notice_a_namespace",
         "prefix_index/long_requests.py",
-        "tree is self.index.tree and message.path.root == self.roots.root(message.origin)",
-        "tree is self.index.tree",
+        "        return (\n"
+        "            not envelope.abandoned\n"
+        "            and tree is self.index.tree\n"
+        "            and message.path.root == self.roots.root(message.origin)\n"
+        "        )\n",
+        "        return not envelope.abandoned and tree is self.index.tree\n",
         "a long request that was being admitted hits what other weights have computed",
-        (TURNS + "test_a_request_between_two_parts_does_not_hit_what_was_cleared_or_is_of_another_namespace",),
+        (
+            TURNS
+            + "test_a_request_between_two_parts_does_not_hit_what_was_cleared_or_is_of_another_namespace",
+        ),
     ),
     Mutation(
         "long_request_is_admitted_in_one_turn",
@@ -117,7 +140,8 @@ BUGS: tuple[Mutation, ...] = (
         "prefix_index/index.py",
         "self.loading.get(path.blocks(stop, stop + 1)[0]) is load",
         "path.blocks(stop, stop + 1)[0] in load.blocks",
-        "a request that joins a load of very many blocks keeps the loop for the square of their number",
+        "a request that joins a load of very many blocks keeps the loop for the square of their "
+        "number",
         (TURNS + "test_joining_a_long_load_takes_a_look_at_each_block",),
     ),
     Mutation(
@@ -126,7 +150,9 @@ BUGS: tuple[Mutation, ...] = (
         "            self._cache._check()\n        return True\n",
         "        return True\n",
         "a commit of very many blocks goes on after the cache was closed between two of its parts",
-        ("tests/door/test_commit_in_parts.py::test_a_commit_in_parts_ends_when_the_cache_is_closed",),
+        (
+            "tests/door/test_commit_in_parts.py::test_a_commit_in_parts_ends_when_the_cache_is_closed",
+        ),
     ),
     Mutation(
         "names_of_a_tier_are_listed_in_one_step",
@@ -134,7 +160,9 @@ BUGS: tuple[Mutation, ...] = (
         "            for page in pages(names()):\n",
         "            for page in pages(keys()):\n",
         "a check of a store of millions of blocks keeps the loop until all are listed",
-        ("tests/observe/test_invariants.py::test_no_step_looks_at_more_names_of_a_tier_than_a_page",),
+        (
+            "tests/observe/test_invariants.py::test_no_step_looks_at_more_names_of_a_tier_than_a_page",
+        ),
     ),
     Mutation(
         "names_that_change_end_a_check",
@@ -142,6 +170,8 @@ BUGS: tuple[Mutation, ...] = (
         "        except RuntimeError:  # they have changed\n            continue\n",
         "        except RuntimeError:  # they have changed\n            pass\n",
         "blocks that a tier holds count as differing, because others came while they were listed",
-        ("tests/observe/test_invariants.py::test_names_that_change_while_they_are_gathered_are_gathered_anew",),
+        (
+            "tests/observe/test_invariants.py::test_names_that_change_while_they_are_gathered_are_gathered_anew",
+        ),
     ),
 )

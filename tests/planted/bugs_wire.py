@@ -24,8 +24,18 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "media_lost_when_the_notifier_restarts",
         "prefix_index/announcing.py",
-        "Announced(root, tokens, keys, start, resident, Tier.DEVICE, reason, parent, origin, extras)",
-        "Announced(root, tokens, keys, start, resident, Tier.DEVICE, reason, parent, origin)",
+        "                        root,\n"
+        "                        tokens,\n"
+        "                        keys,\n"
+        "                        start,\n"
+        "                        resident,\n"
+        "                        Tier.DEVICE,\n"
+        "                        reason,\n"
+        "                        parent,\n"
+        "                        origin,\n"
+        "                        extras,\n",
+        "                        root, tokens, keys, start, resident, Tier.DEVICE, reason, parent, "
+        "origin\n",
         "after a restart of the notifier images are missing from the events",
         ("tests/flush_notifier/test_kv_identity.py::test_every_reader_gets_the_whole_identity",),
     ),
@@ -35,7 +45,9 @@ BUGS: tuple[Mutation, ...] = (
         'extra_keys.get(message.start + i, b"")',
         'extra_keys.get(i, b"")',
         "the images of a prompt that grew are announced for other blocks than those they overlap",
-        ("tests/flush_notifier/test_kv_identity.py::test_media_of_a_prompt_that_grows_stay_with_their_blocks",),
+        (
+            "tests/flush_notifier/test_kv_identity.py::test_media_of_a_prompt_that_grows_stay_with_their_blocks",
+        ),
     ),
     Mutation(
         "place_of_media_not_in_the_hash",
@@ -51,15 +63,20 @@ BUGS: tuple[Mutation, ...] = (
         "_mm_infos(media, count) if first or media else None",
         "_mm_infos(media, count) if media else None",
         "a salt that looks like a digest is an image to Dynamo",
-        ("tests/flush_notifier/test_kv_identity.py::test_an_array_for_dynamo_has_the_salt_on_every_event",),
+        (
+            "tests/flush_notifier/test_kv_identity.py::test_an_array_for_dynamo_has_the_salt_on_every_event",
+        ),
     ),
     Mutation(
         "unknown_scope_announced_as_plain",
         "prefix_index/announcing.py",
         "                origin, reason = self.origins.get(root), Reason.REQUEST_FINISH\n",
-        "                origin, reason = self.origins.get(root, next(iter(self.origins.values()))), Reason.REQUEST_FINISH\n",
+        "                origin, reason = self.origins.get(root, "
+        "next(iter(self.origins.values()))), Reason.REQUEST_FINISH\n",
         "blocks of a tenant that was forgotten are announced as blocks of another",
-        ("tests/flush_notifier/test_kv_identity.py::test_blocks_whose_scope_was_forgotten_are_not_announced_as_others",),
+        (
+            "tests/flush_notifier/test_kv_identity.py::test_blocks_whose_scope_was_forgotten_are_not_announced_as_others",
+        ),
     ),
     Mutation(
         "adapter_number_forgotten_by_a_prefetch",
@@ -83,6 +100,8 @@ BUGS: tuple[Mutation, ...] = (
         "settings.for_model(config.cache.model)",
         "settings",
         "readers of one model's topic get nothing",
-        ("tests/flush_notifier/test_kv_identity.py::test_events_are_published_on_the_topic_of_the_model",),
+        (
+            "tests/flush_notifier/test_kv_identity.py::test_events_are_published_on_the_topic_of_the_model",
+        ),
     ),
 )

@@ -1,4 +1,5 @@
-"""Every planted bug: `BUGS` of each file `bugs_*.py` beside this one. A new area gets a file of its own."""
+"""Every planted bug: `BUGS` of each file `bugs_*.py` beside this one. A new area gets a file of its
+own."""
 
 from __future__ import annotations
 

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 
 class Mutation(NamedTuple):
-    """file: below kvactors/. old: must occur there exactly once. catchers: arguments for pytest; one of these tests must fail."""
+    """file: below kvactors/. old: must occur there exactly once. catchers: arguments for pytest;
+    one of these tests must fail."""
 
     name: str
     file: str

@@ -43,7 +43,8 @@ NO_EDITABLE = """import sys
 
 sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != "ScikitBuildRedirectingFinder"]
 """
-"""`sitecustomize` of a copy: an editable install would redirect imports to the tree that was copied."""
+"""`sitecustomize` of a copy: an editable install would redirect imports to the tree that was
+copied."""
 
 
 class Stale(Exception):
@@ -51,7 +52,8 @@ class Stale(Exception):
 
 
 class Verdict(NamedTuple):
-    """caught: a test failed, or hung. by: the first such test. how: fails, hang, passes, or why pytest could not run it."""
+    """caught: a test failed, or hung. by: the first such test. how: fails, hang, passes, or why
+    pytest could not run it."""
 
     name: str
     caught: bool
@@ -63,15 +65,21 @@ class Verdict(NamedTuple):
 
 
 def planted(mutation: Mutation, source: str) -> str:
-    """The source with the mutation in it. Stale if its old text does not occur exactly once, or nothing but words changes."""
+    """The source with the mutation in it. Stale if its old text does not occur exactly once, or
+    nothing but words changes."""
     count = source.count(mutation.old)
     if count != 1:
-        raise Stale(f"{mutation.name} is stale: its old text occurs {count} times in kvactors/{mutation.file}, not once")
+        raise Stale(
+            f"{mutation.name} is stale: its old text occurs {count} times in "
+            f"kvactors/{mutation.file}, not once"
+        )
     mutated = source.replace(mutation.old, mutation.new)
     try:
         same = ast.dump(ast.parse(mutated)) == ast.dump(ast.parse(source))
     except SyntaxError as error:
-        raise Stale(f"{mutation.name} is stale: kvactors/{mutation.file} is no Python with it ({error})") from error
+        raise Stale(
+            f"{mutation.name} is stale: kvactors/{mutation.file} is no Python with it ({error})"
+        ) from error
     if same:
         raise Stale(f"{mutation.name} changes nothing in kvactors/{mutation.file}")
     return mutated
@@ -83,11 +91,17 @@ def source_of(mutation: Mutation, tree: Path = ROOT) -> str:
 
 
 def copy_tree(to: Path) -> Path:
-    """The package, its tests and what these read, in a folder of its own; with the native module that is used here."""
+    """The package, its tests and what these read, in a folder of its own; with the native module
+    that is used here."""
     for name in TREE:
         here = ROOT / name
         if here.is_dir():
-            shutil.copytree(here, to / name, ignore=shutil.ignore_patterns("__pycache__", ".hypothesis"), dirs_exist_ok=True)
+            shutil.copytree(
+                here,
+                to / name,
+                ignore=shutil.ignore_patterns("__pycache__", ".hypothesis"),
+                dirs_exist_ok=True,
+            )
         elif here.exists():
             shutil.copy2(here, to / name)
     native = importlib.util.find_spec("kvactors._native")
@@ -96,23 +110,38 @@ def copy_tree(to: Path) -> Path:
     shutil.copy2(native.origin, to / "kvactors")
     (to / "sitecustomize.py").write_text(NO_EDITABLE, "utf-8")
     command = [sys.executable, "-c", "import kvactors._native; print(kvactors.__file__)"]
-    found = subprocess.run(command, cwd=to, env=environment_of(to), capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        command, cwd=to, env=environment_of(to), capture_output=True, text=True, check=False
+    )
     if not found.stdout.startswith(str(to)):
-        raise SystemExit(f"the copy in {to} is not what Python imports there: {found.stdout}{found.stderr}")
+        raise SystemExit(
+            f"the copy in {to} is not what Python imports there: {found.stdout}{found.stderr}"
+        )
     return to
 
 
 def environment_of(tree: Path) -> dict[str, str]:
-    """In which a copy comes before any other kvactors; caches would confuse a file with what it was a second ago."""
+    """In which a copy comes before any other kvactors; caches would confuse a file with what it was
+    a second ago."""
     mine = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     return {**mine, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0"}
 
 
 def run_tests(tree: Path, catchers: Sequence[str], options: Sequence[str], limit: float) -> Verdict:
-    """Run tests in a copy for `limit` seconds at most; nothing outside it can be imported in its place."""
+    """Run tests in a copy for `limit` seconds at most; nothing outside it can be imported in its
+    place."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="planted-tests-") as scratch:
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=line", f"--timeout={TEST_LIMIT}"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "--tb=line",
+            f"--timeout={TEST_LIMIT}",
+        ]
         with subprocess.Popen(
             [*command, f"--basetemp={scratch}/t", *options, *catchers],
             cwd=tree,
@@ -125,20 +154,25 @@ def run_tests(tree: Path, catchers: Sequence[str], options: Sequence[str], limit
             try:
                 output, code = process.communicate(timeout=limit)[0], process.returncode
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)  # a session of its own: this ends its children as well
+                os.killpg(
+                    process.pid, signal.SIGKILL
+                )  # a session of its own: this ends its children as well
                 output, code = process.communicate()[0], None
     return verdict_of(code, output, time.monotonic() - began)
 
 
 def verdict_of(code: int | None, output: str, seconds: float) -> Verdict:
-    """What pytest's exit status and words mean: 1 is a test that failed, 2 to 5 are tests that could not be run. None: killed."""
+    """What pytest's exit status and words mean: 1 is a test that failed, 2 to 5 are tests that
+    could not be run. None: killed."""
     found = re.findall(r"^(?:FAILED|ERROR) (tests/\S+?::.*?)(?: - (.*))?$", output, re.MULTILINE)
     failing = tuple(test for test, _ in found)
     by = failing[0].removeprefix("tests/") if failing else ""
     if code is None:
         return Verdict("", True, "hang", by or "(killed)", seconds, failing, output)
     if code == 1 and failing:
-        return Verdict("", True, "hang" if "Timeout" in found[0][1] else "fails", by, seconds, failing, output)
+        return Verdict(
+            "", True, "hang" if "Timeout" in found[0][1] else "fails", by, seconds, failing, output
+        )
     how = "passes" if code == 0 else f"pytest ended with {code}"
     return Verdict("", False, how, by, seconds, failing, output)
 
@@ -154,8 +188,11 @@ def mutated(tree: Path, mutation: Mutation) -> Iterator[None]:
         file.write_text(source, "utf-8")
 
 
-def try_all(mutations: Sequence[Mutation], jobs: int, console: Console) -> tuple[list[str], list[Verdict]]:
-    """Which catchers fail without any mutation (they prove nothing, and are left out), and how each mutation does under the others."""
+def try_all(
+    mutations: Sequence[Mutation], jobs: int, console: Console
+) -> tuple[list[str], list[Verdict]]:
+    """Which catchers fail without any mutation (they prove nothing, and are left out), and how each
+    mutation does under the others."""
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
         free = [copy_tree(Path(folder) / f"tree-{i}") for i in range(jobs)]
         broken: list[str] = []
@@ -172,12 +209,19 @@ def try_all(mutations: Sequence[Mutation], jobs: int, console: Console) -> tuple
             tree = free.pop()
             with mutated(tree, mutation):
                 options = ["-x", *(f"--deselect={test}" for test in broken if "::" in test)]
-                verdict = run_tests(tree, mutation.catchers, options, LIMIT)._replace(name=mutation.name)
+                verdict = run_tests(tree, mutation.catchers, options, LIMIT)._replace(
+                    name=mutation.name
+                )
             free.append(tree)
-            console.print(f"{verdict.name}: {verdict.how} {verdict.by} ({verdict.seconds:.1f} s)", markup=False)
+            console.print(
+                f"{verdict.name}: {verdict.how} {verdict.by} ({verdict.seconds:.1f} s)",
+                markup=False,
+            )
             return verdict
 
-        catchers = [*dict.fromkeys(catcher for mutation in mutations for catcher in mutation.catchers)]
+        catchers = [
+            *dict.fromkeys(catcher for mutation in mutations for catcher in mutation.catchers)
+        ]
         with ThreadPoolExecutor(jobs) as threads:
             list(threads.map(clean, [part for i in range(jobs) if (part := catchers[i::jobs])]))
             verdicts = list(threads.map(one, mutations))
@@ -188,8 +232,15 @@ def markdown_of(mutations: Sequence[Mutation], verdicts: Sequence[Verdict]) -> s
     """For a page."""
     rows = ["| mutation | in | breaks | caught by | s |", "|---|---|---|---|---|"]
     for mutation, verdict in zip(mutations, verdicts, strict=True):
-        by = f"`{verdict.by}`{' (hang)' if verdict.how == 'hang' else ''}" if verdict.caught else f"nothing: {verdict.how}"
-        rows.append(f"| {mutation.name} | `{mutation.file}` | {mutation.breaks} | {by} | {verdict.seconds:.1f} |")
+        by = (
+            f"`{verdict.by}`{' (hang)' if verdict.how == 'hang' else ''}"
+            if verdict.caught
+            else f"nothing: {verdict.how}"
+        )
+        rows.append(
+            f"| {mutation.name} | `{mutation.file}` | {mutation.breaks} | {by} | "
+            f"{verdict.seconds:.1f} |"
+        )
     return "\n".join(rows) + "\n"
 
 
@@ -197,15 +248,23 @@ def table_of(mutations: Sequence[Mutation], verdicts: Sequence[Verdict]) -> Tabl
     """For people."""
     table = Table("mutation", "breaks", Column("caught by", overflow="fold"), "s")
     for mutation, verdict in zip(mutations, verdicts, strict=True):
-        by = f"{verdict.by}{' (hang)' if verdict.how == 'hang' else ''}" if verdict.caught else f"NOT CAUGHT: {verdict.how}"
+        by = (
+            f"{verdict.by}{' (hang)' if verdict.how == 'hang' else ''}"
+            if verdict.caught
+            else f"NOT CAUGHT: {verdict.how}"
+        )
         table.add_row(mutation.name, mutation.breaks, escape(by), f"{verdict.seconds:.1f}")
     return table
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", metavar="NAME", choices=[m.name for m in MUTATIONS])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", action="append", metavar="NAME", choices=[m.name for m in MUTATIONS]
+    )
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--json", type=Path, metavar="OUT")
     parser.add_argument("--markdown", type=Path, metavar="OUT")
@@ -222,7 +281,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(table_of(mutations, verdicts))
     caught = sum(verdict.caught for verdict in verdicts)
     clean = f"fails {len(broken)} of" if broken else "passes"
-    console.print(f"{caught} of {len(verdicts)} caught; the unmutated copy {clean} the same tests", markup=False)
+    console.print(
+        f"{caught} of {len(verdicts)} caught; the unmutated copy {clean} the same tests",
+        markup=False,
+    )
     for test in broken:
         console.print(f"fails without any mutation, and was left out: {test}", markup=False)
     if chosen.json is not None:
@@ -238,7 +300,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             }
             for m, v in zip(mutations, verdicts, strict=True)
         ]
-        chosen.json.write_text(json.dumps({"broken": broken, "mutations": rows}, indent=1) + "\n", "utf-8")
+        chosen.json.write_text(
+            json.dumps({"broken": broken, "mutations": rows}, indent=1) + "\n", "utf-8"
+        )
     if chosen.markdown is not None:
         chosen.markdown.write_text(markdown_of(mutations, verdicts), "utf-8")
     return 0 if caught == len(verdicts) and not broken else 1

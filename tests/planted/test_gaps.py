@@ -56,7 +56,8 @@ async def until(condition):
 
 
 async def test_what_lands_while_a_request_waits_for_room_is_counted_once():
-    """y shares x's load of six blocks, and would load two more, but has no room yet. When it gets some, the six are on the device."""
+    """y shares x's load of six blocks, and would load two more, but has no room yet. When it gets
+    some, the six are on the device."""
     async with opened(device=24, host={"slots": 48, "transit_slots": 16}) as cache:
         await serve(cache, "a", prompt(1, 8))
         await serve(cache, "b", prompt(2, 24))
@@ -130,7 +131,8 @@ async def test_nothing_that_died_with_a_rank_is_a_hit():
 
 
 async def test_a_load_counts_only_with_the_one_above_it():
-    """y's own load arrives before x's, which y shares and which fails: without its parents no block of y's is of any use."""
+    """y's own load arrives before x's, which y shares and which fails: without its parents no block
+    of y's is of any use."""
     async with opened(device=32, host={"slots": 48, "transit_slots": 16}) as cache:
         await serve(cache, "a", prompt(1, 8))
         await serve(cache, "b", prompt(2, 32))
@@ -164,7 +166,9 @@ async def test_a_load_counts_only_with_the_one_above_it():
 
 
 async def test_what_was_being_saved_when_the_host_died_is_given_back():
-    async with opened(host=HOST, storage={"backend": "memory", "write_policy": "write_through"}) as cache:
+    async with opened(
+        host=HOST, storage={"backend": "memory", "write_policy": "write_through"}
+    ) as cache:
         held = Held(cache)
         held.shut[Direction.TO_HOST] = True
         await serve(cache, "a", prompt(1, 6))
@@ -220,7 +224,8 @@ class Fragile(Actor):
 
 
 def test_what_was_on_its_way_to_a_dead_actor_is_not_for_its_next_life():
-    """Senders that were parked put their messages when there is room: into the next life's channel."""
+    """Senders that were parked put their messages when there is room: into the next life's
+    channel."""
 
     async def main() -> None:
         supervisor = Supervisor(Activity())

@@ -1,4 +1,5 @@
-"""Tests that the planted bugs asked for, of copies, stores and ranks: without them one of `bugs_carried_out.py` went unnoticed."""
+"""Tests that the planted bugs asked for, of copies, stores and ranks: without them one of
+`bugs_carried_out.py` went unnoticed."""
 
 from __future__ import annotations
 
@@ -68,7 +69,9 @@ async def test_nothing_is_found_before_it_is_written():
 
     store.save = slow
     await store.open()
-    writing = asyncio.create_task(store.write([bytes(32)], [memoryview(bytearray(8))], lambda: False))
+    writing = asyncio.create_task(
+        store.write([bytes(32)], [memoryview(bytearray(8))], lambda: False)
+    )
     await asyncio.sleep(0)
     assert store.probe([bytes(32)]) == 0
     release.set()
@@ -165,7 +168,9 @@ class Answers(RankGroup):
 
     def __init__(self, *answers) -> None:
         super().__init__(RanksConfig(count=len(answers)), SCOPE, 4, 4)
-        self.answers = [None if outcomes is None else Answer(1, bytes(outcomes)) for outcomes in answers]
+        self.answers = [
+            None if outcomes is None else Answer(1, bytes(outcomes)) for outcomes in answers
+        ]
         self.asked = []
 
     async def scatter(self, build, arrived=None, **_how):
@@ -205,7 +210,8 @@ async def test_nothing_is_written_beside_what_could_not_be_cleared():
 
 
 def test_what_a_silent_rank_was_asked_stays_open_until_it_answers():
-    """It may have stopped in the middle of a copy: nobody may use those blocks before it says that it is over."""
+    """It may have stopped in the middle of a copy: nobody may use those blocks before it says that
+    it is over."""
 
     async def main() -> None:
         group = RankGroup(RanksConfig(count=1, timeout=0.5), SCOPE, 4, 4)
@@ -213,7 +219,9 @@ def test_what_a_silent_rank_was_asked_stays_open_until_it_answers():
         meeting = asyncio.create_task(group.meet(ours))
         await introduce(theirs)
         await theirs.receive()
-        asked = asyncio.create_task(group.scatter(lambda op: StoreObjects(op, "remove"), outcomes=0))
+        asked = asyncio.create_task(
+            group.scatter(lambda op: StoreObjects(op, "remove"), outcomes=0)
+        )
         message = await theirs.receive()
         await asyncio.sleep(100.0)
         assert group.statistics()[0].health == "silent"
@@ -241,7 +249,9 @@ def test_what_was_asked_of_a_rank_before_it_died_is_over_when_it_is_back():
             await introduce(theirs)
             await theirs.receive()
             if life == 0:
-                asked = asyncio.create_task(group.scatter(lambda op: StoreObjects(op, "remove"), outcomes=0))
+                asked = asyncio.create_task(
+                    group.scatter(lambda op: StoreObjects(op, "remove"), outcomes=0)
+                )
                 await theirs.receive()
                 theirs.close()
                 await asyncio.sleep(10.0)

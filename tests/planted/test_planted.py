@@ -1,4 +1,5 @@
-"""The planted bugs still fit the code, and a few of them are really planted; `run.py` does all of them."""
+"""The planted bugs still fit the code, and a few of them are really planted; `run.py` does all of
+them."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from mutation import Mutation
 from rich.console import Console
 
 FEW = ("start_block_off_by_one", "salt_not_in_the_key", "cancelled_get_loses")
-HARMLESS_FOR = "tests/prefix_index/test_identity.py::test_no_text_moves_from_one_field_of_a_root_into_another"
+HARMLESS_FOR = (
+    "tests/prefix_index/test_identity.py::test_no_text_moves_from_one_field_of_a_root_into_another"
+)
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
@@ -64,7 +67,12 @@ def test_only_a_test_that_fails_or_hangs_has_caught_anything(code, output, caugh
 
 def test_some_are_planted_and_caught(tmp_path, capsys):
     only = [argument for name in FEW for argument in ("--only", name)]
-    assert run.main([*only, "--json", str(tmp_path / "out.json"), "--markdown", str(tmp_path / "out.md")]) == 0
+    assert (
+        run.main(
+            [*only, "--json", str(tmp_path / "out.json"), "--markdown", str(tmp_path / "out.md")]
+        )
+        == 0
+    )
     assert "3 of 3 caught" in capsys.readouterr().out
     result = json.loads((tmp_path / "out.json").read_text("utf-8"))
     assert result["broken"] == []
@@ -74,7 +82,12 @@ def test_some_are_planted_and_caught(tmp_path, capsys):
 
 def test_what_no_test_notices_is_not_caught():
     harmless = Mutation(
-        "another_budget", "actor/actor.py", "TURN_BUDGET = 64\n", "TURN_BUDGET = 63\n", "nothing", (HARMLESS_FOR,)
+        "another_budget",
+        "actor/actor.py",
+        "TURN_BUDGET = 64\n",
+        "TURN_BUDGET = 63\n",
+        "nothing",
+        (HARMLESS_FOR,),
     )
     broken, verdicts = run.try_all([harmless], 1, Console(quiet=True))
     assert broken == []

@@ -1,4 +1,5 @@
-"""PrefixIndex turn by turn, with an evictor that answers in any order: rules and invariants of a state machine."""
+"""PrefixIndex turn by turn, with an evictor that answers in any order: rules and invariants of a
+state machine."""
 
 from __future__ import annotations
 
@@ -52,15 +53,29 @@ choice = st.integers(0, 30)
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """Every request and every completion in any order. `leases` holds the numbers of the leases that were granted and have not ended."""
+    """Every request and every completion in any order. `leases` holds the numbers of the leases
+    that were granted and have not ended."""
 
     @initialize(
-        blocks=st.integers(3, 9), exclusive=st.booleans(), host=st.booleans(), fetch=st.booleans(), recompute=st.booleans(),
-        save=st.sampled_from(["none", "write_through"]), low=st.sampled_from([0, 0, 2]),
+        blocks=st.integers(3, 9),
+        exclusive=st.booleans(),
+        host=st.booleans(),
+        fetch=st.booleans(),
+        recompute=st.booleans(),
+        save=st.sampled_from(["none", "write_through"]),
+        low=st.sampled_from([0, 0, 2]),
         part=st.sampled_from([1, 2, 100]),
-    )  # fmt: skip
+    )
     def start(
-        self, blocks: int, exclusive: bool, host: bool, fetch: bool, recompute: bool, save: Any, low: int, part: int = 100
+        self,
+        blocks: int,
+        exclusive: bool,
+        host: bool,
+        fetch: bool,
+        recompute: bool,
+        save: Any,
+        low: int,
+        part: int = 100,
     ) -> None:
         self.roots = Roots("model", "a", bytes(32))
         self.index = BlockIndex(BLOCK, blocks, 64, recompute_last_token=recompute)
@@ -74,16 +89,29 @@ class IndexMachine(RuleBasedStateMachine):
 
         def make(ref: Any) -> PrefixIndex:
             return PrefixIndex(
-                ref, index=self.index, evictor=Probe("cpu_evictor"), notifier=Probe("flush_notifier"),
-                exclusive=exclusive or not host, host_tier=host, fetch=fetch, announce=True, save=save if fetch else "none",
-                min_hits=1, keep=host and not exclusive, free_low=low, free_high=2 * low, roots=self.roots,
-            )  # fmt: skip
+                ref,
+                index=self.index,
+                evictor=Probe("cpu_evictor"),
+                notifier=Probe("flush_notifier"),
+                exclusive=exclusive or not host,
+                host_tier=host,
+                fetch=fetch,
+                announce=True,
+                save=save if fetch else "none",
+                min_hits=1,
+                keep=host and not exclusive,
+                free_low=low,
+                free_high=2 * low,
+                roots=self.roots,
+            )
 
         self.stepper = Stepper(make)
         self.actor.part = part
         self.works: list[Continue | Proceed] = []
         self.namespace: str | None = (
-            None  # that the notifier was sent since it started; before, it has the one that there was then
+            # that the notifier was sent since it started; before, it has the one that there was
+            # then
+            None
         )
         self.sent: set[bytes] = (
             set()
@@ -105,7 +133,14 @@ class IndexMachine(RuleBasedStateMachine):
                 load = self.loads.get(message.op)
                 if load is not None:
                     self.loads[message.op] = Load(
-                        load.op, load.root, load.keys, load.start, message.blocks, load.deadline, load.fetch, era=load.era
+                        load.op,
+                        load.root,
+                        load.keys,
+                        load.start,
+                        message.blocks,
+                        load.deadline,
+                        load.fetch,
+                        era=load.era,
                     )
             elif isinstance(message, Cancel):
                 self.loads.pop(message.op, None)
@@ -113,7 +148,9 @@ class IndexMachine(RuleBasedStateMachine):
                 self.offloads[message.op] = message
             elif isinstance(message, Admit):
                 self.admits[message.op] = message
-        self.works += [told.message for told in effects.told if isinstance(told.message, (Continue, Proceed))]
+        self.works += [
+            told.message for told in effects.told if isinstance(told.message, (Continue, Proceed))
+        ]
         for message in effects.to("flush_notifier"):
             self.note(message)
         for answered in effects.answered:
@@ -123,18 +160,23 @@ class IndexMachine(RuleBasedStateMachine):
                 tokens = self.open.pop(answered.message.lease)
                 if error is None:
                     self.leases[answered.message.lease] = tokens
-                    assert answered.message.path.root == self.roots.root(PLAIN), "admitted under an earlier namespace"
+                    assert answered.message.path.root == self.roots.root(PLAIN), (
+                        "admitted under an earlier namespace"
+                    )
             if isinstance(answered.message, Extend) and error is None:
                 self.leases[answered.message.lease] += answered.message.added.num_tokens
             if isinstance(answered.message, Ready) and error is None:
                 media = self.actor.leases[answered.message.lease].media
-                assert not any(o < answered.value.cached_tokens < o + n for o, n in media), "a media item is cached in part"
+                assert not any(o < answered.value.cached_tokens < o + n for o, n in media), (
+                    "a media item is cached in part"
+                )
         if self.index.tree not in self.trees:
             self.trees.append(self.index.tree)
         return effects
 
     def note(self, message: Announced | Gained | Gone | Cleared | Scoped) -> None:
-        """A notifier keeps what it is sent, and finds the block above every block that is announced."""
+        """A notifier keeps what it is sent, and finds the block above every block that is
+        announced."""
         if isinstance(message, Announced):
             keys = split_keys(message.keys)
             assert len(keys) <= self.actor.part
@@ -169,7 +211,9 @@ class IndexMachine(RuleBasedStateMachine):
         wait=st.booleans(),
         media=st.sampled_from([(), (), ((1, 4),), ((1, 2), (3, 5))]),
     )
-    def acquire(self, family: int, tokens: int, patience: float, wait: bool, media: Any = ()) -> None:
+    def acquire(
+        self, family: int, tokens: int, patience: float, wait: bool, media: Any = ()
+    ) -> None:
         if len(self.leases) + len(self.open) > 5:
             return
         self.number += 1
@@ -178,7 +222,9 @@ class IndexMachine(RuleBasedStateMachine):
         self.open[self.number] = tokens
         deadline = self.stepper.now + patience
         media = tuple(item for item in media if sum(item) <= tokens)
-        self.turn(Acquire(self.number, f"r{self.number}", path, deadline, wait, media=media), deadline)
+        self.turn(
+            Acquire(self.number, f"r{self.number}", path, deadline, wait, media=media), deadline
+        )
 
     @precondition(lambda self: self.leases)
     @rule(which=choice, less=st.integers(0, 3))
@@ -192,7 +238,10 @@ class IndexMachine(RuleBasedStateMachine):
         lease = self.lease(which)
         added = Path(BLOCK, bytes(32))
         added.extend(list(range(count)))
-        busy = any(isinstance(one.message, Extend) and one.message.lease == lease for one in self.stepper._open)
+        busy = any(
+            isinstance(one.message, Extend) and one.message.lease == lease
+            for one in self.stepper._open
+        )
         message = Extend(lease, self.leases[lease] - stale, added)
         effects = self.turn(message, self.stepper.now + 1.0)
         for answered in effects.answered:
@@ -203,7 +252,11 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(which=choice)
     def cancel_extend(self, which: int) -> None:
         lease = self.lease(which)
-        for envelope in [one for one in self.stepper._open if isinstance(one.message, Extend) and one.message.lease == lease]:
+        for envelope in [
+            one
+            for one in self.stepper._open
+            if isinstance(one.message, Extend) and one.message.lease == lease
+        ]:
             self.stepper.withdraw(envelope.message)
             self.turn(Withdrawn(lease))
 
@@ -233,7 +286,11 @@ class IndexMachine(RuleBasedStateMachine):
     def preempt(self, which: int, share: int) -> None:
         lease = self.lease(which)
         effects = self.turn(Preempt(lease, share * self.leases[lease]))
-        if all(answered.error is None for answered in effects.answered if isinstance(answered.message, Preempt)):
+        if all(
+            answered.error is None
+            for answered in effects.answered
+            if isinstance(answered.message, Preempt)
+        ):
             del self.leases[lease]
 
     @rule(which=choice)
@@ -243,7 +300,9 @@ class IndexMachine(RuleBasedStateMachine):
             lease = everything[which % len(everything)]
             self.leases.pop(lease, None)
             if lease in self.open:
-                for envelope in [e for e in self.stepper._open if getattr(e.message, "lease", 0) == lease]:
+                for envelope in [
+                    e for e in self.stepper._open if getattr(e.message, "lease", 0) == lease
+                ]:
                     self.stepper.withdraw(envelope.message)
             self.open.pop(lease, None)
             self.turn(Abandon(lease))
@@ -255,7 +314,9 @@ class IndexMachine(RuleBasedStateMachine):
     def loaded(self, which: int, good: int, host: bool) -> None:
         load = self.loads[sorted(self.loads)[which % len(self.loads)]]
         if not load.blocks and load.era == self.era:
-            return  # the evictor answers a load without blocks only if it is about another memory generation
+            # the evictor answers a load without blocks only if it is about another memory
+            # generation
+            return
         del self.loads[load.op]
         good = min(good, len(load.blocks))
         self.turn(Loaded(load.op, good, good if host else 0))
@@ -306,7 +367,8 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(sure=st.integers(0, 3))
     def host_ahead_of_the_index(self, sure: int) -> None:
-        """The host tier learns of a lost memory before the index does: it answers what is of the generation before with nothing."""
+        """The host tier learns of a lost memory before the index does: it answers what is of the
+        generation before with nothing."""
         if not sure:
             self.era += 1
             for load in [one for one in self.loads.values() if not one.blocks]:
@@ -338,7 +400,8 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 4))
     def sweep(self, count: int) -> None:
-        """A step of what a clear leaves, which may come at any time; the pool gets at most `count` blocks by it."""
+        """A step of what a clear leaves, which may come at any time; the pool gets at most `count`
+        blocks by it."""
         due, before, returning = self.index.sweeping, self.index.pool.free, self.index.returning
         sweep = self.index.sweep
         self.index.sweep = lambda: sweep(count)  # type: ignore[method-assign, misc]
@@ -348,7 +411,9 @@ class IndexMachine(RuleBasedStateMachine):
             del self.index.sweep
         assert self.index.pool.free - before == min(count, returning)
         again = any(isinstance(told.message, Sweep) for told in effects.told)
-        assert again == self.index.sweeping, "a sweep must go on by itself, and only while there is something to do"
+        assert again == self.index.sweeping, (
+            "a sweep must go on by itself, and only while there is something to do"
+        )
         assert due or not again
 
     @rule(sure=st.integers(0, 3))
@@ -364,7 +429,8 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.works)
     @rule(which=choice)
     def go_on(self, which: int) -> None:
-        """The next part of some work. Works go on in any order, and everything else may come in between."""
+        """The next part of some work. Works go on in any order, and everything else may come in
+        between."""
         self.turn(self.works.pop(which % len(self.works)))
 
     def finish_works(self) -> None:
@@ -394,7 +460,9 @@ class IndexMachine(RuleBasedStateMachine):
                 for position in range(path.num_committed, path.num_blocks):
                     block = path.blocks(position, position + 1)[0]
                     load = actor.index.loading.get(block)
-                    assert load is None or load in lease.ops, "a request computes into a block that a copy still writes"
+                    assert load is None or load in lease.ops, (
+                        "a request computes into a block that a copy still writes"
+                    )
                     assert block >= 0, "a granted lease has a position without a block"
         for path in {id(save.whole): save.whole.path for save in actor.saves.values()}.values():
             private += [b for p, b in enumerate(path.blocks()) if b >= 0 and not path.is_shared(p)]
@@ -402,12 +470,22 @@ class IndexMachine(RuleBasedStateMachine):
         assert not set(private) & set(self.index.pool.free_blocks()), "a block in use is free"
         assert actor.working == sum(isinstance(work, Continue) for work in self.works)
         if not actor._behind and actor._walk is None:
-            assert self.sent == set(split_keys(actor.device_keys())), "the notifier was not sent what is true"
-            assert self.namespace in (None, actor.roots.namespace), "the notifier has another namespace than requests"
-        if not (waiting or self.works):  # a waiter's path may hold replaced blocks that no table here lists
-            in_trees = sum(tree.statistics()["device"] + tree.statistics()["loading"] for tree in self.trees)
+            assert self.sent == set(split_keys(actor.device_keys())), (
+                "the notifier was not sent what is true"
+            )
+            assert self.namespace in (None, actor.roots.namespace), (
+                "the notifier has another namespace than requests"
+            )
+        if not (
+            waiting or self.works
+        ):  # a waiter's path may hold replaced blocks that no table here lists
+            in_trees = sum(
+                tree.statistics()["device"] + tree.statistics()["loading"] for tree in self.trees
+            )
             used = self.index.pool.total - self.index.pool.free
-            assert used == in_trees + len(private), f"{used} blocks in use, {in_trees} in trees, {len(private)} private"
+            assert used == in_trees + len(private), (
+                f"{used} blocks in use, {in_trees} in trees, {len(private)} private"
+            )
 
     def teardown(self) -> None:
         """Everything is answered, every lease ends: nothing is left."""
@@ -434,15 +512,27 @@ class IndexMachine(RuleBasedStateMachine):
                 break
         self.consistent()
         actor = self.actor
-        left = (actor.leases, actor.loads, actor.offloads, actor.saves, actor.waiting, actor.held, actor.index.loading)
+        left = (
+            actor.leases,
+            actor.loads,
+            actor.offloads,
+            actor.saves,
+            actor.waiting,
+            actor.held,
+            actor.index.loading,
+        )
         assert not any(left), f"left over: {left}"
-        assert not self.stepper._open, f"asks without an answer: {[e.message for e in self.stepper._open]}"
+        assert not self.stepper._open, (
+            f"asks without an answer: {[e.message for e in self.stepper._open]}"
+        )
         assert not actor._unanswered, "an ask is kept although it has ended"
         state = self.index.tree.statistics()
         assert state["referenced"] == state["loading"] == state["offloading"] == 0
         assert not self.index.reserved
         assert self.index.free + state["device"] == self.index.pool.total
-        assert self.index.tree.sweep_host(1), "hints of before a restart of the host tier are never removed"
+        assert self.index.tree.sweep_host(1), (
+            "hints of before a restart of the host tier are never removed"
+        )
         while self.index.sweeping:
             self.turn(Sweep())
         assert not self.index.returning

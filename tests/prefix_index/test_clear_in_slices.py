@@ -1,4 +1,5 @@
-"""A clear is one short turn however much is cached: the blocks come back in later turns, some at a time, and count as free meanwhile."""
+"""A clear is one short turn however much is cached: the blocks come back in later turns, some at a
+time, and count as free meanwhile."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def request(machine: IndexMachine, blocks: int, *, wait: bool = True) -> object:
     path = Path(BLOCK, bytes(32))
     path.extend([1_000 * machine.number + i for i in range(blocks * BLOCK)])
     machine.open[machine.number] = blocks * BLOCK
-    effects = machine.turn(Acquire(machine.number, f"r{machine.number}", path, machine.stepper.now + 5.0, wait), 5.0)
+    effects = machine.turn(
+        Acquire(machine.number, f"r{machine.number}", path, machine.stepper.now + 5.0, wait), 5.0
+    )
     return effects.answered[0].error or effects.answered[0].value
 
 
@@ -47,7 +50,9 @@ def sweeps(machine: IndexMachine) -> list[int]:
     return steps
 
 
-def test_the_turn_of_a_clear_returns_nothing_and_later_turns_return_a_bounded_number_of_blocks() -> None:
+def test_the_turn_of_a_clear_returns_nothing_and_later_turns_return_a_bounded_number_of_blocks() -> (
+    None
+):
     machine = filled(MANY + 7, MANY + 5)
     effects = machine.turn(Clear())
     assert effects.answered[0].value.count == MANY + 5
@@ -118,7 +123,8 @@ def test_the_memory_of_a_tree_goes_when_its_last_lease_has_ended() -> None:
 
 
 def test_a_block_that_an_eviction_still_reads_comes_back_at_its_end_only() -> None:
-    """Matched and given back during its eviction, it is on the list of unused blocks while a copy still reads it."""
+    """Matched and given back during its eviction, it is on the list of unused blocks while a copy
+    still reads it."""
     index = BlockIndex(BLOCK, 4, 64, recompute_last_token=False)
     path = Path(BLOCK, bytes(32))
     path.extend(range(3 * BLOCK))
@@ -131,7 +137,9 @@ def test_a_block_that_an_eviction_still_reads_comes_back_at_its_end_only() -> No
     assert index.retire() == 2
     index.check()
     index.sweep()
-    assert not set(op.blocks) & set(index.pool.free_blocks()), "a block is free that a copy still reads"
+    assert not set(op.blocks) & set(index.pool.free_blocks()), (
+        "a block is free that a copy still reads"
+    )
     assert index.free == index.pool.free == 3
     assert not index.sweeping
     index.check()

@@ -1,4 +1,5 @@
-"""No two scopes have one root hash; no two store identities have one digest, folder or pool prefix."""
+"""No two scopes have one root hash; no two store identities have one digest, folder or pool
+prefix."""
 
 from __future__ import annotations
 
@@ -40,12 +41,16 @@ def test_no_text_moves_from_one_field_of_a_root_into_another() -> None:
 
 
 @given(STORES, STORES)
-def test_different_store_identities_never_share_a_place(one: StoreIdentity, other: StoreIdentity) -> None:
+def test_different_store_identities_never_share_a_place(
+    one: StoreIdentity, other: StoreIdentity
+) -> None:
     same = one == other
     assert (one.digest == other.digest) == same
     assert (one.pool_prefix == other.pool_prefix) == same
     assert same or not one.pool_prefix.startswith(other.pool_prefix)
-    same_but_for_layout = one._replace(fingerprint=b"") == other._replace(fingerprint=b"")  # layouts share a folder
+    same_but_for_layout = one._replace(fingerprint=b"") == other._replace(
+        fingerprint=b""
+    )  # layouts share a folder
     assert (one.folder("d") == other.folder("d")) == same_but_for_layout
 
 

@@ -1,4 +1,5 @@
-"""No order of requests, completions, stalls, restarts and losses makes PrefixIndex fail, leak a block or give one to two requests."""
+"""No order of requests, completions, stalls, restarts and losses makes PrefixIndex fail, leak a
+block or give one to two requests."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from kvactors.prefix_index.messages import Commit, Done, Finish
 
 
 def test_no_order_of_requests_and_completions_makes_the_index_fail() -> None:
-    machine_settings = settings(max_examples=60, stateful_step_count=30, deadline=None, derandomize=True)
+    machine_settings = settings(
+        max_examples=60, stateful_step_count=30, deadline=None, derandomize=True
+    )
     run_state_machine_as_test(IndexMachine, settings=machine_settings)
 
 
@@ -25,8 +28,9 @@ def started(blocks: int, *, host: bool = True) -> IndexMachine:
 
 
 def test_a_request_that_waits_for_room_does_not_join_a_load_that_stalled_meanwhile() -> None:
-    """The second request shares the first one's load and waits for an eviction. The load stalls, the eviction ends: the second request must
-    get blocks that no copy writes to, and may commit them whatever becomes of the load."""
+    """The second request shares the first one's load and waits for an eviction. The load stalls,
+    the eviction ends: the second request must get blocks that no copy writes to, and may commit
+    them whatever becomes of the load."""
     machine = started(8)
     machine.acquire(1, 5 * BLOCK, 5.0, True)
     machine.loaded(0, 0, False)
@@ -51,7 +55,8 @@ def test_a_request_that_waits_for_room_does_not_join_a_load_that_stalled_meanwhi
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_load_answered_before_it_is_placed_is_a_miss(ends: bool) -> None:
-    """The host tier has learned of a lost memory before the index: it answers a load that still waits for its device blocks."""
+    """The host tier has learned of a lost memory before the index: it answers a load that still
+    waits for its device blocks."""
     machine = started(7 if ends else 4)
     machine.acquire(1, (5 if ends else 4) * BLOCK, 5.0, True)
     machine.loaded(0, 0, False)
@@ -69,7 +74,8 @@ def test_a_load_answered_before_it_is_placed_is_a_miss(ends: bool) -> None:
 
 
 def test_blocks_of_a_load_are_never_given_back_by_a_request_that_found_no_room() -> None:
-    """A request shares a load that comes short, finds no blocks to replace its targets, and ends before and after a clear."""
+    """A request shares a load that comes short, finds no blocks to replace its targets, and ends
+    before and after a clear."""
     for clear in (False, True):
         machine = started(3)
         machine.acquire(0, 3 * BLOCK, 5.0, True)
@@ -101,7 +107,8 @@ MEDIA = [(), (), ((1, 4),), ((1, 2), (3, 5))]
 
 
 class Walk:
-    """A seeded walk through the same machine: states that need many steps, which short examples do not reach."""
+    """A seeded walk through the same machine: states that need many steps, which short examples do
+    not reach."""
 
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
@@ -121,9 +128,23 @@ class Walk:
         machine, number, draw = self.machine, self.random.randrange, self.random.choice
         which = number(31)
         moves = [
-            (9, lambda: machine.acquire(number(2), number(LONGEST * BLOCK) + 1, draw([1.0, 5.0]), number(4) > 0, draw(MEDIA))),
+            (
+                9,
+                lambda: machine.acquire(
+                    number(2),
+                    number(LONGEST * BLOCK) + 1,
+                    draw([1.0, 5.0]),
+                    number(4) > 0,
+                    draw(MEDIA),
+                ),
+            ),
             (4, lambda: machine.leases and machine.commit(which, draw([0, 0, 1, 2]))),
-            (2, lambda: machine.leases and machine.extend(which, number(BLOCK) + 1, draw([0, 0, 0, 1]))),
+            (
+                2,
+                lambda: (
+                    machine.leases and machine.extend(which, number(BLOCK) + 1, draw([0, 0, 0, 1]))
+                ),
+            ),
             (2, lambda: machine.leases and machine.ready(which)),
             (1, lambda: machine.leases and machine.layer_ready(which, number(2))),
             (4, lambda: machine.leases and machine.finish(which)),
@@ -131,7 +152,10 @@ class Walk:
             (1, lambda: machine.abandon(which)),
             (1, lambda: machine.leases and machine.cancel_extend(which)),
             (1, lambda: machine.set_namespace(draw(["a", "b"]))),
-            (4, lambda: machine.loads and machine.loaded(which, number(LONGEST + 1), number(2) > 0)),
+            (
+                4,
+                lambda: machine.loads and machine.loaded(which, number(LONGEST + 1), number(2) > 0),
+            ),
             (2, lambda: machine.loads and machine.stalled(which)),
             (1, lambda: machine.loads and machine.layers(which, number(2) + 1)),
             (4, lambda: machine.offloads and machine.offloaded(which, draw([0, 255, number(256)]))),
@@ -147,7 +171,7 @@ class Walk:
             (2, lambda: machine.sweep(number(4) + 1)),
             (1, lambda: machine.pause(number(4))),
             (2, machine.resume),
-        ]  # fmt: skip
+        ]
         weights, calls = zip(*moves, strict=True)
         self.random.choices(calls, weights)[0]()
         machine.consistent()

@@ -1,4 +1,5 @@
-"""Names of blocks: the published vectors by three roads, media ranges, and token ids of every kind and range."""
+"""Names of blocks: the published vectors by three roads, media ranges, and token ids of every kind
+and range."""
 
 from __future__ import annotations
 
@@ -43,14 +44,22 @@ def media_hash(value: dict[str, Any]) -> bytes | str | int:
 
 
 def test_the_page_has_vectors_of_every_kind() -> None:
-    assert {name: len(rows) >= 5 for name, rows in VECTORS.items()} == {"roots": True, "extras": True, "chains": True}
+    assert {name: len(rows) >= 5 for name, rows in VECTORS.items()} == {
+        "roots": True,
+        "extras": True,
+        "chains": True,
+    }
 
 
 @pytest.mark.parametrize("row", VECTORS["roots"])
 def test_published_root_keys(row: dict[str, Any]) -> None:
     fingerprint = bytes.fromhex(row["fingerprint"])
     fields = [(1, fingerprint), (2, row["model"].encode()), (3, row["namespace"].encode())]
-    fields += [(tag, row[name].encode()) for tag, name in ((4, "salt"), (5, "lora")) if row[name] is not None]
+    fields += [
+        (tag, row[name].encode())
+        for tag, name in ((4, "salt"), (5, "lora"))
+        if row[name] is not None
+    ]
     by_hand = sha(b"kvactors.key.v2", *(tagged(tag, value) for tag, value in fields))
     assert by_hand.hex() == row["key"]
     scope = CacheScope(row["model"], row["namespace"], row["lora"], row["salt"])
@@ -59,7 +68,11 @@ def test_published_root_keys(row: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("row", VECTORS["extras"])
 def test_published_extra_keys(row: dict[str, Any]) -> None:
-    encode = {"hex": (4, bytes.fromhex), "text": (5, str.encode), "int": (6, lambda number: str(number).encode())}
+    encode = {
+        "hex": (4, bytes.fromhex),
+        "text": (5, str.encode),
+        "int": (6, lambda number: str(number).encode()),
+    }
     by_hand = b"".join(
         tagged(encode[kind][0], struct.pack("<q", item["offset"]) + encode[kind][1](value))
         for item in row["items"]
@@ -96,7 +109,10 @@ def test_published_chains(row: dict[str, Any]) -> None:
         assert chain_keys(root, tokens, size).hex() == "".join(row["keys"])
 
 
-ITEMS = st.lists(st.tuples(st.binary(max_size=5) | st.text(max_size=5) | st.integers(), st.integers(-9, 9)), max_size=4)
+ITEMS = st.lists(
+    st.tuples(st.binary(max_size=5) | st.text(max_size=5) | st.integers(), st.integers(-9, 9)),
+    max_size=4,
+)
 
 
 @given(ITEMS, ITEMS)
@@ -138,11 +154,16 @@ RANGES = [
 
 
 @pytest.mark.parametrize(("positions", "expected"), RANGES)
-def test_media_belong_to_the_blocks_they_overlap(positions: list[tuple[int, int]], expected: dict[int, list[int]]) -> None:
+def test_media_belong_to_the_blocks_they_overlap(
+    positions: list[tuple[int, int]], expected: dict[int, list[int]]
+) -> None:
     hashes = [f"item {i}" for i in range(len(positions))]
     extras = block_extras(4, 4, positions, hashes)
     begin = {i: offset for i, (offset, _) in enumerate(positions)}
-    wanted = {block: [(hashes[i], begin[i] - 4 * block) for i in items] for block, items in expected.items()}
+    wanted = {
+        block: [(hashes[i], begin[i] - 4 * block) for i in items]
+        for block, items in expected.items()
+    }
     assert extras == {block: media_extra(items) for block, items in wanted.items()}
 
 
@@ -157,7 +178,9 @@ def test_the_range_rule_holds_for_any_items(block_size: int, gaps: list[tuple[in
     for block in range(6):
         start, stop = block * block_size, (block + 1) * block_size
         overlapping = [
-            (i, offset - start) for i, (offset, length) in enumerate(positions) if offset < stop and offset + length > start
+            (i, offset - start)
+            for i, (offset, length) in enumerate(positions)
+            if offset < stop and offset + length > start
         ]
         assert extras.get(block, b"") == media_extra(overlapping)
 
@@ -174,7 +197,9 @@ def test_the_range_rule_holds_for_any_items(block_size: int, gaps: list[tuple[in
         ([(14, 3)], ["a"], "ends at 17"),
     ],
 )
-def test_bad_media_are_refused(positions: list[tuple[int, int]], hashes: list[str], message: str) -> None:
+def test_bad_media_are_refused(
+    positions: list[tuple[int, int]], hashes: list[str], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         block_extras(4, 4, positions, hashes, num_tokens=16)
 
@@ -199,9 +224,15 @@ KINDS: list[tuple[str, Callable[[], Any]]] = [
     ("list of numpy scalars", lambda: [np.int64(i) for i in IDS]),
     *[(f"array {code}", lambda code=code: array(code, IDS)) for code in "bBhHiIlLqQ"],
     *[(f"numpy {dtype}", lambda dtype=dtype: np.array(IDS, dtype)) for dtype in DTYPES],
-    *[(f"memoryview {dtype}", lambda dtype=dtype: memoryview(np.array(IDS, dtype))) for dtype in DTYPES],
+    *[
+        (f"memoryview {dtype}", lambda dtype=dtype: memoryview(np.array(IDS, dtype)))
+        for dtype in DTYPES
+    ],
     *[(f"strided {dtype}", lambda dtype=dtype: strided(dtype)) for dtype in DTYPES],
-    *[(f"reversed {dtype}", lambda dtype=dtype: np.array(IDS[::-1], dtype)[::-1]) for dtype in DTYPES],
+    *[
+        (f"reversed {dtype}", lambda dtype=dtype: np.array(IDS[::-1], dtype)[::-1])
+        for dtype in DTYPES
+    ],
     ("read-only", lambda: np.frombuffer(np.array(IDS, np.int32).tobytes(), np.int32)),
 ]
 
@@ -224,14 +255,19 @@ def bad_ids() -> list[tuple[str, Any]]:
         ("list", [-(2**70)]),
         ("tuple", (0, -5)),
     ]
-    cases += [(f"numpy {dtype}", np.array([3, -1], dtype)) for dtype in ("int8", "int16", "int32", "int64")]
+    cases += [
+        (f"numpy {dtype}", np.array([3, -1], dtype))
+        for dtype in ("int8", "int16", "int32", "int64")
+    ]
     cases += [(f"numpy {dtype}", np.array([3, 2**32], dtype)) for dtype in ("int64", "uint64")]
     cases += [
         ("numpy uint64", np.array([2**63 + 5], np.uint64)),
         ("array", array("q", [-1])),
         ("memoryview", memoryview(array("i", [-1]))),
     ]
-    long = np.zeros(20_000, np.int64)  # where vectors and the work outside the interpreter's lock begin
+    long = np.zeros(
+        20_000, np.int64
+    )  # where vectors and the work outside the interpreter's lock begin
     for position in (0, 7, 9_999, 19_999):
         at = long.copy()
         at[position] = -1 if position % 2 else 2**32

@@ -1,4 +1,5 @@
-"""A media item is cached whole or not at all: what a request gives back of it is computed in blocks of its own, wherever shared blocks stand."""
+"""A media item is cached whole or not at all: what a request gives back of it is computed in blocks
+of its own, wherever shared blocks stand."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ BLOCK, ROOT = 4, bytes(32)
 
 
 def test_every_position_of_a_request_has_a_block_after_loads_ended_within_an_item():
-    """Positions 1 and 2 are loaded for two requests. The load of 1 fails, the first request computes it, then the load of 2 lands: the second
-    request has position 0 committed, its own block at 1, and a shared one at 2."""
+    """Positions 1 and 2 are loaded for two requests. The load of 1 fails, the first request
+    computes it, then the load of 2 lands: the second request has position 0 committed, its own
+    block at 1, and a shared one at 2."""
     index = BlockIndex(BLOCK, 16, 64, recompute_last_token=False)
     tree, tokens = index.tree, list(range(3 * BLOCK))
     first, second = Path(BLOCK, ROOT), Path(BLOCK, ROOT)
@@ -38,10 +40,18 @@ def test_every_position_of_a_request_has_a_block_after_loads_ended_within_an_ite
     assert own == first.blocks(1, 2) != second.blocks(1, 2)
 
     lease = SimpleNamespace(
-        path=second, tree=tree, media=((0, 3 * BLOCK),), fault=None, device_hits=1, host_hits=0, storage_hits=0
+        path=second,
+        tree=tree,
+        media=((0, 3 * BLOCK),),
+        fault=None,
+        device_hits=1,
+        host_hits=0,
+        storage_hits=0,
     )
     transfers = SimpleNamespace(index=index)
-    transfers._give_own_blocks = lambda lease, positions: Transfers._give_own_blocks(transfers, lease, positions)
+    transfers._give_own_blocks = lambda lease, positions: Transfers._give_own_blocks(
+        transfers, lease, positions
+    )
     Transfers._keep_media_whole(transfers, lease)
     table = second.blocks()
     assert second.num_committed == 0

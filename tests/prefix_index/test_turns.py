@@ -1,4 +1,5 @@
-"""No turn handles more blocks than a part: counted by what a turn changes, sends and answers, for a request of many parts."""
+"""No turn handles more blocks than a part: counted by what a turn changes, sends and answers, for a
+request of many parts."""
 
 from __future__ import annotations
 
@@ -52,7 +53,10 @@ class Counted(IndexMachine):
 
     def counts(self) -> list[int]:
         state = self.index.tree.statistics()
-        return [self.index.pool.free, *(state[name] for name in ("nodes", "device", "host", "evictable", "referenced"))]
+        return [
+            self.index.pool.free,
+            *(state[name] for name in ("nodes", "device", "host", "evictable", "referenced")),
+        ]
 
     def whole(self, message: Any, deadline: float | None = None) -> Any:
         """The answer of an ask whose work may take many turns."""
@@ -66,7 +70,10 @@ class Counted(IndexMachine):
         path = Path(BLOCK, bytes(32))
         path.extend(range(first, first + blocks * BLOCK))
         self.open[self.number] = blocks * BLOCK
-        effects = self.whole(Acquire(self.number, f"r{self.number}", path, self.stepper.now + 5.0), self.stepper.now + 5.0)
+        effects = self.whole(
+            Acquire(self.number, f"r{self.number}", path, self.stepper.now + 5.0),
+            self.stepper.now + 5.0,
+        )
         assert isinstance(effects.answered[0].value, Granted), effects.answered
         for op in list(self.loads):  # storage has nothing
             del self.loads[op]
@@ -99,7 +106,9 @@ def test_no_turn_handles_more_blocks_than_a_part(machine, end, save):
     machine.handled.clear()
     machine.commit_all(lease, MANY)
     machine.over()
-    effects = machine.whole(Abandon(lease) if end is Abandon else end(lease, 0 if end is Preempt else None))
+    effects = machine.whole(
+        Abandon(lease) if end is Abandon else end(lease, 0 if end is Preempt else None)
+    )
     if end is not Abandon:
         assert effects.answered[0].value.count == MANY
     for op in list(machine.admits):
@@ -147,7 +156,13 @@ def test_restarts_of_the_neighbours_are_handled_in_parts(machine):
         machine.whole(Admitted(admit, bytes(len(machine.admits.pop(admit).blocks))))
     keys = machine.index.tree.device_keys()
     for start in range(0, MANY, PART):
-        machine.turn(HostGained(keys[start * KEY_BYTES : (start + PART) * KEY_BYTES], machine.actor.clears, machine.actor.era))
+        machine.turn(
+            HostGained(
+                keys[start * KEY_BYTES : (start + PART) * KEY_BYTES],
+                machine.actor.clears,
+                machine.actor.era,
+            )
+        )
     while machine.index.evictable():
         machine.actor.drop(PART)
     machine.stepper._effects()
@@ -223,7 +238,9 @@ def test_a_request_cancelled_between_two_parts_leaves_nothing(machine, turns):
 
 @pytest.mark.parametrize("turns", range(0, STEPS, 3))
 @pytest.mark.parametrize("change", [Clear(), SetNamespace("b")])
-def test_a_request_between_two_parts_does_not_hit_what_was_cleared_or_is_of_another_namespace(machine, turns, change):
+def test_a_request_between_two_parts_does_not_hit_what_was_cleared_or_is_of_another_namespace(
+    machine, turns, change
+):
     machine.begin()
     message = begun(machine, MANY, turns)
     granted = message.lease in machine.leases
@@ -241,13 +258,16 @@ def test_another_request_between_two_parts_takes_none_of_the_reserved_blocks(mac
     message = begun(machine, MANY, STEPS // 2)
     assert message.lease in machine.open, "it has its blocks already"
     other = machine.request(3 * PART // 2, first=50_000)  # runs both to their ends
-    assert not set(machine.actor.leases[other].path.blocks()) & set(machine.actor.leases[message.lease].path.blocks())
+    assert not set(machine.actor.leases[other].path.blocks()) & set(
+        machine.actor.leases[message.lease].path.blocks()
+    )
     for lease in (other, message.lease):
         machine.whole(Finish(lease))
 
 
 def test_a_block_that_comes_back_is_reported_although_its_scope_was_forgotten(machine):
-    """Without tokens: an index that has the block from another tier keeps it, under the scope that it was announced with."""
+    """Without tokens: an index that has the block from another tier keeps it, under the scope that
+    it was announced with."""
     machine.begin()
     lease = machine.request(PART)
     machine.actor.origins.clear()

@@ -22,14 +22,27 @@ A, B, C = (bytes([byte]) * 32 for byte in b"abc")
 
 def identity(rank: int = 0, **over) -> Identity:
     values = {
-        "rank": rank, "ranks": 2, "model": SCOPE.model, "namespace": SCOPE.namespace, "storage": "none", "fingerprint": SCOPE.fingerprint,
-        "blocks": 8, "slots": 6,
-    }  # fmt: skip
+        "rank": rank,
+        "ranks": 2,
+        "model": SCOPE.model,
+        "namespace": SCOPE.namespace,
+        "storage": "none",
+        "fingerprint": SCOPE.fingerprint,
+        "blocks": 8,
+        "slots": 6,
+    }
     return Identity(**{**values, **over})
 
 
 def group_at(endpoint: str = ENDPOINT, **over) -> RankGroup:
-    config = {"count": 2, "endpoint": endpoint, "timeout": 0.3, "start": 5.0, "secret": SECRET, **over}
+    config = {
+        "count": 2,
+        "endpoint": endpoint,
+        "timeout": 0.3,
+        "start": 5.0,
+        "secret": SECRET,
+        **over,
+    }
     return RankGroup(RanksConfig(**config), SCOPE, 8, 6, layers=9)
 
 

@@ -1,4 +1,5 @@
-"""Ranks on the loop of virtual time: each behind a relay that can hold, cut and delay what it and its leader say to each other."""
+"""Ranks on the loop of virtual time: each behind a relay that can hold, cut and delay what it and
+its leader say to each other."""
 
 from __future__ import annotations
 
@@ -9,7 +10,14 @@ from contextlib import asynccontextmanager, suppress
 import anyio
 
 import kvactors
-from kvactors.config import CacheConfig, Config, DeviceConfig, HostConfig, LayoutConfig, StorageConfig
+from kvactors.config import (
+    CacheConfig,
+    Config,
+    DeviceConfig,
+    HostConfig,
+    LayoutConfig,
+    StorageConfig,
+)
 from kvactors.device.host import HostDevice
 from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.layout import make_layout
@@ -25,12 +33,15 @@ ENDPOINT = "memory://leader"
 
 
 def settings(count: int = 2, **over) -> Config:
-    """Small tiers, so that everything moves. The store is the ranks' own: "file" only says that there is one."""
+    """Small tiers, so that everything moves. The store is the ranks' own: "file" only says that
+    there is one."""
     parts = {
         "cache": CacheConfig(model="m", block_size=BLOCK, deadline=10.0),
         "device": DeviceConfig(num_blocks=16),
         "host": HostConfig(slots=16, transit_slots=16),
-        "layout": LayoutConfig(num_layers=3, num_kv_heads=count, head_dim=4, dtype="uint8", tensor_parallel=count),
+        "layout": LayoutConfig(
+            num_layers=3, num_kv_heads=count, head_dim=4, dtype="uint8", tensor_parallel=count
+        ),
         "storage": StorageConfig(backend="none", write_policy="none"),
         "ranks": RanksConfig(count, ENDPOINT, timeout=0.3, start=30.0),
     }
@@ -49,7 +60,8 @@ class Disk(MemoryBackend):
 
 
 class Rank:
-    """One rank. Its store outlives a restart; its device and arena do not. held: no message goes through. lag: seconds a message takes."""
+    """One rank. Its store outlives a restart; its device and arena do not. held: no message goes
+    through. lag: seconds a message takes."""
 
     def __init__(self, config: Config, number: int) -> None:
         self.config = config
@@ -57,7 +69,11 @@ class Rank:
         self.layout = make_layout(config.layout, BLOCK)
         self.store = None
         if config.storage.backend != "none":
-            self.store = Disk(self.layout.fingerprint, self.layout.block_bytes, config.storage.capacity_blocks or 0)
+            self.store = Disk(
+                self.layout.fingerprint,
+                self.layout.block_bytes,
+                config.storage.capacity_blocks or 0,
+            )
         self.lag = lambda: 0.0
         self.flows = asyncio.Event()
         self.flows.set()
@@ -74,10 +90,15 @@ class Rank:
         self.device = HostDevice(self.layout, self.config.device.num_blocks)
         self.serving = asyncio.ensure_future(
             serve_rank(
-                f"{ENDPOINT}-{self.number}", self.device, rank=self.number, ranks=self.config.ranks.count, config=self.config,
-                backend=self.store, inline_copies=True,
+                f"{ENDPOINT}-{self.number}",
+                self.device,
+                rank=self.number,
+                ranks=self.config.ranks.count,
+                config=self.config,
+                backend=self.store,
+                inline_copies=True,
             )
-        )  # fmt: skip
+        )
 
     async def kill(self) -> None:
         """The process dies."""
@@ -151,11 +172,16 @@ def compute(lease, ranks, first: int, full: int) -> None:
 def wrong(lease, ranks, count: int) -> list[int]:
     """Positions of cached blocks that do not hold what their names stand for."""
     keys = lease.keys(0, count)
-    return [j for rank in ranks for j in rank.device.check(lease.block_table[:count], keys_on_rank(keys, rank.number))]
+    return [
+        j
+        for rank in ranks
+        for j in rank.device.check(lease.block_table[:count], keys_on_rank(keys, rank.number))
+    ]
 
 
 class Engine:
-    """Serves prompts of shared prefixes; every cached block is checked on every rank before it is used."""
+    """Serves prompts of shared prefixes; every cached block is checked on every rank before it is
+    used."""
 
     def __init__(self, cache, ranks, seed: int) -> None:
         self.cache = cache
@@ -185,7 +211,8 @@ class Engine:
                 await lease.commit(full * BLOCK)  # RankLost says that the bytes may be gone
                 if found and lives == [rank.serving for rank in self.ranks]:
                     self.bad.append(
-                        f"{lease.request_id}: blocks {found} of {cached} at {asyncio.get_running_loop().time():.3f}"
+                        f"{lease.request_id}: blocks {found} of {cached} at "
+                        f"{asyncio.get_running_loop().time():.3f}"
                     )
                 if how == "preempt":
                     await lease.preempt(full * BLOCK)
@@ -193,7 +220,13 @@ class Engine:
                     await lease.extend([7] * BLOCK, deadline=1.0)
                 self.served += 1
                 self.reused += cached
-        except (kvactors.RankLost, kvactors.LeaseEnded, kvactors.NoRoom, kvactors.DeadlineExceeded, kvactors.ActorFailed):
+        except (
+            kvactors.RankLost,
+            kvactors.LeaseEnded,
+            kvactors.NoRoom,
+            kvactors.DeadlineExceeded,
+            kvactors.ActorFailed,
+        ):
             self.broken += 1
 
     async def _by_layers(self, lease) -> None:

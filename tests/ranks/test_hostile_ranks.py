@@ -1,4 +1,5 @@
-"""Random bytes and random messages from an authenticated rank: its connection ends, nothing else does, and no operation hangs or is believed."""
+"""Random bytes and random messages from an authenticated rank: its connection ends, nothing else
+does, and no operation hangs or is believed."""
 
 from __future__ import annotations
 
@@ -19,8 +20,17 @@ from kvactors.ranks.wire import MemoryWire, _decoder
 from kvactors.storage.messages import Outcome
 from kvactors.testing.loop import simulate
 
-FRAMES = [kind for kind in vars(protocol).values() if isinstance(kind, type) and issubclass(kind, Frame) and kind is not Frame]
-ANSWERS = st.builds(Answer, st.integers(0, 4), st.binary(max_size=4), st.sampled_from([b"", A, B, A + B, b"x" * 31, b"y" * 64]))
+FRAMES = [
+    kind
+    for kind in vars(protocol).values()
+    if isinstance(kind, type) and issubclass(kind, Frame) and kind is not Frame
+]
+ANSWERS = st.builds(
+    Answer,
+    st.integers(0, 4),
+    st.binary(max_size=4),
+    st.sampled_from([b"", A, B, A + B, b"x" * 31, b"y" * 64]),
+)
 
 
 def encodable(message: Frame) -> bool:
@@ -33,11 +43,24 @@ def encodable(message: Frame) -> bool:
 MESSAGES = st.one_of(ANSWERS, *(st.from_type(kind).filter(encodable) for kind in FRAMES))
 
 
-@given(st.binary(max_size=200) | ANSWERS.map(msgspec.msgpack.encode) | st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.binary(max_size=8) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["t", "op", "outcomes", "keys"]) | st.text(max_size=3), inner),
-    max_leaves=8,
-).map(msgspec.msgpack.encode))  # fmt: skip
+@given(
+    st.binary(max_size=200)
+    | ANSWERS.map(msgspec.msgpack.encode)
+    | st.recursive(
+        st.none()
+        | st.booleans()
+        | st.integers(-(2**63), 2**64 - 1)
+        | st.binary(max_size=8)
+        | st.text(max_size=8),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(
+                st.sampled_from(["t", "op", "outcomes", "keys"]) | st.text(max_size=3), inner
+            )
+        ),
+        max_leaves=8,
+    ).map(msgspec.msgpack.encode)
+)
 def test_whatever_arrives_is_a_message_or_ends_the_connection(body):
     async def main() -> None:
         ours, theirs = MemoryWire.pair()
@@ -69,11 +92,14 @@ def test_every_message_survives_its_encoding():
 @settings(max_examples=60, deadline=None)
 @given(st.lists(MESSAGES, min_size=1, max_size=6))
 def test_random_messages_of_a_rank_harm_only_its_connection(messages):
-    """Copies, reads and writes are open while rank 0 sends anything; then it is replaced by one that behaves."""
+    """Copies, reads and writes are open while rank 0 sends anything; then it is replaced by one
+    that behaves."""
 
     async def main() -> None:
         async with opened(A, A) as (group, store, wires):
-            executor = RemoteExecutor(HostDevice(GQALayout(1, 1, 4, 4, dtype="uint8"), 8), None, group)
+            executor = RemoteExecutor(
+                HostDevice(GQALayout(1, 1, 4, 4, dtype="uint8"), 8), None, group
+            )
             work = [
                 asyncio.ensure_future(executor.run(Direction.TO_DEVICE, [1, 2], [3, 4])),
                 asyncio.ensure_future(store.read_slots([A], None, [0], lambda: False)),
@@ -87,7 +113,9 @@ def test_random_messages_of_a_rank_harm_only_its_connection(messages):
             wires[0].close()
             for _ in range(3):
                 message = await wires[1].receive()
-                wires[1].send(Answer(message.op, bytes(2 if isinstance(message, protocol.CopyBlocks) else 1)))
+                wires[1].send(
+                    Answer(message.op, bytes(2 if isinstance(message, protocol.CopyBlocks) else 1))
+                )
             await come(0, A)
             failed, read, written = await asyncio.gather(*work)
             assert set(failed) <= {0, 1}

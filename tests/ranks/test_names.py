@@ -1,4 +1,5 @@
-"""The names of the ranks' stores: pages and slices of bounded size, at 10 million names, and against a model."""
+"""The names of the ranks' stores: pages and slices of bounded size, at 10 million names, and
+against a model."""
 
 from __future__ import annotations
 
@@ -14,7 +15,15 @@ from hypothesis import strategies as st
 from kvactors.ranks.group import RankGroup
 from kvactors.ranks.link import Link, Violation
 from kvactors.ranks.names import SHARDS, NameSet, RankNames, in_slices, pages
-from kvactors.ranks.protocol import FROM_RANK_BYTES, MOST_NAMES, PAGE_NAMES, WINDOW, Names, SendNames, Welcome
+from kvactors.ranks.protocol import (
+    FROM_RANK_BYTES,
+    MOST_NAMES,
+    PAGE_NAMES,
+    WINDOW,
+    Names,
+    SendNames,
+    Welcome,
+)
 from kvactors.ranks.wire import MemoryWire, _encoder
 from kvactors.storage.backends.memory import MemoryBackend
 from kvactors.storage.backends.ranks import RankBackend
@@ -98,10 +107,19 @@ def test_a_shard_of_ten_million_names_is_a_slice():
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 2), st.sets(st.integers(0, 40)), st.sets(st.integers(0, 40)), st.booleans()), max_size=12)
+    st.lists(
+        st.tuples(
+            st.integers(0, 2),
+            st.sets(st.integers(0, 40)),
+            st.sets(st.integers(0, 40)),
+            st.booleans(),
+        ),
+        max_size=12,
+    )
 )
 def test_names_against_a_model(steps):
-    """Ranks join in any order, with pages of any size, while names are taken; some go away before their last page."""
+    """Ranks join in any order, with pages of any size, while names are taken; some go away before
+    their last page."""
     names, model, joined, told = RankNames(3), None, set(), set()
     for rank, stored, taken, abandoned in steps:
         joining = names.join(rank, 0)
@@ -160,7 +178,11 @@ def test_pages_that_cannot_be_are_violations():
             link.names(Names(name(1)))
         asking = asyncio.ensure_future(link.next_page())
         await settle()
-        for keys, word in ((b"x" * 31, "31 bytes"), (b"", "0 bytes"), (b"x" * 32 * (PAGE_NAMES + 1), "bytes of names")):
+        for keys, word in (
+            (b"x" * 31, "31 bytes"),
+            (b"", "0 bytes"),
+            (b"x" * 32 * (PAGE_NAMES + 1), "bytes of names"),
+        ):
             with pytest.raises(Violation, match=word):
                 link.names(Names(keys))
         with pytest.raises(Violation, match="6 names, 5 were announced"):

@@ -1,4 +1,5 @@
-"""A clear that did not reach every rank, and a leader that stops in between: nothing from before is held, and no object is of two generations."""
+"""A clear that did not reach every rank, and a leader that stops in between: nothing from before is
+held, and no object is of two generations."""
 
 from __future__ import annotations
 

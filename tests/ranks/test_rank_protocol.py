@@ -1,5 +1,5 @@
-"""The leader against ranks made by hand: identities that do not fit, garbage, answers of the wrong length, twice, late, in any order, and two
-ranks of one number."""
+"""The leader against ranks made by hand: identities that do not fit, garbage, answers of the wrong
+length, twice, late, in any order, and two ranks of one number."""
 
 from __future__ import annotations
 
@@ -7,7 +7,20 @@ import asyncio
 
 import msgspec
 import pytest
-from hand_kit import ENDPOINT, A, B, C, authenticated, come, copy, group_at, identity, opened, settle, simulated
+from hand_kit import (
+    ENDPOINT,
+    A,
+    B,
+    C,
+    authenticated,
+    come,
+    copy,
+    group_at,
+    identity,
+    opened,
+    settle,
+    simulated,
+)
 
 from kvactors.device.host import HostDevice
 from kvactors.gpu_swapper.messages import Direction
@@ -41,7 +54,10 @@ from kvactors.testing.loop import simulate
         ({"model": "model-b"}, "has model 'model-b', the leader has 'model-a'"),
         ({"namespace": "other"}, "has storage namespace 'other', the leader has 'default'"),
         ({"storage": "file"}, "has storage back end 'file', the leader has 'none'"),
-        ({"fingerprint": b"g" * 32}, "has layout '6767676767676767', the leader has '6666666666666666'"),
+        (
+            {"fingerprint": b"g" * 32},
+            "has layout '6767676767676767', the leader has '6666666666666666'",
+        ),
         ({"blocks": 9}, "has device blocks 9, the leader has 8"),
         ({"slots": 0}, "has host slots 0, the leader has 6"),
         ({"rank": 2}, "no rank 2 of 2"),
@@ -72,7 +88,9 @@ async def test_another_protocol_version_is_refused_with_both_versions():
         wire.send(Hello(VERSION - 1))
         answer = await wire.receive()
         assert isinstance(answer, Refused)
-        assert answer.reason == f"protocol version {VERSION - 1} of the rank, {VERSION} of the leader"
+        assert (
+            answer.reason == f"protocol version {VERSION - 1} of the rank, {VERSION} of the leader"
+        )
         assert group.healthy
 
 
@@ -142,7 +160,9 @@ async def test_a_second_process_of_one_number_replaces_a_first_that_does_not_ans
 @simulated
 async def test_answers_in_any_order():
     async with opened() as (group, _, wires):
-        asked = [asyncio.ensure_future(group.scatter(copy, outcomes=2, worst=255)) for _ in range(3)]
+        asked = [
+            asyncio.ensure_future(group.scatter(copy, outcomes=2, worst=255)) for _ in range(3)
+        ]
         await settle()
         ops = sorted([(await wires[0].receive()).op for _ in asked])
         for wire in wires:
@@ -151,7 +171,9 @@ async def test_answers_in_any_order():
                 await settle()
             wire.send(Arrived(1 << 40, 1))
         answers = [await task for task in asked]
-        assert sorted(answers, key=lambda both: both[0].op) == [[Answer(op, bytes([0, op]))] * 2 for op in ops]
+        assert sorted(answers, key=lambda both: both[0].op) == [
+            [Answer(op, bytes([0, op]))] * 2 for op in ops
+        ]
         assert all(rank.in_flight == 0 and rank.health == "healthy" for rank in group.statistics())
 
 
@@ -168,12 +190,16 @@ VIOLATIONS = {
 def test_an_answer_that_cannot_be_costs_the_connection_and_no_bytes(answer):
     async def main() -> None:
         async with opened() as (group, _, wires):
-            executor = RemoteExecutor(HostDevice(GQALayout(1, 1, 4, 4, dtype="uint8"), 8), None, group)
+            executor = RemoteExecutor(
+                HostDevice(GQALayout(1, 1, 4, 4, dtype="uint8"), 8), None, group
+            )
             run = asyncio.ensure_future(executor.run(Direction.TO_DEVICE, [1, 2], [3, 4]))
             for wire, (outcomes, gone) in zip(wires, ((bytes(2), b""), answer), strict=True):
                 wire.send(Answer((await wire.receive()).op, outcomes, gone))
             assert await wires[1].receive() is None
-            assert not run.done(), "the rank may still write: the operation is open until it is back"
+            assert not run.done(), (
+                "the rank may still write: the operation is open until it is back"
+            )
             assert [rank.violations for rank in group.statistics()] == [0, 1]
             await come(1)
             assert await run == (0, 1)

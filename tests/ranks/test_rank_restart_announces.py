@@ -1,4 +1,5 @@
-"""With ranks in other processes, stored blocks are announced after a restart: those that the stores of all ranks hold."""
+"""With ranks in other processes, stored blocks are announced after a restart: those that the stores
+of all ranks hold."""
 
 from __future__ import annotations
 
@@ -23,10 +24,25 @@ def config(folder) -> kvactors.Config:
             "cache": {"model": "m", "block_size": BLOCK},
             "device": {"num_blocks": 32},
             "host": {"slots": 16, "transit_slots": 32},
-            "layout": {"num_layers": 1, "num_kv_heads": 2, "head_dim": 4, "dtype": "uint8", "tensor_parallel": 2},
-            "storage": {"backend": "file", "directory": str(folder), "capacity_blocks": 60, "write_policy": "write_through"},
+            "layout": {
+                "num_layers": 1,
+                "num_kv_heads": 2,
+                "head_dim": 4,
+                "dtype": "uint8",
+                "tensor_parallel": 2,
+            },
+            "storage": {
+                "backend": "file",
+                "directory": str(folder),
+                "capacity_blocks": 60,
+                "write_policy": "write_through",
+            },
             "ranks": {"count": 2, "endpoint": "memory://announces", "timeout": 20.0},
-            "flush": {"sinks": [{"kind": "memory", "name": "index", "tiers": ["device", "host", "storage"]}]},
+            "flush": {
+                "sinks": [
+                    {"kind": "memory", "name": "index", "tiers": ["device", "host", "storage"]}
+                ]
+            },
         }
     )
 
@@ -37,7 +53,11 @@ async def opened(folder):
     settings = config(folder)
     layout = make_layout(settings.layout, BLOCK)
     serving = [
-        asyncio.create_task(serve_rank("memory://announces", HostDevice(layout, 32), rank=i, ranks=2, config=settings))
+        asyncio.create_task(
+            serve_rank(
+                "memory://announces", HostDevice(layout, 32), rank=i, ranks=2, config=settings
+            )
+        )
         for i in range(2)
     ]
     try:
@@ -88,7 +108,9 @@ async def test_the_leader_announces_what_all_ranks_hold(tmp_path, monkeypatch):
 def test_a_part_of_a_path_is_proved_by_its_keys():
     first = kvactors.lineage.Lineage(bytes(32), b"t" * 8, b"x")
     second = kvactors.lineage.Lineage(first.key(), b"u" * 8)
-    part = writer.PathPart(bytes(32), first.key() + second.key(), b"t" * 8 + b"u" * 8, extra_keys=((0, b"x"),))
+    part = writer.PathPart(
+        bytes(32), first.key() + second.key(), b"t" * 8 + b"u" * 8, extra_keys=((0, b"x"),)
+    )
     assert proved(part)
     for wrong in (
         part._replace(tokens=b"t" * 16),

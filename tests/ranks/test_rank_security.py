@@ -1,4 +1,5 @@
-"""What strangers can do at the endpoint of ranks: nothing, with bounded memory, counted and logged once."""
+"""What strangers can do at the endpoint of ranks: nothing, with bounded memory, counted and logged
+once."""
 
 from __future__ import annotations
 
@@ -11,7 +12,17 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 import structlog
-from hand_kit import ENDPOINT, SECRET, authenticated, come, group_at, identity, opened, settle, simulated
+from hand_kit import (
+    ENDPOINT,
+    SECRET,
+    authenticated,
+    come,
+    group_at,
+    identity,
+    opened,
+    settle,
+    simulated,
+)
 
 import kvactors
 from kvactors.config import Config, LayoutConfig
@@ -22,7 +33,15 @@ from kvactors.ranks import listening
 from kvactors.ranks.group import UNCLAIMED
 from kvactors.ranks.handshake import check_leader, mac
 from kvactors.ranks.listening import Listener, connect
-from kvactors.ranks.protocol import NONCE_BYTES, UNPROVEN_BYTES, VERSION, Challenge, Hello, Proof, Refused
+from kvactors.ranks.protocol import (
+    NONCE_BYTES,
+    UNPROVEN_BYTES,
+    VERSION,
+    Challenge,
+    Hello,
+    Proof,
+    Refused,
+)
 from kvactors.ranks.strangers import SOURCES, Strangers
 from kvactors.ranks_config import RanksConfig, Secret
 
@@ -95,7 +114,13 @@ async def test_a_stranger_receives_nothing_that_is_derived_from_the_secret():
 def test_the_secret_is_in_no_repr_or_log():
     config = Config(ranks=RanksConfig(2, "tcp://h:1", secret=SECRET))
     group = group_at()
-    shown = [repr(config), str(config.ranks), repr(list(config.ranks.__rich_repr__())), repr(Secret(SECRET)), repr(vars(group))]
+    shown = [
+        repr(config),
+        str(config.ranks),
+        repr(list(config.ranks.__rich_repr__())),
+        repr(Secret(SECRET)),
+        repr(vars(group)),
+    ]
     shown.append(repr(group.statistics()) + repr(group.health()) + repr(group.strangers.counts))
     assert not [text for text in shown if SECRET in text]
     assert msgspec.json.decode(msgspec.json.encode(config), type=Config) == config
@@ -105,8 +130,16 @@ def test_the_secret_is_in_no_repr_or_log():
     ("settings", "environ", "word"),
     [
         ({"endpoint": "tcp://10.0.0.1:7000"}, {}, "need a shared secret"),
-        ({"endpoint": "tcp://10.0.0.1:7000"}, {"KVACTORS_RANKS_SECRET": ""}, "need a shared secret"),
-        ({"endpoint": "tcp://10.0.0.1:7000"}, {"KVACTORS_RANKS_SECRET": "short"}, "at least 16 characters"),
+        (
+            {"endpoint": "tcp://10.0.0.1:7000"},
+            {"KVACTORS_RANKS_SECRET": ""},
+            "need a shared secret",
+        ),
+        (
+            {"endpoint": "tcp://10.0.0.1:7000"},
+            {"KVACTORS_RANKS_SECRET": "short"},
+            "at least 16 characters",
+        ),
         ({"endpoint": "unix:///run/x", "secret": "short"}, {}, "at least 16 characters"),
     ],
 )
@@ -118,9 +151,14 @@ def test_tcp_needs_a_secret_that_is_long_enough(settings, environ, word):
 
 
 def test_the_secret_of_the_environment_is_used_where_none_is_set():
-    base = Config(layout=LayoutConfig(tensor_parallel=2), ranks=RanksConfig(2, "tcp://10.0.0.1:7000"))
+    base = Config(
+        layout=LayoutConfig(tensor_parallel=2), ranks=RanksConfig(2, "tcp://10.0.0.1:7000")
+    )
     assert Config.from_env({"KVACTORS_RANKS_SECRET": SECRET}, base).ranks.secret == SECRET
-    base = Config(layout=LayoutConfig(tensor_parallel=2), ranks=RanksConfig(2, "tcp://10.0.0.1:7000", secret=OTHER))
+    base = Config(
+        layout=LayoutConfig(tensor_parallel=2),
+        ranks=RanksConfig(2, "tcp://10.0.0.1:7000", secret=OTHER),
+    )
     assert Config.from_env({"KVACTORS_RANKS_SECRET": SECRET}, base).ranks.secret == OTHER
     assert Config.from_env({"KVACTORS_RANKS_SECRET": SECRET}).ranks.secret == ""
 
@@ -156,9 +194,13 @@ async def test_a_stranger_makes_the_leader_read_no_more_than_a_small_message(tmp
         await asyncio.sleep(0)
     reader, writer = await asyncio.open_unix_connection(str(tmp_path / "ranks"))
     with structlog.testing.capture_logs() as logs:
-        writer.write((UNPROVEN_BYTES + 1).to_bytes(4, "little"))  # its length alone ends the connection
+        writer.write(
+            (UNPROVEN_BYTES + 1).to_bytes(4, "little")
+        )  # its length alone ends the connection
         assert await reader.read() == b""
-    assert [log["reason"] for log in logs] == ["a message of 1025 bytes, at most 1024 are accepted here"]
+    assert [log["reason"] for log in logs] == [
+        "a message of 1025 bytes, at most 1024 are accepted here"
+    ]
     writer.close()
     ranks = [await come(rank, endpoint=f"unix://{tmp_path}/ranks") for rank in range(2)]
     await opening
@@ -235,7 +277,9 @@ async def test_of_many_leaders_at_a_stale_socket_one_listens(tmp_path):
     with socket.socket(socket.AF_UNIX) as old:
         old.bind(str(path))
     listeners = [Listener(lambda wire: wire.receive()) for _ in range(8)]
-    results = await asyncio.gather(*(one.start(f"unix://{path}") for one in listeners), return_exceptions=True)
+    results = await asyncio.gather(
+        *(one.start(f"unix://{path}") for one in listeners), return_exceptions=True
+    )
     assert sum(result is None for result in results) == 1
     assert all(result is None or isinstance(result, kvactors.RankError) for result in results)
     (await connect(f"unix://{path}")).close()
@@ -278,7 +322,12 @@ async def test_other_users_are_refused_on_both_sides(tmp_path, monkeypatch):
 
 def test_this_user_and_root_are_trusted(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert [listening.is_trusted(uid) for uid in (1000, 0, 1001, 65534)] == [True, True, False, False]
+    assert [listening.is_trusted(uid) for uid in (1000, 0, 1001, 65534)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 # -- endpoints
@@ -367,6 +416,7 @@ async def test_the_reason_of_a_refusal_is_in_the_error_of_open():
     assert isinstance(await wire.receive(), Refused)
     wire.close()
     with pytest.raises(
-        kvactors.RankError, match=r"ranks \[0, 1\] of 2 .*model 'model-b'.*1 connections refused: not authenticated"
+        kvactors.RankError,
+        match=r"ranks \[0, 1\] of 2 .*model 'model-b'.*1 connections refused: not authenticated",
     ):
         await opening

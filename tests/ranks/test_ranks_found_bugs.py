@@ -7,7 +7,19 @@ import contextlib
 
 import anyio
 import pytest
-from sim_kit import BLOCK, ENDPOINT, Engine, all_there, at_rest, compute, led, prompt, settings, stored, wrong
+from sim_kit import (
+    BLOCK,
+    ENDPOINT,
+    Engine,
+    all_there,
+    at_rest,
+    compute,
+    led,
+    prompt,
+    settings,
+    stored,
+    wrong,
+)
 
 import kvactors
 from kvactors.config import ActorsConfig, DeviceConfig, HostConfig, LayoutConfig
@@ -34,7 +46,9 @@ async def serve(cache, ranks, family: int, blocks: int) -> None:
 @pytest.mark.parametrize("after", ["silent", "cut", "error"])
 def test_closing_waits_for_no_silent_rank(after):
     async def main() -> None:
-        config = settings(actors=ActorsConfig(drain=0.1), ranks=RanksConfig(2, ENDPOINT, timeout=2.0))
+        config = settings(
+            actors=ActorsConfig(drain=0.1), ranks=RanksConfig(2, ENDPOINT, timeout=2.0)
+        )
         async with led(config) as (cache, ranks):
             await Engine(cache, ranks, 0).run(60)
             ranks[0].flows.clear()
@@ -81,7 +95,9 @@ def test_a_lease_may_end_while_it_waits_for_more_blocks(end):
 
 def test_blocks_that_are_being_loaded_need_no_room():
     async def main() -> None:
-        async with kvactors.open(settings(**ALONE, host=HostConfig(slots=16)), inline_copies=True) as cache:
+        async with kvactors.open(
+            settings(**ALONE, host=HostConfig(slots=16)), inline_copies=True
+        ) as cache:
             for family in (0, 1):
                 await serve(cache, [], family, 6)
             one = await cache.acquire("one", prompt(0, 6))
@@ -141,7 +157,10 @@ def test_a_stopped_rank_that_owes_an_offload_keeps_nobody_from_other_blocks():
 
 def test_a_block_that_leaves_later_than_its_parent_is_not_loaded():
     async def main() -> None:
-        tiers = {"storage": stored(write_policy="write_back"), "device": DeviceConfig(num_blocks=16)}
+        tiers = {
+            "storage": stored(write_policy="write_back"),
+            "device": DeviceConfig(num_blocks=16),
+        }
         async with led(settings(**tiers)) as (cache, ranks):
             for family in (0, 1):
                 await serve(cache, ranks, family, 6)
@@ -168,7 +187,10 @@ def test_a_block_that_leaves_later_than_its_parent_is_not_loaded():
 def test_a_clear_that_did_not_reach_every_rank_is_repeated():
     async def main() -> None:
         host = HostConfig(slots=16, transit_slots=16, mode="inclusive")
-        async with led(settings(storage=stored(write_policy="write_through"), host=host)) as (cache, ranks):
+        async with led(settings(storage=stored(write_policy="write_through"), host=host)) as (
+            cache,
+            ranks,
+        ):
             await serve(cache, ranks, 0, 3)
             await cache.settled()
             await ranks[1].kill()

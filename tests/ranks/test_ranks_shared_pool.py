@@ -1,11 +1,19 @@
-"""Ranks whose stores are a pool of many nodes': what one leader's ranks wrote, another's find, and nobody announces it as this node's."""
+"""Ranks whose stores are a pool of many nodes': what one leader's ranks wrote, another's find, and
+nobody announces it as this node's."""
 
 from __future__ import annotations
 
 import asyncio
 
 import kvactors
-from kvactors.config import CacheConfig, Config, DeviceConfig, HostConfig, LayoutConfig, StorageConfig
+from kvactors.config import (
+    CacheConfig,
+    Config,
+    DeviceConfig,
+    HostConfig,
+    LayoutConfig,
+    StorageConfig,
+)
 from kvactors.layout import make_layout
 from kvactors.mooncake_config import MooncakeConfig
 from kvactors.ranks_config import RanksConfig
@@ -21,7 +29,9 @@ CONFIG = Config(
     host=HostConfig(slots=8, transit_slots=8),
     layout=LayoutConfig(num_layers=2, num_kv_heads=2, head_dim=4, dtype="uint8", tensor_parallel=2),
     storage=StorageConfig(
-        backend="mooncake", write_policy="write_through", mooncake=MooncakeConfig(master_server_address="of.nobody:1")
+        backend="mooncake",
+        write_policy="write_through",
+        mooncake=MooncakeConfig(master_server_address="of.nobody:1"),
     ),
     ranks=RanksConfig(2, "memory://pool", timeout=5.0),
 )
@@ -29,9 +39,13 @@ PROMPT = list(range(BLOCK * BLOCKS + 1))
 
 
 async def life(stores, lacking=()):
-    """One leader with two ranks serves the prompt; the blocks it found in storage, and how many were wrong."""
+    """One leader with two ranks serves the prompt; the blocks it found in storage, and how many
+    were wrong."""
     layout = make_layout(CONFIG.layout, BLOCK)
-    ranks = [SimRank(CONFIG, number, store=store, latency=lambda: 0.001) for number, store in enumerate(stores)]
+    ranks = [
+        SimRank(CONFIG, number, store=store, latency=lambda: 0.001)
+        for number, store in enumerate(stores)
+    ]
     engine = Engine(layout, lambda: [rank.device for rank in ranks])
     for rank in ranks:
         await rank.start()
@@ -47,8 +61,12 @@ async def life(stores, lacking=()):
         assert cache.check() == []
         assert cache.system.backend.keys() == []
         view = memoryview(bytearray(layout.block_bytes))
-        assert isinstance(await cache.system.backend.read([keys[:32]], [view], lambda: False), ReadReport)
-        assert isinstance(await cache.system.backend.write([keys[:32]], [view], lambda: False), WriteReport)
+        assert isinstance(
+            await cache.system.backend.read([keys[:32]], [view], lambda: False), ReadReport
+        )
+        assert isinstance(
+            await cache.system.backend.write([keys[:32]], [view], lambda: False), WriteReport
+        )
     for rank in ranks:
         await rank.close()
     return hits, len(wrong), [keys[32 * i : 32 * i + 32] for i in range(BLOCKS)]
@@ -56,7 +74,9 @@ async def life(stores, lacking=()):
 
 def pools():
     layout = make_layout(CONFIG.layout, BLOCK)
-    return [SimPool(layout.fingerprint, layout.block_bytes, latency=lambda: 0.001) for _ in range(2)]
+    return [
+        SimPool(layout.fingerprint, layout.block_bytes, latency=lambda: 0.001) for _ in range(2)
+    ]
 
 
 def test_another_leader_finds_what_the_first_ones_ranks_wrote():

@@ -1,4 +1,5 @@
-"""Ranks that fall silent, die, are cut off and come back, on the loop of virtual time: every seed is another interleaving."""
+"""Ranks that fall silent, die, are cut off and come back, on the loop of virtual time: every seed
+is another interleaving."""
 
 from __future__ import annotations
 
@@ -7,7 +8,21 @@ import random
 
 import anyio
 import pytest
-from sim_kit import BLOCK, ENDPOINT, Engine, Rank, all_there, at_rest, compute, led, prompt, settings, sink, stored, wrong
+from sim_kit import (
+    BLOCK,
+    ENDPOINT,
+    Engine,
+    Rank,
+    all_there,
+    at_rest,
+    compute,
+    led,
+    prompt,
+    settings,
+    sink,
+    stored,
+    wrong,
+)
 
 import kvactors
 from kvactors.config import DeviceConfig, HostConfig
@@ -22,8 +37,14 @@ TIERS = {
     "exclusive": {"host": EXCLUSIVE},
     "inclusive": {"host": INCLUSIVE},
     "write_through": {"host": INCLUSIVE, "storage": stored(write_policy="write_through")},
-    "write_back": {"host": HostConfig(slots=8, transit_slots=16), "storage": stored(write_policy="write_back")},
-    "exclusive store": {"host": EXCLUSIVE, "storage": stored(write_policy="write_back", exclusive=True)},
+    "write_back": {
+        "host": HostConfig(slots=8, transit_slots=16),
+        "storage": stored(write_policy="write_back"),
+    },
+    "exclusive store": {
+        "host": EXCLUSIVE,
+        "storage": stored(write_policy="write_back", exclusive=True),
+    },
     "layers": {
         "host": EXCLUSIVE,
         "device": DeviceConfig(num_blocks=12, layerwise=True),
@@ -105,7 +126,10 @@ def test_layers_come_from_ranks():
 @pytest.mark.parametrize("end", ["finish", "preempt", "abandon"])
 def test_a_lease_of_before_a_loss_says_so_and_leaks_nothing(end):
     async def main() -> None:
-        async with led(settings(device=DeviceConfig(num_blocks=16, layerwise=True))) as (cache, ranks):
+        async with led(settings(device=DeviceConfig(num_blocks=16, layerwise=True))) as (
+            cache,
+            ranks,
+        ):
             engine = Engine(cache, ranks, 1)
             await engine.run(40)
             held = [await cache.acquire(f"h{f}", prompt(f, 2), deadline=60.0) for f in range(2)]
@@ -113,7 +137,11 @@ def test_a_lease_of_before_a_loss_says_so_and_leaks_nothing(end):
                 rank.lag = lambda: 0.05  # the loads of this one are under way
             pending = await cache.acquire("pending", prompt(0, 3), deadline=60.0)
             ranks[1].flows.clear()
-            waits = [asyncio.ensure_future(pending.layer_ready(layer)) for layer in (0, 2)] if pending.pending else []
+            waits = (
+                [asyncio.ensure_future(pending.layer_ready(layer)) for layer in (0, 2)]
+                if pending.pending
+                else []
+            )
             ranks[1].cut()
             await asyncio.sleep(0.1)
             for lease in (*held, pending):
@@ -143,7 +171,10 @@ def test_requests_that_wait_for_room_when_a_rank_is_lost_are_matched_anew():
             engine = Engine(cache, ranks, seed)
             await engine.run(20)
             ranks[0].flows.clear()
-            asked = [asyncio.ensure_future(cache.acquire(f"w{f}", prompt(f, 4), deadline=20.0)) for f in range(5)]
+            asked = [
+                asyncio.ensure_future(cache.acquire(f"w{f}", prompt(f, 4), deadline=20.0))
+                for f in range(5)
+            ]
             await asyncio.sleep(0.05)
             ranks[0].cut()
             ranks[0].flows.set()

@@ -1,4 +1,5 @@
-"""serve_rank cancelled at every step, by asyncio and by anyio, once and twice: nothing is left, and the next one works with the same store."""
+"""serve_rank cancelled at every step, by asyncio and by anyio, once and twice: nothing is left, and
+the next one works with the same store."""
 
 from __future__ import annotations
 
@@ -10,7 +11,14 @@ from pathlib import Path
 import anyio
 import pytest
 
-from kvactors.config import CacheConfig, Config, DeviceConfig, HostConfig, LayoutConfig, StorageConfig
+from kvactors.config import (
+    CacheConfig,
+    Config,
+    DeviceConfig,
+    HostConfig,
+    LayoutConfig,
+    StorageConfig,
+)
 from kvactors.device.host import HostDevice
 from kvactors.identity import StoreIdentity
 from kvactors.layout import make_layout
@@ -27,7 +35,9 @@ def settings(tmp_path) -> Config:
         device=DeviceConfig(num_blocks=4),
         host=HostConfig(slots=1024, transit_slots=8),
         layout=LayoutConfig(num_layers=2, num_kv_heads=1, head_dim=1024, dtype="uint8"),
-        storage=StorageConfig(backend="file", directory=str(tmp_path / "store"), capacity_blocks=64),
+        storage=StorageConfig(
+            backend="file", directory=str(tmp_path / "store"), capacity_blocks=64
+        ),
     )
 
 
@@ -42,12 +52,16 @@ class Setting:
         self.layout = make_layout(self.config.layout, BLOCK)
         self.endpoint = f"unix://{tmp_path}/ranks"
         identity = StoreIdentity("model-a", "default", self.layout.fingerprint, 0, 1)
-        self.group = RankGroup(RanksConfig(1, self.endpoint, 30.0, 60.0), identity, 4, 1032, storage="file")
+        self.group = RankGroup(
+            RanksConfig(1, self.endpoint, 30.0, 60.0), identity, 4, 1032, storage="file"
+        )
         self.admitted = asyncio.Event()
 
     def serving(self) -> asyncio.Task:
         device = HostDevice(self.layout, 4)
-        work = serve_rank(self.endpoint, device, rank=0, ranks=1, config=self.config, admitted=self.admitted.set)
+        work = serve_rank(
+            self.endpoint, device, rank=0, ranks=1, config=self.config, admitted=self.admitted.set
+        )
         return asyncio.ensure_future(work)
 
 
@@ -58,7 +72,11 @@ def descriptors() -> int:
 async def threads_ended() -> None:
     """Threads that a test before this one has left hanging on purpose do not count."""
     with anyio.fail_after(60):
-        while [one for one in threading.enumerate() if one.name.startswith("kvactors") and one not in EARLIER]:
+        while [
+            one
+            for one in threading.enumerate()
+            if one.name.startswith("kvactors") and one not in EARLIER
+        ]:
             await asyncio.sleep(0.01)
 
 
@@ -87,7 +105,9 @@ async def test_cancelled_by_asyncio_at_every_step(tmp_path, times):
             await asyncio.sleep(0)
         await asyncio.wait([task])
         assert task.cancelled(), (step, task)
-        assert not [one for one in asyncio.all_tasks() if one.get_name().startswith("kvactors rank")]
+        assert not [
+            one for one in asyncio.all_tasks() if one.get_name().startswith("kvactors rank")
+        ]
         await nothing_left(before)
     await finally_admitted(setting)
 
@@ -126,7 +146,13 @@ async def test_cancelled_by_anyio_at_every_step(tmp_path):
                 scope.cancel()
 
             cancelling = asyncio.ensure_future(later())
-            await serve_rank(setting.endpoint, HostDevice(setting.layout, 4), rank=0, ranks=1, config=setting.config)
+            await serve_rank(
+                setting.endpoint,
+                HostDevice(setting.layout, 4),
+                rank=0,
+                ranks=1,
+                config=setting.config,
+            )
         assert scope.cancelled_caught
         await cancelling
         await nothing_left(before)

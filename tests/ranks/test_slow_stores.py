@@ -1,4 +1,5 @@
-"""A store of one rank that is slow or hangs: copies go on, nothing waits without a limit, and the rank's process ends in time."""
+"""A store of one rank that is slow or hangs: copies go on, nothing waits without a limit, and the
+rank's process ends in time."""
 
 from __future__ import annotations
 
@@ -192,7 +193,11 @@ async def test_a_rank_ends_in_time_while_its_store_hangs_and_ignores_its_cancell
             for store in hanging:
                 store.hang.flows.set()
             assert not late
-    assert [one for one in logs if one["event"] == "operations did not end before the shutdown's deadline"]
+    assert [
+        one
+        for one in logs
+        if one["event"] == "operations did not end before the shutdown's deadline"
+    ]
     assert [one for one in logs if one["event"].startswith("arena memory stays mapped")]
 
 

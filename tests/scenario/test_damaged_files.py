@@ -1,4 +1,5 @@
-"""Files from outside with random damage: each reader raises its named error or reads what is there. Nothing hangs or raises anything else."""
+"""Files from outside with random damage: each reader raises its named error or reads what is there.
+Nothing hangs or raises anything else."""
 
 from __future__ import annotations
 
@@ -21,11 +22,19 @@ from kvactors.scenario.trace import MAX_BLOCKS, read_trace
 BLOCK = 2
 NESTED = "[" * 200_000
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-2, 5) | st.sampled_from([1 << 32, 1 << 64, 10**30, 1e308, -1.5])
-    | st.sampled_from(["", "-", "+", "+own", "ab", "00" * 32, "11" * 32, "22" * 32, "zz" * 32, "é"]),
-    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.sampled_from(["hash_ids", "timestamp", "x"]), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 5)
+    | st.sampled_from([1 << 32, 1 << 64, 10**30, 1e308, -1.5])
+    | st.sampled_from(
+        ["", "-", "+", "+own", "ab", "00" * 32, "11" * 32, "22" * 32, "zz" * 32, "é"]
+    ),
+    lambda inner: (
+        st.lists(inner, max_size=5)
+        | st.dictionaries(st.sampled_from(["hash_ids", "timestamp", "x"]), inner, max_size=3)
+    ),
     max_leaves=12,
-)  # fmt: skip
+)
 
 
 def name(number: int) -> bytes:

@@ -1,4 +1,5 @@
-"""The readers that tell blocks apart by their events, and conversations that differ in one part of their identity alone."""
+"""The readers that tell blocks apart by their events, and conversations that differ in one part of
+their identity alone."""
 
 from __future__ import annotations
 
@@ -14,9 +15,15 @@ from kvactors.testing.kv_mirror import Mirror
 
 def stored(number, parent=None, token=1, **fields):
     event = {
-        "type": "BlockStored", "block_hashes": [number], "parent_block_hash": parent, "token_ids": [token], "block_size": 1,
-        "lora_id": None, "medium": "GPU", "lora_name": None,
-    }  # fmt: skip
+        "type": "BlockStored",
+        "block_hashes": [number],
+        "parent_block_hash": parent,
+        "token_ids": [token],
+        "block_size": 1,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": None,
+    }
     return event | fields
 
 
@@ -31,7 +38,10 @@ def salt(value, **fields):
 
 
 def media(number):
-    return {"extra_keys": [[[str(number), 0]]], "block_mm_infos": [{"mm_objects": [{"mm_hash": number, "offsets": []}]}]}
+    return {
+        "extra_keys": [[[str(number), 0]]],
+        "block_mm_infos": [{"mm_objects": [{"mm_hash": number, "offsets": []}]}],
+    }
 
 
 @pytest.mark.parametrize(
@@ -55,7 +65,9 @@ def test_two_blocks_are_one_where_nothing_tells_them_apart(one, other, ambiguous
 
 def test_what_tells_two_blocks_apart_tells_those_below_them_apart():
     parts = salt("a", extra_keys=[["a"]]), salt("b", extra_keys=[["b"]])
-    chains = [stored(i, **part) for i, part in enumerate(parts, 1)] + [stored(10 + i, i, **parts[i - 1]) for i in (1, 2)]
+    chains = [stored(i, **part) for i, part in enumerate(parts, 1)] + [
+        stored(10 + i, i, **parts[i - 1]) for i in (1, 2)
+    ]
     for chain in chains[2:]:
         chain["extra_keys"] = None  # as vLLM: in the first block alone
     assert mirror(*chains).ambiguous() == 0
@@ -64,11 +76,18 @@ def test_what_tells_two_blocks_apart_tells_those_below_them_apart():
 def test_events_that_disagree_about_a_block_count():
     below = stored(2, 1, **salt("a"))
     assert mirror(stored(1, **salt("a")), below, {**below, "medium": "CPU"}).ambiguous() == 0
-    assert mirror(stored(1, **salt("a")), below, {**below, "medium": "CPU", "cache_salt": None}).ambiguous() == 1
+    assert (
+        mirror(
+            stored(1, **salt("a")), below, {**below, "medium": "CPU", "cache_salt": None}
+        ).ambiguous()
+        == 1
+    )
 
 
 def test_blocks_that_are_nowhere_are_not_counted():
-    made = mirror(stored(1), stored(2), {"type": "BlockRemoved", "block_hashes": [2], "medium": "GPU"})
+    made = mirror(
+        stored(1), stored(2), {"type": "BlockRemoved", "block_hashes": [2], "medium": "GPU"}
+    )
     assert made.ambiguous() == 0
     made.apply(msgspec.convert([{"type": "AllBlocksCleared"}, stored(1, token=9)], MapEvents))
     assert made.ambiguous() == 0, "it begins anew"
@@ -85,14 +104,23 @@ def test_conversations_with_one_text_differ_in_one_part_each():
     assert len({speaker.image_of(turn) for speaker in speakers for turn in range(3)}) == 9
 
 
-@pytest.mark.parametrize(("options", "hits"), [({}, True), ({"tenants": 2}, False), ({"adapters": 2}, False)])
+@pytest.mark.parametrize(
+    ("options", "hits"), [({}, True), ({"tenants": 2}, False), ({"adapters": 2}, False)]
+)
 def test_two_conversations_share_only_what_is_the_same(options, hits):
     data = {
         "scenario": {"name": "two"},
         "cache": {"block_size": 4},
         "device": {"num_blocks": 64},
         "layout": {"num_layers": 1, "num_kv_heads": 1, "head_dim": 8},
-        "workload": {"sessions": 2, "turns": 1, "concurrency": 1, "system_tokens": 16, "user_tokens": 8, **options},
+        "workload": {
+            "sessions": 2,
+            "turns": 1,
+            "concurrency": 1,
+            "system_tokens": 16,
+            "user_tokens": 8,
+            **options,
+        },
     }
     _, report = run_scenario(data, virtual=True)
     assert (report.errors, report.hit_rate["device"] > 0) == ([], hits)
@@ -101,7 +129,12 @@ def test_two_conversations_share_only_what_is_the_same(options, hits):
 def test_a_script_gives_each_request_its_identity():
     acquire = {"do": "acquire", "prompt": 1, "tokens": 17}
     steps = []
-    scopes = [{}, {"salt": "a"}, {"lora": "sql"}, {"media": [{"offset": 4, "length": 3, "hash": "cat"}]}]
+    scopes = [
+        {},
+        {"salt": "a"},
+        {"lora": "sql"},
+        {"media": [{"offset": 4, "length": 3, "hash": "cat"}]},
+    ]
     for number, scope in enumerate([*scopes, *scopes]):
         cached = 16 if number >= len(scopes) else 4 if "media" in scope else 0
         steps += [

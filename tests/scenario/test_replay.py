@@ -37,10 +37,21 @@ def trace(path, *requests):
 
 
 async def test_sequential_counts_every_block_looked_up(tmp_path):
-    path = trace(tmp_path / "t.jsonl", (0, 1, [1, 2, 3]), (0, 1, [1, 2, 4]), (0, 1, [5, 6, 7, 8, 9]), (0, 1, [1, 2, 3]))
+    path = trace(
+        tmp_path / "t.jsonl",
+        (0, 1, [1, 2, 3]),
+        (0, 1, [1, 2, 4]),
+        (0, 1, [5, 6, 7, 8, 9]),
+        (0, 1, [1, 2, 3]),
+    )
     report = await replay(path, config())
     assert (report.requests, report.blocks_looked_up) == (4, 14)
-    assert report.hit_rate == {"device": round(4 / 14, 6), "host": round(1 / 14, 6), "storage": 0.0, "total": round(5 / 14, 6)}
+    assert report.hit_rate == {
+        "device": round(4 / 14, 6),
+        "host": round(1 / 14, 6),
+        "storage": 0.0,
+        "total": round(5 / 14, 6),
+    }
     assert (report.verified_blocks, report.corrupt_blocks_served, report.errors) == (1, 0, [])
     assert report.flush["delivered"] == report.flush["resident"] + report.flush["gone"] > 0
     assert report.name == "t.jsonl"
@@ -66,7 +77,9 @@ async def test_timed_requests_overlap_and_wait_for_room(tmp_path):
 
 async def test_timed_gives_up_at_the_end_of_patience(tmp_path):
     path = trace(tmp_path / "t.jsonl", (0, 100, [1, 2, 3, 4, 5]), (1, 1, [6, 7, 8, 9, 10]))
-    report = await replay(path, config(mode="timed", decode_tokens_per_s=500, retry=0.005, patience=0.05))
+    report = await replay(
+        path, config(mode="timed", decode_tokens_per_s=500, retry=0.005, patience=0.05)
+    )
     assert (report.requests, report.rejected) == (1, 1)
 
 
@@ -109,7 +122,9 @@ def test_complaints_are_bounded():
     assert totals.errors[-1] == "and more"
 
 
-@pytest.mark.parametrize("name", ["speed", "prefill_tokens_per_s", "decode_tokens_per_s", "retry", "patience"])
+@pytest.mark.parametrize(
+    "name", ["speed", "prefill_tokens_per_s", "decode_tokens_per_s", "retry", "patience"]
+)
 def test_settings_must_be_positive(name):
     with pytest.raises(ConfigError, match=rf"replay\.{name}"):
         config(**{name: 0})

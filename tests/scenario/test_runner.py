@@ -20,13 +20,25 @@ CHAT = {
     "host": {"slots": 24},
     "storage": {"backend": "memory"},
     "flush": {"sinks": [{"kind": "memory", "tiers": ["device", "host", "storage"]}]},
-    "workload": {"sessions": 6, "turns": 3, "concurrency": 2, "system_tokens": 8, "user_tokens": 6, "output_tokens": 4},
+    "workload": {
+        "sessions": 6,
+        "turns": 3,
+        "concurrency": 2,
+        "system_tokens": 8,
+        "user_tokens": 6,
+        "output_tokens": 4,
+    },
 }
 
 
 def script(*steps, **tables):
     config = {key: CHAT[key] for key in ("scenario", "cache", "layout")}
-    return {**config, "device": {"num_blocks": 4}, "workload": {"kind": "script", "step": list(steps)}, **tables}
+    return {
+        **config,
+        "device": {"num_blocks": 4},
+        "workload": {"kind": "script", "step": list(steps)},
+        **tables,
+    }
 
 
 def without_clocks(report):
@@ -41,18 +53,28 @@ def test_chat_hits_every_tier_and_leaves_nothing_wrong(virtual):
     assert report.requests >= 18
     assert min(report.hit_rate.values()) > 0
     assert report.verified_blocks > 0
-    assert (report.corrupt_blocks_served, report.flush["divergence"], report.flush["pending"], report.errors) == (0, 0, 0, [])
+    assert (
+        report.corrupt_blocks_served,
+        report.flush["divergence"],
+        report.flush["pending"],
+        report.errors,
+    ) == (0, 0, 0, [])
 
 
 def test_a_virtual_run_is_its_seeds():
-    [first, again, other] = [without_clocks(run_scenario(CHAT, seed=seed, virtual=True)[1]) for seed in (1, 1, 2)]
+    [first, again, other] = [
+        without_clocks(run_scenario(CHAT, seed=seed, virtual=True)[1]) for seed in (1, 1, 2)
+    ]
     assert first == again
     assert first != other
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"storage": {"backend": "file", "directory": "@temp"}}, {"flush": {"sinks": [{"kind": "jsonl", "path": "@temp/x"}]}}],
+    [
+        {"storage": {"backend": "file", "directory": "@temp"}},
+        {"flush": {"sinks": [{"kind": "jsonl", "path": "@temp/x"}]}},
+    ],
 )
 def test_virtual_time_has_no_files(change):
     with pytest.raises(ConfigError, match="virtual time"):
@@ -66,7 +88,9 @@ def test_a_temporary_folder_is_there_for_the_run_and_gone_after_it(tmp_path, mon
         "storage": {"backend": "file", "directory": "@temp"},
         "flush": {"sinks": [{"kind": "jsonl", "path": "@temp/x.jsonl"}]},
     }
-    run_scenario({**CHAT, **files}, progress=lambda _: seen.append(len(list(tmp_path.glob("*/x.jsonl")))))
+    run_scenario(
+        {**CHAT, **files}, progress=lambda _: seen.append(len(list(tmp_path.glob("*/x.jsonl"))))
+    )
     assert max(seen) == 1
     assert list(tmp_path.iterdir()) == []
 
@@ -112,9 +136,18 @@ def test_pause_refuses_until_resume():
 @pytest.mark.parametrize(
     ("step", "complaint"),
     [
-        ({"do": "acquire", "request": "a", "tokens": 8, "expect": "no_room"}, "step 1 (acquire a): ok, expected no_room"),
-        ({"do": "acquire", "request": "a", "tokens": 99}, "step 1 (acquire a): no_room, expected ok"),
-        ({"do": "acquire", "request": "a", "tokens": 8, "cached_tokens": 4}, "step 1 (acquire a): 0 tokens cached, expected 4"),
+        (
+            {"do": "acquire", "request": "a", "tokens": 8, "expect": "no_room"},
+            "step 1 (acquire a): ok, expected no_room",
+        ),
+        (
+            {"do": "acquire", "request": "a", "tokens": 99},
+            "step 1 (acquire a): no_room, expected ok",
+        ),
+        (
+            {"do": "acquire", "request": "a", "tokens": 8, "cached_tokens": 4},
+            "step 1 (acquire a): 0 tokens cached, expected 4",
+        ),
         ({"do": "finish", "request": "a"}, "step 1 (finish a): there is no lease of 'a'"),
     ],
 )
@@ -124,7 +157,10 @@ def test_a_script_that_does_not_says_where(step, complaint):
 
 
 def test_an_error_in_a_script_is_said():
-    steps = [{"do": "acquire", "request": "a", "tokens": 8}, {"do": "commit", "request": "a", "tokens": 99}]
+    steps = [
+        {"do": "acquire", "request": "a", "tokens": 8},
+        {"do": "commit", "request": "a", "tokens": 99},
+    ]
     _, report = run_scenario(script(*steps))
     [complaint] = report.errors
     assert complaint.startswith("step 2 (commit a): ValueError: ")
@@ -137,7 +173,9 @@ SCENARIOS = sorted((Path(__file__).parents[2] / "scenarios").glob("*.toml"))
 def test_shipped_scenarios_hold(path):
     if path.stem.startswith("mooncake"):
         pytest.importorskip(
-            "mooncake.store", reason="Mooncake's client needs Debian's libibverbs1 and libnuma1", exc_type=ImportError
+            "mooncake.store",
+            reason="Mooncake's client needs Debian's libibverbs1 and libnuma1",
+            exc_type=ImportError,
         )
     scenario, report = run_scenario(read_toml(path))
     assert scenario.expect
@@ -152,7 +190,14 @@ def slowly(seconds: float, *, settle: bool):
     slots = {"slots": 8, "transit_slots": 64}
     storage = {"backend": "memory", "write_policy": "write_back", "timeout": 1000.0}
     cache = {**CHAT["cache"], "deadline": 1000.0}
-    data = {**CHAT, "cache": cache, "host": slots, "storage": storage, "workload": workload, "fault": fault}
+    data = {
+        **CHAT,
+        "cache": cache,
+        "host": slots,
+        "storage": storage,
+        "workload": workload,
+        "fault": fault,
+    }
     return run_scenario(data, virtual=True)[1]
 
 
@@ -161,14 +206,18 @@ def test_what_a_settled_chat_hits_does_not_depend_on_the_disk():
     assert fast.hit_rate["total"] == slow.hit_rate["total"]
     assert min(fast.hit_rate["storage"], slow.hit_rate["storage"]) > 0.4
     assert slow.errors == []
-    assert slowly(3.0, settle=False).hit_rate["storage"] < 0.4, "the same without settling: this proves nothing"
+    assert slowly(3.0, settle=False).hit_rate["storage"] < 0.4, (
+        "the same without settling: this proves nothing"
+    )
 
 
 def test_a_fault_may_last_for_some_turns():
     fault = [{"storage": True, "kind": "full", "turn": 2, "turns": 1}]
     workload = {**CHAT["workload"], "settle": True, "turns": 4}
     storage = {"backend": "memory", "write_policy": "write_through"}
-    _, report = run_scenario({**CHAT, "storage": storage, "workload": workload, "fault": fault}, virtual=True)
+    _, report = run_scenario(
+        {**CHAT, "storage": storage, "workload": workload, "fault": fault}, virtual=True
+    )
     assert report.storage["no_space"] > 0
     assert report.storage["writes"] > 0
     fault = [{"sink": "memory", "kind": "down", "turn": 1, "turns": 2}]
@@ -182,10 +231,17 @@ def test_the_table_says_what_the_store_did(capsys):
 
     from kvactors.scenario.report import print_report
 
-    _, report = run_scenario({**CHAT, "storage": {"backend": "memory", "write_policy": "write_through"}}, virtual=True)
+    _, report = run_scenario(
+        {**CHAT, "storage": {"backend": "memory", "write_policy": "write_through"}}, virtual=True
+    )
     print_report(report, Console(width=200))
-    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("│ storage"))
-    assert f"written {report.storage['writes']:g}  read {report.storage['reads']:g}  late 0  shed" in row
+    row = next(
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("│ storage")
+    )
+    assert (
+        f"written {report.storage['writes']:g}  read {report.storage['reads']:g}  late 0  shed"
+        in row
+    )
     bare = {key: value for key, value in CHAT.items() if key != "storage"}
     print_report(run_scenario(bare, virtual=True)[1], Console(width=200))
     assert "│ storage" not in capsys.readouterr().out
@@ -193,7 +249,16 @@ def test_the_table_says_what_the_store_did(capsys):
 
 def test_scenarios_are_shipped():
     assert {path.stem for path in SCENARIOS} >= {
-        "quickstart", "flush_on_request_finish", "flush_on_cpu_eviction", "no_room", "flush_only_mode", "sink_outage", "sink_hangs",
-        "two_sinks_one_dead", "router_view", "process_restart",
-        "salted_tenants", "media",
-    }  # fmt: skip
+        "quickstart",
+        "flush_on_request_finish",
+        "flush_on_cpu_eviction",
+        "no_room",
+        "flush_only_mode",
+        "sink_outage",
+        "sink_hangs",
+        "two_sinks_one_dead",
+        "router_view",
+        "process_restart",
+        "salted_tenants",
+        "media",
+    }

@@ -37,24 +37,50 @@ def report(**changes):
         ({"workload": {"sesions": 3}}, r"unknown key 'workload\.sesions'; did you mean 'sessions'"),
         ({"wrkload": {}}, r"unknown key 'wrkload'; did you mean 'workload'"),
         ({"device": {"num_block": 3}}, r"device\.num_block.*num_blocks"),
-        ({"workload": {"kind": "script", "step": [{"doo": "acquire"}]}}, r"workload\.step\.doo.*'do'"),
+        (
+            {"workload": {"kind": "script", "step": [{"doo": "acquire"}]}},
+            r"workload\.step\.doo.*'do'",
+        ),
         ({"workload": {"kind": "walk"}}, "walk"),
         ({"workload": {"kind": "script"}}, r"workload\.step"),
         ({"workload": {"step": [{"do": "pause"}]}}, r"workload\.step"),
         ({"workload": {"turns": 0}}, r"workload\.turns"),
         ({"workload": {"system_tokens": -1}}, r"workload\.system_tokens"),
-        ({"workload": {"kind": "script", "step": [{"do": "acquire", "request": "a", "tokens": -5}]}}, "step 1"),
+        (
+            {
+                "workload": {
+                    "kind": "script",
+                    "step": [{"do": "acquire", "request": "a", "tokens": -5}],
+                }
+            },
+            "step 1",
+        ),
         ({"workload": {"kind": "script", "step": [{"do": "finish"}]}}, r"step 1.*request"),
         ({"device": {"num_blocks": 0}}, r"device\.num_blocks"),
         ({"scenario": {}}, "name"),
         ({"expect": {"requests": {"min": 3, "mx": 4}}}, "`mx`"),
         ({"expect": {"hitrate.host": 0}}, r"expect\.hitrate\.host"),
         ({"workload": {"think": -1}}, r"workload\.think"),
-        ({"fault": [{"sink": "x", "kind": "down"}]}, "fault 1: there is no sink 'x'; there are none"),
-        ({"fault": [{"sink": "memory", "kind": "down", "at": -1}], **MEMORY}, "fault 1: at, seconds and delay"),
-        ({"fault": [{"sink": "memory", "kind": "down", "turn": -1}], **MEMORY}, "fault 1: turn counts from 1"),
-        ({"fault": [{"sink": "memory", "kind": "down", "turns": 1}], **MEMORY}, "fault 1: turn counts from 1"),
-        ({"fault": [{"sink": "memory", "kind": "down", "turn": 1, "at": 1.0}], **MEMORY}, "fault 1: turn counts from 1"),
+        (
+            {"fault": [{"sink": "x", "kind": "down"}]},
+            "fault 1: there is no sink 'x'; there are none",
+        ),
+        (
+            {"fault": [{"sink": "memory", "kind": "down", "at": -1}], **MEMORY},
+            "fault 1: at, seconds and delay",
+        ),
+        (
+            {"fault": [{"sink": "memory", "kind": "down", "turn": -1}], **MEMORY},
+            "fault 1: turn counts from 1",
+        ),
+        (
+            {"fault": [{"sink": "memory", "kind": "down", "turns": 1}], **MEMORY},
+            "fault 1: turn counts from 1",
+        ),
+        (
+            {"fault": [{"sink": "memory", "kind": "down", "turn": 1, "at": 1.0}], **MEMORY},
+            "fault 1: turn counts from 1",
+        ),
         (
             {"fault": [{"sink": "memory", "kind": "down", "turn": 3, "turns": 2}], **MEMORY},
             "must end before the last of 4 turns",
@@ -62,14 +88,20 @@ def report(**changes):
         ({"fault": [{"kind": "down"}]}, "fault 1: say either which sink"),
         ({"fault": [{"storage": True, "kind": "hang"}]}, "fault 1: hang is no fault of storage"),
         ({"fault": [{"storage": True, "kind": "full"}]}, "fault 1: there is no storage"),
-        ({"fault": [{"storage": True, "kind": "bit_rot"}], "storage": {"backend": "memory"}}, "bit_rot needs"),
+        (
+            {"fault": [{"storage": True, "kind": "bit_rot"}], "storage": {"backend": "memory"}},
+            "bit_rot needs",
+        ),
         ({"mooncake": {"enabled": True}}, "mooncake needs storage.backend = 'mooncake'"),
         ({"lives": {"restarts": -1}}, "lives.restarts"),
         ({"fault": [{"sink": "memory", "kind": "explode"}], **MEMORY}, "explode"),
         ({"router": {"enabled": True}, **MEMORY}, "router needs a sink of kind 'kv_events'"),
         ({"router": {"lose": 1.0}}, r"router\.lose"),
         ({"lives": {"kills": [0.0]}}, r"lives\.kills"),
-        ({"lives": {"kills": [1.0]}, "workload": {"kind": "script", "step": [{"do": "settle"}]}}, r"lives\.kills belongs"),
+        (
+            {"lives": {"kills": [1.0]}, "workload": {"kind": "script", "step": [{"do": "settle"}]}},
+            r"lives\.kills belongs",
+        ),
     ],
 )
 def test_bad_input_is_named(change, complaint):
@@ -79,7 +111,9 @@ def test_bad_input_is_named(change, complaint):
 
 def test_expectations_may_be_dotted_or_nested():
     dotted = Scenario.from_mapping({**BASE, "expect": {"hit_rate.host": {"min": 0.1}, "errors": 0}})
-    nested = Scenario.from_mapping({**BASE, "expect": {"hit_rate": {"host": {"min": 0.1}}, "errors": 0}})
+    nested = Scenario.from_mapping(
+        {**BASE, "expect": {"hit_rate": {"host": {"min": 0.1}}, "errors": 0}}
+    )
     assert dotted.expect == nested.expect == {"hit_rate.host": Bound(min=0.1), "errors": 0}
 
 

@@ -14,8 +14,18 @@ from kvactors.errors import ConfigError
 from kvactors.scenario.trace import read_trace, tokens_of
 
 HEADER = {"header": {"name": "t", "block_size": 512}}
-RUNS = {"timestamp": 1500, "input_length": 9, "output_length": 52, "hash_runs": [[46, 3], [2353, 2]]}
-IDS = {"timestamp": 1500, "input_length": 9, "output_length": 52, "hash_ids": [46, 47, 48, 2353, 2354]}
+RUNS = {
+    "timestamp": 1500,
+    "input_length": 9,
+    "output_length": 52,
+    "hash_runs": [[46, 3], [2353, 2]],
+}
+IDS = {
+    "timestamp": 1500,
+    "input_length": 9,
+    "output_length": 52,
+    "hash_ids": [46, 47, 48, 2353, 2354],
+}
 
 
 def write(path, *lines, compress=False):
@@ -62,7 +72,10 @@ def test_a_line_that_cannot_be_read_is_named(tmp_path, bad):
         list(read_trace(path))
 
 
-@pytest.mark.parametrize("bad", ['{"hash_ids": [-1]}', '{"hash_ids": [18446744073709551616]}', '{"hash_runs": [[5, -1]]}'])
+@pytest.mark.parametrize(
+    "bad",
+    ['{"hash_ids": [-1]}', '{"hash_ids": [18446744073709551616]}', '{"hash_runs": [[5, -1]]}'],
+)
 def test_an_id_out_of_range_is_named(tmp_path, bad):
     path = write(tmp_path / "t.jsonl", IDS, bad)
     with pytest.raises(ConfigError, match="line 2"):
@@ -77,7 +90,8 @@ def test_a_file_that_is_no_gzip_is_a_config_error(tmp_path):
 
 
 @given(
-    ids=st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=20, unique=True), block_size=st.sampled_from([2, 4, 16, 512])
+    ids=st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=20, unique=True),
+    block_size=st.sampled_from([2, 4, 16, 512]),
 )
 def test_tokens_are_one_to_one_and_chunk_by_chunk(ids, block_size):
     array = np.array(ids, np.uint64)

@@ -1,4 +1,5 @@
-"""AttentionStore in simulated systems: as the store that moves device memory itself, and as a token index."""
+"""AttentionStore in simulated systems: as the store that moves device memory itself, and as a token
+index."""
 
 from __future__ import annotations
 
@@ -10,11 +11,15 @@ from kvactors.simulation.run import run_seed
 from kvactors.testing.fakes import SimService, SimThread
 from kvactors.testing.loop import simulate
 
-DIRECT = [seed for seed in range(400) if draw_run(seed).config.storage.backend == "attention_store"][:24]
+DIRECT = [
+    seed for seed in range(400) if draw_run(seed).config.storage.backend == "attention_store"
+][:24]
 INDEXED = [seed for seed in range(400) if draw_run(seed).token_index][:16]
 
 
-@pytest.mark.parametrize("seeds", [DIRECT[:12], DIRECT[12:], INDEXED], ids=["direct", "more direct", "token index"])
+@pytest.mark.parametrize(
+    "seeds", [DIRECT[:12], DIRECT[12:], INDEXED], ids=["direct", "more direct", "token index"]
+)
 def test_nothing_is_violated(seeds):
     assert {seed: found for seed in seeds if (found := run_seed(seed).violations)} == {}
 
@@ -22,7 +27,10 @@ def test_nothing_is_violated(seeds):
 def test_both_paths_are_really_used():
     reports = [run_seed(seed) for seed in DIRECT[:6]]
     for kind in ("Fetched", "Saved"):
-        assert sum(one.seen.get(f"message storage_direct cpu_evictor {kind}", 0) for one in reports) > 10
+        assert (
+            sum(one.seen.get(f"message storage_direct cpu_evictor {kind}", 0) for one in reports)
+            > 10
+        )
     assert sum(run_seed(seed).seen.get("index compared", 0) for seed in INDEXED[:4]) >= 4
 
 
@@ -50,7 +58,10 @@ def test_calls_are_made_in_order_and_fail_while_the_service_is_down():
         thread = SimThread(service)
         import asyncio
 
-        first, second = thread.submit(lambda: made.append(1) or 1), thread.submit(lambda: made.append(2) or 2)
+        first, second = (
+            thread.submit(lambda: made.append(1) or 1),
+            thread.submit(lambda: made.append(2) or 2),
+        )
         assert thread.busy == 2
         assert await asyncio.wrap_future(first) == 1
         assert made == [1, 1, 2], "the second call has begun, and not ended"

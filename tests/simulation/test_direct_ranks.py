@@ -1,4 +1,5 @@
-"""AttentionStore behind simulated ranks: each has its own shard, and ranks are lost, cut and silent while blocks move."""
+"""AttentionStore behind simulated ranks: each has its own shard, and ranks are lost, cut and silent
+while blocks move."""
 
 from __future__ import annotations
 
@@ -20,11 +21,17 @@ def with_shards(seed: int) -> Draw | None:
     if config.ranks.count == 1 or config.flush.only:
         return None
     timeout = min(1.0, config.storage.timeout)
-    storage = StorageConfig(backend="attention_store", write_policy="write_through", timeout=timeout)
+    storage = StorageConfig(
+        backend="attention_store", write_policy="write_through", timeout=timeout
+    )
     faults = [fault for fault in drawn.plan.fault if not fault.kind.startswith(ELSEWHERE)]
-    plan = FaultPlan(tuple(f for f in faults if not (f.kind == "actor_crash" and f.target.startswith("storage"))))
+    plan = FaultPlan(
+        tuple(f for f in faults if not (f.kind == "actor_crash" and f.target.startswith("storage")))
+    )
     cache = replace(config.cache, model="m")
-    return drawn._replace(config=replace(config, storage=storage, cache=cache), plan=plan, again=False)
+    return drawn._replace(
+        config=replace(config, storage=storage, cache=cache), plan=plan, again=False
+    )
 
 
 RUNS = {seed: drawn for seed in range(1, 70) if (drawn := with_shards(seed)) is not None}
@@ -34,7 +41,13 @@ def test_nothing_is_violated_and_both_paths_are_used():
     reports = {seed: run_seed(seed, drawn) for seed, drawn in list(RUNS.items())[:20]}
     assert {seed: report.violations for seed, report in reports.items() if report.violations} == {}
     for kind in ("Fetched", "Saved"):
-        assert sum(one.seen.get(f"message storage_direct cpu_evictor {kind}", 0) for one in reports.values()) > 30
+        assert (
+            sum(
+                one.seen.get(f"message storage_direct cpu_evictor {kind}", 0)
+                for one in reports.values()
+            )
+            > 30
+        )
 
 
 def test_a_save_that_waited_while_a_rank_was_lost_stores_nothing():

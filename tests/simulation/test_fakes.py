@@ -102,7 +102,9 @@ def test_a_target_is_no_good_before_the_copys_end(direction):
         keys = it.filled()
         await it.executor.run(Direction.TO_HOST, (0, 1), (0, 1))
         copying = asyncio.ensure_future(
-            it.executor.run(direction, (6, 7) if direction is Direction.TO_DEVICE else (2, 3), (0, 1))
+            it.executor.run(
+                direction, (6, 7) if direction is Direction.TO_DEVICE else (2, 3), (0, 1)
+            )
         )
         await asyncio.sleep(0.1)
         if direction is Direction.TO_HOST:
@@ -159,7 +161,9 @@ async def test_layers_arrive_one_by_one():
     await it.executor.run(Direction.TO_HOST, (0,), (0,))
     said: list[tuple[float, int]] = []
     began = now()
-    await it.executor.run(Direction.TO_DEVICE, (5,), (0,), lambda layers: said.append((now(), layers)))
+    await it.executor.run(
+        Direction.TO_DEVICE, (5,), (0,), lambda layers: said.append((now(), layers))
+    )
     assert [layers for _, layers in said] == [1, 2, 3]
     assert [at for at, _ in said] == sorted(at for at, _ in said)
     assert said[0][0] < said[2][0] < now()
@@ -335,7 +339,9 @@ def two_ranks() -> Config:
         cache=CacheConfig(block_size=4),
         device=DeviceConfig(num_blocks=4),
         host=HostConfig(slots=4, transit_slots=4),
-        layout=LayoutConfig(num_layers=2, num_kv_heads=2, head_dim=4, dtype="uint8", tensor_parallel=2),
+        layout=LayoutConfig(
+            num_layers=2, num_kv_heads=2, head_dim=4, dtype="uint8", tensor_parallel=2
+        ),
         ranks=RanksConfig(2, "memory://fakes", timeout=1.0, start=10.0),
     )
 

@@ -1,4 +1,5 @@
-"""What simulation has found: the seed that showed it, and where it could be made small, the small case."""
+"""What simulation has found: the seed that showed it, and where it could be made small, the small
+case."""
 
 from __future__ import annotations
 
@@ -10,9 +11,27 @@ import numpy as np
 import pytest
 
 import kvactors
-from kvactors.actor import Activity, Actor, ActorSpec, Control, Group, Message, PeerRestarted, Supervisor, on
+from kvactors.actor import (
+    Activity,
+    Actor,
+    ActorSpec,
+    Control,
+    Group,
+    Message,
+    PeerRestarted,
+    Supervisor,
+    on,
+)
 from kvactors.actor.uncancelled import to_the_end
-from kvactors.config import CacheConfig, Config, DeviceConfig, HostConfig, LayoutConfig, RanksConfig, StorageConfig
+from kvactors.config import (
+    CacheConfig,
+    Config,
+    DeviceConfig,
+    HostConfig,
+    LayoutConfig,
+    RanksConfig,
+    StorageConfig,
+)
 from kvactors.flush_notifier.ledger import Ledger
 from kvactors.flush_notifier.messages import Announced
 from kvactors.flush_notifier.view import SinkView
@@ -29,12 +48,16 @@ from kvactors.units import Reason, Tier, join_keys
 
 SEEDS = {
     0: "flush_settled returned before a block's second tier was told",
-    716: "objects written while the store was cleared counted as held, or were told before everything was told to be gone",
-    10531: "a block on its way back to the device, not wanted after all and still being written, stayed on its way for ever",
+    716: "objects written while the store was cleared counted as held, or were told before "
+    "everything was told to be gone",
+    10531: "a block on its way back to the device, not wanted after all and still being written, "
+    "stayed on its way for ever",
     20228: "a load told to a dead host tier reached its next life, after the index had written it off",
-    30139: "a write that waited when a rank lost its memory was carried out when the rank was back, and stored what was there then",
+    30139: "a write that waited when a rank lost its memory was carried out when the rank was "
+    "back, and stored what was there then",
 }
-"""These hold for the draw as it is; a change there makes other runs of them, and the small cases below remain."""
+"""These hold for the draw as it is; a change there makes other runs of them, and the small cases
+below remain."""
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -53,7 +76,13 @@ def test_a_batch_that_is_cut_does_not_end_the_wait_for_what_it_left_out():
     for number in range(8):
         tokens += np.array([number], "<u4").tobytes()
         keys.append(hashlib.sha256(tokens).digest())
-    do(ledger.announce(Announced(bytes(32), tokens, join_keys(keys), 0, 8, Tier.DEVICE, Reason.COMMIT, bytes(32))))
+    do(
+        ledger.announce(
+            Announced(
+                bytes(32), tokens, join_keys(keys), 0, 8, Tier.DEVICE, Reason.COMMIT, bytes(32)
+            )
+        )
+    )
     while ledger.pending(0):
         ledger.delivered(0, ledger.take(0, 100, 1))
     do(ledger.lose(keys[-1], Tier.DEVICE, Reason.DEVICE_EVICTION))
@@ -86,7 +115,9 @@ def test_what_was_being_written_when_the_ranks_were_cleared_is_not_held():
     async def main() -> None:
         group = TwoRanks()
         store = RankBackend(group, bytes(32), 64, 1.0, exclusive=False)
-        writing = asyncio.ensure_future(store.write_slots([bytes([1]) * 32], None, [0], lambda: False))
+        writing = asyncio.ensure_future(
+            store.write_slots([bytes([1]) * 32], None, [0], lambda: False)
+        )
         await asyncio.sleep(0)
         clearing = asyncio.ensure_future(store.clear())
         while len(group.open) < 2:
@@ -100,9 +131,12 @@ def test_what_was_being_written_when_the_ranks_were_cleared_is_not_held():
 
 
 def test_two_shared_loads_that_come_short_leave_nothing_to_be_given_back_twice():
-    """A lease joins two loads of others, both come short, and there are no blocks to put in their place."""
+    """A lease joins two loads of others, both come short, and there are no blocks to put in their
+    place."""
     config = Config(
-        cache=CacheConfig(block_size=4), device=DeviceConfig(num_blocks=11), storage=StorageConfig(backend="memory")
+        cache=CacheConfig(block_size=4),
+        device=DeviceConfig(num_blocks=11),
+        storage=StorageConfig(backend="memory"),
     )
 
     layout = make_layout(config.layout, 4)
@@ -112,7 +146,8 @@ def test_two_shared_loads_that_come_short_leave_nothing_to_be_given_back_twice()
         async with kvactors.open(config, backend=slow, inline_copies=True) as cache:
             short, long = list(range(9)), list(range(17))
             owner, second, third = [
-                await cache.acquire(name, tokens) for name, tokens in (("a", short), ("b", long), ("c", long))
+                await cache.acquire(name, tokens)
+                for name, tokens in (("a", short), ("b", long), ("c", long))
             ]
             rest = await cache.acquire("d", list(range(100, 115)))
             await owner.ready()
@@ -132,12 +167,19 @@ def test_two_shared_loads_that_come_short_leave_nothing_to_be_given_back_twice()
 
 def test_blocks_that_others_load_already_count_as_room():
     """Three blocks free, two on their way: enough for a request of five that shares these two."""
-    config = Config(cache=CacheConfig(block_size=4), device=DeviceConfig(num_blocks=6), storage=StorageConfig(backend="memory"))
+    config = Config(
+        cache=CacheConfig(block_size=4),
+        device=DeviceConfig(num_blocks=6),
+        storage=StorageConfig(backend="memory"),
+    )
     layout = make_layout(config.layout, 4)
 
     async def main() -> None:
         slow = SimPool(layout.fingerprint, layout.block_bytes, latency=lambda: 1.0)
-        async with kvactors.open(config, backend=slow, inline_copies=True) as cache, await cache.acquire("a", list(range(9))):
+        async with (
+            kvactors.open(config, backend=slow, inline_copies=True) as cache,
+            await cache.acquire("a", list(range(9))),
+        ):
             lease = await cache.acquire("b", list(range(17)))
             assert len(lease.block_table) == 5
             lease.abandon()
@@ -146,20 +188,29 @@ def test_blocks_that_others_load_already_count_as_room():
 
 
 def test_what_waits_to_be_written_when_a_rank_loses_its_memory_is_not_written_from_the_new_one():
-    """Seed 30139: four writes, of which a writer does two at a time; the rank dies meanwhile and is back at once."""
+    """Seed 30139: four writes, of which a writer does two at a time; the rank dies meanwhile and is
+    back at once."""
     config = Config(
         cache=CacheConfig(block_size=4),
         device=DeviceConfig(num_blocks=8),
         host=HostConfig(slots=8, transit_slots=8),
-        layout=LayoutConfig(num_layers=2, num_kv_heads=2, head_dim=4, dtype="uint8", tensor_parallel=2),
+        layout=LayoutConfig(
+            num_layers=2, num_kv_heads=2, head_dim=4, dtype="uint8", tensor_parallel=2
+        ),
         storage=StorageConfig(backend="memory", write_policy="write_through", writers=1),
         ranks=RanksConfig(2, "memory://bugs", timeout=5.0),
     )
     layout = make_layout(config.layout, 4)
 
     async def main() -> None:
-        stores = [SimBackend(layout.fingerprint, layout.block_bytes, latency=lambda: 0.5) for _ in range(2)]
-        ranks = [SimRank(config, number, store=stores[number], latency=lambda: 0.001) for number in range(2)]
+        stores = [
+            SimBackend(layout.fingerprint, layout.block_bytes, latency=lambda: 0.5)
+            for _ in range(2)
+        ]
+        ranks = [
+            SimRank(config, number, store=stores[number], latency=lambda: 0.001)
+            for number in range(2)
+        ]
         engine = Engine(layout, lambda: [rank.device for rank in ranks])
         for rank in ranks:
             await rank.start()
@@ -175,7 +226,11 @@ def test_what_waits_to_be_written_when_a_rank_loses_its_memory_is_not_written_fr
             await ranks[0].start()
             await cache.settled(60.0)
             for number, store in enumerate(stores):
-                wrong = [key for key, (data, _) in store.objects.items() if data != engine.bytes_of(keys_on_rank(key, number))]
+                wrong = [
+                    key
+                    for key, (data, _) in store.objects.items()
+                    if data != engine.bytes_of(keys_on_rank(key, number))
+                ]
                 assert wrong == []
         for rank in ranks:
             await rank.close()
@@ -212,7 +267,8 @@ class Frail(Actor):
 
 
 class Busy(Actor):
-    """Its job goes on to its end whatever happens, as a copy does: so its group is away for a while."""
+    """Its job goes on to its end whatever happens, as a copy does: so its group is away for a
+    while."""
 
     ROLE = "busy"
 
@@ -248,14 +304,25 @@ class Sender(Actor):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_what_was_told_before_a_death_was_known_does_not_reach_the_next_life(seed):
-    """Seed 20228: a load that the index had written off was carried out by the host tier's next life, which nobody told that it was off."""
+    """Seed 20228: a load that the index had written off was carried out by the host tier's next
+    life, which nobody told that it was off."""
 
     async def main() -> None:
         supervisor, release = Supervisor(Activity()), asyncio.get_running_loop().create_future()
-        frail, sender, busy = supervisor.make_ref(Frail, 1), supervisor.make_ref(Sender, 8), supervisor.make_ref(Busy, 8)
+        frail, sender, busy = (
+            supervisor.make_ref(Frail, 1),
+            supervisor.make_ref(Sender, 8),
+            supervisor.make_ref(Busy, 8),
+        )
         members = (
             Group("one", (ActorSpec(Sender, lambda ref: Sender(ref, frail), sender),)),
-            Group("both", (ActorSpec(Frail, Frail, frail), ActorSpec(Busy, lambda ref: Busy(ref, release), busy))),
+            Group(
+                "both",
+                (
+                    ActorSpec(Frail, Frail, frail),
+                    ActorSpec(Busy, lambda ref: Busy(ref, release), busy),
+                ),
+            ),
         )
         async with supervisor.running(*members):
             frail.try_tell(Die())

@@ -36,7 +36,9 @@ def test_every_run_has_limits_from_1_to_64():
         assert 0 <= config.host.slots <= 64
         assert 0 <= drawn.capacity <= 64
         crashes = sum(fault.kind == "actor_crash" for fault in drawn.plan.fault)
-        assert crashes <= min(CRASHES, config.actors.restarts), "a plan must not spend the restart budget"
+        assert crashes <= min(CRASHES, config.actors.restarts), (
+            "a plan must not spend the restart budget"
+        )
 
 
 @pytest.mark.parametrize("name", LIMITS)
@@ -72,7 +74,9 @@ def test_a_small_limit_is_what_the_ledger_and_the_index_get(monkeypatch):
     monkeypatch.setattr(BlockIndex, "__init__", index)
     drawn = draw_run(2)
     device, host = drawn.config.device.num_blocks, drawn.config.host
-    report = run_seed(2, drawn._replace(limits=dict.fromkeys(drawn.limits, 3), plan=FaultPlan(), again=False))
+    report = run_seed(
+        2, drawn._replace(limits=dict.fromkeys(drawn.limits, 3), plan=FaultPlan(), again=False)
+    )
     assert report.violations == []
     assert ledgers == [device + host.slots + host.transit_slots + 3]
     assert indexes == [device + host.slots + 3]
@@ -81,7 +85,15 @@ def test_a_small_limit_is_what_the_ledger_and_the_index_get(monkeypatch):
 
 @pytest.mark.parametrize(
     "options",
-    [{"seeds": -1}, {"seeds": 0}, {"first": -1}, {"processes": 0}, {"minutes": 0.0}, {"minutes": float("nan")}, {"seed": -3}],
+    [
+        {"seeds": -1},
+        {"seeds": 0},
+        {"first": -1},
+        {"processes": 0},
+        {"minutes": 0.0},
+        {"minutes": float("nan")},
+        {"seed": -3},
+    ],
 )
 def test_counts_that_cannot_be_are_refused(options, capfd):
     with pytest.raises(ConfigError, match=f"--{next(iter(options))} must be"):

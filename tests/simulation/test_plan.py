@@ -9,7 +9,17 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 
 from kvactors.errors import ConfigError
-from kvactors.testing.plan import KINDS, STEPPED, Fault, FaultPlan, Targets, aims, draw, plans, possible
+from kvactors.testing.plan import (
+    KINDS,
+    STEPPED,
+    Fault,
+    FaultPlan,
+    Targets,
+    aims,
+    draw,
+    plans,
+    possible,
+)
 
 ALL = Targets(("prefix_index", "cpu_evictor"), ("sink-0", "sink-1"), ranks=2, clients=3, store=True)
 LOCAL = ALL._replace(ranks=1)
@@ -68,7 +78,13 @@ def test_every_possible_kind_is_drawn_and_aims_at_what_is_there():
 
 
 def test_what_is_not_there_cannot_fail():
-    assert set(possible(Targets())) == {"copy_fail", "copy_slow", "copy_hang", "cancel", "clock_jump"}
+    assert set(possible(Targets())) == {
+        "copy_fail",
+        "copy_slow",
+        "copy_hang",
+        "cancel",
+        "clock_jump",
+    }
 
 
 @hypothesis_settings(max_examples=50, deadline=None)

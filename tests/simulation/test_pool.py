@@ -41,7 +41,9 @@ def alive(pid: int) -> bool:
 @pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGKILL])
 def test_the_workers_end_with_their_parent(kind):
     command = [sys.executable, "-m", "kvactors.simulation", "--minutes", "5"]
-    parent = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    parent = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
         until = time.monotonic() + HANG
         while len(workers := children_of(parent.pid)) < 2:

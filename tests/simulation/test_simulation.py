@@ -1,4 +1,5 @@
-"""Seeds, as many as a test run can afford; `kvactors simulate` runs as many as there is time for."""
+"""Seeds, as many as a test run can afford; `kvactors simulate` runs as many as there is time
+for."""
 
 from __future__ import annotations
 
@@ -81,7 +82,9 @@ def test_a_sink_that_is_told_nothing_is_caught(monkeypatch):
 
 def test_a_plan_of_ones_own():
     drawn = draw_run(3)
-    plan = FaultPlan((Fault("actor_crash", 20.0, "cpu_evictor"), Fault("clock_jump", 0.01, duration=2.0)))
+    plan = FaultPlan(
+        (Fault("actor_crash", 20.0, "cpu_evictor"), Fault("clock_jump", 0.01, duration=2.0))
+    )
     report = run_seed(3, drawn._replace(plan=plan))
     assert report.violations == []
     assert report.faults == 2

@@ -37,7 +37,11 @@ def test_a_violation_is_a_bad_exit_and_says_how_to_repeat_it(capfd, monkeypatch)
     from kvactors.simulation import command
     from kvactors.simulation.record import SeedReport
 
-    monkeypatch.setattr(command, "run_seeds", lambda first, *_args, **_options: iter([SeedReport(first, ["a block was lost"])]))
+    monkeypatch.setattr(
+        command,
+        "run_seeds",
+        lambda first, *_args, **_options: iter([SeedReport(first, ["a block was lost"])]),
+    )
     assert run_simulate(seeds=1, first=7) == 1
     said = capfd.readouterr().err
     assert "violated: seed 7: a block was lost" in said

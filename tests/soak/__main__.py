@@ -28,19 +28,36 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, help="stop after so many minutes even if requests are left")
+    parser.add_argument(
+        "--minutes", type=float, help="stop after so many minutes even if requests are left"
+    )
     cores = min(4, os.cpu_count() or 1)
     parser.add_argument(
-        "--jobs", "--processes", dest="processes", type=int, default=cores, help="processes (default: the cores, at most 4)"
+        "--jobs",
+        "--processes",
+        dest="processes",
+        type=int,
+        default=cores,
+        help="processes (default: the cores, at most 4)",
     )
     parser.add_argument("--json", help="write the report to this file, - for standard output")
     parser.add_argument("--no-hostile", action="store_true", help="no bad arguments")
     options = parser.parse_args()
-    if options.requests < 1 or options.processes < 1 or (options.minutes is not None and options.minutes <= 0):
+    if (
+        options.requests < 1
+        or options.processes < 1
+        or (options.minutes is not None and options.minutes <= 0)
+    ):
         parser.error("--requests, --jobs and --minutes must be positive")
     if options.json not in (None, "-"):
         Path(options.json).touch()
-    report = soak(options.seed, options.requests, options.minutes, options.processes, hostile=not options.no_hostile)
+    report = soak(
+        options.seed,
+        options.requests,
+        options.minutes,
+        options.processes,
+        hostile=not options.no_hostile,
+    )
     show(report)
     if options.json:
         text = json.dumps(report, indent=2) + "\n"
@@ -48,14 +65,20 @@ def main() -> int:
     return 1 if report["failures"] or report["shown"] else 0
 
 
-def soak(seed: int, requests: int, minutes: float | None, processes: int, *, hostile: bool) -> dict[str, Any]:
+def soak(
+    seed: int, requests: int, minutes: float | None, processes: int, *, hostile: bool
+) -> dict[str, Any]:
     """Run the rounds in several processes; what came of it."""
     began = time.monotonic()
     until = float("inf") if minutes is None else began + 60 * minutes
     context = multiprocessing.get_context("spawn")
     results: Any = context.Queue()
     shares = [requests // processes + (i < requests % processes) for i in range(processes)]
-    arguments = [(seed * 1000 + i, share, until, results, hostile, i) for i, share in enumerate(shares) if share]
+    arguments = [
+        (seed * 1000 + i, share, until, results, hostile, i)
+        for i, share in enumerate(shares)
+        if share
+    ]
     workers = [context.Process(target=work, args=one) for one in arguments]
     for worker in workers:
         worker.start()
@@ -85,7 +108,10 @@ def soak(seed: int, requests: int, minutes: float | None, processes: int, *, hos
             worker.kill()
     for number, one in memory.items():
         if one and (what := grown(one)):
-            total.fail(f"memory of process {number} grew between a quarter and the end of its rounds: {what}")
+            total.fail(
+                f"memory of process {number} grew between a quarter and the end of its rounds: "
+                f"{what}"
+            )
     points = [quarters(one) for one in memory.values() if one]
     ends = [growth(one) for one in memory.values() if one]
     wall = time.monotonic() - began
@@ -104,12 +130,18 @@ def soak(seed: int, requests: int, minutes: float | None, processes: int, *, hos
         "python_blocks": [sum(pair[i].blocks for pair in ends) for i in range(2)],
         "seen": dict(sorted(total.seen.items())),
         "shown": total.failures,
-        "settings": {"seed": seed, "requests": requests, "processes": processes, "hostile": hostile},
+        "settings": {
+            "seed": seed,
+            "requests": requests,
+            "processes": processes,
+            "hostile": hostile,
+        },
     }
 
 
 def quarters(memory: list[Memory]) -> tuple[int, int, int, int]:
-    """Resident KiB after the first round, a quarter, a half, all of them. Each is the median of the rounds around it."""
+    """Resident KiB after the first round, a quarter, a half, all of them. Each is the median of the
+    rounds around it."""
 
     def around(at: int) -> int:
         near = sorted(one.resident_kib for one in memory[max(0, at - 4) : at + 5])
@@ -124,7 +156,8 @@ def show(report: dict[str, Any]) -> None:
     table = Table(title=f"soak, seed {report['settings']['seed']}", show_header=False)
     start, quarter, half, end = report["memory_kib"] or [0, 0, 0, 0]
     rows = {
-        "requests": f"{report['requests']:,} ({report['finished']:,} finished) in {report['rounds']} rounds",
+        "requests": f"{report['requests']:,} ({report['finished']:,} finished) in "
+        f"{report['rounds']} rounds",
         "requests a second": f"{report['requests_per_s']:,}",
         "wall, s": f"{report['wall_s']}",
         "verified blocks": f"{report['verified_blocks']:,}",
@@ -132,7 +165,8 @@ def show(report: dict[str, Any]) -> None:
         "actor restarts": f"{report['actor_restarts']}",
         "held from a quarter to the end": "{:,} to {:,} KiB, ".format(*report["held_kib"])
         + "{:,} to {:,} blocks of Python".format(*report["python_blocks"]),
-        "resident, MiB": f"start {start >> 10}  quarter {quarter >> 10}  half {half >> 10}  end {end >> 10}",
+        "resident, MiB": f"start {start >> 10}  quarter {quarter >> 10}  half {half >> 10}  end "
+        f"{end >> 10}",
         "failures": f"{report['failures']}",
     }
     for name, value in rows.items():

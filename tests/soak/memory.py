@@ -1,8 +1,10 @@
-"""Memory of this process: what the program holds, which must be flat, and what is resident, which the allocator decides.
+"""Memory of this process: what the program holds, which must be flat, and what is resident, which
+the allocator decides.
 
-The threads of each round allocate in glibc's arenas for threads (up to 8 for each core). Freed pieces between others stay resident until they are
-used again, so resident memory rises in ever smaller steps until every arena has met its greatest demand. What the program holds does not
-depend on that: bytes that malloc has given out, and blocks of Python's own allocator.
+The threads of each round allocate in glibc's arenas for threads (up to 8 for each core). Freed
+pieces between others stay resident until they are used again, so resident memory rises in ever
+smaller steps until every arena has met its greatest demand. What the program holds does not depend
+on that: bytes that malloc has given out, and blocks of Python's own allocator.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from typing import NamedTuple
 
 
 class Memory(NamedTuple):
-    """held_kib: given out by malloc. blocks: given out by Python's allocator. resident_kib: of the process, not shared with files. The
-    rest are counts of what the process has open."""
+    """held_kib: given out by malloc. blocks: given out by Python's allocator. resident_kib: of the
+    process, not shared with files. The rest are counts of what the process has open."""
 
     held_kib: int
     blocks: int
@@ -30,7 +32,18 @@ class _Mallinfo2(ctypes.Structure):
 
     _fields_ = tuple(
         (name, ctypes.c_size_t)
-        for name in ["arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"]
+        for name in [
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        ]
     )
 
 
@@ -47,12 +60,15 @@ def measure() -> Memory:
 
 
 def held_kib() -> int:
-    """KiB that malloc has given out, in all arenas and as mappings of their own. OSError where the C library cannot tell (glibc 2.33 can)."""
+    """KiB that malloc has given out, in all arenas and as mappings of their own. OSError where the
+    C library cannot tell (glibc 2.33 can)."""
     libc = ctypes.CDLL(None)
     try:
         mallinfo2 = libc.mallinfo2
     except AttributeError as error:
-        raise OSError("the soak measures memory with mallinfo2, which this C library does not have") from error
+        raise OSError(
+            "the soak measures memory with mallinfo2, which this C library does not have"
+        ) from error
     mallinfo2.restype = _Mallinfo2
     found = mallinfo2()
     return int(found.uordblks + found.hblkhd) >> 10
@@ -69,8 +85,9 @@ def resident_kib() -> int:
 HELD_KIB, BLOCKS, RESIDENT_KIB, HANDLES = 1024, 5_000, 32 * 1024, 8
 """What a process may grow by between a quarter of its rounds and their end.
 
-Measured over 60,000 requests of one process: 250 KiB and 400 blocks in the first quarter (caches of modules), 30 KiB and 100 blocks in the last.
-One byte lost a request is 370 KiB in a soak of a million requests in two processes, 16 bytes are found in one of 100,000.
+Measured over 60,000 requests of one process: 250 KiB and 400 blocks in the first quarter (caches of
+modules), 30 KiB and 100 blocks in the last. One byte lost a request is 370 KiB in a soak of a
+million requests in two processes, 16 bytes are found in one of 100,000.
 """
 
 

@@ -1,4 +1,5 @@
-"""External indexes of the soak, each compared with what the cache announced: a ZMQ reader, a JSON-lines file, AttentionStore's stand-in."""
+"""External indexes of the soak, each compared with what the cache announced: a ZMQ reader, a
+JSON-lines file, AttentionStore's stand-in."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ LIMIT = 30.0
 
 
 class EventsReader:
-    """Reads KV events as docs/kv_events.md says: a snapshot first, then every batch, replay on a gap. held: 64-bit hashes by tier."""
+    """Reads KV events as docs/kv_events.md says: a snapshot first, then every batch, replay on a
+    gap. held: 64-bit hashes by tier."""
 
     def __init__(self, endpoint: str, replay_endpoint: str) -> None:
         self.held: dict[Tier, set[int]] = {tier: set() for tier in Tier}
@@ -117,11 +119,15 @@ class EventsReader:
 
 def hashes(recorder: Recorder) -> dict[Tier, set[int]]:
     """What the cache announced, as readers of KV events name it."""
-    return {tier: {int.from_bytes(key[-8:], "big") for key in keys} for tier, keys in recorder.held.items()}
+    return {
+        tier: {int.from_bytes(key[-8:], "big") for key in keys}
+        for tier, keys in recorder.held.items()
+    }
 
 
 async def agrees(reader: EventsReader, recorder: Recorder) -> str:
-    """Empty once the reader holds what the cache announced; otherwise how they differ after LIMIT seconds."""
+    """Empty once the reader holds what the cache announced; otherwise how they differ after LIMIT
+    seconds."""
     wanted, loop = hashes(recorder), asyncio.get_running_loop()
     until = loop.time() + LIMIT
     while reader.held != wanted:
@@ -129,7 +135,11 @@ async def agrees(reader: EventsReader, recorder: Recorder) -> str:
             return f"the reader ended with {reader.broken!r}"
         if loop.time() > until:
             counts = {
-                tier.name: (len(wanted[tier] - reader.held[tier]), len(reader.held[tier] - wanted[tier])) for tier in Tier
+                tier.name: (
+                    len(wanted[tier] - reader.held[tier]),
+                    len(reader.held[tier] - wanted[tier]),
+                )
+                for tier in Tier
             }
             return f"a reader of KV events differs (missing, extra): {counts}"
         await asyncio.sleep(0.005)

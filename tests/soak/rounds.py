@@ -30,9 +30,15 @@ ROUND = 400
 
 
 def run_rounds(
-    seed: int, requests: int, until: float, report: Callable[[Record, Memory], None], *, hostile: bool = True
+    seed: int,
+    requests: int,
+    until: float,
+    report: Callable[[Record, Memory], None],
+    *,
+    hostile: bool = True,
 ) -> None:
-    """Rounds until the requests are made or `until` (of `time.monotonic`) has come. report: is given each round's record and the memory after it."""
+    """Rounds until the requests are made or `until` (of `time.monotonic`) has come. report: is
+    given each round's record and the memory after it."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
     install()
     number = made = 0
@@ -48,7 +54,13 @@ def run_rounds(
 def work(seed: int, requests: int, until: float, results: Any, hostile: bool, number: int) -> None:
     """The work of one process; its results go into a queue."""
     signal.signal(signal.SIGUSR1, where)
-    run_rounds(seed, requests, until, lambda record, memory: results.put((number, record, memory)), hostile=hostile)
+    run_rounds(
+        seed,
+        requests,
+        until,
+        lambda record, memory: results.put((number, record, memory)),
+        hostile=hostile,
+    )
     results.put((number, None, None))
 
 
@@ -68,7 +80,11 @@ def _round(seed: int, requests: int, record: Record, *, hostile: bool) -> None:
         asyncio.run(serve_round(drawn, history, record, first, readers=Readers(drawn, folder)))
         if again:
             record.seen["opened again"] += 1
-            asyncio.run(serve_round(drawn, history, record, requests - first, life=1, readers=Readers(drawn, folder)))
+            asyncio.run(
+                serve_round(
+                    drawn, history, record, requests - first, life=1, readers=Readers(drawn, folder)
+                )
+            )
     except Exception as error:
         record.fail(f"seed {seed} ({drawn.store}): the round raised {error!r}")
     finally:
@@ -87,7 +103,9 @@ class Readers:
     def begin(self, _cache: kvactors.KVCache) -> None:
         """Connect."""
         if "kv_events" in self.drawn.sinks:
-            sink = next(one for one in self.drawn.tables["flush"]["sinks"] if one["kind"] == "kv_events")
+            sink = next(
+                one for one in self.drawn.tables["flush"]["sinks"] if one["kind"] == "kv_events"
+            )
             self._events = EventsReader(sink["endpoint"], sink["replay_endpoint"])
 
     async def compare(self, world: World, recorder: Recorder) -> None:
@@ -107,7 +125,9 @@ class Readers:
         if "attention_store" in self.drawn.sinks:
             stale = sum(stale_paths(one.resident, recorder) for one in self._services())
             if stale:
-                world.fail(f"AttentionStore's index has {stale} token paths that this node does not hold")
+                world.fail(
+                    f"AttentionStore's index has {stale} token paths that this node does not hold"
+                )
             world.seen["AttentionStore's index compared"] += 1
 
     def _services(self) -> list[Any]:

@@ -17,7 +17,17 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.timeout(600)
 def test_a_short_soak_finds_nothing(tmp_path):
     out = tmp_path / "soak.json"
-    command = [sys.executable, "-m", "tests.soak", "--requests", "2000", "--seed", "7", "--json", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.soak",
+        "--requests",
+        "2000",
+        "--seed",
+        "7",
+        "--json",
+        str(out),
+    ]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     report = json.loads(out.read_text("utf-8"))
     assert run.returncode == 0, run.stderr
@@ -32,7 +42,9 @@ def test_a_short_soak_finds_nothing(tmp_path):
 def flat(field: str = "held_kib", each: int = 0, rounds: int = 125) -> list[Memory]:
     """Rounds of a process in which one figure rises by `each` a round."""
     start = Memory(10_000, 200_000, 50_000, 4, 20)
-    return [start._replace(**{field: getattr(start, field) + each * number}) for number in range(rounds)]
+    return [
+        start._replace(**{field: getattr(start, field) + each * number}) for number in range(rounds)
+    ]
 
 
 def test_a_leak_of_sixteen_bytes_a_request_is_found_in_a_hundred_thousand_requests():
@@ -60,7 +72,17 @@ def test_memory_that_is_held_is_measured():
 
 @pytest.mark.timeout(600)
 def test_seeds_of_the_oracle_find_nothing():
-    command = [sys.executable, "-m", "tests.oracle", "--seeds", "24", "--first", "1000", "--requests", "80"]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.oracle",
+        "--seeds",
+        "24",
+        "--first",
+        "1000",
+        "--requests",
+        "80",
+    ]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert " 0 wrong, 0 actor restarts, 0 failures" in run.stdout
@@ -68,11 +90,16 @@ def test_seeds_of_the_oracle_find_nothing():
 
 
 @pytest.mark.parametrize(
-    ("tool", "options"), [("soak", ["--requests", "0"]), ("soak", ["--jobs", "0"]), ("oracle", ["--seeds", "-1"])]
+    ("tool", "options"),
+    [("soak", ["--requests", "0"]), ("soak", ["--jobs", "0"]), ("oracle", ["--seeds", "-1"])],
 )
 def test_counts_that_cannot_be_are_refused(tool, options):
     run = subprocess.run(
-        [sys.executable, "-m", f"tests.{tool}", *options], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-m", f"tests.{tool}", *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert run.returncode == 2
     assert "must be" in run.stderr

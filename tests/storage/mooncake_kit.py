@@ -9,6 +9,9 @@ from kvactors.testing.mooncake_master import Master, free_port, master
 try:
     import mooncake.store  # noqa: F401
 except ImportError as error:
-    pytest.skip(f"Mooncake's client cannot be loaded (Debian: libibverbs1, libnuma1): {error}", allow_module_level=True)
+    pytest.skip(
+        f"Mooncake's client cannot be loaded (Debian: libibverbs1, libnuma1): {error}",
+        allow_module_level=True,
+    )
 
 __all__ = ["Master", "free_port", "master"]

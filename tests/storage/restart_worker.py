@@ -1,4 +1,5 @@
-"""A process with a file store that is killed in the middle of its work: `python restart_worker.py FOLDER POLICY`."""
+"""A process with a file store that is killed in the middle of its work: `python restart_worker.py
+FOLDER POLICY`."""
 
 from __future__ import annotations
 

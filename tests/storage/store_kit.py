@@ -16,7 +16,9 @@ OK, MISS, CORRUPT = Outcome.OK, Outcome.MISS, Outcome.CORRUPT
 
 
 @asynccontextmanager
-async def opened(folder: Path, capacity: int = 0, *, print_: bytes = PRINT, size: int = SIZE, **options):
+async def opened(
+    folder: Path, capacity: int = 0, *, print_: bytes = PRINT, size: int = SIZE, **options
+):
     store, arena = FileBackend(folder, print_, size, capacity, **options), Arena(64, size)
     await store.open()
     try:
@@ -51,7 +53,8 @@ def cached_config(**storage) -> Config:
 
 
 async def serve(cache, seed: int, *, save: bool = True):
-    """One request of four full blocks, verified; its hits by tier. save: finished, so that it is written to the store."""
+    """One request of four full blocks, verified; its hits by tier. save: finished, so that it is
+    written to the store."""
     lease = await cache.acquire(f"r{seed}", [seed] * 17)
     await lease.ready()
     cached, keys = lease.cached_tokens // 4, lease.keys(0, 4)

@@ -1,4 +1,5 @@
-"""AttentionStore as storage: bytes between device memory and the stand-in of its service, without host slots."""
+"""AttentionStore as storage: bytes between device memory and the stand-in of its service, without
+host slots."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def calls(name: str):
 
 
 async def backend(layout=LAYOUT, **changes) -> AttentionStoreBackend:
-    made = AttentionStoreBackend(complete(AttentionStoreConfig(sdk=STAND_IN, **changes), layout), HostDevice(layout, 16))
+    made = AttentionStoreBackend(
+        complete(AttentionStoreConfig(sdk=STAND_IN, **changes), layout), HostDevice(layout, 16)
+    )
     await made.open()
     return made
 
@@ -41,12 +44,17 @@ def path(blocks: int, seed: int = 1) -> bytes:
     return np.random.default_rng(seed).integers(0, 1000, blocks * BLOCK, dtype="<u4").tobytes()
 
 
-@pytest.mark.parametrize(("platform", "layout"), [("other", LAYOUT), ("cuda", LAYOUT), ("cuda", MLALayout(3, BLOCK, 24, 8))])
+@pytest.mark.parametrize(
+    ("platform", "layout"),
+    [("other", LAYOUT), ("cuda", LAYOUT), ("cuda", MLALayout(3, BLOCK, 24, 8))],
+)
 async def test_bytes_go_from_device_blocks_to_the_store_and_back_into_others(platform, layout):
     store = await backend(layout, platform=platform)
     names, device = np.random.default_rng(2).bytes(32 * 6), HostDevice(layout, 16)
     store.keys, store.values = store.keys, store.values
-    mine = AttentionStoreBackend(complete(AttentionStoreConfig(sdk=STAND_IN, platform=platform), layout), device)
+    mine = AttentionStoreBackend(
+        complete(AttentionStoreConfig(sdk=STAND_IN, platform=platform), layout), device
+    )
     await mine.open()
     device.fill([3, 1, 7, 2, 9, 4], names)
     assert await mine.save(path(6), 0, (3, 1, 7, 2, 9, 4), 5.0) == 6
@@ -55,7 +63,9 @@ async def test_bytes_go_from_device_blocks_to_the_store_and_back_into_others(pla
     assert await mine.fetch(path(6, seed=9), 0, (0, 5), 5.0) == 0
     options = calls("read")[0][-1]
     assert options == ({"remote_addrs": None} if platform == "cuda" else {})
-    assert calls("write")[0][-1] == ({"h2h_copy": False, "params": None} if platform == "cuda" else {})
+    assert calls("write")[0][-1] == (
+        {"h2h_copy": False, "params": None} if platform == "cuda" else {}
+    )
     for one in (store, mine):
         await one.close()
 
@@ -63,8 +73,13 @@ async def test_bytes_go_from_device_blocks_to_the_store_and_back_into_others(pla
 async def test_writes_go_in_slices_and_stop_at_the_first_that_is_short():
     store = await backend(write_slice_blocks=4)
     assert await store.save(path(10), 0, tuple(range(10)), 5.0) == 10
-    made = [(len(tokens.ids) // BLOCK, start, list(blocks)) for _, tokens, start, _, _, blocks, _ in calls("write")]
-    assert made == [(4, 0, [0, 1, 2, 3]), (8, 4, [4, 5, 6, 7]), (10, 8, [8, 9])], "each with the path up to its end"
+    made = [
+        (len(tokens.ids) // BLOCK, start, list(blocks))
+        for _, tokens, start, _, _, blocks, _ in calls("write")
+    ]
+    assert made == [(4, 0, [0, 1, 2, 3]), (8, 4, [4, 5, 6, 7]), (10, 8, [8, 9])], (
+        "each with the path up to its end"
+    )
     tried = []
 
     async def no_space(*args):
@@ -88,7 +103,9 @@ async def test_only_what_the_store_lacks_is_written():
     for one in [one for one in stand_in.service().objects if len(one[0]) > 4 * BLOCK]:
         del stand_in.service().objects[one]
     assert await store.save(tokens, 0, blocks, 5.0) == 6
-    assert [(start, list(written)) for _, _, start, _, _, written, _ in calls("write")[1:]] == [(4, [4, 5])]
+    assert [(start, list(written)) for _, _, start, _, _, written, _ in calls("write")[1:]] == [
+        (4, [4, 5])
+    ]
     assert store.writes == 8
     await store.close()
 
@@ -116,7 +133,8 @@ async def test_errors_are_counts_and_open_the_circuit():
 def test_layouts_it_cannot_hold_are_named():
     with pytest.raises(kvactors.LayoutError, match="key, indexer"):
         AttentionStoreBackend(
-            complete(AttentionStoreConfig(sdk=STAND_IN), DSALayout(1, BLOCK)), HostDevice(DSALayout(1, BLOCK), 2)
+            complete(AttentionStoreConfig(sdk=STAND_IN), DSALayout(1, BLOCK)),
+            HostDevice(DSALayout(1, BLOCK), 2),
         )
 
 
@@ -138,7 +156,9 @@ def config(**tables) -> Config:
 
 
 async def serve(cache, seed: int, blocks: int = 6) -> kvactors.Hits:
-    async with await cache.acquire(f"r{seed}", [seed % 2] * BLOCK + [seed] * (BLOCK * (blocks - 1) + 1)) as lease:
+    async with await cache.acquire(
+        f"r{seed}", [seed % 2] * BLOCK + [seed] * (BLOCK * (blocks - 1) + 1)
+    ) as lease:
         await lease.ready()
         cached, keys = lease.cached_tokens // BLOCK, lease.keys(0, blocks)
         assert cache.device.check(lease.block_table[:cached], keys[: 32 * cached]) == []
@@ -172,7 +192,8 @@ async def test_a_new_process_finds_what_an_earlier_one_wrote():
 
 
 async def test_many_at_once_and_the_service_failing_now_and_then():
-    # Writes that the service delays hold device blocks: enough for every prompt at once, so that no failed load lacks room.
+    # Writes that the service delays hold device blocks: enough for every prompt at once, so that no
+    # failed load lacks room.
     async with kvactors.open(config(device={"num_blocks": 300})) as cache:
 
         async def client(first: int) -> None:
@@ -189,7 +210,9 @@ async def test_many_at_once_and_the_service_failing_now_and_then():
 
 async def test_a_slow_read_holds_its_blocks_but_not_the_request_beyond_its_deadline():
     async with kvactors.open(
-        config(device={"num_blocks": 24}, cache={"model": "m", "block_size": BLOCK, "deadline": 0.3})
+        config(
+            device={"num_blocks": 24}, cache={"model": "m", "block_size": BLOCK, "deadline": 0.3}
+        )
     ) as cache:
         await serve(cache, 3)
         await cache.settled()
@@ -220,7 +243,9 @@ async def test_a_call_that_does_not_return_is_shown_and_no_request_waits_for_it(
         await serve(cache, 5)
         while cache.health().status == "ok":
             await asyncio.sleep(0.02)
-        assert [(one.component, one.why) for one in cache.health().reasons] == [("device store", "a call does not return")]
+        assert [(one.component, one.why) for one in cache.health().reasons] == [
+            ("device store", "a call does not return")
+        ]
         stand_in.service().stuck = 0.0
         for seed in (7, 9, 11):
             assert (await serve(cache, seed)).storage == 0
@@ -230,7 +255,10 @@ async def test_a_call_that_does_not_return_is_shown_and_no_request_waits_for_it(
         assert cache.check() == []
 
 
-@pytest.mark.parametrize("storage", [{"write_policy": "write_back"}, {"write_policy": "write_through", "exclusive": True}])
+@pytest.mark.parametrize(
+    "storage",
+    [{"write_policy": "write_back"}, {"write_policy": "write_through", "exclusive": True}],
+)
 async def test_what_it_cannot_do_is_an_error_at_start(storage):
     with pytest.raises(kvactors.ConfigError, match="attention_store moves blocks"):
         async with kvactors.open(config(storage={"backend": "attention_store", **storage})):
@@ -238,7 +266,9 @@ async def test_what_it_cannot_do_is_an_error_at_start(storage):
 
 
 async def test_in_flush_only_mode_it_is_neither_read_nor_written():
-    async with kvactors.open(config(flush={"only": True, "sinks": [{"kind": "attention_store"}]})) as cache:
+    async with kvactors.open(
+        config(flush={"only": True, "sinks": [{"kind": "attention_store"}]})
+    ) as cache:
         await serve(cache, 3)
         await cache.flush_settled()
         assert not calls("write")
@@ -247,8 +277,16 @@ async def test_in_flush_only_mode_it_is_neither_read_nor_written():
 
 
 def test_slices_by_variables():
-    environ = {"AS_WRITE_SLICE_BLOCK_NUM": "7", "AS_WRITE_SLICE_TIMEOUT": "2.5", "AS_WRITE_TOTAL_TIMEOUT": "9"}
+    environ = {
+        "AS_WRITE_SLICE_BLOCK_NUM": "7",
+        "AS_WRITE_SLICE_TIMEOUT": "2.5",
+        "AS_WRITE_TOTAL_TIMEOUT": "9",
+    }
     store = Config.from_env(environ).attention_store
-    assert (store.write_slice_blocks, store.write_slice_timeout, store.write_total_timeout) == (7, 2.5, 9.0)
+    assert (store.write_slice_blocks, store.write_slice_timeout, store.write_total_timeout) == (
+        7,
+        2.5,
+        9.0,
+    )
     with pytest.raises(kvactors.ConfigError, match="AS_WRITE_SLICE_BLOCK_NUM must be a number"):
         Config.from_env({"AS_WRITE_SLICE_BLOCK_NUM": "many"})

@@ -1,4 +1,5 @@
-"""AttentionStore is addressed by tokens alone: what has more to its identity is neither stored in it nor read from it."""
+"""AttentionStore is addressed by tokens alone: what has more to its identity is neither stored in
+it nor read from it."""
 
 from __future__ import annotations
 
@@ -44,12 +45,15 @@ def config(*, model="m", namespace="default", **tables) -> Config:
 
 
 async def serve(cache, tokens, *, extend=(), **identity) -> int:
-    """Serve one request; every block it finds must hold the bytes of its own key. Returns the blocks found in storage."""
+    """Serve one request; every block it finds must hold the bytes of its own key. Returns the
+    blocks found in storage."""
     async with await cache.acquire("r", tokens, **identity) as lease:
         await lease.ready()
         cached, full = lease.cached_tokens // BLOCK, lease.num_tokens // BLOCK
         keys = lease.keys(0, full)
-        assert cache.device.check(lease.block_table[:cached], keys[: 32 * cached]) == [], "bytes of another block"
+        assert cache.device.check(lease.block_table[:cached], keys[: 32 * cached]) == [], (
+            "bytes of another block"
+        )
         if extend:
             await lease.extend(extend)
             full = lease.num_tokens // BLOCK
@@ -157,7 +161,13 @@ async def test_prefetch_is_refused():
 
 async def test_requests_of_many_scopes_never_get_bytes_of_another():
     draw = random.Random(7)
-    scopes = [{}, {"salt": "a"}, {"lora": "x"}, {"extra_keys": [(5, 2, 1)]}, {"extra_keys": [(5, 2, 2)]}]
+    scopes = [
+        {},
+        {"salt": "a"},
+        {"lora": "x"},
+        {"extra_keys": [(5, 2, 1)]},
+        {"extra_keys": [(5, 2, 2)]},
+    ]
     async with kvactors.open(config(device={"num_blocks": 24}, host={"slots": 8})) as cache:
         for _ in range(120):
             if draw.random() < 0.1:
@@ -214,7 +224,9 @@ def broken(answer):
 @pytest.mark.parametrize("answer", WRONG, ids=repr)
 @pytest.mark.parametrize("name", ["read", "write", "match"])
 async def test_a_wrong_answer_is_a_miss_that_is_counted(name, answer, monkeypatch):
-    store = AttentionStoreBackend(complete(AttentionStoreConfig(sdk=STAND_IN), LAYOUT), HostDevice(LAYOUT, 8))
+    store = AttentionStoreBackend(
+        complete(AttentionStoreConfig(sdk=STAND_IN), LAYOUT), HostDevice(LAYOUT, 8)
+    )
     await store.open()
     path = np.arange(2 * BLOCK, dtype="<u4").tobytes()
     assert await store.save(path, 0, (0, 1), 5.0) == 2
@@ -225,7 +237,11 @@ async def test_a_wrong_answer_is_a_miss_that_is_counted(name, answer, monkeypatc
             assert await store.fetch(path, 0, (2, 3), 5.0) == 2, "what read gives counts"
         else:
             other = np.arange(9, 9 + 2 * BLOCK, dtype="<u4").tobytes()
-            moved = await (store.save(other, 0, (2, 3), 5.0) if name == "write" else store.fetch(path, 0, (2, 3), 5.0))
+            moved = await (
+                store.save(other, 0, (2, 3), 5.0)
+                if name == "write"
+                else store.fetch(path, 0, (2, 3), 5.0)
+            )
             assert (moved, store.statistics().unavailable) == (0, before + 2)
     assert await store.fetch(path, 0, (2, 3), 5.0) == 2
     await store.close()
@@ -233,12 +249,17 @@ async def test_a_wrong_answer_is_a_miss_that_is_counted(name, answer, monkeypatc
 
 @pytest.mark.parametrize("number", [np.int64(2), np.uint8(2)])
 async def test_numbers_of_other_types_are_numbers(number, monkeypatch):
-    store = AttentionStoreBackend(complete(AttentionStoreConfig(sdk=STAND_IN), LAYOUT), HostDevice(LAYOUT, 8))
+    store = AttentionStoreBackend(
+        complete(AttentionStoreConfig(sdk=STAND_IN), LAYOUT), HostDevice(LAYOUT, 8)
+    )
     await store.open()
     for name in ("match", "read", "write"):
         monkeypatch.setattr(AttentionStoreSDK, name, broken(number))
     path = np.arange(2 * BLOCK, dtype="<u4").tobytes()
-    assert (await store.save(path, 0, (0, 1), 5.0), await store.fetch(path, 0, (2, 3), 5.0)) == (2, 2)
+    assert (await store.save(path, 0, (0, 1), 5.0), await store.fetch(path, 0, (2, 3), 5.0)) == (
+        2,
+        2,
+    )
     await store.close()
 
 
@@ -264,7 +285,9 @@ async def test_an_sdk_that_answers_wrongly_costs_no_request_more_than_a_miss(mon
 
     def wild(real):
         def call(self, *arguments, **options):
-            return broken(next(answers))(self) if next(turn) % 2 else real(self, *arguments, **options)
+            return (
+                broken(next(answers))(self) if next(turn) % 2 else real(self, *arguments, **options)
+            )
 
         return call
 

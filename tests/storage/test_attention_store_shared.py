@@ -1,4 +1,5 @@
-"""One SDK object for each shard in a process, what it is opened with, and how strict the stand-in is."""
+"""One SDK object for each shard in a process, what it is opened with, and how strict the stand-in
+is."""
 
 from __future__ import annotations
 
@@ -115,7 +116,9 @@ async def test_the_names_of_another_layout_are_refused():
         await serve(cache)
     other = config(layout={"num_layers": 4, "num_kv_heads": 2, "head_dim": 8})
     with pytest.raises(
-        SdkError, match="one SDK object for each shard, and names must differ between models, layouts and devices"
+        SdkError,
+        match="one SDK object for each shard, and names must differ between models, layouts and "
+        "devices",
     ):
         async with kvactors.open(other):
             pass
@@ -130,7 +133,9 @@ async def test_flushes_do_not_wait_for_a_write_that_takes_long():
     stand_in.service().stuck = 1.0
     path = np.arange(BLOCK, dtype="<u4")
     saving = asyncio.create_task(storage.save(path.tobytes(), 0, (0,), 5.0))
-    while not any(call.name == "match" and call.arguments[1:] == (0, 5.0) for call in stand_in.service().calls):
+    while not any(
+        call.name == "match" and call.arguments[1:] == (0, 5.0) for call in stand_in.service().calls
+    ):
         await asyncio.sleep(0.01)
     stand_in.service().stuck = 0.0
     await index.flush(path, 0, resident=True)
@@ -161,7 +166,13 @@ class Gpu(HostDevice):
 
 def test_platform_and_device_are_those_of_the_cache():
     def passed(settings: dict, given=None, **tables):
-        made = Config.from_mapping({"attention_store": settings, "flush": {"sinks": [{"kind": "attention_store"}]}, **tables})
+        made = Config.from_mapping(
+            {
+                "attention_store": settings,
+                "flush": {"sinks": [{"kind": "attention_store"}]},
+                **tables,
+            }
+        )
         found = sdk_settings(made, LAYOUT, given)
         return found.cuda, found.device_id
 
@@ -184,7 +195,9 @@ def test_a_leader_goes_by_the_paddle_that_is_imported(monkeypatch, compiled, gpu
 
     monkeypatch.setitem(sys.modules, "paddle", Paddle)
     ranks = {"count": 2, "endpoint": "memory://x"}
-    made = Config.from_mapping({"layout": {"num_kv_heads": 2, "tensor_parallel": 2}, "ranks": ranks})
+    made = Config.from_mapping(
+        {"layout": {"num_kv_heads": 2, "tensor_parallel": 2}, "ranks": ranks}
+    )
     assert gpu_of(made, None) == gpu
 
 
@@ -194,8 +207,12 @@ def test_a_leader_goes_by_the_paddle_that_is_imported(monkeypatch, compiled, gpu
 async def test_keys_without_values_need_the_longer_argument_list():
     layout = MLALayout(3, BLOCK, 24, 8)
     with pytest.raises(kvactors.LayoutError, match="platform = 'cuda'"):
-        AttentionStoreBackend(complete(AttentionStoreConfig(sdk=STAND_IN), layout), HostDevice(layout, 4))
-    store = AttentionStoreBackend(complete(AttentionStoreConfig(sdk=STAND_IN, platform="cuda"), layout), HostDevice(layout, 4))
+        AttentionStoreBackend(
+            complete(AttentionStoreConfig(sdk=STAND_IN), layout), HostDevice(layout, 4)
+        )
+    store = AttentionStoreBackend(
+        complete(AttentionStoreConfig(sdk=STAND_IN, platform="cuda"), layout), HostDevice(layout, 4)
+    )
     await store.open()
     (call,) = [call for call in stand_in.service().calls if call.name == "init"]
     assert call.arguments[1]["attention_type"] is AttentionType.MLA
@@ -207,13 +224,18 @@ async def test_keys_without_values_need_the_longer_argument_list():
 
 @pytest.mark.parametrize("from_root", [False, True])
 async def test_either_meaning_of_match_is_right(from_root):
-    store = AttentionStoreBackend(complete(AttentionStoreConfig(sdk=STAND_IN), LAYOUT), HostDevice(LAYOUT, 16))
+    store = AttentionStoreBackend(
+        complete(AttentionStoreConfig(sdk=STAND_IN), LAYOUT), HostDevice(LAYOUT, 16)
+    )
     await store.open()
     stand_in.service().from_root = from_root
     path = np.arange(6 * BLOCK, dtype="<u4")
     names = np.random.default_rng(1).bytes(32 * 6)
     store_device = HostDevice(LAYOUT, 16)
-    store.keys, store.values = [int(a) for a in store_device.regions][::2], [int(a) for a in store_device.regions][1::2]
+    store.keys, store.values = (
+        [int(a) for a in store_device.regions][::2],
+        [int(a) for a in store_device.regions][1::2],
+    )
     store_device.fill(range(6), names)
     assert await store.save(path[: 3 * BLOCK].tobytes(), 0, (0, 1, 2), 5.0) == 3
     assert await store.save(path.tobytes(), 2, (2, 3, 4, 5), 5.0) == 4
@@ -241,7 +263,10 @@ async def test_a_full_service_evicts_and_what_it_lacks_is_a_miss():
 
 async def test_time_outs_are_passed_and_end_a_call():
     store = AttentionStoreBackend(
-        complete(AttentionStoreConfig(sdk=STAND_IN, write_slice_timeout=0.1, write_total_timeout=0.5), LAYOUT),
+        complete(
+            AttentionStoreConfig(sdk=STAND_IN, write_slice_timeout=0.1, write_total_timeout=0.5),
+            LAYOUT,
+        ),
         HostDevice(LAYOUT, 8),
     )
     await store.open()
@@ -250,7 +275,9 @@ async def test_time_outs_are_passed_and_end_a_call():
     began = asyncio.get_running_loop().time()
     assert await store.fetch(path, 0, (0, 1), 0.2) == 0
     assert await store.save(path, 0, (0, 1), 5.0) == 0
-    assert asyncio.get_running_loop().time() - began < 15.0, "no call lasted as long as the service takes"
+    assert asyncio.get_running_loop().time() - began < 15.0, (
+        "no call lasted as long as the service takes"
+    )
     assert store.statistics().unavailable == 4
     await store.close()
 
@@ -269,7 +296,21 @@ def one(**knobs) -> AttentionStoreSDK:
 
 @pytest.mark.parametrize(
     ("position", "value"),
-    [(0, ""), (1, None), (2, 3), (3, -1), (3, 1), (4, 0), (5, 0), (5, True), (6, 0), (7, 0), (7, 64.0), (8, -1), (9, None)],
+    [
+        (0, ""),
+        (1, None),
+        (2, 3),
+        (3, -1),
+        (3, 1),
+        (4, 0),
+        (5, 0),
+        (5, True),
+        (6, 0),
+        (7, 0),
+        (7, 64.0),
+        (8, -1),
+        (9, None),
+    ],
 )
 def test_arguments_that_cannot_be_are_refused(position, value):
     arguments = [*ARGUMENTS]
@@ -297,12 +338,33 @@ GOOD = ([0, 1], Tokens(list(range(2 * BLOCK)), BLOCK), 0, POINTERS[:2], POINTERS
 @pytest.mark.parametrize(
     ("position", "value"),
     [
-        (0, [0]), (0, [1, 0]), (0, [0, 1, 2]), (1, [1, 2]), (1, Tokens([1], BLOCK)), (1, Tokens(list(range(9)), BLOCK)), (2, -1), (2, 1), (2, None),
-        (3, POINTERS[:1]), (3, [0, POINTERS[0]]), (4, []), (4, POINTERS[:1]), (4, [None, None]),
-        (5, []), (5, [0]), (5, [0, 0]), (5, [-1, 0]), (5, (0, 1)),
-        (5, [0, 1.0]), (6, 0), (6, -1.0), (6, float("inf")), (6, None), (6, "1"),
+        (0, [0]),
+        (0, [1, 0]),
+        (0, [0, 1, 2]),
+        (1, [1, 2]),
+        (1, Tokens([1], BLOCK)),
+        (1, Tokens(list(range(9)), BLOCK)),
+        (2, -1),
+        (2, 1),
+        (2, None),
+        (3, POINTERS[:1]),
+        (3, [0, POINTERS[0]]),
+        (4, []),
+        (4, POINTERS[:1]),
+        (4, [None, None]),
+        (5, []),
+        (5, [0]),
+        (5, [0, 0]),
+        (5, [-1, 0]),
+        (5, (0, 1)),
+        (5, [0, 1.0]),
+        (6, 0),
+        (6, -1.0),
+        (6, float("inf")),
+        (6, None),
+        (6, "1"),
     ],
-)  # fmt: skip
+)
 def test_moves_that_cannot_be_are_refused(name, position, value):
     sdk, arguments = one(), [*GOOD]
     assert sdk.write(*GOOD) == 2

@@ -29,7 +29,10 @@ def test_back_ends_by_name():
     ("changes", "complaint"),
     [
         ({"backend": "file"}, "storage.directory is needed"),
-        ({"backend": "fiel"}, "unknown storage.backend 'fiel'; there are none, memory, file, mooncake"),
+        (
+            {"backend": "fiel"},
+            "unknown storage.backend 'fiel'; there are none, memory, file, mooncake",
+        ),
         ({"backend": "no.such:Store"}, "cannot be imported"),
         ({"backend": "builtins:dict"}, "cannot|is not a Backend"),
         ({"backend": "memory", "capacity_bytes": "1KB"}, "holds no block of 5000 bytes"),
@@ -42,15 +45,20 @@ def test_back_ends_that_cannot_be(changes, complaint):
 
 
 @pytest.mark.parametrize(
-    ("blocks", "size", "capacity"), [(None, None, 0), (7, None, 7), (None, "50KB", 10), (3, "50KB", 3), (30, 51_000, 10)]
+    ("blocks", "size", "capacity"),
+    [(None, None, 0), (7, None, 7), (None, "50KB", 10), (3, "50KB", 3), (30, 51_000, 10)],
 )
 def test_a_capacity_in_blocks_and_in_bytes(blocks, size, capacity):
     assert capacity_of(StorageConfig(capacity_blocks=blocks, capacity_bytes=size), SIZE) == capacity
 
 
-@pytest.mark.parametrize("changes", [{"capacity_blocks": 0}, {"capacity_bytes": 0}, {"capacity_bytes": "0GB"}])
+@pytest.mark.parametrize(
+    "changes", [{"capacity_blocks": 0}, {"capacity_bytes": 0}, {"capacity_bytes": "0GB"}]
+)
 def test_a_capacity_of_nothing_is_an_error_that_says_what_to_do(changes):
-    with pytest.raises(ConfigError, match=r"must be at least 1, not .*leave it out for 80 % of the free space"):
+    with pytest.raises(
+        ConfigError, match=r"must be at least 1, not .*leave it out for 80 % of the free space"
+    ):
         Config.from_mapping({"storage": {"backend": "memory", **changes}})
 
 
@@ -78,7 +86,11 @@ def test_the_breaker_opens_waits_and_tries_once(monkeypatch):
 
 
 @given(
-    st.integers(1, 5), st.lists(st.one_of(st.lists(st.integers(0, 9), min_size=1, max_size=5), st.integers(0, 9)), max_size=30)
+    st.integers(1, 5),
+    st.lists(
+        st.one_of(st.lists(st.integers(0, 9), min_size=1, max_size=5), st.integers(0, 9)),
+        max_size=30,
+    ),
 )
 def test_the_catalog_is_an_exact_lru(capacity, history):
     catalog, model = Catalog(capacity), []

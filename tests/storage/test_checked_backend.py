@@ -1,4 +1,5 @@
-"""Back ends that lie, raise and leak: a miss, counted and logged; never a wrong byte, a failed actor, or a slot that stays pinned."""
+"""Back ends that lie, raise and leak: a miss, counted and logged; never a wrong byte, a failed
+actor, or a slot that stays pinned."""
 
 from __future__ import annotations
 
@@ -24,11 +25,26 @@ class PanicException(BaseException):
     """As bindings of other languages raise it."""
 
 
-RAISED = (ValueError("no"), asyncio.CancelledError(), PanicException("panicked"), StoreError("down"))
+RAISED = (
+    ValueError("no"),
+    asyncio.CancelledError(),
+    PanicException("panicked"),
+    StoreError("down"),
+)
 READS = (
-    ReadReport(b"", []), ReadReport(b"\0" * 3, []), ReadReport(b"\0\xff", []), ReadReport([0, 0], []), ReadReport(None, []),
-    ReadReport("\0\0", []), ReadReport(b"\0\0", [5]), ReadReport(b"\0\0", "names"), ReadReport(b"\0\0", [b"short"]), None, 7, b"\0\0",
-)  # fmt: skip
+    ReadReport(b"", []),
+    ReadReport(b"\0" * 3, []),
+    ReadReport(b"\0\xff", []),
+    ReadReport([0, 0], []),
+    ReadReport(None, []),
+    ReadReport("\0\0", []),
+    ReadReport(b"\0\0", [5]),
+    ReadReport(b"\0\0", "names"),
+    ReadReport(b"\0\0", [b"short"]),
+    None,
+    7,
+    b"\0\0",
+)
 COUNTS = (-3, "7", 3, 2**70, 1.5, object(), [])
 
 
@@ -80,7 +96,9 @@ async def test_write_reports_that_do_not_fit_are_no_stored_blocks(report):
     assert store.faults >= 1
 
 
-@pytest.mark.parametrize("count", COUNTS, ids=lambda count: "an object" if type(count) is object else str(count))
+@pytest.mark.parametrize(
+    "count", COUNTS, ids=lambda count: "an object" if type(count) is object else str(count)
+)
 async def test_counts_out_of_range_are_nothing_found(count):
     inner, store = checked()
     inner.probe = lambda _: count
@@ -238,7 +256,12 @@ def config(**storage):
             "device": {"num_blocks": 16},
             "host": {"slots": 4, "transit_slots": 16},
             "layout": {"num_layers": 2, "num_kv_heads": 1, "head_dim": 8},
-            "storage": {"backend": "memory", "write_policy": "write_through", "timeout": 2.0, **storage},
+            "storage": {
+                "backend": "memory",
+                "write_policy": "write_through",
+                "timeout": 2.0,
+                **storage,
+            },
         }
     )
 
@@ -335,7 +358,11 @@ def test_names_are_passed_on_one_by_one():
             given.append(i)
             yield key(i)
 
-    inner.names, inner.keys, inner.count = names, lambda: pytest.fail("all names at once"), lambda: 3
+    inner.names, inner.keys, inner.count = (
+        names,
+        lambda: pytest.fail("all names at once"),
+        lambda: 3,
+    )
     listing = store.names()
     assert (next(listing), given) == (key(0), [0])
     assert [*listing] == [key(1), key(2)]
@@ -469,7 +496,9 @@ def test_a_store_whose_calls_do_not_return_costs_time_once_and_is_named(call):
         assert seconds[0] == pytest.approx(1.0, abs=0.1)  # the deadline of the request
         assert max(seconds[1:]) < 0.1
         assert health.status == "degraded"
-        assert ("store", f"a call of {call} does not return") in [(one.component, one.why) for one in health.reasons]
+        assert ("store", f"a call of {call} does not return") in [
+            (one.component, one.why) for one in health.reasons
+        ]
 
     simulate(main, seed=1)
 

@@ -1,4 +1,5 @@
-"""`clear(storage=True)`: when it returns nothing from before it can be hit, with any number of writers, restarted or killed; or it raises."""
+"""`clear(storage=True)`: when it returns nothing from before it can be hit, with any number of
+writers, restarted or killed; or it raises."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def test_batches_that_wait_in_any_writer_are_not_written_after_the_clear(writers
             for seed in range(12):
                 await serve(cache, seed)
             await asyncio.sleep(0.1)
-            assert not store.objects, "the store is slow: every batch is in flight, or waits in a writer"
+            assert not store.objects, (
+                "the store is slow: every batch is in flight, or waits in a writer"
+            )
             await cache.clear(storage=True)
             assert store.catalog.keys() == []
             for seed in range(12):
@@ -64,10 +67,14 @@ def test_a_request_that_looks_in_the_store_while_it_is_cleared_gets_nothing_from
                 await serve(cache, seed)
             await cache.settled()
             store.latency = lambda: 0.01
-            looking = [asyncio.create_task(cache.acquire(f"q{seed}", [seed] * 17)) for seed in range(8)]
+            looking = [
+                asyncio.create_task(cache.acquire(f"q{seed}", [seed] * 17)) for seed in range(8)
+            ]
             await asyncio.sleep(pause)
             await cache.clear(storage=True)
-            leases = [one.result() for one in (await asyncio.wait(looking))[0] if one.exception() is None]
+            leases = [
+                one.result() for one in (await asyncio.wait(looking))[0] if one.exception() is None
+            ]
             for lease in leases:
                 await lease.finish()
             await cache.settled()
@@ -174,10 +181,16 @@ asyncio.run(main())
 """
     for _ in range(2):
         done = await asyncio.to_thread(
-            subprocess.run, [sys.executable, "-P", "-c", script], capture_output=True, text=True, cwd=Path(__file__).parent
+            subprocess.run,
+            [sys.executable, "-P", "-c", script],
+            capture_output=True,
+            text=True,
+            cwd=Path(__file__).parent,
         )
         assert done.returncode == -9, done.stderr
-        async with kvactors.open(cached_config(directory=str(tmp_path), capacity_blocks=400)) as cache:
+        async with kvactors.open(
+            cached_config(directory=str(tmp_path), capacity_blocks=400)
+        ) as cache:
             assert cache.system.backend.keys() == []
             for seed in range(40):
                 assert sum(await serve(cache, seed, save=False)) == 0

@@ -1,4 +1,5 @@
-"""A file store of many slabs leaves descriptors to the process, and works with those that it holds and those that it opens for a call."""
+"""A file store of many slabs leaves descriptors to the process, and works with those that it holds
+and those that it opens for a call."""
 
 from __future__ import annotations
 
@@ -56,22 +57,31 @@ async def test_slabs_beyond_those_held_are_reckoned_shrunk_and_closed(tmp_path, 
     async with opened(tmp_path, capacity=10) as bench:
         await bench.put(*range(10))
         assert bench.store.files.own_bytes() >= 10 * SIZE
-        assert bench.store.files.own_bytes() == 10 * (bench.store.files.folder / "slab-0009").stat().st_blocks * 512
+        assert (
+            bench.store.files.own_bytes()
+            == 10 * (bench.store.files.folder / "slab-0009").stat().st_blocks * 512
+        )
         (bench.store.files.folder / "slab-0009").unlink()
         answers = await bench.get(*range(10))
         assert sorted(answers)[:9] == [OK] * 9
-        assert len(list(bench.store.files.folder.glob("slab-*"))) == 9, "a slab that was deleted is not made anew by a read"
+        assert len(list(bench.store.files.folder.glob("slab-*"))) == 9, (
+            "a slab that was deleted is not made anew by a read"
+        )
     async with opened(tmp_path, capacity=2) as bench:
         assert len(list(bench.store.files.folder.glob("slab-*"))) == len(bench.store.files.slabs)
     assert descriptors() == before
 
 
-async def test_a_file_system_that_refuses_direct_io_later_is_used_through_the_page_cache(tmp_path, held):
+async def test_a_file_system_that_refuses_direct_io_later_is_used_through_the_page_cache(
+    tmp_path, held
+):
     async with opened(tmp_path, capacity=1) as bench:
         await bench.put(0)
     async with opened(tmp_path, capacity=10) as bench:
         await bench.put(*range(10))
         if bench.store.files.direct:
-            assert bench.store.files._buffered_from_now_on(OSError(errno.EINVAL, "no direct I/O here"))
+            assert bench.store.files._buffered_from_now_on(
+                OSError(errno.EINVAL, "no direct I/O here")
+            )
         assert await bench.get(*range(10)) == [OK] * 10
         assert await bench.get(99) == [MISS]

@@ -67,7 +67,9 @@ async def test_a_write_cancelled_at_any_step_leaks_no_slot_and_leaves_no_name(tm
         whole(bench.store)
 
 
-async def test_direct_io_that_is_refused_when_it_is_tried_goes_through_the_page_cache(tmp_path, monkeypatch):
+async def test_direct_io_that_is_refused_when_it_is_tried_goes_through_the_page_cache(
+    tmp_path, monkeypatch
+):
     async with opened(tmp_path) as bench:
         if not bench.store.files.direct:
             pytest.skip("this file system has no direct I/O")
@@ -86,7 +88,9 @@ async def test_direct_io_that_is_refused_when_it_is_tried_goes_through_the_page_
         assert set(await bench.get(*range(4))) == {OK}
 
 
-async def test_threads_that_find_out_together_that_direct_io_is_refused_all_write(tmp_path, monkeypatch):
+async def test_threads_that_find_out_together_that_direct_io_is_refused_all_write(
+    tmp_path, monkeypatch
+):
     """Every write has begun with direct I/O before the first one is refused."""
     together = threading.Barrier(4, timeout=30)
     async with opened(tmp_path, depth=4) as bench:
@@ -106,7 +110,15 @@ async def test_threads_that_find_out_together_that_direct_io_is_refused_all_writ
 
 
 @pytest.mark.parametrize(
-    "fault", ["payload bit", "entry bit", "cut in half", "empty", "another block's bytes", "another's entry"]
+    "fault",
+    [
+        "payload bit",
+        "entry bit",
+        "cut in half",
+        "empty",
+        "another block's bytes",
+        "another's entry",
+    ],
 )
 async def test_a_damaged_object_is_a_counted_miss_and_its_slot_is_left_alone(tmp_path, fault):
     async with opened(tmp_path) as bench:
@@ -156,7 +168,8 @@ async def test_a_folder_deleted_behind_its_back_is_misses_and_no_exception(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("call", "number"), [("pwritev", 28), ("pwritev", 30), ("pwrite", 28), ("pwrite", 5), ("fdatasync", 5)]
+    ("call", "number"),
+    [("pwritev", 28), ("pwritev", 30), ("pwrite", 28), ("pwrite", 5), ("fdatasync", 5)],
 )
 async def test_a_full_or_failing_disk_leaves_nothing_behind(tmp_path, monkeypatch, call, number):
     async with opened(tmp_path, durability="synced") as bench:
@@ -196,8 +209,12 @@ async def main():
     await store.close()
 asyncio.run(main())
 """
-    done = await asyncio.to_thread(subprocess.run, [sys.executable, "-P", "-c", script], capture_output=True, text=True)
-    assert done.stdout.splitlines(keepends=True)[-1] == f"['NO_SPACE', 'NO_SPACE'] {[int(MISS)] * 2}\n", done.stderr
+    done = await asyncio.to_thread(
+        subprocess.run, [sys.executable, "-P", "-c", script], capture_output=True, text=True
+    )
+    assert (
+        done.stdout.splitlines(keepends=True)[-1] == f"['NO_SPACE', 'NO_SPACE'] {[int(MISS)] * 2}\n"
+    ), done.stderr
 
 
 async def test_the_free_space_floor_stops_growth(tmp_path):
@@ -278,7 +295,9 @@ async def test_a_second_process_is_told_who_holds_the_folder_or_looks_on(tmp_pat
         async with opened(tmp_path, read_only=True) as looker:
             assert await looker.get(1, 2, 3) == [OK, OK, MISS]
             assert await looker.put(4) == [Outcome.NO_SPACE]
-            assert looker.store.keys() == list(looker.store.names()) == [], "it is answerable for nothing"
+            assert looker.store.keys() == list(looker.store.names()) == [], (
+                "it is answerable for nothing"
+            )
             assert not looker.store.holds(key(1))
             await bench.store.remove([key(1)])
             await bench.put(5)
@@ -292,7 +311,8 @@ async def test_a_second_process_is_told_who_holds_the_folder_or_looks_on(tmp_pat
 
 
 async def test_after_a_kill_everything_announced_is_there_and_whole(tmp_path):
-    """Each round a writer is killed (SIGKILL) at some moment; what it had announced as stored and not as gone is served, and right."""
+    """Each round a writer is killed (SIGKILL) at some moment; what it had announced as stored and
+    not as gone is served, and right."""
     seen = await storm(tmp_path, rounds=15, seed=7)
     assert seen.announced >= 8
     assert seen.served > 0
@@ -309,7 +329,12 @@ def config(folder: Path, **storage) -> Config:
             "device": {"num_blocks": 16},
             "host": {"slots": 8, "transit_slots": 16},
             "layout": {"num_layers": 2, "num_kv_heads": 1, "head_dim": 8},
-            "storage": {"backend": "file", "directory": str(folder), "write_policy": "write_through", **storage},
+            "storage": {
+                "backend": "file",
+                "directory": str(folder),
+                "write_policy": "write_through",
+                **storage,
+            },
             "flush": {"sinks": [{"kind": "memory", "tiers": ["device", "host", "storage"]}]},
         }
     )
@@ -360,7 +385,9 @@ async def test_rotten_bits_are_misses_that_the_indexes_hear_of(tmp_path):
 
 async def test_the_namespace_rank_and_directory_of_fastdeploys_file_store(tmp_path, monkeypatch):
     settings = config(Path(), namespace="model-7b", rank=1, ranks=4)
-    bare = msgspec.structs.replace(settings, storage=msgspec.structs.replace(settings.storage, directory=""))
+    bare = msgspec.structs.replace(
+        settings, storage=msgspec.structs.replace(settings.storage, directory="")
+    )
     with pytest.raises(kvactors.ConfigError, match="directory"):
         async with kvactors.open(bare):
             pass

@@ -1,4 +1,5 @@
-"""Several actors report what storage holds. A report that waits for room in the notifier's lane may be overtaken by a newer one of another actor."""
+"""Several actors report what storage holds. A report that waits for room in the notifier's lane may
+be overtaken by a newer one of another actor."""
 
 from __future__ import annotations
 
@@ -20,7 +21,13 @@ def config(policy: str) -> kvactors.Config:
             "device": {"num_blocks": 22},
             "layout": {"num_layers": 1, "num_kv_heads": 1, "head_dim": 8, "dtype": "uint8"},
             "host": {"transit_slots": 44},
-            "storage": {"backend": "memory", "capacity_blocks": 1, "write_policy": policy, "writers": 3, "readers": 2},
+            "storage": {
+                "backend": "memory",
+                "capacity_blocks": 1,
+                "write_policy": policy,
+                "writers": 3,
+                "readers": 2,
+            },
             "flush": {"sinks": [{"kind": "memory", "tiers": ["device", "host", "storage"]}]},
             "actors": {"channel_bound": 1},
         }

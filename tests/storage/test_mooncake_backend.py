@@ -1,4 +1,5 @@
-"""A Mooncake pool as a store, with a real master: two nodes that share it, and what can go wrong."""
+"""A Mooncake pool as a store, with a real master: two nodes that share it, and what can go
+wrong."""
 
 from __future__ import annotations
 
@@ -41,7 +42,12 @@ class Node:
     """A back end and its arena, filled with a pattern."""
 
     def __init__(self, address, slots=200, identity=None, **changes) -> None:
-        settings = {"global_segment_size": "64MB", "local_buffer_size": "16MB", "local_hostname": "127.0.0.1", "timeout": 1.0}
+        settings = {
+            "global_segment_size": "64MB",
+            "local_buffer_size": "16MB",
+            "local_hostname": "127.0.0.1",
+            "timeout": 1.0,
+        }
         config = MooncakeConfig(master_server_address=address, **{**settings, **changes})
         self.backend = MooncakeBackend(config, identity or IDENTITY, SIZE)
         self.arena = Arena(slots, SIZE)
@@ -56,10 +62,15 @@ class Node:
         self.arena.close()
 
     def fill(self, slot: int, number: int) -> None:
-        self.arena.view(slot)[:] = np.random.default_rng(number).integers(0, 256, SIZE, np.uint8).data
+        self.arena.view(slot)[:] = (
+            np.random.default_rng(number).integers(0, 256, SIZE, np.uint8).data
+        )
 
     def holds(self, slot: int, number: int) -> bool:
-        return bytes(self.arena.view(slot)) == np.random.default_rng(number).integers(0, 256, SIZE, np.uint8).tobytes()
+        return (
+            bytes(self.arena.view(slot))
+            == np.random.default_rng(number).integers(0, 256, SIZE, np.uint8).tobytes()
+        )
 
     async def put(self, *numbers: int) -> list[int]:
         for slot, number in enumerate(numbers):
@@ -92,9 +103,14 @@ async def test_what_one_node_wrote_the_other_loads(running):
         assert one.backend.statistics().writes == 100
 
 
-@pytest.mark.parametrize("change", [{"fingerprint": bytes(32)}, {"model": "other"}, {"namespace": "o"}, {"ranks": 2}])
+@pytest.mark.parametrize(
+    "change", [{"fingerprint": bytes(32)}, {"model": "other"}, {"namespace": "o"}, {"ranks": 2}]
+)
 async def test_objects_of_different_identities_never_mix(running, change):
-    async with Node(running.address) as one, Node(running.address, identity=IDENTITY._replace(**change)) as other:
+    async with (
+        Node(running.address) as one,
+        Node(running.address, identity=IDENTITY._replace(**change)) as other,
+    ):
         await one.put(1)
         assert await other.backend.ask([key(1)], never) == 0
         await other.backend.clear()
@@ -108,9 +124,16 @@ async def test_a_bad_object_is_corrupt_and_goes(running):
         name = one.backend.name(key(1))
         good = await one.backend._client.call(lambda store: bytes(store.get(name)), b"")
         assert len(good) == SIZE + 96
-        for bad in (good[:-97] + bytes([good[-97] ^ 1]) + good[-96:], good[: SIZE // 2], good + b"x"):
+        for bad in (
+            good[:-97] + bytes([good[-97] ^ 1]) + good[-96:],
+            good[: SIZE // 2],
+            good + b"x",
+        ):
             assert await one.backend._client.remove([name]) == [0]
-            assert await one.backend._client.call(lambda store, bad=bad: int(store.put(name, bad)), -1) == 0
+            assert (
+                await one.backend._client.call(lambda store, bad=bad: int(store.put(name, bad)), -1)
+                == 0
+            )
             outcome = (await one.get(1))[0]
             assert outcome in (Outcome.CORRUPT, Outcome.UNAVAILABLE)
             if outcome == Outcome.CORRUPT:
@@ -210,7 +233,10 @@ async def request(cache, seed: int) -> int:
 
 
 async def test_two_caches_share_a_pool(running):
-    async with kvactors.open(config(running.address)) as one, kvactors.open(config(running.address)) as other:
+    async with (
+        kvactors.open(config(running.address)) as one,
+        kvactors.open(config(running.address)) as other,
+    ):
         for seed in range(6):
             assert await request(one, seed) == 0
         await one.settled()

@@ -40,16 +40,22 @@ async def test_objects_of_several_pieces_come_back_and_other_clients_see_them(ru
         bodies = [rng.integers(0, 256, 100_000, np.uint8) for _ in range(3)]
         heads = [rng.integers(0, 256, 96, np.uint8) for _ in range(3)]
         names = [f"piece-{i}" for i in range(3)]
-        pointers, sizes = zip(*(pieces(b, h) for b, h in zip(bodies, heads, strict=True)), strict=True)
+        pointers, sizes = zip(
+            *(pieces(b, h) for b, h in zip(bodies, heads, strict=True)), strict=True
+        )
         assert await one.put(names, pointers, sizes) == [OK] * 3
         assert await other.exist([*names, "nothing"]) == [1, 1, 1, 0]
         body, head = np.zeros(100_000, np.uint8), np.zeros(96, np.uint8)
         targets = [pieces(body, head), pieces(np.zeros(100_000, np.uint8), np.zeros(96, np.uint8))]
-        got = await other.get([names[1], "nothing"], [p for p, _ in targets], [s for _, s in targets])
+        got = await other.get(
+            [names[1], "nothing"], [p for p, _ in targets], [s for _, s in targets]
+        )
         assert got == [100_096, NOT_FOUND]
         assert np.array_equal(body, bodies[1])
         assert np.array_equal(head, heads[1])
-        assert await one.remove(names) == [OK] * 3, "although they were read just now, which gives a lease"
+        assert await one.remove(names) == [OK] * 3, (
+            "although they were read just now, which gives a lease"
+        )
         assert await other.exist(names) == [0, 0, 0]
     finally:
         await asyncio.gather(one.close(), other.close())
@@ -57,7 +63,9 @@ async def test_objects_of_several_pieces_come_back_and_other_clients_see_them(ru
 
 async def test_before_open_and_after_close_nothing_is_called(running):
     client = MooncakeClient(MooncakeConfig(master_server_address=running.address, **SMALL))
-    assert await client.exist(["a", "b"]) == [RPC_FAILED] * 2, "the bare client would end the process"
+    assert await client.exist(["a", "b"]) == [RPC_FAILED] * 2, (
+        "the bare client would end the process"
+    )
     await client.open()
     await client.close()
     assert await client.exist(["a"]) == [RPC_FAILED]
@@ -76,7 +84,11 @@ async def test_closing_with_calls_under_way_waits_for_them(running):
 
 
 async def test_a_master_that_is_not_there_is_an_error_within_its_time():
-    client = MooncakeClient(MooncakeConfig(master_server_address=f"127.0.0.1:{free_port()}", connect_timeout=0.5, **SMALL))
+    client = MooncakeClient(
+        MooncakeConfig(
+            master_server_address=f"127.0.0.1:{free_port()}", connect_timeout=0.5, **SMALL
+        )
+    )
     began = time.monotonic()
     with pytest.raises(StoreError, match="does not answer"):
         await client.open()
@@ -115,7 +127,14 @@ def test_a_missing_package_names_its_extra(monkeypatch):
 def test_toml_comes_before_the_file_and_the_file_before_variables(tmp_path):
     path = tmp_path / "mooncake.json"
     path.write_text(
-        json.dumps({"master_server_addr": "file:1", "protocol": "rdma", "device_name": "mlx5_0,mlx5_1", "mode": "x"})
+        json.dumps(
+            {
+                "master_server_addr": "file:1",
+                "protocol": "rdma",
+                "device_name": "mlx5_0,mlx5_1",
+                "mode": "x",
+            }
+        )
     )
     environ = {
         "MOONCAKE_CONFIG_PATH": str(path),
@@ -124,11 +143,17 @@ def test_toml_comes_before_the_file_and_the_file_before_variables(tmp_path):
         "MOONCAKE_GLOBAL_SEGMENT_SIZE": "4gb",
     }
     found = resolve(MooncakeConfig(protocol="tcp", timeout=2.0), environ)
-    assert (found.master_server_address, found.metadata_server) == ("file:1", "http://variable/metadata")
+    assert (found.master_server_address, found.metadata_server) == (
+        "file:1",
+        "http://variable/metadata",
+    )
     assert in_bytes(found.global_segment_size, "") == 4 << 30
     assert [found.devices_of(rank) for rank in range(3)] == ["mlx5_0", "mlx5_1", "mlx5_0"]
     assert found.timeout == 2.0
-    assert resolve(MooncakeConfig(master_server_address="toml:1"), environ).master_server_address == "toml:1"
+    assert (
+        resolve(MooncakeConfig(master_server_address="toml:1"), environ).master_server_address
+        == "toml:1"
+    )
 
 
 @pytest.mark.parametrize(
@@ -138,8 +163,16 @@ def test_toml_comes_before_the_file_and_the_file_before_variables(tmp_path):
         ({"master_server_address": "m:1", "local_hostname": "localhost"}, {}, "not 'localhost'"),
         ({"master_server_address": "m:1", "protocol": "udp"}, {}, "tcp or rdma"),
         ({"master_server_address": "m:1", "timeout": 0.0}, {}, "timeout must be a positive"),
-        ({"master_server_address": "m:1", "global_segment_size": "much"}, {}, "global_segment_size must be a size"),
-        ({"master_server_address": "m:1"}, {"MOONCAKE_LOCAL_BUFFER_SIZE": "-3"}, "local_buffer_size must be a size"),
+        (
+            {"master_server_address": "m:1", "global_segment_size": "much"},
+            {},
+            "global_segment_size must be a size",
+        ),
+        (
+            {"master_server_address": "m:1"},
+            {"MOONCAKE_LOCAL_BUFFER_SIZE": "-3"},
+            "local_buffer_size must be a size",
+        ),
         ({}, {"MOONCAKE_CONFIG_PATH": "/no/such/file"}, "MOONCAKE_CONFIG_PATH: /no/such/file"),
     ],
 )
@@ -149,7 +182,8 @@ def test_settings_that_cannot_be_are_named(changes, environ, complaint):
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("1024", 1024), ("512MB", 512 << 20), ("1.5 GiB", 3 << 29), ("2t", 2 << 40), (7, 7)]
+    ("text", "size"),
+    [("1024", 1024), ("512MB", 512 << 20), ("1.5 GiB", 3 << 29), ("2t", 2 << 40), (7, 7)],
 )
 def test_sizes(text, size):
     assert in_bytes(text, "x") == size

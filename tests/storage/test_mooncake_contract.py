@@ -33,4 +33,6 @@ class TestMooncake(StoreContract):
             global_segment_size="32MB",
             local_buffer_size="16MB",
         )
-        return MooncakeBackend(config, StoreIdentity("m", "n", next(numbers).to_bytes(32, "big")), self.block_bytes)
+        return MooncakeBackend(
+            config, StoreIdentity("m", "n", next(numbers).to_bytes(32, "big")), self.block_bytes
+        )

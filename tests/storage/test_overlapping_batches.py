@@ -1,4 +1,5 @@
-"""Batches that are written at the same time and have keys in common, in a store that keeps what hashes are made of."""
+"""Batches that are written at the same time and have keys in common, in a store that keeps what
+hashes are made of."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ async def written(store, arena, *batches: tuple[int, ...]) -> list[list[Outcome]
     async def one(first: int, batch: tuple[int, ...]) -> list[Outcome]:
         kept = [lineage(number) for number in batch]
         slots = range(first, first + len(batch))
-        report = await store.write_slots([one.key() for one in kept], arena, slots, lambda: False, kept)
+        report = await store.write_slots(
+            [one.key() for one in kept], arena, slots, lambda: False, kept
+        )
         return [Outcome(outcome) for outcome in report.outcomes]
 
     return await asyncio.gather(*(one(8 * index, batch) for index, batch in enumerate(batches)))

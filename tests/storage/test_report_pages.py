@@ -1,4 +1,5 @@
-"""A report on the whole store goes to the notifier in pages of one turn each, and is right although the store changes between two pages."""
+"""A report on the whole store goes to the notifier in pages of one turn each, and is right although
+the store changes between two pages."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ class Filled(MemoryBackend):
 
 
 class Reports:
-    """Records the reports of all writers, and the turn of each. between: called after each page with the number of pages so far."""
+    """Records the reports of all writers, and the turn of each. between: called after each page
+    with the number of pages so far."""
 
     def __init__(self, monkeypatch, between=lambda _: None) -> None:
         self.told: list[tuple[int, str, list[bytes]]] = []
@@ -72,7 +74,11 @@ async def test_a_large_store_is_reported_in_pages_of_one_turn_each(monkeypatch):
     async with kvactors.open(config(), backend=Filled(20_000)) as cache:
         await cache.settled()
         assert {len(names) for _, _, names in reports.told[:-1]} == {worker.REPORT_PAGE}
-        assert len({turn for turn, _, _ in reports.told}) == len(reports.told) == -(-20_000 // worker.REPORT_PAGE)
+        assert (
+            len({turn for turn, _, _ in reports.told})
+            == len(reports.told)
+            == -(-20_000 // worker.REPORT_PAGE)
+        )
         assert sorted(reports.names("Gained")) == [key(number) for number in range(20_000)]
 
 

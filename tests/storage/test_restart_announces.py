@@ -1,4 +1,5 @@
-"""After a restart the file store's blocks are announced: those that requests would find, with their paths."""
+"""After a restart the file store's blocks are announced: those that requests would find, with their
+paths."""
 
 from __future__ import annotations
 
@@ -22,16 +23,30 @@ BLOCK = 4
 def config(folder, sinks=("index",), policy="write_through", **storage) -> kvactors.Config:
     return kvactors.Config.from_mapping(
         {
-            "cache": {"model": "m", "block_size": BLOCK, "namespace": storage.pop("cache_namespace", "default")},
+            "cache": {
+                "model": "m",
+                "block_size": BLOCK,
+                "namespace": storage.pop("cache_namespace", "default"),
+            },
             "device": {"num_blocks": 64},
             "layout": {"num_layers": 1, "num_kv_heads": 1, "head_dim": 8, "dtype": "uint8"},
             "host": {"slots": 16, "transit_slots": 64},
             "storage": {
-                "backend": "file", "directory": str(folder), "capacity_blocks": 500, "write_policy": policy, "timeout": 60.0, **storage,
+                "backend": "file",
+                "directory": str(folder),
+                "capacity_blocks": 500,
+                "write_policy": policy,
+                "timeout": 60.0,
+                **storage,
             },
-            "flush": {"sinks": [{"kind": "memory", "name": name, "tiers": ["device", "host", "storage"]} for name in sinks]},
+            "flush": {
+                "sinks": [
+                    {"kind": "memory", "name": name, "tiers": ["device", "host", "storage"]}
+                    for name in sinks
+                ]
+            },
         }
-    )  # fmt: skip
+    )
 
 
 async def serve(cache, name: str, tokens: list[int], **scope):
@@ -67,7 +82,8 @@ async def filled(settings, seeds=range(10, 20), **scope) -> set[bytes]:
 
 
 async def truth(cache) -> None:
-    """What is announced of each prompt is what a request for it gets, and nothing is announced that no request gets."""
+    """What is announced of each prompt is what a request for it gets, and nothing is announced that
+    no request gets."""
     reachable = set()
     for i, tokens in enumerate(prompts()):
         before = announced(cache)
@@ -102,7 +118,8 @@ async def test_what_was_stored_is_announced_after_a_restart(tmp_path, monkeypatc
 @pytest.mark.parametrize("policy", ["write_through", "write_back"])
 async def test_after_a_kill_what_is_announced_is_what_requests_get(tmp_path, policy):
     worker = subprocess.Popen(  # noqa: ASYNC220  (it is read in a thread, and killed)
-        [sys.executable, str(Path(__file__).with_name("restart_worker.py")), str(tmp_path), policy], stdout=subprocess.PIPE
+        [sys.executable, str(Path(__file__).with_name("restart_worker.py")), str(tmp_path), policy],
+        stdout=subprocess.PIPE,
     )
     try:
         with anyio.fail_after(120):
@@ -158,13 +175,21 @@ async def test_an_adapter_and_media_are_announced_with_their_blocks(tmp_path):
     scope = {"lora": "adapter", "lora_id": 7, "extra_keys": [(BLOCK, BLOCK + 1, "image")]}
 
     def places(cache) -> dict[bytes, tuple]:
-        """Of each stored block its parent, tokens, extra key and origin, as they were sent to the sink."""
+        """Of each stored block its parent, tokens, extra key and origin, as they were sent to the
+        sink."""
         found = {}
         for task in cache.sinks["index"].tasks:
             if task.tier is Tier.STORAGE:
                 keys, extra_keys, size = split_keys(task.keys), dict(task.extra_keys), 4 * BLOCK
-                for i, (parent, key) in enumerate(zip([task.parent, *keys], keys, strict=False), task.start_block_idx):
-                    found[key] = (parent, task.tokens[i * size : (i + 1) * size], extra_keys.get(i, b""), task.origin)
+                for i, (parent, key) in enumerate(
+                    zip([task.parent, *keys], keys, strict=False), task.start_block_idx
+                ):
+                    found[key] = (
+                        parent,
+                        task.tokens[i * size : (i + 1) * size],
+                        extra_keys.get(i, b""),
+                        task.origin,
+                    )
         return found
 
     async with kvactors.open(config(tmp_path)) as cache:
@@ -189,7 +214,9 @@ async def test_blocks_of_another_namespace_are_not_announced(tmp_path):
 async def test_a_store_without_tokens_is_used_and_not_announced(tmp_path):
     before = await filled(config(tmp_path, keep_tokens=False))
     assert next(tmp_path.rglob("table")).read_bytes()[:4096].count(b'"entry_bytes":192') == 1
-    async with kvactors.open(config(tmp_path)) as cache:  # entries keep the size they were made with
+    async with kvactors.open(
+        config(tmp_path)
+    ) as cache:  # entries keep the size they were made with
         await cache.flush_settled()
         assert announced(cache) == set()
         assert cache.divergence() == 0
@@ -213,7 +240,9 @@ async def test_damaged_lineages_cost_the_announcement_of_their_paths_only(tmp_pa
     for at in range(PAGE, len(raw), size):
         entry = bytearray(raw[at : at + size])
         field = FIELD.pack(TOKENS, 4 * BLOCK) + (12).to_bytes(4, "little")
-        if (where := entry.find(field)) >= 0:  # the tokens of prompt(12): another number, under a good checksum
+        if (
+            where := entry.find(field)
+        ) >= 0:  # the tokens of prompt(12): another number, under a good checksum
             entry[where + 4] = 77
             entry[-8:] = xxhash.xxh3_64_intdigest(bytes(entry[:-8])).to_bytes(8, "little")
             raw[at : at + size] = entry
@@ -272,7 +301,9 @@ async def test_a_cache_that_closes_does_not_read_the_rest(tmp_path, monkeypatch)
     sent = []
     tell = writer.StorageWriter.tell
     monkeypatch.setattr(
-        writer.StorageWriter, "tell", lambda one, to, m: (isinstance(m, writer.Named) and sent.append(m), tell(one, to, m))
+        writer.StorageWriter,
+        "tell",
+        lambda one, to, m: (isinstance(m, writer.Named) and sent.append(m), tell(one, to, m)),
     )
     async with kvactors.open(config(tmp_path)):
         pass

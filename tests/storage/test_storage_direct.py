@@ -1,4 +1,5 @@
-"""StorageDirect: what it moves, what it refuses, and that nothing waits for a store that does not return."""
+"""StorageDirect: what it moves, what it refuses, and that nothing waits for a store that does not
+return."""
 
 from __future__ import annotations
 
@@ -86,13 +87,17 @@ def test_nothing_waits_for_a_move_that_takes_longer_than_it_may():
         assert answers(direct.turn(save(3, now + 60.0))) == []
         assert answers(direct.elapse(0.9)) == []
         assert answers(direct.elapse(0.2)) == [("Fetched", 2, 0), ("Saved", 3, 0)]
-        assert answers(direct.turn(fetch(4, now + 60.0))) == [("Fetched", 4, 0)], "nor does what comes later"
+        assert answers(direct.turn(fetch(4, now + 60.0))) == [("Fetched", 4, 0)], (
+            "nor does what comes later"
+        )
         assert answers(direct.turn(save(5, now + 60.0))) == [("Saved", 5, 0)]
         assert direct.actor.shed == 4
         over = direct.finish(running, Moved(Saved(1, 2)))
         assert answers(over) == [("Saved", 1, 2)], "its own blocks are held until it is over"
         again = direct.turn(fetch(6, now + 60.0)).jobs[0]
-        assert answers(direct.elapse(5.0)) == [], "the time of the last one does not count for this one"
+        assert answers(direct.elapse(5.0)) == [], (
+            "the time of the last one does not count for this one"
+        )
         assert answers(direct.finish(again, Moved(Fetched(6, 2)))) == [("Fetched", 6, 2)]
 
 

@@ -1,4 +1,5 @@
-"""The file store's format: golden bytes, damage to the first page, identities, generations, and what is private."""
+"""The file store's format: golden bytes, damage to the first page, identities, generations, and
+what is private."""
 
 from __future__ import annotations
 
@@ -19,14 +20,31 @@ from kvactors.identity import StoreIdentity
 from kvactors.lineage import Lineage
 from kvactors.storage.backends import FileBackend
 from kvactors.storage.backends import slab_table as table_module
-from kvactors.storage.backends.slab_lineage import entry_bytes_for, fields_of_lineage, lineage_in, room_beside
-from kvactors.storage.backends.slab_table import BODY, PAGE, WRITTEN_AT, Damaged, Meta, entry_of, fields_of, meta_of, scan
+from kvactors.storage.backends.slab_lineage import (
+    entry_bytes_for,
+    fields_of_lineage,
+    lineage_in,
+    room_beside,
+)
+from kvactors.storage.backends.slab_table import (
+    BODY,
+    PAGE,
+    WRITTEN_AT,
+    Damaged,
+    Meta,
+    entry_of,
+    fields_of,
+    meta_of,
+    scan,
+)
 from kvactors.storage.inspect import inspect
 from kvactors.storage.messages import Outcome
 from kvactors.storage.prune import prune
 from kvactors.testing.store_contract import Bench, key
 
-META = Meta(PRINT.hex(), SIZE, 8192, 16, model="m/7b", namespace="default", rank=1, ranks=4, generation=3)
+META = Meta(
+    PRINT.hex(), SIZE, 8192, 16, model="m/7b", namespace="default", rank=1, ranks=4, generation=3
+)
 
 
 def rewritten(page: bytes, **changes) -> bytes:
@@ -53,17 +71,32 @@ def test_golden_bytes_of_the_first_page():
 
 
 def test_golden_bytes_of_an_entry():
-    entry = entry_of(META, bytes(range(100, 132)), 0x1122334455667788, 7, 3, {1: b"\x01" * 8, 900: b"later"})
+    entry = entry_of(
+        META, bytes(range(100, 132)), 0x1122334455667788, 7, 3, {1: b"\x01" * 8, 900: b"later"}
+    )
     assert entry.hex() == (
-        "4b564143544f5253" "02000000" "15000000"
+        "4b564143544f5253"
+        "02000000"
+        "15000000"
         "000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f"
         "6465666768696a6b6c6d6e6f707172737475767778797a7b7c7d7e7f80818283"
-        "8813000000000000" "8877665544332211" "0700000000000000" "0300000000000000"
-        "01000800" "0101010101010101" "84030500" "6c61746572" + "00" * 51 + "fcba42cea85ace3e"
-    )  # fmt: skip
+        "8813000000000000"
+        "8877665544332211"
+        "0700000000000000"
+        "0300000000000000"
+        "01000800"
+        "0101010101010101"
+        "84030500"
+        "6c61746572" + "00" * 51 + "fcba42cea85ace3e"
+    )
     assert fields_of(entry) == {1: b"\x01" * 8, 900: b"later"}
     [one] = scan(bytes(192) + entry, META).found
-    assert (one.slot, one.key, one.sequence, one.checksum) == (1, bytes(range(100, 132)), 7, 0x1122334455667788)
+    assert (one.slot, one.key, one.sequence, one.checksum) == (
+        1,
+        bytes(range(100, 132)),
+        7,
+        0x1122334455667788,
+    )
 
 
 def test_metadata_of_later_versions_is_skipped_and_what_does_not_fit_left_out():
@@ -72,7 +105,9 @@ def test_metadata_of_later_versions_is_skipped_and_what_does_not_fit_left_out():
     assert fields_of(entry) == {7: bytes(300), 1: b"12345678"}
     assert [one.key for one in scan(entry, wide).found] == [key(1)]
     assert fields_of(entry_of(META, key(1), 5, 1, 3, {7: bytes(80)})) == {}
-    assert meta_of(rewritten(META.page(), tokens_of_paths=True), "") == META, "fields of a later version are skipped"
+    assert meta_of(rewritten(META.page(), tokens_of_paths=True), "") == META, (
+        "fields of a later version are skipped"
+    )
 
 
 async def test_a_store_whose_entries_have_another_size_is_read_and_written(tmp_path, monkeypatch):
@@ -92,12 +127,27 @@ async def test_a_store_whose_entries_have_another_size_is_read_and_written(tmp_p
 @pytest.mark.parametrize(
     "changes",
     [
-        {"slots_per_slab": 0}, {"slots_per_slab": 2**31}, {"slots_per_slab": 2**64 - 1}, {"slots_per_slab": -1}, {"stride": 0},
-        {"stride": 4097}, {"stride": 2**60}, {"block_bytes": 0}, {"block_bytes": 2**62}, {"entry_bytes": 0}, {"entry_bytes": 2**40},
-        {"entry_bytes": 193}, {"generation": -1}, {"generation": 2**63}, {"digest": "00"}, {"digest": "zz"}, {"magic": "other"},
-        {"version": 1}, {"slots_per_slab": "many"},
+        {"slots_per_slab": 0},
+        {"slots_per_slab": 2**31},
+        {"slots_per_slab": 2**64 - 1},
+        {"slots_per_slab": -1},
+        {"stride": 0},
+        {"stride": 4097},
+        {"stride": 2**60},
+        {"block_bytes": 0},
+        {"block_bytes": 2**62},
+        {"entry_bytes": 0},
+        {"entry_bytes": 2**40},
+        {"entry_bytes": 193},
+        {"generation": -1},
+        {"generation": 2**63},
+        {"digest": "00"},
+        {"digest": "zz"},
+        {"magic": "other"},
+        {"version": 1},
+        {"slots_per_slab": "many"},
     ],
-)  # fmt: skip
+)
 def test_values_out_of_range_are_damage(changes):
     with pytest.raises(Damaged):
         meta_of(rewritten(META.page(), **changes), "here")
@@ -110,7 +160,10 @@ async def stored(folder: Path) -> Path:
         return bench.store.files.folder / "table"
 
 
-@pytest.mark.parametrize("how", ["bit 0", "bit 901", "bit 4095", "torn", "zeros", "short", "empty", "zero slots", "huge slots"])
+@pytest.mark.parametrize(
+    "how",
+    ["bit 0", "bit 901", "bit 4095", "torn", "zeros", "short", "empty", "zero slots", "huge slots"],
+)
 async def test_damage_to_the_first_page_costs_the_contents_and_not_the_start(tmp_path, how):
     table = await stored(tmp_path)
     raw = bytearray(table.read_bytes())
@@ -122,7 +175,8 @@ async def test_damage_to_the_first_page_costs_the_contents_and_not_the_start(tmp
         raw[:PAGE] = bytes(PAGE)
     elif how.endswith("slots"):
         page = bytes(raw[:PAGE]).replace(
-            b'"slots_per_slab":', b'"slots_per_slab":' + (b"0" if how == "zero slots" else b"99999999999999")
+            b'"slots_per_slab":',
+            b'"slots_per_slab":' + (b"0" if how == "zero slots" else b"99999999999999"),
         )
         raw[:PAGE] = page[:PAGE]
     else:
@@ -149,7 +203,9 @@ async def test_a_version_1_store_and_a_later_one_are_errors_that_name_them(tmp_p
     old = b'{"fingerprint":"00","block_bytes":5000,"stride":8192,"slots_per_slab":9,"magic":"KVACTORS slabs","version":1}'
     for first, version in ((old.ljust(PAGE, b"\n"), 1), (rewritten(page, version=3), 3)):
         table.write_bytes(first)
-        with pytest.raises(StoreError, match=f"format version {version}, this is version 2.*store prune"):
+        with pytest.raises(
+            StoreError, match=f"format version {version}, this is version 2.*store prune"
+        ):
             await FileBackend(tmp_path, PRINT, SIZE).open()
         assert table.read_bytes() == first, "left as it is"
         assert [one.state for one in inspect(tmp_path)] == ["other version"]
@@ -168,14 +224,23 @@ def store_of(directory: Path, identity: StoreIdentity) -> FileBackend:
 
 
 OTHERS = [
-    IDENTITY._replace(model="model-b"), IDENTITY._replace(namespace="other"), IDENTITY._replace(rank=1),
-    IDENTITY._replace(ranks=4), IDENTITY._replace(fingerprint=bytes(32)),
-]  # fmt: skip
+    IDENTITY._replace(model="model-b"),
+    IDENTITY._replace(namespace="other"),
+    IDENTITY._replace(rank=1),
+    IDENTITY._replace(ranks=4),
+    IDENTITY._replace(fingerprint=bytes(32)),
+]
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=["model", "namespace", "rank", "ranks", "layout"])
-@pytest.mark.parametrize("depth", [1, 2, 3, 4], ids=["identity folder", "rank folder", "namespace folder", "model folder"])
-async def test_a_folder_moved_to_another_identitys_place_gives_misses_or_an_error(tmp_path, other, depth):
+@pytest.mark.parametrize(
+    "depth",
+    [1, 2, 3, 4],
+    ids=["identity folder", "rank folder", "namespace folder", "model folder"],
+)
+async def test_a_folder_moved_to_another_identitys_place_gives_misses_or_an_error(
+    tmp_path, other, depth
+):
     store = store_of(tmp_path, IDENTITY)
     await store.open()
     from kvactors.device.arena import Arena
@@ -233,7 +298,9 @@ async def test_files_are_0600_and_folders_0700_whatever_the_umask(tmp_path, umas
     finally:
         os.umask(before)
     assert modes(folder) == {"0o600"}
-    assert {oct(path.stat().st_mode & 0o777) for path in (tmp_path / "a", tmp_path / "a" / "b", folder)} == {"0o700"}
+    assert {
+        oct(path.stat().st_mode & 0o777) for path in (tmp_path / "a", tmp_path / "a" / "b", folder)
+    } == {"0o700"}
 
 
 async def test_files_that_were_readable_by_all_are_closed(tmp_path):
@@ -292,7 +359,8 @@ async def test_a_pipe_in_the_place_of_a_file_is_an_error_and_no_hang(tmp_path):
 
 
 async def test_a_clear_is_durable_when_it_returns(tmp_path):
-    """A process that is killed (SIGKILL) right after `clear` returned; the next one finds nothing from before it, and what came after it."""
+    """A process that is killed (SIGKILL) right after `clear` returned; the next one finds nothing
+    from before it, and what came after it."""
     script = f"""
 import asyncio, os, signal, sys
 sys.path[:0] = {sys.path!r}
@@ -317,7 +385,9 @@ asyncio.run(main())
             assert await bench.get(100, 101) == [OK if after else Outcome.MISS] * 2
 
 
-async def test_a_clear_that_the_disk_refuses_is_an_error_and_nothing_is_hit_all_the_same(tmp_path, monkeypatch):
+async def test_a_clear_that_the_disk_refuses_is_an_error_and_nothing_is_hit_all_the_same(
+    tmp_path, monkeypatch
+):
     async with opened(tmp_path) as bench:
         await bench.put(1, 2)
 
@@ -339,8 +409,11 @@ async def test_a_clear_that_the_disk_refuses_is_an_error_and_nothing_is_hit_all_
         assert bench.store.generation == 3
 
 
-async def test_a_batch_that_was_being_written_when_the_store_was_cleared_does_not_come_back(tmp_path, monkeypatch):
-    """Stopped at each thread call of the batch in turn; the process 'ends' there, without any later erasure."""
+async def test_a_batch_that_was_being_written_when_the_store_was_cleared_does_not_come_back(
+    tmp_path, monkeypatch
+):
+    """Stopped at each thread call of the batch in turn; the process 'ends' there, without any later
+    erasure."""
     for step in range(1, 12):
         folder = tmp_path / str(step)
         async with opened(folder) as bench:
@@ -379,7 +452,9 @@ async def test_a_view_beside_the_process_that_writes_hits_nothing_that_was_clear
 async def test_two_clears_at_once_end_in_the_later_generation(tmp_path):
     async with opened(tmp_path) as bench:
         await bench.put(1)
-        await asyncio.gather(bench.store.clear(), bench.store.clear(), bench.store.clear(generation=10))
+        await asyncio.gather(
+            bench.store.clear(), bench.store.clear(), bench.store.clear(generation=10)
+        )
         assert bench.store.generation == 10
         await bench.put(2)
     async with opened(tmp_path) as bench:
@@ -396,17 +471,25 @@ assert table_module.VERSION == 2
 def test_a_lineage_in_an_entry_byte_for_byte():
     """Of docs/store_format.md: two tokens, a media item and an adapter."""
     meta = Meta("00" * 32, 4096, 4096, 1, entry_bytes=entry_bytes_for(2))
-    lineage = Lineage(b"P" * 32, bytes.fromhex("0100000002000000"), b"extra", Origin("ad", lora_id=-2))
+    lineage = Lineage(
+        b"P" * 32, bytes.fromhex("0100000002000000"), b"extra", Origin("ad", lora_id=-2)
+    )
     fields = {WRITTEN_AT: (5).to_bytes(8, "little")} | fields_of_lineage(lineage, room_beside(meta))
     entry = entry_of(meta, lineage.key(), 1, 2, 3, fields)
     area = (
-        "0100" "0800" "0500000000000000"
-        "0200" "2000" + "50" * 32 +
-        "0300" "0800" "0100000002000000"
-        "0400" "0500" + b"extra".hex() +
-        "0500" "0200" + b"ad".hex() +
-        "0600" "0800" "feffffffffffffff"
-    )  # fmt: skip
+        "0100"
+        "0800"
+        "0500000000000000"
+        "0200"
+        "2000" + "50" * 32 + "0300"
+        "0800"
+        "0100000002000000"
+        "0400"
+        "0500" + b"extra".hex() + "0500"
+        "0200" + b"ad".hex() + "0600"
+        "0800"
+        "feffffffffffffff"
+    )
     assert len(entry) == meta.entry_bytes == 312
     assert int.from_bytes(entry[12:16], "little") == len(area) // 2
     assert entry[112 : 112 + len(area) // 2].hex() == area

@@ -1,4 +1,5 @@
-"""The file store on disks that are full, fail for a moment, hang, or are read while objects go; and processes that fork."""
+"""The file store on disks that are full, fail for a moment, hang, or are read while objects go; and
+processes that fork."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def failing(number):
 # -- full
 
 
-async def test_a_disk_that_becomes_full_evicts_the_least_recently_used(tmp_path, monkeypatch, small_slabs):
+async def test_a_disk_that_becomes_full_evicts_the_least_recently_used(
+    tmp_path, monkeypatch, small_slabs
+):
     async with opened(tmp_path) as bench:
         store = bench.store
         await bench.put(*range(16))
@@ -78,7 +81,8 @@ async def test_a_disk_with_room_again_is_used(tmp_path, monkeypatch, small_slabs
 
 
 async def test_no_space_at_a_write_takes_one_objects_place(tmp_path, monkeypatch, small_slabs):
-    """A disk that allocates when a slot is written first: the slots that are not written yet cannot be."""
+    """A disk that allocates when a slot is written first: the slots that are not written yet cannot
+    be."""
     async with opened(tmp_path) as bench:
         await bench.put(*range(4))
         used, real = set(range(4)), os.pwritev
@@ -95,7 +99,9 @@ async def test_no_space_at_a_write_takes_one_objects_place(tmp_path, monkeypatch
         whole(bench.store)
 
 
-async def test_a_disk_that_refuses_every_write_does_not_empty_the_store(tmp_path, monkeypatch, small_slabs):
+async def test_a_disk_that_refuses_every_write_does_not_empty_the_store(
+    tmp_path, monkeypatch, small_slabs
+):
     async with opened(tmp_path) as bench:
         await bench.put(*range(8))
         monkeypatch.setattr(os, "pwritev", failing(errno.ENOSPC))
@@ -128,7 +134,9 @@ async def test_a_capacity_counts_the_other_layouts_in_the_folder(tmp_path, small
             await bench.put(*range(24))
             assert len(bench.store.keys()) == 16
     assert any("prune" in one["event"] for one in logs)
-    assert any(one["event"] == "file store open" and one["capacity_bytes"] == 16 * 8192 for one in logs)
+    assert any(
+        one["event"] == "file store open" and one["capacity_bytes"] == 16 * 8192 for one in logs
+    )
 
 
 # -- bad objects and bad moments
@@ -159,7 +167,9 @@ async def test_slots_in_quarantine_come_back_when_they_prove_good(tmp_path, smal
         assert store.catalog.capacity == 8
 
 
-async def test_a_slot_that_is_really_bad_goes_back_into_quarantine_for_longer(tmp_path, monkeypatch, small_slabs):
+async def test_a_slot_that_is_really_bad_goes_back_into_quarantine_for_longer(
+    tmp_path, monkeypatch, small_slabs
+):
     async with opened(tmp_path, 8) as bench:
         store = bench.store
         await bench.put(*range(8))
@@ -178,7 +188,9 @@ async def test_a_slot_that_is_really_bad_goes_back_into_quarantine_for_longer(tm
 
 @pytest.mark.parametrize("call", ["preadv", "pread", "stat"])
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EAGAIN])
-async def test_an_error_of_a_moment_is_unavailable_and_costs_nothing(tmp_path, monkeypatch, call, number):
+async def test_an_error_of_a_moment_is_unavailable_and_costs_nothing(
+    tmp_path, monkeypatch, call, number
+):
     async with opened(tmp_path) as bench:
         await bench.put(1, 2)
         with monkeypatch.context() as patch:
@@ -263,7 +275,9 @@ async def test_failed_opens_leave_no_threads(tmp_path):
     await threads_down_to(before)
 
 
-async def test_close_does_not_wait_for_a_disk_that_hangs_and_gives_the_lock_up(tmp_path, monkeypatch):
+async def test_close_does_not_wait_for_a_disk_that_hangs_and_gives_the_lock_up(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(file_module, "CLOSING", 0.05)
     go = threading.Event()
     async with opened(tmp_path) as bench:
@@ -340,7 +354,9 @@ async def test_the_breaker_logs_each_change_once_with_its_reason(tmp_path):
         with structlog.testing.capture_logs() as logs:
             for number in range(10, 22):
                 assert await bench.put(number) == [UNAVAILABLE]
-        assert [(one["event"], one["log_level"]) for one in logs] == [("store left alone", "warning")]
+        assert [(one["event"], one["log_level"]) for one in logs] == [
+            ("store left alone", "warning")
+        ]
         assert "deleted or moved" in logs[0]["reason"]
         assert bench.store.breaker.reason == logs[0]["reason"]
 

@@ -1,4 +1,5 @@
-"""Stores of different models, namespaces and ranks: no block of one is a hit in another, wherever its folder is."""
+"""Stores of different models, namespaces and ranks: no block of one is a hit in another, wherever
+its folder is."""
 
 from __future__ import annotations
 
@@ -56,8 +57,12 @@ async def hit(tmp_path, **identity) -> bool:
     return report.outcomes == bytes([Outcome.OK])
 
 
-@pytest.mark.parametrize("change", [{"model": "other"}, {"namespace": "other"}, {"rank": 1}, {"ranks": 4}])
-async def test_an_object_of_another_identity_is_a_miss_also_in_a_folder_that_was_renamed(tmp_path, change):
+@pytest.mark.parametrize(
+    "change", [{"model": "other"}, {"namespace": "other"}, {"rank": 1}, {"ranks": 4}]
+)
+async def test_an_object_of_another_identity_is_a_miss_also_in_a_folder_that_was_renamed(
+    tmp_path, change
+):
     await write(tmp_path, **fields())
     assert await hit(tmp_path, **fields())
     assert not await hit(tmp_path, **fields(**change))
@@ -65,7 +70,9 @@ async def test_an_object_of_another_identity_is_a_miss_also_in_a_folder_that_was
     shutil.rmtree(other.folder(tmp_path), ignore_errors=True)
     other.folder(tmp_path).parent.mkdir(parents=True, exist_ok=True)
     mine.folder(tmp_path).rename(other.folder(tmp_path))
-    assert not await hit(tmp_path, **fields(**change)), "the headers carry the identity, not the folder alone"
+    assert not await hit(tmp_path, **fields(**change)), (
+        "the headers carry the identity, not the folder alone"
+    )
 
 
 def config(tmp_path, model: str, **cache) -> Config:
@@ -74,7 +81,11 @@ def config(tmp_path, model: str, **cache) -> Config:
             "cache": {"block_size": 4, "model": model, **cache},
             "device": {"num_blocks": 8},
             "layout": {"num_layers": 1, "num_kv_heads": 1, "head_dim": 8},
-            "storage": {"backend": "file", "directory": str(tmp_path), "write_policy": "write_through"},
+            "storage": {
+                "backend": "file",
+                "directory": str(tmp_path),
+                "write_policy": "write_through",
+            },
         }
     )
 

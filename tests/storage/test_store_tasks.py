@@ -41,7 +41,11 @@ def test_a_loop_ends_although_a_step_of_the_store_hangs(tmp_path, monkeypatch, c
     async def main():
         store = FileBackend(tmp_path, PRINT, SIZE, 4)
         await store.open()
-        work = store.write([bytes(32)], [memoryview(bytes(SIZE))], lambda: False) if call == "grow" else store.clear()
+        work = (
+            store.write([bytes(32)], [memoryview(bytes(SIZE))], lambda: False)
+            if call == "grow"
+            else store.clear()
+        )
         main.task = asyncio.create_task(work)
         while not disk.entered.is_set():
             await asyncio.sleep(0.001)
@@ -80,7 +84,8 @@ async def test_a_lock_that_is_replaced_again_and_again_is_an_error(tmp_path, mon
 
 
 async def test_a_write_between_the_end_of_a_growth_and_its_callbacks_asks_for_another(tmp_path):
-    """The slab of the one that is over may be full already: its answer, got without waiting, would be got again for ever."""
+    """The slab of the one that is over may be full already: its answer, got without waiting, would
+    be got again for ever."""
     async with opened(tmp_path, capacity=8) as bench:
         growth = bench.store.growth
         first = asyncio.create_task(growth.more())

@@ -19,7 +19,8 @@ from kvactors.testing import Deadlock, Livelock, SimLoop, loop_factory, simulate
 
 
 async def racy_counter() -> int:
-    """Read, yield, write, beside one that waits a turn first: on a plain loop they always take the same turns."""
+    """Read, yield, write, beside one that waits a turn first: on a plain loop they always take the
+    same turns."""
     count = 0
 
     async def read_then_write():
@@ -131,18 +132,31 @@ def test_a_deadlock_names_who_waits_for_what_and_where():
     with pytest.raises(Deadlock, match="nothing is ready and no timer is set") as caught:
         simulate(main)
     outer, inner = caught.value.waiting
-    assert re.fullmatch(r".*main#1 waits for its tasks left alone#2 \(tests/testing/test_loop.py:\d+ in main\)", outer)
-    line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "await never" in text)
-    assert inner == f"left alone#2 waits for a future that nobody completes (tests/testing/test_loop.py:{line} in parked)"
+    assert re.fullmatch(
+        r".*main#1 waits for its tasks left alone#2 \(tests/testing/test_loop.py:\d+ in main\)",
+        outer,
+    )
+    line = next(
+        n
+        for n, text in enumerate(Path(__file__).read_text().splitlines(), 1)
+        if "await never" in text
+    )
+    assert (
+        inner == "left alone#2 waits for a future that nobody completes "
+        f"(tests/testing/test_loop.py:{line} in parked)"
+    )
 
 
 @pytest.mark.parametrize("forever", [True, False])
 def test_a_cyclic_ask_is_a_deadlock_that_names_both(forever):
-    """Two servers that take one request at a time and ask each other meanwhile; the asks' own timers do not hide it."""
+    """Two servers that take one request at a time and ask each other meanwhile; the asks' own
+    timers do not hide it."""
     loop = SimLoop(impatient=not forever)
 
     async def main():
-        refs = {name: ActorRef(name, name, Channel(name, 4), Activity()) for name in ("left", "right")}
+        refs = {
+            name: ActorRef(name, name, Channel(name, 4), Activity()) for name in ("left", "right")
+        }
 
         async def serve(name, other):
             deadline = float("inf") if forever else deadline_after(3)
@@ -268,7 +282,9 @@ def test_the_factory_serves_a_plain_runner():
             return runner.run(racy_counter())
 
     assert {answers(seed) for seed in range(20)} == {1, 2}
-    assert [answers(seed) for seed in range(20)] == [simulate(racy_counter, seed) for seed in range(20)]
+    assert [answers(seed) for seed in range(20)] == [
+        simulate(racy_counter, seed) for seed in range(20)
+    ]
 
 
 pytest_plugins = ["pytester"]
@@ -302,7 +318,10 @@ def test_it_runs_tests_of_pytest_asyncio(pytester, mode):
         def pytest_sessionfinish():
             assert collected == [0, 1, 2]
     """)
-    pytester.makepyfile(test_day="import pytest\npytestmark = pytest.mark.asyncio\n" + ASYNC_TEST.replace("\n    ", "\n"))
+    pytester.makepyfile(
+        test_day="import pytest\npytestmark = pytest.mark.asyncio\n"
+        + ASYNC_TEST.replace("\n    ", "\n")
+    )
     result = pytester.runpytest_inprocess(
         "-o",
         f"asyncio_mode={mode}",
@@ -330,6 +349,9 @@ def test_it_runs_tests_of_anyios_plugin(pytester):
         def seen():
             return []
     """)
-    pytester.makepyfile(test_day="import pytest\npytestmark = pytest.mark.anyio\n" + ASYNC_TEST.replace("\n    ", "\n"))
+    pytester.makepyfile(
+        test_day="import pytest\npytestmark = pytest.mark.anyio\n"
+        + ASYNC_TEST.replace("\n    ", "\n")
+    )
     result = pytester.runpytest_inprocess("-p", "no:asyncio", "-p", "no:cacheprovider", "-q")
     result.assert_outcomes(passed=3)

@@ -1,4 +1,5 @@
-"""Message traces: the same seed gives the same bytes, and one request's messages can be told from the others'."""
+"""Message traces: the same seed gives the same bytes, and one request's messages can be told from
+the others'."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def prompt(family, tokens=5 * BLOCK):
 
 
 async def traffic(sim, **options):
-    """A few clients in a cache that is too small for them, with something going wrong; what each saw, in order."""
+    """A few clients in a cache that is too small for them, with something going wrong; what each
+    saw, in order."""
     seen = []
     async with sim.open(device={"num_blocks": 16}, host={"slots": 16}, **options) as cache:
         sim.faults.plan(sim.faults.draw(4))
@@ -51,7 +53,9 @@ async def traffic(sim, **options):
             for turn in range(4):
                 await anyio.sleep(sim.random.random() * 0.01)
                 try:
-                    lease = await cache.acquire(f"r{number}.{turn}", prompt(sim.random.randrange(5)))
+                    lease = await cache.acquire(
+                        f"r{number}.{turn}", prompt(sim.random.randrange(5))
+                    )
                 except kvactors.NoRoom:
                     seen.append((number, "no room"))
                     continue
@@ -81,8 +85,15 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_another_story():
 
 
 def test_another_process_with_other_hashes_and_addresses_tells_the_same():
-    command = "import sys; sys.path.insert(0, sys.argv[1]); import test_message_trace as t; print(t.traced(3)[1])"
-    environment = {**os.environ, "PYTHONHASHSEED": "77", "PYTHONPATH": str(Path(kvactors.__file__).parents[1])}
+    command = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import test_message_trace as t; "
+        "print(t.traced(3)[1])"
+    )
+    environment = {
+        **os.environ,
+        "PYTHONHASHSEED": "77",
+        "PYTHONPATH": str(Path(kvactors.__file__).parents[1]),
+    }
     done = subprocess.run(
         [sys.executable, "-P", "-c", command, str(Path(__file__).parent)],
         env=environment,
@@ -91,7 +102,10 @@ def test_another_process_with_other_hashes_and_addresses_tells_the_same():
         timeout=60,
         check=True,
     )
-    assert done.stdout.strip().splitlines()[-len(traced(3)[1].splitlines()) :] == traced(3)[1].strip().splitlines()
+    assert (
+        done.stdout.strip().splitlines()[-len(traced(3)[1].splitlines()) :]
+        == traced(3)[1].strip().splitlines()
+    )
 
 
 def test_listening_changes_nothing():
@@ -111,10 +125,13 @@ def test_rows_are_aligned_and_words_are_short():
     assert "0x" not in text
     assert "b'" not in text
     assert re.search(
-        r"prefix_index +cpu_evictor +Load +op=\d+ root=1:[0-9a-f]{8} keys=[1-5]:[0-9a-f]{8} start=\d+ blocks=\[", text
+        r"prefix_index +cpu_evictor +Load +op=\d+ root=1:[0-9a-f]{8} keys=[1-5]:[0-9a-f]{8} start=\d+ blocks=\[",
+        text,
     )
     assert "path=40 tokens" in text
-    assert re.search(r"answer +#\d+ Acquire: Granted\(blocks=\[\d+,..5\] cached_tokens=\d+ pending=", text)
+    assert re.search(
+        r"answer +#\d+ Acquire: Granted\(blocks=\[\d+,..5\] cached_tokens=\d+ pending=", text
+    )
 
 
 def test_what_concerns_one_request_is_all_of_it_and_little_else():
@@ -153,7 +170,9 @@ def test_what_concerns_one_request_is_all_of_it_and_little_else():
     acquire = next(record for record in records if record.kind == "Acquire")
     assert load.cause == acquire.number
     lease = int(re.search(r"lease=(\d+)", acquire.fields)[1])
-    assert [one.number for one in minimal(sim.trace, lease=lease)] == [one.number for one in records]
+    assert [one.number for one in minimal(sim.trace, lease=lease)] == [
+        one.number for one in records
+    ]
     op = next(link for link in load.links if link[0] == "op")
     assert {one.kind for one in minimal(sim.trace, op=op[1:])} >= {"Load", "Loaded", "Probe"}
     with pytest.raises(ValueError, match="must be given"):
@@ -231,9 +250,16 @@ def test_asks_that_end_otherwise_are_told_apart():
         envelopes[1].fail(kvactors.NoRoom(2, 1))
         tasks[2].cancel()
         done = await asyncio.gather(*tasks, return_exceptions=True)
-        assert [type(one) for one in done] == [type(None), kvactors.NoRoom, asyncio.CancelledError, DeadlineExceeded]
+        assert [type(one) for one in done] == [
+            type(None),
+            kvactors.NoRoom,
+            asyncio.CancelledError,
+            DeadlineExceeded,
+        ]
         told = sorted(
-            (record.kind, re.sub(r"#\d+", "#", record.fields)) for record in trace.records if record.kind != "Question"
+            (record.kind, re.sub(r"#\d+", "#", record.fields))
+            for record in trace.records
+            if record.kind != "Question"
         )
         assert told == [
             ("answer", "# Question: 7"),
@@ -271,7 +297,10 @@ def test_asks_that_end_at_once_are_listed_in_one_order_however_the_core_ends_the
             ref = supervisor.make_ref(Silent, 64)
             trace.watch(ref)
             async with supervisor.running(Group("all", (ActorSpec(Silent, Silent, ref),))):
-                asks = [asyncio.create_task(ref.ask(Question(i), deadline=deadline_after(1))) for i in range(20)]
+                asks = [
+                    asyncio.create_task(ref.ask(Question(i), deadline=deadline_after(1)))
+                    for i in range(20)
+                ]
                 await asyncio.sleep(0.1)
                 if dies:
                     ref.try_tell(Boom())
@@ -304,13 +333,15 @@ def test_words_of_values():
     assert describe(Note(b"", (1, 2), b"")) == "Note(keys=0 blocks=[1,2] payload=0B)"
     assert describe(object()) == "<object>"
     assert (
-        describe(CopyFinished(7, Direction.TO_HOST, (), 2, 0.123)) == "CopyFinished(op=7 direction=to_host failed=[] pairs=2)"
+        describe(CopyFinished(7, Direction.TO_HOST, (), 2, 0.123))
+        == "CopyFinished(op=7 direction=to_host failed=[] pairs=2)"
     )
     assert describe(Envelope(note)) == "<Envelope>"
 
 
 def test_a_failing_seed_fails_again_with_the_same_trace():
-    """A client that reads another's blocks without waiting for them: some seeds find it, and each of these finds it again."""
+    """A client that reads another's blocks without waiting for them: some seeds find it, and each
+    of these finds it again."""
 
     async def main(sim):
         async with sim.open(checked=False) as cache:
@@ -327,7 +358,9 @@ def test_a_failing_seed_fails_again_with_the_same_trace():
                 async with await cache.acquire("reader", prompt(1)) as lease:
                     await lease.ready()
                     cached = lease.cached_tokens // BLOCK
-                    assert cache.device.check(lease.block_table[:cached], lease.keys(0, cached)) == []
+                    assert (
+                        cache.device.check(lease.block_table[:cached], lease.keys(0, cached)) == []
+                    )
 
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(write)

@@ -104,7 +104,9 @@ RACE = """
 """
 
 
-def test_a_failure_tells_its_seed_its_messages_and_how_to_replay_it_and_the_replay_is_the_same(pytester):
+def test_a_failure_tells_its_seed_its_messages_and_how_to_replay_it_and_the_replay_is_the_same(
+    pytester,
+):
     pytester.makepyfile(RACE)
     result = run(pytester, "--kv-seeds", "20")
     outcomes = result.parseoutcomes()
@@ -113,7 +115,9 @@ def test_a_failure_tells_its_seed_its_messages_and_how_to_replay_it_and_the_repl
     found = re.fullmatch(r"seed (\d+); replay it: pytest (.*)", told[0])
     seed, command = found[1], shlex.split(found[2])
     assert command == [f"{Path(command[0]).name}", "--kv-seed", seed]
-    header = re.fullmatch(r"of (\d+) messages the (\d+) that concern request (left|right):", told[2])
+    header = re.fullmatch(
+        r"of (\d+) messages the (\d+) that concern request (left|right):", told[2]
+    )
     assert int(header[2]) < int(header[1])
     assert f"request_id={header[3]}" in told[4]
     other = {"left": "right", "right": "left"}[header[3]]
@@ -152,9 +156,16 @@ def test_a_deadlock_is_reported_by_name(pytester):
             kv_sim.run(main)
     """)
     result = run(pytester, "--kv-seed", "0")
-    result.stdout.fnmatch_lines(["*Deadlock: nothing is ready and no timer is set*", "*prefix_index waits for a message*"])
     result.stdout.fnmatch_lines(
-        ["*main#1 waits for a future that nobody completes (test_a_deadlock_is_reported_by_name.py:8 in main)*"]
+        ["*Deadlock: nothing is ready and no timer is set*", "*prefix_index waits for a message*"]
+    )
+    result.stdout.fnmatch_lines(
+        [
+            (
+                "*main#1 waits for a future that nobody completes "
+                "(test_a_deadlock_is_reported_by_name.py:8 in main)*"
+            )
+        ]
     )
 
 
@@ -170,7 +181,10 @@ def test_a_deadlock_that_only_a_deadline_ended_is_told_too(pytester):
     told = section(run(pytester, "--kv-seed", "0"))
     assert re.fullmatch(r"since 0\.\d{4} s everybody waits for time-outs alone", told[2])
     assert any("that concern request r1:" in line for line in told)
-    assert any(line.startswith("request r1 (main#1) waits for the answer to Acquire by prefix_index") for line in told)
+    assert any(
+        line.startswith("request r1 (main#1) waits for the answer to Acquire by prefix_index")
+        for line in told
+    )
 
 
 def test_an_unclean_end_names_the_leases(pytester):
@@ -188,7 +202,9 @@ def test_an_unclean_end_names_the_leases(pytester):
                         lease = None
             with pytest.raises(Unclean) as caught:
                 kv_sim.run(main)
-            text = "'held' was never finished" if kept else "'dropped' was dropped and never finished"
+            text = (
+                "'held' was never finished" if kept else "'dropped' was dropped and never finished"
+            )
             assert caught.value.problems == [f"the lease of {text}"]
 
         def test_a_violated_invariant_is_named(kv_sim):
@@ -341,7 +357,9 @@ def test_a_real_cache_under_pytest_asyncio(pytester, mode):
 
 
 def test_a_real_cache_under_anyios_plugin(pytester):
-    pytester.makeconftest("import pytest\n\n@pytest.fixture\ndef anyio_backend():\n    return 'asyncio'\n")
+    pytester.makeconftest(
+        "import pytest\n\n@pytest.fixture\ndef anyio_backend():\n    return 'asyncio'\n"
+    )
     pytester.makepyfile(CACHE.format(mark="anyio"))
     result = run(pytester, "-p", "no:asyncio")
     result.assert_outcomes(passed=2, errors=1)
@@ -358,7 +376,15 @@ def outside(pytester, *arguments):
     info.joinpath("entry_points.txt").write_text("[pytest11]\nkvactors = kvactors.testing.plugin\n")
     environment = {**os.environ, "PYTHONPATH": f"{info.parent}{os.pathsep}{ROOT}"}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", *arguments]
-    return subprocess.run(command, cwd=pytester.path, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        command,
+        cwd=pytester.path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
 
 
 @pytest.mark.parametrize("brought", [(), ("-p", "kvactors.testing"), ("-p", "kvactors")])
@@ -394,5 +420,12 @@ def test_the_harness_needs_no_pytest():
             print(error)
     """
     code = "\n".join(line[8:] for line in program.splitlines())
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.stdout == "module 'kvactors.testing' has no attribute 'nothing'\n", done.stderr

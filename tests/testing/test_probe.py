@@ -111,7 +111,8 @@ def test_a_probe_says_what_came_instead():
         probe.try_tell(Note("hello"))
         probe.try_tell(Note("again"))
         with pytest.raises(
-            Unexpected, match=r"desk expected Question, and what came is Note\(text=hello\); after it: Note\(text=again\)"
+            Unexpected,
+            match=r"desk expected Question, and what came is Note\(text=hello\); after it: Note\(text=again\)",
         ):
             await probe.expect(Question)
 
@@ -127,7 +128,9 @@ def test_a_probe_waits_as_long_as_it_is_told_and_no_longer():
         assert loop.time() == 3600
         loop.call_later(60, probe.try_tell, Note("late"))
         await probe.expect_nothing(for_=59)
-        with pytest.raises(Unexpected, match=r"expected nothing for 2 s, and what came is Note\(text=late\)"):
+        with pytest.raises(
+            Unexpected, match=r"expected nothing for 2 s, and what came is Note\(text=late\)"
+        ):
             await probe.expect_nothing(for_=2)
 
     simulate(main)
@@ -187,7 +190,12 @@ def test_jobs_do_not_run_but_end_as_the_test_says(clerk):
     question = Question(4)
     effects = clerk.turn(question)
     (job,) = effects.jobs
-    assert (job.name, job.arguments, job.counted, effects.answered) == ("Clerk.work", {"number": 4}, True, ())
+    assert (job.name, job.arguments, job.counted, effects.answered) == (
+        "Clerk.work",
+        {"number": 4},
+        True,
+        (),
+    )
     (answered,) = clerk.finish(job, 5).answered
     assert answered == (question, 5, None)
     with pytest.raises(LookupError, match="is over"):
@@ -236,10 +244,21 @@ BLOCK = 4
 def index():
     def make(ref):
         return PrefixIndex(
-            ref, index=BlockIndex(BLOCK, 8, 64, recompute_last_token=False), evictor=Probe("evictor", "cpu_evictor"),
-            notifier=Probe("notifier", "flush_notifier"), exclusive=True, host_tier=True, fetch=True, announce=True,
-            save="none", min_hits=1, keep=False, free_low=0, free_high=0, roots=Roots("", "default", bytes(32)),
-        )  # fmt: skip
+            ref,
+            index=BlockIndex(BLOCK, 8, 64, recompute_last_token=False),
+            evictor=Probe("evictor", "cpu_evictor"),
+            notifier=Probe("notifier", "flush_notifier"),
+            exclusive=True,
+            host_tier=True,
+            fetch=True,
+            announce=True,
+            save="none",
+            min_hits=1,
+            keep=False,
+            free_low=0,
+            free_high=0,
+            roots=Roots("", "default", bytes(32)),
+        )
 
     with Stepper(make) as stepper:
         yield stepper
@@ -266,7 +285,9 @@ def test_a_request_of_the_prefix_index_turn_by_turn(index):
     assert effects.answered[0].value.count == 3
     announced = [message for message in effects.to("notifier") if isinstance(message, Announced)]
     assert [(message.start, message.count) for message in announced] == [(1, 2)]
-    assert not [message for message in index.turn(Finish(1)).to("evictor") if isinstance(message, Admit)]
+    assert not [
+        message for message in index.turn(Finish(1)).to("evictor") if isinstance(message, Admit)
+    ]
     effects = index.turn(Acquire(2, "r2", path(1000, 7 * BLOCK), 10.0))
     assert [type(message) for message in effects.to("evictor")] == [Load, Offload]
     assert effects.answered == ()

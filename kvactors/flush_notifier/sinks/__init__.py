@@ -21,8 +21,11 @@ from kvactors.sink_config import (
 __all__ = ["JsonLinesSink", "MemorySink", "Sink", "make_sink", "make_sinks", "require_sinks"]
 
 
-def make_sink(settings: SinkConfig, config: Config, layout: Layout, device: Device | None = None) -> Sink:
-    """The sink that settings describe. SinkError names what it lacks to work (an extra, an SDK, a folder). device: the cache's, if it is there."""
+def make_sink(
+    settings: SinkConfig, config: Config, layout: Layout, device: Device | None = None
+) -> Sink:
+    """The sink that settings describe. SinkError names what it lacks to work (an extra, an SDK, a
+    folder). device: the cache's, if it is there."""
     if isinstance(settings, MemorySinkConfig):
         return MemorySink(settings, layout.block_size)
     if isinstance(settings, JsonLinesSinkConfig):
@@ -39,24 +42,34 @@ def make_sink(settings: SinkConfig, config: Config, layout: Layout, device: Devi
 
 
 def require_sinks(config: Config, sinks: Sequence[Sink]) -> None:
-    """Raise TypeError for a given sink that is none, and ConfigError for flush-only mode without any."""
+    """Raise TypeError for a given sink that is none, and ConfigError for flush-only mode without
+    any."""
     if config.flush.only and not (config.flush.sinks or sinks):
         raise ConfigError(
-            "flush.only (or FD_AS_ONLY_FLUSH=1) is set, and there is no sink: name one in flush.sinks, or set storage.backend = "
+            "flush.only (or FD_AS_ONLY_FLUSH=1) is set, and there is no sink: name one in "
+            "flush.sinks, or set storage.backend = "
             "'attention_store', whose index is the sink then"
         )
     for sink in sinks:
         kind = type(sink).__name__
         if not isinstance(sink, Sink):
-            raise TypeError(f"a sink must be an instance of a subclass of kvactors.flush_notifier.sinks.Sink, not {kind}")
+            raise TypeError(
+                "a sink must be an instance of a subclass of kvactors.flush_notifier.sinks.Sink, "
+                f"not {kind}"
+            )
         name, view = getattr(sink, "name", None), getattr(sink, "view_of", None)
         if not isinstance(name, str) or not name or not isinstance(view, SinkView):
-            raise TypeError(f"sink {kind} has no name or no view: its __init__ must call super().__init__(name)")
+            raise TypeError(
+                f"sink {kind} has no name or no view: its __init__ must call super().__init__(name)"
+            )
 
 
 def make_sinks(config: Config, layout: Layout, device: Device | None = None) -> list[Sink]:
-    """A config's sinks that this rank reports to: rank 0 alone, or the leader, reports to AttentionStore."""
+    """A config's sinks that this rank reports to: rank 0 alone, or the leader, reports to
+    AttentionStore."""
     reporting = [
-        s for s in config.flush.sinks if not (isinstance(s, AttentionStoreSinkConfig) and config.attention_store.shard_id)
+        s
+        for s in config.flush.sinks
+        if not (isinstance(s, AttentionStoreSinkConfig) and config.attention_store.shard_id)
     ]
     return [make_sink(settings, config, layout, device) for settings in reporting]

@@ -1,4 +1,5 @@
-"""AttentionStore's token index as a sink: which token blocks are on this node, whichever tier holds them."""
+"""AttentionStore's token index as a sink: which token blocks are on this node, whichever tier holds
+them."""
 
 from __future__ import annotations
 
@@ -19,8 +20,9 @@ from kvactors.units import Residency, split_keys
 
 
 class AttentionStoreSink(Sink):
-    """One index call a task, with the complete token path. Since the index has no word for "everything is void", the sink remembers what it
-    told, in a journal if it has one, and takes it back when a life begins."""
+    """One index call a task, with the complete token path. Since the index has no word for
+    "everything is void", the sink remembers what it told, in a journal if it has one, and takes it
+    back when a life begins."""
 
     by_tokens = True
     repeats = True
@@ -38,7 +40,8 @@ class AttentionStoreSink(Sink):
             raise SinkError(f"sink {self.name!r}: {self._journal.path.parent} is not a folder")
 
     async def open(self) -> None:
-        """Read the journal, connect, wait until the other side is ready. SinkError, DeadlineExceeded."""
+        """Read the journal, connect, wait until the other side is ready. SinkError,
+        DeadlineExceeded."""
         if self._journal is not None:
             await self._journal.read(self._told)
         try:
@@ -48,7 +51,8 @@ class AttentionStoreSink(Sink):
             raise
 
     async def begin(self, epoch: int) -> None:
-        """Take back what was told in earlier lives. Given up in the middle, the next attempt goes on."""
+        """Take back what was told in earlier lives. Given up in the middle, the next attempt goes
+        on."""
         await self._take_back()
         if self._journal is not None:
             await self._journal.rewrite(self._told)
@@ -64,12 +68,15 @@ class AttentionStoreSink(Sink):
         self._well = True
 
     async def deliver(self, tasks: Sequence[FlushTask]) -> None:
-        """Tell the index, in order. SinkError at the first call that fails; what came before it is told all the same."""
+        """Tell the index, in order. SinkError at the first call that fails; what came before it is
+        told all the same."""
         self.taken = 0
         gains = [task for task in tasks if task.residency is Residency.RESIDENT]
         gains = [task for task in gains if not self._told.holds(task)]
         for task in gains:
-            self._told.resident(task)  # before the call: a call that is given up may still be carried out
+            self._told.resident(
+                task
+            )  # before the call: a call that is given up may still be carried out
         if self._journal is not None:
             await self._journal.resident(gains, self._told)
         gone: list[bytes] = []
@@ -86,11 +93,14 @@ class AttentionStoreSink(Sink):
             await self._journal.gone(gone, self._told)
 
     async def close(self) -> None:
-        """A process that ends holds nothing. Without a journal nobody could say so later: it is said now, if the index still answers."""
+        """A process that ends holds nothing. Without a journal nobody could say so later: it is
+        said now, if the index still answers."""
         try:
             if self._journal is None and self._well:
                 await self._take_back()
         except SinkError as error:
-            self._log.warning("the index was not told that this node stops", sink=self.name, error=str(error))
+            self._log.warning(
+                "the index was not told that this node stops", sink=self.name, error=str(error)
+            )
         finally:
             self.sdk.close()

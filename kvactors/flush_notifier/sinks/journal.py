@@ -2,11 +2,13 @@
 
 It holds JSON lines of three kinds:
 
-["+", start, parent hex, [key hex, ..], [tokens of the complete path, ..]]   these blocks are about to be told resident
-["+own", start, parent hex, [key hex, ..], [tokens of these blocks, ..]]     the same, of a parent that an earlier line has
-["-", [key hex, ..]]                                                         these have been told gone
+["+", start, parent hex, [key hex, ..], [tokens of the complete path, ..]]   these blocks are about
+to be told resident ["+own", start, parent hex, [key hex, ..], [tokens of these blocks, ..]]     the
+same, of a parent that an earlier line has ["-", [key hex, ..]]
+these have been told gone
 
-A last line without its end (a process killed while it wrote) does not count: what it says was not told yet.
+A last line without its end (a process killed while it wrote) does not count: what it says was not
+told yet.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ class Journal:
             if not await aiofiles.os.path.exists(self.path, executor=THREADS):
                 async with aiofiles.open(self.path, "ab", opener=open_private, executor=THREADS):
                     return
-            async with aiofiles.open(self.path, "rb", opener=open_private, executor=THREADS) as file:
+            async with aiofiles.open(
+                self.path, "rb", opener=open_private, executor=THREADS
+            ) as file:
                 data = await file.read()
         except OSError as error:
             raise SinkError(f"journal {self.path}: {error}") from error
@@ -65,11 +69,16 @@ class Journal:
 
     async def resident(self, tasks: Iterable[FlushTask], told: Told) -> None:
         """Before these tasks are told."""
-        await self._append([line_of(t.start_block_idx, t.parent, split_keys(t.keys), t.tokens) for t in tasks], told)
+        await self._append(
+            [line_of(t.start_block_idx, t.parent, split_keys(t.keys), t.tokens) for t in tasks],
+            told,
+        )
 
     async def gone(self, keys: Sequence[bytes], told: Told) -> None:
         """After these have been told gone."""
-        await self._append([msgspec.json.encode(["-", [key.hex() for key in keys]])] if keys else [], told)
+        await self._append(
+            [msgspec.json.encode(["-", [key.hex() for key in keys]])] if keys else [], told
+        )
 
     async def _append(self, lines: list[bytes], told: Told) -> None:
         if not lines:
@@ -86,10 +95,20 @@ class Journal:
     async def rewrite(self, told: Told) -> None:
         """Write what counts as told anew, in place of all that led to it."""
         lines = [
-            line_of(node.position, node.parent, [key], told.path_tokens(key) if node.top else node.tokens, whole=node.top)
+            line_of(
+                node.position,
+                node.parent,
+                [key],
+                told.path_tokens(key) if node.top else node.tokens,
+                whole=node.top,
+            )
             for key, node in told.nodes.items()
         ]
-        lines.append(msgspec.json.encode(["-", [key.hex() for key, node in told.nodes.items() if not node.told]]))
+        lines.append(
+            msgspec.json.encode(
+                ["-", [key.hex() for key, node in told.nodes.items() if not node.told]]
+            )
+        )
         data = b"".join(line + b"\n" for line in lines)
         fresh = self.path.with_name(self.path.name + ".new")
         try:
@@ -99,11 +118,16 @@ class Journal:
         self._size = len(data)
         self._limit = 2 * self._size + GROWTH
 
-    async def _write(self, mode: Literal["ab", "wb"], data: bytes, fresh: Path | None = None) -> None:
-        """Write the file, or a fresh one in its place; to the end even if the sink's time is up, so that no line comes out of turn."""
+    async def _write(
+        self, mode: Literal["ab", "wb"], data: bytes, fresh: Path | None = None
+    ) -> None:
+        """Write the file, or a fresh one in its place; to the end even if the sink's time is up, so
+        that no line comes out of turn."""
 
         async def work() -> None:
-            async with aiofiles.open(fresh or self.path, mode, opener=open_private, executor=THREADS) as file:
+            async with aiofiles.open(
+                fresh or self.path, mode, opener=open_private, executor=THREADS
+            ) as file:
                 await file.write(data)
             if fresh is not None:
                 await aiofiles.os.replace(fresh, self.path, executor=THREADS)
@@ -111,26 +135,43 @@ class Journal:
         await to_the_end(asyncio.get_running_loop().create_task(work()))
 
 
-def line_of(start: int, parent: bytes, keys: Sequence[bytes], tokens: bytes, *, whole: bool = True) -> bytes:
-    """A "+" line. whole: whether the tokens are the complete path, or those of the blocks alone (their parent is in an earlier line)."""
+def line_of(
+    start: int, parent: bytes, keys: Sequence[bytes], tokens: bytes, *, whole: bool = True
+) -> bytes:
+    """A "+" line. whole: whether the tokens are the complete path, or those of the blocks alone
+    (their parent is in an earlier line)."""
     ids = np.frombuffer(tokens, "<u4").tolist()
-    return msgspec.json.encode(["+" if whole else "+own", start, parent.hex(), [key.hex() for key in keys], ids])
+    return msgspec.json.encode(
+        ["+" if whole else "+own", start, parent.hex(), [key.hex() for key in keys], ids]
+    )
 
 
 def replay(told: Told, line: object) -> None:
-    """Apply a line. ValueError if it is none, or contradicts an earlier one; then nothing is applied."""
+    """Apply a line. ValueError if it is none, or contradicts an earlier one; then nothing is
+    applied."""
     match line:
         case ["-", list(names)]:
             told.gone(hashes(names))
         case ["+" | "+own" as kind, int(start), str(parent), list(names), list(ids)]:
-            tokens, keys, above = token_bytes(ids), hashes(names), hashes([parent] if parent else [])
+            tokens, keys, above = (
+                token_bytes(ids),
+                hashes(names),
+                hashes([parent] if parent else []),
+            )
             first = 0 if kind == "+" else start
             if start < 0 or len(tokens) != (start - first + len(keys)) * told.block_bytes:
-                raise ValueError(f"{len(ids)} tokens do not belong to {len(keys)} blocks from block {start} on")
+                raise ValueError(
+                    f"{len(ids)} tokens do not belong to {len(keys)} blocks from block {start} on"
+                )
             node = told.nodes.get(above[0]) if above else None
             if node is not None and node.position != start - 1:
-                raise ValueError(f"block {start} does not follow its parent, which is block {node.position}")
-            if any(key in told.nodes and told.nodes[key].position != at for at, key in enumerate(keys, start)):
+                raise ValueError(
+                    f"block {start} does not follow its parent, which is block {node.position}"
+                )
+            if any(
+                key in told.nodes and told.nodes[key].position != at
+                for at, key in enumerate(keys, start)
+            ):
                 raise ValueError("a block is at another position than in an earlier line")
             if len(set(keys)) < len(keys):
                 raise ValueError("a block is there twice")

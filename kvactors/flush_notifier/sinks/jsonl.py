@@ -2,12 +2,14 @@
 
 One object a line, of two kinds:
 
-{"type": "epoch", "epoch": 1732150000000}
-{"type": "flush", "epoch": .., "residency": "resident" | "gone", "tier": "device" | "host" | "storage", "reason": "commit" | ..,
-"start_block_idx": 0, "count": 2, "keys": [hex, ..], "parent": hex, "num_tokens": 128, "tokens": [..all from the root on..]}
+{"type": "epoch", "epoch": 1732150000000} {"type": "flush", "epoch": .., "residency": "resident" |
+"gone", "tier": "device" | "host" | "storage", "reason": "commit" | .., "start_block_idx": 0,
+"count": 2, "keys": [hex, ..], "parent": hex, "num_tokens": 128, "tokens": [..all from the root
+on..]}
 
-An epoch line makes everything above it void. The other fields are those of `FlushTask`. Where they are not empty a line also has
-"lora", "lora_id" and "salt" of the path, and "media": [[position of a block in the path, [[media hash as text, offset in the block], ..]], ..].
+An epoch line makes everything above it void. The other fields are those of `FlushTask`. Where they
+are not empty a line also has "lora", "lora_id" and "salt" of the path, and "media": [[position of a
+block in the path, [[media hash as text, offset in the block], ..]], ..].
 """
 
 from __future__ import annotations
@@ -41,9 +43,10 @@ TAIL = 65_536
 
 
 class JsonLinesSink(Sink):
-    """path: appended to, by this process alone; its folder must exist. A new file is readable by its user alone (0600), since it holds the
-    tokens of prompts. `open` raises SinkError for a path that cannot be written. A line that a crash or a failed write cut short is
-    removed before the next is written."""
+    """path: appended to, by this process alone; its folder must exist. A new file is readable by
+    its user alone (0600), since it holds the tokens of prompts. `open` raises SinkError for a path
+    that cannot be written. A line that a crash or a failed write cut short is removed before the
+    next is written."""
 
     def __init__(self, config: JsonLinesSinkConfig, block_size: int) -> None:
         super().__init__(config, block_size)
@@ -61,7 +64,9 @@ class JsonLinesSink(Sink):
             async with aiofiles.open(self.path, "ab", opener=open_private, executor=self._threads):
                 pass
         except OSError as error:
-            raise SinkError(f"sink {self.name!r} cannot write {self.path}: {error.strerror or error}") from error
+            raise SinkError(
+                f"sink {self.name!r} cannot write {self.path}: {error.strerror or error}"
+            ) from error
 
     async def begin(self, epoch: int) -> None:
         """See `Sink.begin`."""
@@ -83,7 +88,11 @@ class JsonLinesSink(Sink):
             await asyncio.sleep(0)
         names = []
         for i in range(0, len(task.keys), KEY_BYTES * KEYS):
-            names.append(self._encoder.encode([key.hex() for key in split_keys(task.keys[i : i + KEY_BYTES * KEYS])])[1:-1])
+            names.append(
+                self._encoder.encode(
+                    [key.hex() for key in split_keys(task.keys[i : i + KEY_BYTES * KEYS])]
+                )[1:-1]
+            )
             await asyncio.sleep(0)
         return self._identity(task) | {
             "type": "flush",
@@ -109,9 +118,12 @@ class JsonLinesSink(Sink):
         return {name: value for name, value in fields.items() if value is not None}
 
     async def _append(self, lines: list[bytes]) -> None:
-        """A thread cannot be interrupted: a call given up at its deadline leaves its write to the next call, which waits for it."""
+        """A thread cannot be interrupted: a call given up at its deadline leaves its write to the
+        next call, which waits for it."""
         await self._earlier_write()
-        self._writing = asyncio.get_running_loop().create_task(self._write(b"".join(line + b"\n" for line in lines)))
+        self._writing = asyncio.get_running_loop().create_task(
+            self._write(b"".join(line + b"\n" for line in lines))
+        )
         self._writing.add_done_callback(
             lambda task: None if task.cancelled() else task.exception()
         )  # seen even if nothing waits
@@ -123,7 +135,9 @@ class JsonLinesSink(Sink):
 
     async def _write(self, data: bytes) -> None:
         try:
-            async with aiofiles.open(self.path, "ab", opener=open_private, executor=self._threads) as file:
+            async with aiofiles.open(
+                self.path, "ab", opener=open_private, executor=self._threads
+            ) as file:
                 if self._torn:
                     await file.truncate(await self._whole_lines())
                 self._torn = True
@@ -147,7 +161,8 @@ class JsonLinesSink(Sink):
 
 
 def replay_jsonl(path: str | Path) -> dict[Tier, set[bytes]]:
-    """The view that a file of such lines stands for: names by tier. A last line without its end does not count.
+    """The view that a file of such lines stands for: names by tier. A last line without its end
+    does not count.
 
     Raises ValueError for a line that is none, OSError if the file cannot be read.
     """
@@ -157,7 +172,10 @@ def replay_jsonl(path: str | Path) -> dict[Tier, set[bytes]]:
         if record["type"] == "epoch":
             view = {tier: set() for tier in Tier}
         elif record["type"] == "flush":
-            held, keys = view[Tier[record["tier"].upper()]], [bytes.fromhex(key) for key in record["keys"]]
+            held, keys = (
+                view[Tier[record["tier"].upper()]],
+                [bytes.fromhex(key) for key in record["keys"]],
+            )
             gained = Residency(record["residency"]) is Residency.RESIDENT
             (held.update if gained else held.difference_update)(keys)
         else:

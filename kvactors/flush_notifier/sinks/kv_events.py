@@ -1,7 +1,8 @@
 """KV events over ZMQ: what vLLM's and SGLang's engines publish, and KV-aware routers read.
 
-Publishing is sending to ZMQ's own queues, which never waits. A reader that falls behind loses messages, sees a gap in the sequence and
-asks for a replay (`kv_replay`), which begins with the state (`kv_state`) if the gap is older than what is kept.
+Publishing is sending to ZMQ's own queues, which never waits. A reader that falls behind loses
+messages, sees a gap in the sequence and asks for a replay (`kv_replay`), which begins with the
+state (`kv_state`) if the gap is older than what is kept.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ CLOCK_SET = 1_735_689_600
 
 
 class KvEventsStatistics(NamedTuple):
-    """A moment's picture. sequence: number of the next batch. published: batches of this process. requests, malformed: to the replay socket.
-    given_up: requests of readers that were gone or too slow. states: how often the whole state was made for a replay or a snapshot."""
+    """A moment's picture. sequence: number of the next batch. published: batches of this process.
+    requests, malformed: to the replay socket. given_up: requests of readers that were gone or too
+    slow. states: how often the whole state was made for a replay or a snapshot."""
 
     sequence: int
     published: int
@@ -44,15 +46,18 @@ class KvEventsStatistics(NamedTuple):
 def first_number(numbers: str, name: str) -> int:
     """Number of a process's first batch.
 
-    Numbers that rise are the microseconds since 1970. They are above all numbers of the process before if that published less than a batch
-    every microsecond on average since its start and if the clock has not gone back by about as long as it ran.
+    Numbers that rise are the microseconds since 1970. They are above all numbers of the process
+    before if that published less than a batch every microsecond on average since its start and if
+    the clock has not gone back by about as long as it ran.
     """
     if numbers == "from_zero":
         return 0
     now = time.time()
     if now < CLOCK_SET:
         get_logger().warning(
-            "the clock is not set: readers may take the batches for old ones", sink=name, seconds_since_1970=round(now)
+            "the clock is not set: readers may take the batches for old ones",
+            sink=name,
+            seconds_since_1970=round(now),
         )
     return max(0, int(now * 1e6))
 
@@ -76,13 +81,17 @@ class KvEventsSink(Sink):
         self.window = Window(config.replay_window, config.replay_bytes)
         self._dialect = Dialect.of(config, block_size)
         self._detail_topic = config.detail_topic.encode()
-        self._last: Sequence[FlushTask] = ()  # published by the last call: the ledger may not count it as delivered yet
+        self._last: Sequence[
+            FlushTask
+        ] = ()  # published by the last call: the ledger may not count it as delivered yet
         self._call: Sequence[FlushTask] | None = None  # tasks of the call in progress
         self._call_from = 0  # number of the first batch of that call
         self._changes: list[Changes] = []  # of the states that are being made
         self._readers = 0
         self._holdings: Holdings = _nothing
-        self._states = StateMaker(self._begin_state, self._end_state, lambda: self._holdings, self._kept, self._dialect)
+        self._states = StateMaker(
+            self._begin_state, self._end_state, lambda: self._holdings, self._kept, self._dialect
+        )
         self._sockets: Sockets | None = None
         self._socket: Any = None
         self._detail: Any = None
@@ -94,11 +103,15 @@ class KvEventsSink(Sink):
         self._sockets = sockets = Sockets(self.name)
         config = self.config
         try:
-            self._socket = await sockets.publisher(self.endpoint, config.high_water_mark, config.bind)
+            self._socket = await sockets.publisher(
+                self.endpoint, config.high_water_mark, config.bind
+            )
             self.endpoint = sockets.address(self._socket)
             self._detail = self._socket
             if self.detail_endpoint:
-                self._detail = await sockets.publisher(self.detail_endpoint, config.high_water_mark, config.bind)
+                self._detail = await sockets.publisher(
+                    self.detail_endpoint, config.high_water_mark, config.bind
+                )
                 self.detail_endpoint = sockets.address(self._detail)
             if self.replay_endpoint:
                 router = await sockets.router(self.replay_endpoint, QUEUED)
@@ -111,7 +124,9 @@ class KvEventsSink(Sink):
             raise
         if sockets.exposed:
             get_logger().warning(
-                "token ids of all prompts are published on every interface", sink=self.name, endpoints=sockets.exposed
+                "token ids of all prompts are published on every interface",
+                sink=self.name,
+                endpoints=sockets.exposed,
             )
         if config.heartbeat:
             self._start(self._publish_heartbeats(config.heartbeat))
@@ -122,7 +137,8 @@ class KvEventsSink(Sink):
         self._tasks.append(asyncio.get_running_loop().create_task(work))
 
     async def close(self) -> None:
-        """Close the sockets; what was published leaves within LINGER seconds, without anybody waiting."""
+        """Close the sockets; what was published leaves within LINGER seconds, without anybody
+        waiting."""
         self._states.release()
         for task in self._tasks:
             task.cancel()
@@ -135,7 +151,8 @@ class KvEventsSink(Sink):
         self._holdings = holdings
 
     async def begin(self, epoch: int) -> None:
-        """AllBlocksCleared, then the epoch on the second topic: what was published before is void."""
+        """AllBlocksCleared, then the epoch on the second topic: what was published before is
+        void."""
         self.epoch = epoch
         self._publish([self._dialect.cleared()])
         self._last = ()
@@ -157,15 +174,22 @@ class KvEventsSink(Sink):
                 self.taken = done
                 if self._detail_topic:
                     self._tell_detail(
-                        {"type": "Reasons", "sequence": number, "reasons": [task.reason.value for task in sources]}
+                        {
+                            "type": "Reasons",
+                            "sequence": number,
+                            "reasons": [task.reason.value for task in sources],
+                        }
                     )
         finally:
             self._last, self._call = tasks[: self.taken], None
             self._keep()
 
     def _keep(self) -> None:
-        """What the window must keep: the batches of the call in progress, and those that follow a state that readers are sent."""
-        self.window.needed = self._states.number if self._call is None else min(self._states.number, self._call_from)
+        """What the window must keep: the batches of the call in progress, and those that follow a
+        state that readers are sent."""
+        self.window.needed = (
+            self._states.number if self._call is None else min(self._states.number, self._call_from)
+        )
 
     def _publish(self, events: Sequence[Event]) -> None:
         payload = encode_batch(time.time(), events, self.config.dp_rank)
@@ -189,7 +213,8 @@ class KvEventsSink(Sink):
     # -- the state, for readers that lack more than is kept
 
     def _begin_state(self) -> tuple[int, Changes]:
-        """The number of a state that is made now, and what to correct in the ledger's view for it."""
+        """The number of a state that is made now, and what to correct in the ledger's view for
+        it."""
         if self._call is None:
             number, changes = self.sequence, Changes(self._last)
         else:  # what the call before this one published is delivered
@@ -230,8 +255,8 @@ class KvEventsSink(Sink):
         return encode_batch(time.time(), [], self.config.dp_rank)
 
     async def snapshot(self) -> AsyncIterator[bytes]:
-        """Parts of a snapshot, each a payload of one record. A reader forgets what it knew, takes every part, then every batch from
-        `next_sequence` on."""
+        """Parts of a snapshot, each a payload of one record. A reader forgets what it knew, takes
+        every part, then every batch from `next_sequence` on."""
         state = await self.state()
         number = 0
         for events in state.stored():
@@ -242,8 +267,13 @@ class KvEventsSink(Sink):
 
     def _part(self, next_sequence: int, number: int, events: Any, *, last: bool) -> bytes:
         record = {
-            "type": "Snapshot", "epoch": self.epoch, "next_sequence": next_sequence, "part": number, "last": last, "events": events,
-        }  # fmt: skip
+            "type": "Snapshot",
+            "epoch": self.epoch,
+            "next_sequence": next_sequence,
+            "part": number,
+            "last": last,
+            "events": events,
+        }
         return encode_batch(time.time(), [record], self.config.dp_rank)
 
     async def _publish_snapshots(self, interval: float) -> None:
@@ -255,16 +285,29 @@ class KvEventsSink(Sink):
                     send(self._detail, self._detail_topic, self.detail_sequence, part)
                     self.detail_sequence += 1
             except Exception as error:
-                get_logger().warning("snapshot failed", sink=self.name, error=f"{type(error).__name__}: {error}")
+                get_logger().warning(
+                    "snapshot failed", sink=self.name, error=f"{type(error).__name__}: {error}"
+                )
             finally:
                 self.release()
 
     def statistics(self) -> KvEventsStatistics:
         """A moment's picture."""
         server = self._server
-        counts = (server.requests, server.given_up, server.malformed) if server is not None else (0, 0, 0)
+        counts = (
+            (server.requests, server.given_up, server.malformed)
+            if server is not None
+            else (0, 0, 0)
+        )
         published = self.sequence - self.first
-        return KvEventsStatistics(self.sequence, published, self.detail_sequence, self.window.held, *counts, self._states.made)
+        return KvEventsStatistics(
+            self.sequence,
+            published,
+            self.detail_sequence,
+            self.window.held,
+            *counts,
+            self._states.made,
+        )
 
 
 def _nothing(**_: bool) -> Iterator[Any]:

@@ -1,4 +1,5 @@
-"""What beside tokens identifies a block, in the fields of a KV event: adapter, salt and media, as vLLM, llm-d and Dynamo read them."""
+"""What beside tokens identifies a block, in the fields of a KV event: adapter, salt and media, as
+vLLM, llm-d and Dynamo read them."""
 
 from __future__ import annotations
 
@@ -12,17 +13,20 @@ from kvactors.flush_notifier.messages import ExtraKeys, Origin
 from kvactors.prefix_index.keys import MediaHash, media_items
 
 DYNAMO_SALT = "dynamo-cache-salt:"
-"""What Dynamo puts before a salt where a bare text would be ambiguous. Engines behind Dynamo get their salts with it."""
+"""What Dynamo puts before a salt where a bare text would be ambiguous. Engines behind Dynamo get
+their salts with it."""
 
 EMPTY = "\0"
-"""In place of an empty salt or adapter's name: readers take an empty text for none at all, and would mix two identities."""
+"""In place of an empty salt or adapter's name: readers take an empty text for none at all, and
+would mix two identities."""
 
 DIGEST = re.compile("[0-9a-fA-F]{64}")
 """The identifiers that vLLM computes."""
 
 
 class Fields(NamedTuple):
-    """extra_keys: per block as vLLM sends them; block_mm_infos: per block as Dynamo reads them; cache_salt: as Dynamo and SGLang read it."""
+    """extra_keys: per block as vLLM sends them; block_mm_infos: per block as Dynamo reads them;
+    cache_salt: as Dynamo and SGLang read it."""
 
     extra_keys: list[Any] | None = None
     block_mm_infos: list[Any] | None = None
@@ -35,8 +39,9 @@ def identifier(media_hash: MediaHash) -> str:
 
 
 def mm_hash(media_hash: MediaHash) -> int:
-    """The 64-bit number that Dynamo knows a media item by: of an identifier of 64 hexadecimal digits the first 16, of any other text its
-    XXH3. An integer hash of at most 64 bits is that number itself."""
+    """The 64-bit number that Dynamo knows a media item by: of an identifier of 64 hexadecimal
+    digits the first 16, of any other text its XXH3. An integer hash of at most 64 bits is that
+    number itself."""
     if isinstance(media_hash, int) and 0 <= media_hash < 1 << 64:
         return media_hash
     name = identifier(media_hash)
@@ -48,14 +53,18 @@ def text(value: str | None) -> str | None:
     return EMPTY if value == "" else value
 
 
-def identity_fields(origin: Origin, position: int, count: int, extra_keys: ExtraKeys, *, tagged: bool = False) -> Fields:
+def identity_fields(
+    origin: Origin, position: int, count: int, extra_keys: ExtraKeys, *, tagged: bool = False
+) -> Fields:
     """The fields of an event about blocks [position, position + count) of a path.
 
-    extra_keys: of the path's blocks. tagged: every event's first block carries the salt with Dynamo's tag, for readers of arrays; otherwise
-    the first block of the path carries it bare, as vLLM sends it.
+    extra_keys: of the path's blocks. tagged: every event's first block carries the salt with
+    Dynamo's tag, for readers of arrays; otherwise the first block of the path carries it bare, as
+    vLLM sends it.
 
-    A block's extra keys are in vLLM's order: adapter, [identifier, offset] of each media item, salt. Where they hold more than the
-    adapter, `block_mm_infos` says which of them are media: Dynamo would take a salt of 64 hexadecimal digits for one.
+    A block's extra keys are in vLLM's order: adapter, [identifier, offset] of each media item,
+    salt. Where they hold more than the adapter, `block_mm_infos` says which of them are media:
+    Dynamo would take a salt of 64 hexadecimal digits for one.
     """
     lora, salt = text(origin.lora), text(origin.salt)
     first: list[Any] = []  # what only the event's first block carries
@@ -63,7 +72,11 @@ def identity_fields(origin: Origin, position: int, count: int, extra_keys: Extra
         first = [DYNAMO_SALT + salt.removeprefix(DYNAMO_SALT)]
     elif salt is not None and not position:
         first = [salt]
-    media = {at - position: media_items(key) for at, key in extra_keys if position <= at < position + count}
+    media = {
+        at - position: media_items(key)
+        for at, key in extra_keys
+        if position <= at < position + count
+    }
     cache_salt = None if salt is None else salt.removeprefix(DYNAMO_SALT) or EMPTY
     if lora is None and not first and not media:
         return Fields(cache_salt=cache_salt)
@@ -78,8 +91,11 @@ def identity_fields(origin: Origin, position: int, count: int, extra_keys: Extra
 
 
 def _mm_infos(media: Mapping[int, Any], count: int) -> list[Any]:
-    """Per block, its media items as Dynamo's `mm_objects`, None without. Dynamo takes the item itself into account, not its place."""
+    """Per block, its media items as Dynamo's `mm_objects`, None without. Dynamo takes the item
+    itself into account, not its place."""
     infos: list[Any] = [None] * count
     for block, items in media.items():
-        infos[block] = {"mm_objects": [{"mm_hash": mm_hash(value), "offsets": []} for value, _ in items]}
+        infos[block] = {
+            "mm_objects": [{"mm_hash": mm_hash(value), "offsets": []} for value, _ in items]
+        }
     return infos

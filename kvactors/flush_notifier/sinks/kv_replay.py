@@ -1,10 +1,13 @@
-"""Replay: what was published lately, and the state before that, for readers that lack some of it, asked for through a ROUTER socket.
+"""Replay: what was published lately, and the state before that, for readers that lack some of it,
+asked for through a ROUTER socket.
 
-A request is [empty, 8-byte big-endian sequence number]. The answer is every batch from there on that was published before the request, oldest
-first, as [empty, topic, sequence, payload], and [empty, empty, 2^64 - 1, empty] at the end (older readers: the same without the topic). Of
-batches that are no longer kept the answer has the state they add up to, as ordinary batches under the numbers before those that are kept:
-AllBlocksCleared, then BlockStored events, then empty batches where the reader insists on every number (`fill`). A request
-[empty, "kvactors.snapshot"] is answered in the same form with the parts of a snapshot, numbered from 0.
+A request is [empty, 8-byte big-endian sequence number]. The answer is every batch from there on
+that was published before the request, oldest first, as [empty, topic, sequence, payload], and
+[empty, empty, 2^64 - 1, empty] at the end (older readers: the same without the topic). Of batches
+that are no longer kept the answer has the state they add up to, as ordinary batches under the
+numbers before those that are kept: AllBlocksCleared, then BlockStored events, then empty batches
+where the reader insists on every number (`fill`). A request [empty, "kvactors.snapshot"] is
+answered in the same form with the parts of a snapshot, numbered from 0.
 """
 
 from __future__ import annotations
@@ -23,9 +26,11 @@ from kvactors.flush_notifier.sinks.kv_wire import END, encode_sequence
 
 SNAPSHOT = b"kvactors.snapshot"
 READERS = 64
-"""Readers answered at once. A further request waits until one of them has its answer, or is too slow for that (HURRY, LONG)."""
+"""Readers answered at once. A further request waits until one of them has its answer, or is too
+slow for that (HURRY, LONG)."""
 QUEUED = 128
-"""Messages that wait for one slow reader in ZMQ's queue: more memory is not spent on a reader that takes nothing."""
+"""Messages that wait for one slow reader in ZMQ's queue: more memory is not spent on a reader that
+takes nothing."""
 STALLED = 60.0
 """Seconds after which a reader that takes nothing loses its answer."""
 HURRY = 2.0
@@ -42,7 +47,8 @@ FILL = 1_000_000
 """Empty batches sent in one answer at most."""
 EXTRA_BYTES = 16 << 20
 EXTRA_BATCHES = 1_024
-"""How much a window may exceed twice its bounds while a state is sent that precedes what it holds."""
+"""How much a window may exceed twice its bounds while a state is sent that precedes what it
+holds."""
 
 
 class Stalled(Exception):
@@ -50,8 +56,9 @@ class Stalled(Exception):
 
 
 class Window:
-    """The last batches published, with consecutive numbers. batches, nbytes: how many, and how large, are kept at most (one batch always is).
-    needed: number from which on batches are kept beyond these bounds, up to about twice as much."""
+    """The last batches published, with consecutive numbers. batches, nbytes: how many, and how
+    large, are kept at most (one batch always is). needed: number from which on batches are kept
+    beyond these bounds, up to about twice as much."""
 
     def __init__(self, batches: int, nbytes: int) -> None:
         self.batches = batches
@@ -70,7 +77,10 @@ class Window:
             self.held -= len(self._kept.popleft()[1])
 
     def _has_place(self) -> bool:
-        return len(self._kept) <= 2 * self.batches + EXTRA_BATCHES and self.held <= 2 * self.nbytes + EXTRA_BYTES
+        return (
+            len(self._kept) <= 2 * self.batches + EXTRA_BATCHES
+            and self.held <= 2 * self.nbytes + EXTRA_BYTES
+        )
 
     @property
     def first(self) -> int:
@@ -86,8 +96,8 @@ class Window:
 
 
 class Publisher(Protocol):
-    """What a replay is made from. sequence: number of the next batch. first: number of this process's first batch. fill: whether readers insist
-    on every number."""
+    """What a replay is made from. sequence: number of the next batch. first: number of this
+    process's first batch. fill: whether readers insist on every number."""
 
     window: Window
     sequence: int
@@ -121,7 +131,8 @@ class Publisher(Protocol):
 
 
 class Answer:
-    """One reader's answer. began: when. blocked: since when its queue has been full (0: it is not)."""
+    """One reader's answer. began: when. blocked: since when its queue has been full (0: it is
+    not)."""
 
     __slots__ = ("began", "blocked", "reader", "task")
 
@@ -135,8 +146,8 @@ class Answer:
 class ReplayServer:
     """Answers requests until it is cancelled.
 
-    Each request is answered in a task of its own, so that a slow reader delays no other. A reader has one answer at a time: with a new
-    request it gives up the one before.
+    Each request is answered in a task of its own, so that a slow reader delays no other. A reader
+    has one answer at a time: with a new request it gives up the one before.
     """
 
     def __init__(self, socket: Any, publisher: Publisher, *, with_topic: bool) -> None:
@@ -169,7 +180,8 @@ class ReplayServer:
             answer.task.cancel()
 
     async def _turn(self) -> None:
-        """Wait until one reader more can be answered. A reader that is too slow while others wait loses its answer."""
+        """Wait until one reader more can be answered. A reader that is too slow while others wait
+        loses its answer."""
         while len(self._answers) >= READERS:
             tasks = [answer.task for answer in self._answers.values() if answer.task is not None]
             await asyncio.wait(tasks, timeout=LOOK, return_when=asyncio.FIRST_COMPLETED)
@@ -181,10 +193,14 @@ class ReplayServer:
                 self._cancel(self._answers.pop(slow.reader))
 
     def _slowest(self) -> Answer | None:
-        """The reader that has taken nothing for the longest time, or whose answer takes longest, if that is too long."""
+        """The reader that has taken nothing for the longest time, or whose answer takes longest, if
+        that is too long."""
         now = anyio.current_time()
         blocked = [answer for answer in self._answers.values() if answer.blocked]
-        if blocked and now - (answer := min(blocked, key=lambda answer: answer.blocked)).blocked >= HURRY:
+        if (
+            blocked
+            and now - (answer := min(blocked, key=lambda answer: answer.blocked)).blocked >= HURRY
+        ):
             return answer
         answer = min(self._answers.values(), key=lambda answer: answer.began)
         return answer if now - answer.began >= LONG else None
@@ -234,7 +250,8 @@ class ReplayServer:
             self._given_up(str(error))
 
     async def _send_batches(self, answer: Answer, start: int) -> None:
-        """Every batch from `start` on that has been published, with the state in the place of those that are no longer kept."""
+        """Every batch from `start` on that has been published, with the state in the place of those
+        that are no longer kept."""
         publisher, window = self._publisher, self._publisher.window
         number, end = start, publisher.sequence
         while number < end:
@@ -247,7 +264,8 @@ class ReplayServer:
             await asyncio.sleep(0)
 
     async def _send_state(self, answer: Answer, number: int) -> int:
-        """The state under the numbers from `number` on, or under the last ones before it ends; the number of the batch that follows it."""
+        """The state under the numbers from `number` on, or under the last ones before it ends; the
+        number of the batch that follows it."""
         publisher = self._publisher
         state = await publisher.state()
         room = state.number - number

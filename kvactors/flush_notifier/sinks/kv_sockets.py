@@ -43,7 +43,8 @@ AGAIN = 0.02
 """Seconds between two tries."""
 
 LEFT = 3
-"""Tries after which a socket file that nothing listens at counts as left over by a process that has ended."""
+"""Tries after which a socket file that nothing listens at counts as left over by a process that has
+ended."""
 
 HANDSHAKE = 5_000
 """Milliseconds a new connection may take for its handshake."""
@@ -54,12 +55,17 @@ class Sockets:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.context: Any = zmq.Context.instance()  # the process's own, so that inproc readers find it
+        self.context: Any = (
+            zmq.Context.instance()
+        )  # the process's own, so that inproc readers find it
         self.exposed: list[str] = []  # endpoints that every interface of this machine listens at
         self._opened: list[Any] = []
 
-    async def publisher(self, endpoint: str, high_water_mark: int, bind: Literal["auto", "bind", "connect"]) -> Any:
-        """A PUB socket: sending never waits. A subscriber that is `high_water_mark` messages behind loses some."""
+    async def publisher(
+        self, endpoint: str, high_water_mark: int, bind: Literal["auto", "bind", "connect"]
+    ) -> Any:
+        """A PUB socket: sending never waits. A subscriber that is `high_water_mark` messages behind
+        loses some."""
         socket = self.context.socket(zmq.PUB)
         socket.setsockopt(zmq.SNDHWM, high_water_mark)
         socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_SUBSCRIPTION)
@@ -100,14 +106,16 @@ class Sockets:
         return str(socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0"))
 
     def close(self, linger: float = 0.0) -> None:
-        """Close everything. linger: seconds in which what was published may still leave; ZMQ's own thread sees to that."""
+        """Close everything. linger: seconds in which what was published may still leave; ZMQ's own
+        thread sees to that."""
         for socket in self._opened:
             socket.close(linger=int(1000 * linger))
         self._opened.clear()
 
 
 async def bind_when_free(socket: Any, text: str, endpoint: Endpoint) -> None:
-    """Listen. ZMQ frees an endpoint in a thread of its own after the socket that had it is closed: so an endpoint in use is tried again."""
+    """Listen. ZMQ frees an endpoint in a thread of its own after the socket that had it is closed:
+    so an endpoint in use is tried again."""
     last = int(IN_USE / AGAIN)
     for number in range(last + 1):
         try:
@@ -123,8 +131,9 @@ async def bind_when_free(socket: Any, text: str, endpoint: Endpoint) -> None:
 
 
 def bind_path(socket: Any, text: str, path: Path, *, left: bool) -> None:
-    """Listen at a path, for this user alone. ZMQ removes whatever is there before it listens: only a socket that is not used is removed.
-    left: whether one that nothing listens at is left over; if not, another thread may be about to remove it."""
+    """Listen at a path, for this user alone. ZMQ removes whatever is there before it listens: only
+    a socket that is not used is removed. left: whether one that nothing listens at is left over; if
+    not, another thread may be about to remove it."""
     if not text.startswith("ipc://@"):
         with suppress(FileNotFoundError):
             if not stat.S_ISSOCK(os.lstat(path).st_mode):
@@ -148,8 +157,8 @@ def listens(path: Path) -> bool:
 
 
 def send(socket: Any, topic: bytes, sequence: int, payload: bytes) -> None:
-    """One message of three frames, frame by frame and without the checks of options that are not used: a quarter of the price of
-    `send_multipart`."""
+    """One message of three frames, frame by frame and without the checks of options that are not
+    used: a quarter of the price of `send_multipart`."""
     send_frame(socket, topic, zmq.SNDMORE)
     send_frame(socket, sequence.to_bytes(8, "big"), zmq.SNDMORE)
     send_frame(socket, payload)

@@ -1,7 +1,9 @@
-"""The state that the batches of a publisher add up to at one number of its stream, for readers that lack more than is kept for replay.
+"""The state that the batches of a publisher add up to at one number of its stream, for readers that
+lack more than is kept for replay.
 
-It is read from the ledger in steps, while deliveries go on. What the deliveries change is corrected, so that the state is exactly that of
-its number: a reader that takes it and then every batch from that number on takes no change twice and misses none.
+It is read from the ledger in steps, while deliveries go on. What the deliveries change is
+corrected, so that the state is exactly that of its number: a reader that takes it and then every
+batch from that number on takes no change twice and misses none.
 """
 
 from __future__ import annotations
@@ -36,14 +38,21 @@ _encoder = msgspec.msgpack.Encoder()
 class Changes:
     """What differs between the ledger's view of the sink and the stream up to a number.
 
-    last: tasks published before that number that the ledger may not count as delivered yet: they hold. Every task noted later was published
-    from that number on: what it changes was the other way round before.
+    last: tasks published before that number that the ledger may not count as delivered yet: they
+    hold. Every task noted later was published from that number on: what it changes was the other
+    way round before.
     """
 
     def __init__(self, last: Sequence[FlushTask]) -> None:
-        self.empty = any(not task.count for task in last)  # the last thing published was that everything is gone
-        self.cleared = False  # everything went later: the ledger does not have what was there at the number
-        self._tiers: dict[bytes, int] = {}  # by block hash: tiers at the number, and above them which of these are known
+        self.empty = any(
+            not task.count for task in last
+        )  # the last thing published was that everything is gone
+        self.cleared = (
+            False  # everything went later: the ledger does not have what was there at the number
+        )
+        self._tiers: dict[
+            bytes, int
+        ] = {}  # by block hash: tiers at the number, and above them which of these are known
         self._pending: deque[tuple[FlushTask, bool]] = deque((task, True) for task in last)
 
     def note(self, tasks: Iterable[FlushTask]) -> None:
@@ -51,7 +60,8 @@ class Changes:
         self._pending.extend((task, False) for task in tasks)
 
     async def settle(self) -> None:
-        """Take everything noted so far into account. Nothing is noted between its end and the caller's next await."""
+        """Take everything noted so far into account. Nothing is noted between its end and the
+        caller's next await."""
         looked = 0
         while self._pending:
             task, holds = self._pending.popleft()
@@ -86,7 +96,8 @@ class Part(NamedTuple):
 
 
 class State(NamedTuple):
-    """number: of the first batch that is not in it. parts: AllBlocksCleared, then what is stored, parents before children."""
+    """number: of the first batch that is not in it. parts: AllBlocksCleared, then what is stored,
+    parents before children."""
 
     number: int
     parts: list[Part]
@@ -119,7 +130,11 @@ def array_head(count: int) -> bytes:
     """The beginning of a msgpack array."""
     if count < 16:
         return bytes([0x90 | count])
-    return b"\xdc" + count.to_bytes(2, "big") if count < 1 << 16 else b"\xdd" + count.to_bytes(4, "big")
+    return (
+        b"\xdc" + count.to_bytes(2, "big")
+        if count < 1 << 16
+        else b"\xdd" + count.to_bytes(4, "big")
+    )
 
 
 def encoded(events: Sequence[Event]) -> Part:
@@ -134,7 +149,9 @@ def stored_of(held: Holding, tiers: int, dialect: Dialect) -> Iterator[Event]:
             yield dialect.held(held, tier)
 
 
-async def make_state(number: int, holdings: Holdings, changes: Changes, dialect: Dialect) -> State | None:
+async def make_state(
+    number: int, holdings: Holdings, changes: Changes, dialect: Dialect
+) -> State | None:
     """The state at a number; None if everything was cleared while it was made."""
     parts = [encoded([dialect.cleared()])]
     if changes.empty:
@@ -164,8 +181,8 @@ async def make_state(number: int, holdings: Holdings, changes: Changes, dialect:
 class StateMaker:
     """Makes states, one at a time, and keeps the last one for further readers until `release`.
 
-    begin: gives the number and the corrections of a new state, end: is called with these corrections when it is made. usable: whether the
-    batches from a number on are still kept.
+    begin: gives the number and the corrections of a new state, end: is called with these
+    corrections when it is made. usable: whether the batches from a number on are still kept.
     """
 
     def __init__(
@@ -187,12 +204,15 @@ class StateMaker:
         self._making: asyncio.Task[State] | None = None
 
     async def state(self) -> State:
-        """A state after which every batch is still kept. An exception of the ledger is passed on."""
+        """A state after which every batch is still kept. An exception of the ledger is passed
+        on."""
         if self._last is not None and self._usable(self._last.number):
             return self._last
         if self._making is None or self._making.done():
             self._making = asyncio.get_running_loop().create_task(self._make())
-            self._making.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen even if no reader waits
+            self._making.add_done_callback(
+                lambda task: task.cancelled() or task.exception()
+            )  # seen even if no reader waits
         return await asyncio.shield(self._making)
 
     async def _make(self) -> State:

@@ -1,7 +1,9 @@
-"""KV events on the wire, as vLLM and SGLang publish and read them (vllm/distributed/kv_events.py; docs/kv_events.md has golden bytes).
+"""KV events on the wire, as vLLM and SGLang publish and read them (vllm/distributed/kv_events.py;
+docs/kv_events.md has golden bytes).
 
-A batch is a msgpack array [timestamp in seconds, events, data-parallel rank]. An event is a map with its class under `type` (vLLM after
-0.23, SGLang 0.5.23), or an array with the class first (older vLLM); in maps, fields that have their default are left out.
+A batch is a msgpack array [timestamp in seconds, events, data-parallel rank]. An event is a map
+with its class under `type` (vLLM after 0.23, SGLang 0.5.23), or an array with the class first
+(older vLLM); in maps, fields that have their default are left out.
 """
 
 from __future__ import annotations
@@ -33,9 +35,12 @@ END = (1 << 64) - 1
 Hash = int | bytes
 
 
-class BlockStored(msgspec.Struct, frozen=True, tag=True, tag_field="type", omit_defaults=True, gc=False):
-    """Blocks of one path, each the parent of the next, are on `medium`. parent_block_hash: None at the start of a sequence. token_ids: of
-    all these blocks. extra_keys, block_mm_infos, cache_salt: what beside tokens identifies the blocks (`kv_identity`)."""
+class BlockStored(
+    msgspec.Struct, frozen=True, tag=True, tag_field="type", omit_defaults=True, gc=False
+):
+    """Blocks of one path, each the parent of the next, are on `medium`. parent_block_hash: None at
+    the start of a sequence. token_ids: of all these blocks. extra_keys, block_mm_infos, cache_salt:
+    what beside tokens identifies the blocks (`kv_identity`)."""
 
     block_hashes: list[Hash]
     parent_block_hash: Hash | None
@@ -57,14 +62,18 @@ class StoredMap(BlockStored, frozen=True, tag="BlockStored"):
     cache_salt: str | None = None
 
 
-class BlockRemoved(msgspec.Struct, frozen=True, tag=True, tag_field="type", omit_defaults=True, gc=False):
+class BlockRemoved(
+    msgspec.Struct, frozen=True, tag=True, tag_field="type", omit_defaults=True, gc=False
+):
     """Blocks have left `medium`."""
 
     block_hashes: list[Hash]
     medium: str | None
 
 
-class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True, tag_field="type", omit_defaults=True, gc=False):
+class AllBlocksCleared(
+    msgspec.Struct, frozen=True, tag=True, tag_field="type", omit_defaults=True, gc=False
+):
     """Nothing is held any more, on any medium."""
 
 
@@ -73,7 +82,8 @@ class StoredArray(BlockStored, frozen=True, array_like=True, tag="BlockStored"):
 
 
 class StoredArrayDynamo(StoredArray, frozen=True, array_like=True, tag="BlockStored"):
-    """With media where Dynamo looks for them in arrays. vLLM's older types have another field at this place."""
+    """With media where Dynamo looks for them in arrays. vLLM's older types have another field at
+    this place."""
 
     block_mm_infos: list[Any] | None = None
 
@@ -90,7 +100,8 @@ Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class Dialect(NamedTuple):
-    """How a reader wants it. identity: how many of the fields of `kv_identity.Fields` a stored event has. tagged: see `identity_fields`."""
+    """How a reader wants it. identity: how many of the fields of `kv_identity.Fields` a stored
+    event has. tagged: see `identity_fields`."""
 
     stored: type[BlockStored]
     removed: type[BlockRemoved]
@@ -107,29 +118,64 @@ class Dialect(NamedTuple):
         media, as_bytes = MEDIA[config.media], config.hashes == "bytes"
         if config.dialect == "map":
             fields = 3 if config.maps_for == "all" else 1
-            return cls(StoredMap, BlockRemoved, AllBlocksCleared, media, as_bytes, block_size, fields, tagged=False)
+            return cls(
+                StoredMap,
+                BlockRemoved,
+                AllBlocksCleared,
+                media,
+                as_bytes,
+                block_size,
+                fields,
+                tagged=False,
+            )
         if config.arrays_for == "dynamo":
-            return cls(StoredArrayDynamo, RemovedArray, ClearedArray, media, as_bytes, block_size, 2, tagged=True)
-        return cls(StoredArray, RemovedArray, ClearedArray, media, as_bytes, block_size, 1, tagged=False)
+            return cls(
+                StoredArrayDynamo,
+                RemovedArray,
+                ClearedArray,
+                media,
+                as_bytes,
+                block_size,
+                2,
+                tagged=True,
+            )
+        return cls(
+            StoredArray, RemovedArray, ClearedArray, media, as_bytes, block_size, 1, tagged=False
+        )
 
     def hashes(self, keys: bytes) -> list[Hash]:
-        """Names as readers know them: the last 8 bytes as a big-endian unsigned number, or all 32."""
+        """Names as readers know them: the last 8 bytes as a big-endian unsigned number, or all
+        32."""
         if self.as_bytes:
             return [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)]
         return list(numbers_in(len(keys) // KEY_BYTES)(keys))
 
     def stored_event(
-        self, keys: bytes, parent: bytes, tokens: bytes, tier: Tier, position: int, origin: Origin, extra_keys: ExtraKeys
+        self,
+        keys: bytes,
+        parent: bytes,
+        tokens: bytes,
+        tier: Tier,
+        position: int,
+        origin: Origin,
+        extra_keys: ExtraKeys,
     ) -> BlockStored:
-        """tokens: of these blocks alone. position: of the first of them in its path; at 0 there is no parent. extra_keys: of the path."""
+        """tokens: of these blocks alone. position: of the first of them in its path; at 0 there is
+        no parent. extra_keys: of the path."""
         lora, salt, lora_id = origin
         fields: tuple[Any, ...] = ()
         if extra_keys or lora is not None or salt is not None:
             count = len(keys) // KEY_BYTES
-            fields = identity_fields(origin, position, count, extra_keys, tagged=self.tagged)[: self.identity]
+            fields = identity_fields(origin, position, count, extra_keys, tagged=self.tagged)[
+                : self.identity
+            ]
         return self.stored(
             self.hashes(keys),
-            None if not position else parent if self.as_bytes else int.from_bytes(parent[-8:], "big"),
+            None
+            if not position
+            else parent
+            if self.as_bytes
+            else int.from_bytes(parent[-8:], "big"),
             msgspec.Raw(pack_tokens(tokens)),
             self.block_size,
             lora_id,
@@ -141,26 +187,39 @@ class Dialect(NamedTuple):
     def held(self, held: Holding, tier: Tier) -> BlockStored:
         """One block that is resident on `tier`, for snapshots and repetitions."""
         extra_keys = ((held.position, held.extra_key),) if held.extra_key else ()
-        return self.stored_event(held.key, held.parent, held.tokens, tier, held.position, held.origin, extra_keys)
+        return self.stored_event(
+            held.key, held.parent, held.tokens, tier, held.position, held.origin, extra_keys
+        )
 
     def events(self, task: FlushTask, max_blocks: int) -> list[Event]:
-        """A task (of a sink that knows blocks by name) as events of at most `max_blocks` blocks each."""
+        """A task (of a sink that knows blocks by name) as events of at most `max_blocks` blocks
+        each."""
         count, keys, tier = task.count, task.keys, task.tier
         if not count:
             return [self.cleared()]
         if task.residency is Residency.GONE:
             hashes = self.hashes(keys)[::-1]  # children before parents
-            return [self.removed(hashes[at : at + max_blocks], self.media[tier]) for at in range(0, count, max_blocks)]
+            return [
+                self.removed(hashes[at : at + max_blocks], self.media[tier])
+                for at in range(0, count, max_blocks)
+            ]
         first, origin, extra_keys = task.start_block_idx, task.origin, task.extra_keys
         if count <= max_blocks:
-            return [self.stored_event(keys, task.parent, task.tokens, tier, first, origin, extra_keys)]
+            return [
+                self.stored_event(keys, task.parent, task.tokens, tier, first, origin, extra_keys)
+            ]
         size = 4 * self.block_size
         made: list[Event] = []
         for at in range(0, count, max_blocks):
             end = min(at + max_blocks, count)
             parent = keys[KEY_BYTES * (at - 1) : KEY_BYTES * at] if at else task.parent
-            part, tokens = keys[KEY_BYTES * at : KEY_BYTES * end], task.tokens[size * at : size * end]
-            made.append(self.stored_event(part, parent, tokens, tier, first + at, origin, extra_keys))
+            part, tokens = (
+                keys[KEY_BYTES * at : KEY_BYTES * end],
+                task.tokens[size * at : size * end],
+            )
+            made.append(
+                self.stored_event(part, parent, tokens, tier, first + at, origin, extra_keys)
+            )
         return made
 
 
@@ -191,7 +250,10 @@ _decoders: dict[str, Any] = {
 }
 
 
-def decode_batch(payload: bytes, dialect: Literal["map", "array"] = "map") -> tuple[float, Sequence[Event], int | None]:
-    """A payload frame as timestamp, events and rank. msgspec.DecodeError (or its ValidationError) if it is none."""
+def decode_batch(
+    payload: bytes, dialect: Literal["map", "array"] = "map"
+) -> tuple[float, Sequence[Event], int | None]:
+    """A payload frame as timestamp, events and rank. msgspec.DecodeError (or its ValidationError)
+    if it is none."""
     decoded: tuple[float, Sequence[Event], int | None] = _decoders[dialect].decode(payload)
     return decoded

@@ -1,4 +1,5 @@
-"""A sink that keeps what it was told: the mirror that tests and reports compare with the tiers. It can be told to misbehave."""
+"""A sink that keeps what it was told: the mirror that tests and reports compare with the tiers. It
+can be told to misbehave."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ KEEP = 10_000
 
 
 class Place(NamedTuple):
-    """Where a block stands in its path, and what it is made of. It never changes while the block is resident anywhere."""
+    """Where a block stands in its path, and what it is made of. It never changes while the block is
+    resident anywhere."""
 
     position: int
     parent: bytes
@@ -37,8 +39,8 @@ class Place(NamedTuple):
 class MemorySink(Sink):
     """tasks: the last ones taken. counts: tasks by residency. epochs: those begun.
 
-    failing: refuse every call. fail_every: refuse every n-th call. hang: seconds every call takes. lose_answers: do what is asked and
-    then fail all the same.
+    failing: refuse every call. fail_every: refuse every n-th call. hang: seconds every call takes.
+    lose_answers: do what is asked and then fail all the same.
     """
 
     def __init__(self, config: MemorySinkConfig, block_size: int) -> None:
@@ -63,7 +65,8 @@ class MemorySink(Sink):
         self._answer()
 
     async def deliver(self, tasks: Sequence[FlushTask]) -> None:
-        """See `Sink.deliver`. SinkError for a task that is not well formed or contradicts an earlier one; then none of them counts."""
+        """See `Sink.deliver`. SinkError for a task that is not well formed or contradicts an
+        earlier one; then none of them counts."""
         await self._misbehave()
         for task in tasks:
             self._validate(task)
@@ -72,7 +75,8 @@ class MemorySink(Sink):
         self._answer()
 
     def lose_state(self) -> None:
-        """Hold nothing from now on, as an index that was restarted or emptied, without a sign of it to its sender."""
+        """Hold nothing from now on, as an index that was restarted or emptied, without a sign of it
+        to its sender."""
         self._mirror = {tier: set() for tier in Tier}
         self._places = {}
 
@@ -103,19 +107,32 @@ class MemorySink(Sink):
         extra_keys, (lora, salt, _) = dict(task.extra_keys), task.origin
         blocks = [task.tokens[i : i + size] for i in range(size * first, len(task.tokens), size)]
         places = zip(range(first, first + len(keys)), [task.parent, *keys], blocks, strict=False)
-        made = (Place(at, parent, tokens, lora, salt, extra_keys.get(at, b"")) for at, parent, tokens in places)
+        made = (
+            Place(at, parent, tokens, lora, salt, extra_keys.get(at, b""))
+            for at, parent, tokens in places
+        )
         return dict(zip(keys, made, strict=True))
 
     def _validate(self, task: FlushTask) -> None:
         blocks = task.start_block_idx + task.count
         sizes = len(task.keys), len(task.parent), len(task.tokens)
-        if task.count < 1 or sizes != (KEY_BYTES * task.count, KEY_BYTES, 4 * self.block_size * blocks):
-            raise SinkError(f"sink {self.name!r}: a task of {task.count} blocks from {task.start_block_idx} does not add up")
+        if task.count < 1 or sizes != (
+            KEY_BYTES * task.count,
+            KEY_BYTES,
+            4 * self.block_size * blocks,
+        ):
+            raise SinkError(
+                f"sink {self.name!r}: a task of {task.count} blocks from {task.start_block_idx} "
+                "does not add up"
+            )
         if not self.epochs or task.epoch != self.epochs[-1]:
             raise SinkError(f"sink {self.name!r}: a task of epoch {task.epoch} outside of it")
         above = self._places.get(task.parent)
         if above is not None and above.position != task.start_block_idx - 1:
-            raise SinkError(f"sink {self.name!r}: the block above a run from {task.start_block_idx} stands at {above.position}")
+            raise SinkError(
+                f"sink {self.name!r}: the block above a run from {task.start_block_idx} stands at "
+                f"{above.position}"
+            )
         for key, place in self._places_in(task, split_keys(task.keys)).items():
             if self._places.get(key, place) != place:
                 raise SinkError(f"sink {self.name!r}: block {key.hex()} was told with another path")

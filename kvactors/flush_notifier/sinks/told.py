@@ -1,4 +1,5 @@
-"""What a sink without a word for "everything is void" has been told, so that it can be taken back."""
+"""What a sink without a word for "everything is void" has been told, so that it can be taken
+back."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ from kvactors.units import split_keys
 
 
 class Node:
-    """A block. tokens: its own, or, where the path above is not known by name (`top`), everything from the root on. told: whether it counts
-    as resident; if not, it is here for the sake of blocks below it."""
+    """A block. tokens: its own, or, where the path above is not known by name (`top`), everything
+    from the root on. told: whether it counts as resident; if not, it is here for the sake of blocks
+    below it."""
 
     __slots__ = ("children", "parent", "position", "tokens", "told", "top")
 
@@ -26,7 +28,8 @@ class Node:
 
 
 class TakeBack(NamedTuple):
-    """A path to be told gone from `start` on. names: of the blocks concerned. tokens: complete, from the root on."""
+    """A path to be told gone from `start` on. names: of the blocks concerned. tokens: complete,
+    from the root on."""
 
     names: list[bytes]
     start: int
@@ -37,7 +40,8 @@ class TakeBack(NamedTuple):
 
 
 class Told:
-    """Blocks by name. Whatever may have been told counts as told. Bounded by the blocks that are, and those above them."""
+    """Blocks by name. Whatever may have been told counts as told. Bounded by the blocks that are,
+    and those above them."""
 
     def __init__(self, block_size: int) -> None:
         self.block_bytes = 4 * block_size
@@ -45,7 +49,9 @@ class Told:
 
     def holds(self, task: FlushTask) -> bool:
         """Whether every block of a task counts as told already."""
-        return all((node := self.nodes.get(key)) is not None and node.told for key in split_keys(task.keys))
+        return all(
+            (node := self.nodes.get(key)) is not None and node.told for key in split_keys(task.keys)
+        )
 
     def resident(self, task: FlushTask) -> None:
         """A task is about to say that blocks are resident."""

@@ -33,11 +33,13 @@ KINDS = ("none", "memory", "file", "mooncake", DIRECT)
 def make_backend(
     config: StorageConfig, model: str, fingerprint: bytes, block_bytes: int, block_size: int = 0
 ) -> Backend | None:
-    """The store a config describes, None for none and for one that moves device memory itself (`make_direct`). A class of another package
-    (`package.module:Class`) is called with the config, the digest of the store's identity (model, namespace, layout, rank and ranks: objects
-    of different digests must not mix) and the bytes of a block. Raises ConfigError, StoreError.
+    """The store a config describes, None for none and for one that moves device memory itself
+    (`make_direct`). A class of another package (`package.module:Class`) is called with the config,
+    the digest of the store's identity (model, namespace, layout, rank and ranks: objects of
+    different digests must not mix) and the bytes of a block. Raises ConfigError, StoreError.
 
-    fingerprint: of the layout. block_size: tokens of a block, for a store that keeps lineages; 0 if it is to keep none.
+    fingerprint: of the layout. block_size: tokens of a block, for a store that keeps lineages; 0 if
+    it is to keep none.
     """
     identity = StoreIdentity(model, config.namespace, fingerprint, config.rank, config.ranks)
     kind = config.backend
@@ -58,19 +60,24 @@ def make_backend(
 
 
 def is_direct(config: Config) -> bool:
-    """Whether the config names a store that moves device memory itself. ConfigError for what such a store cannot do."""
+    """Whether the config names a store that moves device memory itself. ConfigError for what such a
+    store cannot do."""
     if config.storage.backend != DIRECT or config.flush.only:
         return False
     if config.storage.write_policy == "write_back" or config.storage.exclusive:
         raise ConfigError(
-            "attention_store moves blocks between its store and the device: storage.write_policy must be write_through, "
+            "attention_store moves blocks between its store and the device: storage.write_policy "
+            "must be write_through, "
             "write_through_selective or none, and storage.exclusive false"
         )
     return True
 
 
-def make_direct(config: Config, device: Device, shard: tuple[int, int] | None = None) -> DirectBackend | None:
-    """The store that moves device memory itself, if the config names one. ConfigError, LayoutError, SdkError. shard: rank and ranks, in a rank."""
+def make_direct(
+    config: Config, device: Device, shard: tuple[int, int] | None = None
+) -> DirectBackend | None:
+    """The store that moves device memory itself, if the config names one. ConfigError, LayoutError,
+    SdkError. shard: rank and ranks, in a rank."""
     if not is_direct(config):
         return None
     from kvactors.sdk_settings import sdk_settings
@@ -79,16 +86,27 @@ def make_direct(config: Config, device: Device, shard: tuple[int, int] | None = 
     return AttentionStoreBackend(sdk_settings(config, device.layout, device, shard), device)
 
 
-def make_file_backend(config: StorageConfig, identity: StoreIdentity, block_bytes: int, block_size: int = 0) -> FileBackend:
+def make_file_backend(
+    config: StorageConfig, identity: StoreIdentity, block_bytes: int, block_size: int = 0
+) -> FileBackend:
     """The file store a config describes."""
     if not config.directory:
-        raise ConfigError("storage.directory is needed with storage.backend = 'file' (or FILE_BACKEND_STORAGE_DIR)")
+        raise ConfigError(
+            "storage.directory is needed with storage.backend = 'file' (or "
+            "FILE_BACKEND_STORAGE_DIR)"
+        )
     return FileBackend(
-        identity.folder(config.directory), identity.digest, block_bytes,
-        capacity_of(config, block_bytes), floor=in_bytes(config.free_space_floor, "storage.free_space_floor"),
-        durability=config.durability, read_only=config.read_only, depth=config.io_depth, identity=identity,
+        identity.folder(config.directory),
+        identity.digest,
+        block_bytes,
+        capacity_of(config, block_bytes),
+        floor=in_bytes(config.free_space_floor, "storage.free_space_floor"),
+        durability=config.durability,
+        read_only=config.read_only,
+        depth=config.io_depth,
+        identity=identity,
         block_size=block_size if config.keep_tokens else 0,
-    )  # fmt: skip
+    )
 
 
 def capacity_of(config: StorageConfig, block_bytes: int) -> int:
@@ -106,7 +124,10 @@ def backend_class(kind: str) -> Any:
     """A class by its module path. ConfigError if there is none."""
     module, _, name = kind.partition(":")
     if not name:
-        raise ConfigError(f"unknown storage.backend {kind!r}; there are {', '.join(KINDS)}, and package.module:Class")
+        raise ConfigError(
+            f"unknown storage.backend {kind!r}; there are {', '.join(KINDS)}, and "
+            "package.module:Class"
+        )
     try:
         found = getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:

@@ -1,4 +1,5 @@
-"""AttentionStore as storage, through its SDK: match, read and write with device pointers and block ids."""
+"""AttentionStore as storage, through its SDK: match, read and write with device pointers and block
+ids."""
 
 from __future__ import annotations
 
@@ -16,17 +17,21 @@ log = get_logger()
 
 
 class AttentionStoreBackend(DirectBackend):
-    """The device's regions are handed to the SDK as they are: a pointer a layer for keys and, if the layout has them, for values. LayoutError
-    for a layout with anything else in it (scales, an indexer)."""
+    """The device's regions are handed to the SDK as they are: a pointer a layer for keys and, if
+    the layout has them, for values. LayoutError for a layout with anything else in it (scales, an
+    indexer)."""
 
     def __init__(self, settings: SdkSettings, device: Device) -> None:
         super().__init__(device.layout.block_bytes)
         roles = [role.name for role in device.layout.roles]
         if roles not in (["key"], ["key", "value"]):
-            raise LayoutError(f"AttentionStore takes keys and values; this layout has {', '.join(roles)}")
+            raise LayoutError(
+                f"AttentionStore takes keys and values; this layout has {', '.join(roles)}"
+            )
         if settings.latent and not settings.cuda:
             raise LayoutError(
-                "AttentionStore needs pointers to values, which this layout does not have (MLA): only the longer argument list names another kind of "
+                "AttentionStore needs pointers to values, which this layout does not have (MLA): "
+                "only the longer argument list names another kind of "
                 "attention (attention_store.platform = 'cuda')"
             )
         self.settings = settings
@@ -43,8 +48,11 @@ class AttentionStoreBackend(DirectBackend):
             self.sdk.close()
             raise
 
-    async def fetch(self, tokens: bytes, start: int, blocks: tuple[int, ...], seconds: float) -> int:
-        """See `DirectBackend.fetch`: what matches is read, from the first missing block on nothing."""
+    async def fetch(
+        self, tokens: bytes, start: int, blocks: tuple[int, ...], seconds: float
+    ) -> int:
+        """See `DirectBackend.fetch`: what matches is read, from the first missing block on
+        nothing."""
         if not self.breaker.closed():
             return 0
         ids, deadline = np.frombuffer(tokens, "<u4"), now() + seconds
@@ -54,21 +62,25 @@ class AttentionStoreBackend(DirectBackend):
             if not found or now() >= deadline:
                 return self._saw(0)
             path = ids[: (start + found) * self.sdk.block_size]
-            got = await self.sdk.read(path, start, self.keys, self.values, blocks[:found], deadline - now())
+            got = await self.sdk.read(
+                path, start, self.keys, self.values, blocks[:found], deadline - now()
+            )
         except SdkError as error:
             return self._failed(len(blocks), "read", error)
         self.reads += got
         return self._saw(got)
 
     async def save(self, tokens: bytes, start: int, blocks: tuple[int, ...], seconds: float) -> int:
-        """See `DirectBackend.save`: what the store lacks, in slices, up to the first that is short, or until the time is over."""
+        """See `DirectBackend.save`: what the store lacks, in slices, up to the first that is short,
+        or until the time is over."""
         if not self.breaker.closed():
             return 0
         ids, settings = np.frombuffer(tokens, "<u4"), self.settings
         total = min(seconds, settings.write_total_timeout or seconds)
         deadline = now() + total
         try:
-            # From block 0: whether a match counts from its start or from the root is not documented.
+            # From block 0: whether a match counts from its start or from the root is not
+            # documented.
             stored = min(max(0, await self.sdk.match(ids, 0, total) - start), len(blocks))
         except SdkError as error:
             return self._failed(len(blocks), "match", error)
@@ -81,7 +93,12 @@ class AttentionStoreBackend(DirectBackend):
             path = ids[: (start + first + len(some)) * self.sdk.block_size]
             try:
                 got = await self.sdk.write(
-                    path, start + first, self.keys, self.values, some, min(left, settings.write_slice_timeout)
+                    path,
+                    start + first,
+                    self.keys,
+                    self.values,
+                    some,
+                    min(left, settings.write_slice_timeout),
                 )
             except SdkError as error:
                 self._failed(len(some), "write", error)

@@ -1,5 +1,5 @@
-"""The contract of a store, as readers and writers see it. One back end object is shared by every reader and writer of a system, on one
-loop."""
+"""The contract of a store, as readers and writers see it. One back end object is shared by every
+reader and writer of a system, on one loop."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class StoreStatistics(NamedTuple):
 
 
 class ReadReport(NamedTuple):
-    """One outcome a key, and the names whose objects turned out bad or missing: the store does not hold them any more."""
+    """One outcome a key, and the names whose objects turned out bad or missing: the store does not
+    hold them any more."""
 
     outcomes: bytes
     gone: list[bytes]
@@ -50,12 +51,13 @@ class WriteReport(NamedTuple):
 
 
 class Backend(ABC):
-    """A store of objects of `block_bytes` bytes named by 32-byte keys, all of one `fingerprint`. The constructor runs on the loop and must
-    not block.
+    """A store of objects of `block_bytes` bytes named by 32-byte keys, all of one `fingerprint`.
+    The constructor runs on the loop and must not block.
 
-    Results are per key, never one for a batch, and errors are outcomes, never exceptions. A store that this process owns alone says what it
-    holds (`keys`, `holds`), and that is reported to indexes; a pool shared with other nodes holds nothing in this sense. exclusive:
-    whether `take` has a meaning here.
+    Results are per key, never one for a batch, and errors are outcomes, never exceptions. A store
+    that this process owns alone says what it holds (`keys`, `holds`), and that is reported to
+    indexes; a pool shared with other nodes holds nothing in this sense. exclusive: whether `take`
+    has a meaning here.
     """
 
     exclusive: bool = False
@@ -69,10 +71,12 @@ class Backend(ABC):
     """How often it was cleared; a store that survives its process keeps this durably."""
 
     stuck: bool = False
-    """Whether calls of it have not ended although it was closed: the arena's memory must stay mapped."""
+    """Whether calls of it have not ended although it was closed: the arena's memory must stay
+    mapped."""
 
     keeps_lineages: bool = False
-    """Whether it keeps, beside objects, what their keys are made of, so that their paths can be announced when it is opened again."""
+    """Whether it keeps, beside objects, what their keys are made of, so that their paths can be
+    announced when it is opened again."""
 
     def __init__(self, fingerprint: bytes, block_bytes: int) -> None:
         self.fingerprint = fingerprint
@@ -83,12 +87,14 @@ class Backend(ABC):
 
     @abstractmethod
     async def open(self) -> None:
-        """Find out what is there. Raises StoreError if the store cannot be used at all; then nothing is left half-open. It is cancelled after
-        `actors.start` seconds. `close` follows in any case."""
+        """Find out what is there. Raises StoreError if the store cannot be used at all; then
+        nothing is left half-open. It is cancelled after `actors.start` seconds. `close` follows in
+        any case."""
 
     @property
     def era(self) -> int:
-        """How often the arena's memory may have been lost (if it is elsewhere); batches of an earlier era are not carried out."""
+        """How often the arena's memory may have been lost (if it is elsewhere); batches of an
+        earlier era are not carried out."""
         return 0
 
     async def attach(self, arena: Arena) -> None:
@@ -96,26 +102,34 @@ class Backend(ABC):
 
     @abstractmethod
     def probe(self, keys: Sequence[bytes]) -> int | None:
-        """Length of the leading run that can be read; it counts as used now. None if only `ask` can tell."""
+        """Length of the leading run that can be read; it counts as used now. None if only `ask` can
+        tell."""
 
     async def ask(self, keys: Sequence[bytes], expired: Expired) -> int:
         """The same from a store that must be asked; 0 if it does not answer."""
         return self.probe(keys) or 0
 
     def take(self, keys: Sequence[bytes]) -> None:
-        """Forget names that are about to be read for the last time (an exclusive store): they stop counting at once."""
+        """Forget names that are about to be read for the last time (an exclusive store): they stop
+        counting at once."""
 
     @abstractmethod
-    async def read(self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired) -> ReadReport:
-        """Read a batch. Nothing is written into a view after the call has ended, cancelled or not; a view whose outcome is not OK holds
-        nothing of meaning."""
+    async def read(
+        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
+    ) -> ReadReport:
+        """Read a batch. Nothing is written into a view after the call has ended, cancelled or not;
+        a view whose outcome is not OK holds nothing of meaning."""
 
     @abstractmethod
-    async def write(self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired) -> WriteReport:
-        """Write a batch, least recently used first, each object whole or not at all. What is there already counts as used now. No view is
-        read after the call has ended."""
+    async def write(
+        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
+    ) -> WriteReport:
+        """Write a batch, least recently used first, each object whole or not at all. What is there
+        already counts as used now. No view is read after the call has ended."""
 
-    async def read_slots(self, keys: Sequence[bytes], arena: Arena, slots: Sequence[int], expired: Expired) -> ReadReport:
+    async def read_slots(
+        self, keys: Sequence[bytes], arena: Arena, slots: Sequence[int], expired: Expired
+    ) -> ReadReport:
         """`read` into the arena's slots."""
         return await self.read(keys, [arena.view(slot) for slot in slots], expired)
 
@@ -127,7 +141,8 @@ class Backend(ABC):
         expired: Expired,
         lineages: Sequence[Lineage | None] = (),
     ) -> WriteReport:
-        """`write` from the arena's slots. lineages: one for each key, or none; given only to a back end that keeps them."""
+        """`write` from the arena's slots. lineages: one for each key, or none; given only to a back
+        end that keeps them."""
         return await self.write(keys, [arena.view(slot) for slot in slots], expired)
 
     @abstractmethod
@@ -136,8 +151,9 @@ class Backend(ABC):
 
     @abstractmethod
     async def clear(self, generation: int = 0) -> None:
-        """Delete every object of this fingerprint: when this returns none can be read again, by this process or a later one, killed at any
-        moment. What is being written meanwhile does not stay either. `generation` becomes max(generation + 1, the one given).
+        """Delete every object of this fingerprint: when this returns none can be read again, by
+        this process or a later one, killed at any moment. What is being written meanwhile does not
+        stay either. `generation` becomes max(generation + 1, the one given).
 
         Raises StoreError if that cannot be made sure of.
         """
@@ -151,7 +167,8 @@ class Backend(ABC):
         """Let go of everything; every call has ended."""
 
     def names(self) -> Iterator[bytes]:
-        """The same names as `keys`, one by one and in any order; RuntimeError if the store changes before the last one."""
+        """The same names as `keys`, one by one and in any order; RuntimeError if the store changes
+        before the last one."""
         return iter(self.keys())
 
     def count(self) -> int:
@@ -167,15 +184,18 @@ class Backend(ABC):
         return False
 
     def lost(self) -> list[bytes]:
-        """Keys removed that have not been reported yet, some thousand at most: each is returned once. Empty when there are none left."""
+        """Keys removed that have not been reported yet, some thousand at most: each is returned
+        once. Empty when there are none left."""
         return []
 
     def begin_paths(self) -> None:
-        """Begin (anew) to read which paths its objects form; an earlier reading ends. For a back end with `keeps_lineages`."""
+        """Begin (anew) to read which paths its objects form; an earlier reading ends. For a back
+        end with `keeps_lineages`."""
 
     async def next_paths(self, most: int) -> list[PathPart] | None:
-        """The next parts of paths, with about `most` blocks in all or with none yet, a parent before its children where both are there; None at
-        the end. What was written or removed since the beginning may or may not be among them."""
+        """The next parts of paths, with about `most` blocks in all or with none yet, a parent
+        before its children where both are there; None at the end. What was written or removed since
+        the beginning may or may not be among them."""
         return None
 
     def end_paths(self) -> None:
@@ -188,12 +208,24 @@ class Backend(ABC):
         """Count what became of a batch, and let the circuit breaker know."""
         for outcome in outcomes:
             self.counts[Outcome(outcome)] += 1
-        self.breaker.saw(outcomes.count(Outcome.UNAVAILABLE) < max(1, len(outcomes)), self.trouble())
+        self.breaker.saw(
+            outcomes.count(Outcome.UNAVAILABLE) < max(1, len(outcomes)), self.trouble()
+        )
 
     def statistics(self) -> StoreStatistics:
         """A moment's picture."""
         c = self.counts
         return StoreStatistics(
-            self.count(), self.block_bytes, self.reads, self.writes, c[Outcome.EXISTS], c[Outcome.MISS], c[Outcome.CORRUPT],
-            c[Outcome.NO_SPACE], c[Outcome.UNAVAILABLE], c[Outcome.LATE], self.evicted, self.breaker.state(),
-        )  # fmt: skip
+            self.count(),
+            self.block_bytes,
+            self.reads,
+            self.writes,
+            c[Outcome.EXISTS],
+            c[Outcome.MISS],
+            c[Outcome.CORRUPT],
+            c[Outcome.NO_SPACE],
+            c[Outcome.UNAVAILABLE],
+            c[Outcome.LATE],
+            self.evicted,
+            self.breaker.state(),
+        )

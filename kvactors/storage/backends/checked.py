@@ -1,7 +1,9 @@
-"""The seam between the storage actors and a back end of any origin: what it answers is checked, what it raises is contained.
+"""The seam between the storage actors and a back end of any origin: what it answers is checked,
+what it raises is contained.
 
-A wrong answer costs misses, is counted and logged, and goes no further. A clear is complete when it returns: writes in flight have ended, and
-after a clear that failed nothing is read or written until one has succeeded.
+A wrong answer costs misses, is counted and logged, and goes no further. A clear is complete when it
+returns: writes in flight have ended, and after a clear that failed nothing is read or written until
+one has succeeded.
 """
 
 from __future__ import annotations
@@ -21,7 +23,13 @@ from kvactors.device.arena import Arena
 from kvactors.errors import KVActorsError, StoreError
 from kvactors.flush_notifier.messages import PathPart
 from kvactors.lineage import Lineage
-from kvactors.storage.backends.base import Backend, Expired, ReadReport, StoreStatistics, WriteReport
+from kvactors.storage.backends.base import (
+    Backend,
+    Expired,
+    ReadReport,
+    StoreStatistics,
+    WriteReport,
+)
 from kvactors.storage.breaker import Breaker
 from kvactors.storage.messages import Outcome
 from kvactors.units import KEY_BYTES
@@ -34,12 +42,14 @@ WORST = max(Outcome)
 
 
 class CheckedBackend(Backend):
-    """faults: calls of `inner` that raised, or answered what the contract does not allow; last_fault: the last of them.
+    """faults: calls of `inner` that raised, or answered what the contract does not allow;
+    last_fault: the last of them.
 
-    fence: the last clear, as (incarnation of who asked, number of the operation); batches from before it are not written.
+    fence: the last clear, as (incarnation of who asked, number of the operation); batches from
+    before it are not written.
 
-    timeout: seconds that a call may take. While a call takes longer no other one begins: a look-up finds nothing, reads and writes are
-    UNAVAILABLE.
+    timeout: seconds that a call may take. While a call takes longer no other one begins: a look-up
+    finds nothing, reads and writes are UNAVAILABLE.
     """
 
     def __init__(self, inner: Backend, timeout: float) -> None:
@@ -51,19 +61,24 @@ class CheckedBackend(Backend):
         self.faults = 0
         self.last_fault = ""
         self.fence = (0, 0)
-        self.breaker = Breaker(store=type(inner).__name__)  # for faults; the back end has one for what it reports itself
+        self.breaker = Breaker(
+            store=type(inner).__name__
+        )  # for faults; the back end has one for what it reports itself
         self._kinds: Counter[str] = Counter()
         self._writing: set[asyncio.Future[None]] = set()
         self._clears = self._clearing = 0
         self._timeout = timeout
         self._numbers = count(1)
-        self._calls: dict[int, tuple[str, float]] = {}  # in flight, the oldest first: name and start
+        self._calls: dict[
+            int, tuple[str, float]
+        ] = {}  # in flight, the oldest first: name and start
         self._logged = 0  # the last call that was logged as one that does not return
 
     # -- containing
 
     def _contained(self, what: str, error: BaseException) -> bool:
-        """Whether an exception is the back end's fault; False for one that must pass: our own cancellation, or the process's end."""
+        """Whether an exception is the back end's fault; False for one that must pass: our own
+        cancellation, or the process's end."""
         if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
             return False
         if isinstance(error, asyncio.CancelledError):
@@ -78,7 +93,13 @@ class CheckedBackend(Backend):
         self._kinds[what] += 1
         self.last_fault = f"{what} {text}"
         if self._kinds[what].bit_count() == 1:  # the first, second, fourth, eighth, ..
-            log.error("store fault contained", store=type(self.inner).__name__, call=what, error=text, times=self._kinds[what])
+            log.error(
+                "store fault contained",
+                store=type(self.inner).__name__,
+                call=what,
+                error=text,
+                times=self._kinds[what],
+            )
 
     def _now(self, what: str, call: Callable[[], Any], fallback: Any) -> Any:
         """A call that answers at once."""
@@ -105,14 +126,20 @@ class CheckedBackend(Backend):
         return found
 
     def overdue(self) -> tuple[str, float] | None:
-        """Name and start (on the loop's clock) of a call that has been in flight for longer than the time-out; None if there is none."""
+        """Name and start (on the loop's clock) of a call that has been in flight for longer than
+        the time-out; None if there is none."""
         number = next(iter(self._calls), 0)
         if not number or now() - self._calls[number][1] <= self._timeout:
             return None
         if self._logged < number:
             self._logged = number
             what = self._calls[number][0]
-            log.error("store call does not return", store=type(self.inner).__name__, call=what, seconds=self._timeout)
+            log.error(
+                "store call does not return",
+                store=type(self.inner).__name__,
+                call=what,
+                seconds=self._timeout,
+            )
         return self._calls[number]
 
     # -- checking
@@ -132,7 +159,10 @@ class CheckedBackend(Backend):
         """One outcome a key; UNAVAILABLE where the answer says nothing that can be used."""
         found = getattr(report, "outcomes", None)
         if not isinstance(found, bytes | bytearray) or len(found) != count:
-            self._fault(what, f"answered {type(found).__name__} of {_length(found)} outcomes for {count} keys")
+            self._fault(
+                what,
+                f"answered {type(found).__name__} of {_length(found)} outcomes for {count} keys",
+            )
             return bytes([Outcome.UNAVAILABLE]) * count
         if count and max(found) > WORST:
             self._fault(what, f"answered outcome {max(found)}")
@@ -141,14 +171,17 @@ class CheckedBackend(Backend):
 
     def _keys(self, what: str, found: Any) -> list[bytes]:
         """Keys among what was answered."""
-        listed: list[Any] = self._now(what, lambda: list(found), []) if not isinstance(found, str | bytes) else []
+        listed: list[Any] = (
+            self._now(what, lambda: list(found), []) if not isinstance(found, str | bytes) else []
+        )
         good = [key for key in listed if isinstance(key, bytes) and len(key) == KEY_BYTES]
         if len(good) != len(listed) or isinstance(found, str | bytes):
             self._fault(what, "answered names that are no keys")
         return good
 
     def _closed(self) -> bool:
-        """Whether nothing may be read or written: a clear is in progress, or the last one failed."""
+        """Whether nothing may be read or written: a clear is in progress, or the last one
+        failed."""
         return bool(self._clearing) or self.uncleared
 
     # -- the contract
@@ -204,15 +237,21 @@ class CheckedBackend(Backend):
         """See `Backend.take`."""
         self._now("take", lambda: self.inner.take(keys), None)
 
-    async def read(self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired) -> ReadReport:
+    async def read(
+        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
+    ) -> ReadReport:
         """See `Backend.read`."""
         return await self._read(keys, lambda: self.inner.read(keys, views, expired))
 
-    async def read_slots(self, keys: Sequence[bytes], arena: Arena, slots: Sequence[int], expired: Expired) -> ReadReport:
+    async def read_slots(
+        self, keys: Sequence[bytes], arena: Arena, slots: Sequence[int], expired: Expired
+    ) -> ReadReport:
         """See `Backend.read_slots`."""
         return await self._read(keys, lambda: self.inner.read_slots(keys, arena, slots, expired))
 
-    async def _read(self, keys: Sequence[bytes], call: Callable[[], Awaitable[ReadReport]]) -> ReadReport:
+    async def _read(
+        self, keys: Sequence[bytes], call: Callable[[], Awaitable[ReadReport]]
+    ) -> ReadReport:
         if self._closed():
             return ReadReport(bytes([Outcome.MISS]) * len(keys), [])
         unread = ReadReport(bytes([Outcome.UNAVAILABLE]) * len(keys), [])
@@ -222,14 +261,21 @@ class CheckedBackend(Backend):
 
         async def checked() -> ReadReport:
             report = await call()
-            return ReadReport(self._outcomes("read", report, len(keys)), self._keys("read", getattr(report, "gone", None)))
+            return ReadReport(
+                self._outcomes("read", report, len(keys)),
+                self._keys("read", getattr(report, "gone", None)),
+            )
 
         report = await self._later("read", checked, unread)
         if clears != self._clears:  # what was read may be from before the clear
-            return ReadReport(report.outcomes.replace(bytes([Outcome.OK]), bytes([Outcome.MISS])), report.gone)
+            return ReadReport(
+                report.outcomes.replace(bytes([Outcome.OK]), bytes([Outcome.MISS])), report.gone
+            )
         return report
 
-    async def write(self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired) -> WriteReport:
+    async def write(
+        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
+    ) -> WriteReport:
         """See `Backend.write`."""
         return await self._write(keys, lambda: self.inner.write(keys, views, expired))
 
@@ -243,9 +289,13 @@ class CheckedBackend(Backend):
     ) -> WriteReport:
         """See `Backend.write_slots`; back ends of other packages may have one without lineages."""
         more = (lineages,) if lineages and self.keeps_lineages else ()
-        return await self._write(keys, lambda: self.inner.write_slots(keys, arena, slots, expired, *more))
+        return await self._write(
+            keys, lambda: self.inner.write_slots(keys, arena, slots, expired, *more)
+        )
 
-    async def _write(self, keys: Sequence[bytes], call: Callable[[], Awaitable[WriteReport]]) -> WriteReport:
+    async def _write(
+        self, keys: Sequence[bytes], call: Callable[[], Awaitable[WriteReport]]
+    ) -> WriteReport:
         if self._clearing:
             return WriteReport(bytes([Outcome.LATE]) * len(keys), [])
         unwritten = WriteReport(bytes([Outcome.UNAVAILABLE]) * len(keys), [])
@@ -261,7 +311,8 @@ class CheckedBackend(Backend):
         async def checked() -> WriteReport:
             report = await call()
             return WriteReport(
-                self._outcomes("write", report, len(keys)), self._keys("write", getattr(report, "evicted", None))
+                self._outcomes("write", report, len(keys)),
+                self._keys("write", getattr(report, "evicted", None)),
             )
 
         writing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -277,7 +328,8 @@ class CheckedBackend(Backend):
         await self._later("remove", lambda: self.inner.remove(keys), None)
 
     async def clear(self, generation: int = 0) -> None:
-        """See `Backend.clear`. Writes in flight end first; those that come in the meantime are LATE, and reads MISS."""
+        """See `Backend.clear`. Writes in flight end first; those that come in the meantime are
+        LATE, and reads MISS."""
         self._clears += 1
         self._clearing += 1
         mine, self.uncleared = self._clears, True  # until one has succeeded
@@ -286,7 +338,9 @@ class CheckedBackend(Backend):
                 await asyncio.wait(list(self._writing))
             await self._clear(generation)
             self.generation = max(
-                self.generation + 1, generation, self._now("generation", lambda: operator.index(self.inner.generation), 0)
+                self.generation + 1,
+                generation,
+                self._now("generation", lambda: operator.index(self.inner.generation), 0),
             )
             if mine == self._clears:
                 self.uncleared = False
@@ -309,15 +363,20 @@ class CheckedBackend(Backend):
 
     def needs_clear(self) -> bool:
         """Whether a clear is to be repeated: it failed, or did not reach all of the store."""
-        return not self._clearing and (self.uncleared or bool(self._now("uncleared", lambda: self.inner.uncleared, False)))
+        return not self._clearing and (
+            self.uncleared or bool(self._now("uncleared", lambda: self.inner.uncleared, False))
+        )
 
     def keys(self) -> list[bytes]:
         """See `Backend.keys`."""
         return [] if self.uncleared else self._keys("keys", self._now("keys", self.inner.keys, []))
 
     def snapshot(self) -> Iterator[bytes]:
-        """The keys of this moment; each is checked when it is taken, so that a large store costs no long turn."""
-        listed: list[Any] = [] if self.uncleared else self._now("keys", lambda: list(self.inner.keys()), [])
+        """The keys of this moment; each is checked when it is taken, so that a large store costs no
+        long turn."""
+        listed: list[Any] = (
+            [] if self.uncleared else self._now("keys", lambda: list(self.inner.keys()), [])
+        )
         return self._good(listed)
 
     def _good(self, listed: list[Any]) -> Iterator[bytes]:
@@ -346,7 +405,11 @@ class CheckedBackend(Backend):
 
     def count(self) -> int:
         """See `Backend.count`."""
-        return 0 if self.uncleared else self._number("count", self._now("count", self.inner.count, 0), sys.maxsize)
+        return (
+            0
+            if self.uncleared
+            else self._number("count", self._now("count", self.inner.count, 0), sys.maxsize)
+        )
 
     def holds(self, key: bytes) -> bool:
         """See `Backend.holds`."""
@@ -367,7 +430,11 @@ class CheckedBackend(Backend):
         found: Any = await self._later("next_paths", lambda: self.inner.next_paths(most), None)
         if found is None:
             return None
-        good = [part for part in found if isinstance(part, PathPart) and part.whole()] if isinstance(found, list) else []
+        good = (
+            [part for part in found if isinstance(part, PathPart) and part.whole()]
+            if isinstance(found, list)
+            else []
+        )
         if not isinstance(found, list) or len(good) != len(found):
             self._fault("next_paths", "answered what is no part of a path")
             return None

@@ -9,14 +9,16 @@ from kvactors.storage.breaker import Breaker
 
 
 class DirectBackend(ABC):
-    """Blocks are named by the tokens of their whole path. Errors are counts, never exceptions: a fetch or save that fails has moved 0
-    blocks. Both return once no device block is touched any more, cancelled or not. One call at a time."""
+    """Blocks are named by the tokens of their whole path. Errors are counts, never exceptions: a
+    fetch or save that fails has moved 0 blocks. Both return once no device block is touched any
+    more, cancelled or not. One call at a time."""
 
     ready_timeout: float = 0.0
     """Seconds that `open` may take, where they are more than `actors.start`."""
 
     late_since: float | None = None
-    """Since when a call has taken longer than it may, on the clock of the loop; None if none does."""
+    """Since when a call has taken longer than it may, on the clock of the loop; None if none
+    does."""
 
     def __init__(self, block_bytes: int) -> None:
         self.block_bytes = block_bytes
@@ -25,7 +27,8 @@ class DirectBackend(ABC):
 
     @property
     def era(self) -> int:
-        """How often device memory may have been lost (if it is elsewhere): blocks of an earlier era hold other bytes."""
+        """How often device memory may have been lost (if it is elsewhere): blocks of an earlier era
+        hold other bytes."""
         return 0
 
     @abstractmethod
@@ -33,12 +36,16 @@ class DirectBackend(ABC):
         """Connect. StoreError or SinkError if that cannot be."""
 
     @abstractmethod
-    async def fetch(self, tokens: bytes, start: int, blocks: tuple[int, ...], seconds: float) -> int:
-        """Read blocks start, start + 1, .. of a path into device blocks; how many, from the first on, arrived."""
+    async def fetch(
+        self, tokens: bytes, start: int, blocks: tuple[int, ...], seconds: float
+    ) -> int:
+        """Read blocks start, start + 1, .. of a path into device blocks; how many, from the first
+        on, arrived."""
 
     @abstractmethod
     async def save(self, tokens: bytes, start: int, blocks: tuple[int, ...], seconds: float) -> int:
-        """Write blocks start, start + 1, .. of a path from device blocks; how many, from the first on, are stored."""
+        """Write blocks start, start + 1, .. of a path from device blocks; how many, from the first
+        on, are stored."""
 
     @abstractmethod
     async def close(self) -> None:
@@ -47,5 +54,16 @@ class DirectBackend(ABC):
     def statistics(self) -> StoreStatistics:
         """A moment's picture; such a store does not say what it holds."""
         return StoreStatistics(
-            0, self.block_bytes, self.reads, self.writes, 0, self.misses, 0, 0, self.unavailable, 0, 0, self.breaker.state()
+            0,
+            self.block_bytes,
+            self.reads,
+            self.writes,
+            0,
+            self.misses,
+            0,
+            0,
+            self.unavailable,
+            0,
+            0,
+            self.breaker.state(),
         )

@@ -1,4 +1,5 @@
-"""A store of preallocated slab files: the default, without any server. See `slab_files` for the files, `slab_table` for what is in them."""
+"""A store of preallocated slab files: the default, without any server. See `slab_files` for the
+files, `slab_table` for what is in them."""
 
 from __future__ import annotations
 
@@ -42,14 +43,16 @@ SLAB_BYTES = 256 << 20
 """Bytes of a slab, unless the whole capacity is less."""
 
 CLOSING = 1.0
-"""Seconds that calls may take to end when the store is closed; threads that hang longer are abandoned."""
+"""Seconds that calls may take to end when the store is closed; threads that hang longer are
+abandoned."""
 
 
 class FileBackend(OwnedBackend):
-    """folder: of this model, namespace and rank. fingerprint: digest of the store's identity. capacity: objects at most, 0 for 80 % of what the file
-    system has to give. floor: bytes of the file system left free. durability: written (the system has it: survives the process) or synced
-    (the device has it: survives the power). depth: reads and writes at once. identity: the names behind the digest.
-    block_size: tokens of a block, if lineages are kept; 0 if not."""
+    """folder: of this model, namespace and rank. fingerprint: digest of the store's identity.
+    capacity: objects at most, 0 for 80 % of what the file system has to give. floor: bytes of the
+    file system left free. durability: written (the system has it: survives the process) or synced
+    (the device has it: survives the power). depth: reads and writes at once. identity: the names
+    behind the digest. block_size: tokens of a block, if lineages are kept; 0 if not."""
 
     def __init__(
         self,
@@ -70,20 +73,33 @@ class FileBackend(OwnedBackend):
         per_slab = max(1, SLAB_BYTES // stride)
         names = identity if identity is not None else StoreIdentity("", "", fingerprint)
         meta = Meta(
-            fingerprint.hex(), block_bytes, stride, min(per_slab, capacity) if capacity else per_slab,
-            model=names.model, namespace=names.namespace, rank=names.rank, ranks=names.ranks, entry_bytes=entry_bytes_for(block_size),
-        )  # fmt: skip
-        self.files = SlabFiles(Path(folder) / fingerprint.hex()[:16], meta, read_only=read_only, floor=floor)
+            fingerprint.hex(),
+            block_bytes,
+            stride,
+            min(per_slab, capacity) if capacity else per_slab,
+            model=names.model,
+            namespace=names.namespace,
+            rank=names.rank,
+            ranks=names.ranks,
+            entry_bytes=entry_bytes_for(block_size),
+        )
+        self.files = SlabFiles(
+            Path(folder) / fingerprint.hex()[:16], meta, read_only=read_only, floor=floor
+        )
         self.read_only, self.answerable = read_only, not read_only
         self.keeps_lineages = block_size > 0 and not read_only
         self.durability = durability
         self._wanted = capacity
         self._depth = depth
         self._threads = Workers(depth, "kvactors-file")
-        self._objects: dict[bytes, tuple[int, bytes]] = {}  # slot and mark of the table entry, of what can be read
+        self._objects: dict[
+            bytes, tuple[int, bytes]
+        ] = {}  # slot and mark of the table entry, of what can be read
         self._lineages: dict[bytes, tuple[Lineage]] = {}  # of what is being written
         self._paths = PathReading(self.files, self._in_thread)
-        self._written: dict[bytes, tuple[int, bytes]] = {}  # slot and entry, of payloads whose entries are not written yet
+        self._written: dict[
+            bytes, tuple[int, bytes]
+        ] = {}  # slot and entry, of payloads whose entries are not written yet
         self.slots = Slots()
         self.growth = Growth(self.files, self.slots, self._threads)
         self._generations = Generations(self.files, self._threads)
@@ -92,8 +108,8 @@ class FileBackend(OwnedBackend):
         self._arena: Arena | None = None
 
     async def open(self) -> None:
-        """See what is there; the objects written last stay if the capacity is smaller now. StoreError if it cannot be used; then, or when
-        cancelled, nothing is left open."""
+        """See what is there; the objects written last stay if the capacity is smaller now.
+        StoreError if it cannot be used; then, or when cancelled, nothing is left open."""
         try:
             await self._open()
         except BaseException:
@@ -113,7 +129,8 @@ class FileBackend(OwnedBackend):
             await self._drop_empty_slabs()
 
     def _enter(self, found: list[Stored]) -> tuple[list[bytes], list[int]]:
-        """Take in what was found; the keys that exceed the capacity, and the slots of earlier writes of a key."""
+        """Take in what was found; the keys that exceed the capacity, and the slots of earlier
+        writes of a key."""
         evicted: list[bytes] = []
         doubles: list[int] = []
         for sequence, slot, key, mark in found:
@@ -138,7 +155,8 @@ class FileBackend(OwnedBackend):
         self.slots.free = deque(slot for slot in self.slots.free if slot < keep * per_slab)
 
     async def attach(self, arena: Arena) -> None:
-        """See `Backend.attach`: slots of the arena are whole pages, so that their last page may be read and written to its end."""
+        """See `Backend.attach`: slots of the arena are whole pages, so that their last page may be
+        read and written to its end."""
         self._arena = arena
 
     def trouble(self) -> str:
@@ -165,7 +183,9 @@ class FileBackend(OwnedBackend):
         if outcome not in (Outcome.CORRUPT, Outcome.MISS):
             return outcome if generation == self.generation else Outcome.MISS
         if self.read_only or self._objects.get(key) != found:
-            return Outcome.MISS  # evicted, cleared or replaced while it was read, here or by the process that writes
+            return (
+                Outcome.MISS
+            )  # evicted, cleared or replaced while it was read, here or by the process that writes
         del self._objects[key]
         if outcome == Outcome.MISS:
             self.slots.give([slot])
@@ -181,8 +201,11 @@ class FileBackend(OwnedBackend):
 
     # -- writing
 
-    async def write(self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired) -> WriteReport:
-        """See `Backend.write`. Slots in quarantine are tried again before anything is evicted in their place."""
+    async def write(
+        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
+    ) -> WriteReport:
+        """See `Backend.write`. Slots in quarantine are tried again before anything is evicted in
+        their place."""
         short = self.slots.quarantined and len(self.catalog) + len(keys) > self.catalog.capacity
         if short and (self.slots.release(now()) or self.slots.release_first_offenders()):
             self._fit()
@@ -196,16 +219,26 @@ class FileBackend(OwnedBackend):
         expired: Expired,
         lineages: Sequence[Lineage | None] = (),
     ) -> WriteReport:
-        """See `Backend.write_slots`. Keys that are there, or that another batch is writing, are not this one's."""
+        """See `Backend.write_slots`. Keys that are there, or that another batch is writing, are not
+        this one's."""
         given = zip(keys, lineages, strict=False)
-        there = self.catalog, self.pending  # what is being written may have been evicted from the catalog by another batch
-        mine = {key: (one,) for key, one in given if one is not None and not any(key in names for names in there)}
+        there = (
+            self.catalog,
+            self.pending,
+        )  # what is being written may have been evicted from the catalog by another batch
+        mine = {
+            key: (one,)
+            for key, one in given
+            if one is not None and not any(key in names for names in there)
+        }
         self._lineages |= mine
         try:
             return await super().write_slots(keys, arena, slots, expired)
         finally:
             for key, entry in mine.items():
-                if self._lineages.get(key) is entry:  # another batch may have set its own since this one was refused the key
+                if (
+                    self._lineages.get(key) is entry
+                ):  # another batch may have set its own since this one was refused the key
                     del self._lineages[key]
 
     async def save(self, key: bytes, data: memoryview) -> Outcome:
@@ -214,7 +247,9 @@ class FileBackend(OwnedBackend):
             return Outcome.NO_SPACE
         outcome = await self._save_once(key, data)
         if outcome == Outcome.NO_SPACE and await self._squeeze(first=True):
-            outcome = await self._save_once(key, data)  # in the place of another object, which has its space on the disk
+            outcome = await self._save_once(
+                key, data
+            )  # in the place of another object, which has its space on the disk
             if outcome == Outcome.NO_SPACE:
                 self._no_eviction_until = now() + GROW_AGAIN
         return outcome
@@ -226,7 +261,9 @@ class FileBackend(OwnedBackend):
         sequence, self._sequence = self._sequence, self._sequence + 1
         try:
             (lineage,) = self._lineages.get(key, (None,))
-            outcome, entry = await self._in_thread(self._save, key, slot, sequence, self.generation, data, lineage)
+            outcome, entry = await self._in_thread(
+                self._save, key, slot, sequence, self.generation, data, lineage
+            )
         except BaseException:
             self.slots.give([slot])
             raise
@@ -243,18 +280,29 @@ class FileBackend(OwnedBackend):
         return outcome
 
     def _save(
-        self, key: bytes, slot: int, sequence: int, generation: int, data: memoryview, lineage: Lineage | None
+        self,
+        key: bytes,
+        slot: int,
+        sequence: int,
+        generation: int,
+        data: memoryview,
+        lineage: Lineage | None,
     ) -> tuple[Outcome, bytes]:
         outcome = self.files.write(slot, *extent(data, self._arena))
         checksum = xxhash.xxh3_64_intdigest(data)
-        if outcome == Outcome.OK and slot in self.slots.suspects and not self.files.proved(slot, checksum):
+        if (
+            outcome == Outcome.OK
+            and slot in self.slots.suspects
+            and not self.files.proved(slot, checksum)
+        ):
             return Outcome.CORRUPT, b""
         fields = {WRITTEN_AT: (time.time_ns() // 1000).to_bytes(8, "little")}
         fields |= fields_of_lineage(lineage, room_beside(self.files.meta))
         return outcome, entry_of(self.files.meta, key, checksum, sequence, generation, fields)
 
     async def _take_slot(self) -> tuple[int | None, Outcome]:
-        """A free slot: one that is there, one of a new slab, one that was in quarantine, or that of the least recently used object."""
+        """A free slot: one that is there, one of a new slab, one that was in quarantine, or that of
+        the least recently used object."""
         slots = self.slots
         while True:
             if slots.release(now()):
@@ -272,7 +320,8 @@ class FileBackend(OwnedBackend):
                 return None, outcome
 
     async def _squeeze(self, *, first: bool = False) -> bool:
-        """Evict the least recently used object although the capacity is not reached: the disk has no space. first: its slot is the next one."""
+        """Evict the least recently used object although the capacity is not reached: the disk has
+        no space. first: its slot is the next one."""
         victim = self.catalog.evict(self.pending) if now() >= self._no_eviction_until else None
         if victim is None:
             return False
@@ -316,10 +365,13 @@ class FileBackend(OwnedBackend):
             self.slots.give(slots)
 
     async def clear(self, generation: int = 0) -> None:
-        """See `Backend.clear`: the store gets another generation, in memory at once and on the device before this returns. Entries of the one
-        before are free slots from then on, whatever is left of them."""
+        """See `Backend.clear`: the store gets another generation, in memory at once and on the
+        device before this returns. Entries of the one before are free slots from then on, whatever
+        is left of them."""
         if self.read_only:
-            raise StoreError(f"{self.files.folder} is open read-only: the process that writes there can clear it")
+            raise StoreError(
+                f"{self.files.folder} is open read-only: the process that writes there can clear it"
+            )
         self.catalog.clear()
         slots = [slot for slot, _ in self._objects.values()]
         self._objects.clear()
@@ -362,7 +414,8 @@ class FileBackend(OwnedBackend):
                 tasks.start_soon(worker)
 
     async def close(self) -> None:
-        """Close the files and give up the lock, within about a second: threads that hang are abandoned."""
+        """Close the files and give up the lock, within about a second: threads that hang are
+        abandoned."""
         await uncancelled(self._close())
 
     async def _close(self) -> None:
@@ -374,14 +427,21 @@ class FileBackend(OwnedBackend):
         self.stuck = True
         if self._arena is not None:
             self._arena.keep()
-        log.warning("store threads hang and are abandoned", folder=str(self.files.folder), threads=self._threads.busy)
+        log.warning(
+            "store threads hang and are abandoned",
+            folder=str(self.files.folder),
+            threads=self._threads.busy,
+        )
         self.files.unlock()
-        self._threads.afterwards(self.files.drop)  # a descriptor in use must not become another file's
+        self._threads.afterwards(
+            self.files.drop
+        )  # a descriptor in use must not become another file's
 
     def file_statistics(self) -> FileStatistics:
         """A moment's picture of the files."""
         return statistics(self.files, self.slots, self._torn, self._scan_s, self._capacity)
 
     async def _in_thread(self, function: Callable[..., T], *args: object) -> T:
-        """A blocking call in a thread, to its end even if cancelled: it works on memory that is lent to it."""
+        """A blocking call in a thread, to its end even if cancelled: it works on memory that is
+        lent to it."""
         return await to_the_end(asyncio.wrap_future(self._threads.submit(lambda: function(*args))))

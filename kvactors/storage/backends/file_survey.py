@@ -17,8 +17,9 @@ SHARE = 0.8
 
 
 class FileStatistics(NamedTuple):
-    """A moment's picture of the files. direct: whether the page cache is passed by. quarantined: slots that held bad objects and are not used now.
-    torn: entries that made no sense when the store was opened. scan_s: seconds to find out what was there. capacity: objects at most."""
+    """A moment's picture of the files. direct: whether the page cache is passed by. quarantined:
+    slots that held bad objects and are not used now. torn: entries that made no sense when the
+    store was opened. scan_s: seconds to find out what was there. capacity: objects at most."""
 
     slots: int
     free: int
@@ -44,8 +45,9 @@ class Stored(NamedTuple):
 
 
 def survey(files: SlabFiles, wanted: int) -> tuple[list[Stored], int, int]:
-    """Open the files, read the table, and reckon the capacity: the objects, the oldest first, torn entries, and the capacity in objects. wanted: as
-    configured, 0 for a share of the space. Blocks. StoreError."""
+    """Open the files, read the table, and reckon the capacity: the objects, the oldest first, torn
+    entries, and the capacity in objects. wanted: as configured, 0 for a share of the space. Blocks.
+    StoreError."""
     try:
         slots = files.open()
         own, free, others = files.own_bytes(), files.free_bytes(), files.bytes_of_others()
@@ -56,9 +58,13 @@ def survey(files: SlabFiles, wanted: int) -> tuple[list[Stored], int, int]:
     capacity = max(1, size // stride)
     if wanted and capacity < wanted:
         log.warning(
-            "stores of other layouts take part of the capacity; 'kvactors store prune' removes them",
-            folder=str(files.folder.parent), bytes=others, objects=wanted, left=capacity,
-        )  # fmt: skip
+            "stores of other layouts take part of the capacity; 'kvactors store prune' removes "
+            "them",
+            folder=str(files.folder.parent),
+            bytes=others,
+            objects=wanted,
+            left=capacity,
+        )
     found: list[Stored] = []
     torn = 0
     for first in range(0, slots, CHUNK):
@@ -71,14 +77,26 @@ def survey(files: SlabFiles, wanted: int) -> tuple[list[Stored], int, int]:
         torn += some.torn
     found.sort()
     log.info(
-        "file store open", folder=str(files.folder), capacity_bytes=capacity * stride, capacity_objects=capacity, configured=bool(wanted),
-        own_bytes=own, free_bytes=free, other_layouts_bytes=others, objects=len(found), torn=torn,
-    )  # fmt: skip
+        "file store open",
+        folder=str(files.folder),
+        capacity_bytes=capacity * stride,
+        capacity_objects=capacity,
+        configured=bool(wanted),
+        own_bytes=own,
+        free_bytes=free,
+        other_layouts_bytes=others,
+        objects=len(found),
+        torn=torn,
+    )
     return found, torn, capacity
 
 
-def statistics(files: SlabFiles, slots: Slots, torn: int, scan_s: float, capacity: int) -> FileStatistics:
+def statistics(
+    files: SlabFiles, slots: Slots, torn: int, scan_s: float, capacity: int
+) -> FileStatistics:
     """A moment's picture."""
     slabs = len(files.slabs)
     total = slabs * files.meta.slots_per_slab
-    return FileStatistics(total, len(slots.free), slabs, files.direct, slots.quarantined, torn, scan_s, capacity)
+    return FileStatistics(
+        total, len(slots.free), slabs, files.direct, slots.quarantined, torn, scan_s, capacity
+    )

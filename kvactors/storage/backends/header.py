@@ -1,7 +1,7 @@
 """What stands beside every stored object, and is compared on every read.
 
-Little-endian: magic "KVACTORS", version u32, reserved u32 = 0, fingerprint 32 bytes, key 32 bytes, payload length u64, XXH3-64 of the payload
-u64; together 96 bytes.
+Little-endian: magic "KVACTORS", version u32, reserved u32 = 0, fingerprint 32 bytes, key 32 bytes,
+payload length u64, XXH3-64 of the payload u64; together 96 bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ def header_of(fingerprint: bytes, key: bytes, payload: Any, checksum: int | None
     """The header of a payload (any buffer), or of its length and checksum."""
     if checksum is not None:
         return HEADER.pack(MAGIC, VERSION, 0, fingerprint, key, payload, checksum)
-    return HEADER.pack(MAGIC, VERSION, 0, fingerprint, key, len(payload), xxhash.xxh3_64_intdigest(payload))
+    return HEADER.pack(
+        MAGIC, VERSION, 0, fingerprint, key, len(payload), xxhash.xxh3_64_intdigest(payload)
+    )
 
 
 def fits(header: Any, fingerprint: bytes, key: bytes, payload: Any) -> bool:

@@ -1,4 +1,5 @@
-"""A store in this process's memory: for tests, simulation and replays. Checksums are verified as everywhere."""
+"""A store in this process's memory: for tests, simulation and replays. Checksums are verified as
+everywhere."""
 
 from __future__ import annotations
 

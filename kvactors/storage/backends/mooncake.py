@@ -1,7 +1,8 @@
 """A Mooncake pool as storage: what one node wrote, every node of the pool can load.
 
-An object is a block's payload and a header, in one value that is never changed. The pool belongs to all its nodes, and its master evicts as
-it sees fit, so this back end is answerable for no names: it announces nothing as resident, and an object that is not there is a miss.
+An object is a block's payload and a header, in one value that is never changed. The pool belongs to
+all its nodes, and its master evicts as it sees fit, so this back end is answerable for no names: it
+announces nothing as resident, and an object that is not there is a miss.
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ from kvactors.identity import StoreIdentity
 from kvactors.mooncake_config import MooncakeConfig
 from kvactors.storage.backends.base import Backend, Expired, ReadReport, WriteReport
 from kvactors.storage.backends.header import HEADER, fits, header_of
-from kvactors.storage.backends.mooncake_client import NO_SPACE, NOT_FOUND, NOT_READY, OK, MooncakeClient
+from kvactors.storage.backends.mooncake_client import (
+    NO_SPACE,
+    NOT_FOUND,
+    NOT_READY,
+    OK,
+    MooncakeClient,
+)
 from kvactors.storage.backends.slab_memory import memory
 from kvactors.storage.messages import Outcome
 from kvactors.threads import Workers
@@ -30,10 +37,12 @@ from kvactors.threads import Workers
 T = TypeVar("T")
 
 BATCH = 32
-"""Objects in one call, which cannot be cut short. Two calls at once are slower than one after another."""
+"""Objects in one call, which cannot be cut short. Two calls at once are slower than one after
+another."""
 
 RETRY = 0.2
-"""Seconds until objects that found no space are tried once more: a burst outruns the master's eviction."""
+"""Seconds until objects that found no space are tried once more: a burst outruns the master's
+eviction."""
 
 
 class Place(NamedTuple):
@@ -46,7 +55,8 @@ class Place(NamedTuple):
 
 
 class MooncakeBackend(Backend):
-    """identity: of the objects; those of different models, namespaces, layouts or ranks have different names and headers."""
+    """identity: of the objects; those of different models, namespaces, layouts or ranks have
+    different names and headers."""
 
     trailer = HEADER.size
 
@@ -92,8 +102,11 @@ class MooncakeBackend(Backend):
                 return run
         return run
 
-    async def read(self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired) -> ReadReport:
-        """See `Backend.read`. While one batch moves, the checksums of the one before are looked at."""
+    async def read(
+        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
+    ) -> ReadReport:
+        """See `Backend.read`. While one batch moves, the checksums of the one before are looked
+        at."""
         outcomes = bytearray([Outcome.LATE]) * len(keys)
         judging: list[tuple[slice, asyncio.Future[bytes]]] = []
         try:
@@ -105,15 +118,22 @@ class MooncakeBackend(Backend):
                     outcomes[some] = bytes([Outcome.UNAVAILABLE]) * len(keys[some])
                     continue
                 places = [self._place(view) for view in views[some]]
-                pointers, sizes = [place.pointers for place in places], [place.sizes for place in places]
-                codes = await self._client.get([self.name(key) for key in keys[some]], pointers, sizes)
+                pointers, sizes = (
+                    [place.pointers for place in places],
+                    [place.sizes for place in places],
+                )
+                codes = await self._client.get(
+                    [self.name(key) for key in keys[some]], pointers, sizes
+                )
                 judge = partial(self._judge, keys[some], places, codes)
                 judging.append((some, asyncio.wrap_future(self._sums.submit(judge))))
         finally:
             for some, judged in judging:
                 seen: bytes = await to_the_end(judged)
                 outcomes[some] = seen
-        corrupt = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome == Outcome.CORRUPT]
+        corrupt = [
+            key for key, outcome in zip(keys, outcomes, strict=True) if outcome == Outcome.CORRUPT
+        ]
         await self.remove(corrupt)
         self.saw(bytes(outcomes))
         self.reads += outcomes.count(Outcome.OK)
@@ -131,8 +151,11 @@ class MooncakeBackend(Backend):
                 outcomes.append(Outcome.OK if good else Outcome.CORRUPT)
         return bytes(outcomes)
 
-    async def write(self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired) -> WriteReport:
-        """See `Backend.write`. An object that is there is not written again, which the pool does not tell apart."""
+    async def write(
+        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
+    ) -> WriteReport:
+        """See `Backend.write`. An object that is there is not written again, which the pool does
+        not tell apart."""
         outcomes = bytearray([Outcome.LATE]) * len(keys)
         for start in range(0, len(keys), BATCH):
             if expired():
@@ -148,7 +171,11 @@ class MooncakeBackend(Backend):
         return WriteReport(bytes(outcomes), [])
 
     async def _write(
-        self, which: Sequence[int], keys: Sequence[bytes], views: Sequence[memoryview], outcomes: bytearray
+        self,
+        which: Sequence[int],
+        keys: Sequence[bytes],
+        views: Sequence[memoryview],
+        outcomes: bytearray,
     ) -> None:
         codes = [-1] * len(which)
         if self.breaker.closed():
@@ -156,16 +183,22 @@ class MooncakeBackend(Backend):
 
             def head() -> None:
                 for i, place in zip(which, places, strict=True):
-                    place.header[:] = np.frombuffer(header_of(self.fingerprint, keys[i], place.payload), np.uint8)
+                    place.header[:] = np.frombuffer(
+                        header_of(self.fingerprint, keys[i], place.payload), np.uint8
+                    )
 
             await self._aside(head)
-            pointers, sizes = [place.pointers for place in places], [place.sizes for place in places]
+            pointers, sizes = (
+                [place.pointers for place in places],
+                [place.sizes for place in places],
+            )
             codes = await self._client.put([self.name(keys[i]) for i in which], pointers, sizes)
         for i, code in zip(which, codes, strict=True):
             outcomes[i] = _outcome(code)
 
     def _place(self, view: memoryview) -> Place:
-        """A slot of the arena is one piece with its trailer: over a network a piece more costs as much as a small block."""
+        """A slot of the arena is one piece with its trailer: over a network a piece more costs as
+        much as a small block."""
         payload, arena = np.frombuffer(view, np.uint8), self._arena
         address, size = int(payload.ctypes.data), self.block_bytes
         if arena is not None and arena.holds(address) and arena.trailer >= HEADER.size:
@@ -185,7 +218,12 @@ class MooncakeBackend(Backend):
 
     async def clear(self, generation: int = 0) -> None:
         """See `Backend.clear`: of this identity, for every node of the pool."""
-        if await self._client.call(lambda store: int(store.remove_by_regex("^" + self.prefix, True)), -1) < 0:
+        if (
+            await self._client.call(
+                lambda store: int(store.remove_by_regex("^" + self.prefix, True)), -1
+            )
+            < 0
+        ):
             raise StoreError("the Mooncake pool did not remove the objects")
         self.generation = max(self.generation + 1, generation)
 
@@ -201,4 +239,6 @@ def _outcome(code: int) -> Outcome:
     """What a code of the client means for a key."""
     if code >= OK:
         return Outcome.OK
-    return {NO_SPACE: Outcome.NO_SPACE, NOT_FOUND: Outcome.MISS, NOT_READY: Outcome.MISS}.get(code, Outcome.UNAVAILABLE)
+    return {NO_SPACE: Outcome.NO_SPACE, NOT_FOUND: Outcome.MISS, NOT_READY: Outcome.MISS}.get(
+        code, Outcome.UNAVAILABLE
+    )

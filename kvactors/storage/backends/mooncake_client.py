@@ -1,9 +1,11 @@
 """Mooncake's client behind calls that can be awaited, with its traps guarded.
 
-The client ends the process if it is called before `setup` or after `close`, waits a long time for a master that is not there, and answers
-some failures with nothing. Here every call runs in one of a few threads, none begins once closing has, closing waits for those under way,
-and what a call cannot answer is a negative code. `setup` and `close` hold the interpreter's lock for as long as they try to reach the master (90 s
-and 18 s when it is gone), so the master is looked for first. Facts are those of mooncake-transfer-engine 0.3.13.
+The client ends the process if it is called before `setup` or after `close`, waits a long time for a
+master that is not there, and answers some failures with nothing. Here every call runs in one of a
+few threads, none begins once closing has, closing waits for those under way, and what a call cannot
+answer is a negative code. `setup` and `close` hold the interpreter's lock for as long as they try
+to reach the master (90 s and 18 s when it is gone), so the master is looked for first. Facts are
+those of mooncake-transfer-engine 0.3.13.
 """
 
 from __future__ import annotations
@@ -30,15 +32,17 @@ THREADS = 2
 """More brought nothing when measured."""
 
 OK, NO_SPACE, NOT_FOUND, NOT_READY, HAS_LEASE, RPC_FAILED = 0, -200, -704, -703, -706, -900
-"""Return codes of the client that mean something of their own; other negative ones are failed transfers and dead masters."""
+"""Return codes of the client that mean something of their own; other negative ones are failed
+transfers and dead masters."""
 
 CLOSE_LIMIT = 10.0
-"""Seconds `close` waits for calls under way, and for the client's own close (2 s when all is well)."""
+"""Seconds `close` waits for calls under way, and for the client's own close (2 s when all is
+well)."""
 
 
 class MooncakeClient:
-    """One client of a pool. Pointers must stay valid until a call has returned; calls are not cut short, Mooncake's own time-outs end
-    them (`timeout` of the config)."""
+    """One client of a pool. Pointers must stay valid until a call has returned; calls are not cut
+    short, Mooncake's own time-outs end them (`timeout` of the config)."""
 
     def __init__(self, config: MooncakeConfig, rank: int = 0) -> None:
         self.config = config
@@ -49,7 +53,8 @@ class MooncakeClient:
         self._log = get_logger()
 
     async def open(self) -> None:
-        """Join the pool. StoreError names what is missing: the package, the master, a wrong setting."""
+        """Join the pool. StoreError names what is missing: the package, the master, a wrong
+        setting."""
         store = self._make()
         config = self.config
         if not await self.reachable(config.connect_timeout):
@@ -71,12 +76,17 @@ class MooncakeClient:
         with anyio.move_on_after(config.connect_timeout):
             code = await asyncio.shield(asyncio.wrap_future(joining))
             if code != OK:
-                raise StoreError(f"Mooncake at {config.master_server_address} refused to be joined: code {code}")
+                raise StoreError(
+                    f"Mooncake at {config.master_server_address} refused to be joined: code {code}"
+                )
             self._store = store
             self._open = True
             return
         joining.add_done_callback(lambda done: _close_late(store, done))
-        raise StoreError(f"Mooncake at {config.master_server_address} could not be joined in {config.connect_timeout} s")
+        raise StoreError(
+            f"Mooncake at {config.master_server_address} could not be joined in "
+            f"{config.connect_timeout} s"
+        )
 
     async def reachable(self, seconds: float) -> bool:
         """Whether somebody listens at the master's address."""
@@ -92,12 +102,14 @@ class MooncakeClient:
             from mooncake.store import MooncakeDistributedStore
         except ImportError as error:
             raise StoreError(
-                f"a mooncake store needs its client: pip install 'kvactors[mooncake]' (and libibverbs1, libnuma1): {error}"
+                "a mooncake store needs its client: pip install 'kvactors[mooncake]' (and "
+                f"libibverbs1, libnuma1): {error}"
             ) from error
         return MooncakeDistributedStore()
 
     async def call(self, work: Callable[[Any], T], failed: T) -> T:
-        """`work(store)` in a thread, to its end; `failed` if there is no store (any more) or the client raises."""
+        """`work(store)` in a thread, to its end; `failed` if there is no store (any more) or the
+        client raises."""
         if not self._open:
             return failed
 
@@ -113,18 +125,31 @@ class MooncakeClient:
         return await to_the_end(asyncio.wrap_future(self._workers.submit(guarded)))
 
     async def exist(self, keys: Sequence[str]) -> list[int]:
-        """1, 0, or a negative code a key. Asking gives an object a lease: ask only for what is about to be read."""
-        return await self.call(lambda store: list(store.batch_is_exist(list(keys))), [RPC_FAILED] * len(keys))
+        """1, 0, or a negative code a key. Asking gives an object a lease: ask only for what is
+        about to be read."""
+        return await self.call(
+            lambda store: list(store.batch_is_exist(list(keys))), [RPC_FAILED] * len(keys)
+        )
 
-    async def put(self, keys: Sequence[str], pointers: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]) -> list[int]:
-        """Write objects, each of several pieces of memory; a code a key. 0 is no proof that anything is readable: see `exist`."""
+    async def put(
+        self, keys: Sequence[str], pointers: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]
+    ) -> list[int]:
+        """Write objects, each of several pieces of memory; a code a key. 0 is no proof that
+        anything is readable: see `exist`."""
         work = [list(keys), [list(p) for p in pointers], [list(s) for s in sizes]]
-        return await self.call(lambda store: list(store.batch_put_from_multi_buffers(*work)), [RPC_FAILED] * len(keys))
+        return await self.call(
+            lambda store: list(store.batch_put_from_multi_buffers(*work)), [RPC_FAILED] * len(keys)
+        )
 
-    async def get(self, keys: Sequence[str], pointers: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]) -> list[int]:
-        """Read objects into several pieces of memory each: the bytes read, or a negative code, a key."""
+    async def get(
+        self, keys: Sequence[str], pointers: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]
+    ) -> list[int]:
+        """Read objects into several pieces of memory each: the bytes read, or a negative code, a
+        key."""
         work = [list(keys), [list(p) for p in pointers], [list(s) for s in sizes]]
-        return await self.call(lambda store: list(store.batch_get_into_multi_buffers(*work)), [RPC_FAILED] * len(keys))
+        return await self.call(
+            lambda store: list(store.batch_get_into_multi_buffers(*work)), [RPC_FAILED] * len(keys)
+        )
 
     async def remove(self, keys: Sequence[str]) -> list[int]:
         """Delete objects, leases or not; a code a key."""
@@ -143,8 +168,9 @@ class MooncakeClient:
         return await self.call(lambda store: int(store.unregister_buffer(address)), RPC_FAILED)
 
     async def close(self) -> None:
-        """Leave the pool: what this client gave to it is gone. A call that hangs is left behind, and then the client is not closed, since
-        that could end the process; nor without a master, since that would stop everything for 18 s."""
+        """Leave the pool: what this client gave to it is gone. A call that hangs is left behind,
+        and then the client is not closed, since that could end the process; nor without a master,
+        since that would stop everything for 18 s."""
         if not self._open:
             self._workers.close()
             return
@@ -155,7 +181,10 @@ class MooncakeClient:
             with anyio.move_on_after(CLOSE_LIMIT):
                 await asyncio.shield(asyncio.wrap_future(closing))
         else:
-            self._log.warning("mooncake's master is gone or a call hangs: the client stays open until the process ends")
+            self._log.warning(
+                "mooncake's master is gone or a call hangs: the client stays open until the "
+                "process ends"
+            )
         self._workers.close()
 
 

@@ -1,4 +1,5 @@
-"""The stores of ranks in other processes, as one: an object is there if every rank has its share of it."""
+"""The stores of ranks in other processes, as one: an object is there if every rank has its share of
+it."""
 
 from __future__ import annotations
 
@@ -25,13 +26,22 @@ PATHS = 32
 WORST = len(Outcome) - 1
 """The greatest value of an outcome."""
 
-BADNESS = (Outcome.OK, Outcome.EXISTS, Outcome.MISS, Outcome.NO_SPACE, Outcome.LATE, Outcome.CORRUPT, Outcome.UNAVAILABLE)
+BADNESS = (
+    Outcome.OK,
+    Outcome.EXISTS,
+    Outcome.MISS,
+    Outcome.NO_SPACE,
+    Outcome.LATE,
+    Outcome.CORRUPT,
+    Outcome.UNAVAILABLE,
+)
 """Outcomes from best to worst: the whole is as its worst share."""
 
 
 class RankBackend(Backend):
-    """exclusive: as its ranks' stores. shared: whether these are a pool of many nodes, which must be asked and of which no node answers for all.
-    seconds: what a batch may take. Slots are numbers here: the bytes never come to this process.
+    """exclusive: as its ranks' stores. shared: whether these are a pool of many nodes, which must
+    be asked and of which no node answers for all. seconds: what a batch may take. Slots are numbers
+    here: the bytes never come to this process.
 
     names: what the stores of all ranks hold, about 130 bytes for each object.
     """
@@ -114,10 +124,13 @@ class RankBackend(Backend):
         count: bool = True,
         lineages: Sequence[Lineage | None] = (),
     ) -> tuple[bytes, list[bytes]]:
-        """One outcome a key for all ranks together, and the names that any of them does not hold any more."""
+        """One outcome a key for all ranks together, and the names that any of them does not hold
+        any more."""
         joined = join_keys(keys)
         answers = await self.group.scatter(
-            lambda op: StoreObjects(op, kind, joined, tuple(slots), self.seconds, lineages=tuple(lineages)),
+            lambda op: StoreObjects(
+                op, kind, joined, tuple(slots), self.seconds, lineages=tuple(lineages)
+            ),
             outcomes=len(keys),
             worst=WORST,
         )
@@ -132,13 +145,19 @@ class RankBackend(Backend):
             self.saw(outcomes)
         return outcomes, list(gone)
 
-    async def read_slots(self, keys: Sequence[bytes], arena: Arena, slots: Sequence[int], expired: Expired) -> ReadReport:
+    async def read_slots(
+        self, keys: Sequence[bytes], arena: Arena, slots: Sequence[int], expired: Expired
+    ) -> ReadReport:
         """See `Backend.read_slots`."""
         if expired():
             return ReadReport(bytes([Outcome.LATE]) * len(keys), [])
         outcomes, gone = await self._all("read", keys, slots)
         self.reads += outcomes.count(Outcome.OK)
-        bad = {key for key, o in zip(keys, outcomes, strict=True) if o in (Outcome.MISS, Outcome.CORRUPT)}
+        bad = {
+            key
+            for key, o in zip(keys, outcomes, strict=True)
+            if o in (Outcome.MISS, Outcome.CORRUPT)
+        }
         held = [key for key in {*gone, *bad} if key in self.names_held]
         self.take(held)
         return ReadReport(outcomes, held)
@@ -166,15 +185,24 @@ class RankBackend(Backend):
         self.evicted += len(evicted)
         self.take(evicted)
         for key, outcome in zip(keys, outcomes, strict=True):
-            if outcome in (Outcome.OK, Outcome.EXISTS) and key not in gone and clears == self._clears and not self.shared:
+            if (
+                outcome in (Outcome.OK, Outcome.EXISTS)
+                and key not in gone
+                and clears == self._clears
+                and not self.shared
+            ):
                 self.names_held.add(key)
         return WriteReport(outcomes, evicted)
 
-    async def read(self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired) -> ReadReport:
+    async def read(
+        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
+    ) -> ReadReport:
         """See `Backend.read`: memory of this process is not within the ranks' reach."""
         return ReadReport(bytes([Outcome.UNAVAILABLE]) * len(keys), [])
 
-    async def write(self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired) -> WriteReport:
+    async def write(
+        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
+    ) -> WriteReport:
         """See `Backend.write`: memory of this process is not within the ranks' reach."""
         return WriteReport(bytes([Outcome.UNAVAILABLE]) * len(keys), [])
 
@@ -185,24 +213,35 @@ class RankBackend(Backend):
             await self._all("remove", keys)
 
     async def clear(self, generation: int = 0) -> None:
-        """See `Backend.clear`. Nothing from before is held afterwards, in this process or the next: ranks that were not reached keep an older
-        generation, by which this and every later leader recognizes them, and nothing is held or written before they have been cleared.
+        """See `Backend.clear`. Nothing from before is held afterwards, in this process or the next:
+        ranks that were not reached keep an older generation, by which this and every later leader
+        recognizes them, and nothing is held or written before they have been cleared.
 
-        StoreUnavailable if that cannot be promised: no rank has confirmed (of a shared pool: not all have).
+        StoreUnavailable if that cannot be promised: no rank has confirmed (of a shared pool: not
+        all have).
         """
         self._clears += 1  # writes in flight are cleared, too
         self._uncleared = True  # until all ranks have confirmed
         await in_slices(self.names_held.drop_all().empty())
         generation = max(generation, self.names_held.next_generation)
         answers = await self.group.scatter(
-            lambda op: StoreObjects(op, "clear", generation=generation), outcomes=1, worst=WORST, partial=True
+            lambda op: StoreObjects(op, "clear", generation=generation),
+            outcomes=1,
+            worst=WORST,
+            partial=True,
         )
-        done = [rank for rank, answer in enumerate(answers) if answer is not None and answer.outcomes == bytes([Outcome.OK])]
+        done = [
+            rank
+            for rank, answer in enumerate(answers)
+            if answer is not None and answer.outcomes == bytes([Outcome.OK])
+        ]
         self.names_held.have(done, generation)
         self._uncleared = len(done) < len(answers)
         missing = [rank for rank in range(len(answers)) if rank not in done]
         if missing and (self.shared or not done):
-            raise StoreUnavailable(f"ranks {missing} of {len(answers)} did not confirm that their stores are empty")
+            raise StoreUnavailable(
+                f"ranks {missing} of {len(answers)} did not confirm that their stores are empty"
+            )
         if missing:
             log.warning("clear incomplete", missing=missing, ranks=len(answers))
 
@@ -213,13 +252,16 @@ class RankBackend(Backend):
         self._reading, self._begun = True, False
 
     async def next_paths(self, most: int) -> list[PathPart] | None:
-        """See `Backend.next_paths`. A rank that is away ends the reading. What does not give its key is left out: a rank is not trusted."""
+        """See `Backend.next_paths`. A rank that is away ends the reading. What does not give its
+        key is left out: a rank is not trusted."""
         if not self._reading:
             return None
         kind: Literal["begin_paths", "paths"] = "paths" if self._begun else "begin_paths"
         self._begun = True
         most = min(most, PATHS)
-        answers = await self.group.scatter(lambda op: StoreObjects(op, kind, most=most), outcomes=1, worst=WORST, only=0)
+        answers = await self.group.scatter(
+            lambda op: StoreObjects(op, kind, most=most), outcomes=1, worst=WORST, only=0
+        )
         if answers[0] is None or answers[0].outcomes != bytes([Outcome.OK]):
             self._reading = False
             return None
@@ -255,12 +297,16 @@ def proved(part: PathPart) -> bool:
         return False
     parent, size, extra_keys = part.parent, len(part.tokens) // part.blocks, dict(part.extra_keys)
     for i, key in enumerate(split_keys(part.keys)):
-        if Lineage(parent, part.tokens[i * size : (i + 1) * size], extra_keys.get(i, b"")).key() != key:
+        if (
+            Lineage(parent, part.tokens[i * size : (i + 1) * size], extra_keys.get(i, b"")).key()
+            != key
+        ):
             return False
         parent = key
     return True
 
 
 def outcomes_of(answer: Answer | None, keys: int) -> bytes:
-    """A rank's outcomes, which the group has checked; a rank without an answer was not available."""
+    """A rank's outcomes, which the group has checked; a rank without an answer was not
+    available."""
     return bytes([Outcome.UNAVAILABLE]) * keys if answer is None else answer.outcomes

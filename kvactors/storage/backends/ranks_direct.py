@@ -1,4 +1,5 @@
-"""The stores of ranks that move the ranks' own device memory, as one: a block is there if every rank has its share of it."""
+"""The stores of ranks that move the ranks' own device memory, as one: a block is there if every
+rank has its share of it."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ log = get_logger()
 
 
 class RanksDirect(DirectBackend):
-    """Every move is sent to all ranks; as many blocks have arrived, or are stored, as on the rank with the fewest. A rank that is away or silent has
-    none."""
+    """Every move is sent to all ranks; as many blocks have arrived, or are stored, as on the rank
+    with the fewest. A rank that is away or silent has none."""
 
     def __init__(self, group: RankGroup, block_bytes: int) -> None:
         super().__init__(block_bytes)
@@ -29,7 +30,9 @@ class RanksDirect(DirectBackend):
     async def open(self) -> None:
         """The ranks open their stores themselves."""
 
-    async def fetch(self, tokens: bytes, start: int, blocks: tuple[int, ...], seconds: float) -> int:
+    async def fetch(
+        self, tokens: bytes, start: int, blocks: tuple[int, ...], seconds: float
+    ) -> int:
         """See `DirectBackend.fetch`."""
         good = await self._all("fetch", tokens, start, blocks, seconds)
         self.reads += good
@@ -42,19 +45,36 @@ class RanksDirect(DirectBackend):
         return good
 
     async def _all(
-        self, kind: Literal["fetch", "save"], tokens: bytes, start: int, blocks: tuple[int, ...], seconds: float
+        self,
+        kind: Literal["fetch", "save"],
+        tokens: bytes,
+        start: int,
+        blocks: tuple[int, ...],
+        seconds: float,
     ) -> int:
         if not self.breaker.closed():
             return 0
         answers = await self.group.scatter(
-            lambda op: MoveDevice(op, kind, tokens, start, blocks, seconds), outcomes=len(blocks), worst=FAILED
+            lambda op: MoveDevice(op, kind, tokens, start, blocks, seconds),
+            outcomes=len(blocks),
+            worst=FAILED,
         )
         counts = [0 if answer is None else leading(answer.outcomes) for answer in answers]
-        failed = [rank for rank, answer in enumerate(answers) if answer is None or FAILED in answer.outcomes]
+        failed = [
+            rank
+            for rank, answer in enumerate(answers)
+            if answer is None or FAILED in answer.outcomes
+        ]
         good = min(counts, default=0)
         self.breaker.saw(good=not failed)
         if failed:
-            log.warning("device stores of ranks failed", call=kind, ranks=failed, blocks=len(blocks), moved=good)
+            log.warning(
+                "device stores of ranks failed",
+                call=kind,
+                ranks=failed,
+                blocks=len(blocks),
+                moved=good,
+            )
             self.unavailable += len(blocks) - good
         elif kind == "fetch":
             self.misses += len(blocks) - good

@@ -1,4 +1,5 @@
-"""The files of a file store, and what is done with them; every call here blocks and belongs in a thread.
+"""The files of a file store, and what is done with them; every call here blocks and belongs in a
+thread.
 
     DIRECTORY / MODEL / NAMESPACE / rank-R-of-N / 16 hex digits of the identity /
         lock            held by the process that writes here, with its number in it
@@ -6,8 +7,9 @@
         slab-0000       slots of whole pages, preallocated, one payload each
         table.damaged   a table whose first page was damaged, set aside when the store was opened
 
-Files have mode 0600, folders that are made here 0700, and no symbolic link is followed from the last folder on. Slabs are read and written
-around the page cache (O_DIRECT) where the file system allows it, straight from and to memory that is aligned.
+Files have mode 0600, folders that are made here 0700, and no symbolic link is followed from the
+last folder on. Slabs are read and written around the page cache (O_DIRECT) where the file system
+allows it, straight from and to memory that is aligned.
 """
 
 from __future__ import annotations
@@ -39,11 +41,13 @@ log = get_logger()
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 HELD = 256
-"""Slabs whose descriptors stay open; the others' are opened for each call, so that a store of any size leaves descriptors to the process."""
+"""Slabs whose descriptors stay open; the others' are opened for each call, so that a store of any
+size leaves descriptors to the process."""
 
 
 class SlabFiles:
-    """folder: where. meta: what the store is for. read_only: look, and touch nothing. floor: bytes of the file system left free."""
+    """folder: where. meta: what the store is for. read_only: look, and touch nothing. floor: bytes
+    of the file system left free."""
 
     def __init__(self, folder: Path, meta: Meta, *, read_only: bool, floor: int) -> None:
         self.folder = folder
@@ -60,7 +64,8 @@ class SlabFiles:
     # -- opening
 
     def open(self) -> int:
-        """Open (or make) everything; the slots that have an entry. StoreError if another process writes here, or it is another store."""
+        """Open (or make) everything; the slots that have an entry. StoreError if another process
+        writes here, or it is another store."""
         try:
             if not self.read_only:
                 private_folder(self.folder)
@@ -94,12 +99,16 @@ class SlabFiles:
         except Damaged as error:
             if self.read_only:
                 raise StoreError(
-                    f"{path}: the first page is damaged ({error}); a process that may write re-initialises it"
+                    f"{path}: the first page is damaged ({error}); a process that may write "
+                    "re-initialises it"
                 ) from error
             self._set_aside(str(error))
             there = self.meta  # as it was made anew
         if (there.digest, there.block_bytes) != (self.meta.digest, self.meta.block_bytes):
-            raise StoreError(f"{path} belongs to another store: it is of {there.identity}; expected {self.meta.identity}")
+            raise StoreError(
+                f"{path} belongs to another store: it is of {there.identity}; expected "
+                f"{self.meta.identity}"
+            )
         self.meta = there  # slabs and entries keep the sizes they were made with
         while self._inode(f"slab-{len(self.slabs):04}") is not None:
             self._add_slab(self._open_slab(len(self.slabs)))
@@ -117,7 +126,12 @@ class SlabFiles:
 
     def _set_aside(self, reason: str) -> None:
         """The table cannot say any more what is where: the store begins anew, empty."""
-        log.warning("store table damaged, contents given up", folder=str(self.folder), reason=reason, kept="table.damaged")
+        log.warning(
+            "store table damaged, contents given up",
+            folder=str(self.folder),
+            reason=reason,
+            kept="table.damaged",
+        )
         os.rename("table", "table.damaged", src_dir_fd=self._folder, dst_dir_fd=self._folder)
         for slab in self.folder.glob("slab-*"):
             os.unlink(slab.name, dir_fd=self._folder)
@@ -178,11 +192,15 @@ class SlabFiles:
     def own_bytes(self) -> int:
         """That the store's slabs occupy."""
         held = (os.fstat(fd) for fd in self.slabs[:HELD])
-        others = (os.stat(f"slab-{i:04}", dir_fd=self._folder, follow_symlinks=False) for i in range(HELD, len(self.slabs)))
+        others = (
+            os.stat(f"slab-{i:04}", dir_fd=self._folder, follow_symlinks=False)
+            for i in range(HELD, len(self.slabs))
+        )
         return sum(one.st_blocks * 512 for one in (*held, *others))
 
     def bytes_of_others(self) -> int:
-        """That stores of other layouts (identities) beside this one occupy, under the same model, namespace and rank."""
+        """That stores of other layouts (identities) beside this one occupy, under the same model,
+        namespace and rank."""
         found = 0
         for slab in self.folder.parent.glob("*/slab-*"):
             if slab.parent != self.folder:
@@ -200,17 +218,25 @@ class SlabFiles:
                 os.unlink(f"slab-{len(self.slabs):04}", dir_fd=self._folder)
 
     def advance(self, generation: int) -> None:
-        """Make `generation` the store's, durably: entries of earlier ones are free from here on. OSError if the disk refuses."""
+        """Make `generation` the store's, durably: entries of earlier ones are free from here on.
+        OSError if the disk refuses."""
         meta = msgspec.structs.replace(self.meta, generation=generation)
         if os.pwrite(self._table, meta.page(), 0) != PAGE:
-            raise OSError(errno.ENOSPC, "the first page was not written whole", str(self.folder / "table"))
+            raise OSError(
+                errno.ENOSPC, "the first page was not written whole", str(self.folder / "table")
+            )
         os.fdatasync(self._table)
         self.meta = meta
         if self._inode("table") not in (None, os.fstat(self._table).st_ino):
-            raise OSError(errno.ESTALE, "another table is in the place of this one", str(self.folder / "table"))
+            raise OSError(
+                errno.ESTALE,
+                "another table is in the place of this one",
+                str(self.folder / "table"),
+            )
 
     def current(self) -> bool:
-        """Whether the store is of the generation that was found when it was opened: asked by a view beside the process that writes."""
+        """Whether the store is of the generation that was found when it was opened: asked by a view
+        beside the process that writes."""
         try:
             return meta_of(os.pread(self._table, PAGE, 0), "").generation == self.meta.generation
         except (OSError, StoreError):
@@ -231,7 +257,8 @@ class SlabFiles:
                 os.close(fd)
 
     def read(self, slot: int, address: int, room: int) -> Outcome:
-        """A slot's payload to memory; `room` bytes may be written there. MISS if the file is shorter than that."""
+        """A slot's payload to memory; `room` bytes may be written there. MISS if the file is
+        shorter than that."""
         direct = self.direct
         try:
             with self._place(slot) as (fd, at):
@@ -244,9 +271,15 @@ class SlabFiles:
     def _read(self, fd: int, at: int, address: int, room: int) -> Outcome:
         size = self.meta.block_bytes
         if not self.direct:
-            return Outcome.OK if os.preadv(fd, [memory(address, size)], at) == size else Outcome.MISS
+            return (
+                Outcome.OK if os.preadv(fd, [memory(address, size)], at) == size else Outcome.MISS
+            )
         if not (address % PAGE or room < self.meta.stride):
-            return Outcome.OK if os.preadv(fd, [memory(address, self.meta.stride)], at) >= size else Outcome.MISS
+            return (
+                Outcome.OK
+                if os.preadv(fd, [memory(address, self.meta.stride)], at) >= size
+                else Outcome.MISS
+            )
         bounce = self._bounce_buffer()
         if os.preadv(fd, [bounce], at) < size:
             return Outcome.MISS
@@ -261,8 +294,9 @@ class SlabFiles:
         return xxhash.xxh3_64_intdigest(memoryview(bounce)[: self.meta.block_bytes]) == checksum
 
     def _buffered_from_now_on(self, error: OSError) -> bool:
-        """Whether it was direct I/O that was refused (some file systems open for it and then do not do it): from now on it goes through
-        the page cache. For a call that began with direct I/O; another thread may have found out before it."""
+        """Whether it was direct I/O that was refused (some file systems open for it and then do not
+        do it): from now on it goes through the page cache. For a call that began with direct I/O;
+        another thread may have found out before it."""
         if error.errno != errno.EINVAL:
             return False
         for fd in self.slabs[:HELD]:
@@ -301,7 +335,8 @@ class SlabFiles:
         return found
 
     def seal(self, entries: list[tuple[int, bytes]], *, sync: bool) -> Outcome:
-        """Write entries, once their payloads are where they belong; with `sync` both are on the device when it returns."""
+        """Write entries, once their payloads are where they belong; with `sync` both are on the
+        device when it returns."""
         size = self.meta.entry_bytes
         try:
             if not self.in_place():
@@ -321,8 +356,8 @@ class SlabFiles:
         return Outcome.OK
 
     def free(self, slots: list[int]) -> bool:
-        """Forget what is in slots, before anything else is written there; whether the disk took it. If it did not, their payloads still
-        have to match the old entries to be served."""
+        """Forget what is in slots, before anything else is written there; whether the disk took it.
+        If it did not, their payloads still have to match the old entries to be served."""
         size = self.meta.entry_bytes
         try:
             for slot in slots:
@@ -338,17 +373,20 @@ class SlabFiles:
         return read_all(self._table, count * size, PAGE + first * size)
 
     def entry(self, slot: int) -> bytes:
-        """A slot's entry as it is in the table now; shorter if the table is. OSError if it cannot be read now."""
+        """A slot's entry as it is in the table now; shorter if the table is. OSError if it cannot
+        be read now."""
         return os.pread(self._table, self.meta.entry_bytes, PAGE + self.meta.entry_bytes * slot)
 
     def in_place(self) -> bool:
-        """Whether the table is still in its folder: what is written to deleted files is lost. OSError if that cannot be seen now."""
+        """Whether the table is still in its folder: what is written to deleted files is lost.
+        OSError if that cannot be seen now."""
         return self._inode("table") == os.fstat(self._table).st_ino
 
     # -- the end
 
     def unlock(self) -> None:
-        """Let other processes write here, also if a forked child has the lock's descriptor still."""
+        """Let other processes write here, also if a forked child has the lock's descriptor
+        still."""
         if self._lock >= 0:
             with suppress(OSError):
                 fcntl.flock(self._lock, fcntl.LOCK_UN)
@@ -361,7 +399,8 @@ class SlabFiles:
         self.drop()
 
     def drop(self) -> None:
-        """Close every descriptor and leave the lock as it is: in a forked child it is the parent's."""
+        """Close every descriptor and leave the lock as it is: in a forked child it is the
+        parent's."""
         for fd in (*self.slabs, self._table, self._lock, self._folder):
             if fd >= 0:
                 os.close(fd)
@@ -370,7 +409,8 @@ class SlabFiles:
 
 
 OPEN: weakref.WeakSet[SlabFiles] = weakref.WeakSet()
-"""Of this process; a child that is forked closes its copies of their descriptors, or the lock would outlive the parent in it."""
+"""Of this process; a child that is forked closes its copies of their descriptors, or the lock would
+outlive the parent in it."""
 
 
 def after_fork() -> None:

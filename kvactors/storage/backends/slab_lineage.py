@@ -7,8 +7,8 @@
     5    name of the LoRA adapter, UTF-8; left out if there is none
     6    number of the LoRA adapter, i64; left out if there is none
 
-All of them are there, or none: an entry too short for one has none. Blocks under a salt have none, so that neither a salt nor the tokens behind it
-are on disk.
+All of them are there, or none: an entry too short for one has none. Blocks under a salt have none,
+so that neither a salt nor the tokens behind it are on disk.
 """
 
 from __future__ import annotations
@@ -22,14 +22,23 @@ PARENT, TOKENS, EXTRA, LORA, LORA_ID = 2, 3, 4, 5, 6
 
 TIME_FIELD = FIELD.size + 8
 SPARE = 128
-"""Bytes of an entry for an extra key and an adapter: room for two media items with hashes of 32 bytes, or an adapter's name of 124."""
+"""Bytes of an entry for an extra key and an adapter: room for two media items with hashes of 32
+bytes, or an adapter's name of 124."""
 
 
 def entry_bytes_for(block_size: int) -> int:
-    """Bytes of an entry of a new store whose blocks have so many tokens (0: it keeps no lineages)."""
+    """Bytes of an entry of a new store whose blocks have so many tokens (0: it keeps no
+    lineages)."""
     if not block_size:
         return ENTRY_BYTES
-    wanted = HEAD.size + TIME_FIELD + (FIELD.size + KEY_BYTES) + (FIELD.size + 4 * block_size) + SPARE + 8
+    wanted = (
+        HEAD.size
+        + TIME_FIELD
+        + (FIELD.size + KEY_BYTES)
+        + (FIELD.size + 4 * block_size)
+        + SPARE
+        + 8
+    )
     size = -(-wanted // 8) * 8
     return size if size <= MOST_ENTRY else ENTRY_BYTES
 
@@ -64,5 +73,10 @@ def lineage_in(fields: dict[int, bytes], key: bytes) -> Lineage | None:
     except UnicodeDecodeError:
         return None
     number = int.from_bytes(fields[LORA_ID], "little", signed=True) if LORA_ID in fields else None
-    found = Lineage(parent, tokens, fields.get(EXTRA, b""), PLAIN if lora is None else Origin(lora, lora_id=number))
+    found = Lineage(
+        parent,
+        tokens,
+        fields.get(EXTRA, b""),
+        PLAIN if lora is None else Origin(lora, lora_id=number),
+    )
     return found if found.key() == key else None

@@ -13,13 +13,17 @@ ATTEMPTS = 100
 
 
 def take_lock(folder: Path, fd: int) -> int:
-    """The descriptor of the lock, with this process's number in it. fd: of the folder. StoreError if another process has it, OSError. Blocks."""
+    """The descriptor of the lock, with this process's number in it. fd: of the folder. StoreError
+    if another process has it, OSError. Blocks."""
     for _ in range(ATTEMPTS):
         lock = open_private("lock", os.O_RDWR | os.O_CREAT, dir_fd=fd)
         try:
             if not locked(lock):
                 holder = os.pread(lock, 32, 0).decode("ascii", "replace").strip() or "?"
-                raise StoreError(f"{folder} is in use by process {holder}; open it with read_only, or another folder")
+                raise StoreError(
+                    f"{folder} is in use by process {holder}; open it with read_only, or another "
+                    "folder"
+                )
             if inode(folder / "lock") == os.fstat(lock).st_ino:
                 os.ftruncate(lock, 0)
                 os.pwrite(lock, str(os.getpid()).encode(), 0)
@@ -28,7 +32,9 @@ def take_lock(folder: Path, fd: int) -> int:
             os.close(lock)
             raise
         os.close(lock)  # 'kvactors store prune' has removed it since it was opened
-    raise StoreError(f"{folder / 'lock'}: another file took its place {ATTEMPTS} times while it was opened")
+    raise StoreError(
+        f"{folder / 'lock'}: another file took its place {ATTEMPTS} times while it was opened"
+    )
 
 
 def inode(path: Path) -> int | None:

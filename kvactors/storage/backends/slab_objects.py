@@ -1,4 +1,5 @@
-"""Reading one object of a file store: its payload, and the entry that says which object it is. Blocks, and belongs in a thread."""
+"""Reading one object of a file store: its payload, and the entry that says which object it is.
+Blocks, and belongs in a thread."""
 
 from __future__ import annotations
 
@@ -11,11 +12,15 @@ from kvactors.storage.backends.slab_table import checksum_of, is_marked
 from kvactors.storage.messages import Outcome
 
 
-def load(files: SlabFiles, slot: int, mark: bytes, into: memoryview, arena: Arena | None) -> Outcome:
+def load(
+    files: SlabFiles, slot: int, mark: bytes, into: memoryview, arena: Arena | None
+) -> Outcome:
     """The payload of the object whose entry has this mark: OK, MISS, CORRUPT or UNAVAILABLE."""
     try:
         if not files.in_place() or (files.read_only and not files.current()):
-            return Outcome.MISS  # the folder was deleted, and what is left of it goes with this process
+            return (
+                Outcome.MISS
+            )  # the folder was deleted, and what is left of it goes with this process
         outcome = files.read(slot, *extent(into, arena))
         there = files.entry(slot) if outcome == Outcome.OK else b""
     except OSError as error:

@@ -1,9 +1,12 @@
-"""Which paths the blocks of a file store form: read from its table in the background, parts of paths with parents before children.
+"""Which paths the blocks of a file store form: read from its table in the background, parts of
+paths with parents before children.
 
-First the whole table is read in chunks, to find of every slot the slot of its parent (a join of the first 8 bytes of keys and parents, in numpy).
-Then parts are read: from every block that is no parent up to the root or to a block that has been read already, the upper blocks first. While the
-table is read 24 bytes of memory a slot are used, then 5. The store may change meanwhile: each entry is checked again when its part is read, and that
-a key has a certain parent and tokens is true for ever.
+First the whole table is read in chunks, to find of every slot the slot of its parent (a join of the
+first 8 bytes of keys and parents, in numpy). Then parts are read: from every block that is no
+parent up to the root or to a block that has been read already, the upper blocks first. While the
+table is read 24 bytes of memory a slot are used, then 5. The store may change meanwhile: each entry
+is checked again when its part is read, and that a key has a certain parent and tokens is true for
+ever.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ CHUNK = 4 << 20
 """Bytes of the table that one call reads."""
 
 NO_PARENT, NO_LINEAGE = -1, -2
-"""In place of the slot of a parent: it is not in the store (or it is a root); the slot has no block, or one without a lineage."""
+"""In place of the slot of a parent: it is not in the store (or it is a root); the slot has no
+block, or one without a lineage."""
 
 AT_PARENT = HEAD.size + TIME_FIELD
 """Where the field with the parent is in an entry that this package wrote."""
@@ -37,7 +41,8 @@ U64 = np.dtype("<u8")
 
 
 class Rows(NamedTuple):
-    """Blocks of a chunk: their slots, and the first 8 bytes of their keys and of their parents (0: no lineage)."""
+    """Blocks of a chunk: their slots, and the first 8 bytes of their keys and of their parents (0:
+    no lineage)."""
 
     slots: NDArray[np.int64]
     keys: NDArray[np.uint64]
@@ -45,7 +50,8 @@ class Rows(NamedTuple):
 
 
 class SlabPaths:
-    """files: of an open store. Every call blocks, belongs in a thread, and is brief; one at a time."""
+    """files: of an open store. Every call blocks, belongs in a thread, and is brief; one at a
+    time."""
 
     def __init__(self, files: SlabFiles) -> None:
         self._files = files
@@ -58,7 +64,8 @@ class SlabPaths:
         self.skipped = 0  # blocks whose lineage was damaged, or not that of their key
 
     def parts(self, most: int) -> list[PathPart] | None:
-        """Parts of paths with about `most` blocks in all, none while the table is being read; None when all was read. OSError."""
+        """Parts of paths with about `most` blocks in all, none while the table is being read; None
+        when all was read. OSError."""
         if self._rows is not None:
             self._survey(self._rows)
             return []
@@ -124,11 +131,16 @@ class SlabPaths:
         return False
 
     def _parts_of(self, slots: list[int]) -> Iterator[PathPart]:
-        """What a run of slots holds now, as parts that end where a block does not follow from the one before it."""
+        """What a run of slots holds now, as parts that end where a block does not follow from the
+        one before it."""
         part: list[tuple[bytes, Lineage]] = []
         for slot in slots:
             block = self._block(slot)
-            follows = block is not None and part and (part[-1][0], part[-1][1].origin) == (block[1].parent, block[1].origin)
+            follows = (
+                block is not None
+                and part
+                and (part[-1][0], part[-1][1].origin) == (block[1].parent, block[1].origin)
+            )
             if part and not follows:
                 yield _part(part)
                 part = []
@@ -149,9 +161,12 @@ class SlabPaths:
 
 
 class PathReading:
-    """One reading at a time of a store's paths, in its threads. in_thread: runs a blocking call there."""
+    """One reading at a time of a store's paths, in its threads. in_thread: runs a blocking call
+    there."""
 
-    def __init__(self, files: SlabFiles, in_thread: Callable[..., Awaitable[list[PathPart] | None]]) -> None:
+    def __init__(
+        self, files: SlabFiles, in_thread: Callable[..., Awaitable[list[PathPart] | None]]
+    ) -> None:
         self._files = files
         self._in_thread = in_thread
         self._paths: SlabPaths | None = None
@@ -175,18 +190,25 @@ class PathReading:
             self._files.trouble = str(error)
         if parts is None:
             if paths.skipped:
-                log.warning("stored blocks whose lineage is damaged", folder=str(self._files.folder), blocks=paths.skipped)
+                log.warning(
+                    "stored blocks whose lineage is damaged",
+                    folder=str(self._files.folder),
+                    blocks=paths.skipped,
+                )
             if paths is self._paths:
                 self._paths = None
         return parts
 
 
 def rows_of(raw: bytes, first: int, size: int, generation: int) -> Rows:
-    """The blocks of a chunk of the table. first: slot of its first entry. What has the look of an entry is checked later, when it is read."""
+    """The blocks of a chunk of the table. first: slot of its first entry. What has the look of an
+    entry is checked later, when it is read."""
     count = len(raw) // size
     words = np.frombuffer(raw[: count * size], U64).reshape(count, size // 8)
     halves = np.frombuffer(raw[: count * size], "<u4").reshape(count, size // 4)
-    used = np.flatnonzero((words[:, 0] == int.from_bytes(MAGIC, "little")) & (words[:, 13] == generation))
+    used = np.flatnonzero(
+        (words[:, 0] == int.from_bytes(MAGIC, "little")) & (words[:, 13] == generation)
+    )
     parents = np.zeros(len(used), np.uint64)
     header = int.from_bytes(FIELD.pack(PARENT, KEY_BYTES), "little")
     at = AT_PARENT // 4
@@ -204,7 +226,9 @@ def _part(blocks: list[tuple[bytes, Lineage]]) -> PathPart:
     first = blocks[0][1]
     extra_keys = tuple((i, one.extra_key) for i, (_, one) in enumerate(blocks) if one.extra_key)
     keys = b"".join(key for key, _ in blocks)
-    return PathPart(first.parent, keys, b"".join(one.tokens for _, one in blocks), first.origin, extra_keys)
+    return PathPart(
+        first.parent, keys, b"".join(one.tokens for _, one in blocks), first.origin, extra_keys
+    )
 
 
 if AT_PARENT % 4 or (AT_PARENT + FIELD.size) % 8:

@@ -1,7 +1,8 @@
 """Steps of a file store that run in tasks, one at a time: a new slab, and the next generation.
 
-Neither works on memory that a caller lent, so a cancelled task ends at once and its thread's call is left to itself. Such a task is cancelled only
-when the loop ends (`asyncio.run` cancels every task): a disk that hangs must not keep it from ending.
+Neither works on memory that a caller lent, so a cancelled task ends at once and its thread's call
+is left to itself. Such a task is cancelled only when the loop ends (`asyncio.run` cancels every
+task): a disk that hangs must not keep it from ending.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ GROW_AGAIN = 10.0
 
 
 class Growth:
-    """Adds slabs to a store, up to the capacity. capacity: objects at most, known once the store is open. pause_until: the disk was full; it
-    does not grow before then."""
+    """Adds slabs to a store, up to the capacity. capacity: objects at most, known once the store is
+    open. pause_until: the disk was full; it does not grow before then."""
 
     def __init__(self, files: SlabFiles, slots: Slots, threads: Workers) -> None:
         self.capacity = 0
@@ -36,10 +37,13 @@ class Growth:
         self._call: Future[Outcome] | None = None  # in a thread; outlasts a task that was cancelled
 
     async def more(self) -> Outcome:
-        """One more slab, with all that wait for it: OK, NO_SPACE or UNAVAILABLE. A caller that is cancelled raises that when the step has ended."""
+        """One more slab, with all that wait for it: OK, NO_SPACE or UNAVAILABLE. A caller that is
+        cancelled raises that when the step has ended."""
         if now() < self.pause_until:
             return Outcome.NO_SPACE
-        if self._task is None or self._task.done():  # one that is done and whose callbacks have not run yet gives nothing more
+        if (
+            self._task is None or self._task.done()
+        ):  # one that is done and whose callbacks have not run yet gives nothing more
             if self._call is not None and not self._call.done():
                 return Outcome.UNAVAILABLE
             self._task = asyncio.get_running_loop().create_task(self._grow())
@@ -54,7 +58,8 @@ class Growth:
 
     async def _grow(self) -> Outcome:
         per_slab, slabs = self._files.meta.slots_per_slab, len(self._files.slabs)
-        # Slots that wait for their readers, or are in quarantine, may ask for one slab more than the capacity does.
+        # Slots that wait for their readers, or are in quarantine, may ask for one slab more than
+        # the capacity does.
         if slabs >= -(-self.capacity // per_slab) + 1:
             return Outcome.NO_SPACE
         self._call = self._threads.submit(self._files.grow)
@@ -77,7 +82,8 @@ async def _outcome(growing: asyncio.Task[Outcome]) -> Outcome:
 
 
 class Generations:
-    """Writes the store's generation to the first page. uncleared: whether the last one is not there yet."""
+    """Writes the store's generation to the first page. uncleared: whether the last one is not there
+    yet."""
 
     def __init__(self, files: SlabFiles, threads: Workers) -> None:
         self.uncleared = False
@@ -86,22 +92,29 @@ class Generations:
         self._last: asyncio.Task[None] | None = None
 
     async def advance(self, generation: Callable[[], int]) -> None:
-        """Make the generation of the moment durable, after every earlier step: the first page never goes back. StoreError if the disk refuses."""
+        """Make the generation of the moment durable, after every earlier step: the first page never
+        goes back. StoreError if the disk refuses."""
         self.uncleared = True
-        advancing = self._last = asyncio.get_running_loop().create_task(self._advance(self._last, generation))
+        advancing = self._last = asyncio.get_running_loop().create_task(
+            self._advance(self._last, generation)
+        )
         try:
             await to_the_end(advancing)
         finally:
             if self._last is advancing:
                 self._last = None
 
-    async def _advance(self, before: asyncio.Task[None] | None, generation: Callable[[], int]) -> None:
+    async def _advance(
+        self, before: asyncio.Task[None] | None, generation: Callable[[], int]
+    ) -> None:
         if before is not None:
             await asyncio.wait([before])
         number = generation()
         try:
             await asyncio.wrap_future(self._threads.submit(lambda: self._files.advance(number)))
         except OSError as error:
-            raise StoreError(f"{self._files.folder}: the store could not be cleared: {error}") from error
+            raise StoreError(
+                f"{self._files.folder}: the store could not be cleared: {error}"
+            ) from error
         if number == generation():
             self.uncleared = False

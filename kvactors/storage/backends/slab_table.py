@@ -1,7 +1,9 @@
-"""The table of a file store, format version 2: a first page, then one entry a slot. Start-up is one sequential read of this file.
+"""The table of a file store, format version 2: a first page, then one entry a slot. Start-up is one
+sequential read of this file.
 
-First page, 4096 bytes: JSON (`Meta`) padded with newlines to 4088 bytes, and the XXH3-64 of these 4088 bytes as u64. Every later version
-keeps this envelope, `magic` and `version`. Fields that a reader does not have are skipped.
+First page, 4096 bytes: JSON (`Meta`) padded with newlines to 4088 bytes, and the XXH3-64 of these
+4088 bytes as u64. Every later version keeps this envelope, `magic` and `version`. Fields that a
+reader does not have are skipped.
 
 Entry of slot i, at 4096 + entry_bytes * i, little-endian:
 
@@ -13,14 +15,15 @@ Entry of slot i, at 4096 + entry_bytes * i, little-endian:
     80   length of the payload u64
     88   XXH3-64 of the payload u64
     96   sequence number of the write u64
-    104  generation of the store u64; entries of another generation than the first page's are free slots
+    104  generation of the store u64; entries of another generation than the first page's are free
+    slots
     112  metadata area: fields, each tag u16, length u16, bytes; zeros behind the last
     -8   XXH3-64 of everything before it u64
 
-A reader skips fields whose tag it does not have. Tag 1: time of the write, u64 microseconds since 1970. Tags 2 to 6 are what the key is made of
-(`slab_lineage`). An entry of zeros is a free slot. One
-whose checksum is wrong was torn while it was written, and is free as well. `entry_bytes` is in the first page: a store with room for more
-metadata is a matter of that number.
+A reader skips fields whose tag it does not have. Tag 1: time of the write, u64 microseconds since
+1970. Tags 2 to 6 are what the key is made of (`slab_lineage`). An entry of zeros is a free slot.
+One whose checksum is wrong was torn while it was written, and is free as well. `entry_bytes` is in
+the first page: a store with room for more metadata is a matter of that number.
 """
 
 from __future__ import annotations
@@ -58,7 +61,8 @@ WRITTEN_AT = 1
 
 
 class Meta(msgspec.Struct, frozen=True):
-    """What a store is made for. digest: of the identity, hex. model, namespace, rank, ranks: the names behind it."""
+    """What a store is made for. digest: of the identity, hex. model, namespace, rank, ranks: the
+    names behind it."""
 
     digest: str
     block_bytes: int
@@ -78,18 +82,24 @@ class Meta(msgspec.Struct, frozen=True):
         """The file's first page."""
         body = msgspec.json.encode(self).ljust(BODY, b"\n")
         if len(body) > BODY:
-            raise StoreError(f"the names of the store are too long for the first page of its table: {len(body)} bytes")
+            raise StoreError(
+                f"the names of the store are too long for the first page of its table: {len(body)} "
+                "bytes"
+            )
         return body + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little")
 
     @property
     def identity(self) -> str:
         """For error messages."""
-        names = f"model {self.model!r}, namespace {self.namespace!r}, rank {self.rank} of {self.ranks}"
+        names = (
+            f"model {self.model!r}, namespace {self.namespace!r}, rank {self.rank} of {self.ranks}"
+        )
         return f"{names}, blocks of {self.block_bytes} bytes, identity {self.digest[:16]}"
 
 
 class Damaged(StoreError):
-    """The first page of a table is not what was written: its store's contents cannot be found any more."""
+    """The first page of a table is not what was written: its store's contents cannot be found any
+    more."""
 
 
 class _Stamp(msgspec.Struct, frozen=True):
@@ -99,7 +109,10 @@ class _Stamp(msgspec.Struct, frozen=True):
 
 def version_of(page: bytes) -> int:
     """The format version that a first page names. Damaged if the page is none."""
-    if len(page) == PAGE and xxhash.xxh3_64_intdigest(page[:BODY]).to_bytes(8, "little") == page[BODY:]:
+    if (
+        len(page) == PAGE
+        and xxhash.xxh3_64_intdigest(page[:BODY]).to_bytes(8, "little") == page[BODY:]
+    ):
         least = 2
     elif len(page) == PAGE and page[BODY:] == b"\n" * 8:
         least = 1  # version 1 had no checksum: the page was JSON and newlines
@@ -115,11 +128,13 @@ def version_of(page: bytes) -> int:
 
 
 def meta_of(page: bytes, where: str) -> Meta:
-    """The first page read. StoreError for another version, Damaged for what is no first page or has values out of range."""
+    """The first page read. StoreError for another version, Damaged for what is no first page or has
+    values out of range."""
     version = version_of(page)
     if version != VERSION:
         raise StoreError(
-            f"{where} has format version {version}, this is version {VERSION}: use another folder, or remove it with "
+            f"{where} has format version {version}, this is version {VERSION}: use another folder, "
+            "or remove it with "
             "'kvactors store prune'"
         )
     try:
@@ -141,12 +156,15 @@ def meta_of(page: bytes, where: str) -> Meta:
         if not least <= value <= most:
             raise Damaged(f"{name} is {value}, which is not in [{least}, {most}]")
     if meta.slab_layout != SLOTS:
-        raise StoreError(f"{where} has slabs of layout {meta.slab_layout!r}, which this version cannot read")
+        raise StoreError(
+            f"{where} has slabs of layout {meta.slab_layout!r}, which this version cannot read"
+        )
     return meta
 
 
 class Found(NamedTuple):
-    """An entry of the table. checksum: of the payload. metadata: by tag. mark: what tells it from every other entry."""
+    """An entry of the table. checksum: of the payload. metadata: by tag. mark: what tells it from
+    every other entry."""
 
     slot: int
     key: bytes
@@ -166,7 +184,8 @@ class Found(NamedTuple):
 
 
 class Scan(NamedTuple):
-    """Good entries, oldest first. torn: slots that hold something that is no entry. stale: entries of other generations."""
+    """Good entries, oldest first. torn: slots that hold something that is no entry. stale: entries
+    of other generations."""
 
     found: list[Found]
     torn: int
@@ -174,7 +193,12 @@ class Scan(NamedTuple):
 
 
 def entry_of(
-    meta: Meta, key: bytes, checksum: int, sequence: int, generation: int, metadata: Mapping[int, bytes] | None = None
+    meta: Meta,
+    key: bytes,
+    checksum: int,
+    sequence: int,
+    generation: int,
+    metadata: Mapping[int, bytes] | None = None,
 ) -> bytes:
     """A slot's entry. Fields of metadata that do not fit are left out, the last ones first."""
     area, room = b"", meta.entry_bytes - HEAD.size - 8
@@ -183,7 +207,15 @@ def entry_of(
         if len(area) + len(field) <= room:
             area += field
     head = HEAD.pack(
-        MAGIC, VERSION, len(area), bytes.fromhex(meta.digest), key, meta.block_bytes, checksum, sequence, generation
+        MAGIC,
+        VERSION,
+        len(area),
+        bytes.fromhex(meta.digest),
+        key,
+        meta.block_bytes,
+        checksum,
+        sequence,
+        generation,
     )
     body = (head + area).ljust(meta.entry_bytes - 8, b"\0")
     return body + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little")
@@ -204,7 +236,8 @@ def fields_of(entry: bytes) -> dict[int, bytes]:
 
 
 def mark_of(entry: bytes) -> bytes:
-    """What a store keeps of an entry in memory to recognize it: the checksums of the payload and of the entry."""
+    """What a store keeps of an entry in memory to recognize it: the checksums of the payload and of
+    the entry."""
     return entry[88:96] + entry[-8:]
 
 
@@ -224,7 +257,8 @@ def is_whole(entry: bytes) -> bool:
 
 
 def entry_in(raw: bytes, slot: int, meta: Meta) -> Found | None:
-    """An entry as it was read; None for one that is torn, of another store, or of another generation."""
+    """An entry as it was read; None for one that is torn, of another store, or of another
+    generation."""
     size = meta.entry_bytes
     if len(raw) != size or not is_whole(raw):
         return None
@@ -236,7 +270,8 @@ def entry_in(raw: bytes, slot: int, meta: Meta) -> Found | None:
 
 
 def scan(table: bytes, meta: Meta, first: int = 0) -> Scan:
-    """Look at every entry: one pass of numpy to find those in use, then one checksum each. first: slot of the first entry."""
+    """Look at every entry: one pass of numpy to find those in use, then one checksum each. first:
+    slot of the first entry."""
     size = meta.entry_bytes
     count = len(table) // size
     words = np.frombuffer(table[: count * size], "<u8").reshape(count, size // 8)
@@ -248,7 +283,12 @@ def scan(table: bytes, meta: Meta, first: int = 0) -> Scan:
         if one is not None:
             found.append(one)
         elif HEAD.unpack_from(raw)[-1] != meta.generation:
-            stale += entry_in(raw, slot, msgspec.structs.replace(meta, generation=HEAD.unpack_from(raw)[-1])) is not None
+            stale += (
+                entry_in(
+                    raw, slot, msgspec.structs.replace(meta, generation=HEAD.unpack_from(raw)[-1])
+                )
+                is not None
+            )
     found.sort(key=lambda one: one.sequence)
     return Scan(found, len(used) - len(found) - stale, stale)
 

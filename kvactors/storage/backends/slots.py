@@ -1,4 +1,5 @@
-"""Which slots of a file store are free, read, or left alone because they held a bad object. Pure state, changed on the loop only."""
+"""Which slots of a file store are free, read, or left alone because they held a bad object. Pure
+state, changed on the loop only."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ LONGEST = 86_400.0
 
 
 class Slots:
-    """free: not in use. suspects: the next object that is written there must be read back before it counts."""
+    """free: not in use. suspects: the next object that is written there must be read back before it
+    counts."""
 
     def __init__(self) -> None:
         self.free: deque[int] = deque()
@@ -59,17 +61,21 @@ class Slots:
         return len(self._until)
 
     def suspect(self, slot: int, now: float) -> None:
-        """It held a bad object, or did not give back what was written to it: left alone for a while."""
+        """It held a bad object, or did not give back what was written to it: left alone for a
+        while."""
         self._strikes[slot] += 1
         self._until[slot] = now + min(LONGEST, PAUSE * 2.0 ** min(20, self._strikes[slot] - 1))
         self.suspects.add(slot)
 
     def release(self, now: float) -> bool:
         """Free those whose time is over; whether there were any."""
-        return bool(self._until) and self._free_again([slot for slot, until in self._until.items() if until <= now])
+        return bool(self._until) and self._free_again(
+            [slot for slot, until in self._until.items() if until <= now]
+        )
 
     def release_first_offenders(self) -> bool:
-        """Free those that held one bad object only, because slots run out; whether there were any."""
+        """Free those that held one bad object only, because slots run out; whether there were
+        any."""
         return self._free_again([slot for slot in self._until if self._strikes[slot] == 1])
 
     def _free_again(self, slots: list[int]) -> bool:

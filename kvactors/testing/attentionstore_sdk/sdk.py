@@ -1,4 +1,5 @@
-"""The calls. Arguments are checked as strictly as the documented interface allows; the service may refuse anything else, so nothing else is taken."""
+"""The calls. Arguments are checked as strictly as the documented interface allows; the service may
+refuse anything else, so nothing else is taken."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ class Tokens:
     """Token ids and the number of them in a block."""
 
     def __init__(self, ids: Any, block_size: Any) -> None:
-        if not isinstance(ids, list) or not all(type(one) is int and 0 <= one < 2**32 for one in ids):
+        if not isinstance(ids, list) or not all(
+            type(one) is int and 0 <= one < 2**32 for one in ids
+        ):
             raise AttentionStoreSDKError("token ids must be a list of unsigned 32-bit ints")
         if not ids:
             raise AttentionStoreSDKError("there must be one token id at least")
@@ -38,29 +41,49 @@ class Tokens:
 
 
 class AttentionStoreSDK:
-    """Ten positional arguments, or eleven and three keywords on CUDA (the bytes of a key block and of a value block). One object for each
-    shard in a process."""
+    """Ten positional arguments, or eleven and three keywords on CUDA (the bytes of a key block and
+    of a value block). One object for each shard in a process."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         self.cuda = bool(keywords)
         if len(arguments) != (11 if self.cuda else 10):
             raise TypeError(f"{len(arguments)} positional arguments")
         kind = keywords.get("attention_type", AttentionType.MHA)
-        if self.cuda and keywords != {"attention_type": kind, "enable_as_kv_rw": True, "gpu_count": 0}:
+        if self.cuda and keywords != {
+            "attention_type": kind,
+            "enable_as_kv_rw": True,
+            "gpu_count": 0,
+        }:
             raise TypeError(f"keywords {keywords}")
         if not isinstance(kind, AttentionType):
             raise TypeError(f"attention type {kind!r}")
         self.latent = kind is AttentionType.MLA
-        namespace, pod, version, self.shard, self.shards, self.layers, self.block_size, self.key_bytes, *rest = arguments
+        (
+            namespace,
+            pod,
+            version,
+            self.shard,
+            self.shards,
+            self.layers,
+            self.block_size,
+            self.key_bytes,
+            *rest,
+        ) = arguments
         self.value_bytes = rest.pop(0) if self.cuda else self.key_bytes
         device, dp = rest
         for text in (namespace, pod, version):
             if not isinstance(text, str) or not text:
                 raise TypeError(f"{text!r} is not a name")
         for least, one in (
-            (0, self.shard), (1, self.shards), (1, self.layers), (1, self.block_size), (1, self.key_bytes), (1, self.value_bytes),
-            (0, device), (0, dp),
-        ):  # fmt: skip
+            (0, self.shard),
+            (1, self.shards),
+            (1, self.layers),
+            (1, self.block_size),
+            (1, self.key_bytes),
+            (1, self.value_bytes),
+            (0, device),
+            (0, dp),
+        ):
             if type(one) is not int or one < least:
                 raise TypeError(f"{one!r} is not an int of at least {least}")
         if self.shard >= self.shards:
@@ -71,14 +94,16 @@ class AttentionStoreSDK:
             self._refuse_if_broken()
             if self.service.connected:
                 raise AttentionStoreSDKError(
-                    f"this process has an SDK object for shard {self.shard} of {namespace}/{pod}/{version}"
+                    f"this process has an SDK object for shard {self.shard} of "
+                    f"{namespace}/{pod}/{version}"
                 )
             self.service.connected = True
         finally:
             self.service.leave()
 
     def match(self, tokens: Tokens, start: int, timeout: float) -> Any:
-        """Blocks that can be read: of those from `start` on, or from the root on (`Service.from_root`)."""
+        """Blocks that can be read: of those from `start` on, or from the root on
+        (`Service.from_root`)."""
         self._check_timeout("match", timeout)
         self.service.enter("match", tokens, start, timeout, timeout=timeout)
         try:
@@ -95,8 +120,11 @@ class AttentionStoreSDK:
         finally:
             self.service.leave()
 
-    def flush_token_index(self, layers: list[int], tokens: Tokens, start: int, source: Any, destination: Any) -> None:
-        """Blocks from `start` to the end of the tokens have come (from nowhere to a medium) or gone."""
+    def flush_token_index(
+        self, layers: list[int], tokens: Tokens, start: int, source: Any, destination: Any
+    ) -> None:
+        """Blocks from `start` to the end of the tokens have come (from nowhere to a medium) or
+        gone."""
         one = self.service
         one.enter("flush_token_index", layers, tokens, start, source, destination)
         try:
@@ -117,25 +145,69 @@ class AttentionStoreSDK:
             one.leave()
 
     def read(
-        self, layers: list[int], tokens: Tokens, start: int, keys: Sequence[int], values: Sequence[int], blocks: Sequence[int],
-        timeout: float, **options: Any,
-    ) -> Any:  # fmt: skip
-        """Bytes into device blocks, one pointer a layer; stops at the first block that is not there. How many were read."""
-        return self._move("read", layers, tokens, start, keys, values, blocks, timeout, {"remote_addrs": None}, options)
+        self,
+        layers: list[int],
+        tokens: Tokens,
+        start: int,
+        keys: Sequence[int],
+        values: Sequence[int],
+        blocks: Sequence[int],
+        timeout: float,
+        **options: Any,
+    ) -> Any:
+        """Bytes into device blocks, one pointer a layer; stops at the first block that is not
+        there. How many were read."""
+        return self._move(
+            "read",
+            layers,
+            tokens,
+            start,
+            keys,
+            values,
+            blocks,
+            timeout,
+            {"remote_addrs": None},
+            options,
+        )
 
     def write(
-        self, layers: list[int], tokens: Tokens, start: int, keys: Sequence[int], values: Sequence[int], blocks: Sequence[int],
-        timeout: float, **options: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        layers: list[int],
+        tokens: Tokens,
+        start: int,
+        keys: Sequence[int],
+        values: Sequence[int],
+        blocks: Sequence[int],
+        timeout: float,
+        **options: Any,
+    ) -> Any:
         """Bytes out of device blocks. How many were written."""
         return self._move(
-            "write", layers, tokens, start, keys, values, blocks, timeout, {"h2h_copy": False, "params": None}, options
+            "write",
+            layers,
+            tokens,
+            start,
+            keys,
+            values,
+            blocks,
+            timeout,
+            {"h2h_copy": False, "params": None},
+            options,
         )
 
     def _move(
-        self, name: str, layers: list[int], tokens: Tokens, start: int, keys: Sequence[int], values: Sequence[int],
-        blocks: Sequence[int], timeout: float, expected: dict[str, Any], options: dict[str, Any],
-    ) -> Any:  # fmt: skip
+        self,
+        name: str,
+        layers: list[int],
+        tokens: Tokens,
+        start: int,
+        keys: Sequence[int],
+        values: Sequence[int],
+        blocks: Sequence[int],
+        timeout: float,
+        expected: dict[str, Any],
+        options: dict[str, Any],
+    ) -> Any:
         one = self.service
         self._check_timeout(name, timeout)
         one.enter(name, layers, tokens, start, keys, values, blocks, options, timeout=timeout)
@@ -152,7 +224,9 @@ class AttentionStoreSDK:
                 if block == one.refuse_block:
                     raise AttentionStoreSDKError(f"{name}: unknown device block {block}")
                 for layer in layers:
-                    self._move_block(name, path, layer, keys[layer], 0 if self.latent else values[layer], block)
+                    self._move_block(
+                        name, path, layer, keys[layer], 0 if self.latent else values[layer], block
+                    )
                 one.use(path)
                 if name == "write":
                     one.make_room(path)
@@ -161,11 +235,15 @@ class AttentionStoreSDK:
         finally:
             one.leave()
 
-    def _move_block(self, name: str, path: Path, layer: int, key: int, value: int, block: int) -> None:
+    def _move_block(
+        self, name: str, path: Path, layer: int, key: int, value: int, block: int
+    ) -> None:
         parts = [(key + block * self.key_bytes, self.key_bytes)]
         parts += [(value + block * self.value_bytes, self.value_bytes)] if value else []
         if name == "write":
-            self.service.objects[path, layer] = b"".join(ctypes.string_at(at, size) for at, size in parts)
+            self.service.objects[path, layer] = b"".join(
+                ctypes.string_at(at, size) for at, size in parts
+            )
             return
         data = self.service.objects[path, layer]
         for at, size in parts:
@@ -177,7 +255,9 @@ class AttentionStoreSDK:
         if not isinstance(tokens, Tokens):
             raise AttentionStoreSDKError(f"{type(tokens).__name__} in place of Tokens")
         if tokens.block_size != self.block_size:
-            raise AttentionStoreSDKError(f"blocks of {tokens.block_size} tokens, not {self.block_size}")
+            raise AttentionStoreSDKError(
+                f"blocks of {tokens.block_size} tokens, not {self.block_size}"
+            )
         if type(start) is not int or not 0 <= start <= tokens.blocks:
             raise AttentionStoreSDKError(f"block {start!r} of {len(tokens.ids)} tokens")
         if layers is not None and layers != list(range(self.layers)):
@@ -192,17 +272,25 @@ class AttentionStoreSDK:
             raise AttentionStoreSDKError(f"{name}: pointers must be positive ints")
         if len(keys) != self.layers or len(values) != (0 if self.latent else self.layers):
             raise AttentionStoreSDKError(
-                f"{name}: {len(keys)} key pointers and {len(values)} value pointers for {self.layers} layers"
+                f"{name}: {len(keys)} key pointers and {len(values)} value pointers for "
+                f"{self.layers} layers"
             )
 
     def _check_blocks(self, name: str, tokens: Tokens, start: int, blocks: Sequence[int]) -> None:
-        if not isinstance(blocks, list) or not all(type(one) is int and 0 <= one < 2**31 for one in blocks):
-            raise AttentionStoreSDKError(f"{name}: device blocks must be a list of ints, not negative")
+        if not isinstance(blocks, list) or not all(
+            type(one) is int and 0 <= one < 2**31 for one in blocks
+        ):
+            raise AttentionStoreSDKError(
+                f"{name}: device blocks must be a list of ints, not negative"
+            )
         if len(set(blocks)) != len(blocks) or not blocks:
-            raise AttentionStoreSDKError(f"{name}: {len(blocks)} device blocks, {len(set(blocks))} different ones")
+            raise AttentionStoreSDKError(
+                f"{name}: {len(blocks)} device blocks, {len(set(blocks))} different ones"
+            )
         if start + len(blocks) != tokens.blocks or len(tokens.ids) % self.block_size:
             raise AttentionStoreSDKError(
-                f"{name}: {len(blocks)} device blocks from block {start} of {len(tokens.ids)} tokens on"
+                f"{name}: {len(blocks)} device blocks from block {start} of {len(tokens.ids)} "
+                "tokens on"
             )
 
     def _refuse_if_broken(self) -> None:

@@ -1,4 +1,5 @@
-"""What stands behind the SDK: one index and one store of bytes for each shard, with knobs to make it misbehave."""
+"""What stands behind the SDK: one index and one store of bytes for each shard, with knobs to make
+it misbehave."""
 
 from __future__ import annotations
 
@@ -24,14 +25,18 @@ class Call(NamedTuple):
 
 
 class Service:
-    """resident: the paths (all tokens from the root on) of the blocks on this node. objects: bytes by path and layer.
+    """resident: the paths (all tokens from the root on) of the blocks on this node. objects: bytes
+    by path and layer.
 
-    capacity: blocks that are stored at most; the least recently used ones are evicted. not_ready: look-ups to refuse with "cuda memory not
-    ready". broken: message of the error that every call gives. slow: seconds every call takes; one with a time-out raises the SDK's
-    error when that is over. stuck: seconds every call takes, whatever its time-out. fail_every: fail every n-th flush. fail_after: do what is
-    asked and fail all the same. token_bytes: handed to the index. leaks: what every call raises in place of an answer. counts: what calls return
-    in place of a count of blocks. from_root: `match` counts from the root, not from its start. refuse_block: a device block that the service has no
-    memory for. evicted: blocks. connected: whether this process has an SDK object for the shard.
+    capacity: blocks that are stored at most; the least recently used ones are evicted. not_ready:
+    look-ups to refuse with "cuda memory not ready". broken: message of the error that every call
+    gives. slow: seconds every call takes; one with a time-out raises the SDK's error when that is
+    over. stuck: seconds every call takes, whatever its time-out. fail_every: fail every n-th flush.
+    fail_after: do what is asked and fail all the same. token_bytes: handed to the index. leaks:
+    what every call raises in place of an answer. counts: what calls return in place of a count of
+    blocks. from_root: `match` counts from the root, not from its start. refuse_block: a device
+    block that the service has no memory for. evicted: blocks. connected: whether this process has
+    an SDK object for the shard.
     """
 
     def __init__(self) -> None:
@@ -92,7 +97,11 @@ class Service:
         if len(self.objects) <= self.capacity:
             return
         stored = dict.fromkeys(path for path, _ in self.objects)
-        self._used = {path: None for path in (*(stored.keys() - self._used.keys()), *self._used) if path in stored}
+        self._used = {
+            path: None
+            for path in (*(stored.keys() - self._used.keys()), *self._used)
+            if path in stored
+        }
         for path in list(self._used)[: max(0, len(self._used) - self.capacity)]:
             if path == keep:
                 continue
@@ -110,9 +119,12 @@ DEFAULT: Names = ("default_ns", "default_pod_mixed_0", "v0", 0)
 services: dict[Names, Service] = {}
 
 
-def service(namespace: str = "", pod: str = DEFAULT[1], version: str = DEFAULT[2], shard: int = DEFAULT[3]) -> Service:
-    """The service of a shard, made when first asked for. Without a namespace: the only one there is, or else that of the default names;
-    before the first connection, the one that this connection will get."""
+def service(
+    namespace: str = "", pod: str = DEFAULT[1], version: str = DEFAULT[2], shard: int = DEFAULT[3]
+) -> Service:
+    """The service of a shard, made when first asked for. Without a namespace: the only one there
+    is, or else that of the default names; before the first connection, the one that this connection
+    will get."""
     if not namespace and len(services) == 1:
         return next(iter(services.values()))
     made = services.setdefault((namespace or DEFAULT[0], pod, version, shard), Service())
@@ -139,7 +151,8 @@ def reset() -> None:
 
 
 def restart_process() -> None:
-    """As in a new process at the same services: no SDK object, and the knobs and what is stored as they are."""
+    """As in a new process at the same services: no SDK object, and the knobs and what is stored as
+    they are."""
     from kvactors.attention_store import SHARED
 
     SHARED.clear()
@@ -157,7 +170,13 @@ def install() -> None:
     from kvactors.testing.attentionstore_sdk import sdk
 
     modules = (sdk, err, common_pb2, client)
-    for name in [package, f"{package}.utils", f"{package}.api", f"{package}.api.common", f"{package}.client"]:
+    for name in [
+        package,
+        f"{package}.utils",
+        f"{package}.api",
+        f"{package}.api.common",
+        f"{package}.client",
+    ]:
         sys.modules[name.replace(package, "attentionstore_sdk")] = sys.modules[name]
     for module in modules:
         sys.modules[module.__name__.replace(package, "attentionstore_sdk")] = module

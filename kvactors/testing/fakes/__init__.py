@@ -1,4 +1,5 @@
-"""Parts for simulations, around no hardware at all: copies, stores, sinks and ranks that take virtual time and fail on command."""
+"""Parts for simulations, around no hardware at all: copies, stores, sinks and ranks that take
+virtual time and fail on command."""
 
 from kvactors.testing.fakes.copies import SimDevice, SimExecutor
 from kvactors.testing.fakes.gate import Gate, Latency, instant, latency

@@ -1,5 +1,5 @@
-"""Copies that take virtual time. Real bytes are moved, half of them before the delay and half after it: whoever uses a block too early, or
-gives it to somebody else too early, sees wrong bytes."""
+"""Copies that take virtual time. Real bytes are moved, half of them before the delay and half after
+it: whoever uses a block too early, or gives it to somebody else too early, sees wrong bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from kvactors.testing.fakes.gate import Gate, Latency
 
 
 class SimDevice(HostDevice):
-    """A device whose copies can be refused. failing: how many calls still will be. failed: how many were."""
+    """A device whose copies can be refused. failing: how many calls still will be. failed: how many
+    were."""
 
     def __init__(self, layout: Layout, num_blocks: int) -> None:
         super().__init__(layout, num_blocks)
@@ -34,17 +35,21 @@ class SimDevice(HostDevice):
         self._refuse()
         super().copy_to_host(blocks, arena, slots)
 
-    def copy_to_device(self, blocks: Sequence[int], arena: Arena, slots: Sequence[int], layers: range | None = None) -> None:
+    def copy_to_device(
+        self, blocks: Sequence[int], arena: Arena, slots: Sequence[int], layers: range | None = None
+    ) -> None:
         """See `Device`."""
         self._refuse()
         super().copy_to_device(blocks, arena, slots, layers)
 
 
 class SimExecutor(Executor):
-    """latency: seconds of each copy. gate: copies that come to it while it is shut hang until it opens.
+    """latency: seconds of each copy. gate: copies that come to it while it is shut hang until it
+    opens.
 
-    failing: pairs still to fail, counted off as copies come; their targets hold half of their bytes. slower: seconds more each copy takes.
-    moved, failed, delayed: what became of pairs and copies so far.
+    failing: pairs still to fail, counted off as copies come; their targets hold half of their
+    bytes. slower: seconds more each copy takes. moved, failed, delayed: what became of pairs and
+    copies so far.
     """
 
     def __init__(self, device: Device, arena: Arena, latency: Latency) -> None:
@@ -57,16 +62,25 @@ class SimExecutor(Executor):
         self._scratch: Arena | None = None
 
     async def run(
-        self, direction: Direction, blocks: Sequence[int], slots: Sequence[int], progress: Progress | None = None
+        self,
+        direction: Direction,
+        blocks: Sequence[int],
+        slots: Sequence[int],
+        progress: Progress | None = None,
     ) -> tuple[int, ...]:
-        """See `Executor`. Like a thread in the middle of a copy, it goes on to its end when it is cancelled."""
+        """See `Executor`. Like a thread in the middle of a copy, it goes on to its end when it is
+        cancelled."""
         bad = min(self.failing, len(blocks))
         self.failing -= bad
         self.failed += bad
         self.moved += len(blocks) - bad
         good = len(blocks) - bad
         to_device = direction is Direction.TO_DEVICE
-        work = self._to_device(blocks, slots, good, progress) if to_device else self._to_host(blocks, slots, good)
+        work = (
+            self._to_device(blocks, slots, good, progress)
+            if to_device
+            else self._to_host(blocks, slots, good)
+        )
         await to_the_end(asyncio.get_running_loop().create_task(work))
         return tuple(range(good, len(blocks)))
 
@@ -75,10 +89,16 @@ class SimExecutor(Executor):
         await asyncio.sleep(share * (self.latency() + self.slower))
         await self.gate.passed()
 
-    async def _to_device(self, blocks: Sequence[int], slots: Sequence[int], good: int, progress: Progress | None) -> None:
+    async def _to_device(
+        self, blocks: Sequence[int], slots: Sequence[int], good: int, progress: Progress | None
+    ) -> None:
         count = self.device.layout.num_layers + self.device.layout.extra_layers
         first = max(1, count // 2)
-        groups = [range(first), range(first, count)] if progress is None else [range(i, i + 1) for i in range(count)]
+        groups = (
+            [range(first), range(first, count)]
+            if progress is None
+            else [range(i, i + 1) for i in range(count)]
+        )
         for i, layers in enumerate(groups):
             pairs = slice(0, len(blocks) if i < len(groups) - 1 else good)
             if i:
@@ -88,7 +108,8 @@ class SimExecutor(Executor):
             if progress is not None and (i < len(groups) - 1 or good == len(blocks)):
                 progress(layers.stop)
         await self._pause()
-        # a second time: what has happened to the slots since must not have mattered, and the blocks are still ours
+        # a second time: what has happened to the slots since must not have mattered, and the blocks
+        # are still ours
         self.device.copy_to_device(blocks[:good], self.arena, slots[:good])
 
     async def _to_host(self, blocks: Sequence[int], slots: Sequence[int], good: int) -> None:

@@ -1,4 +1,5 @@
-"""What every fake waits with: latencies drawn from a seed, and gates that stay shut until they are opened."""
+"""What every fake waits with: latencies drawn from a seed, and gates that stay shut until they are
+opened."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Ranks in the same loop, behind a relay that delays, holds and cuts what they and their leader say to each other."""
+"""Ranks in the same loop, behind a relay that delays, holds and cuts what they and their leader say
+to each other."""
 
 from __future__ import annotations
 
@@ -17,10 +18,18 @@ from kvactors.testing.fakes.store import SimBackend
 
 
 class SimRank:
-    """One rank. config: the leader's, with a memory:// endpoint. latency: seconds of each message. store: it outlives a restart, as a disk
-    does; the device and the arena do not. gate: while it is shut, no message goes either way. lives: how often it was started."""
+    """One rank. config: the leader's, with a memory:// endpoint. latency: seconds of each message.
+    store: it outlives a restart, as a disk does; the device and the arena do not. gate: while it is
+    shut, no message goes either way. lives: how often it was started."""
 
-    def __init__(self, config: Config, rank: int, *, store: SimBackend | None = None, latency: Latency = instant) -> None:
+    def __init__(
+        self,
+        config: Config,
+        rank: int,
+        *,
+        store: SimBackend | None = None,
+        latency: Latency = instant,
+    ) -> None:
         self.config = config
         self.rank = rank
         self.store = store
@@ -34,7 +43,10 @@ class SimRank:
         self._listener: Listener | None = None
 
     def _new_device(self) -> SimDevice:
-        return SimDevice(make_layout(self.config.layout, self.config.cache.block_size), self.config.device.num_blocks)
+        return SimDevice(
+            make_layout(self.config.layout, self.config.cache.block_size),
+            self.config.device.num_blocks,
+        )
 
     async def start(self) -> None:
         """Serve, with empty memory."""
@@ -45,7 +57,13 @@ class SimRank:
         self.lives += 1
         count = self.config.ranks.count
         work = serve_rank(
-            self.endpoint, self.device, rank=self.rank, ranks=count, config=self.config, backend=self.store, inline_copies=True
+            self.endpoint,
+            self.device,
+            rank=self.rank,
+            ranks=count,
+            config=self.config,
+            backend=self.store,
+            inline_copies=True,
         )
         self.serving = asyncio.get_running_loop().create_task(work, name=f"rank {self.rank}")
 

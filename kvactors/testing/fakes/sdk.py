@@ -1,4 +1,5 @@
-"""AttentionStore's SDK in virtual time: its calls go to the stand-in, one after another, each after a delay."""
+"""AttentionStore's SDK in virtual time: its calls go to the stand-in, one after another, each after
+a delay."""
 
 from __future__ import annotations
 
@@ -15,9 +16,11 @@ from kvactors.testing.fakes.gate import Gate, Latency, instant
 
 
 class SimService:
-    """The other side, which outlives its clients. latency: seconds of each call. gate: calls that come to it while it is shut hang until it opens.
+    """The other side, which outlives its clients. latency: seconds of each call. gate: calls that
+    come to it while it is shut hang until it opens.
 
-    down: every call fails. slower: seconds more each call takes. troubled: calls that met any of these. vanished: paths taken away.
+    down: every call fails. slower: seconds more each call takes. troubled: calls that met any of
+    these. vanished: paths taken away.
     """
 
     def __init__(self, latency: Latency = instant) -> None:
@@ -53,10 +56,11 @@ class SimService:
 
 
 class SimThread:
-    """In place of the thread of an SDK (`kvactors.threads.Workers`): calls in order, never two at once, begun ones to their end.
+    """In place of the thread of an SDK (`kvactors.threads.Workers`): calls in order, never two at
+    once, begun ones to their end.
 
-    Each call is made before its delay and again after it: a device block that is used too early, or given away too early, holds or stores
-    wrong bytes.
+    Each call is made before its delay and again after it: a device block that is used too early, or
+    given away too early, holds or stores wrong bytes.
     """
 
     def __init__(self, service: SimService) -> None:
@@ -74,7 +78,9 @@ class SimThread:
         future: Future[Any] = Future()
         self._calls.append((call, future))
         if self._task is None or self._task.done():
-            self._task = asyncio.get_running_loop().create_task(self._work(), name="attention store")
+            self._task = asyncio.get_running_loop().create_task(
+                self._work(), name="attention store"
+            )
         return future
 
     async def _work(self) -> None:

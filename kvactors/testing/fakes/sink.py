@@ -1,4 +1,5 @@
-"""A sink that takes virtual time, takes things twice, is out of reach for a while, and is read strictly."""
+"""A sink that takes virtual time, takes things twice, is out of reach for a while, and is read
+strictly."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from kvactors.testing.tree_reader import TreeReader
 
 
 class SimSink(FaultySink):
-    """latency: seconds each call takes. twice: every delivery arrives twice. troubled: calls that met a misdeed. doubled: those that came twice.
-    reader: of what the inner sink took."""
+    """latency: seconds each call takes. twice: every delivery arrives twice. troubled: calls that
+    met a misdeed. doubled: those that came twice. reader: of what the inner sink took."""
 
     def __init__(self, inner: Sink, latency: Latency = instant) -> None:
         super().__init__(inner)

@@ -1,5 +1,5 @@
-"""A store in memory that behaves as disks do: slow, full, gone for a while, and with objects that rot. It outlives its process: `close` leaves
-the objects, and the next `open` finds them."""
+"""A store in memory that behaves as disks do: slow, full, gone for a while, and with objects that
+rot. It outlives its process: `close` leaves the objects, and the next `open` finds them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,19 @@ from kvactors.testing.fakes.gate import Gate, Latency, instant
 
 
 class SimBackend(OwnedBackend):
-    """Objects as bytes, each with the XXH3-64 of what was meant to be written. latency: seconds of each read and write.
+    """Objects as bytes, each with the XXH3-64 of what was meant to be written. latency: seconds of
+    each read and write.
 
-    gate: reads and writes that come to it while it is shut hang until it opens. down: nothing can be had. full: nothing can be written.
-    lineages are kept. slower: seconds more each call takes. tearing: writes still to be cut short, unnoticed. troubled: calls that met any of these.
+    gate: reads and writes that come to it while it is shut hang until it opens. down: nothing can
+    be had. full: nothing can be written. lineages are kept. slower: seconds more each call takes.
+    tearing: writes still to be cut short, unnoticed. troubled: calls that met any of these.
     """
 
     keeps_lineages = True
 
-    def __init__(self, fingerprint: bytes, block_bytes: int, capacity: int = 0, latency: Latency = instant) -> None:
+    def __init__(
+        self, fingerprint: bytes, block_bytes: int, capacity: int = 0, latency: Latency = instant
+    ) -> None:
         super().__init__(fingerprint, block_bytes, capacity)
         self.objects: dict[bytes, tuple[bytes, int]] = {}
         self.lineages: dict[bytes, Lineage] = {}  # of objects that are there or were
@@ -93,7 +97,9 @@ class SimBackend(OwnedBackend):
         lineages: Sequence[Lineage | None] = (),
     ) -> WriteReport:
         """See `Backend.write_slots`."""
-        self.lineages |= {key: one for key, one in zip(keys, lineages, strict=False) if one is not None}
+        self.lineages |= {
+            key: one for key, one in zip(keys, lineages, strict=False) if one is not None
+        }
         return await super().write_slots(keys, arena, slots, expired)
 
     def begin_paths(self) -> None:
@@ -101,7 +107,8 @@ class SimBackend(OwnedBackend):
         self._unread = list(self.objects)
 
     async def next_paths(self, most: int) -> list[PathPart] | None:
-        """See `Backend.next_paths`; in the order of writing, so that children come before their parents."""
+        """See `Backend.next_paths`; in the order of writing, so that children come before their
+        parents."""
         await self._delay()
         if self.down or not self._unread:
             return None
@@ -172,7 +179,8 @@ def part_of(key: bytes, lineage: Lineage) -> PathPart:
 
 
 class SimPool(SimBackend):
-    """The same as a pool that others use as well: only asking tells what is there, which takes its time, and nothing of it is this process's."""
+    """The same as a pool that others use as well: only asking tells what is there, which takes its
+    time, and nothing of it is this process's."""
 
     exclusive = False
     answerable = False

@@ -1,1 +1,2 @@
-"""The consumers of KV events that the interop tests run, each as a process of its own in its own environment."""
+"""The consumers of KV events that the interop tests run, each as a process of its own in its own
+environment."""

@@ -53,13 +53,16 @@ def wait_until(what: str, done: Callable[[], bool], limit: float = START) -> Non
 
 
 def held_of(dump: dict[str, Any], source: Source) -> dict[str, set[int]]:
-    """Block hashes by tier of one worker's rank, from what Dynamo's indexes dump: events that would bring an empty one to the same state."""
+    """Block hashes by tier of one worker's rank, from what Dynamo's indexes dump: events that would
+    bring an empty one to the same state."""
     found: dict[str, set[int]] = {tier: set() for tier in TIERS}
     for events in dump.values():
         for event in events["events"]:
             if (event["worker_id"], event["event"]["dp_rank"]) == (source.worker, source.rank):
                 blocks = event["event"]["data"]["stored"]["blocks"]
-                found[DYNAMO_TIERS[event["storage_tier"]]].update(block["block_hash"] for block in blocks)
+                found[DYNAMO_TIERS[event["storage_tier"]]].update(
+                    block["block_hash"] for block in blocks
+                )
     return found
 
 
@@ -67,11 +70,15 @@ DYNAMO_TIERS = {"device": "device", "host_pinned": "host", "disk": "storage", "e
 
 
 def media_infos(prompt: Prompt) -> list[Any] | None:
-    """A prompt's media as Dynamo's front end gives them: of each block, the first 16 digits of the identifiers as numbers."""
+    """A prompt's media as Dynamo's front end gives them: of each block, the first 16 digits of the
+    identifiers as numbers."""
     if not prompt.media:
         return None
     infos = [
-        [{"mm_hash": int(item.identifier[:16], 16), "offsets": []} for item in prompt.items_of(block)]
+        [
+            {"mm_hash": int(item.identifier[:16], 16), "offsets": []}
+            for item in prompt.items_of(block)
+        ]
         for block in range(prompt.blocks)
     ]
     return [{"mm_objects": objects} if objects else None for objects in infos]

@@ -26,6 +26,13 @@ def check_types(
         lines=True,
     )
     try:
-        return dict(child.ask({"dialect": dialect, "payloads": [base64.b64encode(payload).decode() for payload in payloads]}))
+        return dict(
+            child.ask(
+                {
+                    "dialect": dialect,
+                    "payloads": [base64.b64encode(payload).decode() for payload in payloads],
+                }
+            )
+        )
     finally:
         child.close()

@@ -1,8 +1,10 @@
-"""vLLM's and SGLang's own message types, in a process of an environment that has them: what they make of recorded messages.
+"""vLLM's and SGLang's own message types, in a process of an environment that has them: what they
+make of recorded messages.
 
     python message_types_child.py vllm|sglang
 
-The types' modules need none of the packages that importing the engines would need: their parents are put in place as empty packages.
+The types' modules need none of the packages that importing the engines would need: their parents
+are put in place as empty packages.
 """
 
 from __future__ import annotations
@@ -58,37 +60,66 @@ class Types:
         self.engine = engine
         module = load(engine)
         kinds = (module.BlockStored, module.BlockRemoved, module.AllBlocksCleared)
-        self.fields = {kind.__name__: [field.name for field in msgspec.structs.fields(kind)] for kind in kinds}
+        self.fields = {
+            kind.__name__: [field.name for field in msgspec.structs.fields(kind)] for kind in kinds
+        }
         self.as_maps = msgspec.msgpack.Decoder(module.KVEventBatch)
         arrays = [self._array(kind) for kind in kinds]
-        self.as_arrays = msgspec.msgpack.Decoder(tuple[float, list[arrays[0] | arrays[1] | arrays[2]], int | None])  # type: ignore[valid-type]
+        self.as_arrays = msgspec.msgpack.Decoder(
+            tuple[float, list[arrays[0] | arrays[1] | arrays[2]], int | None]
+        )  # type: ignore[valid-type]
 
     def _array(self, kind: Any) -> Any:
         fields = [
-            (field.encode_name, field.type) if field.required else (field.encode_name, field.type, None)
+            (field.encode_name, field.type)
+            if field.required
+            else (field.encode_name, field.type, None)
             for field in msgspec.structs.fields(kind)
         ]
         return msgspec.defstruct(kind.__name__, fields, tag=kind.__name__, array_like=True)
 
     def map_message(self, payload: bytes, passed: set[str]) -> str:
-        """Empty if the types take a message with maps and would send the same. passed: fields that the types do not have are added to it."""
+        """Empty if the types take a message with maps and would send the same. passed: fields that
+        the types do not have are added to it."""
         batch = self.as_maps.decode(payload)
         raw = msgspec.msgpack.decode(payload)
-        unknown = {name for event in raw[1] for name in event.keys() - {"type", *self.fields[event["type"]]}}
+        unknown = {
+            name
+            for event in raw[1]
+            for name in event.keys() - {"type", *self.fields[event["type"]]}
+        }
         passed |= unknown
         encoded = msgspec.msgpack.encode(batch)
         if self.engine == "vllm":
             wanted = (
-                payload if not unknown else msgspec.msgpack.encode([raw[0], [self._known(event) for event in raw[1]], raw[2]])
+                payload
+                if not unknown
+                else msgspec.msgpack.encode(
+                    [raw[0], [self._known(event) for event in raw[1]], raw[2]]
+                )
             )
             return "" if encoded == wanted else "vLLM would send other bytes"
         again = msgspec.msgpack.decode(encoded)  # SGLang leaves out fields of None
-        known = [{name: value for name, value in self._known(event).items() if value is not None} for event in raw[1]]
-        sent = [{name: value for name, value in event.items() if value is not None} for event in again[1]]
-        return "" if (again[0], sent, again[2]) == (raw[0], known, raw[2]) else "SGLang would send other values"
+        known = [
+            {name: value for name, value in self._known(event).items() if value is not None}
+            for event in raw[1]
+        ]
+        sent = [
+            {name: value for name, value in event.items() if value is not None}
+            for event in again[1]
+        ]
+        return (
+            ""
+            if (again[0], sent, again[2]) == (raw[0], known, raw[2])
+            else "SGLang would send other values"
+        )
 
     def _known(self, event: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in event.items() if name == "type" or name in self.fields[event["type"]]}
+        return {
+            name: value
+            for name, value in event.items()
+            if name == "type" or name in self.fields[event["type"]]
+        }
 
     def array_message(self, payload: bytes) -> str:
         """Empty if the types take a message with arrays, each field in its place."""
@@ -101,22 +132,38 @@ class Types:
                 )
                 if not right:
                     return f"the fields of a BlockStored do not fit together: {values!r}"
-            if getattr(event, "medium", "GPU") not in ("GPU", "CPU", "STORAGE", "CPU_PINNED", "DISK"):
+            if getattr(event, "medium", "GPU") not in (
+                "GPU",
+                "CPU",
+                "STORAGE",
+                "CPU_PINNED",
+                "DISK",
+            ):
                 return f"the medium is not in its place: {values!r}"
         return ""
 
     def check(self, dialect: str, payloads: list[bytes]) -> dict[str, Any]:
-        """What the types make of messages: how many, those they reject or would send differently, and the fields they do not have."""
+        """What the types make of messages: how many, those they reject or would send differently,
+        and the fields they do not have."""
         passed: set[str] = set()
         wrong = []
         for payload in payloads:
             try:
-                failure = self.array_message(payload) if dialect == "array" else self.map_message(payload, passed)
+                failure = (
+                    self.array_message(payload)
+                    if dialect == "array"
+                    else self.map_message(payload, passed)
+                )
             except msgspec.MsgspecError as error:
                 failure = f"rejected: {error}"
             if failure:
                 wrong.append(failure)
-        return {"messages": len(payloads), "wrong": wrong[:5], "wrong_count": len(wrong), "fields_passed_over": sorted(passed)}
+        return {
+            "messages": len(payloads),
+            "wrong": wrong[:5],
+            "wrong_count": len(wrong),
+            "fields_passed_over": sorted(passed),
+        }
 
 
 def main() -> None:

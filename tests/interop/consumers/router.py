@@ -1,4 +1,5 @@
-"""vLLM's router with the policy kv_aware, in front of stub workers that say which of them was asked."""
+"""vLLM's router with the policy kv_aware, in front of stub workers that say which of them was
+asked."""
 
 from __future__ import annotations
 
@@ -29,7 +30,12 @@ class StubWorker:
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
-                models = {"object": "list", "data": [{"id": MODEL, "object": "model", "root": MODEL, "max_model_len": 65536}]}
+                models = {
+                    "object": "list",
+                    "data": [
+                        {"id": MODEL, "object": "model", "root": MODEL, "max_model_len": 65536}
+                    ],
+                }
                 self.reply(models if self.path.startswith("/v1/models") else {})
 
             def do_POST(self) -> None:
@@ -37,7 +43,13 @@ class StubWorker:
                 choice = {"index": 0, "text": str(worker), "finish_reason": "length"}
                 usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
                 self.reply(
-                    {"id": "completion", "object": "text_completion", "model": MODEL, "choices": [choice], "usage": usage}
+                    {
+                        "id": "completion",
+                        "object": "text_completion",
+                        "model": MODEL,
+                        "choices": [choice],
+                        "usage": usage,
+                    }
                 )
 
             def reply(self, body: Any) -> None:
@@ -70,25 +82,46 @@ class Routed(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """worker: that got the prompt. credited: tokens of the prompt that the router counts as cached there."""
+    """worker: that got the prompt. credited: tokens of the prompt that the router counts as cached
+    there."""
 
     worker: int
     credited: int
 
 
 class Router:
-    """The router in a child process, in front of one stub for each source. A block counts the same on every tier."""
+    """The router in a child process, in front of one stub for each source. A block counts the same
+    on every tier."""
 
     name = "vLLM router"
 
     def __init__(self, environments: Environments, folder: Path, sources: Sequence[Source]) -> None:
         self.routed = [Routed(source, StubWorker(source.worker)) for source in sources]
         command = [
-            environments.program("vllm_router", "vllm-router"), "--host", "127.0.0.1", "--port", str(PORT), "--policy", "kv_aware",
-            "--kv-event-block-size", str(BLOCK), "--kv-event-model", MODEL, "--prometheus-port", str(METRICS_PORT), "--log-level", "debug",
-            "--kv-penalty-host", "1", "--kv-penalty-external", "1", "--kv-penalty-disk", "1",
-            "--worker-urls", *(one.stub.url for one in self.routed),
-        ]  # fmt: skip
+            environments.program("vllm_router", "vllm-router"),
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(PORT),
+            "--policy",
+            "kv_aware",
+            "--kv-event-block-size",
+            str(BLOCK),
+            "--kv-event-model",
+            MODEL,
+            "--prometheus-port",
+            str(METRICS_PORT),
+            "--log-level",
+            "debug",
+            "--kv-penalty-host",
+            "1",
+            "--kv-penalty-external",
+            "1",
+            "--kv-penalty-disk",
+            "1",
+            "--worker-urls",
+            *(one.stub.url for one in self.routed),
+        ]
         for source, stub in self.routed:
             command += ["--kv-event-source", f"{stub.url}={source.endpoint}"]
             command += ["--kv-event-replay-source", f"{stub.url}={source.replay_endpoint}"]
@@ -107,7 +140,10 @@ class Router:
         connection = http.client.HTTPConnection("127.0.0.1", PORT, timeout=30)
         try:
             connection.request(
-                method, path, json.dumps(body) if body is not None else None, {"content-type": "application/json"}
+                method,
+                path,
+                json.dumps(body) if body is not None else None,
+                {"content-type": "application/json"},
             )
             response = connection.getresponse()
             return response.status, response.read()

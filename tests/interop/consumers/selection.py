@@ -16,12 +16,18 @@ CHILD = Path(__file__).with_name("selection_child.py")
 
 
 class Selection(Index):
-    """The service in a child process. It follows a replay endpoint only for workers with one rank."""
+    """The service in a child process. It follows a replay endpoint only for workers with one
+    rank."""
 
     name = "Dynamo SelectionService"
 
     def __init__(self, environments: Environments, folder: Path) -> None:
-        self.child = Child(self.name, [environments.program("dynamo"), "-P", str(CHILD)], folder / "selection.log", lines=True)
+        self.child = Child(
+            self.name,
+            [environments.program("dynamo"), "-P", str(CHILD)],
+            folder / "selection.log",
+            lines=True,
+        )
 
     def register(self, *sources: Source) -> None:
         """See `Index.register`."""
@@ -36,7 +42,10 @@ class Selection(Index):
             "max_num_batched_tokens": 8192,
         }
         if len(sources) == 1:
-            worker |= {"replay_endpoint": first.replay_endpoint, "data_parallel_start_rank": first.rank}
+            worker |= {
+                "replay_endpoint": first.replay_endpoint,
+                "data_parallel_start_rank": first.rank,
+            }
         self.child.ask({"do": "register", "worker": worker})
 
     def held(self, source: Source) -> dict[str, set[int]]:
@@ -45,17 +54,24 @@ class Selection(Index):
 
     def answers(self, source: Source, prompts: Sequence[Prompt]) -> list[Answer]:
         """See `Index.answers`."""
-        scores = self.child.ask({"do": "scores", "requests": [dynamo_request(prompt) for prompt in prompts]})
+        scores = self.child.ask(
+            {"do": "scores", "requests": [dynamo_request(prompt) for prompt in prompts]}
+        )
         return [self._answer(source, workers) for workers in scores]
 
     def _answer(self, source: Source, workers: list[dict[str, Any]]) -> Answer:
         for one in workers:
             if (one["worker_id"], one["dp_rank"]) == (source.worker, source.rank):
-                return Answer(one["device_blocks"], one["host_pinned_extension_blocks"], one["disk_extension_blocks"])
+                return Answer(
+                    one["device_blocks"],
+                    one["host_pinned_extension_blocks"],
+                    one["disk_extension_blocks"],
+                )
         return Answer(0, 0, 0)
 
     def block_hashes(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Dynamo's own hashes of the blocks of prompts, which the standalone indexer takes in place of tokens."""
+        """Dynamo's own hashes of the blocks of prompts, which the standalone indexer takes in place
+        of tokens."""
         requests = [dynamo_request(prompt) for prompt in prompts]
         return list(self.child.ask({"do": "hashes", "block_size": BLOCK, "requests": requests}))
 

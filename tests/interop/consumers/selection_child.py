@@ -1,4 +1,5 @@
-"""Dynamo's SelectionService in a process of its own. It runs in Dynamo's environment and answers lines of JSON with lines of JSON."""
+"""Dynamo's SelectionService in a process of its own. It runs in Dynamo's environment and answers
+lines of JSON with lines of JSON."""
 
 from __future__ import annotations
 
@@ -16,18 +17,27 @@ async def answer(service: Any, message: dict[str, Any]) -> Any:
     kind = message.pop("do")
     if kind == "register":
         worker = message["worker"]
-        endpoints = {int(rank): endpoint for rank, endpoint in worker.pop("kv_events_endpoints").items()}
+        endpoints = {
+            int(rank): endpoint for rank, endpoint in worker.pop("kv_events_endpoints").items()
+        }
         return await service.upsert_worker(worker | {"kv_events_endpoints": endpoints})
     if kind == "unregister":
         return await service.delete_worker(message["worker_id"])
     if kind == "held":
         return await service.indexer_snapshot()
     if kind == "scores":
-        return [(await service.overlap_scores(request))["workers"] for request in message["requests"]]
+        return [
+            (await service.overlap_scores(request))["workers"] for request in message["requests"]
+        ]
     if kind == "hashes":
         return [
             compute_block_hash_for_seq(
-                one["token_ids"], message["block_size"], one["block_mm_infos"], one["lora_name"], None, one["cache_salt"]
+                one["token_ids"],
+                message["block_size"],
+                one["block_mm_infos"],
+                one["lora_name"],
+                None,
+                one["cache_salt"],
             )
             for one in message["requests"]
         ]
