@@ -4,12 +4,24 @@ at once, as a miss or as not done."""
 from __future__ import annotations
 
 from kvactors.actor import Envelope, on
-from kvactors.cpu_evictor.messages import Fetched, Probed, ReadDone, Saved, Written
 from kvactors.errors import SinkError
 from kvactors.flush_notifier.actor import FlushNotifier
 from kvactors.flush_notifier.messages import Announced, Cleared, Gained, Gone, Named, Resync, Settle
 from kvactors.storage.direct import StorageDirect
-from kvactors.storage.messages import FetchDevice, Outcome, Probe, Read, Recount, SaveDevice, Write
+from kvactors.storage.messages import (
+    FetchDevice,
+    Fetched,
+    Outcome,
+    Probe,
+    Probed,
+    Read,
+    ReadDone,
+    Recount,
+    Saved,
+    SaveDevice,
+    Write,
+    Written,
+)
 from kvactors.storage.reader import StorageReader
 from kvactors.storage.writer import StorageWriter
 

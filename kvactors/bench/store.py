@@ -20,7 +20,6 @@ import numpy as np
 
 from kvactors.actor import Activity, Actor, ActorRef, ActorSpec, Group, Supervisor, on
 from kvactors.bench.report import Row, bench_report, rate_row, time_row
-from kvactors.cpu_evictor.messages import Probed, ReadDone, StoreCleared, Written
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
 from kvactors.flush_notifier.messages import Cleared, Gained, Gone, Named
@@ -31,7 +30,7 @@ from kvactors.storage.backends import FileBackend
 from kvactors.storage.backends.checked import CheckedBackend
 from kvactors.storage.backends.mooncake import MooncakeBackend
 from kvactors.storage.backends.slab_table import PAGE, Meta, entry_of
-from kvactors.storage.messages import Outcome, Read, Write
+from kvactors.storage.messages import Outcome, Probed, Read, ReadDone, StoreCleared, Write, Written
 from kvactors.storage.reader import StorageReader
 from kvactors.storage.writer import StorageWriter
 from kvactors.terminable import run_terminable

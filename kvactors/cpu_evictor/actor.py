@@ -10,22 +10,27 @@ from kvactors.actor import Message, on
 from kvactors.actor.clock import now
 from kvactors.cpu_evictor.host import Entry, Place
 from kvactors.cpu_evictor.load import LoadJob
-from kvactors.cpu_evictor.messages import Cancel, ClearHost, Load, Offload, Overdue, Prefetch
+from kvactors.cpu_evictor.messages import (
+    Admitted,
+    Cancel,
+    ClearHost,
+    HostCleared,
+    HostGained,
+    HostGone,
+    LayersLoaded,
+    Load,
+    Loaded,
+    LoadStalled,
+    Offload,
+    Offloaded,
+    Overdue,
+    Prefetch,
+)
 from kvactors.cpu_evictor.messages import Place as PlaceLoad
 from kvactors.cpu_evictor.save import Saves
 from kvactors.flush_notifier.messages import Cleared, Gained, Gone
 from kvactors.gpu_swapper.messages import Copy, Direction
 from kvactors.lineage import Lineages, lineage
-from kvactors.prefix_index.messages import (
-    Admitted,
-    HostCleared,
-    HostGained,
-    HostGone,
-    LayersLoaded,
-    Loaded,
-    LoadStalled,
-    Offloaded,
-)
 from kvactors.storage.messages import (
     ClearStore,
     FetchDevice,

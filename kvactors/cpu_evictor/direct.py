@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 from kvactors.actor import ActorRef, PeerRestarted, on
 from kvactors.actor.clock import now
 from kvactors.cpu_evictor.load import LoadJob
-from kvactors.cpu_evictor.messages import Fetched, Saved
 from kvactors.cpu_evictor.reports import count_of
 from kvactors.cpu_evictor.traffic import Traffic
-from kvactors.storage.messages import FetchDevice, SaveDevice
+from kvactors.storage.messages import FetchDevice, Fetched, Saved, SaveDevice
 
 
 class Fetching(NamedTuple):

@@ -1,5 +1,5 @@
-"""What may be said to CpuEvictor. It alone hands out host slots, so it leads every movement through
-host memory."""
+"""Messages that CpuEvictor, the host tier manager, handles, each beside its completion. It alone
+hands out host slots, so it leads every movement through host memory."""
 
 from __future__ import annotations
 
@@ -22,6 +22,14 @@ class Offload(Message, frozen=True, eq=False):
     blocks: tuple[int, ...]
     era: int = 0
     lineages: Lineages | None = None
+
+
+class Offloaded(Control, frozen=True, eq=False):
+    """Answer to Offload: the device blocks are free now. kept: one byte a key, non-zero if the host
+    tier holds it."""
+
+    op: int
+    kept: bytes
 
 
 class Load(Message, frozen=True, eq=False):
@@ -47,6 +55,30 @@ class Load(Message, frozen=True, eq=False):
     lineages: Lineages | None = None
 
 
+class LayersLoaded(Control, frozen=True, eq=False):
+    """Of a load, the first `layers` layers of its first `blocks` blocks are there; nothing more of
+    it is looked for."""
+
+    op: int
+    layers: int
+    blocks: int
+
+
+class Loaded(Control, frozen=True, eq=False):
+    """Answer to Load: the first `good` blocks have their bytes, `from_host` of them came from the
+    host tier."""
+
+    op: int
+    good: int
+    from_host: int
+
+
+class LoadStalled(Control, frozen=True, eq=False):
+    """Whom this load needs does not answer; the load is answered when it does."""
+
+    op: int
+
+
 class Prefetch(Message, frozen=True, eq=False):
     """Somebody will want these: bring what storage has of them, from `start` on, to the host tier,
     if there is one. Not answered.
@@ -59,20 +91,6 @@ class Prefetch(Message, frozen=True, eq=False):
     start: int
     deadline: float
     lineages: Lineages | None = None
-
-
-class Fetched(Control, frozen=True, eq=False):
-    """Answer to FetchDevice: so many blocks, from the first on, have their bytes."""
-
-    op: int
-    good: int
-
-
-class Saved(Control, frozen=True, eq=False):
-    """Answer to SaveDevice: so many blocks, from the first on, are stored."""
-
-    op: int
-    good: int
 
 
 class Place(Message, frozen=True, eq=False):
@@ -108,6 +126,14 @@ class Admit(Message, frozen=True, eq=False):
     lineages: Lineages | None = None
 
 
+class Admitted(Control, frozen=True, eq=False):
+    """Answer to Admit: the device blocks are not read any more. kept: one byte a key, non-zero if
+    the host tier holds it."""
+
+    op: int
+    kept: bytes
+
+
 class Discard(Message, frozen=True, eq=False):
     """The device holds these (again): an exclusive host tier forgets them, an inclusive one ignores
     this."""
@@ -123,57 +149,30 @@ class ClearHost(Message, frozen=True, eq=False):
     op: int = 0
 
 
-class Copied(Control, frozen=True, eq=False):
-    """Answer to Copy. failed: indices of pairs whose bytes did not arrive."""
+class HostCleared(Control, frozen=True, eq=False):
+    """Answer to a ClearHost that includes the store. error: why objects from before may still be
+    found; empty if none can."""
 
     op: int
-    failed: tuple[int, ...]
+    error: str
 
 
-class CopyProgress(Control, frozen=True, eq=False):
-    """Of a layerwise Copy, the first `layers` layers have arrived."""
+class HostGone(Control, frozen=True, eq=False):
+    """A hint: the host tier no longer holds these."""
 
-    op: int
-    layers: int
-
-
-class HostChanged(Control, frozen=True, eq=False):
-    """Copies can be made (again), or cannot for now. lost: what was in the slots may be gone, and a
-    new era begins."""
-
-    possible: bool
-    lost: bool
-    era: int
+    keys: bytes
 
 
-class Probed(Control, frozen=True, eq=False):
-    """Answer to Probe: the first `found` keys can be read."""
+class HostGained(Control, frozen=True, eq=False):
+    """A hint: the host tier holds these.
 
-    op: int
-    found: int
+    clears, era: how many ClearHost the host tier had handled, and the memory generation, when this
+    was sent. The index ignores a hint of before a clear or a loss that it knows of.
+    """
 
-
-class ReadDone(Control, frozen=True, eq=False):
-    """Answer to Read: one `storage.messages.Outcome` byte a key."""
-
-    op: int
-    outcomes: bytes
-
-
-class Written(Control, frozen=True, eq=False):
-    """Answer to Write: one `storage.messages.Outcome` byte a key. The slots are not read any
-    more."""
-
-    op: int
-    outcomes: bytes
-
-
-class StoreCleared(Control, frozen=True, eq=False):
-    """Answer to ClearStore. error: why objects from before may still be found; empty if none
-    can."""
-
-    op: int
-    error: str = ""
+    keys: bytes
+    clears: int = 0
+    era: int = 0
 
 
 class SaveUnanswered(Control, frozen=True, eq=False):

@@ -10,9 +10,9 @@ from kvactors.actor import ActorRef, on
 from kvactors.cpu_evictor.direct import Direct
 from kvactors.cpu_evictor.host import Place
 from kvactors.cpu_evictor.load import LoadJob
-from kvactors.cpu_evictor.messages import Discard, HostChanged
+from kvactors.cpu_evictor.messages import Discard, HostGone, LayersLoaded, LoadStalled
 from kvactors.flush_notifier.messages import Cleared
-from kvactors.prefix_index.messages import HostGone, LayersLoaded, LoadStalled
+from kvactors.gpu_swapper.messages import HostChanged
 from kvactors.storage.messages import Recount
 from kvactors.units import Reason, Tier, join_keys, split_keys
 

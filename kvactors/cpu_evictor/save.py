@@ -6,11 +6,10 @@ from __future__ import annotations
 from kvactors.actor import on
 from kvactors.actor.clock import now
 from kvactors.cpu_evictor.host import Place
-from kvactors.cpu_evictor.messages import Admit, SaveUnanswered
+from kvactors.cpu_evictor.messages import Admit, Admitted, SaveUnanswered
 from kvactors.cpu_evictor.plane import Plane
 from kvactors.gpu_swapper.messages import Direction
 from kvactors.lineage import lineage
-from kvactors.prefix_index.messages import Admitted
 from kvactors.units import split_keys
 
 ASK = 1.0

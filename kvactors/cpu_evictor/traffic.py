@@ -12,20 +12,22 @@ from kvactors.actor import Actor, ActorRef, PeerRestarted, on
 from kvactors.actor.clock import now
 from kvactors.config import HostConfig, StorageConfig
 from kvactors.cpu_evictor.host import Entry, HostTier, Place
-from kvactors.cpu_evictor.messages import (
-    Copied,
-    CopyProgress,
-    Probed,
-    ReadDone,
-    StoreCleared,
-    Written,
-)
+from kvactors.cpu_evictor.messages import HostCleared, HostGained, HostGone
 from kvactors.cpu_evictor.reports import count_of, outcomes_of
 from kvactors.device.arena import Arena
 from kvactors.flush_notifier.messages import Gained, Gone
-from kvactors.gpu_swapper.messages import Copy, Direction
-from kvactors.prefix_index.messages import HostCleared, HostGained, HostGone
-from kvactors.storage.messages import ClearStore, Outcome, Probe, Read, Write
+from kvactors.gpu_swapper.messages import Copied, Copy, CopyProgress, Direction
+from kvactors.storage.messages import (
+    ClearStore,
+    Outcome,
+    Probe,
+    Probed,
+    Read,
+    ReadDone,
+    StoreCleared,
+    Write,
+    Written,
+)
 from kvactors.units import Reason, Tier, indices_of, join_keys
 
 WRITE_BATCH = 256

@@ -9,10 +9,19 @@ from typing import ClassVar, NamedTuple
 from kvactors.actor import Actor, ActorRef, Message, on
 from kvactors.actor.clock import now
 from kvactors.actor.jobs import MEMORY_LIMIT, Job, JobsRunOn
-from kvactors.cpu_evictor.messages import Copied, CopyProgress, HostChanged
 from kvactors.gpu_swapper.executor import Executor
-from kvactors.gpu_swapper.messages import Copy, CopyFinished, CopyLayers, Direction, PlaneChanged
-from kvactors.prefix_index.messages import CopiesStalled, DeviceLost
+from kvactors.gpu_swapper.messages import (
+    Copied,
+    CopiesStalled,
+    Copy,
+    CopyFinished,
+    CopyLayers,
+    CopyProgress,
+    DeviceLost,
+    Direction,
+    HostChanged,
+    PlaneChanged,
+)
 from kvactors.units import indices_of
 
 

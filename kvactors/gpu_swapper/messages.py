@@ -1,4 +1,4 @@
-"""What may be said to GpuSwapper."""
+"""Messages that GpuSwapper handles, each beside its completion."""
 
 from __future__ import annotations
 
@@ -27,6 +27,39 @@ class Copy(Message, frozen=True, eq=False):
     slots: tuple[int, ...]
     layerwise: bool = False
     era: int = 0
+
+
+class CopyProgress(Control, frozen=True, eq=False):
+    """Of a layerwise Copy, the first `layers` layers have arrived."""
+
+    op: int
+    layers: int
+
+
+class Copied(Control, frozen=True, eq=False):
+    """Answer to Copy. failed: indices of pairs whose bytes did not arrive."""
+
+    op: int
+    failed: tuple[int, ...]
+
+
+class HostChanged(Control, frozen=True, eq=False):
+    """Copies can be made (again), or cannot for now. lost: what was in the slots may be gone, and a
+    new era begins."""
+
+    possible: bool
+    lost: bool
+    era: int
+
+
+class CopiesStalled(Control, frozen=True, eq=False):
+    """Somebody whom copies need does not answer: those under way end nobody knows when."""
+
+
+class DeviceLost(Control, frozen=True, eq=False):
+    """What device blocks held may be lost; a new era begins."""
+
+    era: int
 
 
 class CopyFinished(Control, frozen=True, eq=False):

@@ -6,10 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 from kvactors.actor import ActorRef, Envelope, on
-from kvactors.cpu_evictor.messages import ClearHost
+from kvactors.cpu_evictor.messages import ClearHost, HostCleared
 from kvactors.errors import StoreError
 from kvactors.prefix_index.long_requests import LongRequests
-from kvactors.prefix_index.messages import Clear, Done, HostCleared
+from kvactors.prefix_index.messages import Clear, Done
 from kvactors.units import Reason
 
 

@@ -7,15 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvactors.actor import ActorRef, Envelope, on
+from kvactors.cpu_evictor.messages import LayersLoaded, LoadStalled
 from kvactors.errors import LeaseEnded, RankLost
-from kvactors.prefix_index.messages import (
-    CopiesStalled,
-    DeviceLost,
-    LayerReady,
-    LayersLoaded,
-    LoadStalled,
-    Overdue,
-)
+from kvactors.gpu_swapper.messages import CopiesStalled, DeviceLost
+from kvactors.prefix_index.messages import LayerReady, Overdue
 from kvactors.prefix_index.records import Fault, Lease
 from kvactors.prefix_index.room import Room
 from kvactors.units import Reason

@@ -1,5 +1,5 @@
-"""What may be said to PrefixIndex. The asks come from the door, the control messages from the
-evictor and from itself."""
+"""Messages that PrefixIndex handles, with their replies. Completions of its own requests to other
+actors are defined beside those requests (`cpu_evictor.messages`, `gpu_swapper.messages`)."""
 
 from __future__ import annotations
 
@@ -161,82 +161,6 @@ class Withdrawn(Control, frozen=True, eq=False):
     queue."""
 
     lease: int
-
-
-class Offloaded(Control, frozen=True, eq=False):
-    """Answer to Offload: the device blocks are free now. kept: one byte a key, non-zero if the host
-    tier holds it."""
-
-    op: int
-    kept: bytes
-
-
-class Loaded(Control, frozen=True, eq=False):
-    """Answer to Load: the first `good` blocks have their bytes, `from_host` of them came from the
-    host tier."""
-
-    op: int
-    good: int
-    from_host: int
-
-
-class LayersLoaded(Control, frozen=True, eq=False):
-    """Of a load, the first `layers` layers of its first `blocks` blocks are there; nothing more of
-    it is looked for."""
-
-    op: int
-    layers: int
-    blocks: int
-
-
-class LoadStalled(Control, frozen=True, eq=False):
-    """Whom this load needs does not answer; the load is answered when it does."""
-
-    op: int
-
-
-class CopiesStalled(Control, frozen=True, eq=False):
-    """Somebody whom copies need does not answer: those under way end nobody knows when."""
-
-
-class DeviceLost(Control, frozen=True, eq=False):
-    """What device blocks held may be lost; a new era begins."""
-
-    era: int
-
-
-class Admitted(Control, frozen=True, eq=False):
-    """Answer to Admit: the device blocks are not read any more. kept: one byte a key, non-zero if
-    the host tier holds it."""
-
-    op: int
-    kept: bytes
-
-
-class HostCleared(Control, frozen=True, eq=False):
-    """Answer to a ClearHost that includes the store. error: why objects from before may still be
-    found; empty if none can."""
-
-    op: int
-    error: str
-
-
-class HostGone(Control, frozen=True, eq=False):
-    """A hint: the host tier no longer holds these."""
-
-    keys: bytes
-
-
-class HostGained(Control, frozen=True, eq=False):
-    """A hint: the host tier holds these.
-
-    clears, era: how many ClearHost the host tier had handled, and the memory generation, when this
-    was sent. The index ignores a hint of before a clear or a loss that it knows of.
-    """
-
-    keys: bytes
-    clears: int = 0
-    era: int = 0
 
 
 class Overdue(Control, frozen=True, eq=False):

@@ -8,7 +8,18 @@ from itertools import count
 
 from kvactors.actor import ActorRef, Envelope, on
 from kvactors.actor.clock import now
-from kvactors.cpu_evictor.messages import Cancel, Discard, Load, Offload, Place
+from kvactors.cpu_evictor.messages import (
+    Admitted,
+    Cancel,
+    Discard,
+    HostGained,
+    HostGone,
+    Load,
+    Loaded,
+    Offload,
+    Offloaded,
+    Place,
+)
 from kvactors.cpu_evictor.messages import Prefetch as PrefetchToHost
 from kvactors.errors import NoRoom
 from kvactors.flush_notifier.messages import Origin
@@ -16,17 +27,7 @@ from kvactors.native import HOST, BlockTree, Path
 from kvactors.prefix_index.announcing import Announcing
 from kvactors.prefix_index.index import BlockIndex, pick_keys
 from kvactors.prefix_index.lineages import LineageSource
-from kvactors.prefix_index.messages import (
-    Admitted,
-    Done,
-    HostGained,
-    HostGone,
-    Landed,
-    Loaded,
-    Offloaded,
-    Overdue,
-    Prefetch,
-)
+from kvactors.prefix_index.messages import Done, Landed, Overdue, Prefetch
 from kvactors.prefix_index.records import EvictOp, Fault, Lease, LoadOp, Offloads, Saving, Segment
 from kvactors.units import Reason
 

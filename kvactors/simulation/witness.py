@@ -13,11 +13,10 @@ from kvactors.actor import Actor, ActorRef, ActorSpec, Envelope, Group, Message
 from kvactors.config import Config
 from kvactors.cpu_evictor.actor import CpuEvictor
 from kvactors.cpu_evictor.host import Entry, Place
-from kvactors.cpu_evictor.messages import Cancel, Load
+from kvactors.cpu_evictor.messages import Cancel, Load, Loaded, LoadStalled
 from kvactors.cpu_evictor.messages import Place as PlaceLoad
 from kvactors.flush_notifier.actor import FlushNotifier
 from kvactors.flush_notifier.sinks.base import Sink
-from kvactors.prefix_index.messages import Loaded, LoadStalled
 from kvactors.ranks.state import Health
 from kvactors.storage.backends.base import Backend
 from kvactors.system import System

@@ -13,11 +13,10 @@ from kvactors.actor.actor import Timer
 from kvactors.actor.clock import now
 from kvactors.actor.jobs import MEMORY_LIMIT, Job, JobsRunOn
 from kvactors.actor.log import described
-from kvactors.cpu_evictor.messages import Fetched, Saved
 from kvactors.errors import StoreError
 from kvactors.storage.backends.base import StoreStatistics
 from kvactors.storage.backends.direct import DirectBackend
-from kvactors.storage.messages import FetchDevice, Moved, MoveLate, SaveDevice
+from kvactors.storage.messages import FetchDevice, Fetched, Moved, MoveLate, Saved, SaveDevice
 
 WAITING = 64
 """Saves that wait at most; the oldest is shed then."""

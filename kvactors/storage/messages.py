@@ -1,4 +1,4 @@
-"""What may be said to StorageReader and StorageWriter."""
+"""Messages that StorageReader and StorageWriter handle, each beside its completion."""
 
 from __future__ import annotations
 
@@ -30,6 +30,13 @@ class Probe(Message, frozen=True, eq=False):
     deadline: float
 
 
+class Probed(Control, frozen=True, eq=False):
+    """Answer to Probe: the first `found` keys can be read."""
+
+    op: int
+    found: int
+
+
 class Read(Message, frozen=True, eq=False):
     """Read objects into arena slots; answered with ReadDone once no slot is written any more.
 
@@ -42,6 +49,13 @@ class Read(Message, frozen=True, eq=False):
     deadline: float
     take: bool
     era: int = 0
+
+
+class ReadDone(Control, frozen=True, eq=False):
+    """Answer to Read: one `Outcome` byte a key."""
+
+    op: int
+    outcomes: bytes
 
 
 class Write(Message, frozen=True, eq=False):
@@ -59,11 +73,27 @@ class Write(Message, frozen=True, eq=False):
     lineages: tuple[Lineage | None, ...] = ()
 
 
+class Written(Control, frozen=True, eq=False):
+    """Answer to Write: one `Outcome` byte a key. The slots are not read any
+    more."""
+
+    op: int
+    outcomes: bytes
+
+
 class ClearStore(Message, frozen=True, eq=False):
     """Forget every object of this store, and write no batch that was sent before this, to any
     writer; answered with StoreCleared."""
 
     op: int
+
+
+class StoreCleared(Control, frozen=True, eq=False):
+    """Answer to ClearStore. error: why objects from before may still be found; empty if none
+    can."""
+
+    op: int
+    error: str = ""
 
 
 class Recount(Message, frozen=True, eq=False):
@@ -87,6 +117,13 @@ class FetchDevice(Message, frozen=True, eq=False):
     era: int = 0
 
 
+class Fetched(Control, frozen=True, eq=False):
+    """Answer to FetchDevice: so many blocks, from the first on, have their bytes."""
+
+    op: int
+    good: int
+
+
 class SaveDevice(Message, frozen=True, eq=False):
     """Write blocks of a path straight from device blocks; answered with Saved once none is read any
     more. Fields as in FetchDevice."""
@@ -97,6 +134,13 @@ class SaveDevice(Message, frozen=True, eq=False):
     blocks: tuple[int, ...]
     deadline: float
     era: int = 0
+
+
+class Saved(Control, frozen=True, eq=False):
+    """Answer to SaveDevice: so many blocks, from the first on, are stored."""
+
+    op: int
+    good: int
 
 
 class Moved(Control, frozen=True, eq=False):

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from kvactors.actor import Message, on
-from kvactors.cpu_evictor.messages import Probed, ReadDone
 from kvactors.flush_notifier.messages import Cleared, Gained, Gone
-from kvactors.storage.messages import Finished, Outcome, Probe, Read
+from kvactors.storage.messages import Finished, Outcome, Probe, Probed, Read, ReadDone
 from kvactors.storage.worker import StorageWorker
 from kvactors.units import join_keys, split_keys
 

@@ -16,12 +16,19 @@ from kvactors.actor.actor import State
 from kvactors.actor.clock import now
 from kvactors.actor.jobs import Job
 from kvactors.actor.log import described
-from kvactors.cpu_evictor.messages import Probed, ReadDone, StoreCleared, Written
 from kvactors.device.arena import Arena
 from kvactors.errors import KVActorsError
 from kvactors.flush_notifier.messages import Cleared, Gained, Gone
 from kvactors.storage.backends.checked import CheckedBackend
-from kvactors.storage.messages import Finished, NextPage, Recheck
+from kvactors.storage.messages import (
+    Finished,
+    NextPage,
+    Probed,
+    ReadDone,
+    Recheck,
+    StoreCleared,
+    Written,
+)
 from kvactors.units import Reason, Tier, join_keys, split_keys
 
 UNDER_WAY = 2

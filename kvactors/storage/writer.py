@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from kvactors.actor import ActorRef, Message, PeerRestarted, on
-from kvactors.cpu_evictor.messages import StoreCleared, Written
 from kvactors.errors import StoreError
 from kvactors.flush_notifier.messages import Cleared, Gained, Gone, Named, Origin, PathPart
 from kvactors.storage.messages import (
@@ -16,7 +15,9 @@ from kvactors.storage.messages import (
     PathsRead,
     ReadPaths,
     Recount,
+    StoreCleared,
     Write,
+    Written,
 )
 from kvactors.storage.worker import StorageWorker
 from kvactors.units import join_keys, split_keys

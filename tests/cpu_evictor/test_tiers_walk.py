@@ -147,7 +147,7 @@ def stored_again(lose) -> None:
 
 @pytest.mark.parametrize("outcome", [Outcome.UNAVAILABLE, Outcome.NO_SPACE, Outcome.LATE])
 def test_what_is_not_stored_now_is_offered_at_the_next_finish(outcome):
-    from kvactors.cpu_evictor.messages import Written
+    from kvactors.storage.messages import Written
 
     def refused(walk: Calm) -> bool:
         op, message = next(iter(walk.asked.items()))

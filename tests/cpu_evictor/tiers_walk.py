@@ -11,10 +11,9 @@ from typing import Any
 from kvactors.actor import PeerRestarted
 from kvactors.config import HostConfig, StorageConfig
 from kvactors.cpu_evictor.actor import CpuEvictor
-from kvactors.cpu_evictor.messages import Copied, HostChanged, Probed, ReadDone, Written
 from kvactors.errors import KVActorsError
 from kvactors.flush_notifier.messages import PLAIN
-from kvactors.gpu_swapper.messages import Copy, Direction
+from kvactors.gpu_swapper.messages import Copied, Copy, DeviceLost, Direction, HostChanged
 from kvactors.native import HOST, Path
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.index import BlockIndex
@@ -23,14 +22,13 @@ from kvactors.prefix_index.messages import (
     Acquire,
     Clear,
     Commit,
-    DeviceLost,
     Finish,
     Preempt,
     Prefetch,
     Ready,
 )
 from kvactors.prefix_index.roots import Roots
-from kvactors.storage.messages import Outcome, Probe, Read, Write
+from kvactors.storage.messages import Outcome, Probe, Probed, Read, ReadDone, Write, Written
 from kvactors.testing.probe import Probe as ProbeRef
 from kvactors.testing.stepper import Stepper
 from kvactors.units import split_keys

@@ -11,11 +11,10 @@ from door_kit import BLOCK, opened, prompt, serve, settings
 
 import kvactors
 from kvactors.actor import Control
-from kvactors.cpu_evictor.messages import Copied, Probed
 from kvactors.device.host import HostDevice
-from kvactors.gpu_swapper.messages import Direction
+from kvactors.gpu_swapper.messages import Copied, Direction
 from kvactors.layout import make_layout
-from kvactors.storage.messages import Outcome
+from kvactors.storage.messages import Outcome, Probed
 from kvactors.testing.loop import simulate
 from kvactors.units import Tier
 

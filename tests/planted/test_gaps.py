@@ -11,8 +11,7 @@ import pytest
 import kvactors
 from kvactors.actor import Activity, Actor, ActorSpec, Control, Group, Message, Supervisor, on
 from kvactors.cpu_evictor.host import HostTier, Place
-from kvactors.gpu_swapper.messages import Direction
-from kvactors.prefix_index.messages import DeviceLost
+from kvactors.gpu_swapper.messages import DeviceLost, Direction
 from kvactors.testing.loop import simulate
 from kvactors.units import Tier
 

@@ -9,29 +9,35 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvactors.actor import PeerRestarted
-from kvactors.cpu_evictor.messages import Admit, Cancel, Load, Offload, Place
+from kvactors.cpu_evictor.messages import (
+    Admit,
+    Admitted,
+    Cancel,
+    HostGained,
+    HostGone,
+    LayersLoaded,
+    Load,
+    Loaded,
+    LoadStalled,
+    Offload,
+    Offloaded,
+    Place,
+)
 from kvactors.errors import KVActorsError
 from kvactors.flush_notifier.messages import PLAIN, Announced, Cleared, Gained, Gone, Scoped
+from kvactors.gpu_swapper.messages import DeviceLost
 from kvactors.native import Path
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.messages import (
     Abandon,
     Acquire,
-    Admitted,
     Clear,
     Commit,
     Continue,
-    DeviceLost,
     Extend,
     Finish,
-    HostGained,
-    HostGone,
     LayerReady,
-    LayersLoaded,
-    Loaded,
-    LoadStalled,
-    Offloaded,
     Pause,
     Preempt,
     Proceed,

@@ -9,20 +9,17 @@ import pytest
 from index_machine import BLOCK, IndexMachine
 
 from kvactors.actor import PeerRestarted
-from kvactors.cpu_evictor.messages import Admit
+from kvactors.cpu_evictor.messages import Admit, Admitted, HostGained, Loaded
 from kvactors.flush_notifier.messages import Announced, Gained, Gone
 from kvactors.native import Path
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.messages import (
     Abandon,
     Acquire,
-    Admitted,
     Clear,
     Commit,
     Finish,
     Granted,
-    HostGained,
-    Loaded,
     Preempt,
     SetNamespace,
 )

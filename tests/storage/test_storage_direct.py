@@ -7,10 +7,9 @@ import asyncio
 
 import pytest
 
-from kvactors.cpu_evictor.messages import Fetched, Saved
 from kvactors.storage.backends.direct import DirectBackend
 from kvactors.storage.direct import WAITING, StorageDirect
-from kvactors.storage.messages import FetchDevice, Moved, SaveDevice
+from kvactors.storage.messages import FetchDevice, Fetched, Moved, Saved, SaveDevice
 from kvactors.testing.probe import Probe
 from kvactors.testing.stepper import Stepper
 

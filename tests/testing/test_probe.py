@@ -9,13 +9,13 @@ import pytest
 
 from kvactors.actor import Actor, Ask, Control, Message, on
 from kvactors.actor.clock import deadline_after
-from kvactors.cpu_evictor.messages import Admit, Load, Offload
+from kvactors.cpu_evictor.messages import Admit, Load, Loaded, Offload
 from kvactors.errors import NoRoom, NotReady
 from kvactors.flush_notifier.messages import Announced
 from kvactors.native import Path
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.index import BlockIndex
-from kvactors.prefix_index.messages import Acquire, Commit, Finish, Loaded, Ready
+from kvactors.prefix_index.messages import Acquire, Commit, Finish, Ready
 from kvactors.prefix_index.roots import Roots
 from kvactors.testing import Probe, Stepper, Unexpected, simulate
 
