@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from kvactors.extra_keys import block_extras
 from kvactors.flush_notifier.messages import PLAIN, Origin
 from kvactors.native import Path
-from kvactors.prefix_index.keys import block_extras
 
 MAX_SECONDS = 1e9
 """The longest deadline: timers of threads and loops take no much larger numbers."""

@@ -13,7 +13,7 @@ from kvactors.units import KEY_BYTES, Reason, Residency, Tier
 
 ExtraKeys = tuple[tuple[int, bytes], ...]
 """(position in the path, extra key) of the blocks that have one, in order: their media
-(`prefix_index.keys.media_items`)."""
+(`extra_keys.media_items`)."""
 
 
 class Origin(NamedTuple):

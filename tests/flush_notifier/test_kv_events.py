@@ -17,12 +17,12 @@ import zmq.asyncio
 import kvactors
 from kvactors.config import Config
 from kvactors.errors import SinkError
+from kvactors.extra_keys import media_extra
 from kvactors.flush_notifier.messages import PLAIN, FlushTask, Origin
 from kvactors.flush_notifier.runs import Holding
 from kvactors.flush_notifier.sinks.kv_events import KvEventsSink, batches
 from kvactors.flush_notifier.sinks.kv_replay import SNAPSHOT, Window
 from kvactors.flush_notifier.sinks.kv_wire import END, Dialect, decode_batch, encode_batch
-from kvactors.prefix_index.keys import media_extra
 from kvactors.sink_config import KvEventsSinkConfig
 from kvactors.testing.kv_mirror import Mirror, Reader
 from kvactors.units import Reason, Residency, Tier

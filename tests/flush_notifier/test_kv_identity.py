@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 import kvactors
 from kvactors.config import Config
 from kvactors.errors import ConfigError, SinkError
+from kvactors.extra_keys import block_extras
 from kvactors.flush_notifier.messages import FlushTask, Gained, Origin
 from kvactors.flush_notifier.sinks.jsonl import JsonLinesSink
 from kvactors.flush_notifier.sinks.kv_identity import EMPTY, identifier, identity_fields, mm_hash
 from kvactors.flush_notifier.sinks.kv_wire import Dialect, decode_batch, encode_batch
 from kvactors.flush_notifier.sinks.memory import MemorySink
-from kvactors.prefix_index.keys import block_extras
 from kvactors.sink_config import JsonLinesSinkConfig, KvEventsSinkConfig, MemorySinkConfig
 from kvactors.units import Reason, Residency, Tier
 

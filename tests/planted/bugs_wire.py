@@ -51,7 +51,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "place_of_media_not_in_the_hash",
-        "prefix_index/keys.py",
+        "extra_keys.py",
         "per_block.setdefault(block, []).append((value, offset - block * block_size))",
         "per_block.setdefault(block, []).append((value, 0))",
         "an image at another place among equal placeholder tokens is served with the wrong bytes",

@@ -23,11 +23,11 @@ import msgspec
 import numpy as np
 
 from kvactors.errors import SinkError
+from kvactors.extra_keys import media_items
 from kvactors.files import open_private
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.flush_notifier.sinks.kv_identity import identifier
-from kvactors.prefix_index.keys import media_items
 from kvactors.sink_config import JsonLinesSinkConfig
 from kvactors.threads import DaemonExecutor
 from kvactors.units import KEY_BYTES, Residency, Tier, split_keys

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+from kvactors.extra_keys import MediaHash, media_items
 from kvactors.flush_notifier.messages import ExtraKeys, Origin
-from kvactors.prefix_index.keys import MediaHash, media_items
 
 DYNAMO_SALT = "dynamo-cache-salt:"
 """What Dynamo puts before a salt where a bare text would be ambiguous. Engines behind Dynamo get
