@@ -8,7 +8,6 @@ from typing import ClassVar, NamedTuple
 
 from kvactors.actor import Message, on
 from kvactors.actor.clock import now
-from kvactors.cpu_evictor.host import Entry, Place
 from kvactors.cpu_evictor.load import LoadJob
 from kvactors.cpu_evictor.messages import (
     Admitted,
@@ -24,10 +23,11 @@ from kvactors.cpu_evictor.messages import (
     Offload,
     Offloaded,
     Overdue,
+    Place,
     Prefetch,
 )
-from kvactors.cpu_evictor.messages import Place as PlaceLoad
 from kvactors.cpu_evictor.save import Saves
+from kvactors.cpu_evictor.slots import HostBlock, SlotState
 from kvactors.flush_notifier.messages import Cleared, Gained, Gone
 from kvactors.gpu_swapper.messages import Copy, Direction
 from kvactors.lineage import Lineages, lineage
@@ -102,9 +102,9 @@ class CpuEvictor(Saves):
         for j, key in enumerate(keys):
             entry = self.host.usable(key)
             if entry is not None and (
-                entry.place is Place.RESIDENT or self.host.resident < self.host.capacity
+                entry.place is SlotState.RESIDENT or self.host.resident < self.host.capacity
             ):
-                self.host.move(entry, Place.RESIDENT)
+                self.host.move(entry, SlotState.RESIDENT)
                 self.host.touch([key])
                 kept[j] = 1
             elif key not in self.host.entries:
@@ -115,7 +115,7 @@ class CpuEvictor(Saves):
         def then(failed: frozenset[int]) -> None:
             good = self.arrive(entries, failed)
             for j, entry in zip(fresh[first:], entries, strict=True):
-                kept[j] = entry.place is Place.RESIDENT and not entry.dropped
+                kept[j] = entry.place is SlotState.RESIDENT and not entry.dropped
             for j in [j for j, key in enumerate(keys) if key not in self.host.lru]:
                 kept[j] = 0  # it was here already, and has been evicted meanwhile
             # What only passes through counts as well, until it is written: between device and
@@ -124,8 +124,8 @@ class CpuEvictor(Saves):
             done = set(copied)
             untold = [key for key in self._untold(keys, kept) if key not in done]
             self.gained(copied + untold)
-            self.offloaded += sum(entry.place is Place.RESIDENT for entry in good)
-            self.write([entry for entry in good if entry.place is Place.TRANSIT])
+            self.offloaded += sum(entry.place is SlotState.RESIDENT for entry in good)
+            self.write([entry for entry in good if entry.place is SlotState.TRANSIT])
             self.tell(self.index, Offloaded(message.op, bytes(kept)))
             self.keep_watermarks()
 
@@ -137,7 +137,7 @@ class CpuEvictor(Saves):
         keys: Sequence[bytes],
         parents: Sequence[bytes],
         lineages: Lineages | None,
-    ) -> list[Entry]:
+    ) -> list[HostBlock]:
         """Slots for evicted device blocks, for the last used of them if there are not enough. What
         exceeds the tier's capacity only passes through, on its way to storage."""
         self.make_room(len(fresh), len(fresh), keys)
@@ -148,7 +148,7 @@ class CpuEvictor(Saves):
             self.host.add(
                 keys[j],
                 parents[j],
-                Place.TRANSIT if i < passing else Place.RESIDENT,
+                SlotState.TRANSIT if i < passing else SlotState.RESIDENT,
                 lineage(lineages, j, len(keys), parents[j]),
             )
             for i, j in enumerate(fresh)
@@ -204,10 +204,10 @@ class CpuEvictor(Saves):
         """See `Direct.load_moved`."""
         self._maybe_done(job)
 
-    def _secure(self, job: LoadJob, entry: Entry) -> None:
+    def _secure(self, job: LoadJob, entry: HostBlock) -> None:
         self.host.pin(entry)
-        if self.exclusive and entry.place is Place.RESIDENT:
-            self.host.move(entry, Place.LEAVING)
+        if self.exclusive and entry.place is SlotState.RESIDENT:
+            self.host.move(entry, SlotState.LEAVING)
         job.entries.append(entry)
         job.from_host.append(True)
 
@@ -231,7 +231,7 @@ class CpuEvictor(Saves):
             if found == 0 or not fits or key in self.host.entries:
                 break
             found -= 1
-            place = Place.TRANSIT if self.exclusive else Place.RESIDENT
+            place = SlotState.TRANSIT if self.exclusive else SlotState.RESIDENT
             entry = self.host.add(
                 key, job.parent(job.start + offset), place, job.lineage(job.start + offset)
             )
@@ -249,7 +249,7 @@ class CpuEvictor(Saves):
             reading, job.deadline, lambda outcomes: self._fetched(job, first, reading, outcomes)
         )
 
-    def _fetched(self, job: LoadJob, first: int, reading: list[Entry], outcomes: bytes) -> None:
+    def _fetched(self, job: LoadJob, first: int, reading: list[HostBlock], outcomes: bytes) -> None:
         job.fetching = False
         failed = frozenset(i for i, outcome in enumerate(outcomes) if outcome != Outcome.OK)
         good = self.arrive(reading, failed)
@@ -311,7 +311,10 @@ class CpuEvictor(Saves):
             parents = {j: keys[j - 1] if j else message.root for j in lacking[:room]}
             entries = [
                 self.host.add(
-                    keys[j], parent, Place.RESIDENT, lineage(message.lineages, j, len(keys), parent)
+                    keys[j],
+                    parent,
+                    SlotState.RESIDENT,
+                    lineage(message.lineages, j, len(keys), parent),
                 )
                 for j, parent in parents.items()
             ]
@@ -322,7 +325,7 @@ class CpuEvictor(Saves):
 
         self.probe(keys[first:], message.deadline, found)
 
-    def _prefetched(self, entries: list[Entry], outcomes: bytes) -> None:
+    def _prefetched(self, entries: list[HostBlock], outcomes: bytes) -> None:
         good = self.arrive(
             entries, frozenset(i for i, outcome in enumerate(outcomes) if outcome != Outcome.OK)
         )
@@ -333,8 +336,8 @@ class CpuEvictor(Saves):
         self.hint(good)
         self.keep_watermarks()
 
-    @on(PlaceLoad)
-    def place(self, message: PlaceLoad) -> None:
+    @on(Place)
+    def place(self, message: Place) -> None:
         """The device blocks of a load that went ahead without."""
         job = self.loads.get(message.op)
         if job is None:
@@ -378,15 +381,15 @@ class CpuEvictor(Saves):
         self.loaded += good
         self._release_tail(job, good)
         for entry in job.entries[:good]:
-            if entry.place is Place.TRANSIT and not self._is_write(entry):
+            if entry.place is SlotState.TRANSIT and not self._is_write(entry):
                 self.let_go([entry])
-            elif entry.place is Place.LEAVING:
+            elif entry.place is SlotState.LEAVING:
                 self.host.hand(entry)
             self.host.unpin(entry)
         job.entries = []
         self.tell(self.index, Loaded(job.op, good, sum(job.from_host[:good])))
 
-    def _is_write(self, entry: Entry) -> bool:
+    def _is_write(self, entry: HostBlock) -> bool:
         """Whether a write still needs this slot (it drops the entry itself)."""
         return entry.pins > 1
 
@@ -395,9 +398,9 @@ class CpuEvictor(Saves):
         there is room."""
         tail, job.entries = job.entries[keep:], job.entries[:keep]
         for entry in reversed(tail):
-            if entry.place is Place.LEAVING and entry.pins == 1:
+            if entry.place is SlotState.LEAVING and entry.pins == 1:
                 self.stay_after_all(entry)
-            elif entry.place is Place.TRANSIT and not entry.arriving and entry.pins == 1:
+            elif entry.place is SlotState.TRANSIT and not entry.arriving and entry.pins == 1:
                 self.let_go([entry])
             self.host.unpin(entry)
 

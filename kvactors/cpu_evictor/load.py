@@ -4,7 +4,7 @@ makes."""
 from __future__ import annotations
 
 from kvactors.actor.actor import Timer
-from kvactors.cpu_evictor.host import Entry
+from kvactors.cpu_evictor.slots import HostBlock
 from kvactors.lineage import Lineage, Lineages, lineage
 
 
@@ -58,7 +58,7 @@ class LoadJob:
         self.start = start
         self.deadline = deadline
         self.blocks: tuple[int, ...] | None = blocks or None
-        self.entries: list[Entry] = []
+        self.entries: list[HostBlock] = []
         self.from_host: list[bool] = []
         self.arrived: set[int] = set()
         self.copies = 0

@@ -8,9 +8,9 @@ from typing import Any
 
 from kvactors.actor import ActorRef, on
 from kvactors.cpu_evictor.direct import Direct
-from kvactors.cpu_evictor.host import Place
 from kvactors.cpu_evictor.load import LoadJob
 from kvactors.cpu_evictor.messages import Discard, HostGone, LayersLoaded, LoadStalled
+from kvactors.cpu_evictor.slots import SlotState
 from kvactors.flush_notifier.messages import Cleared
 from kvactors.gpu_swapper.messages import HostChanged
 from kvactors.storage.messages import Recount
@@ -70,7 +70,7 @@ class Plane(Direct):
         ]
         self.gone(found, Reason.PROMOTION)
         dropped = [
-            entry for entry in found if entry.place is not Place.TRANSIT and not entry.arriving
+            entry for entry in found if entry.place is not SlotState.TRANSIT and not entry.arriving
         ]
         for entry in dropped:
             self.host.drop(entry)

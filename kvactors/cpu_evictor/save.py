@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from kvactors.actor import on
 from kvactors.actor.clock import now
-from kvactors.cpu_evictor.host import Place
 from kvactors.cpu_evictor.messages import Admit, Admitted, SaveUnanswered
 from kvactors.cpu_evictor.plane import Plane
+from kvactors.cpu_evictor.slots import SlotState
 from kvactors.gpu_swapper.messages import Direction
 from kvactors.lineage import lineage
 from kvactors.units import split_keys
@@ -62,11 +62,11 @@ class Saves(Plane):
             lacking = lacking[
                 : max(0, min(len(lacking), self.host.capacity - self.host.resident, self.host.free))
             ]
-            place = Place.RESIDENT
+            place = SlotState.RESIDENT
         else:
             wanted = set(save) if self.direct is None else set()
             lacking = [j for j in lacking if j in wanted][: self.host.free]
-            place = Place.TRANSIT
+            place = SlotState.TRANSIT
         parents = {j: keys[j - 1] if j else message.root for j in lacking}
         entries = [
             self.host.add(keys[j], parent, place, lineage(message.lineages, j, len(keys), parent))
@@ -98,7 +98,7 @@ class Saves(Plane):
             """What the host holds now: a direct save takes long, and copies may have been evicted
             since."""
             held = (self.host.usable(key) if message.keep else None for key in keys)
-            kept = bytes(entry is not None and entry.place is Place.RESIDENT for entry in held)
+            kept = bytes(entry is not None and entry.place is SlotState.RESIDENT for entry in held)
             self.tell(self.index, Admitted(message.op, kept))
 
         self.copy(Direction.TO_HOST, [message.blocks[j] for j in lacking], entries, then)

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from kvactors.actor import Actor, ActorRef, PeerRestarted, on
 from kvactors.actor.clock import now
 from kvactors.config import HostConfig, StorageConfig
-from kvactors.cpu_evictor.host import Entry, HostTier, Place
 from kvactors.cpu_evictor.messages import HostCleared, HostGained, HostGone
 from kvactors.cpu_evictor.reports import count_of, outcomes_of
+from kvactors.cpu_evictor.slots import HostBlock, HostTier, SlotState
 from kvactors.device.arena import Arena
 from kvactors.flush_notifier.messages import Gained, Gone
 from kvactors.gpu_swapper.messages import Copied, Copy, CopyProgress, Direction
@@ -99,7 +99,7 @@ class Traffic(Actor):
         self._reads: dict[int, Asked] = {}
         self._writes: dict[int, Asked] = {}
         self._clears: dict[int, Clearing] = {}
-        self._held: list[Entry] = []  # evicted, to be written once no probe is open
+        self._held: list[HostBlock] = []  # evicted, to be written once no probe is open
 
     # -- copies
 
@@ -107,7 +107,7 @@ class Traffic(Actor):
         self,
         direction: Direction,
         blocks: Sequence[int],
-        entries: Sequence[Entry],
+        entries: Sequence[HostBlock],
         then: Callable[[frozenset[int]], None],
         progress: Callable[[int], None] | None = None,
     ) -> None:
@@ -142,7 +142,7 @@ class Traffic(Actor):
             self.copy_failures += len(failed)
             copying.then(failed)
 
-    def arrive(self, entries: Sequence[Entry], failed: frozenset[int]) -> list[Entry]:
+    def arrive(self, entries: Sequence[HostBlock], failed: frozenset[int]) -> list[HostBlock]:
         """A copy or read into slots is over: the good ones stand, unpinned; the others go."""
         good = []
         for i, entry in enumerate(entries):
@@ -193,7 +193,7 @@ class Traffic(Actor):
             self.flush_writes()
 
     def read(
-        self, entries: Sequence[Entry], deadline: float, then: Callable[[bytes], None]
+        self, entries: Sequence[HostBlock], deadline: float, then: Callable[[bytes], None]
     ) -> None:
         """Fill slots from the store; `then` gets one outcome a key. The caller holds the pins."""
         op, reader = next(self._ops), self._least_loaded(self.readers, self._probes, self._reads)
@@ -213,7 +213,7 @@ class Traffic(Actor):
         if asked is not None:
             asked.then(outcomes_of(message.outcomes, asked.keys))
 
-    def write(self, entries: Sequence[Entry]) -> None:
+    def write(self, entries: Sequence[HostBlock]) -> None:
         """Write slots to the store, least recently used first; each is pinned until its batch is
         over."""
         for start in range(0, len(entries), WRITE_BATCH):
@@ -239,24 +239,24 @@ class Traffic(Actor):
                 ),
             )
 
-    def _after_write(self, batch: Sequence[Entry], outcomes: bytes) -> None:
+    def _after_write(self, batch: Sequence[HostBlock], outcomes: bytes) -> None:
         self.let_go(
-            [entry for entry in batch if entry.place is Place.TRANSIT]
+            [entry for entry in batch if entry.place is SlotState.TRANSIT]
         )  # the writer has reported what is stored now
         for entry, outcome in zip(batch, outcomes, strict=True):
             good = outcome in (Outcome.OK, Outcome.EXISTS)
             self.written += good
             self.write_failures += not good
             self.host.unpin(entry)
-            if entry.place is Place.LEAVING and not (entry.pins or entry.handed):
+            if entry.place is SlotState.LEAVING and not (entry.pins or entry.handed):
                 self.stay_after_all(entry)
 
-    def stay_after_all(self, entry: Entry) -> None:
+    def stay_after_all(self, entry: HostBlock) -> None:
         """It was leaving for the device and is not wanted there: it stays if there is room."""
         if entry.dropped:
             return
         if self.host.resident < self.host.capacity:
-            self.host.move(entry, Place.RESIDENT)
+            self.host.move(entry, SlotState.RESIDENT)
         else:
             self.tell(self.index, HostGone(entry.key))
             self.let_go([entry])
@@ -328,7 +328,7 @@ class Traffic(Actor):
         over = self.host.resident + incoming - self.host.capacity
         self.evict(self.host.victims(over, protected), slots)
 
-    def evict(self, victims: Sequence[Entry], slots: int = 0) -> None:
+    def evict(self, victims: Sequence[HostBlock], slots: int = 0) -> None:
         """Let blocks go, least recently used first: written back if that is the policy and there
         are slots to spare, else dropped. Indexes are sent that a block left the host when its write
         is over: until then a load finds it in its slot."""
@@ -342,7 +342,7 @@ class Traffic(Actor):
         self.shed += shed if self.write_back else 0
         self.let_go(victims[:shed])
         for entry in victims[shed:]:
-            self.host.move(entry, Place.TRANSIT)
+            self.host.move(entry, SlotState.TRANSIT)
             self.host.pin(entry)
         self._held += victims[shed:]
         self.flush_writes()
@@ -368,7 +368,7 @@ class Traffic(Actor):
 
     # -- telling index and notifier
 
-    def hint(self, entries: Sequence[Entry]) -> None:
+    def hint(self, entries: Sequence[HostBlock]) -> None:
         """These have come to the host tier from storage."""
         if entries:
             self.tell(
@@ -383,13 +383,13 @@ class Traffic(Actor):
                 self.host.entries[key].told = True
             self.tell(self.notifier, Gained(join_keys(keys), Tier.HOST, Reason.OFFLOAD))
 
-    def let_go(self, entries: Sequence[Entry]) -> None:
+    def let_go(self, entries: Sequence[HostBlock]) -> None:
         """Drop entries and report those gone that indexes were sent as resident."""
         self.gone([entry for entry in entries if not entry.dropped], Reason.CPU_EVICTION)
         for entry in entries:
             self.host.drop(entry)
 
-    def gone(self, entries: Sequence[Entry], reason: Reason) -> None:
+    def gone(self, entries: Sequence[HostBlock], reason: Reason) -> None:
         """These left the host."""
         told = [entry for entry in entries if entry.told]
         for entry in told:

@@ -12,9 +12,8 @@ import xxhash
 from kvactors.actor import Actor, ActorRef, ActorSpec, Envelope, Group, Message
 from kvactors.config import Config
 from kvactors.cpu_evictor.actor import CpuEvictor
-from kvactors.cpu_evictor.host import Entry, Place
-from kvactors.cpu_evictor.messages import Cancel, Load, Loaded, LoadStalled
-from kvactors.cpu_evictor.messages import Place as PlaceLoad
+from kvactors.cpu_evictor.messages import Cancel, Load, Loaded, LoadStalled, Place
+from kvactors.cpu_evictor.slots import HostBlock, SlotState
 from kvactors.flush_notifier.actor import FlushNotifier
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.ranks.state import Health
@@ -23,8 +22,8 @@ from kvactors.system import System
 from kvactors.testing.plan import Fault
 from kvactors.units import count_keys
 
-AboutLoad = Cancel | PlaceLoad | LoadStalled
-ABOUT = {Cancel: "cancelled", PlaceLoad: "placed", LoadStalled: "stalled"}
+AboutLoad = Cancel | Place | LoadStalled
+ABOUT = {Cancel: "cancelled", Place: "placed", LoadStalled: "stalled"}
 
 EPOCH = 1
 """In place of the wall clock's."""
@@ -114,11 +113,11 @@ class Witness:
     def _watch_places(self, evictor: CpuEvictor) -> None:
         move, drop = evictor.host.move, evictor.host.drop
 
-        def moved(entry: Entry, place: Place) -> None:
+        def moved(entry: HostBlock, place: SlotState) -> None:
             self.seen[f"place {entry.place.value} to {place.value}"] += 1
             move(entry, place)
 
-        def dropped(entry: Entry) -> None:
+        def dropped(entry: HostBlock) -> None:
             self.seen[f"place {entry.place.value} to {'ghost' if entry.pins else 'free'}"] += 1
             drop(entry)
 

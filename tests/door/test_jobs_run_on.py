@@ -14,7 +14,7 @@ import kvactors
 from kvactors.actor import ActorRef
 from kvactors.actor.clock import now
 from kvactors.actor.jobs import JOB_LIMIT, MEMORY_LIMIT
-from kvactors.cpu_evictor.host import HostTier, Place
+from kvactors.cpu_evictor.slots import HostTier, SlotState
 from kvactors.device.arena import Arena
 from kvactors.storage.backends.memory import MemoryBackend
 from kvactors.storage.messages import Probe, Write
@@ -189,7 +189,7 @@ def test_slots_in_use_are_withheld_and_come_back():
     first, second = arena.withhold([1, 2]), arena.withhold([2])
     tier = HostTier(4, 4, arena.in_use)
     assert tier.free == 2
-    entries = [tier.add(bytes([i]) * 32, b"", Place.RESIDENT) for i in range(2)]
+    entries = [tier.add(bytes([i]) * 32, b"", SlotState.RESIDENT) for i in range(2)]
     assert sorted(entry.slot for entry in entries) == [0, 3]
     third = arena.withhold([entries[0].slot])
     for entry in entries:

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from kvactors.cpu_evictor.host import HostTier, Place
+from kvactors.cpu_evictor.slots import HostTier, SlotState
 from kvactors.native import Path, TreeCheck
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.pool import BlockPool
@@ -85,7 +85,7 @@ def test_a_pool_does_not_take_a_block_twice():
 @pytest.mark.parametrize("damage", ["slot", "pins", "children", "order"])
 def test_the_host_tiers_check_in_steps_finds_what_is_wrong(damage):
     host = HostTier(4, 6)
-    entries = [host.add(bytes([n]) * 32, bytes(32), Place.RESIDENT) for n in range(3)]
+    entries = [host.add(bytes([n]) * 32, bytes(32), SlotState.RESIDENT) for n in range(3)]
     for entry in entries:
         entry.arriving = False
         host.unpin(entry)
@@ -97,14 +97,14 @@ def test_the_host_tiers_check_in_steps_finds_what_is_wrong(damage):
     elif damage == "children":
         host._children[bytes(32)] -= 1
     else:
-        entries[0].place = Place.LEAVING
+        entries[0].place = SlotState.LEAVING
     with pytest.raises(AssertionError):
         host.check()
 
 
 def test_a_change_between_the_steps_of_the_host_tiers_check_is_no_damage():
     host = HostTier(6000, 6000)
-    entries = [host.add(n.to_bytes(32, "big"), bytes(32), Place.RESIDENT) for n in range(5000)]
+    entries = [host.add(n.to_bytes(32, "big"), bytes(32), SlotState.RESIDENT) for n in range(5000)]
     for entry in entries:
         entry.arriving = False
         host.unpin(entry)

@@ -128,19 +128,19 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "slot_free_while_in_use",
-        "cpu_evictor/host.py",
+        "cpu_evictor/slots.py",
         "        if entry.dropped and not entry.pins:\n"
         "            self._ghosts.discard(entry)\n"
         "            self._give(entry.slot)\n"
         "\n"
-        "    def drop(self, entry: Entry) -> None:\n"
+        "    def drop(self, entry: HostBlock) -> None:\n"
         '        """Forget an entry; its slot is free at once, or with its last use."""\n'
         "        if entry.dropped:\n"
         "            return\n"
         "        self.changes += 1\n"
         "        self._handed -= entry.handed\n"
         "        entry.dropped, entry.handed = True, False\n"
-        "        if entry.place is Place.RESIDENT:\n"
+        "        if entry.place is SlotState.RESIDENT:\n"
         "            self._exit(entry)\n"
         "        del self.entries[entry.key]\n"
         "        if entry.pins:\n"
@@ -148,14 +148,14 @@ BUGS: tuple[Mutation, ...] = (
         "        else:\n"
         "            self._give(entry.slot)\n",
         "\n"
-        "    def drop(self, entry: Entry) -> None:\n"
+        "    def drop(self, entry: HostBlock) -> None:\n"
         '        """Forget an entry; its slot is free at once, or with its last use."""\n'
         "        if entry.dropped:\n"
         "            return\n"
         "        self.changes += 1\n"
         "        self._handed -= entry.handed\n"
         "        entry.dropped, entry.handed = True, False\n"
-        "        if entry.place is Place.RESIDENT:\n"
+        "        if entry.place is SlotState.RESIDENT:\n"
         "            self._exit(entry)\n"
         "        del self.entries[entry.key]\n"
         "        self._give(entry.slot)\n",
@@ -189,7 +189,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "youngest_evicted_first",
-        "cpu_evictor/host.py",
+        "cpu_evictor/slots.py",
         "for key, entry in self.lru.items():\n            if entry.pins",
         "for key, entry in reversed(self.lru.items()):\n            if entry.pins",
         "the host evicts what was used last",
@@ -207,10 +207,10 @@ BUGS: tuple[Mutation, ...] = (
         "exclusive_host_keeps_its_copy",
         "cpu_evictor/plane.py",
         "        dropped = [\n"
-        "            entry for entry in found if entry.place is not Place.TRANSIT and not "
+        "            entry for entry in found if entry.place is not SlotState.TRANSIT and not "
         "entry.arriving\n"
         "        ]\n",
-        "        dropped = [entry for entry in found if entry.place is Place.RESIDENT and not "
+        "        dropped = [entry for entry in found if entry.place is SlotState.RESIDENT and not "
         "entry.arriving]\n",
         "what went back to the device stays in an exclusive host's slots",
         ("tests/door/test_life.py::test_offload_and_load_bring_the_same_bytes_back",),

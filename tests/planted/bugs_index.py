@@ -64,7 +64,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "check_raises_a_false_alarm_under_load",
-        "cpu_evictor/host.py",
+        "cpu_evictor/slots.py",
         "        return len(self.entries) - len(self.lru) - self._handed\n",
         "        return len(self.entries) - len(self.lru)\n",
         "check() reports slots on their way to the device as left over, while the index's Discard "

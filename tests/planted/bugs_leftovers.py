@@ -68,7 +68,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "slots_of_a_hung_call_are_free",
-        "cpu_evictor/host.py",
+        "cpu_evictor/slots.py",
         "        (self._withheld if slot in self._in_use else self._free).append(slot)\n",
         "        self._free.append(slot)\n",
         "after a restart of a reader or writer, slots that a late call still accesses hold other "
@@ -79,7 +79,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "slots_of_a_hung_call_are_free_after_a_restart",
-        "cpu_evictor/host.py",
+        "cpu_evictor/slots.py",
         "[slot for slot in range(num_slots - 1, -1, -1) if slot not in in_use]",
         "[slot for slot in range(num_slots - 1, -1, -1)]",
         "after a restart of the host tier, slots that a late call still accesses hold other blocks",

@@ -10,7 +10,7 @@ BUGS: tuple[Mutation, ...] = (
         "kept_as_of_before_a_direct_save",
         "cpu_evictor/save.py",
         "            held = (self.host.usable(key) if message.keep else None for key in keys)\n"
-        "            kept = bytes(entry is not None and entry.place is Place.RESIDENT for entry in "
+        "            kept = bytes(entry is not None and entry.place is SlotState.RESIDENT for entry in "
         "held)\n",
         "            kept = bytes([message.keep]) * len(keys)\n",
         "a copy that the host evicted while AttentionStore wrote the same blocks is called kept: a "

@@ -108,9 +108,9 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "gone_from_the_host_before_it_is_stored",
         "cpu_evictor/traffic.py",
-        "        for entry in victims[shed:]:\n            self.host.move(entry, Place.TRANSIT)\n",
+        "        for entry in victims[shed:]:\n            self.host.move(entry, SlotState.TRANSIT)\n",
         "        self.gone(victims[shed:], Reason.CPU_EVICTION)\n"
-        "        for entry in victims[shed:]:\n            self.host.move(entry, Place.TRANSIT)\n",
+        "        for entry in victims[shed:]:\n            self.host.move(entry, SlotState.TRANSIT)\n",
         "a block on its way to storage is announced nowhere, and indexes drop what is below it",
         ("tests/door/test_never_nowhere.py::test_from_the_host_to_storage",),
     ),
@@ -118,7 +118,7 @@ BUGS: tuple[Mutation, ...] = (
         "passing_block_is_nowhere",
         "cpu_evictor/actor.py",
         "            copied = [entry.key for entry in good]\n",
-        "            copied = [entry.key for entry in good if entry.place is Place.RESIDENT]\n",
+        "            copied = [entry.key for entry in good if entry.place is SlotState.RESIDENT]\n",
         "a block that passes through host memory to storage is announced nowhere until it is "
         "stored",
         ("tests/door/test_never_nowhere.py::test_through_the_host_to_storage",),

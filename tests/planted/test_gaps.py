@@ -10,7 +10,7 @@ import pytest
 
 import kvactors
 from kvactors.actor import Activity, Actor, ActorSpec, Control, Group, Message, Supervisor, on
-from kvactors.cpu_evictor.host import HostTier, Place
+from kvactors.cpu_evictor.slots import HostTier, SlotState
 from kvactors.gpu_swapper.messages import DeviceLost, Direction
 from kvactors.testing.loop import simulate
 from kvactors.units import Tier
@@ -187,13 +187,13 @@ async def test_what_was_being_saved_when_the_host_died_is_given_back():
 
 def test_a_slot_is_free_with_its_last_use_and_not_before():
     tier = HostTier(2, 3)
-    entry = tier.add(b"a", b"", Place.TRANSIT)  # arriving, and pinned by the copy
+    entry = tier.add(b"a", b"", SlotState.TRANSIT)  # arriving, and pinned by the copy
     tier.pin(entry)  # and by a write
     tier.drop(entry)
     assert tier.free == 2
     tier.unpin(entry)
     assert tier.free == 2
-    others = [tier.add(bytes([i]), b"", Place.TRANSIT) for i in range(2)]
+    others = [tier.add(bytes([i]), b"", SlotState.TRANSIT) for i in range(2)]
     assert entry.slot not in {other.slot for other in others}
     tier.check()
     tier.unpin(entry)

@@ -12,7 +12,7 @@ STEP = 512
 """Entries that a step of a check looks at."""
 
 
-class Place(Enum):
+class SlotState(Enum):
     """Where an entry stands."""
 
     RESIDENT = "resident"  # counts against the capacity
@@ -21,7 +21,7 @@ class Place(Enum):
     TRANSIT = "transit"  # passing through: being written to storage, or staged on its way
 
 
-class Entry:
+class HostBlock:
     """A block in a slot. pins: copies and writes that use the slot now. arriving: its bytes are not
     there yet. told: the notifier believes it resident. hinted: the index was told that it came by
     itself. handed: copied to the device, so the index will discard it. dropped: forgotten; the slot
@@ -42,7 +42,7 @@ class Entry:
     )
 
     def __init__(
-        self, key: bytes, parent: bytes, slot: int, place: Place, lineage: Lineage | None = None
+        self, key: bytes, parent: bytes, slot: int, place: SlotState, lineage: Lineage | None = None
     ) -> None:
         self.key = key
         self.lineage = lineage
@@ -72,13 +72,13 @@ class HostTier:
             raise ValueError(f"a capacity of {capacity} blocks in {num_slots} slots")
         self.capacity = capacity
         self.num_slots = num_slots
-        self.entries: dict[bytes, Entry] = {}
-        self.lru: OrderedDict[bytes, Entry] = OrderedDict()
+        self.entries: dict[bytes, HostBlock] = {}
+        self.lru: OrderedDict[bytes, HostBlock] = OrderedDict()
         self._in_use = in_use
         self._free = [slot for slot in range(num_slots - 1, -1, -1) if slot not in in_use]
         self._withheld = [slot for slot in range(num_slots) if slot in in_use]
         self._children: Counter[bytes] = Counter()
-        self._ghosts: set[Entry] = set()  # forgotten, slot still in use
+        self._ghosts: set[HostBlock] = set()  # forgotten, slot still in use
         self.generation = 0  # how often everything was forgotten
         self.changes = 0  # calls that changed something
         self._pinned = self._handed = 0
@@ -101,7 +101,7 @@ class HostTier:
         """Blocks that count against the capacity."""
         return len(self.lru)
 
-    def usable(self, key: bytes) -> Entry | None:
+    def usable(self, key: bytes) -> HostBlock | None:
         """The entry from whose slot this block can be read now."""
         entry = self.entries.get(key)
         return entry if entry is not None and not entry.arriving else None
@@ -117,31 +117,33 @@ class HostTier:
         return (
             key
             for key, entry in self.entries.items()
-            if not entry.arriving and (entry.told or entry.place is Place.RESIDENT)
+            if not entry.arriving and (entry.told or entry.place is SlotState.RESIDENT)
         )
 
-    def add(self, key: bytes, parent: bytes, place: Place, lineage: Lineage | None = None) -> Entry:
+    def add(
+        self, key: bytes, parent: bytes, place: SlotState, lineage: Lineage | None = None
+    ) -> HostBlock:
         """A new entry in a free slot, as most recently used, arriving and pinned. The caller has
         checked `free`."""
         if key in self.entries:
             raise RuntimeError("a block is given a second slot")
         self.changes += 1
         self._pinned += 1
-        entry = Entry(key, parent, self._free.pop(), place, lineage)
+        entry = HostBlock(key, parent, self._free.pop(), place, lineage)
         entry.arriving = True
         entry.pins = 1
         self.entries[key] = entry
-        if place is Place.RESIDENT:
+        if place is SlotState.RESIDENT:
             self._enter(entry)
         return entry
 
-    def victims(self, count: int, protected: Iterable[bytes] = ()) -> list[Entry]:
+    def victims(self, count: int, protected: Iterable[bytes] = ()) -> list[HostBlock]:
         """Up to `count` entries to evict, least recently used first; not pinned, not protected, no
         resident children. Unchanged."""
         if count <= 0:
             return []
         spare = set(protected)
-        chosen: list[Entry] = []
+        chosen: list[HostBlock] = []
         gone: Counter[bytes] = Counter()
         for key, entry in self.lru.items():
             if entry.pins or key in spare or self._children[key] > gone[key]:
@@ -158,24 +160,24 @@ class HostTier:
             if key in self.lru:
                 self.lru.move_to_end(key)
 
-    def move(self, entry: Entry, place: Place) -> None:
+    def move(self, entry: HostBlock, place: SlotState) -> None:
         """Change where an entry stands; a resident one comes in as most recently used."""
-        if entry.place is Place.RESIDENT and place is not Place.RESIDENT:
+        if entry.place is SlotState.RESIDENT and place is not SlotState.RESIDENT:
             self._exit(entry)
-        elif place is Place.RESIDENT and entry.place is not Place.RESIDENT:
+        elif place is SlotState.RESIDENT and entry.place is not SlotState.RESIDENT:
             self._enter(entry)
             self._handed -= entry.handed
             entry.handed = False
         self.changes += 1
         entry.place = place
 
-    def pin(self, entry: Entry) -> None:
+    def pin(self, entry: HostBlock) -> None:
         """Its slot is in use once more."""
         self.changes += 1
         self._pinned += not entry.pins
         entry.pins += 1
 
-    def unpin(self, entry: Entry) -> None:
+    def unpin(self, entry: HostBlock) -> None:
         """Its slot is in use once less; a dropped entry's slot is free with the last use."""
         if not entry.pins:
             raise RuntimeError("a slot that nothing uses is given back")
@@ -186,14 +188,14 @@ class HostTier:
             self._ghosts.discard(entry)
             self._give(entry.slot)
 
-    def drop(self, entry: Entry) -> None:
+    def drop(self, entry: HostBlock) -> None:
         """Forget an entry; its slot is free at once, or with its last use."""
         if entry.dropped:
             return
         self.changes += 1
         self._handed -= entry.handed
         entry.dropped, entry.handed = True, False
-        if entry.place is Place.RESIDENT:
+        if entry.place is SlotState.RESIDENT:
             self._exit(entry)
         del self.entries[entry.key]
         if entry.pins:
@@ -207,7 +209,7 @@ class HostTier:
         for entry in list(self.entries.values()):
             self.drop(entry)
 
-    def hand(self, entry: Entry) -> None:
+    def hand(self, entry: HostBlock) -> None:
         """The device holds this block; the index is about to discard it here."""
         if not (entry.dropped or entry.handed):
             self._handed += 1
@@ -248,7 +250,7 @@ class HostTier:
                     "an entry is not found by its key"
                 )
                 assert (self.lru.get(entry.key) is entry) == (
-                    current and entry.place is Place.RESIDENT
+                    current and entry.place is SlotState.RESIDENT
                 ), "order and entries disagree"
                 assert current or entry.pins or changes != self.changes, (
                     "a dropped entry keeps its slot without a use"
@@ -256,7 +258,7 @@ class HostTier:
                 used[entry.slot] += used[entry.slot] < 2
                 pinned += entry.pins > 0
                 handed += entry.handed
-                if current and entry.place is Place.RESIDENT:
+                if current and entry.place is SlotState.RESIDENT:
                     children[entry.parent] += 1
             yield
         assert len(self.lru) <= self.capacity, "more residents than capacity"
@@ -280,11 +282,11 @@ class HostTier:
             ), "child counts disagree"
             yield
 
-    def _enter(self, entry: Entry) -> None:
+    def _enter(self, entry: HostBlock) -> None:
         self.lru[entry.key] = entry
         self._children[entry.parent] += 1
 
-    def _exit(self, entry: Entry) -> None:
+    def _exit(self, entry: HostBlock) -> None:
         del self.lru[entry.key]
         self._children[entry.parent] -= 1
         if not self._children[entry.parent]:
