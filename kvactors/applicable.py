@@ -4,14 +4,12 @@ an error."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
+from kvactors.config_tables import ConfigTables
 from kvactors.errors import ConfigError
-
-if TYPE_CHECKING:
-    from kvactors.config import Config
 
 LAYOUT_USES = {
     "gqa": {"num_kv_heads", "head_dim", "dtype", "quantization", "scale_dtype"},
@@ -48,7 +46,7 @@ DEVICE_ONLY = {"place": "paddle", "ordinal": "cuda"}
 TIER_ONLY = ("low_watermark", "high_watermark")
 
 
-def check_applicable(config: Config, data: Mapping[str, Any] | None = None) -> None:
+def check_applicable(config: ConfigTables, data: Mapping[str, Any] | None = None) -> None:
     """Raise ConfigError for a setting that is given and has no use. data: the mapping that the
     config was made from; a setting counts as given if it is in it, or differs from its default."""
     for table, reason in _rules(config):
@@ -72,7 +70,7 @@ def given_in(table: msgspec.Struct, data: Mapping[str, Any]) -> set[str]:
     return changed | set(data)
 
 
-def _rules(config: Config) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+def _rules(config: ConfigTables) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     yield "layout", list(_layout(config))
     yield (
         "device",
@@ -92,7 +90,7 @@ def _rules(config: Config) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     yield "attention_store", list(_attention_store(config))
 
 
-def _layout(config: Config) -> Iterator[tuple[str, str]]:
+def _layout(config: ConfigTables) -> Iterator[tuple[str, str]]:
     layout = config.layout
     used = LAYOUT_USES.get(layout.kind)
     if used is None:  # of another package
@@ -106,7 +104,7 @@ def _layout(config: Config) -> Iterator[tuple[str, str]]:
         yield "extra_block_ratio", "without layout.extra_layers"
 
 
-def _storage(config: Config) -> Iterator[tuple[str, str]]:
+def _storage(config: ConfigTables) -> Iterator[tuple[str, str]]:
     storage = config.storage
     used = STORAGE_USES.get(storage.backend)
     if used is None:  # of another package
@@ -116,7 +114,7 @@ def _storage(config: Config) -> Iterator[tuple[str, str]]:
             yield name, f"with storage.backend {storage.backend!r}"
 
 
-def _attention_store(config: Config) -> Iterator[tuple[str, str]]:
+def _attention_store(config: ConfigTables) -> Iterator[tuple[str, str]]:
     sinks = any(sink.kind == "attention_store" for sink in config.flush.sinks)
     if sinks or config.storage.backend == "attention_store":
         return

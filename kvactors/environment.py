@@ -9,22 +9,28 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import msgspec
 
 from kvactors.actor.log import get_logger
+from kvactors.config_tables import ConfigTables
 from kvactors.errors import ConfigError
 from kvactors.mooncake_config import VARIABLES, resolve
 from kvactors.ranges import check_setting
-from kvactors.sink_config import AnySinkConfig, AttentionStoreConfig, AttentionStoreSinkConfig
+from kvactors.sink_config import (
+    MODEL_VERSION,
+    NAMESPACE,
+    AnySinkConfig,
+    AttentionStoreConfig,
+    AttentionStoreSinkConfig,
+)
 from kvactors.validation import check_agreement, validate, validate_model
 
-if TYPE_CHECKING:
-    from kvactors.config import Config
-
 log = get_logger()
+
+C = TypeVar("C", bound=ConfigTables)
 
 TEXTS = {
     "AS_NAMESPACE": "namespace",
@@ -79,7 +85,7 @@ SIMILAR = 0.8
 _logged: set[str] = set()  # each name once a process
 
 
-def from_environment(config: Config, environ: Mapping[str, str]) -> Config:
+def from_environment(config: C, environ: Mapping[str, str]) -> C:
     """See `Config.from_env`."""
     validate(config)
     replace = msgspec.structs.replace
@@ -179,7 +185,7 @@ def _log_misspelt(environ: Mapping[str, str]) -> None:
             log.warning("unknown variable, not used", variable=name, **hint)
 
 
-def flush_sinks(config: Config) -> tuple[AnySinkConfig, ...]:
+def flush_sinks(config: ConfigTables) -> tuple[AnySinkConfig, ...]:
     """The sinks, with AttentionStore's index in flush-only mode with AttentionStore as the back
     end: FastDeploy's settings name the back end alone, and mean the index, to which FastDeploy
     sends each finished request's full path."""
@@ -191,12 +197,10 @@ def flush_sinks(config: Config) -> tuple[AnySinkConfig, ...]:
     return (*sinks, AttentionStoreSinkConfig(announce="full"))
 
 
-def resolve_model(config: Config, environ: Mapping[str, str]) -> str:
+def resolve_model(config: ConfigTables, environ: Mapping[str, str]) -> str:
     """The model: `cache.model`, or else KVACTORS_MODEL, or else AttentionStore's namespace and
     model version, if one of these two is set; empty if none is. Mooncake's settings name no
     model."""
-    from kvactors.sdk_settings import MODEL_VERSION, NAMESPACE
-
     variable, store = environ.get("KVACTORS_MODEL") or None, config.attention_store
     model = _fill("cache.model", config.cache.model or None, variable, "KVACTORS_MODEL") or ""
     if not model and (store.namespace or store.model_version):

@@ -9,13 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvactors.config import CacheConfig, Config, StorageConfig
 from kvactors.identity import StoreIdentity
 from kvactors.layout.base import Layout
-from kvactors.sink_config import AttentionStoreConfig
+from kvactors.sink_config import MODEL_VERSION, NAMESPACE, POD_NAME, AttentionStoreConfig
 
 if TYPE_CHECKING:
     from kvactors.device.base import Device
-
-NAMESPACE, POD_NAME, MODEL_VERSION = "default_ns", "default_pod", "v0"
-"""Names that are passed where none is set, as FastDeploy passes them."""
 
 SLICE_BLOCKS, SLICE_TIMEOUT = 100, 10.0
 

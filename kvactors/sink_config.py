@@ -274,6 +274,9 @@ AnySinkConfig = (
     MemorySinkConfig | JsonLinesSinkConfig | AttentionStoreSinkConfig | KvEventsSinkConfig
 )
 
+NAMESPACE, POD_NAME, MODEL_VERSION = "default_ns", "default_pod", "v0"
+"""Names that AttentionStore's SDK is given where none is set, as FastDeploy passes them."""
+
 
 class AttentionStoreConfig(
     msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvactors.applicable import check_applicable
+from kvactors.config_tables import ConfigTables, StorageConfig
 from kvactors.errors import ConfigError
 from kvactors.mooncake_config import in_bytes
 from kvactors.ranges import check_values
 from kvactors.sink_config import check_sinks
-
-if TYPE_CHECKING:
-    from kvactors.config import Config, StorageConfig
 
 CONFIG_TABLES = (
     "cache",
@@ -27,7 +25,7 @@ CONFIG_TABLES = (
 )
 
 
-def validate(config: Config, data: Mapping[str, Any] | None = None) -> None:
+def validate(config: ConfigTables, data: Mapping[str, Any] | None = None) -> None:
     """Raise ConfigError for values that do not make sense, naming the setting. data: the mapping
     that the config was made from, if it was."""
     for name in CONFIG_TABLES:
@@ -36,7 +34,7 @@ def validate(config: Config, data: Mapping[str, Any] | None = None) -> None:
     check_agreement(config)
 
 
-def check_agreement(config: Config) -> None:
+def check_agreement(config: ConfigTables) -> None:
     """Raise ConfigError for settings that contradict each other."""
     _validate_pair(
         "device.free_low", config.device.free_low, "device.free_high", config.device.free_high
@@ -91,7 +89,7 @@ def _validate_pair(low_name: str, low: float, high_name: str, high: float) -> No
         raise ConfigError(f"0 <= {low_name} <= {high_name} <= 1 must hold, not {low} and {high}")
 
 
-def validate_model(config: Config) -> None:
+def validate_model(config: ConfigTables) -> None:
     """Raise ConfigError if blocks outlive or leave this process, and no model is set to tell them
     from those of another model."""
     if config.cache.model:
