@@ -4,6 +4,7 @@ this node holds."""
 from kvactors.cache import KVCache
 from kvactors.cache import open_cache as open  # noqa: A004  (kvactors.open reads as what it is)
 from kvactors.config import Config
+from kvactors.data_plane.ranks.worker import serve_rank
 from kvactors.errors import (
     ActorFailed,
     CacheClosed,
@@ -28,7 +29,6 @@ from kvactors.layout.gqa import GQALayout
 from kvactors.lease import Hits, Lease
 from kvactors.observe.health import Health
 from kvactors.observe.statistics import CacheStatistics
-from kvactors.ranks.serve import serve_rank
 from kvactors.units import Reason, Residency, Tier
 
 __all__ = [

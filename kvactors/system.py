@@ -25,7 +25,14 @@ from kvactors.actor.supervisor import brief
 from kvactors.actor.uncancelled import ended, uncancelled
 from kvactors.config import Config, StorageConfig
 from kvactors.cpu_evictor.actor import CpuEvictor
-from kvactors.device import config_for, layout_for, make_device
+from kvactors.data_plane.devices import make_device
+from kvactors.data_plane.engine import Executor
+from kvactors.data_plane.local import make_executor
+from kvactors.data_plane.ranks.device_store import RanksDirect
+from kvactors.data_plane.ranks.leader import RankGroup
+from kvactors.data_plane.ranks.plane import RemoteExecutor
+from kvactors.data_plane.ranks.store import RankBackend
+from kvactors.device import config_for, layout_for
 from kvactors.device.arena import Arena
 from kvactors.device.base import Device
 from kvactors.device.remote import RanksArena, RanksDevice
@@ -44,21 +51,16 @@ from kvactors.flush_notifier.messages import Settle
 from kvactors.flush_notifier.sinks import Sink, make_sinks, require_sinks
 from kvactors.fork import FORKED, SYSTEMS
 from kvactors.gpu_swapper.actor import GpuSwapper
-from kvactors.gpu_swapper.executor import Executor, make_executor
-from kvactors.gpu_swapper.remote import RemoteExecutor
 from kvactors.identity import CacheScope
 from kvactors.opening import Opening
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.roots import Roots
-from kvactors.ranks.group import RankGroup
 from kvactors.sdk_settings import store_identity
 from kvactors.shutdown import QUIET, STOP, Shutdown
 from kvactors.storage.backends import Backend, is_direct, make_backend, make_direct
 from kvactors.storage.backends.checked import CheckedBackend
 from kvactors.storage.backends.direct import DirectBackend
-from kvactors.storage.backends.ranks import RankBackend
-from kvactors.storage.backends.ranks_direct import RanksDirect
 from kvactors.storage.direct import StorageDirect
 from kvactors.storage.reader import StorageReader
 from kvactors.storage.writer import StorageWriter

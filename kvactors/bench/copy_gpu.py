@@ -10,11 +10,11 @@ from contextlib import asynccontextmanager
 from statistics import median
 
 from kvactors.bench.report import Row, rate_row
+from kvactors.data_plane.cuda.device import CudaDevice
+from kvactors.data_plane.cuda.driver import load_driver
+from kvactors.data_plane.cuda.engine import CudaExecutor
 from kvactors.device.arena import Arena
-from kvactors.device.cuda import CudaDevice
-from kvactors.device.cuda_driver import load_driver
 from kvactors.errors import DeviceError
-from kvactors.gpu_swapper.cuda_executor import CudaExecutor
 from kvactors.gpu_swapper.messages import Direction
 from kvactors.layout import GQALayout, Layout
 

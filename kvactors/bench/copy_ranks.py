@@ -12,7 +12,7 @@ from statistics import median
 from kvactors.bench.report import Row, time_row
 from kvactors.cache import open_cache
 from kvactors.config import CacheConfig, Config, DeviceConfig, HostConfig, LayoutConfig
-from kvactors.ranks.protocol import CopyBlocks
+from kvactors.data_plane.ranks.protocol import CopyBlocks
 from kvactors.ranks_config import RanksConfig
 from kvactors.testing.ranks import RankProcess
 

@@ -8,8 +8,9 @@ from kvactors.device.host import HostDevice
 from kvactors.device.tensors import TensorDevice
 from kvactors.errors import ConfigError, LayoutError
 from kvactors.layout import Layout, make_layout
+from kvactors.moved import moved
 
-__all__ = ["Device", "HostDevice", "TensorDevice", "config_for", "layout_for", "make_device"]
+__all__ = ["Device", "HostDevice", "TensorDevice", "config_for", "layout_for"]
 
 
 def layout_for(config: Config, device: Device | None) -> Layout:
@@ -47,14 +48,4 @@ def config_for(config: Config, device: Device | None) -> Config:
     return replace(config, device=replace(config.device, num_blocks=device.num_blocks))
 
 
-def make_device(config: DeviceConfig, layout: Layout) -> Device:
-    """The device a config describes. Raises LayoutError, DeviceError."""
-    if config.kind == "paddle":
-        from kvactors.device.paddle import make_paddle_device
-
-        return make_paddle_device(layout, config.num_blocks, config.place)
-    if config.kind == "cuda":
-        from kvactors.device.cuda import CudaDevice
-
-        return CudaDevice.allocate(layout, config.num_blocks, ordinal=config.ordinal)
-    return HostDevice(layout, config.num_blocks)
+__getattr__ = moved(__name__, "kvactors.data_plane.devices")

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-from kvactors.device.base import Device
 from kvactors.device.tensors import TensorDevice
 from kvactors.errors import DeviceError
 from kvactors.layout.base import Layout
@@ -70,15 +69,3 @@ class PaddleDevice(TensorDevice):
         """A device of new tensors. LayoutError, DeviceError."""
         tensors: Sequence[Any] = layout.allocate(allocator(place), num_blocks)
         return cls(layout, tensors)
-
-
-def make_paddle_device(layout: Layout, num_blocks: int, place: str) -> Device:
-    """New tensors of Paddle's as a device, in host memory or on a GPU. LayoutError, DeviceError."""
-    kind, _, number = place.partition(":")
-    if kind == "cpu":
-        return PaddleDevice.allocate(layout, num_blocks, place)
-    from kvactors.device.cuda import CudaDevice
-
-    return CudaDevice(
-        layout, layout.allocate(allocator(place), num_blocks), ordinal=int(number or 0)
-    )

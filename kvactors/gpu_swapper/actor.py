@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 from kvactors.actor import Actor, ActorRef, Message, on
 from kvactors.actor.clock import now
 from kvactors.actor.jobs import MEMORY_LIMIT, Job, JobsRunOn
-from kvactors.gpu_swapper.executor import Executor
+from kvactors.data_plane.engine import Executor
 from kvactors.gpu_swapper.messages import (
     Copied,
     CopiesStalled,

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from enum import Enum
-
 from kvactors.actor import Control
 from kvactors.actor.message import Message
+from kvactors.data_plane.base import Direction
 
-
-class Direction(Enum):
-    """Which way a copy goes."""
-
-    TO_HOST = "to_host"
-    TO_DEVICE = "to_device"
+__all__ = [
+    "Copied",
+    "CopiesStalled",
+    "Copy",
+    "CopyFinished",
+    "CopyLayers",
+    "CopyProgress",
+    "DeviceLost",
+    "Direction",
+    "HostChanged",
+    "PlaneChanged",
+]
 
 
 class Copy(Message, frozen=True, eq=False):

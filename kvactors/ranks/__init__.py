@@ -1,2 +1,1 @@
-"""Tensor-parallel ranks in processes of their own: each moves its share of every block, without a
-barrier between them."""
+"""Deprecated path of `kvactors.data_plane.ranks`."""

@@ -14,9 +14,9 @@ from kvactors.config import Config
 from kvactors.cpu_evictor.actor import CpuEvictor
 from kvactors.cpu_evictor.messages import Cancel, Load, Loaded, LoadStalled, Place
 from kvactors.cpu_evictor.slots import HostBlock, SlotState
+from kvactors.data_plane.ranks.state import Health
 from kvactors.flush_notifier.actor import FlushNotifier
 from kvactors.flush_notifier.sinks.base import Sink
-from kvactors.ranks.state import Health
 from kvactors.storage.backends.base import Backend
 from kvactors.system import System
 from kvactors.testing.plan import Fault

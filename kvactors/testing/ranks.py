@@ -21,9 +21,9 @@ import msgspec
 from msgspec.structs import replace
 
 from kvactors.config import Config
+from kvactors.data_plane.ranks.worker import serve_rank
 from kvactors.device.host import HostDevice
 from kvactors.layout import make_layout
-from kvactors.ranks.serve import serve_rank
 from kvactors.ranks_config import SECRET_VARIABLE
 
 ANSWER_LIMIT = 120.0

@@ -1,4 +1,4 @@
-"""Makes kvactors/device/block_copy.ptx from block_copy.cu. Needs nvcc; whoever installs the package
+"""Makes kvactors/data_plane/cuda/kernels.ptx from block_copy.cu. Needs nvcc; installing the package
 does not.
 
 python native/cuda/build_ptx.py            writes the file python native/cuda/build_ptx.py --print
@@ -16,7 +16,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 SOURCE = HERE / "block_copy.cu"
-TARGET = HERE.parents[1] / "kvactors" / "device" / "block_copy.ptx"
+TARGET = HERE.parents[1] / "kvactors" / "data_plane" / "cuda" / "kernels.ptx"
 
 VERSION = "7.4"
 """The oldest PTX version that has all the kernel uses (drivers from CUDA 11.4 on take it); nvcc

@@ -8,9 +8,14 @@ import numpy as np
 import pytest
 from cuda_kit import GpuTensor, PointerTensor, stand_in
 
+from kvactors.data_plane.cuda.device import (
+    CudaDevice,
+    DeviceMemory,
+    cuda_address_of,
+    cuda_region_of,
+)
+from kvactors.data_plane.cuda.driver import CudaDriver, CudaError
 from kvactors.device.arena import Arena
-from kvactors.device.cuda import CudaDevice, DeviceMemory, cuda_address_of, cuda_region_of
-from kvactors.device.cuda_driver import CudaDriver, CudaError
 from kvactors.device.host import HostDevice
 from kvactors.errors import DeviceError, LayoutError
 from kvactors.layout import DSALayout, GQALayout, MLALayout

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from cuda_kit import stand_in
 
-from kvactors.device.cuda_driver import CudaDriver, CudaError
+from kvactors.data_plane.cuda.driver import CudaDriver, CudaError
 from kvactors.errors import DeviceError
 
 
@@ -29,7 +29,7 @@ def test_a_missing_driver_is_said_to_be_missing():
 
 def test_nothing_is_loaded_at_import():
     script = (
-        "import kvactors.device.cuda, kvactors.gpu_swapper.cuda_executor as c; print('libcuda' in "
+        "import kvactors.data_plane.cuda.device, kvactors.data_plane.cuda.engine as c; print('libcuda' in "
         "open('/proc/self/maps').read())"
     )
     done = subprocess.run(

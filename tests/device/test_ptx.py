@@ -11,7 +11,7 @@ import pytest
 
 NATIVE = Path(__file__).parents[2] / "native"
 BUILD = runpy.run_path(str(NATIVE / "cuda" / "build_ptx.py"))
-SHIPPED = Path(__file__).parents[2] / "kvactors" / "device" / "block_copy.ptx"
+SHIPPED = Path(__file__).parents[2] / "kvactors" / "data_plane" / "cuda" / "kernels.ptx"
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")

@@ -13,7 +13,8 @@ import pytest
 
 import kvactors
 from kvactors.config import Config, DeviceConfig
-from kvactors.device import HostDevice, TensorDevice, make_device
+from kvactors.data_plane.devices import make_device
+from kvactors.device import HostDevice, TensorDevice
 from kvactors.device.arena import Arena
 from kvactors.device.paddle import PaddleDevice, allocator, gpus, import_paddle
 from kvactors.device.tensors import address_of, region_of

@@ -16,7 +16,7 @@ import pytest
 from door_kit import BLOCK, prompt, settings
 
 import kvactors
-from kvactors.ranks.listening import Listener, connect
+from kvactors.data_plane.ranks.listening import Listener, connect
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 

@@ -95,7 +95,7 @@ def test_a_part_that_does_not_open_is_a_named_error_in_time(part, how, monkeypat
         late, before = Late(how), asyncio.all_tasks()
         if part == "copy engine":
             monkeypatch.setattr(
-                "kvactors.gpu_swapper.executor.InlineExecutor.open", late, raising=False
+                "kvactors.data_plane.engine.InlineExecutor.open", late, raising=False
             )
         if part == "device store":
             direct = Direct(1)
@@ -152,7 +152,7 @@ def test_a_part_that_cancels_itself_is_an_error_and_no_cancellation(part, monkey
         late = Late("cancels itself")
         if part == "copy engine":
             monkeypatch.setattr(
-                "kvactors.gpu_swapper.executor.InlineExecutor.open", late, raising=False
+                "kvactors.data_plane.engine.InlineExecutor.open", late, raising=False
             )
         else:
             direct = Direct(1)

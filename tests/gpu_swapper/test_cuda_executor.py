@@ -14,13 +14,14 @@ import pytest
 import kvactors
 from kvactors import system
 from kvactors.config import Config
+from kvactors.data_plane.cuda import copies as cuda_copies
+from kvactors.data_plane.cuda import engine as cuda_executor
+from kvactors.data_plane.cuda.calibrate import Timing, choose
+from kvactors.data_plane.cuda.copies import BATCH_FROM
+from kvactors.data_plane.cuda.device import CudaDevice
+from kvactors.data_plane.cuda.driver import CudaDriver, CudaError
+from kvactors.data_plane.cuda.engine import CudaExecutor
 from kvactors.device.arena import Arena
-from kvactors.device.cuda import CudaDevice
-from kvactors.device.cuda_driver import CudaDriver, CudaError
-from kvactors.gpu_swapper import cuda_copies, cuda_executor
-from kvactors.gpu_swapper.cuda_calibrate import Timing, choose
-from kvactors.gpu_swapper.cuda_copies import BATCH_FROM
-from kvactors.gpu_swapper.cuda_executor import CudaExecutor
 from kvactors.gpu_swapper.messages import Direction
 from kvactors.layout import DSALayout, GQALayout, MLALayout
 

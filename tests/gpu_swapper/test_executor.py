@@ -9,10 +9,10 @@ import pytest
 
 import kvactors
 from kvactors.config import CacheConfig, Config, DeviceConfig, HostConfig, LayoutConfig
+from kvactors.data_plane import engine as module
+from kvactors.data_plane.engine import CopyExecutor, InlineExecutor
 from kvactors.device.arena import Arena
 from kvactors.device.host import HostDevice
-from kvactors.gpu_swapper import executor as module
-from kvactors.gpu_swapper.executor import CopyExecutor, InlineExecutor
 from kvactors.gpu_swapper.messages import Direction
 from kvactors.layout import DSALayout, GQALayout, MLALayout
 

@@ -64,7 +64,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "one_rank_is_enough",
-        "storage/backends/ranks_direct.py",
+        "data_plane/ranks/device_store.py",
         "        good = min(counts, default=0)\n",
         "        good = max(counts, default=0)\n",
         "blocks that one rank's shard lacks are served as if all ranks had read them",
@@ -72,7 +72,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "slow_device_store_makes_a_rank_silent",
-        "ranks/group.py",
+        "data_plane/ranks/leader.py",
         "stored=isinstance(message, StoreObjects | MoveDevice),",
         "stored=isinstance(message, StoreObjects),",
         "a rank whose AttentionStore is slow counts as silent, and no copy is made until it has "

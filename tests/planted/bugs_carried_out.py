@@ -17,7 +17,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "layers_reported_before_the_copy",
-        "gpu_swapper/executor.py",
+        "data_plane/engine.py",
         "                self.copy(direction, blocks, slots, layers)\n"
         "                if progress is not None and layers is not None:\n"
         "                    progress(layers.stop)\n",
@@ -29,7 +29,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "layers_reported_with_the_first_piece",
-        "gpu_swapper/executor.py",
+        "data_plane/engine.py",
         "while reached < len(groups) and all(",
         "while reached < len(groups) and any(",
         "a layer is said to be there when the first of several threads has copied its part",
@@ -37,7 +37,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "copies_of_the_last_rank_only",
-        "gpu_swapper/remote.py",
+        "data_plane/ranks/plane.py",
         "            failed |= {",
         "            failed = {",
         "a copy that failed on one rank counts if the last rank made it",
@@ -45,7 +45,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "best_rank_wins",
-        "storage/backends/ranks.py",
+        "data_plane/ranks/store.py",
         "        worst = [0] * len(keys)\n"
         "        gone: set[bytes] = set()\n"
         "        for answer in answers:\n"
@@ -61,7 +61,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "silence_taken_for_the_end",
-        "ranks/silence.py",
+        "data_plane/ranks/silence.py",
         "                self._report(rank, Health.SILENT, f",
         "                rank.settle()\n                self._report(rank, Health.SILENT, f",
         "blocks that a stopped rank may still write to are handed out again",
@@ -215,7 +215,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "admitted_with_open_questions",
-        "ranks/group.py",
+        "data_plane/ranks/leader.py",
         "        rank.settle()  # a rank sends its identity when everything from before has "
         "ended\n",
         "",
@@ -226,7 +226,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "uncleared_rank_forgotten",
-        "storage/backends/ranks.py",
+        "data_plane/ranks/store.py",
         "self._uncleared = len(done) < len(answers)",
         "self._uncleared = False",
         "a rank that could not be asked to clear its store serves what was cleared",

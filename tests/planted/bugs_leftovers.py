@@ -28,7 +28,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "slow_store_silences_a_rank",
-        "ranks/silence.py",
+        "data_plane/ranks/silence.py",
         "if self.closing or operation is None or not operation.stored or rank.link is None:",
         "if True:",
         "a slow disk of one rank stops every copy of all ranks",
@@ -38,7 +38,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "ping_of_a_silent_rank_forgotten",
-        "ranks/group.py",
+        "data_plane/ranks/leader.py",
         "                self._silence.answered(rank)\n",
         "",
         "a rank that was stopped while its disk hangs stays silent until the disk returns",
@@ -48,7 +48,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "rank_waits_for_its_store",
-        "ranks/serve.py",
+        "data_plane/ranks/worker.py",
         "        await asyncio.wait(tasks, timeout=self.shutdown.left(STOP) + LEAST_STEP)\n",
         "        await asyncio.wait(tasks)\n",
         "a cancelled serve_rank waits without limit for a store that ignores its cancellation",

@@ -8,7 +8,7 @@ from mutation import Mutation
 BUGS: tuple[Mutation, ...] = (
     Mutation(
         "proof_of_a_rank_not_compared",
-        "ranks/handshake.py",
+        "data_plane/ranks/handshake.py",
         'if not hmac.compare_digest(proof.mac, mac(secret, b"rank", hello.nonce, nonce)):',
         'if not hmac.compare_digest(proof.mac, proof.mac) and mac(secret, b"rank", hello.nonce, nonce):',
         "every process that can connect joins as a rank",
@@ -18,7 +18,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "proof_of_a_leader_not_compared",
-        "ranks/handshake.py",
+        "data_plane/ranks/handshake.py",
         'if not hmac.compare_digest(proof.mac, mac(secret, b"leader", nonce, challenge.nonce)):',
         "if not hmac.compare_digest(proof.mac, proof.mac):",
         "a rank hands its store to any process that listens at the endpoint",
@@ -26,7 +26,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "large_messages_before_the_proof",
-        "ranks/handshake.py",
+        "data_plane/ranks/handshake.py",
         "    wire.limit = UNPROVEN_BYTES\n    reason, answer",
         "    wire.limit = MOST_BYTES\n    reason, answer",
         "strangers fill the leader's memory with messages of many megabytes",
@@ -36,7 +36,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "strangers_without_limit",
-        "ranks/group.py",
+        "data_plane/ranks/leader.py",
         "while len(self._unclaimed) >= UNCLAIMED + 2 * self.config.count:",
         "while len(self._unclaimed) >= UNCLAIMED * 1000:",
         "strangers hold any number of connections",
@@ -46,7 +46,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "second_process_takes_the_number",
-        "ranks/group.py",
+        "data_plane/ranks/leader.py",
         "            if await link.answers():\n",
         "            if False and await link.answers():\n",
         "two processes of one rank number evict each other again and again",
@@ -56,7 +56,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "outcomes_not_counted",
-        "ranks/state.py",
+        "data_plane/ranks/state.py",
         "        if len(answer.outcomes) != self.outcomes:\n",
         "        if len(answer.outcomes) > self.outcomes:\n",
         "an answer with too few outcomes counts as a copy that was made",
@@ -66,7 +66,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "another_model_joins",
-        "ranks/refusals.py",
+        "data_plane/ranks/refusals.py",
         '        ("model", identity.model, ours.model),\n',
         "",
         "a rank with the objects of another model joins",
@@ -76,7 +76,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "all_names_in_one_page",
-        "ranks/names.py",
+        "data_plane/ranks/names.py",
         '    page = b"".join(islice(source, size))\n',
         '    page = b"".join(source)\n',
         "a rank with millions of objects blocks the loop and exceeds the size of a message",
@@ -87,7 +87,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "pages_without_flow_control",
-        "ranks/link.py",
+        "data_plane/ranks/link.py",
         "        more = WINDOW - self._asked - len(self._pages)\n",
         "        more = WINDOW\n",
         "more pages than the window are in flight",
@@ -95,7 +95,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "generations_not_compared",
-        "ranks/names.py",
+        "data_plane/ranks/names.py",
         "        self.uneven = self.uneven or len(others | {generation}) > 1\n",
         "",
         "after a clear that reached only some ranks, what the others kept is written over as one "
@@ -106,7 +106,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "unconfirmed_clear_returns",
-        "storage/backends/ranks.py",
+        "data_plane/ranks/store.py",
         "        if missing and (self.shared or not done):\n",
         "        if missing and self.shared:\n",
         "clear(storage=True) returns although no rank has cleared its store",
@@ -116,7 +116,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "socket_for_everybody",
-        "ranks/listening.py",
+        "data_plane/ranks/listening.py",
         "    os.fchmod(sock.fileno(), 0o600)  # Linux takes the mode of the path from it\n    "
         "sock.bind(path)\n    Path(path).chmod(0o600)",
         "    sock.bind(path)\n    Path(path).chmod(0o666)",
@@ -125,7 +125,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "other_users_accepted",
-        "ranks/listening.py",
+        "data_plane/ranks/listening.py",
         "            if not is_trusted(uid):\n                self.foreign(",
         "            if uid < 0:\n                self.foreign(",
         "processes of other users connect to the rank endpoint",
@@ -133,7 +133,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "rank_leaves_before_its_steps_end",
-        "ranks/serve.py",
+        "data_plane/ranks/worker.py",
         "            task.cancel()\n            await ended(task)\n",
         "            task.cancel()\n",
         "a cancelled serve_rank returns while its store is open and its threads run",

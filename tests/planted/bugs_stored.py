@@ -117,7 +117,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "rank_believed_about_paths",
-        "storage/backends/ranks.py",
+        "data_plane/ranks/store.py",
         "        return [part for part in answers[0].paths if proved(part)]\n",
         "        return list(answers[0].paths)\n",
         "a rank can have blocks announced with tokens that are not theirs",

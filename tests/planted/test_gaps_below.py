@@ -9,19 +9,19 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from kvactors.data_plane.engine import _report
+from kvactors.data_plane.ranks.connection import MemoryWire
+from kvactors.data_plane.ranks.handshake import check_leader
+from kvactors.data_plane.ranks.leader import RankGroup
+from kvactors.data_plane.ranks.plane import RemoteExecutor
+from kvactors.data_plane.ranks.protocol import Answer, Identity, StoreObjects
+from kvactors.data_plane.ranks.store import RankBackend
 from kvactors.device.arena import Arena
-from kvactors.gpu_swapper.executor import _report
 from kvactors.gpu_swapper.messages import Direction
-from kvactors.gpu_swapper.remote import RemoteExecutor
 from kvactors.identity import StoreIdentity
-from kvactors.ranks.group import RankGroup
-from kvactors.ranks.handshake import check_leader
-from kvactors.ranks.protocol import Answer, Identity, StoreObjects
-from kvactors.ranks.wire import MemoryWire
 from kvactors.ranks_config import RanksConfig, Secret
 from kvactors.storage.backends.file import FileBackend
 from kvactors.storage.backends.memory import MemoryBackend
-from kvactors.storage.backends.ranks import RankBackend
 from kvactors.storage.messages import Outcome
 from kvactors.testing.loop import simulate
 from kvactors.testing.store_contract import key, never

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from contextlib import asynccontextmanager
 
+from kvactors.data_plane.ranks.handshake import check_leader
+from kvactors.data_plane.ranks.leader import RankGroup
+from kvactors.data_plane.ranks.listening import connect
+from kvactors.data_plane.ranks.protocol import CopyBlocks, Identity, Names, SendNames, Welcome
+from kvactors.data_plane.ranks.store import RankBackend
 from kvactors.identity import StoreIdentity
-from kvactors.ranks.group import RankGroup
-from kvactors.ranks.handshake import check_leader
-from kvactors.ranks.listening import connect
-from kvactors.ranks.protocol import CopyBlocks, Identity, Names, SendNames, Welcome
 from kvactors.ranks_config import RanksConfig, Secret
-from kvactors.storage.backends.ranks import RankBackend
 from kvactors.testing.loop import simulate
 
 ENDPOINT = "memory://by-hand"

@@ -18,11 +18,11 @@ from kvactors.config import (
     LayoutConfig,
     StorageConfig,
 )
+from kvactors.data_plane.ranks.listening import Listener, connect
+from kvactors.data_plane.ranks.worker import serve_rank
 from kvactors.device.host import HostDevice
 from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.layout import make_layout
-from kvactors.ranks.listening import Listener, connect
-from kvactors.ranks.serve import serve_rank
 from kvactors.ranks_config import RanksConfig
 from kvactors.sink_config import MemorySinkConfig
 from kvactors.storage.backends.memory import MemoryBackend

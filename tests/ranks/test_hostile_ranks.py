@@ -10,13 +10,13 @@ from hand_kit import A, B, come, opened, settle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvactors.data_plane.ranks import protocol
+from kvactors.data_plane.ranks.connection import MemoryWire, _decoder
+from kvactors.data_plane.ranks.plane import RemoteExecutor
+from kvactors.data_plane.ranks.protocol import Answer, Frame
 from kvactors.device.host import HostDevice
 from kvactors.gpu_swapper.messages import Direction
-from kvactors.gpu_swapper.remote import RemoteExecutor
 from kvactors.layout import GQALayout
-from kvactors.ranks import protocol
-from kvactors.ranks.protocol import Answer, Frame
-from kvactors.ranks.wire import MemoryWire, _decoder
 from kvactors.storage.messages import Outcome
 from kvactors.testing.loop import simulate
 

@@ -12,10 +12,11 @@ from hand_kit import SCOPE, authenticated, come, group_at, identity, settle
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvactors.ranks.group import RankGroup
-from kvactors.ranks.link import Link, Violation
-from kvactors.ranks.names import SHARDS, NameSet, RankNames, in_slices, pages
-from kvactors.ranks.protocol import (
+from kvactors.data_plane.ranks.connection import MemoryWire, _encoder
+from kvactors.data_plane.ranks.leader import RankGroup
+from kvactors.data_plane.ranks.link import Link, Violation
+from kvactors.data_plane.ranks.names import SHARDS, NameSet, RankNames, in_slices, pages
+from kvactors.data_plane.ranks.protocol import (
     FROM_RANK_BYTES,
     MOST_NAMES,
     PAGE_NAMES,
@@ -24,9 +25,8 @@ from kvactors.ranks.protocol import (
     SendNames,
     Welcome,
 )
-from kvactors.ranks.wire import MemoryWire, _encoder
+from kvactors.data_plane.ranks.store import RankBackend
 from kvactors.storage.backends.memory import MemoryBackend
-from kvactors.storage.backends.ranks import RankBackend
 from kvactors.testing.loop import simulate
 
 MILLION, MILLIONS = 1_000_000, 10_000_000

@@ -11,9 +11,9 @@ from sim_kit import BLOCK, Rank, all_there, at_rest, compute, prompt, settings, 
 
 import kvactors
 from kvactors.config import HostConfig
+from kvactors.data_plane.ranks.protocol import Answer, StoreObjects
+from kvactors.data_plane.ranks.store import RankBackend
 from kvactors.errors import StoreUnavailable
-from kvactors.ranks.protocol import Answer, StoreObjects
-from kvactors.storage.backends.ranks import RankBackend
 from kvactors.storage.messages import Outcome
 from kvactors.testing.loop import simulate
 

@@ -22,12 +22,10 @@ from hand_kit import (
     simulated,
 )
 
-from kvactors.device.host import HostDevice
-from kvactors.gpu_swapper.messages import Direction
-from kvactors.gpu_swapper.remote import RemoteExecutor
-from kvactors.layout import GQALayout
-from kvactors.ranks.listening import connect
-from kvactors.ranks.protocol import (
+from kvactors.data_plane.ranks.connection import StreamWire
+from kvactors.data_plane.ranks.listening import connect
+from kvactors.data_plane.ranks.plane import RemoteExecutor
+from kvactors.data_plane.ranks.protocol import (
     FROM_RANK_BYTES,
     UNPROVEN_BYTES,
     VERSION,
@@ -40,7 +38,9 @@ from kvactors.ranks.protocol import (
     StoreObjects,
     Welcome,
 )
-from kvactors.ranks.wire import StreamWire
+from kvactors.device.host import HostDevice
+from kvactors.gpu_swapper.messages import Direction
+from kvactors.layout import GQALayout
 from kvactors.storage.messages import Outcome
 from kvactors.testing.loop import simulate
 

@@ -7,11 +7,11 @@ import asyncio
 from contextlib import asynccontextmanager
 
 import kvactors
+from kvactors.data_plane.ranks.store import proved
+from kvactors.data_plane.ranks.worker import serve_rank
 from kvactors.device.host import HostDevice
 from kvactors.layout import make_layout
-from kvactors.ranks.serve import serve_rank
 from kvactors.storage import writer
-from kvactors.storage.backends.ranks import proved
 from kvactors.storage.backends.slab_lineage import lineage_in
 from kvactors.units import Tier, split_keys
 

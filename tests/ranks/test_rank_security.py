@@ -26,14 +26,11 @@ from hand_kit import (
 
 import kvactors
 from kvactors.config import Config, LayoutConfig
-from kvactors.device.host import HostDevice
-from kvactors.endpoint import split_endpoint
-from kvactors.layout import make_layout
-from kvactors.ranks import listening
-from kvactors.ranks.group import UNCLAIMED
-from kvactors.ranks.handshake import check_leader, mac
-from kvactors.ranks.listening import Listener, connect
-from kvactors.ranks.protocol import (
+from kvactors.data_plane.ranks import listening
+from kvactors.data_plane.ranks.handshake import check_leader, mac
+from kvactors.data_plane.ranks.leader import UNCLAIMED
+from kvactors.data_plane.ranks.listening import Listener, connect
+from kvactors.data_plane.ranks.protocol import (
     NONCE_BYTES,
     UNPROVEN_BYTES,
     VERSION,
@@ -42,7 +39,10 @@ from kvactors.ranks.protocol import (
     Proof,
     Refused,
 )
-from kvactors.ranks.strangers import SOURCES, Strangers
+from kvactors.data_plane.ranks.strangers import SOURCES, Strangers
+from kvactors.device.host import HostDevice
+from kvactors.endpoint import split_endpoint
+from kvactors.layout import make_layout
 from kvactors.ranks_config import RanksConfig, Secret
 
 OTHER = "another secret of some length"

@@ -23,8 +23,8 @@ from sim_kit import (
 
 import kvactors
 from kvactors.config import ActorsConfig, DeviceConfig, HostConfig, LayoutConfig
-from kvactors.ranks.protocol import Answer
-from kvactors.ranks.wire import MemoryWire
+from kvactors.data_plane.ranks.connection import MemoryWire
+from kvactors.data_plane.ranks.protocol import Answer
 from kvactors.ranks_config import RanksConfig
 from kvactors.testing.loop import simulate
 

@@ -19,11 +19,11 @@ from kvactors.config import (
     LayoutConfig,
     StorageConfig,
 )
+from kvactors.data_plane.ranks.leader import RankGroup
+from kvactors.data_plane.ranks.worker import serve_rank
 from kvactors.device.host import HostDevice
 from kvactors.identity import StoreIdentity
 from kvactors.layout import make_layout
-from kvactors.ranks.group import RankGroup
-from kvactors.ranks.serve import serve_rank
 from kvactors.ranks_config import RanksConfig
 
 BLOCK, STEPS = 4, 60

@@ -13,7 +13,7 @@ from sim_kit import BLOCK, Rank, all_there, at_rest, compute, led, prompt, setti
 from kvactors import StoreError
 from kvactors.actor.clock import now
 from kvactors.config import ActorsConfig
-from kvactors.ranks.protocol import Answer, CopyBlocks, Ping, Pong, StoreObjects
+from kvactors.data_plane.ranks.protocol import Answer, CopyBlocks, Ping, Pong, StoreObjects
 from kvactors.storage.backends.memory import MemoryBackend
 
 

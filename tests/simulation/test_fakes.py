@@ -9,6 +9,8 @@ import anyio
 import pytest
 
 from kvactors.config import CacheConfig, Config, DeviceConfig, HostConfig, LayoutConfig, RanksConfig
+from kvactors.data_plane.ranks.leader import RankGroup
+from kvactors.data_plane.ranks.protocol import CopyBlocks
 from kvactors.device.arena import Arena
 from kvactors.device.host import HostDevice
 from kvactors.errors import SinkError
@@ -16,8 +18,6 @@ from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.gpu_swapper.messages import Direction
 from kvactors.identity import StoreIdentity
 from kvactors.layout import make_layout
-from kvactors.ranks.group import RankGroup
-from kvactors.ranks.protocol import CopyBlocks
 from kvactors.sink_config import MemorySinkConfig
 from kvactors.storage.messages import Outcome
 from kvactors.testing.fakes import Gate, SimBackend, SimExecutor, SimPool, SimRank, SimSink, latency

@@ -32,14 +32,14 @@ from kvactors.config import (
     RanksConfig,
     StorageConfig,
 )
+from kvactors.data_plane.ranks.protocol import Answer
+from kvactors.data_plane.ranks.store import RankBackend
 from kvactors.flush_notifier.ledger import Ledger
 from kvactors.flush_notifier.messages import Announced
 from kvactors.flush_notifier.view import SinkView
 from kvactors.layout import make_layout
-from kvactors.ranks.protocol import Answer
 from kvactors.simulation import run_seed
 from kvactors.simulation.engine import Engine
-from kvactors.storage.backends.ranks import RankBackend
 from kvactors.storage.messages import Outcome
 from kvactors.testing.fakes import SimBackend, SimPool, SimRank
 from kvactors.testing.loop import simulate

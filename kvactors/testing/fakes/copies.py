@@ -7,10 +7,11 @@ import asyncio
 from collections.abc import Sequence
 
 from kvactors.actor.uncancelled import to_the_end
+from kvactors.data_plane.base import Progress
+from kvactors.data_plane.engine import Executor
 from kvactors.device.arena import Arena
 from kvactors.device.base import Device
 from kvactors.device.host import HostDevice
-from kvactors.gpu_swapper.executor import Executor, Progress
 from kvactors.gpu_swapper.messages import Direction
 from kvactors.layout.base import Layout
 from kvactors.testing.fakes.gate import Gate, Latency

@@ -8,10 +8,10 @@ import asyncio
 import anyio
 
 from kvactors.config import Config
+from kvactors.data_plane.ranks.connection import Wire
+from kvactors.data_plane.ranks.listening import Listener, connect
+from kvactors.data_plane.ranks.worker import serve_rank
 from kvactors.layout import make_layout
-from kvactors.ranks.listening import Listener, connect
-from kvactors.ranks.serve import serve_rank
-from kvactors.ranks.wire import Wire
 from kvactors.testing.fakes.copies import SimDevice
 from kvactors.testing.fakes.gate import Gate, Latency, instant
 from kvactors.testing.fakes.store import SimBackend

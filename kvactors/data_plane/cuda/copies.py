@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvactors.actor.log import get_logger
+from kvactors.data_plane.cuda.device import CudaDevice, addresses, quietly
+from kvactors.data_plane.cuda.driver import DEVICE_MAP, NO_KERNEL, PORTABLE, CudaDriver, CudaError
 from kvactors.device.arena import Arena
-from kvactors.device.cuda import CudaDevice, addresses, quietly
-from kvactors.device.cuda_driver import DEVICE_MAP, NO_KERNEL, PORTABLE, CudaDriver, CudaError
 
 BATCH_FROM = 32 << 10
 """Bytes of a piece from which on it goes by the copy engines, unless measured otherwise."""
@@ -29,7 +29,7 @@ BATCH = 4096
 BLOCKS_OF_THREADS, THREADS = 8, 256
 """What the kernel may occupy: 8 of an H100's 132 multiprocessors saturate its PCIe link."""
 
-KERNELS = Path(__file__).parents[1] / "device" / "block_copy.ptx"
+KERNELS = Path(__file__).with_name("kernels.ptx")
 NAMES = {False: "kvactors_gather", True: "kvactors_scatter"}
 """By whether they copy to the device."""
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 import msgspec
 
-from kvactors.ranks.protocol import MOST_BYTES, AnyFrame, Frame
+from kvactors.data_plane.ranks.protocol import MOST_BYTES, AnyFrame, Frame
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyFrame] = msgspec.msgpack.Decoder(AnyFrame)

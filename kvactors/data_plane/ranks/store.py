@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 from kvactors.actor.log import get_logger
+from kvactors.data_plane.ranks.leader import RankGroup
+from kvactors.data_plane.ranks.names import RankNames, in_slices
+from kvactors.data_plane.ranks.protocol import Answer, StoreObjects
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreUnavailable
 from kvactors.flush_notifier.messages import PathPart
 from kvactors.lineage import Lineage
-from kvactors.ranks.group import RankGroup
-from kvactors.ranks.names import RankNames, in_slices
-from kvactors.ranks.protocol import Answer, StoreObjects
 from kvactors.storage.backends.base import Backend, Expired, ReadReport, WriteReport
 from kvactors.storage.messages import Outcome
 from kvactors.units import join_keys, split_keys

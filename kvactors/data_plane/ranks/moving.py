@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvactors.actor.log import get_logger
+from kvactors.data_plane.ranks.protocol import Answer, MoveDevice
 from kvactors.device.base import Device
-from kvactors.ranks.protocol import Answer, MoveDevice
 from kvactors.storage.backends.direct import DirectBackend
 
 log = get_logger()

@@ -18,16 +18,15 @@ import anyio
 
 from kvactors.actor.log import get_logger
 from kvactors.actor.uncancelled import to_the_end
+from kvactors.data_plane.base import CLOSE_LIMIT, Direction, Progress
+from kvactors.data_plane.cuda.calibrate import Timing, calibrate
+from kvactors.data_plane.cuda.copies import Copies, Counts
+from kvactors.data_plane.cuda.device import CudaDevice
+from kvactors.data_plane.cuda.driver import FATAL, NOT_READY, CudaError
+from kvactors.data_plane.cuda.lane import Lane, Op
+from kvactors.data_plane.engine import Executor
 from kvactors.device.arena import Arena
-from kvactors.device.base import Device
-from kvactors.device.cuda import CudaDevice
-from kvactors.device.cuda_driver import FATAL, NOT_READY, CudaError
 from kvactors.errors import DeviceError
-from kvactors.gpu_swapper.cuda_calibrate import Timing, calibrate
-from kvactors.gpu_swapper.cuda_copies import Copies, Counts
-from kvactors.gpu_swapper.cuda_lane import Lane, Op
-from kvactors.gpu_swapper.executor import CLOSE_LIMIT, Executor, Progress
-from kvactors.gpu_swapper.messages import Direction
 from kvactors.threads import in_thread
 
 FIRST_PAUSE, LAST_PAUSE = 100e-6, 2e-3
@@ -362,9 +361,3 @@ class CudaExecutor(Executor):
             copies is not None and copies.kernels is not None,
             self._broken,
         )
-
-
-def cuda_executor(device: Device, arena: Arena, batch_from: int | None) -> CudaExecutor:
-    """One for a CudaDevice."""
-    assert isinstance(device, CudaDevice)
-    return CudaExecutor(device, arena, batch_from=batch_from)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvactors.ranks.protocol import Answer, StoreObjects
+from kvactors.data_plane.ranks.protocol import Answer, StoreObjects
 from kvactors.storage.backends.checked import CheckedBackend
 from kvactors.storage.messages import Outcome
 

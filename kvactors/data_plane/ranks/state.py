@@ -7,8 +7,8 @@ from collections.abc import Callable
 from enum import Enum
 from typing import NamedTuple
 
-from kvactors.ranks.link import Link, Violation
-from kvactors.ranks.protocol import Answer
+from kvactors.data_plane.ranks.link import Link, Violation
+from kvactors.data_plane.ranks.protocol import Answer
 from kvactors.units import KEY_BYTES
 
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from kvactors.ranks.link import Link
-from kvactors.ranks.state import Health, Rank
+from kvactors.data_plane.ranks.link import Link
+from kvactors.data_plane.ranks.state import Health, Rank
 
 
 class Silence:

@@ -10,10 +10,10 @@ from contextlib import ExitStack
 import numpy as np
 from numpy.typing import NDArray
 
-from kvactors.device.cuda import checked_ids, quietly
-from kvactors.device.cuda_driver import NON_BLOCKING, UNTIMED, CudaError
-from kvactors.gpu_swapper.cuda_copies import Copies, Counts, Scratch
-from kvactors.gpu_swapper.executor import Progress
+from kvactors.data_plane.base import Progress
+from kvactors.data_plane.cuda.copies import Copies, Counts, Scratch
+from kvactors.data_plane.cuda.device import checked_ids, quietly
+from kvactors.data_plane.cuda.driver import NON_BLOCKING, UNTIMED, CudaError
 from kvactors.threads import Workers
 
 FIRST_PAIRS = 1024

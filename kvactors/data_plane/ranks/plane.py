@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from kvactors.data_plane.base import Direction, Progress
+from kvactors.data_plane.engine import Executor
+from kvactors.data_plane.ranks.leader import RankGroup
+from kvactors.data_plane.ranks.protocol import CopyBlocks
+from kvactors.data_plane.ranks.state import Health, RankStatistics
 from kvactors.device.arena import Arena
 from kvactors.device.base import Device
-from kvactors.gpu_swapper.executor import Executor, Progress
-from kvactors.gpu_swapper.messages import Direction
-from kvactors.ranks.group import RankGroup
-from kvactors.ranks.protocol import CopyBlocks
-from kvactors.ranks.state import Health, RankStatistics
 
 
 class RemoteExecutor(Executor):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
+from kvactors.data_plane.ranks.protocol import MOST_NAMES, Identity
+from kvactors.data_plane.ranks.state import Health, Rank
+from kvactors.data_plane.ranks.strangers import Strangers
 from kvactors.identity import StoreIdentity
-from kvactors.ranks.protocol import MOST_NAMES, Identity
-from kvactors.ranks.state import Health, Rank
-from kvactors.ranks.strangers import Strangers
 from kvactors.ranks_config import RanksConfig
 
 

@@ -13,8 +13,8 @@ import secrets
 
 import anyio
 
-from kvactors.errors import RankError
-from kvactors.ranks.protocol import (
+from kvactors.data_plane.ranks.connection import Wire
+from kvactors.data_plane.ranks.protocol import (
     MOST_BYTES,
     NONCE_BYTES,
     UNPROVEN_BYTES,
@@ -24,7 +24,7 @@ from kvactors.ranks.protocol import (
     Proof,
     Refused,
 )
-from kvactors.ranks.wire import Wire
+from kvactors.errors import RankError
 from kvactors.ranks_config import Secret
 
 LIMIT = 5.0

@@ -5,9 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
+from kvactors.data_plane.ranks.connection import Wire
+from kvactors.data_plane.ranks.protocol import (
+    MOST_NAMES,
+    PAGE_NAMES,
+    WINDOW,
+    Identity,
+    Names,
+    Ping,
+    SendNames,
+)
 from kvactors.errors import RankError
-from kvactors.ranks.protocol import MOST_NAMES, PAGE_NAMES, WINDOW, Identity, Names, Ping, SendNames
-from kvactors.ranks.wire import Wire
 from kvactors.units import KEY_BYTES
 
 PING_LIMIT = 5.0

@@ -18,9 +18,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvactors.actor.log import get_logger
+from kvactors.data_plane.ranks.connection import MemoryWire, StreamWire, Wire
 from kvactors.endpoint import split_endpoint
 from kvactors.errors import RankError
-from kvactors.ranks.wire import MemoryWire, StreamWire, Wire
 
 log = get_logger()
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import Literal
 
 from kvactors.actor.log import get_logger
-from kvactors.ranks.group import RankGroup
-from kvactors.ranks.moving import FAILED
-from kvactors.ranks.protocol import MoveDevice
+from kvactors.data_plane.ranks.leader import RankGroup
+from kvactors.data_plane.ranks.moving import FAILED
+from kvactors.data_plane.ranks.protocol import MoveDevice
 from kvactors.storage.backends.direct import DirectBackend
 
 log = get_logger()

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 
-from kvactors.ranks.protocol import PAGE_NAMES
+from kvactors.data_plane.ranks.protocol import PAGE_NAMES
 from kvactors.units import KEY_BYTES
 
 SHARDS = 1024

@@ -1,0 +1,1 @@
+"""The data plane: moves the bytes of blocks between device memory, host slots and storage."""

@@ -1,0 +1,1 @@
+"""CUDA: device memory of a GPU, and copies between it and host slots by streams."""

@@ -1,0 +1,417 @@
+"""The leader's side of its ranks: every operation is sent to all of them at once, and the answers
+are gathered without a barrier.
+
+A rank that does not answer in time is silent: from then on nothing is sent to any rank, and every
+operation fails at once, until it has answered everything it was asked. A rank whose store is late
+is not silent as long as it answers a ping: copies go on. Operations of a silent rank stay open, and
+with them their slots and device blocks: a process that was stopped in the middle of a copy may go
+on with it at any moment. A rank whose connection is lost may have lost its memory, so everything
+that was cached before is void; the operations it was asked have ended when it connects again (it
+finishes them before it sends its identity).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from itertools import count
+
+import anyio
+
+from kvactors.actor.clock import now
+from kvactors.actor.log import get_logger
+from kvactors.actor.uncancelled import to_the_end, uncancelled
+from kvactors.data_plane.ranks.connection import Wire
+from kvactors.data_plane.ranks.handshake import LIMIT, check_rank, refuse
+from kvactors.data_plane.ranks.link import PAGE_LIMIT, Link, Violation
+from kvactors.data_plane.ranks.listening import Listener
+from kvactors.data_plane.ranks.names import RankNames, in_slices
+from kvactors.data_plane.ranks.protocol import (
+    FROM_RANK_BYTES,
+    Answer,
+    Arrived,
+    Frame,
+    Identity,
+    MoveDevice,
+    Names,
+    Pong,
+    StoreObjects,
+    Welcome,
+)
+from kvactors.data_plane.ranks.refusals import lacking, misfit
+from kvactors.data_plane.ranks.silence import Silence
+from kvactors.data_plane.ranks.state import Health, Operation, Rank, RankHealth, RankStatistics
+from kvactors.data_plane.ranks.strangers import Strangers
+from kvactors.errors import RankError
+from kvactors.identity import StoreIdentity
+from kvactors.ranks_config import RanksConfig, Secret
+
+log = get_logger()
+
+UNCLAIMED = 32
+"""Connections that have no rank's place yet, at most, and two more for each rank; the oldest is
+closed for a new one."""
+
+PENALTY_LEAST, PENALTY_MOST = 0.5, 30.0
+"""Seconds a rank must wait after it violated the protocol before it is admitted again; doubled each
+time."""
+
+
+class RankGroup:
+    """All ranks of one cache. identity: of the store and the layout. blocks, slots: what every rank
+    must have. storage: the kind of back end.
+
+    era: how often memory may have been lost. changed: called with a rank's number and health
+    whenever that changes. names: what the stores of all ranks hold, if there are stores. layers: of
+    a block, at most as many can arrive. used: whether a cache relies on the ranks' memory.
+    """
+
+    def __init__(
+        self,
+        config: RanksConfig,
+        identity: StoreIdentity,
+        blocks: int,
+        slots: int,
+        *,
+        storage: str = "none",
+        layers: int = 1 << 16,
+    ) -> None:
+        self.config = config
+        self.identity = identity
+        self.blocks = blocks
+        self.slots = slots
+        self.storage = storage
+        self.layers = layers
+        self.changed: Callable[[int, Health], None] = lambda _rank, _health: None
+        self.names: RankNames | None = None
+        self.era = 0
+        self.strangers = Strangers()
+        self.used = False
+        self._secret = Secret(config.secret)
+        self._ranks = [Rank(number) for number in range(config.count)]
+        self._ops = count(1)
+        self._closing = False
+        self._unclaimed: dict[Wire, None] = {}
+        self._joining: asyncio.Future[None] | None = None
+        self._admission: asyncio.Future[None] | None = None
+        self._progress = 0.0
+        self._silence = Silence(config.timeout, self._set)
+        self._listener = Listener(
+            self.meet, lambda source, reason: self.strangers.refused(source, "another user", reason)
+        )
+
+    @property
+    def healthy(self) -> bool:
+        """Whether every rank is."""
+        return not self._closing and all(rank.health is Health.HEALTHY for rank in self._ranks)
+
+    async def open(self) -> None:
+        """Listen, and wait until every rank was admitted.
+
+        Raises:
+            RankError: not all ranks came in `ranks.start` seconds (a rank that sends its names gets
+            more), or nothing can listen there.
+        """
+        try:
+            began = self._progress = now()
+            for rank in self._ranks:
+                rank.since = began
+            await self._listener.start(self.config.endpoint)
+            while not self.healthy:
+                left = (
+                    max(
+                        began + self.config.start,
+                        self._progress + PAGE_LIMIT if self._joining else 0.0,
+                    )
+                    - now()
+                )
+                if left <= 0:
+                    break
+                self._admission = asyncio.get_running_loop().create_future()
+                await asyncio.wait((self._admission,), timeout=left)
+            if not self.healthy:
+                raise RankError(lacking(self._ranks, self.config, self.strangers))
+        except BaseException:
+            await uncancelled(self.close())
+            raise
+
+    def release(self) -> None:
+        """Nothing will be reused any more: operations that wait for a silent or lost rank need not
+        wait longer."""
+        self._closing = self._silence.closing = True
+        for rank in self._ranks:
+            if rank.health is not Health.HEALTHY:
+                rank.settle()
+
+    async def close(self) -> None:
+        """End every operation and close every connection."""
+        self._closing = self._silence.closing = True
+        for rank in self._ranks:
+            rank.settle()
+            if rank.link is not None:
+                rank.link.over()  # ends the pings, too
+        await self._listener.stop()
+
+    # -- operations
+
+    async def scatter(
+        self,
+        build: Callable[[int], Frame],
+        arrived: Callable[[int], None] | None = None,
+        *,
+        outcomes: int,
+        worst: int = 1,
+        partial: bool = False,
+        only: int | None = None,
+    ) -> list[Answer | None]:
+        """Send the message that `build` makes for an operation number to every rank; an answer for
+        each, None for a rank that has none to give. While a rank is away or silent nothing is sent,
+        and no rank has an answer. Cancelled, it still waits until nothing is in flight.
+
+        arrived: called with the layers that all ranks have, whenever there are more. outcomes: how
+        many an answer must have. worst: the greatest value of an outcome; a rank with other answers
+        loses its connection. partial: ask the healthy ranks even if others are not. only: ask this
+        rank.
+        """
+        if not (self.healthy or (partial and not self._closing)):
+            return [None] * len(self._ranks)
+        op, loop = next(self._ops), asyncio.get_running_loop()
+        message = build(op)
+        layers = [0] * len(self._ranks)
+
+        def progress(rank: int) -> Callable[[int], None]:
+            def note(count: int) -> None:
+                before = min(layers)
+                layers[rank] = max(layers[rank], count)
+                if arrived is not None and min(layers) > before:
+                    arrived(min(layers))
+
+            return note
+
+        answers: list[asyncio.Future[Answer | None]] = []
+        for rank in self._ranks:
+            operation = Operation(
+                loop.create_future(),
+                progress(rank.number) if arrived else None,
+                outcomes,
+                worst,
+                stored=isinstance(message, StoreObjects | MoveDevice),
+            )
+            answers.append(operation.answer)
+            if (
+                rank.health is not Health.HEALTHY
+                or rank.link is None
+                or only not in (None, rank.number)
+            ):
+                operation.over(None)
+                continue
+            operation.timer = loop.call_later(self.config.timeout, self._silence.late, rank, op)
+            rank.open[op] = operation
+            rank.operations += 1
+            rank.link.wire.send(message)
+        await to_the_end(asyncio.gather(*answers))
+        return [answer.result() for answer in answers]
+
+    # -- connections
+
+    async def meet(self, wire: Wire) -> None:
+        """Serve one connection to its end: check its secret and identity, admit the rank, and
+        receive its answers."""
+        if self._closing:
+            return
+        while len(self._unclaimed) >= UNCLAIMED + 2 * self.config.count:
+            oldest = next(iter(self._unclaimed))
+            del self._unclaimed[oldest]
+            oldest.close()
+            self.strangers.refused(oldest.source, "too many connections", "closed for a newer one")
+        self._unclaimed[wire] = None
+        try:
+            reason, answer = await check_rank(wire, self._secret)
+            if wire not in self._unclaimed:
+                return  # closed for a newer connection
+            if reason:
+                self.strangers.refused(wire.source, "not authenticated", reason)
+                if answer:
+                    await refuse(wire, reason)
+                return
+            wire.limit = FROM_RANK_BYTES
+            identity = None
+            with anyio.move_on_after(LIMIT):
+                identity = await wire.receive()
+            if not isinstance(identity, Identity):
+                self.strangers.refused(
+                    wire.source, "no identity", wire.violation or type(identity).__name__
+                )
+                return
+            reason = misfit(identity, self) or await self._claim(identity)
+            if reason:
+                self.strangers.refused(wire.source, "does not fit", reason, show=True)
+                await refuse(wire, reason)
+                return
+            self._unclaimed.pop(wire, None)
+            await self._serve(self._ranks[identity.rank], Link(wire, identity))
+        finally:
+            self._unclaimed.pop(wire, None)
+            wire.close()
+
+    async def _claim(self, identity: Identity) -> str:
+        """Wait until the rank's number is free. Returns why it is not: another process serves it
+        and answers."""
+        rank = self._ranks[identity.rank]
+        await asyncio.sleep(max(0.0, rank.not_before - now()))
+        while (link := rank.link) is not None:
+            if await link.answers():
+                return f"rank {rank.number} is served by another process, which answers"
+            self._lost(
+                rank, link, "replaced: it did not answer when another process claimed its number"
+            )
+        return ""
+
+    async def _serve(self, rank: Rank, link: Link) -> None:
+        rank.link = link
+        rank.since = now()
+        reason = "connection lost"
+        joining = asyncio.get_running_loop().create_task(self._join(rank, link))
+        try:
+            reason = await self._receive(rank, link)
+        except Violation as violation:
+            reason = f"protocol violation: {violation}"
+            rank.penalize(now(), PENALTY_LEAST, PENALTY_MOST)
+            log.error("protocol violation of a rank", rank=rank.number, reason=str(violation))
+        finally:
+            self._lost(rank, link, reason)
+            joining.cancel()
+            await asyncio.wait((joining,))
+
+    async def _join(self, rank: Rank, link: Link) -> None:
+        """Receive the names in a rank's store and admit it. One rank at a time, so that one set of
+        names is in memory."""
+        while self._joining is not None:
+            await asyncio.wait((self._joining,))
+        turn = self._joining = asyncio.get_running_loop().create_future()
+        try:
+            if self.names is None or await self._receive_names(self.names, link):
+                self._admit(rank, link)
+            else:
+                log.warning("rank did not send its names", rank=rank.number, received=link.received)
+                self._lost(rank, link, f"no page of names in {PAGE_LIMIT:g} s")
+        except Exception as error:
+            log.error("rank cannot join", rank=rank.number, error=repr(error))
+            self._lost(rank, link, f"cannot join: {error!r}")
+        finally:
+            self._joining = None
+            turn.set_result(None)
+
+    async def _receive_names(self, names: RankNames, link: Link) -> bool:
+        """Whether all names of a rank's store have arrived."""
+        joining = names.join(link.identity.rank, link.identity.generation)
+        try:
+            last = not link.identity.objects
+            while joining.wanted and not last:
+                page = await link.next_page()
+                if page is None:
+                    return False
+                joining.page(page.keys)
+                last = page.last
+                self._proceeded()
+                await asyncio.sleep(0)
+            await in_slices(joining.merge())
+            return True
+        finally:
+            joining.abandon()
+
+    def _proceeded(self) -> None:
+        self._progress = now()
+
+    def _admit(self, rank: Rank, link: Link) -> None:
+        if rank.link is not link or self._closing:
+            return
+        rank.settle()  # a rank sends its identity when everything from before has ended
+        if self.used:  # it may have restarted more than once, unseen
+            self.era += 1
+            self.changed(rank.number, Health.AWAY)
+        link.admitted = True
+        link.wire.send(Welcome())
+        self._set(rank, Health.HEALTHY, "")
+        log.info("rank admitted", rank=rank.number, objects=link.identity.objects)
+
+    async def _receive(self, rank: Rank, link: Link) -> str:
+        """Handle a rank's messages until the connection is lost. Violation for one that the
+        protocol does not allow."""
+        while (message := await link.wire.receive()) is not None:
+            if rank.link is not link:
+                return "replaced"
+            if isinstance(message, Answer):
+                self._answered(rank, message)
+            elif isinstance(message, Arrived):
+                self._arrived(rank, message)
+            elif isinstance(message, Names) and not link.admitted:
+                link.names(message)
+            elif isinstance(message, Pong):
+                link.pong()
+                self._silence.answered(rank)
+            else:
+                raise Violation(f"unexpected message {type(message).__name__}")
+        if link.wire.violation:
+            raise Violation(link.wire.violation)
+        return "connection lost"
+
+    def _arrived(self, rank: Rank, message: Arrived) -> None:
+        operation = rank.open.get(message.op)
+        if operation is None:
+            return  # the answer came first
+        if operation.arrived is None or not 0 <= message.layers <= self.layers:
+            raise Violation(
+                f"{message.layers} layers of operation {message.op}, which has "
+                f"{self.layers if operation.arrived else 0}"
+            )
+        operation.arrived(message.layers)
+
+    def _answered(self, rank: Rank, message: Answer) -> None:
+        operation = rank.open.get(message.op)
+        if operation is None:
+            if self._closing:
+                return
+            raise Violation(f"an answer to operation {message.op}, which is not open")
+        operation.check(message)
+        del rank.open[message.op]
+        operation.over(message)
+        rank.overdue.discard(message.op)
+        if rank.health is Health.SILENT and not rank.overdue:
+            self._set(rank, Health.HEALTHY, "")
+
+    def hang_up(self, number: int) -> None:
+        """Close the connection to a rank; it will connect again."""
+        rank = self._ranks[number]
+        if rank.link is not None:
+            self._lost(rank, rank.link, "connection closed by the leader")
+
+    def _lost(self, rank: Rank, link: Link, reason: str) -> None:
+        link.over()
+        if rank.link is not link:
+            return
+        rank.link = None
+        if self._closing:
+            rank.settle()
+            return
+        if not link.admitted:
+            rank.reason, rank.since = reason, now()
+            return
+        rank.losses += 1
+        self.era += 1
+        self._set(rank, Health.AWAY, reason)
+        log.warning("rank lost", rank=rank.number, reason=reason, in_flight=len(rank.open))
+
+    def _set(self, rank: Rank, health: Health, reason: str) -> None:
+        rank.health, rank.reason, rank.since = health, reason, now()
+        self.changed(rank.number, health)
+        if self._admission is not None and not self._admission.done():
+            self._admission.set_result(None)
+
+    def statistics(self) -> tuple[RankStatistics, ...]:
+        """The state of every rank at this moment."""
+        return tuple(rank.statistics() for rank in self._ranks)
+
+    def health(self) -> tuple[RankHealth, ...]:
+        """For every rank: its state, why, and since when."""
+        return tuple(rank.describe() for rank in self._ranks)

@@ -1,0 +1,472 @@
+"""One rank, inside its GPU worker's own loop: it has the device, an arena and a store of its own,
+and does what the leader asks."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import Any
+
+import anyio
+from msgspec.structs import replace
+
+from kvactors.actor.clock import now
+from kvactors.actor.log import described, get_logger
+from kvactors.actor.supervisor import LEAST_STEP
+from kvactors.actor.uncancelled import ended, uncancelled
+from kvactors.config import Config, StorageConfig
+from kvactors.data_plane.base import Direction
+from kvactors.data_plane.engine import Executor
+from kvactors.data_plane.local import make_executor
+from kvactors.data_plane.ranks.connection import Wire
+from kvactors.data_plane.ranks.handshake import check_leader
+from kvactors.data_plane.ranks.listening import connect
+from kvactors.data_plane.ranks.moving import cannot_be, carried_out
+from kvactors.data_plane.ranks.names import pages
+from kvactors.data_plane.ranks.paths import next_paths
+from kvactors.data_plane.ranks.protocol import (
+    Answer,
+    AnyFrame,
+    Arrived,
+    CopyBlocks,
+    Identity,
+    MoveDevice,
+    Names,
+    Ping,
+    Pong,
+    Refused,
+    SendNames,
+    StoreObjects,
+    Welcome,
+)
+from kvactors.device.arena import Arena
+from kvactors.device.base import Device
+from kvactors.errors import ConfigError, DeviceError, LayoutError, RankError, StoreError
+from kvactors.identity import StoreIdentity
+from kvactors.opening import Opening
+from kvactors.ranks_config import Secret
+from kvactors.sdk_settings import store_identity
+from kvactors.shutdown import STOP, Shutdown
+from kvactors.storage.backends import Backend, DirectBackend, make_backend, make_direct
+from kvactors.storage.backends.checked import CheckedBackend
+from kvactors.storage.messages import Outcome
+from kvactors.threads import in_thread
+from kvactors.units import KEY_BYTES, join_keys, split_keys
+
+log = get_logger()
+
+RETRY_LEAST, RETRY_MOST = 0.02, 0.5
+"""Seconds between attempts to reach the leader; doubled each time."""
+
+CONNECT_LIMIT = 10.0
+"""Seconds one attempt to connect may take."""
+
+
+async def serve_rank(
+    endpoint: str,
+    device: Device,
+    *,
+    rank: int,
+    ranks: int,
+    config: Config | None = None,
+    backend: Backend | None = None,
+    admitted: Callable[[], None] | None = None,
+    inline_copies: bool = False,
+) -> None:
+    """Move this rank's share of every block until cancelled, for the cache whose leader listens at
+    `endpoint`.
+
+    A leader that does not listen yet, or stops, is tried again until it is there. Cancelled, by
+    asyncio or anyio, at any moment and more than once, it ends the copies in flight and closes
+    everything before it returns.
+
+    Args:
+        endpoint: unix:///path, tcp://host:port, or memory://name in the same loop.
+        device: this rank's, with `device.num_blocks` alike in all ranks.
+        rank: this rank's number, below `ranks`.
+        ranks: how many ranks there are.
+        config: the leader's own; from it come the arena (`host`), the store (`storage`, whose
+        objects are this rank's alone; with AttentionStore
+            this rank's shard) and the secret (`ranks.secret`, or the variable
+            KVACTORS_RANKS_SECRET).
+        backend: in place of the config's.
+        admitted: called each time the leader has admitted this rank.
+        inline_copies: copy in the loop's thread, for loops of virtual time (with a memory://
+        endpoint).
+
+    Raises:
+        ConfigError, LayoutError, StoreError, DeviceError, SdkError: at the start. A tcp endpoint
+        without a secret is a ConfigError. A store or a
+            copy engine that does not open in `actors.start` seconds is a StoreError or DeviceError;
+            AttentionStore that is not ready in
+            `attention_store.ready_timeout` seconds is a DeadlineExceeded.
+        RankError: the leader refuses this rank (the message names the values that differ), does not
+        have the same secret, or another
+            process already serves this number and answers.
+    """
+    config = Config.from_env(base=config)
+    if not 0 <= rank < ranks:
+        raise ConfigError(f"there is no rank {rank} of {ranks}")
+    if device.layout.block_size != config.cache.block_size:
+        raise LayoutError(
+            f"the device's blocks hold {device.layout.block_size} tokens, not "
+            f"{config.cache.block_size}"
+        )
+    shared = replace(config.ranks, count=ranks, endpoint=endpoint).with_secret(os.environ)
+    shared.check_exposure()
+    storage = (
+        StorageConfig(backend="none")
+        if config.flush.only
+        else replace(config.storage, rank=rank, ranks=ranks)
+    )
+    if backend is None:
+        size, tokens = (
+            device.layout.block_bytes,
+            config.cache.block_size if rank == 0 else 0,
+        )  # rank 0 keeps lineages for all
+        backend = make_backend(storage, config.cache.model, device.layout.fingerprint, size, tokens)
+    direct = make_direct(config, device, (rank, ranks)) if backend is None else None
+    slots = config.host.arena_slots(stored=backend is not None)
+    identity = store_identity(config, storage, device.layout, rank, ranks)
+    arena = Arena(
+        slots,
+        device.layout.block_bytes,
+        pinned=config.host.pinned and device.kind != "cuda",
+        trailer=backend.trailer if backend else 0,
+    )
+    shutdown = Shutdown(config.actors.drain, arena)
+    executor = make_executor(device, arena, config.host, inline=inline_copies)
+    one = _Serving(identity, storage, executor, backend, direct, Secret(shared.secret), shutdown)
+    work = one.run(
+        endpoint,
+        admitted or (lambda: None),
+        Opening(config.actors.start, shutdown),
+        inline=inline_copies,
+    )
+    task = asyncio.get_running_loop().create_task(work, name=f"kvactors rank {rank}")
+    try:
+        await asyncio.wait([task])
+    finally:
+        if not task.done():
+            shutdown.begin()
+            task.cancel()
+            await ended(task)
+    task.result()
+
+
+class _Refuse(Exception):
+    """The leader asked for something that cannot be."""
+
+
+class _Serving:
+    def __init__(
+        self,
+        identity: StoreIdentity,
+        storage: StorageConfig,
+        executor: Executor,
+        backend: Backend | None,
+        direct: DirectBackend | None,
+        secret: Secret,
+        shutdown: Shutdown,
+    ) -> None:
+        self.identity = identity
+        self.storage = storage.backend
+        self.limit = storage.timeout
+        self.shutdown = shutdown
+        self.rank = identity.rank
+        self.executor = executor
+        self.backend = backend
+        self.direct = direct
+        self.store = CheckedBackend(backend, storage.timeout) if backend is not None else None
+        self.arena = executor.arena
+        self.secret = secret
+        self._warned = ""
+
+    async def run(
+        self, endpoint: str, admitted: Callable[[], None], opening: Opening, *, inline: bool
+    ) -> None:
+        """Open the store and the arena's memory, serve, and close them, each step to its end and
+        all of them within the shutdown's limit."""
+        shutdown = self.shutdown
+        shutdown.waits.enter()
+        try:
+            async with AsyncExitStack() as opened:
+                opened.push_async_callback(shutdown.step, "executor", self.executor.close)
+                try:
+                    await self._open(opened, opening, inline=inline)
+                    await self.serve(endpoint, admitted)
+                finally:
+                    shutdown.begin()
+        finally:
+            shutdown.begin()
+            shutdown.over(stuck=self.backend is not None and self.backend.stuck)
+            self.arena.close()
+
+    async def _open(self, opened: AsyncExitStack, opening: Opening, *, inline: bool) -> None:
+        if self.store is not None:
+            opened.push_async_callback(self.shutdown.step, "store", self.store.close)
+            await opening.step("store", self.store.open, StoreError)
+        if self.direct is not None:
+            opened.push_async_callback(self.shutdown.step, "device store", self.direct.close)
+            await opening.step(
+                "device store", self.direct.open, StoreError, self.direct.ready_timeout
+            )
+        if inline:
+            self.arena.touch()
+        else:
+            await in_thread(self.arena.touch, "kvactors-touch", self.arena.stop_touching)
+        if self.store is not None:
+            await opening.step("store", partial(self.store.attach, self.arena), StoreError)
+        await opening.step("copy engine", self.executor.open, DeviceError)
+
+    async def serve(self, endpoint: str, admitted: Callable[[], None]) -> None:
+        """Connect, be admitted, do what is asked; when the connection is lost finish that, and
+        begin again."""
+        pause = RETRY_LEAST
+        while True:
+            wire = await self._connect(endpoint)
+            if wire is None:
+                await asyncio.sleep(pause)
+                pause = min(RETRY_MOST, 2 * pause)
+                continue
+            try:
+                if await self._enter(wire):
+                    pause = RETRY_LEAST
+                    admitted()
+                    await self._work(wire)
+            finally:
+                wire.close()
+            await asyncio.sleep(pause)
+            pause = min(RETRY_MOST, 2 * pause)
+
+    async def _connect(self, endpoint: str) -> Wire | None:
+        wire = None
+        try:
+            with anyio.move_on_after(CONNECT_LIMIT):
+                wire = await connect(endpoint)
+        except PermissionError as error:
+            if str(error) != self._warned:
+                self._warned = str(error)
+                log.warning(
+                    "endpoint of the leader is not usable", rank=self.rank, error=str(error)
+                )
+        except OSError:
+            pass
+        return wire
+
+    async def _enter(self, wire: Wire) -> bool:
+        """Whether the leader has admitted this rank; False if the connection was lost before that.
+        RankError if it refuses."""
+        if not await check_leader(wire, self.secret):
+            return False
+        device, store, mine = self.executor.device, self.backend, self.identity
+        wire.send(
+            Identity(
+                self.rank,
+                mine.ranks,
+                mine.model,
+                mine.namespace,
+                self.storage,
+                mine.fingerprint,
+                device.num_blocks,
+                self.arena.num_slots,
+                0 if store is None else store.count(),
+                0 if store is None else store.generation,
+            )
+        )
+        names = pages(iter(()) if store is None else store.names())
+        while (message := await wire.receive()) is not None:
+            if isinstance(message, Refused):
+                raise RankError(f"the leader refuses: {message.reason}")
+            if isinstance(message, Welcome):
+                return True
+            if isinstance(message, Ping):
+                wire.send(Pong())
+            elif isinstance(message, SendNames):
+                if not self._send_names(wire, message.pages, names):
+                    return False
+            else:
+                log.error(
+                    "unexpected message from the leader",
+                    rank=self.rank,
+                    message=type(message).__name__,
+                )
+                return False
+        return False
+
+    def _send_names(self, wire: Wire, count: int, names: Iterator[tuple[bytes, bool]]) -> bool:
+        """Send so many pages. False if the store changed while its names were sent: the rank joins
+        again."""
+        try:
+            for _ in range(count):
+                page = next(names, None)
+                if page is None:
+                    break
+                wire.send(Names(*page))
+        except RuntimeError as error:
+            log.warning("store changed while its names were sent", rank=self.rank, error=str(error))
+            return False
+        return True
+
+    async def _work(self, wire: Wire) -> None:
+        """Do what the leader asks until the connection is lost and everything it asked has ended.
+        Without a connection an idle rank waits for the leader's next message without limit; the end
+        of the connection ends that wait."""
+        tasks: set[asyncio.Task[None]] = set()
+
+        def ended(task: asyncio.Task[None]) -> None:
+            tasks.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                log.error("operation failed", rank=self.rank, error=described(error))
+                # without an answer the leader would count this rank as silent for good
+                wire.close()
+
+        try:
+            while (message := await wire.receive()) is not None:
+                try:
+                    work = self._work_of(wire, message)
+                except _Refuse as refusal:
+                    log.error(
+                        "request of the leader that cannot be carried out",
+                        rank=self.rank,
+                        reason=str(refusal),
+                    )
+                    wire.close()
+                    break
+                if work is not None:
+                    task = asyncio.get_running_loop().create_task(work)
+                    tasks.add(task)
+                    task.add_done_callback(ended)
+            await self._all_ended(tasks)
+        finally:
+            if tasks:
+                for task in tasks:
+                    task.cancel()
+                await uncancelled(self._give_up(tasks))
+
+    def _work_of(self, wire: Wire, message: AnyFrame) -> Coroutine[Any, Any, None] | None:
+        """What a message asks for; None if it is answered already."""
+        if isinstance(message, CopyBlocks):
+            self._check(len(message.blocks), message.slots, message.blocks)
+            return self._copy(wire, message)
+        if isinstance(message, StoreObjects):
+            self._check_store(message)
+            return self._store(wire, message)
+        if isinstance(message, MoveDevice):
+            if reason := cannot_be(message, self.executor.device):
+                raise _Refuse(reason)
+            return self._move(wire, message)
+        if not isinstance(message, Ping):
+            raise _Refuse(f"unexpected message {type(message).__name__}")
+        wire.send(Pong())
+        return None
+
+    async def _all_ended(self, tasks: set[asyncio.Task[None]]) -> None:
+        """Wait for the operations in flight: the leader uses their slots and blocks again once this
+        rank has connected. Logged when it takes long."""
+        if tasks:
+            await asyncio.wait(tasks, timeout=self.limit)
+        if tasks:
+            log.error(
+                "operations in flight keep this rank from connecting again",
+                rank=self.rank,
+                operations=len(tasks),
+            )
+            await asyncio.wait(tasks)
+
+    async def _give_up(self, tasks: set[asyncio.Task[None]]) -> None:
+        """Wait for operations that were cancelled, until the shutdown's deadline."""
+        self.shutdown.begin()
+        await asyncio.wait(tasks, timeout=self.shutdown.left(STOP) + LEAST_STEP)
+        if tasks:
+            self.arena.keep()
+            log.error(
+                "operations did not end before the shutdown's deadline",
+                rank=self.rank,
+                operations=len(tasks),
+            )
+
+    def _check(self, count: int, slots: tuple[int, ...], blocks: tuple[int, ...] = ()) -> None:
+        if len(slots) != count:
+            raise _Refuse(f"{len(slots)} slots for {count} blocks")
+        if min(slots, default=0) < 0 or max(slots, default=-1) >= self.arena.num_slots:
+            raise _Refuse(f"slots {min(slots)} to {max(slots)}, there are {self.arena.num_slots}")
+        if min(blocks, default=0) < 0 or max(blocks, default=-1) >= self.executor.device.num_blocks:
+            raise _Refuse(
+                f"blocks {min(blocks)} to {max(blocks)}, there are "
+                f"{self.executor.device.num_blocks}"
+            )
+
+    def _check_store(self, message: StoreObjects) -> None:
+        if len(message.keys) % KEY_BYTES:
+            raise _Refuse(f"{len(message.keys)} bytes of names")
+        if message.kind in ("read", "write"):
+            self._check(len(message.keys) // KEY_BYTES, message.slots)
+        if len(message.lineages) not in (0, len(message.slots)):
+            raise _Refuse(f"{len(message.lineages)} lineages for {len(message.slots)} slots")
+
+    async def _move(self, wire: Wire, message: MoveDevice) -> None:
+        wire.send(await carried_out(self.direct, message, self.rank))
+
+    async def _copy(self, wire: Wire, message: CopyBlocks) -> None:
+        direction = Direction.TO_DEVICE if message.to_device else Direction.TO_HOST
+
+        def progress(layers: int) -> None:
+            wire.send(Arrived(message.op, layers))
+
+        outcomes = bytearray(len(message.blocks))
+        try:
+            failed = await self.executor.run(
+                direction, message.blocks, message.slots, progress if message.layerwise else None
+            )
+        except Exception as error:
+            log.error("copy failed", rank=self.rank, error=repr(error))
+            failed = tuple(range(len(outcomes)))
+        for j in failed:
+            outcomes[j] = 1
+        wire.send(Answer(message.op, bytes(outcomes)))
+
+    async def _store(self, wire: Wire, message: StoreObjects) -> None:
+        keys = split_keys(message.keys)
+        count = 1 if message.kind == "clear" else len(keys)
+        if message.kind in ("begin_paths", "paths"):
+            wire.send(await next_paths(self.store, message))
+            return
+        try:
+            outcomes, gone = await self._at_store(message, keys)
+        except StoreError as error:
+            log.error("clear failed", rank=self.rank, error=str(error))
+            outcomes, gone = bytes([Outcome.UNAVAILABLE]) * count, []
+        wire.send(Answer(message.op, outcomes, join_keys(gone)))
+
+    async def _at_store(
+        self, message: StoreObjects, keys: list[bytes]
+    ) -> tuple[bytes, list[bytes]]:
+        store, until = self.store, now() + message.seconds
+        if message.kind == "clear":
+            if store is not None:
+                await store.clear(message.generation)
+            return bytes([Outcome.OK]), []
+        if store is None:
+            return bytes([Outcome.UNAVAILABLE]) * len(keys), []
+        if message.kind in ("read", "write"):
+            report: Any
+            if message.kind == "read":
+                report = await store.read_slots(
+                    keys, self.arena, message.slots, lambda: now() >= until
+                )
+            else:
+                report = await store.write_slots(
+                    keys, self.arena, message.slots, lambda: now() >= until, message.lineages
+                )
+            gone = getattr(report, "gone", None) or getattr(report, "evicted", [])
+            return bytes(report.outcomes), [key for key in gone if not store.holds(key)]
+        if message.kind == "ask":
+            found = store.probe(keys)
+            found = await store.ask(keys, lambda: now() >= until) if found is None else found
+            return bytes([Outcome.OK]) * found + bytes([Outcome.MISS]) * (len(keys) - found), []
+        await store.remove(keys)
+        return bytes(len(keys)), []
