@@ -16,7 +16,6 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 FLOW = ["prefix_index", "cpu_evictor", "gpu_swapper", "storage", "flush_notifier"]
 CIRCLES = {
     frozenset({"cache", "from_thread", "lease"}),
-    frozenset({"gpu_swapper", "ranks", "storage"}),
 }
 """Top-level parts that still import each other. This list may only get shorter."""
 
