@@ -15,7 +15,6 @@ lost in a restart
 ├── CacheFailed                       an actor failed more often than actors.restarts allows, and no
 part that can be switched off
 ├── ChannelError
-│   ├── ChannelFull                   a rejecting channel has no room
 │   └── ChannelClosed                 nobody will ever receive from this channel
 ├── LeakedError (RuntimeError)        code of a client library raised what is not an Exception
 ├── ActorFailed                       an actor died while (or before) it handled an ask
@@ -28,8 +27,6 @@ listen for it
 │   └── RankLost                      a rank's memory is gone, and with it what a lease's blocks
 held
 ├── StoreError                        a storage back end cannot do what was asked
-│   ├── StoreCorrupt                  an object failed its header or checksum
-│   ├── StoreFull                     no space for an object
 │   ├── StoreUnavailable              the back end does not answer
 │   └── StoreUnsupported              the configured store has no such operation
 └── SinkError                         a flush sink did not take a task
@@ -103,10 +100,6 @@ class ChannelError(KVActorsError):
     """Base of channel errors."""
 
 
-class ChannelFull(ChannelError):
-    """A channel that rejects overflow has no room."""
-
-
 class ChannelClosed(ChannelError):
     """Nobody will ever receive from this channel."""
 
@@ -143,14 +136,6 @@ class RankLost(RankError):
 
 class StoreError(KVActorsError):
     """A storage back end cannot do what was asked."""
-
-
-class StoreCorrupt(StoreError):
-    """An object failed its header or checksum."""
-
-
-class StoreFull(StoreError):
-    """No space for an object."""
 
 
 class StoreUnavailable(StoreError):

@@ -2,7 +2,7 @@
 
 from kvactors.actor.activity import Activity
 from kvactors.actor.actor import Actor, ActorStatistics, State, on
-from kvactors.actor.channel import Channel, ChannelStatistics, Overflow
+from kvactors.actor.channel import Channel, ChannelStatistics
 from kvactors.actor.graph import Edge, check_graph, edges
 from kvactors.actor.message import Ask, Control, Envelope, Later, Message, PeerRestarted, Stop
 from kvactors.actor.ref import ActorRef
@@ -29,7 +29,6 @@ __all__ = [
     "Group",
     "Later",
     "Message",
-    "Overflow",
     "PeerRestarted",
     "RestartBudget",
     "State",

@@ -12,21 +12,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
-from enum import Enum
+from collections.abc import Callable, Iterator
 from typing import Generic, NamedTuple, TypeVar
 
-from kvactors.errors import ChannelClosed, ChannelFull
+from kvactors.errors import ChannelClosed
 
 T = TypeVar("T")
-
-
-class Overflow(Enum):
-    """What a full data lane does with one more item."""
-
-    WAIT = "wait"
-    REJECT = "reject"
-    MERGE = "merge"
 
 
 class ChannelStatistics(NamedTuple):
@@ -39,41 +30,20 @@ class ChannelStatistics(NamedTuple):
     peak: int  # most items the data lane ever held
     peak_control: int  # most items the control lane ever held
     taken: int  # items the receiver has taken, both lanes
-    rejected: int  # items refused because the lane was full
-    merged: int  # items folded into one already queued
 
 
 class Channel(Generic[T]):
     """Two lanes and one receiver.
 
-    bound: places in the data lane, at least 1. overflow: what to do when they are taken. merge_key,
-    merge: for `Overflow.MERGE`, the key of an item and how to fold a new item into the queued one
-    of the same key (keeping its place).
+    bound: places in the data lane, at least 1. A sender waits while they are taken.
     """
 
-    def __init__(
-        self,
-        name: str,
-        bound: int,
-        overflow: Overflow = Overflow.WAIT,
-        *,
-        merge_key: Callable[[T], Hashable] | None = None,
-        merge: Callable[[T, T], T] | None = None,
-    ) -> None:
+    def __init__(self, name: str, bound: int) -> None:
         if bound < 1:
             raise ValueError(f"channel {name!r} needs a bound of at least 1, not {bound}")
-        if (overflow is Overflow.MERGE) != (merge_key is not None and merge is not None):
-            raise ValueError(
-                f"channel {name!r}: merge_key and merge belong to Overflow.MERGE, and it needs both"
-            )
         self.name = name
         self.bound = bound
-        self.overflow = overflow
-        self._key, self._merge = merge_key, merge
-        self._data: deque[list[T]] = (
-            deque()
-        )  # one-item boxes, so that a queued item can be replaced in place
-        self._boxes: dict[Hashable, list[T]] = {}
+        self._data: deque[T] = deque()
         self._control: deque[T] = deque()
         self._later: deque[T] = deque()
         self._later_next = True  # whose turn it is, if neither this lane nor the data lane is empty
@@ -81,7 +51,7 @@ class Channel(Generic[T]):
         self._senders: deque[asyncio.Future[None]] = deque()
         self._granted = 0  # places promised to senders that were woken but have not run yet
         self._closed: Callable[[], Exception] | None = None
-        self._peak = self._peak_control = self._taken = self._rejected = self._merged = 0
+        self._peak = self._peak_control = self._taken = 0
 
     # -- sending
 
@@ -105,8 +75,6 @@ class Channel(Generic[T]):
         ChannelClosed."""
         if self._closed is not None:
             raise self._closed()
-        if self._key is not None and self._fold(item):
-            return True
         if self._senders or len(self._data) + self._granted >= self.bound:
             return False
         self._append(item)
@@ -115,14 +83,10 @@ class Channel(Generic[T]):
     async def put(self, item: T) -> None:
         """Put into the data lane, waiting for a place if need be; does not yield when there is one.
 
-        Raises ChannelFull on a rejecting channel without room, ChannelClosed if nobody will
-        receive. If cancelled, the item was not put.
+        Raises ChannelClosed if nobody will receive. If cancelled, the item was not put.
         """
         if self.try_put(item):
             return
-        if self.overflow is Overflow.REJECT:
-            self._rejected += 1
-            raise ChannelFull(f"channel {self.name!r} is full ({self.bound} messages)")
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._senders.append(turn)
         try:
@@ -135,8 +99,7 @@ class Channel(Generic[T]):
                 self._senders.remove(turn)
             raise
         self._granted -= 1
-        if not self._fold(item):
-            self._append(item)
+        self._append(item)
 
     # -- receiving
 
@@ -152,9 +115,7 @@ class Channel(Generic[T]):
         if not self._data:
             return None
         self._later_next = True
-        (item,) = self._data.popleft()
-        if self._key is not None:
-            del self._boxes[self._key(item)]
+        item = self._data.popleft()
         self._taken += 1
         if self._senders:
             self._grant()
@@ -212,8 +173,6 @@ class Channel(Generic[T]):
             self._peak,
             self._peak_control,
             self._taken,
-            self._rejected,
-            self._merged,
         )
 
     # -- inner parts
@@ -226,24 +185,11 @@ class Channel(Generic[T]):
         return ChannelClosed(f"channel {self.name!r} is closed")
 
     def _append(self, item: T) -> None:
-        box = [item]
-        self._data.append(box)
-        if self._key is not None:
-            self._boxes[self._key(item)] = box
+        self._data.append(item)
         if len(self._data) > self._peak:
             self._peak = len(self._data)
         if self._receiver is not None:
             self._wake_receiver()
-
-    def _fold(self, item: T) -> bool:
-        if self._key is None or self._merge is None:
-            return False
-        box = self._boxes.get(self._key(item))
-        if box is None:
-            return False
-        box[0] = self._merge(box[0], item)
-        self._merged += 1
-        return True
 
     def _wake_receiver(self) -> None:
         if self._receiver is not None and not self._receiver.done():

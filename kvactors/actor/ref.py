@@ -110,8 +110,7 @@ class ActorRef:
         return self.try_send(Envelope(message, None, None, self.life))
 
     async def tell(self, message: Message) -> None:
-        """Put a message, waiting while the data lane is full. ChannelFull (rejecting channel),
-        ChannelClosed."""
+        """Put a message, waiting while the data lane is full. ChannelClosed."""
         await self.send(Envelope(message, None, None, self.life))
 
     async def ask(
@@ -120,7 +119,7 @@ class ActorRef:
         """Put an ask and wait for its answer.
 
         deadline: absolute loop time; it covers the wait for a place and the wait for the answer,
-        and travels with the message. Raises DeadlineExceeded, ActorFailed, ChannelFull,
+        and travels with the message. Raises DeadlineExceeded, ActorFailed,
         ChannelClosed, and whatever error the actor answers with. A cancelled ask is withdrawn: if
         the actor has not begun with it, it never will.
 

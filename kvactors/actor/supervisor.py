@@ -19,7 +19,7 @@ import anyio
 
 from kvactors.actor.activity import Activity
 from kvactors.actor.actor import Actor, State
-from kvactors.actor.channel import Channel, Overflow
+from kvactors.actor.channel import Channel
 from kvactors.actor.clock import now
 from kvactors.actor.graph import check_graph
 from kvactors.actor.jobs import JobsRunOn
@@ -122,17 +122,10 @@ class Supervisor:
         self._deaths = self._restarts = 0
         self._last_death = ""
 
-    def make_ref(
-        self,
-        kind: type[Actor],
-        bound: int,
-        *,
-        name: str | None = None,
-        overflow: Overflow = Overflow.WAIT,
-    ) -> ActorRef:
+    def make_ref(self, kind: type[Actor], bound: int, *, name: str | None = None) -> ActorRef:
         """A ref with a channel of its own; `name` defaults to the role."""
         name = name or kind.ROLE
-        channel: Channel[Envelope[Any]] = Channel(name, bound, overflow)
+        channel: Channel[Envelope[Any]] = Channel(name, bound)
         return ActorRef(name, kind.ROLE, channel, self.activity)
 
     def actor(self, name: str) -> Actor:

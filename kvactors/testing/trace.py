@@ -15,7 +15,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from kvactors.actor import Actor, ActorRef, Channel, Control, Envelope, Message, Overflow
+from kvactors.actor import Actor, ActorRef, Channel, Control, Envelope, Message
 from kvactors.actor.clock import now
 from kvactors.testing.loop import SimLoop
 from kvactors.testing.words import describe, fields_of
@@ -166,12 +166,9 @@ class Trace:
             self.watch(ref)
 
     def watch(self, ref: ActorRef) -> None:
-        """Listen at one ref's channel. ValueError if another trace does, or if it merges messages,
-        which a trace cannot follow."""
+        """Listen at one ref's channel. ValueError if another trace does."""
         if type(ref.channel) is not Channel:
             raise ValueError(f"the channel of {ref.name} is listened to already")
-        if ref.channel.overflow is Overflow.MERGE:
-            raise ValueError(f"the channel of {ref.name} merges messages")
         channel: Any = ref.channel
         channel.__class__ = TracedChannel
         channel.trace, channel.receiver = self, ref.name

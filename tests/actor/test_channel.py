@@ -1,4 +1,4 @@
-"""Channel: two lanes, a bound, three overflow policies, and nothing lost or doubled whoever is
+"""Channel: two lanes, a bound, and nothing lost or doubled whoever is
 cancelled whenever."""
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvactors.actor import Channel, Overflow
-from kvactors.errors import ChannelClosed, ChannelFull
+from kvactors.actor import Channel
+from kvactors.errors import ChannelClosed
 from kvactors.testing.loop import Deadlock, SimLoop, simulate
 
 
@@ -62,24 +62,6 @@ def test_a_full_lane_makes_senders_wait_in_order(run):
     assert run(main) == [0, 1, 2]
 
 
-def test_reject_and_merge(run):
-    async def main():
-        rejecting = Channel("r", 1, Overflow.REJECT)
-        await rejecting.put(1)
-        with pytest.raises(ChannelFull):
-            await rejecting.put(2)
-        assert rejecting.statistics().rejected == 1
-        merging = Channel(
-            "m", 2, Overflow.MERGE, merge_key=lambda i: i[0], merge=lambda a, b: (a[0], a[1] + b[1])
-        )
-        for item in (("a", 1), ("b", 1), ("a", 2)):
-            await merging.put(item)
-        assert merging.statistics().merged == 1
-        return [await merging.get() for _ in range(2)]
-
-    assert run(main) == [("a", 3), ("b", 1)]
-
-
 def test_close_wakes_everybody(run):
     async def main():
         channel = Channel("c", 1)
@@ -98,10 +80,10 @@ def test_close_wakes_everybody(run):
     run(main)
 
 
-@pytest.mark.parametrize("bad", [{"bound": 0}, {"bound": 1, "overflow": Overflow.MERGE}])
-def test_bad_channels_are_refused(bad):
+@pytest.mark.parametrize("bound", [0, -1])
+def test_bad_channels_are_refused(bound):
     with pytest.raises(ValueError):
-        Channel("c", **bad)
+        Channel("c", bound)
 
 
 @pytest.mark.parametrize("native", [True, False])

@@ -25,7 +25,6 @@ from kvactors.actor import (
     Envelope,
     Group,
     Message,
-    Overflow,
     Supervisor,
     on,
 )
@@ -320,9 +319,6 @@ def test_a_channel_has_one_listener():
         ref = make_ref(trace)
         with pytest.raises(ValueError, match="listened to already"):
             Trace().watch(ref)
-        merging = Channel("m", 1, Overflow.MERGE, merge_key=id, merge=lambda a, b: b)
-        with pytest.raises(ValueError, match="merges"):
-            trace.watch(ActorRef("m", "m", merging, Activity()))
 
     simulate(main)
 
