@@ -29,7 +29,7 @@ from kvactors.layout.gqa import GQALayout
 from kvactors.lease import Hits, Lease
 from kvactors.observe.health import Health
 from kvactors.observe.statistics import CacheStatistics
-from kvactors.units import Reason, Residency, Tier
+from kvactors.types import Reason, Residency, Tier
 
 __all__ = [
     "ActorFailed",

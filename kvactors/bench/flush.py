@@ -34,7 +34,7 @@ from kvactors.native import KEY_BYTES, chain_keys
 from kvactors.observe.lag import Lag, LagMonitor
 from kvactors.sink_config import KvEventsSinkConfig, MemorySinkConfig
 from kvactors.terminable import run_terminable
-from kvactors.units import Reason, Residency, Tier, split_keys
+from kvactors.types import Reason, Residency, Tier, split_keys
 
 BLOCK, DEPTH, PATHS = 64, 16, 500
 RATE = 10_000

@@ -35,7 +35,7 @@ from kvactors.storage.reader import StorageReader
 from kvactors.storage.writer import StorageWriter
 from kvactors.terminable import run_terminable
 from kvactors.testing.mooncake_master import master
-from kvactors.units import join_keys
+from kvactors.types import join_keys
 
 PRINT = bytes(32)
 DEPTH = 4

@@ -23,7 +23,7 @@ from kvactors.storage.breaker import Breaker
 from kvactors.testing import attentionstore_sdk as stand_in
 from kvactors.testing.attentionstore_sdk import Service
 from kvactors.testing.attentionstore_sdk.service import CAPACITY
-from kvactors.units import Tier
+from kvactors.types import Tier
 
 PATIENCE = 30.0
 """Seconds in which health must show a failure, or its end."""

@@ -12,7 +12,7 @@ from kvactors.chaos.rest import compare_lines, jsonl, settings, varied
 from kvactors.chaos.worker import worker
 from kvactors.flush_notifier.sinks.jsonl import replay_jsonl
 from kvactors.storage.inspect import inspect, keys_in
-from kvactors.units import Tier
+from kvactors.types import Tier
 
 
 async def run(setting: Setting, tally: Tally) -> None:

@@ -17,7 +17,7 @@ from kvactors.cache import KVCache
 from kvactors.chaos.record import Tally
 from kvactors.errors import KVActorsError, NoRoom
 from kvactors.lease import Lease
-from kvactors.units import KEY_BYTES
+from kvactors.types import KEY_BYTES
 
 FAMILIES, MEMBERS, SHARED, OWN, ANSWERS = 6, 6, 4, 4, 3
 """Prompts: families of members that share their first blocks; each has blocks of its own, and a few

@@ -15,7 +15,7 @@ from kvactors.errors import DeadlineExceeded
 from kvactors.flush_notifier.sinks.jsonl import replay_jsonl
 from kvactors.observe.statistics import announceable
 from kvactors.storage.breaker import Breaker
-from kvactors.units import Tier
+from kvactors.types import Tier
 
 SETTLE = 45.0
 """Seconds in which a cache must come to rest."""

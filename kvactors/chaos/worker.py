@@ -27,7 +27,7 @@ from kvactors.config import Config
 from kvactors.errors import KVActorsError
 from kvactors.scenario.router import Child, child
 from kvactors.storage.breaker import Breaker
-from kvactors.units import Tier
+from kvactors.types import Tier
 
 PATIENCE = 90.0
 """Seconds for a worker to open, or to come to rest."""

@@ -41,7 +41,7 @@ from kvactors.storage.messages import (
     SaveDevice,
     Write,
 )
-from kvactors.units import Reason, Tier, split_keys
+from kvactors.types import Reason, Tier, split_keys
 
 
 class HostStatistics(NamedTuple):

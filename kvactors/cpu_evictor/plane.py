@@ -14,7 +14,7 @@ from kvactors.cpu_evictor.slots import SlotState
 from kvactors.flush_notifier.messages import Cleared
 from kvactors.gpu_swapper.messages import HostChanged
 from kvactors.storage.messages import Recount
-from kvactors.units import Reason, Tier, join_keys, split_keys
+from kvactors.types import Reason, Tier, join_keys, split_keys
 
 
 class Plane(Direct):

@@ -10,7 +10,7 @@ from kvactors.cpu_evictor.plane import Plane
 from kvactors.cpu_evictor.slots import SlotState
 from kvactors.gpu_swapper.messages import Direction
 from kvactors.lineage import lineage
-from kvactors.units import split_keys
+from kvactors.types import split_keys
 
 ASK = 1.0
 """Seconds, `storage.timeout` if that is less, that a store may take to answer which blocks of a

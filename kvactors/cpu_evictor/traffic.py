@@ -28,7 +28,7 @@ from kvactors.storage.messages import (
     Write,
     Written,
 )
-from kvactors.units import Reason, Tier, indices_of, join_keys
+from kvactors.types import Reason, Tier, indices_of, join_keys
 
 WRITE_BATCH = 256
 """Blocks a write message carries at most: a slow store answers for a part of a large eviction

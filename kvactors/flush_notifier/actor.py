@@ -37,7 +37,7 @@ from kvactors.flush_notifier.resync import pause
 from kvactors.flush_notifier.runs import Batch, Steps, finish
 from kvactors.flush_notifier.scopes import rescope
 from kvactors.flush_notifier.sinks.base import Sink
-from kvactors.units import Tier
+from kvactors.types import Tier
 
 
 class Settling(NamedTuple):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvactors.flush_notifier.runs import UNSURE, Batch, Entry, Steps, as_task, clear_task
 from kvactors.flush_notifier.selection import Selection, runs_of
-from kvactors.units import ALL_TIERS
+from kvactors.types import ALL_TIERS
 
 if TYPE_CHECKING:
     from kvactors.flush_notifier.ledger import Ledger

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from kvactors.flush_notifier.runs import UNSURE, Entry, Steps, counts
 from kvactors.flush_notifier.scopes import above_first
 from kvactors.flush_notifier.view import SHIFT, SinkView
-from kvactors.units import ALL_TIERS, Tier
+from kvactors.types import ALL_TIERS, Tier
 
 Tiers = Mapping[Tier, AbstractSet[bytes]]
 

@@ -23,7 +23,7 @@ from kvactors.errors import KVActorsError, SinkError
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.runs import Batch
 from kvactors.flush_notifier.sinks.base import Sink
-from kvactors.units import Residency
+from kvactors.types import Residency
 
 GRACE = 0.5
 """Seconds in which a call that was cancelled may end before the cache closes without it."""

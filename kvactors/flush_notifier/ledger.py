@@ -36,7 +36,7 @@ from kvactors.flush_notifier.runs import BITS, LAST, Batch, Entry, Holding, Step
 from kvactors.flush_notifier.scopes import RootOf, above_first
 from kvactors.flush_notifier.view import SHIFT, SinkView
 from kvactors.identity import block_hash
-from kvactors.units import ALL_TIERS, KEY_BYTES, Reason, Tier, count_keys, key_at
+from kvactors.types import ALL_TIERS, KEY_BYTES, Reason, Tier, count_keys, key_at
 
 LIMBO = 16_384
 """Blocks that are nowhere and yet remembered, unless told otherwise."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from kvactors.actor import Ask, Control
 from kvactors.actor.message import Message
 from kvactors.discreet import discreet
-from kvactors.units import KEY_BYTES, Reason, Residency, Tier
+from kvactors.types import KEY_BYTES, Reason, Residency, Tier
 
 ExtraKeys = tuple[tuple[int, bytes], ...]
 """(position in the path, extra key) of the blocks that have one, in order: their media

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvactors.discreet import discreet
 from kvactors.flush_notifier.messages import Named, Origin
 from kvactors.flush_notifier.runs import LAST, Entry
-from kvactors.units import Reason, Tier, key_at
+from kvactors.types import Reason, Tier, key_at
 
 if TYPE_CHECKING:
     from kvactors.flush_notifier.ledger import Ledger

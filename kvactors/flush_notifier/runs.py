@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 from kvactors.discreet import discreet
 from kvactors.flush_notifier.messages import ExtraKeys, FlushTask, Origin
 from kvactors.flush_notifier.view import SinkView
-from kvactors.units import ALL_TIERS, Reason, Residency, Tier
+from kvactors.types import ALL_TIERS, Reason, Residency, Tier
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from kvactors.flush_notifier.messages import Origin
 from kvactors.flush_notifier.runs import BITS, LAST, Entry
 from kvactors.flush_notifier.view import ABOVE_ALL
-from kvactors.units import Reason
+from kvactors.types import Reason
 
 if TYPE_CHECKING:
     from kvactors.flush_notifier.ledger import Ledger

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from kvactors.flush_notifier.runs import BITS, LAST, UNSURE, Entry, Run, Steps
-from kvactors.units import ALL_TIERS
+from kvactors.types import ALL_TIERS
 
 LONGEST = 32_768
 """Blocks in one task at most: a longer run is sent in parts."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvactors.units import ALL_TIERS, Tier
+from kvactors.types import ALL_TIERS, Tier
 
 SHIFT = 3
 """Bits of a set of tiers."""

@@ -22,7 +22,7 @@ from kvactors.gpu_swapper.messages import (
     HostChanged,
     PlaneChanged,
 )
-from kvactors.units import indices_of
+from kvactors.types import indices_of
 
 
 class SwapperStatistics(NamedTuple):

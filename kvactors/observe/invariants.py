@@ -18,7 +18,7 @@ from kvactors.actor.clock import now
 from kvactors.actor.supervisor import brief
 from kvactors.native import DEVICE, HOST
 from kvactors.system import System
-from kvactors.units import Tier, split_keys
+from kvactors.types import Tier, split_keys
 
 SLICE = 0.001
 """Seconds of steps before other tasks run."""

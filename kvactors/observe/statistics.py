@@ -10,7 +10,7 @@ from kvactors.flush_notifier.checks import due_of
 from kvactors.flush_notifier.view import SinkView
 from kvactors.prefix_index.records import IndexStatistics
 from kvactors.system import System
-from kvactors.units import ALL_TIERS, Tier, split_keys
+from kvactors.types import ALL_TIERS, Tier, split_keys
 
 PER_TIER = SinkView(int(ALL_TIERS), node=False, at_finish=False)
 """A sink that is sent everything, each tier for itself, at once."""

@@ -32,7 +32,7 @@ from kvactors.prefix_index.messages import (
     Preempt,
 )
 from kvactors.prefix_index.records import Fault, IndexStatistics, Lease, Saved, Saving, Waiting
-from kvactors.units import KEY_BYTES, Reason
+from kvactors.types import KEY_BYTES, Reason
 
 WritePolicy = Literal["none", "write_through", "write_through_selective", "write_back"]
 

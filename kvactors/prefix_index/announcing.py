@@ -13,7 +13,7 @@ from kvactors.native import DEVICE, BlockTree, Path, TreeWalk
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.parts import parts
 from kvactors.prefix_index.works import Works
-from kvactors.units import KEY_BYTES, Reason, Tier
+from kvactors.types import KEY_BYTES, Reason, Tier
 
 ORIGINS = 65_536
 """Roots that are remembered."""

@@ -10,7 +10,7 @@ from kvactors.cpu_evictor.messages import ClearHost, HostCleared
 from kvactors.errors import StoreError
 from kvactors.prefix_index.long_requests import LongRequests
 from kvactors.prefix_index.messages import Clear, Done
-from kvactors.units import Reason
+from kvactors.types import Reason
 
 
 class Clearing(LongRequests):

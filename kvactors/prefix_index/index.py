@@ -10,7 +10,7 @@ from typing import NamedTuple
 from kvactors.native import DEVICE, HOST, LOADING, BlockTree, Path, TreeCheck
 from kvactors.prefix_index.pool import BlockPool
 from kvactors.prefix_index.records import EvictOp, LoadOp, Segment
-from kvactors.units import KEY_BYTES
+from kvactors.types import KEY_BYTES
 
 Media = tuple[tuple[int, int], ...]
 """(offset, length) in tokens of media items, in ascending order."""

@@ -13,7 +13,7 @@ from kvactors.gpu_swapper.messages import CopiesStalled, DeviceLost
 from kvactors.prefix_index.messages import LayerReady, Overdue
 from kvactors.prefix_index.records import Fault, Lease
 from kvactors.prefix_index.room import Room
-from kvactors.units import Reason
+from kvactors.types import Reason
 
 
 class Layers(Room):

@@ -9,7 +9,7 @@ from kvactors.flush_notifier.messages import PLAIN, Origin
 from kvactors.lineage import Lineages
 from kvactors.native import Path
 from kvactors.prefix_index.records import EvictOp
-from kvactors.units import split_keys
+from kvactors.types import split_keys
 
 
 class LineageSource:

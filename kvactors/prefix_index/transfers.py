@@ -29,7 +29,7 @@ from kvactors.prefix_index.index import BlockIndex, pick_keys
 from kvactors.prefix_index.lineages import LineageSource
 from kvactors.prefix_index.messages import Done, Landed, Overdue, Prefetch
 from kvactors.prefix_index.records import EvictOp, Fault, Lease, LoadOp, Offloads, Saving, Segment
-from kvactors.units import Reason
+from kvactors.types import Reason
 
 GRACE = 1.0
 """Seconds past a load's deadline after which its leases go on without it, in other device

@@ -12,7 +12,7 @@ from kvactors.cache import KVCache
 from kvactors.errors import DeadlineExceeded, KVActorsError
 from kvactors.lease import Lease
 from kvactors.scenario.report import Totals
-from kvactors.units import KEY_BYTES
+from kvactors.types import KEY_BYTES
 
 IDLE = 300.0
 """Seconds within which a cache must be idle between turns. Only a hang takes as long."""

@@ -25,7 +25,7 @@ from kvactors.scenario.session import session
 from kvactors.scenario.spec import Scenario, events_of
 from kvactors.sink_config import JsonLinesSinkConfig
 from kvactors.storage.inspect import keys_in
-from kvactors.units import Tier
+from kvactors.types import Tier
 
 PATIENCE = 300.0
 """Seconds for a life to run its workload."""

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from kvactors.cache import KVCache
 from kvactors.observe.lag import Lag
-from kvactors.units import Residency
+from kvactors.types import Residency
 
 MAX_ERRORS = 50
 

@@ -27,7 +27,7 @@ from kvactors.scenario.workload import Script, chat
 from kvactors.sink_config import AttentionStoreConfig
 from kvactors.storage.backends import make_backend
 from kvactors.testing.faults import FaultyBackend, FaultySink, rot
-from kvactors.units import Tier
+from kvactors.types import Tier
 
 RESYNC = 60.0
 """Seconds in which a sink whose index lost its state must have been sent everything again."""

@@ -12,7 +12,7 @@ from kvactors.device.host import HostDevice
 from kvactors.errors import KVActorsError
 from kvactors.layout.base import Layout
 from kvactors.testing.ranks import keys_on_rank
-from kvactors.units import KEY_BYTES, split_keys
+from kvactors.types import KEY_BYTES, split_keys
 
 
 class WorkerGone(KVActorsError):

@@ -20,7 +20,7 @@ from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.storage.backends.base import Backend
 from kvactors.system import System
 from kvactors.testing.plan import Fault
-from kvactors.units import count_keys
+from kvactors.types import count_keys
 
 AboutLoad = Cancel | Place | LoadStalled
 ABOUT = {Cancel: "cancelled", Place: "placed", LoadStalled: "stalled"}

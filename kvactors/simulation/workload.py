@@ -14,7 +14,7 @@ from kvactors.prefix_index.transfers import GRACE
 from kvactors.simulation.client import Door
 from kvactors.simulation.draw import BLOCK
 from kvactors.simulation.world import World
-from kvactors.units import KEY_BYTES
+from kvactors.types import KEY_BYTES
 
 LONG = 8.0
 """Seconds for an await whose end another deadline decides."""

@@ -9,7 +9,7 @@ from kvactors.actor import Message, on
 from kvactors.flush_notifier.messages import Cleared, Gained, Gone
 from kvactors.storage.messages import Finished, Outcome, Probe, Probed, Read, ReadDone
 from kvactors.storage.worker import StorageWorker
-from kvactors.units import join_keys, split_keys
+from kvactors.types import join_keys, split_keys
 
 
 class StorageReader(StorageWorker):

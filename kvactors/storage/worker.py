@@ -29,7 +29,7 @@ from kvactors.storage.messages import (
     StoreCleared,
     Written,
 )
-from kvactors.units import Reason, Tier, join_keys, split_keys
+from kvactors.types import Reason, Tier, join_keys, split_keys
 
 UNDER_WAY = 2
 """Batches an actor has at the store at once; the others wait, so that bytes in flight are

@@ -20,7 +20,7 @@ from kvactors.storage.messages import (
     Written,
 )
 from kvactors.storage.worker import StorageWorker
-from kvactors.units import join_keys, split_keys
+from kvactors.types import join_keys, split_keys
 
 PATH_PAGE = 256
 """Blocks whose paths are read at once and sent in one message."""

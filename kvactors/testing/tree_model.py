@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvactors.native import DEVICE, HOST, KEY_BYTES, LOADING, OFFLOADING
 from kvactors.testing.path_model import NONE, Node, PathModel, block_name, packed, require
-from kvactors.units import split_keys
+from kvactors.types import split_keys
 
 
 class TreeModel:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvactors.flush_notifier.messages import FlushTask
-from kvactors.units import Residency, Tier, split_keys
+from kvactors.types import Residency, Tier, split_keys
 
 KEPT = 20
 """Violations that are remembered."""

@@ -12,7 +12,7 @@ import msgspec
 from kvactors.actor import Message
 from kvactors.flush_notifier.messages import PLAIN, Origin
 from kvactors.native import Path
-from kvactors.units import KEY_BYTES
+from kvactors.types import KEY_BYTES
 
 KEYS = frozenset({"keys", "parents", "root", "parent", "stored", "evicted", "corrupt", "taken"})
 """Fields whose bytes are names of blocks."""

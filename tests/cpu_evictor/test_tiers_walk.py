@@ -9,7 +9,7 @@ from tiers_walk import BLOCK, TiersWalk
 from kvactors.cpu_evictor.reports import count_of, outcomes_of
 from kvactors.prefix_index.messages import Abandon, Acquire, Clear, Commit, Finish, Prefetch, Ready
 from kvactors.storage.messages import Outcome, Write
-from kvactors.units import indices_of
+from kvactors.types import indices_of
 
 QUIET = {
     "stored": False,

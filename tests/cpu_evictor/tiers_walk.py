@@ -31,7 +31,7 @@ from kvactors.prefix_index.roots import Roots
 from kvactors.storage.messages import Outcome, Probe, Probed, Read, ReadDone, Write, Written
 from kvactors.testing.probe import Probe as ProbeRef
 from kvactors.testing.stepper import Stepper
-from kvactors.units import split_keys
+from kvactors.types import split_keys
 
 BLOCK = 2
 LONGEST = 6

@@ -13,7 +13,7 @@ import kvactors
 from kvactors.actor import Control, State
 from kvactors.actor.supervisor import SWITCHED_OFF
 from kvactors.testing.loop import simulate
-from kvactors.units import Tier
+from kvactors.types import Tier
 
 HOST = {"slots": 8, "transit_slots": 16}
 STORE = {"backend": "memory", "write_policy": "write_through", "readers": 1, "writers": 1}

@@ -16,7 +16,7 @@ from kvactors.gpu_swapper.messages import Copied, Direction
 from kvactors.layout import make_layout
 from kvactors.storage.messages import Outcome, Probed
 from kvactors.testing.loop import simulate
-from kvactors.units import Tier
+from kvactors.types import Tier
 
 HOST = {"slots": 8, "transit_slots": 16}
 STORE = {"backend": "memory", "write_policy": "write_back"}

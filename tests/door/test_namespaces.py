@@ -9,7 +9,7 @@ from door_kit import opened, prompt, serve
 from kvactors.config import Config
 from kvactors.flush_notifier.messages import Gone
 from kvactors.observe.statistics import announceable, residency
-from kvactors.units import Reason, Tier
+from kvactors.types import Reason, Tier
 
 SALTS = (None, "tenant-a")
 FIRST = Config().cache.namespace

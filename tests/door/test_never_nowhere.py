@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from door_kit import opened, prompt, serve
 
-from kvactors.units import Residency, Tier, split_keys
+from kvactors.types import Residency, Tier, split_keys
 
 STORE = {"backend": "memory", "write_policy": "write_back"}
 

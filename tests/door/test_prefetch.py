@@ -6,7 +6,7 @@ import pytest
 from door_kit import opened, prompt, serve
 
 import kvactors
-from kvactors.units import Tier
+from kvactors.types import Tier
 
 
 def tiers(**storage):

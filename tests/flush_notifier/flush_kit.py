@@ -16,7 +16,7 @@ from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.flush_notifier.view import SinkView
 from kvactors.identity import block_hash
 from kvactors.sink_config import MemorySinkConfig
-from kvactors.units import ALL_TIERS, KEY_BYTES, Reason, Tier, join_keys, key_at, split_keys
+from kvactors.types import ALL_TIERS, KEY_BYTES, Reason, Tier, join_keys, key_at, split_keys
 
 BLOCK = 2
 ROOT = bytes(32)

@@ -34,7 +34,7 @@ from flush_kit import (
 from kvactors.flush_notifier.ledger import Ledger
 from kvactors.flush_notifier.runs import Batch
 from kvactors.flush_notifier.view import SinkView
-from kvactors.units import ALL_TIERS, Reason, Residency, Tier, join_keys, split_keys
+from kvactors.types import ALL_TIERS, Reason, Residency, Tier, join_keys, split_keys
 
 WIDTH, DEPTH = 3, 5
 NODE_AT_FINISH = SinkView(BOTH, node=True, at_finish=True)

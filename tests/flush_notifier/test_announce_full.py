@@ -17,7 +17,7 @@ from kvactors.flush_notifier.runs import path_tokens
 from kvactors.observe.statistics import residency
 from kvactors.sink_config import AttentionStoreSinkConfig
 from kvactors.testing import attentionstore_sdk as stand_in
-from kvactors.units import Reason, Residency, Tier
+from kvactors.types import Reason, Residency, Tier
 
 VIEW = PER_TIER._replace(node=True, at_finish=True)
 

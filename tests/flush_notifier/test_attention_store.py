@@ -27,7 +27,7 @@ from kvactors.sink_config import AttentionStoreConfig, AttentionStoreSinkConfig
 from kvactors.testing import attentionstore_sdk as stand_in
 from kvactors.testing.attentionstore_sdk.api.common.common_pb2 import MEDIA_HBM
 from kvactors.testing.attentionstore_sdk.client.client import AttentionType
-from kvactors.units import Reason, Tier
+from kvactors.types import Reason, Tier
 
 LAYOUT = GQALayout(3, 2, 8, BLOCK)
 STAND_IN = "kvactors.testing.attentionstore_sdk"

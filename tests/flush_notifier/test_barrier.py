@@ -17,7 +17,7 @@ from kvactors.flush_notifier.sinks import MemorySink
 from kvactors.sink_config import MemorySinkConfig
 from kvactors.testing.faults import FaultySink
 from kvactors.testing.loop import simulate
-from kvactors.units import Reason, Tier
+from kvactors.types import Reason, Tier
 
 CONFIG = Config.from_mapping(
     {

@@ -18,7 +18,7 @@ from kvactors.identity import CacheScope
 from kvactors.native import Path
 from kvactors.observe.statistics import residency
 from kvactors.testing import attentionstore_sdk as stand_in
-from kvactors.units import Reason, Residency, Tier
+from kvactors.types import Reason, Residency, Tier
 
 BY_TOKENS = PER_TIER._replace(by_tokens=True)
 ANOTHER = bytes([1]) * 32

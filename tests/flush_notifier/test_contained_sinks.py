@@ -19,7 +19,7 @@ from kvactors.errors import SinkError
 from kvactors.flush_notifier.messages import Gone
 from kvactors.flush_notifier.sinks import MemorySink
 from kvactors.sink_config import MemorySinkConfig
-from kvactors.units import Reason, Tier
+from kvactors.types import Reason, Tier
 
 NOTHING = {tier: set() for tier in Tier}
 

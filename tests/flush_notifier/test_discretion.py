@@ -22,7 +22,7 @@ from kvactors.flush_notifier.sinks.memory import Place
 from kvactors.flush_notifier.sinks.told import TakeBack
 from kvactors.identity import CacheScope
 from kvactors.sink_config import MemorySinkConfig
-from kvactors.units import Reason, Residency, Tier
+from kvactors.types import Reason, Residency, Tier
 
 BLOCK = 4
 TOKEN = 1_431_655_811

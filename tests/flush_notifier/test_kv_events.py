@@ -25,7 +25,7 @@ from kvactors.flush_notifier.sinks.kv_replay import SNAPSHOT, Window
 from kvactors.flush_notifier.sinks.kv_wire import END, Dialect, decode_batch, encode_batch
 from kvactors.sink_config import KvEventsSinkConfig
 from kvactors.testing.kv_mirror import Mirror, Reader
-from kvactors.units import Reason, Residency, Tier
+from kvactors.types import Reason, Residency, Tier
 from kvactors.zmq_endpoint import Endpoint, of_rank
 
 BLOCK = 4

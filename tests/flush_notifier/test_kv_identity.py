@@ -24,7 +24,7 @@ from kvactors.flush_notifier.sinks.kv_identity import EMPTY, identifier, identit
 from kvactors.flush_notifier.sinks.kv_wire import Dialect, decode_batch, encode_batch
 from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.sink_config import JsonLinesSinkConfig, KvEventsSinkConfig, MemorySinkConfig
-from kvactors.units import Reason, Residency, Tier
+from kvactors.types import Reason, Residency, Tier
 
 BLOCK = 4
 SALTED = Origin(None, "tenant-a")

@@ -42,7 +42,7 @@ from kvactors.flush_notifier.sinks.kv_state import Changes, joined
 from kvactors.flush_notifier.sinks.kv_wire import BlockStored, decode_batch
 from kvactors.sink_config import KvEventsSinkConfig
 from kvactors.testing.kv_mirror import Mirror
-from kvactors.units import Reason, Residency, Tier
+from kvactors.types import Reason, Residency, Tier
 
 MEDIUM = {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.STORAGE: "STORAGE"}
 

@@ -9,7 +9,7 @@ from flush_kit import Wired, announced, finished, memory, names, path
 
 from kvactors.flush_notifier.ledger import SLICE
 from kvactors.flush_notifier.messages import Cleared, Gone
-from kvactors.units import Reason, Residency, Tier, join_keys
+from kvactors.types import Reason, Residency, Tier, join_keys
 
 MANY = 4 * SLICE + 7
 

@@ -20,7 +20,7 @@ from flush_kit import (
 
 from kvactors.flush_notifier.messages import Announced
 from kvactors.flush_notifier.selection import PATHS
-from kvactors.units import Reason, Residency, Tier, join_keys
+from kvactors.types import Reason, Residency, Tier, join_keys
 
 RESIDENT, GONE = Residency.RESIDENT, Residency.GONE
 

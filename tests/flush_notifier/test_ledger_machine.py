@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from ledger_model import DEPTH, VIEWS, WIDTH, Model, Settings, rooted, walk
 
-from kvactors.units import Reason, Tier, join_keys
+from kvactors.types import Reason, Tier, join_keys
 
 branches = st.lists(st.integers(0, WIDTH - 1), min_size=1, max_size=DEPTH).map(tuple).map(rooted)
 tiers = st.sampled_from(list(Tier))

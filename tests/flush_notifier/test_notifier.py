@@ -10,7 +10,7 @@ from flush_kit import BLOCK, ROOT, Wired, announced, finished, memory, names, pa
 from kvactors.actor.clock import deadline_after
 from kvactors.errors import ActorFailed, DeadlineExceeded
 from kvactors.flush_notifier.messages import Announced, Cleared, Gained, Gone, Settle
-from kvactors.units import Reason, Residency, Tier, join_keys
+from kvactors.types import Reason, Residency, Tier, join_keys
 
 FAULTS = {"failing": True, "hang": 10.0, "fail_every": 2, "lose_answers": True}
 NOTHING = {tier: set() for tier in Tier}

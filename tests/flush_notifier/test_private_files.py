@@ -18,7 +18,7 @@ from kvactors.flush_notifier.sinks.journal import Journal
 from kvactors.flush_notifier.sinks.jsonl import KEYS, JsonLinesSink, replay_jsonl
 from kvactors.flush_notifier.sinks.told import Told
 from kvactors.sink_config import JsonLinesSinkConfig
-from kvactors.units import Tier
+from kvactors.types import Tier
 
 assert LAYOUT
 

@@ -25,7 +25,7 @@ from kvactors.observe.statistics import residency
 from kvactors.sink_config import SinkConfig
 from kvactors.testing import attentionstore_sdk as stand_in
 from kvactors.testing.faults import FaultySink
-from kvactors.units import Reason, Residency, Tier, split_keys
+from kvactors.types import Reason, Residency, Tier, split_keys
 
 CACHE = {
     "cache": {"model": "m", "block_size": 4},

@@ -28,7 +28,7 @@ from kvactors.flush_notifier.sinks.jsonl import CHUNK, TAIL, JsonLinesSink, repl
 from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.layout.gqa import GQALayout
 from kvactors.sink_config import JsonLinesSinkConfig, MemorySinkConfig
-from kvactors.units import Reason, Residency, Tier, join_keys
+from kvactors.types import Reason, Residency, Tier, join_keys
 
 NOTHING = {tier: set() for tier in Tier}
 

@@ -32,7 +32,7 @@ from kvactors.flush_notifier.messages import Announced, CallLate, Delivered, Gon
 from kvactors.flush_notifier.order import Order
 from kvactors.flush_notifier.runs import Entry, finish
 from kvactors.flush_notifier.selection import LONGEST
-from kvactors.units import Reason, Residency, Tier, join_keys
+from kvactors.types import Reason, Residency, Tier, join_keys
 
 STEP = 32
 MANY = 4_000

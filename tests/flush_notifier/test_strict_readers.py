@@ -15,7 +15,7 @@ import kvactors
 from kvactors.flush_notifier.sinks.kv_wire import BlockRemoved, BlockStored
 from kvactors.testing.kv_mirror import Mirror, Reader
 from kvactors.testing.tree_reader import TreeReader
-from kvactors.units import KEY_BYTES, Reason, Tier
+from kvactors.types import KEY_BYTES, Reason, Tier
 
 
 @pytest.mark.parametrize("max_blocks", [1, 2, 4096])

@@ -21,7 +21,7 @@ from flush_kit import (
 from kvactors.flush_notifier.checks import divergence_steps
 from kvactors.flush_notifier.runs import finish
 from kvactors.flush_notifier.view import SinkView
-from kvactors.units import Reason, Residency, Tier, join_keys, split_keys
+from kvactors.types import Reason, Residency, Tier, join_keys, split_keys
 
 DEVICE, HOST, STORAGE = Tier.DEVICE, Tier.HOST, Tier.STORAGE
 RESIDENT, GONE = Residency.RESIDENT, Residency.GONE

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvactors.native import BlockTree, Path
-from kvactors.units import split_keys
+from kvactors.types import split_keys
 
 SIZE = 2
 

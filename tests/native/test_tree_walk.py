@@ -7,7 +7,7 @@ import hashlib
 from random import Random
 
 from kvactors.native import HOST, BlockTree, Path, TreeWalk
-from kvactors.units import split_keys
+from kvactors.types import split_keys
 
 ROOTS = (bytes(32), b"\1" * 32)
 

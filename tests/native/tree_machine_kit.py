@@ -24,7 +24,7 @@ from tree_kit import (
 )
 
 from kvactors.native import HOST, LOADING, OFFLOADING
-from kvactors.units import split_keys
+from kvactors.types import split_keys
 
 
 class TreeMachine(PathRules):

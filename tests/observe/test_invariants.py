@@ -21,7 +21,7 @@ from kvactors.observe.invariants import (
     in_slices,
     residency_steps,
 )
-from kvactors.units import Tier
+from kvactors.types import Tier
 
 HOST = {"slots": 8, "transit_slots": 16, "mode": "inclusive"}
 STORE = {"backend": "memory", "write_policy": "write_through"}

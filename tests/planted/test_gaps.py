@@ -13,7 +13,7 @@ from kvactors.actor import Activity, Actor, ActorSpec, Control, Group, Message, 
 from kvactors.cpu_evictor.slots import HostTier, SlotState
 from kvactors.gpu_swapper.messages import DeviceLost, Direction
 from kvactors.testing.loop import simulate
-from kvactors.units import Tier
+from kvactors.types import Tier
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "door"))
 

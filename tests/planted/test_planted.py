@@ -38,7 +38,7 @@ def test_names_are_given_once():
     ],
 )
 def test_what_does_not_fit_any_more_is_stale(old, new, why):
-    mutation = Mutation("one", "units.py", old, new, "nothing", ("tests",))
+    mutation = Mutation("one", "types.py", old, new, "nothing", ("tests",))
     with pytest.raises(run.Stale, match=why):
         run.planted(mutation, "a = 1\nc = a\n")
 

@@ -50,7 +50,7 @@ from kvactors.prefix_index.messages import (
 from kvactors.prefix_index.roots import Roots
 from kvactors.testing.probe import Probe
 from kvactors.testing.stepper import Stepper
-from kvactors.units import split_keys
+from kvactors.types import split_keys
 
 BLOCK = 2
 LONGEST = 5

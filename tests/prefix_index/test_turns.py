@@ -24,7 +24,7 @@ from kvactors.prefix_index.messages import (
     SetNamespace,
 )
 from kvactors.prefix_index.records import Lease, LoadOp
-from kvactors.units import KEY_BYTES
+from kvactors.types import KEY_BYTES
 
 PART = 8
 MANY = 10 * PART + 3

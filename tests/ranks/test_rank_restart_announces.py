@@ -13,7 +13,7 @@ from kvactors.device.host import HostDevice
 from kvactors.layout import make_layout
 from kvactors.storage import writer
 from kvactors.storage.backends.slab_lineage import lineage_in
-from kvactors.units import Tier, split_keys
+from kvactors.types import Tier, split_keys
 
 BLOCK = 4
 

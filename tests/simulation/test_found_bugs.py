@@ -44,7 +44,7 @@ from kvactors.storage.messages import Outcome
 from kvactors.testing.fakes import SimBackend, SimPool, SimRank
 from kvactors.testing.loop import simulate
 from kvactors.testing.ranks import keys_on_rank
-from kvactors.units import Reason, Tier, join_keys
+from kvactors.types import Reason, Tier, join_keys
 
 SEEDS = {
     0: "flush_settled returned before a block's second tier was told",

@@ -14,7 +14,7 @@ from kvactors.storage.backends import MemoryBackend
 from kvactors.storage.backends.owned import LOST_PAGE
 from kvactors.storage.messages import Recount
 from kvactors.storage.writer import StorageWriter
-from kvactors.units import split_keys
+from kvactors.types import split_keys
 
 BLOCK = 4
 

@@ -15,7 +15,7 @@ from kvactors.actor.message import Control
 from kvactors.flush_notifier import naming
 from kvactors.storage import writer
 from kvactors.storage.backends import slab_paths
-from kvactors.units import Tier, split_keys
+from kvactors.types import Tier, split_keys
 
 BLOCK = 4
 

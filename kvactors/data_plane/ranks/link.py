@@ -16,7 +16,7 @@ from kvactors.data_plane.ranks.protocol import (
     SendNames,
 )
 from kvactors.errors import RankError
-from kvactors.units import KEY_BYTES
+from kvactors.types import KEY_BYTES
 
 PING_LIMIT = 5.0
 """Seconds in which a rank must answer to keep its number when another process claims it."""

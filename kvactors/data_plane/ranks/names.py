@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 
 from kvactors.data_plane.ranks.protocol import PAGE_NAMES
-from kvactors.units import KEY_BYTES
+from kvactors.types import KEY_BYTES
 
 SHARDS = 1024
 """Tables that a set of names is divided into: a table that grows is copied at once, one of 10

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kvactors.data_plane.ranks.link import Link, Violation
 from kvactors.data_plane.ranks.protocol import Answer
-from kvactors.units import KEY_BYTES
+from kvactors.types import KEY_BYTES
 
 
 class Health(Enum):

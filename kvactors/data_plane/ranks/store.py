@@ -16,7 +16,7 @@ from kvactors.flush_notifier.messages import PathPart
 from kvactors.lineage import Lineage
 from kvactors.storage.backends.base import Backend, Expired, ReadReport, WriteReport
 from kvactors.storage.messages import Outcome
-from kvactors.units import join_keys, split_keys
+from kvactors.types import join_keys, split_keys
 
 log = get_logger()
 

@@ -54,7 +54,7 @@ from kvactors.storage.backends import Backend, DirectBackend, make_backend, make
 from kvactors.storage.backends.checked import CheckedBackend
 from kvactors.storage.messages import Outcome
 from kvactors.threads import in_thread
-from kvactors.units import KEY_BYTES, join_keys, split_keys
+from kvactors.types import KEY_BYTES, join_keys, split_keys
 
 log = get_logger()
 

@@ -16,7 +16,7 @@ from kvactors.flush_notifier.sinks.journal import Journal
 from kvactors.flush_notifier.sinks.told import Told
 from kvactors.sdk_settings import SdkSettings
 from kvactors.sink_config import AttentionStoreSinkConfig
-from kvactors.units import Residency, split_keys
+from kvactors.types import Residency, split_keys
 
 
 class AttentionStoreSink(Sink):

@@ -11,7 +11,7 @@ from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.runs import Holding
 from kvactors.flush_notifier.view import SinkView
 from kvactors.sink_config import SinkConfig
-from kvactors.units import Tier
+from kvactors.types import Tier
 
 
 class Holdings(Protocol):

@@ -29,7 +29,7 @@ from kvactors.files import open_private
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.told import Told
 from kvactors.threads import DaemonExecutor
-from kvactors.units import KEY_BYTES, split_keys
+from kvactors.types import KEY_BYTES, split_keys
 
 THREADS = DaemonExecutor("kvactors-journal")
 

@@ -30,7 +30,7 @@ from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.flush_notifier.sinks.kv_identity import identifier
 from kvactors.sink_config import JsonLinesSinkConfig
 from kvactors.threads import DaemonExecutor
-from kvactors.units import KEY_BYTES, Residency, Tier, split_keys
+from kvactors.types import KEY_BYTES, Residency, Tier, split_keys
 
 CHUNK = 16_384
 """Tokens turned into text at a time: between chunks others run."""

@@ -21,7 +21,7 @@ from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.runs import Holding
 from kvactors.flush_notifier.sinks.base import Holdings
 from kvactors.flush_notifier.sinks.kv_wire import END, Dialect, Event
-from kvactors.units import ALL_TIERS, KEY_BYTES, Residency, Tier
+from kvactors.types import ALL_TIERS, KEY_BYTES, Residency, Tier
 
 PART = 256
 """Blocks in one batch of a state."""

@@ -21,7 +21,7 @@ from kvactors.flush_notifier.runs import Holding
 from kvactors.flush_notifier.sinks.kv_identity import identity_fields, text
 from kvactors.native import pack_tokens
 from kvactors.sink_config import KvEventsSinkConfig
-from kvactors.units import KEY_BYTES, Residency, Tier
+from kvactors.types import KEY_BYTES, Residency, Tier
 
 MEDIA = {
     "vllm": {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.STORAGE: "STORAGE"},

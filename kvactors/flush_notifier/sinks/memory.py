@@ -15,7 +15,7 @@ from kvactors.errors import SinkError
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.sink_config import MemorySinkConfig
-from kvactors.units import KEY_BYTES, Residency, Tier, split_keys
+from kvactors.types import KEY_BYTES, Residency, Tier, split_keys
 
 KEEP = 10_000
 """Tasks remembered."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from kvactors.discreet import discreet
 from kvactors.flush_notifier.messages import FlushTask
-from kvactors.units import split_keys
+from kvactors.types import split_keys
 
 
 class Node:

@@ -32,7 +32,7 @@ from kvactors.storage.backends.base import (
 )
 from kvactors.storage.breaker import Breaker
 from kvactors.storage.messages import Outcome
-from kvactors.units import KEY_BYTES
+from kvactors.types import KEY_BYTES
 
 T = TypeVar("T")
 

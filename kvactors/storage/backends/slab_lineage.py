@@ -16,7 +16,7 @@ from __future__ import annotations
 from kvactors.flush_notifier.messages import PLAIN, Origin
 from kvactors.lineage import Lineage
 from kvactors.storage.backends.slab_table import ENTRY_BYTES, FIELD, HEAD, MOST_ENTRY, Meta
-from kvactors.units import KEY_BYTES
+from kvactors.types import KEY_BYTES
 
 PARENT, TOKENS, EXTRA, LORA, LORA_ID = 2, 3, 4, 5, 6
 

@@ -23,7 +23,7 @@ from kvactors.lineage import Lineage
 from kvactors.storage.backends.slab_files import SlabFiles
 from kvactors.storage.backends.slab_lineage import PARENT, TIME_FIELD, lineage_in
 from kvactors.storage.backends.slab_table import FIELD, HEAD, MAGIC, entry_in, fields_of
-from kvactors.units import KEY_BYTES
+from kvactors.types import KEY_BYTES
 
 log = get_logger()
 

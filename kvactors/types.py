@@ -1,0 +1,80 @@
+"""Types and helpers that all packages share: tiers, residency, reasons, block hashes in buffers."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from enum import Enum, IntFlag
+from typing import Any
+
+KEY_BYTES = 32
+"""Bytes in a block's name (SHA-256)."""
+
+
+class Tier(IntFlag):
+    """Where a block's bytes can be. A flag, so that a set of tiers is one small int."""
+
+    DEVICE = 1
+    HOST = 2
+    STORAGE = 4
+
+
+ALL_TIERS = Tier.DEVICE | Tier.HOST | Tier.STORAGE
+
+
+class Residency(Enum):
+    """What a flush task says of its blocks. Always explicit: nothing means resident by default."""
+
+    RESIDENT = "resident"
+    GONE = "gone"
+
+
+class Reason(Enum):
+    """Why a block's residency changed."""
+
+    COMMIT = "commit"  # computed by a request
+    LOAD = "load"  # came back from a lower tier
+    OFFLOAD = "offload"  # copied to the host tier
+    REQUEST_FINISH = "request_finish"
+    CPU_EVICTION = "cpu_eviction"
+    DEVICE_EVICTION = "device_eviction"  # left the device for the host tier
+    DEVICE_DROP = "device_drop"  # left the device with no host tier to go to
+    PROMOTION = "promotion"  # left an exclusive host or storage tier because a faster one holds it
+    STORED = "stored"
+    STORAGE_EVICTION = "storage_eviction"
+    CORRUPT = "corrupt"
+    CLEAR = "clear"
+    NAMESPACE = (
+        "namespace"  # the cache's namespace changed: requests cannot get it any more, or can again
+    )
+    RESTART = "restart"
+
+
+def split_keys(keys: bytes) -> list[bytes]:
+    """The names in a buffer of names."""
+    return [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)]
+
+
+def key_at(keys: bytes, index: int) -> bytes:
+    """One block hash of a buffer of them."""
+    return keys[KEY_BYTES * index : KEY_BYTES * (index + 1)]
+
+
+def join_keys(keys: Iterable[bytes]) -> bytes:
+    """A buffer of names."""
+    return b"".join(keys)
+
+
+def count_keys(keys: bytes) -> int:
+    """How many names a buffer holds."""
+    assert len(keys) % KEY_BYTES == 0
+    return len(keys) // KEY_BYTES
+
+
+def indices_of(report: Any, pairs: int) -> frozenset[int]:
+    """Indices below `pairs`; all of them for anything else."""
+    try:
+        indices = frozenset(operator.index(index) for index in report)
+    except TypeError:
+        return frozenset(range(pairs))
+    return indices if all(0 <= index < pairs for index in indices) else frozenset(range(pairs))
