@@ -3,6 +3,7 @@
 from kvactors.actor.activity import Activity
 from kvactors.actor.actor import Actor, ActorStatistics, State, on
 from kvactors.actor.channel import Channel, ChannelStatistics
+from kvactors.actor.context import Context
 from kvactors.actor.graph import Edge, check_graph, edges
 from kvactors.actor.message import Ask, Control, Envelope, Later, Message, PeerRestarted, Stop
 from kvactors.actor.ref import ActorRef
@@ -13,6 +14,7 @@ from kvactors.actor.supervisor import (
     Supervisor,
     SupervisorStatistics,
 )
+from kvactors.actor.timers import Timer
 
 __all__ = [
     "Activity",
@@ -23,6 +25,7 @@ __all__ = [
     "Ask",
     "Channel",
     "ChannelStatistics",
+    "Context",
     "Control",
     "Edge",
     "Envelope",
@@ -35,6 +38,7 @@ __all__ = [
     "Stop",
     "Supervisor",
     "SupervisorStatistics",
+    "Timer",
     "check_graph",
     "edges",
     "on",

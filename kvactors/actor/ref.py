@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import anyio
 
@@ -13,6 +13,9 @@ from kvactors.actor.activity import Activity
 from kvactors.actor.channel import Channel
 from kvactors.actor.message import Ask, Control, Envelope, Later, Message, expire
 from kvactors.errors import DeadlineExceeded
+
+if TYPE_CHECKING:
+    from kvactors.actor.context import Context
 
 R = TypeVar("R")
 
@@ -66,7 +69,8 @@ class OpenAsks(Generic[R]):
 
 class ActorRef:
     """name: unique in the system. role: the class of actor, as the channel graph names it (a pool
-    shares one role). switched_off: whether a substitute runs in the actor's place."""
+    shares one role). switched_off: whether a substitute runs in the actor's place. make_context:
+    makes the context of each incarnation in place of `Context`, for tests."""
 
     __slots__ = (
         "_asks",
@@ -75,6 +79,7 @@ class ActorRef:
         "channel",
         "dead",
         "life",
+        "make_context",
         "name",
         "role",
         "switched_off",
@@ -89,6 +94,7 @@ class ActorRef:
         self.activity = activity
         self.life = 0
         self.switched_off = False
+        self.make_context: Callable[..., Context] | None = None
         self._asks: OpenAsks[Any] = OpenAsks(name)
         self._reviving = 0
         self.dead = False  # and nobody was told yet

@@ -263,8 +263,8 @@ class Supervisor:
         except Exception as error:
             self._failing = (spec.ref.name, error)
             raise
-        actor.failed_peer = lambda: self._failing
-        actor.lives = {
+        actor.mailbox.failed_peer = lambda: self._failing
+        actor.context.lives = {
             other.ref.name: other.ref.life - other.ref.dead for other in self._root.specs()
         }
         return actor
@@ -316,7 +316,7 @@ class Supervisor:
                 actor = self._actors.get(spec.ref.name)
                 if actor is not None and actor.state <= State.RUNNING and not self.failed:
                     spec.ref.try_tell(Stop())
-                    await actor.ended
+                    await actor.mailbox.ended
 
     def _close_channels(self, root: Group) -> None:
         for spec in root.specs():

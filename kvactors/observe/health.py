@@ -91,7 +91,7 @@ def _actors(system: System) -> Iterator[Reason]:
         )
     for actor in system.supervisor.actors():
         if actor.state in (State.STOPPING, State.STOPPED):
-            yield reason(actor.ref.name, "restarting after a failure", actor.ended_at)
+            yield reason(actor.ref.name, "restarting after a failure", actor.mailbox.ended_at)
     if system.notifier.name not in off:
         for sink in system.notifier_actor.sink_health():
             if not sink.ok:

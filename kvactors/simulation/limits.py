@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 LIMITS: Mapping[str, tuple[str, str]] = {
-    "messages of a turn": ("kvactors.actor.actor", "TURN_BUDGET"),
+    "messages of a turn": ("kvactors.actor.mailbox_loop", "TURN_BUDGET"),
     "blocks forgotten": ("kvactors.system", "FORGOTTEN"),
     "objects of a write": ("kvactors.cpu_evictor.traffic", "WRITE_BATCH"),
     "batches at the store": ("kvactors.storage.worker", "UNDER_WAY"),

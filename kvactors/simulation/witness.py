@@ -60,7 +60,7 @@ class Witness:
 
     def watch(self, actor: Actor) -> Actor:
         """See what an actor does in this life."""
-        name, take, tell = actor.ref.name, actor._turn, actor.tell
+        name, take, tell = actor.ref.name, actor.mailbox.turn, actor.tell
 
         def turn(envelope: Envelope[Any]) -> None:
             kind = type(envelope.message).__name__
@@ -73,7 +73,7 @@ class Witness:
             if fault.amount % 2 == 0:
                 take(envelope)
                 die(f"after {kind}")
-            actor._table[type(envelope.message)] = lambda *_: die(f"before {kind}")
+            actor.handlers[type(envelope.message)] = lambda *_: die(f"before {kind}")
             take(envelope)
 
         def die(when: str) -> NoReturn:
@@ -86,7 +86,7 @@ class Witness:
             self._see_load(message)
             tell(to, message)
 
-        setattr(actor, "_turn", turn)  # noqa: B010  (the type checker knows that a method is no variable)
+        setattr(actor.mailbox, "turn", turn)  # noqa: B010  (the type checker knows that a method is no variable)
         setattr(actor, "tell", told)  # noqa: B010
         if isinstance(actor, CpuEvictor):
             self._watch_places(actor)

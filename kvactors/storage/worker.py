@@ -118,7 +118,7 @@ class StorageWorker(Actor):
         if self._paging:
             return
         if (
-            self._outbox
+            self.context.outbox.waiting
         ):  # a turn begins only after all earlier messages have entered their channels
             self._paging = True
             self.to_self(NextPage())
@@ -159,7 +159,7 @@ class StorageWorker(Actor):
     def _recheck_if_delayed(self, held: bytes, gone: bytes) -> None:
         """Look again at what was reported, if it waits for room in the notifier's lane: a newer
         report of another worker may enter before it."""
-        if not self._outbox or not (held or gone):
+        if not self.context.outbox.waiting or not (held or gone):
             return
         again = Recheck(held, gone)
 

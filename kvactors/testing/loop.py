@@ -18,8 +18,7 @@ from contextlib import suppress
 from typing import Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
-from kvactors.actor import Actor
-from kvactors.actor.actor import Timer
+from kvactors.actor import Timer
 from kvactors.actor.ref import OpenAsks
 from kvactors.actor.uncancelled import ThreadWaits
 from kvactors.testing.waits import frames_of, site, who_waits
@@ -238,8 +237,6 @@ def is_timeout(timer: asyncio.TimerHandle) -> bool:
     or of asyncio's."""
     callback, args = timer._callback, timer._args  # type: ignore[attr-defined]
     owner, name = getattr(callback, "__self__", None), getattr(callback, "__name__", "")
-    if isinstance(owner, Actor):
-        return name == "to_self" and type(args[0]).__name__ in DEADLINES
     if isinstance(owner, Timer):
         return type(args[1]).__name__ in DEADLINES
     return isinstance(owner, OpenAsks | ThreadWaits) or name in ("_timeout", "_on_timeout")

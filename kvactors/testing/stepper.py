@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from asyncio.events import _get_running_loop, _set_running_loop
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, Self, TypeVar
@@ -17,6 +17,7 @@ from kvactors.actor import (
     ActorRef,
     Ask,
     Channel,
+    Context,
     Control,
     Envelope,
     Message,
@@ -26,6 +27,7 @@ from kvactors.testing.loop import SimLoop
 from kvactors.testing.words import describe
 
 A = TypeVar("A", bound=Actor)
+T = TypeVar("T")
 
 
 class Told(NamedTuple):
@@ -92,6 +94,53 @@ class Effects(NamedTuple):
         )
 
 
+class SteppedContext(Context):
+    """Keeps the effects of a turn for the stepper in place of carrying them out."""
+
+    __slots__ = ("_stepper",)
+
+    def __init__(
+        self,
+        ref: ActorRef,
+        role: str,
+        sends: Mapping[str, tuple[type[Message], ...]],
+        stepper: Stepper[Any],
+    ) -> None:
+        super().__init__(ref, role, sends)
+        self._stepper = stepper
+
+    def tell(self, to: ActorRef, message: Message) -> None:
+        """See `Context.tell`."""
+        if type(message) not in self._allowed.get(to.role, ()):
+            raise self.undeclared(to, message)
+        self._stepper.note_message(Told(to.name, message))
+
+    def start_job(
+        self,
+        job: Coroutine[Any, Any, T],
+        done: Callable[[T], Control],
+        failed: Callable[[Exception], Control],
+        *,
+        counted: bool = True,
+        slots: Sequence[int] = (),
+        keys: bytes = b"",
+    ) -> None:
+        """See `Context.start_job`."""
+        name, arguments = getattr(job, "__qualname__", type(job).__name__), {}
+        if inspect.iscoroutine(job):
+            arguments = {
+                key: value
+                for key, value in inspect.getcoroutinelocals(job).items()
+                if key != "self"
+            }
+        self._stepper.note_job(Job(name, arguments, counted, job, done, failed))
+
+    def after(self, delay: float, message: Control) -> Any:
+        """See `Context.after`. Returns a handle of the stepper's clock, which is cancelled like
+        one."""
+        return self._stepper.note_timer(delay, message)
+
+
 class Stepper(Generic[A]):
     """Makes an actor with `factory(ref)` and holds its clock. Its state is in `actor`, what
     `started` did in `started`.
@@ -112,20 +161,14 @@ class Stepper(Generic[A]):
         self._running: list[Job] = []
         self._ref = ActorRef(name, name, Channel(name, 1), Activity())
         self._ref.life = life
+        self._ref.make_context = self._make_context
         with self._inside():
             self.actor = factory(self._ref)
             self._ref.role = self.actor.ROLE
             self._ref.name = self.actor.ROLE if name == "stepped" else name
-            self._take_over()
             self.actor.started()
-            self.actor.state = State.RUNNING
+            self.actor.context.state = State.RUNNING
         self.started = self._effects()
-
-    def _take_over(self) -> None:
-        """What reaches out of a turn goes through these of an actor's methods, and comes here."""
-        hooks = {"tell": self._tell, "start_job": self._start_job, "after": self._after}
-        for method, hook in hooks.items():
-            setattr(self.actor, method, hook)
 
     # -- turns
 
@@ -145,7 +188,7 @@ class Stepper(Generic[A]):
             envelope: Envelope[Any] = Envelope(message, reply, deadline, self._ref.life)
             if reply is not None:
                 self._open.append(envelope)
-            self.actor._turn(envelope)
+            self.actor.mailbox.turn(envelope)
         return self._effects()
 
     def withdraw(self, message: Message) -> None:
@@ -217,35 +260,22 @@ class Stepper(Generic[A]):
         finally:
             _set_running_loop(outer)
 
-    def _tell(self, to: ActorRef, message: Message) -> None:
-        allowed = self.actor._allowed.get(to.role, frozenset())
-        assert type(message) in allowed, (
-            f"{self.actor.ROLE} does not declare {type(message)} to {to.role}"
-        )
-        self._told.append(Told(to.name, message))
+    def _make_context(
+        self, ref: ActorRef, role: str, sends: Mapping[str, tuple[type[Message], ...]]
+    ) -> SteppedContext:
+        return SteppedContext(ref, role, sends, self)
 
-    def _start_job(
-        self,
-        job: Coroutine[Any, Any, Any],
-        done: Callable[[Any], Control],
-        failed: Callable[[Exception], Control],
-        *,
-        counted: bool = True,
-        slots: Sequence[int] = (),
-        keys: bytes = b"",
-    ) -> None:
-        name, arguments = getattr(job, "__qualname__", type(job).__name__), {}
-        if inspect.iscoroutine(job):
-            arguments = {
-                key: value
-                for key, value in inspect.getcoroutinelocals(job).items()
-                if key != "self"
-            }
-        started = Job(name, arguments, counted, job, done, failed)
-        self._jobs.append(started)
-        self._running.append(started)
+    def note_message(self, message: Told) -> None:
+        """The turn sends a message."""
+        self._told.append(message)
 
-    def _after(self, delay: float, message: Control) -> asyncio.TimerHandle:
+    def note_job(self, job: Job) -> None:
+        """The turn starts a job."""
+        self._jobs.append(job)
+        self._running.append(job)
+
+    def note_timer(self, delay: float, message: Control) -> asyncio.TimerHandle:
+        """The turn sets a timer."""
         handle = asyncio.TimerHandle(self.now + delay, lambda: None, [], self._loop)
         timer = Timer(self.now + delay, message, handle)
         self._timers.append(timer)

@@ -15,8 +15,9 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from kvactors.actor import Actor, ActorRef, Channel, Control, Envelope, Message
+from kvactors.actor import ActorRef, Channel, Control, Envelope, Message
 from kvactors.actor.clock import now
+from kvactors.actor.jobs import Jobs
 from kvactors.testing.loop import SimLoop
 from kvactors.testing.words import describe, fields_of
 
@@ -268,8 +269,8 @@ class Trace:
             return known
         coro: Any = task.get_coro()
         frame = getattr(coro, "cr_frame", None)
-        if frame is not None and frame.f_code is Actor._run_job.__code__:
-            return f"{frame.f_locals['self'].ref.name}'s job", None
+        if frame is not None and frame.f_code is Jobs._run.__code__:
+            return task.get_name(), None
         loop = task.get_loop()
         return (loop.label(task) if isinstance(loop, SimLoop) else task.get_name()), None
 

@@ -17,6 +17,7 @@ from typing import Any
 import anyio.to_thread
 
 from kvactors.actor import Activity, Actor, ActorRef, Channel
+from kvactors.actor.jobs import Jobs, job_name
 
 Label = Callable[["asyncio.Task[Any]"], str]
 
@@ -27,6 +28,8 @@ LIBRARY = (
 )
 """Folders whose code is never shown as the place where a task waits; installed packages of other
 environments are not either."""
+
+JOB = job_name("")
 
 OURS = str(Path(__file__).parents[1])
 
@@ -106,9 +109,8 @@ def _who(task: asyncio.Task[Any], frames: list[FrameType], label: Label) -> str:
     actor = _self_of(frames, Actor.run.__code__)
     if actor is not None:
         return str(actor.ref.name)
-    actor = _self_of(frames, Actor._run_job.__code__)
-    if actor is not None:
-        return f"a job of {actor.ref.name}"
+    if _self_of(frames, Jobs._run.__code__) is not None:
+        return f"a job of {task.get_name().removesuffix(JOB)}"
     for frame in reversed(frames):
         of = frame.f_locals.get("message"), frame.f_locals.get("self")
         request = next(

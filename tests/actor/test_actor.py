@@ -187,7 +187,7 @@ async def test_job_results_and_failures_return_as_messages_and_jobs_end_with_the
         assert server.statistics().jobs == 1
         with pytest.raises(ActorFailed):
             await wired.server.ask(Boom(), deadline=deadline_after(5))
-        await server.ended
+        await server.mailbox.ended
         assert server.statistics().jobs == 0
 
 
@@ -209,7 +209,7 @@ async def test_an_actor_has_ended_when_its_jobs_have():
         await asyncio.sleep(0)
         with pytest.raises(ActorFailed):
             await wired.server.ask(Boom(), deadline=deadline_after(5))
-        await server.ended
+        await server.mailbox.ended
         assert ended == ["job"]
 
 
@@ -279,5 +279,5 @@ async def test_an_undeclared_message_is_a_fault():
     wired = Wired()
     async with wired.running():
         server = wired.supervisor.actor("server")
-        with pytest.raises(AssertionError, match="does not declare"):
+        with pytest.raises(WiringError, match="does not declare"):
             server.tell(wired.sink, Slow(1))

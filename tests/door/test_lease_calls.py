@@ -338,7 +338,7 @@ async def test_a_lease_that_the_cache_lost_says_so(monkeypatch):
             raise RuntimeError("planted")
 
         actor = cache.system.index_actor
-        monkeypatch.setitem(actor._table, Commit, fails.__get__(actor))
+        monkeypatch.setitem(actor.handlers, Commit, fails.__get__(actor))
         with pytest.raises(kvactors.ActorFailed):
             await lease.commit(BLOCK)
         await cache.settled()

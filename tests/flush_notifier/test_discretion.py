@@ -103,8 +103,8 @@ def planted(actor):
     def fail(message, *envelope):
         raise RuntimeError(f"planted at {message!r} {envelope!r}")
 
-    handled = [kind for kind in actor._table if not kind.__name__.startswith("Stop")]
-    actor._table.update(dict.fromkeys(handled, fail))
+    handled = [kind for kind in actor.handlers if not kind.__name__.startswith("Stop")]
+    actor.handlers.update(dict.fromkeys(handled, fail))
 
 
 async def requests(cache, numbers, texts):

@@ -100,7 +100,7 @@ async def test_an_actor_that_changed_between_two_steps_is_checked_again():
 
         def steps():
             yield
-            actor._turns += 1
+            actor.mailbox.turns += 1
             raise AssertionError("seen in passing")
 
         def check():

@@ -171,16 +171,16 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "jobs_outlive_their_actor",
-        "actor/actor.py",
-        "                await asyncio.wait(list(self._jobs), timeout=limit)\n",
-        "                pass\n",
+        "actor/jobs.py",
+        "            await asyncio.wait(list(self.running), timeout=limit)\n",
+        "            pass\n",
         "an actor is restarted while copies of its last life still write",
         ("tests/actor/test_actor.py::test_an_actor_has_ended_when_its_jobs_have",),
     ),
     Mutation(
         "letters_to_the_dead_are_read",
-        "actor/actor.py",
-        "        if envelope.life != self.life or envelope.abandoned:\n",
+        "actor/mailbox_loop.py",
+        "        if envelope.life != self._context.life or envelope.abandoned:\n",
         "        if envelope.abandoned:\n",
         "a restarted actor acts on what its last life was told",
         (

@@ -58,9 +58,9 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "restart_waits_for_a_hung_call",
-        "actor/actor.py",
-        "await asyncio.wait(list(self._jobs), timeout=limit)",
-        "await asyncio.wait(list(self._jobs))",
+        "actor/jobs.py",
+        "await asyncio.wait(list(self.running), timeout=limit)",
+        "await asyncio.wait(list(self.running))",
         "an actor that fails while a disk does not answer never restarts",
         (
             "tests/door/test_jobs_run_on.py::test_slots_that_a_call_to_a_store_accesses_are_not_handed_out_before_it_ends",

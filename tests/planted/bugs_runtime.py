@@ -44,16 +44,16 @@ BUGS = (
     ),
     Mutation(
         "a_turns_leaked_error_is_a_cancellation",
-        "actor/actor.py",
-        "        raise failure from error\n",
-        "        raise error\n",
+        "actor/mailbox_loop.py",
+        "    raise failure from error\n",
+        "    raise error\n",
         "a turn that raises CancelledError ends its actor without a failure: every ask waits for "
         "its deadline",
         (f"{LEAKED}::test_a_turn_that_raises_it_fails_its_actor_at_once",),
     ),
     Mutation(
         "a_jobs_leaked_error_is_a_cancellation",
-        "actor/actor.py",
+        "actor/jobs.py",
         "            if isinstance(error, asyncio.CancelledError) and (task is None or "
         "task.cancelling()):\n",
         "            if not isinstance(error, Exception):\n",
@@ -62,16 +62,16 @@ BUGS = (
     ),
     Mutation(
         "a_completion_that_cannot_be_built_is_only_logged",
-        "actor/actor.py",
-        "            return JobBroken(second)\n",
-        "            raise second\n",
+        "actor/jobs.py",
+        "        return JobBroken(second)\n",
+        "        raise second\n",
         "the work stays in flight without end",
         (f"{LEAKED}::test_a_job_whose_completion_cannot_be_built_fails_its_actor",),
     ),
     Mutation(
         "timers_outlive_their_actor",
-        "actor/actor.py",
-        "        for timer in list(self._timers):\n            timer.cancel()\n",
+        "actor/mailbox_loop.py",
+        "        for timer in list(context.timers):\n            timer.cancel()\n",
         "",
         "a closed cache stays in memory until the last deadline",
         (f"{LEAKED}::test_timers_end_with_their_actor",),
@@ -106,7 +106,7 @@ BUGS = (
     ),
     Mutation(
         "peers_are_blamed",
-        "actor/actor.py",
+        "actor/mailbox_loop.py",
         "            name, cause = peer\n",
         "            pass\n",
         "an asker is given the CancelledError of an actor that did not fail",

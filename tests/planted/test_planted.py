@@ -83,7 +83,7 @@ def test_some_are_planted_and_caught(tmp_path, capsys):
 def test_what_no_test_notices_is_not_caught():
     harmless = Mutation(
         "another_budget",
-        "actor/actor.py",
+        "actor/mailbox_loop.py",
         "TURN_BUDGET = 64\n",
         "TURN_BUDGET = 63\n",
         "nothing",

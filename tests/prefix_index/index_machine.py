@@ -531,7 +531,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert not self.stepper._open, (
             f"asks without an answer: {[e.message for e in self.stepper._open]}"
         )
-        assert not actor._unanswered, "an ask is kept although it has ended"
+        assert not actor.context.unanswered, "an ask is kept although it has ended"
         state = self.index.tree.statistics()
         assert state["referenced"] == state["loading"] == state["offloading"] == 0
         assert not self.index.reserved

@@ -10,7 +10,7 @@ import pytest
 from kvactors.actor import Actor, Ask, Control, Message, on
 from kvactors.actor.clock import deadline_after
 from kvactors.cpu_evictor.messages import Admit, Load, Loaded, Offload
-from kvactors.errors import NoRoom, NotReady
+from kvactors.errors import NoRoom, NotReady, WiringError
 from kvactors.flush_notifier.messages import Announced
 from kvactors.native import Path
 from kvactors.prefix_index.actor import PrefixIndex
@@ -175,7 +175,7 @@ def test_a_turn_gives_back_what_it_told(clerk):
     effects = clerk.turn(Note("pass it on"))
     assert [message.text for message in effects.to("desk")] == ["pass it on"]
     assert effects[1:] == ((), (), (), False)
-    with pytest.raises(AssertionError, match="does not declare"):
+    with pytest.raises(WiringError, match="does not declare"):
         clerk.turn(Note("wrongly"))
     with pytest.raises(TypeError, match="no handler for Urgent"):
         clerk.turn(Urgent())

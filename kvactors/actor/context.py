@@ -1,0 +1,137 @@
+"""An actor's side of the runtime: messages, answers, jobs and timers of one incarnation.
+
+`Actor` hands the methods of its context to its subclasses. A test that steps an actor by hand gives
+it another context (see `ActorRef.make_context`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from enum import IntEnum
+from typing import Any, TypeVar
+
+from kvactors.actor.jobs import Job, Jobs
+from kvactors.actor.message import Control, Envelope, Message
+from kvactors.actor.outbox import Outbox
+from kvactors.actor.ref import ActorRef
+from kvactors.actor.timers import Timer
+from kvactors.errors import WiringError
+
+T = TypeVar("T")
+
+
+class State(IntEnum):
+    """The stages of an incarnation, in order."""
+
+    STARTING = 0
+    RUNNING = 1
+    STOPPING = 2
+    STOPPED = 3
+
+
+class Context:
+    """What one incarnation of an actor has sent, started and taken in.
+
+    lives: the incarnations of the other actors, as far as this one knows. A message carries the
+    receiver's, so that a later incarnation drops it. unanswered: asks taken in and not answered.
+    """
+
+    __slots__ = (
+        "_allowed",
+        "_role",
+        "jobs",
+        "late",
+        "life",
+        "lives",
+        "outbox",
+        "ref",
+        "state",
+        "timers",
+        "told",
+        "unanswered",
+    )
+
+    def __init__(
+        self, ref: ActorRef, role: str, sends: Mapping[str, tuple[type[Message], ...]]
+    ) -> None:
+        self.ref = ref
+        self.life = ref.life
+        self.lives: dict[str, int] = {}
+        self.state = State.STARTING
+        self.outbox = Outbox(ref.activity)
+        self.jobs = Jobs(ref.name, ref.activity, self.to_self)
+        self.timers: set[Timer] = set()
+        self.unanswered: dict[Envelope[Any], None] = {}
+        self.told = self.late = 0
+        self._role = role
+        self._allowed = {role: frozenset(types) for role, types in sends.items()}
+
+    def tell(self, to: ActorRef, message: Message) -> None:
+        """Send a message from within a turn. Messages are sent in order.
+
+        Raises:
+            WiringError: SENDS of this actor's class does not declare the message for `to`.
+        """
+        if type(message) not in self._allowed.get(to.role, ()):
+            raise self.undeclared(to, message)
+        self.told += 1
+        envelope: Envelope[Any] = Envelope(message, None, None, self.lives.get(to.name, to.life))
+        outbox = self.outbox
+        if (outbox.waiting and not isinstance(message, Control)) or not to.try_send(envelope):
+            outbox.add(to, envelope)
+
+    def undeclared(self, to: ActorRef, message: Message) -> WiringError:
+        """The error of a message that SENDS does not declare."""
+        return WiringError(f"{self._role} does not declare {type(message)} to {to.role}")
+
+    def answer(self, envelope: Envelope[T], value: T) -> bool:
+        """Answer an ask. False, and counted as late, if its asker no longer waits."""
+        self.unanswered.pop(envelope, None)
+        if envelope.answer(value):
+            return True
+        self.late += 1
+        return False
+
+    def refuse(self, envelope: Envelope[Any], error: Exception) -> bool:
+        """Answer an ask with an error. False, and counted as late, if its asker no longer waits."""
+        self.unanswered.pop(envelope, None)
+        if envelope.fail(error):
+            return True
+        self.late += 1
+        return False
+
+    def start_job(
+        self,
+        job: Coroutine[Any, Any, T],
+        done: Callable[[T], Control],
+        failed: Callable[[Exception], Control],
+        *,
+        counted: bool = True,
+        slots: Sequence[int] = (),
+        keys: bytes = b"",
+    ) -> None:
+        """Run slow work beside the turns. Its result, or its error, comes back as a message.
+
+        Jobs are cancelled when the actor fails or stops, and waited for as long as
+        `Actor.job_limit` says. The result of a job that ends later is dropped.
+
+        Args:
+            job: the work.
+            done: makes the message from the result.
+            failed: makes the message from the error.
+            counted: whether the system counts as busy until the job ends.
+            slots: host slots that the job accesses.
+            keys: keys of the blocks that the job is about.
+        """
+        self.jobs.start(job, done, failed, Job(counted, slots, keys))
+
+    def after(self, delay: float, message: Control) -> Timer:
+        """Send this actor a message `delay` seconds from now. The timer ends with the actor; cancel
+        it when it is no longer of use."""
+        return Timer(self.timers, delay, self.to_self, message)
+
+    def to_self(self, message: Control) -> None:
+        """Send this actor a message, from a turn or from a callback on the loop. Dropped if this
+        incarnation has ended."""
+        if self.state <= State.RUNNING and self.life == self.ref.life:
+            self.ref.try_send(Envelope(message, None, None, self.life))

@@ -1,0 +1,173 @@
+"""The loop of an actor: takes messages from its channel and gives each to its handler, one turn a
+message.
+
+When a receiver's data lane is full, the actor takes no further turn until there is room. This is
+how back-pressure travels upstream along the acyclic forward channels.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from kvactors.actor.clock import now
+from kvactors.actor.context import State
+from kvactors.actor.jobs import JobBroken
+from kvactors.actor.message import Envelope, PeerRestarted, Stop, bury
+from kvactors.actor.uncancelled import uncancelled
+from kvactors.errors import as_exception
+
+if TYPE_CHECKING:
+    from kvactors.actor.actor import Actor
+
+TURN_BUDGET = 64
+"""Turns before an actor lets others run: a receive that finds a message does not yield by
+itself."""
+
+TURN_TIME = 0.0005
+"""Seconds of turns before it does so."""
+
+
+class MailboxLoop:
+    """Runs one incarnation of an actor.
+
+    turns: taken so far. skipped: asks given up before their turn, and messages for an earlier
+    incarnation. ended_at: when the failure or the stop came, on the loop's clock. failed_peer: the
+    failure of another actor, if it is the reason why this one is cancelled.
+    """
+
+    def __init__(self, actor: Actor) -> None:
+        self.turns = self.skipped = 0
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.ended_at: float | None = None
+        self.failed_peer: Callable[[], tuple[str, BaseException] | None] = lambda: None
+        self._actor = actor
+        self._context = actor.context
+        self._ref = actor.ref
+        self._handlers = actor.handlers
+
+    async def run(self) -> None:
+        """Take turns until the actor is stopped.
+
+        An exception out of a turn ends the incarnation: every ask that it has taken in fails, then
+        the exception is raised.
+        """
+        cause: BaseException | None = None
+        context = self._context
+        try:
+            try:
+                self._actor.started()
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:
+                _fail(error)
+            self._ref.revived()
+            context.state = State.RUNNING
+            await self._take_turns()
+            context.state = State.STOPPING
+        except BaseException as error:
+            cause = error
+            raise
+        finally:
+            await self._end(cause)
+
+    async def _take_turns(self) -> None:
+        channel, budget, time = self._ref.channel, TURN_BUDGET, asyncio.get_running_loop().time
+        activity, context, outbox = self._ref.activity, self._context, self._context.outbox
+        until = time() + TURN_TIME
+        while context.state is State.RUNNING:
+            if outbox.waiting:
+                await outbox.flush()
+            envelope = channel.get_nowait()
+            if envelope is None:
+                envelope, budget = await channel.get(), TURN_BUDGET
+                until = time() + TURN_TIME
+            elif budget == 0 or time() > until:
+                try:
+                    await asyncio.sleep(0)
+                except BaseException:
+                    activity.end()
+                    bury(envelope, self._ref.name, None)
+                    raise
+                budget, until = TURN_BUDGET, time() + TURN_TIME
+            budget -= 1
+            try:
+                self.turn(envelope)
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:
+                _fail(error)
+            finally:
+                activity.end()
+
+    def turn(self, envelope: Envelope[Any]) -> None:
+        """One turn: give the message to its handler."""
+        message = envelope.message
+        if envelope.life != self._context.life or envelope.abandoned:
+            self.skipped += 1
+            bury(envelope, self._ref.name, None)
+            return
+        kind = type(message)
+        if isinstance(message, PeerRestarted) and message.life >= 0:
+            self._context.lives[message.name] = message.life
+        self.turns += 1
+        handler = self._handlers.get(kind)
+        if handler is not None:
+            if envelope.reply is None:
+                handler(message)
+            else:
+                self._context.unanswered[envelope] = None
+                handler(message, envelope)
+        elif isinstance(message, JobBroken):
+            raise message.error
+        elif kind is Stop:
+            self._context.state = State.STOPPING
+        elif kind is not PeerRestarted:
+            raise TypeError(f"{self._ref.name} has no handler for {kind.__name__}")
+
+    async def _end(self, cause: BaseException | None) -> None:
+        """Leave nothing behind: fail open asks, drop unsent messages and timers, end the jobs."""
+        context = self._context
+        self.ended_at = now()
+        if context.state < State.STOPPING:
+            context.state = State.STOPPING
+        if isinstance(cause, Exception):
+            self._ref.reviving()
+        name, peer = self._ref.name, self.failed_peer()
+        if peer is not None and isinstance(cause, asyncio.CancelledError):
+            name, cause = peer
+        for envelope in context.unanswered:
+            bury(envelope, name, cause)
+        context.unanswered.clear()
+        context.outbox.clear()
+        for timer in list(context.timers):
+            timer.cancel()
+        try:
+            await uncancelled(self._end_jobs(cause))
+        finally:
+            context.state = State.STOPPED
+            if not self.ended.done():
+                self.ended.set_result(None)
+
+    async def _end_jobs(self, cause: BaseException | None) -> None:
+        actor, jobs = self._actor, self._context.jobs
+        failed = isinstance(cause, Exception)
+        try:
+            limit = actor.job_limit(failed=failed)
+            await jobs.end(limit)
+            if jobs.running:
+                actor.log.error("jobs do not end", jobs=len(jobs.running), seconds=limit)
+                restart = failed or self.failed_peer() is not None
+                actor.left_behind(jobs.abandon(), restart=restart)
+        finally:
+            await actor.stopped()
+
+
+def _fail(error: BaseException) -> None:
+    """Raise an error of a synchronous step. No cancellation can arrive in one: any error but Ctrl-C
+    and an exit is a failure of this actor."""
+    failure = as_exception(error)
+    if failure is error:
+        raise failure
+    raise failure from error

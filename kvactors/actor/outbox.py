@@ -1,0 +1,58 @@
+"""Messages of an actor that wait for room at their receivers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Any
+
+from kvactors.actor.activity import Activity
+from kvactors.actor.message import Envelope
+from kvactors.actor.ref import ActorRef
+
+
+class Outbox:
+    """Unsent messages in order. Each counts as activity until it is sent or dropped.
+
+    waiting: the messages. The actor takes no turn before this is empty.
+    """
+
+    __slots__ = ("_activity", "_waiters", "waiting")
+
+    def __init__(self, activity: Activity) -> None:
+        self.waiting: deque[tuple[ActorRef, Envelope[Any]]] = deque()
+        self._activity = activity
+        self._waiters: list[asyncio.Future[None]] = []
+
+    def add(self, to: ActorRef, envelope: Envelope[Any]) -> None:
+        """Keep a message until `to` has room."""
+        self.waiting.append((to, envelope))
+        self._activity.begin()
+
+    async def flush(self) -> None:
+        """Send every message, waiting for room."""
+        waiting = self.waiting
+        while waiting:
+            to, envelope = waiting[0]
+            await to.channel.put(envelope)
+            waiting.popleft()
+        self._wake()
+
+    def clear(self) -> None:
+        """Drop every message."""
+        self._activity.end(len(self.waiting))
+        self.waiting.clear()
+        self._wake()
+
+    async def wait_empty(self) -> None:
+        """Return when no message waits for room."""
+        while self.waiting:
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            await waiter
+
+    def _wake(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
