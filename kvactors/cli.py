@@ -1,4 +1,4 @@
-"""The command line: run, replay, bench, store, simulate, chaos."""
+"""The command line: run, replay, bench, store."""
 
 from __future__ import annotations
 
@@ -38,6 +38,12 @@ app = App(
     help="A tiered KV cache of asyncio actors: scenarios, trace replay, benchmarks.",
     version=version,
 )
+MOVED = {
+    "simulate": "python -m tests.simulation",
+    "chaos": "python -m tests.chaos",
+}
+"""Former commands, now tools in the `tests` folder of a clone, and how each is started there."""
+
 BENCHES = Literal["index", "acquire", "lag", "copy", "flush", "store", "faults"]
 
 
@@ -245,62 +251,6 @@ def show_stores(directory: Path, json: Path | None, *, verify: bool) -> int:
     return 1 if any(one.bad or (verify and one.state == "damaged") for one in found) else 0
 
 
-@app.command
-def simulate(
-    *,
-    seeds: int = 200,
-    first: int = 0,
-    minutes: float | None = None,
-    seed: int | None = None,
-    processes: int = 2,
-    json: Path | None = None,
-) -> int:
-    """Run whole systems in virtual time under random work and faults; the exit status is 0 only if
-    nothing is violated.
-
-    Parameters
-    ----------
-    seeds
-        How many.
-    first
-        The first of them.
-    minutes
-        At most.
-    seed
-        Only this one, with its trace.
-    processes
-        At once.
-    json
-        Where to write the report.
-    """
-    from kvactors.simulation.command import run_simulate
-
-    return run_simulate(seeds, first, minutes, json, processes, seed)
-
-
-@app.command
-def chaos(
-    *, minutes: float = 1.0, seed: int | None = None, only: str = "", json: Path | None = None
-) -> int:
-    """Real faults under load, situation after situation; the exit status is 0 only if nothing is
-    violated.
-
-    Parameters
-    ----------
-    minutes
-        How long; every situation runs at least once.
-    seed
-        Of the prompts, and of when and what is broken; drawn if not given.
-    only
-        One situation's name.
-    json
-        Where to write the report.
-    """
-    from kvactors.chaos.command import run_chaos
-
-    return run_chaos(minutes, seed, only, json)
-
-
 def conclude(report: Report, failed: list[str], json: Path | None) -> int:
     """Print, write, and say what the exit status is."""
     print_report(report, Console())
@@ -337,7 +287,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point, of the process's arguments unless given: exit status 2 and one line for input
     that cannot be used."""
     errors_only = structlog.make_filtering_bound_logger(40)
+    words = sys.argv[1:] if arguments is None else list(arguments)
     try:
+        if words and words[0] in MOVED:
+            raise ConfigError(
+                f"the command {words[0]} has left the installed package; in a clone of the "
+                f"repository run: {MOVED[words[0]]}"
+            )
         with (
             sigterm_ends(),
             structlog_settings(
@@ -345,7 +301,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             ),
         ):
             status = app(
-                sys.argv[1:] if arguments is None else arguments,
+                words,
                 result_action="return_value",
                 exit_on_error=False,
                 print_error=False,

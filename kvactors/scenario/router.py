@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -45,10 +46,18 @@ class Child:
 
 
 @asynccontextmanager
-async def child(*arguments: str) -> AsyncIterator[Child]:
-    """The running Python with these arguments, killed on the way out. It finds the package where
-    this process did, whatever folder it is in."""
-    process = await anyio.open_process([sys.executable, "-P", *arguments], stderr=None)
+async def child(*arguments: str, folder: Path | None = None) -> AsyncIterator[Child]:
+    """Run this Python with `arguments`; the process is killed on the way out.
+
+    Args:
+        arguments: of the interpreter, for example `-m` and a module.
+        folder: the working directory, from which modules are imported as well. By default the
+            process imports from where this one does, whatever its working directory is.
+    """
+    isolated = [] if folder else ["-P"]
+    process = await anyio.open_process(
+        [sys.executable, *isolated, *arguments], stderr=None, cwd=folder
+    )
     try:
         yield Child(process)
     finally:

@@ -7,12 +7,12 @@ import anyio
 import msgspec
 import pytest
 
-from kvactors.chaos import command, run
-from kvactors.chaos.proxy import Proxy
-from kvactors.chaos.record import Setting, Situation, Tally
-from kvactors.chaos.run import chaos, one_round
-from kvactors.chaos.situations import MODULES, situations
 from kvactors.errors import ConfigError
+from tests.chaos import command, run
+from tests.chaos.proxy import Proxy
+from tests.chaos.record import Setting, Situation, Tally
+from tests.chaos.run import chaos, one_round
+from tests.chaos.situations import MODULES, situations
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -70,7 +70,7 @@ async def test_whatever_goes_wrong_is_a_violation_with_a_command_that_repeats_it
     report = await chaos([Situation("some", "", how)], seed=41, minutes=0)
     [row] = report.rows
     assert [violation.startswith(what) for violation in row.tally.violations] == [True]
-    assert row.repeat == ["kvactors chaos --only some --seed 41 --minutes 0"]
+    assert row.repeat == ["python -m tests.chaos --only some --seed 41 --minutes 0"]
 
 
 async def test_a_seed_says_what_happens(tmp_path):

@@ -213,3 +213,19 @@ def test_a_signal_leaves_no_temporary_files(tmp_path, command, number, status, i
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (["simulate", "--seeds", "3"], "python -m tests.simulation"),
+        (["chaos"], "python -m tests.chaos"),
+    ],
+)
+def test_a_former_command_names_the_tool_that_replaces_it(words, command, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert command in said

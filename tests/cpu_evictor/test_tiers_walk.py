@@ -4,12 +4,12 @@ that are true at rest."""
 from __future__ import annotations
 
 import pytest
-from tiers_walk import BLOCK, TiersWalk
 
 from kvactors.cpu_evictor.reports import count_of, outcomes_of
 from kvactors.prefix_index.messages import Abandon, Acquire, Clear, Commit, Finish, Prefetch, Ready
 from kvactors.storage.messages import Outcome, Write
 from kvactors.types import indices_of
+from tests.cpu_evictor.tiers_walk import BLOCK, TiersWalk
 
 QUIET = {
     "stored": False,

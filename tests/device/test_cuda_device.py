@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from cuda_kit import GpuTensor, PointerTensor, stand_in
 
 from kvactors.data_plane.cuda.device import (
     CudaDevice,
@@ -19,6 +18,7 @@ from kvactors.device.arena import Arena
 from kvactors.device.host import HostDevice
 from kvactors.errors import DeviceError, LayoutError
 from kvactors.layout import DSALayout, GQALayout, MLALayout
+from tests.support.cuda import GpuTensor, PointerTensor, stand_in
 
 LAYOUTS = {
     "gqa": GQALayout(2, 2, 32, 16, "float16"),

@@ -8,10 +8,10 @@ import sys
 
 import numpy as np
 import pytest
-from cuda_kit import stand_in
 
 from kvactors.data_plane.cuda.driver import CudaDriver, CudaError
 from kvactors.errors import DeviceError
+from tests.support.cuda import stand_in
 
 
 @pytest.fixture

@@ -16,7 +16,11 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from flush_kit import (
+from kvactors.flush_notifier.ledger import Ledger
+from kvactors.flush_notifier.runs import Batch
+from kvactors.flush_notifier.view import SinkView
+from kvactors.types import ALL_TIERS, Reason, Residency, Tier, join_keys, split_keys
+from tests.flush_notifier.helpers import (
     AT_FINISH,
     BLOCK,
     BOTH,
@@ -30,11 +34,6 @@ from flush_kit import (
     names,
     path,
 )
-
-from kvactors.flush_notifier.ledger import Ledger
-from kvactors.flush_notifier.runs import Batch
-from kvactors.flush_notifier.view import SinkView
-from kvactors.types import ALL_TIERS, Reason, Residency, Tier, join_keys, split_keys
 
 WIDTH, DEPTH = 3, 5
 NODE_AT_FINISH = SinkView(BOTH, node=True, at_finish=True)

@@ -7,7 +7,6 @@ import random
 
 import numpy as np
 import pytest
-from flush_kit import BLOCK, PER_TIER, ROOT, announced, do, finished, names, path, settle
 from msgspec.structs import replace
 
 import kvactors
@@ -18,6 +17,17 @@ from kvactors.observe.statistics import residency
 from kvactors.sink_config import AttentionStoreSinkConfig
 from kvactors.testing import attentionstore_sdk as stand_in
 from kvactors.types import Reason, Residency, Tier
+from tests.flush_notifier.helpers import (
+    BLOCK,
+    PER_TIER,
+    ROOT,
+    announced,
+    do,
+    finished,
+    names,
+    path,
+    settle,
+)
 
 VIEW = PER_TIER._replace(node=True, at_finish=True)
 

@@ -8,7 +8,6 @@ import sys
 
 import numpy as np
 import pytest
-from flush_kit import BLOCK, Wired, announced, finished, names, path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -28,6 +27,7 @@ from kvactors.testing import attentionstore_sdk as stand_in
 from kvactors.testing.attentionstore_sdk.api.common.common_pb2 import MEDIA_HBM
 from kvactors.testing.attentionstore_sdk.client.client import AttentionType
 from kvactors.types import Reason, Tier
+from tests.flush_notifier.helpers import BLOCK, Wired, announced, finished, names, path
 
 LAYOUT = GQALayout(3, 2, 8, BLOCK)
 STAND_IN = "kvactors.testing.attentionstore_sdk"

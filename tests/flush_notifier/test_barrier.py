@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from flush_kit import Wired, announced, memory, names
 
 import kvactors
 from kvactors.actor.clock import deadline_after
@@ -18,6 +17,7 @@ from kvactors.sink_config import MemorySinkConfig
 from kvactors.testing.faults import FaultySink
 from kvactors.testing.loop import simulate
 from kvactors.types import Reason, Tier
+from tests.flush_notifier.helpers import Wired, announced, memory, names
 
 CONFIG = Config.from_mapping(
     {

@@ -7,7 +7,6 @@ import random
 
 import numpy as np
 import pytest
-from flush_kit import BLOCK, PER_TIER, ROOT, do, finished, path, settle
 
 import kvactors
 from kvactors.config import Config
@@ -19,6 +18,7 @@ from kvactors.native import Path
 from kvactors.observe.statistics import residency
 from kvactors.testing import attentionstore_sdk as stand_in
 from kvactors.types import Reason, Residency, Tier
+from tests.flush_notifier.helpers import BLOCK, PER_TIER, ROOT, do, finished, path, settle
 
 BY_TOKENS = PER_TIER._replace(by_tokens=True)
 ANOTHER = bytes([1]) * 32

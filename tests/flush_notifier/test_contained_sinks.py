@@ -10,7 +10,6 @@ from contextlib import suppress
 
 import pytest
 import structlog
-from flush_kit import BLOCK, Wired, announced, memory, names
 
 import kvactors
 import kvactors.flush_notifier.sinks
@@ -20,6 +19,7 @@ from kvactors.flush_notifier.messages import Gone
 from kvactors.flush_notifier.sinks import MemorySink
 from kvactors.sink_config import MemorySinkConfig
 from kvactors.types import Reason, Tier
+from tests.flush_notifier.helpers import BLOCK, Wired, announced, memory, names
 
 NOTHING = {tier: set() for tier in Tier}
 
@@ -227,9 +227,8 @@ async def test_an_incarnation_does_not_call_a_sink_before_the_call_of_the_last_o
 
 
 def kill():
-    from flush_kit import ROOT
-
     from kvactors.flush_notifier.messages import Announced
+    from tests.flush_notifier.helpers import ROOT
 
     return Announced(ROOT, b"x", b"short", 0, 1, Tier.DEVICE, Reason.COMMIT, ROOT)
 

@@ -12,7 +12,6 @@ from contextlib import AsyncExitStack
 import pytest
 import structlog
 import zmq
-from test_kv_events import BLOCK, answers, gone, number, opened, receive, socket, task
 
 from kvactors.config import Config
 from kvactors.errors import ConfigError, SinkError
@@ -22,6 +21,16 @@ from kvactors.flush_notifier.sinks.kv_sockets import LARGEST_REQUEST
 from kvactors.flush_notifier.sinks.kv_wire import END
 from kvactors.sink_config import KvEventsSinkConfig
 from kvactors.zmq_endpoint import Endpoint, of_rank
+from tests.flush_notifier.test_kv_events import (
+    BLOCK,
+    answers,
+    gone,
+    number,
+    opened,
+    receive,
+    socket,
+    task,
+)
 
 
 def sinks(*tables):

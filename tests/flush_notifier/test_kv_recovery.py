@@ -14,8 +14,21 @@ import pytest
 import structlog
 import zmq
 import zmq.asyncio
-from kv_consumers import Dynamo, LlmD, VllmRouter
-from test_kv_events import (
+
+import kvactors
+from kvactors.config import Config
+from kvactors.errors import ConfigError
+from kvactors.flush_notifier.messages import FlushTask, Origin
+from kvactors.flush_notifier.runs import Holding
+from kvactors.flush_notifier.sinks import kv_events, kv_replay
+from kvactors.flush_notifier.sinks.kv_replay import SNAPSHOT, Window
+from kvactors.flush_notifier.sinks.kv_state import Changes, joined
+from kvactors.flush_notifier.sinks.kv_wire import BlockStored, decode_batch
+from kvactors.sink_config import KvEventsSinkConfig
+from kvactors.testing.kv_mirror import Mirror
+from kvactors.types import Reason, Residency, Tier
+from tests.flush_notifier.kv_consumers import Dynamo, LlmD, VllmRouter
+from tests.flush_notifier.test_kv_events import (
     BLOCK,
     CLEAR,
     KEYS,
@@ -30,19 +43,6 @@ from test_kv_events import (
     socket,
     task,
 )
-
-import kvactors
-from kvactors.config import Config
-from kvactors.errors import ConfigError
-from kvactors.flush_notifier.messages import FlushTask, Origin
-from kvactors.flush_notifier.runs import Holding
-from kvactors.flush_notifier.sinks import kv_events, kv_replay
-from kvactors.flush_notifier.sinks.kv_replay import SNAPSHOT, Window
-from kvactors.flush_notifier.sinks.kv_state import Changes, joined
-from kvactors.flush_notifier.sinks.kv_wire import BlockStored, decode_batch
-from kvactors.sink_config import KvEventsSinkConfig
-from kvactors.testing.kv_mirror import Mirror
-from kvactors.types import Reason, Residency, Tier
 
 MEDIUM = {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.STORAGE: "STORAGE"}
 

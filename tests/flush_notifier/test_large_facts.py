@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import asyncio
 
-from flush_kit import Wired, announced, finished, memory, names, path
-
 from kvactors.flush_notifier.ledger import SLICE
 from kvactors.flush_notifier.messages import Cleared, Gone
 from kvactors.types import Reason, Residency, Tier, join_keys
+from tests.flush_notifier.helpers import Wired, announced, finished, memory, names, path
 
 MANY = 4 * SLICE + 7
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from flush_kit import (
+
+from kvactors.flush_notifier.messages import Announced
+from kvactors.flush_notifier.selection import PATHS
+from kvactors.types import Reason, Residency, Tier, join_keys
+from tests.flush_notifier.helpers import (
     AT_FINISH,
     NODE,
     PER_TIER,
@@ -17,10 +21,6 @@ from flush_kit import (
     path,
     settle,
 )
-
-from kvactors.flush_notifier.messages import Announced
-from kvactors.flush_notifier.selection import PATHS
-from kvactors.types import Reason, Residency, Tier, join_keys
 
 RESIDENT, GONE = Residency.RESIDENT, Residency.GONE
 

@@ -4,13 +4,13 @@ or lose their answers, any limits."""
 from __future__ import annotations
 
 import pytest
-from flush_kit import PER_TIER, announced, do, ledger, names, path, settle
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from ledger_model import DEPTH, VIEWS, WIDTH, Model, Settings, rooted, walk
 
 from kvactors.types import Reason, Tier, join_keys
+from tests.flush_notifier.helpers import PER_TIER, announced, do, ledger, names, path, settle
+from tests.flush_notifier.ledger_model import DEPTH, VIEWS, WIDTH, Model, Settings, rooted, walk
 
 branches = st.lists(st.integers(0, WIDTH - 1), min_size=1, max_size=DEPTH).map(tuple).map(rooted)
 tiers = st.sampled_from(list(Tier))

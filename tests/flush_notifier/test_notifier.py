@@ -5,12 +5,21 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from flush_kit import BLOCK, ROOT, Wired, announced, finished, memory, names, path
 
 from kvactors.actor.clock import deadline_after
 from kvactors.errors import ActorFailed, DeadlineExceeded
 from kvactors.flush_notifier.messages import Announced, Cleared, Gained, Gone, Settle
 from kvactors.types import Reason, Residency, Tier, join_keys
+from tests.flush_notifier.helpers import (
+    BLOCK,
+    ROOT,
+    Wired,
+    announced,
+    finished,
+    memory,
+    names,
+    path,
+)
 
 FAULTS = {"failing": True, "hang": 10.0, "fail_every": 2, "lose_answers": True}
 NOTHING = {tier: set() for tier in Tier}

@@ -8,8 +8,6 @@ import os
 import stat
 
 import pytest
-from flush_kit import BLOCK, Wired, announced, memory
-from test_sinks import LAYOUT, lines, task
 
 import kvactors
 from kvactors.config import Config
@@ -19,6 +17,8 @@ from kvactors.flush_notifier.sinks.jsonl import KEYS, JsonLinesSink, replay_json
 from kvactors.flush_notifier.sinks.told import Told
 from kvactors.sink_config import JsonLinesSinkConfig
 from kvactors.types import Tier
+from tests.flush_notifier.helpers import BLOCK, Wired, announced, memory
+from tests.flush_notifier.test_sinks import LAYOUT, lines, task
 
 assert LAYOUT
 

@@ -9,8 +9,6 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
-from flush_kit import BLOCK, NODE, PER_TIER, Wired, announced, do, finished, memory, names, path
-from kv_consumers import LlmD
 
 import kvactors
 from kvactors.actor.clock import deadline_after
@@ -26,6 +24,19 @@ from kvactors.sink_config import SinkConfig
 from kvactors.testing import attentionstore_sdk as stand_in
 from kvactors.testing.faults import FaultySink
 from kvactors.types import Reason, Residency, Tier, split_keys
+from tests.flush_notifier.helpers import (
+    BLOCK,
+    NODE,
+    PER_TIER,
+    Wired,
+    announced,
+    do,
+    finished,
+    memory,
+    names,
+    path,
+)
+from tests.flush_notifier.kv_consumers import LlmD
 
 CACHE = {
     "cache": {"model": "m", "block_size": 4},

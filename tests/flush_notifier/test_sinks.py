@@ -17,7 +17,6 @@ import aiofiles
 import anyio
 import msgspec
 import pytest
-from flush_kit import BLOCK, ROOT, Wired, announced, memory, names, path
 
 import kvactors
 from kvactors.config import Config
@@ -29,6 +28,7 @@ from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.layout.gqa import GQALayout
 from kvactors.sink_config import JsonLinesSinkConfig, MemorySinkConfig
 from kvactors.types import Reason, Residency, Tier, join_keys
+from tests.flush_notifier.helpers import BLOCK, ROOT, Wired, announced, memory, names, path
 
 NOTHING = {tier: set() for tier in Tier}
 

@@ -12,7 +12,15 @@ import sys
 from itertools import pairwise
 
 import pytest
-from flush_kit import (
+
+from kvactors.flush_notifier.checks import divergence_steps
+from kvactors.flush_notifier.ledger import Ledger
+from kvactors.flush_notifier.messages import Announced, CallLate, Delivered, Gone
+from kvactors.flush_notifier.order import Order
+from kvactors.flush_notifier.runs import Entry, finish
+from kvactors.flush_notifier.selection import LONGEST
+from kvactors.types import Reason, Residency, Tier, join_keys
+from tests.flush_notifier.helpers import (
     AT_FINISH,
     NODE,
     PER_TIER,
@@ -24,15 +32,7 @@ from flush_kit import (
     names,
     path,
 )
-from flush_kit import ledger as tiny
-
-from kvactors.flush_notifier.checks import divergence_steps
-from kvactors.flush_notifier.ledger import Ledger
-from kvactors.flush_notifier.messages import Announced, CallLate, Delivered, Gone
-from kvactors.flush_notifier.order import Order
-from kvactors.flush_notifier.runs import Entry, finish
-from kvactors.flush_notifier.selection import LONGEST
-from kvactors.types import Reason, Residency, Tier, join_keys
+from tests.flush_notifier.helpers import ledger as tiny
 
 STEP = 32
 MANY = 4_000

@@ -7,15 +7,15 @@ import asyncio
 from typing import Any
 
 import pytest
-from flush_kit import EVERYTHING, announced, do, ledger, names, settle
 from msgspec.structs import replace
-from test_kv_events import BLOCK, churn, config, tiers_of
 
 import kvactors
 from kvactors.flush_notifier.sinks.kv_wire import BlockRemoved, BlockStored
 from kvactors.testing.kv_mirror import Mirror, Reader
 from kvactors.testing.tree_reader import TreeReader
 from kvactors.types import KEY_BYTES, Reason, Tier
+from tests.flush_notifier.helpers import EVERYTHING, announced, do, ledger, names, settle
+from tests.flush_notifier.test_kv_events import BLOCK, churn, config, tiers_of
 
 
 @pytest.mark.parametrize("max_blocks", [1, 2, 4096])

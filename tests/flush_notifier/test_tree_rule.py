@@ -4,7 +4,12 @@ could easily not be."""
 from __future__ import annotations
 
 import pytest
-from flush_kit import (
+
+from kvactors.flush_notifier.checks import divergence_steps
+from kvactors.flush_notifier.runs import finish
+from kvactors.flush_notifier.view import SinkView
+from kvactors.types import Reason, Residency, Tier, join_keys, split_keys
+from tests.flush_notifier.helpers import (
     AT_FINISH,
     EVERYTHING,
     NODE,
@@ -17,11 +22,6 @@ from flush_kit import (
     path,
     settle,
 )
-
-from kvactors.flush_notifier.checks import divergence_steps
-from kvactors.flush_notifier.runs import finish
-from kvactors.flush_notifier.view import SinkView
-from kvactors.types import Reason, Residency, Tier, join_keys, split_keys
 
 DEVICE, HOST, STORAGE = Tier.DEVICE, Tier.HOST, Tier.STORAGE
 RESIDENT, GONE = Residency.RESIDENT, Residency.GONE

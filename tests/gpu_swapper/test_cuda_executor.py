@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-import sys
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,13 +21,7 @@ from kvactors.data_plane.cuda.engine import CudaExecutor
 from kvactors.device.arena import Arena
 from kvactors.gpu_swapper.messages import Direction
 from kvactors.layout import DSALayout, GQALayout, MLALayout
-
-SPEC = importlib.util.spec_from_file_location(
-    "cuda_kit", Path(__file__).parents[1] / "device" / "cuda_kit.py"
-)
-cuda_kit = sys.modules.get("cuda_kit") or importlib.util.module_from_spec(SPEC)
-if "cuda_kit" not in sys.modules:
-    SPEC.loader.exec_module(cuda_kit)
+from tests.support import cuda
 
 TO_HOST, TO_DEVICE = Direction.TO_HOST, Direction.TO_DEVICE
 LAYOUTS = {
@@ -51,7 +42,7 @@ EVERYTHING = ("device", "pinned", "streams", "events", "modules", "contexts", "c
 
 @pytest.fixture
 def fake():
-    fake = cuda_kit.stand_in()
+    fake = cuda.stand_in()
     fake.reset()
     yield fake
     fake.reset()
@@ -277,7 +268,7 @@ async def test_ids_out_of_range_fail_alone(fake, blocks, slots):
 async def test_a_tensor_that_moved_fails_the_copy(fake):
     layout = SMALL
     owner = CudaDevice.allocate(layout, 4, driver=CudaDriver(fake.path))
-    tensors = [cuda_kit.PointerTensor(m.address, m.shape, "float16") for m in owner.tensors]
+    tensors = [cuda.PointerTensor(m.address, m.shape, "float16") for m in owner.tensors]
     device, arena = CudaDevice(layout, tensors, driver=owner.driver), Arena(4, layout.block_bytes)
     executor = CudaExecutor(device, arena)
     await executor.open()

@@ -9,11 +9,20 @@ import signal
 
 import anyio
 import pytest
-from rank_kit import BLOCK, HANG, IMPATIENT, Engine, at_rest, healthy, led, settings
 
 import kvactors
 from kvactors.config import ActorsConfig, LayoutConfig
 from kvactors.ranks_config import RanksConfig
+from tests.gpu_swapper.rank_processes import (
+    BLOCK,
+    HANG,
+    IMPATIENT,
+    Engine,
+    at_rest,
+    healthy,
+    led,
+    settings,
+)
 
 pytestmark = pytest.mark.timeout(3 * HANG)
 

@@ -9,7 +9,6 @@ import signal
 import numpy as np
 import pytest
 from msgspec.structs import replace
-from rank_kit import BLOCK, HANG, PATIENT, Engine, led, settings
 
 import kvactors
 from kvactors.config import DeviceConfig, FlushConfig, HostConfig, StorageConfig
@@ -19,6 +18,7 @@ from kvactors.ranks_config import RanksConfig
 from kvactors.sink_config import AttentionStoreConfig, AttentionStoreSinkConfig
 from kvactors.testing import attentionstore_sdk as stand_in
 from kvactors.testing.ranks import RankProcess
+from tests.gpu_swapper.rank_processes import BLOCK, HANG, PATIENT, Engine, led, settings
 
 STORE = AttentionStoreConfig(sdk="kvactors.testing.attentionstore_sdk", ready_interval=0.05)
 PROMPT = list(range(4 * BLOCK + 1))

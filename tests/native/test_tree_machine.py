@@ -7,8 +7,9 @@ from random import Random
 
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
-from tree_kit import EXTRAS, MAX_BLOCKS, MAX_PATHS, REACHED, ROOTS
-from tree_machine_kit import TreeMachine
+
+from tests.native.tree_machine import TreeMachine
+from tests.native.trees import EXTRAS, MAX_BLOCKS, MAX_PATHS, REACHED, ROOTS
 
 WANTED = [
     "match again what is being evicted",

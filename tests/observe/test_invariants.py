@@ -4,15 +4,9 @@ none."""
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections import OrderedDict
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "door"))
-
-from door_kit import BLOCK, opened, prompt, serve
 
 from kvactors.observe.invariants import (
     PAGE,
@@ -22,6 +16,7 @@ from kvactors.observe.invariants import (
     residency_steps,
 )
 from kvactors.types import Tier
+from tests.support.cache import BLOCK, opened, prompt, serve
 
 HOST = {"slots": 8, "transit_slots": 16, "mode": "inclusive"}
 STORE = {"backend": "memory", "write_policy": "write_through"}

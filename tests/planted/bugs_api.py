@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from mutation import Mutation
 
-CALLS = "tests/door/test_lease_calls.py::"
-ADMISSION = "tests/door/test_admission.py::"
-ARGUMENTS = "tests/door/test_arguments.py::"
+CALLS = "tests/cache/test_lease_calls.py::"
+ADMISSION = "tests/cache/test_admission.py::"
+ARGUMENTS = "tests/cache/test_arguments.py::"
 CANCELLED = CALLS + "test_a_call_cancelled_at_every_step_did_not_happen_or_ended_the_lease"
 
 BUGS: tuple[Mutation, ...] = (

@@ -13,7 +13,7 @@ BUGS: tuple[Mutation, ...] = (
         "            self.tell(self._evictor, Copied(message.op, message.failed))",
         "the completion of a copy that failed altogether is lost: whoever waits for it waits for "
         "ever",
-        ("tests/door/test_faults.py::test_a_failed_load_is_a_miss_into_the_leases_own_blocks",),
+        ("tests/cache/test_faults.py::test_a_failed_load_is_a_miss_into_the_leases_own_blocks",),
     ),
     Mutation(
         "layers_reported_before_the_copy",
@@ -193,7 +193,7 @@ BUGS: tuple[Mutation, ...] = (
         "            self._notify_survivors(group)\n",
         "",
         "who waits for an answer of a dead actor waits for ever",
-        ("tests/door/test_faults.py::test_any_actor_may_die_at_any_time",),
+        ("tests/cache/test_faults.py::test_any_actor_may_die_at_any_time",),
     ),
     Mutation(
         "corrupt_object_stays",

@@ -12,7 +12,7 @@ BUGS: tuple[Mutation, ...] = (
         "            self._evict_done(op, bytes([HOST]) * op.total)\n",
         "an evicted device block is given to the next request while it is still being copied to "
         "the host",
-        ("tests/door/test_faults.py::test_two_requests_share_one_load_and_a_failure_of_it",),
+        ("tests/cache/test_faults.py::test_two_requests_share_one_load_and_a_failure_of_it",),
     ),
     Mutation(
         "abandoned_lease_keeps_its_references",
@@ -20,7 +20,7 @@ BUGS: tuple[Mutation, ...] = (
         "            self.in_parts(self._close(lease, None))\n",
         "            self.detach(lease)\n",
         "the blocks of a request that was cancelled are never given back",
-        ("tests/door/test_cancellation.py::test_cancelled_at_every_step",),
+        ("tests/cache/test_cancellation.py::test_cancelled_at_every_step",),
     ),
     Mutation(
         "waiter_that_gives_up_keeps_its_blocks",
@@ -28,7 +28,7 @@ BUGS: tuple[Mutation, ...] = (
         "        self.index.pool.give(waiter.taken)\n",
         "",
         "blocks handed to somebody who stops waiting for the rest are lost",
-        ("tests/door/test_concurrent_requests.py::test_what_is_called_cached_is",),
+        ("tests/cache/test_concurrent_requests.py::test_what_is_called_cached_is",),
     ),
     Mutation(
         "hits_counted_twice",
@@ -50,7 +50,7 @@ BUGS: tuple[Mutation, ...] = (
         "            self.discard(load.path.keys(load.start, load.start + good))\n",
         "",
         "an exclusive host tier is never told that the device holds what it lent: slots leak",
-        ("tests/door/test_life.py::test_offload_and_load_bring_the_same_bytes_back",),
+        ("tests/cache/test_life.py::test_offload_and_load_bring_the_same_bytes_back",),
     ),
     Mutation(
         "sharer_computes_into_anothers_blocks",
@@ -58,7 +58,7 @@ BUGS: tuple[Mutation, ...] = (
         "        if not owner:\n            self._replace_targets(",
         "        if not owner and landed:\n            self._replace_targets(",
         "of two requests that share a failed load the second one goes on in the first one's blocks",
-        ("tests/door/test_faults.py::test_two_requests_share_one_load_and_a_failure_of_it",),
+        ("tests/cache/test_faults.py::test_two_requests_share_one_load_and_a_failure_of_it",),
     ),
     Mutation(
         "partial_block_shared",
@@ -66,7 +66,7 @@ BUGS: tuple[Mutation, ...] = (
         "lease.tree.commit(lease.path, computed // self.index.block_size)",
         "lease.tree.commit(lease.path, -(-computed // self.index.block_size))",
         "a block whose last tokens are not computed yet becomes shareable",
-        ("tests/door/test_life.py::test_cold_then_hit_on_the_device",),
+        ("tests/cache/test_life.py::test_cold_then_hit_on_the_device",),
     ),
     Mutation(
         "whole_prompt_hit",
@@ -75,7 +75,7 @@ BUGS: tuple[Mutation, ...] = (
         "            full - 0\n",
         "a whole prompt is a hit, and the engine has no token left to compute the first output "
         "from",
-        ("tests/door/test_life.py::test_a_full_hit_leaves_a_block_to_compute_unless_configured",),
+        ("tests/cache/test_life.py::test_a_full_hit_leaves_a_block_to_compute_unless_configured",),
     ),
     Mutation(
         "clear_leaves_the_host",
@@ -177,7 +177,7 @@ BUGS: tuple[Mutation, ...] = (
         "            self._release_tail(job, 0)\n",
         "            self._release_tail(job, 1)\n",
         "a load that is cancelled leaves its first slot pinned for ever",
-        ("tests/door/test_cancellation.py::test_cancelled_at_every_step",),
+        ("tests/cache/test_cancellation.py::test_cancelled_at_every_step",),
     ),
     Mutation(
         "one_block_too_many",
@@ -185,7 +185,7 @@ BUGS: tuple[Mutation, ...] = (
         "        good = job.good()\n",
         "        good = min(job.good() + 1, len(job.entries))\n",
         "a load of which a copy failed reports one block more than arrived",
-        ("tests/door/test_faults.py::test_a_failed_load_is_a_miss_into_the_leases_own_blocks",),
+        ("tests/cache/test_faults.py::test_a_failed_load_is_a_miss_into_the_leases_own_blocks",),
     ),
     Mutation(
         "youngest_evicted_first",
@@ -213,7 +213,7 @@ BUGS: tuple[Mutation, ...] = (
         "        dropped = [entry for entry in found if entry.place is SlotState.RESIDENT and not "
         "entry.arriving]\n",
         "what went back to the device stays in an exclusive host's slots",
-        ("tests/door/test_life.py::test_offload_and_load_bring_the_same_bytes_back",),
+        ("tests/cache/test_life.py::test_offload_and_load_bring_the_same_bytes_back",),
     ),
     Mutation(
         "deadline_of_a_fetch_ignored",
@@ -221,7 +221,7 @@ BUGS: tuple[Mutation, ...] = (
         "            job.timer = self.after(message.deadline - now(), Overdue(job.op))\n",
         "",
         "a load waits for a slow store beyond its deadline",
-        ("tests/door/test_faults.py::test_a_slow_or_broken_store_costs_a_miss_by_the_deadline",),
+        ("tests/cache/test_faults.py::test_a_slow_or_broken_store_costs_a_miss_by_the_deadline",),
     ),
     Mutation(
         "silent_restart_of_the_host",
@@ -240,7 +240,7 @@ BUGS: tuple[Mutation, ...] = (
         "Reason.CPU_EVICTION)\n",
         "",
         "indexes never hear that the host let go of blocks",
-        ("tests/door/test_faults.py::test_host_watermarks_evict_ahead_of_need",),
+        ("tests/cache/test_faults.py::test_host_watermarks_evict_ahead_of_need",),
     ),
     Mutation(
         "children_told_before_parents",
@@ -289,7 +289,7 @@ BUGS: tuple[Mutation, ...] = (
         "            self._leave(lease, load, 0, 0, owner=True)",
         "a request whose load hangs goes on in the very blocks that the copy may still write to",
         (
-            "tests/door/test_faults.py::test_a_copy_that_hangs_costs_other_blocks_and_its_own_stay_out_of_use",
+            "tests/cache/test_faults.py::test_a_copy_that_hangs_costs_other_blocks_and_its_own_stay_out_of_use",
         ),
     ),
     Mutation(

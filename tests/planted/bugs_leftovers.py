@@ -13,7 +13,7 @@ BUGS: tuple[Mutation, ...] = (
         "a store, sink or copy engine of another package that does not open keeps `open` without "
         "limit",
         (
-            "tests/door/test_open_in_time.py::test_a_part_that_does_not_open_is_a_named_error_in_time",
+            "tests/cache/test_open_in_time.py::test_a_part_that_does_not_open_is_a_named_error_in_time",
         ),
     ),
     Mutation(
@@ -23,7 +23,7 @@ BUGS: tuple[Mutation, ...] = (
         "        await asyncio.wait((task,))\n",
         "a part that ignores its cancellation keeps a cancelled `open` without limit",
         (
-            "tests/door/test_open_in_time.py::test_a_cancelled_open_ends_in_time_although_a_part_ignores_its_cancellation",
+            "tests/cache/test_open_in_time.py::test_a_cancelled_open_ends_in_time_although_a_part_ignores_its_cancellation",
         ),
     ),
     Mutation(
@@ -63,7 +63,7 @@ BUGS: tuple[Mutation, ...] = (
         "await asyncio.wait(list(self.running))",
         "an actor that fails while a disk does not answer never restarts",
         (
-            "tests/door/test_jobs_run_on.py::test_slots_that_a_call_to_a_store_accesses_are_not_handed_out_before_it_ends",
+            "tests/cache/test_jobs_run_on.py::test_slots_that_a_call_to_a_store_accesses_are_not_handed_out_before_it_ends",
         ),
     ),
     Mutation(
@@ -74,7 +74,7 @@ BUGS: tuple[Mutation, ...] = (
         "after a restart of a reader or writer, slots that a late call still accesses hold other "
         "blocks",
         (
-            "tests/door/test_jobs_run_on.py::test_slots_that_a_call_to_a_store_accesses_are_not_handed_out_before_it_ends",
+            "tests/cache/test_jobs_run_on.py::test_slots_that_a_call_to_a_store_accesses_are_not_handed_out_before_it_ends",
         ),
     ),
     Mutation(
@@ -83,7 +83,7 @@ BUGS: tuple[Mutation, ...] = (
         "[slot for slot in range(num_slots - 1, -1, -1) if slot not in in_use]",
         "[slot for slot in range(num_slots - 1, -1, -1)]",
         "after a restart of the host tier, slots that a late call still accesses hold other blocks",
-        ("tests/door/test_jobs_run_on.py::test_slots_in_use_are_withheld_and_come_back",),
+        ("tests/cache/test_jobs_run_on.py::test_slots_in_use_are_withheld_and_come_back",),
     ),
     Mutation(
         "late_write_not_reported",
@@ -92,7 +92,7 @@ BUGS: tuple[Mutation, ...] = (
         "            pass\n",
         "no index is sent what a write stored that ended after its writer's restart",
         (
-            "tests/door/test_jobs_run_on.py::test_slots_that_a_call_to_a_store_accesses_are_not_handed_out_before_it_ends",
+            "tests/cache/test_jobs_run_on.py::test_slots_that_a_call_to_a_store_accesses_are_not_handed_out_before_it_ends",
         ),
     ),
     Mutation(
@@ -102,7 +102,7 @@ BUGS: tuple[Mutation, ...] = (
         "        if False:\n            raise JobsRunOn",
         "a copy of an earlier incarnation writes into device blocks that were handed out again",
         (
-            "tests/door/test_jobs_run_on.py::test_copies_that_do_not_end_after_a_failure_end_the_cache_in_time",
+            "tests/cache/test_jobs_run_on.py::test_copies_that_do_not_end_after_a_failure_end_the_cache_in_time",
         ),
     ),
     Mutation(
@@ -113,7 +113,7 @@ BUGS: tuple[Mutation, ...] = (
         "one reader that is switched off turns every look-up in storage into a miss, although "
         "another works",
         (
-            "tests/door/test_degraded.py::test_one_of_a_pool_that_is_switched_off_is_not_asked_while_another_works",
+            "tests/cache/test_degraded.py::test_one_of_a_pool_that_is_switched_off_is_not_asked_while_another_works",
         ),
     ),
     Mutation(
@@ -123,7 +123,7 @@ BUGS: tuple[Mutation, ...] = (
         "",
         "a forked child that ends the parent's loop closes the parent's store and sinks",
         (
-            "tests/door/test_fork.py::test_a_child_that_ends_the_parents_loop_writes_and_unlocks_nothing",
+            "tests/cache/test_fork.py::test_a_child_that_ends_the_parents_loop_writes_and_unlocks_nothing",
         ),
     ),
     Mutation(
@@ -133,7 +133,7 @@ BUGS: tuple[Mutation, ...] = (
         "",
         "a forked child that leaves the block gets RuntimeError('no running event loop')",
         (
-            "tests/door/test_fork.py::test_a_child_that_leaves_the_block_closes_nothing_and_raises_only_its_own",
+            "tests/cache/test_fork.py::test_a_child_that_leaves_the_block_closes_nothing_and_raises_only_its_own",
         ),
     ),
     Mutation(
@@ -144,7 +144,7 @@ BUGS: tuple[Mutation, ...] = (
         "        self._check_thread()\n        self._open = False\n",
         "a forked child that leaves the block gets CacheClosed in place of its own exception",
         (
-            "tests/door/test_fork.py::test_a_child_that_leaves_the_block_closes_nothing_and_raises_only_its_own",
+            "tests/cache/test_fork.py::test_a_child_that_leaves_the_block_closes_nothing_and_raises_only_its_own",
         ),
     ),
     Mutation(
@@ -156,7 +156,7 @@ BUGS: tuple[Mutation, ...] = (
         "while a writer is switched off, indexes list blocks whose write it did not complete, or "
         "lack them",
         (
-            "tests/door/test_degraded.py::test_an_optional_actor_that_fails_too_often_is_switched_off_and_comes_back",
+            "tests/cache/test_degraded.py::test_an_optional_actor_that_fails_too_often_is_switched_off_and_comes_back",
         ),
     ),
     Mutation(

@@ -13,7 +13,7 @@ BUGS: tuple[Mutation, ...] = (
         "",
         "after new weights a router finds blocks that no request can get",
         (
-            "tests/door/test_namespaces.py::test_blocks_of_another_namespace_are_gone_for_indexes_and_come_back_with_it",
+            "tests/cache/test_namespaces.py::test_blocks_of_another_namespace_are_gone_for_indexes_and_come_back_with_it",
         ),
     ),
     Mutation(
@@ -23,7 +23,7 @@ BUGS: tuple[Mutation, ...] = (
         "            namespace=self.config.cache.namespace,\n",
         "after a restart of the notifier indexes get the blocks of the first weights",
         (
-            "tests/door/test_namespaces.py::test_a_notifier_that_starts_anew_announces_the_present_namespace",
+            "tests/cache/test_namespaces.py::test_a_notifier_that_starts_anew_announces_the_present_namespace",
         ),
     ),
     Mutation(
@@ -34,7 +34,7 @@ BUGS: tuple[Mutation, ...] = (
         "e.parent is None), 1):\n",
         "blocks below the first one stay announced without it",
         (
-            "tests/door/test_namespaces.py::test_blocks_of_another_namespace_are_gone_for_indexes_and_come_back_with_it",
+            "tests/cache/test_namespaces.py::test_blocks_of_another_namespace_are_gone_for_indexes_and_come_back_with_it",
         ),
     ),
     Mutation(

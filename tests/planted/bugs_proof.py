@@ -31,15 +31,15 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "workers_outlive_the_simulation",
-        "simulation/pool.py",
+        "tests/simulation/pool.py",
         "        os._exit(1)\n",
         "        return\n",
-        "after SIGTERM the worker processes of `kvactors simulate` run on",
+        "after SIGTERM the worker processes of `python -m tests.simulation` run on",
         ("tests/simulation/test_pool.py",),
     ),
     Mutation(
         "limits_are_not_restored",
-        "simulation/limits.py",
+        "tests/simulation/limits.py",
         "    finally:\n        for name, (module, constant) in places.items():\n            "
         "setattr(module, constant, before[name])\n",
         "    finally:\n        pass\n",

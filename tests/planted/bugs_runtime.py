@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from mutation import Mutation
 
-LIFECYCLE = "tests/door/test_cancelled_lifecycle.py::test_cancelled_at_any_step_nothing_is_left_and_it_opens_again"
+LIFECYCLE = "tests/cache/test_cancelled_lifecycle.py::test_cancelled_at_any_step_nothing_is_left_and_it_opens_again"
 LEAKED = "tests/actor/test_leaked_errors.py"
-DEGRADED = "tests/door/test_degraded.py"
-CLOSE = "tests/door/test_close.py"
+DEGRADED = "tests/cache/test_degraded.py"
+CLOSE = "tests/cache/test_close.py"
 
 BUGS = (
     Mutation(

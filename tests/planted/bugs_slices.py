@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mutation import Mutation
 
-COMMIT = "tests/door/test_commit_in_parts.py"
+COMMIT = "tests/cache/test_commit_in_parts.py"
 CLEAR = "tests/prefix_index/test_clear_in_slices.py"
 
 BUGS: tuple[Mutation, ...] = (

@@ -112,7 +112,7 @@ BUGS: tuple[Mutation, ...] = (
         "        self.gone(victims[shed:], Reason.CPU_EVICTION)\n"
         "        for entry in victims[shed:]:\n            self.host.move(entry, SlotState.TRANSIT)\n",
         "a block on its way to storage is announced nowhere, and indexes drop what is below it",
-        ("tests/door/test_never_nowhere.py::test_from_the_host_to_storage",),
+        ("tests/cache/test_never_nowhere.py::test_from_the_host_to_storage",),
     ),
     Mutation(
         "passing_block_is_nowhere",
@@ -121,6 +121,6 @@ BUGS: tuple[Mutation, ...] = (
         "            copied = [entry.key for entry in good if entry.place is SlotState.RESIDENT]\n",
         "a block that passes through host memory to storage is announced nowhere until it is "
         "stored",
-        ("tests/door/test_never_nowhere.py::test_through_the_host_to_storage",),
+        ("tests/cache/test_never_nowhere.py::test_through_the_host_to_storage",),
     ),
 )

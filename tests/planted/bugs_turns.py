@@ -151,7 +151,7 @@ BUGS: tuple[Mutation, ...] = (
         "        return True\n",
         "a commit of very many blocks goes on after the cache was closed between two of its parts",
         (
-            "tests/door/test_commit_in_parts.py::test_a_commit_in_parts_ends_when_the_cache_is_closed",
+            "tests/cache/test_commit_in_parts.py::test_a_commit_in_parts_ends_when_the_cache_is_closed",
         ),
     ),
     Mutation(

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Mutation(NamedTuple):
-    """file: below kvactors/. old: must occur there exactly once. catchers: arguments for pytest;
+    """file: below kvactors/, or with tests/ below the root. old: must occur there exactly once. catchers: arguments for pytest;
     one of these tests must fail."""
 
     name: str

@@ -71,23 +71,29 @@ def planted(mutation: Mutation, source: str) -> str:
     if count != 1:
         raise Stale(
             f"{mutation.name} is stale: its old text occurs {count} times in "
-            f"kvactors/{mutation.file}, not once"
+            f"{mutation.file}, not once"
         )
     mutated = source.replace(mutation.old, mutation.new)
     try:
         same = ast.dump(ast.parse(mutated)) == ast.dump(ast.parse(source))
     except SyntaxError as error:
         raise Stale(
-            f"{mutation.name} is stale: kvactors/{mutation.file} is no Python with it ({error})"
+            f"{mutation.name} is stale: {mutation.file} is no Python with it ({error})"
         ) from error
     if same:
-        raise Stale(f"{mutation.name} changes nothing in kvactors/{mutation.file}")
+        raise Stale(f"{mutation.name} changes nothing in {mutation.file}")
     return mutated
+
+
+def file_of(mutation: Mutation, tree: Path = ROOT) -> Path:
+    """The file that a mutation changes, in a tree."""
+    inside = tree if mutation.file.startswith("tests/") else tree / "kvactors"
+    return inside / mutation.file
 
 
 def source_of(mutation: Mutation, tree: Path = ROOT) -> str:
     """The text of the file that a mutation is about."""
-    return (tree / "kvactors" / mutation.file).read_text("utf-8")
+    return file_of(mutation, tree).read_text("utf-8")
 
 
 def copy_tree(to: Path) -> Path:
@@ -180,7 +186,7 @@ def verdict_of(code: int | None, output: str, seconds: float) -> Verdict:
 @contextmanager
 def mutated(tree: Path, mutation: Mutation) -> Iterator[None]:
     """The mutation in a copy, for a while."""
-    file, source = tree / "kvactors" / mutation.file, source_of(mutation, tree)
+    file, source = file_of(mutation, tree), source_of(mutation, tree)
     file.write_text(planted(mutation, source), "utf-8")
     try:
         yield

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,10 +12,7 @@ from kvactors.cpu_evictor.slots import HostTier, SlotState
 from kvactors.gpu_swapper.messages import DeviceLost, Direction
 from kvactors.testing.loop import simulate
 from kvactors.types import Tier
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "door"))
-
-from door_kit import BLOCK, opened, prompt, serve
+from tests.support.cache import BLOCK, opened, prompt, serve
 
 HOST = {"slots": 8, "transit_slots": 16}
 

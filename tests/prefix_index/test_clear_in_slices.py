@@ -5,12 +5,11 @@ from __future__ import annotations
 
 from pathlib import Path as FilePath
 
-from index_machine import BLOCK, IndexMachine
-
 from kvactors.errors import NoRoom
 from kvactors.native import BlockTree, Path
 from kvactors.prefix_index.index import RETURNED, BlockIndex
 from kvactors.prefix_index.messages import Abandon, Acquire, Clear, Done, Granted, Pause, Sweep
+from tests.prefix_index.index_machine import BLOCK, IndexMachine
 
 MANY = 3 * RETURNED
 

@@ -8,10 +8,10 @@ from random import Random
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
-from index_machine import BLOCK, LONGEST, IndexMachine
 
 from kvactors.errors import LeaseEnded
 from kvactors.prefix_index.messages import Commit, Done, Finish
+from tests.prefix_index.index_machine import BLOCK, LONGEST, IndexMachine
 
 
 def test_no_order_of_requests_and_completions_makes_the_index_fail() -> None:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from kvactors.extra_keys import block_extras, media_extra, media_items
 from kvactors.identity import CacheScope
 from kvactors.native import Path, chain_keys
-from kvactors.testing.path_model import PathModel
+from tests.support.path_model import PathModel
 
 DOC = (FilePath(__file__).parents[2] / "docs" / "keys.md").read_text()
 VECTORS: dict[str, list[dict[str, Any]]] = {}

@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from index_machine import BLOCK, IndexMachine
 
 from kvactors.actor import PeerRestarted
 from kvactors.cpu_evictor.messages import Admit, Admitted, HostGained, Loaded
@@ -25,6 +24,7 @@ from kvactors.prefix_index.messages import (
 )
 from kvactors.prefix_index.records import Lease, LoadOp
 from kvactors.types import KEY_BYTES
+from tests.prefix_index.index_machine import BLOCK, IndexMachine
 
 PART = 8
 MANY = 10 * PART + 3

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from index_machine import BLOCK, IndexMachine
-
 from kvactors.prefix_index.messages import Expired
+from tests.prefix_index.index_machine import BLOCK, IndexMachine
 
 
 def started(blocks: int) -> IndexMachine:

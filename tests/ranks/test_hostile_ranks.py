@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 
 import msgspec
-from hand_kit import A, B, come, opened, settle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +18,7 @@ from kvactors.gpu_swapper.messages import Direction
 from kvactors.layout import GQALayout
 from kvactors.storage.messages import Outcome
 from kvactors.testing.loop import simulate
+from tests.ranks.manual import A, B, come, opened, settle
 
 FRAMES = [
     kind

@@ -8,7 +8,6 @@ import hashlib
 from itertools import chain, count, islice, repeat
 
 import pytest
-from hand_kit import SCOPE, authenticated, come, group_at, identity, settle
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,6 +27,7 @@ from kvactors.data_plane.ranks.protocol import (
 from kvactors.data_plane.ranks.store import RankBackend
 from kvactors.storage.backends.memory import MemoryBackend
 from kvactors.testing.loop import simulate
+from tests.ranks.manual import SCOPE, authenticated, come, group_at, identity, settle
 
 MILLION, MILLIONS = 1_000_000, 10_000_000
 

@@ -6,8 +6,6 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from hand_kit import SCOPE, A, B, come, group_at, opened, settle, simulated
-from sim_kit import BLOCK, Rank, all_there, at_rest, compute, prompt, settings, stored
 
 import kvactors
 from kvactors.config import HostConfig
@@ -16,6 +14,8 @@ from kvactors.data_plane.ranks.store import RankBackend
 from kvactors.errors import StoreUnavailable
 from kvactors.storage.messages import Outcome
 from kvactors.testing.loop import simulate
+from tests.ranks.manual import SCOPE, A, B, come, group_at, opened, settle, simulated
+from tests.ranks.simulated import BLOCK, Rank, all_there, at_rest, compute, prompt, settings, stored
 
 
 async def answer_clear(wire, outcome: int = Outcome.OK) -> int:

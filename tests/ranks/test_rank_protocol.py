@@ -7,20 +7,6 @@ import asyncio
 
 import msgspec
 import pytest
-from hand_kit import (
-    ENDPOINT,
-    A,
-    B,
-    C,
-    authenticated,
-    come,
-    copy,
-    group_at,
-    identity,
-    opened,
-    settle,
-    simulated,
-)
 
 from kvactors.data_plane.ranks.connection import StreamWire
 from kvactors.data_plane.ranks.listening import connect
@@ -43,6 +29,20 @@ from kvactors.gpu_swapper.messages import Direction
 from kvactors.layout import GQALayout
 from kvactors.storage.messages import Outcome
 from kvactors.testing.loop import simulate
+from tests.ranks.manual import (
+    ENDPOINT,
+    A,
+    B,
+    C,
+    authenticated,
+    come,
+    copy,
+    group_at,
+    identity,
+    opened,
+    settle,
+    simulated,
+)
 
 # -- identities
 

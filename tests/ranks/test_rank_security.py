@@ -12,17 +12,6 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 import structlog
-from hand_kit import (
-    ENDPOINT,
-    SECRET,
-    authenticated,
-    come,
-    group_at,
-    identity,
-    opened,
-    settle,
-    simulated,
-)
 
 import kvactors
 from kvactors.config import Config, LayoutConfig
@@ -44,6 +33,17 @@ from kvactors.device.host import HostDevice
 from kvactors.endpoint import split_endpoint
 from kvactors.layout import make_layout
 from kvactors.ranks_config import RanksConfig, Secret
+from tests.ranks.manual import (
+    ENDPOINT,
+    SECRET,
+    authenticated,
+    come,
+    group_at,
+    identity,
+    opened,
+    settle,
+    simulated,
+)
 
 OTHER = "another secret of some length"
 

@@ -7,7 +7,14 @@ import contextlib
 
 import anyio
 import pytest
-from sim_kit import (
+
+import kvactors
+from kvactors.config import ActorsConfig, DeviceConfig, HostConfig, LayoutConfig
+from kvactors.data_plane.ranks.connection import MemoryWire
+from kvactors.data_plane.ranks.protocol import Answer
+from kvactors.ranks_config import RanksConfig
+from kvactors.testing.loop import simulate
+from tests.ranks.simulated import (
     BLOCK,
     ENDPOINT,
     Engine,
@@ -20,13 +27,6 @@ from sim_kit import (
     stored,
     wrong,
 )
-
-import kvactors
-from kvactors.config import ActorsConfig, DeviceConfig, HostConfig, LayoutConfig
-from kvactors.data_plane.ranks.connection import MemoryWire
-from kvactors.data_plane.ranks.protocol import Answer
-from kvactors.ranks_config import RanksConfig
-from kvactors.testing.loop import simulate
 
 ALONE = {
     "count": 1,

@@ -17,10 +17,11 @@ from kvactors.config import (
 from kvactors.layout import make_layout
 from kvactors.mooncake_config import MooncakeConfig
 from kvactors.ranks_config import RanksConfig
-from kvactors.simulation.engine import Engine
 from kvactors.storage.backends.base import ReadReport, WriteReport
-from kvactors.testing.fakes import SimPool, SimRank
+from kvactors.testing.fakes import SimPool
 from kvactors.testing.loop import simulate
+from tests.simulation.engine import Engine
+from tests.support.sim_rank import SimRank
 
 BLOCK, BLOCKS = 4, 5
 CONFIG = Config(

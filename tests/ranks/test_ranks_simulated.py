@@ -8,7 +8,12 @@ import random
 
 import anyio
 import pytest
-from sim_kit import (
+
+import kvactors
+from kvactors.config import DeviceConfig, HostConfig
+from kvactors.ranks_config import RanksConfig
+from kvactors.testing.loop import simulate
+from tests.ranks.simulated import (
     BLOCK,
     ENDPOINT,
     Engine,
@@ -23,11 +28,6 @@ from sim_kit import (
     stored,
     wrong,
 )
-
-import kvactors
-from kvactors.config import DeviceConfig, HostConfig
-from kvactors.ranks_config import RanksConfig
-from kvactors.testing.loop import simulate
 
 FAULTS = ("kill", "hold", "cut", "hang up", "clear", "clear all", "prefetch", "pause")
 

@@ -7,14 +7,24 @@ import asyncio
 import contextlib
 
 import structlog
-from hand_kit import A, copy, opened, settle, simulated
-from sim_kit import BLOCK, Rank, all_there, at_rest, compute, led, prompt, settings, stored
 
 from kvactors import StoreError
 from kvactors.actor.clock import now
 from kvactors.config import ActorsConfig
 from kvactors.data_plane.ranks.protocol import Answer, CopyBlocks, Ping, Pong, StoreObjects
 from kvactors.storage.backends.memory import MemoryBackend
+from tests.ranks.manual import A, copy, opened, settle, simulated
+from tests.ranks.simulated import (
+    BLOCK,
+    Rank,
+    all_there,
+    at_rest,
+    compute,
+    led,
+    prompt,
+    settings,
+    stored,
+)
 
 
 async def store_operation(group, store, wires):

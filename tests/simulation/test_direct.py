@@ -6,10 +6,10 @@ from __future__ import annotations
 import pytest
 
 from kvactors.errors import SdkError
-from kvactors.simulation.draw import draw_run
-from kvactors.simulation.run import run_seed
-from kvactors.testing.fakes import SimService, SimThread
 from kvactors.testing.loop import simulate
+from tests.simulation.draw import draw_run
+from tests.simulation.run import run_seed
+from tests.support.sim_service import SimService, SimThread
 
 DIRECT = [
     seed for seed in range(400) if draw_run(seed).config.storage.backend == "attention_store"

@@ -6,9 +6,9 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from kvactors.config import StorageConfig
-from kvactors.simulation.draw import Draw, draw_run
-from kvactors.simulation.run import run_seed
 from kvactors.testing.plan import FaultPlan
+from tests.simulation.draw import Draw, draw_run
+from tests.simulation.run import run_seed
 
 ELSEWHERE = ("store", "disk", "bit")
 """Faults of stores that the ranks do not have here."""

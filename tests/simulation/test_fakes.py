@@ -20,8 +20,9 @@ from kvactors.identity import StoreIdentity
 from kvactors.layout import make_layout
 from kvactors.sink_config import MemorySinkConfig
 from kvactors.storage.messages import Outcome
-from kvactors.testing.fakes import Gate, SimBackend, SimExecutor, SimPool, SimRank, SimSink, latency
+from kvactors.testing.fakes import Gate, SimBackend, SimExecutor, SimPool, SimSink, latency
 from kvactors.testing.loop import simulate
+from tests.support.sim_rank import SimRank
 
 LAYOUT = make_layout(LayoutConfig(num_layers=3, num_kv_heads=1, head_dim=4, dtype="uint8"), 4)
 KEYS = [bytes([i]) * 32 for i in range(8)]

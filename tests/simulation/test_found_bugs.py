@@ -38,13 +38,14 @@ from kvactors.flush_notifier.ledger import Ledger
 from kvactors.flush_notifier.messages import Announced
 from kvactors.flush_notifier.view import SinkView
 from kvactors.layout import make_layout
-from kvactors.simulation import run_seed
-from kvactors.simulation.engine import Engine
 from kvactors.storage.messages import Outcome
-from kvactors.testing.fakes import SimBackend, SimPool, SimRank
+from kvactors.testing.fakes import SimBackend, SimPool
 from kvactors.testing.loop import simulate
 from kvactors.testing.ranks import keys_on_rank
 from kvactors.types import Reason, Tier, join_keys
+from tests.simulation import run_seed
+from tests.simulation.engine import Engine
+from tests.support.sim_rank import SimRank
 
 SEEDS = {
     0: "flush_settled returned before a block's second tier was told",

@@ -8,11 +8,11 @@ import random
 import pytest
 
 from kvactors.errors import ConfigError
-from kvactors.simulation.command import run_simulate
-from kvactors.simulation.draw import CRASHES, draw_run
-from kvactors.simulation.limits import LIMITS, STEP, draw_limit, limited
-from kvactors.simulation.run import run_seed
 from kvactors.testing.plan import FaultPlan
+from tests.simulation.command import run_simulate
+from tests.simulation.draw import CRASHES, draw_run
+from tests.simulation.limits import LIMITS, STEP, draw_limit, limited
+from tests.simulation.run import run_seed
 
 
 def test_a_limit_takes_every_value_from_1_to_64():

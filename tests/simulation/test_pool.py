@@ -40,7 +40,7 @@ def alive(pid: int) -> bool:
 
 @pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGKILL])
 def test_the_workers_end_with_their_parent(kind):
-    command = [sys.executable, "-m", "kvactors.simulation", "--minutes", "5"]
+    command = [sys.executable, "-m", "tests.simulation", "--minutes", "5"]
     parent = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )

@@ -1,15 +1,15 @@
-"""Seeds, as many as a test run can afford; `kvactors simulate` runs as many as there is time
+"""Seeds, as many as a test run can afford; `python -m tests.simulation` runs as many as there is time
 for."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvactors.simulation import run_seed
-from kvactors.simulation.coverage import coverage, universe
-from kvactors.simulation.draw import draw_run
-from kvactors.simulation.pool import run_seeds
 from kvactors.testing.plan import Fault, FaultPlan
+from tests.simulation import run_seed
+from tests.simulation.coverage import coverage, universe
+from tests.simulation.draw import draw_run
+from tests.simulation.pool import run_seeds
 
 SEEDS, PART = 160, 20
 

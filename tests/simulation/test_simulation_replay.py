@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from kvactors.simulation import run_seed
-from kvactors.simulation.command import run_simulate
+from tests.simulation import run_seed
+from tests.simulation.command import run_simulate
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -26,16 +29,18 @@ def test_other_seeds_are_other_runs():
 def test_another_process_replays_it(capfd):
     run_simulate(seed=5)
     first = capfd.readouterr().out
-    command = [sys.executable, "-P", "-m", "kvactors.simulation", "--seed", "5"]
-    again = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    command = [sys.executable, "-m", "tests.simulation", "--seed", "5"]
+    again = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60
+    )
     assert again.stdout == first
     assert " takes " in first
     assert "trace " in first
 
 
 def test_a_violation_is_a_bad_exit_and_says_how_to_repeat_it(capfd, monkeypatch):
-    from kvactors.simulation import command
-    from kvactors.simulation.record import SeedReport
+    from tests.simulation import command
+    from tests.simulation.record import SeedReport
 
     monkeypatch.setattr(
         command,
@@ -45,7 +50,7 @@ def test_a_violation_is_a_bad_exit_and_says_how_to_repeat_it(capfd, monkeypatch)
     assert run_simulate(seeds=1, first=7) == 1
     said = capfd.readouterr().err
     assert "violated: seed 7: a block was lost" in said
-    assert "kvactors simulate --seed 7" in said
+    assert "python -m tests.simulation --seed 7" in said
 
 
 def test_many_seeds_are_summed_up(capfd, tmp_path):

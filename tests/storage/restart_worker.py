@@ -8,10 +8,9 @@ import random
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-from test_restart_announces import config, prompts, serve
-
+sys.path.insert(0, str(Path(__file__).parents[2]))
 import kvactors
+from tests.storage.test_restart_announces import config, prompts, serve
 
 
 async def main(folder: str, policy: str) -> None:

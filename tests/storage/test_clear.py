@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from store_kit import cached_config, serve
 
 import kvactors
 from kvactors.actor import Control
@@ -17,6 +16,7 @@ from kvactors.errors import DeadlineExceeded, StoreError
 from kvactors.layout import make_layout
 from kvactors.testing.fakes.store import SimBackend
 from kvactors.testing.loop import simulate
+from tests.storage.helpers import cached_config, serve
 
 
 def store_for(settings, **options):
@@ -171,7 +171,7 @@ import structlog
 structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
 import kvactors
 from pathlib import Path
-from store_kit import cached_config, serve
+from tests.storage.helpers import cached_config, serve
 async def main():
     async with kvactors.open(cached_config(directory={str(tmp_path)!r}, writers=2, capacity_blocks=400)) as cache:
         for seed in range(40): await serve(cache, seed)

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from store_kit import MISS, OK, SIZE, opened, whole
 
 from kvactors.storage.backends import slab_files
 from kvactors.storage.messages import Outcome
+from tests.storage.helpers import MISS, OK, SIZE, opened, whole
 
 
 def descriptors() -> int:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from store_kit import CORRUPT, MISS, OK, PRINT, SIZE, opened, whole
 
 import kvactors
 from kvactors.config import Config
@@ -26,6 +25,7 @@ from kvactors.storage.backends.slab_table import PAGE, Meta, scan
 from kvactors.storage.messages import Outcome
 from kvactors.testing.kills import storm
 from kvactors.testing.store_contract import Bench, key
+from tests.storage.helpers import CORRUPT, MISS, OK, PRINT, SIZE, opened, whole
 
 
 def slab(bench: Bench) -> Path:

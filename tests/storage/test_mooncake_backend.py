@@ -10,7 +10,6 @@ from typing import Self
 
 import numpy as np
 import pytest
-from mooncake_kit import master
 
 import kvactors
 from kvactors.config import Config
@@ -19,6 +18,7 @@ from kvactors.identity import StoreIdentity
 from kvactors.mooncake_config import MooncakeConfig
 from kvactors.storage.backends.mooncake import MooncakeBackend
 from kvactors.storage.messages import Outcome
+from tests.storage.pools import master
 
 SIZE = 40_000
 IDENTITY = StoreIdentity("m", "n", bytes(range(32)))

@@ -8,11 +8,11 @@ import time
 
 import numpy as np
 import pytest
-from mooncake_kit import free_port, master
 
 from kvactors.errors import ConfigError, StoreError
 from kvactors.mooncake_config import MooncakeConfig, in_bytes, resolve
 from kvactors.storage.backends.mooncake_client import NOT_FOUND, OK, RPC_FAILED, MooncakeClient
+from tests.storage.pools import free_port, master
 
 SMALL = {"global_segment_size": "64MB", "local_buffer_size": "16MB", "local_hostname": "127.0.0.1"}
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from mooncake_kit import master
 
 from kvactors.identity import StoreIdentity
 from kvactors.mooncake_config import MooncakeConfig
 from kvactors.storage.backends.mooncake import MooncakeBackend
 from kvactors.testing.store_contract import StoreContract
+from tests.storage.pools import master
 
 numbers = itertools.count()
 addresses: list[str] = []

@@ -6,11 +6,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from store_kit import OK, opened, whole
 
 import kvactors
 from kvactors.lineage import Lineage
 from kvactors.storage.messages import Outcome
+from tests.storage.helpers import OK, opened, whole
 
 LATE, NO_SPACE = Outcome.LATE, Outcome.NO_SPACE
 

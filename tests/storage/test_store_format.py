@@ -12,7 +12,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from store_kit import OK, PRINT, SIZE, opened
 
 from kvactors.errors import StoreError
 from kvactors.flush_notifier.messages import Origin
@@ -41,6 +40,7 @@ from kvactors.storage.inspect import inspect
 from kvactors.storage.messages import Outcome
 from kvactors.storage.prune import prune
 from kvactors.testing.store_contract import Bench, key
+from tests.storage.helpers import OK, PRINT, SIZE, opened
 
 META = Meta(
     PRINT.hex(), SIZE, 8192, 16, model="m/7b", namespace="default", rank=1, ranks=4, generation=3
@@ -364,7 +364,7 @@ async def test_a_clear_is_durable_when_it_returns(tmp_path):
     script = f"""
 import asyncio, os, signal, sys
 sys.path[:0] = {sys.path!r}
-from store_kit import opened
+from tests.storage.helpers import opened
 from pathlib import Path
 async def main():
     async with opened(Path({str(tmp_path)!r})) as bench:

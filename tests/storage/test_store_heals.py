@@ -12,7 +12,6 @@ import threading
 
 import pytest
 import structlog
-from store_kit import CORRUPT, MISS, OK, PRINT, SIZE, opened, whole
 
 from kvactors.errors import StoreError
 from kvactors.storage.backends import FileBackend
@@ -21,6 +20,7 @@ from kvactors.storage.backends import slots as slots_module
 from kvactors.storage.breaker import Breaker
 from kvactors.storage.messages import Outcome
 from kvactors.testing.store_contract import key
+from tests.storage.helpers import CORRUPT, MISS, OK, PRINT, SIZE, opened, whole
 
 UNAVAILABLE, NO_SPACE = Outcome.UNAVAILABLE, Outcome.NO_SPACE
 

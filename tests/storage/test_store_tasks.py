@@ -7,12 +7,12 @@ import os
 import threading
 
 import pytest
-from store_kit import OK, PRINT, SIZE, opened
 
 from kvactors.errors import StoreError
 from kvactors.storage.backends import FileBackend
 from kvactors.storage.backends.slab_files import SlabFiles
 from kvactors.storage.messages import Outcome
+from tests.storage.helpers import OK, PRINT, SIZE, opened
 
 HANG = 20.0
 """Seconds after which the disk of a test answers, so that a failure is no hang."""

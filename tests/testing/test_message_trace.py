@@ -85,7 +85,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_another_story():
 
 def test_another_process_with_other_hashes_and_addresses_tells_the_same():
     command = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import test_message_trace as t; "
+        "import sys; sys.path.insert(0, sys.argv[1]); import tests.testing.test_message_trace as t; "
         "print(t.traced(3)[1])"
     )
     environment = {
@@ -94,7 +94,7 @@ def test_another_process_with_other_hashes_and_addresses_tells_the_same():
         "PYTHONPATH": str(Path(kvactors.__file__).parents[1]),
     }
     done = subprocess.run(
-        [sys.executable, "-P", "-c", command, str(Path(__file__).parent)],
+        [sys.executable, "-P", "-c", command, str(Path(__file__).parents[2])],
         env=environment,
         capture_output=True,
         text=True,

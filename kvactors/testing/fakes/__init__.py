@@ -1,10 +1,8 @@
-"""Parts for simulations, around no hardware at all: copies, stores, sinks and ranks that take
-virtual time and fail on command."""
+"""Parts for simulations, around no hardware at all: copies, stores and sinks that take virtual
+time and fail on command."""
 
 from kvactors.testing.fakes.copies import SimDevice, SimExecutor
 from kvactors.testing.fakes.gate import Gate, Latency, instant, latency
-from kvactors.testing.fakes.ranks import SimRank
-from kvactors.testing.fakes.sdk import SimService, SimThread
 from kvactors.testing.fakes.sink import SimSink
 from kvactors.testing.fakes.store import SimBackend, SimPool
 
@@ -15,10 +13,7 @@ __all__ = [
     "SimDevice",
     "SimExecutor",
     "SimPool",
-    "SimRank",
-    "SimService",
     "SimSink",
-    "SimThread",
     "instant",
     "latency",
 ]

@@ -1,0 +1,1 @@
+"""The tests of kvactors, and the tools that prove it: simulation, chaos, soak, oracle, interop, planted bugs."""

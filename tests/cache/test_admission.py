@@ -1,0 +1,347 @@
+"""Who is admitted when and under which name: waiting requests, namespaces, media items, and what is
+counted and announced."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+
+import pytest
+
+import kvactors
+from kvactors.errors import DeadlineExceeded, NotReady, Paused
+from kvactors.flush_notifier.messages import PLAIN
+from kvactors.prefix_index import room
+from kvactors.prefix_index.admission import Admission
+from tests.support.cache import BLOCK, opened, prompt, serve, settings
+
+HOST = {"slots": 8, "transit_slots": 16}
+STORE = {"backend": "memory", "write_policy": "write_through"}
+
+
+async def compute_and_finish(cache, lease):
+    """Compute what is missing and finish; returns the tokens that were cached."""
+    await lease.ready()
+    full, cached = lease.num_tokens // BLOCK, lease.cached_tokens // BLOCK
+    keys, table = lease.keys(0, full), list(lease.block_table)
+    assert cache.device.check(table[:cached], keys[: 32 * cached]) == []
+    cache.device.fill(table[cached:full], keys[32 * cached :])
+    await lease.finish(lease.num_tokens)
+    return cached * BLOCK
+
+
+# -- namespaces
+
+
+@pytest.mark.parametrize("storage", [{}, STORE], ids=["device", "storage"])
+async def test_a_request_that_waits_for_resume_is_admitted_under_the_namespace_of_its_admission(
+    storage,
+):
+    tokens = prompt(1, 3, tail=1)
+    async with opened(device=16, storage=storage) as cache:
+        await serve(cache, "old weights", tokens)
+        await cache.pause()
+        waits = asyncio.ensure_future(cache.acquire("waits", tokens, salt=None))
+        salted = asyncio.ensure_future(cache.acquire("salted", tokens, salt="s"))
+        await asyncio.sleep(0)
+        await cache.set_namespace("new weights")
+        assert cache.namespace == "new weights"
+        await cache.resume()
+        lease = await waits
+        assert await compute_and_finish(cache, lease) == 0
+        await compute_and_finish(cache, await salted)
+        assert (await serve(cache, "new weights", tokens)).cached_tokens == 3 * BLOCK
+        await cache.set_namespace("default")
+        again = await serve(cache, "old weights again", tokens)
+        assert again.cached_tokens == 3 * BLOCK
+        assert again.keys(0, 3) != lease.keys(0, 3)
+
+
+async def test_a_request_that_waits_for_room_is_admitted_under_the_namespace_of_its_admission():
+    """Its loads are sent ahead under the old name: they must not end in blocks of the new one."""
+    tokens = prompt(1, 3, tail=1)
+    for storage in ({}, STORE):
+        async with opened(device=8, host=HOST, storage=storage) as cache:
+            await serve(cache, "old weights", tokens)
+            await cache.settled()
+            await serve(cache, "other", prompt(2, 8))
+            await cache.settled()
+            waits = asyncio.ensure_future(cache.acquire("waits", tokens))
+            named = asyncio.ensure_future(cache.set_namespace("new weights"))
+            lease = await waits
+            await named
+            root = cache.system.roots.root(PLAIN)
+            if lease._path.root == root:
+                assert await compute_and_finish(cache, lease) == 0
+                assert (await serve(cache, "new weights", tokens)).cached_tokens == 3 * BLOCK
+            else:
+                pytest.fail(
+                    "the request was admitted before the namespace changed: it did not wait"
+                )
+
+
+async def test_the_namespace_outlives_a_restart_of_the_index(monkeypatch):
+    tokens = prompt(1, 3, tail=1)
+    async with opened(host=HOST, storage=STORE) as cache:
+        await serve(cache, "old weights", tokens)
+        await cache.settled()
+        await cache.set_namespace("new weights")
+        lease = await cache.acquire("victim", prompt(2, 1))
+        actor = cache.system.index_actor
+        monkeypatch.setattr(actor, "_uncommittable", None)
+        with pytest.raises(kvactors.ActorFailed):
+            await lease.commit(0)
+        lease.abandon()
+        await cache.settled()
+        assert cache.namespace == "new weights"
+        assert (await serve(cache, "new weights", tokens)).cached_tokens == 0
+
+
+# -- waiting
+
+
+async def test_thousands_of_waiting_requests_are_served_a_few_a_turn(monkeypatch):
+    """Each costs the same however many wait, and no turn takes more than its share of them."""
+    steps = {"turn": 0, "most": 0, "all": 0}
+    turn = Admission._turn
+    serve_one, admit = room.Room._serve_one, Admission.admit
+
+    def counted(method):
+        def call(self, *args):
+            steps["turn"] += 1
+            steps["all"] += 1
+            return method(self, *args)
+
+        return call
+
+    def turned(self, envelope):
+        steps["turn"] = 0
+        turn(self, envelope)
+        steps["most"] = max(steps["most"], steps["turn"])
+
+    monkeypatch.setattr(Admission, "_turn", turned)
+    monkeypatch.setattr(room.Room, "_serve_one", counted(serve_one))
+    monkeypatch.setattr(Admission, "admit", counted(admit))
+    count = 2000
+    async with opened(device=8, sinks=()) as cache:
+        await cache.pause()
+        waiting = [
+            asyncio.ensure_future(cache.acquire(f"r{n}", [n], deadline=600.0)) for n in range(count)
+        ]
+        await cache.settled()
+        assert len(cache.system.index_actor.held) == count
+        given_up = waiting[::2]
+        for one in given_up:
+            one.cancel()
+        await asyncio.gather(*given_up, return_exceptions=True)
+        await cache.settled()
+        assert len(cache.system.index_actor.held) == count // 2
+        done = asyncio.ensure_future(end_each(waiting[1::2]))
+        await cache.resume()
+        await done
+    assert steps["most"] <= 2 * room.STEPS + 2
+    assert steps["all"] <= 3 * count
+
+
+async def end_each(waiting):
+    for one in waiting:
+        try:
+            await (await one).finish()
+        except kvactors.NoRoom:
+            continue
+
+
+async def test_waiters_for_room_expire_in_steps_that_do_not_grow():
+    """A save holds all blocks; the queue for them is worked with, not searched: `waiting` is by
+    lease and `owed` a sum that is kept."""
+    async with opened(device=8, host=HOST) as cache:
+        actor = cache.system.index_actor
+        actor.saves[-1] = actor.saves.get(
+            -1, (actor.index.tree, None)
+        )  # a save that does not end: blocks may still come
+        held = await cache.acquire("all", prompt(1, 8))
+        waiting = [
+            asyncio.ensure_future(cache.acquire(f"r{n}", [n], deadline=3.0)) for n in range(300)
+        ]
+        while len(actor.waiting) < 300:
+            await asyncio.sleep(0)
+        assert actor.owed() == 300
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        assert all(isinstance(one, DeadlineExceeded) for one in results)
+        assert len(actor.waiting) == actor.owed() == 0
+        del actor.saves[-1]
+        await held.finish()
+
+
+async def test_no_timer_outlasts_its_wait_or_the_cache():
+    """Deadlines of an hour: nothing is left on the loop's clock once requests are over, and a
+    closed cache can be collected."""
+    loop = asyncio.get_running_loop()
+
+    def timers():
+        return sum(
+            not one.cancelled() and one.when() > loop.time() + 600 for one in loop._scheduled
+        )
+
+    async with kvactors.open(settings(host=HOST, storage=STORE, sinks=())) as cache:
+        for number in range(20):
+            await serve(cache, "a", prompt(number % 3, 6, tail=1), deadline=3600.0)
+        await cache.pause()
+        waits = asyncio.ensure_future(cache.acquire("held", prompt(1, 2), deadline=3600.0))
+        await asyncio.sleep(0)
+        waits.cancel()
+        await asyncio.gather(waits, return_exceptions=True)
+        await cache.settled()
+        assert timers() == 0
+        held = asyncio.ensure_future(cache.acquire("held", prompt(1, 2), deadline=3600.0))
+        await asyncio.sleep(0)
+        actor = weakref.ref(cache.system.index_actor)
+    with pytest.raises(kvactors.CacheClosed, match="closed during"):
+        await held
+    assert timers() == 0
+    del cache, held, waits
+    for _ in range(200):
+        gc.collect()
+        if actor() is None:
+            break
+        await asyncio.sleep(0.02)  # the sweep of open asks looks every 50 ms
+    assert actor() is None
+
+
+async def test_a_pause_ends_a_wait_at_its_deadline_only():
+    async with opened() as cache:
+        await cache.pause()
+        with pytest.raises(Paused):
+            await cache.acquire("a", prompt(1, 1), deadline=0.05)
+        await cache.resume()
+
+
+# -- media items
+
+ITEM = (BLOCK + 1, 2 * BLOCK, "cat")  # of blocks 1, 2 and 3
+
+
+@pytest.mark.parametrize("tier", ["device", "host", "storage"])
+@pytest.mark.parametrize("split", [False, True])
+async def test_cached_tokens_never_end_inside_a_media_item(tier, split):
+    """Two prompts agree up to the middle of an image and differ after: the second computes all of
+    it, in blocks of its own."""
+    tokens = prompt(1, 5, tail=1)
+    other = [*tokens[: 2 * BLOCK + 3], *prompt(2, 3)]
+    host = HOST if tier == "host" else None
+    storage = STORE if tier == "storage" else None
+    async with opened(device=8, host=host, storage=storage, cache={"split_media": split}) as cache:
+        await compute_and_finish(cache, await cache.acquire("a", tokens, extra_keys=[ITEM]))
+        await cache.settled()
+        if tier != "device":
+            await serve(cache, "other", prompt(10, 8))
+            await cache.settled()
+        lease = await cache.acquire("b", other, extra_keys=[ITEM])
+        await lease.ready()
+        wanted = 2 * BLOCK if split else BLOCK
+        assert lease.cached_tokens == wanted
+        assert sum(lease.hits) * BLOCK == wanted
+        path = cache.system.index_actor.leases[lease._id].path
+        assert not any(
+            path.is_shared(p) for p in range(lease.cached_tokens // BLOCK, path.num_blocks)
+        )
+        await compute_and_finish(cache, lease)
+        assert (
+            await compute_and_finish(
+                cache, await cache.acquire("c", [*other, 1], extra_keys=[ITEM])
+            )
+            >= 4 * BLOCK
+        )
+
+
+async def test_a_load_that_ends_inside_a_media_item_is_cut_before_it():
+    """The store lost the block in the middle of the image: what was loaded of the image is left to
+    its owner."""
+    tokens = prompt(1, 5, tail=1)
+    async with opened(device=16, storage=STORE) as cache:
+        await compute_and_finish(cache, await cache.acquire("a", tokens, extra_keys=[ITEM]))
+        await cache.settled()
+        names = await cache.acquire("names", tokens, extra_keys=[ITEM])
+        keys = names.keys(0, 5)
+        names.abandon()
+        for number in range(4):
+            await serve(cache, "other", prompt(10 + number, 8))
+            await cache.settled()
+        lease = await cache.acquire("b", tokens, extra_keys=[ITEM])
+        if lease.pending:
+            await cache.system.backend.remove([keys[64:96]])
+        await lease.ready()
+        assert lease.cached_tokens in (BLOCK, 5 * BLOCK)
+        path = cache.system.index_actor.leases[lease._id].path
+        assert not any(
+            path.is_shared(p) for p in range(lease.cached_tokens // BLOCK, path.num_blocks)
+        )
+        assert sum(lease.hits) * BLOCK == lease.cached_tokens
+        await compute_and_finish(cache, lease)
+
+
+# -- what is counted, and what is announced
+
+
+async def test_a_request_preempted_and_resumed_is_counted_once():
+    async with opened(device=16) as cache:
+        tokens = prompt(1, 4, tail=1)
+        lease = await cache.acquire("a", tokens)
+        await lease.preempt(4 * BLOCK)
+        resumed = await cache.acquire("a", tokens)
+        assert resumed.hits.device == 4
+        await resumed.finish()
+        index = cache.statistics().prefix
+        assert (index.requests, index.blocks_looked_up, index.device_hits, index.resumed) == (
+            1,
+            4,
+            0,
+            1,
+        )
+        await serve(cache, "a", tokens, verify=False)
+        index = cache.statistics().prefix
+        assert (index.requests, index.blocks_looked_up, index.device_hits, index.resumed) == (
+            2,
+            8,
+            4,
+            1,
+        )
+
+
+async def test_what_an_abandoned_request_has_committed_is_announced():
+    sink = {"kind": "memory", "tiers": ["device"]}
+    async with opened(sinks=(sink,)) as cache:
+        lease = await cache.acquire("a", prompt(1, 3))
+        await lease.commit(2 * BLOCK)
+        await cache.settled()
+        told = []
+        actor = cache.system.index_actor
+        announced = actor.announced
+        actor.announced = lambda *args: (told.append(args[1:]), announced(*args))
+        lease.abandon()
+        await cache.settled()
+        assert [(start, stop, reason.name) for start, stop, reason in told] == [
+            (0, 2, "REQUEST_FINISH")
+        ]
+
+
+async def test_finish_commits_what_is_computed_or_changes_nothing():
+    async with opened(device=16, host=HOST) as cache:
+        tokens = prompt(1, 3, tail=2)
+        lease = await cache.acquire("a", tokens)
+        for wrong in (3 * BLOCK + 3, 10**6):
+            with pytest.raises(ValueError, match="computed_tokens"):
+                await lease.finish(wrong)
+        cache.device.fill(list(lease.block_table[:3]), lease.keys(0, 3))
+        await lease.finish(computed_tokens=3 * BLOCK + 1)
+        assert (await serve(cache, "again", tokens)).cached_tokens == 3 * BLOCK
+        for number in range(4):
+            await serve(cache, "other", prompt(10 + number, 8))
+        await cache.settled()
+        loading = await cache.acquire("loading", tokens)
+        if loading.pending:
+            with pytest.raises(NotReady):
+                await loading.finish(3 * BLOCK)
+            await loading.ready()
+        await loading.finish()

@@ -1,0 +1,437 @@
+"""No argument of a public call makes an actor fail: wrong ones are a TypeError or ValueError in the
+caller that changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from contextlib import suppress
+from decimal import Decimal
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+import kvactors
+from kvactors.cache import KVCache
+from kvactors.errors import KVActorsError
+from kvactors.from_thread import FromThread, ThreadLease
+from kvactors.lease import Lease
+from tests.support.cache import BLOCK, prompt, serve, settings
+
+nan, inf = float("nan"), float("inf")
+
+
+class Odd:
+    """Looks like a number, a sequence and a buffer, and is none."""
+
+    def __index__(self):
+        raise RuntimeError("no index")
+
+    def __len__(self):
+        return -1
+
+    def __repr__(self):
+        return "Odd()"
+
+
+def kinds():
+    """Wrong values by kind of argument; fresh ones, since generators are used up."""
+    return {
+        "int": [
+            True,
+            False,
+            1.0,
+            nan,
+            np.float32(2),
+            "4",
+            None,
+            [1],
+            np.array([1]),
+            np.array(1),
+            b"1",
+            {1},
+            object(),
+            1j,
+            -1,
+            2**63,
+            2**70,
+            -(2**70),
+            10**30,
+            Decimal(4),
+            Fraction(4),
+            np.bool_(True),
+            Odd(),
+        ],
+        "seconds": [
+            True,
+            "1",
+            [1],
+            np.array([1.0]),
+            nan,
+            inf,
+            -inf,
+            0,
+            -1,
+            0.0,
+            10**400,
+            1e300,
+            object(),
+            Decimal(1),
+            b"1",
+            1j,
+            np.float64("nan"),
+            np.bool_(True),
+        ],
+        "text": [
+            5,
+            1.0,
+            True,
+            b"x",
+            ["x"],
+            object(),
+            "\ud800",
+            "x" * 70_000,
+            np.array(["x"]),
+            {"x"},
+            Odd(),
+        ],
+        "flag": [0, 1, None, "yes", 1.0, [], object(), np.int8(1), np.array([True])],
+        "tokens": [
+            None,
+            "abc",
+            b"abc",
+            bytearray(b"abc"),
+            5,
+            1.0,
+            [1.5],
+            [True],
+            [1, False],
+            [[1]],
+            [None],
+            ["1"],
+            {1, 2},
+            {1: 2},
+            (i for i in range(3)),
+            np.zeros((2, 2), int),
+            np.zeros(3),
+            np.array(["a"]),
+            np.array([True]),
+            [-1],
+            [2**32],
+            np.array([2**32]),
+            np.array(5),
+            np.zeros(3, ">i4"),
+            np.zeros(3, complex),
+            object(),
+            Odd(),
+            [Odd()],
+            range,
+        ],
+        "prompt": [[], (), np.zeros(0, int)],
+        "media": [
+            "abc",
+            b"x",
+            5,
+            None,
+            {1: 2},
+            {(0, 1, "a")},
+            [1],
+            [(0, 1)],
+            [(0, 1, "a", "b")],
+            [(0.0, 1, "a")],
+            [("0", 1, "a")],
+            [(0, True, "a")],
+            [(-1, 1, "a")],
+            [(0, 0, "a")],
+            [(0, 10**9, "a")],
+            [(0, 2**70, "a")],
+            [(0, 1, None)],
+            [(0, 1, 1.5)],
+            [(0, 1, True)],
+            [(0, 1, ["a"])],
+            [(4, 1, "a"), (0, 1, "b")],
+            [(0, 2, "a"), (1, 2, "b")],
+            [(0, 1, 10**5000)],
+            [(0, 1, "\ud800")],
+            [(0, 1, "x" * 70_000)],
+            [(0, 1, b"x" * 70_000)],
+            ((0, 1, "a") for _ in range(1)),
+            np.zeros((1, 3)),
+            ["abc"],
+            object(),
+        ],
+        "sink": [None, 5, b"memory", ["memory"], "nope", "", "\ud800", object()],
+        "sinks": [
+            "memory",
+            b"memory",
+            5,
+            [5],
+            [None],
+            ["nope"],
+            {"nope"},
+            [["memory"]],
+            (x for x in "a"),
+            object(),
+        ],
+    }
+
+
+TOKENS = {"tokens": "tokens"}
+REQUEST = {"extra_keys": "media", "salt": "text", "lora": "text"}
+CALLS: dict[tuple[type, str], tuple[dict[str, object], dict[str, str]]] = {
+    (KVCache, "acquire"): (
+        {"request_id": "r", "tokens": prompt(1, 2), "lora": "adapter"},
+        {
+            **TOKENS,
+            **REQUEST,
+            "lora_id": "int",
+            "request_id": "text",
+            "deadline": "seconds",
+            "wait": "flag",
+        },
+    ),
+    (KVCache, "prefetch"): ({"tokens": prompt(1, 2)}, {**TOKENS, **REQUEST, "deadline": "seconds"}),
+    (KVCache, "clear"): ({}, {"storage": "flag", "deadline": "seconds"}),
+    (KVCache, "pause"): ({}, {"deadline": "seconds"}),
+    (KVCache, "resume"): ({}, {"deadline": "seconds"}),
+    (KVCache, "set_namespace"): ({"namespace": "n"}, {"namespace": "text", "deadline": "seconds"}),
+    (KVCache, "settled"): ({}, {"deadline": "seconds"}),
+    (KVCache, "flush_settled"): ({}, {"deadline": "seconds", "at_rest": "flag", "sinks": "sinks"}),
+    (KVCache, "resync"): ({"sink": "memory"}, {"sink": "sink", "deadline": "seconds"}),
+    (KVCache, "divergence"): ({}, {"sinks": "sinks"}),
+    (KVCache, "divergence_slices"): ({}, {"sinks": "sinks"}),
+    (Lease, "ready"): ({}, {"deadline": "seconds"}),
+    (Lease, "layer_ready"): ({"layer": 0}, {"layer": "int", "deadline": "seconds"}),
+    (Lease, "extend"): ({"tokens": [1]}, {**TOKENS, "deadline": "seconds"}),
+    (Lease, "commit"): ({"computed_tokens": 0}, {"computed_tokens": "int", "deadline": "seconds"}),
+    (Lease, "finish"): ({}, {"computed_tokens": "int", "deadline": "seconds"}),
+    (Lease, "preempt"): ({}, {"computed_tokens": "int", "deadline": "seconds"}),
+    (Lease, "keys"): ({"start": 0, "stop": 0}, {"start": "int", "stop": "int"}),
+}
+for (owner, method), (valid, arguments) in list(CALLS.items()):
+    thread = FromThread if owner is KVCache else ThreadLease
+    CALLS[thread, method] = (
+        valid,
+        (
+            {**arguments, "deadline": "seconds"}
+            if method in ("divergence", "divergence_slices", "keys")
+            else arguments
+        ),
+    )
+for method in ("statistics", "health", "check", "check_slices"):
+    CALLS[FromThread, method] = {}, {"deadline": "seconds"}
+NOT_CHECKED = {"self", "kind", "error", "trace"}
+
+
+def wrong_calls():
+    """Every call with one wrong argument."""
+    found = []
+    for (owner, method), (_, arguments) in CALLS.items():
+        for name, kind in arguments.items():
+            for position, value in enumerate(kinds()[kind]):
+                if value is None and (
+                    name in ("deadline", "lora_id")
+                    or (method, name) == ("finish", "computed_tokens")
+                ):
+                    continue
+                found.append((owner, method, name, kind, position))
+        if method in ("acquire", "prefetch"):
+            found += [(owner, method, "tokens", "prompt", position) for position in range(3)]
+    return found
+
+
+WRONG = wrong_calls()
+
+
+def test_every_public_method_is_in_the_table():
+    for owner in (KVCache, Lease, FromThread, ThreadLease):
+        for name, member in inspect.getmembers(owner, inspect.isfunction):
+            if name.startswith("_"):
+                continue
+            parameters = set(inspect.signature(member).parameters) - NOT_CHECKED
+            assert parameters == set(CALLS.get((owner, name), ({}, {}))[1]), (
+                f"{owner.__name__}.{name}"
+            )
+
+
+def opened():
+    host, sinks = {"slots": 4, "transit_slots": 4}, ({"kind": "memory"},)
+    return kvactors.open(settings(device=64, host=host, sinks=sinks), inline_copies=True)
+
+
+async def call(cache, owner, method, arguments):
+    """Call it, on a lease of its own if it is a lease's."""
+    if owner is KVCache:
+        result = getattr(cache, method)(**arguments)
+        result = await result if inspect.isawaitable(result) else result
+        if isinstance(result, Lease):
+            result.abandon()
+    elif owner is Lease:
+        lease = await cache.acquire("mine", prompt(5, 2))
+        try:
+            result = getattr(lease, method)(**arguments)
+            if inspect.isawaitable(result):
+                await result
+        finally:
+            lease.abandon()
+    else:
+        await asyncio.to_thread(call_in_thread, cache.from_thread, owner, method, arguments)
+
+
+def call_in_thread(door, owner, method, arguments):
+    lease = door.acquire("mine", prompt(5, 2)) if owner is ThreadLease else None
+    try:
+        result = getattr(lease or door, method)(**arguments)
+        if isinstance(result, ThreadLease):
+            result.abandon()
+    finally:
+        if lease is not None:
+            lease.abandon()
+
+
+async def still_well(cache):
+    await cache.resume()
+    await cache.set_namespace("default")
+    await cache.settled()
+    statistics = cache.statistics()
+    assert statistics.supervisor.deaths == 0
+    assert (
+        statistics.prefix.leases
+        == statistics.prefix.waiting
+        == statistics.prefix.nodes_referenced
+        == 0
+    )
+    assert (
+        statistics.prefix.blocks_free + statistics.prefix.evictable
+        == statistics.prefix.blocks_total
+    )
+    await serve(cache, "after", prompt(9, 2))
+    await cache.flush_settled()
+    assert cache.check() == []
+    assert cache.divergence() == 0
+
+
+@given(st.lists(st.sampled_from(WRONG), min_size=1, max_size=40))
+@hypothesis_settings(max_examples=40, deadline=None, derandomize=True)
+def test_a_wrong_argument_is_refused_and_changes_nothing(wrong):
+    async def main():
+        async with opened() as cache:
+            for owner, method, name, kind, position in wrong:
+                value = kinds()[kind][position]
+                with pytest.raises((TypeError, ValueError, RuntimeError)) as caught:
+                    await call(cache, owner, method, {**CALLS[owner, method][0], name: value})
+                assert not isinstance(caught.value, KVActorsError), (owner, method, name, value)
+                assert isinstance(caught.value, (TypeError, ValueError)) or isinstance(
+                    value, (Odd, list)
+                )
+            assert cache.namespace == "default"
+            await still_well(cache)
+
+    asyncio.run(main())
+
+
+@given(st.data())
+@hypothesis_settings(max_examples=40, deadline=None, derandomize=True)
+def test_any_arguments_at_all_fail_no_actor(data):
+    everything = [value for values in kinds().values() for value in values]
+
+    async def main():
+        async with opened() as cache:
+            for _ in range(data.draw(st.integers(1, 20))):
+                owner, method = data.draw(st.sampled_from(sorted(CALLS, key=str)))
+                if owner in (FromThread, ThreadLease) and method in ("settled", "flush_settled"):
+                    continue
+                valid, arguments = CALLS[owner, method]
+                chosen = dict(valid)
+                for name in sorted(arguments):
+                    if data.draw(st.booleans()):
+                        chosen[name] = everything[data.draw(st.integers(0, len(everything) - 1))]
+                with suppress(TypeError, ValueError, KVActorsError, RuntimeError):
+                    await call(
+                        cache,
+                        owner,
+                        method,
+                        {"deadline": 0.05, **chosen} if method == "acquire" else chosen,
+                    )
+                if method == "pause":
+                    await cache.resume()
+            await still_well(cache)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"config": {}}, "config"),
+        ({"config": "x.toml"}, "config"),
+        ({"config": 5}, "config"),
+        ({"device": "cpu"}, "device"),
+        ({"device": 5}, "device"),
+        ({"sinks": "memory"}, "sinks"),
+        ({"sinks": ["memory"]}, r"sinks\[0\]"),
+        ({"sinks": 5}, "sinks"),
+        ({"backend": "file"}, "backend"),
+        ({"inline_copies": 1}, "inline_copies"),
+        ({"inline_copies": None}, "inline_copies"),
+    ],
+)
+def test_open_refuses_wrong_arguments_before_it_is_entered(wrong, named):
+    with pytest.raises(TypeError, match=named):
+        kvactors.open(**wrong)
+
+
+async def test_numpy_integers_are_integers():
+    async with opened() as cache:
+        tokens = np.array(prompt(1, 3), np.uint32)
+        image = (np.int64(1), np.uint8(2), np.int32(77))
+        lease = await cache.acquire("a", tokens, extra_keys=[image], deadline=np.float32(5))
+        await lease.commit(np.int32(2 * BLOCK))
+        assert lease.keys(np.int8(0), np.uint64(1))
+        await lease.finish(np.uint16(3 * BLOCK), deadline=np.int64(2))
+        again = await cache.acquire("b", tokens, extra_keys=((1, 2, 77),))
+        assert again.cached_tokens == 2 * BLOCK
+        again.abandon()
+
+
+async def test_a_buffer_is_copied_before_the_call_returns_to_the_loop():
+    """Whatever a caller does with its buffer while it waits, the index has the tokens that were
+    given."""
+    async with opened() as cache:
+        tokens = np.arange(2 * BLOCK, dtype=np.uint32)
+        pending = asyncio.ensure_future(cache.acquire("a", tokens))
+        await asyncio.sleep(0)
+        tokens[:] = 7
+        lease = await pending
+        more = np.arange(100, 100 + BLOCK, dtype=np.uint32)
+        pending = asyncio.ensure_future(lease.extend(more))
+        await asyncio.sleep(0)
+        more[:] = 7
+        growing = list(range(200, 200 + BLOCK))
+        await pending
+        pending = asyncio.ensure_future(lease.extend(growing))
+        await asyncio.sleep(0)
+        growing += [-1, "x"]
+        await pending
+        assert lease.num_tokens == 4 * BLOCK
+        assert len(lease.block_table) == 4
+        cache.device.fill(list(lease.block_table), lease.keys(0, 4))
+        await lease.finish(4 * BLOCK)
+        given_tokens = [*range(2 * BLOCK), *range(100, 100 + BLOCK), *range(200, 200 + BLOCK), 1]
+        async with await cache.acquire("b", given_tokens) as again:
+            assert again.cached_tokens == 4 * BLOCK
+        await still_well(cache)
+
+
+async def test_an_empty_salt_is_a_salt_and_an_empty_extension_is_none():
+    async with opened() as cache:
+        await serve(cache, "none", prompt(1, 2, tail=1))
+        assert (await serve(cache, "empty", prompt(1, 2, tail=1), salt="")).cached_tokens == 0
+        assert (await serve(cache, "none again", prompt(1, 2, tail=1))).cached_tokens == 2 * BLOCK
+        async with await cache.acquire("a", [1]) as lease:
+            assert await lease.extend([]) == ()
+            assert lease.num_tokens == 1

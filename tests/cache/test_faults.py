@@ -1,0 +1,326 @@
+"""What goes wrong below the door: copies, stores, sinks and actors. Never a wrong byte, never a
+hang, nothing leaked."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+import kvactors
+from kvactors.actor import Control
+from kvactors.device.host import HostDevice
+from kvactors.gpu_swapper.messages import Copied, Direction
+from kvactors.layout import make_layout
+from kvactors.storage.messages import Outcome, Probed
+from kvactors.testing.loop import simulate
+from kvactors.types import Tier
+from tests.support.cache import BLOCK, opened, prompt, serve, settings
+
+HOST = {"slots": 8, "transit_slots": 16}
+STORE = {"backend": "memory", "write_policy": "write_back"}
+
+
+class Unwelcome(Control, frozen=True, eq=False):
+    """A message no actor handles: it kills whoever gets it."""
+
+
+async def pressed(cache):
+    """Request a's six blocks: two on the device, four on the host."""
+    await serve(cache, "a", prompt(1, 6))
+    await serve(cache, "b", prompt(2, 6))
+    await cache.settled()
+
+
+def refuse_copies(cache, monkeypatch, name):
+    def broken(*_args):
+        raise OSError("the link is down")
+
+    monkeypatch.setattr(cache.device, name, broken)
+
+
+async def until(condition):
+    for _ in range(1000):
+        if condition():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("it never came to that")
+
+
+async def test_a_failed_load_is_a_miss_into_the_leases_own_blocks(monkeypatch):
+    async with opened(host=HOST) as cache:
+        await pressed(cache)
+        refuse_copies(cache, monkeypatch, "copy_to_device")
+        lease = await cache.acquire("a", prompt(1, 6, tail=1))
+        assert lease.pending
+        await lease.ready()
+        assert lease.hits == (2, 0, 0)
+        assert lease.cached_tokens == 2 * BLOCK
+        assert len(set(lease.block_table)) == 7
+        monkeypatch.undo()
+        cache.device.fill(lease.block_table[2:6], lease.keys(2, 6))
+        await lease.commit(6 * BLOCK)
+        await lease.finish()
+        assert (await serve(cache, "a", prompt(1, 6, tail=1))).hits.device == 6
+
+
+async def test_a_failed_offload_loses_the_block_but_frees_its_place(monkeypatch):
+    async with opened(host=HOST) as cache:
+        await serve(cache, "a", prompt(1, 6))
+        refuse_copies(cache, monkeypatch, "copy_to_host")
+        await serve(cache, "b", prompt(2, 8))
+        await cache.settled()
+        assert cache.statistics().host.resident == 0
+        assert (await serve(cache, "a", prompt(1, 6, tail=1))).hits == (0, 0, 0)
+
+
+async def test_two_requests_share_one_load_and_a_failure_of_it(monkeypatch):
+    for broken in (False, True):
+        async with opened(device=16, host=HOST) as cache:
+            await serve(cache, "a", prompt(1, 6))
+            await serve(cache, "b", prompt(2, 16))
+            await cache.settled()
+            if broken:
+                refuse_copies(cache, monkeypatch, "copy_to_device")
+            before = cache.statistics().host.loaded
+            one, two = await asyncio.gather(
+                *(cache.acquire(name, prompt(1, 6, tail=1)) for name in "xy")
+            )
+            await asyncio.gather(one.ready(), two.ready())
+            if broken:
+                assert one.hits == two.hits == (0, 0, 0)
+                assert not set(one.block_table) & set(two.block_table)
+                monkeypatch.undo()
+            else:
+                assert one.hits.host == two.hits.host == 6
+                assert one.block_table[:6] == two.block_table[:6]
+                assert cache.statistics().host.loaded == before + 6
+                assert cache.device.check(one.block_table[:6], one.keys(0, 6)) == []
+            for lease in (one, two):
+                await lease.finish()
+            await cache.settled()
+
+
+async def test_a_block_matched_again_while_it_is_offloaded_is_kept(monkeypatch):
+    async with opened(device=8, host=HOST) as cache:
+        await serve(cache, "a", prompt(1, 6))
+        waiting = asyncio.create_task(cache.acquire("b", prompt(2, 6)))
+        await until(lambda: cache.statistics().prefix.offloads_in_flight)
+        lease = await cache.acquire("a", prompt(1, 1, tail=1))
+        assert lease.hits.device == 1
+        assert cache.device.check(lease.block_table[:1], lease.keys(0, 1)) == []
+        await lease.finish()
+        await (await waiting).finish()
+        await cache.settled()
+
+
+async def test_without_waiting_an_eviction_refuses_and_makes_room_for_later():
+    async with opened(host=HOST) as cache:
+        await serve(cache, "a", prompt(1, 8))
+        with pytest.raises(kvactors.NoRoom):
+            await cache.acquire("b", prompt(2, 4), wait=False)
+        await cache.settled()
+        await (await cache.acquire("b", prompt(2, 4), wait=False)).finish()
+
+
+async def test_device_blocks_are_kept_free_ahead_of_need():
+    config = kvactors.Config.from_mapping(
+        {
+            "cache": {"block_size": BLOCK},
+            "device": {"num_blocks": 16, "free_low": 0.25, "free_high": 0.5},
+            "host": {"slots": 32},
+            "layout": {"num_layers": 1, "num_kv_heads": 1, "head_dim": 4},
+        }
+    )
+    async with kvactors.open(config) as cache:
+        for i in range(6):
+            await serve(cache, "x", prompt(i, 4))
+            await cache.settled()
+        assert cache.statistics().prefix.blocks_free >= 4
+
+
+async def test_host_watermarks_evict_ahead_of_need():
+    host = {"slots": 16, "transit_slots": 32, "low_watermark": 0.25, "high_watermark": 0.5}
+    async with opened(host=host) as cache:
+        for i in range(6):
+            await serve(cache, "x", prompt(i, 8))
+            await cache.settled()
+        assert cache.statistics().host.resident <= 8
+
+
+@pytest.mark.parametrize("answer", ["late", "never", "error"])
+async def test_a_slow_or_broken_store_costs_a_miss_by_the_deadline(answer):
+    async with opened(storage=STORE, host=HOST) as cache:
+        await serve(cache, "a", prompt(1, 6))
+        for other in (2, 3):
+            await serve(cache, "x", prompt(other, 8))
+            await cache.settled()
+        store = cache.system.backend
+        assert len(store.keys()) >= 4
+        original, answered = store.load, asyncio.Event()
+
+        async def load(key, into):
+            if answer == "error":
+                raise RuntimeError("a bug in the back end")
+            await answered.wait()
+            return await original(key, into) if answer == "late" else Outcome.UNAVAILABLE
+
+        store.load = load
+        lease = await cache.acquire("a", prompt(1, 6, tail=1), deadline=0.1)
+        await lease.ready()
+        assert not answered.is_set(), "the request waited for the store"
+        assert lease.hits.storage == 0
+        await lease.finish()
+        answered.set()
+        await cache.settled()
+        store.load = original
+        assert cache.check() == []
+
+
+async def test_a_copy_that_hangs_costs_other_blocks_and_its_own_stay_out_of_use(monkeypatch):
+    from kvactors.prefix_index import transfers
+
+    monkeypatch.setattr(transfers, "GRACE", 0.05)
+    async with opened(device=16, host={"slots": 16, "transit_slots": 16}) as cache:
+        await serve(cache, "a", prompt(1, 4))
+        await serve(cache, "b", prompt(2, 16))
+        await cache.settled()
+        release = asyncio.Event()
+        run = cache.system.executor.run
+
+        async def hangs(direction, *pairs):
+            if direction is Direction.TO_DEVICE:
+                await release.wait()
+            return await run(direction, *pairs)
+
+        cache.system.executor.run = hangs
+        lease = await cache.acquire("a", prompt(1, 4, tail=1), deadline=0.1)
+        table = lease.block_table
+        await lease.ready()
+        assert lease.hits == (0, 0, 0)
+        assert not set(lease.block_table[:4]) & set(table[:4])
+        cache.device.fill(lease.block_table[:4], lease.keys(0, 4))
+        await lease.commit(4 * BLOCK)
+        release.set()
+        cache.system.executor.run = run
+        await cache.settled()
+        assert cache.device.check(lease.block_table[:4], lease.keys(0, 4)) == []
+        await lease.finish()
+
+
+@pytest.mark.parametrize("victim", ["index", "swapper", "evictor", "notifier", "reader", "writer"])
+async def test_any_actor_may_die_at_any_time(victim):
+    """What the dead held becomes misses, the sinks converge, and the next requests are served with
+    right bytes."""
+    async with opened(host=HOST, storage=STORE) as cache:
+        system = cache.system
+        ref = {"reader": system.readers[0], "writer": system.writers[0]}.get(victim) or getattr(
+            system, victim
+        )
+        for round_ in range(3):
+            await pressed(cache)
+            lease = await cache.acquire("a", prompt(1, 6, tail=1))
+            ref.try_tell(Unwelcome())
+            try:
+                await lease.ready()
+                await lease.finish()
+            except (kvactors.ActorFailed, kvactors.LeaseEnded):
+                assert victim == "index"
+                lease.abandon()
+            await asyncio.sleep(0.01)
+            await cache.settled()
+            assert cache.statistics().supervisor.deaths == round_ + 1
+            assert cache.check() == []
+        for seed in (1, 2, 3, 1):
+            await serve(cache, "after", prompt(seed, 6, tail=1))
+        await cache.flush_settled()
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("victim", ["reader", "writer"])
+def test_what_a_dead_storage_actor_was_about_to_tell_is_told_by_its_next_life(victim, seed):
+    """A small store evicts and hands out all the time; a sink that follows storage still ends equal
+    to it."""
+    rng = random.Random(seed)
+    store = {**STORE, "capacity_blocks": 10, "exclusive": True, "readers": 1, "writers": 1}
+
+    async def main():
+        async with opened(inline=True, host=HOST, storage=store, actors={"restarts": 100}) as cache:
+            system = cache.system
+            ref = system.readers[0] if victim == "reader" else system.writers[0]
+            slow_down(system.backend, rng)
+            for _ in range(6):
+                for _ in range(3):
+                    await serve(cache, "r", prompt(rng.randrange(8), 6, tail=1))
+                await asyncio.sleep(rng.random() * 0.02)
+                ref.try_tell(Unwelcome())
+            await cache.flush_settled(10)
+            assert cache.divergence() == 0
+            assert cache.statistics().supervisor.deaths == 6
+
+    simulate(main, seed)
+
+
+def slow_down(backend, rng):
+    """Every object takes its time, so that a death finds some under way."""
+    load, save = backend.load, backend.save
+
+    async def slow_load(key, into):
+        await asyncio.sleep(rng.random() * 0.01)
+        return await load(key, into)
+
+    async def slow_save(key, data):
+        await asyncio.sleep(rng.random() * 0.01)
+        return await save(key, data)
+
+    backend.load, backend.save = slow_load, slow_save
+
+
+async def test_answers_to_unknown_operations_are_ignored():
+    async with opened(host=HOST, storage=STORE) as cache:
+        cache.system.evictor.try_tell(Copied(999, ()))
+        cache.system.evictor.try_tell(Probed(999, 3))
+        await cache.settled()
+        assert cache.statistics().supervisor.deaths == 0
+
+
+async def test_clear_empties_every_tier_with_copies_in_flight():
+    async with opened(host=HOST, storage=STORE) as cache:
+        await pressed(cache)
+        waiting = asyncio.create_task(cache.acquire("c", prompt(3, 8)))
+        await asyncio.sleep(0)
+        await cache.clear(storage=True)
+        await (await waiting).finish()
+        await cache.flush_settled()
+        view = cache.sinks["memory"].view()
+        assert view[Tier.HOST] == view[Tier.STORAGE] == set()
+        assert (await serve(cache, "a", prompt(1, 6, tail=1))).hits == (0, 0, 0)
+
+
+async def test_a_device_of_another_block_size_is_refused():
+    config = settings()
+    device = HostDevice(make_layout(config.layout, 2 * BLOCK), 4)
+    with pytest.raises(kvactors.LayoutError, match="block_size"):
+        async with kvactors.open(config, device):
+            pass
+
+
+async def test_a_closed_cache_says_so():
+    async with kvactors.open(settings()) as cache:
+        pass
+    with pytest.raises(kvactors.CacheClosed):
+        await cache.acquire("a", [1])
+
+
+@pytest.mark.parametrize(
+    ("table", "near"),
+    [
+        ({"cahe": {}}, "cache"),
+        ({"host": {"slot": 3}}, "slots"),
+        ({"flush": {"sinks": [{"kind": "memory", "tier": []}]}}, "tiers"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(table, near):
+    with pytest.raises(kvactors.ConfigError, match=f"did you mean '{near}'"):
+        kvactors.Config.from_mapping(table)

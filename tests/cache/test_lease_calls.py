@@ -1,0 +1,382 @@
+"""Calls of a lease that are cancelled, that overlap, that come from elsewhere or too late: lease
+and index never disagree."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+
+import anyio
+import pytest
+
+import kvactors.from_thread
+from kvactors.errors import CacheClosed, DeadlineExceeded, LeaseBusy, LeaseEnded, NoRoom, WrongLoop
+from kvactors.prefix_index.actor import PrefixIndex
+from kvactors.prefix_index.messages import Commit
+from kvactors.prefix_index.records import Fault
+from tests.support.cache import BLOCK, opened, prompt, serve
+
+HOST = {"slots": 8, "transit_slots": 16}
+STORE = {"backend": "memory", "write_policy": "write_back"}
+
+CALLS = {
+    "extend": lambda lease: lease.extend([5] * (2 * BLOCK + 1)),
+    "commit": lambda lease: lease.commit(2 * BLOCK),
+    "ready": lambda lease: lease.ready(),
+    "layer_ready": lambda lease: lease.layer_ready(0),
+    "finish": lambda lease: lease.finish(2 * BLOCK),
+    "preempt": lambda lease: lease.preempt(2 * BLOCK),
+}
+
+
+def agree(cache, lease):
+    """The lease and the index have the same tokens and blocks, or the lease has ended for both."""
+    record = cache.system.index_actor.leases.get(lease._id)
+    if lease._ended:
+        assert record is None
+        return False
+    assert record is not None
+    assert record.path.num_tokens == lease.num_tokens
+    if not lease.pending:
+        assert tuple(record.path.blocks()) == lease.block_table
+    return True
+
+
+@pytest.mark.parametrize("how", ["task.cancel", "anyio scope", "fail_after"])
+@pytest.mark.parametrize("name", sorted(CALLS))
+async def test_a_call_cancelled_at_every_step_did_not_happen_or_ended_the_lease(name, how):
+    """The device is full of others' blocks, so that an extend waits for evictions; the lease's own
+    blocks are loaded from the host."""
+    outcomes, finished = set(), False
+    for step in range(200):
+        async with opened(host=HOST, storage=STORE) as cache:
+            await serve(cache, "victim before", prompt(1, 2, tail=1))
+            for other in (2, 3):
+                await serve(cache, "other", prompt(other, 8))
+            lease = await cache.acquire("victim", prompt(1, 2, tail=1))
+            if name not in ("ready", "layer_ready"):
+                await lease.ready()
+            scope = anyio.CancelScope()
+
+            async def run(lease=lease, scope=scope):
+                with scope:
+                    await CALLS[name](lease)
+
+            task = asyncio.create_task(run())
+            for _ in range(step):
+                await asyncio.sleep(0)
+            finished = task.done()
+            if how == "task.cancel":
+                task.cancel()
+            elif how == "anyio scope":
+                scope.cancel()
+            else:
+                scope.deadline = 0
+            await asyncio.gather(task, return_exceptions=True)
+            await cache.settled()
+            alive = agree(cache, lease)
+            outcomes.add(alive)
+            if alive:
+                await lease.ready()
+                before = lease.num_tokens
+                await lease.extend([6])
+                assert lease.num_tokens == before + 1
+                assert agree(cache, lease)
+                await lease.finish(0)
+            else:
+                with pytest.raises(LeaseEnded):
+                    await lease.extend([6])
+                lease.abandon()
+        if finished:
+            break
+    assert finished, "the call was never allowed to end"
+    assert True in outcomes or name in ("finish", "preempt"), (
+        "no cancellation came before the call had an effect"
+    )
+
+
+async def test_what_was_cancelled_and_asked_again_never_serves_wrong_bytes():
+    """A request whose extends are cancelled at any moment and tried again: its blocks are hit under
+    the tokens they were computed for."""
+    async with opened(device=64) as cache:
+        for number in range(150):
+            tokens = prompt(1_000 + number, 1)
+            lease = await cache.acquire("a", tokens)
+            try:
+                for piece in range(3):
+                    more = [number, piece, 7, 8]
+                    task = asyncio.ensure_future(lease.extend(more))
+                    for _ in range((number + piece) % 7):
+                        await asyncio.sleep(0)
+                    if task.cancel():
+                        await asyncio.gather(task, return_exceptions=True)
+                        await lease.extend(more)
+                    tokens += more
+                assert lease.num_tokens == len(tokens)
+                cache.device.fill(list(lease.block_table), lease.keys(0, 4))
+                await lease.finish(4 * BLOCK)
+            except LeaseEnded:
+                continue
+            await serve(cache, "again", [*tokens, 1])
+
+
+async def test_an_extend_while_another_waits_is_refused_and_changes_nothing():
+    async with opened(host=HOST) as cache:
+        await serve(cache, "other", prompt(2, 7))
+        lease = await cache.acquire("a", [1])
+        first = asyncio.ensure_future(lease.extend([2] * (2 * BLOCK)))
+        await asyncio.sleep(0)
+        with pytest.raises(LeaseBusy, match="another extend"):
+            await lease.extend([3] * BLOCK)
+        assert len(await first) == 2
+        assert len(await lease.extend([3] * BLOCK)) == 1
+        assert (lease.num_tokens, len(lease.block_table)) == (1 + 3 * BLOCK, 4)
+        assert agree(cache, lease)
+        await lease.finish()
+
+
+async def test_an_extend_that_waits_ends_with_its_lease():
+    async with opened(host=HOST) as cache:
+        await serve(cache, "other", prompt(2, 7))
+        lease = await cache.acquire("a", [1])
+        waits = asyncio.ensure_future(lease.extend([2] * (2 * BLOCK)))
+        await asyncio.sleep(0)
+        await lease.finish()
+        with pytest.raises(LeaseEnded):
+            await waits
+
+
+async def test_a_cancelled_extend_gives_back_what_it_has_collected():
+    """It has two of the three blocks it needs, and a save in flight may free the third; it is
+    cancelled long before its deadline."""
+    async with opened(device=4) as cache:
+        actor = cache.system.index_actor
+        holder, lease = await cache.acquire("holder", prompt(1, 1)), await cache.acquire("a", [1])
+        actor.saves[-1] = (actor.index.tree, holder._path)
+        waits = asyncio.ensure_future(lease.extend([2] * (3 * BLOCK), deadline=600.0))
+        await cache.settled()
+        assert cache.statistics().prefix.blocks_free == 0
+        waits.cancel()
+        await asyncio.gather(waits, return_exceptions=True)
+        await cache.settled()
+        assert cache.statistics().prefix.blocks_free == 2
+        del actor.saves[-1]
+        assert agree(cache, lease)
+        await holder.finish()
+        await lease.finish()
+
+
+# -- other loops and threads
+
+
+@pytest.mark.parametrize("name", sorted(CALLS))
+async def test_a_lease_awaited_on_another_loop_raises_at_once(name):
+    async with opened() as cache:
+        lease = await cache.acquire("a", prompt(1, 3))
+
+        async def elsewhere():
+            with anyio.fail_after(10):  # it must not wait at all
+                await CALLS[name](lease)
+
+        with pytest.raises(WrongLoop):
+            await asyncio.to_thread(asyncio.run, elsewhere())
+        assert agree(cache, lease)
+        await lease.finish()
+
+
+async def test_every_call_from_another_thread_raises_at_once():
+    async with opened() as cache:
+        lease = await cache.acquire("a", prompt(1, 3))
+        lookers = [
+            cache.statistics,
+            cache.health,
+            cache.check,
+            cache.divergence,
+            cache.close,
+            lease.abandon,
+            lambda: lease.keys(0, 1),
+        ]
+        for look in lookers:
+            with pytest.raises(WrongLoop):
+                await asyncio.to_thread(look)
+        calls = [
+            lambda: cache.acquire("b", [1]),
+            cache.clear,
+            cache.pause,
+            cache.resume,
+            cache.settled,
+            cache.flush_settled,
+        ]
+        for made in calls:
+
+            async def run(made=made):
+                await made()
+
+            with pytest.raises(WrongLoop):
+                await asyncio.to_thread(asyncio.run, run())
+        with pytest.raises(WrongLoop):
+            cache.from_thread.acquire("b", [1])
+        assert agree(cache, lease)
+        await lease.finish()
+
+
+async def test_a_thread_that_gave_up_has_no_effect_or_no_lease(monkeypatch):
+    """The loop answers after the thread has stopped waiting: the lease has ended, and nothing is
+    left of an acquire."""
+    monkeypatch.setattr(kvactors.from_thread, "MARGIN", 0.0)
+    async with opened() as cache:
+        lease = await cache.acquire("a", prompt(1, 1))
+        gone = threading.Thread(target=lambda: None)
+        gone.start()
+
+        def late(method):
+            async def call(*args, **kwargs):
+                result = await method(*args, **kwargs)
+                deadline = time.monotonic() + 20
+                while not given_up and time.monotonic() < deadline:
+                    time.sleep(0.001)  # noqa: ASYNC251  (the loop is busy until the thread has given up)
+                return result
+
+            return call
+
+        given_up: list[str] = []
+
+        def in_thread(call):
+            def run():
+                try:
+                    call()
+                except DeadlineExceeded as error:
+                    given_up.append(str(error))
+                    raise
+
+            return run
+
+        held = kvactors.from_thread.ThreadLease(cache.from_thread, lease)
+        monkeypatch.setattr(lease, "extend", late(lease.extend))
+        give_up = kvactors.from_thread.FromThread._schedule
+
+        def noted(self, callback):
+            if callback.__name__ == "give_up":
+                given_up.append("now")
+            give_up(self, callback)
+
+        monkeypatch.setattr(kvactors.from_thread.FromThread, "_schedule", noted)
+        with pytest.raises(DeadlineExceeded):
+            await asyncio.to_thread(in_thread(lambda: held.extend([1] * BLOCK, deadline=0.3)))
+        await cache.settled()
+        assert not agree(cache, lease)
+        given_up.clear()
+        monkeypatch.setattr(cache, "acquire", late(cache.acquire))
+        with pytest.raises(DeadlineExceeded):
+            await asyncio.to_thread(
+                in_thread(lambda: cache.from_thread.acquire("b", prompt(2, 1), deadline=0.3))
+            )
+        await cache.settled()
+        assert cache.statistics().prefix.leases == 0
+
+
+async def test_a_thread_has_all_the_calls_of_the_loop():
+    async with opened(host=HOST, storage=STORE) as cache:
+        door = cache.from_thread
+
+        def work():
+            assert door.prefetch(prompt(1, 3, tail=1)) == 3
+            with door.acquire("t", prompt(1, 3, tail=1)) as lease:
+                lease.ready()
+                assert (lease.request_id, lease.num_tokens, lease.pending) == (
+                    "t",
+                    3 * BLOCK + 1,
+                    False,
+                )
+                assert lease.layer_ready(0) == lease.cached_tokens == 0
+                assert len(lease.keys(0, 3)) == 96
+                assert lease.extend([1, 2, 3]) == ()
+                cache.device.fill(list(lease.block_table), lease.keys(0, 4))
+                lease.finish(4 * BLOCK)
+            other = door.acquire("u", prompt(2, 1))
+            other.abandon()
+            door.settled()
+            assert door.statistics().prefix.leases == 0
+            assert door.check() == []
+            assert door.health().status == "ok"
+            door.flush_settled(sinks=["memory"], at_rest=False)
+            assert door.divergence() == door.divergence(["memory"]) == 0
+            with pytest.raises(ValueError, match="no sink"):
+                door.flush_settled(sinks=["nope"])
+
+        await asyncio.to_thread(work)
+        with pytest.raises(WrongLoop):
+            door.statistics()
+
+
+# -- leases that have ended
+
+
+async def test_every_call_on_an_ended_lease_raises():
+    async with opened() as cache:
+        lease = await cache.acquire("a", prompt(1, 2))
+        await lease.finish()
+        for call in CALLS.values():
+            with pytest.raises(LeaseEnded, match="'a'"):
+                await call(lease)
+        with pytest.raises(LeaseEnded):
+            async with lease:
+                pass
+        lease.abandon()
+
+
+async def test_a_lease_that_the_cache_lost_says_so(monkeypatch):
+    async with opened() as cache:
+        lease, bystander = (
+            await cache.acquire("a", prompt(1, 2)),
+            await cache.acquire("b", prompt(2, 2)),
+        )
+
+        def fails(self, message, envelope):
+            raise RuntimeError("planted")
+
+        actor = cache.system.index_actor
+        monkeypatch.setitem(actor.handlers, Commit, fails.__get__(actor))
+        with pytest.raises(kvactors.ActorFailed):
+            await lease.commit(BLOCK)
+        await cache.settled()
+        for one in (lease, bystander):
+            with pytest.raises(LeaseEnded, match="lost when prefix_index was restarted"):
+                await one.extend([1])
+            one.abandon()
+
+
+async def test_calls_after_the_cache_is_closed_say_so():
+    async with opened() as cache:
+        lease = await cache.acquire("a", prompt(1, 2))
+        await lease.finish()
+    for call in (cache.clear, cache.settled, cache.flush_settled, cache.pause):
+        with pytest.raises(CacheClosed):
+            await call()
+    with pytest.raises(CacheClosed):
+        await lease.extend([1])
+
+
+# -- leases with a fault
+
+
+async def test_a_lease_that_failed_and_was_forgotten_gives_its_blocks_back():
+    """An error that was kept and raised again would keep its callers' frames, and the lease in
+    them."""
+    async with opened(device=32) as cache:
+        index: PrefixIndex = cache.system.index_actor
+
+        async def fail(number):
+            lease = await cache.acquire(f"f{number}", prompt(number, 2))
+            index.leases[lease._id].fault = Fault(NoRoom, (1, 0))
+            for call in (lambda: lease.commit(BLOCK), lambda: lease.preempt(BLOCK)):
+                with pytest.raises(NoRoom):
+                    await call()
+
+        for number in range(10):
+            await fail(number)
+        gc.collect()
+        await cache.settled()
+        assert cache.statistics().prefix.leases == 0

@@ -1,0 +1,297 @@
+"""A request's life through the door, over every tier, with real bytes."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+
+import numpy as np
+import pytest
+
+import kvactors
+from kvactors.testing.loop import simulate
+from tests.support.cache import BLOCK, opened, prompt, serve
+
+EXCLUSIVE = {"slots": 8, "transit_slots": 16}
+INCLUSIVE = {"slots": 8, "transit_slots": 16, "mode": "inclusive"}
+
+
+async def test_cold_then_hit_on_the_device():
+    async with opened() as cache:
+        first = await serve(cache, "a", prompt(1, 3, tail=2))
+        assert first.hits == (0, 0, 0)
+        again = await serve(cache, "b", prompt(1, 3, tail=2))
+        assert again.hits == (3, 0, 0)
+        assert again.cached_tokens == 3 * BLOCK
+        assert again.block_table[:3] == first.block_table[:3]
+        assert not again.pending
+
+
+async def test_fresh_blocks_are_the_lowest_and_all_come_back():
+    async with opened() as cache:
+        lease = await cache.acquire("a", prompt(1, 2))
+        assert lease.block_table == (0, 1)
+        assert cache.statistics().prefix.blocks_free == 6
+        await lease.finish()
+        assert cache.statistics().prefix.blocks_free == 8
+
+
+@pytest.mark.parametrize(("tokens", "blocks"), [(1, 1), (BLOCK, 1), (BLOCK + 1, 2), (2 * BLOCK, 2)])
+async def test_required_blocks_are_rounded_up(tokens, blocks):
+    async with opened() as cache, await cache.acquire("a", list(range(tokens))) as lease:
+        assert len(lease.block_table) == blocks
+
+
+async def test_a_full_hit_leaves_a_block_to_compute_unless_configured():
+    async with opened() as cache:
+        await serve(cache, "a", prompt(1, 2))
+        assert (await serve(cache, "b", prompt(1, 2))).hits == (1, 0, 0)
+    async with opened(cache={"recompute_last_token": False}) as cache:
+        await serve(cache, "a", prompt(1, 2))
+        assert (await serve(cache, "b", prompt(1, 2))).hits == (2, 0, 0)
+
+
+async def test_every_kind_of_token_buffer_names_the_same_blocks():
+    tokens = prompt(3, 2, tail=1)
+    kinds = [
+        tuple(tokens),
+        array.array("Q", tokens),
+        np.array(tokens, np.int64),
+        np.array(tokens, np.uint32),
+        memoryview(np.array(tokens, np.uint64)),
+    ]
+    async with opened() as cache:
+        await serve(cache, "list", tokens)
+        for kind in kinds:
+            assert (await serve(cache, "other", kind)).hits == (2, 0, 0)
+
+
+@pytest.mark.parametrize("bad", [[-1, 2], [2**32], np.array([-5]), [], np.array([1.5]), ["x"]])
+async def test_bad_tokens_are_named_errors_and_change_nothing(bad):
+    async with opened() as cache:
+        before = cache.statistics().prefix
+        with pytest.raises((ValueError, TypeError)):
+            await cache.acquire("a", bad)
+        assert cache.statistics().prefix == before
+
+
+async def test_no_room_changes_nothing():
+    async with opened() as cache:
+        lease = await cache.acquire("a", prompt(1, 6))
+        before = cache.statistics().prefix
+        with pytest.raises(kvactors.NoRoom) as refused:
+            await cache.acquire("b", prompt(2, 3))
+        assert (refused.value.needed, refused.value.available) == (3, 2)
+        with pytest.raises(kvactors.NoRoom):
+            await lease.extend(prompt(2, 3))
+        assert len(lease.block_table) == 6
+        after = cache.statistics().prefix
+        assert after._replace(no_room=0) == before
+        with pytest.raises(kvactors.NoRoom):
+            await cache.acquire("c", prompt(3, 9))
+        await lease.finish()
+
+
+async def test_extend_takes_blocks_only_across_a_boundary():
+    async with opened() as cache, await cache.acquire("a", prompt(1, 1, tail=1)) as lease:
+        assert await lease.extend([7, 8, 9]) == ()
+        (block,) = await lease.extend([10])
+        assert lease.block_table[-1] == block
+        assert lease.num_tokens == 2 * BLOCK + 1
+        with pytest.raises(ValueError):
+            await lease.extend([-1])
+        assert lease.num_tokens == 2 * BLOCK + 1
+        await lease.commit(2 * BLOCK)
+
+
+async def test_output_tokens_are_found_by_the_next_turn():
+    async with opened() as cache:
+        tokens, answer = prompt(1, 2), prompt(2, 2)
+        lease = await cache.acquire("turn 1", tokens)
+        await lease.commit(len(tokens))
+        await lease.extend(answer)
+        await lease.commit(lease.num_tokens)
+        await lease.finish()
+        assert (
+            await serve(cache, "turn 2", tokens + answer + prompt(3, 1), verify=False)
+        ).hits.device == 4
+
+
+async def test_the_first_committed_copy_is_canonical():
+    async with opened() as cache:
+        one, two = await cache.acquire("a", prompt(1, 2)), await cache.acquire("b", prompt(1, 2))
+        assert not set(one.block_table) & set(two.block_table)
+        await one.commit(2 * BLOCK)
+        await two.commit(2 * BLOCK)
+        assert cache.statistics().prefix.nodes == 2
+        await two.finish()
+        assert cache.statistics().prefix.blocks_free == 6
+        await one.finish()
+        assert cache.statistics().prefix.blocks_free == 6
+
+
+async def test_salt_lora_namespace_and_media_keep_requests_apart():
+    async with opened(device=64) as cache:
+        tokens = prompt(1, 2, tail=1)
+        await serve(cache, "plain", tokens)
+        for options in (
+            {"salt": "x"},
+            {"lora": "x"},
+            {"extra_keys": [(0, 2, b"picture")]},
+            {"extra_keys": [(0, 2, "other")]},
+        ):
+            assert (await serve(cache, "first", tokens, **options)).hits == (0, 0, 0)
+            assert (await serve(cache, "again", tokens, **options)).hits == (2, 0, 0)
+        late = [(BLOCK, 1, b"picture")]
+        assert (await serve(cache, "media in block 1", tokens, extra_keys=late)).hits == (1, 0, 0)
+        await cache.set_namespace("new weights")
+        assert (await serve(cache, "new", tokens)).hits == (0, 0, 0)
+        await cache.set_namespace("default")
+        assert (await serve(cache, "old", tokens)).hits == (2, 0, 0)
+
+
+@pytest.mark.parametrize("media", [[(0, 0, b"x")], [(-1, 2, b"x")], [(0, 99, b"x")]])
+async def test_bad_media_is_refused(media):
+    async with opened() as cache:
+        with pytest.raises(ValueError):
+            await cache.acquire("a", prompt(1, 2), extra_keys=media)
+
+
+async def test_offload_and_load_bring_the_same_bytes_back():
+    async with opened(host=EXCLUSIVE) as cache:
+        await serve(cache, "a", prompt(1, 6))
+        await serve(cache, "b", prompt(2, 6))
+        await cache.settled()
+        assert cache.statistics().host.resident == 4
+        back = await serve(cache, "a again", prompt(1, 6, tail=1))
+        assert back.hits.device == 2
+        assert back.hits.host == 4
+        await cache.settled()
+
+
+async def test_an_inclusive_host_keeps_its_copy():
+    async with opened(host=INCLUSIVE) as cache:
+        await serve(cache, "a", prompt(1, 6))
+        await cache.settled()
+        assert cache.statistics().host.resident == 6
+        await serve(cache, "b", prompt(2, 4))
+        await cache.settled()
+        assert cache.statistics().host.resident == 8
+        assert sum((await serve(cache, "a again", prompt(1, 6, tail=1))).hits) >= 4
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
+@pytest.mark.parametrize("backend", ["memory", "file"])
+async def test_storage_brings_the_same_bytes_back(policy, backend, tmp_path):
+    storage = {"backend": backend, "write_policy": policy}
+    if backend == "file":
+        storage["directory"] = str(tmp_path)
+    async with opened(host={"slots": 2, "transit_slots": 32}, storage=storage) as cache:
+        for _ in range(2):
+            await serve(cache, "a", prompt(1, 6, tail=1))
+        await cache.settled()
+        for other in range(2, 6):
+            await serve(cache, "b", prompt(other, 8))
+            await cache.settled()
+        back = await serve(cache, "a again", prompt(1, 6, tail=1))
+        assert back.hits.storage >= 4
+        await cache.settled()
+    if backend == "file":
+        async with opened(storage=storage) as cache:
+            assert (await serve(cache, "after a restart", prompt(1, 6, tail=1))).hits.storage >= 4
+
+
+async def test_flush_only_neither_reads_nor_writes_storage(tmp_path, monkeypatch):
+    storage = {"backend": "file", "directory": str(tmp_path), "write_policy": "write_through"}
+    monkeypatch.setenv("FD_AS_ONLY_FLUSH", "1")
+    async with opened(storage=storage) as cache:
+        await serve(cache, "a", prompt(1, 4))
+        await cache.flush_settled()
+        assert len(cache.sinks["memory"].view()[kvactors.Tier.DEVICE]) == 4
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setenv("FD_AS_ONLY_FLUSH", "maybe")
+    with pytest.raises(kvactors.ConfigError, match="FD_AS_ONLY_FLUSH"):
+        async with opened():
+            pass
+
+
+async def test_preempt_keeps_what_is_computed():
+    async with opened() as cache:
+        lease = await cache.acquire("a", prompt(1, 4))
+        await lease.preempt(2 * BLOCK + 1)
+        assert cache.statistics().prefix.blocks_free == 6
+        assert (await serve(cache, "a resumed", prompt(1, 4), verify=False)).hits == (2, 0, 0)
+        with pytest.raises(kvactors.LeaseEnded):
+            await lease.commit(BLOCK)
+
+
+async def test_clear_with_a_lease_in_use():
+    async with opened(host=EXCLUSIVE) as cache:
+        await serve(cache, "a", prompt(1, 4))
+        lease = await cache.acquire("b", prompt(2, 2, tail=1))
+        await lease.commit(2 * BLOCK)
+        assert await cache.clear() == 4
+        assert lease.block_table[0] not in (await serve(cache, "c", prompt(1, 4))).block_table
+        await lease.finish()
+        assert (await serve(cache, "b again", prompt(2, 2, tail=1))).hits == (0, 0, 0)
+
+
+async def test_pause_holds_acquires_until_resume():
+    async with opened() as cache:
+        await cache.pause()
+        with pytest.raises(kvactors.Paused):
+            await cache.acquire("a", prompt(1, 1), deadline=0.05)
+        import asyncio
+
+        waiting = asyncio.create_task(cache.acquire("b", prompt(1, 1)))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        await cache.resume()
+        await (await waiting).finish()
+
+
+async def test_from_another_thread():
+    import anyio
+
+    async with opened(host=EXCLUSIVE) as cache:
+        door = cache.from_thread
+
+        def serving_thread():
+            for turn in range(3):
+                with door.acquire("t", np.array(prompt(turn, 3, tail=1))) as lease:
+                    lease.ready()
+                    lease.extend([1, 2, 3, 4])
+                    lease.commit(3 * BLOCK)
+            with pytest.raises(kvactors.NoRoom):
+                door.acquire("too long", prompt(9, 9))
+            return lease.hits
+
+        assert await anyio.to_thread.run_sync(serving_thread) == (0, 0, 0)
+        with pytest.raises(RuntimeError, match="other threads"):
+            door.acquire("here", [1])
+        assert (await serve(cache, "after", prompt(2, 3, tail=1), verify=False)).hits.device == 3
+
+
+def test_a_cleared_store_is_not_hit_even_before_it_is_empty():
+    """The writer has much to do before it comes to the clear; nobody reads what is to go."""
+
+    async def main():
+        store = {"backend": "memory", "write_policy": "write_through", "writers": 1}
+        async with opened(inline=True, storage=store) as cache:
+            await serve(cache, "a", prompt(1, 4, tail=1))
+            await cache.settled()
+            inner = cache.system.backend.clear
+
+            async def slow():
+                await asyncio.sleep(1.0)
+                await inner()
+
+            cache.system.backend.clear = slow
+            await cache.clear(storage=True)
+            lease = await cache.acquire("b", prompt(1, 4, tail=1))
+            await lease.ready()
+            assert lease.cached_tokens == 0
+            await lease.finish()
+            await cache.settled()
+
+    simulate(main)

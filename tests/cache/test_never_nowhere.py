@@ -1,0 +1,95 @@
+"""Blocks move between tiers, and indexes are never sent that a block is nowhere in between."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvactors.types import Residency, Tier, split_keys
+from tests.support.cache import opened, prompt, serve
+
+STORE = {"backend": "memory", "write_policy": "write_back"}
+
+
+def held_back(cache, seconds: float) -> None:
+    """Every write of the store takes a while longer."""
+    write = cache.system.store.inner.write
+
+    async def slowly(*arguments):
+        await asyncio.sleep(seconds)
+        return await write(*arguments)
+
+    cache.system.store.inner.write = slowly
+
+
+def gaps(sink) -> int:
+    """How often a block that had been announced was nowhere."""
+    held: dict[bytes, int] = {}
+    found = 0
+    for task in sink.tasks:
+        for key in split_keys(task.keys):
+            before = held.get(key, 0)
+            held[key] = (
+                before | task.tier if task.residency is Residency.RESIDENT else before & ~task.tier
+            )
+            found += bool(before) and not held[key]
+    return found
+
+
+@pytest.mark.parametrize("mode", ["exclusive", "inclusive"])
+async def test_from_the_host_to_storage(mode):
+    host = {"slots": 8, "transit_slots": 40, "mode": mode}
+    async with opened(device=8, host=host, storage=STORE) as cache:
+        held_back(cache, 0.002)
+        for i in range(8):
+            await serve(cache, f"r{i}", prompt(i, 6))
+            await serve(cache, f"again {i}", prompt(i // 2, 6))
+        await cache.flush_settled(10)
+        sink = cache.sinks["memory"]
+        assert len(sink.view()[Tier.STORAGE]) > 20
+        assert gaps(sink) == 0
+
+
+async def test_through_the_host_to_storage():
+    async with opened(device=8, host={"slots": 0, "transit_slots": 40}, storage=STORE) as cache:
+        held_back(cache, 0.002)
+        for i in range(8):
+            await serve(cache, f"r{i}", prompt(i, 6))
+        await cache.flush_settled(10)
+        sink = cache.sinks["memory"]
+        assert len(sink.view()[Tier.STORAGE]) > 20
+        assert gaps(sink) == 0
+
+
+async def test_a_block_on_its_way_to_storage_is_hit_and_announced():
+    async with opened(
+        device=8, host={"slots": 4, "transit_slots": 40, "mode": "exclusive"}, storage=STORE
+    ) as cache:
+        held_back(cache, 1.0)
+        for i in range(4):
+            await serve(cache, f"r{i}", prompt(i, 4))
+        await cache.flush_settled(10, at_rest=False)
+        written = cache.system.evictor_actor._writes
+        assert written, "the writes are in flight"
+        sink = cache.sinks["memory"]
+        assert len(set.union(*sink.view().values())) == 16, "every block is announced somewhere"
+        assert not sink.view()[Tier.STORAGE]
+        lease = await serve(cache, "again", prompt(0, 4))
+        assert lease.cached_tokens == 12, "all but the last block, which is computed for its logits"
+
+
+async def test_a_write_that_fails_is_reported_when_it_has_failed():
+    async with opened(device=8, host={"slots": 4, "transit_slots": 40}, storage=STORE) as cache:
+        for i in range(2):
+            await serve(cache, f"r{i}", prompt(i, 4))
+
+        async def failing(*_arguments):
+            raise OSError("no such store")
+
+        cache.system.store.inner.write = failing
+        for i in range(2, 6):
+            await serve(cache, f"r{i}", prompt(i, 4))
+        await cache.flush_settled(10)
+        view = cache.sinks["memory"].view()
+        assert len(view[Tier.HOST]) <= 4

@@ -1,0 +1,83 @@
+"""Prefetch: storage's blocks come to the host tier before the request does."""
+
+from __future__ import annotations
+
+import pytest
+
+import kvactors
+from kvactors.types import Tier
+from tests.support.cache import opened, prompt, serve
+
+
+def tiers(**storage):
+    return {
+        "device": 8,
+        "host": {"slots": 16, "transit_slots": 16},
+        "storage": {"backend": "memory", "write_policy": "write_through", **storage},
+    }
+
+
+async def stored(cache, *seeds) -> None:
+    """Prompts of six blocks that are in storage alone."""
+    for seed in seeds:
+        await serve(cache, f"r{seed}", prompt(seed, 6, tail=1))
+        await cache.settled()
+    await cache.clear()
+    await cache.settled()
+
+
+async def test_what_was_prefetched_is_a_host_hit():
+    async with opened(**tiers()) as cache:
+        await stored(cache, 1, 2)
+        assert await cache.prefetch(prompt(1, 6, tail=1)) == 6
+        await cache.settled()
+        assert cache.statistics().host.fetched == 6
+        assert len(cache.sinks["memory"].view()[Tier.HOST]) == 6, "the indexes hear of it"
+        one, other = (
+            await serve(cache, "a", prompt(1, 6, tail=1)),
+            await serve(cache, "b", prompt(2, 6, tail=1)),
+        )
+        assert (one.hits, other.hits) == (kvactors.Hits(0, 6, 0), kvactors.Hits(0, 0, 6))
+
+
+async def test_what_is_there_already_is_not_fetched_again():
+    async with opened(**tiers()) as cache:
+        await stored(cache, 1)
+        for _ in range(3):
+            await cache.prefetch(prompt(1, 6, tail=1))
+            await cache.settled()
+        assert cache.statistics().host.fetched == 6
+        await serve(cache, "a", prompt(1, 6, tail=1))
+        assert await cache.prefetch(prompt(1, 6, tail=1)) == 0, "all of it is on the device"
+
+
+async def test_a_hint_for_nothing_known_changes_nothing():
+    async with opened(**tiers()) as cache:
+        await stored(cache, 1)
+        assert await cache.prefetch(prompt(9, 6, tail=1)) == 6
+        await cache.settled()
+        assert cache.statistics().host.fetched == 0
+        with pytest.raises(ValueError, match="at least one token"):
+            await cache.prefetch([])
+
+
+async def test_without_a_host_tier_or_storage_it_is_only_a_hint():
+    async with opened(
+        device=8, storage={"backend": "memory", "write_policy": "write_through"}
+    ) as cache:
+        await serve(cache, "a", prompt(1, 6, tail=1))
+        await cache.prefetch(prompt(1, 6, tail=1))
+    async with opened(device=8) as cache:
+        assert await cache.prefetch(prompt(1, 6, tail=1)) == 0
+
+
+@pytest.mark.parametrize(("least", "hits"), [(6, 6), (7, 0)])
+async def test_a_run_that_is_too_short_is_not_worth_the_trip(least, hits):
+    async with opened(**tiers(min_fetch_blocks=least)) as cache:
+        await stored(cache, 1)
+        await cache.prefetch(prompt(1, 6, tail=1))
+        await cache.settled()
+        assert cache.statistics().host.fetched == hits
+        await cache.clear()
+        lease = await serve(cache, "a", prompt(1, 6, tail=1))
+        assert lease.hits.storage == hits

@@ -1,0 +1,250 @@
+"""AttentionStore's service fails in every way under load: as device store and as index of one
+cache, with requests of every identity."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import numpy as np
+
+from kvactors.actor.uncancelled import uncancelled
+from kvactors.cache import KVCache, open_cache
+from kvactors.config import Config
+from kvactors.flush_notifier.runs import path_tokens
+from kvactors.observe.statistics import announceable, residency
+from kvactors.storage.breaker import Breaker
+from kvactors.testing import attentionstore_sdk as stand_in
+from kvactors.testing.attentionstore_sdk import Service
+from kvactors.testing.attentionstore_sdk.service import CAPACITY
+from kvactors.types import Tier
+from tests.chaos.load import Load
+from tests.chaos.record import Setting, Situation, Tally, reached
+from tests.chaos.rest import BREAKER, at_rest, settings
+
+PATIENCE = 30.0
+"""Seconds in which health must show a failure, or its end."""
+
+CANCEL = 0.08
+"""Share of the requests whose task is cancelled at a random moment."""
+
+NONSENSE = (-1, 10**6, 1 << 70, None, 2.5, "many", True, b"")
+LEAKS: tuple[type[BaseException], ...] = (
+    SystemExit,
+    KeyboardInterrupt,
+    GeneratorExit,
+    BaseException,
+)
+
+
+class ManyScopes(Load):
+    """Half of the requests have a salt, an adapter or media; some are cancelled."""
+
+    def identity(self, number: int, rng: random.Random | None) -> dict[str, Any]:
+        """See `Load.identity`."""
+        half = self.cache.block_size // 2
+        kinds: list[dict[str, Any]] = [
+            {"salt": "a"},
+            {"salt": ""},
+            {"lora": "x"},
+            {"salt": "a", "lora": "x"},
+            {"extra_keys": [(half, half, "cat.png")]},
+            {"extra_keys": [(5 * half, 4, "dog.png")]},
+        ]
+        which = number if rng is None else rng.randrange(2 * len(kinds))
+        return kinds[which // 2 % len(kinds)] if which % 2 else {}
+
+    async def one(self, number: int, rng: random.Random | None) -> None:
+        """See `Load.one`."""
+        cancelled = rng is not None and rng.random() < CANCEL
+        with anyio.move_on_after(rng.uniform(0, 0.05) if rng is not None and cancelled else None):
+            await super().one(number, rng)
+
+
+def nothing(_: Service) -> None:
+    """No change."""
+
+
+def fail(service: Service) -> None:
+    """Every call raises the SDK's error."""
+    service.broken = "the service does not answer"
+
+
+def leak(service: Service) -> None:
+    """Every call raises what is no Exception."""
+    service.leaks = LEAKS[len(service.calls) % len(LEAKS)]
+
+
+def slow(service: Service) -> None:
+    """Every call takes long, and longer than some time-outs."""
+    service.slow = 0.6
+
+
+def small(service: Service) -> None:
+    """There is room for a few blocks; what exceeds it is evicted."""
+    service.capacity = 5
+
+
+def refuse(service: Service) -> None:
+    """The service has no memory for one of the device blocks."""
+    service.refuse_block = 3
+
+
+def hang(service: Service) -> None:
+    """Every call takes long, whatever its time-out."""
+    service.stuck = 0.3
+
+
+def nonsense(service: Service) -> None:
+    """Every count is impossible."""
+    service.counts = lambda _: NONSENSE[len(service.calls) % len(NONSENSE)]
+
+
+def short(service: Service) -> None:
+    """Every count is smaller than it could be."""
+    service.counts = lambda count: count // 2
+
+
+def lose_answers(service: Service) -> None:
+    """The index does what it is asked to, and raises."""
+    service.fail_after = True
+
+
+def restart(service: Service) -> None:
+    """The service forgets all bytes. The index keeps its entries: nothing in the SDK reports that
+    it lost them."""
+    service.objects.clear()
+
+
+DEEDS: tuple[tuple[Callable[[Service], None], bool], ...] = (
+    (fail, True),
+    (hang, False),
+    (slow, False),
+    (small, False),
+    (refuse, False),
+    (short, False),
+    (nonsense, True),
+    (restart, False),
+    (leak, True),
+    (lose_answers, False),
+)
+"""What is done to the service, and whether health must show it."""
+
+
+def mend(service: Service) -> None:
+    """The service works again."""
+    service.broken, service.slow, service.stuck, service.fail_after = "", 0.0, 0.0, False
+    service.capacity, service.refuse_block = CAPACITY, -1
+    service.leaks = service.counts = None
+
+
+async def run(setting: Setting, tally: Tally) -> None:
+    """Every deed in an order drawn by lot; after each the service works again."""
+    mapping = settings(setting.folder)
+    mapping["cache"]["model"] = f"m {setting.folder}"  # the service of this round alone
+    mapping["storage"] = {
+        "backend": "attention_store",
+        "write_policy": "write_through",
+        "timeout": 2.0,
+    }
+    mapping["flush"]["sinks"] = [
+        {"kind": "attention_store", "tiers": ["device", "host"]},
+        {"kind": "memory"},
+    ]
+    mapping["flush"]["timeout"] = 2.0
+    mapping["attention_store"] = {
+        "sdk": stand_in.__name__,
+        "ready_interval": 0.05,
+        "write_slice_blocks": 3,
+    }
+    service = stand_in.service(mapping["cache"]["model"])
+    deeds = list(DEEDS)
+    setting.rng.shuffle(deeds)
+    async with open_cache(Config.from_mapping(mapping)) as cache:
+        assert cache.system.direct_backend is not None
+        cache.system.direct_backend.breaker = Breaker(pause=BREAKER)
+        load = ManyScopes(cache, tally, setting.seed)
+        try:
+            async with load.running():
+                for deed, visible in deeds:
+                    await one_deed(cache, service, deed, setting, tally, visible=visible)
+            await load.everything()
+            await at_rest(cache, tally)
+            compare_index(cache, service, tally)
+        finally:
+            mend(service)
+    if not tally.stored:
+        tally.violate("the round proves nothing: no block came from the store")
+
+
+async def one_deed(
+    cache: KVCache,
+    service: Service,
+    deed: Callable[[Service], None],
+    setting: Setting,
+    tally: Tally,
+    *,
+    visible: bool,
+) -> None:
+    """Requests are served during it, and health shows it and its end."""
+    served = tally.requests
+    await setting.moment(0.1, 0.5)
+    tally.faults += 1
+    deed(service)
+    async with other_namespace(cache):
+        await setting.moment(0.05, 0.3)
+    if visible and not await reached(lambda: cache.health().status == "degraded", PATIENCE):
+        tally.violate(f"health does not show that the service fails: {deed.__name__}")
+    await setting.moment(0.1, 0.5)
+    if not await reached(lambda: tally.requests > served, PATIENCE):
+        tally.violate(f"no request was served while the service failed: {deed.__name__}")
+    mend(service)
+    if not await reached(lambda: cache.health().status == "ok", PATIENCE):
+        tally.violate(
+            f"health shows a failure that is over: {deed.__name__}: {cache.health().reasons}"
+        )
+
+
+@asynccontextmanager
+async def other_namespace(cache: KVCache) -> AsyncIterator[None]:
+    """Requests of another namespace than the one the store was opened with, while the block
+    runs."""
+    before = cache.namespace
+    await cache.set_namespace("weights-2")
+    try:
+        yield
+    finally:
+        await uncancelled(cache.set_namespace(before))
+
+
+def compare_index(cache: KVCache, service: Service, tally: Tally) -> None:
+    """The index must hold the blocks of finished requests that device and host hold and that tokens
+    alone identify."""
+    entries, held = cache.system.notifier_actor.ledger.entries, residency(cache.system)
+    found = [entries[key] for key in held[Tier.DEVICE] | held[Tier.HOST] if key in entries]
+    view = cache.sinks["attention_store"].view_of
+    plain = [
+        path_tokens(entries[key])
+        for keys in announceable(cache.system, view).values()
+        for key in keys
+    ]
+    paths = {tuple(np.frombuffer(path, "<u4").tolist()) for path in plain}
+    if not paths or len(paths) == len(found):
+        tally.violate(
+            "the round proves nothing: no block of the plain scope, or none of another, is "
+            "resident at rest"
+        )
+    if differing := len(paths ^ service.resident):
+        tally.violate(f"the index differs from device and host on {differing} blocks")
+    if cache.health().status != "ok":
+        tally.violate(f"at rest health is {cache.health()}")
+
+
+SITUATION = Situation(
+    "attention_store",
+    "AttentionStore's service raises, hangs, miscounts, loses its blocks and leaks BaseExceptions",
+    run,
+)

@@ -1,0 +1,116 @@
+"""What `python -m tests.chaos` shows and returns."""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from kvactors.scenario.report import write_json
+from kvactors.terminable import run_terminable
+from tests.chaos.record import ChaosReport, Row, Tally
+from tests.chaos.run import ROUND, chaos
+from tests.chaos.run import Progress as Report
+from tests.chaos.situations import situations
+
+TITLES = (
+    "situation",
+    "rounds",
+    "faults\ninjected",
+    "requests",
+    "blocks\nverified",
+    "wrong",
+    "violations",
+    "note",
+)
+WIDTH = 160
+"""Columns of a table that goes to no terminal."""
+
+
+def run_chaos(
+    minutes: float = 1.0, seed: int | None = None, only: str = "", json: Path | None = None
+) -> int:
+    """Run, print, write; the exit status, 0 only if nothing was violated. seed: of the time if
+    None. ConfigError for an unknown name."""
+    chosen = situations(only)
+    drawn = time.time_ns() // 1_000_000 % 1_000_000 if seed is None else seed
+    console = wide()
+    console.print(f"seed {drawn}", style="dim")
+    with live_line() as progress:
+        report = run_terminable(chaos(chosen, seed=drawn, minutes=minutes, progress=progress))
+    print_chaos(report, console)
+    if json is not None:
+        write_json(report, json)
+    for row in report.rows:
+        for what in row.tally.violations:
+            print(f"violated: {row.name}: {what}", file=sys.stderr)
+        for repeat in row.repeat:
+            print(f"repeat: {repeat}", file=sys.stderr)
+    return 1 if report.violations else 0
+
+
+def wide() -> Console:
+    """The terminal, or in a file room for the whole table."""
+    console = Console()
+    return console if console.is_terminal else Console(width=WIDTH)
+
+
+@contextmanager
+def live_line() -> Iterator[Report]:
+    """A live line on a terminal, a line a round elsewhere. A loop that stands still for much longer
+    than a round may take is shown where it stands, and the process ends."""
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as shown:
+        line = shown.add_task("starting")
+
+        def show(row: Row, tally: Tally, over: bool) -> None:
+            faulthandler.dump_traceback_later(2 * ROUND, exit=True, file=sys.__stderr__ or 2)
+            text = (
+                f"{row.name}, round {row.rounds + (not over)}: {tally.faults} faults, "
+                f"{tally.requests} requests, {tally.verified} verified"
+            )
+            text += f", {len(tally.violations)} violations"
+            shown.update(line, description=text)
+            if over and not console.is_terminal:
+                print(text, file=sys.stderr, flush=True)
+
+        try:
+            yield show
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+def print_chaos(report: ChaosReport, console: Console) -> None:
+    """The table."""
+    table = Table(title=f"chaos, seed {report.seed}, {report.wall_s:.0f} s")
+    for number, title in enumerate(TITLES):
+        table.add_column(
+            title,
+            justify="right" if 0 < number < len(TITLES) - 1 else "left",
+            no_wrap=number < len(TITLES) - 1,
+        )
+    for row in report.rows:
+        tally = row.tally
+        counts = (
+            row.rounds,
+            tally.faults,
+            tally.requests,
+            tally.verified,
+            tally.wrong,
+            len(tally.violations),
+        )
+        figures = (f"{count:,} {what}" for what, count in tally.figures.items())
+        words = "; ".join([*tally.violations, *figures, *tally.notes])
+        style = "red" if tally.violations or tally.wrong else None if tally.available else "yellow"
+        table.add_row(row.name, *(f"{count:,}" for count in counts), words, style=style)
+    console.print(table)

@@ -1,0 +1,61 @@
+"""kill -9 of a process with a file store and a file of JSON lines, again and again; then a life on
+the same directory that comes to rest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from anyio.to_thread import run_sync
+
+from kvactors.flush_notifier.sinks.jsonl import replay_jsonl
+from kvactors.storage.inspect import inspect, keys_in
+from kvactors.types import Tier
+from tests.chaos.record import Setting, Situation, Tally
+from tests.chaos.rest import compare_lines, jsonl, settings, varied
+from tests.chaos.worker import worker
+
+
+async def run(setting: Setting, tally: Tally) -> None:
+    """Two to four kills; what was announced as stored is there after each, and everything that is
+    there is whole."""
+    store, lines = setting.folder / "store", setting.folder / "lines"
+    mapping = varied(settings(store, jsonl(lines)), setting)
+    announced = 0
+    for number in range(setting.times(2, 4)):
+        early = number > 0 and setting.rng.random() < 0.25
+        async with worker(mapping, setting, tally, early=early) as life:
+            if not number:
+                await life.reach(30)
+            await setting.moment(0.05, 2.0)
+            await life.killed()
+        tally.count("killed while they started", early)
+        announced += await run_sync(autopsy, store, lines, tally)
+    async with worker(mapping, setting, tally) as last:
+        await setting.moment(0.1, 0.5)
+        said = await last.rest()
+        await run_sync(compare_lines, lines, said.truth(), tally)
+    if not announced or not said.tally.stored:
+        tally.violate(
+            f"the round proves nothing: {announced} blocks announced, {said.tally.stored} came "
+            "back from the store"
+        )
+    tally.count("announced blocks looked for after kills", announced)
+
+
+def autopsy(store: Path, lines: Path, tally: Tally) -> int:
+    """Look at what a killed process left; how many blocks it had announced as stored."""
+    if not lines.exists() or not any(store.rglob("table")):
+        return 0
+    announced = replay_jsonl(lines)[Tier.STORAGE]
+    lost = len(announced - keys_in(store))
+    if lost:
+        tally.violate(f"{lost} of {len(announced)} blocks that were announced as stored are gone")
+    bad = sum(len(one.bad) for one in inspect(store, verify=True))
+    if bad:
+        tally.violate(f"{bad} objects of the store are not whole")
+    return len(announced)
+
+
+SITUATION = Situation(
+    "killed", "kill -9 with a file store and JSON lines, restart on the same directory", run
+)

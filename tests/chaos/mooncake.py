@@ -1,0 +1,68 @@
+"""Mooncake's master is killed and started again empty, and stopped for a while, under load."""
+
+from __future__ import annotations
+
+import signal
+
+import anyio
+from anyio.to_thread import run_sync
+
+from kvactors.testing.mooncake_master import Master
+from tests.chaos.record import Setting, Situation, Tally
+from tests.chaos.rest import settings
+from tests.chaos.worker import worker
+
+
+async def run(setting: Setting, tally: Tally) -> None:
+    """Both in any order; blocks are misses meanwhile, and nothing is wrong or left over."""
+    try:
+        import mooncake.store  # noqa: F401
+    except ImportError as error:
+        tally.unavailable(
+            f"Mooncake's client cannot be loaded ({error}): pip install 'kvactors[mooncake]'"
+        )
+        return
+    master = Master()
+    try:
+        await run_sync(master.start)
+        await under_load(master, setting, tally)
+    finally:
+        with anyio.CancelScope(shield=True):
+            await run_sync(master.kill)
+
+
+async def under_load(master: Master, setting: Setting, tally: Tally) -> None:
+    """The deeds, in an order drawn by lot."""
+    pool = {
+        "master_server_address": master.address,
+        "local_hostname": "127.0.0.1",
+        "global_segment_size": "64MB",
+        "local_buffer_size": "16MB",
+        "timeout": 1.0,
+    }
+    mapping = settings(setting.folder)
+    mapping["storage"] = {"backend": "mooncake", "write_policy": "write_through", "mooncake": pool}
+    deeds = ["kill", "stop"] * setting.times(1, 2)
+    setting.rng.shuffle(deeds)
+    async with worker(mapping, setting, tally) as life:
+        await life.reach(40)
+        for deed in deeds:
+            await setting.moment(0.3, 2.0)
+            tally.faults += 1
+            if deed == "kill":
+                await run_sync(master.kill)
+                await setting.moment(0.2, 2.0)
+                await run_sync(master.start)
+            elif master.process is not None:
+                master.process.send_signal(signal.SIGSTOP)
+                await setting.moment(0.2, 2.0)
+                master.process.send_signal(signal.SIGCONT)
+        await setting.moment(0.3, 2.0)
+        said = await life.rest()
+        if not said.tally.stored:
+            tally.violate("the round proves nothing: no block came back from the pool")
+
+
+SITUATION = Situation(
+    "mooncake", "Mooncake's master killed and restarted, stopped and continued", run
+)

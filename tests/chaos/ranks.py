@@ -1,0 +1,156 @@
+"""Tensor-parallel ranks in processes of their own: killed, stopped, cut off, while requests are
+served over all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+
+import anyio
+
+from kvactors.cache import KVCache, open_cache
+from kvactors.config import Config
+from kvactors.errors import DeadlineExceeded, LeaseEnded, NoRoom, RankLost
+from kvactors.testing.ranks import RankProcess
+from tests.chaos.record import Setting, Situation, Tally, reached
+
+BLOCK, RANKS, CLIENTS = 8, 2, 3
+BACK = 30.0
+"""Seconds in which all ranks must be back after a fault, and the cache at rest after all of
+them."""
+
+
+def config_of(setting: Setting) -> Config:
+    """Small tiers, so that everything moves, and a sink that follows each of them."""
+    return Config.from_mapping(
+        {
+            "cache": {"model": "m", "block_size": BLOCK, "deadline": 10.0},
+            "device": {"num_blocks": 24, "layerwise": setting.rng.random() < 0.5},
+            "host": {
+                "slots": 24,
+                "transit_slots": 32,
+                "mode": setting.rng.choice(["exclusive", "inclusive"]),
+            },
+            "layout": {
+                "num_layers": 2,
+                "num_kv_heads": 4,
+                "head_dim": 32,
+                "tensor_parallel": RANKS,
+            },
+            "storage": {
+                "backend": "file",
+                "directory": str(setting.folder / "store"),
+                "capacity_blocks": 200,
+            },
+            "ranks": {"count": RANKS, "endpoint": f"unix://{setting.folder}/ranks", "timeout": 0.3},
+            "flush": {"sinks": [{"kind": "memory", "tiers": ["device", "host", "storage"]}]},
+        }
+    )
+
+
+async def run(setting: Setting, tally: Tally) -> None:
+    """Faults under load; no wrong byte, nothing left over, indexes right."""
+    config = config_of(setting)
+    workers = [RankProcess(config, rank) for rank in range(RANKS)]
+    async with AsyncExitStack() as stack:
+        for worker in workers:
+            stack.push_async_callback(worker.kill)
+            await worker.start()
+        cache = await stack.enter_async_context(open_cache(config))
+        async with anyio.create_task_group() as tasks:
+            for _ in range(CLIENTS):
+                tasks.start_soon(_client, cache, workers, setting, tally)
+            for _ in range(setting.times(5, 15)):
+                await setting.moment(0.05, 0.6)
+                await _harm(cache, setting.rng.choice(workers), setting, tally)
+            group = cache.system.ranks
+            assert group is not None
+            if not await reached(lambda: group.healthy, BACK):
+                tally.violate(f"not all ranks are back after {BACK:.0f} s")
+            await setting.moment(0.3, 1.0)
+            tasks.cancel_scope.cancel()
+        await _still(cache, tally)
+
+
+async def _harm(cache: KVCache, victim: RankProcess, setting: Setting, tally: Tally) -> None:
+    tally.faults += 1
+    kind = setting.rng.choice(["killed", "stopped", "stopped", "cut", "cut"])
+    tally.count(kind, 1)
+    if kind == "killed":
+        await victim.kill()
+        await victim.start()
+    elif kind == "stopped":
+        victim.signal(signal.SIGSTOP)
+        await setting.moment(0.05, 1.0)
+        victim.signal(signal.SIGCONT)
+    elif cache.system.ranks is not None:
+        cache.system.ranks.hang_up(victim.rank)
+
+
+async def _client(
+    cache: KVCache, workers: Sequence[RankProcess], setting: Setting, tally: Tally
+) -> None:
+    while True:
+        first = setting.rng.randrange(12) * 1000
+        prompt = [first + i for i in range(setting.rng.randrange(BLOCK, 7 * BLOCK))]
+        try:
+            await _request(cache, workers, prompt, tally)
+        except NoRoom:
+            tally.no_room += 1
+        except (ConnectionError, RankLost, LeaseEnded, DeadlineExceeded):
+            tally.count("requests that a lost rank ended", 1)
+        await asyncio.sleep(0)
+
+
+async def _request(
+    cache: KVCache, workers: Sequence[RankProcess], prompt: list[int], tally: Tally
+) -> None:
+    async with await cache.acquire("r", prompt, deadline=5.0) as lease:
+        await lease.ready()
+        cached, full = lease.cached_tokens // BLOCK, len(prompt) // BLOCK
+        table, keys = lease.block_table, lease.keys(0, full)
+        found = await asyncio.gather(
+            *(one.check(table[:cached], keys[: 32 * cached]) for one in workers)
+        )
+        if any(found):
+            await asyncio.sleep(0.05)
+            await lease.commit(cached * BLOCK)  # RankLost, if we were told not to rely on these
+            tally.wrong += max(map(len, found))
+        await asyncio.gather(
+            *(one.fill(table[cached:full], keys[32 * cached :]) for one in workers)
+        )
+        await lease.commit(full * BLOCK)
+        tally.requests += 1
+        tally.verified += cached * RANKS
+        tally.loaded += lease.hits.host + lease.hits.storage
+        tally.stored += lease.hits.storage
+
+
+async def _still(cache: KVCache, tally: Tally) -> None:
+    """Nothing in flight, leased or pinned, and the sink agrees with the tiers."""
+    try:
+        await cache.flush_settled(BACK)
+    except DeadlineExceeded as error:
+        tally.violate(f"it does not come to rest: {error}")
+        return
+    for what in cache.check():
+        tally.violate(what)
+    statistics, group = cache.statistics(), cache.system.ranks
+    left = {
+        "leases": statistics.prefix.leases,
+        "waiting": statistics.prefix.waiting,
+        "pinned slots": statistics.host.pinned,
+    }
+    left["operations at ranks"] = (
+        sum(rank.in_flight for rank in group.statistics()) if group is not None else 0
+    )
+    left["blocks on which the sink differs"] = cache.divergence()
+    left["dead actors"] = statistics.supervisor.deaths
+    for what, count in left.items():
+        if count:
+            tally.violate(f"{count} {what} left")
+
+
+SITUATION = Situation("ranks", "two ranks' processes killed, stopped, cut off", run)

@@ -1,0 +1,142 @@
+"""Readers of KV events, processes of their own, that are killed, stopped, cut off and partitioned;
+in the end each equals the tiers, medium by medium."""
+
+from __future__ import annotations
+
+import signal
+from contextlib import AsyncExitStack
+from typing import Any
+
+import anyio
+
+from kvactors.cache import KVCache
+from kvactors.scenario.router import Child, child, compare
+from tests.chaos.proxy import Proxy, proxied
+from tests.chaos.record import Setting, Situation, Tally
+from tests.chaos.rest import MEMORY, at_rest, loaded, named, settings, varied
+
+DEEDS = ("kill", "stop", "cut", "partition", "partition and cut")
+
+
+class Readers:
+    """One reader, kept alive, behind a proxy for each of the publisher's sockets. lose: share of
+    the live messages that it drops besides."""
+
+    def __init__(self, stack: AsyncExitStack, events: Proxy, replay: Proxy, lose: float) -> None:
+        self._stack = stack
+        self._proxies = (events, replay)
+        self._lose = str(lose)
+        self.reader: Child | None = None
+
+    async def start(self) -> None:
+        """A new reader, which knows nothing."""
+        ends = [proxy.endpoint for proxy in self._proxies]
+        self.reader = await self._stack.enter_async_context(
+            child("-m", "kvactors.testing.kv_mirror", *ends, "--lose", self._lose)
+        )
+        await self.reader.hear()
+
+    async def suffer(self, deed: str, setting: Setting) -> None:
+        """One of DEEDS."""
+        assert self.reader is not None
+        process, proxies = (
+            self.reader.process,
+            setting.rng.choice([self._proxies, self._proxies[:1], self._proxies[1:]]),
+        )
+        if deed == "kill":
+            process.kill()
+            await self.start()
+        elif deed == "stop":
+            process.send_signal(signal.SIGSTOP)
+            await setting.moment(0.2, 2.0)
+            process.send_signal(signal.SIGCONT)
+        elif deed == "cut":
+            for proxy in proxies:
+                proxy.cut()
+        else:
+            await self._part(proxies, setting, cut="cut" in deed)
+
+    async def _part(self, proxies: tuple[Proxy, ...], setting: Setting, *, cut: bool) -> None:
+        for proxy in proxies:
+            proxy.parted = True
+        await setting.moment(0.2, 2.5)
+        for proxy in proxies:
+            if cut:
+                proxy.cut()
+            proxy.parted = False
+
+
+async def run(setting: Setting, tally: Tally) -> None:
+    """Every deed at least once over two readers, beside each other."""
+    try:
+        import zmq  # noqa: F401
+    except ImportError:
+        tally.unavailable("pyzmq is not installed: pip install 'kvactors[kv-events]'")
+        return
+    window = setting.rng.choice([20, 10_000])
+    sink = {
+        "kind": "kv_events",
+        "endpoint": "tcp://127.0.0.1:0",
+        "replay_endpoint": "tcp://127.0.0.1:0",
+        "replay_window": window,
+    }
+    mapping = varied(settings(setting.folder / "store", MEMORY, sink, capacity_blocks=120), setting)
+    deeds = [*DEEDS] * setting.times(1, 2)
+    setting.rng.shuffle(deeds)
+    async with loaded(mapping, setting, tally) as (cache, load), AsyncExitStack() as stack:
+        pair = [await one_reader(cache, stack, lose) for lose in (0.0, 0.1)]
+        async with load.running():
+            async with anyio.create_task_group() as tasks:
+                for number, readers in enumerate(pair):
+                    tasks.start_soon(suffer_all, readers, deeds[number::2], setting, tally)
+            await setting.moment(0.1, 0.5)
+        await load.everything()
+        await at_rest(cache, tally)
+        for readers in pair:
+            await compare_with(cache, readers, tally)
+
+
+async def one_reader(cache: KVCache, stack: AsyncExitStack, lose: float) -> Readers:
+    """A reader with proxies of its own."""
+    sink: Any = cache.sinks["kv_events"]
+    events = await stack.enter_async_context(proxied(sink.endpoint))
+    replay = await stack.enter_async_context(proxied(sink.replay_endpoint))
+    readers = Readers(stack, events, replay, lose)
+    await readers.start()
+    return readers
+
+
+async def suffer_all(readers: Readers, deeds: list[str], setting: Setting, tally: Tally) -> None:
+    """One deed after the other."""
+    for deed in deeds:
+        await setting.moment(0.05, 0.8)
+        await readers.suffer(deed, setting)
+        tally.faults += 1
+
+
+async def compare_with(cache: KVCache, readers: Readers, tally: Tally) -> None:
+    """Each medium of a reader's mirror against its tier."""
+    from kvactors.flush_notifier.sinks.kv_wire import MEDIA
+
+    sink: Any = cache.sinks["kv_events"]
+    truth = {
+        MEDIA[sink.config.media][tier]: {int.from_bytes(key[-8:], "big") for key in keys}
+        for tier, keys in named(cache).items()
+    }
+    assert readers.reader is not None
+    said = await compare(readers.reader, sink.sequence, truth)
+    if said["divergence"] or said["behind"]:
+        tally.violate(
+            f"a reader of KV events differs on {said['divergence']} blocks, {said['behind']} "
+            f"batches behind: {said}"
+        )
+    if said["orphans"]:
+        tally.violate(
+            f"a reader of KV events was sent {said['orphans']} blocks without the block above "
+            "them, or removals in this order"
+        )
+    for what in ("snapshots", "gaps", "replayed", "connections"):
+        tally.count(f"{what} of the readers' last lives", said[what])
+
+
+SITUATION = Situation("readers", "readers of KV events killed, stopped, cut off, partitioned", run)

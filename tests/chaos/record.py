@@ -1,0 +1,129 @@
+"""What a situation is given, what it finds, and what a whole run reports."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import anyio
+import msgspec
+
+MAX_WORDS = 20
+"""Violations, and notes, that are kept in words."""
+
+
+LOOK = 0.01
+"""Seconds between two looks at something that is waited for."""
+
+
+async def reached(condition: Callable[[], bool], seconds: float) -> bool:
+    """Wait until something is so, for at most `seconds`; whether it is."""
+    with anyio.move_on_after(seconds):
+        while not condition():
+            await anyio.sleep(LOOK)
+    return condition()
+
+
+class Tally(msgspec.Struct):
+    """Counted over a round. requests: served to their end. no_room: refused for now, and tried
+    again. verified: blocks looked at byte for byte; loaded: of those, from host or storage; stored:
+    from storage. wrong: blocks that did not hold what they should. figures: of the situation's own,
+    by their names. available: False if this machine cannot run it (`notes` say why)."""
+
+    faults: int = 0
+    requests: int = 0
+    no_room: int = 0
+    verified: int = 0
+    loaded: int = 0
+    stored: int = 0
+    wrong: int = 0
+    violations: list[str] = msgspec.field(default_factory=list)
+    notes: list[str] = msgspec.field(default_factory=list)
+    figures: dict[str, int] = msgspec.field(default_factory=dict)
+    available: bool = True
+
+    def violate(self, what: str) -> None:
+        """Something that must never be."""
+        if what not in self.violations and len(self.violations) < MAX_WORDS:
+            self.violations.append(what)
+
+    def note(self, what: str) -> None:
+        """Something a reader should know."""
+        if what not in self.notes and len(self.notes) < MAX_WORDS:
+            self.notes.append(what)
+
+    def count(self, what: str, number: int) -> None:
+        """Add to a figure of the situation's own."""
+        self.figures[what] = self.figures.get(what, 0) + number
+
+    def unavailable(self, why: str) -> None:
+        """The situation cannot be run on this machine."""
+        self.available = False
+        self.note(f"not available: {why}")
+
+    def add(self, other: Tally) -> Self:
+        """Take in what another process, or another round, counted."""
+        for name in ("faults", "requests", "no_room", "verified", "loaded", "stored", "wrong"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name, number in other.figures.items():
+            self.count(name, number)
+        for what in other.violations:
+            self.violate(what)
+        for what in other.notes:
+            self.note(what)
+        self.available = self.available and other.available
+        return self
+
+
+class Setting(NamedTuple):
+    """A round's place and fortune. folder: empty, its own. rng: of when and what. small: a short
+    round."""
+
+    folder: Path
+    rng: random.Random
+    seed: int
+    small: bool
+
+    async def moment(self, low: float, high: float) -> None:
+        """Let a random time pass, up to `high` seconds (a third of it in a small round)."""
+        await anyio.sleep(self.rng.uniform(low, max(low, high / 3 if self.small else high)))
+
+    def times(self, small: int, large: int) -> int:
+        """How often to do something: at least `small` times, at most `large`; `small` in a small
+        round."""
+        return small if self.small else self.rng.randint(small, large)
+
+
+class Situation(NamedTuple):
+    """name: for `--only`. about: one line. run: one round of it."""
+
+    name: str
+    about: str
+    run: Callable[[Setting, Tally], Awaitable[None]]
+
+
+class Row(msgspec.Struct):
+    """A situation over all its rounds. repeat: commands that run again the rounds in which
+    something was violated."""
+
+    name: str
+    about: str
+    rounds: int = 0
+    tally: Tally = msgspec.field(default_factory=Tally)
+    repeat: list[str] = msgspec.field(default_factory=list)
+
+
+class ChaosReport(msgspec.Struct):
+    """A whole run."""
+
+    seed: int
+    minutes: float
+    wall_s: float
+    rows: list[Row]
+
+    @property
+    def violations(self) -> int:
+        """Of all situations."""
+        return sum(len(row.tally.violations) for row in self.rows)

@@ -1,0 +1,116 @@
+"""A small cache for chaos, and what must hold of it at rest, whatever happened before."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from kvactors.cache import KVCache, open_cache
+from kvactors.config import Config
+from kvactors.errors import DeadlineExceeded
+from kvactors.flush_notifier.sinks.jsonl import replay_jsonl
+from kvactors.observe.statistics import announceable
+from kvactors.storage.breaker import Breaker
+from kvactors.types import Tier
+from tests.chaos.load import Load
+from tests.chaos.record import Setting, Tally
+
+SETTLE = 45.0
+"""Seconds in which a cache must come to rest."""
+
+BREAKER = 0.3
+"""Seconds that an open circuit lasts here, so that a round sees the store used again."""
+
+TIERS = ["device", "host", "storage"]
+MEMORY: dict[str, Any] = {"kind": "memory", "tiers": TIERS}
+
+
+def jsonl(path: Path) -> dict[str, Any]:
+    """The settings of a file of JSON lines."""
+    return {"kind": "jsonl", "tiers": TIERS, "path": str(path)}
+
+
+def settings(store: Path, *sinks: dict[str, Any], **storage: Any) -> dict[str, Any]:
+    """A cache far smaller than what the load asks for, over a file store, so that blocks move all
+    the time."""
+    return {
+        "cache": {"model": "m", "block_size": 16, "deadline": 20.0},
+        "device": {"num_blocks": 64},
+        "host": {"slots": 24, "transit_slots": 64},
+        "layout": {"num_layers": 2, "num_kv_heads": 2, "head_dim": 32},
+        "storage": {
+            "backend": "file",
+            "directory": str(store),
+            "capacity_blocks": 1000,
+            "write_policy": "write_through",
+            "free_space_floor": 0,
+            **storage,
+        },
+        "flush": {"sinks": list(sinks or [MEMORY]), "retry_max": 0.5},
+    }
+
+
+def varied(mapping: dict[str, Any], setting: Setting) -> dict[str, Any]:
+    """The same with a write policy and a mode of the host tier drawn by lot."""
+    policy = setting.rng.choice(["write_through", "write_back"])
+    mode = setting.rng.choice(["exclusive", "inclusive"])
+    storage, host = (
+        {**mapping["storage"], "write_policy": policy},
+        {**mapping["host"], "mode": mode},
+    )
+    return {**mapping, "storage": storage, "host": host}
+
+
+@asynccontextmanager
+async def loaded(
+    mapping: dict[str, Any], setting: Setting, tally: Tally
+) -> AsyncIterator[tuple[KVCache, Load]]:
+    """An open cache and clients for it, in this process."""
+    async with open_cache(Config.from_mapping(mapping)) as cache:
+        if cache.system.backend is not None:
+            cache.system.backend.breaker = Breaker(pause=BREAKER)
+        yield cache, Load(cache, tally, setting.seed)
+
+
+async def at_rest(cache: KVCache, tally: Tally) -> None:
+    """Come to rest and check: every invariant, no lease, slot or block left over, every sink
+    right."""
+    try:
+        await cache.flush_settled(SETTLE)
+    except DeadlineExceeded as error:
+        tally.violate(f"no rest: {error}")
+        return
+    for what in cache.check():
+        tally.violate(f"at rest: {what}")
+    counts = cache.statistics()
+    left = {
+        "leases": counts.prefix.leases,
+        "waiting": counts.prefix.waiting,
+        "host slots pinned": counts.host.pinned,
+        "nodes referenced": counts.prefix.nodes_referenced,
+        "loads": counts.prefix.loads_in_flight,
+        "offloads": counts.prefix.offloads_in_flight,
+        "saves": counts.prefix.saves_in_flight,
+        "sinks' blocks that differ from the tiers": cache.divergence(),
+    }
+    for what, count in left.items():
+        if count:
+            tally.violate(f"at rest: {what}: {count}")
+    if counts.supervisor.deaths:
+        tally.violate(f"actors died: {counts.supervisor}")
+
+
+def named(cache: KVCache) -> dict[Tier, set[bytes]]:
+    """What a sink that is sent everything must have: see `announceable`."""
+    return announceable(cache.system)
+
+
+def compare_lines(path: Path, truth: dict[Tier, set[bytes]], tally: Tally) -> None:
+    """A file of JSON lines must say at rest what the tiers hold."""
+    view = replay_jsonl(path)
+    for tier in Tier:
+        differing = len(view[tier] ^ truth.get(tier, set()))
+        if differing:
+            tally.violate(f"the file of JSON lines differs from {tier.name} on {differing} blocks")

@@ -1,0 +1,29 @@
+"""SIGSTOP of the process for a while, in the middle of anything, then SIGCONT."""
+
+from __future__ import annotations
+
+import signal
+
+from anyio.to_thread import run_sync
+
+from tests.chaos.record import Setting, Situation, Tally
+from tests.chaos.rest import compare_lines, jsonl, settings, varied
+from tests.chaos.worker import worker
+
+
+async def run(setting: Setting, tally: Tally) -> None:
+    """Stop it a few times; nothing is wrong, lost or left over afterwards."""
+    lines = setting.folder / "lines"
+    mapping = varied(settings(setting.folder / "store", jsonl(lines), capacity_blocks=120), setting)
+    async with worker(mapping, setting, tally) as life:
+        for _ in range(setting.times(2, 5)):
+            await setting.moment(0.05, 1.0)
+            life.send(signal.SIGSTOP)
+            await setting.moment(0.2, 2.0)
+            life.send(signal.SIGCONT)
+        await setting.moment(0.05, 1.0)
+        said = await life.rest()
+        await run_sync(compare_lines, lines, said.truth(), tally)
+
+
+SITUATION = Situation("stopped", "SIGSTOP for 0.2 to 2 s, then SIGCONT", run)

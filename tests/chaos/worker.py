@@ -1,0 +1,168 @@
+"""A cache under load in a process of its own, which can be stopped and killed, and the handle by
+which a situation holds it.
+
+`python -m tests.chaos.worker` reads its orders as one JSON line and works. A few times a second
+it says what it has counted, first when it is open. A line on its input, and it comes to rest, says
+what it found, and stays until its input ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import msgspec
+import structlog
+
+from kvactors.config import Config
+from kvactors.errors import KVActorsError
+from kvactors.scenario.router import Child, child
+from kvactors.storage.breaker import Breaker
+from kvactors.types import Tier
+from tests.chaos.load import Load
+from tests.chaos.record import Setting, Tally
+from tests.chaos.rest import BREAKER, at_rest, named
+
+ROOT = Path(__file__).parents[2]
+
+PATIENCE = 90.0
+"""Seconds for a worker to open, or to come to rest."""
+
+BEAT = 0.1
+"""Seconds between two tallies of a worker."""
+
+
+class Orders(msgspec.Struct):
+    """config: a cache's settings. seed: of the prompts. fates: of what the clients do with them."""
+
+    config: dict[str, Any]
+    seed: int
+    fates: int
+
+
+class Said(msgspec.Struct):
+    """One line of a worker. resting: whether it is the last word, with the names (hex) that each
+    tier holds."""
+
+    tally: Tally
+    resting: bool = False
+    names: dict[str, list[str]] = msgspec.field(default_factory=dict)
+
+    def truth(self) -> dict[Tier, set[bytes]]:
+        """The names by tier."""
+        return {
+            Tier[tier]: {bytes.fromhex(name) for name in names}
+            for tier, names in self.names.items()
+        }
+
+
+class Worker:
+    """A running worker. Whatever it counts is taken into `tally`, killed or not."""
+
+    def __init__(self, process: Child, tally: Tally) -> None:
+        self._child = process
+        self._tally = tally
+        self._last = Said(Tally())
+
+    def send(self, number: signal.Signals) -> None:
+        """A signal; counted as a fault unless it lets the process go on."""
+        self._child.process.send_signal(number)
+        self._tally.faults += number != signal.SIGCONT
+
+    async def reach(self, requests: int) -> None:
+        """Wait until it has served so many. Errors as of `rest`."""
+        await self._hear()
+        while self._last.tally.requests < requests:
+            await self._hear()
+
+    async def rest(self) -> Said:
+        """Let it come to rest; its last word. KVActorsError if it ends before, DeadlineExceeded if
+        it says nothing."""
+        await self._child.say("rest")
+        while not self._last.resting:
+            await self._hear()
+        self._tally.add(self._last.tally)
+        return self._last
+
+    async def killed(self) -> None:
+        """Kill it at once (SIGKILL), and take in what it had counted."""
+        self.send(signal.SIGKILL)
+        try:
+            while True:
+                await self._hear()
+        except KVActorsError:
+            self._tally.add(self._last.tally)  # that was all it said
+        await self._child.process.wait()
+
+    async def _hear(self) -> None:
+        self._last = msgspec.json.decode(await self._child.hear(PATIENCE), type=Said)
+
+
+@asynccontextmanager
+async def worker(
+    config: dict[str, Any], setting: Setting, tally: Tally, *, early: bool = False
+) -> AsyncIterator[Worker]:
+    """A worker that is open and under load, or with `early` one that has only begun to start;
+    killed on the way out."""
+    async with child("-m", "tests.chaos.worker", folder=ROOT) as process:
+        await process.say(
+            msgspec.json.encode(Orders(config, setting.seed, setting.rng.getrandbits(32))).decode()
+        )
+        one = Worker(process, tally)
+        if not early:
+            await one.reach(0)
+        yield one
+
+
+async def work(orders: Orders) -> None:
+    """What the process does."""
+    from kvactors.cache import open_cache
+
+    tally = Tally()
+    async with open_cache(Config.from_mapping(orders.config)) as cache:
+        if cache.system.backend is not None:
+            cache.system.backend.breaker = Breaker(pause=BREAKER)
+        say(Said(tally))
+        load = Load(cache, tally, orders.seed, fates=orders.fates)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(beat, tally)
+            async with load.running():
+                await anyio.to_thread.run_sync(sys.stdin.readline, abandon_on_cancel=True)
+            await load.everything()
+            await at_rest(cache, tally)
+            tasks.cancel_scope.cancel()
+        names = {str(tier.name): [key.hex() for key in keys] for tier, keys in named(cache).items()}
+        say(Said(tally, resting=True, names=names))
+        await anyio.to_thread.run_sync(sys.stdin.readline)
+
+
+async def beat(tally: Tally) -> None:
+    """Say again and again what was counted so far."""
+    while True:
+        say(Said(tally))
+        await anyio.sleep(BEAT)
+
+
+def say(what: Said) -> None:
+    """One line."""
+    print(msgspec.json.encode(what).decode(), flush=True)
+
+
+def main() -> None:
+    """Entry point of the process."""
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(50),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+    asyncio.run(work(msgspec.json.decode(sys.stdin.readline(), type=Orders)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,342 @@
+"""The other half of the machine: computing, loading, evicting and retiring on the native tree and
+on its twin."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, precondition, rule
+
+from kvactors.native import HOST, LOADING, OFFLOADING
+from kvactors.types import split_keys
+from tests.native.trees import (
+    MAX_BLOCKS,
+    MAX_PATHS,
+    REACHED,
+    ROOTS,
+    Flight,
+    Lease,
+    PathRules,
+    Trees,
+    blocks_of_tokens,
+    both,
+    short_of,
+    small,
+    which,
+)
+
+
+class TreeMachine(PathRules):
+    """Every operation of the tree."""
+
+    @precondition(lambda self: len(self.leases) < MAX_PATHS)
+    @rule(kinds=blocks_of_tokens, image=st.sampled_from([0, 0, 1]))
+    def whole_request(self, kinds: list[int], image: int) -> None:
+        """Match, compute the rest, release: what most of the cache's contents come from."""
+        index = len(self.leases)
+        self.new_path(ROOTS[0], kinds, True, 0, image)
+        self.commit(index, 0, True)
+        self.release(index, forget=True)
+
+    # -- committing and loading
+
+    @precondition(lambda self: self.leases)
+    @rule(index=which, less=short_of, provide=st.sampled_from([True, True, True, False]))
+    def commit(self, index: int, less: int, provide: bool) -> None:
+        lease = self.lease(index)
+        upto = max(lease.native.num_full_blocks - less, 0)
+        if provide:
+            self.provide(index, upto)
+        if not lease.native.num_held and not lease.native.num_blocks:
+            lease.trees = self.trees
+        path, tree = lease.model, lease.trees.model
+        known = tree._walk(path, upto)
+        leaving = [bool(node.bits & OFFLOADING) for node in known]
+        done = self.same("commit", lease.trees, upto, lease=lease)
+        if done is None:
+            return
+        start, stop, adopted = done
+        REACHED["adopt a block the host holds"] += bool(adopted)
+        REACHED["commit what another has"] += any(not path.shared[i] for i in range(start, stop))
+        REACHED["commit a new block"] += any(path.shared[i] for i in range(start, stop))
+        REACHED["commit what is being evicted"] += any(leaving[start:stop])
+        REACHED["commit stops at a load"] += (
+            stop < len(known) and bool(known[stop].bits & LOADING) and stop < upto
+        )
+        REACHED["commit into a retired tree"] += tree.retired and start == stop < upto
+
+    @precondition(lambda self: self.leases)
+    @rule(
+        index=which,
+        start=small,
+        count=st.integers(1, MAX_BLOCKS),
+        where=st.sampled_from(["held", "committed", "any"]),
+    )
+    def begin_load(self, index: int, start: int, count: int, where: str) -> None:
+        lease = self.lease(index)
+        if not lease.native.num_held and not lease.native.num_blocks:
+            lease.trees = self.trees
+        start = {
+            "held": lease.native.num_held,
+            "committed": lease.native.num_committed,
+            "any": start,
+        }[where]
+        stop = min(start + count, lease.native.num_full_blocks)
+        self.provide(index, stop)
+        held, known = lease.native.num_held, lease.trees.model._walk(lease.model, stop)
+        result = both(
+            lambda: lease.trees.native.begin_load(lease.native, start, stop),
+            lambda: lease.trees.model.begin_load(lease.model, start, stop),
+        )
+        if result is None:
+            REACHED["begin_load refused"] += 1
+            return
+        assert result[0].shape == result[1].shape
+        assert result[0].dtype == np.uint32
+        REACHED["load what the host holds"] += any(node.bits & HOST for node in known[start:])
+        REACHED["load what nobody knew"] += len(known) < stop
+        REACHED["load known nodes not held"] += len(known) > held
+        if start < stop:
+            self.loads.append(Flight(lease.trees, *result))
+
+    @precondition(lambda self: self.loads)
+    @rule(number=st.integers(0, 20), good=st.integers(0, MAX_BLOCKS), full=st.booleans())
+    def finish_load(self, number: int, good: int, full: bool) -> None:
+        """A lost block stays with the first lease that has it; the others get one of their own in
+        its place."""
+        load = self.loads.pop(number % len(self.loads))
+        good = len(load.native) if full else min(good, len(load.native))
+        nodes = load.nodes()
+        targets = [node.block for node in nodes]
+        REACHED["load ends with nobody waiting"] += any(not node.refs for node in nodes)
+        REACHED["load ends after retirement"] += load.trees.native.retired
+        lost, expected = (
+            load.trees.native.finish_load(load.native, good),
+            load.trees.model.finish_load(load.model, good),
+        )
+        assert lost == expected
+        REACHED["part of a load"] += 0 < len(lost) < len(nodes)
+        REACHED["load lost with its parent"] += any(block in lost for block in targets[:good])
+        for block in lost:
+            holders = [lease for lease in self.leases if self.shares(lease, block)]
+            for lease in holders[1:]:
+                self.swap_for_private(lease, lease.native.blocks().index(block))
+            if not holders:
+                self.give([block])
+        for lease in self.leases:
+            self.settle_lease(lease)
+
+    def shares(self, lease: Lease, block: int) -> bool:
+        table = lease.native.blocks()
+        return block in table and lease.native.is_shared(table.index(block))
+
+    def swap_for_private(self, lease: Lease, position: int) -> None:
+        REACHED["a joined load fails"] += 1
+        fresh = self.take(1)[0]
+        lease.trees.native.replace(lease.native, position, fresh)
+        lease.trees.model.replace(lease.model, position, fresh)
+
+    def settle_lease(self, lease: Lease) -> None:
+        stale = [
+            position
+            for position, node in enumerate(lease.model.nodes[: lease.model.num_blocks])
+            if lease.model.shared[position] and node.block != lease.model.table[position]
+        ]
+        if stale:
+            assert self.same("commit", lease.trees, stale[0] + 1, lease=lease) is None
+        before = lease.native.num_committed
+        settled = self.same("settle", lease.trees, lease=lease)
+        REACHED["settle a block that arrived"] += settled > before
+        REACHED["settle a block that did not"] += bool(stale)
+
+    # -- eviction and the host tier
+
+    @rule(count=st.integers(0, 4), old=st.integers(0, 3))
+    def evict(self, count: int, old: int) -> None:
+        trees = self.all_trees[old % len(self.all_trees)]
+        waits = [node.used for node in trees.model.nodes.values() if trees.model._evictable(node)]
+        native, model = trees.native.evict(count), trees.model.evict(count)
+        assert native[1:] == model[1:]
+        assert len(native[0]) == len(model[0]) == len(native[3]) <= count
+        REACHED["evict a second time during the first"] += any(
+            trees.model.nodes[int(i)].readers > 1 for i in model[0]
+        )
+        REACHED["evict some of several uses"] += len(set(waits)) > 1 and 0 < len(native[0]) < len(
+            waits
+        )
+        if len(native[0]):
+            self.offloads.append(Flight(trees, native[0], model[0]))
+
+    @precondition(lambda self: self.offloads)
+    @rule(number=st.integers(0, 20), kept=st.integers(0, 255))
+    def finish_offload(self, number: int, kept: int) -> None:
+        flight = self.offloads.pop(number % len(self.offloads))
+        on_host = bytes(kept >> j & 1 for j in range(len(flight.native)))
+        again_read = any(node.readers > 1 for node in flight.nodes())
+        native = flight.trees.native.finish_offload(flight.native, on_host)
+        assert native == flight.trees.model.finish_offload(flight.model, on_host)
+        assert len(native[0]) + len(native[1]) == len(flight.native)
+        REACHED["evicted"] += bool(native[0])
+        REACHED["eviction overtaken by a match"] += bool(native[1])
+        REACHED["one of two copies of a block ends"] += again_read
+        REACHED["eviction ends after retirement"] += flight.trees.native.retired
+        self.give(native[0])
+
+    @rule(count=st.integers(1, 8), kept=st.sampled_from([0b11111111, 0b1111, 0b10101010, 0]))
+    def evict_at_once(self, count: int, kept: int) -> None:
+        before = len(self.offloads)
+        self.evict(count, 0)
+        if len(self.offloads) > before:
+            self.finish_offload(before, kept)
+
+    @precondition(lambda self: self.leases)
+    @rule(index=which, start=small, gained=st.booleans(), old=st.integers(0, 3))
+    def hint(self, index: int, start: int, gained: bool, old: int) -> None:
+        native, _ = self.probe(index)
+        start = start // 2
+        keys = native.keys(min(start, native.num_full_blocks), native.num_full_blocks)
+        trees = self.all_trees[old % len(self.all_trees)]
+        known = self.same("host_gained" if gained else "host_gone", trees, keys)
+        REACHED[f"hint of {'gain' if gained else 'loss'}"] += known > 0
+        assert (
+            both(lambda: trees.native.host_gone(b"short"), lambda: trees.model.host_gone(b"short"))
+            is None
+        )
+
+    @rule(sure=st.integers(0, 3))
+    def clear_host(self, sure: int) -> None:
+        if sure == 0:
+            self.same("clear_host", self.trees)
+            while not self.trees.native.sweep_host(1 + sure):
+                pass
+
+    @rule(sure=st.integers(0, 4))
+    def retire(self, sure: int) -> None:
+        if sure != 0:
+            return
+        trees, self.trees = self.trees, self.new_trees()
+        before = trees.native.statistics()
+        waiting = [node for node in trees.model.nodes.values() if trees.model._evictable(node)]
+        native, model = trees.native.retire(), trees.model.retire()
+        assert native == model == before["evictable"] - sum(bool(node.readers) for node in waiting)
+        assert trees.native.retired
+        assert trees.model.retired
+        after = trees.native.statistics()
+        REACHED["retire what is referenced"] += after["referenced"] > 0
+        REACHED["retire what is in flight"] += after["loading"] + after["offloading"] > 0
+        REACHED["retire what is evictable"] += before["evictable"] > 0
+        REACHED["retire what is evictable and read"] += native < before["evictable"]
+        self.all_trees = (
+            [self.trees, *self.all_trees][:4]
+            if not self.busy(self.all_trees[-1:])
+            else [self.trees, *self.all_trees]
+        )
+
+    def busy(self, trees: list[Trees]) -> bool:
+        return not all(one.native.idle for one in trees)
+
+    @rule(old=st.integers(0, 3), count=st.integers(0, 3))
+    def sweep(self, old: int, count: int) -> None:
+        """Some blocks of a retired tree come back; what has a reader or a user does not."""
+        trees = self.all_trees[old % len(self.all_trees)]
+        in_use = {
+            block
+            for lease in self.leases
+            for block in lease.native.blocks()
+            if lease.trees is trees
+        }
+        freed = self.same("sweep", trees, count)
+        if freed is None:
+            assert not trees.native.retired
+            return
+        assert not in_use & set(freed)
+        REACHED["sweep a part"] += bool(freed) and trees.native.returning > 0
+        REACHED["sweep while something is in use"] += (
+            bool(freed) and trees.native.statistics()["referenced"] > 0
+        )
+        self.give(freed)
+
+    @rule(old=st.integers(0, 3))
+    def dismantle(self, old: int) -> None:
+        """The memory of a retired tree that nothing uses."""
+        trees = self.all_trees[old % len(self.all_trees)]
+        if not trees.native.idle:
+            with pytest.raises(ValueError, match="although something uses it"):
+                trees.native.dismantle()
+            return
+        REACHED["dismantle"] += 1
+        while not trees.native.dismantle():
+            trees.native.check()
+        trees.model.nodes.clear()
+        trees.model.roots.clear()
+
+    @precondition(lambda self: self.leases)
+    @rule(index=which)
+    def use_of_another_tree(self, index: int) -> None:
+        """A path that holds nodes of one tree is refused by another, whatever the call."""
+        lease = self.lease(index)
+        if lease.native.num_held:
+            other = self.new_trees()
+            for name, args in [
+                ("trim", (0,)),
+                ("release", ()),
+                ("settle", ()),
+                ("commit", (0,)),
+                ("peek", ()),
+                ("worth_saving", (0, 0, 0)),
+            ]:
+                assert self.same(name, other, *args, lease=lease) is None
+
+    # -- after each step
+
+    @invariant()
+    def alike(self) -> None:
+        for lease in getattr(self, "leases", []):
+            native, model = lease.native, lease.model
+            for name in (
+                "num_tokens",
+                "num_full_blocks",
+                "num_held",
+                "num_committed",
+                "num_blocks",
+            ):
+                assert getattr(native, name) == getattr(model, name), name
+            assert native.blocks() == model.blocks()
+            assert [native.is_shared(i) for i in range(native.num_blocks)] == model.shared
+            held = native.num_held
+            assert native.keys(0, held) == model.keys(0, held)
+            assert native.tokens(0, held) == model.tokens(0, held)
+
+        for trees in getattr(self, "all_trees", []):
+            trees.native.check()
+            trees.model.check()
+            native_counts, model_counts = trees.native.statistics(), trees.model.statistics()
+            del native_counts["bytes"], model_counts["bytes"]
+            assert native_counts == model_counts
+            assert trees.native.returning == trees.model.returning
+            assert sorted(split_keys(trees.native.device_keys())) == sorted(
+                split_keys(trees.model.device_keys())
+            )
+            assert sorted(trees.native.paths()) == sorted(trees.model.paths())
+
+    def teardown(self) -> None:
+        """When everything has ended, every device block is free and nothing is left in any tree."""
+        if not hasattr(self, "leases"):
+            return
+        while self.loads:
+            self.finish_load(0, 1, full=False)
+        while self.leases:
+            self.release(0, forget=True)
+        while self.offloads:
+            self.finish_offload(0, 1)
+        for trees in self.all_trees:
+            if not trees.native.retired:
+                trees.native.retire()
+            self.give(trees.native.sweep(1000))
+            assert trees.native.idle
+            while not trees.native.dismantle():
+                trees.native.check()
+            trees.native.check()
+            assert trees.native.statistics()["nodes"] == 0
+        assert not self.out

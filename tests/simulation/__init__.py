@@ -1,0 +1,15 @@
+"""Proof by simulation: whole systems on a seeded loop of virtual time, under random work and random
+faults, with every byte checked.
+
+    draw -> World (system, fakes) <- faults of the plan
+                 ^
+    Clients -----+----- Engine (fills and checks blocks)      Witness (trace, coverage, deaths told)
+
+`run_seed` runs one seed to its end and says what was violated; `run_simulate` runs many on every
+core.
+"""
+
+from tests.simulation.record import SeedReport
+from tests.simulation.run import run_seed
+
+__all__ = ["SeedReport", "run_seed"]

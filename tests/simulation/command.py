@@ -1,0 +1,199 @@
+"""What `python -m tests.simulation` shows and returns."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from kvactors.errors import ConfigError
+from kvactors.scenario.report import write_json
+from tests.simulation.coverage import Coverage, coverage
+from tests.simulation.pool import run_seeds
+from tests.simulation.record import SeedReport
+
+SHOWN = 10
+"""Violated seeds that are printed."""
+
+NAMED = 12
+"""Things never reached that are printed of a group; the JSON report has all of them."""
+
+ENDLESS = 1 << 40
+"""Seeds of a run that only its minutes end."""
+
+TRACE = 100_000
+"""Lines of the trace of a seed run alone."""
+
+
+class SimulationReport(msgspec.Struct):
+    """Many seeds together. never: by group, what was not reached. violated: the reports of seeds in
+    which something was violated."""
+
+    first: int
+    seeds: int = 0
+    wall_s: float = 0.0
+    virtual_s: float = 0.0
+    requests: int = 0
+    answered: int = 0
+    verified: int = 0
+    wrong: int = 0
+    faults: int = 0
+    turns: int = 0
+    slowest_s: float = 0.0
+    violated: list[SeedReport] = []
+    there: dict[str, int] = {}
+    never: dict[str, list[str]] = {}
+    seen: dict[str, int] = {}
+
+    def add(self, one: SeedReport) -> None:
+        """One seed more."""
+        self.seeds += 1
+        for name in ("virtual_s", "requests", "answered", "verified", "wrong", "faults", "turns"):
+            setattr(self, name, getattr(self, name) + getattr(one, name))
+        self.slowest_s = max(self.slowest_s, one.wall_s)
+        if one.violations:
+            self.violated.append(one)
+
+    def cover(self, found: Coverage, seen: Counter[str]) -> None:
+        """What all of them have reached."""
+        self.there, self.never, self.seen = found.there, found.never, dict(sorted(seen.items()))
+
+
+def run_simulate(
+    seeds: int = 200,
+    first: int = 0,
+    minutes: float | None = None,
+    json: Path | None = None,
+    processes: int = 2,
+    seed: int | None = None,
+) -> int:
+    """Run, print, write; the exit status, 0 only if nothing was violated. minutes: as many seeds as
+    they allow, in place of `seeds`. seed: only this one, with its plan, its configuration and its
+    trace. ConfigError for counts that cannot be."""
+    _check(seeds, first, minutes, processes, seed)
+    if seed is not None:
+        return _run_one(seed, json)
+    began = time.monotonic()
+    until = float("inf") if minutes is None else began + 60 * minutes
+    report, seen = SimulationReport(first), Counter[str]()
+    with _live_line() as show:
+        for one in run_seeds(first, seeds if minutes is None else ENDLESS, processes, until=until):
+            report.add(one)
+            seen.update(one.seen)
+            report.wall_s = time.monotonic() - began
+            show(report)
+    report.cover(coverage([seen]), seen)
+    _print_summary(report, Console(), began)
+    if json is not None:
+        write_json(report, json)
+    for one in report.violated[:SHOWN]:
+        _print_violations(one)
+    return 1 if report.violated else 0
+
+
+def _check(seeds: int, first: int, minutes: float | None, processes: int, seed: int | None) -> None:
+    least = {
+        "seeds": (seeds, 1),
+        "first": (first, 0),
+        "processes": (processes, 1),
+        "seed": (seed or 0, 0),
+    }
+    for name, (value, low) in least.items():
+        if value < low:
+            raise ConfigError(f"--{name} must be at least {low}, not {value}")
+    if minutes is not None and not 0 < minutes < float("inf"):
+        raise ConfigError(f"--minutes must be a positive number, not {minutes}")
+
+
+def _run_one(seed: int, json: Path | None) -> int:
+    (report,) = run_seeds(seed, 1, 1, keep=TRACE)
+    print(f"seed {seed}\nconfig {report.config}\nplan {report.plan}")
+    for line in report.tail:
+        print(line)
+    print(
+        f"{report.requests} requests, {report.verified} blocks verified, {report.turns} turns, "
+        f"trace {report.trace}"
+    )
+    if json is not None:
+        write_json(report, json)
+    _print_violations(report)
+    return 1 if report.violations else 0
+
+
+def _print_violations(report: SeedReport) -> None:
+    for what in report.violations:
+        print(f"violated: seed {report.seed}: {what}", file=sys.stderr)
+    if report.violations:
+        print(
+            f"repeat: python -m tests.simulation --seed {report.seed}    (trace {report.trace})",
+            file=sys.stderr,
+        )
+
+
+def _print_summary(report: SimulationReport, console: Console, began: float) -> None:
+    wall = time.monotonic() - began
+    table = Table(
+        title=(
+            f"simulation, seeds {report.first} .. {report.first + report.seeds - 1}, {wall:.0f} s"
+        ),
+        show_header=False,
+    )
+    rows = {
+        "seeds a second": f"{report.seeds / max(wall, 1e-9):.1f}",
+        "slowest seed": f"{report.slowest_s:.2f} s",
+        "virtual time": f"{report.virtual_s / 3600:.2f} h",
+        "requests": f"{report.requests:,} ({report.answered:,} to their end)",
+        "faults": f"{report.faults:,}",
+        "turns of actors": f"{report.turns:,}",
+        "blocks verified": f"{report.verified:,}",
+        "wrong bytes": f"{report.wrong:,}",
+        "seeds violated": f"{len(report.violated):,}",
+    }
+    rows |= {
+        f"reached: {group}": f"{count - len(report.never[group])} of {count}"
+        for group, count in report.there.items()
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    console.print(table)
+    for group, never in report.never.items():
+        if never:
+            more = f"; and {len(never) - NAMED} more" if len(never) > NAMED else ""
+            console.print(
+                f"never reached, {group}: {'; '.join(never[:NAMED])}{more}",
+                style="dim",
+                highlight=False,
+            )
+
+
+class _Line:
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._task = progress.add_task("starting")
+
+    def __call__(self, report: SimulationReport) -> None:
+        rate = report.seeds / max(report.wall_s, 1e-9)
+        text = (
+            f"{report.seeds} seeds, {rate:.1f} a second, {report.verified:,} blocks verified, "
+            f"{len(report.violated)} violated"
+        )
+        self._progress.update(self._task, description=text)
+
+
+@contextmanager
+def _live_line() -> Iterator[_Line]:
+    """A live line on a terminal; elsewhere nothing."""
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        yield _Line(progress)

@@ -1,0 +1,211 @@
+"""From a seed: a small configuration, a mix of work, and a plan of faults."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, NamedTuple
+
+from kvactors.config import (
+    ActorsConfig,
+    CacheConfig,
+    Config,
+    DeviceConfig,
+    FlushConfig,
+    HostConfig,
+    LayoutConfig,
+    StorageConfig,
+)
+from kvactors.ranks_config import RanksConfig
+from kvactors.sink_config import MemorySinkConfig
+from kvactors.testing.plan import FaultPlan, Targets, draw
+from tests.simulation.limits import draw_limit, draw_limits
+
+BLOCK = 4
+"""Tokens a block."""
+
+INDEX = "index"
+"""The sink that is AttentionStore's index."""
+
+CRASHES = 3
+"""Actors that die in a run, at most."""
+
+
+class Draw(NamedTuple):
+    """Everything a run is made of.
+
+    families: of prompts that share their beginnings. longest: blocks a prompt has at most.
+    capacity: objects a store holds. shared: whether the store is a pool that others use as well.
+    stop_at: second at which the system is stopped in the middle of everything, None if it may come
+    to rest. again: whether a second system then finds what the stores have kept. lags: mean seconds
+    of a copy, of an access to the store, of a sink's call, of a message to a rank. limits: see
+    `simulation.limits`. token_index: whether AttentionStore's index is a sink.
+    """
+
+    seed: int
+    config: Config
+    sinks: tuple[MemorySinkConfig, ...]
+    plan: FaultPlan
+    clients: int
+    requests: int
+    families: int
+    longest: int
+    capacity: int
+    shared: bool
+    stop_at: float | None
+    again: bool
+    lags: tuple[float, float, float, float]
+    limits: dict[str, int]
+    token_index: bool
+
+
+def draw_run(seed: int) -> Draw:
+    """The run of a seed."""
+    rng = random.Random(seed)
+    ranks = rng.choice((1, 1, 1, 2, 3))
+    blocks = rng.randint(2, 28)
+    stored = rng.random() < 0.75
+    direct, index = ranks == 1 and rng.random() < 0.25, ranks == 1 and rng.random() < 0.2
+    restarts = max(
+        draw_limit(rng), draw_limit(rng)
+    )  # too few would leave most plans without deaths
+    config = Config(
+        cache=CacheConfig(block_size=BLOCK, recompute_last_token=rng.random() < 0.7, deadline=5.0),
+        device=_device(rng, blocks),
+        layout=LayoutConfig(
+            num_layers=rng.choice((1, 2, 3)),
+            num_kv_heads=ranks,
+            head_dim=4,
+            dtype="uint8",
+            tensor_parallel=ranks,
+        ),
+        host=_host(rng, blocks),
+        storage=_storage(rng, direct=direct) if stored else StorageConfig(),
+        flush=FlushConfig(
+            only=rng.random() < 0.08,
+            timeout=0.4,
+            retry_min=0.02,
+            retry_max=0.3,
+            batch=draw_limit(rng),
+        ),
+        actors=ActorsConfig(channel_bound=draw_limit(rng), drain=20.0, restarts=restarts),
+        ranks=RanksConfig(ranks, "memory://simulated", timeout=rng.choice((0.1, 0.3)), start=30.0),
+    )
+    sinks = tuple(_sink(rng, number) for number in range(rng.choice((0, 1, 1, 2, 3))))
+    if config.flush.only and not (sinks or index):  # the mode needs a sink
+        sinks = (MemorySinkConfig(name="sink-0"),)
+    clients, requests = rng.randint(1, 5), rng.randint(3, 12)
+    lags = (
+        rng.choice((0.0001, 0.001, 0.005)),
+        rng.choice((0.0005, 0.004, 0.02)),
+        rng.choice((0.0005, 0.01)),
+        rng.choice((0.0001, 0.001, 0.004)),
+    )
+    capacity = rng.choice((0, draw_limit(rng), draw_limit(rng), draw_limit(rng)))
+    targets = _targets(config, sinks, clients, index=index)
+    plan = _limited(draw(rng, rng.choice((0, 1, 2, 3, 5, 8, 16)), targets), min(CRASHES, restarts))
+    families, longest = (
+        rng.randint(1, 6),
+        rng.randint(2, blocks + 1 if rng.random() < 0.15 else max(2, blocks // 2)),
+    )
+    shared = ranks == 1 and not direct and not config.storage.exclusive and rng.random() < 0.3
+    stop_at = rng.uniform(0.0, 0.5) if rng.random() < 0.1 else None
+    again = stored and rng.random() < 0.2
+    return Draw(
+        seed,
+        config,
+        sinks,
+        plan,
+        clients,
+        requests,
+        families,
+        longest,
+        capacity,
+        shared,
+        stop_at,
+        again,
+        lags,
+        draw_limits(rng),
+        index,
+    )
+
+
+def _targets(
+    config: Config, sinks: tuple[MemorySinkConfig, ...], clients: int, *, index: bool
+) -> Targets:
+    stored = config.storage.backend != "none" and not config.flush.only
+    direct = config.storage.backend == "attention_store"
+    pools = (
+        (("reader", config.storage.readers), ("writer", config.storage.writers))
+        if stored and not direct
+        else ()
+    )
+    workers = ["storage_direct"] if stored and direct else []
+    workers += [f"storage_{role}-{number}" for role, count in pools for number in range(count)]
+    actors = ("prefix_index", "gpu_swapper", "cpu_evictor", "flush_notifier", *workers)
+    names = (*(sink.label for sink in sinks), *([INDEX] if index else []))
+    return Targets(
+        actors, names, config.ranks.count, clients, stored, stored and direct, span=0.6, steps=120
+    )
+
+
+def _limited(plan: FaultPlan, most: int) -> FaultPlan:
+    """No more deaths than the supervisor allows."""
+    crashes = [fault for fault in plan.fault if fault.kind == "actor_crash"][most:]
+    return FaultPlan(tuple(fault for fault in plan.fault if fault not in crashes))
+
+
+def _device(rng: random.Random, blocks: int) -> DeviceConfig:
+    ahead = rng.random() < 0.25
+    return DeviceConfig(
+        num_blocks=blocks,
+        free_low=0.1 if ahead else 0.0,
+        free_high=0.3 if ahead else 0.0,
+        layerwise=rng.random() < 0.4,
+    )
+
+
+def _host(rng: random.Random, blocks: int) -> HostConfig:
+    slots = rng.choice((0, draw_limit(rng), draw_limit(rng), blocks, 2 * blocks))
+    mode: Any = rng.choice(("exclusive", "inclusive"))
+    marks = rng.random() < 0.25 and slots
+    return HostConfig(
+        slots=slots,
+        transit_slots=draw_limit(rng),
+        mode=mode,
+        low_watermark=0.5 if marks else 0.0,
+        high_watermark=0.8 if marks else 0.0,
+    )
+
+
+def _storage(rng: random.Random, *, direct: bool) -> StorageConfig:
+    policy: Any = rng.choice(
+        ("write_back", "write_back", "write_through", "write_through_selective", "none")
+    )
+    if direct and policy == "write_back":
+        policy = "write_through"
+    exclusive, fetch = rng.random() < 0.4, rng.random() < 0.9
+    least, readers, writers = rng.choice((1, 1, 2)), rng.choice((1, 2)), rng.choice((1, 2))
+    timeout = rng.choice((0.1, 1.0))
+    if direct:  # it has no use for the others
+        return StorageConfig(
+            backend="attention_store", write_policy=policy, fetch=fetch, timeout=timeout
+        )
+    return StorageConfig(
+        backend="memory",
+        exclusive=exclusive,
+        write_policy=policy,
+        fetch=fetch,
+        min_fetch_blocks=least,
+        readers=readers,
+        writers=writers,
+        timeout=timeout,
+    )
+
+
+def _sink(rng: random.Random, number: int) -> MemorySinkConfig:
+    tiers: Any = rng.choice(
+        (("device", "host", "storage"), ("device", "host"), ("host",), ("device",), ("storage",))
+    )
+    view: Any = rng.choice(("per_tier", "per_tier", "node"))
+    gains: Any = rng.choice(("commit", "commit", "request_finish"))
+    return MemorySinkConfig(name=f"sink-{number}", tiers=tiers, view=view, gains=gains)

@@ -1,0 +1,160 @@
+"""What must hold when every fault is over and nothing is left to do."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+
+import numpy as np
+import xxhash
+
+from kvactors.errors import KVActorsError, NoRoom
+from kvactors.flush_notifier.runs import path_tokens
+from kvactors.observe.statistics import announceable
+from kvactors.storage.breaker import PAUSE
+from kvactors.testing.attentionstore_sdk import services
+from kvactors.testing.ranks import keys_on_rank
+from tests.simulation.draw import BLOCK, INDEX
+from tests.simulation.world import World
+
+REST = 60.0
+"""Virtual seconds in which a healthy system must have come to rest."""
+
+
+async def rest(world: World) -> None:
+    """Heal everything, come to rest, and look at everything."""
+    await world.heal()
+    cache = world.cache
+    await asyncio.sleep(1.0)  # whoever died last is back
+    try:
+        await cache.resume(deadline=5.0)
+        gc.collect()  # leases that only a traceback still held
+        await cache.settled(REST)
+        await asyncio.sleep(PAUSE + 1.0)  # the store's circuit is tried again
+        await cache.settled(REST)
+        await cache.flush_settled(REST)
+    except KVActorsError as error:
+        world.violated(f"it does not come to rest: {error!r}")
+    still(world)
+    await serves_again(world)
+    try:
+        await cache.settled(REST)
+        await cache.flush_settled(REST)
+    except KVActorsError as error:
+        world.violated(f"it does not come to rest again: {error!r}")
+    still(world)
+
+
+def still(world: World) -> None:
+    """At rest: invariants hold, sinks agree, nothing is left over, every byte below the device is
+    right."""
+    cache, system = world.cache, world.system
+    for what in cache.check():
+        world.violated(f"check: {what}")
+    for name in cache.sinks:
+        divergence = cache.divergence([name])
+        if divergence:
+            world.violated(f"divergence: {name} differs on {divergence} blocks")
+    for sink in world.sinks:
+        for what in sink.reader.violations:
+            world.violated(f"tree rule: {sink.name}: {what}")
+    statistics = cache.statistics()
+    index, host = statistics.prefix, statistics.host
+    world.seen["load overdue"] += index.overdue_loads
+    left = {
+        "leases": index.leases,
+        "waiting": index.waiting,
+        "referenced nodes": index.nodes_referenced,
+        "loads": index.loads_in_flight,
+        "offloads": index.offloads_in_flight,
+        "saves": index.saves_in_flight,
+        "pinned slots": host.pinned,
+        "messages or jobs": system.activity.count,
+        "open asks": sum(actor.ref.open_asks for actor in system.supervisor.actors()),
+        "operations at ranks": sum(rank.in_flight for rank in system.ranks.statistics())
+        if system.ranks is not None
+        else 0,
+        "held acquires": len(system.index_actor.held),
+        "loading blocks": len(system.index_actor.index.loading),
+        "loads of the host": len(system.evictor_actor.loads),
+    }
+    for what, count in left.items():
+        if count:
+            world.violated(f"left over: {count} {what}")
+    if index.blocks_free + index.evictable != index.blocks_total:
+        world.violated(
+            f"device blocks: {index.blocks_free} free and {index.evictable} evictable of "
+            f"{index.blocks_total}"
+        )
+    _supervision(world)
+    _bytes_below(world)
+    _token_index(world)
+
+
+def _supervision(world: World) -> None:
+    supervisor = world.system.supervisor
+    deaths = supervisor.statistics().deaths
+    if supervisor.failed is not None:
+        world.violated(f"the system failed: {supervisor.failed!r}")
+    if deaths != world.witness.died:
+        world.violated(
+            f"{deaths} deaths, {world.witness.died} by plan; the last: "
+            f"{supervisor.statistics().last_death}"
+        )
+
+
+def _bytes_below(world: World) -> None:
+    """Slots and objects hold what their names stand for; an object may be bad, but then its
+    checksum says so."""
+    if not world.ranks:
+        system = world.system
+        for key, entry in system.evictor_actor.host.entries.items():
+            if not entry.arriving and bytes(system.arena.view(entry.slot)) != world.engine.bytes_of(
+                key
+            ):
+                world.violated("a host slot holds wrong bytes")
+    for rank, store in enumerate(world.stores):
+        for key in store.catalog.keys():  # noqa: SIM118  (no mapping)
+            data, checksum = store.objects.get(key, (b"", -1))
+            share = keys_on_rank(key, rank) if world.ranks else key
+            if xxhash.xxh3_64_intdigest(data) == checksum and data != world.engine.bytes_of(share):
+                world.violated("a stored object holds wrong bytes, and its checksum agrees")
+
+
+def _token_index(world: World) -> None:
+    """AttentionStore's index has no path that is not announceable."""
+    if not world.drawn.token_index:
+        return
+    entries = world.system.notifier_actor.ledger.entries
+    (view,) = (sink.view_of for sink in world.sinks if sink.name == INDEX)
+    held = [entries[key] for keys in announceable(world.system, view).values() for key in keys]
+    paths = {tuple(np.frombuffer(path_tokens(entry), "<u4").tolist()) for entry in held}
+    stale = {path for one in services.values() for path in one.resident} - paths
+    world.seen["index compared"] += 1
+    if stale:
+        world.violated(
+            f"AttentionStore's index has {len(stale)} paths that this node does not hold"
+        )
+
+
+async def serves_again(world: World) -> None:
+    """Every family's longest prompt, one after another: no fault is left that could excuse
+    anything."""
+    cache, drawn = world.cache, world.drawn
+    for family in range(drawn.families):
+        tokens = [family * 10_000 + i for i in range(drawn.longest * BLOCK)]
+        try:
+            async with await cache.acquire(f"after {family}", tokens, deadline=5.0) as lease:
+                await lease.ready(deadline=10.0)
+                cached, full = lease.cached_tokens // BLOCK, lease.num_tokens // BLOCK
+                wrong = world.engine.wrong(lease.block_table[:cached], lease.keys(0, cached))
+                if wrong:
+                    world.violated(f"wrong bytes after all faults: {len(wrong)} of {cached} blocks")
+                world.engine.fill(lease.block_table[cached:full], lease.keys(cached, full))
+                await lease.commit(lease.num_tokens, deadline=5.0)
+                await lease.finish(deadline=5.0)
+        except NoRoom as error:
+            if drawn.longest <= drawn.config.device.num_blocks:
+                world.violated(f"no room after all faults, with nobody else there: {error}")
+        except KVActorsError as error:
+            world.violated(f"not served after all faults: {error!r}")

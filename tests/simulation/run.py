@@ -1,0 +1,159 @@
+"""One seed, from its draw to its report."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import anyio
+import msgspec
+import structlog
+
+from kvactors.actor.log import structlog_settings
+from kvactors.errors import KVActorsError
+from kvactors.testing.attentionstore_sdk import install, reset
+from kvactors.testing.loop import simulate
+from kvactors.testing.plan import FaultPlan
+from tests.simulation.draw import Draw, draw_run
+from tests.simulation.invariants import rest
+from tests.simulation.limits import limited
+from tests.simulation.record import SeedReport
+from tests.simulation.workload import Client
+from tests.simulation.world import World
+
+WORK = 300.0
+"""Virtual seconds in which all clients must have ended."""
+
+AGAIN = 3
+"""Requests of each client in a second life."""
+
+STOP = 120.0
+"""Virtual seconds in which a system at rest must have stopped."""
+
+
+def run_seed(seed: int, drawn: Draw | None = None, keep: int = 200) -> SeedReport:
+    """Run one seed. drawn: in place of what the seed draws. keep: lines of the trace in the report,
+    the last ones."""
+    drawn = drawn or draw_run(seed)
+    report = SeedReport(seed)
+    report.config = msgspec.json.encode(drawn.config).decode()
+    report.plan = drawn.plan.to_json()
+    began = time.perf_counter()
+    install()
+    reset()
+    with _quiet(), limited(drawn.limits):
+        try:
+            simulate(lambda: _lives(drawn, report, keep), seed)
+        except Exception as error:
+            report.violations.append(f"the run itself broke: {error!r}")
+    report.wrong = sum("wrong bytes" in what for what in report.violations)
+    report.wall_s = time.perf_counter() - began
+    return report
+
+
+async def _lives(drawn: Draw, report: SeedReport, keep: int) -> None:
+    """A world, and of some seeds a second one, without faults, that finds in its stores what the
+    first has left there."""
+    world = await _live(World(drawn, keep), report)
+    if drawn.again:
+        report.seen["lives again"] = 1
+        again = drawn._replace(plan=FaultPlan(), stop_at=None, requests=AGAIN)
+        await _live(World(again, keep, world.stores), report)
+
+
+async def _live(world: World, report: SeedReport) -> World:
+    """The whole life of one world."""
+    loop, drawn = asyncio.get_running_loop(), world.drawn
+    world.violations = report.violations
+    world.witness.note(f"a world after {report.trace}")
+    loop.set_exception_handler(lambda _loop, context: _unhandled(world, context))
+    clients = [Client(world, number) for number in range(drawn.clients)]
+    ended = False
+    try:
+        with anyio.move_on_after(2 * (WORK + STOP)):
+            async with world.running():
+                tasks = [
+                    loop.create_task(client.run(), name=f"client {client.number}")
+                    for client in clients
+                ]
+                if drawn.stop_at is None:
+                    await _work(world, tasks)
+                    await rest(world)
+                else:
+                    await asyncio.sleep(drawn.stop_at)
+                stopping = loop.time()
+            await _work(world, tasks)
+            if loop.time() - stopping > STOP:
+                world.violated(f"it took {loop.time() - stopping:.1f} s to stop")
+            ended = True
+        if not ended:
+            world.violated("it never came to its end")
+        gc.collect()  # whatever nobody has looked at is reported now
+        await asyncio.sleep(0)
+    except KVActorsError as error:
+        world.violated(f"the system broke: {error!r}")
+    finally:
+        _conclude(report, world, clients)
+    return world
+
+
+async def _work(world: World, tasks: list[asyncio.Task[None]]) -> None:
+    """Until all clients have ended."""
+    _done, late = await asyncio.wait(tasks, timeout=WORK)
+    if late:
+        world.violated(f"{len(late)} clients have not ended after {WORK} s")
+        for task in late:
+            task.cancel()
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(result, Exception):
+            world.violated(f"a client broke: {result!r}")
+
+
+def _unhandled(world: World, context: dict[str, Any]) -> None:
+    world.violated(f"the loop was told: {context.get('message')}: {context.get('exception')!r}")
+
+
+def _conclude(report: SeedReport, world: World, clients: list[Client]) -> None:
+    witness = world.witness
+    report.requests += sum(client.requests for client in clients)
+    report.answered += sum(client.answered for client in clients)
+    report.verified += world.engine.verified
+    report.faults += sum(
+        count for what, count in witness.seen.items() if what.startswith(("fault ", "crash "))
+    )
+    report.turns += sum(witness.turns.values())
+    report.virtual_s = round(asyncio.get_running_loop().time(), 6)
+    report.trace = witness.digest.hexdigest()
+    report.seen = dict(sorted((witness.seen + Counter(report.seen)).items()))
+    report.tail += witness.lines
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No log lines, no warnings of leases forgotten on purpose, and no collector that runs at
+    moments of its own."""
+    collecting = gc.isenabled()
+    gc.disable()
+    gc.freeze()  # what was there before is not looked at each time
+    try:
+        with (
+            warnings.catch_warnings(),
+            structlog_settings(wrapper_class=structlog.make_filtering_bound_logger(50)),
+        ):
+            warnings.simplefilter("ignore", ResourceWarning)
+            # a job that is cancelled before its first step leaves its coroutine as it was
+            warnings.filterwarnings(
+                "ignore", message="coroutine .* was never awaited", category=RuntimeWarning
+            )
+            yield
+            gc.collect()
+    finally:
+        gc.unfreeze()
+        if collecting:
+            gc.enable()

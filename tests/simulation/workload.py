@@ -1,0 +1,311 @@
+"""What clients do: requests of shared beginnings and many turns, given up in every way there is,
+and orders to the whole cache."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple
+
+from kvactors.arguments import Media
+from kvactors.errors import KVActorsError, LeaseEnded, NoRoom, RankLost
+from kvactors.lease import Lease
+from kvactors.prefix_index.transfers import GRACE
+from kvactors.types import KEY_BYTES
+from tests.simulation.client import Door
+from tests.simulation.draw import BLOCK
+from tests.simulation.world import World
+
+LONG = 8.0
+"""Seconds for an await whose end another deadline decides."""
+
+DOUBT = 8.0
+"""Seconds in which a lost rank must have become known."""
+
+
+class Prompt(NamedTuple):
+    """Tokens, and what else takes part in their identity."""
+
+    tokens: list[int]
+    salt: str | None = None
+    lora: str | None = None
+    media: tuple[Media, ...] = ()
+
+
+class Client(Door):
+    """Requests one after another, and now and then something else."""
+
+    def __init__(self, world: World, number: int) -> None:
+        super().__init__(world, number)
+        self.story: list[int] = []  # of a conversation of many turns
+        self.requests = self.answered = 0
+
+    async def run(self) -> None:
+        """All of this client's work."""
+        for _ in range(self.world.drawn.requests):
+            work = self.request() if self.rng.random() < 0.85 else self.order()
+            self.task = asyncio.get_running_loop().create_task(work, name=f"client {self.number}")
+            results = await asyncio.gather(self.task, return_exceptions=True)
+            self.task = None
+            error = results[0]
+            if isinstance(error, Exception) and not isinstance(error, KVActorsError):
+                self.world.violated(f"a request raised {error!r}")
+            del results, error
+            await asyncio.sleep(self.rng.choice((0.0, 0.001, 0.01)))
+
+    # -- orders to the whole cache
+
+    async def order(self) -> None:
+        """One of them."""
+        cache, rng = self.world.cache, self.rng
+        kind = rng.choice(
+            ("clear", "clear", "pause", "namespace", "prefetch", "prefetch", "settled")
+        )
+        if kind == "clear":
+            storage = rng.random() < 0.5
+            await self.ask(
+                "clear storage" if storage else "clear",
+                lambda: cache.clear(storage=storage, deadline=2.0),
+                2.0,
+            )
+        elif kind == "namespace":
+            name = rng.choice(("default", "default", "other"))
+            await self.ask("set_namespace", lambda: cache.set_namespace(name, deadline=2.0), 2.0)
+        elif kind == "prefetch":
+            tokens = self.prompt().tokens
+            await self.ask("prefetch", lambda: cache.prefetch(tokens, deadline=1.0), 1.0)
+        elif kind == "settled":
+            limit = rng.choice((0.01, 3.0))
+            await self.ask("settled", lambda: cache.settled(limit), limit)
+        else:
+            await self._pause()
+
+    async def _pause(self) -> None:
+        cache = self.world.cache
+        try:
+            limit = self.rng.choice((0.02, 2.0))
+            await self.ask("pause", lambda: cache.pause(deadline=limit), limit)
+            await asyncio.sleep(self.rng.choice((0.0, 0.01, 0.3)))
+        finally:
+            if not self.world.closing:
+                await cache.resume(deadline=5.0)
+
+    # -- requests
+
+    def prompt(self) -> Prompt:
+        """Of a family that others share, or the next turn of this client's own story."""
+        rng, drawn = self.rng, self.world.drawn
+        if self.story and rng.random() < 0.4:
+            grown = self.story + [rng.randrange(1 << 32) for _ in range(rng.randint(1, 2 * BLOCK))]
+            self.story = grown if len(grown) <= drawn.longest * BLOCK else []
+            if self.story:
+                return Prompt(list(self.story))
+        family, blocks = rng.randrange(drawn.families), rng.randint(1, drawn.longest)
+        length = max(1, blocks * BLOCK - rng.choice((0, 0, 1, 3)))
+        tokens = [family * 10_000 + i for i in range(length)]
+        if rng.random() < 0.4:
+            fork, own = rng.randrange(length + 1), rng.randrange(3)
+            tokens[fork:] = [family * 10_000 + 1_000 * (own + 1) + i for i in range(fork, length)]
+        if rng.random() < 0.15:
+            self.story = tokens[:]
+        salt, lora = rng.choice(((None, None),) * 8 + (("salt", None), (None, "lora")))
+        media: tuple[Media, ...] = (
+            ((rng.randrange(length), 1, rng.choice(("picture", "film"))),)
+            if rng.random() < 0.1
+            else ()
+        )
+        return Prompt(tokens, salt, lora, media)
+
+    async def request(self) -> None:
+        """A prompt until its request has ended, taken up again if it gave way meanwhile."""
+        prompt = self.prompt()
+        self.requests += 1
+        for _ in range(3):
+            if await self._serve(prompt):
+                self.answered += 1
+                return
+            await asyncio.sleep(self.rng.choice((0.0, 0.005)))
+
+    async def _serve(self, prompt: Prompt) -> bool:
+        """One lease; whether the request is over."""
+        rng, cache = self.rng, self.world.cache
+        deadline = rng.choice((0.02, 0.2, 1.0, 3.0))
+        wait, life = rng.random() < 0.9, self.world.system.index.life
+        lease = await self.ask(
+            "acquire",
+            lambda: cache.acquire(
+                f"{self.number}",
+                prompt.tokens,
+                extra_keys=prompt.media,
+                salt=prompt.salt,
+                lora=prompt.lora,
+                deadline=deadline,
+                wait=wait,
+            ),
+            deadline,
+        )
+        if rng.random() < 0.04:
+            self.world.seen["lease granted to forgotten"] += 1
+            return True
+        async with lease:
+            served = Served(self, lease, deadline, life)
+            if not await served.prefill():
+                return True
+            for _ in range(rng.choice((0, 0, 1, 2))):
+                await served.decode()
+            return await served.end()
+
+
+class Served:
+    """One lease and what its blocks must hold. names: by position in the table, of blocks that were
+    filled or checked. life: of the index that gave the lease: an engine hears of its death at once,
+    and leaves the blocks alone, which are others' then."""
+
+    def __init__(self, client: Client, lease: Lease, deadline: float, life: int) -> None:
+        self.client = client
+        self.life = life
+        self.world = client.world
+        self.rng = client.rng
+        self.lease = lease
+        self.by = asyncio.get_running_loop().time() + deadline
+        self.names: dict[int, bytes] = {}
+
+    async def prefill(self) -> bool:
+        """Wait for what is loaded, check it, compute the rest; False if it was given up instead."""
+        lease, client = self.lease, self.client
+        if lease.pending and self.rng.random() < 0.5:
+            await self._layers()
+        if lease.pending and self.rng.random() < 0.05:
+            self.world.seen["lease loading to ended"] += 1
+            lease.abandon()
+            return False
+        rest = max(0.0, self.by - asyncio.get_running_loop().time()) + GRACE
+        await client.ask("ready", lambda: lease.ready(deadline=LONG), rest)
+        cached = lease.cached_tokens // BLOCK
+        if len(set(lease.block_table)) < len(lease.block_table):
+            self.world.violated("a block stands twice in a table")
+        self._name(0, cached)
+        await self.verify("served as cached")
+        await self._compute(cached)
+        return True
+
+    def _name(self, start: int, stop: int) -> None:
+        keys = self.lease.keys(start, stop)
+        for position in range(start, stop):
+            self.names[position] = keys[
+                (position - start) * KEY_BYTES : (position - start + 1) * KEY_BYTES
+            ]
+
+    async def _layers(self) -> None:
+        layout, lease = self.world.layout, self.lease
+        for layer in range(layout.num_layers):
+            rest = max(0.0, self.by - asyncio.get_running_loop().time()) + GRACE
+            table = lease.block_table
+            tokens = await self.client.ask(
+                "layer_ready",
+                lambda: lease.layer_ready(layer, deadline=LONG),  # noqa: B023
+                rest,
+            )
+            if not lease.pending or self.world.ranks:
+                continue
+            blocks = tokens // BLOCK
+            self.world.seen["lease layer checked"] += blocks > 0
+            if self.world.engine.wrong_in_layer(layer, table[:blocks], lease.keys(0, blocks)):
+                await self._judge(f"layer {layer} was said to be there")
+
+    async def _compute(self, first: int) -> None:
+        """The model at work: it writes its blocks, also the last one that is not full, and says
+        so."""
+        lease, rng = self.lease, self.rng
+        await asyncio.sleep(rng.choice((0.0, 0.001, 0.01, 0.05)))
+        await self._still_ours()
+        full = lease.num_tokens // BLOCK
+        if full > first:
+            self._name(first, full)
+            self.world.engine.fill(lease.block_table[first:full], lease.keys(first, full))
+        if len(lease.block_table) > full:
+            mine = lease.request_id.encode().ljust(16, b"-") + rng.randbytes(16)
+            self.names[full] = mine
+            self.world.engine.fill(lease.block_table[full : full + 1], mine)
+        await asyncio.sleep(rng.choice((0.0, 0.001, 0.01)))
+        await self.verify("computed")
+        computed = lease.num_tokens if rng.random() < 0.8 else rng.randint(0, lease.num_tokens)
+        await self.client.ask("commit", lambda: lease.commit(computed, deadline=2.0), 2.0)
+
+    async def decode(self) -> None:
+        """Some more tokens."""
+        lease, rng = self.lease, self.rng
+        first = lease.num_tokens // BLOCK
+        tokens = [rng.randrange(4) for _ in range(rng.randint(1, 2 * BLOCK))]
+        self.names.pop(first, None)
+        deadline = rng.choice((0.05, 1.0))
+        await self.client.ask("extend", lambda: lease.extend(tokens, deadline=deadline), deadline)
+        await self._compute(first)
+
+    async def _still_ours(self) -> None:
+        """LeaseEnded if the index of this lease has died; the next life must say so as well,
+        whatever it is asked."""
+        if self.world.system.index.life == self.life:
+            return
+        lease, what = self.lease, self.rng.choice(("commit", "extend", "preempt", "finish", ""))
+        calls: dict[str, Callable[[], Awaitable[Any]]] = {
+            "commit": lambda: lease.commit(0, deadline=2.0),
+            "extend": lambda: lease.extend([1], deadline=2.0),
+            "preempt": lambda: lease.preempt(deadline=2.0),
+            "finish": lambda: lease.finish(deadline=2.0),
+        }
+        if what:
+            await self.client.ask(what, calls[what], 2.0)
+            self.world.violated(f"{what} of a lease of a dead index was answered")
+        raise LeaseEnded("the index of this lease has died")
+
+    async def verify(self, what: str) -> None:
+        """Every block of the lease holds what it must."""
+        await self._still_ours()
+        positions = sorted(self.names)
+        blocks = [self.lease.block_table[position] for position in positions]
+        wrong = self.world.engine.wrong(
+            blocks, b"".join(self.names[position] for position in positions)
+        )
+        if wrong:
+            await self._judge(
+                f"{what}, and {len(wrong)} of {len(blocks)} blocks do not hold their bytes"
+            )
+
+    async def _judge(self, what: str) -> None:
+        """Wrong bytes are wrong, unless a rank lost its memory and the cache says so before the
+        lease is used."""
+        world, lease = self.world, self.lease
+        gone = any(rank.serving is None or rank.lives > 1 for rank in world.ranks)
+        for _ in range(int(DOUBT / 0.1) if gone else 0):
+            await asyncio.sleep(0.1)
+            try:
+                await lease.commit(0, deadline=2.0)
+            except RankLost:
+                world.seen["lease ready to lost"] += 1
+                raise
+            except NoRoom:
+                break
+        world.violated(f"wrong bytes: {what}")
+
+    async def end(self) -> bool:
+        """Finish, give way, fail, or walk away; whether the request is over."""
+        lease, rng, seen = self.lease, self.rng, self.world.seen
+        kind: Any = rng.choices(("finish", "preempt", "abandon", "fail"), (12, 3, 1, 1))[0]
+        await self.verify("held to the end")
+        seen[f"lease ready to {kind}"] += 1
+        if kind == "finish":
+            await self.client.ask("finish", lambda: lease.finish(deadline=3.0), 3.0)
+        elif kind == "preempt":
+            computed = rng.choice((0, lease.num_tokens))
+            await self.client.ask("preempt", lambda: lease.preempt(computed, deadline=3.0), 3.0)
+            return rng.random() < 0.3
+        elif kind == "abandon":
+            lease.abandon()
+        else:
+            raise EngineFailed
+        return True
+
+
+class EngineFailed(KVActorsError):
+    """The engine of a simulation fails in the middle of a request."""

@@ -1,0 +1,337 @@
+"""One simulated world: a system, the fakes below and beside it, and the faults of the plan as they
+come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+
+from kvactors.attention_store import SHARED, Sdk, Shared
+from kvactors.cache import KVCache
+from kvactors.device.host import HostDevice
+from kvactors.flush_notifier.sinks.attention_store import AttentionStoreSink
+from kvactors.flush_notifier.sinks.memory import MemorySink
+from kvactors.layout import make_layout
+from kvactors.sdk_settings import sdk_settings
+from kvactors.sink_config import AttentionStoreSinkConfig
+from kvactors.storage.backends.attention_store import AttentionStoreBackend
+from kvactors.testing.attentionstore_sdk import services
+from kvactors.testing.fakes import (
+    Latency,
+    SimBackend,
+    SimExecutor,
+    SimPool,
+    SimSink,
+    latency,
+)
+from kvactors.testing.plan import STEPPED, Fault
+from tests.simulation.draw import INDEX, Draw
+from tests.simulation.engine import Engine
+from tests.simulation.limits import STEP
+from tests.simulation.witness import SimSystem, Witness
+from tests.support.sim_rank import SimRank
+from tests.support.sim_service import SimService, SimThread
+
+SLOWER = 0.03
+"""Seconds more that a slow copy or access takes, for each of a fault's amount."""
+
+
+class World:
+    """violations: what was found wrong so far. jumped: seconds the clock has leapt. closing:
+    whether the system is being stopped. keep: lines of the trace that are remembered. stores: of an
+    earlier world."""
+
+    def __init__(
+        self, drawn: Draw, keep: int = 200, stores: list[SimBackend] | None = None
+    ) -> None:
+        config = drawn.config
+        self.drawn = drawn
+        self.rng = random.Random(drawn.seed + 1)
+        self.service_rng = random.Random(drawn.seed + 2)
+        self.violations: list[str] = []
+        self.jumped = 0.0
+        self.closing = False
+        self.witness = Witness(
+            [fault for fault in drawn.plan.fault if fault.kind == "actor_crash"],
+            keep,
+            drawn.limits[STEP],
+        )
+        self.layout = make_layout(config.layout, config.cache.block_size)
+        stored = config.storage.backend != "none" and not config.flush.only
+        count = config.ranks.count
+        direct = stored and config.storage.backend == "attention_store"
+        self.service = SimService(self._lag(1)) if direct or drawn.token_index else None
+        self.stores = stores or (
+            [self._make_store() for _ in range(count)] if stored and not direct else []
+        )
+        for store in self.stores:
+            store.heal()
+        self.sinks = [
+            SimSink(MemorySink(one, config.cache.block_size), self._lag(2)) for one in drawn.sinks
+        ]
+        if drawn.token_index:
+            self.sinks.append(SimSink(self._make_index_sink(), self._lag(2)))
+        if direct and count > 1:
+            for number in range(count):
+                self._rank_on_service(number, count)
+        self.ranks = [self._make_rank(number) for number in range(count)] if count > 1 else []
+        local = self.stores[0] if self.stores and count == 1 else None
+        self.system = SimSystem(config, list(self.sinks), local, self.witness)
+        backend = self.system.direct_backend
+        if isinstance(backend, AttentionStoreBackend):
+            self._on_service(backend.sdk)
+        self.executor: SimExecutor | None = None
+        if count == 1:
+            self.executor = SimExecutor(self.system.device, self.system.arena, self._lag(0))
+            self.system.executor = self.executor
+        self.engine = Engine(self.layout, self._devices)
+        self.cache: KVCache
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def _lag(self, which: int) -> Latency:
+        return latency(self.rng, self.drawn.lags[which])
+
+    def _make_store(self) -> SimBackend:
+        kind = SimPool if self.drawn.shared else SimBackend
+        return kind(
+            self.layout.fingerprint, self.layout.block_bytes, self.drawn.capacity, self._lag(1)
+        )
+
+    def _make_index_sink(self) -> AttentionStoreSink:
+        settings = AttentionStoreSinkConfig(
+            name=INDEX, announce=self.service_rng.choice(("difference", "full"))
+        )
+        sink = AttentionStoreSink(settings, sdk_settings(self.drawn.config, self.layout))
+        self._on_service(sink.sdk)
+        return sink
+
+    def _on_service(self, sdk: Sdk) -> None:
+        assert self.service is not None
+        setattr(sdk, "thread", SimThread(self.service))  # noqa: B010
+
+    def _rank_on_service(self, number: int, count: int) -> None:
+        """The handle that a rank will open calls the service in virtual time."""
+        assert self.service is not None
+        shard = sdk_settings(self.drawn.config, self.layout, shard=(number, count)).shard
+        threads: dict[str, Any] = SHARED.setdefault(shard, Shared(f"shard {number}")).threads
+        threads["storage"] = SimThread(self.service)
+
+    def _make_rank(self, number: int) -> SimRank:
+        store = self.stores[number] if self.stores else None
+        return SimRank(self.drawn.config, number, store=store, latency=self._lag(3))
+
+    def _devices(self) -> Sequence[HostDevice | None]:
+        if not self.ranks:
+            assert isinstance(self.system.device, HostDevice)
+            return [self.system.device]
+        return [rank.device if rank.serving is not None else None for rank in self.ranks]
+
+    @property
+    def seen(self) -> Counter[str]:
+        """See `SeedReport`."""
+        return self.witness.seen
+
+    def violated(self, what: str) -> None:
+        """Something is not as it must be."""
+        self.witness.note(f"VIOLATED {what}")
+        if what not in self.violations:
+            self.violations.append(what)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[KVCache]:
+        """The whole of it, and the plan's faults."""
+        for rank in self.ranks:
+            await rank.start()
+        try:
+            async with self.system.running():
+                self.cache = KVCache(self.system)
+                for one in services.values():
+                    one.capacity = self.service_rng.choice((1, 4, 20, 1 << 16))
+                    one.from_root = self.service_rng.random() < 0.3
+                loop = asyncio.get_running_loop()
+                timed = (fault for fault in self.drawn.plan.fault if fault.kind not in STEPPED)
+                self._tasks = [
+                    loop.create_task(self._befall(fault), name=f"fault {fault.kind}")
+                    for fault in timed
+                ]
+                yield self.cache
+                self.closing = True
+                self.cache.close()
+        finally:
+            await self._end_faults()
+            for rank in self.ranks:
+                await rank.close()
+
+    # -- faults
+
+    async def _befall(self, fault: Fault) -> None:
+        await asyncio.sleep(fault.at)
+        self.witness.note(f"fault {fault.kind} {fault.target} {fault.duration} {fault.amount}")
+        self.seen[f"fault {fault.kind}"] += 1
+        if fault.kind == "clock_jump":
+            self._jump(fault.duration)
+            return
+        await self._begin(fault)
+        await asyncio.sleep(fault.duration)
+        await self._end(fault)
+
+    def _jump(self, seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        self.jumped += seconds
+        setattr(loop, "_now", loop.time() + seconds)  # noqa: B010  (its clock is its own)
+
+    async def _begin(self, fault: Fault) -> None:
+        family, _, what = fault.kind.partition("_")
+        if family == "copy":
+            self._copies(what, fault.amount, self._number(fault))
+        elif family == "sink":
+            self._sink(fault, what)
+        elif family == "rank":
+            rank = self.ranks[self._number(fault)]
+            if what == "silent":
+                rank.gate.close()
+            elif what == "cut":
+                rank.cut()
+            else:
+                await rank.stop()
+        else:
+            self._store(fault)
+
+    def _copies(self, what: str, amount: int, rank: int) -> None:
+        if self.executor is None:
+            self.ranks[rank].device.failing += amount
+        elif what == "fail":
+            self.executor.failing += amount
+        elif what == "slow":
+            self.executor.slower = SLOWER * amount
+        else:
+            self.executor.gate.close()
+
+    def _sink(self, fault: Fault, what: str) -> None:
+        sink = next(one for one in self.sinks if one.name == fault.target)
+        if what == "duplicate":
+            sink.twice = True
+        elif what == "down":
+            sink.misdeed = "down"
+        else:
+            sink.misdeed = "hang" if what == "hang" else "lose_answers"
+
+    def _store(self, fault: Fault) -> None:
+        if not self.stores:
+            self._serve_badly(fault)
+            return
+        store = self.stores[self._number(fault)]
+        if fault.kind == "store_slow":
+            store.slower = SLOWER * fault.amount
+        elif fault.kind == "store_hang":
+            store.gate.close()
+        elif fault.kind == "store_down":
+            store.down = True
+        elif fault.kind == "disk_full":
+            store.full = True
+        elif fault.kind == "torn_write":
+            store.tearing += fault.amount
+        elif fault.kind == "bit_flip":
+            store.flip(fault.amount)
+        else:
+            store.lose(fault.amount)
+
+    def _serve_badly(self, fault: Fault) -> None:
+        service = self.service
+        assert service is not None
+        if fault.kind == "store_slow":
+            service.slower = SLOWER * fault.amount
+        elif fault.kind == "store_hang":
+            service.gate.close()
+        elif fault.kind == "store_down":
+            service.down = True
+        else:
+            service.lose(fault.amount)
+
+    def _troublesome(self) -> list[SimBackend | SimService]:
+        return [*self.stores, *([] if self.service is None else [self.service])]
+
+    def _number(self, fault: Fault) -> int:
+        return int(fault.target or 0)
+
+    async def _end(self, fault: Fault) -> None:
+        family = fault.kind.partition("_")[0]
+        if fault.kind in ("copy_slow", "copy_hang") and self.executor is not None:
+            self.executor.slower = 0.0
+            self.executor.gate.open()
+        elif family == "sink":
+            next(one for one in self.sinks if one.name == fault.target).heal()
+        elif family == "rank":
+            await self._revive(self.ranks[self._number(fault)])
+        elif fault.kind in ("store_down", "store_slow", "store_hang", "disk_full"):
+            store = self.stores[self._number(fault)] if self.stores else self.service
+            assert store is not None
+            store.heal()
+
+    async def _revive(self, rank: SimRank) -> None:
+        rank.gate.open()
+        if rank.serving is None:
+            await rank.start()
+
+    # -- the end of all faults
+
+    async def heal(self) -> None:
+        """Nothing goes wrong from now on. Faults that have not come yet never will."""
+        self.witness.disarm()
+        await self._end_faults()
+        self._count_hits()
+        if self.executor is not None:
+            self.executor.failing, self.executor.slower = 0, 0.0
+            self.executor.gate.open()
+        for store in self._troublesome():
+            store.heal()
+        for sink in self.sinks:
+            sink.heal()
+        for rank in self.ranks:
+            rank.device.failing = 0
+            await self._revive(rank)
+        if self.system.ranks is not None:
+            with anyio.move_on_after(30.0):
+                while not self.system.ranks.healthy:
+                    await asyncio.sleep(0.05)
+            if not self.system.ranks.healthy:
+                self.violated(
+                    "ranks are not healthy 30 s after the last fault: "
+                    f"{self.system.ranks.statistics()}"
+                )
+
+    async def _end_faults(self) -> None:
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(result, Exception):
+                self.violated(f"a fault broke: {result!r}")
+
+    def _count_hits(self) -> None:
+        """Which faults were met by anybody."""
+        executor, stores, sinks, ranks = self.executor, self.stores, self.sinks, self.ranks
+        everything = self._troublesome()
+        hits = {
+            "copy_fail": (executor.failed if executor else 0)
+            + sum(rank.device.failed for rank in ranks),
+            "copy_slow": executor.delayed if executor else 0,
+            "copy_hang": executor.gate.waited if executor else 0,
+            "store": sum(store.troubled for store in everything),
+            "store_hang": sum(store.gate.waited for store in everything),
+            "torn_write": sum(store.torn for store in stores),
+            "bit_flip": sum(store.flipped for store in stores),
+            "object_lost": sum(store.vanished for store in everything),
+            "sink": sum(sink.troubled for sink in sinks),
+            "sink_duplicate": sum(sink.doubled for sink in sinks),
+            "rank_silent": sum(rank.gate.waited for rank in ranks),
+            "rank_lost": sum(rank.lives - 1 for rank in ranks),
+        }
+        for what, count in hits.items():
+            self.seen[f"met {what}"] += count

@@ -1,0 +1,1 @@
+"""What several tests and proof tools share: models, stand-ins and helpers."""

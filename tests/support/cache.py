@@ -1,0 +1,76 @@
+"""A small cache and a serving loop's few moves."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+
+import kvactors
+from kvactors import Config, KVCache, Lease
+
+Table = Mapping[str, Any]
+
+BLOCK = 4
+TINY = {"kind": "gqa", "num_layers": 2, "num_kv_heads": 1, "head_dim": 8, "dtype": "uint8"}
+
+
+def settings(
+    *,
+    device: int = 8,
+    host: Table | None = None,
+    storage: Table | None = None,
+    sinks: Iterable[Table] = ({"kind": "memory", "tiers": ["device", "host", "storage"]},),
+    **tables: Any,
+) -> Config:
+    cache = {"model": "m", "block_size": BLOCK, "deadline": 5.0, **tables.pop("cache", {})}
+    return kvactors.Config.from_mapping(
+        {
+            "cache": cache,
+            "device": {"num_blocks": device},
+            "layout": TINY,
+            "host": host or {},
+            "storage": storage or {},
+            "flush": {"sinks": list(sinks), **tables.pop("flush", {})},
+            **tables,
+        }
+    )
+
+
+def prompt(seed: int, blocks: int, *, tail: int = 0) -> list[int]:
+    rng = np.random.default_rng(seed)
+    return [int(t) for t in rng.integers(0, 2**32, blocks * BLOCK + tail)]
+
+
+@asynccontextmanager
+async def opened(*, inline: bool = False, **kwargs: Any) -> AsyncIterator[KVCache]:
+    """A cache that is checked when the block ends: nothing referenced, pools add up, every sink's
+    view equals the tiers."""
+    async with kvactors.open(settings(**kwargs), inline_copies=inline) as cache:
+        yield cache
+        await cache.flush_settled(10)
+        assert cache.check() == []
+        assert cache.divergence() == 0
+        index = cache.statistics().prefix
+        assert index.leases == index.waiting == index.nodes_referenced == 0
+
+
+async def serve(
+    cache: KVCache, name: str, tokens: Any, *, verify: bool = True, **options: Any
+) -> Lease:
+    """One request from acquire to finish: verify what was loaded, compute the rest."""
+    lease = await cache.acquire(name, tokens, **options)
+    await lease.ready()
+    full = lease.num_tokens // BLOCK
+    keys, table = lease.keys(0, full), list(lease.block_table)
+    cached = lease.cached_tokens // BLOCK
+    assert sum(lease.hits) == cached
+    if verify:
+        assert cache.device.check(table[:cached], keys[: 32 * cached]) == []
+    if cached < full:
+        cache.device.fill(table[cached:full], keys[32 * cached :])
+    await lease.commit(lease.num_tokens)
+    await lease.finish()
+    return lease

@@ -1,0 +1,460 @@
+"""The block tree in plain Python: what `kvactors.native.BlockTree` must do, written for reading
+rather than speed.
+
+Property tests run both side by side and compare every result. Methods, arguments, results and
+errors are those described in `kvactors/_native.pyi`; node ids are the model's own, so they mean
+nothing to the native tree and the other way round.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvactors.native import DEVICE, HOST, KEY_BYTES, LOADING, OFFLOADING
+from kvactors.types import split_keys
+from tests.support.path_model import NONE, Node, PathModel, block_name, packed, require
+
+
+class TreeModel:
+    """Twin of `BlockTree`. Everything is found by walking or searching; nothing is counted or
+    listed ahead of need."""
+
+    def __init__(self, block_size: int, capacity: int = 0) -> None:
+        require(1 <= block_size <= 2**24, "block_size must be between 1 and 2**24")
+        require(0 <= capacity < 2**32, "capacity out of range")
+        self.block_size = block_size
+        self.retired = False
+        self.roots: dict[bytes, Node] = {}
+        self.nodes: dict[int, Node] = {}
+        self._next_id = 0
+        self._clock = 0
+
+    # -- matching
+
+    def pin(self, path: PathModel, max_blocks: int = -1) -> tuple[int, bytes]:
+        """Match, reference what is known, fill the table."""
+        self._own(path)
+        held = path.num_held
+        require(path.num_blocks == held, "path already holds device blocks of its own")
+        more = self._walk(path, max_blocks)[held:]
+        run = next(
+            (
+                i
+                for i, node in enumerate(more)
+                if not node.bits & DEVICE or path.num_committed < held
+            ),
+            len(more),
+        )
+        states = bytes(node.bits for node in more[run:])
+        path.nodes += more
+        path.name_to(len(path.nodes))
+        path.tree = self if path.nodes else path.tree
+        for position, node in enumerate(more):
+            node.refs += 1
+            node.hits += 1
+            if position < run:
+                node.bits &= ~OFFLOADING
+            usable = position < run or bool(node.bits & LOADING)
+            path.table.append(node.block if usable else NONE)
+            path.shared.append(usable)
+        path.num_committed += run
+        return run, states
+
+    def peek(self, path: PathModel, max_blocks: int = -1) -> tuple[int, bytes]:
+        """Match without changing anything."""
+        self._own(path)
+        found = self._walk(path, max_blocks)
+        run = next((i for i, node in enumerate(found) if not node.bits & DEVICE), len(found))
+        return run, bytes(node.bits for node in found[run:])
+
+    def trim(self, path: PathModel, held: int) -> list[int]:
+        """Give back references beyond `held`."""
+        self._own(path)
+        require(
+            path.num_committed <= held <= path.num_held,
+            "cannot trim below the committed blocks or beyond the held",
+        )
+        for position in range(held, min(path.num_held, path.num_blocks)):
+            if path.shared[position]:
+                path.table[position], path.shared[position] = NONE, False
+        dropped, path.nodes = path.nodes[held:], path.nodes[:held]
+        return self._let_go(dropped)
+
+    def retreat(self, path: PathModel, blocks: int) -> list[int]:
+        """Give back references beyond `blocks`, committed ones included."""
+        self._own(path)
+        path.num_committed = min(path.num_committed, blocks)
+        return self.trim(path, blocks)
+
+    def release(self, path: PathModel, keep: int = 0) -> list[int]:
+        """Give back everything beyond the first `keep` blocks."""
+        self._own(path)
+        freed = [
+            path.table[i]
+            for i in range(keep, path.num_blocks)
+            if not path.shared[i] and path.table[i] != NONE
+        ]
+        freed += self._let_go(path.nodes[keep:])
+        path.nodes, path.table, path.shared = (
+            path.nodes[:keep],
+            path.table[:keep],
+            path.shared[:keep],
+        )
+        path.num_committed = min(path.num_committed, keep)
+        path.tree = path.tree if path.nodes else None
+        return freed
+
+    def mark_announced(self, path: PathModel, start: int, stop: int) -> int:
+        """Mark nodes; the first that was not marked."""
+        self._own(path)
+        require(stop <= path.num_held, "beyond the nodes this path holds")
+        first = next((i for i in range(start, stop) if not path.nodes[i].announced), stop)
+        for node in path.nodes[start:stop]:
+            node.announced = True
+        return first
+
+    def worth_saving(self, path: PathModel, start: int, stop: int, min_hits: int) -> list[int]:
+        """Positions whose blocks were used often enough."""
+        self._own(path)
+        require(stop <= path.num_held, "beyond the nodes this path holds")
+        return [i for i in range(start, stop) if path.nodes[i].hits >= min_hits]
+
+    # -- committing
+
+    def commit(self, path: PathModel, upto: int) -> tuple[int, int, list[int]]:
+        """Make computed blocks shareable."""
+        self._own(path)
+        require(upto <= path.num_full_blocks, "commit beyond the full blocks of the path")
+        start = path.num_committed
+        for position in range(start, upto):
+            require(
+                position < path.num_blocks and path.table[position] != NONE,
+                "commit without a device block",
+            )
+            stale = path.shared[position] and path.nodes[position].block != path.table[position]
+            require(not stale, "commit of a position whose load has failed and was not settled")
+        adopted: list[int] = []
+        for position in range(start, start if self.retired else upto):
+            node = self._known(path, position)
+            if node is not None and node.bits & LOADING:
+                break
+            if node is None or position == path.num_held:
+                node = self._hold(path, position)
+            if node.bits & DEVICE:
+                node.bits &= ~OFFLOADING
+            else:
+                adopted += [position] if node.bits & HOST else []
+                node.take_device(path.table[position])
+                path.shared[position] = True
+            path.num_committed = position + 1
+        return start, path.num_committed, adopted
+
+    def settle(self, path: PathModel) -> int:
+        """Count what arrived as committed; what did not becomes private."""
+        self._own(path)
+        while path.num_committed < min(path.num_held, path.num_blocks):
+            node = path.nodes[path.num_committed]
+            if not node.firm or node.block != path.table[path.num_committed]:
+                break
+            path.num_committed += 1
+        for position in range(path.num_committed, path.num_blocks):
+            if path.shared[position] and path.nodes[position].block != path.table[position]:
+                path.shared[position] = False
+        return path.num_committed
+
+    def replace(self, path: PathModel, position: int, block: int) -> None:
+        """Another private block, or none, at a position that is not committed."""
+        self._own(path)
+        require(
+            path.num_committed <= position < path.num_blocks,
+            "cannot replace a committed block or one beyond the table",
+        )
+        require(NONE <= block < 2**32 - 1, "device block id out of range")
+        path.table[position], path.shared[position] = block, False
+
+    # -- loading
+
+    def begin_load(self, path: PathModel, start: int, stop: int) -> NDArray[np.uint32]:
+        """Mark blocks as loading into the path's private blocks."""
+        self._own(path)
+        require(start <= path.num_held, "beyond the nodes this path holds")
+        require(not self.retired, "the tree is retired: nothing can be loaded into it")
+        require(
+            start <= stop <= min(path.num_full_blocks, path.num_blocks),
+            "load beyond the path's blocks",
+        )
+        private = all(not path.shared[i] and path.table[i] != NONE for i in range(start, stop))
+        require(private, "load into a position without a private device block")
+        known = [self._known(path, position) for position in range(start, stop)]
+        busy = any(node is not None and node.bits & (DEVICE | LOADING) for node in known)
+        require(not busy, "load of a block that is on the device or loading already")
+        for position in range(path.num_held, stop):
+            self._hold(path, position)
+        for position in range(start, stop):
+            path.nodes[position].bits |= LOADING
+            path.nodes[position].block = path.table[position]
+            path.shared[position] = True
+        return self._ids(path.nodes[start:stop])
+
+    def finish_load(self, nodes: NDArray[np.uint32], good: int) -> list[int]:
+        """The end of a load."""
+        require(good <= len(nodes), "more good blocks than the load has")
+        batch = self._in_flight(nodes, LOADING)
+        lost = []
+        for index, node in enumerate(batch):
+            assert node.parent is not None
+            node.bits &= ~LOADING
+            if index < good and node.parent.firm and (node.refs or not self.retired):
+                node.take_device(node.block)
+            else:
+                lost.append(node.block)
+                node.block = NONE
+        self._use([node for node in batch if self._evictable(node)])
+        for node in batch:
+            self._reap(node)
+        return lost
+
+    # -- eviction and the host tier
+
+    def evict(self, count: int) -> tuple[NDArray[np.uint32], bytes, bytes, list[int], bytes]:
+        """Pick the least recently used, deeper ones first among those used together."""
+        require(count >= 0, "count out of range")
+        candidates = [node for node in self.nodes.values() if self._evictable(node)]
+        picked = sorted(candidates, key=lambda node: (node.used, -node.depth))[:count]
+        parents = []
+        for node in picked:
+            assert node.parent is not None
+            node.bits |= OFFLOADING
+            node.readers += 1
+            parents.append(node.parent.name)
+        keys = b"".join(node.name for node in picked)
+        blocks = [node.block for node in picked]
+        return (
+            self._ids(picked),
+            keys,
+            b"".join(parents),
+            blocks,
+            bytes(node.bits for node in picked),
+        )
+
+    def finish_offload(
+        self, nodes: NDArray[np.uint32], on_host: bytes
+    ) -> tuple[list[int], list[int]]:
+        """The end of an eviction. A block is free when the last copy that reads it has ended."""
+        require(len(on_host) == len(nodes), "on_host must hold one byte for each node")
+        batch = self._in_flight(nodes, DEVICE)
+        require(all(node.readers for node in batch), "finish of an offload that is not in flight")
+        freed, kept = [], []
+        for index, node in enumerate(batch):
+            node.readers -= 1
+            node.bits |= HOST if on_host[index] else 0
+            abandoned = self.retired and not node.refs
+            if node.readers or not (node.bits & OFFLOADING or abandoned):
+                kept.append(index)
+                continue
+            freed.append(node.lose_device())
+            self._reap(node)
+        return freed, kept
+
+    def host_gained(self, keys: bytes) -> int:
+        """Hear that the host tier holds these."""
+        known = self._named(keys)
+        for node in known:
+            node.bits |= HOST
+        return len(known)
+
+    def host_gone(self, keys: bytes) -> int:
+        """Hear that it no longer does."""
+        known = self._named(keys)
+        for node in known:
+            node.bits &= ~HOST
+            self._reap(node)
+        return len(known)
+
+    def clear_host(self) -> None:
+        """Hear that it holds nothing."""
+        for node in self.nodes.values():
+            node.bits &= ~HOST
+        self._reap_all()
+
+    def retire(self) -> int:
+        """Nothing matches any more. Returns how many device blocks nobody uses."""
+        self.retired = True
+        return self.returning
+
+    @property
+    def returning(self) -> int:
+        """Device blocks of a retired tree that `sweep` has still to return."""
+        return len(self._unused()) if self.retired else 0
+
+    def sweep(self, count: int) -> list[int]:
+        """Take device blocks that nobody uses from a retired tree, in the order in which they would
+        have been evicted."""
+        require(self.retired, "sweep of a tree that is in use")
+        picked = sorted(self._unused(), key=lambda node: (node.used, -node.depth))[:count]
+        return [node.lose_device() for node in picked]
+
+    def _unused(self) -> list[Node]:
+        return [
+            node for node in self.nodes.values() if node.firm and not node.refs and not node.readers
+        ]
+
+    # -- inspection
+
+    def device_keys(self) -> bytes:
+        """Names of all resident nodes, in no particular order."""
+        return b"".join(node.name for node in self.nodes.values() if node.bits & DEVICE)
+
+    def paths(self) -> list[tuple[bytes, bytes, bytes, bytes]]:
+        """Root key, tokens, keys and states of every leaf, in no particular order."""
+        result = []
+        for leaf in self.nodes.values():
+            if leaf.children:
+                continue
+            chain = [leaf, *leaf.ancestors()][::-1]
+            tokens = b"".join(packed(node.tokens) for node in chain)
+            assert chain[0].parent is not None
+            states = bytes(node.bits for node in chain)
+            result.append(
+                (chain[0].parent.name, tokens, b"".join(node.name for node in chain), states)
+            )
+        return result
+
+    def statistics(self) -> dict[str, int]:
+        """Counts of nodes; `bytes` is the size of their tokens, since the native tree's own size
+        means nothing here."""
+        nodes = list(self.nodes.values())
+        return {
+            "nodes": len(nodes),
+            "device": sum(bool(node.bits & DEVICE) for node in nodes),
+            "host": sum(bool(node.bits & HOST) for node in nodes),
+            "evictable": sum(self._evictable(node) for node in nodes),
+            "referenced": sum(node.refs > 0 for node in nodes),
+            "loading": sum(bool(node.bits & LOADING) for node in nodes),
+            "offloading": sum(bool(node.bits & OFFLOADING) for node in nodes),
+            "bytes": 4 * self.block_size * len(nodes),
+        }
+
+    def check(self) -> None:
+        """RuntimeError if the model contradicts itself."""
+        for node in self.nodes.values():
+            parent = node.parent
+            assert parent is not None
+            held_up = parent.depth == 0 or (
+                parent.id in self.nodes and (parent.refs or not node.refs)
+            )
+            in_place = (
+                (node.wanted or self.retired)
+                and parent.children.get((node.tokens, node.extra)) is node
+                and held_up
+            )
+            named = node.name == block_name(parent.name, node.tokens, node.extra)
+            placed = (node.block != NONE) == bool(node.bits & (DEVICE | LOADING))
+            unordered = (
+                parent.depth > 0
+                and self._evictable(node)
+                and self._evictable(parent)
+                and parent.used < node.used
+            )
+            reachable = self.retired or not node.firm or parent.firm
+            if not (in_place and named and placed and reachable) or unordered:
+                raise RuntimeError(f"node {node.id} at depth {node.depth} contradicts the rules")
+
+    # -- inside
+
+    def _own(self, path: PathModel) -> None:
+        require(path.block_size == self.block_size, "path and tree differ in block size")
+        require(not path.nodes or path.tree is self, "path holds nodes of another tree")
+
+    def _walk(self, path: PathModel, max_blocks: int) -> list[Node]:
+        limit = path.num_full_blocks if max_blocks < 0 else min(max_blocks, path.num_full_blocks)
+        found: list[Node] = []
+        at = None if self.retired else self.roots.get(path.root)
+        while at is not None and len(found) < limit:
+            at = at.children.get(path.identity(len(found)))
+            found += [] if at is None else [at]
+        return found
+
+    def _known(self, path: PathModel, position: int) -> Node | None:
+        """The node of a position, held by the path or not."""
+        if position < path.num_held:
+            return path.nodes[position]
+        at = path.nodes[-1] if path.nodes else self.roots.get(path.root)
+        for i in range(path.num_held, position + 1):
+            at = None if at is None else at.children.get(path.identity(i))
+        return at
+
+    def _hold(self, path: PathModel, position: int) -> Node:
+        """Reference the node of the first position beyond those held; create it if need be."""
+        path.tree = self
+        path.name_to(position + 1)
+        parent = (
+            path.nodes[-1]
+            if path.nodes
+            else self.roots.setdefault(path.root, Node(NONE, path.root, None, 0))
+        )
+        node = parent.children.get(path.identity(position))
+        if node is None:
+            tokens, extra = path.identity(position)
+            node = Node(self._next_id, path.names[position], parent, position + 1, tokens, extra)
+            self._next_id += 1
+            self.nodes[node.id] = parent.children[tokens, extra] = node
+        node.refs += 1
+        path.nodes.append(node)
+        return node
+
+    def _let_go(self, nodes: list[Node]) -> list[int]:
+        """Drop one reference of each, deepest first."""
+        freed = []
+        self._clock += 1
+        for node in reversed(nodes):
+            node.refs -= 1
+            if node.refs:
+                continue
+            node.used = self._clock
+            if self.retired and not node.readers and node.bits & DEVICE:
+                freed.append(node.lose_device())
+            self._reap(node)
+        return freed
+
+    def _use(self, nodes: list[Node]) -> None:
+        """A use of blocks is a use of everything before them; among those nobody references, that
+        sets the order."""
+        self._clock += 1
+        for node in nodes:
+            for one in (node, *node.ancestors()):
+                one.used = self._clock
+
+    def _evictable(self, node: Node) -> bool:
+        return node.firm and not node.refs and not self.retired
+
+    def _reap(self, node: Node) -> None:
+        """Remove the node if nothing keeps it, then its parent if that was all that kept it."""
+        if self.retired:
+            return  # nobody looks for it: it goes with the tree
+        while node.parent is not None and not node.wanted and node.id in self.nodes:
+            del self.nodes[node.id]
+            del node.parent.children[node.tokens, node.extra]
+            node = node.parent
+        if node.parent is None and not node.children:
+            self.roots.pop(node.name, None)
+
+    def _reap_all(self) -> None:
+        for node in list(self.nodes.values()):
+            self._reap(node)
+
+    def _in_flight(self, nodes: NDArray[np.uint32], bit: int) -> list[Node]:
+        batch = [self.nodes.get(int(node)) for node in nodes]
+        flying = [node for node in batch if node is not None and node.bits & bit]
+        require(len(flying) == len(batch), "finish of an operation that is not in flight")
+        return flying
+
+    def _named(self, keys: bytes) -> list[Node]:
+        require(len(keys) % KEY_BYTES == 0, "keys must be a multiple of 32 bytes")
+        by_name = {node.name: node for node in self.nodes.values()}
+        return [] if self.retired else [by_name[key] for key in split_keys(keys) if key in by_name]
+
+    @staticmethod
+    def _ids(nodes: list[Node]) -> NDArray[np.uint32]:
+        return np.array([node.id for node in nodes], dtype=np.uint32)
