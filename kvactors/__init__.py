@@ -29,7 +29,7 @@ from kvactors.layout.gqa import GQALayout
 from kvactors.lease import Hits, Lease
 from kvactors.observe.health import Health
 from kvactors.observe.statistics import CacheStatistics
-from kvactors.types import Reason, Residency, Tier
+from kvactors.types import Reason, Residency, Tier, Tokens
 
 __all__ = [
     "ActorFailed",
@@ -59,6 +59,7 @@ __all__ = [
     "SinkError",
     "StoreError",
     "Tier",
+    "Tokens",
     "WrongLoop",
     "open",
     "serve_rank",

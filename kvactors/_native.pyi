@@ -5,10 +5,12 @@ ids are unsigned 32-bit; all block keys are 32 bytes (SHA-256); all arrays are o
 """
 
 from collections.abc import Sequence
-from typing import Any, Final, TypeAlias
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kvactors.types import Tokens
 
 KEY_BYTES: Final[int]
 """Bytes in a block key: 32."""
@@ -21,10 +23,6 @@ LOADING: Final[int]
 """State bit: a copy into the node's target device block is in flight."""
 OFFLOADING: Final[int]
 """State bit: picked for eviction; its device block is being copied away."""
-
-Tokens: TypeAlias = Any
-"""list or tuple of ints, array.array, numpy array of any integer dtype, memoryview or any 1-d
-integer buffer."""
 
 def sha256_accelerated() -> bool:
     """Whether the CPU's SHA instructions are in use."""

@@ -12,6 +12,7 @@ import numpy as np
 from kvactors.extra_keys import block_extras
 from kvactors.flush_notifier.messages import PLAIN, Origin
 from kvactors.native import Path
+from kvactors.types import Tokens
 
 MAX_SECONDS = 1e9
 """The longest deadline: timers of threads and loops take no much larger numbers."""
@@ -155,7 +156,7 @@ def _media_item(name: str, item: Any, num_tokens: int) -> Media:
 
 
 def request_path(
-    block_size: int, root: bytes, tokens: Any, extra_keys: Any
+    block_size: int, root: bytes, tokens: Tokens, extra_keys: Any
 ) -> tuple[Path, tuple[tuple[int, int], ...]]:
     """A prompt as a path, and the (offset, length) of its media items. TypeError or ValueError for
     bad tokens or media."""

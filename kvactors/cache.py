@@ -54,6 +54,7 @@ from kvactors.prefix_index.messages import (
 from kvactors.prefix_index.parts import part_of
 from kvactors.storage.backends import Backend
 from kvactors.system import System
+from kvactors.types import Tokens
 
 if TYPE_CHECKING:
     from kvactors.from_thread import FromThread
@@ -93,7 +94,7 @@ class KVCache:
     async def acquire(
         self,
         request_id: str,
-        tokens: Any,
+        tokens: Tokens,
         *,
         extra_keys: Sequence[Media] = (),
         salt: str | None = None,
@@ -168,7 +169,7 @@ class KVCache:
 
     async def prefetch(
         self,
-        tokens: Any,
+        tokens: Tokens,
         *,
         extra_keys: Sequence[Media] = (),
         salt: str | None = None,

@@ -16,6 +16,7 @@ from kvactors.errors import CacheClosed, DeadlineExceeded, WrongLoop
 from kvactors.lease import Hits, Lease
 from kvactors.observe.health import Health
 from kvactors.observe.statistics import CacheStatistics
+from kvactors.types import Tokens
 
 T = TypeVar("T")
 
@@ -103,7 +104,7 @@ class FromThread:
     def acquire(
         self,
         request_id: str,
-        tokens: Any,
+        tokens: Tokens,
         *,
         extra_keys: Sequence[Media] = (),
         salt: str | None = None,
@@ -128,7 +129,7 @@ class FromThread:
 
     def prefetch(
         self,
-        tokens: Any,
+        tokens: Tokens,
         *,
         extra_keys: Sequence[Media] = (),
         salt: str | None = None,
@@ -262,7 +263,7 @@ class ThreadLease:
             partial(self._lease.layer_ready, layer, deadline=deadline), deadline
         )
 
-    def extend(self, tokens: Any, *, deadline: float | None = None) -> tuple[int, ...]:
+    def extend(self, tokens: Tokens, *, deadline: float | None = None) -> tuple[int, ...]:
         """See `Lease.extend`. If the loop's answer comes too late for this thread, the lease has
         ended."""
         return self._owner._call(

@@ -22,6 +22,7 @@ from kvactors.prefix_index.messages import (
     Ready,
     Withdrawn,
 )
+from kvactors.types import Tokens
 
 if TYPE_CHECKING:
     from kvactors.cache import KVCache
@@ -103,7 +104,7 @@ class Lease:
             return self.cached_tokens
         return int(await self._ask(LayerReady(self._id, number), at))
 
-    async def extend(self, tokens: Any, *, deadline: float | None = None) -> tuple[int, ...]:
+    async def extend(self, tokens: Tokens, *, deadline: float | None = None) -> tuple[int, ...]:
         """Append a copy of tokens (as for `KVCache.acquire`; none is allowed); returns the device
         blocks added to the table.
 

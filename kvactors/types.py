@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import operator
+from array import array
 from collections.abc import Iterable
 from enum import Enum, IntFlag
-from typing import Any
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 KEY_BYTES = 32
-"""Bytes in a block's name (SHA-256)."""
+"""Bytes in a block hash (SHA-256)."""
+
+Tokens: TypeAlias = (
+    "list[int] | tuple[int, ...] | array[int] | memoryview | NDArray[np.integer[Any]]"
+)
+"""Token ids, each in [0, 2**32): a list or tuple of integers, or a one-dimensional buffer of any
+integer type."""
 
 
 class Tier(IntFlag):

@@ -79,12 +79,9 @@ async def measure(seconds: float) -> tuple[Lag, Lag, int, float]:
                 served = await churn(cache, prompts, seconds)
             await cache.settled()
             statistics = cache.statistics()
-            blocks = (
-                statistics.host.loaded
-                + statistics.host.offloaded
-                + statistics.store.reads
-                + statistics.store.writes
-            )
+            blocks = statistics.host.loaded + statistics.host.offloaded
+            if statistics.store is not None:
+                blocks += statistics.store.reads + statistics.store.writes
             return (
                 idle.result(),
                 busy.result(),

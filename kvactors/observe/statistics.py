@@ -3,22 +3,34 @@ invariants do not hold."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from kvactors.actor import ActorStatistics, SupervisorStatistics
+from kvactors.cpu_evictor.actor import HostStatistics
+from kvactors.data_plane.ranks.state import RankStatistics
 from kvactors.flush_notifier.checks import due_of
+from kvactors.flush_notifier.deliveries import SinkStatistics
 from kvactors.flush_notifier.view import SinkView
+from kvactors.gpu_swapper.actor import SwapperStatistics
 from kvactors.prefix_index.records import IndexStatistics
+from kvactors.storage.backends.base import StoreStatistics
 from kvactors.system import System
 from kvactors.types import ALL_TIERS, Tier, split_keys
+
+if TYPE_CHECKING:  # a cache without CUDA does not load it
+    from kvactors.data_plane.cuda.engine import CudaStatistics
 
 PER_TIER = SinkView(int(ALL_TIERS), node=False, at_finish=False)
 """A sink that is sent everything, each tier for itself, at once."""
 
 
+CopyStatistics: TypeAlias = "CudaStatistics | tuple[RankStatistics, ...] | None"
+"""What the copy engine counts: of CUDA, of each tensor-parallel rank, or None for host memory."""
+
+
 class CacheStatistics(NamedTuple):
-    """Counters since the cache was opened (of each actor's present life), and gauges as of now.
-    Hits in blocks."""
+    """Counters since the cache was opened (of each actor's present incarnation), and gauges as of
+    now. Hits are in blocks."""
 
     requests: int
     blocks_looked_up: int
@@ -26,14 +38,14 @@ class CacheStatistics(NamedTuple):
     host_hits: int
     storage_hits: int
     no_room: int
-    messages: int  # told by actors
+    messages: int  # sent by actors
     late_replies: int
     prefix: IndexStatistics
-    host: Any  # cpu_evictor's record
-    store: Any  # the back end's record, None without one
-    flush: Any  # flush_notifier's record
-    swapper: Any  # gpu_swapper's record
-    copies: Any  # the executor's record: CUDA's thresholds and counts, or one a rank; None without
+    host: HostStatistics
+    store: StoreStatistics | None  # None without a store
+    flush: tuple[SinkStatistics, ...]
+    swapper: SwapperStatistics
+    copies: CopyStatistics
     actors: tuple[ActorStatistics, ...]
     supervisor: SupervisorStatistics
 
@@ -62,8 +74,8 @@ def collect(system: System) -> CacheStatistics:
     )
 
 
-def store_of(system: System) -> Any:
-    """The store's record, None without one."""
+def store_of(system: System) -> StoreStatistics | None:
+    """The store's counters, None without a store."""
     store = system.store if system.store is not None else system.direct_backend
     return store.statistics() if store is not None else None
 
