@@ -1,0 +1,298 @@
+"""Shape of the package: `python -m tests.shape`.
+
+Prints one row per package: modules, lines, lines of code, function lengths, classes above the
+limit together with their bases, import cycles, and words that the prose lint would reject.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import json
+import re
+import sys
+import tokenize
+from collections.abc import Iterable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "kvactors"
+MOST = 300
+"""Lines of a class with its bases inside the package, at most."""
+
+SKIPPED = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
+    tokenize.ENDMARKER,
+}
+
+
+class Module(NamedTuple):
+    """A source file. name: dotted. package: its part of the package, `core` for top-level files."""
+
+    name: str
+    package: str
+    text: str
+    tree: ast.Module
+
+
+class ClassSize(NamedTuple):
+    """A class and its lines, its own and with every base inside the package."""
+
+    name: str
+    own: int
+    total: int
+
+
+def read_modules(package: Path = PACKAGE) -> list[Module]:
+    """Every Python file of the package."""
+    modules = []
+    for file in sorted(package.rglob("*.py")):
+        parts = file.relative_to(package.parent).with_suffix("").parts
+        dotted = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        text = file.read_text("utf-8")
+        part = parts[1] if len(parts) > 2 else "core"
+        modules.append(Module(dotted, part, text, ast.parse(text)))
+    return modules
+
+
+def is_text(node: Any) -> bool:
+    """Whether a node is a string that stands alone: a docstring."""
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
+
+
+def code_lines(text: str, tree: ast.Module) -> int:
+    """Lines with code on them: no blank lines, comments or docstrings."""
+    prose: set[int] = set()
+    node: Any
+    for node in ast.walk(tree):
+        if is_text(node):
+            prose.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in SKIPPED:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    return len(lines - prose)
+
+
+def function_lines(tree: ast.Module) -> list[int]:
+    """Lengths of functions and methods, without functions nested in them."""
+    found: list[int] = []
+
+    def visit(node: ast.AST) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                found.append((child.end_lineno or child.lineno) - child.lineno + 1)
+            else:
+                visit(child)
+
+    visit(tree)
+    return found
+
+
+def imported_names(module: Module) -> dict[str, str]:
+    """Names that a module imports at its top level from the package, by their full names."""
+    names: dict[str, str] = {}
+    for node in module.tree.body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvactors"):
+            for alias in node.names:
+                names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    return names
+
+
+def class_sizes(modules: Iterable[Module]) -> list[ClassSize]:
+    """Every class of the package with the lines of its bases, the largest first."""
+    own: dict[str, int] = {}
+    bases: dict[str, list[str]] = {}
+    aliases: dict[str, str] = {}
+    for module in modules:
+        imported = imported_names(module)
+        aliases |= {f"{module.name}.{name}": full for name, full in imported.items()}
+        for node in ast.walk(module.tree):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            name = f"{module.name}.{node.name}"
+            own[name] = (node.end_lineno or node.lineno) - node.lineno + 1
+            named = [_base_name(base) for base in node.bases]
+            bases[name] = [imported.get(one, f"{module.name}.{one}") for one in named if one]
+
+    def resolved(name: str) -> str:
+        while name not in own and name in aliases:
+            name = aliases[name]
+        return name
+
+    def chain(name: str, seen: set[str]) -> set[str]:
+        name = resolved(name)
+        if name in own and name not in seen:
+            seen.add(name)
+            for base in bases[name]:
+                chain(base, seen)
+        return seen
+
+    sizes = [
+        ClassSize(name, own[name], sum(own[one] for one in chain(name, set()))) for name in own
+    ]
+    return sorted(sizes, key=lambda size: (-size.total, size.name))
+
+
+def _base_name(base: ast.expr) -> str:
+    if isinstance(base, ast.Subscript):
+        base = base.value
+    return base.id if isinstance(base, ast.Name) else ""
+
+
+def imports(package: Path = PACKAGE) -> dict[tuple[str, str], list[str]]:
+    """Imports between top-level parts (a part is a package or a module of `kvactors`).
+
+    Returns:
+        For each pair (importer, imported) the places, as "file: module".
+    """
+    found: dict[tuple[str, str], list[str]] = {}
+    for file in sorted(package.rglob("*.py")):
+        part = file.relative_to(package).with_suffix("").parts[0]
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            modules = []
+            if isinstance(node, ast.ImportFrom) and node.module == "kvactors":
+                modules = [f"kvactors.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                modules = [node.module or ""]
+            elif isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            for module in modules:
+                top, _, rest = module.partition(".")
+                other = rest.partition(".")[0]
+                if top == "kvactors" and other and other != part:
+                    where = f"{file.relative_to(package)}: {module}"
+                    found.setdefault((part, other), []).append(where)
+    return found
+
+
+def cycles(found: Iterable[tuple[str, str]]) -> set[frozenset[str]]:
+    """Groups of parts each of which imports every other one, directly or through others."""
+    reached: dict[str, set[str]] = {}
+    for part, other in found:
+        reached.setdefault(part, set()).add(other)
+    for via in list(reached):
+        for others in reached.values():
+            if via in others:
+                others |= reached[via]
+    return {
+        frozenset(other for other in others if part in reached.get(other, ()))
+        for part, others in reached.items()
+        if part in others
+    }
+
+
+def prose_of(module: Module) -> str:
+    """Docstrings and comments of a module."""
+    nodes: Iterator[Any] = ast.walk(module.tree)
+    texts = [node.value.value for node in nodes if is_text(node)]
+    tokens = tokenize.generate_tokens(io.StringIO(module.text).readline)
+    texts += [token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT]
+    return "\n".join(texts)
+
+
+def lint_pattern() -> re.Pattern[str] | None:
+    """What the prose lint rejects, None while there is no lint."""
+    try:
+        lint = import_module("tests.test_prose")
+    except ModuleNotFoundError:
+        return None
+    pattern: re.Pattern[str] | None = getattr(lint, "REJECTED", None)
+    return pattern
+
+
+def percentile(values: list[int], share: float) -> int:
+    """Nearest-rank percentile, 0 of nothing."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0
+
+
+def measure(modules: list[Module]) -> list[dict[str, Any]]:
+    """One row per package, and one for all of them."""
+    pattern = lint_pattern()
+    large = [size for size in class_sizes(modules) if size.total > MOST]
+    groups = sorted({module.package for module in modules})
+    rows = []
+    for name in [*groups, "all"]:
+        chosen = [module for module in modules if name in ("all", module.package)]
+        functions = [length for module in chosen for length in function_lines(module.tree)]
+        prose = "\n".join(prose_of(module) for module in chosen)
+        words = len(prose.split())
+        rejected = len(pattern.findall(prose)) if pattern else 0
+        prefixes = tuple(module.name + "." for module in chosen)
+        rows.append(
+            {
+                "package": name,
+                "modules": len(chosen),
+                "lines": sum(len(module.text.splitlines()) for module in chosen),
+                "code": sum(code_lines(module.text, module.tree) for module in chosen),
+                "functions": [percentile(functions, share) for share in (0.5, 0.9, 1.0)],
+                "large_classes": [
+                    f"{size.name.rpartition('.')[2]} {size.total}"
+                    for size in large
+                    if size.name.startswith(prefixes)
+                    and f"{size.name.rpartition('.')[0]}." in prefixes
+                ],
+                "lint_per_1000": round(1000 * rejected / max(1, words), 2) if pattern else None,
+            }
+        )
+    return rows
+
+
+def print_shape(rows: list[dict[str, Any]], groups: list[list[str]], console: Console) -> None:
+    """The table and the import cycles."""
+    table = Table("package", title="shape")
+    for title in ("modules", "lines", "code", "function lines\np50 / p90 / max", "lint\nper 1,000"):
+        table.add_column(title, justify="right")
+    table.add_column(f"classes above {MOST} lines")
+    for row in rows:
+        lint = "-" if row["lint_per_1000"] is None else f"{row['lint_per_1000']:.2f}"
+        table.add_row(
+            row["package"],
+            f"{row['modules']}",
+            f"{row['lines']:,}",
+            f"{row['code']:,}",
+            " / ".join(str(value) for value in row["functions"]),
+            lint,
+            f"{len(row['large_classes'])}"
+            if row["package"] == "all"
+            else ", ".join(row["large_classes"]),
+        )
+    console.print(table)
+    for group in groups:
+        console.print(f"import cycle: {', '.join(group)}")
+    if not groups:
+        console.print("no import cycles")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the figures, or write them as JSON."""
+    parser = argparse.ArgumentParser(prog="python -m tests.shape", description=__doc__)
+    parser.add_argument("--json", type=Path, metavar="PATH", help="where to write the figures")
+    chosen = parser.parse_args(arguments)
+    modules = read_modules()
+    rows, groups = measure(modules), sorted(sorted(group) for group in cycles(imports()))
+    print_shape(rows, groups, Console(width=None if sys.stdout.isatty() else 150))
+    if chosen.json is not None:
+        report = {"packages": rows, "cycles": groups}
+        chosen.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
