@@ -165,7 +165,7 @@ class KVCache:
             if isinstance(error, ActorFailed):
                 self._refine(error)
             raise
-        return Lease(self, lease, request_id, path, granted)
+        return Lease(self, lease, request_id, path, granted, at)
 
     async def prefetch(
         self,

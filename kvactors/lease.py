@@ -28,6 +28,11 @@ if TYPE_CHECKING:
     from kvactors.cache import KVCache
 
 
+AFTER_LOADS = 2.0
+"""Seconds past the deadline of a request's loads until which `ready` waits by default. The index
+gives loads up `GRACE` seconds after their deadline; they are misses then, not an error."""
+
+
 class Hits(NamedTuple):
     """Blocks of a request that need not be computed, by the tier that held them."""
 
@@ -49,7 +54,13 @@ class Lease:
     """
 
     def __init__(
-        self, cache: KVCache, lease: int, request_id: str, path: Path, granted: Granted
+        self,
+        cache: KVCache,
+        lease: int,
+        request_id: str,
+        path: Path,
+        granted: Granted,
+        loads_end: float,
     ) -> None:
         self.request_id = request_id
         self._table: Sequence[int] = granted.blocks
@@ -60,6 +71,7 @@ class Lease:
         self._cache = cache
         self._id = lease
         self._path = path
+        self._loads_end = loads_end
         self._ended = self._extending = False
 
     @property
@@ -74,10 +86,13 @@ class Lease:
         """Return when every load has landed or was demoted to a miss; `block_table` and
         `cached_tokens` are final then.
 
+        A store that does not answer costs misses: without a deadline of its own the call waits
+        until the loads, which have the deadline of `acquire`, have been given up.
+
         Raises LeaseEnded, DeadlineExceeded, ActorFailed, and NoRoom if a failed load left blocks
         that could not be replaced.
         """
-        at = self._deadline(deadline)
+        at = self._loads_deadline(deadline)
         if not self.pending:
             return
         landed = await self._ask(Ready(self._id), at)
@@ -97,7 +112,7 @@ class Lease:
         must be thrown away. Raises ValueError for a layer that is not there, and what `ready`
         raises.
         """
-        at = self._deadline(deadline)
+        at = self._loads_deadline(deadline)
         layout = self._cache.system.layout
         number = check_int("layer", layer, 0, layout.num_layers + layout.extra_layers - 1)
         if not self.pending:
@@ -223,6 +238,10 @@ class Lease:
         if self._ended:
             self._check_ended()
         return at
+
+    def _loads_deadline(self, deadline: float | None) -> float:
+        at = self._deadline(deadline)
+        return max(at, self._loads_end + AFTER_LOADS) if deadline is None else at
 
     def _check_ended(self) -> None:
         if self._ended:

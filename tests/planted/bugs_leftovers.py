@@ -182,6 +182,19 @@ BUGS: tuple[Mutation, ...] = (
         ),
     ),
     Mutation(
+        "ready_raises_before_loads_are_given_up",
+        "lease.py",
+        "max(at, self._loads_end + AFTER_LOADS) if deadline is None else at",
+        "at",
+        "a store that does not answer is DeadlineExceeded instead of misses with default deadlines",
+        (
+            (
+                "tests/storage/test_attention_store_backend.py"
+                "::test_a_call_that_does_not_return_is_shown_and_no_request_waits_for_it"
+            ),
+        ),
+    ),
+    Mutation(
         "sigterm_by_an_ignored_signal",
         "terminable.py",
         "        loop.call_soon_threadsafe(task.cancel)\n",

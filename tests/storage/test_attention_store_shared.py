@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -130,16 +131,18 @@ async def test_flushes_do_not_wait_for_a_write_that_takes_long():
     index, storage = Sdk(settings, "index"), AttentionStoreBackend(settings, HostDevice(LAYOUT, 8))
     await index.open()
     await storage.open()
-    stand_in.service().stuck = 1.0
+    held = stand_in.service().hold = SimpleQueue()
     path = np.arange(BLOCK, dtype="<u4")
-    saving = asyncio.create_task(storage.save(path.tobytes(), 0, (0,), 5.0))
+    saving = asyncio.create_task(storage.save(path.tobytes(), 0, (0,), 60.0))
     while not any(
-        call.name == "match" and call.arguments[1:] == (0, 5.0) for call in stand_in.service().calls
+        call.name == "match" and call.arguments[1:] == (0, 60.0)
+        for call in stand_in.service().calls
     ):
         await asyncio.sleep(0.01)
-    stand_in.service().stuck = 0.0
+    stand_in.service().hold = None
     await index.flush(path, 0, resident=True)
     assert not saving.done()
+    held.put(None)
     assert await saving == 1
     index.close()
     await storage.close()

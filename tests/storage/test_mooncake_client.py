@@ -14,7 +14,12 @@ from kvactors.mooncake_config import MooncakeConfig, in_bytes, resolve
 from kvactors.storage.backends.mooncake_client import NOT_FOUND, OK, RPC_FAILED, MooncakeClient
 from tests.storage.pools import free_port, master
 
-SMALL = {"global_segment_size": "64MB", "local_buffer_size": "16MB", "local_hostname": "127.0.0.1"}
+SMALL = {
+    "global_segment_size": "64MB",
+    "local_buffer_size": "16MB",
+    "local_hostname": "127.0.0.1",
+    "connect_timeout": 60.0,
+}
 
 
 def pieces(*arrays: np.ndarray) -> tuple[list[int], list[int]]:
@@ -86,7 +91,7 @@ async def test_closing_with_calls_under_way_waits_for_them(running):
 async def test_a_master_that_is_not_there_is_an_error_within_its_time():
     client = MooncakeClient(
         MooncakeConfig(
-            master_server_address=f"127.0.0.1:{free_port()}", connect_timeout=0.5, **SMALL
+            master_server_address=f"127.0.0.1:{free_port()}", **{**SMALL, "connect_timeout": 0.5}
         )
     )
     began = time.monotonic()

@@ -7,6 +7,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from kvactors.testing.attentionstore_sdk.utils.err import AttentionStoreSDKError
@@ -15,6 +16,9 @@ Path = tuple[int, ...]
 
 CAPACITY = 1 << 16
 """Blocks that a shard stores at most, unless set."""
+
+LONGEST_HOLD = 60.0
+"""Seconds after which a call that is held raises `queue.Empty`: a failed test ends."""
 
 
 class Call(NamedTuple):
@@ -31,12 +35,13 @@ class Service:
     capacity: blocks that are stored at most; the least recently used ones are evicted. not_ready:
     look-ups to refuse with "cuda memory not ready". broken: message of the error that every call
     gives. slow: seconds every call takes; one with a time-out raises the SDK's error when that is
-    over. stuck: seconds every call takes, whatever its time-out. fail_every: fail every n-th flush.
-    fail_after: do what is asked and fail all the same. token_bytes: handed to the index. leaks:
-    what every call raises in place of an answer. counts: what calls return in place of a count of
-    blocks. from_root: `match` counts from the root, not from its start. refuse_block: a device
-    block that the service has no memory for. evicted: blocks. connected: whether this process has
-    an SDK object for the shard.
+    over. stuck: seconds every call takes, whatever its time-out. hold: every call takes one item
+    from it before it goes on, whatever its time-out. fail_every: fail every n-th flush. fail_after:
+    do what is asked and fail all the same. token_bytes: handed to the index. leaks: what every call
+    raises in place of an answer. counts: what calls return in place of a count of blocks.
+    from_root: `match` counts from the root, not from its start. refuse_block: a device block that
+    the service has no memory for. evicted: blocks. connected: whether this process has an SDK
+    object for the shard.
     """
 
     def __init__(self) -> None:
@@ -47,6 +52,7 @@ class Service:
         self.not_ready = 0
         self.broken = ""
         self.slow = self.stuck = 0.0
+        self.hold: SimpleQueue[None] | None = None
         self.fail_every = 0
         self.fail_after = False
         self.leaks: type[BaseException] | None = None
@@ -69,6 +75,8 @@ class Service:
         self.most_at_once = max(self.most_at_once, self.at_once)
         self.calls.append(Call(name, arguments))
         try:
+            if self.hold is not None:
+                self.hold.get(timeout=LONGEST_HOLD)
             if self.stuck:
                 time.sleep(self.stuck)
             if self.slow:
