@@ -5,6 +5,7 @@ from kvactors.actor.actor import Actor, ActorStatistics, State, on
 from kvactors.actor.channel import Channel, ChannelStatistics
 from kvactors.actor.context import Context
 from kvactors.actor.graph import Edge, check_graph, edges
+from kvactors.actor.instrument import InjectedFailure, Instrument, Instruments, Turn
 from kvactors.actor.message import Ask, Control, Envelope, Later, Message, PeerRestarted, Stop
 from kvactors.actor.ref import ActorRef
 from kvactors.actor.supervisor import (
@@ -30,6 +31,9 @@ __all__ = [
     "Edge",
     "Envelope",
     "Group",
+    "InjectedFailure",
+    "Instrument",
+    "Instruments",
     "Later",
     "Message",
     "PeerRestarted",
@@ -39,6 +43,7 @@ __all__ = [
     "Supervisor",
     "SupervisorStatistics",
     "Timer",
+    "Turn",
     "check_graph",
     "edges",
     "on",

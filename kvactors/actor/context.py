@@ -38,6 +38,7 @@ class Context:
 
     __slots__ = (
         "_allowed",
+        "_instruments",
         "_role",
         "jobs",
         "late",
@@ -58,12 +59,13 @@ class Context:
         self.life = ref.life
         self.lives: dict[str, int] = {}
         self.state = State.STARTING
-        self.outbox = Outbox(ref.activity)
+        self.outbox = Outbox(ref)
         self.jobs = Jobs(ref.name, ref.activity, self.to_self)
         self.timers: set[Timer] = set()
         self.unanswered: dict[Envelope[Any], None] = {}
         self.told = self.late = 0
         self._role = role
+        self._instruments = ref.instruments
         self._allowed = {role: frozenset(types) for role, types in sends.items()}
 
     def tell(self, to: ActorRef, message: Message) -> None:
@@ -88,6 +90,8 @@ class Context:
         """Answer an ask. False, and counted as late, if its asker no longer waits."""
         self.unanswered.pop(envelope, None)
         if envelope.answer(value):
+            if self._instruments.active:
+                self._instruments.notify("answered", self.ref, envelope, value, None)
             return True
         self.late += 1
         return False
@@ -95,7 +99,7 @@ class Context:
     def refuse(self, envelope: Envelope[Any], error: Exception) -> bool:
         """Answer an ask with an error. False, and counted as late, if its asker no longer waits."""
         self.unanswered.pop(envelope, None)
-        if envelope.fail(error):
+        if self.ref.reply_error(envelope, error):
             return True
         self.late += 1
         return False

@@ -47,7 +47,7 @@ class Jobs:
 
     def __init__(self, actor: str, activity: Activity, deliver: Callable[[Control], None]) -> None:
         self.running: dict[asyncio.Task[None], Job] = {}
-        self._name = job_name(actor)
+        self._name = actor + JOB
         self._activity = activity
         self._deliver = deliver
 
@@ -108,9 +108,12 @@ class Jobs:
             task.exception()  # Ctrl-C or an exit, which the loop itself has raised
 
 
-def job_name(actor: str) -> str:
-    """The name of the tasks that run an actor's jobs."""
-    return f"{actor}'s job"
+JOB = "'s job"
+
+
+def is_job(task: asyncio.Task[Any]) -> bool:
+    """Whether a task is an actor's job; its name is the actor's and `JOB` then."""
+    return task.get_name().endswith(JOB)
 
 
 def _failure(error: Exception, failed: Callable[[Exception], Control]) -> Control:

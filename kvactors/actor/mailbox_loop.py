@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvactors.actor.clock import now
 from kvactors.actor.context import State
+from kvactors.actor.instrument import InjectedFailure, Turn
 from kvactors.actor.jobs import JobBroken
-from kvactors.actor.message import Envelope, PeerRestarted, Stop, bury
+from kvactors.actor.message import Envelope, PeerRestarted, Stop
 from kvactors.actor.uncancelled import uncancelled
 from kvactors.errors import as_exception
 
@@ -57,7 +58,7 @@ class MailboxLoop:
         context = self._context
         try:
             try:
-                self._actor.started()
+                self._start()
             except (KeyboardInterrupt, SystemExit):
                 raise
             except BaseException as error:
@@ -72,9 +73,22 @@ class MailboxLoop:
         finally:
             await self._end(cause)
 
+    def _start(self) -> None:
+        instruments = self._ref.instruments
+        if not instruments.active:
+            self._actor.started()
+            return
+        instruments.notify("started", self._actor)
+        instruments.turn = Turn(self._ref, None)
+        try:
+            self._actor.started()
+        finally:
+            instruments.turn = None
+
     async def _take_turns(self) -> None:
         channel, budget, time = self._ref.channel, TURN_BUDGET, asyncio.get_running_loop().time
         activity, context, outbox = self._ref.activity, self._context, self._context.outbox
+        instruments = self._ref.instruments
         until = time() + TURN_TIME
         while context.state is State.RUNNING:
             if outbox.waiting:
@@ -88,12 +102,15 @@ class MailboxLoop:
                     await asyncio.sleep(0)
                 except BaseException:
                     activity.end()
-                    bury(envelope, self._ref.name, None)
+                    self._ref.fail_with_actor(envelope, self._ref.name, None)
                     raise
                 budget, until = TURN_BUDGET, time() + TURN_TIME
             budget -= 1
             try:
-                self.turn(envelope)
+                if instruments.active:
+                    self._observed_turn(envelope)
+                else:
+                    self.turn(envelope)
             except (KeyboardInterrupt, SystemExit):
                 raise
             except BaseException as error:
@@ -106,7 +123,7 @@ class MailboxLoop:
         message = envelope.message
         if envelope.life != self._context.life or envelope.abandoned:
             self.skipped += 1
-            bury(envelope, self._ref.name, None)
+            self._ref.fail_with_actor(envelope, self._ref.name, None)
             return
         kind = type(message)
         if isinstance(message, PeerRestarted) and message.life >= 0:
@@ -126,6 +143,21 @@ class MailboxLoop:
         elif kind is not PeerRestarted:
             raise TypeError(f"{self._ref.name} has no handler for {kind.__name__}")
 
+    def _observed_turn(self, envelope: Envelope[Any]) -> None:
+        instruments = self._ref.instruments
+        instruments.turn = Turn(self._ref, envelope)
+        try:
+            try:
+                instruments.notify("taken", self._ref, envelope)
+            except InjectedFailure:
+                if envelope.reply is not None:
+                    self._context.unanswered[envelope] = None
+                raise
+            self.turn(envelope)
+            instruments.notify("finished", self._ref, envelope)
+        finally:
+            instruments.turn = None
+
     async def _end(self, cause: BaseException | None) -> None:
         """Leave nothing behind: fail open asks, drop unsent messages and timers, end the jobs."""
         context = self._context
@@ -134,11 +166,12 @@ class MailboxLoop:
             context.state = State.STOPPING
         if isinstance(cause, Exception):
             self._ref.reviving()
+            self._ref.instruments.notify("failed", self._ref, cause)
         name, peer = self._ref.name, self.failed_peer()
         if peer is not None and isinstance(cause, asyncio.CancelledError):
             name, cause = peer
         for envelope in context.unanswered:
-            bury(envelope, name, cause)
+            self._ref.fail_with_actor(envelope, name, cause)
         context.unanswered.clear()
         context.outbox.clear()
         for timer in list(context.timers):
@@ -147,6 +180,7 @@ class MailboxLoop:
             await uncancelled(self._end_jobs(cause))
         finally:
             context.state = State.STOPPED
+            self._ref.instruments.notify("stopped", self._actor)
             if not self.ended.done():
                 self.ended.set_result(None)
 

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from kvactors.discreet import discreet, discreet_rich
-from kvactors.errors import ActorFailed, DeadlineExceeded
+from kvactors.errors import DeadlineExceeded
 
 R = TypeVar("R")
 
@@ -96,8 +96,3 @@ def expire(reply: asyncio.Future[Any], actor: str, message: str) -> None:
     """End an unanswered ask at its deadline."""
     if not reply.done():
         reply.set_exception(DeadlineExceeded(f"{actor} did not answer {message} in time"))
-
-
-def bury(envelope: Envelope[Any], actor: str, cause: BaseException | None) -> None:
-    """Fail an ask whose actor is dead; a tell is simply dropped."""
-    envelope.fail(ActorFailed(actor, cause))

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from typing import Any
 
-from kvactors.actor.activity import Activity
+from kvactors.actor.instrument import Turn
 from kvactors.actor.message import Envelope
 from kvactors.actor.ref import ActorRef
 
@@ -17,24 +17,27 @@ class Outbox:
     waiting: the messages. The actor takes no turn before this is empty.
     """
 
-    __slots__ = ("_activity", "_waiters", "waiting")
+    __slots__ = ("_activity", "_instruments", "_waiters", "waiting")
 
-    def __init__(self, activity: Activity) -> None:
-        self.waiting: deque[tuple[ActorRef, Envelope[Any]]] = deque()
-        self._activity = activity
+    def __init__(self, sender: ActorRef) -> None:
+        self.waiting: deque[tuple[ActorRef, Envelope[Any], Turn | None]] = deque()
+        self._activity = sender.activity
+        self._instruments = sender.instruments
         self._waiters: list[asyncio.Future[None]] = []
 
     def add(self, to: ActorRef, envelope: Envelope[Any]) -> None:
         """Keep a message until `to` has room."""
-        self.waiting.append((to, envelope))
+        self.waiting.append((to, envelope, self._instruments.turn))
         self._activity.begin()
 
     async def flush(self) -> None:
         """Send every message, waiting for room."""
         waiting = self.waiting
         while waiting:
-            to, envelope = waiting[0]
+            to, envelope, turn = waiting[0]
             await to.channel.put(envelope)
+            if to.instruments.active:
+                to.instruments.notify("sent", to, envelope, turn)
             waiting.popleft()
         self._wake()
 

@@ -11,8 +11,9 @@ import anyio
 
 from kvactors.actor.activity import Activity
 from kvactors.actor.channel import Channel
+from kvactors.actor.instrument import Instruments
 from kvactors.actor.message import Ask, Control, Envelope, Later, Message, expire
-from kvactors.errors import DeadlineExceeded
+from kvactors.errors import ActorFailed, DeadlineExceeded
 
 if TYPE_CHECKING:
     from kvactors.actor.context import Context
@@ -70,7 +71,8 @@ class OpenAsks(Generic[R]):
 class ActorRef:
     """name: unique in the system. role: the class of actor, as the channel graph names it (a pool
     shares one role). switched_off: whether a substitute runs in the actor's place. make_context:
-    makes the context of each incarnation in place of `Context`, for tests."""
+    makes the context of each incarnation in place of `Context`, for tests. instruments: of the
+    system, shared by all its refs."""
 
     __slots__ = (
         "_asks",
@@ -78,6 +80,7 @@ class ActorRef:
         "activity",
         "channel",
         "dead",
+        "instruments",
         "life",
         "make_context",
         "name",
@@ -86,12 +89,18 @@ class ActorRef:
     )
 
     def __init__(
-        self, name: str, role: str, channel: Channel[Envelope[Any]], activity: Activity
+        self,
+        name: str,
+        role: str,
+        channel: Channel[Envelope[Any]],
+        activity: Activity,
+        instruments: Instruments | None = None,
     ) -> None:
         self.name = name
         self.role = role
         self.channel = channel
         self.activity = activity
+        self.instruments = instruments or Instruments()
         self.life = 0
         self.switched_off = False
         self.make_context: Callable[..., Context] | None = None
@@ -168,12 +177,48 @@ class ActorRef:
         elif not self.channel.try_put(envelope):
             return False
         self.activity.begin()
+        if self.instruments.active:
+            self.instruments.notify("sent", self, envelope, self.instruments.turn)
         return True
 
     async def send(self, envelope: Envelope[Any]) -> None:
         """`tell` for a message that has its envelope already."""
         await self.channel.put(envelope)
         self.activity.begin()
+        if self.instruments.active:
+            self.instruments.notify("sent", self, envelope, None)
+
+    def reply(self, envelope: Envelope[R], value: R) -> bool:
+        """Answer an ask that was sent to this actor. False if its asker no longer waits."""
+        if not envelope.answer(value):
+            return False
+        if self.instruments.active:
+            self.instruments.notify("answered", self, envelope, value, None)
+        return True
+
+    def reply_error(self, envelope: Envelope[Any], error: Exception) -> bool:
+        """Answer an ask that was sent to this actor with an error. False if its asker no longer
+        waits."""
+        if not envelope.fail(error):
+            return False
+        if self.instruments.active:
+            self.instruments.notify("answered", self, envelope, None, error)
+        return True
+
+    def fail_with_actor(
+        self, envelope: Envelope[Any], name: str, cause: BaseException | None
+    ) -> None:
+        """Fail an ask because actor `name` failed. No effect on a message that is not one."""
+        if envelope.reply is not None:
+            self.reply_error(envelope, ActorFailed(name, cause))
+
+    def purge(self, error: Callable[[], Exception]) -> None:
+        """Drop every queued message; asks among them fail with what `error` makes."""
+        for envelope in self.channel.purge():
+            if self.instruments.active:
+                self.instruments.notify("dropped", self, envelope)
+            self.reply_error(envelope, error())
+            self.activity.end()
 
     @property
     def open_asks(self) -> int:

@@ -13,6 +13,7 @@ import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import anyio
@@ -22,12 +23,13 @@ from kvactors.actor.actor import Actor, State
 from kvactors.actor.channel import Channel
 from kvactors.actor.clock import now
 from kvactors.actor.graph import check_graph
+from kvactors.actor.instrument import Instruments
 from kvactors.actor.jobs import JobsRunOn
 from kvactors.actor.log import described, get_logger
-from kvactors.actor.message import Envelope, PeerRestarted, Stop, bury
+from kvactors.actor.message import Envelope, PeerRestarted, Stop
 from kvactors.actor.ref import ActorRef
 from kvactors.actor.uncancelled import uncancelled
-from kvactors.errors import CacheFailed, ChannelClosed
+from kvactors.errors import ActorFailed, CacheFailed, ChannelClosed
 
 log = get_logger()
 
@@ -104,6 +106,7 @@ class Supervisor:
         closed: Callable[[], Exception] | None = None,
     ) -> None:
         self.activity = activity
+        self.instruments = Instruments()
         self._closed = closed
         self.failed: BaseException | None = None
         self.failed_actor = ""
@@ -126,7 +129,7 @@ class Supervisor:
         """A ref with a channel of its own; `name` defaults to the role."""
         name = name or kind.ROLE
         channel: Channel[Envelope[Any]] = Channel(name, bound)
-        return ActorRef(name, kind.ROLE, channel, self.activity)
+        return ActorRef(name, kind.ROLE, channel, self.activity, self.instruments)
 
     def actor(self, name: str) -> Actor:
         """The present life of an actor, for inspection. KeyError if it is not running."""
@@ -291,9 +294,7 @@ class Supervisor:
             actor = self._actors.get(spec.ref.name)
             if actor is not None and actor.life == spec.ref.life:
                 spec.ref.life += 1
-            for envelope in spec.ref.channel.purge():
-                bury(envelope, spec.ref.name, cause)
-                self.activity.end()
+            spec.ref.purge(partial(ActorFailed, spec.ref.name, cause))
 
     def _notify_survivors(self, group: Group) -> None:
         assert self._root is not None
@@ -320,9 +321,7 @@ class Supervisor:
 
     def _close_channels(self, root: Group) -> None:
         for spec in root.specs():
-            for envelope in spec.ref.channel.purge():
-                envelope.fail(self._refused())
-                self.activity.end()
+            spec.ref.purge(self._refused)
             spec.ref.channel.close(self._refused)
             spec.ref.revived()
 

@@ -71,17 +71,18 @@ class Probe(ActorRef):
     def answer(self, ask: Ask[R], value: R) -> bool:
         """Answer an ask that `expect` returned; False if its asker does not wait any more.
         LookupError if there is no such ask."""
-        return self._take(ask).answer(value)
+        return self.reply(self._take(ask), value)
 
     def refuse(self, ask: Ask[Any], error: Exception) -> bool:
         """Answer an ask that `expect` returned with an error; returns and raises as `answer`."""
-        return self._take(ask).fail(error)
+        return self.reply_error(self._take(ask), error)
 
     async def _next(self, within: float) -> Message | None:
         with anyio.move_on_after(within):
             while True:
                 envelope = await self.channel.get()
                 self.activity.end()
+                self.instruments.notify("taken", self, envelope)
                 if envelope.reply is not None:
                     self._asked.append(envelope)
                 if not isinstance(envelope.message, self.ignored):

@@ -1,9 +1,9 @@
 """Message traces: every message between the actors of a wired system, with its time, its turn and
 what it caused.
 
-A trace listens at the channels it is attached to; nothing in the core knows of it, and the schedule
-is the same with and without. Of the last `limit` messages it keeps words, no bytes; on a simulated
-loop the words of a run are the same, byte for byte, in every run of its seed.
+A trace is an instrument of the systems it is attached to; the schedule is the same with and without
+it. It keeps the last `limit` messages as text, without payloads. On a simulated loop the text of a
+run is the same, byte for byte, in every run of its seed.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from kvactors.actor import ActorRef, Channel, Control, Envelope, Message
+from kvactors.actor import ActorRef, Control, Envelope, Instrument, Instruments, Message, Turn
 from kvactors.actor.clock import now
-from kvactors.actor.jobs import Jobs
+from kvactors.actor.jobs import is_job
 from kvactors.testing.loop import SimLoop
 from kvactors.testing.words import describe, fields_of
 
@@ -75,67 +74,9 @@ class Record:
         self.ask = 0
         self.links: frozenset[Link] = frozenset()
 
-    def swap(self, other: Record) -> None:
-        """Change places with another: everything but the number."""
-        for name in self.__slots__:
-            if name != "number":
-                mine, its = getattr(self, name), getattr(other, name)
-                setattr(self, name, its)
-                setattr(other, name, mine)
 
-
-class TracedChannel(Channel[Envelope[Any]]):
-    """What a traced channel is while it is traced."""
-
-    trace: Trace
-    receiver: str
-
-    def put_control(self, item: Envelope[Any]) -> None:
-        """See `Channel.put_control`."""
-        super().put_control(item)
-        self.trace.put(self.receiver, item)
-
-    def get_nowait(self) -> Envelope[Any] | None:
-        """See `Channel.get_nowait`."""
-        item = super().get_nowait()
-        if item is not None:
-            self.trace.taken(self.receiver, item)
-        return item
-
-    def purge(self) -> Iterator[Envelope[Any]]:
-        """See `Channel.purge`; who purges is not the actor, and takes no turn."""
-        while (item := Channel.get_nowait(self)) is not None:
-            self.trace.dropped(item)
-            yield item
-
-    def _append(self, item: Envelope[Any]) -> None:
-        super()._append(item)
-        self.trace.put(self.receiver, item)
-
-
-def traced_envelope(trace: Trace) -> type[Envelope[Any]]:
-    """What the envelope of a traced ask is: it reports its answer when that is given."""
-
-    class Traced(Envelope[Any]):
-        __slots__ = ()
-
-        def answer(self, value: Any) -> bool:
-            given = super().answer(value)
-            if given:
-                trace.answered(self, "answer", value)
-            return given
-
-        def fail(self, error: Exception) -> bool:
-            given = super().fail(error)
-            if given:
-                trace.answered(self, "refusal", error)
-            return given
-
-    return Traced
-
-
-class Trace:
-    """The last `limit` messages of what it is attached to."""
+class Trace(Instrument):
+    """The last `limit` messages of the systems and refs that it is attached to."""
 
     def __init__(self, limit: int = 20_000) -> None:
         self.records: deque[Record] = deque(maxlen=limit)
@@ -146,71 +87,73 @@ class Trace:
         self._asks: dict[
             int, tuple[Envelope[Any], Record]
         ] = {}  # those that are open, by id of the envelope
-        self._traced = traced_envelope(self)
+        self._systems: list[Instruments] = []  # followed as a whole
+        self._refs: set[ActorRef] = set()  # followed by themselves
         self._turns: dict[str, int] = {}
+        self._last: dict[str, int] = {}  # the record of each actor's latest turn
         self._current: WeakKeyDictionary[asyncio.Task[Any], tuple[str, int]] = WeakKeyDictionary()
         self._owners: dict[
             tuple[str, int], str
         ] = {}  # who chose the number of an operation that an actor was told of
 
     def attach(self, system: System) -> None:
-        """Listen at every channel of a system (of an open cache: `cache.system`)."""
-        refs = [
-            system.index,
-            system.swapper,
-            system.evictor,
-            *system.readers,
-            *system.writers,
-            system.notifier,
-        ]
-        for ref in refs if system.direct is None else [*refs, system.direct]:
-            self.watch(ref)
+        """Follow every actor of a system (of an open cache: `cache.system`)."""
+        self._systems.append(system.supervisor.instruments)
+        system.supervisor.instruments.add(self)
 
     def watch(self, ref: ActorRef) -> None:
-        """Listen at one ref's channel. ValueError if another trace does."""
-        if type(ref.channel) is not Channel:
-            raise ValueError(f"the channel of {ref.name} is listened to already")
-        channel: Any = ref.channel
-        channel.__class__ = TracedChannel
-        channel.trace, channel.receiver = self, ref.name
+        """Follow the messages to one ref."""
+        self._refs.add(ref)
+        ref.instruments.add(self)
 
     def __str__(self) -> str:
         return render(self.records)
 
-    # -- what the channels report
+    # -- see `Instrument`
 
-    def put(self, receiver: str, envelope: Envelope[Any]) -> None:
+    def sent(self, receiver: ActorRef, envelope: Envelope[Any], turn: Turn | None) -> None:
         """A message lies in a channel."""
-        sender, cause = self._sender(receiver)
-        message = envelope.message
-        record = self._add(sender, receiver, message, cause)
+        if not self._follows(receiver):
+            return
+        name, message = receiver.name, envelope.message
+        sender, cause = self._sender(name, turn)
+        record = self._add(sender, name, message, cause)
         record.forward = not isinstance(message, Control)
-        record.links = frozenset(self._links(sender, receiver, message))
+        record.links = frozenset(self._links(sender, name, message))
         self._queued[id(envelope)] = record
         if envelope.reply is not None:
-            envelope.__class__ = self._traced
             self._asks[id(envelope)] = envelope, record
             envelope.reply.add_done_callback(lambda reply: self._over(id(envelope), reply))
 
-    def taken(self, receiver: str, envelope: Envelope[Any]) -> None:
-        """An actor took a message: its next turn."""
-        self._turns[receiver] = turn = self._turns.get(receiver, 0) + 1
+    def taken(self, receiver: ActorRef, envelope: Envelope[Any]) -> None:
+        """An actor takes a message: its next turn."""
+        if not self._follows(receiver):
+            return
+        name = receiver.name
+        self._turns[name] = turn = self._turns.get(name, 0) + 1
         record = self._queued.pop(id(envelope), None)
         task = asyncio.current_task()
         if record is not None:
             record.turn = turn
+            self._last[name] = record.number
             if task is not None:
-                self._current[task] = receiver, record.number
+                self._current[task] = name, record.number
 
-    def dropped(self, envelope: Envelope[Any]) -> None:
-        """A message went with the life it was meant for."""
+    def dropped(self, receiver: ActorRef, envelope: Envelope[Any]) -> None:
+        """A message was dropped with the incarnation it was meant for."""
         self._queued.pop(id(envelope), None)
 
-    def answered(self, envelope: Envelope[Any], how: str, value: Any) -> None:
-        """An ask got its answer."""
+    def answered(
+        self, receiver: ActorRef, envelope: Envelope[Any], value: Any, error: Exception | None
+    ) -> None:
+        """An ask got its reply."""
         if id(envelope) in self._asks:
             _, ask = self._asks.pop(id(envelope))
-            self._reply(ask, how, f": {describe(value)}", ask.receiver, ask.sender)
+            kind, reply = ("answer", value) if error is None else ("refusal", error)
+            self._reply(ask, kind, f": {describe(reply)}", ask.receiver, ask.sender)
+
+    def _follows(self, ref: ActorRef) -> bool:
+        return ref.instruments in self._systems or ref in self._refs
 
     def _over(self, key: int, reply: asyncio.Future[Any]) -> None:
         """An ask's future is done; what nobody gave as an answer is its deadline, or its asker who
@@ -238,15 +181,18 @@ class Trace:
     def _in_order(self, record: Record) -> None:
         """Asks that end at once, with one cause, are listed in the order in which they were asked:
         they may be ended in the order of a set, which is another one in every run."""
-        for earlier in islice(reversed(self.records), 1, None):
+        place = len(self.records) - 1
+        for index in range(place - 1, -1, -1):
+            earlier = self.records[index]
             if earlier.at != record.at:
                 return
             if earlier.ask > record.ask and (earlier.kind, earlier.cause) == (
                 record.kind,
                 record.cause,
             ):
-                earlier.swap(record)
-                record = earlier
+                earlier.number, record.number = record.number, earlier.number
+                self.records[index], self.records[place] = record, earlier
+                place = index
 
     # -- inner parts
 
@@ -259,17 +205,19 @@ class Trace:
         self.records.append(record)
         return record
 
-    def _sender(self, receiver: str) -> tuple[str, int | None]:
-        """Who is running: an actor in a turn, a job of one, a timer, or somebody outside."""
+    def _sender(self, receiver: str, turn: Turn | None) -> tuple[str, int | None]:
+        """The name of the sender and the record of the turn that sent: an actor in a turn, a job of
+        one, a timer, or a task outside."""
+        if turn is not None and (turn.envelope is None or turn.actor.name in self._last):
+            name = turn.actor.name
+            return name, None if turn.envelope is None else self._last[name]
         task = asyncio.current_task()
         if task is None:
             return f"{receiver}'s timer", None
         known = self._current.get(task)
         if known is not None:
             return known
-        coro: Any = task.get_coro()
-        frame = getattr(coro, "cr_frame", None)
-        if frame is not None and frame.f_code is Jobs._run.__code__:
+        if is_job(task):
             return task.get_name(), None
         loop = task.get_loop()
         return (loop.label(task) if isinstance(loop, SimLoop) else task.get_name()), None

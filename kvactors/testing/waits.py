@@ -17,7 +17,7 @@ from typing import Any
 import anyio.to_thread
 
 from kvactors.actor import Activity, Actor, ActorRef, Channel
-from kvactors.actor.jobs import Jobs, job_name
+from kvactors.actor.jobs import JOB, is_job
 
 Label = Callable[["asyncio.Task[Any]"], str]
 
@@ -28,8 +28,6 @@ LIBRARY = (
 )
 """Folders whose code is never shown as the place where a task waits; installed packages of other
 environments are not either."""
-
-JOB = job_name("")
 
 OURS = str(Path(__file__).parents[1])
 
@@ -109,7 +107,7 @@ def _who(task: asyncio.Task[Any], frames: list[FrameType], label: Label) -> str:
     actor = _self_of(frames, Actor.run.__code__)
     if actor is not None:
         return str(actor.ref.name)
-    if _self_of(frames, Jobs._run.__code__) is not None:
+    if is_job(task):
         return f"a job of {task.get_name().removesuffix(JOB)}"
     for frame in reversed(frames):
         of = frame.f_locals.get("message"), frame.f_locals.get("self")

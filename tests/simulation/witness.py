@@ -9,7 +9,16 @@ from typing import Any, NoReturn
 
 import xxhash
 
-from kvactors.actor import Actor, ActorRef, ActorSpec, Envelope, Group, Message
+from kvactors.actor import (
+    Actor,
+    ActorRef,
+    Envelope,
+    Group,
+    InjectedFailure,
+    Instrument,
+    Message,
+    Turn,
+)
 from kvactors.config import Config
 from kvactors.cpu_evictor.actor import CpuEvictor
 from kvactors.cpu_evictor.messages import Cancel, Load, Loaded, LoadStalled, Place
@@ -29,11 +38,11 @@ EPOCH = 1
 """In place of the wall clock's."""
 
 
-class PlannedDeath(Exception):
+class PlannedDeath(InjectedFailure):
     """An actor dies because the plan says so."""
 
 
-class Witness:
+class Witness(Instrument):
     """crashes: of the plan, by actor. died: those that happened. seen: see `SeedReport`. keep:
     lines of the trace that are remembered. step: of a ledger, the notifier's own if None."""
 
@@ -46,6 +55,8 @@ class Witness:
         self.died = 0
         self._step = step
         self._wanted: dict[int, int] = {}  # blocks, by the load's number
+        self._armed: dict[str, str] = {}  # actors that fail at their next message of a type
+        self._after: dict[str, str] = {}  # actors that fail at the end of their turn
         self._crashes = {(fault.target, int(fault.at)): fault for fault in crashes}
 
     def note(self, line: str) -> None:
@@ -58,41 +69,47 @@ class Witness:
         """Nobody dies any more."""
         self._crashes.clear()
 
-    def watch(self, actor: Actor) -> Actor:
-        """See what an actor does in this life."""
-        name, take, tell = actor.ref.name, actor.mailbox.turn, actor.tell
+    # -- see `Instrument`
 
-        def turn(envelope: Envelope[Any]) -> None:
-            kind = type(envelope.message).__name__
-            self.turns[name] += 1
-            self.note(f"{name} takes {kind}")
-            fault = self._crashes.pop((name, self.turns[name]), None)
-            if fault is None:
-                take(envelope)
-                return
-            if fault.amount % 2 == 0:
-                take(envelope)
-                die(f"after {kind}")
-            actor.handlers[type(envelope.message)] = lambda *_: die(f"before {kind}")
-            take(envelope)
-
-        def die(when: str) -> NoReturn:
-            self.died += 1
-            self.seen[f"crash {actor.ROLE} {when}"] += 1
-            raise PlannedDeath(f"{name} dies at turn {self.turns[name]}, {when}")
-
-        def told(to: ActorRef, message: Message) -> None:
-            self.seen[f"message {actor.ROLE} {to.role} {type(message).__name__}"] += 1
-            self._see_load(message)
-            tell(to, message)
-
-        setattr(actor.mailbox, "turn", turn)  # noqa: B010  (the type checker knows that a method is no variable)
-        setattr(actor, "tell", told)  # noqa: B010
+    def started(self, actor: Actor) -> None:
+        """An incarnation begins; it is not the one that was to fail."""
+        self._armed.pop(actor.ref.name, None)
+        self._after.pop(actor.ref.name, None)
         if isinstance(actor, CpuEvictor):
             self._watch_places(actor)
         if isinstance(actor, FlushNotifier) and self._step is not None:
             actor.ledger.step = self._step
-        return actor
+
+    def sent(self, receiver: ActorRef, envelope: Envelope[Any], turn: Turn | None) -> None:
+        """A message is sent; what an actor sends to another one is counted."""
+        if turn is not None and turn.actor is not receiver:
+            message = envelope.message
+            self.seen[f"message {turn.actor.role} {receiver.role} {type(message).__name__}"] += 1
+            self._see_load(message)
+
+    def taken(self, receiver: ActorRef, envelope: Envelope[Any]) -> None:
+        """A turn begins, unless the plan says that the actor fails before it."""
+        name, kind = receiver.name, type(envelope.message).__name__
+        self.turns[name] += 1
+        self.note(f"{name} takes {kind}")
+        fault = self._crashes.pop((name, self.turns[name]), None)
+        if fault is not None and fault.amount % 2 == 0:
+            self._after[name] = kind
+        elif fault is not None:
+            self._armed[name] = kind
+        skipped = envelope.life != receiver.life or envelope.abandoned
+        if self._armed.get(name) == kind and not skipped:
+            self._die(receiver, f"before {kind}")
+
+    def finished(self, receiver: ActorRef, envelope: Envelope[Any]) -> None:
+        """A turn ends; the actor fails now if the plan says so."""
+        if (kind := self._after.pop(receiver.name, None)) is not None:
+            self._die(receiver, f"after {kind}")
+
+    def _die(self, actor: ActorRef, when: str) -> NoReturn:
+        self.died += 1
+        self.seen[f"crash {actor.role} {when}"] += 1
+        raise PlannedDeath(f"{actor.name} dies at turn {self.turns[actor.name]}, {when}")
 
     def _see_load(self, message: Message) -> None:
         if isinstance(message, Load):
@@ -133,23 +150,15 @@ class SimSystem(System):
     ) -> None:
         super().__init__(config, None, sinks, backend, inline_copies=True)
         self.witness = witness
+        self.supervisor.instruments.add(witness)
         self.epoch = EPOCH
         if self.ranks is not None:
             self._watch_health()
 
     def _members(self) -> tuple[Group, Group]:
+        """Without substitutes: here an actor that fails too often fails the system."""
         core, notifier = super()._members()
-        return self._watched(core), self._watched(notifier)
-
-    def _watched(self, group: Group) -> Group:
-        members = (
-            self._watched(one) if isinstance(one, Group) else self._watched_spec(one)
-            for one in group.members
-        )
-        return Group(group.name, tuple(members))
-
-    def _watched_spec(self, spec: ActorSpec) -> ActorSpec:
-        return ActorSpec(spec.kind, lambda ref: self.witness.watch(spec.factory(ref)), spec.ref)
+        return without_substitutes(core), without_substitutes(notifier)
 
     def _watch_health(self) -> None:
         assert self.ranks is not None
@@ -160,3 +169,12 @@ class SimSystem(System):
             change(rank, health, reason)
 
         setattr(self.ranks, "_set", changed)  # noqa: B010
+
+
+def without_substitutes(group: Group) -> Group:
+    """The same group, none of whose actors can be switched off."""
+    members = (
+        without_substitutes(one) if isinstance(one, Group) else one._replace(substitute=None)
+        for one in group.members
+    )
+    return Group(group.name, tuple(members))

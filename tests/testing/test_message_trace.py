@@ -31,7 +31,7 @@ from kvactors.actor import (
 from kvactors.actor.clock import deadline_after
 from kvactors.errors import ActorFailed, DeadlineExceeded
 from kvactors.gpu_swapper.messages import CopyFinished, Direction
-from kvactors.testing import Sim, Trace, minimal, render, simulate
+from kvactors.testing import Probe, Sim, Trace, minimal, render, simulate
 from kvactors.testing.words import describe
 
 BLOCK = 8
@@ -223,12 +223,13 @@ def test_the_ring_keeps_the_last_and_counts_all():
 def test_turns_are_counted_when_taken_and_not_when_purged():
     async def main():
         trace = Trace()
-        ref = make_ref(trace)
+        probe = Probe("actor")
+        trace.watch(probe)
         for number in range(4):
-            ref.try_tell(Order(number))
-        ref.channel.get_nowait()
-        ref.channel.get_nowait()
-        list(ref.channel.purge())
+            probe.try_tell(Order(number))
+        await probe.expect(Order)
+        await probe.expect(Order)
+        probe.purge(RuntimeError)
         assert [record.turn for record in trace.records] == [1, 2, None, None]
 
     simulate(main)
@@ -245,8 +246,8 @@ def test_asks_that_end_otherwise_are_told_apart():
         tasks = [asyncio.create_task(ask(number)) for number in range(4)]
         await asyncio.sleep(0.1)
         envelopes = {envelope.message.op: envelope for envelope in ref.channel.purge()}
-        envelopes[0].answer(7)
-        envelopes[1].fail(kvactors.NoRoom(2, 1))
+        ref.reply(envelopes[0], 7)
+        ref.reply_error(envelopes[1], kvactors.NoRoom(2, 1))
         tasks[2].cancel()
         done = await asyncio.gather(*tasks, return_exceptions=True)
         assert [type(one) for one in done] == [
@@ -313,12 +314,27 @@ def test_asks_that_end_at_once_are_listed_in_one_order_however_the_core_ends_the
     assert told(0).count("refusal" if dies else "expired") == 20
 
 
-def test_a_channel_has_one_listener():
+def test_two_traces_of_one_actor_record_the_same():
     async def main():
-        trace = Trace()
-        ref = make_ref(trace)
-        with pytest.raises(ValueError, match="listened to already"):
-            Trace().watch(ref)
+        first, second = Trace(), Trace()
+        ref = make_ref(first)
+        second.watch(ref)
+        for number in range(3):
+            ref.try_tell(Order(number))
+        assert first.count == 3
+        assert str(first) == str(second)
+
+    simulate(main)
+
+
+def test_a_trace_of_one_actor_leaves_the_others_of_its_system_out():
+    async def main():
+        supervisor, trace = Supervisor(Activity()), Trace()
+        watched, other = (supervisor.make_ref(Silent, 64, name=name) for name in ("a", "b"))
+        trace.watch(watched)
+        for ref in (other, watched):
+            ref.try_tell(Order(1))
+        assert [record.receiver for record in trace.records] == ["a"]
 
     simulate(main)
 
