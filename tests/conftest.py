@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import structlog
@@ -20,13 +22,41 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         )
 
 
+WHOLE_FILE = re.compile(r"^pytestmark = .*pytest\.mark\.full\b", re.MULTILINE)
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """The marker of the interop tests, also for a pytest that has not found the clone's
-    settings."""
+    """The markers, also for a pytest that has not found the clone's settings."""
+    config.addinivalue_line(
+        "markers",
+        "full: needs what `test-core` does not install (Paddle, Mooncake's client, pyzmq, cmake)",
+    )
     config.addinivalue_line(
         "markers",
         "interop: runs the real consumers of KV events; needs --interop DIR (docs/contributing.md)",
     )
+
+
+def needs_everything(file: Path) -> bool:
+    """Whether a test file is marked `full` as a whole."""
+    return WHOLE_FILE.search(file.read_text("utf-8")) is not None
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m "not full"` leave out files that are marked as a whole, without importing them."""
+    if "not full" not in config.getoption("-m") or collection_path.suffix != ".py":
+        return None
+    return needs_everything(collection_path) or None
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Name the files that `-m "not full"` leaves out."""
+    if "not full" in config.getoption("-m"):
+        tests = Path(__file__).parent
+        left_out = sorted(file.stem for file in tests.rglob("test_*.py") if needs_everything(file))
+        terminalreporter.write_line(f"left out, they need the extra `test`: {', '.join(left_out)}")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -12,6 +12,8 @@ from kvactors.bench import flush
 from kvactors.cli import main
 from kvactors.errors import ConfigError
 
+pytestmark = pytest.mark.full
+
 
 def test_a_quick_run_reports_in_the_common_form():
     report = flush.run(quick=True)

@@ -65,6 +65,7 @@ async def in_thread(call, *arguments):
     return await asyncio.get_running_loop().run_in_executor(None, call, *arguments)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["leaves", "raises", "exits"])
 def test_a_child_that_leaves_the_block_closes_nothing_and_raises_only_its_own(how, tmp_path):
     raised = {"leaves": None, "raises": ValueError, "exits": SystemExit}[how]
@@ -151,6 +152,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.full
 def test_a_child_that_ends_the_parents_loop_writes_and_unlocks_nothing(tmp_path):
     script = textwrap.dedent(SCRIPT).format(
         tests=str(Path(__file__).parents[2]), folder=str(tmp_path)

@@ -21,6 +21,8 @@ from kvactors.device.tensors import address_of, region_of
 from kvactors.errors import DeviceError, LayoutError
 from kvactors.layout import DSALayout, GQALayout, MLALayout
 
+pytestmark = pytest.mark.full
+
 BLOCK = 16
 LAYOUTS = {
     "float16": GQALayout(2, 2, 32, BLOCK, "float16"),

@@ -13,8 +13,7 @@ import pytest
 
 import kvactors
 
-pytest.importorskip("paddle")
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
 SCRIPT = Path(__file__).parents[2] / "scenarios" / "serve_tiny_gpt.py"
 ROOT = Path(kvactors.__file__).parents[1]

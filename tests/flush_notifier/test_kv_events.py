@@ -28,6 +28,8 @@ from kvactors.testing.kv_mirror import Mirror, Reader
 from kvactors.types import Reason, Residency, Tier
 from kvactors.zmq_endpoint import Endpoint, of_rank
 
+pytestmark = pytest.mark.full
+
 BLOCK = 4
 DOC = (Path(__file__).parents[2] / "docs" / "kv_events.md").read_text("utf-8")
 GOLDEN = dict(re.findall(r"^\| `([a-z_]+)` \|[^|]*\| `([0-9a-f]+)` \|$", DOC, re.MULTILINE))

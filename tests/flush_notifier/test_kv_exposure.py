@@ -32,6 +32,8 @@ from tests.flush_notifier.test_kv_events import (
     task,
 )
 
+pytestmark = pytest.mark.full
+
 
 def sinks(*tables):
     return Config.from_mapping(

@@ -26,6 +26,8 @@ from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.sink_config import JsonLinesSinkConfig, KvEventsSinkConfig, MemorySinkConfig
 from kvactors.types import Reason, Residency, Tier
 
+pytestmark = pytest.mark.full
+
 BLOCK = 4
 SALTED = Origin(None, "tenant-a")
 DIGEST = "0123456789abcdef" * 4

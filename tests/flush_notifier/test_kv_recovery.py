@@ -44,6 +44,8 @@ from tests.flush_notifier.test_kv_events import (
     task,
 )
 
+pytestmark = pytest.mark.full
+
 MEDIUM = {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.STORAGE: "STORAGE"}
 
 

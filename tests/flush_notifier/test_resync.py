@@ -431,6 +431,7 @@ async def test_a_file_of_json_lines_begins_anew(tmp_path):
         )
 
 
+@pytest.mark.full
 async def test_readers_of_kv_events_that_count_are_right_after_a_resync(tmp_path):
     sink = {
         "kind": "kv_events",

@@ -17,6 +17,8 @@ from kvactors.types import KEY_BYTES, Reason, Tier
 from tests.flush_notifier.helpers import EVERYTHING, announced, do, ledger, names, settle
 from tests.flush_notifier.test_kv_events import BLOCK, churn, config, tiers_of
 
+pytestmark = pytest.mark.full
+
 
 @pytest.mark.parametrize("max_blocks", [1, 2, 4096])
 async def test_a_strict_reader_rejects_nothing(tmp_path, max_blocks):

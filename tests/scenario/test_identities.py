@@ -12,6 +12,8 @@ from kvactors.scenario.spec import Workload
 from kvactors.scenario.workload import Speaker
 from kvactors.testing.kv_mirror import Mirror
 
+pytestmark = pytest.mark.full
+
 
 def stored(number, parent=None, token=1, **fields):
     event = {

@@ -169,6 +169,7 @@ def test_an_error_in_a_script_is_said():
 SCENARIOS = sorted((Path(__file__).parents[2] / "scenarios").glob("*.toml"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
 def test_shipped_scenarios_hold(path):
     if path.stem.startswith("mooncake"):

@@ -20,6 +20,8 @@ from kvactors.storage.backends.mooncake import MooncakeBackend
 from kvactors.storage.messages import Outcome
 from tests.storage.pools import master
 
+pytestmark = pytest.mark.full
+
 SIZE = 40_000
 IDENTITY = StoreIdentity("m", "n", bytes(range(32)))
 

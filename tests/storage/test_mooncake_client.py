@@ -14,6 +14,8 @@ from kvactors.mooncake_config import MooncakeConfig, in_bytes, resolve
 from kvactors.storage.backends.mooncake_client import NOT_FOUND, OK, RPC_FAILED, MooncakeClient
 from tests.storage.pools import free_port, master
 
+pytestmark = pytest.mark.full
+
 SMALL = {
     "global_segment_size": "64MB",
     "local_buffer_size": "16MB",

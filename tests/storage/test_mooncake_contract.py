@@ -12,6 +12,8 @@ from kvactors.storage.backends.mooncake import MooncakeBackend
 from kvactors.testing.store_contract import StoreContract
 from tests.storage.pools import master
 
+pytestmark = pytest.mark.full
+
 numbers = itertools.count()
 addresses: list[str] = []
 

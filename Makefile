@@ -1,0 +1,67 @@
+# Recipes for working on kvactors. `make` lists them. They use the virtual environment in .venv
+# (`make install` creates it); another one: `make test PYTHON=/path/to/python`.
+
+PYTHON ?= .venv/bin/python
+JOBS ?= 2
+SEEDS ?= 200
+CONSUMERS ?= ../consumers
+
+# Folders of tests that run many caches or processes; `test-core` leaves them out.
+SLOW = bench chaos e2e interop oracle planted ranks scenario simulation soak
+
+.PHONY: help install install-core test test-core lint format types bench docs docs-serve messages \
+	simulate planted soak interop
+
+help:  ## list the recipes
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */\1\t/' | expand -t 14
+
+install:  ## create .venv with everything: tests, linters, docs (editable)
+	python3 -m venv .venv
+	.venv/bin/pip install -e '.[dev]'
+
+install-core:  ## create .venv with what the unit tests need (editable; no Paddle, Mooncake, pyzmq)
+	python3 -m venv .venv
+	.venv/bin/pip install -e '.[test-core]'
+
+test:  ## the whole suite
+	$(PYTHON) -m pytest -n $(JOBS)
+
+test-core:  ## unit tests that need only the extra `test-core`
+	$(PYTHON) -m pytest -n $(JOBS) -m "not full" $(SLOW:%=--ignore=tests/%)
+
+lint:  ## ruff: rules and format
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+
+format:  ## let ruff fix and format
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+types:  ## mypy
+	$(PYTHON) -m mypy
+
+bench:  ## quick benchmarks of the index and of acquire
+	$(PYTHON) -m kvactors bench index --quick
+	$(PYTHON) -m kvactors bench acquire --quick
+
+messages:  ## write docs/messages.md from the message classes
+	$(PYTHON) -m kvactors.docsgen > docs/messages.md
+
+docs:  ## build the documentation into build/site, with strict links
+	$(PYTHON) -m mkdocs build --strict
+
+docs-serve:  ## serve the documentation on localhost
+	$(PYTHON) -m mkdocs serve
+
+simulate:  ## SEEDS drawn systems in virtual time
+	$(PYTHON) -m tests.simulation --seeds $(SEEDS)
+
+planted:  ## every planted bug must be caught
+	$(PYTHON) tests/planted/run.py
+
+soak:  ## 100,000 requests through tiny caches
+	$(PYTHON) -m tests.soak --requests 100000
+
+interop:  ## the real consumers of KV events, in environments below CONSUMERS
+	$(PYTHON) -m tests.interop.setup $(CONSUMERS) routers
+	$(PYTHON) -m pytest tests/interop -m interop --interop=$(CONSUMERS)
