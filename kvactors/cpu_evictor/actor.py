@@ -1,18 +1,23 @@
-"""CpuEvictor: the host tier. It alone hands out host slots, so it leads every movement through host
-memory."""
+"""Host tier manager: slots, eviction, and every movement through host memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import ClassVar, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import ClassVar
 
-from kvactors.actor import Message, on
+from kvactors.actor import Actor, ActorRef, Message, PeerRestarted, on
+from kvactors.actor.actor import Timer
 from kvactors.actor.clock import now
+from kvactors.config import HostConfig, StorageConfig
+from kvactors.cpu_evictor.actions import Action, Send, StartTimer
 from kvactors.cpu_evictor.load import LoadJob
+from kvactors.cpu_evictor.memory import HostMemory
 from kvactors.cpu_evictor.messages import (
+    Admit,
     Admitted,
     Cancel,
     ClearHost,
+    Discard,
     HostCleared,
     HostGained,
     HostGone,
@@ -25,44 +30,59 @@ from kvactors.cpu_evictor.messages import (
     Overdue,
     Place,
     Prefetch,
+    SaveUnanswered,
 )
-from kvactors.cpu_evictor.save import Saves
-from kvactors.cpu_evictor.slots import HostBlock, SlotState
+from kvactors.cpu_evictor.offload import OffloadJob
+from kvactors.cpu_evictor.prefetch import PrefetchJob
+from kvactors.cpu_evictor.reports import count_of, outcomes_of
+from kvactors.cpu_evictor.requests import (
+    ClearRequest,
+    CopyRequest,
+    FetchRequest,
+    Peers,
+    ProbeRequest,
+    ReadRequest,
+    Requests,
+    SaveRequest,
+    WriteRequest,
+)
+from kvactors.cpu_evictor.save import SaveJob
+from kvactors.cpu_evictor.slots import HostTier
+from kvactors.cpu_evictor.statistics import HostStatistics, host_statistics
+from kvactors.device.arena import Arena
 from kvactors.flush_notifier.messages import Cleared, Gained, Gone
-from kvactors.gpu_swapper.messages import Copy, Direction
-from kvactors.lineage import Lineages, lineage
+from kvactors.gpu_swapper.messages import Copied, Copy, CopyProgress, HostChanged
 from kvactors.storage.messages import (
     ClearStore,
     FetchDevice,
+    Fetched,
     Outcome,
     Probe,
+    Probed,
     Read,
+    ReadDone,
     Recount,
+    Saved,
     SaveDevice,
+    StoreCleared,
     Write,
+    Written,
 )
-from kvactors.types import Reason, Tier, split_keys
+from kvactors.types import indices_of
 
 
-class HostStatistics(NamedTuple):
-    """A moment's picture of the host tier; the second half counts blocks of this life."""
+class CpuEvictor(Actor):
+    """Owns the host slots. It alone hands them out, so it leads every movement through host memory.
 
-    slots: int
-    resident: int
-    free_slots: int
-    pinned: int
-    evicted: int
-    offloaded: int
-    loaded: int
-    fetched: int  # from storage
-    written: int
-    shed: int  # evicted without the write-back that was due, for want of slots
-    copy_failures: int
-    write_failures: int
+    Handlers call pure objects, which return the actions to carry out: a job for each offload, load,
+    prefetch and finished request, `HostMemory` for what they share, and `Requests` for what is in
+    flight.
 
-
-class CpuEvictor(Saves):
-    """Owns host slots, the host LRU and slot pins."""
+    Args:
+        direct: actor of a store that moves device memory itself, None without one.
+        layerwise: whether the index is sent the progress of loads by layers.
+        era: memory generation at the start.
+    """
 
     ROLE: ClassVar[str] = "cpu_evictor"
     SENDS: ClassVar[Mapping[str, tuple[type[Message], ...]]] = {
@@ -83,371 +103,233 @@ class CpuEvictor(Saves):
         ),
     }
 
-    def started(self) -> None:
-        """A life after a death begins with an empty host tier."""
-        if self.life:
-            self.tell(self.notifier, Cleared(Tier.HOST, Reason.RESTART))
+    def __init__(
+        self,
+        ref: ActorRef,
+        *,
+        config: HostConfig,
+        storage: StorageConfig,
+        arena: Arena,
+        index: ActorRef,
+        swapper: ActorRef,
+        readers: Sequence[ActorRef],
+        writers: Sequence[ActorRef],
+        notifier: ActorRef,
+        direct: ActorRef | None,
+        layerwise: bool,
+        era: int,
+    ) -> None:
+        super().__init__(ref)
+        self.layerwise = layerwise
+        self.peers = Peers(index, swapper, readers, writers, notifier, direct)
+        self.host = HostTier(config.slots, arena.num_slots, arena.in_use)
+        self.requests = Requests(self.peers, storage, era, now)
+        self.memory = HostMemory(self.host, self.requests, config, storage)
+        self.loads: dict[int, LoadJob] = {}
+        self._timers_of: dict[object, Timer] = {}  # by job
 
-    # -- offload
+    def started(self) -> None:
+        """A later incarnation begins with an empty host tier."""
+        if self.life:
+            self._perform([self.memory.announce_restart()])
+
+    def _perform(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Send):
+                self.tell(action.to, action.message)
+            elif isinstance(action, StartTimer):
+                self._timers_of[action.job] = self.after(action.seconds, action.message)
+            else:
+                self._timers_of.pop(action.job).cancel()
+
+    # -- orders of the index
 
     @on(Offload)
     def offload(self, message: Offload) -> None:
-        """Take what the host tier wants of evicted device blocks."""
-        if message.era != self.era:
-            self.tell(self.index, Offloaded(message.op, bytes(len(message.blocks))))
-            return
-        keys, parents = split_keys(message.keys), split_keys(message.parents)
-        kept = bytearray(len(keys))
-        fresh: list[int] = []
-        for j, key in enumerate(keys):
-            entry = self.host.usable(key)
-            if entry is not None and (
-                entry.place is SlotState.RESIDENT or self.host.resident < self.host.capacity
-            ):
-                self.host.move(entry, SlotState.RESIDENT)
-                self.host.touch([key])
-                kept[j] = 1
-            elif key not in self.host.entries:
-                fresh.append(j)
-        entries = self._take_slots(fresh, keys, parents, message.lineages)
-        first = len(fresh) - len(entries)
-
-        def then(failed: frozenset[int]) -> None:
-            good = self.arrive(entries, failed)
-            for j, entry in zip(fresh[first:], entries, strict=True):
-                kept[j] = entry.place is SlotState.RESIDENT and not entry.dropped
-            for j in [j for j, key in enumerate(keys) if key not in self.host.lru]:
-                kept[j] = 0  # it was here already, and has been evicted meanwhile
-            # What only passes through counts as well, until it is written: between device and
-            # storage it would be nowhere.
-            copied = [entry.key for entry in good]
-            done = set(copied)
-            untold = [key for key in self._untold(keys, kept) if key not in done]
-            self.gained(copied + untold)
-            self.offloaded += sum(entry.place is SlotState.RESIDENT for entry in good)
-            self.write([entry for entry in good if entry.place is SlotState.TRANSIT])
-            self.tell(self.index, Offloaded(message.op, bytes(kept)))
-            self.keep_watermarks()
-
-        self.copy(Direction.TO_HOST, [message.blocks[j] for j in fresh[first:]], entries, then)
-
-    def _take_slots(
-        self,
-        fresh: Sequence[int],
-        keys: Sequence[bytes],
-        parents: Sequence[bytes],
-        lineages: Lineages | None,
-    ) -> list[HostBlock]:
-        """Slots for evicted device blocks, for the last used of them if there are not enough. What
-        exceeds the tier's capacity only passes through, on its way to storage."""
-        self.make_room(len(fresh), len(fresh), keys)
-        passing = max(0, len(fresh) - (self.host.capacity - self.host.resident))
-        first = 0 if self.write_back else passing
-        first = max(first, len(fresh) - self.host.free)
-        return [
-            self.host.add(
-                keys[j],
-                parents[j],
-                SlotState.TRANSIT if i < passing else SlotState.RESIDENT,
-                lineage(lineages, j, len(keys), parents[j]),
-            )
-            for i, j in enumerate(fresh)
-            if i >= first
-        ]
-
-    def _untold(self, keys: Sequence[bytes], kept: bytearray) -> list[bytes]:
-        """Kept without a copy, but reported gone before (they were being written back)."""
-        found = [self.host.usable(key) for key, keep in zip(keys, kept, strict=True) if keep]
-        return [
-            entry.key
-            for entry in found
-            if entry is not None and not entry.told and not entry.arriving
-        ]
-
-    # -- load
+        """Copy evicted device blocks to the host."""
+        self._perform(OffloadJob(self.memory, message).begin())
 
     @on(Load)
     def load(self, message: Load) -> None:
-        """Bring blocks back: secure what the host has, look for the rest in storage."""
-        if message.era != self.era:
-            self.tell(self.index, Loaded(message.op, 0, 0))
-            return
-        job = LoadJob(
-            message.op,
-            message.root,
-            split_keys(message.keys),
-            message.start,
-            message.deadline,
-            message.blocks,
-            message.tokens,
-            message.lineages,
-        )
-        self.loads[job.op] = job
-        self.host.touch(reversed(job.keys))
-        for key in job.wanted:
-            entry = self.host.usable(key)
-            if entry is None:
-                break
-            self._secure(job, entry)
-        rest = [key for key in job.wanted[len(job.entries) :] if self.host.usable(key) is None]
-        if rest and message.fetch and self.may_read and message.deadline > now():
-            job.fetching = True
-            job.timer = self.after(message.deadline - now(), Overdue(job.op))
-            self.probe(rest, message.deadline, lambda found: self._fetch(job, found))
-        elif rest and message.fetch and self.direct is not None and message.deadline > now():
-            job.fetching = True
-            self.fetch_direct(job)
-        self._copy_in(job, 0)
-        self._maybe_done(job)
-
-    def load_moved(self, job: LoadJob) -> None:
-        """See `Direct.load_moved`."""
-        self._maybe_done(job)
-
-    def _secure(self, job: LoadJob, entry: HostBlock) -> None:
-        self.host.pin(entry)
-        if self.exclusive and entry.place is SlotState.RESIDENT:
-            self.host.move(entry, SlotState.LEAVING)
-        job.entries.append(entry)
-        job.from_host.append(True)
-
-    def _fetch(self, job: LoadJob, found: int) -> None:
-        """The store can give `found` of the blocks the host lacks, from the first one on: read them
-        into slots."""
-        if job.late or job.over:
-            return
-        if found < self.storage.min_fetch_blocks:
-            found = 0  # not worth the trip
-        first, reading = len(job.entries), []
-        protected = job.keys
-        if not self.exclusive:
-            self.make_room(found, found, protected)
-        for offset, key in enumerate(job.wanted[first:], first):
-            entry = self.host.usable(key)
-            if entry is not None:
-                self._secure(job, entry)
-                continue
-            fits = self.host.free and (self.exclusive or self.host.resident < self.host.capacity)
-            if found == 0 or not fits or key in self.host.entries:
-                break
-            found -= 1
-            place = SlotState.TRANSIT if self.exclusive else SlotState.RESIDENT
-            entry = self.host.add(
-                key, job.parent(job.start + offset), place, job.lineage(job.start + offset)
-            )
-            self.host.pin(entry)
-            job.entries.append(entry)
-            job.from_host.append(False)
-            reading.append(entry)
-        self.host.touch(reversed(job.keys))
-        if not reading:
-            job.fetching = False
-            self._copy_in(job, first)
-            self._maybe_done(job)
-            return
-        self.read(
-            reading, job.deadline, lambda outcomes: self._fetched(job, first, reading, outcomes)
-        )
-
-    def _fetched(self, job: LoadJob, first: int, reading: list[HostBlock], outcomes: bytes) -> None:
-        job.fetching = False
-        failed = frozenset(i for i, outcome in enumerate(outcomes) if outcome != Outcome.OK)
-        good = self.arrive(reading, failed)
-        self.fetched += len(good)
-        if not self.exclusive:
-            self.gained([entry.key for entry in good])
-            self.hint(good)
-        if job.over:
-            for entry in good if self.exclusive else ():
-                self.host.drop(entry)
-            return
-        bad = {reading[i] for i in failed}
-        run = next((i for i, entry in enumerate(job.entries) if entry in bad), len(job.entries))
-        self._release_tail(job, run)
-        self._copy_in(job, first)
-        self._maybe_done(job)
-
-    def _copy_in(self, job: LoadJob, first: int) -> None:
-        """Copy secured sources from `first` on to the device, once there are blocks to copy
-        into."""
-        sources = job.entries[first:]
-        if (
-            job.blocks is None
-            or job.late
-            or not sources
-            or any(entry.arriving for entry in sources)
-        ):
-            return
-        job.copies += 1
-
-        def then(failed: frozenset[int]) -> None:
-            job.copies -= 1
-            job.arrived.update(first + i for i in range(len(sources)) if i not in failed)
-            self._maybe_done(job)
-
-        blocks = job.blocks[first : first + len(sources)]
-        self.copy(Direction.TO_DEVICE, blocks, sources, then, self.progress_of(job, first))
-
-    @on(Prefetch)
-    def prefetch(self, message: Prefetch) -> None:
-        """Look in storage for what the host lacks; it comes to the host tier, where a load will
-        find it."""
-        keys = split_keys(message.keys)
-        first = next(
-            (j for j in range(message.start, len(keys)) if keys[j] not in self.host.entries),
-            len(keys),
-        )
-        if first == len(keys) or not (
-            self.may_read and self.host.capacity and message.deadline > now()
-        ):
-            return
-
-        def found(run: int) -> None:
-            lacking = [j for j in range(first, first + run) if keys[j] not in self.host.entries]
-            if run < self.storage.min_fetch_blocks or not lacking:
-                return
-            self.make_room(len(lacking), len(lacking), keys)
-            room = min(self.host.free, self.host.capacity - self.host.resident)
-            parents = {j: keys[j - 1] if j else message.root for j in lacking[:room]}
-            entries = [
-                self.host.add(
-                    keys[j],
-                    parent,
-                    SlotState.RESIDENT,
-                    lineage(message.lineages, j, len(keys), parent),
-                )
-                for j, parent in parents.items()
-            ]
-            if entries:
-                self.read(
-                    entries, message.deadline, lambda outcomes: self._prefetched(entries, outcomes)
-                )
-
-        self.probe(keys[first:], message.deadline, found)
-
-    def _prefetched(self, entries: list[HostBlock], outcomes: bytes) -> None:
-        good = self.arrive(
-            entries, frozenset(i for i, outcome in enumerate(outcomes) if outcome != Outcome.OK)
-        )
-        self.fetched += len(good)
-        self.gained([entry.key for entry in good])
-        for entry in good:
-            entry.hinted = True
-        self.hint(good)
-        self.keep_watermarks()
+        """Bring blocks back to the device."""
+        job = LoadJob(self.memory, message, self.loads, layerwise=self.layerwise)
+        self._perform(job.begin())
 
     @on(Place)
     def place(self, message: Place) -> None:
-        """The device blocks of a load that went ahead without."""
-        job = self.loads.get(message.op)
-        if job is None:
-            return
-        job.blocks = message.blocks
-        ready = next((i for i, entry in enumerate(job.entries) if entry.arriving), len(job.entries))
-        waiting = job.entries[ready:]
-        job.entries = job.entries[:ready]
-        self._copy_in(job, 0)
-        job.entries += waiting
-        self.fetch_direct(job)
-        self._maybe_done(job)
+        """The device blocks of a load that began without."""
+        if (job := self.loads.get(message.op)) is not None:
+            self._perform(job.place(message.blocks))
 
     @on(Cancel)
     def cancel(self, message: Cancel) -> None:
-        """A load that was never placed is not wanted any more."""
-        job = self.loads.pop(message.op, None)
-        if job is not None:
-            job.end()
-            self._release_tail(job, 0)
+        """A load that was never placed is not wanted any longer."""
+        if (job := self.loads.get(message.op)) is not None:
+            self._perform(job.cancel())
 
     @on(Overdue)
     def overdue(self, message: Overdue) -> None:
-        """The deadline of a load that looks in storage: what has not come by now is a miss."""
-        job = self.loads.get(message.op)
-        if job is not None:
-            job.late = True
-            self._maybe_done(job)
+        """The deadline of a load that waits for storage."""
+        if (job := self.loads.get(message.op)) is not None:
+            self._perform(job.on_deadline())
 
-    def _maybe_done(self, job: LoadJob) -> None:
-        waiting = job.copies or (job.fetching and not job.late)
-        if not (job.over or waiting or job.blocks is None):
-            self._answer(job)
+    @on(Prefetch)
+    def prefetch(self, message: Prefetch) -> None:
+        """Bring blocks that storage has to the host."""
+        self._perform(PrefetchJob(self.memory, message).begin())
 
-    def _answer(self, job: LoadJob) -> None:
-        """Say how much arrived. Sources that did go when the index discards them; the others are as
-        before."""
-        job.end()
-        self.loads.pop(job.op, None)
-        good = job.good()
-        self.loaded += good
-        self._release_tail(job, good)
-        for entry in job.entries[:good]:
-            if entry.place is SlotState.TRANSIT and not self._is_write(entry):
-                self.let_go([entry])
-            elif entry.place is SlotState.LEAVING:
-                self.host.hand(entry)
-            self.host.unpin(entry)
-        job.entries = []
-        self.tell(self.index, Loaded(job.op, good, sum(job.from_host[:good])))
+    @on(Admit)
+    def admit(self, message: Admit) -> None:
+        """Keep and save the path of a finished request."""
+        self._perform(SaveJob(self.memory, message).begin())
 
-    def _is_write(self, entry: HostBlock) -> bool:
-        """Whether a write still needs this slot (it drops the entry itself)."""
-        return entry.pins > 1
+    @on(SaveUnanswered)
+    def save_unanswered(self, message: SaveUnanswered) -> None:
+        """The store has not answered in time what it has of a finished request: nothing is saved,
+        so that the device blocks are not held for it. The next finish offers them again."""
+        if (request := self.requests.take(message.op, ProbeRequest)) is not None:
+            self._perform(request.job.on_probed(request.size))
 
-    def _release_tail(self, job: LoadJob, keep: int) -> None:
-        """Unpin the sources from position `keep` on; those that were leaving stay after all, if
-        there is room."""
-        tail, job.entries = job.entries[keep:], job.entries[:keep]
-        for entry in reversed(tail):
-            if entry.place is SlotState.LEAVING and entry.pins == 1:
-                self.stay_after_all(entry)
-            elif entry.place is SlotState.TRANSIT and not entry.arriving and entry.pins == 1:
-                self.let_go([entry])
-            self.host.unpin(entry)
-
-    # -- the whole tier
+    @on(Discard)
+    def discard(self, message: Discard) -> None:
+        """The device holds these blocks."""
+        self._perform(self.memory.discard(message.keys))
 
     @on(ClearHost)
     def clear(self, message: ClearHost) -> None:
-        """Forget everything; copies in flight end on entries that nobody finds any more."""
-        self.host.clear()
-        self.clears += 1
-        self.tell(self.notifier, Cleared(Tier.HOST, Reason.CLEAR))
+        """Forget every block, on request those in storage too."""
+        self._perform(self.memory.clear())
         if message.storage:
-            self.clear_store(message.op)
+            self._perform([self.memory.clear_store(message.op)])
+
+    # -- completions of copies
+
+    @on(CopyProgress)
+    def copy_progress(self, message: CopyProgress) -> None:
+        """Some layers of a copy have arrived."""
+        request = self.requests.get(message.op, CopyRequest)
+        if request is not None and isinstance(request.job, LoadJob):
+            self._perform(request.job.on_layers(request.first, message.layers))
+
+    @on(Copied)
+    def copied(self, message: Copied) -> None:
+        """A copy has ended."""
+        if (request := self.requests.take(message.op, CopyRequest)) is not None:
+            failed = indices_of(message.failed, request.size)
+            self.memory.counts.copy_failures += len(failed)
+            self._perform(request.job.on_copied(request.first, request.size, failed))
+
+    @on(HostChanged)
+    def host_changed(self, message: HostChanged) -> None:
+        """Copies are available again, or are not for now. Lost slots hold nothing."""
+        self.requests.generation = message.era
+        if message.lost:
+            self._perform(self.memory.lose())
+        if message.possible:
+            self._perform(Send(writer, Recount()) for writer in self.peers.writers[:1])
+            return
+        for job in list(self.loads.values()):
+            self._perform(job.on_copies_unavailable())
+
+    # -- completions of storage
+
+    @on(Probed)
+    def probed(self, message: Probed) -> None:
+        """A probe has ended. Reads that follow are sent before the writes that were held back."""
+        request = self.requests.take(message.op, ProbeRequest)
+        if request is None:
+            return
+        found = count_of(message.found, request.size)
+        if not request.HOLDS_WRITES:
+            self._perform(request.job.on_probed(found))
+            return
+        # During a clear, blocks from before it may have been found.
+        self._perform(request.job.on_probed(found if self.requests.may_read else 0))
+        self._perform(self.memory.write_held())
+
+    @on(ReadDone)
+    def read_done(self, message: ReadDone) -> None:
+        """A read has ended."""
+        if (request := self.requests.take(message.op, ReadRequest)) is not None:
+            outcomes = outcomes_of(message.outcomes, request.size)
+            self._perform(request.job.on_read(request.first, outcomes))
+
+    @on(Written)
+    def write_done(self, message: Written) -> None:
+        """A write has ended."""
+        if (request := self.requests.take(message.op, WriteRequest)) is not None:
+            outcomes = outcomes_of(message.outcomes, request.size)
+            self._perform(self.memory.on_written(request.blocks, outcomes))
+
+    @on(StoreCleared)
+    def store_cleared(self, message: StoreCleared) -> None:
+        """The store is empty, or could not be emptied."""
+        if (request := self.requests.take(message.op, ClearRequest)) is not None:
+            self.tell(self.peers.index, HostCleared(request.op, message.error))
+
+    @on(Fetched)
+    def fetched(self, message: Fetched) -> None:
+        """A device store writes to these device blocks no longer."""
+        if (request := self.requests.take(message.op, FetchRequest)) is not None:
+            fetched = count_of(message.good, request.size)
+            self._perform(request.job.on_fetched(request.first, fetched))
+
+    @on(Saved)
+    def saved(self, message: Saved) -> None:
+        """A device store reads from these device blocks no longer."""
+        if (request := self.requests.take(message.op, SaveRequest)) is not None:
+            saved = count_of(message.good, request.size)
+            self.memory.counts.written += saved
+            self.memory.counts.write_failures += request.size - saved
+            self._perform(request.job.on_saved())
+
+    @on(PeerRestarted)
+    def peer_restarted(self, message: PeerRestarted) -> None:
+        """A new notifier is sent what is resident. Requests to a storage actor that failed will not
+        be answered: a clear is sent again, the others end without success."""
+        if message.name == "flush_notifier":
+            self._perform(self.memory.announce(self.host.keys()))
+            return
+        for op, request in self.requests.open_at(message.name):
+            failed = bytes([Outcome.UNAVAILABLE]) * request.size
+            if isinstance(request, ClearRequest):
+                self.requests.take(op, ClearRequest)
+                self._perform([self.memory.clear_store(request.op)])
+            elif isinstance(request, ProbeRequest):
+                self.probed(Probed(op, 0))
+            elif isinstance(request, ReadRequest):
+                self.read_done(ReadDone(op, failed))
+            elif isinstance(request, WriteRequest):
+                self.write_done(Written(op, failed))
+            elif isinstance(request, FetchRequest):
+                self.fetched(Fetched(op, 0))
+            elif isinstance(request, SaveRequest):
+                self.saved(Saved(op, 0))
+
+    # -- observation
+
+    @property
+    def exclusive(self) -> bool:
+        """Whether a block leaves the host tier when the device has it."""
+        return self.memory.exclusive
 
     def host_keys(self) -> list[bytes]:
         """Hashes of the blocks that a load finds on the host: see `HostTier.keys`."""
         return self.host.keys()
 
     def check(self) -> None:
-        """AssertionError if the tier's state is wrong, or something is pinned although nothing is
-        in flight."""
+        """AssertionError if the tier's state is wrong, or a slot is pinned although nothing is in
+        flight."""
         for _ in self.check_steps():
             pass
 
     def check_steps(self) -> Iterator[None]:
         """`check` in steps of about a millisecond, between which turns may be taken."""
-        if not (
-            self._copies or self._probes or self._asks or self._reads or self._writes or self.loads
-        ):
+        if not (self.loads or self.requests.holds_slots):
             assert not self.host.pinned, f"{self.host.pinned} slots pinned at rest"
-            assert not self.host.passing, f"{self.host.passing} slots in passage at rest"
+            assert not self.host.in_transit, f"{self.host.in_transit} slots in transit at rest"
         yield from self.host.check_steps()
 
     def host_statistics(self) -> HostStatistics:
-        """A moment's picture."""
-        host = self.host
-        return HostStatistics(
-            host.num_slots,
-            host.resident,
-            host.free,
-            host.pinned,
-            self.evicted,
-            self.offloaded,
-            self.loaded,
-            self.fetched,
-            self.written,
-            self.shed,
-            self.copy_failures,
-            self.write_failures,
-        )
+        """The host tier at this moment."""
+        return host_statistics(self.host, self.memory.counts)

@@ -1,99 +1,302 @@
-"""One load under way: what it reads from, what has arrived, and how long a leading run that
-makes."""
+"""One load: blocks of a path on their way to the device, from host slots and from storage."""
 
 from __future__ import annotations
 
-from kvactors.actor.actor import Timer
-from kvactors.cpu_evictor.slots import HostBlock
-from kvactors.lineage import Lineage, Lineages, lineage
+from kvactors.cpu_evictor.actions import Action, Send, StartTimer, StopTimer
+from kvactors.cpu_evictor.memory import HostMemory
+from kvactors.cpu_evictor.messages import LayersLoaded, Load, Loaded, LoadStalled, Overdue
+from kvactors.cpu_evictor.slots import HostBlock, SlotState
+from kvactors.gpu_swapper.messages import Direction
+from kvactors.lineage import lineage
+from kvactors.storage.messages import Outcome
+from kvactors.types import split_keys
 
 
 class LoadJob:
-    """Blocks `start`.. of a path on their way to the device.
+    """Loads the leading run of the wanted blocks that host and storage have, and answers with
+    `Loaded`.
 
-    entries: sources in path order, as far as they are secured. host: how many leading ones came
-    from the host tier. blocks: targets, None until placed. copies: copies still to come. fetching:
-    the store is still asked. arrived: per position whether its bytes are on the device. late: the
-    store is not waited for any more. over: answered (what still comes only cleans up). tokens: of
-    the path, for a store that is addressed by them; lineages: of its blocks, for a store that keeps
-    them. layers: by the first position of a copy, how many layers of it have arrived.
+    Sources are pinned in path order: blocks of the host first, then those that storage has. They
+    are copied as soon as there are device blocks to copy into (a `Load` without blocks gets them
+    with `Place`). Positions count from the first wanted block.
+
+    Args:
+        memory: host memory.
+        message: the load.
+        loads: table of loads in flight; the job is in it from `begin` until it ends.
+        layerwise: whether the index is sent `LayersLoaded` as layers arrive.
     """
 
     __slots__ = (
-        "arrived",
-        "blocks",
-        "copies",
-        "deadline",
-        "entries",
-        "fetching",
-        "from_host",
-        "keys",
-        "late",
-        "layers",
-        "lineages",
-        "op",
-        "over",
-        "root",
-        "start",
-        "timer",
-        "tokens",
+        "_arrived",
+        "_copies",
+        "_device_blocks",
+        "_fetching",
+        "_from_host",
+        "_hashes",
+        "_late",
+        "_layers",
+        "_layerwise",
+        "_loads",
+        "_memory",
+        "_message",
+        "_over",
+        "_reading",
+        "_sources",
+        "_timed",
     )
 
     def __init__(
-        self,
-        op: int,
-        root: bytes,
-        keys: list[bytes],
-        start: int,
-        deadline: float,
-        blocks: tuple[int, ...],
-        tokens: bytes = b"",
-        lineages: Lineages | None = None,
+        self, memory: HostMemory, message: Load, loads: dict[int, LoadJob], *, layerwise: bool
     ) -> None:
-        self.lineages = lineages
-        self.tokens = tokens
-        self.op = op
-        self.root = root
-        self.keys = keys
-        self.start = start
-        self.deadline = deadline
-        self.blocks: tuple[int, ...] | None = blocks or None
-        self.entries: list[HostBlock] = []
-        self.from_host: list[bool] = []
-        self.arrived: set[int] = set()
-        self.copies = 0
-        self.layers: dict[int, int] = {}
-        self.fetching = self.late = self.over = False
-        self.timer: Timer | None = None
+        self._memory = memory
+        self._message = message
+        self._loads = loads
+        self._layerwise = layerwise
+        self._hashes = split_keys(message.keys)  # of the path
+        self._device_blocks = message.blocks or None  # None: not placed yet
+        self._sources: list[HostBlock] = []  # pinned, in path order
+        self._from_host: list[bool] = []  # of each source; False: from storage
+        self._reading: list[HostBlock] = []  # sources that storage is read into
+        self._arrived: set[int] = set()  # positions whose bytes are on the device
+        self._copies = 0  # in flight
+        self._layers: dict[int, int] = {}  # arrived layers of each copy, by its first position
+        self._fetching = False  # storage has not answered yet
+        self._late = False  # storage is not waited for any longer
+        self._over = False  # answered or cancelled; completions only give back slots
+        self._timed = False
 
-    def end(self) -> None:
-        """It is answered or cancelled: its deadline has no meaning any more."""
-        self.over = True
-        if self.timer is not None:
-            self.timer.cancel()
-            self.timer = None
+    def begin(self) -> list[Action]:
+        """Pin what the host has, ask storage for the rest, and start to copy."""
+        message, memory, host = self._message, self._memory, self._memory.host
+        requests, wanted = memory.requests, self._hashes[message.start :]
+        if message.era != requests.generation:
+            return [Send(requests.peers.index, Loaded(message.op, 0, 0))]
+        self._loads[message.op] = self
+        host.touch(reversed(self._hashes))
+        for block_hash in wanted:
+            block = host.readable(block_hash)
+            if block is None:
+                break
+            self._pin(block)
+        actions: list[Action] = []
+        missing = [
+            block_hash
+            for block_hash in wanted[len(self._sources) :]
+            if host.readable(block_hash) is None
+        ]
+        seconds = message.deadline - requests.clock()
+        if missing and message.fetch and seconds > 0:
+            if requests.may_read:
+                self._fetching = self._timed = True
+                actions.append(StartTimer(self, seconds, Overdue(message.op)))
+                actions.append(requests.probe(self, missing, message.deadline))
+            elif requests.peers.device_store is not None:
+                self._fetching = True
+                actions += self._fetch_from_device_store()
+        actions += self._copy_from(0)
+        return actions + self._answer_if_complete()
 
-    @property
-    def wanted(self) -> list[bytes]:
-        """Names still to be had."""
-        return self.keys[self.start :]
+    def place(self, device_blocks: tuple[int, ...]) -> list[Action]:
+        """The device blocks of a load that began without."""
+        self._device_blocks = device_blocks
+        arriving = (i for i, block in enumerate(self._sources) if block.arriving)
+        ready = next(arriving, len(self._sources))
+        actions = self._copy_from(0, ready)
+        actions += self._fetch_from_device_store()
+        return actions + self._answer_if_complete()
 
-    def good(self) -> int:
-        """Length of the leading run that arrived."""
-        run = 0
-        while run in self.arrived:
-            run += 1
-        return run
+    def cancel(self) -> list[Action]:
+        """A load that was never placed is not wanted any longer."""
+        return self._end() + self._release_from(0)
 
-    def reached(self) -> int:
-        """Layers of all its copies that have arrived."""
-        return min(self.layers.values(), default=0)
+    def on_deadline(self) -> list[Action]:
+        """Blocks that have not come from storage are misses."""
+        self._late = True
+        return self._answer_if_complete()
 
-    def parent(self, position: int) -> bytes:
-        """Name of the block before path position `position`."""
-        return self.keys[position - 1] if position else self.root
+    def on_copies_unavailable(self) -> list[Action]:
+        """Copies cannot be made for now, so neither storage nor copies in flight are waited for."""
+        self._late = self._late or self._fetching
+        if self._copies and self._device_blocks is not None:
+            return [Send(self._memory.requests.peers.index, LoadStalled(self._message.op))]
+        return self._answer_if_complete()
 
-    def lineage(self, position: int) -> Lineage | None:
-        """What the hash of the block at path position `position` is made of, if the store keeps
-        that."""
-        return lineage(self.lineages, position, len(self.keys), self.parent(position))
+    # -- storage
+
+    def on_probed(self, found: int) -> list[Action]:
+        """See `ProbeJob.on_probed`: read the first `found` missing blocks into slots."""
+        if self._late or self._over:
+            return []
+        message, memory, host = self._message, self._memory, self._memory.host
+        if found < memory.storage.min_fetch_blocks:
+            found = 0  # not worth a read
+        first, reading = len(self._sources), self._reading
+        actions: list[Action] = []
+        if not memory.exclusive:
+            actions += memory.make_room(found, found, self._hashes)
+        state = SlotState.TRANSIT if memory.exclusive else SlotState.RESIDENT
+        for position in range(message.start + first, len(self._hashes)):
+            block_hash = self._hashes[position]
+            block = host.readable(block_hash)
+            if block is not None:
+                self._pin(block)
+                continue
+            fits = host.free and (memory.exclusive or host.resident < host.capacity)
+            if found == 0 or not fits or block_hash in host.blocks:
+                break
+            found -= 1
+            parent = self._hashes[position - 1] if position else message.root
+            block = host.add(
+                block_hash,
+                parent,
+                state,
+                lineage(message.lineages, position, len(self._hashes), parent),
+            )
+            host.pin(block)
+            self._sources.append(block)
+            self._from_host.append(False)
+            reading.append(block)
+        host.touch(reversed(self._hashes))
+        if reading:
+            return [*actions, memory.requests.read(self, first, reading, message.deadline)]
+        self._fetching = False
+        actions += self._copy_from(first)
+        return actions + self._answer_if_complete()
+
+    def on_read(self, first: int, outcomes: bytes) -> list[Action]:
+        """See `ReadJob.on_read`: copy what has come to the device."""
+        memory, host, reading = self._memory, self._memory.host, self._reading
+        self._fetching = False
+        failed = frozenset(i for i, outcome in enumerate(outcomes) if outcome != Outcome.OK)
+        landed = host.land(reading, failed)
+        memory.counts.fetched += len(landed)
+        actions: list[Action] = []
+        if not memory.exclusive:
+            actions += memory.announce_fetched(landed)
+        if self._over:
+            for block in landed if memory.exclusive else ():
+                host.drop(block)
+            return actions
+        missing = {reading[i] for i in failed}
+        run = next((i for i, block in enumerate(self._sources) if block in missing), None)
+        if run is not None:
+            actions += self._release_from(run)
+        actions += self._copy_from(first)
+        return actions + self._answer_if_complete()
+
+    def _fetch_from_device_store(self) -> list[Action]:
+        """Read what the host lacks straight into the device blocks, as soon as they are known. The
+        load is not answered before the store has ended: the index would hand out blocks that the
+        store still writes."""
+        requests, message, blocks = self._memory.requests, self._message, self._device_blocks
+        if requests.peers.device_store is None or blocks is None or not self._fetching:
+            return []
+        first = len(self._sources)
+        start = message.start + first
+        return [
+            requests.fetch(
+                self, message.tokens, start, blocks[first:], message.deadline, first=first
+            )
+        ]
+
+    def on_fetched(self, first: int, fetched: int) -> list[Action]:
+        """See `FetchJob.on_fetched`."""
+        self._fetching = False
+        self._arrived.update(range(first, first + fetched))
+        self._memory.counts.fetched += fetched
+        return self._answer_if_complete()
+
+    # -- copies
+
+    def _pin(self, block: HostBlock) -> None:
+        self._memory.host.pin(block)
+        if self._memory.exclusive and block.state is SlotState.RESIDENT:
+            self._memory.host.move(block, SlotState.LEAVING)
+        self._sources.append(block)
+        self._from_host.append(True)
+
+    def _copy_from(self, first: int, stop: int | None = None) -> list[Action]:
+        """Copy sources to the device, from position `first` on, once it has blocks for them."""
+        sources, targets = self._sources[first:stop], self._device_blocks
+        if targets is None or self._late or not sources:
+            return []
+        if any(block.arriving for block in sources):
+            return []
+        self._copies += 1
+        if self._layerwise:
+            self._layers[first] = 0
+        copy = self._memory.requests.copy(
+            self,
+            Direction.TO_DEVICE,
+            targets[first : first + len(sources)],
+            sources,
+            first=first,
+            layerwise=self._layerwise,
+        )
+        return [copy]
+
+    def on_layers(self, first: int, layers: int) -> list[Action]:
+        """The first `layers` layers of the copy from position `first` on have arrived."""
+        if first not in self._layers:
+            return []
+        before = min(self._layers.values())
+        self._layers[first] = layers
+        reached = min(self._layers.values())
+        if reached <= before or self._fetching or self._over:
+            return []
+        progress = LayersLoaded(self._message.op, reached, len(self._sources))
+        return [Send(self._memory.requests.peers.index, progress)]
+
+    def on_copied(self, first: int, size: int, failed: frozenset[int]) -> list[Action]:
+        """See `CopyJob.on_copied`."""
+        self._copies -= 1
+        self._arrived.update(first + i for i in range(size) if i not in failed)
+        return self._answer_if_complete()
+
+    # -- the end
+
+    def _answer_if_complete(self) -> list[Action]:
+        waiting = self._copies or (self._fetching and not self._late)
+        if self._over or waiting or self._device_blocks is None:
+            return []
+        return self._answer()
+
+    def _answer(self) -> list[Action]:
+        """Report how many blocks arrived. Sources that did leave an exclusive tier when the index
+        discards them; the others stay."""
+        memory, host, op = self._memory, self._memory.host, self._message.op
+        actions = self._end()
+        arrived = 0
+        while arrived in self._arrived:
+            arrived += 1
+        memory.counts.loaded += arrived
+        actions += self._release_from(arrived)
+        for block in self._sources:
+            if block.state is SlotState.TRANSIT and block.pins == 1:  # no write needs it
+                actions += memory.remove([block])
+            elif block.state is SlotState.LEAVING:
+                host.mark_on_device(block)
+            host.unpin(block)
+        self._sources = []
+        loaded = Loaded(op, arrived, sum(self._from_host[:arrived]))
+        actions.append(Send(memory.requests.peers.index, loaded))
+        return actions
+
+    def _end(self) -> list[Action]:
+        self._over = True
+        self._loads.pop(self._message.op, None)
+        return [StopTimer(self)] if self._timed else []
+
+    def _release_from(self, first: int) -> list[Action]:
+        """Unpin the sources from position `first` on. Those that were leaving stay, if there is
+        room."""
+        memory, actions = self._memory, list[Action]()
+        released, self._sources = self._sources[first:], self._sources[:first]
+        for block in reversed(released):
+            if block.state is SlotState.LEAVING and block.pins == 1:
+                actions += memory.keep_if_room(block)
+            elif block.state is SlotState.TRANSIT and not block.arriving and block.pins == 1:
+                actions += memory.remove([block])
+            memory.host.unpin(block)
+        return actions

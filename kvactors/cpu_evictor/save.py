@@ -1,13 +1,11 @@
-"""CpuEvictor: finished requests. What their path lacks on the host or in storage is copied off the
-device."""
+"""One finished request: what its path lacks on the host or in storage is copied off the device."""
 
 from __future__ import annotations
 
-from kvactors.actor import on
-from kvactors.actor.clock import now
+from kvactors.cpu_evictor.actions import Action, Send, StartTimer, StopTimer
+from kvactors.cpu_evictor.memory import HostMemory
 from kvactors.cpu_evictor.messages import Admit, Admitted, SaveUnanswered
-from kvactors.cpu_evictor.plane import Plane
-from kvactors.cpu_evictor.slots import SlotState
+from kvactors.cpu_evictor.slots import HostBlock, SlotState
 from kvactors.gpu_swapper.messages import Direction
 from kvactors.lineage import lineage
 from kvactors.types import split_keys
@@ -17,88 +15,109 @@ ASK = 1.0
 finished request it has. The device blocks are held until then."""
 
 
-class Saves(Plane):
-    """Handler of Admit. Nothing remembers here or in the index what storage holds: the store is
-    asked at every finish, so a block whose write failed, or that the store has evicted since, is
-    written again."""
+class SaveJob:
+    """Keeps a copy of a finished request's path on the host (inclusive tiers), writes what is to be
+    saved and is not stored, and answers with `Admitted`.
 
-    @on(Admit)
-    def admit(self, message: Admit) -> None:
-        """A finished request's path: keep a copy (inclusive tiers), write what is to be saved and
-        is not stored."""
-        if not (message.save and self.direct is None and self.may_read):
-            self._admit(message, 0)
-            return
-        generation = self.host.generation
-        keys = split_keys(message.keys)[: message.save[-1] + 1]
+    Neither the index nor the host tier remembers what storage holds: the store is asked at every
+    finish, so a block whose write failed, or that the store has evicted since, is written again.
+    """
 
-        def answered(found: int) -> None:
-            timer.cancel()
-            if generation == self.host.generation:
-                self._admit(message, found)
-            else:  # the tiers were cleared: nothing of before may enter them
-                self.tell(self.index, Admitted(message.op, bytes(len(message.blocks))))
+    __slots__ = ("_blocks", "_generation", "_hashes", "_memory", "_message", "_save")
 
-        limit = min(ASK, self.storage.timeout)
-        op = self.ask_before_write(keys, now() + limit, answered)
-        timer = self.after(limit, SaveUnanswered(op))
+    def __init__(self, memory: HostMemory, message: Admit) -> None:
+        self._memory = memory
+        self._message = message
+        self._hashes = split_keys(message.keys)
+        self._generation = memory.host.generation
+        self._save: list[int] = []  # positions that are to be saved and are not stored
+        self._blocks: list[HostBlock] = []  # that are copied
 
-    @on(SaveUnanswered)
-    def save_unanswered(self, message: SaveUnanswered) -> None:
-        """The store does not answer: the device blocks are not held for it. The next finish offers
-        them again."""
-        self.give_up_asking(message.op)
+    def begin(self) -> list[Action]:
+        """Ask the store what it has, if there is something to save."""
+        message, requests = self._message, self._memory.requests
+        device_store = requests.peers.device_store is not None
+        if not message.save or device_store or not requests.may_read:
+            return self._copy(0)
+        limit = min(ASK, self._memory.storage.timeout)
+        hashes = self._hashes[: message.save[-1] + 1]
+        probe = requests.ask_stored(self, hashes, requests.clock() + limit)
+        return [probe, StartTimer(self, limit, SaveUnanswered(probe.message.op))]
 
-    def _admit(self, message: Admit, stored: int) -> None:
-        """stored: leading blocks that storage has."""
-        if message.era != self.era:
-            self.tell(self.index, Admitted(message.op, bytes(len(message.blocks))))
-            return
-        keys = split_keys(message.keys)
-        save = [position for position in message.save if position >= stored]
-        lacking = [j for j, key in enumerate(keys) if key not in self.host.entries]
+    def on_probed(self, found: int) -> list[Action]:
+        """See `ProbeJob.on_probed`: the blocks beyond `found` are written."""
+        stop = StopTimer(self)
+        if self._generation == self._memory.host.generation:
+            return [stop, *self._copy(found)]
+        # The host tier was cleared: blocks of before may not enter it.
+        return [stop, self._answer(bytes(len(self._hashes)))]
+
+    def _copy(self, stored: int) -> list[Action]:
+        """Copy what the host lacks. stored: leading blocks that storage has."""
+        message, memory, host = self._message, self._memory, self._memory.host
+        if message.era != memory.requests.generation:
+            return [self._answer(bytes(len(self._hashes)))]
+        actions: list[Action] = []
+        self._save = [position for position in message.save if position >= stored]
+        lacking = [i for i, block_hash in enumerate(self._hashes) if block_hash not in host.blocks]
         if message.keep:
-            self.make_room(len(lacking), len(lacking), keys)
-            lacking = lacking[
-                : max(0, min(len(lacking), self.host.capacity - self.host.resident, self.host.free))
-            ]
-            place = SlotState.RESIDENT
+            actions += memory.make_room(len(lacking), len(lacking), self._hashes)
+            room = max(0, min(len(lacking), host.capacity - host.resident, host.free))
+            state = SlotState.RESIDENT
         else:
-            wanted = set(save) if self.direct is None else set()
-            lacking = [j for j in lacking if j in wanted][: self.host.free]
-            place = SlotState.TRANSIT
-        parents = {j: keys[j - 1] if j else message.root for j in lacking}
-        entries = [
-            self.host.add(keys[j], parent, place, lineage(message.lineages, j, len(keys), parent))
-            for j, parent in parents.items()
-        ]
-        self.host.touch(reversed(keys))
+            passing = set(self._save) if memory.requests.peers.device_store is None else set()
+            lacking = [position for position in lacking if position in passing]
+            room, state = host.free, SlotState.TRANSIT
+        del lacking[room:]
+        for position in lacking:
+            parent = self._hashes[position - 1] if position else message.root
+            block = host.add(
+                self._hashes[position],
+                parent,
+                state,
+                lineage(message.lineages, position, len(self._hashes), parent),
+            )
+            self._blocks.append(block)
+        host.touch(reversed(self._hashes))
+        if not self._blocks:
+            return actions + self.on_copied(0, 0, frozenset())
+        device_blocks = [message.blocks[position] for position in lacking]
+        copy = memory.requests.copy(self, Direction.TO_HOST, device_blocks, self._blocks)
+        return [*actions, copy]
 
-        def then(failed: frozenset[int]) -> None:
-            good = self.arrive(entries, failed)
-            if message.keep:
-                self.gained([entry.key for entry in good])
-                self.offloaded += len(good)
-            if self.direct is not None and save:
-                start = save[0]
-                self.save_direct(
-                    message.tokens, start, message.blocks[start : save[-1] + 1], lambda _: answer()
-                )
-            else:
-                if self.writers and save:
-                    # With copies of the whole path on the host all of it is offered, so that its
-                    # beginning counts as used after its end.
-                    used = message.save if message.keep else save
-                    sources = [self.host.usable(keys[j]) for j in reversed(used)]
-                    self.write([entry for entry in sources if entry is not None])
-                answer()
-            self.keep_watermarks()
+    def on_copied(self, first: int, size: int, failed: frozenset[int]) -> list[Action]:
+        """See `CopyJob.on_copied`: write to storage."""
+        message, memory, host, save = self._message, self._memory, self._memory.host, self._save
+        landed = host.land(self._blocks, failed)
+        actions: list[Action] = []
+        if message.keep:
+            actions += memory.announce([block.hash for block in landed])
+            memory.counts.offloaded += len(landed)
+        if memory.requests.peers.device_store is not None and save:
+            blocks = message.blocks[save[0] : save[-1] + 1]
+            actions.append(memory.requests.save(self, message.tokens, save[0], blocks))
+        else:
+            if memory.requests.peers.writers and save:
+                # With copies of the whole path on the host all of it is offered, so that its
+                # beginning counts as used after its end.
+                used = message.save if message.keep else save
+                sources = [host.readable(self._hashes[position]) for position in reversed(used)]
+                actions += memory.write([block for block in sources if block is not None])
+            actions.append(self._answer_kept())
+        return actions + memory.keep_watermarks()
 
-        def answer() -> None:
-            """What the host holds now: a direct save takes long, and copies may have been evicted
-            since."""
-            held = (self.host.usable(key) if message.keep else None for key in keys)
-            kept = bytes(entry is not None and entry.place is SlotState.RESIDENT for entry in held)
-            self.tell(self.index, Admitted(message.op, kept))
+    def on_saved(self) -> list[Action]:
+        """See `SaveToDeviceStoreJob.on_saved`."""
+        return [self._answer_kept()]
 
-        self.copy(Direction.TO_HOST, [message.blocks[j] for j in lacking], entries, then)
+    def _answer_kept(self) -> Action:
+        """Answer with what the host holds now: a save to a device store takes long, and copies may
+        have been evicted since."""
+        host, keep = self._memory.host, self._message.keep
+        held = (host.readable(block_hash) if keep else None for block_hash in self._hashes)
+        return self._answer(
+            bytes(block is not None and block.state is SlotState.RESIDENT for block in held)
+        )
+
+    def _answer(self, kept: bytes) -> Action:
+        return Send(self._memory.requests.peers.index, Admitted(self._message.op, kept))

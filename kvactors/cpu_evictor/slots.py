@@ -1,91 +1,130 @@
-"""The pure state of the host tier: which block is in which slot, who pins it, and who goes next."""
+"""Host slots: which block is in which slot, which slots are in use, and which blocks to evict.
+
+Nothing here needs an event loop: the thread that owns a `HostTier` calls it directly.
+"""
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Container, Iterable, Iterator
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Sequence
 from enum import Enum
+from typing import TYPE_CHECKING
 
-from kvactors.lineage import Lineage
+from kvactors.cpu_evictor.policy.lru import Lru
+
+if TYPE_CHECKING:
+    from kvactors.cpu_evictor.policy import EvictionPolicy
+    from kvactors.lineage import Lineage
 
 STEP = 512
-"""Entries that a step of a check looks at."""
+"""Blocks that one step of a check looks at."""
 
 
 class SlotState(Enum):
-    """Where an entry stands."""
+    """What a block's slot is used for."""
 
     RESIDENT = "resident"  # counts against the capacity
-    # going back to the device (exclusive tiers): out of the capacity, slot still in use
+    # Going back to the device (exclusive tiers): does not count, the slot is still in use.
     LEAVING = "leaving"
-    TRANSIT = "transit"  # passing through: being written to storage, or staged on its way
+    TRANSIT = "transit"  # being written to storage, or staged between storage and device
 
 
 class HostBlock:
-    """A block in a slot. pins: copies and writes that use the slot now. arriving: its bytes are not
-    there yet. told: the notifier believes it resident. hinted: the index was told that it came by
-    itself. handed: copied to the device, so the index will discard it. dropped: forgotten; the slot
-    is free as soon as nobody uses it. lineage: for the store, if it keeps it."""
+    """A block in a host slot.
+
+    Attributes:
+        hash: block hash.
+        parent: hash of the block before it on its path.
+        slot: index of its slot in the arena.
+        state: see `SlotState`.
+        lineage: for stores that keep lineages.
+        pins: copies, reads and writes that use the slot now.
+        arriving: its bytes are not in the slot yet.
+        announced: the notifier was sent that it is resident, and not that it is gone.
+        prefetched: it came from storage without a request that waits for it.
+        on_device: it was copied to the device, so a `Discard` for it is on its way.
+        dropped: removed from the tier. The slot is free as soon as it has no pins.
+    """
 
     __slots__ = (
+        "announced",
         "arriving",
         "dropped",
-        "handed",
-        "hinted",
-        "key",
+        "hash",
         "lineage",
+        "on_device",
         "parent",
         "pins",
-        "place",
+        "prefetched",
         "slot",
-        "told",
+        "state",
     )
 
     def __init__(
-        self, key: bytes, parent: bytes, slot: int, place: SlotState, lineage: Lineage | None = None
+        self,
+        block_hash: bytes,
+        parent: bytes,
+        slot: int,
+        state: SlotState,
+        lineage: Lineage | None = None,
     ) -> None:
-        self.key = key
+        self.hash = block_hash
         self.lineage = lineage
         self.parent = parent
         self.slot = slot
-        self.place = place
+        self.state = state
         self.pins = 0
         self.arriving = False
-        self.told = False
-        self.hinted = False
-        self.handed = False
+        self.announced = False
+        self.prefetched = False
+        self.on_device = False
         self.dropped = False
 
 
 class HostTier:
-    """At most `capacity` resident blocks in `num_slots` slots; the slots beyond are for blocks on
-    their way through. in_use: slots that are not handed out as long as they are in it
-    (`Arena.in_use`).
+    """The table of host slots: at most `capacity` resident blocks in `num_slots` slots.
 
-    Order is that of use, and whoever adds or touches several blocks of a path does so deepest
-    first: so a parent is always younger than its children, and the oldest block is a leaf. A block
-    with resident children is never a victim, whatever the order.
+    The slots beyond the capacity are for blocks in transit. Callers add or touch the blocks of a
+    path deepest first, so a parent is always younger than its children and the oldest block is a
+    leaf. A block with resident children is never a victim, whatever the policy's order.
+
+    Args:
+        capacity: resident blocks at most.
+        num_slots: slots of the arena.
+        in_use: slots that a call of an earlier incarnation may still access (`Arena.in_use`). They
+            are handed out once they have left it.
+        policy: the order of eviction.
+
+    Raises:
+        ValueError: the capacity is negative or larger than the number of slots.
     """
 
-    def __init__(self, capacity: int, num_slots: int, in_use: Container[int] = ()) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        num_slots: int,
+        in_use: Container[int] = (),
+        policy: EvictionPolicy | None = None,
+    ) -> None:
         if not 0 <= capacity <= num_slots:
             raise ValueError(f"a capacity of {capacity} blocks in {num_slots} slots")
         self.capacity = capacity
         self.num_slots = num_slots
-        self.entries: dict[bytes, HostBlock] = {}
-        self.lru: OrderedDict[bytes, HostBlock] = OrderedDict()
+        self.resident = 0  # blocks that count against the capacity
+        self.blocks: dict[bytes, HostBlock] = {}
+        self.policy: EvictionPolicy = Lru() if policy is None else policy
+        self.generation = 0  # calls of `clear`
+        self.changes = 0  # calls that changed something
         self._in_use = in_use
         self._free = [slot for slot in range(num_slots - 1, -1, -1) if slot not in in_use]
         self._withheld = [slot for slot in range(num_slots) if slot in in_use]
-        self._children: Counter[bytes] = Counter()
-        self._ghosts: set[HostBlock] = set()  # forgotten, slot still in use
-        self.generation = 0  # how often everything was forgotten
-        self.changes = 0  # calls that changed something
-        self._pinned = self._handed = 0
+        self._children: Counter[bytes] = Counter()  # resident ones, by parent
+        self._dropped: set[HostBlock] = set()  # still pinned
+        self._pinned = self._on_device = 0
 
     @property
     def free(self) -> int:
-        """Slots that nothing uses."""
+        """Slots that can be handed out."""
         if self._withheld:
             ended = [slot for slot in self._withheld if slot not in self._in_use]
             self._withheld = [slot for slot in self._withheld if slot in self._in_use]
@@ -97,139 +136,165 @@ class HostTier:
         (self._withheld if slot in self._in_use else self._free).append(slot)
 
     @property
-    def resident(self) -> int:
-        """Blocks that count against the capacity."""
-        return len(self.lru)
+    def pinned(self) -> int:
+        """Slots in use by a copy, a read or a write."""
+        return self._pinned
 
-    def usable(self, key: bytes) -> HostBlock | None:
-        """The entry from whose slot this block can be read now."""
-        entry = self.entries.get(key)
-        return entry if entry is not None and not entry.arriving else None
+    @property
+    def on_device(self) -> int:
+        """Slots whose blocks the device holds, and which the index has not discarded yet."""
+        return self._on_device
+
+    @property
+    def in_transit(self) -> int:
+        """Slots whose blocks are on their way to the device or to storage, without those that wait
+        for a `Discard`."""
+        return len(self.blocks) - self.resident - self._on_device
+
+    def readable(self, block_hash: bytes) -> HostBlock | None:
+        """The block, if its bytes are in its slot."""
+        block = self.blocks.get(block_hash)
+        return block if block is not None and not block.arriving else None
+
+    def is_resident(self, block_hash: bytes) -> bool:
+        """Whether a block counts against the capacity. Its bytes may be arriving."""
+        block = self.blocks.get(block_hash)
+        return block is not None and block.state is SlotState.RESIDENT
 
     def keys(self) -> list[bytes]:
-        """Hashes of the blocks that count as resident for indexes: residents whose bytes are there,
-        and blocks on their way to storage or to the device that have been reported resident and not
-        gone."""
-        return list(self.names())
+        """Hashes of the blocks that indexes count as resident: residents whose bytes are here, and
+        blocks in transit that were announced and not reported gone."""
+        return list(self.iter_keys())
 
-    def names(self) -> Iterator[bytes]:
-        """The same one by one. RuntimeError if a block came or went since the first was taken."""
+    def iter_keys(self) -> Iterator[bytes]:
+        """`keys` one by one. RuntimeError if a block came or went since the first was taken."""
         return (
-            key
-            for key, entry in self.entries.items()
-            if not entry.arriving and (entry.told or entry.place is SlotState.RESIDENT)
+            block_hash
+            for block_hash, block in self.blocks.items()
+            if not block.arriving and (block.announced or block.state is SlotState.RESIDENT)
         )
 
     def add(
-        self, key: bytes, parent: bytes, place: SlotState, lineage: Lineage | None = None
+        self, block_hash: bytes, parent: bytes, state: SlotState, lineage: Lineage | None = None
     ) -> HostBlock:
-        """A new entry in a free slot, as most recently used, arriving and pinned. The caller has
-        checked `free`."""
-        if key in self.entries:
+        """Put a new block into a free slot, as most recently used, arriving and pinned.
+
+        The caller has checked `free`, and that the block has no slot.
+
+        Raises:
+            RuntimeError: the block has a slot already. Nothing changed.
+        """
+        if block_hash in self.blocks:
             raise RuntimeError("a block is given a second slot")
         self.changes += 1
         self._pinned += 1
-        entry = HostBlock(key, parent, self._free.pop(), place, lineage)
-        entry.arriving = True
-        entry.pins = 1
-        self.entries[key] = entry
-        if place is SlotState.RESIDENT:
-            self._enter(entry)
-        return entry
+        block = HostBlock(block_hash, parent, self._free.pop(), state, lineage)
+        block.arriving = True
+        block.pins = 1
+        self.blocks[block_hash] = block
+        if state is SlotState.RESIDENT:
+            self._enter(block)
+        return block
+
+    def land(self, blocks: Sequence[HostBlock], failed: frozenset[int]) -> list[HostBlock]:
+        """A copy or read into slots has ended: unpin its blocks and drop the failed ones.
+
+        Args:
+            blocks: the blocks, in the order of the copy.
+            failed: indices of those whose bytes did not arrive.
+
+        Returns:
+            The blocks that arrived and were not dropped since.
+        """
+        landed = []
+        for i, block in enumerate(blocks):
+            block.arriving = False
+            if i in failed:
+                self.drop(block)
+            elif not block.dropped:
+                landed.append(block)
+            self.unpin(block)
+        return landed
 
     def victims(self, count: int, protected: Iterable[bytes] = ()) -> list[HostBlock]:
-        """Up to `count` entries to evict, least recently used first; not pinned, not protected, no
-        resident children. Unchanged."""
+        """Choose up to `count` blocks to evict, in the policy's order: not pinned, not protected,
+        without resident children that stay. Nothing changes."""
         if count <= 0:
             return []
         spare = set(protected)
         chosen: list[HostBlock] = []
         gone: Counter[bytes] = Counter()
-        for key, entry in self.lru.items():
-            if entry.pins or key in spare or self._children[key] > gone[key]:
+        for block in self.policy.candidates():
+            if block.pins or block.hash in spare or self._children[block.hash] > gone[block.hash]:
                 continue
-            chosen.append(entry)
-            gone[entry.parent] += 1
+            chosen.append(block)
+            gone[block.parent] += 1
             if len(chosen) == count:
                 break
         return chosen
 
-    def touch(self, keys: Iterable[bytes]) -> None:
-        """These were used, in this order."""
-        for key in keys:
-            if key in self.lru:
-                self.lru.move_to_end(key)
+    def touch(self, hashes: Iterable[bytes]) -> None:
+        """Blocks were used, in this order. Blocks that are not resident are ignored."""
+        self.policy.touch(hashes)
 
-    def move(self, entry: HostBlock, place: SlotState) -> None:
-        """Change where an entry stands; a resident one comes in as most recently used."""
-        if entry.place is SlotState.RESIDENT and place is not SlotState.RESIDENT:
-            self._exit(entry)
-        elif place is SlotState.RESIDENT and entry.place is not SlotState.RESIDENT:
-            self._enter(entry)
-            self._handed -= entry.handed
-            entry.handed = False
+    def move(self, block: HostBlock, state: SlotState) -> None:
+        """Change a block's state. One that becomes resident is the most recently used."""
+        if block.state is SlotState.RESIDENT and state is not SlotState.RESIDENT:
+            self._exit(block)
+        elif state is SlotState.RESIDENT and block.state is not SlotState.RESIDENT:
+            self._enter(block)
+            self._on_device -= block.on_device
+            block.on_device = False
         self.changes += 1
-        entry.place = place
+        block.state = state
 
-    def pin(self, entry: HostBlock) -> None:
-        """Its slot is in use once more."""
+    def pin(self, block: HostBlock) -> None:
+        """One more copy or write uses the slot."""
         self.changes += 1
-        self._pinned += not entry.pins
-        entry.pins += 1
+        self._pinned += not block.pins
+        block.pins += 1
 
-    def unpin(self, entry: HostBlock) -> None:
-        """Its slot is in use once less; a dropped entry's slot is free with the last use."""
-        if not entry.pins:
+    def unpin(self, block: HostBlock) -> None:
+        """One less uses the slot. The slot of a dropped block is free with its last use.
+
+        Raises:
+            RuntimeError: the block has no pins. Nothing changed.
+        """
+        if not block.pins:
             raise RuntimeError("a slot that nothing uses is given back")
         self.changes += 1
-        entry.pins -= 1
-        self._pinned -= not entry.pins
-        if entry.dropped and not entry.pins:
-            self._ghosts.discard(entry)
-            self._give(entry.slot)
+        block.pins -= 1
+        self._pinned -= not block.pins
+        if block.dropped and not block.pins:
+            self._dropped.discard(block)
+            self._give(block.slot)
 
-    def drop(self, entry: HostBlock) -> None:
-        """Forget an entry; its slot is free at once, or with its last use."""
-        if entry.dropped:
+    def drop(self, block: HostBlock) -> None:
+        """Remove a block. Its slot is free now, or with its last use."""
+        if block.dropped:
             return
         self.changes += 1
-        self._handed -= entry.handed
-        entry.dropped, entry.handed = True, False
-        if entry.place is SlotState.RESIDENT:
-            self._exit(entry)
-        del self.entries[entry.key]
-        if entry.pins:
-            self._ghosts.add(entry)
+        self._on_device -= block.on_device
+        block.dropped, block.on_device = True, False
+        if block.state is SlotState.RESIDENT:
+            self._exit(block)
+        del self.blocks[block.hash]
+        if block.pins:
+            self._dropped.add(block)
         else:
-            self._give(entry.slot)
+            self._give(block.slot)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop every block."""
         self.generation += 1
-        for entry in list(self.entries.values()):
-            self.drop(entry)
+        for block in list(self.blocks.values()):
+            self.drop(block)
 
-    def hand(self, entry: HostBlock) -> None:
-        """The device holds this block; the index is about to discard it here."""
-        if not (entry.dropped or entry.handed):
-            self._handed += 1
-            entry.handed = True
-
-    @property
-    def handed(self) -> int:
-        """Slots whose blocks the device holds, and which the index has not discarded yet."""
-        return self._handed
-
-    @property
-    def pinned(self) -> int:
-        """Slots in use by a copy or a write."""
-        return self._pinned
-
-    @property
-    def passing(self) -> int:
-        """Slots whose blocks are on their way to the device or to storage; those that wait for the
-        index's Discard are not counted."""
-        return len(self.entries) - len(self.lru) - self._handed
+    def mark_on_device(self, block: HostBlock) -> None:
+        """The device holds this block, so the index is about to discard it here."""
+        if not (block.dropped or block.on_device):
+            self._on_device += 1
+            block.on_device = True
 
     def check(self) -> None:
         """AssertionError if slots, order and counts disagree."""
@@ -237,31 +302,31 @@ class HostTier:
             pass
 
     def check_steps(self) -> Iterator[None]:
-        """`check` in steps of about a millisecond, between which anything may happen. What concerns
-        an entry alone is always looked at; sums only if nothing has changed since the check
-        began."""
-        changes, used, pinned, handed = self.changes, bytearray(self.num_slots), 0, 0
+        """`check` in steps of about a millisecond, between which the tier may change. Facts about
+        one block are always checked; sums only if nothing has changed since the check began."""
+        changes, used, pinned, on_device = self.changes, bytearray(self.num_slots), 0, 0
         children: Counter[bytes] = Counter()
-        entries = [*self.entries.values(), *self._ghosts]
-        for start in range(0, len(entries), STEP):
-            for entry in entries[start : start + STEP]:
-                current = not entry.dropped
-                assert not current or self.entries.get(entry.key) is entry, (
-                    "an entry is not found by its key"
+        blocks = [*self.blocks.values(), *self._dropped]
+        for start in range(0, len(blocks), STEP):
+            for block in blocks[start : start + STEP]:
+                current = not block.dropped
+                assert not current or self.blocks.get(block.hash) is block, (
+                    "a block is not found by its hash"
                 )
-                assert (self.lru.get(entry.key) is entry) == (
-                    current and entry.place is SlotState.RESIDENT
-                ), "order and entries disagree"
-                assert current or entry.pins or changes != self.changes, (
-                    "a dropped entry keeps its slot without a use"
+                assert (block in self.policy) == (current and block.state is SlotState.RESIDENT), (
+                    "order and blocks disagree"
                 )
-                used[entry.slot] += used[entry.slot] < 2
-                pinned += entry.pins > 0
-                handed += entry.handed
-                if current and entry.place is SlotState.RESIDENT:
-                    children[entry.parent] += 1
+                assert current or block.pins or changes != self.changes, (
+                    "a dropped block keeps its slot without a use"
+                )
+                used[block.slot] += used[block.slot] < 2
+                pinned += block.pins > 0
+                on_device += block.on_device
+                if current and block.state is SlotState.RESIDENT:
+                    children[block.parent] += 1
             yield
-        assert len(self.lru) <= self.capacity, "more residents than capacity"
+        assert len(self.policy) == self.resident, "order and blocks disagree"
+        assert self.resident <= self.capacity, "more residents than capacity"
         if changes != self.changes:
             return
         unused = self._free + self._withheld
@@ -272,22 +337,27 @@ class HostTier:
             if changes != self.changes:
                 return
         assert used.count(1) == self.num_slots, "slots lost or given twice"
-        assert (pinned, handed) == (self._pinned, self._handed), "counts of slots in use disagree"
+        assert (pinned, on_device) == (self._pinned, self._on_device), (
+            "counts of slots in use disagree"
+        )
         assert len(children) == len(self._children), "child counts disagree"
         for start in range(0, len(parents := list(children)), STEP):
             if changes != self.changes:
                 return
             assert all(
-                children[key] == self._children[key] for key in parents[start : start + STEP]
+                children[parent] == self._children[parent]
+                for parent in parents[start : start + STEP]
             ), "child counts disagree"
             yield
 
-    def _enter(self, entry: HostBlock) -> None:
-        self.lru[entry.key] = entry
-        self._children[entry.parent] += 1
+    def _enter(self, block: HostBlock) -> None:
+        self.resident += 1
+        self.policy.add(block)
+        self._children[block.parent] += 1
 
-    def _exit(self, entry: HostBlock) -> None:
-        del self.lru[entry.key]
-        self._children[entry.parent] -= 1
-        if not self._children[entry.parent]:
-            del self._children[entry.parent]
+    def _exit(self, block: HostBlock) -> None:
+        self.resident -= 1
+        self.policy.remove(block)
+        self._children[block.parent] -= 1
+        if not self._children[block.parent]:
+            del self._children[block.parent]

@@ -132,9 +132,9 @@ def _comparisons(system: System, found: list[str]) -> Iterator[None]:
     in_flight = index.index_statistics()
     if in_flight.loads_in_flight or in_flight.offloads_in_flight or in_flight.saves_in_flight:
         found.append("prefix_index: an operation is in flight, and no actor works on it")
-    if evictor.host.handed:
+    if evictor.host.on_device:
         found.append(
-            f"cpu_evictor: {evictor.host.handed} slots wait for a Discard, and no message is in "
+            f"cpu_evictor: {evictor.host.on_device} slots wait for a Discard, and no message is in "
             "flight"
         )
     where: Residency = {}
@@ -143,8 +143,8 @@ def _comparisons(system: System, found: list[str]) -> Iterator[None]:
         both = 0
         for page in pages(where[Tier.DEVICE]):
             both += sum(
-                key in where[Tier.HOST] and not evictor.host.entries[key].hinted for key in page
-            )  # hinted: by a prefetch
+                key in where[Tier.HOST] and not evictor.host.blocks[key].prefetched for key in page
+            )  # prefetched blocks may be on both
             yield
         if both:
             found.append(
@@ -186,7 +186,7 @@ def residency_steps(system: System, where: Residency) -> Iterator[None]:
         where[Tier.DEVICE].update(key for key, state in nodes if state & DEVICE)
         yield
     evictor = system.evictor_actor
-    yield from _gather(evictor.host.names, evictor.host_keys, where[Tier.HOST])
+    yield from _gather(evictor.host.iter_keys, evictor.host_keys, where[Tier.HOST])
     if system.store is not None:
         yield from _gather(system.store.names, system.store.keys, where[Tier.STORAGE])
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from kvactors.actor import ActorStatistics, SupervisorStatistics
-from kvactors.cpu_evictor.actor import HostStatistics
+from kvactors.cpu_evictor.statistics import HostStatistics
 from kvactors.data_plane.ranks.state import RankStatistics
 from kvactors.flush_notifier.checks import due_of
 from kvactors.flush_notifier.deliveries import SinkStatistics

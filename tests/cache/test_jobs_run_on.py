@@ -115,7 +115,7 @@ def test_slots_that_a_call_to_a_store_accesses_are_not_handed_out_before_it_ends
             for seed in range(40, 60):  # requests go on, in the other slots
                 await request(cache, seed)
             host = system.evictor_actor.host
-            assert not {entry.slot for entry in host.entries.values()} & in_use
+            assert not {entry.slot for entry in host.blocks.values()} & in_use
             assert [bytes(view) for view in hanging.views] == before
             assert cache.check() == []
             hanging.release.set()

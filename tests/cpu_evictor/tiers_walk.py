@@ -390,11 +390,11 @@ class TiersWalk:
             self.open,
         )
         assert not any(left), f"left over: {left}"
-        assert evictor.host.pinned == evictor.host.handed == 0
+        assert evictor.host.pinned == evictor.host.on_device == 0
         assert self.index.free + self.index.tree.statistics()["device"] == self.index.pool.total
         assert evictor.host.free + evictor.host.resident == evictor.host.num_slots
         resident = set(evictor.host.keys())
-        for key, entry in evictor.host.entries.items():
+        for key, entry in evictor.host.blocks.items():
             assert self.slots.get(entry.slot) == key, "a host slot holds another block's bytes"
         hinted: set[bytes] = set()
         for _, _, keys, states in self.index.tree.paths():

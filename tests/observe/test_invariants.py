@@ -28,7 +28,7 @@ async def test_a_violation_is_found_in_both_forms():
         await cache.flush_settled()
         assert cache.check() == await cache.check_slices() == []
         assert cache.divergence() == await cache.divergence_slices() == 0
-        entries = cache.system.evictor_actor.host.entries
+        entries = cache.system.evictor_actor.host.blocks
         key, entry = entries.popitem()
         assert cache.check() != []
         assert await cache.check_slices() == cache.check()
@@ -149,7 +149,7 @@ async def test_no_step_looks_at_more_names_of_a_tier_than_a_page():
         await serve(cache, "long", prompt(1, blocks), verify=False)
         await cache.flush_settled()
         tier, catalog = cache.system.evictor_actor.host, cache.system.backend.catalog
-        entries = tier.entries = Entries(tier.entries)
+        entries = tier.blocks = Entries(tier.blocks)
         names = catalog._names = Names(catalog._names)
         where, before, most = {}, 0, 0
         for _ in residency_steps(cache.system, where):
@@ -159,7 +159,7 @@ async def test_no_step_looks_at_more_names_of_a_tier_than_a_page():
             )
         assert {tier: len(found) for tier, found in where.items()} == dict.fromkeys(Tier, blocks)
         assert most <= PAGE
-        tier.entries, catalog._names = dict(entries), OrderedDict(names)
+        tier.blocks, catalog._names = dict(entries), OrderedDict(names)
 
 
 @pytest.mark.parametrize("times", [1, 10])
@@ -170,7 +170,7 @@ async def test_names_that_change_while_they_are_gathered_are_gathered_anew(times
     ) as cache:
         await serve(cache, "long", prompt(1, blocks), verify=False)
         await cache.flush_settled()
-        entries = cache.system.evictor_actor.host.entries
+        entries = cache.system.evictor_actor.host.blocks
         kept, where = set(entries), {}
         for _ in residency_steps(cache.system, where):
             if where[Tier.HOST] and times:

@@ -129,105 +129,80 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "slot_free_while_in_use",
         "cpu_evictor/slots.py",
-        "        if entry.dropped and not entry.pins:\n"
-        "            self._ghosts.discard(entry)\n"
-        "            self._give(entry.slot)\n"
-        "\n"
-        "    def drop(self, entry: HostBlock) -> None:\n"
-        '        """Forget an entry; its slot is free at once, or with its last use."""\n'
-        "        if entry.dropped:\n"
-        "            return\n"
-        "        self.changes += 1\n"
-        "        self._handed -= entry.handed\n"
-        "        entry.dropped, entry.handed = True, False\n"
-        "        if entry.place is SlotState.RESIDENT:\n"
-        "            self._exit(entry)\n"
-        "        del self.entries[entry.key]\n"
-        "        if entry.pins:\n"
-        "            self._ghosts.add(entry)\n"
+        "        if block.pins:\n"
+        "            self._dropped.add(block)\n"
         "        else:\n"
-        "            self._give(entry.slot)\n",
-        "\n"
-        "    def drop(self, entry: HostBlock) -> None:\n"
-        '        """Forget an entry; its slot is free at once, or with its last use."""\n'
-        "        if entry.dropped:\n"
-        "            return\n"
-        "        self.changes += 1\n"
-        "        self._handed -= entry.handed\n"
-        "        entry.dropped, entry.handed = True, False\n"
-        "        if entry.place is SlotState.RESIDENT:\n"
-        "            self._exit(entry)\n"
-        "        del self.entries[entry.key]\n"
-        "        self._give(entry.slot)\n",
+        "            self._give(block.slot)\n",
+        "        self._give(block.slot)\n",
         "a host slot is handed out again before a copy or a write has read it",
         ("tests/planted/test_gaps.py::test_a_slot_is_free_with_its_last_use_and_not_before",),
     ),
     Mutation(
         "slot_free_before_the_write",
-        "cpu_evictor/traffic.py",
-        "            self._writes[op] = Asked(writer, len(batch), partial(self._after_write, "
-        "batch))\n",
-        "            self._after_write(batch, bytes([Outcome.OK]) * len(batch))\n",
+        "cpu_evictor/memory.py",
+        "            actions.append(self.requests.write(batch))\n",
+        "            actions.append(self.requests.write(batch))\n"
+        "            self.requests._table.popitem()\n"
+        "            actions += self.on_written(batch, bytes([Outcome.OK]) * len(batch))\n",
         "a slot is free as soon as the write was sent, not when the store has read it",
         ("tests/cpu_evictor/test_tiers_walk.py",),
     ),
     Mutation(
         "cancelled_load_keeps_a_pin",
-        "cpu_evictor/actor.py",
-        "            self._release_tail(job, 0)\n",
-        "            self._release_tail(job, 1)\n",
+        "cpu_evictor/load.py",
+        "self._end() + self._release_from(0)",
+        "self._end() + self._release_from(1)",
         "a load that is cancelled leaves its first slot pinned for ever",
         ("tests/cache/test_cancellation.py::test_cancelled_at_every_step",),
     ),
     Mutation(
         "one_block_too_many",
-        "cpu_evictor/actor.py",
-        "        good = job.good()\n",
-        "        good = min(job.good() + 1, len(job.entries))\n",
+        "cpu_evictor/load.py",
+        "            arrived += 1\n        memory",
+        "            arrived += 1\n"
+        "        arrived = min(arrived + 1, len(self._sources))\n"
+        "        memory",
         "a load of which a copy failed reports one block more than arrived",
         ("tests/cache/test_faults.py::test_a_failed_load_is_a_miss_into_the_leases_own_blocks",),
     ),
     Mutation(
         "youngest_evicted_first",
-        "cpu_evictor/slots.py",
-        "for key, entry in self.lru.items():\n            if entry.pins",
-        "for key, entry in reversed(self.lru.items()):\n            if entry.pins",
+        "cpu_evictor/policy/lru.py",
+        "return self._order.values()",
+        "return reversed(self._order.values())",
         "the host evicts what was used last",
         ("tests/e2e/test_replay_oracle.py::test_hits_of_every_tier_equal_the_models[inclusive]",),
     ),
     Mutation(
         "used_in_the_wrong_order",
         "cpu_evictor/save.py",
-        "        self.host.touch(reversed(keys))\n\n        def then(failed",
-        "        self.host.touch(keys)\n\n        def then(failed",
+        "host.touch(reversed(self._hashes))",
+        "host.touch(self._hashes)",
         "a finished request makes the end of its prefix younger than its beginning",
         ("tests/e2e/test_replay_oracle.py::test_hits_of_every_tier_equal_the_models[inclusive]",),
     ),
     Mutation(
         "exclusive_host_keeps_its_copy",
-        "cpu_evictor/plane.py",
-        "        dropped = [\n"
-        "            entry for entry in found if entry.place is not SlotState.TRANSIT and not "
-        "entry.arriving\n"
-        "        ]\n",
-        "        dropped = [entry for entry in found if entry.place is SlotState.RESIDENT and not "
-        "entry.arriving]\n",
+        "cpu_evictor/memory.py",
+        "block for block in found if block.state is not SlotState.TRANSIT and not block.arriving",
+        "block for block in found if block.state is SlotState.RESIDENT and not block.arriving",
         "what went back to the device stays in an exclusive host's slots",
         ("tests/cache/test_life.py::test_offload_and_load_bring_the_same_bytes_back",),
     ),
     Mutation(
         "deadline_of_a_fetch_ignored",
-        "cpu_evictor/actor.py",
-        "            job.timer = self.after(message.deadline - now(), Overdue(job.op))\n",
-        "",
+        "cpu_evictor/load.py",
+        "                self._fetching = self._timed = True\n"
+        "                actions.append(StartTimer(self, seconds, Overdue(message.op)))\n",
+        "                self._fetching = True\n",
         "a load waits for a slow store beyond its deadline",
         ("tests/cache/test_faults.py::test_a_slow_or_broken_store_costs_a_miss_by_the_deadline",),
     ),
     Mutation(
         "silent_restart_of_the_host",
         "cpu_evictor/actor.py",
-        "            self.tell(self.notifier, Cleared(Tier.HOST, Reason.RESTART))",
-        '            self.log.debug("a new life")',
+        "self._perform([self.memory.announce_restart()])",
+        'self.log.debug("a new life")',
         "after a restart of CpuEvictor indexes go on believing in what its slots held",
         (
             "tests/planted/test_gaps.py::test_what_a_dead_actor_held_is_told_gone_before_anything_comes_again",
@@ -235,10 +210,11 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "evicted_without_a_word",
-        "cpu_evictor/traffic.py",
-        "        self.gone([entry for entry in entries if not entry.dropped], "
-        "Reason.CPU_EVICTION)\n",
-        "",
+        "cpu_evictor/memory.py",
+        "        actions = self._report_gone(\n"
+        "            [block for block in blocks if not block.dropped], Reason.CPU_EVICTION\n"
+        "        )\n",
+        "        actions = list[Action]()\n",
         "indexes never hear that the host let go of blocks",
         ("tests/cache/test_faults.py::test_host_watermarks_evict_ahead_of_need",),
     ),

@@ -20,8 +20,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "save_waits_longer_than_the_stores_timeout",
         "cpu_evictor/save.py",
-        "        timer = self.after(limit, SaveUnanswered(op))\n",
-        "        timer = self.after(ASK, SaveUnanswered(op))\n",
+        "StartTimer(self, limit, SaveUn",
+        "StartTimer(self, ASK, SaveUn",
         "a store that does not answer holds the device blocks of a finished request for longer "
         "than storage.timeout",
         (

@@ -48,9 +48,9 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "stale_hint_after_a_discard",
-        "cpu_evictor/plane.py",
-        "        if dropped:",
-        "        dropped = [entry for entry in dropped if entry.hinted]\n        if dropped:",
+        "cpu_evictor/memory.py",
+        "        if dropped:\n",
+        "        dropped = [block for block in dropped if block.prefetched]\n        if dropped:\n",
         "the index goes on thinking that the host holds what it has just told the host to drop",
         (f"{TIERS}::test_a_hint_sent_before_a_discard_arrived_is_taken_back",),
     ),
@@ -65,8 +65,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "check_raises_a_false_alarm_under_load",
         "cpu_evictor/slots.py",
-        "        return len(self.entries) - len(self.lru) - self._handed\n",
-        "        return len(self.entries) - len(self.lru)\n",
+        "len(self.blocks) - self.resident - self._on_device",
+        "len(self.blocks) - self.resident",
         "check() reports slots on their way to the device as left over, while the index's Discard "
         "is on its way",
         (f"{TIERS}::test_walks_through_every_order",),
@@ -90,16 +90,16 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "store_is_not_asked_at_finish",
         "cpu_evictor/save.py",
-        "        save = [position for position in message.save if position >= stored]\n",
-        "        save = list(message.save)\n",
+        "[position for position in message.save if position >= stored]",
+        "list(message.save)",
         "every finish copies and writes the whole path again",
         (f"{TIERS}::test_what_is_stored_is_not_copied_again",),
     ),
     Mutation(
         "store_that_does_not_answer_holds_device_blocks",
-        "cpu_evictor/save.py",
-        "        self.give_up_asking(message.op)\n",
-        "        return\n",
+        "cpu_evictor/actor.py",
+        "self._perform(request.job.on_probed(request.size))",
+        "pass",
         "the device blocks of a finished request stay in use until a hung store answers",
         (
             f"{TIERS}::test_a_store_that_does_not_answer_holds_the_blocks_of_a_finished_request_for_a_second",
@@ -116,8 +116,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "timer_of_an_ended_load_goes_on",
         "cpu_evictor/load.py",
-        "            self.timer.cancel()\n",
-        "",
+        "return [StopTimer(self)] if self._timed else []",
+        "return []",
         "every load from storage keeps a timer until its deadline",
         (f"{TIERS}::test_walks_through_every_order",),
     ),

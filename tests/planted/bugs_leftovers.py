@@ -69,8 +69,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "slots_of_a_hung_call_are_free",
         "cpu_evictor/slots.py",
-        "        (self._withheld if slot in self._in_use else self._free).append(slot)\n",
-        "        self._free.append(slot)\n",
+        "(self._withheld if slot in self._in_use else self._free).append(slot)",
+        "self._free.append(slot)",
         "after a restart of a reader or writer, slots that a late call still accesses hold other "
         "blocks",
         (
@@ -107,9 +107,9 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "substitute_preferred",
-        "cpu_evictor/traffic.py",
-        "(actor.switched_off, load[actor.name])",
-        "load[actor.name]",
+        "cpu_evictor/requests.py",
+        "(actor.switched_off, self._load[actor.name])",
+        "self._load[actor.name]",
         "one reader that is switched off turns every look-up in storage into a miss, although "
         "another works",
         (

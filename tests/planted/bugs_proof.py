@@ -9,10 +9,10 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "kept_as_of_before_a_direct_save",
         "cpu_evictor/save.py",
-        "            held = (self.host.usable(key) if message.keep else None for key in keys)\n"
-        "            kept = bytes(entry is not None and entry.place is SlotState.RESIDENT for entry in "
-        "held)\n",
-        "            kept = bytes([message.keep]) * len(keys)\n",
+        "        return self._answer(\n"
+        "            bytes(block is not None and block.state is SlotState.RESIDENT for block in held)\n"
+        "        )\n",
+        "        return self._answer(bytes([keep]) * len(self._hashes))\n",
         "a copy that the host evicted while AttentionStore wrote the same blocks is called kept: a "
         "host hint that nothing takes back",
         (
@@ -21,10 +21,10 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "device_blocks_free_before_a_direct_save_ends",
-        "cpu_evictor/direct.py",
-        "        self.saving[op] = Saving(len(blocks), then)\n",
-        "        self.saving[op] = Saving(len(blocks), lambda good: None)\n        "
-        "then(len(blocks))\n",
+        "cpu_evictor/save.py",
+        "            actions.append(memory.requests.save(self, message.tokens, save[0], blocks))\n",
+        "            actions.append(memory.requests.save(self, message.tokens, save[0], blocks))\n"
+        "            actions.append(self._answer_kept())\n",
         "device blocks are given away while AttentionStore still reads them, and their next "
         "owner's bytes are stored",
         ("tests/simulation/test_direct.py::test_nothing_is_violated",),

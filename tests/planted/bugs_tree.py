@@ -107,18 +107,19 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "gone_from_the_host_before_it_is_stored",
-        "cpu_evictor/traffic.py",
-        "        for entry in victims[shed:]:\n            self.host.move(entry, SlotState.TRANSIT)\n",
-        "        self.gone(victims[shed:], Reason.CPU_EVICTION)\n"
-        "        for entry in victims[shed:]:\n            self.host.move(entry, SlotState.TRANSIT)\n",
+        "cpu_evictor/memory.py",
+        "        for block in victims[shed:]:\n            host.move",
+        "        actions += self._report_gone(victims[shed:], Reason.CPU_EVICTION)\n"
+        "        for block in victims[shed:]:\n"
+        "            host.move",
         "a block on its way to storage is announced nowhere, and indexes drop what is below it",
         ("tests/cache/test_never_nowhere.py::test_from_the_host_to_storage",),
     ),
     Mutation(
         "passing_block_is_nowhere",
-        "cpu_evictor/actor.py",
-        "            copied = [entry.key for entry in good]\n",
-        "            copied = [entry.key for entry in good if entry.place is SlotState.RESIDENT]\n",
+        "cpu_evictor/offload.py",
+        "copied = [block.hash for block in landed]",
+        "copied = [block.hash for block in landed if block.state is SlotState.RESIDENT]",
         "a block that passes through host memory to storage is announced nowhere until it is "
         "stored",
         ("tests/cache/test_never_nowhere.py::test_through_the_host_to_storage",),

@@ -108,7 +108,7 @@ def _bytes_below(world: World) -> None:
     checksum says so."""
     if not world.ranks:
         system = world.system
-        for key, entry in system.evictor_actor.host.entries.items():
+        for key, entry in system.evictor_actor.host.blocks.items():
             if not entry.arriving and bytes(system.arena.view(entry.slot)) != world.engine.bytes_of(
                 key
             ):

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 LIMITS: Mapping[str, tuple[str, str]] = {
     "messages of a turn": ("kvactors.actor.mailbox_loop", "TURN_BUDGET"),
     "blocks forgotten": ("kvactors.system", "FORGOTTEN"),
-    "objects of a write": ("kvactors.cpu_evictor.traffic", "WRITE_BATCH"),
+    "objects of a write": ("kvactors.cpu_evictor.memory", "WRITE_BATCH"),
     "batches at the store": ("kvactors.storage.worker", "UNDER_WAY"),
     "names of a report": ("kvactors.storage.worker", "REPORT_PAGE"),
     "blocks of a page of paths": ("kvactors.storage.writer", "PATH_PAGE"),

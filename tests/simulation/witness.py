@@ -130,13 +130,13 @@ class Witness(Instrument):
     def _watch_places(self, evictor: CpuEvictor) -> None:
         move, drop = evictor.host.move, evictor.host.drop
 
-        def moved(entry: HostBlock, place: SlotState) -> None:
-            self.seen[f"place {entry.place.value} to {place.value}"] += 1
-            move(entry, place)
+        def moved(block: HostBlock, state: SlotState) -> None:
+            self.seen[f"place {block.state.value} to {state.value}"] += 1
+            move(block, state)
 
-        def dropped(entry: HostBlock) -> None:
-            self.seen[f"place {entry.place.value} to {'ghost' if entry.pins else 'free'}"] += 1
-            drop(entry)
+        def dropped(block: HostBlock) -> None:
+            self.seen[f"place {block.state.value} to {'ghost' if block.pins else 'free'}"] += 1
+            drop(block)
 
         setattr(evictor.host, "move", moved)  # noqa: B010
         setattr(evictor.host, "drop", dropped)  # noqa: B010

@@ -1,0 +1,218 @@
+"""Host memory: blocks that enter and leave the host tier, and what indexes are sent about them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvactors.config import HostConfig, StorageConfig
+from kvactors.cpu_evictor.actions import Action, Send
+from kvactors.cpu_evictor.messages import HostCleared, HostGained, HostGone
+from kvactors.cpu_evictor.requests import Requests
+from kvactors.cpu_evictor.slots import HostBlock, HostTier, SlotState
+from kvactors.cpu_evictor.statistics import Counts
+from kvactors.flush_notifier.messages import Cleared, Gained, Gone
+from kvactors.storage.messages import Outcome
+from kvactors.types import Reason, Tier, join_keys, split_keys
+
+WRITE_BATCH = 256
+"""Blocks of one write message, at most: a slow store answers for a part of a large eviction
+early."""
+
+
+class HostMemory:
+    """What the jobs of the host tier share: making room, writing back, and reports.
+
+    Attributes:
+        host: the slots.
+        requests: requests in flight.
+        counts: see `Counts`.
+        exclusive: whether a block leaves the host tier when the device has it.
+        clears: `ClearHost` messages handled; sent with hints, so that the index can tell those from
+            before a clear.
+    """
+
+    def __init__(
+        self, host: HostTier, requests: Requests, config: HostConfig, storage: StorageConfig
+    ) -> None:
+        self.host = host
+        self.requests = requests
+        self.config = config
+        self.storage = storage
+        self.counts = Counts()
+        self.exclusive = config.mode == "exclusive" or not config.slots
+        self.write_back = storage.write_policy == "write_back" and bool(requests.peers.writers)
+        self.clears = 0
+        self._index = requests.peers.index
+        self._notifier = requests.peers.notifier
+        self._held: list[HostBlock] = []  # evicted, and pinned, while no write may begin
+
+    # -- eviction
+
+    def make_room(self, incoming: int, slots: int, protected: Sequence[bytes] = ()) -> list[Action]:
+        """Evict until `incoming` more residents fit the capacity. Victims are not written back as
+        far as fewer than `slots` slots are free."""
+        over = self.host.resident + incoming - self.host.capacity
+        return self.evict(self.host.victims(over, protected), slots)
+
+    def keep_watermarks(self) -> list[Action]:
+        """Above the high watermark evict down to the low one."""
+        host, config = self.host, self.config
+        high = config.high_watermark * host.capacity
+        if not high or host.resident <= high:
+            return []
+        low = int(config.low_watermark * host.capacity)
+        return self.evict(host.victims(host.resident - low))
+
+    def evict(self, victims: Sequence[HostBlock], slots: int = 0) -> list[Action]:
+        """Evict blocks, least recently used first: written back if that is the policy and there are
+        slots to spare, else dropped.
+
+        Indexes are sent that a block left the host when its write is over: until then a load finds
+        it in its slot.
+        """
+        if not victims:
+            return []
+        host = self.host
+        self.counts.evicted += len(victims)
+        shed = len(victims)
+        if self.write_back:
+            shed = max(0, min(len(victims), slots - host.free))
+            self.counts.shed += shed
+        hashes = join_keys(block.hash for block in victims)
+        actions: list[Action] = [Send(self._index, HostGone(hashes))]
+        actions += self.remove(victims[:shed])
+        for block in victims[shed:]:
+            host.move(block, SlotState.TRANSIT)
+            host.pin(block)
+        self._held += victims[shed:]
+        return actions + self.write_held()
+
+    # -- writes to storage
+
+    def write_held(self) -> list[Action]:
+        """Write evicted blocks that were held back, unless a probe is in flight: a store of limited
+        size must not evict for them what is about to be read."""
+        if not self._held or self.requests.holds_writes:
+            return []
+        held, self._held = self._held, []
+        for block in held:
+            self.host.unpin(block)
+        return self.write([block for block in held if not block.dropped])
+
+    def write(self, blocks: Sequence[HostBlock]) -> list[Action]:
+        """Write blocks to storage, least recently used first. Each is pinned until its batch has
+        ended."""
+        actions: list[Action] = []
+        for start in range(0, len(blocks), WRITE_BATCH):
+            batch = blocks[start : start + WRITE_BATCH]
+            for block in batch:
+                self.host.pin(block)
+            actions.append(self.requests.write(batch))
+        return actions
+
+    def on_written(self, batch: Sequence[HostBlock], outcomes: bytes) -> list[Action]:
+        """A batch has ended. The writer has reported what is stored now.
+
+        Args:
+            batch: the blocks of the write.
+            outcomes: one `Outcome` for each.
+        """
+        actions = self.remove([block for block in batch if block.state is SlotState.TRANSIT])
+        for block, outcome in zip(batch, outcomes, strict=True):
+            stored = outcome in (Outcome.OK, Outcome.EXISTS)
+            self.counts.written += stored
+            self.counts.write_failures += not stored
+            self.host.unpin(block)
+            if block.state is SlotState.LEAVING and not (block.pins or block.on_device):
+                actions += self.keep_if_room(block)
+        return actions
+
+    # -- blocks that leave
+
+    def keep_if_room(self, block: HostBlock) -> list[Action]:
+        """A block was leaving for the device and did not arrive there: it stays if there is
+        room."""
+        if block.dropped:
+            return []
+        if self.host.resident < self.host.capacity:
+            self.host.move(block, SlotState.RESIDENT)
+            return []
+        return [Send(self._index, HostGone(block.hash)), *self.remove([block])]
+
+    def remove(self, blocks: Sequence[HostBlock]) -> list[Action]:
+        """Drop blocks, and report those gone that were announced."""
+        actions = self._report_gone(
+            [block for block in blocks if not block.dropped], Reason.CPU_EVICTION
+        )
+        for block in blocks:
+            self.host.drop(block)
+        return actions
+
+    def discard(self, keys: bytes) -> list[Action]:
+        """The device holds these blocks: an exclusive tier drops them."""
+        if not self.exclusive:
+            return []
+        found = [
+            block
+            for block_hash in split_keys(keys)
+            if (block := self.host.blocks.get(block_hash)) is not None
+        ]
+        actions = self._report_gone(found, Reason.PROMOTION)
+        dropped = [
+            block for block in found if block.state is not SlotState.TRANSIT and not block.arriving
+        ]
+        for block in dropped:
+            self.host.drop(block)
+        # A HostGained or Offloaded with these may have been sent after the index sent its Discard.
+        if dropped:
+            hashes = join_keys(block.hash for block in dropped)
+            actions.append(Send(self._index, HostGone(hashes)))
+        return actions
+
+    def clear(self) -> list[Action]:
+        """Drop every block. Copies in flight end on blocks that are not found any longer."""
+        self.host.clear()
+        self.clears += 1
+        return [Send(self._notifier, Cleared(Tier.HOST, Reason.CLEAR))]
+
+    def lose(self) -> list[Action]:
+        """The bytes in the slots may be lost."""
+        self.host.clear()
+        return [self.announce_restart()]
+
+    def announce_restart(self) -> Action:
+        """No block of before is in the host tier."""
+        return Send(self._notifier, Cleared(Tier.HOST, Reason.RESTART))
+
+    def clear_store(self, op: int) -> Action:
+        """Empty the store; `HostCleared` with this op is sent when it is."""
+        if not self.requests.peers.writers:
+            return Send(self._index, HostCleared(op, ""))
+        return self.requests.clear_store(op)
+
+    def _report_gone(self, blocks: Sequence[HostBlock], reason: Reason) -> list[Action]:
+        announced = [block for block in blocks if block.announced]
+        for block in announced:
+            block.announced = False
+        if not announced:
+            return []
+        hashes = join_keys(block.hash for block in announced)
+        return [Send(self._notifier, Gone(hashes, Tier.HOST, reason))]
+
+    # -- blocks that enter
+
+    def announce(self, hashes: Sequence[bytes]) -> list[Action]:
+        """Report blocks resident on the host."""
+        if not hashes:
+            return []
+        for block_hash in hashes:
+            self.host.blocks[block_hash].announced = True
+        return [Send(self._notifier, Gained(join_keys(hashes), Tier.HOST, Reason.OFFLOAD))]
+
+    def announce_fetched(self, blocks: Sequence[HostBlock]) -> list[Action]:
+        """Report blocks that have come from storage to stay, to indexes and to the prefix index."""
+        if not blocks:
+            return []
+        hashes = [block.hash for block in blocks]
+        hint = HostGained(join_keys(hashes), self.clears, self.requests.generation)
+        return [*self.announce(hashes), Send(self._index, hint)]
