@@ -12,7 +12,7 @@ from kvactors.layout.base import Layout
 from kvactors.sink_config import MODEL_VERSION, NAMESPACE, POD_NAME, AttentionStoreConfig
 
 if TYPE_CHECKING:
-    from kvactors.device.base import Device
+    from kvactors.device.base import DeviceBlocks
 
 SLICE_BLOCKS, SLICE_TIMEOUT = 100, 10.0
 
@@ -102,7 +102,7 @@ def complete(
 def sdk_settings(
     config: Config,
     layout: Layout,
-    device: Device | None = None,
+    device: DeviceBlocks | None = None,
     shard: tuple[int, int] | None = None,
 ) -> SdkSettings:
     """What the SDK is opened with for this cache, with names that stand for the scope that the
@@ -134,7 +134,7 @@ def store_identity(
     return StoreIdentity(config.cache.model, namespace, layout.fingerprint, rank, ranks)
 
 
-def gpu_of(config: Config, device: Device | None) -> int | None:
+def gpu_of(config: Config, device: DeviceBlocks | None) -> int | None:
     """The number of the GPU that the device memory is on; None if it is host memory.
 
     Asked of the device. A leader has none: it goes by `[device]`, or by the Paddle that this

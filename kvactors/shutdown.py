@@ -12,7 +12,7 @@ from kvactors.actor.clock import now
 from kvactors.actor.log import get_logger
 from kvactors.actor.supervisor import LEAST_STEP, brief
 from kvactors.actor.uncancelled import ThreadWaits, uncancelled
-from kvactors.device.arena import Arena
+from kvactors.device.arena import HostSlots
 
 QUIET, STOP = 0.6, 0.9
 """Parts of the time by which the actors have nothing left to do, and by which they have ended. The
@@ -26,7 +26,7 @@ class Shutdown:
     not end. forked: whether this is a forked child: then nothing is closed, because files, sockets
     and locks are the parent's."""
 
-    def __init__(self, limit: float, arena: Arena) -> None:
+    def __init__(self, limit: float, arena: HostSlots) -> None:
         self.limit = limit
         self.arena = arena
         self.waits = ThreadWaits()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from typing import Any
@@ -25,25 +25,16 @@ from kvactors.actor.supervisor import brief
 from kvactors.actor.uncancelled import ended, uncancelled
 from kvactors.config import Config, StorageConfig
 from kvactors.cpu_evictor.actor import CpuEvictor
-from kvactors.data_plane.devices import make_device
-from kvactors.data_plane.engine import Executor
-from kvactors.data_plane.local import make_executor
-from kvactors.data_plane.ranks.device_store import RanksDirect
-from kvactors.data_plane.ranks.leader import RankGroup
-from kvactors.data_plane.ranks.plane import RemoteExecutor
-from kvactors.data_plane.ranks.store import RankBackend
+from kvactors.data_plane.local import LocalPlane, make_local_plane
+from kvactors.data_plane.ranks.plane import RanksPlane, make_ranks_plane
 from kvactors.device import config_for, layout_for
-from kvactors.device.arena import Arena
 from kvactors.device.base import Device
-from kvactors.device.remote import RanksArena, RanksDevice
 from kvactors.errors import (
     CacheClosed,
     CacheFailed,
     ConfigError,
-    DeviceError,
     KVActorsError,
     SinkError,
-    StoreError,
 )
 from kvactors.flush_notifier.actor import FlushNotifier
 from kvactors.flush_notifier.deliveries import close_sink, open_sink
@@ -56,16 +47,12 @@ from kvactors.opening import Opening
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.roots import Roots
-from kvactors.sdk_settings import store_identity
 from kvactors.shutdown import QUIET, STOP, Shutdown
-from kvactors.storage.backends import Backend, is_direct, make_backend, make_direct
-from kvactors.storage.backends.checked import CheckedBackend
-from kvactors.storage.backends.direct import DirectBackend
+from kvactors.storage.backends import Backend
 from kvactors.storage.direct import StorageDirect
 from kvactors.storage.reader import StorageReader
 from kvactors.storage.writer import StorageWriter
 from kvactors.substitutes import NoDirect, NoNotifier, NoReader, NoWriter
-from kvactors.threads import in_thread
 
 log = get_logger()
 
@@ -96,22 +83,23 @@ class System:
             if config.flush.only
             else config.storage
         )
-        self.inline = inline_copies
-        self.ranks: RankGroup | None = None
-        self.device: Device
-        self.arena: Arena
-        self.executor: Executor
-        self.backend: Backend | None
-        self.direct_backend: DirectBackend | None
+        self.plane: LocalPlane | RanksPlane
         if config.ranks.count > 1:
-            self._make_remote(device, backend)
+            if device is not None or backend is not None:
+                raise ConfigError(
+                    "with ranks.count above 1, devices and stores belong to the ranks: give them "
+                    "to serve_rank"
+                )
+            self.plane = make_ranks_plane(config, self.storage, self.layout)
         else:
-            self._make_local(device, backend)
-        self.store = (
-            CheckedBackend(self.backend, config.storage.timeout)
-            if self.backend is not None
-            else None
-        )
+            self.plane = make_local_plane(
+                config, self.storage, self.layout, device, backend, inline=inline_copies
+            )
+        self.ranks = self.plane.group if isinstance(self.plane, RanksPlane) else None
+        self.device = self.plane.device
+        self.arena: Any = self.plane.slots
+        self.backend, self.store = self.plane.backend, self.plane.store
+        self.direct_backend = self.plane.device_store
         require_sinks(config, sinks)
         made = [*make_sinks(config, self.layout, self.device), *sinks]
         self.sinks = {sink.name: sink for sink in made}
@@ -132,66 +120,6 @@ class System:
             self.layout.fingerprint
         )
         self._make_refs()
-
-    def _make_local(self, device: Device | None, backend: Backend | None) -> None:
-        """The data plane in this process."""
-        config, size, print_ = self.config, self.layout.block_bytes, self.layout.fingerprint
-        self.device = device if device is not None else make_device(config.device, self.layout)
-        self._own_device = device is None
-        self.backend = backend
-        if backend is None or config.flush.only:
-            self.backend = make_backend(
-                self.storage, config.cache.model, print_, size, config.cache.block_size
-            )
-        self.direct_backend = make_direct(config, self.device)
-        slots = config.host.arena_slots(stored=self.backend is not None)
-        trailer = self.backend.trailer if self.backend is not None else 0
-        self.arena = Arena(
-            slots,
-            self.layout.block_bytes,
-            pinned=config.host.pinned and self.device.kind != "cuda",
-            trailer=trailer,
-        )
-        self.executor = make_executor(self.device, self.arena, config.host, inline=self.inline)
-
-    def _make_remote(self, device: Device | None, backend: Backend | None) -> None:
-        """The data plane in the ranks' processes."""
-        config, layout = self.config, self.layout
-        if device is not None or backend is not None:
-            raise ConfigError(
-                "with ranks.count above 1, devices and stores belong to the ranks: give them to "
-                "serve_rank"
-            )
-        direct = is_direct(config)
-        stored = self.storage.backend != "none" and not direct
-        slots = config.host.arena_slots(stored=stored)
-        self._own_device = True
-        self.device = RanksDevice(layout, config.device.num_blocks)
-        self.arena = RanksArena(slots, layout.block_bytes)
-        identity = store_identity(config, self.storage, layout, 0, config.ranks.count)
-        self.ranks = RankGroup(
-            config.ranks,
-            identity,
-            config.device.num_blocks,
-            slots,
-            storage=self.storage.backend,
-            layers=layout.num_layers + layout.extra_layers,
-        )
-        self.executor = RemoteExecutor(self.device, self.arena, self.ranks)
-        self.direct_backend, self.backend = (
-            RanksDirect(self.ranks, layout.block_bytes) if direct else None,
-            None,
-        )
-        if stored:
-            self.backend = RankBackend(
-                self.ranks,
-                layout.fingerprint,
-                layout.block_bytes,
-                self.storage.timeout,
-                exclusive=self.storage.exclusive,
-                shared=self.storage.backend == "mooncake",
-                keeps_lineages=self.storage.backend == "file" and self.storage.keep_tokens,
-            )
 
     def _make_refs(self) -> None:
         bound, pool = (
@@ -245,11 +173,11 @@ class System:
             keep=not exclusive,
             roots=self.roots,
             keep_lineages=self.store is not None and self.store.keeps_lineages,
-            era=self.executor.era,
+            era=self.plane.generation,
         )
 
     def _make_swapper(self, ref: ActorRef) -> GpuSwapper:
-        return GpuSwapper(ref, executor=self.executor, evictor=self.evictor, index=self.index)
+        return GpuSwapper(ref, plane=self.plane, evictor=self.evictor, index=self.index)
 
     def _make_evictor(self, ref: ActorRef) -> CpuEvictor:
         return CpuEvictor(
@@ -264,7 +192,7 @@ class System:
             notifier=self.notifier,
             direct=self.direct,
             layerwise=self.config.device.layerwise,
-            era=self.executor.era,
+            era=self.plane.generation,
         )
 
     def _make_reader(
@@ -400,66 +328,34 @@ class System:
 
     async def _run(self, started: asyncio.Future[None], leave: asyncio.Future[bool]) -> None:
         shutdown = self.shutdown
-        shutdown.waits.enter()
-        try:
-            async with AsyncExitStack() as opened:
-                await self._open(opened)
-                unused: tuple[type[Actor], ...] = (
-                    () if self.backend is not None else (StorageReader, StorageWriter)
-                )
-                unused += () if self.direct is not None else (StorageDirect,)
-                drain = self.config.actors.drain
-                async with self.supervisor.running(*self._members(), drain=drain, outside=unused):
-                    started.set_result(None)
-                    try:
-                        clean = await leave
-                        await uncancelled(self._drain(clean))
-                    finally:
-                        shutdown.begin()
-                        self.supervisor.end_by = shutdown.at(STOP)
-                        self.executor.release()
-        finally:
-            shutdown.begin()
-            shutdown.over(stuck=bool(getattr(self.backend, "stuck", False)))
-            if not self.forked:
-                if self._own_device and not self.arena.kept:
-                    self.device.close()
-                self.arena.close()
-
-    async def _open(self, opened: AsyncExitStack) -> None:
-        def closing(
-            name: str, close: Callable[[], Awaitable[None]], limit: float = float("inf")
-        ) -> None:
-            opened.push_async_callback(self.shutdown.step, name, close, limit)
-
-        step = Opening(self.config.actors.start, self.shutdown).step
-        closing("executor", self.executor.close)
-        if self.ranks is not None:
-            closing("ranks", self.ranks.close)
-            await self.ranks.open()
-        if self.store is not None:
-            closing("store", self.store.close)
-            await step("store", self.store.open, StoreError)
-        if self.direct_backend is not None:
-            closing("device store", self.direct_backend.close)
-            await step(
-                "device store",
-                self.direct_backend.open,
-                StoreError,
-                self.direct_backend.ready_timeout,
+        async with self.plane.opened(Opening(self.config.actors.start, shutdown)) as opened:
+            await self._open_sinks(opened)
+            unused: tuple[type[Actor], ...] = (
+                () if self.backend is not None else (StorageReader, StorageWriter)
             )
+            unused += () if self.direct is not None else (StorageDirect,)
+            drain = self.config.actors.drain
+            async with self.supervisor.running(*self._members(), drain=drain, outside=unused):
+                started.set_result(None)
+                try:
+                    clean = await leave
+                    await uncancelled(self._drain(clean))
+                finally:
+                    shutdown.begin()
+                    self.supervisor.end_by = shutdown.at(STOP)
+                    self.plane.abandon_pending()
+
+    async def _open_sinks(self, opened: AsyncExitStack) -> None:
+        step = Opening(self.config.actors.start, self.shutdown).step
         for sink in self.sinks.values():
-            closing(f"sink {sink.name}", partial(close_sink, sink, self.config.flush.timeout))
+            opened.push_async_callback(
+                self.shutdown.step,
+                f"sink {sink.name}",
+                partial(close_sink, sink, self.config.flush.timeout),
+            )
             await step(
                 f"sink {sink.name!r}", partial(open_sink, sink), SinkError, sink.ready_timeout
             )
-        if self.inline:
-            self.arena.touch()
-        else:
-            await in_thread(self.arena.touch, "kvactors-touch", self.arena.stop_touching)
-        if self.store is not None:
-            await step("store", partial(self.store.attach, self.arena), StoreError)
-        await step("copy engine", self.executor.open, DeviceError)
 
     async def _drain(self, clean: bool) -> None:
         """Wait until nothing is in flight; after a block that ended well, until the sinks that

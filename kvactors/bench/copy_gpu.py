@@ -12,7 +12,7 @@ from statistics import median
 from kvactors.bench.report import Row, rate_row
 from kvactors.data_plane.cuda.device import CudaDevice
 from kvactors.data_plane.cuda.driver import load_driver
-from kvactors.data_plane.cuda.engine import CudaExecutor
+from kvactors.data_plane.cuda.engine import CudaCopyEngine
 from kvactors.device.arena import Arena
 from kvactors.errors import DeviceError
 from kvactors.gpu_swapper.messages import Direction
@@ -73,11 +73,11 @@ async def gpu_rows(*, quick: bool) -> list[Row]:
 
 
 @asynccontextmanager
-async def opened(layout: Layout, blocks: int) -> AsyncIterator[CudaExecutor]:
+async def opened(layout: Layout, blocks: int) -> AsyncIterator[CudaCopyEngine]:
     """A device, a pinned arena and who copies between them."""
     device, arena = CudaDevice.allocate(layout, blocks), Arena(blocks, layout.block_bytes)
     arena.touch()
-    executor = CudaExecutor(device, arena)
+    executor = CudaCopyEngine(device, arena)
     try:
         await executor.open()
         yield executor
@@ -95,7 +95,7 @@ async def large(nbytes: int, direction: Direction, rounds: int) -> float:
 
 
 async def rate(
-    executor: CudaExecutor,
+    executor: CudaCopyEngine,
     ways: Sequence[Direction],
     ids: Sequence[int],
     slots: Sequence[int],

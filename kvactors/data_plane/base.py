@@ -1,13 +1,33 @@
-"""What every data plane has in common."""
+"""The interface of a data plane: copies between device blocks and host slots, and the store below
+them.
+
+Work names device blocks and host slots by number, and the memory generation that the sender took
+them in. A plane whose memory has been lost since then refuses such work (`DataPlane.refuses`), so
+that no byte of an earlier generation reaches a block or an object of this one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from enum import Enum
+from typing import Any
+
+from kvactors.device.arena import HostSlots
+from kvactors.device.base import DeviceBlocks
+from kvactors.errors import StoreError
+from kvactors.opening import Opening
+from kvactors.storage.backends import Backend, DirectBackend
+from kvactors.storage.backends.checked import CheckedBackend
 
 Progress = Callable[[int], None]
 """Called on the loop with the number of leading layers whose bytes have arrived on the device,
 each time that number grows."""
+
+StatusChanged = Callable[[bool, bool, int], None]
+"""Called on the loop with the new status: whether copies can be made, whether memory may have been
+lost, and the memory generation."""
 
 CLOSE_LIMIT = 10.0
 """Seconds that closing waits for a copy in flight."""
@@ -18,3 +38,140 @@ class Direction(Enum):
 
     TO_HOST = "to_host"
     TO_DEVICE = "to_device"
+
+
+class DataPlane(ABC):
+    """Moves the bytes of blocks.
+
+    Attributes:
+        device: the device blocks.
+        slots: the host slots.
+        backend: the store below the host slots, None without one.
+        store: the same, with its answers checked.
+        device_store: the store that moves device memory itself, None without one.
+    """
+
+    def __init__(
+        self,
+        device: DeviceBlocks,
+        slots: HostSlots,
+        backend: Backend | None,
+        device_store: DirectBackend | None,
+        *,
+        store_timeout: float,
+    ) -> None:
+        self.device = device
+        self.slots = slots
+        self.backend = backend
+        self.store = None if backend is None else CheckedBackend(backend, store_timeout)
+        self.device_store = device_store
+
+    # -- status
+
+    @property
+    def generation(self) -> int:
+        """The memory generation: the count of losses of device or host memory."""
+        return 0
+
+    @property
+    def trouble(self) -> str:
+        """Why no copy can be made; empty while copies can."""
+        return ""
+
+    def refuses(self, generation: int) -> bool:
+        """Whether work that names memory of this generation must not be carried out: the memory
+        has been lost since."""
+        return generation != self.generation
+
+    @abstractmethod
+    def on_status(self, changed: StatusChanged) -> None:
+        """Call `changed` from now on when copies begin or cease to be possible, and when memory is
+        lost; immediately, if copies cannot be made or a loss has not been acknowledged."""
+
+    @abstractmethod
+    def acknowledge_loss(self) -> None:
+        """The last loss has been handled: a later caller of `on_status` is not told of it."""
+
+    def statistics(self) -> Any:
+        """Figures of the copies, None without any."""
+
+    # -- work
+
+    async def copy(
+        self,
+        generation: int,
+        direction: Direction,
+        blocks: Sequence[int],
+        slots: Sequence[int],
+        progress: Progress | None = None,
+    ) -> tuple[int, ...]:
+        """Copy every pair (blocks[j], slots[j]); when this has returned or been cancelled, no copy
+        runs.
+
+        Args:
+            generation: the memory generation of the blocks and slots.
+            direction: from the blocks to the slots, or back.
+            blocks: device blocks.
+            slots: as many host slots.
+            progress: with it, a copy to the device goes layer by layer.
+
+        Returns:
+            Indices of pairs whose bytes did not arrive; all of them if the memory was lost.
+        """
+        if self.refuses(generation):
+            return tuple(range(len(blocks)))
+        return await self.copy_pairs(direction, blocks, slots, progress)
+
+    @abstractmethod
+    async def copy_pairs(
+        self,
+        direction: Direction,
+        blocks: Sequence[int],
+        slots: Sequence[int],
+        progress: Progress | None = None,
+    ) -> tuple[int, ...]:
+        """Carry out `copy`."""
+
+    # -- from opening to closing
+
+    @asynccontextmanager
+    async def opened(self, opening: Opening) -> AsyncIterator[AsyncExitStack]:
+        """Open every part; on the way out close each part in reverse within the shutdown's limit,
+        and free the memory. A part that cannot be opened is an error, and the parts before it are
+        closed. Gives the stack, for what is to be closed before the plane.
+
+        Raises:
+            StoreError: a store cannot be opened, or is late.
+            DeviceError: the copy engine cannot be opened, or is late.
+            RankError: not all ranks came in time.
+        """
+        shutdown = opening.shutdown
+        shutdown.waits.enter()
+        try:
+            async with AsyncExitStack() as stack:
+                await self._open(stack, opening)
+                yield stack
+        finally:
+            shutdown.begin()
+            shutdown.over(stuck=self.backend is not None and bool(self.backend.stuck))
+            if not shutdown.forked:
+                self._free()
+
+    @abstractmethod
+    async def _open(self, stack: AsyncExitStack, opening: Opening) -> None:
+        """Open the parts one after another."""
+
+    async def _open_stores(self, stack: AsyncExitStack, opening: Opening) -> None:
+        close = opening.shutdown.step
+        if self.store is not None:
+            stack.push_async_callback(close, "store", self.store.close)
+            await opening.step("store", self.store.open, StoreError)
+        if (store := self.device_store) is not None:
+            stack.push_async_callback(close, "device store", store.close)
+            await opening.step("device store", store.open, StoreError, store.ready_timeout)
+
+    def _free(self) -> None:
+        self.slots.close()
+
+    def abandon_pending(self) -> None:
+        """No block and no slot is used again: work that waits only for them need not wait."""

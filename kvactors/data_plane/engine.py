@@ -21,19 +21,13 @@ PIECE = 2 << 20
 """Bytes a hand-off to a thread should at least be worth: each costs some tens of microseconds."""
 
 
-class Executor(ABC):
+class CopyEngine(ABC):
     """Copies between a device and the arena."""
 
     def __init__(self, device: Device, arena: Arena, threads: int) -> None:
         self.device = device
         self.arena = arena
         self.threads = threads
-
-    @property
-    def era(self) -> int:
-        """How often the memory may have been lost (if it is elsewhere); copies asked for in an
-        earlier era are not made."""
-        return 0
 
     @property
     def trouble(self) -> str:
@@ -60,16 +54,15 @@ class Executor(ABC):
     async def close(self) -> None:
         """No more copies."""
 
-    def watch(self, changed: Callable[[bool, bool], None]) -> None:
-        """changed: called when copies begin or cease to be possible, with whether they are, and
-        whether memory may be lost (a new era)."""
+    def on_status(self, changed: Callable[[bool, bool], None]) -> None:
+        """Call `changed` when copies cease to be possible, with whether they are, and whether
+        memory may have been lost; immediately, if they have ceased."""
 
-    def heard(self) -> None:
-        """Whoever watches knows of the loss; a later watcher need not be told."""
+    def acknowledge_loss(self) -> None:
+        """See `DataPlane`."""
 
-    def release(self) -> None:
-        """Blocks and slots will not be used again: whoever waits only for these need not any
-        more."""
+    def abandon_pending(self) -> None:
+        """See `DataPlane`."""
 
     def copy(
         self,
@@ -94,7 +87,7 @@ class Executor(ABC):
         return [range(first, min(count, first + step)) for first in range(0, count, step)]
 
 
-class InlineExecutor(Executor):
+class InlineCopies(CopyEngine):
     """Copies in the calling thread."""
 
     async def run(
@@ -104,7 +97,7 @@ class InlineExecutor(Executor):
         slots: Sequence[int],
         progress: Progress | None = None,
     ) -> tuple[int, ...]:
-        """See `Executor`."""
+        """See `CopyEngine`."""
         layerwise = progress is not None and direction is Direction.TO_DEVICE
         try:
             for layers in self.layer_groups(len(blocks), 1) if layerwise else [None]:
@@ -126,7 +119,7 @@ class _Piece(NamedTuple):
     done: asyncio.Future[bool]
 
 
-class CopyExecutor(Executor):
+class ThreadedCopies(CopyEngine):
     """Copies in `threads` threads of its own, started at the first copy."""
 
     def __init__(self, device: Device, arena: Arena, threads: int) -> None:
@@ -150,7 +143,7 @@ class CopyExecutor(Executor):
         slots: Sequence[int],
         progress: Progress | None = None,
     ) -> tuple[int, ...]:
-        """See `Executor`."""
+        """See `CopyEngine`."""
         if not self._workers:
             self._start()
         loop = asyncio.get_running_loop()

@@ -1,25 +1,159 @@
-"""The data plane of this process."""
+"""The data plane of this process: its device, its arena, its store, and a copy engine."""
 
 from __future__ import annotations
 
-from kvactors.config import HostConfig
-from kvactors.data_plane.engine import CopyExecutor, Executor, InlineExecutor
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import Any
+
+from kvactors.config import Config, HostConfig, StorageConfig
+from kvactors.data_plane.base import DataPlane, Direction, Progress, StatusChanged
+from kvactors.data_plane.devices import make_device
+from kvactors.data_plane.engine import CopyEngine, InlineCopies, ThreadedCopies
 from kvactors.device.arena import Arena
 from kvactors.device.base import Device
-from kvactors.errors import DeviceError
+from kvactors.errors import DeviceError, StoreError
+from kvactors.layout.base import Layout
+from kvactors.opening import Opening
+from kvactors.storage.backends import Backend, DirectBackend, make_backend, make_direct
+from kvactors.threads import in_thread
 
 
-def make_executor(device: Device, arena: Arena, config: HostConfig, *, inline: bool) -> Executor:
+class LocalPlane(DataPlane):
+    """Its memory is lost only with the process, or with the GPU's context: then it copies nothing
+    any more. So its memory generation never changes.
+
+    Attributes:
+        engine: carries out copies.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        arena: Arena,
+        engine: CopyEngine,
+        backend: Backend | None = None,
+        device_store: DirectBackend | None = None,
+        *,
+        store_timeout: float,
+        inline: bool = False,
+        owns_device: bool = False,
+    ) -> None:
+        super().__init__(device, arena, backend, device_store, store_timeout=store_timeout)
+        self.arena = arena
+        self.engine = engine
+        self._inline = inline
+        self._owns_device = owns_device
+
+    @property
+    def trouble(self) -> str:
+        """See `DataPlane`."""
+        return self.engine.trouble
+
+    def on_status(self, changed: StatusChanged) -> None:
+        """See `DataPlane`."""
+        self.engine.on_status(lambda available, lost: changed(available, lost, self.generation))
+
+    def acknowledge_loss(self) -> None:
+        """See `DataPlane`."""
+        self.engine.acknowledge_loss()
+
+    def statistics(self) -> Any:
+        """See `DataPlane`."""
+        return self.engine.statistics()
+
+    def abandon_pending(self) -> None:
+        """See `DataPlane`."""
+        self.engine.abandon_pending()
+
+    async def copy_pairs(
+        self,
+        direction: Direction,
+        blocks: Sequence[int],
+        slots: Sequence[int],
+        progress: Progress | None = None,
+    ) -> tuple[int, ...]:
+        """See `DataPlane`."""
+        return await self.engine.run(direction, blocks, slots, progress)
+
+    async def _open(self, stack: AsyncExitStack, opening: Opening) -> None:
+        stack.push_async_callback(opening.shutdown.step, "copy engine", self.engine.close)
+        await self._open_stores(stack, opening)
+        if self._inline:
+            self.arena.touch()
+        else:
+            await in_thread(self.arena.touch, "kvactors-touch", self.arena.stop_touching)
+        if self.store is not None:
+            await opening.step("store", partial(self.store.attach, self.arena), StoreError)
+        await opening.step("copy engine", self.engine.open, DeviceError)
+
+    def _free(self) -> None:
+        if self._owns_device and not self.arena.kept:
+            self.device.close()
+        self.arena.close()
+
+
+def make_local_plane(
+    config: Config,
+    storage: StorageConfig,
+    layout: Layout,
+    device: Device | None = None,
+    backend: Backend | None = None,
+    *,
+    shard: tuple[int, int] | None = None,
+    inline: bool = False,
+) -> LocalPlane:
+    """Make the data plane that a config describes.
+
+    Args:
+        config: the cache's.
+        storage: the store of this process.
+        layout: of the device's blocks.
+        device: in place of the config's; then the caller closes it.
+        backend: in place of the config's, unless `flush.only` is set.
+        shard: rank and number of ranks, if this process is one of several.
+        inline: copy in the loop's thread (for loops of virtual time, which have no threads).
+
+    Raises:
+        ConfigError, LayoutError, DeviceError, StoreError, SdkError: it cannot be made.
+    """
+    owned = device is None
+    if device is None:
+        device = make_device(config.device, layout)
+    size = layout.block_bytes
+    if backend is None or config.flush.only:
+        # the first rank keeps lineages for all
+        block_size = config.cache.block_size if shard is None or shard[0] == 0 else 0
+        backend = make_backend(storage, config.cache.model, layout.fingerprint, size, block_size)
+    device_store = make_direct(config, device, shard)
+    arena = Arena(
+        config.host.arena_slots(stored=backend is not None),
+        size,
+        pinned=config.host.pinned and device.kind != "cuda",
+        trailer=0 if backend is None else backend.trailer,
+    )
+    return LocalPlane(
+        device,
+        arena,
+        make_engine(device, arena, config.host, inline=inline),
+        backend,
+        device_store,
+        store_timeout=config.storage.timeout,
+        inline=inline,
+        owns_device=owned,
+    )
+
+
+def make_engine(device: Device, arena: Arena, config: HostConfig, *, inline: bool) -> CopyEngine:
     """Make the copy engine for a device of this process; `inline` copies in the loop's thread."""
     if inline:
-        return InlineExecutor(device, arena, config.copy_threads)
+        return InlineCopies(device, arena, config.copy_threads)
     if device.kind == "cuda":
         from kvactors.data_plane.cuda.device import CudaDevice
-        from kvactors.data_plane.cuda.engine import CudaExecutor
+        from kvactors.data_plane.cuda.engine import CudaCopyEngine
 
         if not isinstance(device, CudaDevice):
-            raise DeviceError(
-                f"a device of kind 'cuda' must be a CudaDevice, not {type(device).__name__}"
-            )
-        return CudaExecutor(device, arena, batch_from=config.batch_from)
-    return CopyExecutor(device, arena, config.copy_threads)
+            raise DeviceError(f"a device of kind 'cuda' is no {type(device).__name__}")
+        return CudaCopyEngine(device, arena, batch_from=config.batch_from)
+    return ThreadedCopies(device, arena, config.copy_threads)

@@ -22,30 +22,66 @@ TOUCH_PIECE = 64 << 20
 log = get_logger()
 
 
-class Arena:
-    """num_slots slots of `stride` bytes (block_bytes and the trailer rounded up to whole pages),
-    one after another from `address`.
+class HostSlots:
+    """Host slots by number, in the memory of this process or of others.
 
-    trailer: bytes right behind each block that a store may use for what it keeps beside a block.
+    Attributes:
+        num_slots: how many there are, in each of these processes.
+        block_bytes: bytes of one process's share of a block.
+        in_use: slots that jobs of failed actors still access (a call to a store that does not
+            return), with the number of such jobs. They are not handed out.
+        kept: whether the memory must stay mapped after `close`.
+    """
 
-    pinned: lock the pages in memory; `locked` tells whether the system allowed it. Views must be
-    dropped before `close`.
+    def __init__(self, num_slots: int, block_bytes: int) -> None:
+        self.num_slots = num_slots
+        self.block_bytes = block_bytes
+        self.in_use: Counter[int] = Counter()
+        self.kept = False
 
-    in_use: slots that jobs of failed actors still access (a call to a store that does not return),
-    with the number of such jobs. They are not handed out.
+    def withhold(self, slots: Iterable[int]) -> Callable[[], None]:
+        """Keep slots from being handed out until the returned function is called."""
+        held = Counter(slots)
+        self.in_use.update(held)
+
+        def release() -> None:
+            self.in_use.subtract(held)
+            for slot in held:
+                if not self.in_use[slot]:
+                    del self.in_use[slot]
+
+        return release
+
+    def keep(self) -> None:
+        """Leave the memory mapped until the process ends: a thread that did not end may access
+        it."""
+        self.kept = True
+
+    def close(self) -> None:
+        """Free the memory, if it is of this process."""
+
+
+class Arena(HostSlots):
+    """Host slots in the memory of this process: `stride` bytes each (block_bytes and the trailer
+    rounded up to whole pages), one after another from `address`.
+
+    Args:
+        num_slots: how many slots.
+        block_bytes: bytes of a block.
+        pinned: lock the pages in memory; `locked` is whether the system allowed it.
+        trailer: bytes right behind each block that a store may use for what it keeps beside a
+            block.
     """
 
     def __init__(
         self, num_slots: int, block_bytes: int, *, pinned: bool = False, trailer: int = 0
     ) -> None:
-        self.num_slots = num_slots
-        self.block_bytes = block_bytes
+        super().__init__(num_slots, block_bytes)
         self.trailer = trailer
         self.stride = -(-(block_bytes + trailer) // PAGE) * PAGE
         self.pinned = pinned
         self.locked = False
-        self.in_use: Counter[int] = Counter()
-        self.kept = self._stopped = self._touching = self._closed = False
+        self._stopped = self._touching = self._closed = False
         self._map = mmap.mmap(-1, max(1, num_slots) * self.stride)
         self._bytes = np.frombuffer(self._map, np.uint8)
         self.address = int(self._bytes.ctypes.data)
@@ -102,22 +138,8 @@ class Arena:
             and (address - self.address) % self.stride == 0
         )
 
-    def withhold(self, slots: Iterable[int]) -> Callable[[], None]:
-        """Keep slots from being handed out, until what is returned is called."""
-        held = Counter(slots)
-        self.in_use.update(held)
-
-        def release() -> None:
-            self.in_use.subtract(held)
-            for slot in held:
-                if not self.in_use[slot]:
-                    del self.in_use[slot]
-
-        return release
-
     def keep(self) -> None:
-        """Leave the memory mapped until the process ends, `close` included: a thread that did not
-        end may still access it."""
+        """See `HostSlots`. `close` does not unmap it either."""
         if not self.kept:
             self.kept = True
             ctypes.pythonapi.Py_IncRef(

@@ -1,10 +1,9 @@
-"""Where device blocks live, and how they are copied to and from the host arena."""
+"""Device blocks, and how they are copied to and from the host arena."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,40 +12,70 @@ from kvactors.device.arena import Arena
 from kvactors.layout.base import Layout
 
 
-class Device(ABC):
-    """One region per piece of the layout, each [num_blocks][piece bytes].
+class DeviceBlocks:
+    """Device blocks by number, in the memory of this process or of others.
 
-    regions: addresses, int64, in the layout's contract order. piece_bytes: int64, likewise. Both
-    copies block until the bytes are there, let the GIL go, and are called from copy threads, on
-    disjoint blocks and slots.
+    Attributes:
+        kind: where the memory is: `host` (this process can address it), `cuda`, or `ranks` (in
+            other processes).
+        layout: of one process's share of a block.
+        num_blocks: how many there are, in each of these processes.
     """
 
-    kind: ClassVar[str] = "host"
-    """Where its memory is: host (this process can address it), cuda or ranks."""
+    kind: str = "host"
 
-    layout: Layout
-    num_blocks: int
+    def __init__(self, kind: str, layout: Layout, num_blocks: int) -> None:
+        self.kind = kind
+        self.layout = layout
+        self.num_blocks = num_blocks
+
+    def close(self) -> None:
+        """Free memory that the device has allocated. Every copy has ended."""
+
+
+class Device(DeviceBlocks, ABC):
+    """Device blocks that this process copies: one region per piece of the layout, each
+    [num_blocks][piece bytes].
+
+    Both copies block until the bytes have arrived, release the GIL, and are called from copy
+    threads, on disjoint blocks and slots.
+
+    Attributes:
+        regions: addresses, int64, in the layout's contract order.
+        piece_bytes: sizes, int64, in the same order.
+    """
+
     regions: NDArray[np.int64]
     piece_bytes: NDArray[np.int64]
 
     @abstractmethod
     def copy_to_host(self, blocks: Sequence[int], arena: Arena, slots: Sequence[int]) -> None:
-        """blocks[j] to slots[j]. ValueError for ids out of range or unequal lengths."""
+        """Copy blocks[j] to slots[j].
+
+        Raises:
+            ValueError: a number is out of range, or the lengths differ.
+        """
 
     @abstractmethod
     def copy_to_device(
         self, blocks: Sequence[int], arena: Arena, slots: Sequence[int], layers: range | None = None
     ) -> None:
-        """slots[j] to blocks[j]. layers: only these, counted from the layout's first; all if None.
-        ValueError for ids out of range or unequal lengths."""
+        """Copy slots[j] to blocks[j].
+
+        Args:
+            blocks: device blocks.
+            arena: the memory of the slots.
+            slots: as many host slots.
+            layers: copy only these layers, counted from the layout's first; all of them if None.
+
+        Raises:
+            ValueError: a number is out of range, or the lengths differ.
+        """
 
     def share(self, layers: range | None) -> tuple[slice, int]:
-        """The regions of some layers, and where in a slot their bytes begin."""
+        """The regions of some layers, and the offset of their bytes in a slot."""
         if layers is None:
             return slice(None), 0
         roles = len(self.layout.roles)
         pieces = slice(layers.start * roles, layers.stop * roles)
         return pieces, int(self.piece_bytes[: pieces.start].sum())
-
-    def close(self) -> None:
-        """Give memory of its own back; every copy has ended."""

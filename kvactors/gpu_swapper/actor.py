@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 from kvactors.actor import Actor, ActorRef, Message, on
 from kvactors.actor.clock import now
 from kvactors.actor.jobs import MEMORY_LIMIT, Job, JobsRunOn
-from kvactors.data_plane.engine import Executor
+from kvactors.data_plane.base import DataPlane
 from kvactors.gpu_swapper.messages import (
     Copied,
     CopiesStalled,
@@ -49,10 +49,10 @@ class GpuSwapper(Actor):
     }
 
     def __init__(
-        self, ref: ActorRef, *, executor: Executor, evictor: ActorRef, index: ActorRef
+        self, ref: ActorRef, *, plane: DataPlane, evictor: ActorRef, index: ActorRef
     ) -> None:
         super().__init__(ref)
-        self._executor = executor
+        self._plane = plane
         self._evictor = evictor
         self._index = index
         self._blocks = {Direction.TO_HOST: 0, Direction.TO_DEVICE: 0}
@@ -61,16 +61,14 @@ class GpuSwapper(Actor):
 
     def started(self) -> None:
         """Hear of copies that cannot be made, and of what was lost while nobody listened."""
-        self._executor.watch(
-            lambda possible, lost: self.to_self(PlaneChanged(possible, lost, self._executor.era))
-        )
+        self._plane.on_status(lambda *status: self.to_self(PlaneChanged(*status)))
 
     @on(PlaneChanged)
     def plane_changed(self, message: PlaneChanged) -> None:
         """Ranks come and go."""
         if message.lost:
             self.tell(self._index, DeviceLost(message.era))
-            self._executor.heard()
+            self._plane.acknowledge_loss()
         elif not message.possible:
             self.tell(self._index, CopiesStalled())
         self.tell(self._evictor, HostChanged(message.possible, message.lost, message.era))
@@ -93,12 +91,8 @@ class GpuSwapper(Actor):
 
         said = progress if message.layerwise else None
 
-        async def work() -> tuple[int, ...]:
-            if message.era != self._executor.era:
-                return tuple(range(pairs))  # it is about memory that may be lost
-            return await self._executor.run(message.direction, message.blocks, message.slots, said)
-
-        self.start_job(work(), done, broke)
+        work = self._plane.copy(message.era, message.direction, message.blocks, message.slots, said)
+        self.start_job(work, done, broke)
 
     @on(CopyLayers)
     def copy_layers(self, message: CopyLayers) -> None:
@@ -128,7 +122,7 @@ class GpuSwapper(Actor):
 
     def swapper_statistics(self) -> SwapperStatistics:
         """A moment's picture."""
-        size = self._executor.device.layout.block_bytes
+        size = self._plane.device.layout.block_bytes
         to_host, to_device = self._blocks[Direction.TO_HOST], self._blocks[Direction.TO_DEVICE]
         return SwapperStatistics(
             to_host,

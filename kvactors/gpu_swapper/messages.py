@@ -24,7 +24,7 @@ class Copy(Message, frozen=True, eq=False):
     """Copy pairs (blocks[j], slots[j]) between the device and the arena; answered with Copied.
     layerwise: with CopyProgress before that.
 
-    era: see `Executor`; a copy of another era arrives nowhere."""
+    era: see `CopyEngine`; a copy of another era arrives nowhere."""
 
     op: int
     direction: Direction

@@ -79,8 +79,8 @@ def troubles(system: System) -> Iterator[Reason]:
                     f"{rank.state}: {rank.reason}" if rank.reason else rank.state,
                     rank.since,
                 )
-    if system.executor.trouble:
-        yield reason("copies", system.executor.trouble, None)
+    if system.plane.trouble:
+        yield reason("copies", system.plane.trouble, None)
 
 
 def _actors(system: System) -> Iterator[Reason]:

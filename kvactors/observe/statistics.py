@@ -68,7 +68,7 @@ def collect(system: System) -> CacheStatistics:
         store_of(system),
         system.notifier_actor.flush_statistics(),
         system.swapper_actor.swapper_statistics(),
-        system.executor.statistics(),
+        system.plane.statistics(),
         actors,
         system.supervisor.statistics(),
     )

@@ -10,7 +10,9 @@ from typing import Any, TypeVar
 
 from kvactors.cache import KVCache
 from kvactors.config import Config
-from kvactors.errors import KVActorsError
+from kvactors.data_plane.local import LocalPlane
+from kvactors.device.base import Device
+from kvactors.errors import ConfigError, KVActorsError
 from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.layout import make_layout
 from kvactors.sink_config import MemorySinkConfig
@@ -186,8 +188,11 @@ class Sim:
         )
         system = System(config, None, [faults.sink], faults.store, inline_copies=True)
         system.epoch = 1  # not the time of day
-        system.executor = faults.copies = SimExecutor(
-            system.device, system.arena, latency(self._lags, LAGS["copies"])
+        plane = system.plane
+        if not isinstance(plane, LocalPlane) or not isinstance(plane.device, Device):
+            raise ConfigError("simulated copies need a device of this process: ranks.count = 1")
+        plane.engine = faults.copies = SimExecutor(
+            plane.device, plane.arena, latency(self._lags, LAGS["copies"])
         )
         self.trace.attach(system)
         return system

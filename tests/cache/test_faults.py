@@ -187,14 +187,14 @@ async def test_a_copy_that_hangs_costs_other_blocks_and_its_own_stay_out_of_use(
         await serve(cache, "b", prompt(2, 16))
         await cache.settled()
         release = asyncio.Event()
-        run = cache.system.executor.run
+        run = cache.system.plane.engine.run
 
         async def hangs(direction, *pairs):
             if direction is Direction.TO_DEVICE:
                 await release.wait()
             return await run(direction, *pairs)
 
-        cache.system.executor.run = hangs
+        cache.system.plane.engine.run = hangs
         lease = await cache.acquire("a", prompt(1, 4, tail=1), deadline=0.1)
         table = lease.block_table
         await lease.ready()
@@ -203,7 +203,7 @@ async def test_a_copy_that_hangs_costs_other_blocks_and_its_own_stay_out_of_use(
         cache.device.fill(lease.block_table[:4], lease.keys(0, 4))
         await lease.commit(4 * BLOCK)
         release.set()
-        cache.system.executor.run = run
+        cache.system.plane.engine.run = run
         await cache.settled()
         assert cache.device.check(lease.block_table[:4], lease.keys(0, 4)) == []
         await lease.finish()

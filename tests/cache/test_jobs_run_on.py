@@ -140,7 +140,7 @@ def test_slots_that_a_call_to_a_store_accesses_are_not_handed_out_before_it_ends
 def test_copies_that_do_not_end_after_a_failure_end_the_cache_in_time(ends, monkeypatch):
     async def main():
         release = asyncio.Event()
-        plain = kvactors.data_plane.engine.InlineExecutor.run
+        plain = kvactors.data_plane.engine.InlineCopies.run
 
         async def run(executor, *arguments):
             began.append(now())
@@ -150,7 +150,7 @@ def test_copies_that_do_not_end_after_a_failure_end_the_cache_in_time(ends, monk
             return await plain(executor, *arguments)
 
         began = []
-        monkeypatch.setattr("kvactors.data_plane.engine.InlineExecutor.run", run)
+        monkeypatch.setattr("kvactors.data_plane.engine.InlineCopies.run", run)
         async with opened(inline=True, host=HOST, actors={"drain": 2.0}) as cache:
             for seed in range(4):
                 await request(cache, seed)

@@ -94,13 +94,11 @@ def test_a_part_that_does_not_open_is_a_named_error_in_time(part, how, monkeypat
     async def main():
         late, before = Late(how), asyncio.all_tasks()
         if part == "copy engine":
-            monkeypatch.setattr(
-                "kvactors.data_plane.engine.InlineExecutor.open", late, raising=False
-            )
+            monkeypatch.setattr("kvactors.data_plane.engine.InlineCopies.open", late, raising=False)
         if part == "device store":
             direct = Direct(1)
             direct.open = late
-            monkeypatch.setattr("kvactors.system.make_direct", lambda *_: direct)
+            monkeypatch.setattr("kvactors.data_plane.local.make_direct", lambda *_: direct)
         began = now()
         kind, name = NAMES[part]
         with pytest.raises(kind, match=f"^{name}did not open in 3 s \\(actors.start\\)"):
@@ -151,13 +149,11 @@ def test_a_part_that_cancels_itself_is_an_error_and_no_cancellation(part, monkey
     async def main():
         late = Late("cancels itself")
         if part == "copy engine":
-            monkeypatch.setattr(
-                "kvactors.data_plane.engine.InlineExecutor.open", late, raising=False
-            )
+            monkeypatch.setattr("kvactors.data_plane.engine.InlineCopies.open", late, raising=False)
         else:
             direct = Direct(1)
             direct.open = late
-            monkeypatch.setattr("kvactors.system.make_direct", lambda *_: direct)
+            monkeypatch.setattr("kvactors.data_plane.local.make_direct", lambda *_: direct)
         with pytest.raises(NAMES[part][0], match="raised CancelledError"):
             async with opened(part, late):
                 raise AssertionError("opened")

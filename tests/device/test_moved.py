@@ -11,8 +11,8 @@ OLD = [
     ("kvactors.ranks.group:RankGroup", "kvactors.data_plane.ranks.leader:RankGroup"),
     ("kvactors.device.cuda:CudaDevice", "kvactors.data_plane.cuda.device:CudaDevice"),
     ("kvactors.device:make_device", "kvactors.data_plane.devices:make_device"),
-    ("kvactors.gpu_swapper.executor:Executor", "kvactors.data_plane.engine:Executor"),
-    ("kvactors.gpu_swapper.executor:make_executor", "kvactors.data_plane.local:make_executor"),
+    ("kvactors.gpu_swapper.executor:Executor", "kvactors.data_plane.engine:CopyEngine"),
+    ("kvactors.gpu_swapper.executor:make_executor", "kvactors.data_plane.local:make_engine"),
 ]
 
 

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 import kvactors
-from kvactors import system
 from kvactors.config import Config
+from kvactors.data_plane import local
 from kvactors.data_plane.cuda import copies as cuda_copies
 from kvactors.data_plane.cuda import engine as cuda_executor
 from kvactors.data_plane.cuda.calibrate import Timing, choose
 from kvactors.data_plane.cuda.copies import BATCH_FROM
 from kvactors.data_plane.cuda.device import CudaDevice
 from kvactors.data_plane.cuda.driver import CudaDriver, CudaError
-from kvactors.data_plane.cuda.engine import CudaExecutor
+from kvactors.data_plane.cuda.engine import CudaCopyEngine
 from kvactors.device.arena import Arena
 from kvactors.gpu_swapper.messages import Direction
 from kvactors.layout import DSALayout, GQALayout, MLALayout
@@ -56,7 +56,7 @@ class Stand:
         self.fake, self.layout, self.blocks = fake, layout, blocks
         self.device = CudaDevice.allocate(layout, blocks, driver=CudaDriver(fake.path))
         self.arena = Arena(slots, layout.block_bytes)
-        self.executor = CudaExecutor(self.device, self.arena, **options)
+        self.executor = CudaCopyEngine(self.device, self.arena, **options)
         self.names = np.random.default_rng(3).bytes(32 * blocks)
 
     def name(self, ids):
@@ -270,7 +270,7 @@ async def test_a_tensor_that_moved_fails_the_copy(fake):
     owner = CudaDevice.allocate(layout, 4, driver=CudaDriver(fake.path))
     tensors = [cuda.PointerTensor(m.address, m.shape, "float16") for m in owner.tensors]
     device, arena = CudaDevice(layout, tensors, driver=owner.driver), Arena(4, layout.block_bytes)
-    executor = CudaExecutor(device, arena)
+    executor = CudaCopyEngine(device, arena)
     await executor.open()
     assert await executor.run(TO_HOST, [0], [0]) == ()
     tensors[2].address += 16
@@ -366,7 +366,7 @@ async def test_every_call_of_a_copy_may_fail(fake, monkeypatch, call, nth, way, 
     fake.set("version", 12040 if way == "singles" else 13000)
     async with standing(fake, batch_from=1 << 40 if way == "kernel" else 0) as stand:
         executor, told = stand.executor, []
-        executor.watch(lambda possible, lost: told.append((possible, lost)))
+        executor.on_status(lambda possible, lost: told.append((possible, lost)))
         stand.device.fill(range(8), stand.names)
         assert await executor.run(TO_HOST, range(4), range(4)) == ()
         stand.device.fill(range(4), bytes(32 * 4))
@@ -417,9 +417,9 @@ async def test_a_context_that_breaks_fails_everything_and_hangs_nothing(fake):
         await until(lambda: fake.live("running") > 0)
         fake.sticky(700)
         assert [await one for one in running] == [(0,), (0,)]
-        stand.executor.watch(lambda possible, lost: told.append((possible, lost)))
-        stand.executor.heard()
-        stand.executor.watch(lambda possible, lost: told.append((possible, lost)))
+        stand.executor.on_status(lambda possible, lost: told.append((possible, lost)))
+        stand.executor.acknowledge_loss()
+        stand.executor.on_status(lambda possible, lost: told.append((possible, lost)))
         assert told == [(False, True), (False, False)]
         assert await stand.executor.run(TO_HOST, [0], [0]) == (0,)
         assert "ILLEGAL_ADDRESS" in stand.executor.statistics().broken
@@ -473,7 +473,7 @@ async def test_what_never_ends_keeps_its_memory(fake):
     fake.gate(0)
     running = asyncio.ensure_future(stand.executor.run(TO_HOST, range(8), range(8)))
     await until(lambda: fake.live("running") > 0)
-    stand.executor.release()
+    stand.executor.abandon_pending()
     assert await running == tuple(range(8))
     await stand.executor.close()
     pinned = fake.live("pinned")
@@ -512,9 +512,9 @@ async def test_closing_waits_for_what_is_under_way(fake):
 
 async def test_a_cache_on_gpu_memory_brings_the_right_bytes_back(fake, monkeypatch):
     monkeypatch.setattr(
-        system,
-        "make_executor",
-        lambda device, arena, config, *, inline: CudaExecutor(device, arena),
+        local,
+        "make_engine",
+        lambda device, arena, config, *, inline: CudaCopyEngine(device, arena),
     )
     layout = GQALayout(2, 2, 32, 16, "bfloat16")
     device = CudaDevice.allocate(layout, 6, driver=CudaDriver(fake.path))

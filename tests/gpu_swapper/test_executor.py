@@ -10,7 +10,7 @@ import pytest
 import kvactors
 from kvactors.config import CacheConfig, Config, DeviceConfig, HostConfig, LayoutConfig
 from kvactors.data_plane import engine as module
-from kvactors.data_plane.engine import CopyExecutor, InlineExecutor
+from kvactors.data_plane.engine import InlineCopies, ThreadedCopies
 from kvactors.device.arena import Arena
 from kvactors.device.host import HostDevice
 from kvactors.gpu_swapper.messages import Direction
@@ -51,7 +51,7 @@ def loaded(layout, kind, threads=1, **options):
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize(
-    ("kind", "threads"), [(InlineExecutor, 1), (CopyExecutor, 1), (CopyExecutor, 3)]
+    ("kind", "threads"), [(InlineCopies, 1), (ThreadedCopies, 1), (ThreadedCopies, 3)]
 )
 async def test_what_is_reported_has_arrived(layout, kind, threads, monkeypatch):
     monkeypatch.setattr(module, "PIECE", 1)
@@ -72,11 +72,11 @@ async def test_what_is_reported_has_arrived(layout, kind, threads, monkeypatch):
     await executor.close()
     assert reported == sorted(set(reported))
     assert reported[-1] == total
-    assert len(reported) > 1 or kind is CopyExecutor  # threads may be faster than the loop
+    assert len(reported) > 1 or kind is ThreadedCopies  # threads may be faster than the loop
     assert device.check([4, 0, 2], b"".join(names[32 * i : 32 * i + 32] for i in (4, 0, 2))) == []
 
 
-@pytest.mark.parametrize("kind", [InlineExecutor, CopyExecutor])
+@pytest.mark.parametrize("kind", [InlineCopies, ThreadedCopies])
 async def test_a_layer_that_fails_fails_its_pairs_and_ends_the_report(kind, monkeypatch):
     _, executor, _ = loaded(LAYOUTS["gqa"], kind, fail_from=3)
     groups = executor.layer_groups
@@ -89,7 +89,7 @@ async def test_a_layer_that_fails_fails_its_pairs_and_ends_the_report(kind, monk
 
 def test_groups_cover_all_layers_and_are_worth_their_while():
     device = HostDevice(LAYOUTS["gqa"], 2)
-    executor = InlineExecutor(device, Arena(2, device.layout.block_bytes), 1)
+    executor = InlineCopies(device, Arena(2, device.layout.block_bytes), 1)
     layer = device.layout.block_bytes // 5
     for least, sizes in ((1, [1] * 5), (layer * 4, [2, 2, 1]), (1 << 30, [5])):
         groups = executor.layer_groups(2, least)
@@ -107,7 +107,7 @@ async def test_layers_at_the_door(layerwise, monkeypatch):
     )
     gate: list[asyncio.Future[None]] = []
 
-    class Gated(InlineExecutor):
+    class Gated(InlineCopies):
         """Loads wait at every layer until they are let go."""
 
         async def run(self, direction, blocks, slots, progress=None):
@@ -123,7 +123,7 @@ async def test_layers_at_the_door(layerwise, monkeypatch):
             return ()
 
     monkeypatch.setattr(
-        "kvactors.system.make_executor",
+        "kvactors.data_plane.local.make_engine",
         lambda device, arena, config, inline: Gated(device, arena, 1),
     )
     async with kvactors.open(config) as cache:

@@ -1,9 +1,9 @@
-"""GpuSwapper and an executor that reports nonsense: every pair counts as failed, and the actor goes
-on."""
+"""GpuSwapper and a data plane whose reports are nonsense: every pair counts as failed, and the actor
+goes on."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from functools import partial
 
 import pytest
 
@@ -11,6 +11,18 @@ from kvactors.gpu_swapper.actor import GpuSwapper
 from kvactors.gpu_swapper.messages import Copy, Direction
 from kvactors.testing.probe import Probe
 from kvactors.testing.stepper import Stepper
+
+
+class Plane:
+    """A data plane whose copies are answered by the test."""
+
+    device = None
+
+    def on_status(self, changed):
+        pass
+
+    async def copy(self, *_arguments):
+        raise AssertionError("the test answers for it")
 
 
 @pytest.mark.parametrize(
@@ -28,22 +40,18 @@ from kvactors.testing.stepper import Stepper
     ],
 )
 async def test_what_an_executor_reports_is_checked(report, failed):
-    executor = SimpleNamespace(watch=lambda _: None, era=0, device=None, run=None)
     evictor, index = Probe("cpu_evictor"), Probe("prefix_index")
-    with Stepper(
-        lambda ref: GpuSwapper(ref, executor=executor, evictor=evictor, index=index)
-    ) as stepper:
+    make = partial(GpuSwapper, plane=Plane(), evictor=evictor, index=index)
+    with Stepper(make) as stepper:
         (job,) = stepper.turn(Copy(1, Direction.TO_HOST, (4, 5), (0, 1))).jobs
         (copied,) = stepper.finish(job, report).to(evictor)
         assert copied.failed == failed
 
 
 async def test_a_copy_that_raises_has_failed_as_a_whole():
-    executor = SimpleNamespace(watch=lambda _: None, era=0, device=None, run=None)
     evictor, index = Probe("cpu_evictor"), Probe("prefix_index")
-    with Stepper(
-        lambda ref: GpuSwapper(ref, executor=executor, evictor=evictor, index=index)
-    ) as stepper:
+    make = partial(GpuSwapper, plane=Plane(), evictor=evictor, index=index)
+    with Stepper(make) as stepper:
         (job,) = stepper.turn(Copy(1, Direction.TO_HOST, (4, 5), (0, 1))).jobs
         (copied,) = stepper.fail(job, RuntimeError("no device")).to(evictor)
         assert copied.failed == (0, 1)

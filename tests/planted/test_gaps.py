@@ -25,10 +25,10 @@ class Held:
     """Copies in one direction wait until they are let go."""
 
     def __init__(self, cache) -> None:
-        self.run = cache.system.executor.run
+        self.run = cache.system.plane.engine.run
         self.shut = {Direction.TO_HOST: False, Direction.TO_DEVICE: False}
         self.waiting = dict.fromkeys(self.shut, 0)
-        cache.system.executor.run = self.held
+        cache.system.plane.engine.run = self.held
 
     async def held(self, direction, *rest):
         self.waiting[direction] += 1
@@ -131,7 +131,7 @@ async def test_a_load_counts_only_with_the_one_above_it():
         await serve(cache, "a", prompt(1, 8))
         await serve(cache, "b", prompt(2, 32))
         await cache.settled()
-        run, shut, calls = cache.system.executor.run, [True], []
+        run, shut, calls = cache.system.plane.engine.run, [True], []
 
         async def first_fails(direction, blocks, *rest):
             if direction is not Direction.TO_DEVICE or calls:
@@ -144,7 +144,7 @@ async def test_a_load_counts_only_with_the_one_above_it():
 
         free = await cache.acquire("room", prompt(9, 16))
         await free.preempt(0)
-        cache.system.executor.run = first_fails
+        cache.system.plane.engine.run = first_fails
         x = await cache.acquire("x", prompt(1, 6, tail=1))
         y = await cache.acquire("y", prompt(1, 8, tail=1))
         await until(lambda: len(calls) == 2)

@@ -13,7 +13,7 @@ from kvactors.data_plane.engine import _report
 from kvactors.data_plane.ranks.connection import MemoryWire
 from kvactors.data_plane.ranks.handshake import check_leader
 from kvactors.data_plane.ranks.leader import RankGroup
-from kvactors.data_plane.ranks.plane import RemoteExecutor
+from kvactors.data_plane.ranks.plane import RanksPlane
 from kvactors.data_plane.ranks.protocol import Answer, Identity, StoreObjects
 from kvactors.data_plane.ranks.store import RankBackend
 from kvactors.device.arena import Arena
@@ -182,8 +182,8 @@ class Answers(RankGroup):
 async def test_a_copy_is_as_good_as_its_worst_rank(bad):
     answers = [[0, 0, 0] for _ in range(3)]
     answers[bad] = [0, 1, 0]
-    executor = RemoteExecutor(None, None, Answers(*answers))
-    assert await executor.run(Direction.TO_HOST, [1, 2, 3], [4, 5, 6]) == (1,)
+    plane = RanksPlane(Answers(*answers), None, None, store_timeout=1.0)
+    assert await plane.copy_pairs(Direction.TO_HOST, [1, 2, 3], [4, 5, 6]) == (1,)
 
 
 @pytest.mark.parametrize("bad", range(3))

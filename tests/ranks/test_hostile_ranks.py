@@ -11,11 +11,9 @@ from hypothesis import strategies as st
 
 from kvactors.data_plane.ranks import protocol
 from kvactors.data_plane.ranks.connection import MemoryWire, _decoder
-from kvactors.data_plane.ranks.plane import RemoteExecutor
+from kvactors.data_plane.ranks.plane import RanksPlane
 from kvactors.data_plane.ranks.protocol import Answer, Frame
-from kvactors.device.host import HostDevice
 from kvactors.gpu_swapper.messages import Direction
-from kvactors.layout import GQALayout
 from kvactors.storage.messages import Outcome
 from kvactors.testing.loop import simulate
 from tests.ranks.manual import A, B, come, opened, settle
@@ -97,11 +95,9 @@ def test_random_messages_of_a_rank_harm_only_its_connection(messages):
 
     async def main() -> None:
         async with opened(A, A) as (group, store, wires):
-            executor = RemoteExecutor(
-                HostDevice(GQALayout(1, 1, 4, 4, dtype="uint8"), 8), None, group
-            )
+            plane = RanksPlane(group, None, None, store_timeout=1.0)
             work = [
-                asyncio.ensure_future(executor.run(Direction.TO_DEVICE, [1, 2], [3, 4])),
+                asyncio.ensure_future(plane.copy_pairs(Direction.TO_DEVICE, [1, 2], [3, 4])),
                 asyncio.ensure_future(store.read_slots([A], None, [0], lambda: False)),
                 asyncio.ensure_future(store.write_slots([B], None, [1], lambda: False)),
             ]

@@ -10,7 +10,7 @@ import pytest
 
 from kvactors.data_plane.ranks.connection import StreamWire
 from kvactors.data_plane.ranks.listening import connect
-from kvactors.data_plane.ranks.plane import RemoteExecutor
+from kvactors.data_plane.ranks.plane import RanksPlane
 from kvactors.data_plane.ranks.protocol import (
     FROM_RANK_BYTES,
     UNPROVEN_BYTES,
@@ -24,9 +24,7 @@ from kvactors.data_plane.ranks.protocol import (
     StoreObjects,
     Welcome,
 )
-from kvactors.device.host import HostDevice
 from kvactors.gpu_swapper.messages import Direction
-from kvactors.layout import GQALayout
 from kvactors.storage.messages import Outcome
 from kvactors.testing.loop import simulate
 from tests.ranks.manual import (
@@ -190,10 +188,8 @@ VIOLATIONS = {
 def test_an_answer_that_cannot_be_costs_the_connection_and_no_bytes(answer):
     async def main() -> None:
         async with opened() as (group, _, wires):
-            executor = RemoteExecutor(
-                HostDevice(GQALayout(1, 1, 4, 4, dtype="uint8"), 8), None, group
-            )
-            run = asyncio.ensure_future(executor.run(Direction.TO_DEVICE, [1, 2], [3, 4]))
+            plane = RanksPlane(group, None, None, store_timeout=1.0)
+            run = asyncio.ensure_future(plane.copy_pairs(Direction.TO_DEVICE, [1, 2], [3, 4]))
             for wire, (outcomes, gone) in zip(wires, ((bytes(2), b""), answer), strict=True):
                 wire.send(Answer((await wire.receive()).op, outcomes, gone))
             assert await wires[1].receive() is None
@@ -237,9 +233,9 @@ async def test_a_rank_that_violates_the_protocol_again_and_again_waits_longer_ea
 @simulated
 async def test_copies_count_where_every_rank_made_them():
     async with opened() as (group, _, wires):
-        executor = RemoteExecutor(HostDevice(GQALayout(1, 1, 4, 4, dtype="uint8"), 8), None, group)
+        plane = RanksPlane(group, None, None, store_timeout=1.0)
         for outcomes, failed in ((b"\0\1", (1,)), (b"\1\1", (0, 1)), (bytes(2), ())):
-            run = asyncio.ensure_future(executor.run(Direction.TO_DEVICE, [1, 2], [3, 4]))
+            run = asyncio.ensure_future(plane.copy_pairs(Direction.TO_DEVICE, [1, 2], [3, 4]))
             for wire, sent in zip(wires, (bytes(2), outcomes), strict=True):
                 wire.send(Answer((await wire.receive()).op, sent))
             assert await run == failed

@@ -14,6 +14,7 @@ import anyio
 
 from kvactors.attention_store import SHARED, Sdk, Shared
 from kvactors.cache import KVCache
+from kvactors.data_plane.local import LocalPlane
 from kvactors.device.host import HostDevice
 from kvactors.flush_notifier.sinks.attention_store import AttentionStoreSink
 from kvactors.flush_notifier.sinks.memory import MemorySink
@@ -88,8 +89,10 @@ class World:
             self._on_service(backend.sdk)
         self.executor: SimExecutor | None = None
         if count == 1:
-            self.executor = SimExecutor(self.system.device, self.system.arena, self._lag(0))
-            self.system.executor = self.executor
+            plane = self.system.plane
+            assert isinstance(plane, LocalPlane)
+            assert isinstance(plane.device, HostDevice)
+            plane.engine = self.executor = SimExecutor(plane.device, plane.arena, self._lag(0))
         self.engine = Engine(self.layout, self._devices)
         self.cache: KVCache
         self._tasks: list[asyncio.Task[None]] = []

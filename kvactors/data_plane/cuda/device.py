@@ -334,8 +334,8 @@ class CudaDevice(Device):
                 )
 
     def copy_to_host(self, blocks: Sequence[int], arena: Arena, slots: Sequence[int]) -> None:
-        """See `Device`; DeviceError and CudaError besides. One call a piece: `CudaExecutor` is the
-        fast way."""
+        """See `Device`; DeviceError and CudaError besides. One driver call per piece:
+        `CudaCopyEngine` is faster."""
         self._copy(False, blocks, arena, slots, None)
 
     def copy_to_device(

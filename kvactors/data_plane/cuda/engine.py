@@ -24,7 +24,7 @@ from kvactors.data_plane.cuda.copies import Copies, Counts
 from kvactors.data_plane.cuda.device import CudaDevice
 from kvactors.data_plane.cuda.driver import FATAL, NOT_READY, CudaError
 from kvactors.data_plane.cuda.lane import Lane, Op
-from kvactors.data_plane.engine import Executor
+from kvactors.data_plane.engine import CopyEngine
 from kvactors.device.arena import Arena
 from kvactors.errors import DeviceError
 from kvactors.threads import in_thread
@@ -62,7 +62,7 @@ class CudaStatistics(NamedTuple):
     broken: str | None
 
 
-class CudaExecutor(Executor):
+class CudaCopyEngine(CopyEngine):
     """batch_from: bytes from which on a piece goes by the copy engines; None: measured by `open`.
     limit: seconds `close` waits for copies under way. Every operation fails before `open`, and
     after an error of the driver: what the GPU then does is not known."""
@@ -96,7 +96,7 @@ class CudaExecutor(Executor):
 
     @property
     def trouble(self) -> str:
-        """See `Executor`."""
+        """See `CopyEngine`."""
         return self._broken or ""
 
     # -- life
@@ -157,8 +157,8 @@ class CudaExecutor(Executor):
                     entered.enter_context(self.device.current())
             self._undo.close()
 
-    def release(self) -> None:
-        """See `Executor`: operations under way are over, failed, though the GPU may still be at
+    def abandon_pending(self) -> None:
+        """See `CopyEngine`: operations under way are over, failed, though the GPU may still be at
         them; `close` knows."""
         for op in self._under_way:
             op.over = True
@@ -174,7 +174,7 @@ class CudaExecutor(Executor):
         slots: Sequence[int],
         progress: Progress | None = None,
     ) -> tuple[int, ...]:
-        """See `Executor`; all pairs or none."""
+        """See `CopyEngine`; all pairs or none."""
         lane = self._lanes.get(direction)
         if not len(blocks):
             return ()
@@ -330,14 +330,14 @@ class CudaExecutor(Executor):
 
     # -- for whoever watches
 
-    def watch(self, changed: Callable[[bool, bool], None]) -> None:
-        """See `Executor`."""
+    def on_status(self, changed: Callable[[bool, bool], None]) -> None:
+        """See `CopyEngine`."""
         self._changed = changed
         if self._broken is not None:
             changed(False, self._untold)
 
-    def heard(self) -> None:
-        """See `Executor`."""
+    def acknowledge_loss(self) -> None:
+        """See `CopyEngine`."""
         self._untold = False
 
     def statistics(self) -> CudaStatistics:

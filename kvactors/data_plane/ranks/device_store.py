@@ -25,7 +25,7 @@ class RanksDirect(DirectBackend):
     @property
     def era(self) -> int:
         """See `DirectBackend.era`."""
-        return self.group.era
+        return self.group.memory_generation
 
     async def open(self) -> None:
         """The ranks open their stores themselves."""

@@ -61,9 +61,10 @@ class RankGroup:
     """All ranks of one cache. identity: of the store and the layout. blocks, slots: what every rank
     must have. storage: the kind of back end.
 
-    era: how often memory may have been lost. changed: called with a rank's number and health
-    whenever that changes. names: what the stores of all ranks hold, if there are stores. layers: of
-    a block, at most as many can arrive. used: whether a cache relies on the ranks' memory.
+    memory_generation: the count of losses of memory. changed: called with a rank's number and
+    health whenever that changes. names: what the stores of all ranks hold, if there are stores.
+    layers: of a block, at most as many can arrive. used: whether a cache relies on the ranks'
+    memory.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class RankGroup:
         self.layers = layers
         self.changed: Callable[[int, Health], None] = lambda _rank, _health: None
         self.names: RankNames | None = None
-        self.era = 0
+        self.memory_generation = 0
         self.strangers = Strangers()
         self.used = False
         self._secret = Secret(config.secret)
@@ -135,7 +136,7 @@ class RankGroup:
             await uncancelled(self.close())
             raise
 
-    def release(self) -> None:
+    def abandon_pending(self) -> None:
         """Nothing will be reused any more: operations that wait for a silent or lost rank need not
         wait longer."""
         self._closing = self._silence.closing = True
@@ -328,7 +329,7 @@ class RankGroup:
             return
         rank.settle()  # a rank sends its identity when everything from before has ended
         if self.used:  # it may have restarted more than once, unseen
-            self.era += 1
+            self.memory_generation += 1
             self.changed(rank.number, Health.AWAY)
         link.admitted = True
         link.wire.send(Welcome())
@@ -398,7 +399,7 @@ class RankGroup:
             rank.reason, rank.since = reason, now()
             return
         rank.losses += 1
-        self.era += 1
+        self.memory_generation += 1
         self._set(rank, Health.AWAY, reason)
         log.warning("rank lost", rank=rank.number, reason=reason, in_flight=len(rank.open))
 

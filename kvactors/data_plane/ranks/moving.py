@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvactors.actor.log import get_logger
 from kvactors.data_plane.ranks.protocol import Answer, MoveDevice
-from kvactors.device.base import Device
+from kvactors.device.base import DeviceBlocks
 from kvactors.storage.backends.direct import DirectBackend
 
 log = get_logger()
@@ -14,7 +14,7 @@ NOT_MOVED, FAILED = 1, 2
 store failed."""
 
 
-def cannot_be(message: MoveDevice, device: Device) -> str:
+def cannot_be(message: MoveDevice, device: DeviceBlocks) -> str:
     """Why a move cannot be made; empty if it can."""
     block_bytes, blocks = 4 * device.layout.block_size, message.blocks
     if (

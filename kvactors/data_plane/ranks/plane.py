@@ -1,39 +1,84 @@
-"""Copies that the ranks' own processes carry out."""
+"""The data plane of the leader of tensor-parallel ranks: every rank carries out its share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 
-from kvactors.data_plane.base import Direction, Progress
-from kvactors.data_plane.engine import Executor
+from kvactors.config import Config, StorageConfig
+from kvactors.data_plane.base import DataPlane, Direction, Progress, StatusChanged
+from kvactors.data_plane.ranks.device_store import RanksDirect
 from kvactors.data_plane.ranks.leader import RankGroup
 from kvactors.data_plane.ranks.protocol import CopyBlocks
 from kvactors.data_plane.ranks.state import Health, RankStatistics
-from kvactors.device.arena import Arena
-from kvactors.device.base import Device
+from kvactors.data_plane.ranks.store import RankBackend
+from kvactors.device.arena import HostSlots
+from kvactors.device.base import DeviceBlocks
+from kvactors.layout.base import Layout
+from kvactors.opening import Opening
+from kvactors.sdk_settings import store_identity
+from kvactors.storage.backends import Backend, DirectBackend, is_direct
 
 
-class RemoteExecutor(Executor):
-    """A pair has arrived if it has on every rank."""
+class RanksPlane(DataPlane):
+    """A pair has arrived if it has on every rank. The memory of all ranks is lost when a connection
+    to one of them is.
 
-    def __init__(self, device: Device, arena: Arena, group: RankGroup) -> None:
-        super().__init__(device, arena, threads=0)
+    Attributes:
+        group: the ranks.
+    """
+
+    def __init__(
+        self,
+        group: RankGroup,
+        device: DeviceBlocks,
+        slots: HostSlots,
+        backend: Backend | None = None,
+        device_store: DirectBackend | None = None,
+        *,
+        store_timeout: float,
+    ) -> None:
+        super().__init__(device, slots, backend, device_store, store_timeout=store_timeout)
         self.group = group
-        self._untold = False
+        self._unacknowledged = False
 
     @property
-    def era(self) -> int:
-        """See `Executor`."""
-        return self.group.era
+    def generation(self) -> int:
+        """See `DataPlane`."""
+        return self.group.memory_generation
 
-    async def run(
+    def on_status(self, changed: StatusChanged) -> None:
+        """See `DataPlane`."""
+
+        def note(_rank: int, health: Health) -> None:
+            lost = health is Health.AWAY
+            self._unacknowledged |= lost
+            changed(self.group.healthy, lost, self.generation)
+
+        self.group.changed, self.group.used = note, True
+        if self._unacknowledged or not self.group.healthy:
+            changed(self.group.healthy, self._unacknowledged, self.generation)
+
+    def acknowledge_loss(self) -> None:
+        """See `DataPlane`."""
+        self._unacknowledged = False
+
+    def abandon_pending(self) -> None:
+        """See `DataPlane`."""
+        self.group.abandon_pending()
+
+    def statistics(self) -> tuple[RankStatistics, ...]:
+        """One record per rank."""
+        return self.group.statistics()
+
+    async def copy_pairs(
         self,
         direction: Direction,
         blocks: Sequence[int],
         slots: Sequence[int],
         progress: Progress | None = None,
     ) -> tuple[int, ...]:
-        """See `Executor`."""
+        """See `DataPlane`."""
         pairs, to_device = (tuple(blocks), tuple(slots)), direction is Direction.TO_DEVICE
         answers = await self.group.scatter(
             lambda op: CopyBlocks(op, to_device, *pairs, progress is not None),
@@ -47,26 +92,50 @@ class RemoteExecutor(Executor):
             failed |= {j for j, outcome in enumerate(answer.outcomes) if outcome}
         return tuple(sorted(failed))
 
-    def watch(self, changed: Callable[[bool, bool], None]) -> None:
-        """See `Executor`."""
+    async def _open(self, stack: AsyncExitStack, opening: Opening) -> None:
+        stack.push_async_callback(opening.shutdown.step, "ranks", self.group.close)
+        await self.group.open()
+        await self._open_stores(stack, opening)
 
-        def note(_rank: int, health: Health) -> None:
-            lost = health is Health.AWAY
-            self._untold |= lost
-            changed(self.group.healthy, lost)
 
-        self.group.changed, self.group.used = note, True
-        if self._untold or not self.group.healthy:
-            changed(self.group.healthy, self._untold)
+def make_ranks_plane(config: Config, storage: StorageConfig, layout: Layout) -> RanksPlane:
+    """Make the data plane of a leader.
 
-    def heard(self) -> None:
-        """See `Executor`."""
-        self._untold = False
+    Args:
+        config: the cache's, with `ranks.count` above 1.
+        storage: the kind of store that every rank has.
+        layout: of one rank's blocks.
 
-    def release(self) -> None:
-        """See `Executor`."""
-        self.group.release()
-
-    def statistics(self) -> tuple[RankStatistics, ...]:
-        """One record a rank."""
-        return self.group.statistics()
+    Raises:
+        ConfigError, SdkError: it cannot be made.
+    """
+    token_addressed = is_direct(config)
+    stored = storage.backend != "none" and not token_addressed
+    num_slots = config.host.arena_slots(stored=stored)
+    group = RankGroup(
+        config.ranks,
+        store_identity(config, storage, layout, 0, config.ranks.count),
+        config.device.num_blocks,
+        num_slots,
+        storage=storage.backend,
+        layers=layout.num_layers + layout.extra_layers,
+    )
+    backend = None
+    if stored:
+        backend = RankBackend(
+            group,
+            layout.fingerprint,
+            layout.block_bytes,
+            storage.timeout,
+            exclusive=storage.exclusive,
+            shared=storage.backend == "mooncake",
+            keeps_lineages=storage.backend == "file" and storage.keep_tokens,
+        )
+    return RanksPlane(
+        group,
+        DeviceBlocks("ranks", layout, config.device.num_blocks),
+        HostSlots(num_slots, layout.block_bytes),
+        backend,
+        RanksDirect(group, layout.block_bytes) if token_addressed else None,
+        store_timeout=config.storage.timeout,
+    )

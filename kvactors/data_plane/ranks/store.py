@@ -91,7 +91,7 @@ class RankBackend(Backend):
     @property
     def era(self) -> int:
         """See `Backend.era`."""
-        return self.group.era
+        return self.group.memory_generation
 
     async def open(self) -> None:
         """The ranks open their stores themselves."""

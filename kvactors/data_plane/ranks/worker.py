@@ -6,8 +6,6 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import AsyncExitStack
-from functools import partial
 from typing import Any
 
 import anyio
@@ -19,8 +17,7 @@ from kvactors.actor.supervisor import LEAST_STEP
 from kvactors.actor.uncancelled import ended, uncancelled
 from kvactors.config import Config, StorageConfig
 from kvactors.data_plane.base import Direction
-from kvactors.data_plane.engine import Executor
-from kvactors.data_plane.local import make_executor
+from kvactors.data_plane.local import LocalPlane, make_local_plane
 from kvactors.data_plane.ranks.connection import Wire
 from kvactors.data_plane.ranks.handshake import check_leader
 from kvactors.data_plane.ranks.listening import connect
@@ -42,18 +39,15 @@ from kvactors.data_plane.ranks.protocol import (
     StoreObjects,
     Welcome,
 )
-from kvactors.device.arena import Arena
 from kvactors.device.base import Device
-from kvactors.errors import ConfigError, DeviceError, LayoutError, RankError, StoreError
+from kvactors.errors import ConfigError, LayoutError, RankError, StoreError
 from kvactors.identity import StoreIdentity
 from kvactors.opening import Opening
 from kvactors.ranks_config import Secret
 from kvactors.sdk_settings import store_identity
 from kvactors.shutdown import STOP, Shutdown
-from kvactors.storage.backends import Backend, DirectBackend, make_backend, make_direct
-from kvactors.storage.backends.checked import CheckedBackend
+from kvactors.storage.backends import Backend
 from kvactors.storage.messages import Outcome
-from kvactors.threads import in_thread
 from kvactors.types import KEY_BYTES, join_keys, split_keys
 
 log = get_logger()
@@ -122,30 +116,14 @@ async def serve_rank(
         if config.flush.only
         else replace(config.storage, rank=rank, ranks=ranks)
     )
-    if backend is None:
-        size, tokens = (
-            device.layout.block_bytes,
-            config.cache.block_size if rank == 0 else 0,
-        )  # rank 0 keeps lineages for all
-        backend = make_backend(storage, config.cache.model, device.layout.fingerprint, size, tokens)
-    direct = make_direct(config, device, (rank, ranks)) if backend is None else None
-    slots = config.host.arena_slots(stored=backend is not None)
+    plane = make_local_plane(
+        config, storage, device.layout, device, backend, shard=(rank, ranks), inline=inline_copies
+    )
     identity = store_identity(config, storage, device.layout, rank, ranks)
-    arena = Arena(
-        slots,
-        device.layout.block_bytes,
-        pinned=config.host.pinned and device.kind != "cuda",
-        trailer=backend.trailer if backend else 0,
-    )
-    shutdown = Shutdown(config.actors.drain, arena)
-    executor = make_executor(device, arena, config.host, inline=inline_copies)
-    one = _Serving(identity, storage, executor, backend, direct, Secret(shared.secret), shutdown)
-    work = one.run(
-        endpoint,
-        admitted or (lambda: None),
-        Opening(config.actors.start, shutdown),
-        inline=inline_copies,
-    )
+    shutdown = Shutdown(config.actors.drain, plane.arena)
+    one = _Serving(identity, storage, plane, Secret(shared.secret), shutdown)
+    opening = Opening(config.actors.start, shutdown)
+    work = one.run(endpoint, admitted or (lambda: None), opening)
     task = asyncio.get_running_loop().create_task(work, name=f"kvactors rank {rank}")
     try:
         await asyncio.wait([task])
@@ -166,9 +144,7 @@ class _Serving:
         self,
         identity: StoreIdentity,
         storage: StorageConfig,
-        executor: Executor,
-        backend: Backend | None,
-        direct: DirectBackend | None,
+        plane: LocalPlane,
         secret: Secret,
         shutdown: Shutdown,
     ) -> None:
@@ -177,50 +153,19 @@ class _Serving:
         self.limit = storage.timeout
         self.shutdown = shutdown
         self.rank = identity.rank
-        self.executor = executor
-        self.backend = backend
-        self.direct = direct
-        self.store = CheckedBackend(backend, storage.timeout) if backend is not None else None
-        self.arena = executor.arena
+        self.plane = plane
+        self.backend, self.store = plane.backend, plane.store
         self.secret = secret
         self._warned = ""
 
-    async def run(
-        self, endpoint: str, admitted: Callable[[], None], opening: Opening, *, inline: bool
-    ) -> None:
-        """Open the store and the arena's memory, serve, and close them, each step to its end and
-        all of them within the shutdown's limit."""
-        shutdown = self.shutdown
-        shutdown.waits.enter()
-        try:
-            async with AsyncExitStack() as opened:
-                opened.push_async_callback(shutdown.step, "executor", self.executor.close)
-                try:
-                    await self._open(opened, opening, inline=inline)
-                    await self.serve(endpoint, admitted)
-                finally:
-                    shutdown.begin()
-        finally:
-            shutdown.begin()
-            shutdown.over(stuck=self.backend is not None and self.backend.stuck)
-            self.arena.close()
-
-    async def _open(self, opened: AsyncExitStack, opening: Opening, *, inline: bool) -> None:
-        if self.store is not None:
-            opened.push_async_callback(self.shutdown.step, "store", self.store.close)
-            await opening.step("store", self.store.open, StoreError)
-        if self.direct is not None:
-            opened.push_async_callback(self.shutdown.step, "device store", self.direct.close)
-            await opening.step(
-                "device store", self.direct.open, StoreError, self.direct.ready_timeout
-            )
-        if inline:
-            self.arena.touch()
-        else:
-            await in_thread(self.arena.touch, "kvactors-touch", self.arena.stop_touching)
-        if self.store is not None:
-            await opening.step("store", partial(self.store.attach, self.arena), StoreError)
-        await opening.step("copy engine", self.executor.open, DeviceError)
+    async def run(self, endpoint: str, admitted: Callable[[], None], opening: Opening) -> None:
+        """Open the data plane, serve, and close it, each step to its end and all of them within
+        the shutdown's limit."""
+        async with self.plane.opened(opening):
+            try:
+                await self.serve(endpoint, admitted)
+            finally:
+                self.shutdown.begin()
 
     async def serve(self, endpoint: str, admitted: Callable[[], None]) -> None:
         """Connect, be admitted, do what is asked; when the connection is lost finish that, and
@@ -262,7 +207,7 @@ class _Serving:
         RankError if it refuses."""
         if not await check_leader(wire, self.secret):
             return False
-        device, store, mine = self.executor.device, self.backend, self.identity
+        device, store, mine = self.plane.device, self.backend, self.identity
         wire.send(
             Identity(
                 self.rank,
@@ -272,7 +217,7 @@ class _Serving:
                 self.storage,
                 mine.fingerprint,
                 device.num_blocks,
-                self.arena.num_slots,
+                self.plane.arena.num_slots,
                 0 if store is None else store.count(),
                 0 if store is None else store.generation,
             )
@@ -356,7 +301,7 @@ class _Serving:
             self._check_store(message)
             return self._store(wire, message)
         if isinstance(message, MoveDevice):
-            if reason := cannot_be(message, self.executor.device):
+            if reason := cannot_be(message, self.plane.device):
                 raise _Refuse(reason)
             return self._move(wire, message)
         if not isinstance(message, Ping):
@@ -382,7 +327,7 @@ class _Serving:
         self.shutdown.begin()
         await asyncio.wait(tasks, timeout=self.shutdown.left(STOP) + LEAST_STEP)
         if tasks:
-            self.arena.keep()
+            self.plane.arena.keep()
             log.error(
                 "operations did not end before the shutdown's deadline",
                 rank=self.rank,
@@ -390,15 +335,13 @@ class _Serving:
             )
 
     def _check(self, count: int, slots: tuple[int, ...], blocks: tuple[int, ...] = ()) -> None:
+        num_slots, num_blocks = self.plane.arena.num_slots, self.plane.device.num_blocks
         if len(slots) != count:
             raise _Refuse(f"{len(slots)} slots for {count} blocks")
-        if min(slots, default=0) < 0 or max(slots, default=-1) >= self.arena.num_slots:
-            raise _Refuse(f"slots {min(slots)} to {max(slots)}, there are {self.arena.num_slots}")
-        if min(blocks, default=0) < 0 or max(blocks, default=-1) >= self.executor.device.num_blocks:
-            raise _Refuse(
-                f"blocks {min(blocks)} to {max(blocks)}, there are "
-                f"{self.executor.device.num_blocks}"
-            )
+        if min(slots, default=0) < 0 or max(slots, default=-1) >= num_slots:
+            raise _Refuse(f"slots {min(slots)} to {max(slots)}, there are {num_slots}")
+        if min(blocks, default=0) < 0 or max(blocks, default=-1) >= num_blocks:
+            raise _Refuse(f"blocks {min(blocks)} to {max(blocks)}, there are {num_blocks}")
 
     def _check_store(self, message: StoreObjects) -> None:
         if len(message.keys) % KEY_BYTES:
@@ -409,7 +352,7 @@ class _Serving:
             raise _Refuse(f"{len(message.lineages)} lineages for {len(message.slots)} slots")
 
     async def _move(self, wire: Wire, message: MoveDevice) -> None:
-        wire.send(await carried_out(self.direct, message, self.rank))
+        wire.send(await carried_out(self.plane.device_store, message, self.rank))
 
     async def _copy(self, wire: Wire, message: CopyBlocks) -> None:
         direction = Direction.TO_DEVICE if message.to_device else Direction.TO_HOST
@@ -419,7 +362,7 @@ class _Serving:
 
         outcomes = bytearray(len(message.blocks))
         try:
-            failed = await self.executor.run(
+            failed = await self.plane.copy_pairs(
                 direction, message.blocks, message.slots, progress if message.layerwise else None
             )
         except Exception as error:
@@ -456,11 +399,11 @@ class _Serving:
             report: Any
             if message.kind == "read":
                 report = await store.read_slots(
-                    keys, self.arena, message.slots, lambda: now() >= until
+                    keys, self.plane.arena, message.slots, lambda: now() >= until
                 )
             else:
                 report = await store.write_slots(
-                    keys, self.arena, message.slots, lambda: now() >= until, message.lineages
+                    keys, self.plane.arena, message.slots, lambda: now() >= until, message.lineages
                 )
             gone = getattr(report, "gone", None) or getattr(report, "evicted", [])
             return bytes(report.outcomes), [key for key in gone if not store.holds(key)]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from kvactors.config import Config
-from kvactors.device.base import Device
+from kvactors.device.base import DeviceBlocks
 from kvactors.errors import ConfigError
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.flush_notifier.sinks.jsonl import JsonLinesSink
@@ -22,7 +22,7 @@ __all__ = ["JsonLinesSink", "MemorySink", "Sink", "make_sink", "make_sinks", "re
 
 
 def make_sink(
-    settings: SinkConfig, config: Config, layout: Layout, device: Device | None = None
+    settings: SinkConfig, config: Config, layout: Layout, device: DeviceBlocks | None = None
 ) -> Sink:
     """The sink that settings describe. SinkError names what it lacks to work (an extra, an SDK, a
     folder). device: the cache's, if it is there."""
@@ -64,7 +64,7 @@ def require_sinks(config: Config, sinks: Sequence[Sink]) -> None:
             )
 
 
-def make_sinks(config: Config, layout: Layout, device: Device | None = None) -> list[Sink]:
+def make_sinks(config: Config, layout: Layout, device: DeviceBlocks | None = None) -> list[Sink]:
     """A config's sinks that this rank reports to: rank 0 alone, or the leader, reports to
     AttentionStore."""
     reporting = [

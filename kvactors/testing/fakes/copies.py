@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from kvactors.actor.uncancelled import to_the_end
 from kvactors.data_plane.base import Progress
-from kvactors.data_plane.engine import Executor
+from kvactors.data_plane.engine import CopyEngine
 from kvactors.device.arena import Arena
 from kvactors.device.base import Device
 from kvactors.device.host import HostDevice
@@ -44,7 +44,7 @@ class SimDevice(HostDevice):
         super().copy_to_device(blocks, arena, slots, layers)
 
 
-class SimExecutor(Executor):
+class SimExecutor(CopyEngine):
     """latency: seconds of each copy. gate: copies that come to it while it is shut hang until it
     opens.
 
@@ -69,7 +69,7 @@ class SimExecutor(Executor):
         slots: Sequence[int],
         progress: Progress | None = None,
     ) -> tuple[int, ...]:
-        """See `Executor`. Like a thread in the middle of a copy, it goes on to its end when it is
+        """See `CopyEngine`. Like a thread in the middle of a copy, it goes on to its end when it is
         cancelled."""
         bad = min(self.failing, len(blocks))
         self.failing -= bad
@@ -128,7 +128,7 @@ class SimExecutor(Executor):
             self.arena.view(slot)[part] = self._scratch.view(j)[part]
 
     async def close(self) -> None:
-        """See `Executor`."""
+        """See `CopyEngine`."""
         if self._scratch is not None:
             self._scratch.close()
             self._scratch = None
