@@ -100,7 +100,7 @@ class TwoRanks:
     def __init__(self) -> None:
         self.config = RanksConfig(count=2)
         self.healthy = True
-        self.era = 0
+        self.memory_generation = 0
         self.open: list[asyncio.Future[None]] = []
 
     async def scatter(self, build, arrived=None, *, outcomes, **_how):
