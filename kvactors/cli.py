@@ -39,12 +39,13 @@ app = App(
     version=version,
 )
 MOVED = {
-    "simulate": "python -m tests.simulation",
-    "chaos": "python -m tests.chaos",
+    ("simulate",): "python -m tests.simulation",
+    ("chaos",): "python -m tests.chaos",
+    ("bench", "faults"): "pytest tests/cache/test_storage_faults.py",
 }
-"""Former commands, now tools in the `tests` folder of a clone, and how each is started there."""
+"""Former commands, and what to run in a clone in place of each."""
 
-BENCHES = Literal["index", "acquire", "lag", "copy", "flush", "store", "faults"]
+BENCHES = Literal["index", "acquire", "lag", "copy", "flush", "store"]
 
 
 @app.command
@@ -289,11 +290,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     errors_only = structlog.make_filtering_bound_logger(40)
     words = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        if words and words[0] in MOVED:
-            raise ConfigError(
-                f"the command {words[0]} has left the installed package; in a clone of the "
-                f"repository run: {MOVED[words[0]]}"
-            )
+        for command, replacement in MOVED.items():
+            if tuple(words[: len(command)]) == command:
+                raise ConfigError(
+                    f"the command {' '.join(command)} has left the installed package; in a clone "
+                    f"of the repository run: {replacement}"
+                )
         with (
             sigterm_ends(),
             structlog_settings(

@@ -1,20 +1,29 @@
-"""What it costs to hand a batch to four ranks in processes of their own, and to gather their
-answers."""
+"""Cost of sending a batch to four rank processes and gathering their answers.
+
+`python -m kvactors.bench.copy_ranks CONFIG RANK` is one rank process.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import sys
 import tempfile
 import time
 from contextlib import AsyncExitStack
 from functools import partial
 from statistics import median
 
+import msgspec
+
 from kvactors.bench.report import Row, time_row
 from kvactors.cache import open_cache
 from kvactors.config import CacheConfig, Config, DeviceConfig, HostConfig, LayoutConfig
 from kvactors.data_plane.ranks.protocol import CopyBlocks
+from kvactors.data_plane.ranks.worker import serve_rank
+from kvactors.device.host import HostDevice
+from kvactors.layout import make_layout
 from kvactors.ranks_config import RanksConfig
-from kvactors.testing.ranks import RankProcess
+from kvactors.scenario.child import child
 
 RANKS = 4
 BAR = 1000.0
@@ -39,11 +48,10 @@ async def rank_rows(batches: int) -> list[Row]:
             ),
             ranks=RanksConfig(RANKS, f"unix://{folder}/ranks"),
         )
+        encoded = msgspec.json.encode(config).decode()
         async with AsyncExitStack() as stack:
             for rank in range(RANKS):
-                process = RankProcess(config, rank)
-                await process.start()
-                stack.push_async_callback(process.kill)
+                await stack.enter_async_context(child("-m", __name__, encoded, str(rank)))
             cache = await stack.enter_async_context(open_cache(config))
             group = cache.system.ranks
             assert group is not None
@@ -57,3 +65,15 @@ async def rank_rows(batches: int) -> list[Row]:
                 name = f"{RANKS} ranks: scatter and gather, {pairs} pairs a batch, p50"
                 rows.append(time_row(name, median(times), BAR, "us", "the bar of 1 ms"))
     return rows
+
+
+async def serve(config: Config, rank: int) -> None:
+    """Serve one rank with a device in host memory until the process is killed."""
+    layout = make_layout(config.layout, config.cache.block_size)
+    device = HostDevice(layout, config.device.num_blocks)
+    count = config.ranks.count
+    await serve_rank(config.ranks.endpoint, device, rank=rank, ranks=count, config=config)
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(msgspec.json.decode(sys.argv[1], type=Config), int(sys.argv[2])))

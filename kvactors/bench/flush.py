@@ -4,7 +4,6 @@ what an evicted run costs."""
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import sys
 import tempfile
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import anyio
 import msgspec
 import numpy as np
 import zmq
@@ -23,7 +23,7 @@ from kvactors.actor import Activity, ActorRef, ActorSpec, Group, Supervisor
 from kvactors.actor.clock import deadline_after
 from kvactors.bench.report import Row, bench_report, rate_row, time_row
 from kvactors.config import FlushConfig
-from kvactors.errors import ConfigError
+from kvactors.errors import ConfigError, KVActorsError
 from kvactors.flush_notifier.actor import FlushNotifier
 from kvactors.flush_notifier.messages import Announced, FlushTask, Gained, Gone, Settle
 from kvactors.flush_notifier.sinks.base import Sink
@@ -32,6 +32,7 @@ from kvactors.flush_notifier.sinks.kv_sockets import send
 from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.native import KEY_BYTES, chain_keys
 from kvactors.observe.lag import Lag, LagMonitor
+from kvactors.scenario.child import Child, child, start_child
 from kvactors.sink_config import KvEventsSinkConfig, MemorySinkConfig
 from kvactors.terminable import run_terminable
 from kvactors.types import Reason, Residency, Tier, split_keys
@@ -138,14 +139,12 @@ async def changes(seconds: float, folder: str) -> tuple[list[float], Lag, Lag]:
     return sorted(sink.took), idle.result(), busy.result()
 
 
-def reader(endpoint: str, count: int) -> subprocess.Popen[str]:
-    """A subscriber in another process that prints how many seconds `count` messages took to
-    arrive."""
-    command = [sys.executable, "-P", "-m", "kvactors.bench.flush", endpoint, str(count)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)  # noqa: S603  (this module)
-    assert process.stdout is not None
-    process.stdout.readline()
-    return process
+@asynccontextmanager
+async def subscribed(endpoint: str, count: int) -> AsyncIterator[Child]:
+    """A subscriber process that prints how many seconds `count` messages took to arrive."""
+    async with child("-m", "kvactors.bench.flush", endpoint, str(count)) as reader:
+        await reader.receive()
+        yield reader
 
 
 def read(endpoint: str, count: int) -> None:
@@ -162,10 +161,9 @@ def read(endpoint: str, count: int) -> None:
     print(time.monotonic() - began, flush=True)
 
 
-async def received(process: subprocess.Popen[str], count: int) -> float:
-    """Batches a second, as a reader saw them."""
-    out, _ = await asyncio.to_thread(process.communicate, timeout=120)
-    return (count - 1) / float(out)
+async def received(reader: Child, count: int) -> float:
+    """Batches a second that a subscriber received."""
+    return (count - 1) / float(await reader.receive(120.0))
 
 
 async def publish(blocks: int, tokens: int, count: int, folder: str) -> tuple[float, float]:
@@ -197,16 +195,16 @@ async def publish(blocks: int, tokens: int, count: int, folder: str) -> tuple[fl
     rates = []
     payload = b""
     for ours in (True, False):
-        process = reader(sink.endpoint, count)
-        await asyncio.sleep(0.5)
-        for number in range(count):
-            if ours:
-                await sink.deliver(tasks[number % len(tasks) :][:1])
-            else:
-                send(sink._socket, b"", number, payload)
-            if number % 64 == 0:
-                await asyncio.sleep(0)
-        rates.append(await received(process, count))
+        async with subscribed(sink.endpoint, count) as reader:
+            await asyncio.sleep(0.5)
+            for number in range(count):
+                if ours:
+                    await sink.deliver(tasks[number % len(tasks) :][:1])
+                else:
+                    send(sink._socket, b"", number, payload)
+                if number % 64 == 0:
+                    await asyncio.sleep(0)
+            rates.append(await received(reader, count))
         payload = sink.window.since(sink.sequence - 1)[0][1]
     await sink.close()
     return rates[0], rates[1]
@@ -216,34 +214,22 @@ async def publish_as_vllm(python: str, blocks: int, tokens: int, count: int, fol
     """The same through vLLM's publisher, in a process of the Python that has it. ConfigError if
     that Python has no vLLM."""
     endpoint = f"ipc://{folder}/vllm-{blocks}-{tokens}-{time.monotonic_ns()}"
-    script = [
-        python,
-        "-P",
-        str(Path(__file__).with_name("vllm_publisher.py")),
-        endpoint,
-        *map(str, (count, blocks, tokens)),
-    ]
-    peer = subprocess.Popen(script, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603, ASYNC220  (the caller's)
-    assert peer.stdin is not None
-    assert peer.stdout is not None
-    late = asyncio.get_running_loop().call_later(PEER_LIMIT, peer.kill)  # then its output ends
+    script = str(Path(__file__).with_name("vllm_publisher.py"))
+    arguments = (script, endpoint, *map(str, (count, blocks, tokens)))
+    peer = await start_child(*arguments, python=python)
     try:
-        while (
-            line := await asyncio.to_thread(peer.stdout.readline)
-        ).strip() != "ready":  # vLLM logs before it
-            if not line:
-                raise ConfigError(
-                    f"{python} cannot run vLLM's publisher: status {peer.wait()}, see above"
-                )
-        process = reader(endpoint, count)
-        await asyncio.sleep(0.5)
-        peer.stdin.write("go\n")
-        peer.stdin.flush()
-        return await received(process, count)
+        with anyio.move_on_after(PEER_LIMIT):
+            while (await peer.receive(2 * PEER_LIMIT)).strip() != "ready":
+                pass  # vLLM logs before it
+            async with subscribed(endpoint, count) as reader:
+                await asyncio.sleep(0.5)
+                await peer.send("go")
+                return await received(reader, count)
+        raise ConfigError(f"{python} did not run vLLM's publisher within {PEER_LIMIT:g} s")
+    except KVActorsError as error:
+        raise ConfigError(f"{python} cannot run vLLM's publisher: {error}, see above") from error
     finally:
-        late.cancel()
-        peer.kill()
-        peer.communicate()
+        await peer.kill()
 
 
 async def beside_vllm(

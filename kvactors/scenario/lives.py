@@ -19,8 +19,9 @@ import msgspec
 import structlog
 
 from kvactors.flush_notifier.sinks.jsonl import replay_jsonl
+from kvactors.scenario.child import Child, child
 from kvactors.scenario.report import Report
-from kvactors.scenario.router import Child, child, compare, routing
+from kvactors.scenario.router import compare, routing
 from kvactors.scenario.session import session
 from kvactors.scenario.spec import Scenario, events_of
 from kvactors.sink_config import JsonLinesSinkConfig
@@ -60,12 +61,11 @@ async def run_lives(scenario: Scenario, data: dict[str, Any], seed: int) -> Repo
             async with child("-m", "kvactors.scenario.lives") as life:
                 await start(life, orders)
                 await anyio.sleep(seconds)
-                life.process.kill()
-                await life.process.wait()
+                await life.kill()
             missing += missing_of(scenario)
         last = await stack.enter_async_context(child("-m", "kvactors.scenario.lives"))
         await start(last, orders)
-        rest = msgspec.json.decode(await last.hear(PATIENCE), type=Epitaph)
+        rest = msgspec.json.decode(await last.receive(PATIENCE), type=Epitaph)
         report = rest.report
         report.lives = 1 + len(scenario.lives.kills)
         report.storage["missing"] = missing
@@ -97,8 +97,8 @@ def missing_of(scenario: Scenario) -> int:
 
 async def start(life: Child, orders: str) -> None:
     """Tell a life what to run."""
-    await life.say(orders)
-    await life.hear()
+    await life.send(orders)
+    await life.receive()
 
 
 def differing(sink: JsonLinesSinkConfig, names: dict[str, list[str]]) -> int:

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.full
 def test_a_quick_run_reports_in_the_common_form():
     report = flush.run(quick=True)
     assert (report["name"], report["settings"]["quick"]) == ("flush", True)
-    assert report["settings"]["changes"] >= 3000
+    assert report["settings"]["changes"] > 0
     cases = {row["case"]: row for row in report["rows"]}
     assert len(cases) == len(report["rows"]) >= 12
     assert all(row["ours"] > 0 and row["limit"] > 0 for row in report["rows"])

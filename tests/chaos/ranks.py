@@ -13,8 +13,8 @@ import anyio
 from kvactors.cache import KVCache, open_cache
 from kvactors.config import Config
 from kvactors.errors import DeadlineExceeded, LeaseEnded, NoRoom, RankLost
-from kvactors.testing.ranks import RankProcess
 from tests.chaos.record import Setting, Situation, Tally, reached
+from tests.support.rank_process import RankProcess
 
 BLOCK, RANKS, CLIENTS = 8, 2, 3
 BACK = 30.0

@@ -10,7 +10,8 @@ from typing import Any
 import anyio
 
 from kvactors.cache import KVCache
-from kvactors.scenario.router import Child, child, compare
+from kvactors.scenario.child import Child, child
+from kvactors.scenario.router import compare
 from tests.chaos.proxy import Proxy, proxied
 from tests.chaos.record import Setting, Situation, Tally
 from tests.chaos.rest import MEMORY, at_rest, loaded, named, settings, varied
@@ -34,22 +35,22 @@ class Readers:
         self.reader = await self._stack.enter_async_context(
             child("-m", "kvactors.testing.kv_mirror", *ends, "--lose", self._lose)
         )
-        await self.reader.hear()
+        await self.reader.receive()
 
     async def suffer(self, deed: str, setting: Setting) -> None:
         """One of DEEDS."""
         assert self.reader is not None
-        process, proxies = (
-            self.reader.process,
+        reader, proxies = (
+            self.reader,
             setting.rng.choice([self._proxies, self._proxies[:1], self._proxies[1:]]),
         )
         if deed == "kill":
-            process.kill()
+            await reader.kill()
             await self.start()
         elif deed == "stop":
-            process.send_signal(signal.SIGSTOP)
+            reader.signal(signal.SIGSTOP)
             await setting.moment(0.2, 2.0)
-            process.send_signal(signal.SIGCONT)
+            reader.signal(signal.SIGCONT)
         elif deed == "cut":
             for proxy in proxies:
                 proxy.cut()

@@ -23,7 +23,7 @@ import structlog
 
 from kvactors.config import Config
 from kvactors.errors import KVActorsError
-from kvactors.scenario.router import Child, child
+from kvactors.scenario.child import Child, child
 from kvactors.storage.breaker import Breaker
 from kvactors.types import Tier
 from tests.chaos.load import Load
@@ -73,7 +73,7 @@ class Worker:
 
     def send(self, number: signal.Signals) -> None:
         """A signal; counted as a fault unless it lets the process go on."""
-        self._child.process.send_signal(number)
+        self._child.signal(number)
         self._tally.faults += number != signal.SIGCONT
 
     async def reach(self, requests: int) -> None:
@@ -85,7 +85,7 @@ class Worker:
     async def rest(self) -> Said:
         """Let it come to rest; its last word. KVActorsError if it ends before, DeadlineExceeded if
         it says nothing."""
-        await self._child.say("rest")
+        await self._child.send("rest")
         while not self._last.resting:
             await self._hear()
         self._tally.add(self._last.tally)
@@ -99,10 +99,10 @@ class Worker:
                 await self._hear()
         except KVActorsError:
             self._tally.add(self._last.tally)  # that was all it said
-        await self._child.process.wait()
+        await self._child.kill()
 
     async def _hear(self) -> None:
-        self._last = msgspec.json.decode(await self._child.hear(PATIENCE), type=Said)
+        self._last = msgspec.json.decode(await self._child.receive(PATIENCE), type=Said)
 
 
 @asynccontextmanager
@@ -112,7 +112,7 @@ async def worker(
     """A worker that is open and under load, or with `early` one that has only begun to start;
     killed on the way out."""
     async with child("-m", "tests.chaos.worker", folder=ROOT) as process:
-        await process.say(
+        await process.send(
             msgspec.json.encode(Orders(config, setting.seed, setting.rng.getrandbits(32))).decode()
         )
         one = Worker(process, tally)

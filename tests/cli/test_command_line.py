@@ -189,7 +189,7 @@ def test_a_signal_leaves_no_temporary_files(tmp_path, command, number, status, i
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     endless = write(tmp_path / "s.toml", SCENARIO.format(4).replace("turns = 2", "turns = 100000"))
-    arguments = ["run", str(endless)] if command == "run" else ["bench", "faults"]
+    arguments = ["run", str(endless)] if command == "run" else ["bench", "lag"]
     process = subprocess.Popen(
         [sys.executable, "-m", "kvactors", *arguments],
         env={**os.environ, "TMPDIR": str(temporary)},
@@ -220,6 +220,7 @@ def test_a_signal_leaves_no_temporary_files(tmp_path, command, number, status, i
     [
         (["simulate", "--seeds", "3"], "python -m tests.simulation"),
         (["chaos"], "python -m tests.chaos"),
+        (["bench", "faults", "--quick"], "pytest tests/cache/test_storage_faults.py"),
     ],
 )
 def test_a_former_command_names_the_tool_that_replaces_it(words, command, capsys):

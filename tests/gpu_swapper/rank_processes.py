@@ -22,7 +22,7 @@ from kvactors.config import (
     StorageConfig,
 )
 from kvactors.ranks_config import RanksConfig
-from kvactors.testing.ranks import RankProcess
+from tests.support.rank_process import RankProcess
 
 BLOCK = 8
 

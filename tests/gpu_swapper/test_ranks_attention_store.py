@@ -17,8 +17,8 @@ from kvactors.observe.statistics import residency
 from kvactors.ranks_config import RanksConfig
 from kvactors.sink_config import AttentionStoreConfig, AttentionStoreSinkConfig
 from kvactors.testing import attentionstore_sdk as stand_in
-from kvactors.testing.ranks import RankProcess
 from tests.gpu_swapper.rank_processes import BLOCK, HANG, PATIENT, Engine, led, settings
+from tests.support.rank_process import RankProcess
 
 STORE = AttentionStoreConfig(sdk="kvactors.testing.attentionstore_sdk", ready_interval=0.05)
 PROMPT = list(range(4 * BLOCK + 1))

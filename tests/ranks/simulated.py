@@ -26,7 +26,7 @@ from kvactors.layout import make_layout
 from kvactors.ranks_config import RanksConfig
 from kvactors.sink_config import MemorySinkConfig
 from kvactors.storage.backends.memory import MemoryBackend
-from kvactors.testing.ranks import keys_on_rank
+from tests.support.rank_process import keys_on_rank
 
 BLOCK = 4
 ENDPOINT = "memory://leader"

@@ -11,8 +11,8 @@ from kvactors.device.arena import Arena
 from kvactors.device.host import HostDevice
 from kvactors.errors import KVActorsError
 from kvactors.layout.base import Layout
-from kvactors.testing.ranks import keys_on_rank
 from kvactors.types import KEY_BYTES, split_keys
+from tests.support.rank_process import keys_on_rank
 
 
 class WorkerGone(KVActorsError):

@@ -13,9 +13,9 @@ from kvactors.flush_notifier.runs import path_tokens
 from kvactors.observe.statistics import announceable
 from kvactors.storage.breaker import PAUSE
 from kvactors.testing.attentionstore_sdk import services
-from kvactors.testing.ranks import keys_on_rank
 from tests.simulation.draw import BLOCK, INDEX
 from tests.simulation.world import World
+from tests.support.rank_process import keys_on_rank
 
 REST = 60.0
 """Virtual seconds in which a healthy system must have come to rest."""

@@ -41,10 +41,10 @@ from kvactors.layout import make_layout
 from kvactors.storage.messages import Outcome
 from kvactors.testing.fakes import SimBackend, SimPool
 from kvactors.testing.loop import simulate
-from kvactors.testing.ranks import keys_on_rank
 from kvactors.types import Reason, Tier, join_keys
 from tests.simulation import run_seed
 from tests.simulation.engine import Engine
+from tests.support.rank_process import keys_on_rank
 from tests.support.sim_rank import SimRank
 
 SEEDS = {

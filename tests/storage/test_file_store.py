@@ -23,9 +23,9 @@ from kvactors.storage.backends import FileBackend
 from kvactors.storage.backends.slab_table import ENTRY_BYTES as ENTRY
 from kvactors.storage.backends.slab_table import PAGE, Meta, scan
 from kvactors.storage.messages import Outcome
-from kvactors.testing.kills import storm
 from kvactors.testing.store_contract import Bench, key
 from tests.storage.helpers import CORRUPT, MISS, OK, PRINT, SIZE, opened, whole
+from tests.support.killed_writer import storm
 
 
 def slab(bench: Bench) -> Path:
@@ -196,7 +196,7 @@ import asyncio, resource, signal, sys
 sys.path[:0] = {sys.path!r}
 from kvactors.storage.backends import FileBackend
 from kvactors.storage.messages import Outcome
-from kvactors.testing.kills import storm
+from tests.support.killed_writer import storm
 from kvactors.testing.store_contract import Bench
 from kvactors.device.arena import Arena
 async def main():

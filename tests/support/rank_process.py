@@ -1,19 +1,19 @@
-"""Worker processes of tensor-parallel ranks, for tests of whoever leads them: real ones, with
-devices in host memory.
+"""Worker processes of tensor-parallel ranks with devices in host memory.
 
-Each serves its rank in its own loop and does, beside that, what an engine's worker does with its
-blocks: it computes them (writes a pattern that depends on their names and on the rank) and reads
-them (checks that pattern).
+Each process serves its rank and does what an engine's worker does with its blocks: it computes them
+(writes a pattern that depends on their names and on the rank) and checks that pattern.
+`python -m tests.support.rank_process CONFIG RANK` is such a process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import sys
 from collections import deque
 from contextlib import suppress
+from pathlib import Path
+from signal import Signals
 from typing import Any, Literal, NamedTuple
 
 import anyio
@@ -23,12 +23,15 @@ from msgspec.structs import replace
 from kvactors.config import Config
 from kvactors.data_plane.ranks.worker import serve_rank
 from kvactors.device.host import HostDevice
+from kvactors.errors import KVActorsError
 from kvactors.layout import make_layout
 from kvactors.ranks_config import SECRET_VARIABLE
+from kvactors.scenario.child import Child, start_child
+
+ROOT = Path(__file__).parents[2]
 
 ANSWER_LIMIT = 120.0
-"""Seconds a worker may take over one command; it may be stopped for some of them, and the machine
-may be busy."""
+"""Seconds a worker may take for one command, during some of which it may be stopped."""
 
 
 class Work(msgspec.Struct, frozen=True):
@@ -78,101 +81,87 @@ def keys_on_rank(keys: bytes, rank: int) -> bytes:
 
 
 class RankProcess:
-    """One rank in a process of its own. config: the leader's."""
+    """One rank in its own process. config: the leader's."""
 
     def __init__(self, config: Config, rank: int) -> None:
         self.config = config
         self.rank = rank
-        self.process: asyncio.subprocess.Process | None = None
+        self._child: Child | None = None
+        self._reading: asyncio.Task[None] | None = None
         self._answers: deque[asyncio.Future[list[int]]] = deque()
-        self._hearing: asyncio.Task[None] | None = None
-        self._deaf = False  # its process has ended
 
     async def start(self) -> None:
-        """A new process with empty memory."""
+        """Start a process with empty memory."""
         ranks = self.config.ranks
-        config = replace(
-            self.config, ranks=replace(ranks, secret="")
-        )  # a command line is visible to every user
-        self.process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-P",
+        # the secret goes over the environment: a command line is visible to every user
+        config = replace(self.config, ranks=replace(ranks, secret=""))
+        self._answers = deque()
+        self._child = await start_child(
             "-m",
-            "kvactors.testing.ranks",
+            "tests.support.rank_process",
             msgspec.json.encode(config).decode(),
             str(self.rank),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, SECRET_VARIABLE: ranks.secret} if ranks.secret else None,
+            folder=ROOT,
+            environment={SECRET_VARIABLE: ranks.secret} if ranks.secret else None,
         )
-        assert self.process.stdout is not None
-        self._answers = deque()
-        self._deaf = False
-        self._hearing = asyncio.get_running_loop().create_task(
-            self._hear(self.process.stdout, self._answers)
+        self._reading = asyncio.get_running_loop().create_task(
+            self._read(self._child, self._answers)
         )
 
     async def fill(self, blocks: tuple[int, ...], keys: bytes) -> None:
-        """Compute blocks. ConnectionError if the process has died."""
+        """Compute blocks. ConnectionError if the process has ended."""
         await self._do(Work("fill", blocks, keys))
 
     async def check(self, blocks: tuple[int, ...], keys: bytes) -> list[int]:
         """Indices of blocks that do not hold this rank's share of what their names stand for.
-        ConnectionError if the process has died."""
+        ConnectionError if the process has ended."""
         return await self._do(Work("check", blocks, keys))
 
     async def service(self, **knobs: Any) -> ServiceState:
         """Set attributes of the stand-in of AttentionStore that this rank uses. ConnectionError if
-        the process has died."""
+        the process has ended."""
         return ServiceState(*await self._do(Work("service", knobs=knobs)))
 
     async def _do(self, work: Work) -> list[int]:
-        process = self.process
-        if process is None or process.stdin is None or self._deaf:
+        if self._child is None or self._reading is None or self._reading.done():
             raise ConnectionError(f"rank {self.rank} does not run")
-        body = msgspec.msgpack.encode(work)
         answer: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
         self._answers.append(answer)
-        process.stdin.write(len(body).to_bytes(4, "little") + body)
+        with suppress(KVActorsError):  # the process has ended, so has the answer
+            await self._child.send(msgspec.json.encode(work).decode())
         with anyio.fail_after(ANSWER_LIMIT):
             return await answer
 
-    async def _hear(
-        self, reader: asyncio.StreamReader, answers: deque[asyncio.Future[list[int]]]
-    ) -> None:
-        """Answers come in the order of their commands; with the process they end."""
-        with suppress(asyncio.IncompleteReadError):
+    async def _read(self, child: Child, answers: deque[asyncio.Future[list[int]]]) -> None:
+        """Answers come in the order of the commands, and end with the process."""
+        with suppress(KVActorsError):
             while True:
-                size = int.from_bytes(await reader.readexactly(4), "little")
-                result = msgspec.msgpack.decode(await reader.readexactly(size), type=list[int])
+                line = await child.receive(float("inf"))
                 answer = answers.popleft()
                 if not answer.done():
-                    answer.set_result(result)
-        self._deaf = self._deaf or self._answers is answers
+                    answer.set_result(msgspec.json.decode(line, type=list[int]))
         for answer in answers:
             if not answer.done():
-                answer.set_exception(ConnectionError(f"rank {self.rank} has died"))
+                answer.set_exception(ConnectionError(f"rank {self.rank} has ended"))
 
-    def signal(self, number: int) -> None:
-        """Send a signal, if it still lives."""
-        if self.process is not None:
-            with suppress(ProcessLookupError):
-                self.process.send_signal(number)
+    def signal(self, number: Signals) -> None:
+        """Send a signal if the process still runs."""
+        if self._child is not None:
+            self._child.signal(number)
 
     async def kill(self) -> None:
-        """Kill -9, and wait for the end."""
-        if self.process is not None:
-            self.signal(signal.SIGKILL)
-            await self.process.wait()
-            self.process = None
-        if self._hearing is not None:
-            await self._hearing
+        """Kill the process and wait for its end."""
+        child, self._child = self._child, None
+        if child is not None:
+            await child.kill()
+        if self._reading is not None:
+            await self._reading
 
 
 async def worker(config: Config, rank: int) -> None:
-    """Serve a rank and do the commands that come in, until those end."""
+    """Serve a rank and carry out commands until the input ends."""
     answers = os.dup(1)
-    os.dup2(2, 1)  # what is printed or logged to the standard output is no answer
+    os.dup2(2, 1)  # prints and logs must not mix with answers
     device = HostDevice(
         make_layout(config.layout, config.cache.block_size), config.device.num_blocks
     )
@@ -181,7 +170,7 @@ async def worker(config: Config, rank: int) -> None:
             config.ranks.endpoint, device, rank=rank, ranks=config.ranks.count, config=config
         )
     )
-    reader = asyncio.StreamReader()
+    reader = asyncio.StreamReader(limit=1 << 30)
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
     )
@@ -197,19 +186,16 @@ async def worker(config: Config, rank: int) -> None:
 async def _commands(
     reader: asyncio.StreamReader, device: HostDevice, rank: int, answers: int
 ) -> None:
-    with suppress(asyncio.IncompleteReadError):
-        while True:
-            size = int.from_bytes(await reader.readexactly(4), "little")
-            work = msgspec.msgpack.decode(await reader.readexactly(size), type=Work)
-            keys, bad = keys_on_rank(work.keys, rank), []
-            if work.kind == "fill":
-                device.fill(work.blocks, keys)
-            elif work.kind == "check":
-                bad = device.check(work.blocks, keys)
-            else:
-                bad = list(set_service(work.knobs))
-            body = msgspec.msgpack.encode(bad)
-            os.write(answers, len(body).to_bytes(4, "little") + body)
+    while line := await reader.readline():
+        work = msgspec.json.decode(line, type=Work)
+        keys, bad = keys_on_rank(work.keys, rank), []
+        if work.kind == "fill":
+            device.fill(work.blocks, keys)
+        elif work.kind == "check":
+            bad = device.check(work.blocks, keys)
+        else:
+            bad = list(set_service(work.knobs))
+        os.write(answers, msgspec.json.encode(bad) + b"\n")
 
 
 if __name__ == "__main__":

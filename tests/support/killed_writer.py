@@ -1,15 +1,15 @@
-"""Killing a process that writes to a file store, again and again (SIGKILL), and looking each time
-at what is left.
+"""A process that writes to a file store and is killed (SIGKILL) again and again.
 
-`python -m kvactors.testing.kills FOLDER FIRST` is such a process: it writes blocks FIRST, FIRST +
-1, .. for ever, with durability `synced`, and says a line `stored N N ..` or `gone N N ..` for each
-batch once that is so.
+`python -m tests.support.killed_writer FOLDER FIRST` is such a process: it writes blocks FIRST,
+FIRST + 1, .. with durability `synced`, and prints a line `stored N N ..` or `gone N N ..` for each
+batch.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
+import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -19,11 +19,14 @@ import anyio
 import numpy as np
 import structlog
 
-from kvactors.actor.uncancelled import uncancelled
 from kvactors.device.arena import Arena
+from kvactors.errors import KVActorsError
+from kvactors.scenario.child import child
 from kvactors.storage.backends.file import FileBackend
 from kvactors.storage.messages import Outcome
 from kvactors.testing.store_contract import Bench, key, never
+
+ROOT = Path(__file__).parents[2]
 
 PRINT = bytes(range(32))
 SIZE = 20_000
@@ -68,10 +71,10 @@ async def write(folder: str, first: int) -> None:
 async def storm(folder: Path, rounds: int, seed: int = 0) -> Storm:
     """Kill a writer `rounds` times at random moments; after each, open the store and read
     everything that it holds."""
-    rng, first = random.Random(seed), 0  # noqa: S311  (when to kill is no secret)
+    rng, first = random.Random(seed), 0
     announced = missing = served = wrong = 0
     for number in range(rounds):
-        said = await one_life(folder, first, rng.uniform(0.0, 0.08), patient=number % 2 == 0)
+        said = await run_and_kill(folder, first, rng.uniform(0.0, 0.08), patient=number % 2 == 0)
         first = max(said, default=first) + BATCH + 1
         store, arena = FileBackend(folder, PRINT, SIZE, CAPACITY), Arena(1, SIZE)
         await store.open()
@@ -93,44 +96,40 @@ async def storm(folder: Path, rounds: int, seed: int = 0) -> Storm:
     return Storm(rounds, announced, missing, served, wrong)
 
 
-async def one_life(folder: Path, first: int, seconds: float, *, patient: bool) -> set[int]:
-    """Run a writer for some seconds after it has opened its store (patient: after it has stored a
-    batch, however slow the disk is); what it announced as stored and not as gone."""
-    command = [sys.executable, "-P", "-m", "kvactors.testing.kills", str(folder), str(first)]
-    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
-    try:
-        lines = await _life(process, seconds, patient=patient)
-    finally:
-        await uncancelled(_end(process))  # nothing writes in the folder when this returns
-    said: set[int] = set()
-    for line in lines:
-        word, *rest = line.split() or [b""]
+async def run_and_kill(folder: Path, first: int, seconds: float, *, patient: bool) -> set[int]:
+    """Run a writer and kill it.
+
+    Args:
+        folder: of the store.
+        first: number of the first block it writes.
+        seconds: how long it runs after it has opened its store.
+        patient: let the time begin when it has stored a batch, however slow the disk is.
+
+    Returns:
+        Blocks that it announced as stored and not as gone.
+    """
+    stored: set[int] = set()
+
+    async def take() -> str:
+        word, *rest = (await writer.receive()).split()
         numbers = {int(one) for one in rest}
-        if line.endswith(b"\n"):
-            said = said - numbers if word == b"gone" else said | numbers
-    return said
+        if word == "gone":
+            stored.difference_update(numbers)
+        elif word == "stored":
+            stored.update(numbers)
+        return word
 
-
-async def _life(
-    process: asyncio.subprocess.Process, seconds: float, *, patient: bool
-) -> list[bytes]:
-    assert process.stdout is not None
-    await process.stdout.readline()
-    lines: list[bytes] = []
-    while patient and not (lines and lines[-1].startswith(b"stored")):
-        lines.append(await process.stdout.readline())
-        if not lines[-1]:
-            break  # it has ended by itself
-    await anyio.sleep(seconds)
-    process.kill()
-    return lines + (await process.stdout.read()).splitlines(keepends=True)
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is None:
-        with suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
+    arguments = ("-m", "tests.support.killed_writer", str(folder), str(first))
+    async with child(*arguments, folder=ROOT) as writer:
+        with suppress(KVActorsError):  # it has ended
+            await take()
+            while patient and await take() != "stored":
+                pass
+            await anyio.sleep(seconds)
+            writer.signal(signal.SIGKILL)
+            while True:
+                await take()
+    return stored
 
 
 if __name__ == "__main__":

@@ -1,0 +1,121 @@
+"""Child processes that exchange lines of text with this one."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from signal import Signals
+
+import anyio
+from anyio.abc import Process
+from anyio.streams.buffered import BufferedByteReceiveStream
+
+from kvactors.errors import DeadlineExceeded, KVActorsError
+
+PATIENCE = 60.0
+"""Seconds to wait for a line by default."""
+
+LONGEST_LINE = 1 << 30
+
+
+class Child:
+    """A running child process.
+
+    Attributes:
+        process: anyio's handle of it.
+    """
+
+    def __init__(self, process: Process) -> None:
+        if process.stdin is None or process.stdout is None:
+            raise ValueError("the process needs pipes as its standard input and output")
+        self.process = process
+        self._input = process.stdin
+        self._lines = BufferedByteReceiveStream(process.stdout)
+
+    @property
+    def name(self) -> str:
+        """The process as error messages name it."""
+        return f"child process {self.process.pid}"
+
+    async def send(self, line: str) -> None:
+        """Write one line to its standard input.
+
+        Raises:
+            KVActorsError: the process has ended.
+        """
+        try:
+            await self._input.send(line.encode() + b"\n")
+        except (anyio.BrokenResourceError, anyio.ClosedResourceError) as error:
+            raise KVActorsError(f"{self.name} has ended") from error
+
+    async def receive(self, deadline: float = PATIENCE) -> str:
+        """Read one line of its standard output.
+
+        Args:
+            deadline: seconds from now.
+
+        Raises:
+            DeadlineExceeded: there was no line in time.
+            KVActorsError: the process has ended.
+        """
+        try:
+            with anyio.fail_after(deadline):
+                return (await self._lines.receive_until(b"\n", LONGEST_LINE)).decode()
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"{self.name} printed nothing for {deadline} s") from error
+        except (anyio.IncompleteRead, anyio.EndOfStream, anyio.ClosedResourceError) as error:
+            status = self.process.returncode
+            raise KVActorsError(f"{self.name} has ended, exit status {status}") from error
+
+    def signal(self, number: Signals) -> None:
+        """Send a signal if the process still runs."""
+        with suppress(ProcessLookupError):
+            self.process.send_signal(number)
+
+    async def kill(self) -> None:
+        """Kill the process (SIGKILL) and wait until it has ended. No cancellation interrupts it."""
+        with anyio.CancelScope(shield=True):
+            if self.process.returncode is None:
+                with suppress(ProcessLookupError):
+                    self.process.kill()
+            await self.process.wait()
+            await self.process.aclose()
+
+
+async def start_child(
+    *arguments: str,
+    folder: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    python: str = sys.executable,
+) -> Child:
+    """Start a Python process. `Child.kill` ends it.
+
+    Args:
+        arguments: of the interpreter, for example `-m` and a module.
+        folder: the working directory, from which modules are imported as well. By default the
+            process imports from where this one does, whatever its working directory is.
+        environment: variables to set in addition to those of this process.
+        python: the interpreter.
+    """
+    isolated = [] if folder else ["-P"]
+    return Child(
+        await anyio.open_process(
+            [python, *isolated, *arguments],
+            stderr=None,
+            cwd=folder,
+            env={**os.environ, **environment} if environment else None,
+        )
+    )
+
+
+@asynccontextmanager
+async def child(*arguments: str, folder: Path | None = None) -> AsyncIterator[Child]:
+    """Run a Python process while the block runs, see `start_child`."""
+    started = await start_child(*arguments, folder=folder)
+    try:
+        yield started
+    finally:
+        await started.kill()

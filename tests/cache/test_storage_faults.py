@@ -1,0 +1,139 @@
+"""Faults of a file store behind a whole cache: misses, and nothing else."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from kvactors.testing.faults import rot
+from tests.support.cache import opened, prompt, serve
+
+PROMPTS, BLOCKS = 12, 6
+HOST = {"slots": 4, "transit_slots": 32}
+
+
+class Fault(NamedTuple):
+    """begin: what breaks; it may give a context in which it stays broken. counter: of the store or
+    the host, which must count it. exclusive: of the store, so that every eviction writes again."""
+
+    begin: object
+    counter: str
+    exclusive: bool = False
+
+
+def store_of(cache):
+    return cache.system.backend
+
+
+def flip_bits(cache, monkeypatch):
+    assert rot(store_of(cache), 3) > 0
+
+
+def truncate(share):
+    def cut(cache, monkeypatch):
+        files = store_of(cache).files
+        used = PROMPTS * BLOCKS * files.meta.stride
+        os.truncate(files.folder / "slab-0000", int(used * share))
+
+    return cut
+
+
+def delete_folder(cache, monkeypatch):
+    shutil.rmtree(store_of(cache).files.folder)
+
+
+def refuse_writes(number):
+    def refuse(cache, monkeypatch):
+        def pwritev(*_):
+            raise OSError(number, os.strerror(number))
+
+        context = monkeypatch.context()
+        patch = context.__enter__()
+        patch.setattr(os, "pwritev", pwritev)
+        return context
+
+    return refuse
+
+
+FAULTS = {
+    "one bit flipped in every third object": Fault(flip_bits, "corrupt"),
+    "file cut in half": Fault(truncate(0.5), "corrupt"),
+    "file empty": Fault(truncate(0.0), "corrupt"),
+    "folder deleted": Fault(delete_folder, "unavailable"),
+    "disk full": Fault(refuse_writes(errno.ENOSPC), "no_space", exclusive=True),
+    "read-only file system": Fault(refuse_writes(errno.EROFS), "unavailable", exclusive=True),
+}
+
+
+def stored(folder: Path, **storage):
+    return {
+        "backend": "file",
+        "directory": str(folder),
+        "write_policy": "write_through",
+        **storage,
+    }
+
+
+async def serve_all(cache, *, settle=True):
+    """Every prompt once; each loaded block is verified. Blocks found in the store."""
+    found = 0
+    for seed in range(PROMPTS):
+        lease = await serve(cache, f"r{seed}", prompt(seed, BLOCKS, tail=1))
+        found += lease.hits.storage
+        if settle:
+            await cache.settled(20.0)
+    return found
+
+
+@pytest.mark.parametrize("name", FAULTS)
+async def test_a_fault_of_the_store_costs_misses_and_is_counted(name, tmp_path, monkeypatch):
+    fault = FAULTS[name]
+    storage = stored(tmp_path, exclusive=fault.exclusive)
+    async with opened(device=16, host=HOST, storage=storage) as cache:
+        await serve_all(cache)
+        context = fault.begin(cache, monkeypatch)
+        try:
+            await serve_all(cache)
+        finally:
+            if context is not None:
+                context.__exit__(None, None, None)
+        await serve_all(cache)
+        statistics = cache.statistics()
+        assert getattr(statistics.store, fault.counter, 0) or getattr(
+            statistics.host, fault.counter, 0
+        )
+
+
+async def test_a_restart_finds_every_block(tmp_path):
+    for restarted in (False, True):
+        async with opened(device=16, host=HOST, storage=stored(tmp_path)) as cache:
+            found = await serve_all(cache)
+            assert not restarted or found == PROMPTS * BLOCKS
+
+
+async def test_exhausted_staging_memory_costs_misses_only(tmp_path):
+    host = {"slots": 2, "transit_slots": 2}
+    async with opened(device=16, host=host, storage=stored(tmp_path)) as cache:
+        for _ in range(3):
+            await serve_all(cache)
+
+
+async def test_a_file_system_without_direct_io_is_used_through_the_page_cache(
+    tmp_path, monkeypatch
+):
+    real = os.open
+
+    def refuse(path, flags, *rest, **more):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no O_DIRECT here")
+        return real(path, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "open", refuse)
+    async with opened(device=16, host=HOST, storage=stored(tmp_path)) as cache:
+        await serve_all(cache)
+        assert await serve_all(cache) > 0
