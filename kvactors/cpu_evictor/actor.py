@@ -10,6 +10,7 @@ from kvactors.actor.actor import Timer
 from kvactors.actor.clock import now
 from kvactors.config import HostConfig, StorageConfig
 from kvactors.cpu_evictor.actions import Action, Send, StartTimer
+from kvactors.cpu_evictor.completions import Completion, Completions
 from kvactors.cpu_evictor.load import LoadJob
 from kvactors.cpu_evictor.memory import HostMemory
 from kvactors.cpu_evictor.messages import (
@@ -34,18 +35,7 @@ from kvactors.cpu_evictor.messages import (
 )
 from kvactors.cpu_evictor.offload import OffloadJob
 from kvactors.cpu_evictor.prefetch import PrefetchJob
-from kvactors.cpu_evictor.reports import count_of, outcomes_of
-from kvactors.cpu_evictor.requests import (
-    ClearRequest,
-    CopyRequest,
-    FetchRequest,
-    Peers,
-    ProbeRequest,
-    ReadRequest,
-    Requests,
-    SaveRequest,
-    WriteRequest,
-)
+from kvactors.cpu_evictor.requests import Peers, Requests
 from kvactors.cpu_evictor.save import SaveJob
 from kvactors.cpu_evictor.slots import HostTier
 from kvactors.cpu_evictor.statistics import HostStatistics, host_statistics
@@ -56,7 +46,6 @@ from kvactors.storage.messages import (
     ClearStore,
     FetchDevice,
     Fetched,
-    Outcome,
     Probe,
     Probed,
     Read,
@@ -68,15 +57,14 @@ from kvactors.storage.messages import (
     Write,
     Written,
 )
-from kvactors.types import indices_of
 
 
 class CpuEvictor(Actor):
     """Owns the host slots. It alone hands them out, so it leads every movement through host memory.
 
     Handlers call pure objects, which return the actions to carry out: a job for each offload, load,
-    prefetch and finished request, `HostMemory` for what they share, and `Requests` for what is in
-    flight.
+    prefetch and finished request, `HostMemory` for what they share, `Requests` for what is in
+    flight, and `Completions` to continue a job when a request has ended.
 
     Args:
         direct: actor of a store that moves device memory itself, None without one.
@@ -126,6 +114,7 @@ class CpuEvictor(Actor):
         self.requests = Requests(self.peers, storage, era, now)
         self.memory = HostMemory(self.host, self.requests, config, storage)
         self.loads: dict[int, LoadJob] = {}
+        self._completions = Completions(self.memory)
         self._timers_of: dict[object, Timer] = {}  # by job
 
     def started(self) -> None:
@@ -183,13 +172,6 @@ class CpuEvictor(Actor):
         """Keep and save the path of a finished request."""
         self._perform(SaveJob(self.memory, message).begin())
 
-    @on(SaveUnanswered)
-    def save_unanswered(self, message: SaveUnanswered) -> None:
-        """The store has not answered in time what it has of a finished request: nothing is saved,
-        so that the device blocks are not held for it. The next finish offers them again."""
-        if (request := self.requests.take(message.op, ProbeRequest)) is not None:
-            self._perform(request.job.on_probed(request.size))
-
     @on(Discard)
     def discard(self, message: Discard) -> None:
         """The device holds these blocks."""
@@ -202,22 +184,20 @@ class CpuEvictor(Actor):
         if message.storage:
             self._perform([self.memory.clear_store(message.op)])
 
-    # -- completions of copies
-
-    @on(CopyProgress)
-    def copy_progress(self, message: CopyProgress) -> None:
-        """Some layers of a copy have arrived."""
-        request = self.requests.get(message.op, CopyRequest)
-        if request is not None and isinstance(request.job, LoadJob):
-            self._perform(request.job.on_layers(request.first, message.layers))
+    # -- other actors
 
     @on(Copied)
-    def copied(self, message: Copied) -> None:
-        """A copy has ended."""
-        if (request := self.requests.take(message.op, CopyRequest)) is not None:
-            failed = indices_of(message.failed, request.size)
-            self.memory.counts.copy_failures += len(failed)
-            self._perform(request.job.on_copied(request.first, request.size, failed))
+    @on(CopyProgress)
+    @on(Probed)
+    @on(ReadDone)
+    @on(Written)
+    @on(StoreCleared)
+    @on(Fetched)
+    @on(Saved)
+    @on(SaveUnanswered)
+    def completed(self, message: Completion) -> None:
+        """A request to the swapper or to storage has ended, or made progress."""
+        self._perform(self._completions.handle(message))
 
     @on(HostChanged)
     def host_changed(self, message: HostChanged) -> None:
@@ -231,80 +211,14 @@ class CpuEvictor(Actor):
         for job in list(self.loads.values()):
             self._perform(job.on_copies_unavailable())
 
-    # -- completions of storage
-
-    @on(Probed)
-    def probed(self, message: Probed) -> None:
-        """A probe has ended. Reads that follow are sent before the writes that were held back."""
-        request = self.requests.take(message.op, ProbeRequest)
-        if request is None:
-            return
-        found = count_of(message.found, request.size)
-        if not request.HOLDS_WRITES:
-            self._perform(request.job.on_probed(found))
-            return
-        # During a clear, blocks from before it may have been found.
-        self._perform(request.job.on_probed(found if self.requests.may_read else 0))
-        self._perform(self.memory.write_held())
-
-    @on(ReadDone)
-    def read_done(self, message: ReadDone) -> None:
-        """A read has ended."""
-        if (request := self.requests.take(message.op, ReadRequest)) is not None:
-            outcomes = outcomes_of(message.outcomes, request.size)
-            self._perform(request.job.on_read(request.first, outcomes))
-
-    @on(Written)
-    def write_done(self, message: Written) -> None:
-        """A write has ended."""
-        if (request := self.requests.take(message.op, WriteRequest)) is not None:
-            outcomes = outcomes_of(message.outcomes, request.size)
-            self._perform(self.memory.on_written(request.blocks, outcomes))
-
-    @on(StoreCleared)
-    def store_cleared(self, message: StoreCleared) -> None:
-        """The store is empty, or could not be emptied."""
-        if (request := self.requests.take(message.op, ClearRequest)) is not None:
-            self.tell(self.peers.index, HostCleared(request.op, message.error))
-
-    @on(Fetched)
-    def fetched(self, message: Fetched) -> None:
-        """A device store writes to these device blocks no longer."""
-        if (request := self.requests.take(message.op, FetchRequest)) is not None:
-            fetched = count_of(message.good, request.size)
-            self._perform(request.job.on_fetched(request.first, fetched))
-
-    @on(Saved)
-    def saved(self, message: Saved) -> None:
-        """A device store reads from these device blocks no longer."""
-        if (request := self.requests.take(message.op, SaveRequest)) is not None:
-            saved = count_of(message.good, request.size)
-            self.memory.counts.written += saved
-            self.memory.counts.write_failures += request.size - saved
-            self._perform(request.job.on_saved())
-
     @on(PeerRestarted)
     def peer_restarted(self, message: PeerRestarted) -> None:
-        """A new notifier is sent what is resident. Requests to a storage actor that failed will not
-        be answered: a clear is sent again, the others end without success."""
+        """A new notifier is sent what is resident. What a storage actor was asked before it failed
+        is ended."""
         if message.name == "flush_notifier":
             self._perform(self.memory.announce(self.host.keys()))
-            return
-        for op, request in self.requests.open_at(message.name):
-            failed = bytes([Outcome.UNAVAILABLE]) * request.size
-            if isinstance(request, ClearRequest):
-                self.requests.take(op, ClearRequest)
-                self._perform([self.memory.clear_store(request.op)])
-            elif isinstance(request, ProbeRequest):
-                self.probed(Probed(op, 0))
-            elif isinstance(request, ReadRequest):
-                self.read_done(ReadDone(op, failed))
-            elif isinstance(request, WriteRequest):
-                self.write_done(Written(op, failed))
-            elif isinstance(request, FetchRequest):
-                self.fetched(Fetched(op, 0))
-            elif isinstance(request, SaveRequest):
-                self.saved(Saved(op, 0))
+        else:
+            self._perform(self._completions.peer_failed(message.name))
 
     # -- observation
 

@@ -97,9 +97,9 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "store_that_does_not_answer_holds_device_blocks",
-        "cpu_evictor/actor.py",
-        "self._perform(request.job.on_probed(request.size))",
-        "pass",
+        "cpu_evictor/completions.py",
+        "return [] if request is None else request.job.on_probed(request.size)",
+        "return []",
         "the device blocks of a finished request stay in use until a hung store answers",
         (
             f"{TIERS}::test_a_store_that_does_not_answer_holds_the_blocks_of_a_finished_request_for_a_second",
