@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -77,6 +77,8 @@ class KVCache:
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._leases = count(1)
+        # Called with each lease that is garbage-collected without an end, for tests.
+        self.on_forgotten: Callable[[int], None] | None = None
         self._open = True
         self._split_media = system.config.cache.split_media
         self._default_deadline = system.config.cache.deadline
@@ -419,6 +421,8 @@ class KVCache:
     def _forgotten(self, lease: int) -> bool:
         """Give a lease back from a finaliser, which may run in any thread and at any point; False
         if the cache is closed."""
+        if self.on_forgotten is not None:
+            self.on_forgotten(lease)
         if not self._open or self._loop.is_closed() or self.system.forked:
             return False
         try:

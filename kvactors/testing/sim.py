@@ -91,14 +91,12 @@ def watch_leases(cache: KVCache) -> list[str]:
     """A list that grows by the request of every lease that is garbage-collected without having been
     ended."""
     forgotten: list[str] = []
-    forget = cache._forgotten
 
-    def noted(number: int) -> bool:
+    def note(number: int) -> None:
         lease = cache.system.index_actor.leases.get(number)
         forgotten.append("?" if lease is None else lease.request_id)
-        return forget(number)
 
-    setattr(cache, "_forgotten", noted)  # noqa: B010  (the type checker knows that a method is no variable)
+    cache.on_forgotten = note
     return forgotten
 
 

@@ -41,7 +41,7 @@ BUGS: tuple[Mutation, ...] = (
         "limits_are_not_restored",
         "tests/simulation/limits.py",
         "    finally:\n        for name, (module, constant) in places.items():\n            "
-        "setattr(module, constant, before[name])\n",
+        "vars(module)[constant] = before[name]\n",
         "    finally:\n        pass\n",
         "a process that simulates keeps the limits of its last run",
         ("tests/simulation/test_limits.py",),

@@ -6,6 +6,7 @@ from mutation import Mutation
 
 LIFECYCLE = "tests/cache/test_cancelled_lifecycle.py::test_cancelled_at_any_step_nothing_is_left_and_it_opens_again"
 LEAKED = "tests/actor/test_leaked_errors.py"
+INSTRUMENT = "tests/actor/test_instrument.py"
 DEGRADED = "tests/cache/test_degraded.py"
 CLOSE = "tests/cache/test_close.py"
 
@@ -166,5 +167,29 @@ BUGS = (
         (
             "tests/observe/test_logs.py::test_without_settings_warnings_go_to_stderr_and_nothing_to_stdout",
         ),
+    ),
+    Mutation(
+        "instruments_fail_actors",
+        "actor/instrument.py",
+        "            except BaseException as error:\n",
+        "            except KeyError as error:\n",
+        "an error in a trace or a metric restarts the actors that it observes",
+        (f"{INSTRUMENT}::test_an_instrument_that_raises_is_removed_and_fails_no_actor",),
+    ),
+    Mutation(
+        "parked_messages_have_no_cause",
+        "actor/outbox.py",
+        '                to.instruments.notify("sent", to, envelope, turn)\n',
+        '                to.instruments.notify("sent", to, envelope, None)\n',
+        "messages that waited for room cannot be traced to the request that caused them",
+        (f"{INSTRUMENT}::test_every_message_is_traced_to_the_ask_that_caused_it",),
+    ),
+    Mutation(
+        "an_injected_failure_leaves_its_ask_open",
+        "actor/mailbox_loop.py",
+        "                if envelope.reply is not None:\n",
+        "                if envelope.reply is None:\n",
+        "an ask whose turn is failed on purpose waits for its deadline",
+        (f"{INSTRUMENT}::test_an_injected_failure_fails_the_actor_before_or_after_its_turn",),
     ),
 )

@@ -47,8 +47,8 @@ def limited(limits: Mapping[str, int]) -> Iterator[None]:
     before = {name: getattr(module, constant) for name, (module, constant) in places.items()}
     try:
         for name, (module, constant) in places.items():
-            setattr(module, constant, limits.get(name, before[name]))
+            vars(module)[constant] = limits.get(name, before[name])
         yield
     finally:
         for name, (module, constant) in places.items():
-            setattr(module, constant, before[name])
+            vars(module)[constant] = before[name]

@@ -162,13 +162,11 @@ class SimSystem(System):
 
     def _watch_health(self) -> None:
         assert self.ranks is not None
-        change = self.ranks._set
 
-        def changed(rank: Any, health: Health, reason: str) -> None:
-            self.witness.seen[f"health {rank.health.value} to {health.value}"] += 1
-            change(rank, health, reason)
+        def note(_rank: int, before: Health, after: Health) -> None:
+            self.witness.seen[f"health {before.value} to {after.value}"] += 1
 
-        setattr(self.ranks, "_set", changed)  # noqa: B010
+        self.ranks.on_health = note
 
 
 def without_substitutes(group: Group) -> Group:

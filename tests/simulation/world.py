@@ -8,7 +8,7 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import anyio
 
@@ -31,7 +31,9 @@ from kvactors.testing.fakes import (
     SimSink,
     latency,
 )
+from kvactors.testing.loop import SimLoop
 from kvactors.testing.plan import STEPPED, Fault
+from kvactors.threads import Workers
 from tests.simulation.draw import INDEX, Draw
 from tests.simulation.engine import Engine
 from tests.simulation.limits import STEP
@@ -116,7 +118,7 @@ class World:
 
     def _on_service(self, sdk: Sdk) -> None:
         assert self.service is not None
-        setattr(sdk, "thread", SimThread(self.service))  # noqa: B010
+        sdk.thread = cast("Workers", SimThread(self.service))
 
     def _rank_on_service(self, number: int, count: int) -> None:
         """The handle that a rank will open calls the service in virtual time."""
@@ -185,9 +187,9 @@ class World:
         await self._end(fault)
 
     def _jump(self, seconds: float) -> None:
-        loop = asyncio.get_running_loop()
+        loop = cast("SimLoop", asyncio.get_running_loop())
         self.jumped += seconds
-        setattr(loop, "_now", loop.time() + seconds)  # noqa: B010  (its clock is its own)
+        loop.jump(seconds)
 
     async def _begin(self, fault: Fault) -> None:
         family, _, what = fault.kind.partition("_")

@@ -84,6 +84,8 @@ class RankGroup:
         self.storage = storage
         self.layers = layers
         self.changed: Callable[[int, Health], None] = lambda _rank, _health: None
+        # Called with a rank and its health before and after each change, for tests.
+        self.on_health: Callable[[int, Health, Health], None] | None = None
         self.names: RankNames | None = None
         self.memory_generation = 0
         self.strangers = Strangers()
@@ -404,6 +406,8 @@ class RankGroup:
         log.warning("rank lost", rank=rank.number, reason=reason, in_flight=len(rank.open))
 
     def _set(self, rank: Rank, health: Health, reason: str) -> None:
+        if self.on_health is not None:
+            self.on_health(rank.number, rank.health, health)
         rank.health, rank.reason, rank.since = health, reason, now()
         self.changed(rank.number, health)
         if self._admission is not None and not self._admission.done():
