@@ -41,7 +41,7 @@ from kvactors.cpu_evictor.slots import HostTier
 from kvactors.cpu_evictor.statistics import HostStatistics, host_statistics
 from kvactors.device.arena import Arena
 from kvactors.flush_notifier.messages import Cleared, Gained, Gone
-from kvactors.gpu_swapper.messages import Copied, Copy, CopyProgress, HostChanged
+from kvactors.gpu_swapper.messages import Copied, Copy, CopyProgress, DataPlaneStatus
 from kvactors.storage.messages import (
     ClearStore,
     FetchDevice,
@@ -199,13 +199,13 @@ class CpuEvictor(Actor):
         """A request to the swapper or to storage has ended, or made progress."""
         self._perform(self._completions.handle(message))
 
-    @on(HostChanged)
-    def host_changed(self, message: HostChanged) -> None:
+    @on(DataPlaneStatus)
+    def data_plane_status(self, message: DataPlaneStatus) -> None:
         """Copies are available again, or are not for now. Lost slots hold nothing."""
-        self.requests.generation = message.era
-        if message.lost:
+        self.requests.generation = message.generation
+        if message.memory_lost:
             self._perform(self.memory.lose())
-        if message.possible:
+        if message.available:
             self._perform(Send(writer, Recount()) for writer in self.peers.writers[:1])
             return
         for job in list(self.loads.values()):

@@ -12,15 +12,12 @@ from kvactors.actor.jobs import MEMORY_LIMIT, Job, JobsRunOn
 from kvactors.data_plane.base import DataPlane
 from kvactors.gpu_swapper.messages import (
     Copied,
-    CopiesStalled,
     Copy,
     CopyFinished,
     CopyLayers,
     CopyProgress,
-    DeviceLost,
+    DataPlaneStatus,
     Direction,
-    HostChanged,
-    PlaneChanged,
 )
 from kvactors.types import indices_of
 
@@ -44,8 +41,8 @@ class GpuSwapper(Actor):
 
     ROLE: ClassVar[str] = "gpu_swapper"
     SENDS: ClassVar[Mapping[str, tuple[type[Message], ...]]] = {
-        "cpu_evictor": (Copied, CopyProgress, HostChanged),
-        "prefix_index": (CopiesStalled, DeviceLost),
+        "cpu_evictor": (Copied, CopyProgress, DataPlaneStatus),
+        "prefix_index": (DataPlaneStatus,),
     }
 
     def __init__(
@@ -61,17 +58,16 @@ class GpuSwapper(Actor):
 
     def started(self) -> None:
         """Hear of copies that cannot be made, and of what was lost while nobody listened."""
-        self._plane.on_status(lambda *status: self.to_self(PlaneChanged(*status)))
+        self._plane.on_status(lambda *status: self.to_self(DataPlaneStatus(*status)))
 
-    @on(PlaneChanged)
-    def plane_changed(self, message: PlaneChanged) -> None:
-        """Ranks come and go."""
-        if message.lost:
-            self.tell(self._index, DeviceLost(message.era))
+    @on(DataPlaneStatus)
+    def status_changed(self, message: DataPlaneStatus) -> None:
+        """Forward the status. The index acts on losses and stalls only."""
+        if message.memory_lost or not message.available:
+            self.tell(self._index, message)
+        if message.memory_lost:
             self._plane.acknowledge_loss()
-        elif not message.possible:
-            self.tell(self._index, CopiesStalled())
-        self.tell(self._evictor, HostChanged(message.possible, message.lost, message.era))
+        self.tell(self._evictor, message)
 
     @on(Copy)
     def copy(self, message: Copy) -> None:

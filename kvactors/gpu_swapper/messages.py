@@ -8,15 +8,12 @@ from kvactors.data_plane.base import Direction
 
 __all__ = [
     "Copied",
-    "CopiesStalled",
     "Copy",
     "CopyFinished",
     "CopyLayers",
     "CopyProgress",
-    "DeviceLost",
+    "DataPlaneStatus",
     "Direction",
-    "HostChanged",
-    "PlaneChanged",
 ]
 
 
@@ -48,23 +45,17 @@ class Copied(Control, frozen=True, eq=False):
     failed: tuple[int, ...]
 
 
-class HostChanged(Control, frozen=True, eq=False):
-    """Copies can be made (again), or cannot for now. lost: what was in the slots may be gone, and a
-    new era begins."""
+class DataPlaneStatus(Control, frozen=True, eq=False):
+    """The data plane's status has changed; to itself, and forwarded to the evictor and the index.
 
-    possible: bool
-    lost: bool
-    era: int
+    available: copies can be made. Copies in flight may never complete while they cannot.
+    memory_lost: the bytes in device blocks and host slots may be lost. generation: the memory
+    generation from here on.
+    """
 
-
-class CopiesStalled(Control, frozen=True, eq=False):
-    """Somebody whom copies need does not answer: those under way end nobody knows when."""
-
-
-class DeviceLost(Control, frozen=True, eq=False):
-    """What device blocks held may be lost; a new era begins."""
-
-    era: int
+    available: bool
+    memory_lost: bool
+    generation: int
 
 
 class CopyFinished(Control, frozen=True, eq=False):
@@ -76,15 +67,6 @@ class CopyFinished(Control, frozen=True, eq=False):
     failed: tuple[int, ...]
     pairs: int
     seconds: float
-
-
-class PlaneChanged(Control, frozen=True, eq=False):
-    """To itself: copies can be made, or cannot. lost: what was in device memory may be gone, and a
-    new era begins."""
-
-    possible: bool
-    lost: bool
-    era: int
 
 
 class CopyLayers(Control, frozen=True, eq=False):

@@ -9,7 +9,7 @@ from typing import Any
 from kvactors.actor import ActorRef, Envelope, on
 from kvactors.cpu_evictor.messages import LayersLoaded, LoadStalled
 from kvactors.errors import LeaseEnded, RankLost
-from kvactors.gpu_swapper.messages import CopiesStalled, DeviceLost
+from kvactors.gpu_swapper.messages import DataPlaneStatus
 from kvactors.prefix_index.messages import LayerReady, Overdue
 from kvactors.prefix_index.records import Fault, Lease
 from kvactors.prefix_index.room import Room
@@ -152,16 +152,18 @@ class Layers(Room):
         overdue."""
         self.overdue(Overdue(message.op))
 
-    @on(CopiesStalled)
-    def copies_stalled(self, message: CopiesStalled) -> None:
-        """Whoever waits for room gets other blocks."""
-        self.stall()
+    @on(DataPlaneStatus)
+    def data_plane_status(self, message: DataPlaneStatus) -> None:
+        """Device memory was lost, or copies are not available for now."""
+        if message.memory_lost:
+            self.device_lost(message.generation)
+        elif not message.available:
+            self.stall()
 
-    @on(DeviceLost)
-    def device_lost(self, message: DeviceLost) -> None:
-        """What was on the device may be gone: nothing cached counts any more, and no lease of
-        before can be relied on."""
-        self.era = message.era
+    def device_lost(self, generation: int) -> None:
+        """The blocks that were resident on the device may be lost: none of them is cached, and no
+        lease granted before can be relied on."""
+        self.era = generation
         self.index.retire()
         self.device_cleared(Reason.RESTART)
         for lease in self.leases.values():

@@ -13,7 +13,7 @@ from kvactors.config import HostConfig, StorageConfig
 from kvactors.cpu_evictor.actor import CpuEvictor
 from kvactors.errors import KVActorsError
 from kvactors.flush_notifier.messages import PLAIN
-from kvactors.gpu_swapper.messages import Copied, Copy, DeviceLost, Direction, HostChanged
+from kvactors.gpu_swapper.messages import Copied, Copy, DataPlaneStatus, Direction
 from kvactors.native import HOST, Path
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.index import BlockIndex
@@ -312,10 +312,10 @@ class TiersWalk:
         moments."""
         if self.draw.losses and self.random.random() < 0.2:
             self.era += 1
-            self.to_index.append(DeviceLost(self.era))
+            self.to_index.append(DataPlaneStatus(True, True, self.era))
             self.device.clear()
             self.slots.clear()
-            self.of_evictor(self.evictor.turn(HostChanged(True, True, self.era)))
+            self.of_evictor(self.evictor.turn(DataPlaneStatus(True, True, self.era)))
 
     def clear(self) -> None:
         if self.random.random() < 0.2:
@@ -334,7 +334,7 @@ class TiersWalk:
 
     def stall(self) -> None:
         if self.draw.losses and self.random.random() < 0.3:
-            self.of_evictor(self.evictor.turn(HostChanged(False, False, self.era)))
+            self.of_evictor(self.evictor.turn(DataPlaneStatus(False, False, self.era)))
 
     def step(self) -> None:
         moves = [

@@ -9,7 +9,7 @@ import pytest
 import kvactors
 from kvactors.actor import Activity, Actor, ActorSpec, Control, Group, Message, Supervisor, on
 from kvactors.cpu_evictor.slots import HostTier, SlotState
-from kvactors.gpu_swapper.messages import DeviceLost, Direction
+from kvactors.gpu_swapper.messages import DataPlaneStatus, Direction
 from kvactors.testing.loop import simulate
 from kvactors.types import Tier
 from tests.support.cache import BLOCK, opened, prompt, serve
@@ -111,7 +111,7 @@ async def test_nothing_that_died_with_a_rank_is_a_hit():
         await serve(cache, "a", prompt(1, 6))
         lease = await cache.acquire("a", prompt(1, 6, tail=1))
         assert lease.hits.device == 6
-        await cache.system.index.tell(DeviceLost(1))
+        await cache.system.index.tell(DataPlaneStatus(True, True, 1))
         await cache.settled()
         with pytest.raises(kvactors.RankLost):
             await lease.commit(lease.num_tokens)

@@ -25,7 +25,7 @@ from kvactors.cpu_evictor.messages import (
 )
 from kvactors.errors import KVActorsError
 from kvactors.flush_notifier.messages import PLAIN, Announced, Cleared, Gained, Gone, Scoped
-from kvactors.gpu_swapper.messages import DeviceLost
+from kvactors.gpu_swapper.messages import DataPlaneStatus
 from kvactors.native import Path
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.index import BlockIndex
@@ -369,7 +369,7 @@ class IndexMachine(RuleBasedStateMachine):
     def device_lost(self, sure: int) -> None:
         if not sure:
             self.era += 1
-            self.turn(DeviceLost(self.era))
+            self.turn(DataPlaneStatus(True, True, self.era))
 
     @rule(sure=st.integers(0, 3))
     def host_ahead_of_the_index(self, sure: int) -> None:
@@ -380,7 +380,7 @@ class IndexMachine(RuleBasedStateMachine):
             for load in [one for one in self.loads.values() if not one.blocks]:
                 del self.loads[load.op]
                 self.turn(Loaded(load.op, 0, 0))
-            self.turn(DeviceLost(self.era))
+            self.turn(DataPlaneStatus(True, True, self.era))
 
     @rule(sure=st.integers(0, 5))
     def evictor_restarted(self, sure: int) -> None:
