@@ -277,7 +277,7 @@ async def in_pool(address: str, size: int, count: int) -> tuple[list[float], lis
     )
     store, arena = (
         MooncakeBackend(config, StoreIdentity("bench", "default", PRINT), size),
-        Arena(64, size, trailer=MooncakeBackend.trailer),
+        Arena(64, size, trailer=MooncakeBackend.slot_trailer_bytes),
     )
     arena.touch()
     await store.open()

@@ -131,7 +131,7 @@ def make_local_plane(
         config.host.arena_slots(stored=backend is not None),
         size,
         pinned=config.host.pinned and device.kind != "cuda",
-        trailer=0 if backend is None else backend.trailer,
+        trailer=0 if backend is None else backend.slot_trailer_bytes,
     )
     return LocalPlane(
         device,

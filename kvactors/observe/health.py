@@ -105,7 +105,7 @@ def _store(name: str, store: Any) -> Iterator[Reason]:
         yield reason(
             name, f"circuit breaker {breaker.state()}: {why}", getattr(breaker, "since", None)
         )
-    if getattr(store, "uncleared", False):
+    if getattr(store, "clear_pending", False):
         yield reason(name, "a clear has not been completed", None)
     overdue = store.overdue() if isinstance(store, CheckedBackend) else None
     if overdue is not None:

@@ -188,7 +188,7 @@ def residency_steps(system: System, where: Residency) -> Iterator[None]:
     evictor = system.evictor_actor
     yield from _gather(evictor.host.iter_keys, evictor.host_keys, where[Tier.HOST])
     if system.store is not None:
-        yield from _gather(system.store.names, system.store.keys, where[Tier.STORAGE])
+        yield from _gather(system.store.iter_keys, system.store.keys, where[Tier.STORAGE])
 
 
 def _gather(

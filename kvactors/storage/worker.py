@@ -133,13 +133,13 @@ class StorageWorker(Actor):
         self._report_page()
 
     def _report_page(self) -> None:
-        lost = join_keys(self.backend.lost())
+        lost = join_keys(self.backend.inventory.take_removed())
         if lost:
             self._report(b"", lost, Reason.RESTART)
             self._recheck_if_delayed(b"", lost)
         else:
             if self._snapshot_due:
-                self._snapshot_due, self._unreported = False, self.backend.snapshot()
+                self._snapshot_due, self._unreported = False, self.backend.inventory.snapshot()
             page = list(islice(self._unreported, REPORT_PAGE))
             if not page:
                 self.report_ended()
@@ -246,7 +246,7 @@ class StorageWorker(Actor):
             )  # what is back by now is told by whoever wrote it
             self._report(b"", gone, reason)
             left += gone
-            self.backend.told(names)
+            self.backend.inventory.acknowledge_removed(names)
         stored = join_keys(
             key for key in split_keys(message.stored) if self.backend.holds(key)
         )  # some may have gone meanwhile

@@ -111,8 +111,8 @@ class FaultyBackend(Backend):
         super().__init__(inner.fingerprint, inner.block_bytes)
         self.inner = inner
         self.exclusive = inner.exclusive
-        self.trailer = inner.trailer
-        self.breaker = inner.breaker
+        self.slot_trailer_bytes = inner.slot_trailer_bytes
+        self.counters = inner.counters
         self.misdeed: StoreMisdeed = ""
         self.delay = 0.0
 
@@ -122,7 +122,7 @@ class FaultyBackend(Backend):
 
     def _all(self, keys: Sequence[bytes], outcome: Outcome) -> bytes:
         outcomes = bytes([outcome]) * len(keys)
-        self.inner.saw(outcomes)
+        self.inner.record_outcomes(outcomes)
         return outcomes
 
     async def open(self) -> None:

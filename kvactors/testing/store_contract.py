@@ -100,7 +100,7 @@ class StoreContract(ABC):
     async def opened(self, folder: Path, capacity: int = 0) -> AsyncIterator[Bench]:
         """A store, open, and its slots."""
         store = await self.make(folder, capacity)
-        arena = Arena(64, self.block_bytes, trailer=store.trailer)
+        arena = Arena(64, self.block_bytes, trailer=store.slot_trailer_bytes)
         await store.open()
         try:
             await store.attach(arena)
@@ -246,7 +246,7 @@ class StoreContract(ABC):
             assert outcomes == [Outcome.NO_SPACE] * 2 + [Outcome.OK] * 8
             assert (
                 sorted(bench.store.keys())
-                == sorted(bench.store.names())
+                == sorted(bench.store.iter_keys())
                 == [key(i) for i in range(22, 30)]
             )
 

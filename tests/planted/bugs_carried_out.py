@@ -91,7 +91,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "found_before_it_is_written",
-        "storage/backends/owned.py",
+        "storage/inventory.py",
         "        return self.catalog.run(keys[:ready])",
         "        return self.catalog.run(keys)",
         "a probe finds objects that are still being written",
@@ -99,17 +99,17 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "failed_seal_ignored",
-        "storage/backends/owned.py",
-        "outcomes[i] = outcome if keys[i] in self.catalog else Outcome.NO_SPACE",
-        "outcomes[i] = Outcome.OK if keys[i] in self.catalog else Outcome.NO_SPACE",
+        "storage/backends/owned_batches.py",
+        "outcomes[i] = outcome if keys[i] in self._catalog else Outcome.NO_SPACE",
+        "outcomes[i] = Outcome.OK if keys[i] in self._catalog else Outcome.NO_SPACE",
         "a write whose objects could not be sealed is announced as stored",
         ("tests/storage/test_file_store.py::test_a_full_or_failing_disk_leaves_nothing_behind",),
     ),
     Mutation(
         "never_synced",
         "storage/backends/file.py",
-        'sync=self.durability == "synced"',
-        'sync=self.durability == "written"',
+        'synced=durability == "synced"',
+        'synced=durability == "written"',
         "with durability synced a write is announced before the device has it",
         ("tests/storage/test_file_store.py::test_a_full_or_failing_disk_leaves_nothing_behind",),
     ),
@@ -125,10 +125,9 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "cancelled_thread_not_awaited",
-        "storage/backends/file.py",
-        "        return await to_the_end(asyncio.wrap_future(self._threads.submit(lambda: "
-        "function(*args))))",
-        "        return await asyncio.wrap_future(self._threads.submit(lambda: function(*args)))",
+        "storage/backends/slab_threads.py",
+        "        return await to_the_end(asyncio.wrap_future(self.workers.submit(lambda: function(*args))))",
+        "        return await asyncio.wrap_future(self.workers.submit(lambda: function(*args)))",
         "a cancelled read goes on in its thread and writes into a slot that is somebody else's by "
         "then",
         ("tests/planted/test_gaps_below.py::test_a_cancelled_read_has_ended_when_it_returns",),
@@ -197,7 +196,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "corrupt_object_stays",
-        "storage/backends/owned.py",
+        "storage/backends/owned_batches.py",
         "key for key in (*corrupt, *missing) if",
         "key for key in missing if",
         "a rotten object still counts as held after it was seen, and indexes do not hear of it",
@@ -205,9 +204,9 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "cleared_while_it_was_written",
-        "storage/backends/owned.py",
-        "await self.erase([keys[i] for i in saved if keys[i] not in self.catalog])",
-        "await self.erase([])",
+        "storage/backends/owned_batches.py",
+        "await self._medium.erase([keys[i] for i in saved if keys[i] not in self._catalog])",
+        "await self._medium.erase([])",
         "what was being written when the store was cleared can be read afterwards",
         (
             "tests/storage/test_store_format.py::test_a_batch_that_was_being_written_when_the_store_was_cleared_does_not_come_back",

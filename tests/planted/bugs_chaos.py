@@ -35,8 +35,8 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "lost_names_in_one_message",
-        "storage/backends/owned.py",
-        "islice(departed, LOST_PAGE)",
+        "storage/inventory.py",
+        "islice(departed, REMOVED_PAGE)",
         "departed",
         "after a clear every name of a store is reported in one message, which blocks the loop",
         (f"{PAGES}::test_lost_names_are_reported_in_pages_of_one_turn_each",),

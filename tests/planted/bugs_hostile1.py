@@ -10,7 +10,7 @@ CHECKED = "tests/storage/test_checked_backend.py"
 BUGS: tuple[Mutation, ...] = (
     Mutation(
         "calls_begin_while_one_does_not_return",
-        "storage/backends/checked.py",
+        "storage/containment.py",
         "        if not number or now() - self._calls[number][1] <= self._timeout:\n",
         "        if number or now() > self._timeout:\n",
         "every request waits for its whole deadline while a call to the store does not return, and "
@@ -30,9 +30,9 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "unprintable_errors_pass",
-        "storage/backends/checked.py",
-        '        self._fault(what, f"raised {described(error)}")\n',
-        '        self._fault(what, f"raised {type(error).__name__}: {str(error)[:200]}")\n',
+        "storage/containment.py",
+        '        self.fault(what, f"raised {described(error)}")\n',
+        '        self.fault(what, f"raised {type(error).__name__}: {str(error)[:200]}")\n',
         "an error of a back end whose text cannot be had is not counted as a fault, so the circuit "
         "breaker never opens",
         (f"{CHECKED}::test_errors_whose_text_cannot_be_had_are_counted_as_faults",),

@@ -39,7 +39,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "names_of_a_store_of_others",
-        "storage/backends/owned.py",
+        "storage/inventory.py",
         "(key for key in self.catalog if key not in pending) if self.answerable else iter(())",
         "(key for key in self.catalog if key not in pending)",
         "a check compares indexes with what a store has that this process does not answer for",

@@ -76,9 +76,9 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "full_disk_freezes_the_store",
-        "storage/backends/file.py",
-        "if now() >= self._no_eviction_until else None",
-        "if not self.pending else None",
+        "storage/backends/slab_medium.py",
+        "        if now() < self._no_eviction_until:\n",
+        "        if self._inventory.pending:\n",
         "a store on a full disk refuses every block from then on",
         (f"{HEALS}::test_a_disk_that_becomes_full_evicts_the_least_recently_used",),
     ),
@@ -100,9 +100,9 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "eviction_counts_as_corruption",
-        "storage/backends/file.py",
-        "if self.read_only or self._objects.get(key) != found:",
-        "if self.read_only:",
+        "storage/backends/slab_medium.py",
+        "if self._files.read_only or self.objects.get(key) != found:",
+        "if self._files.read_only:",
         "an object that is evicted while it is read counts as corrupt",
         (f"{HEALS}::test_objects_that_go_while_they_are_read_are_misses_and_not_corrupt",),
     ),
@@ -140,7 +140,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "short_report_taken_for_hits",
-        "storage/backends/checked.py",
+        "storage/containment.py",
         "if not isinstance(found, bytes | bytearray) or len(found) != count:",
         "if not isinstance(found, bytes | bytearray):",
         "outcomes that a back end left out are not seen as failures",
@@ -148,7 +148,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "leaked_cancellation_ends_the_job",
-        "storage/backends/checked.py",
+        "storage/containment.py",
         "            if task is not None and task.cancelling():\n",
         "            if task is not None:\n",
         "a CancelledError out of a client library is taken for our own, and no answer comes",
@@ -156,7 +156,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "probe_not_checked",
-        "storage/backends/checked.py",
+        "storage/containment.py",
         "        if 0 <= number <= most:\n",
         "        if number <= most:\n",
         "a back end that answers -3 makes an actor fail",
@@ -164,9 +164,9 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "store_served_after_a_failed_clear",
-        "storage/backends/checked.py",
-        "        return bool(self._clearing) or self.uncleared\n",
-        "        return bool(self._clearing)\n",
+        "storage/clears.py",
+        "        return bool(self.running) or self.pending\n",
+        "        return bool(self.running)\n",
         "after a clear that failed the store serves what was to be cleared",
         (
             "tests/storage/test_contract.py::TestMemory::test_a_clear_that_fails_is_an_error_and_nothing_is_found_until_one_succeeds",
@@ -182,9 +182,9 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "all_names_at_once",
-        "storage/backends/checked.py",
-        "            for key in self.inner.names():\n",
-        "            for key in self.inner.keys():\n",
+        "storage/checked_inventory.py",
+        "            for key in self._inner.iter_keys():\n",
+        "            for key in self._inner.keys():\n",
         "a rank with millions of stored objects copies all names in one turn when it joins",
         ("tests/storage/test_checked_backend.py::test_names_are_passed_on_one_by_one",),
     ),

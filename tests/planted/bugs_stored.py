@@ -137,13 +137,10 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "lineages_of_overlapping_batches",
-        "storage/backends/file.py",
-        "                if (\n"
-        "                    self._lineages.get(key) is entry\n"
-        "                ):  # another batch may have set its own since this one was refused the "
-        "key\n"
-        "                    del self._lineages[key]\n",
-        "                del self._lineages[key]\n",
+        "storage/backends/slab_lineage.py",
+        "                if self._by_key.get(key) is entry:\n"
+        "                    del self._by_key[key]\n",
+        "                del self._by_key[key]\n",
         "two batches with a key in common, in a small store: what the second wrote and evicted is "
         "not reported",
         (

@@ -139,14 +139,14 @@ async def test_what_is_removed_while_it_is_read_keeps_its_place_until_then(tmp_p
         reading = asyncio.create_task(store.read([key(1)], [arena.view(1)], never))
         await until(lambda: begun)
         await store.remove([key(1)])
-        assert begun[0] not in store.slots.free
+        assert begun[0] not in store.medium.supply.slots.free
         arena.view(2)[:] = b"b" * 5000
         report = await store.write([key(2)], [arena.view(2)], never)
         assert list(report.outcomes) == [Outcome.OK]
-        assert store._objects[key(2)][0] != begun[0]
+        assert store.medium.objects[key(2)][0] != begun[0]
         shut.clear()
         await reading
-        assert begun[0] in store.slots.free
+        assert begun[0] in store.medium.supply.slots.free
 
 
 # -- ranks

@@ -253,7 +253,7 @@ async def test_two_hundred_thousand_names_over_a_socket(tmp_path):
         backend.catalog.admit([name(i) for i in range(total) if not number or i % 3])
         wire = await authenticated(endpoint)
         wire.send(identity(number, objects=backend.count()))
-        source = pages(backend.names())
+        source = pages(backend.iter_keys())
         while isinstance(message := await wire.receive(), SendNames):
             for _ in range(message.pages):
                 page = next(source, None)
@@ -272,7 +272,7 @@ async def test_two_hundred_thousand_names_over_a_socket(tmp_path):
 def test_a_store_that_changes_while_its_names_are_sent_is_noticed():
     backend = MemoryBackend(SCOPE.fingerprint, 64)
     backend.catalog.admit([name(i) for i in range(3 * PAGE_NAMES)])
-    source = pages(backend.names())
+    source = pages(backend.iter_keys())
     next(source)
     backend.catalog.admit([name(-1 & 0xFFFF_FFFF)])
     with pytest.raises(RuntimeError):

@@ -34,7 +34,7 @@ async def test_ranks_of_different_generations_hold_nothing_until_all_are_cleared
     await settle()
     wires = [await come(0, A + B, generation=5), await come(1, A + B, generation=6)]
     await opening
-    assert store.uncleared
+    assert store.clear_pending
     assert store.keys() == []
     assert store.probe([A]) == 0
     writing = asyncio.ensure_future(store.write_slots([A], None, [0], lambda: False))
@@ -44,7 +44,7 @@ async def test_ranks_of_different_generations_hold_nothing_until_all_are_cleared
         assert message.kind == "write", "it is written after the clear"
         wire.send(Answer(message.op, bytes([Outcome.OK])))
     assert (await writing).outcomes == bytes([Outcome.OK])
-    assert not store.uncleared
+    assert not store.clear_pending
     assert store.keys() == [A]
     await group.close()
 
@@ -57,7 +57,7 @@ async def test_a_clear_that_no_rank_confirms_raises_and_stays_to_be_done():
             await answer_clear(wire, Outcome.UNAVAILABLE)
         with pytest.raises(StoreUnavailable, match=r"ranks \[0, 1\] of 2 did not confirm"):
             await clearing
-        assert store.uncleared
+        assert store.clear_pending
         assert store.keys() == []
 
 
@@ -69,14 +69,14 @@ async def test_a_rank_that_was_away_during_a_clear_is_recognized_when_it_is_back
         clearing = asyncio.ensure_future(store.clear())
         assert await answer_clear(wires[0]) == 1
         await clearing
-        assert store.uncleared
+        assert store.clear_pending
         wires[1] = await come(1, A)
         assert store.keys() == []
-        assert store.uncleared
+        assert store.clear_pending
         again = asyncio.ensure_future(store.clear())
         assert [await answer_clear(wire) for wire in wires] == [2, 2]
         await again
-        assert not store.uncleared
+        assert not store.clear_pending
         assert group.healthy
 
 
@@ -105,7 +105,7 @@ def test_a_leader_that_stops_before_all_ranks_have_cleared():
                 compute(lease, ranks, 0, 3)
                 await lease.commit(3 * BLOCK)
             await at_rest(cache)
-            assert not cache.system.backend.uncleared
+            assert not cache.system.backend.clear_pending
         assert {rank.store.generation for rank in ranks} == {2}
         for rank in ranks:
             await rank.close()

@@ -310,7 +310,7 @@ async def test_a_store_holds_what_all_ranks_hold_and_forgets_what_one_of_them_lo
         await come(0, A + C)
         assert group.healthy
         assert store.keys() == [A]
-        assert store.lost() == [B]
+        assert store.take_removed() == [B]
         assert store.probe([A]) == 1
 
 

@@ -154,7 +154,7 @@ async def test_a_store_that_hangs_in_one_rank_costs_misses_and_no_copy():
             await cache.settled()
             await ranks[0].kill()
             hanging = Hanging(layout.fingerprint, layout.block_bytes, 60, what="read")
-            for key in list(ranks[0].store.names()):
+            for key in list(ranks[0].store.iter_keys()):
                 view = memoryview(bytearray(layout.block_bytes))
                 await ranks[0].store.load(key, view)
                 await hanging.write([key], [view], lambda: False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from kvactors.actor import Actor
 from kvactors.config import Config
 from kvactors.device.arena import Arena
 from kvactors.storage.backends import FileBackend
@@ -31,12 +32,29 @@ async def opened(
 
 def whole(store: FileBackend) -> None:
     """Every slot is free or holds an object, and every name has one."""
-    assert set(store.catalog.keys()) == set(store._objects)
-    assert not store._written
-    assert not store.pending
-    used = [slot for slot, _ in store._objects.values()]
+    assert set(store.inventory.catalog.keys()) == set(store.medium.objects)
+    assert not store.medium.written
+    assert not store.inventory.pending
+    used = [slot for slot, _ in store.medium.objects.values()]
     total = len(store.files.slabs) * store.files.meta.slots_per_slab
-    assert sorted(used + list(store.slots.free)) == list(range(total))
+    assert sorted(used + list(store.medium.supply.slots.free)) == list(range(total))
+
+
+def after_each_message(monkeypatch, kind: type[Actor], call) -> None:
+    """Call `call(actor, to, message)` after each message that an actor of a class sends."""
+    init = kind.__init__
+
+    def recording_init(actor, *args, **options):
+        init(actor, *args, **options)
+        tell = actor.tell
+
+        def recording(to, message):
+            tell(to, message)
+            call(actor, to, message)
+
+        actor.tell = recording
+
+    monkeypatch.setattr(kind, "__init__", recording_init)
 
 
 def cached_config(**storage) -> Config:

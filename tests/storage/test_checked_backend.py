@@ -112,15 +112,23 @@ async def test_counts_out_of_range_are_nothing_found(count):
 async def test_nothing_that_a_back_end_raises_passes(error):
     inner, store = checked()
     now, later = raising(error)
-    for name in ("probe", "take", "keys", "holds", "lost", "told", "statistics"):
+    for name in (
+        "probe",
+        "take",
+        "keys",
+        "holds",
+        "take_removed",
+        "acknowledge_removed",
+        "statistics",
+    ):
         setattr(inner, name, now)
     for name in ("ask", "read", "write", "remove"):
         setattr(inner, name, later)
     assert store.probe([key(1)]) == 0
-    assert store.keys() == store.lost() == []
+    assert store.keys() == store.inventory.take_removed() == []
     assert store.holds(key(1)) is False
     store.take([key(1)])
-    store.told([key(1)])
+    store.inventory.acknowledge_removed([key(1)])
     assert await store.ask([key(1)], never) == 0
     assert list((await store.read([key(1)], views(1), never)).outcomes) == [UNAVAILABLE]
     assert list((await store.write([key(1)], views(1), never)).outcomes) == [UNAVAILABLE]
@@ -329,7 +337,9 @@ async def test_a_cache_serves_on_beside_a_back_end_that_lies(call, spoil):
         assert cache.check() == []
 
 
-@pytest.mark.parametrize("name", ["probe", "keys", "holds", "lost", "told", "take"])
+@pytest.mark.parametrize(
+    "name", ["probe", "keys", "holds", "take_removed", "acknowledge_removed", "take"]
+)
 @pytest.mark.parametrize("error", [ValueError("no"), PanicException()], ids=["exception", "panic"])
 async def test_no_actor_fails_of_what_a_back_end_raises_at_once(name, error):
     async with kvactors.open(config()) as probe:
@@ -358,24 +368,24 @@ def test_names_are_passed_on_one_by_one():
             given.append(i)
             yield key(i)
 
-    inner.names, inner.keys, inner.count = (
+    inner.iter_keys, inner.keys, inner.count = (
         names,
         lambda: pytest.fail("all names at once"),
         lambda: 3,
     )
-    listing = store.names()
+    listing = store.iter_keys()
     assert (next(listing), given) == (key(0), [0])
     assert [*listing] == [key(1), key(2)]
     assert (store.count(), store.faults) == (3, 0)
-    store.uncleared = True
-    assert ([*store.names()], store.count()) == ([], 0)
+    store.clears.pending = True
+    assert ([*store.iter_keys()], store.count()) == ([], 0)
 
 
 @pytest.mark.parametrize("wrong", ["7", b"short", None])
 def test_names_that_are_no_keys_end_the_listing(wrong):
     inner, store = checked()
-    inner.names = lambda: iter([key(1), wrong, key(2)])
-    assert [*store.names()] == [key(1)]
+    inner.iter_keys = lambda: iter([key(1), wrong, key(2)])
+    assert [*store.iter_keys()] == [key(1)]
     assert store.faults == 1
 
 
@@ -393,9 +403,9 @@ def test_a_store_that_changes_while_it_is_listed_is_no_fault():
         yield key(1)
         raise RuntimeError("changed")
 
-    inner.names = names
+    inner.iter_keys = names
     with pytest.raises(RuntimeError, match="changed"):
-        [*store.names()]
+        [*store.iter_keys()]
     assert store.faults == 0
 
 
@@ -425,7 +435,7 @@ async def test_errors_whose_text_cannot_be_had_are_counted_as_faults():
 @pytest.mark.parametrize("name", ["ask", "read", "write"])
 async def test_while_a_call_does_not_return_no_other_one_begins(name, monkeypatch):
     clock, calls, release = [0.0], [], asyncio.Event()
-    monkeypatch.setattr("kvactors.storage.backends.checked.now", lambda: clock[0])
+    monkeypatch.setattr("kvactors.storage.containment.now", lambda: clock[0])
     inner = MemoryBackend(bytes(32), 16)
     store = CheckedBackend(inner, 2.0)
     work = {

@@ -40,7 +40,7 @@ def change(path: Path, at: int, data: bytes) -> None:
 
 
 def slot_of(bench: Bench, number: int) -> int:
-    return bench.store._objects[key(number)][0]
+    return bench.store.medium.objects[key(number)][0]
 
 
 # -- what goes wrong
@@ -50,7 +50,7 @@ def slot_of(bench: Bench, number: int) -> int:
 async def test_a_write_cancelled_at_any_step_leaks_no_slot_and_leaves_no_name(tmp_path, step):
     async with opened(tmp_path, capacity=12) as bench:
         await bench.put(*range(12))
-        calls, inner = [0], bench.store._in_thread
+        calls, inner = [0], bench.store.threads.run
 
         async def stepwise(function, *args):
             calls[0] += 1
@@ -58,10 +58,10 @@ async def test_a_write_cancelled_at_any_step_leaks_no_slot_and_leaves_no_name(tm
                 writing.cancel()
             return await inner(function, *args)
 
-        bench.store._in_thread = stepwise
+        bench.store.threads.run = stepwise
         writing = asyncio.get_running_loop().create_task(bench.put(*range(20, 26)))
         await asyncio.gather(writing, return_exceptions=True)
-        bench.store._in_thread = inner
+        bench.store.threads.run = inner
         whole(bench.store)
         assert set(await bench.put(*range(30, 36))) == {OK}
         whole(bench.store)
@@ -146,9 +146,9 @@ async def test_a_damaged_object_is_a_counted_miss_and_its_slot_is_left_alone(tmp
         assert await bench.get(1, 2, 3) == expected
         assert await bench.get(3) == [MISS]
         assert store.statistics().corrupt == expected.count(CORRUPT)
-        assert store.file_statistics().quarantined == expected.count(CORRUPT)
+        assert store.medium.statistics().quarantined == expected.count(CORRUPT)
         assert not store.holds(key(3))
-        assert slot not in store.slots.free
+        assert slot not in store.medium.supply.slots.free
         if not fault.startswith("another's"):
             assert await bench.put(4) == [OK]
             assert await bench.get(4) == [OK] or fault in ("cut in half", "empty")
@@ -267,7 +267,7 @@ async def test_slots_are_used_again_and_files_do_not_grow(tmp_path):
             await bench.put(*range(start, start + 10))
         assert len(list(bench.store.files.folder.glob("slab-*"))) <= 2
         assert await bench.get(*range(90, 100)) == [OK] * 10
-        figures = bench.store.file_statistics()
+        figures = bench.store.medium.statistics()
         assert figures.free == figures.slots - 10
 
 
@@ -295,7 +295,7 @@ async def test_a_second_process_is_told_who_holds_the_folder_or_looks_on(tmp_pat
         async with opened(tmp_path, read_only=True) as looker:
             assert await looker.get(1, 2, 3) == [OK, OK, MISS]
             assert await looker.put(4) == [Outcome.NO_SPACE]
-            assert looker.store.keys() == list(looker.store.names()) == [], (
+            assert looker.store.keys() == list(looker.store.iter_keys()) == [], (
                 "it is answerable for nothing"
             )
             assert not looker.store.holds(key(1))

@@ -124,7 +124,7 @@ async def test_objects_of_different_identities_never_mix(running, change):
 async def test_a_bad_object_is_corrupt_and_goes(running):
     async with Node(running.address) as one:
         await one.put(1, 2)
-        name = one.backend.name(key(1))
+        name = one.backend.objects.name(key(1))
         good = await one.backend._client.call(lambda store: bytes(store.get(name)), b"")
         assert len(good) == SIZE + 96
         for bad in (

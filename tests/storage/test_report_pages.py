@@ -11,10 +11,11 @@ from kvactors.flush_notifier.actor import FlushNotifier
 from kvactors.flush_notifier.messages import Gained, Gone
 from kvactors.storage import worker
 from kvactors.storage.backends import MemoryBackend
-from kvactors.storage.backends.owned import LOST_PAGE
+from kvactors.storage.inventory import REMOVED_PAGE
 from kvactors.storage.messages import Recount
 from kvactors.storage.writer import StorageWriter
 from kvactors.types import split_keys
+from tests.storage.helpers import after_each_message
 
 BLOCK = 4
 
@@ -53,17 +54,16 @@ class Reports:
     def __init__(self, monkeypatch, between=lambda _: None) -> None:
         self.told: list[tuple[int, str, list[bytes]]] = []
         self.untrue: list[bytes] = []
-        tell = StorageWriter.tell
+        self.between = between
 
         def recording(one, to, message):
-            tell(one, to, message)
             if isinstance(message, Gained | Gone):
                 names, held = split_keys(message.keys), isinstance(message, Gained)
                 self.untrue += [name for name in names if one.backend.holds(name) != held]
                 self.told.append((one.turns, type(message).__name__, names))
-                between(len(self.told))
+                self.between(len(self.told))
 
-        monkeypatch.setattr(StorageWriter, "tell", recording)
+        after_each_message(monkeypatch, StorageWriter, recording)
 
     def names(self, kind: str) -> list[bytes]:
         return [name for _, what, names in self.told if what == kind for name in names]
@@ -84,14 +84,15 @@ async def test_a_large_store_is_reported_in_pages_of_one_turn_each(monkeypatch):
 
 async def test_lost_names_are_reported_in_pages_of_one_turn_each(monkeypatch):
     store = Filled(10_000)
+    reports = Reports(monkeypatch)
     async with kvactors.open(config(), backend=store) as cache:
         await cache.settled()
-        reports = Reports(monkeypatch)
+        reports.told.clear()
         store.catalog.departed.update(key(number) for number in range(5_000))
         store.catalog.remove([key(number) for number in range(5_000)])
         cache.system.writers[0].try_tell(Recount())
         await cache.settled()
-        assert max(len(names) for _, _, names in reports.told) <= LOST_PAGE
+        assert max(len(names) for _, _, names in reports.told) <= REMOVED_PAGE
         assert len({turn for turn, _, _ in reports.told}) == len(reports.told)
         assert sorted(reports.names("Gone")) == [key(number) for number in range(5_000)]
 
@@ -136,7 +137,7 @@ async def test_a_notifier_that_restarts_between_two_pages_gets_all_of_them(monke
 
     monkeypatch.setattr(FlushNotifier, "gained", recording)
     monkeypatch.setattr(worker, "REPORT_PAGE", 3)
-    store = Filled(30)
+    store, reports = Filled(30), Reports(monkeypatch)
     async with kvactors.open(config(actors={"channel_bound": 1}), backend=store) as cache:
         await cache.settled()
 
@@ -144,7 +145,8 @@ async def test_a_notifier_that_restarts_between_two_pages_gets_all_of_them(monke
             if pages == when:
                 cache.system.notifier.try_tell(Unknown())
 
-        reports = Reports(monkeypatch, between)
+        reports.told.clear()
+        reports.between = between
         cache.system.notifier.try_tell(Unknown())
         await cache.settled()
         assert cache.system.notifier.life == 2
@@ -154,7 +156,7 @@ async def test_a_notifier_that_restarts_between_two_pages_gets_all_of_them(monke
 
 async def test_a_writer_that_restarts_between_two_pages_reports_the_rest(monkeypatch):
     monkeypatch.setattr(worker, "REPORT_PAGE", 3)
-    store, writers = Filled(30), []
+    store, writers, reports = Filled(30), [], Reports(monkeypatch)
 
     def between(pages: int) -> None:
         if pages == 4:
@@ -163,7 +165,8 @@ async def test_a_writer_that_restarts_between_two_pages_reports_the_rest(monkeyp
     async with kvactors.open(config(), backend=store) as cache:
         await cache.settled()
         writers += cache.system.writers
-        reports = Reports(monkeypatch, between)
+        reports.told.clear()
+        reports.between = between
         cache.system.notifier.try_tell(Unknown())
         await cache.settled()
         assert writers[0].life == 1

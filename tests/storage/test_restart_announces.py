@@ -16,6 +16,7 @@ from kvactors.flush_notifier import naming
 from kvactors.storage import writer
 from kvactors.storage.backends import slab_paths
 from kvactors.types import Tier, split_keys
+from tests.storage.helpers import after_each_message
 
 BLOCK = 4
 
@@ -278,16 +279,14 @@ async def test_the_paths_are_sent_again_after_a_failure(tmp_path, monkeypatch, f
     before = await filled(config(tmp_path))
     monkeypatch.setattr(writer, "PATH_PAGE", 2)
     sent = []
-    tell = writer.StorageWriter.tell
 
     def recording(one, to, message):
-        tell(one, to, message)
         if isinstance(message, writer.Named):
             sent.append(message)
             if len(sent) == 3:
                 (cache.system.notifier if fails == "notifier" else one.ref).try_tell(Unknown())
 
-    monkeypatch.setattr(writer.StorageWriter, "tell", recording)
+    after_each_message(monkeypatch, writer.StorageWriter, recording)
     async with kvactors.open(config(tmp_path)) as cache:
         await cache.flush_settled()
         assert (cache.system.notifier if fails == "notifier" else cache.system.writers[0]).life == 1
@@ -299,11 +298,10 @@ async def test_a_cache_that_closes_does_not_read_the_rest(tmp_path, monkeypatch)
     await filled(config(tmp_path))
     monkeypatch.setattr(writer, "PATH_PAGE", 1)
     sent = []
-    tell = writer.StorageWriter.tell
-    monkeypatch.setattr(
+    after_each_message(
+        monkeypatch,
         writer.StorageWriter,
-        "tell",
-        lambda one, to, m: (isinstance(m, writer.Named) and sent.append(m), tell(one, to, m)),
+        lambda one, to, message: isinstance(message, writer.Named) and sent.append(message),
     )
     async with kvactors.open(config(tmp_path)):
         pass

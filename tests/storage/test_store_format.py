@@ -399,10 +399,10 @@ async def test_a_clear_that_the_disk_refuses_is_an_error_and_nothing_is_hit_all_
                 patch.setattr(os, call, refuse)
                 with pytest.raises(StoreError, match="could not be cleared"):
                     await bench.store.clear()
-            assert bench.store.uncleared
+            assert bench.store.clear_pending
             assert await bench.get(1, 2) == [Outcome.MISS] * 2
         await bench.store.clear()
-        assert not bench.store.uncleared
+        assert not bench.store.clear_pending
         assert await bench.put(3) == [OK]
     async with opened(tmp_path) as bench:
         assert bench.store.keys() == [key(3)]
@@ -417,7 +417,7 @@ async def test_a_batch_that_was_being_written_when_the_store_was_cleared_does_no
     for step in range(1, 12):
         folder = tmp_path / str(step)
         async with opened(folder) as bench:
-            calls, inner = [0], bench.store._in_thread
+            calls, inner = [0], bench.store.threads.run
 
             async def stepwise(function, *args, calls=calls, inner=inner, bench=bench, step=step):
                 calls[0] += 1
@@ -425,9 +425,9 @@ async def test_a_batch_that_was_being_written_when_the_store_was_cleared_does_no
                     await bench.store.clear()
                 return await inner(function, *args)
 
-            bench.store._in_thread = stepwise
+            bench.store.threads.run = stepwise
             await bench.put(*range(4))
-            bench.store._in_thread = inner
+            bench.store.threads.run = inner
             if calls[0] < step:
                 break
             monkeypatch.setattr(bench.store.files, "free", lambda slots: True)

@@ -14,9 +14,10 @@ import pytest
 import structlog
 
 from kvactors.errors import StoreError
-from kvactors.storage.backends import FileBackend
+from kvactors.storage.backends import FileBackend, slab_medium
 from kvactors.storage.backends import file as file_module
 from kvactors.storage.backends import slots as slots_module
+from kvactors.storage.backends.file_survey import own_bytes
 from kvactors.storage.breaker import Breaker
 from kvactors.storage.messages import Outcome
 from kvactors.testing.store_contract import key
@@ -74,7 +75,7 @@ async def test_a_disk_with_room_again_is_used(tmp_path, monkeypatch, small_slabs
         with monkeypatch.context() as patch:
             patch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
             await bench.put(*range(10, 14))
-        bench.store.growth.pause_until = 0.0
+        bench.store.medium.supply.growth.pause_until = 0.0
         await bench.put(*range(20, 24))
         assert len(bench.store.files.slabs) == 2
         assert len(bench.store.keys()) == 12
@@ -118,10 +119,10 @@ async def test_a_capacity_that_is_not_set_is_a_share_of_the_space(tmp_path, smal
     async with opened(tmp_path, floor=10 * 8192) as bench:
         await bench.put(*range(8))
         files = bench.store.files
-        space = files.free_bytes() + files.own_bytes()
+        space = files.free_bytes() + own_bytes(files)
     async with opened(tmp_path, floor=10 * 8192) as bench:
         expected = (0.8 * space - 10 * 8192) / 8192
-        assert bench.store.file_statistics().capacity == pytest.approx(expected, rel=0.2)
+        assert bench.store.medium.statistics().capacity == pytest.approx(expected, rel=0.2)
         assert len(bench.store.keys()) == 8
 
 
@@ -130,7 +131,7 @@ async def test_a_capacity_counts_the_other_layouts_in_the_folder(tmp_path, small
         await other.put(*range(24))
     with structlog.testing.capture_logs() as logs:
         async with opened(tmp_path, 40) as bench:
-            assert bench.store.file_statistics().capacity == 16
+            assert bench.store.medium.statistics().capacity == 16
             await bench.put(*range(24))
             assert len(bench.store.keys()) == 16
     assert any("prune" in one["event"] for one in logs)
@@ -158,13 +159,13 @@ async def test_slots_in_quarantine_come_back_when_they_prove_good(tmp_path, smal
         await bench.put(*range(8))
         damage(bench, *range(8))
         assert await bench.get(*range(8)) == [CORRUPT] * 8
-        assert store.file_statistics().quarantined == 8
-        assert store.catalog.capacity == 1, "what is in quarantine holds nothing"
+        assert store.medium.statistics().quarantined == 8
+        assert store.inventory.catalog.capacity == 1, "what is in quarantine holds nothing"
         assert await bench.put(*range(40, 48)) == [OK] * 8
         assert await bench.get(*range(40, 48)) == [OK] * 8
         assert len(store.keys()) == 8
-        assert store.file_statistics().quarantined == 0
-        assert store.catalog.capacity == 8
+        assert store.medium.statistics().quarantined == 0
+        assert store.inventory.catalog.capacity == 8
 
 
 async def test_a_slot_that_is_really_bad_goes_back_into_quarantine_for_longer(
@@ -175,13 +176,16 @@ async def test_a_slot_that_is_really_bad_goes_back_into_quarantine_for_longer(
         await bench.put(*range(8))
         damage(bench, 0)
         assert await bench.get(0) == [CORRUPT]
-        monkeypatch.setattr(store.files, "proved", lambda slot, checksum: False)
-        store.slots.release_first_offenders()
-        store.slots.first(0)
+        monkeypatch.setattr(slab_medium, "proved", lambda files, slot, checksum: False)
+        store.medium.supply.slots.release_first_offenders()
+        store.medium.supply.slots.first(0)
         assert await bench.put(50) == [UNAVAILABLE]
-        assert store.file_statistics().quarantined == 1
-        assert not store.slots.release_first_offenders()
-        assert store.slots._until[0] > asyncio.get_running_loop().time() + slots_module.PAUSE
+        assert store.medium.statistics().quarantined == 1
+        assert not store.medium.supply.slots.release_first_offenders()
+        assert (
+            store.medium.supply.slots._until[0]
+            > asyncio.get_running_loop().time() + slots_module.PAUSE
+        )
         assert await bench.put(51) == [OK]
         assert await bench.get(51) == [OK]
 
@@ -201,7 +205,7 @@ async def test_an_error_of_a_moment_is_unavailable_and_costs_nothing(
             assert await bench.get(1, 2) == [UNAVAILABLE] * 2
         assert await bench.get(1, 2) == [OK] * 2
         assert bench.store.statistics().corrupt == 0
-        assert bench.store.file_statistics().quarantined == 0
+        assert bench.store.medium.statistics().quarantined == 0
 
 
 async def test_objects_that_go_while_they_are_read_are_misses_and_not_corrupt(tmp_path):
@@ -290,7 +294,7 @@ async def test_close_does_not_wait_for_a_disk_that_hangs_and_gives_the_lock_up(
 
         store.files.read = hang
         reading = asyncio.create_task(bench.get(1))
-        while not store._threads.busy:
+        while not store.threads.workers.busy:
             await asyncio.sleep(0.001)
         with structlog.testing.capture_logs() as logs:
             await store.close()

@@ -67,7 +67,7 @@ async def test_a_step_that_was_cancelled_alone_is_tried_again(tmp_path, monkeypa
         assert await writing == [Outcome.UNAVAILABLE]
         assert await bench.put(2) == [Outcome.UNAVAILABLE], "two calls grow the store at once"
         disk.answers.set()
-        while not bench.store.growth._call.done():
+        while not bench.store.medium.supply.growth._call.done():
             await asyncio.sleep(0.001)
         assert await bench.put(2) == [OK]
 
@@ -87,7 +87,7 @@ async def test_a_write_between_the_end_of_a_growth_and_its_callbacks_asks_for_an
     """The slab of the one that is over may be full already: its answer, got without waiting, would
     be got again for ever."""
     async with opened(tmp_path, capacity=8) as bench:
-        growth = bench.store.growth
+        growth = bench.store.medium.supply.growth
         first = asyncio.create_task(growth.more())
         while growth._task is None:
             await asyncio.sleep(0)

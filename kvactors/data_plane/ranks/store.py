@@ -71,25 +71,25 @@ class RankBackend(Backend):
         group.names = None if shared else self.names_held
 
     @property
-    def uncleared(self) -> bool:
+    def clear_pending(self) -> bool:
         """Whether a store of a rank has not been cleared as often as another, or a clear failed."""
         return self._uncleared or self.names_held.uneven
 
-    @uncleared.setter
-    def uncleared(self, value: bool) -> None:
+    @clear_pending.setter
+    def clear_pending(self, value: bool) -> None:
         self._uncleared = value
 
-    def lost(self) -> list[bytes]:
-        """See `Backend.lost`; a page of them."""
+    def take_removed(self) -> list[bytes]:
+        """See `Backend.take_removed`; a page of them."""
         return self.names_held.lost()
 
-    def told(self, keys: Iterable[bytes]) -> None:
-        """See `Backend.told`."""
+    def acknowledge_removed(self, keys: Iterable[bytes]) -> None:
+        """See `Backend.acknowledge_removed`."""
         for key in keys:
             self.names_held.departed.discard(key)
 
     @property
-    def era(self) -> int:
+    def era(self) -> int:  # type: ignore[override]
         """See `Backend.era`."""
         return self.group.memory_generation
 
@@ -142,7 +142,7 @@ class RankBackend(Backend):
             gone |= set(split_keys(answer.gone)) if answer is not None else set()
         outcomes = bytes(BADNESS[i] for i in worst)
         if count:
-            self.saw(outcomes)
+            self.record_outcomes(outcomes)
         return outcomes, list(gone)
 
     async def read_slots(
@@ -174,9 +174,9 @@ class RankBackend(Backend):
         if expired():
             return WriteReport(bytes([Outcome.LATE]) * len(keys), [])
         era = self.era
-        if self.uncleared:
+        if self.clear_pending:
             await self.clear()
-        if self.uncleared or era != self.era:
+        if self.clear_pending or era != self.era:
             return WriteReport(bytes([Outcome.UNAVAILABLE]) * len(keys), [])
         clears = self._clears
         outcomes, gone = await self._all("write", keys, slots, lineages=lineages)
@@ -278,8 +278,8 @@ class RankBackend(Backend):
         """See `Backend.keys`."""
         return list(self.names_held.held)
 
-    def names(self) -> Iterator[bytes]:
-        """See `Backend.names`."""
+    def iter_keys(self) -> Iterator[bytes]:
+        """See `Backend.iter_keys`."""
         return iter(self.names_held.held)
 
     def count(self) -> int:

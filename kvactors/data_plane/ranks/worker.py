@@ -222,7 +222,7 @@ class _Serving:
                 0 if store is None else store.generation,
             )
         )
-        names = pages(iter(()) if store is None else store.names())
+        names = pages(iter(()) if store is None else store.iter_keys())
         while (message := await wire.receive()) is not None:
             if isinstance(message, Refused):
                 raise RankError(f"the leader refuses: {message.reason}")

@@ -1,136 +1,136 @@
-"""The contract of a store, as readers and writers see it. One back end object is shared by every
-reader and writer of a system, on one loop."""
+"""`Backend`: the contract between the storage actors and a store, and the extension point for
+stores of other packages."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvactors.device.arena import Arena
 from kvactors.flush_notifier.messages import PathPart
 from kvactors.lineage import Lineage
-from kvactors.storage.breaker import Breaker
-from kvactors.storage.messages import Outcome
+from kvactors.storage.backends.old_names import OldAttribute, adopt_old_names
+from kvactors.storage.backends.path_source import PathSource
+from kvactors.storage.counters import StoreCounters, StoreStatistics
+from kvactors.storage.inventory import Inventory
+
+__all__ = ["Backend", "Expired", "ReadReport", "StoreStatistics", "WriteReport"]
 
 Expired = Callable[[], bool]
-"""Whether a batch's deadline has come: keys not begun by then are LATE."""
-
-
-class StoreStatistics(NamedTuple):
-    """A moment's picture of a store. Counters since it was opened."""
-
-    objects: int
-    object_bytes: int
-    reads: int
-    writes: int
-    existing: int
-    misses: int
-    corrupt: int
-    no_space: int
-    unavailable: int
-    late: int
-    evicted: int
-    breaker: str
-    faults: int = 0  # calls that raised, or answered what the contract does not allow
+"""Whether the deadline of a batch has passed: keys that were not begun by then are LATE."""
 
 
 class ReadReport(NamedTuple):
-    """One outcome a key, and the names whose objects turned out bad or missing: the store does not
-    hold them any more."""
+    """The result of a read: one outcome a key, and the keys whose objects were corrupt or missing
+    and are removed from the store."""
 
     outcomes: bytes
     gone: list[bytes]
 
 
 class WriteReport(NamedTuple):
-    """One outcome a key, and the names that were evicted for the batch."""
+    """The result of a write: one outcome a key, and the keys that were evicted to make room."""
 
     outcomes: bytes
     evicted: list[bytes]
 
 
 class Backend(ABC):
-    """A store of objects of `block_bytes` bytes named by 32-byte keys, all of one `fingerprint`.
-    The constructor runs on the loop and must not block.
+    """A store of objects of `block_bytes` bytes, each under a 32-byte key.
 
-    Results are per key, never one for a batch, and errors are outcomes, never exceptions. A store
-    that this process owns alone says what it holds (`keys`, `holds`), and that is reported to
-    indexes; a pool shared with other nodes holds nothing in this sense. exclusive: whether `take`
-    has a meaning here.
+    Subclass it, implement the abstract methods, and run
+    `kvactors.testing.store_contract.StoreContract` on the result. One object is shared by all
+    storage actors of a process, on one event loop; the constructor must not block. Results are per
+    key, and errors are outcomes, never exceptions. A store that one process owns lists its keys
+    (`keys`, `holds`), and indexes are sent them; a store that several nodes share lists none.
+
+    Args:
+        fingerprint: digest of the identity that all objects of the store share.
+        block_bytes: size of each object.
+        inventory: answers the calls that list keys; by default none are listed.
+
+    Attributes:
+        exclusive: whether `take` is supported.
+        slot_trailer_bytes: bytes behind each slot of the arena that the store needs.
+        clear_pending: whether a `clear` did not reach the whole store and must be repeated.
+        generation: number of clears, durable in a store that outlives its process.
+        era: memory generation of the arena; batches of an earlier one are not carried out.
+        stuck: whether calls still run after `close`; the arena's memory then stays mapped.
+        keeps_lineages: whether the store keeps what its keys are made of, so that the paths of its
+            blocks can be sent to indexes when it is opened again.
+        paths: answers the calls that read paths.
+        counters: outcomes, and the circuit breaker.
     """
 
     exclusive: bool = False
-    trailer: int = 0
-    """Bytes behind each block of the arena that it wants for itself."""
-
-    uncleared: bool = False
-    """Whether a `clear` did not reach all of it, and is to be repeated."""
-
+    slot_trailer_bytes: int = 0
+    clear_pending: bool = False
     generation: int = 0
-    """How often it was cleared; a store that survives its process keeps this durably."""
-
+    era: int = 0
     stuck: bool = False
-    """Whether calls of it have not ended although it was closed: the arena's memory must stay
-    mapped."""
-
     keeps_lineages: bool = False
-    """Whether it keeps, beside objects, what their keys are made of, so that their paths can be
-    announced when it is opened again."""
 
-    def __init__(self, fingerprint: bytes, block_bytes: int) -> None:
+    def __init__(
+        self, fingerprint: bytes, block_bytes: int, inventory: Inventory | None = None
+    ) -> None:
         self.fingerprint = fingerprint
         self.block_bytes = block_bytes
-        self.breaker = Breaker(store=type(self).__name__)
-        self.counts = dict.fromkeys(Outcome, 0)
-        self.reads = self.writes = self.evicted = 0
+        self.inventory = Inventory() if inventory is None else inventory
+        self.paths = PathSource()
+        self.counters = StoreCounters(type(self).__name__)
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        adopt_old_names(cls)
 
     @abstractmethod
     async def open(self) -> None:
-        """Find out what is there. Raises StoreError if the store cannot be used at all; then
-        nothing is left half-open. It is cancelled after `actors.start` seconds. `close` follows in
-        any case."""
+        """Find the objects that are there. Cancelled after `actors.start` seconds; `close` follows
+        in any case.
 
-    @property
-    def era(self) -> int:
-        """How often the arena's memory may have been lost (if it is elsewhere); batches of an
-        earlier era are not carried out."""
-        return 0
+        Raises:
+            StoreError: the store cannot be used. Nothing is left open.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Release everything. No other call is running or follows."""
 
     async def attach(self, arena: Arena) -> None:
-        """The memory that views will be of, before the first of them comes."""
+        """Prepare for views of this memory; called once, before the first batch."""
 
     @abstractmethod
     def probe(self, keys: Sequence[bytes]) -> int | None:
-        """Length of the leading run that can be read; it counts as used now. None if only `ask` can
-        tell."""
+        """Length of the leading run of keys that can be read, which count as used now. None if
+        only `ask` can find out."""
 
     async def ask(self, keys: Sequence[bytes], expired: Expired) -> int:
-        """The same from a store that must be asked; 0 if it does not answer."""
+        """`probe` of a store that must be asked; 0 if it does not answer."""
         return self.probe(keys) or 0
 
     def take(self, keys: Sequence[bytes]) -> None:
-        """Forget names that are about to be read for the last time (an exclusive store): they stop
-        counting at once."""
+        """Remove keys from the inventory before their last read (exclusive stores)."""
+        self.inventory.take(keys)
 
     @abstractmethod
     async def read(
         self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
     ) -> ReadReport:
-        """Read a batch. Nothing is written into a view after the call has ended, cancelled or not;
-        a view whose outcome is not OK holds nothing of meaning."""
+        """Read a batch. When the call has ended, cancelled or not, no view is written any more.
+        Views whose outcome is not OK have undefined contents."""
 
     @abstractmethod
     async def write(
         self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
     ) -> WriteReport:
-        """Write a batch, least recently used first, each object whole or not at all. What is there
-        already counts as used now. No view is read after the call has ended."""
+        """Write a batch, least recently used first, each object whole or not at all. Keys that are
+        in the store count as used now. When the call has ended, no view is read any more."""
 
     async def read_slots(
         self, keys: Sequence[bytes], arena: Arena, slots: Sequence[int], expired: Expired
     ) -> ReadReport:
-        """`read` into the arena's slots."""
+        """`read` into slots of the arena."""
         return await self.read(keys, [arena.view(slot) for slot in slots], expired)
 
     async def write_slots(
@@ -141,91 +141,80 @@ class Backend(ABC):
         expired: Expired,
         lineages: Sequence[Lineage | None] = (),
     ) -> WriteReport:
-        """`write` from the arena's slots. lineages: one for each key, or none; given only to a back
-        end that keeps them."""
+        """`write` from slots of the arena. `lineages` has one entry a key, or none at all; only a
+        back end with `keeps_lineages` is given any."""
         return await self.write(keys, [arena.view(slot) for slot in slots], expired)
 
     @abstractmethod
     async def remove(self, keys: Sequence[bytes]) -> None:
-        """Delete objects; those that are not there are passed over."""
+        """Delete objects. Keys that are not in the store are passed over."""
 
     @abstractmethod
     async def clear(self, generation: int = 0) -> None:
-        """Delete every object of this fingerprint: when this returns none can be read again, by
-        this process or a later one, killed at any moment. What is being written meanwhile does not
-        stay either. `generation` becomes max(generation + 1, the one given).
+        """Delete every object, those that are being written included. When it returns, no process
+        can read any of them, even after a kill.
 
-        Raises StoreError if that cannot be made sure of.
+        Args:
+            generation: the store's `generation` becomes max(generation + 1, this).
+
+        Raises:
+            StoreError: the store cannot ensure it.
         """
 
-    def trouble(self) -> str:
-        """What failed last, for the log; no tokens and no keys."""
-        return ""
+    def keys(self) -> list[bytes]:
+        """The keys that this process answers for, least recently used first."""
+        return self.inventory.keys()
 
-    @abstractmethod
-    async def close(self) -> None:
-        """Let go of everything; every call has ended."""
-
-    def names(self) -> Iterator[bytes]:
-        """The same names as `keys`, one by one and in any order; RuntimeError if the store changes
-        before the last one."""
-        return iter(self.keys())
+    def iter_keys(self) -> Iterator[bytes]:
+        """`keys`, lazily and in any order. RuntimeError if the store changes in between."""
+        return self.inventory.iter_keys()
 
     def count(self) -> int:
-        """How many names `keys` has."""
-        return len(self.keys())
-
-    def keys(self) -> list[bytes]:
-        """Names this process alone is answerable for, least recently used first."""
-        return []
+        """Number of `keys`."""
+        return self.inventory.count()
 
     def holds(self, key: bytes) -> bool:
-        """Whether a name is among them."""
-        return False
+        """Whether a key is one of `keys`."""
+        return self.inventory.holds(key)
 
-    def lost(self) -> list[bytes]:
-        """Keys removed that have not been reported yet, some thousand at most: each is returned
-        once. Empty when there are none left."""
-        return []
+    def take_removed(self) -> list[bytes]:
+        """Keys removed outside of batches that have not been reported, some thousand at most. Each
+        is returned once."""
+        return self.inventory.take_removed()
+
+    def acknowledge_removed(self, keys: Iterable[bytes]) -> None:
+        """The removal of `keys` has been reported to the indexes."""
+        self.inventory.acknowledge_removed(keys)
 
     def begin_paths(self) -> None:
-        """Begin (anew) to read which paths its objects form; an earlier reading ends. For a back
-        end with `keeps_lineages`."""
+        """Begin to read which paths the objects form. An earlier reading ends."""
+        self.paths.begin()
 
     async def next_paths(self, most: int) -> list[PathPart] | None:
-        """The next parts of paths, with about `most` blocks in all or with none yet, a parent
-        before its children where both are there; None at the end. What was written or removed since
-        the beginning may or may not be among them."""
-        return None
+        """The next parts of paths, with about `most` blocks in all, parents before children; None
+        at the end. Changes since `begin_paths` may be missing."""
+        return await self.paths.next(most)
 
     def end_paths(self) -> None:
-        """No more parts are wanted."""
+        """End the reading of paths."""
+        self.paths.end()
 
-    def told(self, keys: Iterable[bytes]) -> None:
-        """Whoever should know has been told that these are gone."""
+    def trouble(self) -> str:
+        """The last failure, for the log; without tokens and keys."""
+        return ""
 
-    def saw(self, outcomes: bytes) -> None:
-        """Count what became of a batch, and let the circuit breaker know."""
-        for outcome in outcomes:
-            self.counts[Outcome(outcome)] += 1
-        self.breaker.saw(
-            outcomes.count(Outcome.UNAVAILABLE) < max(1, len(outcomes)), self.trouble()
-        )
+    def record_outcomes(self, outcomes: bytes) -> None:
+        """Count the outcomes of a batch; the circuit breaker opens after several that failed."""
+        self.counters.record(outcomes, self.trouble())
 
     def statistics(self) -> StoreStatistics:
-        """A moment's picture."""
-        c = self.counts
-        return StoreStatistics(
-            self.count(),
-            self.block_bytes,
-            self.reads,
-            self.writes,
-            c[Outcome.EXISTS],
-            c[Outcome.MISS],
-            c[Outcome.CORRUPT],
-            c[Outcome.NO_SPACE],
-            c[Outcome.UNAVAILABLE],
-            c[Outcome.LATE],
-            self.evicted,
-            self.breaker.state(),
-        )
+        """Sizes and counters."""
+        return self.counters.statistics(self.count(), self.block_bytes)
+
+    # Parts of `counters`, and names before a rename.
+    breaker, counts = OldAttribute("counters.breaker"), OldAttribute("counters.outcomes")
+    reads, writes = OldAttribute("counters.reads"), OldAttribute("counters.writes")
+    evicted = OldAttribute("counters.evicted")
+    trailer, uncleared = OldAttribute("slot_trailer_bytes"), OldAttribute("clear_pending")
+    told, saw = acknowledge_removed, record_outcomes
+    lost, names = take_removed, iter_keys

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import NamedTuple
 
 from kvactors.actor.log import get_logger
@@ -50,7 +51,7 @@ def survey(files: SlabFiles, wanted: int) -> tuple[list[Stored], int, int]:
     StoreError."""
     try:
         slots = files.open()
-        own, free, others = files.own_bytes(), files.free_bytes(), files.bytes_of_others()
+        own, free, others = own_bytes(files), files.free_bytes(), bytes_of_others(files)
     except OSError as error:
         raise StoreError(f"{files.folder}: {error}") from error
     stride = files.meta.stride
@@ -89,6 +90,23 @@ def survey(files: SlabFiles, wanted: int) -> tuple[list[Stored], int, int]:
         torn=torn,
     )
     return found, torn, capacity
+
+
+def own_bytes(files: SlabFiles) -> int:
+    """Bytes that the store's slabs occupy. OSError."""
+    slabs = (files.folder / f"slab-{number:04}" for number in range(len(files.slabs)))
+    return sum(slab.lstat().st_blocks * 512 for slab in slabs)
+
+
+def bytes_of_others(files: SlabFiles) -> int:
+    """Bytes that stores of other layouts (identities) occupy beside this one, under the same model,
+    namespace and rank."""
+    found = 0
+    for slab in files.folder.parent.glob("*/slab-*"):
+        if slab.parent != files.folder:
+            with suppress(OSError):
+                found += slab.lstat().st_blocks * 512
+    return found
 
 
 def statistics(

@@ -1,9 +1,9 @@
 """A store in this process's memory: for tests, simulation and replays. Checksums are verified as
-everywhere."""
+in the other stores."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 import xxhash
 
@@ -12,17 +12,17 @@ from kvactors.storage.messages import Outcome
 
 
 class MemoryBackend(OwnedBackend):
-    """Objects as bytes, each with its XXH3-64. Nothing survives `close`."""
+    """Objects as bytes, each with its XXH3-64. None outlives `close`."""
 
     def __init__(self, fingerprint: bytes, block_bytes: int, capacity: int = 0) -> None:
         super().__init__(fingerprint, block_bytes, capacity)
         self.objects: dict[bytes, tuple[bytes, int]] = {}
 
     async def open(self) -> None:
-        """Nothing to find."""
+        """See `Backend.open`; a new store is empty."""
 
     async def load(self, key: bytes, into: memoryview) -> Outcome:
-        """See `Backend.load`."""
+        """See `Medium.load`."""
         found = self.objects.get(key)
         if found is None:
             return Outcome.MISS
@@ -33,26 +33,21 @@ class MemoryBackend(OwnedBackend):
         return Outcome.OK
 
     async def save(self, key: bytes, data: memoryview) -> Outcome:
-        """See `Backend.save`."""
+        """See `Medium.save`."""
         copy = bytes(data)
         self.objects[key] = (copy, xxhash.xxh3_64_intdigest(copy))
         return Outcome.OK
 
     async def erase(self, keys: Sequence[bytes]) -> None:
-        """See `Backend.erase`."""
+        """See `Medium.erase`."""
         for key in keys:
             self.objects.pop(key, None)
 
     def present(self, key: bytes) -> bool:
-        """See `OwnedBackend.present`."""
+        """See `Medium.present`."""
         return key in self.objects
 
-    async def each(self, work: Sequence[Callable[[], Awaitable[None]]]) -> None:
-        """One after another: there is nothing to wait for."""
-        for item in work:
-            await item()
-
     async def close(self) -> None:
-        """Forget everything."""
+        """See `Backend.close`; the objects are lost."""
         self.objects.clear()
         self.catalog.clear()

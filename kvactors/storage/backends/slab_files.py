@@ -14,26 +14,22 @@ allows it, straight from and to memory that is aligned.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
-import mmap
 import os
-import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
-import xxhash
 
 from kvactors.actor.log import get_logger
 from kvactors.errors import StoreError
 from kvactors.files import FOLDER_MODE, open_folder, open_private, private_folder, read_all
 from kvactors.storage.backends.slab_lock import inode, take_lock
-from kvactors.storage.backends.slab_memory import address_of, memory
 from kvactors.storage.backends.slab_table import PAGE, Damaged, Meta, meta_of
+from kvactors.storage.backends.slab_transfers import Transfers
 from kvactors.storage.messages import Outcome
 
 log = get_logger()
@@ -58,7 +54,7 @@ class SlabFiles:
         self.slabs: list[int] = []  # file descriptors; -1 beyond the first HELD
         self.trouble = ""  # the last thing that the file system refused
         self._folder = self._table = self._lock = -1
-        self._bounce = threading.local()
+        self.transfers = Transfers()
         OPEN.add(self)
 
     # -- opening
@@ -189,25 +185,6 @@ class SlabFiles:
         free = os.fstatvfs(self._folder)
         return free.f_bavail * free.f_frsize
 
-    def own_bytes(self) -> int:
-        """That the store's slabs occupy."""
-        held = (os.fstat(fd) for fd in self.slabs[:HELD])
-        others = (
-            os.stat(f"slab-{i:04}", dir_fd=self._folder, follow_symlinks=False)
-            for i in range(HELD, len(self.slabs))
-        )
-        return sum(one.st_blocks * 512 for one in (*held, *others))
-
-    def bytes_of_others(self) -> int:
-        """That stores of other layouts (identities) beside this one occupy, under the same model,
-        namespace and rank."""
-        found = 0
-        for slab in self.folder.parent.glob("*/slab-*"):
-            if slab.parent != self.folder:
-                with suppress(OSError):
-                    found += slab.lstat().st_blocks * 512
-        return found
-
     def shrink(self, slabs: int) -> None:
         """Delete the last slabs until `slabs` are left."""
         while len(self.slabs) > slabs:
@@ -262,36 +239,11 @@ class SlabFiles:
         direct = self.direct
         try:
             with self._place(slot) as (fd, at):
-                return self._read(fd, at, address, room)
+                return self.transfers.read(fd, at, address, room, self.meta, direct=self.direct)
         except OSError as error:
             if direct and self._buffered_from_now_on(error):
                 return self.read(slot, address, room)
             return self._failed(error)
-
-    def _read(self, fd: int, at: int, address: int, room: int) -> Outcome:
-        size = self.meta.block_bytes
-        if not self.direct:
-            return (
-                Outcome.OK if os.preadv(fd, [memory(address, size)], at) == size else Outcome.MISS
-            )
-        if not (address % PAGE or room < self.meta.stride):
-            return (
-                Outcome.OK
-                if os.preadv(fd, [memory(address, self.meta.stride)], at) >= size
-                else Outcome.MISS
-            )
-        bounce = self._bounce_buffer()
-        if os.preadv(fd, [bounce], at) < size:
-            return Outcome.MISS
-        ctypes.memmove(address, address_of(bounce), size)
-        return Outcome.OK
-
-    def proved(self, slot: int, checksum: int) -> bool:
-        """Whether a slot gives back what was written there; for slots that held bad objects."""
-        bounce = self._bounce_buffer()
-        if self.read(slot, address_of(bounce), self.meta.stride) != Outcome.OK:
-            return False
-        return xxhash.xxh3_64_intdigest(memoryview(bounce)[: self.meta.block_bytes]) == checksum
 
     def _buffered_from_now_on(self, error: OSError) -> bool:
         """Whether it was direct I/O that was refused (some file systems open for it and then do not
@@ -309,30 +261,11 @@ class SlabFiles:
         direct = self.direct
         try:
             with self._place(slot) as (fd, at):
-                return self._write(fd, at, address, room)
+                return self.transfers.write(fd, at, address, room, self.meta, direct=self.direct)
         except OSError as error:
             if direct and self._buffered_from_now_on(error):
                 return self.write(slot, address, room)
             return self._failed(error)
-
-    def _write(self, fd: int, at: int, address: int, room: int) -> Outcome:
-        size, stride = self.meta.block_bytes, self.meta.stride
-        if not self.direct:
-            written, wanted = os.pwritev(fd, [memory(address, size)], at), size
-        elif not (address % PAGE or room < stride):
-            written, wanted = os.pwritev(fd, [memory(address, stride)], at), stride
-        else:
-            bounce = self._bounce_buffer()
-            ctypes.memmove(address_of(bounce), address, size)
-            written, wanted = os.pwritev(fd, [bounce], at), stride
-        return Outcome.OK if written == wanted else Outcome.NO_SPACE
-
-    def _bounce_buffer(self) -> mmap.mmap:
-        """Aligned memory of this thread's own, for callers whose memory is not."""
-        if getattr(self._bounce, "map", None) is None:
-            self._bounce.map = mmap.mmap(-1, self.meta.stride)
-        found: mmap.mmap = self._bounce.map
-        return found
 
     def seal(self, entries: list[tuple[int, bytes]], *, sync: bool) -> Outcome:
         """Write entries, once their payloads are where they belong; with `sync` both are on the

@@ -13,9 +13,13 @@ so that neither a salt nor the tokens behind it are on disk.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 from kvactors.flush_notifier.messages import PLAIN, Origin
 from kvactors.lineage import Lineage
 from kvactors.storage.backends.slab_table import ENTRY_BYTES, FIELD, HEAD, MOST_ENTRY, Meta
+from kvactors.storage.inventory import OwnedInventory
 from kvactors.types import KEY_BYTES
 
 PARENT, TOKENS, EXTRA, LORA, LORA_ID = 2, 3, 4, 5, 6
@@ -80,3 +84,40 @@ def lineage_in(fields: dict[int, bytes], key: bytes) -> Lineage | None:
         PLAIN if lora is None else Origin(lora, lora_id=number),
     )
     return found if found.key() == key else None
+
+
+class WritingLineages:
+    """Lineages of the objects that are being written, by key."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[bytes, tuple[Lineage]] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def get(self, key: bytes) -> Lineage | None:
+        """The lineage of a key; None if it has none."""
+        found = self._by_key.get(key)
+        return None if found is None else found[0]
+
+    @contextmanager
+    def of_batch(
+        self, keys: Sequence[bytes], lineages: Sequence[Lineage | None], inventory: OwnedInventory
+    ) -> Iterator[None]:
+        """Keep the lineages of a batch while it is written. Keys that are in the store, or that
+        another batch is writing, are not this batch's."""
+        # A key of `pending` may have been evicted from the catalog by another batch.
+        there = (inventory.catalog, inventory.pending)
+        mine = {
+            key: (one,)
+            for key, one in zip(keys, lineages, strict=False)
+            if one is not None and not any(key in held for held in there)
+        }
+        self._by_key |= mine
+        try:
+            yield
+        finally:
+            for key, entry in mine.items():
+                # Another batch may have set its own since this one was refused the key.
+                if self._by_key.get(key) is entry:
+                    del self._by_key[key]

@@ -7,7 +7,7 @@ import xxhash
 
 from kvactors.device.arena import Arena
 from kvactors.storage.backends.slab_files import SlabFiles, outcome_of
-from kvactors.storage.backends.slab_memory import extent
+from kvactors.storage.backends.slab_memory import address_of, extent
 from kvactors.storage.backends.slab_table import checksum_of, is_marked
 from kvactors.storage.messages import Outcome
 
@@ -32,3 +32,12 @@ def load(
         return outcome
     whole = is_marked(there, mark) and xxhash.xxh3_64_intdigest(into) == checksum_of(mark)
     return Outcome.OK if whole else Outcome.CORRUPT
+
+
+def proved(files: SlabFiles, slot: int, checksum: int) -> bool:
+    """Whether a slot returns what was written there; asked about slots that held corrupt
+    objects."""
+    bounce = files.transfers.bounce_buffer(files.meta.stride)
+    if files.read(slot, address_of(bounce), files.meta.stride) != Outcome.OK:
+        return False
+    return xxhash.xxh3_64_intdigest(memoryview(bounce)[: files.meta.block_bytes]) == checksum

@@ -11,7 +11,7 @@ ever.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -20,9 +20,11 @@ from numpy.typing import NDArray
 from kvactors.actor.log import get_logger
 from kvactors.flush_notifier.messages import PathPart
 from kvactors.lineage import Lineage
+from kvactors.storage.backends.path_source import PathSource
 from kvactors.storage.backends.slab_files import SlabFiles
 from kvactors.storage.backends.slab_lineage import PARENT, TIME_FIELD, lineage_in
 from kvactors.storage.backends.slab_table import FIELD, HEAD, MAGIC, entry_in, fields_of
+from kvactors.storage.backends.slab_threads import SlabThreads
 from kvactors.types import KEY_BYTES
 
 log = get_logger()
@@ -160,15 +162,12 @@ class SlabPaths:
         return None if found is None else (one.key, found)
 
 
-class PathReading:
-    """One reading at a time of a store's paths, in its threads. in_thread: runs a blocking call
-    there."""
+class PathReading(PathSource):
+    """The path source of a file store: one reading at a time, in the store's threads."""
 
-    def __init__(
-        self, files: SlabFiles, in_thread: Callable[..., Awaitable[list[PathPart] | None]]
-    ) -> None:
+    def __init__(self, files: SlabFiles, threads: SlabThreads) -> None:
         self._files = files
-        self._in_thread = in_thread
+        self._threads = threads
         self._paths: SlabPaths | None = None
 
     def begin(self) -> None:
@@ -185,7 +184,7 @@ class PathReading:
         if paths is None:
             return None
         try:
-            parts = await self._in_thread(paths.parts, most)
+            parts = await self._threads.run(paths.parts, most)
         except OSError as error:
             self._files.trouble = str(error)
         if parts is None:

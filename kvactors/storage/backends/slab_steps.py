@@ -82,11 +82,11 @@ async def _outcome(growing: asyncio.Task[Outcome]) -> Outcome:
 
 
 class Generations:
-    """Writes the store's generation to the first page. uncleared: whether the last one is not there
+    """Writes the store's generation to the first page. pending: whether the last one is not there
     yet."""
 
     def __init__(self, files: SlabFiles, threads: Workers) -> None:
-        self.uncleared = False
+        self.pending = False
         self._files = files
         self._threads = threads
         self._last: asyncio.Task[None] | None = None
@@ -94,7 +94,7 @@ class Generations:
     async def advance(self, generation: Callable[[], int]) -> None:
         """Make the generation of the moment durable, after every earlier step: the first page never
         goes back. StoreError if the disk refuses."""
-        self.uncleared = True
+        self.pending = True
         advancing = self._last = asyncio.get_running_loop().create_task(
             self._advance(self._last, generation)
         )
@@ -117,4 +117,4 @@ class Generations:
                 f"{self._files.folder}: the store could not be cleared: {error}"
             ) from error
         if number == generation():
-            self.uncleared = False
+            self.pending = False

@@ -186,10 +186,10 @@ class SimPool(SimBackend):
     answerable = False
     keeps_lineages = False
 
-    def probe(self, keys: Sequence[bytes]) -> None:  # type: ignore[override]
+    def probe(self, keys: Sequence[bytes]) -> None:
         """See `Backend.probe`."""
 
     async def ask(self, keys: Sequence[bytes], expired: Expired) -> int:
         """See `Backend.ask`."""
         await self._delay()
-        return 0 if self.down or expired() else super().probe(keys)
+        return 0 if self.down or expired() else super().probe(keys) or 0

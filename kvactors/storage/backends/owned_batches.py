@@ -1,0 +1,182 @@
+"""Reads and writes of a store that one process owns: admission, eviction, and outcomes, over a
+medium that keeps single objects."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
+from typing import Protocol
+
+from kvactors.storage.backends.base import Expired, ReadReport, WriteReport
+from kvactors.storage.catalog import Admission
+from kvactors.storage.counters import StoreCounters
+from kvactors.storage.inventory import OwnedInventory
+from kvactors.storage.messages import Outcome
+
+
+class Medium(Protocol):
+    """What keeps the bytes of a store's objects: memory, or files."""
+
+    async def load(self, key: bytes, into: memoryview) -> Outcome:
+        """Read one object into `into` (block_bytes long): OK, MISS, CORRUPT or UNAVAILABLE. If not
+        OK, the contents of `into` are undefined. When the call has ended, cancelled or not, `into`
+        is not written any more."""
+
+    async def save(self, key: bytes, data: memoryview) -> Outcome:
+        """Write one object, whole or not at all: OK, NO_SPACE or UNAVAILABLE. When the call has
+        ended, `data` is not read any more."""
+
+    async def seal(self, keys: Sequence[bytes]) -> Outcome:
+        """Make saved payloads readable objects, all or none: OK, NO_SPACE or UNAVAILABLE."""
+
+    def abandon(self, keys: Iterable[bytes]) -> None:
+        """Give up payloads that were saved and will not be sealed (a batch was cancelled)."""
+
+    async def erase(self, keys: Sequence[bytes]) -> None:
+        """Delete objects that the catalog does not have any more."""
+
+    def take_evicted(self) -> list[bytes]:
+        """Keys that the medium evicted because it ran out of space, since the last call."""
+
+    def present(self, key: bytes) -> bool:
+        """Whether an object can be read now, even if a read did not find it: it may have been
+        written since."""
+
+    async def each(self, work: Sequence[Callable[[], Awaitable[None]]]) -> None:
+        """Await the coroutines that `work` makes, as many concurrently as suits the medium."""
+
+
+class OwnedBatches:
+    """Runs batches. Keys change hands synchronously: admission and removal take effect before
+    anything else runs on the loop."""
+
+    def __init__(
+        self,
+        medium: Medium,
+        inventory: OwnedInventory,
+        counters: StoreCounters,
+        record: Callable[[bytes], None],
+    ) -> None:
+        """record: called with the outcomes of each batch."""
+        self._medium = medium
+        self._inventory = inventory
+        self._catalog = inventory.catalog
+        self._counters = counters
+        self._record = record
+        self._unerased: set[bytes] = set()  # of clears that have not completed
+
+    def probe(self, keys: Sequence[bytes]) -> int:
+        """See `Backend.probe`."""
+        if self._counters.breaker.state() == "open":
+            return 0
+        return self._inventory.readable_run(keys)
+
+    async def read(
+        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
+    ) -> ReadReport:
+        """See `Backend.read`."""
+        outcomes = bytearray([Outcome.LATE]) * len(keys)
+
+        async def one(i: int) -> None:
+            if not expired():
+                outcomes[i] = await self._medium.load(keys[i], views[i])
+
+        await self._run(len(keys), one, outcomes)
+        self._record(bytes(outcomes))
+        self._counters.reads += outcomes.count(Outcome.OK)
+        results = list(zip(keys, outcomes, strict=True))
+        corrupt = [key for key, outcome in results if outcome == Outcome.CORRUPT]
+        missing = [
+            key
+            for key, outcome in results
+            if outcome == Outcome.MISS and not self._medium.present(key)
+        ]
+        pending = self._inventory.pending
+        gone = self._catalog.remove(key for key in (*corrupt, *missing) if key not in pending)
+        await self._medium.erase([key for key in gone if key not in self._catalog])
+        return ReadReport(bytes(outcomes), gone)
+
+    async def write(
+        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
+    ) -> WriteReport:
+        """See `Backend.write`."""
+        pending = self._inventory.pending
+        admission = self._catalog.admit([key for key in keys if key not in pending])
+        self._counters.evicted += len(admission.evicted)
+        outcomes = bytearray([Outcome.LATE]) * len(keys)
+        fresh = set(admission.fresh)
+        pending |= fresh
+        try:
+            await self._medium.erase(admission.evicted)
+            await self._save(keys, views, expired, admission, outcomes)
+            await self._seal(keys, fresh, outcomes)
+            self._record(bytes(outcomes))
+        except BaseException:
+            # Saved or not, no object is certain to be sealed.
+            outcomes[:] = bytes([Outcome.UNAVAILABLE]) * len(keys)
+            raise
+        finally:
+            self._medium.abandon(fresh)
+            pending -= fresh
+            failed = {
+                key for key, outcome in zip(keys, outcomes, strict=True) if outcome != Outcome.OK
+            }
+            self._catalog.remove(fresh & failed)
+        self._counters.writes += outcomes.count(Outcome.OK)
+        return WriteReport(bytes(outcomes), admission.evicted + self._medium.take_evicted())
+
+    async def _save(
+        self,
+        keys: Sequence[bytes],
+        views: Sequence[memoryview],
+        expired: Expired,
+        admission: Admission,
+        outcomes: bytearray,
+    ) -> None:
+        fresh, existing = set(admission.fresh), set(admission.existing)
+        refused = set(admission.refused)
+
+        async def one(i: int) -> None:
+            key = keys[i]
+            if key in refused:
+                outcomes[i] = Outcome.NO_SPACE
+            elif key in existing:
+                outcomes[i] = Outcome.EXISTS
+            elif key in fresh and not expired():
+                outcomes[i] = await self._medium.save(key, views[i])
+
+        await self._run(len(keys), one, outcomes)
+
+    async def _seal(self, keys: Sequence[bytes], fresh: set[bytes], outcomes: bytearray) -> None:
+        saved = [i for i, key in enumerate(keys) if key in fresh and outcomes[i] == Outcome.OK]
+        # The others were evicted by another batch since, or cleared.
+        wanted = [i for i in saved if keys[i] in self._catalog]
+        for i in saved:
+            outcomes[i] = Outcome.NO_SPACE
+        outcome = await self._medium.seal([keys[i] for i in wanted]) if wanted else Outcome.NO_SPACE
+        for i in wanted:
+            outcomes[i] = outcome if keys[i] in self._catalog else Outcome.NO_SPACE
+        await self._medium.erase([keys[i] for i in saved if keys[i] not in self._catalog])
+
+    async def _run(
+        self, count: int, one: Callable[[int], Awaitable[None]], outcomes: bytearray
+    ) -> None:
+        if self._counters.breaker.closed():
+            await self._medium.each([partial(one, i) for i in range(count)])
+        else:
+            outcomes[:] = bytes([Outcome.UNAVAILABLE]) * count
+
+    async def remove(self, keys: Sequence[bytes]) -> None:
+        """See `Backend.remove`; an object that is being written stays. A key that was taken before
+        is not in the catalog any more, and its object is deleted all the same."""
+        pending = self._inventory.pending
+        self._catalog.remove(key for key in keys if key not in pending)
+        await self._medium.erase([key for key in keys if key not in self._catalog])
+
+    async def clear(self) -> None:
+        """Delete every object; for media that do not outlive the process, where erasing cannot
+        fail."""
+        self._unerased.update(self._catalog.keys())
+        self._catalog.clear()
+        await self._medium.erase([key for key in self._unerased if key not in self._catalog])
+        self._unerased.clear()

@@ -1,0 +1,309 @@
+"""Objects of a file store: which slot holds which key, and the reads and writes of slots."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+
+import anyio
+import xxhash
+
+from kvactors.actor.clock import now
+from kvactors.device.arena import Arena
+from kvactors.errors import StoreError
+from kvactors.lineage import Lineage
+from kvactors.storage.backends.file_survey import FileStatistics, Stored, statistics, survey
+from kvactors.storage.backends.slab_files import SlabFiles
+from kvactors.storage.backends.slab_lineage import (
+    WritingLineages,
+    fields_of_lineage,
+    room_beside,
+)
+from kvactors.storage.backends.slab_memory import extent
+from kvactors.storage.backends.slab_objects import load, proved
+from kvactors.storage.backends.slab_steps import GROW_AGAIN, Generations
+from kvactors.storage.backends.slab_table import WRITTEN_AT, entry_of, mark_of
+from kvactors.storage.backends.slab_threads import SlabThreads
+from kvactors.storage.backends.slot_supply import SlotSupply
+from kvactors.storage.counters import StoreCounters
+from kvactors.storage.inventory import OwnedInventory
+from kvactors.storage.messages import Outcome
+
+
+class SlabMedium:
+    """The medium of `FileBackend`; see `Medium`. State changes on the event loop, and blocking
+    calls run in threads.
+
+    Attributes:
+        objects: slot and mark of the table entry, by key, of the objects that can be read.
+        written: slot and entry, by key, of payloads whose entries are not written yet.
+        lineages: of the objects that are being written.
+        generation: of the store; objects are written under it.
+        arena: memory whose slots are whole pages, so that the last page of a slot may be read and
+            written to its end. None: only the bytes of a view may be.
+    """
+
+    def __init__(
+        self,
+        files: SlabFiles,
+        threads: SlabThreads,
+        inventory: OwnedInventory,
+        counters: StoreCounters,
+        *,
+        synced: bool,
+    ) -> None:
+        """synced: `seal` waits until the device has the bytes."""
+        self.objects: dict[bytes, tuple[int, bytes]] = {}
+        self.written: dict[bytes, tuple[int, bytes]] = {}
+        self.lineages = WritingLineages()
+        self.generation = 0
+        self.arena: Arena | None = None
+        self.supply = SlotSupply(files, threads, inventory.catalog)
+        self.generations = Generations(files, threads.workers)
+        self._slots = self.supply.slots
+        self._files = files
+        self._threads = threads
+        self._inventory = inventory
+        self._counters = counters
+        self._synced = synced
+        self._sequence = self._torn = 0
+        self._scan_s = 0.0
+        self._evicted: list[bytes] = []  # by `_squeeze`, until a batch reports them
+        self._no_eviction_until = 0.0
+
+    # -- opening
+
+    async def open(self, wanted: int) -> None:
+        """Open the files and take in their objects.
+
+        Args:
+            wanted: capacity in objects, 0 for a share of the space.
+
+        Raises:
+            StoreError: the files cannot be used.
+        """
+        began = now()
+        found, self._torn, capacity = await self._threads.run(survey, self._files, wanted)
+        self.generation = self._files.meta.generation
+        self.supply.set_capacity(capacity)
+        evicted, doubles = await self._threads.run(self._enter, found)
+        self._scan_s = now() - began
+        if not self._files.read_only:
+            await self._threads.run(self._files.free, doubles)
+            await self.erase(evicted)
+            await self._drop_empty_slabs()
+
+    def _enter(self, found: list[Stored]) -> tuple[list[bytes], list[int]]:
+        """Take in the objects of the table, the oldest first.
+
+        Returns:
+            The keys beyond the capacity, and the slots of earlier writes of a key.
+        """
+        evicted: list[bytes] = []
+        doubles: list[int] = []
+        for sequence, slot, key, mark in found:
+            before = self.objects.get(key)
+            if before is not None:
+                doubles.append(before[0])
+            self.objects[key] = (slot, mark)
+            evicted += self._inventory.catalog.admit([key]).evicted
+            self._sequence = sequence + 1
+        used = {slot for slot, _ in self.objects.values()}
+        slots = len(self._files.slabs) * self._files.meta.slots_per_slab
+        self._slots.give(slot for slot in range(slots) if slot not in used)
+        return evicted, doubles
+
+    async def _drop_empty_slabs(self) -> None:
+        """Delete slabs at the end that a smaller capacity does not need."""
+        per_slab = self._files.meta.slots_per_slab
+        last = max((slot for slot, _ in self.objects.values()), default=-1)
+        needed = -(-self.supply.capacity // per_slab)
+        keep = max(last // per_slab + 1, min(needed, len(self._files.slabs)))
+        await self._threads.run(self._files.shrink, keep)
+        self._slots.free = deque(slot for slot in self._slots.free if slot < keep * per_slab)
+
+    # -- reading
+
+    def present(self, key: bytes) -> bool:
+        """See `Medium.present`."""
+        return key in self.objects
+
+    async def load(self, key: bytes, into: memoryview) -> Outcome:
+        """See `Medium.load`."""
+        found = self.objects.get(key)
+        if found is None:
+            return Outcome.MISS
+        (slot, mark), generation = found, self.generation
+        self._slots.begin_read(slot)
+        try:
+            outcome = await self._threads.run(load, self._files, slot, mark, into, self.arena)
+        finally:
+            self._slots.end_read(slot)
+        if outcome not in (Outcome.CORRUPT, Outcome.MISS):
+            return outcome if generation == self.generation else Outcome.MISS
+        if self._files.read_only or self.objects.get(key) != found:
+            # Evicted, cleared or replaced during the read, by this process or by the one that
+            # writes here.
+            return Outcome.MISS
+        del self.objects[key]
+        if outcome == Outcome.MISS:
+            self._slots.give([slot])
+            return outcome
+        self.supply.quarantine(slot)
+        await self._threads.run(self._files.free, [slot])
+        return outcome
+
+    # -- writing
+
+    async def save(self, key: bytes, data: memoryview) -> Outcome:
+        """See `Medium.save`: the payload, into a free slot. `seal` makes it an object."""
+        if self._files.read_only:
+            return Outcome.NO_SPACE
+        outcome = await self._save_once(key, data)
+        if outcome == Outcome.NO_SPACE and await self._squeeze(first=True):
+            # The slot of another object has its space on the disk.
+            outcome = await self._save_once(key, data)
+            if outcome == Outcome.NO_SPACE:
+                self._no_eviction_until = now() + GROW_AGAIN
+        return outcome
+
+    async def _save_once(self, key: bytes, data: memoryview) -> Outcome:
+        slot, outcome = await self.supply.take(self._squeeze)
+        if slot is None:
+            return outcome
+        sequence, self._sequence = self._sequence, self._sequence + 1
+        try:
+            lineage = self.lineages.get(key)
+            outcome, entry = await self._threads.run(
+                self._save, key, slot, sequence, self.generation, data, lineage
+            )
+        except BaseException:
+            self._slots.give([slot])
+            raise
+        if outcome == Outcome.CORRUPT:
+            self.supply.quarantine(slot)
+            return Outcome.UNAVAILABLE
+        if outcome != Outcome.OK:
+            self._slots.give([slot])
+            return outcome
+        if slot in self._slots.suspects:
+            self._slots.passed(slot)
+        self.written[key] = (slot, entry)
+        return outcome
+
+    def _save(
+        self,
+        key: bytes,
+        slot: int,
+        sequence: int,
+        generation: int,
+        data: memoryview,
+        lineage: Lineage | None,
+    ) -> tuple[Outcome, bytes]:
+        outcome = self._files.write(slot, *extent(data, self.arena))
+        checksum = xxhash.xxh3_64_intdigest(data)
+        if (
+            outcome == Outcome.OK
+            and slot in self._slots.suspects
+            and not proved(self._files, slot, checksum)
+        ):
+            return Outcome.CORRUPT, b""
+        fields = {WRITTEN_AT: (time.time_ns() // 1000).to_bytes(8, "little")}
+        fields |= fields_of_lineage(lineage, room_beside(self._files.meta))
+        return outcome, entry_of(self._files.meta, key, checksum, sequence, generation, fields)
+
+    async def _squeeze(self, *, first: bool = False) -> bool:
+        """Evict the least recently used object because the disk has no space, although the
+        capacity is not reached.
+
+        Args:
+            first: its slot is the next one to be taken.
+        """
+        if now() < self._no_eviction_until:
+            return False
+        victim = self._inventory.catalog.evict(self._inventory.pending)
+        if victim is None:
+            return False
+        self._evicted.append(victim)
+        self._counters.evicted += 1
+        slot = self.objects[victim][0] if victim in self.objects else None
+        await self.erase([victim])
+        if first:
+            self._slots.first(slot)
+        return True
+
+    def take_evicted(self) -> list[bytes]:
+        """See `Medium.take_evicted`."""
+        evicted, self._evicted = self._evicted, []
+        return evicted
+
+    async def seal(self, keys: Sequence[bytes]) -> Outcome:
+        """See `Medium.seal`: write the entries; if synced, wait for the device."""
+        entries = [self.written[key] for key in keys]
+        outcome = await self._threads.run(self._seal_entries, entries)
+        for key in keys:
+            slot, entry = self.written.pop(key)
+            if outcome == Outcome.OK:
+                self.objects[key] = (slot, mark_of(entry))
+            else:
+                self._slots.give([slot])
+        return outcome
+
+    def _seal_entries(self, entries: list[tuple[int, bytes]]) -> Outcome:
+        return self._files.seal(entries, sync=self._synced)
+
+    def abandon(self, keys: Iterable[bytes]) -> None:
+        """See `Medium.abandon`."""
+        for key in keys:
+            slot_entry = self.written.pop(key, None)
+            if slot_entry is not None:
+                self._slots.give([slot_entry[0]])
+
+    # -- removing
+
+    async def erase(self, keys: Sequence[bytes]) -> None:
+        """See `Medium.erase`."""
+        slots = [self.objects.pop(key)[0] for key in keys if key in self.objects]
+        try:
+            if slots and not self._files.read_only:
+                await self._threads.run(self._files.free, slots)
+        finally:
+            self._slots.give(slots)
+
+    async def clear(self, generation: int) -> None:
+        """Forget every object: the store gets another generation, in memory immediately, on the
+        device before this returns. Entries of earlier generations are free slots from then on.
+
+        Raises:
+            StoreError: the disk refused, or the store is read-only.
+        """
+        if self._files.read_only:
+            raise StoreError(
+                f"{self._files.folder} is open read-only: the process that writes there can clear "
+                "it"
+            )
+        self._inventory.catalog.clear()
+        slots = [slot for slot, _ in self.objects.values()]
+        self.objects.clear()
+        self.generation = max(self.generation + 1, generation)
+        try:
+            await self.generations.advance(lambda: self.generation)
+        finally:
+            self._slots.give(slots)
+
+    async def each(self, work: Sequence[Callable[[], Awaitable[None]]]) -> None:
+        """See `Medium.each`: as many concurrently as there are threads."""
+        queue = iter(work)
+
+        async def worker() -> None:
+            for item in queue:
+                await item()
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(min(self._threads.depth, len(work))):
+                tasks.start_soon(worker)
+
+    def statistics(self) -> FileStatistics:
+        """Sizes of the files."""
+        return statistics(self._files, self._slots, self._torn, self._scan_s, self.supply.capacity)

@@ -1,0 +1,79 @@
+"""The keys that a back end of any origin lists, checked."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from kvactors.storage.backends.base import Backend
+from kvactors.storage.clears import Clears
+from kvactors.storage.containment import Containment, is_key
+
+
+class CheckedInventory:
+    """Lists nothing while a clear is pending."""
+
+    def __init__(self, inner: Backend, calls: Containment, clears: Clears) -> None:
+        self._inner = inner
+        self._calls = calls
+        self._clears = clears
+
+    def keys(self) -> list[bytes]:
+        """See `Backend.keys`."""
+        if self._clears.pending:
+            return []
+        return self._calls.keys("keys", self._calls.call("keys", self._inner.keys, []))
+
+    def snapshot(self) -> Iterator[bytes]:
+        """The keys of this moment. Each is checked when it is taken, so that a large store costs no
+        long turn."""
+        if self._clears.pending:
+            return iter(())
+        return self._checked(self._calls.call("keys", lambda: list(self._inner.keys()), []))
+
+    def _checked(self, listed: list[Any]) -> Iterator[bytes]:
+        for key in listed:
+            if is_key(key):
+                yield key
+            else:
+                self._calls.fault("keys", "answered a key that is not 32 bytes")
+
+    def iter_keys(self) -> Iterator[bytes]:
+        """See `Backend.iter_keys`."""
+        if self._clears.pending:
+            return
+        key: Any
+        try:
+            for key in self._inner.iter_keys():
+                if not is_key(key):
+                    self._calls.fault("iter_keys", "answered a key that is not 32 bytes")
+                    return
+                yield key
+        except RuntimeError:
+            raise  # the store changed: the caller begins again
+        except BaseException as error:
+            if not self._calls.contains("iter_keys", error):
+                raise
+
+    def count(self) -> int:
+        """See `Backend.count`."""
+        if self._clears.pending:
+            return 0
+        count = self._calls.call("count", self._inner.count, 0)
+        return self._calls.number("count", count, sys.maxsize)
+
+    def holds(self, key: bytes) -> bool:
+        """See `Backend.holds`."""
+        return not self._clears.pending and self._calls.call(
+            "holds", lambda: bool(self._inner.holds(key)), False
+        )
+
+    def take_removed(self) -> list[bytes]:
+        """See `Backend.take_removed`."""
+        removed = self._calls.call("take_removed", self._inner.take_removed, [])
+        return self._calls.keys("take_removed", removed)
+
+    def acknowledge_removed(self, keys: Iterable[bytes]) -> None:
+        """See `Backend.acknowledge_removed`."""
+        self._calls.call("acknowledge_removed", lambda: self._inner.acknowledge_removed(keys), None)

@@ -1,0 +1,54 @@
+"""The order of clears and batches of one store."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+
+class Clears:
+    """A clear waits for the writes in flight. Until one has succeeded, nothing is read or written.
+
+    Attributes:
+        begun: clears that were begun.
+        running: clears that are in progress.
+        pending: whether no clear has succeeded since the last one that was begun.
+    """
+
+    def __init__(self) -> None:
+        self.begun = self.running = 0
+        self.pending = False
+        self._writing: set[asyncio.Future[None]] = set()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the contents of the store must not be used."""
+        return bool(self.running) or self.pending
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """A write is in flight."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._writing.add(done)
+        try:
+            yield
+        finally:
+            self._writing.discard(done)
+            done.set_result(None)
+
+    @asynccontextmanager
+    async def clearing(self) -> AsyncIterator[None]:
+        """A clear is in progress; entered when no write is in flight. It has failed if the block
+        raises."""
+        self.begun += 1
+        self.running += 1
+        number, self.pending = self.begun, True
+        try:
+            while self._writing:
+                await asyncio.wait(list(self._writing))
+            yield
+            if number == self.begun:
+                self.pending = False
+        finally:
+            self.running -= 1

@@ -1,0 +1,73 @@
+"""Results of a store's batches, counted by outcome, and its circuit breaker."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvactors.storage.breaker import Breaker
+from kvactors.storage.messages import Outcome
+
+
+class StoreStatistics(NamedTuple):
+    """Sizes and counters of a store. The counters start at zero when it is opened."""
+
+    objects: int
+    object_bytes: int
+    reads: int
+    writes: int
+    existing: int
+    misses: int
+    corrupt: int
+    no_space: int
+    unavailable: int
+    late: int
+    evicted: int
+    breaker: str
+    faults: int = 0  # calls that raised, or returned something that the contract does not allow
+
+
+class StoreCounters:
+    """Counts outcomes and drives the circuit breaker.
+
+    Attributes:
+        breaker: opens after several batches in a row that were UNAVAILABLE altogether.
+        outcomes: number of keys by outcome.
+        reads: objects read.
+        writes: objects written.
+        evicted: objects that the store evicted.
+    """
+
+    def __init__(self, store: str = "") -> None:
+        self.breaker = Breaker(store=store)
+        self.outcomes = dict.fromkeys(Outcome, 0)
+        self.reads = self.writes = self.evicted = 0
+
+    def record(self, outcomes: bytes, trouble: str = "") -> None:
+        """Count the outcomes of a batch, and report the batch to the circuit breaker.
+
+        Args:
+            outcomes: one byte a key.
+            trouble: why the batch failed, for the log.
+        """
+        for outcome in outcomes:
+            self.outcomes[Outcome(outcome)] += 1
+        failed = outcomes.count(Outcome.UNAVAILABLE) >= max(1, len(outcomes))
+        self.breaker.saw(not failed, trouble)
+
+    def statistics(self, objects: int, object_bytes: int) -> StoreStatistics:
+        """The counters, with the number and the size of the store's objects."""
+        outcomes = self.outcomes
+        return StoreStatistics(
+            objects,
+            object_bytes,
+            self.reads,
+            self.writes,
+            outcomes[Outcome.EXISTS],
+            outcomes[Outcome.MISS],
+            outcomes[Outcome.CORRUPT],
+            outcomes[Outcome.NO_SPACE],
+            outcomes[Outcome.UNAVAILABLE],
+            outcomes[Outcome.LATE],
+            self.evicted,
+            self.breaker.state(),
+        )

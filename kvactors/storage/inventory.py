@@ -1,0 +1,99 @@
+"""Which keys a store holds. Pure state, changed on the event loop only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+
+from kvactors.storage.catalog import Catalog
+
+REMOVED_PAGE = 1024
+"""Keys that one call of `take_removed` returns at most."""
+
+
+class Inventory:
+    """The inventory of a store that several nodes share: it answers for no keys, so nothing is
+    reported to indexes."""
+
+    def keys(self) -> list[bytes]:
+        """See `Backend.keys`."""
+        return []
+
+    def iter_keys(self) -> Iterator[bytes]:
+        """See `Backend.iter_keys`."""
+        return iter(self.keys())
+
+    def count(self) -> int:
+        """See `Backend.count`."""
+        return len(self.keys())
+
+    def holds(self, key: bytes) -> bool:
+        """See `Backend.holds`."""
+        return False
+
+    def take(self, keys: Sequence[bytes]) -> None:
+        """See `Backend.take`."""
+
+    def take_removed(self) -> list[bytes]:
+        """See `Backend.take_removed`."""
+        return []
+
+    def acknowledge_removed(self, keys: Iterable[bytes]) -> None:
+        """See `Backend.acknowledge_removed`."""
+
+
+class OwnedInventory(Inventory):
+    """The inventory of a store that one process owns: a catalog, without the objects that are still
+    being written.
+
+    Attributes:
+        catalog: every key, those being written included, in order of use.
+        pending: keys in the catalog whose objects are being written.
+        answerable: whether this process alone decides what is in the store. If not, no key is
+            listed.
+    """
+
+    def __init__(self, capacity: int = 0, *, answerable: bool = True) -> None:
+        self.catalog = Catalog(capacity)
+        self.pending: set[bytes] = set()
+        self.answerable = answerable
+
+    def keys(self) -> list[bytes]:
+        """See `Backend.keys`."""
+        keys = self.catalog.keys() if self.answerable else []
+        return [key for key in keys if key not in self.pending] if self.pending else keys
+
+    def iter_keys(self) -> Iterator[bytes]:
+        """See `Backend.iter_keys`."""
+        pending = self.pending
+        return (key for key in self.catalog if key not in pending) if self.answerable else iter(())
+
+    def count(self) -> int:
+        """See `Backend.count`; those of a store that is not answerable as well."""
+        return len(self.catalog) - sum(key in self.catalog for key in self.pending)
+
+    def holds(self, key: bytes) -> bool:
+        """See `Backend.holds`."""
+        return self.answerable and key in self.catalog and key not in self.pending
+
+    def readable_run(self, keys: Sequence[bytes]) -> int:
+        """Length of the leading run of keys whose objects can be read. They count as used now."""
+        ready = next((i for i, key in enumerate(keys) if key in self.pending), len(keys))
+        return self.catalog.run(keys[:ready])
+
+    def take(self, keys: Sequence[bytes]) -> None:
+        """See `Backend.take`."""
+        self.catalog.remove(keys)
+
+    def take_removed(self) -> list[bytes]:
+        """See `Backend.take_removed`; a page of them."""
+        departed, removed = self.catalog.departed, list[bytes]()
+        while departed and not removed:
+            page = list(islice(departed, REMOVED_PAGE))
+            departed.difference_update(page)
+            removed = [key for key in page if not self.holds(key)]
+        return removed
+
+    def acknowledge_removed(self, keys: Iterable[bytes]) -> None:
+        """See `Backend.acknowledge_removed`."""
+        self.catalog.departed.difference_update(keys)
