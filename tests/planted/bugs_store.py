@@ -48,7 +48,7 @@ BUGS: tuple[Mutation, ...] = (
         "            raise StoreError(\n"
         '                f"{self._files.folder}: the store could not be cleared: {error}"\n'
         "            ) from error\n",
-        "            self.uncleared = bool(error)\n            return\n",
+        "            self.pending = bool(error)\n            return\n",
         "a clear that the disk refused is reported as done",
         (
             f"{FORMAT}::test_a_clear_that_the_disk_refuses_is_an_error_and_nothing_is_hit_all_the_same",
