@@ -18,6 +18,7 @@ import anyio
 import msgspec
 import numpy as np
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from kvactors.actor import Activity, ActorRef, ActorSpec, Group, Supervisor
 from kvactors.actor.clock import deadline_after
@@ -148,11 +149,14 @@ async def subscribed(endpoint: str, count: int) -> AsyncIterator[Child]:
 
 
 def read(endpoint: str, count: int) -> None:
-    """What that process does."""
+    """Subscribe, print a line when the publisher has accepted the connection, and another one with
+    the seconds that `count` messages took."""
     socket: Any = zmq.Context.instance().socket(zmq.SUB)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.subscribe(b"")
+    monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
     socket.connect(endpoint)
+    recv_monitor_message(monitor)
     print("connected", flush=True)
     began = 0.0
     for _ in range(count):
