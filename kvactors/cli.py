@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,13 +12,12 @@ import msgspec
 import structlog
 from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from kvactors.actor.log import structlog_settings
 from kvactors.config import read_toml
 from kvactors.errors import ConfigError, KVActorsError
 from kvactors.scenario.replay import ReplayConfig, replay
-from kvactors.scenario.report import Report, Totals, print_report, write_json
+from kvactors.scenario.report import Report, live_line, print_report, totals_line, write_json
 from kvactors.scenario.runner import run_scenario, with_temporary
 from kvactors.scenario.spec import disappointments
 from kvactors.terminable import run_terminable, sigterm_ends
@@ -69,9 +67,12 @@ def run(
     virtual
         On a seeded loop of virtual time instead of the real clock.
     """
-    with live_totals() as progress:
+    with live_line() as show:
         spec, report = run_scenario(
-            read_toml(scenario), seed=seed, virtual=virtual, progress=progress
+            read_toml(scenario),
+            seed=seed,
+            virtual=virtual,
+            progress=lambda totals: show(totals_line(totals)),
         )
     failed = disappointments(spec.expect, report) + report.errors
     return conclude(report, failed, json)
@@ -104,7 +105,7 @@ def replay_command(
     """
     import tempfile
 
-    with tempfile.TemporaryDirectory(prefix="kvactors-") as folder, live_totals() as progress:
+    with tempfile.TemporaryDirectory(prefix="kvactors-") as folder, live_line() as show:
         settings = ReplayConfig.from_mapping(
             with_temporary(read_toml(config) if config else {}, folder)
         )
@@ -114,7 +115,8 @@ def replay_command(
             **msgspec.to_builtins(settings),
             "replay": {**msgspec.to_builtins(settings.replay), **changes},
         }
-        report = run_terminable(replay(trace, ReplayConfig.from_mapping(mapping), progress))
+        config_ = ReplayConfig.from_mapping(mapping)
+        report = run_terminable(replay(trace, config_, lambda totals: show(totals_line(totals))))
     failed = list(report.errors)
     if report.corrupt_blocks_served:
         failed.append(f"{report.corrupt_blocks_served} corrupt blocks served")
@@ -260,28 +262,6 @@ def conclude(report: Report, failed: list[str], json: Path | None) -> int:
     for what in failed:
         print(f"not as expected: {what}", file=sys.stderr)
     return 1 if failed else 0
-
-
-@contextmanager
-def live_totals() -> Iterator[Callable[[Totals], None]]:
-    """A live line on a terminal; elsewhere nothing."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda _: None
-        return
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        line = progress.add_task("starting")
-
-        def show(t: Totals) -> None:
-            share = (t.device + t.host + t.storage) / max(1, t.blocks_looked_up)
-            text = (
-                f"{t.requests} requests, {t.blocks_looked_up} blocks, hit rate {share:.3f}, "
-                f"{t.verified_blocks} verified"
-            )
-            progress.update(line, description=text)
-
-        yield show
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

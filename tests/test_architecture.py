@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 from kvactors.actor import check_graph, edges
@@ -144,3 +146,14 @@ def test_classes_are_small():
     """A class with its bases inside the package has at most 300 lines."""
     large = {size.name: size.total for size in class_sizes(read_modules()) if size.total > MOST}
     assert {name: lines for name, lines in large.items() if name not in LARGE} == {}
+
+
+def test_run_and_replay_import_only_fault_injectors_of_the_test_harness():
+    script = (
+        "import sys, kvactors.cli; "
+        "print(*sorted(m for m in sys.modules if m.startswith('kvactors.testing')))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.split() == ["kvactors.testing", "kvactors.testing.faults"]

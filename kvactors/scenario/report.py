@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from kvactors.cache import KVCache
@@ -142,6 +144,28 @@ def lookup(report: Report, dotted: str) -> Any:
 def write_json(data: Any, path: str | Path) -> None:
     """A report as a JSON file."""
     Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(data), indent=2) + b"\n")
+
+
+@contextmanager
+def live_line() -> Iterator[Callable[[str], None]]:
+    """A line of progress on a terminal's standard error, and nothing elsewhere. The block is given
+    a function that sets its text."""
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        line = progress.add_task("starting")
+        yield lambda text: progress.update(line, description=text)
+
+
+def totals_line(totals: Totals) -> str:
+    """Progress of a run in one line."""
+    share = (totals.device + totals.host + totals.storage) / max(1, totals.blocks_looked_up)
+    return (
+        f"{totals.requests} requests, {totals.blocks_looked_up} blocks, hit rate {share:.3f}, "
+        f"{totals.verified_blocks} verified"
+    )
 
 
 def storage_row(storage: dict[str, float]) -> str:

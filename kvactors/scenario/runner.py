@@ -20,7 +20,6 @@ from kvactors.scenario.session import Progress, Session, beside, session
 from kvactors.scenario.spec import Pool, Scenario, events_of
 from kvactors.sink_config import MemorySinkConfig
 from kvactors.terminable import run_terminable
-from kvactors.testing.loop import simulate
 
 TEMP = "@temp"
 """Stands for a fresh folder, removed after the run, in paths and endpoints."""
@@ -40,6 +39,8 @@ def run_scenario(
         if seed is None:
             seed = scenario.scenario.seed
         if virtual:
+            from kvactors.testing.loop import simulate
+
             check_virtual(scenario)
             return scenario, simulate(
                 lambda: run_session(scenario, seed, progress, virtual=True), seed

@@ -10,10 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvactors.scenario.report import write_json
+from kvactors.scenario.report import live_line, write_json
 from kvactors.terminable import run_terminable
 from tests.chaos.record import ChaosReport, Row, Tally
 from tests.chaos.run import ROUND, chaos
@@ -43,7 +42,7 @@ def run_chaos(
     drawn = time.time_ns() // 1_000_000 % 1_000_000 if seed is None else seed
     console = wide()
     console.print(f"seed {drawn}", style="dim")
-    with live_line() as progress:
+    with watched() as progress:
         report = run_terminable(chaos(chosen, seed=drawn, minutes=minutes, progress=progress))
     print_chaos(report, console)
     if json is not None:
@@ -63,15 +62,11 @@ def wide() -> Console:
 
 
 @contextmanager
-def live_line() -> Iterator[Report]:
+def watched() -> Iterator[Report]:
     """A live line on a terminal, a line a round elsewhere. A loop that stands still for much longer
     than a round may take is shown where it stands, and the process ends."""
-    console = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as shown:
-        line = shown.add_task("starting")
+    terminal = Console(stderr=True).is_terminal
+    with live_line() as update:
 
         def show(row: Row, tally: Tally, over: bool) -> None:
             faulthandler.dump_traceback_later(2 * ROUND, exit=True, file=sys.__stderr__ or 2)
@@ -80,8 +75,8 @@ def live_line() -> Iterator[Report]:
                 f"{tally.requests} requests, {tally.verified} verified"
             )
             text += f", {len(tally.violations)} violations"
-            shown.update(line, description=text)
-            if over and not console.is_terminal:
+            update(text)
+            if over and not terminal:
                 print(text, file=sys.stderr, flush=True)
 
         try:

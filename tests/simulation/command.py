@@ -5,17 +5,14 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from kvactors.errors import ConfigError
-from kvactors.scenario.report import write_json
+from kvactors.scenario.report import live_line, write_json
 from tests.simulation.coverage import Coverage, coverage
 from tests.simulation.pool import run_seeds
 from tests.simulation.record import SeedReport
@@ -84,12 +81,12 @@ def run_simulate(
     began = time.monotonic()
     until = float("inf") if minutes is None else began + 60 * minutes
     report, seen = SimulationReport(first), Counter[str]()
-    with _live_line() as show:
+    with live_line() as show:
         for one in run_seeds(first, seeds if minutes is None else ENDLESS, processes, until=until):
             report.add(one)
             seen.update(one.seen)
             report.wall_s = time.monotonic() - began
-            show(report)
+            show(_progress(report))
     report.cover(coverage([seen]), seen)
     _print_summary(report, Console(), began)
     if json is not None:
@@ -174,26 +171,9 @@ def _print_summary(report: SimulationReport, console: Console, began: float) -> 
             )
 
 
-class _Line:
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._task = progress.add_task("starting")
-
-    def __call__(self, report: SimulationReport) -> None:
-        rate = report.seeds / max(report.wall_s, 1e-9)
-        text = (
-            f"{report.seeds} seeds, {rate:.1f} a second, {report.verified:,} blocks verified, "
-            f"{len(report.violated)} violated"
-        )
-        self._progress.update(self._task, description=text)
-
-
-@contextmanager
-def _live_line() -> Iterator[_Line]:
-    """A live line on a terminal; elsewhere nothing."""
-    console = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as progress:
-        yield _Line(progress)
+def _progress(report: SimulationReport) -> str:
+    rate = report.seeds / max(report.wall_s, 1e-9)
+    return (
+        f"{report.seeds} seeds, {rate:.1f} a second, {report.verified:,} blocks verified, "
+        f"{len(report.violated)} violated"
+    )
