@@ -462,7 +462,7 @@ async def test_nothing_is_asked_while_nothing_runs(fake):
         asked = fake.calls("cuEventQuery")
         await asyncio.sleep(0.02)
         assert fake.calls("cuEventQuery") == asked
-        assert stand.executor._timer is None
+        assert not stand.executor._operations.asking
 
 
 async def test_what_never_ends_keeps_its_memory(fake):
@@ -481,7 +481,7 @@ async def test_what_never_ends_keeps_its_memory(fake):
     assert fake.live("pinned") == pinned > 0
     assert fake.live("device") > 0
     fake.gate(-1)  # the copies run now, into memory that is still there
-    await until(lambda: not stand.executor._under_way)
+    await until(lambda: not stand.executor._operations.in_flight)
     kept, device, _arena, _view = cuda_executor.ABANDONED[-4:]
     del cuda_executor.ABANDONED[-4:]
     with device.current():

@@ -163,6 +163,21 @@ def checked_ids(
     return ids, places
 
 
+def verify_memory(driver: CudaDriver, region: Region, ordinal: int) -> None:
+    """DeviceError unless a region is memory of this GPU."""
+    try:
+        kind = driver.read_int("cuPointerGetAttribute", MEMORY_TYPE, region.address)
+        found = driver.read_int("cuPointerGetAttribute", DEVICE_ORDINAL, region.address)
+    except CudaError as error:
+        raise DeviceError(
+            f"a tensor of shape {list(region.shape)} is not in CUDA's memory: {error}"
+        ) from error
+    if kind != ON_DEVICE or found != ordinal:
+        raise DeviceError(
+            f"a tensor of shape {list(region.shape)} is not in the memory of GPU {ordinal}"
+        )
+
+
 class CudaDevice(Device):
     """tensors: in the layout's contract order, or by (layer, role); each [blocks, *the role's
     shape], on the GPU `ordinal`.
@@ -243,26 +258,12 @@ class CudaDevice(Device):
         self.layout.verify([(region.shape, region.dtype) for region in regions], self.num_blocks)
         with self.current():
             for region in regions:
-                self._verify_memory(region)
+                verify_memory(self.driver, region, self.ordinal)
         self.regions = np.array([region.address for region in regions], np.int64)
         self.piece_bytes = np.array([piece.nbytes for piece in self.layout.pieces], np.int64)
         self.offsets = np.cumsum(self.piece_bytes) - self.piece_bytes
 
-    def _verify_memory(self, region: Region) -> None:
-        """DeviceError unless a region is memory of this GPU."""
-        try:
-            kind = self.driver.read_int("cuPointerGetAttribute", MEMORY_TYPE, region.address)
-            ordinal = self.driver.read_int("cuPointerGetAttribute", DEVICE_ORDINAL, region.address)
-        except CudaError as error:
-            raise DeviceError(
-                f"a tensor of shape {list(region.shape)} is not in CUDA's memory: {error}"
-            ) from error
-        if kind != ON_DEVICE or ordinal != self.ordinal:
-            raise DeviceError(
-                f"a tensor of shape {list(region.shape)} is not in the memory of GPU {self.ordinal}"
-            )
-
-    # -- life
+    # -- the context and pinned memory
 
     @contextmanager
     def current(self) -> Iterator[None]:

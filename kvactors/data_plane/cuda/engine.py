@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack, suppress
-from functools import partial
 from typing import Any, NamedTuple
 
 import anyio
@@ -22,16 +20,12 @@ from kvactors.data_plane.base import CLOSE_LIMIT, Direction, Progress
 from kvactors.data_plane.cuda.calibrate import Timing, calibrate
 from kvactors.data_plane.cuda.copies import Copies, Counts
 from kvactors.data_plane.cuda.device import CudaDevice
-from kvactors.data_plane.cuda.driver import FATAL, NOT_READY, CudaError
+from kvactors.data_plane.cuda.driver import FATAL, CudaError
 from kvactors.data_plane.cuda.lane import Lane, Op
+from kvactors.data_plane.cuda.operations import Operations
 from kvactors.data_plane.engine import CopyEngine
 from kvactors.device.arena import Arena
-from kvactors.errors import DeviceError
 from kvactors.threads import in_thread
-
-FIRST_PAUSE, LAST_PAUSE = 100e-6, 2e-3
-"""Seconds between two questions how far a stream is: they double as long as the answer is the
-same."""
 
 GROUP = 1 << 20
 """Bytes from which on a run of layers is worth an event of its own."""
@@ -85,12 +79,9 @@ class CudaCopyEngine(CopyEngine):
         self._timings: tuple[Timing, ...] = ()
         self._copies: Copies | None = None
         self._broken: str | None = None
-        self._lost = self._untold = False
+        self._lost = self._unacknowledged = False
         self._changed: Callable[[bool, bool], None] | None = None
-        self._under_way: dict[Op, Lane] = {}  # not over
-        self._watched: list[Op] = []  # of these, those whose stream is asked
-        self._timer: asyncio.TimerHandle | None = None
-        self._pause = FIRST_PAUSE
+        self._operations = Operations(device, self._break)
         self._loads = 0
         self._newest: Op | None = None
 
@@ -134,10 +125,10 @@ class CudaCopyEngine(CopyEngine):
         settled = [asyncio.wrap_future(lane.workers.submit(lane.settle)) for lane in lanes.values()]
         with anyio.move_on_after(self._limit):
             await asyncio.gather(*settled)
-            await asyncio.gather(*(op.told for op in self._under_way))
+            await self._operations.wait_ended()
         if (
             all(one.done() and not one.cancelled() and one.exception() is None for one in settled)
-            and not self._under_way
+            and not self._operations.in_flight
         ):
             await in_thread(self._give_back, "kvactors-cuda-close")
         else:
@@ -158,12 +149,9 @@ class CudaCopyEngine(CopyEngine):
             self._undo.close()
 
     def abandon_pending(self) -> None:
-        """See `CopyEngine`: operations under way are over, failed, though the GPU may still be at
-        them; `close` knows."""
-        for op in self._under_way:
-            op.over = True
-            if not op.done.done():
-                op.done.set_result(False)
+        """See `DataPlane`. The GPU may still work on the abandoned operations; `close` waits for
+        them."""
+        self._operations.abandon()
 
     # -- operations
 
@@ -189,115 +177,9 @@ class CudaCopyEngine(CopyEngine):
         )
         if load:
             self._newest = op
-        self._under_way[op] = lane
-        self._in_thread(
-            lane, partial(lane.submit, op), lambda error, _result: self._submitted(op, error)
-        )
+        self._operations.start(op, lane)
         good = await to_the_end(op.done)
         return () if good else tuple(range(len(blocks)))
-
-    def _in_thread(
-        self, lane: Lane, call: Callable[[], Any], then: Callable[[BaseException | None, Any], None]
-    ) -> None:
-        """Call in the lane's thread, then on the loop, with the call's error and result."""
-        loop = asyncio.get_running_loop()
-
-        def over(future: Future[Any]) -> None:
-            error = future.exception()
-            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(then, error, None if error else future.result())
-
-        lane.workers.submit(call).add_done_callback(over)
-
-    def _submitted(self, op: Op, error: BaseException | None) -> None:
-        if error is None:
-            self._watched.append(op)
-            self._pause = FIRST_PAUSE
-            self._look_again()
-            return
-        log.warning("copies could not be begun", error=str(error))
-        self._note(op, error)
-        self._over(op, good=False)
-
-    def _note(self, op: Op, error: BaseException) -> None:
-        if self._under_way[op].failed(error) or not isinstance(error, (ValueError, DeviceError)):
-            self._break(error)
-
-    def _break(self, error: BaseException) -> None:
-        """No more copies; those under way come to their end."""
-        lost = isinstance(error, CudaError) and error.code in FATAL
-        if self._broken is None or (lost and not self._lost):
-            self._broken = str(error)
-            self._lost |= lost
-            self._untold |= lost
-            log.error(
-                "no more copies of this GPU's memory",
-                gpu=self.device.name,
-                error=str(error),
-                memory_lost=lost,
-            )
-            if self._changed is not None:
-                self._changed(False, lost)
-
-    def _over(self, op: Op, *, good: bool) -> None:
-        lane = self._under_way.pop(op)
-        lane.give_back(op)
-        op.over = True
-        op.told.set_result(None)
-        if not good and op is self._newest:
-            self._newest = None
-        if not op.done.done():
-            op.done.set_result(good)
-
-    # -- how far the streams are
-
-    def _look_again(self) -> None:
-        if self._timer is None and self._watched:
-            self._timer = asyncio.get_running_loop().call_later(self._pause, self._look)
-
-    def _look(self) -> None:
-        self._timer = None
-        before = sum(op.reached for op in self._watched)
-        try:
-            with self.device.current():
-                for op in list(self._watched):
-                    self._ask(op)
-        except CudaError as error:
-            for op in list(self._watched):
-                self._suspect(op, error)
-        same = before == sum(op.reached for op in self._watched)
-        self._pause = min(2 * self._pause, LAST_PAUSE) if same else FIRST_PAUSE
-        self._look_again()
-
-    def _ask(self, op: Op) -> None:
-        """How far a stream is with an operation. What a stream has reached, it has reached: errors
-        come later."""
-        driver, before, code = self.device.driver, op.reached, 0
-        while (
-            op.reached < len(op.events)
-            and (code := driver.status("cuEventQuery", op.events[op.reached])) == 0
-        ):
-            op.reached += 1
-        if op.progress is not None and op.reached > before and not op.over:
-            try:
-                op.progress(op.groups[op.reached - 1].stop)
-            except Exception as error:
-                log.error("progress of layers could not be reported", error=repr(error))
-        if op.reached == len(op.events):
-            self._watched.remove(op)
-            self._over(op, good=True)
-        elif code != NOT_READY:
-            self._suspect(op, driver.error("cuEventQuery", code))
-
-    def _suspect(self, op: Op, error: CudaError) -> None:
-        """An operation's stream answers with an error: the operation is over as soon as nothing
-        runs any more."""
-        if op not in self._watched:
-            return
-        self._watched.remove(op)
-        self._note(op, error)
-        lane = self._under_way[op]
-        self._in_thread(lane, lane.settle, lambda _error, _alive: self._over(op, good=False))
 
     # -- for engines
 
@@ -318,8 +200,9 @@ class CudaCopyEngine(CopyEngine):
         if (
             op is None
             or op.token != token
+            or op.failed
             or not (op.submitted or op.over)
-            or (op.over and op in self._under_way)
+            or (op.over and op in self._operations.in_flight)
         ):
             return False
         if not op.over:
@@ -328,17 +211,33 @@ class CudaCopyEngine(CopyEngine):
                 self.device.driver.call("cuStreamWaitEvent", stream, op.events[group], 0)
         return True
 
-    # -- for whoever watches
+    # -- status
+
+    def _break(self, error: BaseException) -> None:
+        """Copy nothing more. Operations in flight end."""
+        lost = isinstance(error, CudaError) and error.code in FATAL
+        if self._broken is None or (lost and not self._lost):
+            self._broken = str(error)
+            self._lost |= lost
+            self._unacknowledged |= lost
+            log.error(
+                "no more copies of this GPU's memory",
+                gpu=self.device.name,
+                error=str(error),
+                memory_lost=lost,
+            )
+            if self._changed is not None:
+                self._changed(False, lost)
 
     def on_status(self, changed: Callable[[bool, bool], None]) -> None:
         """See `CopyEngine`."""
         self._changed = changed
         if self._broken is not None:
-            changed(False, self._untold)
+            changed(False, self._unacknowledged)
 
     def acknowledge_loss(self) -> None:
         """See `CopyEngine`."""
-        self._untold = False
+        self._unacknowledged = False
 
     def statistics(self) -> CudaStatistics:
         """A moment's picture."""

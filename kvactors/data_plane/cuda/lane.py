@@ -46,10 +46,9 @@ class Op:
         self.events: list[int] = []  # one a group
         self.reached = 0  # of these, those known to be reached
         self.scratch: Scratch | None = None
-        self.submitted = self.over = False
-        self.told: asyncio.Future[None] = (
-            done.get_loop().create_future()
-        )  # like `done`, but a release does not bring it about
+        self.submitted = self.over = self.failed = False
+        # set when nothing of it runs any more, although it was abandoned
+        self.ended: asyncio.Future[None] = done.get_loop().create_future()
 
 
 class Lane:
