@@ -47,6 +47,7 @@ from kvactors.opening import Opening
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.roots import Roots
+from kvactors.prefix_index.settings import IndexSettings
 from kvactors.shutdown import QUIET, STOP, Shutdown
 from kvactors.storage.backends import Backend
 from kvactors.storage.direct import StorageDirect
@@ -154,26 +155,28 @@ class System:
             blocks,
             blocks + host.slots + FORGOTTEN,
             recompute_last_token=config.cache.recompute_last_token,
+            memory_generation=self.plane.generation,
+        )
+        settings = IndexSettings(
+            exclusive=exclusive,
+            host_tier=host_tier,
+            fetch=stored and storage.fetch,
+            announce=bool(self.sinks),
+            announce_whole=any(sink.announces_full for sink in self.sinks.values()),
+            free_low=int(config.device.free_low * blocks),
+            free_high=int(config.device.free_high * blocks),
+            save=storage.write_policy if stored else "none",
+            min_hits=storage.min_hits,
+            token_root=self.token_root if self.direct is not None else None,
+            keep_lineages=self.store is not None and self.store.keeps_lineages,
         )
         return PrefixIndex(
             ref,
             index=index,
             evictor=self.evictor,
             notifier=self.notifier,
-            exclusive=exclusive,
-            host_tier=host_tier,
-            fetch=stored and storage.fetch,
-            announce=bool(self.sinks),
-            free_low=int(config.device.free_low * blocks),
-            announce_whole=any(sink.announces_full for sink in self.sinks.values()),
-            free_high=int(config.device.free_high * blocks),
-            save=storage.write_policy if stored else "none",
-            token_root=self.token_root if self.direct is not None else None,
-            min_hits=storage.min_hits,
-            keep=not exclusive,
             roots=self.roots,
-            keep_lineages=self.store is not None and self.store.keeps_lineages,
-            era=self.plane.generation,
+            settings=settings,
         )
 
     def _make_swapper(self, ref: ActorRef) -> GpuSwapper:

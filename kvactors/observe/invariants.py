@@ -129,7 +129,7 @@ def _comparisons(system: System, found: list[str]) -> Iterator[None]:
                 "work in flight"
             )
     index, evictor = system.index_actor, system.evictor_actor
-    in_flight = index.index_statistics()
+    in_flight = index.core.statistics()
     if in_flight.loads_in_flight or in_flight.offloads_in_flight or in_flight.saves_in_flight:
         found.append("prefix_index: an operation is in flight, and no actor works on it")
     if evictor.host.on_device:
@@ -139,7 +139,7 @@ def _comparisons(system: System, found: list[str]) -> Iterator[None]:
         )
     where: Residency = {}
     yield from residency_steps(system, where)
-    if evictor.exclusive and not index.leases:
+    if evictor.exclusive and not index.core.leases:
         both = 0
         for page in pages(where[Tier.DEVICE]):
             both += sum(

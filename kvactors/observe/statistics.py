@@ -52,7 +52,7 @@ class CacheStatistics(NamedTuple):
 
 def collect(system: System) -> CacheStatistics:
     """The picture as of now."""
-    index = system.index_actor.index_statistics()
+    index = system.index_actor.core.statistics()
     actors = tuple(actor.statistics() for actor in system.supervisor.actors())
     return CacheStatistics(
         index.requests,
@@ -83,7 +83,7 @@ def store_of(system: System) -> StoreStatistics | None:
 def residency(system: System) -> dict[Tier, set[bytes]]:
     """Names of the blocks each tier holds, from their owners."""
     return {
-        Tier.DEVICE: set(split_keys(system.index_actor.device_keys())),
+        Tier.DEVICE: set(split_keys(system.index_actor.index.tree.device_keys())),
         Tier.HOST: set(system.evictor_actor.host_keys()),
         Tier.STORAGE: set(system.store.keys()) if system.store is not None else set(),
     }

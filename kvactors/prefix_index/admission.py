@@ -1,289 +1,289 @@
-"""PrefixIndex, the part that admits requests: match, pin, take device blocks, at once or when there
-is room."""
+"""Admission to the device: who waits for how many blocks, and what to evict for them."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
-from kvactors.actor import ActorRef, Envelope, on
-from kvactors.actor.actor import Timer
-from kvactors.actor.clock import now
-from kvactors.errors import NoRoom, Paused
-from kvactors.flush_notifier.messages import Origin
-from kvactors.native import Path
-from kvactors.prefix_index.index import Match
-from kvactors.prefix_index.layers import Layers
-from kvactors.prefix_index.messages import (
-    Acquire,
-    Done,
-    Expired,
-    Granted,
-    Landed,
-    Prefetch,
-    Proceed,
-    Ready,
-    Resume,
-    SetNamespace,
-)
-from kvactors.prefix_index.records import Lease, Waiting
-from kvactors.prefix_index.room import STEPS
-from kvactors.prefix_index.roots import Roots
-from kvactors.prefix_index.transfers import landed
+from kvactors.actor import Envelope
+from kvactors.errors import DeadlineExceeded, LeaseEnded, NoRoom
+from kvactors.native import BlockTree, Path
+from kvactors.prefix_index.actions import Action, Answer, Refusal, StartTimer, Timed, Work
+from kvactors.prefix_index.evictions import Evictions
+from kvactors.prefix_index.index import BlockIndex
+from kvactors.prefix_index.loads import LoadTable
+from kvactors.prefix_index.messages import Done, Expired, Proceed, Sweep
+from kvactors.prefix_index.parts import next_part
+from kvactors.prefix_index.saves import SaveTable
 
-PREEMPTED = 65_536
-"""Requests remembered after `preempt`, the oldest forgotten first: when they come again they are
-not counted again."""
+STEPS = 64
+"""Requests that one turn serves, refuses or admits; the others follow in later turns."""
 
 
-class Held(NamedTuple):
-    """A request that waits for the end of a pause. ticket, timer: of its deadline."""
+class Waiter(Timed):
+    """A request for device blocks, which may have to wait for them.
 
-    message: Acquire
-    envelope: Envelope[Granted]
-    ticket: int
-    timer: Timer
+    needed: blocks. lacking: those that it does not have yet. taken: those that it has. ticket: of
+    its deadline, since a lease may wait again. reserves: its blocks are counted in
+    `BlockIndex.reserved`, and taken by it in later turns.
+    """
 
+    __slots__ = ("envelope", "lacking", "lease", "needed", "taken", "ticket")
 
-class Admission(Layers):
-    """Requests until they have their blocks, and the namespace they are admitted under."""
+    reserves: ClassVar[bool] = False
 
-    def __init__(self, ref: ActorRef, *, roots: Roots, **rest: Any) -> None:
-        super().__init__(ref, root_of=roots.root, **rest)
-        self.roots = roots
-        self.paused = False
-        self.held: dict[int, Held] = {}  # by lease, in order of arrival
-        self.preempted: dict[str, None] = {}  # request ids, until they are acquired again
-        self._requests = self._looked_up = self._no_room = self._resumed = 0
-
-    # -- acquire and ready
-
-    @on(Acquire)
-    def acquire(self, message: Acquire, envelope: Envelope[Granted]) -> None:
-        """Match, pin and take blocks; queue behind evictions if there must be some."""
-        if self.paused or self.held:
-            ticket = next(self.tickets)
-            timer = self.after(max(0.0, message.deadline - now()), Expired(message.lease, ticket))
-            self.held[message.lease] = Held(message, envelope, ticket, timer)
-        else:
-            self.admit(message, envelope)
-
-    def admit(
-        self, message: Acquire, envelope: Envelope[Granted], *, at_once: bool = False
-    ) -> None:
-        """Admit a request now, or begin to. at_once: whatever its length."""
-        path, index = message.path, self.index
-        self._name(path, message.origin)
-        needed = index.blocks_for(path.num_tokens)
-        if needed > self.part and not at_once and self.admit_in_parts(message, needed, envelope):
-            return
-        self._admit_at_once(message, needed, envelope)
+    def __init__(self, lease: int, envelope: Envelope[Any], needed: int) -> None:
+        super().__init__()
+        self.lease = lease
+        self.envelope = envelope
+        self.needed = needed
+        self.lacking = needed
+        self.taken: list[int] = []
+        self.ticket = 0
 
     @abstractmethod
-    def admit_in_parts(self, message: Acquire, needed: int, envelope: Envelope[Granted]) -> bool:
-        """Begin to admit a long request; False if that must be done in one turn."""
+    def complete(self, blocks: list[int]) -> list[Action]:
+        """The request has its blocks: `needed` of them, none if it reserves them."""
 
-    def _admit_at_once(self, message: Acquire, needed: int, envelope: Envelope[Granted]) -> None:
-        """Admit a request in this turn, or let it wait for room."""
-        path, index = message.path, self.index
-        free = index.free
-        if free < needed and not (
-            self.saves or self.closing or index.could_fit(path, needed, self.coming() - self.owed())
-        ):
-            self.refuse_room(envelope, needed)
-            return
-        match = index.match(path, fetch=self.fetchable(path), media=message.media)
-        lease = Lease(message.lease, message.request_id, path, index.tree, message.deadline)
-        lease.media = message.media
-        lease.device_hits = match.run
-        lease.hoped = match.segments[-1].stop if match.segments else match.run
-        if not self.waiting and free >= match.own:
-            self._grant(lease, match, index.take(match.own), envelope)
-            return
-        self.begin_loads(lease, match.segments, placed=False)
-        waiter = Waiting(
-            lease.id,
-            envelope,
-            match.own,
-            complete=lambda blocks: self._grant_late(
-                lease, match, blocks, message.origin, envelope
-            ),
-            give_up=lambda: self.forget(lease),
-        )
-        if not self.request_blocks(waiter, wait=message.wait, deadline=message.deadline):
-            self.forget(lease)
-            self.refuse_room(envelope, match.own)
+    @abstractmethod
+    def give_up(self) -> list[Action]:
+        """The request gets no blocks."""
 
-    def _name(self, path: Path, origin: Origin) -> bool:
-        """Let the path start from the root of the present namespace; whether it did not."""
-        root = self.roots.root(origin)
-        renamed = path.root != root
-        if renamed:
-            path.set_root(root)
-        self.remember_origin(root, origin)
-        return renamed
 
-    def refuse_room(self, envelope: Envelope[Any], needed: int) -> None:
-        """There is no room for so many blocks."""
-        self._no_room += 1
-        self.refuse(envelope, NoRoom(needed, self.available()))
+class Admission:
+    """First come, first served: blocks that become free go to the request that has waited longest.
 
-    def grant_long(self, lease: Lease, table: list[int], envelope: Envelope[Granted]) -> None:
-        """A long request has its blocks."""
-        self._granted(lease, envelope, table)
+    waiting: by lease, in order of arrival; a lease waits for one thing at a time. blocks_promised:
+    device blocks that those lack. closing: paths whose blocks are being released in parts.
+    """
 
-    def _grant(
-        self, lease: Lease, match: Match, blocks: list[int], envelope: Envelope[Granted]
-    ) -> None:
-        self.index.fill_table(lease.path, match, blocks)
-        if match.segments:
-            self.begin_loads(lease, match.segments, placed=True)
-        self._granted(lease, envelope)
-
-    def _grant_late(
+    def __init__(
         self,
-        lease: Lease,
-        match: Match,
-        blocks: list[int],
-        origin: Origin,
-        envelope: Envelope[Granted],
+        index: BlockIndex,
+        loads: LoadTable,
+        evictions: Evictions,
+        saves: SaveTable,
+        tickets: Iterator[int],
+        *,
+        free_low: int,
+        free_high: int,
     ) -> None:
-        """The blocks are there. What the tree has of the path, or its namespace, may have changed
-        since: match again, and go on with the loads that were sent ahead only if nothing has."""
-        before = lease.tree
-        self.index.pool.give(
-            lease.tree.release(lease.path)
-        )  # with blocks of its own in place of a shared load's that came short
-        lease.fault = None
-        lease.tree = self.index.tree
-        renamed = self._name(lease.path, origin)
-        again = self.index.match(lease.path, fetch=self.fetchable(lease.path), media=lease.media)
-        if (
-            not renamed
-            and again == match
-            and lease.tree is before
-            and len(lease.ops) == len(match.segments)
-        ):
-            self.index.fill_table(lease.path, match, blocks)
-            self.place_loads(lease)
-            self._granted(lease, envelope)
-            return
-        self.cancel_loads(lease, 0)
-        self.detach(lease)
-        lease.device_hits, lease.host_hits, lease.storage_hits = (
-            again.run,
-            0,
-            0,
-        )  # loads that landed meanwhile are in the run
-        lease.hoped = again.segments[-1].stop if again.segments else again.run
-        lacking = max(0, again.own - len(blocks))  # a clear may have taken what had been hit
-        if lacking > self.index.free:
-            self.drop(lacking - self.index.free)
-        if lacking > self.index.free:
-            self.index.pool.give(blocks)
-            self.forget(lease)
-            self.refuse_room(envelope, lacking)
-            return
-        blocks = blocks + self.index.take(lacking)
-        self.index.pool.give(blocks[again.own :])
-        self._grant(lease, again, blocks[: again.own], envelope)
+        self.waiting: dict[int, Waiter] = {}
+        self.blocks_promised = 0
+        self.closing = 0
+        self.sweeping = False
+        self.free_low = free_low
+        self._free_high = free_high
+        self._index = index
+        self._loads = loads
+        self._evictions = evictions
+        self._saves = saves
+        self._tickets = tickets
+        self._pausing: list[Envelope[Done]] = []
+        self._serving = self._proceeding = False
 
-    def _granted(
-        self, lease: Lease, envelope: Envelope[Granted], table: list[int] | None = None
-    ) -> None:
-        self.leases[lease.id] = lease
-        lease.granted = True
-        lease.counted = lease.request_id not in self.preempted
-        if lease.counted:
-            self._requests += 1
-            self._looked_up += lease.path.num_full_blocks
+    # -- the queue
+
+    @property
+    def releasing(self) -> bool:
+        """Whether blocks of ended leases will be free without an eviction."""
+        return bool(self._saves.in_flight) or self.closing > 0
+
+    def unpromised(self) -> int:
+        """Blocks that evictions in flight will free, less those that requests wait for."""
+        return self._evictions.blocks_being_freed - self.blocks_promised
+
+    def available(self) -> int:
+        """Device blocks that a new request could have at most."""
+        return self._index.free + self._index.evictable() + max(0, self.unpromised())
+
+    def request(self, waiter: Waiter, *, wait: bool, deadline: float) -> tuple[bool, list[Action]]:
+        """Give a request its blocks, or let it wait behind evictions.
+
+        Args:
+            waiter: the request.
+            wait: whether it waits for blocks that are not free at the end of this turn.
+            deadline: absolute loop time until which it waits.
+
+        Returns:
+            Whether there is or may be room; if not, the request is not in the queue. What to do.
+        """
+        if self._fits(waiter):
+            return True, self._give(waiter)
+        actions: list[Action] = []
+        deficit, evicted = waiter.needed - self._index.free - self.unpromised(), 0
+        if deficit > 0:
+            if self._index.evictable() < deficit and not self.releasing:
+                return False, actions
+            evicted, actions = self._evictions.evict(deficit)
+            if self._fits(waiter):
+                return True, actions + self._give(waiter)
+        if not wait:
+            return False, actions
+        self.waiting[waiter.lease] = waiter
+        self.blocks_promised += waiter.lacking
+        waiter.ticket = next(self._tickets)
+        actions.append(StartTimer(waiter, deadline, Expired(waiter.lease, waiter.ticket)))
+        if evicted < self._index.part:
+            return True, actions + self._serve_queue()
+        return True, actions + self.proceed_later()  # this turn has evicted its part
+
+    def refuse(self, waiter: Waiter, error: Exception) -> list[Action]:
+        """Take a request out of the queue; the blocks it has are free."""
+        self._dequeue(waiter)
+        self._index.pool.give(waiter.taken)
+        if waiter.reserves:
+            self._index.reserved -= waiter.needed - waiter.lacking
+        return [*waiter.give_up(), Refusal(waiter.envelope, error)]
+
+    def cancel(self, lease: int, reason: str) -> list[Action]:
+        """Refuse the request of a lease, if it waits."""
+        waiter = self.waiting.get(lease)
+        return [] if waiter is None else self.refuse(waiter, LeaseEnded(reason))
+
+    def withdraw(self, lease: int) -> list[Action]:
+        """The waiting extend of a lease was cancelled, unless it was answered before."""
+        waiter = self.waiting.get(lease)
+        if waiter is None or not waiter.envelope.abandoned:
+            return []
+        return self.refuse(waiter, LeaseEnded("this call was cancelled")) + self.room_changed()
+
+    def expire(self, lease: int, ticket: int) -> list[Action]:
+        """The deadline of a wait has passed."""
+        waiter = self.waiting.get(lease)
+        if waiter is None or waiter.ticket != ticket:
+            return []
+        error = DeadlineExceeded(f"no device blocks became free in time ({waiter.lacking} lacking)")
+        return self.refuse(waiter, error) + self.room_changed()
+
+    def _fits(self, waiter: Waiter) -> bool:
+        return not self.waiting and self._index.free >= waiter.needed
+
+    def _give(self, waiter: Waiter) -> list[Action]:
+        if waiter.reserves:
+            self._index.reserved += waiter.needed
+            return waiter.complete([])
+        return waiter.complete(self._index.take(waiter.needed))
+
+    def _dequeue(self, waiter: Waiter) -> None:
+        del self.waiting[waiter.lease]
+        self.blocks_promised -= waiter.lacking
+        waiter.stop_timer()
+
+    def _serve_queue(self) -> list[Action]:
+        if self._serving:
+            return []  # an outer call continues with the queue
+        self._serving = True
+        actions: list[Action] = []
+        try:
+            self._evictions.started = 0
+            for _ in range(STEPS):
+                more, done = self._serve_first()
+                actions += done
+                if not more:
+                    return actions
+                if self._evictions.started >= self._index.part:
+                    break
+        finally:
+            self._serving = False
+        return actions + self.proceed_later()
+
+    def _serve_first(self) -> tuple[bool, list[Action]]:
+        """Give the first request what is free. Returns whether more can be done now."""
+        waiter = next(iter(self.waiting.values()), None)
+        if waiter is None:
+            return False, []
+        if waiter.envelope.abandoned:
+            return True, self.refuse(waiter, LeaseEnded("this request was given up"))
+        index = self._index
+        count = min(waiter.lacking, index.free)
+        if waiter.reserves:
+            index.reserved += count
         else:
-            del self.preempted[lease.request_id]
-            self._resumed += 1
-        pending = bool(lease.ops)
-        if not pending:
-            self.lease_ready(lease)
-            lease.hoped = lease.path.num_committed
-        hoped = self.index.before_media(lease.hoped, lease.media) if lease.media else lease.hoped
-        cached = hoped * self.index.block_size
-        reply = Granted(
-            tuple(lease.path.blocks()) if table is None else table,
-            cached,
-            pending,
-            lease.device_hits,
-        )
-        if not self.answer(envelope, reply):
-            self.give_back(lease)
-        elif self.free_low:
-            self.keep_some_free()
+            waiter.taken += index.take(count)
+        waiter.lacking -= count
+        self.blocks_promised -= count
+        if not waiter.lacking:
+            self._dequeue(waiter)
+            return True, waiter.complete(waiter.taken)
+        deficit = -self.unpromised()
+        evicted, actions = self._evictions.evict(deficit) if deficit > 0 else (0, [])
+        if evicted == index.part:
+            return True, actions  # there may be more to evict
+        if deficit <= 0 or evicted or self.releasing:
+            return index.free > 0, actions
+        last = next(reversed(self.waiting.values()))  # there will be no blocks for the last one
+        error = NoRoom(last.needed, last.needed - last.lacking)
+        return True, actions + self.refuse(last, error)
 
-    def remember_preempted(self, request_id: str) -> None:
-        """The request is to be acquired again."""
-        self.preempted[request_id] = None
-        if len(self.preempted) > PREEMPTED:
-            del self.preempted[next(iter(self.preempted))]
+    # -- when blocks become free
 
-    @on(Prefetch)
-    def prefetch(self, message: Prefetch, envelope: Envelope[Done]) -> None:
-        """See `Transfers.prefetch`."""
-        self._name(message.path, message.origin)
-        super().prefetch(message, envelope)
+    def room_changed(self) -> list[Action]:
+        """Blocks became free, or an operation ended: serve the requests that wait for that."""
+        actions = self._serve_queue() if self.waiting else []
+        if self._index.retired:
+            actions += self._sweep_later()
+        if self._pausing and not (self._loads or self._evictions or self.releasing):
+            paused, self._pausing = self._pausing, []
+            actions += [Answer(envelope, Done()) for envelope in paused]
+        return actions
 
-    @on(Ready)
-    def ready(self, message: Ready, envelope: Envelope[Landed]) -> None:
-        """Answer once the lease's loads are over."""
-        lease = self.find_lease(message.lease, envelope)
-        if lease is None:
-            return
-        if lease.fault is not None:
-            self.refuse(envelope, lease.fault.error())
-        elif lease.ops:
-            lease.ready.append(envelope)
-        else:
-            self.answer(envelope, landed(lease, self.index.block_size))
+    def wait_idle(self, envelope: Envelope[Done]) -> list[Action]:
+        """Answer once no transfer is in flight."""
+        self._pausing.append(envelope)
+        return self.room_changed()
 
-    # -- pause, resume, namespace
+    def stall(self) -> list[Action]:
+        """The copies in flight may never complete: the requests that wait get other blocks."""
+        self._evictions.stall()
+        return self.room_changed()
 
-    @on(Resume)
-    def resume(self, message: Resume, envelope: Envelope[Done]) -> None:
-        """Admit again, first those that waited."""
-        self.paused = False
-        self.answer(envelope, Done(len(self.held)))
-        self._admit_held()
+    def evict_to_watermark(self) -> list[Action]:
+        """Evict ahead of need if the free device blocks are fewer than the low watermark."""
+        free = self._index.free + self.unpromised()
+        return self._evictions.evict(self._free_high - free)[1] if free < self.free_low else []
 
-    def _admit_held(self) -> None:
-        """A turn's share of the requests that waited for the end of a pause."""
-        for _ in range(STEPS):
-            if self.paused or not self.held:
-                return
-            held = self.held.pop(next(iter(self.held)))
-            held.timer.cancel()
-            if not held.envelope.abandoned:
-                self.admit(held.message, held.envelope)
-        if self.held:
-            self.proceed_later()
+    def proceed_later(self) -> list[Action]:
+        """Continue with the queues in a later turn, after other messages."""
+        if self._proceeding:
+            return []
+        self._proceeding = True
+        return [Proceed()]
 
-    @on(Proceed)
-    def proceed(self, message: Proceed) -> None:
-        """See `Room.proceed`."""
-        super().proceed(message)
-        self._admit_held()
+    def proceed(self) -> list[Action]:
+        """That turn's share of the queue."""
+        self._proceeding = False
+        return self.room_changed()
 
-    @on(SetNamespace)
-    def set_namespace(self, message: SetNamespace, envelope: Envelope[Done]) -> None:
-        """Requests are admitted under it from now on, those that wait included; what was cached
-        under another one ages out."""
-        if message.namespace != self.roots.namespace:
-            self.roots.namespace = message.namespace
-            self.scoped(message.namespace)
-        self.answer(envelope, Done())
+    def sweep(self) -> list[Action]:
+        """A turn's share of the work after a clear. Requests do not wait for it: `BlockIndex.take`
+        returns what they need."""
+        self.sweeping = False
+        self._index.sweep()
+        return self._sweep_later()
 
-    @on(Expired)
-    def expired(self, message: Expired) -> None:
-        """The deadline of a request that waits, for room or for the end of a pause."""
-        held = self.held.get(message.lease)
-        if held is not None and held.ticket == message.ticket:
-            del self.held[message.lease]
-            self.refuse(held.envelope, Paused("the cache is paused"))
-        else:
-            super().expired(message)
+    def _sweep_later(self) -> list[Action]:
+        if self.sweeping or not self._index.sweeping:
+            return []
+        self.sweeping = True
+        return [Sweep()]
+
+    # -- releases
+
+    def release(self, tree: BlockTree, path: Path) -> list[Action]:
+        """Drop the references of a path. Blocks that no other path uses are free, those of a path
+        longer than a part in later turns."""
+        if max(path.num_blocks, path.num_held) <= self._index.part:
+            self._index.pool.give(tree.release(path))
+            return []
+        return next_part(self._release(tree, path))
+
+    def _release(self, tree: BlockTree, path: Path) -> Work:
+        self.closing += 1
+        actions: list[Action] = []
+        for _ in self._index.release_parts(tree, path):
+            yield actions
+            actions = self.room_changed()
+        self.closing -= 1
+        return actions + self.room_changed()

@@ -1,16 +1,22 @@
-"""The pure state of PrefixIndex: the block tree and the device block pool, and what follows from
-both. No awaits, no messages."""
+"""Blocks known to this node and the device blocks they are in: the block tree and the pool of free
+device blocks."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvactors.native import DEVICE, HOST, LOADING, BlockTree, Path, TreeCheck
+from kvactors.prefix_index.parts import part_of
 from kvactors.prefix_index.pool import BlockPool
-from kvactors.prefix_index.records import EvictOp, LoadOp, Segment
 from kvactors.types import KEY_BYTES
+
+if TYPE_CHECKING:
+    from kvactors.prefix_index.records import LoadState
 
 Media = tuple[tuple[int, int], ...]
 """(offset, length) in tokens of media items, in ascending order."""
@@ -19,42 +25,84 @@ NODES = 256
 """Nodes of the tree that a step of a check looks at: hashing the tokens of one takes a microsecond
 or more."""
 
-
 RETURNED = 2048
-"""Device blocks of cleared trees that a turn brings back: each takes a fraction of a
+"""Device blocks of cleared trees that a turn returns to the pool: each takes a fraction of a
 microsecond."""
 
 
-class Match(NamedTuple):
-    """What a pinned path found. run: leading blocks on the device. segments: what may still be
-    loaded, contiguous after it. own: device blocks the request must be given."""
+class Segment(NamedTuple):
+    """Blocks [start, stop) of a path that are cached without being computed: to be loaded, or being
+    loaded by `joined`."""
 
-    run: int
+    start: int
+    stop: int
+    joined: LoadState | None
+
+
+class Match(NamedTuple):
+    """The cached part of a pinned path. num_device_blocks: leading blocks on the device. segments:
+    what may be loaded, contiguous after those. new_blocks: device blocks that the request needs."""
+
+    num_device_blocks: int
     segments: list[Segment]
-    own: int
+    new_blocks: int
+
+    @property
+    def expected_blocks(self) -> int:
+        """Leading blocks that are cached if every segment is loaded."""
+        return self.segments[-1].stop if self.segments else self.num_device_blocks
+
+
+class Eviction(NamedTuple):
+    """Device blocks that are leaving the device.
+
+    nodes: of `tree`, marked with `op`. keys, parents: hashes of the blocks and of those above them.
+    states: the state bits of each node when it was chosen.
+    """
+
+    op: int
+    tree: BlockTree
+    nodes: NDArray[np.uint32]
+    keys: bytes
+    parents: bytes
+    blocks: tuple[int, ...]
+    states: bytes
+
+    @property
+    def total(self) -> int:
+        """Blocks concerned."""
+        return len(self.blocks)
 
 
 class BlockIndex:
-    """Blocks known to this node and the device blocks they live in.
+    """Blocks known to this node and the device blocks they are in.
 
     block_size: tokens. num_blocks: device blocks. capacity: nodes to size the tree for.
-    recompute_last_token: never hit a whole prompt.
+    recompute_last_token: a prompt is never hit as a whole. memory_generation: of the device memory.
 
     A cleared tree keeps its unused blocks until `sweep` has returned them to the pool, some at a
-    time. They count as free from the clear on: `take` brings back at once as many as it lacks.
+    time. They count as free from the clear on: `take` returns those it lacks.
     """
 
     def __init__(
-        self, block_size: int, num_blocks: int, capacity: int, *, recompute_last_token: bool
+        self,
+        block_size: int,
+        num_blocks: int,
+        capacity: int,
+        *,
+        recompute_last_token: bool,
+        memory_generation: int = 0,
     ) -> None:
         self.block_size = block_size
+        self.part = part_of(block_size)
+        self.memory_generation = memory_generation
         self.capacity = capacity
         self.pool = BlockPool(num_blocks)
         self.tree = BlockTree(block_size, capacity)
-        self.retired: deque[BlockTree] = deque()  # with blocks or memory that has not come back
-        self.returning = 0  # unused device blocks of those, all together
+        self.retired: deque[BlockTree] = deque()  # cleared trees that still have blocks or memory
+        self.returning = 0  # unused device blocks of those
         self.reserved = 0  # free device blocks that long requests take in later turns
-        self.loading: dict[int, LoadOp] = {}  # target block -> the load that fills it
+        self.loading: dict[int, LoadState] = {}  # by target block
         self._recompute = recompute_last_token
 
     @property
@@ -87,14 +135,13 @@ class BlockIndex:
             else full
         )
 
-    def could_fit(self, path: Path, needed: int, coming: int) -> bool:
-        """Whether there may be room, before anything is touched. `coming`: blocks on their way to
-        being free."""
+    def can_fit(self, path: Path, needed: int, being_freed: int) -> bool:
+        """Whether there may be room for `needed` blocks of a path, before anything is changed.
+        being_freed: blocks that will be free without a further eviction."""
         run, states = self.tree.peek(path, self.match_limit(path))
-        shared = sum(
-            1 for state in states if state & LOADING
-        )  # others load these: they come with their blocks
-        return self.free + self.evictable() + coming >= needed - run - shared
+        # Blocks that other requests are loading come with their device blocks.
+        shared = sum(1 for state in states if state & LOADING)
+        return self.free + self.evictable() + being_freed >= needed - run - shared
 
     def before_media(self, blocks: int, media: Media) -> int:
         """As many leading blocks, or fewer: those that end within no media item."""
@@ -104,11 +151,13 @@ class BlockIndex:
         return blocks
 
     def match(self, path: Path, *, fetch: int, media: Media = ()) -> Match:
-        """Pin what is known of the path, and say what may be loaded. fetch: leading blocks that
-        storage may be asked for; no segment crosses this boundary.
+        """Pin what is known of the path, and find what may be loaded.
 
-        media: items that are matched whole or not at all: what follows is the request's own to
-        compute.
+        Args:
+            path: tokens of the request; it holds no nodes yet.
+            fetch: leading blocks that the store may have; no segment crosses this boundary.
+            media: items that are matched whole or not at all. The request computes what follows the
+                last whole one.
         """
         limit = self.match_limit(path)
         if not media:
@@ -116,7 +165,7 @@ class BlockIndex:
         limit = self.before_media(self._reach(path, limit, fetch=fetch), media)
         while True:
             match = self._match(path, limit, fetch=fetch)
-            reached = match.segments[-1].stop if match.segments else match.run
+            reached = match.expected_blocks
             limit = self.before_media(reached, media)
             if limit == reached:
                 return match
@@ -141,14 +190,14 @@ class BlockIndex:
         while position < known:
             state = states[position - run]
             if state & DEVICE or not (state & (LOADING | HOST) or position < fetch):
-                # on the device still, but leaving after the block above it: nobody may load it
-                # meanwhile
+                # Still on the device, but leaving after the block above it: it cannot be loaded
+                # until then.
                 break
             stop = position + 1
             if state & LOADING:
                 load = self.loading.get(path.blocks(position, stop)[0])
                 if load is None or load.lost:
-                    # a load without an answer past its deadline: its copies may never complete
+                    # This load is past its deadline: its copies may never complete.
                     break
                 while (
                     stop < known
@@ -178,8 +227,8 @@ class BlockIndex:
         return Match(run, segments, self.blocks_for(path.num_tokens) - run - joined_blocks)
 
     def fill_table(self, path: Path, match: Match, blocks: list[int]) -> None:
-        """Put the request's own blocks wherever no shared one stands."""
-        used, position = 0, match.run
+        """Enter the request's new blocks wherever no shared block stands."""
+        used, position = 0, match.num_device_blocks
         total = self.blocks_for(path.num_tokens)
         if not match.segments and len(blocks) == total - position:
             if blocks:
@@ -196,26 +245,42 @@ class BlockIndex:
         if used != len(blocks):
             raise RuntimeError(f"{len(blocks)} device blocks for a table that takes {used}")
 
+    def release_parts(self, tree: BlockTree, path: Path) -> Iterator[None]:
+        """Drop all references of a path, the deepest blocks first, a part at a time. Blocks that no
+        other path uses are free after the step that drops them."""
+        blocks = max(path.num_blocks, path.num_held)
+        for keep in range(blocks - self.part, 0, -self.part):
+            self.pool.give(tree.release(path, keep))
+            yield
+        self.pool.give(tree.release(path))
+
     def evictable(self) -> int:
         """Device blocks that could be evicted now."""
         return self.tree.statistics()["evictable"]
 
-    def evict(self, count: int, op: int) -> EvictOp:
-        """Mark up to `count` of the least recently used device blocks as leaving."""
+    def evict(self, count: int, op: int) -> Eviction:
+        """Choose up to `count` of the least recently used device blocks to leave the device."""
         nodes, keys, parents, blocks, states = self.tree.evict(count)
-        return EvictOp(op, self.tree, nodes, keys, parents, tuple(blocks), states)
+        return Eviction(op, self.tree, nodes, keys, parents, tuple(blocks), states)
 
-    def finish_evict(self, op: EvictOp, on_host: bytes) -> tuple[list[int], list[int]]:
-        """The blocks of `op` are copied or dropped: free them, but for those matched again or still
-        read by an earlier eviction. Returns (indices that went, indices that stayed)."""
+    def finish_evict(self, op: Eviction, on_host: bytes) -> tuple[list[int], list[int]]:
+        """Free the blocks of a completed eviction, except those that were matched again or that
+        another eviction still reads.
+
+        Returns:
+            Indices of the blocks that left the device, and of those that stayed.
+        """
         freed, stayed = op.tree.finish_offload(op.nodes, on_host)
         self.pool.give(freed)
         kept = set(stayed)
         return [j for j in range(op.total) if j not in kept], stayed
 
     def retire(self) -> int:
-        """Start over with an empty tree; what nobody uses is free from now on. Returns how many
-        blocks that are. Takes no longer for many."""
+        """Continue with an empty tree. Takes the same time for a large one.
+
+        Returns:
+            The device blocks that no lease and no copy uses: they count as free from now on.
+        """
         unused = self.tree.retire()
         self.returning += unused
         self.retired.append(self.tree)
@@ -223,7 +288,7 @@ class BlockIndex:
         return unused
 
     def bring_back(self, count: int) -> None:
-        """Return up to `count` unused blocks of cleared trees to the pool, those of the eldest
+        """Return up to `count` unused blocks of cleared trees to the pool, those of the oldest tree
         first."""
         for tree in self.retired:
             freed = tree.sweep(count) if tree.returning else []
@@ -235,13 +300,13 @@ class BlockIndex:
 
     @property
     def sweeping(self) -> bool:
-        """Whether `sweep` has something to do now: not while leases and copies use all that is
-        left."""
+        """Whether `sweep` has something to do now. It has not while leases and copies use all
+        blocks that are left."""
         return self.returning > 0 or any(tree.idle for tree in self.retired)
 
     def sweep(self, count: int = RETURNED) -> None:
-        """A step of what follows a clear: `count` blocks come back, or after the last of them a
-        part of a tree's memory goes."""
+        """A step of the work after a clear: return `count` blocks, or after the last of them a part
+        of a tree's memory."""
         if self.returning:
             self.bring_back(count)
             return
@@ -250,19 +315,19 @@ class BlockIndex:
             self.retired.remove(tree)
 
     def check(self) -> None:
-        """RuntimeError or AssertionError if tree and pool disagree with themselves."""
+        """RuntimeError or AssertionError if the tree or the pool is inconsistent."""
         self.tree.check()
         self._check_returning()
         self.pool.check()
 
     def _check_returning(self) -> None:
         assert self.returning == sum(tree.returning for tree in self.retired), (
-            "blocks of cleared trees that are to come back"
+            "blocks of cleared trees to be returned"
         )
 
     def check_steps(self) -> Iterator[None]:
-        """`check` in steps of about a millisecond, between which anything may happen. What concerns
-        a block alone is always looked at; sums and orders only if nothing has changed since the
+        """`check` in steps of about a millisecond, between which other calls may come. Each block
+        is checked by itself in any case, sums and orders only if nothing has changed since the
         check began."""
         check = TreeCheck(self.tree)
         while not check.step(NODES):
@@ -272,5 +337,5 @@ class BlockIndex:
 
 
 def pick_keys(keys: bytes, positions: list[int]) -> bytes:
-    """The names at some positions of a buffer of names."""
+    """The hashes at some positions of a buffer of hashes."""
     return b"".join(keys[p * KEY_BYTES : (p + 1) * KEY_BYTES] for p in positions)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from kvactors.flush_notifier.messages import PLAIN, Origin
 from kvactors.lineage import Lineages
 from kvactors.native import Path
-from kvactors.prefix_index.records import EvictOp
+from kvactors.prefix_index.index import Eviction
 from kvactors.types import split_keys
 
 
@@ -31,7 +31,7 @@ class LineageSource:
         extra_keys = {position - start: key for position, key in path.extra_keys(start, stop)}
         return Lineages(path.tokens(start, stop), (origin,), extra_keys)
 
-    def of_eviction(self, op: EvictOp) -> Lineages | None:
+    def of_eviction(self, op: Eviction) -> Lineages | None:
         """Of blocks that leave the device."""
         if not self._keep:
             return None

@@ -1,116 +1,167 @@
-"""PrefixIndex, the part that admits requests of very many blocks: a part of them a turn."""
+"""Requests of more blocks than a turn handles: they are matched and granted in parts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from kvactors.actor import Envelope
 from kvactors.errors import LeaseEnded
-from kvactors.native import HOST, LOADING, BlockTree, Path
-from kvactors.prefix_index.admission import Admission
+from kvactors.native import HOST, LOADING, BlockTree
+from kvactors.prefix_index.actions import Action, Refusal, Work
+from kvactors.prefix_index.admission import Admission, Waiter
+from kvactors.prefix_index.grants import Grants
+from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.messages import Acquire, Granted
-from kvactors.prefix_index.records import Lease, Waiting
+from kvactors.prefix_index.parts import next_part
+from kvactors.prefix_index.records import LeaseState
+from kvactors.prefix_index.roots import Roots
+from kvactors.prefix_index.settings import IndexSettings
 
 
-class LongRequests(Admission):
-    """What is pinned stays, and what is reserved is nobody else's, so other requests between two
-    parts take nothing from this one. After a clear, a loss of the device or a change of the
-    namespace between two parts the request begins anew.
+class LongRequests:
+    """Admits long requests, a part of their blocks a turn.
 
-    A request that hits what must be loaded from the host or from storage is admitted in one turn.
+    Blocks that are pinned stay on the device, and blocks that are reserved are not given to others,
+    so requests between two parts take nothing from this one. After a clear, a loss of device memory
+    or a change of the namespace between two parts the request begins again.
+
+    A request that hits blocks which must be loaded is admitted in one turn.
     """
 
-    def admit_in_parts(self, message: Acquire, needed: int, envelope: Envelope[Granted]) -> bool:
-        """See `Admission`."""
-        if self.fetchable(message.path):
-            return False
-        self.in_parts(self._match(message, needed, envelope))
-        return True
+    def __init__(
+        self,
+        index: BlockIndex,
+        admission: Admission,
+        grants: Grants,
+        roots: Roots,
+        settings: IndexSettings,
+    ) -> None:
+        self._index = index
+        self._admission = admission
+        self._grants = grants
+        self._roots = roots
+        self._settings = settings
 
-    def _match(self, message: Acquire, needed: int, envelope: Envelope[Granted]) -> Iterator[None]:
-        path, index, tree = message.path, self.index, self.index.tree
+    def admit(self, message: Acquire, needed: int, envelope: Envelope[Granted]) -> list[Action]:
+        """Begin to admit a request of `needed` blocks."""
+        if self._settings.fetchable(message.path):
+            return self._grants.admit(message, needed, envelope)
+        return next_part(self._match(message, needed, envelope))
+
+    def _match(self, message: Acquire, needed: int, envelope: Envelope[Granted]) -> Work:
+        path, index, tree = message.path, self._index, self._index.tree
         limit, states = index.match_limit(path), b""
         while not states and path.num_held < limit:
-            upto = min(limit, path.num_held + self.part)
+            upto = min(limit, path.num_held + index.part)
             _, states = tree.pin(path, upto)
             if path.num_held < upto:
                 break
-            yield
-            if not self._goes_on(message, tree, envelope):
-                yield from self._begin_anew(message, tree, envelope)
-                return
+            yield []
+            if not self._is_current(message, tree, envelope):
+                return (yield from self._begin_again(message, needed, tree, envelope))
         if states and states[0] & (LOADING | HOST):
-            yield from self._begin_anew(message, tree, envelope, at_once=True)
-            return
+            again = self._begin_again(message, needed, tree, envelope, in_one_turn=True)
+            return (yield from again)
         run = index.before_media(path.num_committed, message.media)
         while path.num_held > run:
-            index.pool.give(tree.retreat(path, max(run, path.num_held - self.part)))
-            yield
-            if not self._goes_on(message, tree, envelope):
-                yield from self._begin_anew(message, tree, envelope)
-                return
-        lease = Lease(message.lease, message.request_id, path, tree, message.deadline)
-        lease.media, lease.device_hits, lease.hoped = message.media, run, run
-        waiter = Waiting(
-            lease.id,
-            envelope,
-            needed - run,
-            complete=lambda _: self.in_parts(self._fill(lease, needed, message, envelope)),
-            give_up=lambda: self.give_back_path(tree, path),
-            reserves=True,
-        )
-        wait = message.wait or not (
-            self.host_tier and self.exclusive
-        )  # no copy has to be waited for
-        if not self.request_blocks(waiter, wait=wait, deadline=message.deadline):
-            self.give_back_path(tree, path)
-            self.refuse_room(envelope, needed - run)
-            self.room_changed()
+            index.pool.give(tree.retreat(path, max(run, path.num_held - index.part)))
+            yield []
+            if not self._is_current(message, tree, envelope):
+                return (yield from self._begin_again(message, needed, tree, envelope))
+        lease = LeaseState(message.lease, message.request_id, path, tree, message.deadline)
+        lease.media, lease.device_hits, lease.expected_blocks = message.media, run, run
+        waiter = LongWaiter(self, lease, message, needed, envelope)
+        wait = message.wait or not self._settings.offload  # no copy has to be waited for
+        room, actions = self._admission.request(waiter, wait=wait, deadline=message.deadline)
+        if not room:
+            actions += self._admission.release(tree, path)
+            actions.append(self._grants.refusal(envelope, waiter.needed))
+            actions += self._admission.room_changed()
+        return actions
 
-    def _fill(
-        self, lease: Lease, needed: int, message: Acquire, envelope: Envelope[Granted]
-    ) -> Iterator[None]:
-        """Every block of the request is there or reserved."""
-        path, tree, run = lease.path, lease.tree, lease.device_hits
+    def fill(
+        self, lease: LeaseState, needed: int, message: Acquire, envelope: Envelope[Granted]
+    ) -> Work:
+        """Every block of the request is on the device or reserved: enter them into its table."""
+        path, tree, run, index = lease.path, lease.tree, lease.device_hits, self._index
         table: list[int] = []
         while len(table) < needed:
-            if not self._goes_on(message, tree, envelope):
-                self.index.reserved -= needed - max(run, len(table))
-                self.room_changed()
-                yield from self._begin_anew(message, tree, envelope)
-                return
+            if not self._is_current(message, tree, envelope):
+                index.reserved -= needed - max(run, len(table))
+                actions = self._admission.room_changed()
+                again = self._begin_again(message, needed, tree, envelope, actions=actions)
+                return (yield from again)
             if len(table) < run:
-                table += path.blocks(len(table), min(run, len(table) + self.part))
+                table += path.blocks(len(table), min(run, len(table) + index.part))
             else:
-                blocks = self.index.take_reserved(min(self.part, needed - len(table)))
+                blocks = index.take_reserved(min(index.part, needed - len(table)))
                 path.assign(len(table), blocks)
                 table += blocks
             if len(table) < needed:
-                yield
-        self.grant_long(lease, table, envelope)
+                yield []
+        return self._grants.granted(lease, envelope, table)
 
-    def _goes_on(self, message: Acquire, tree: BlockTree, envelope: Envelope[Granted]) -> bool:
-        """Whether the request is still wanted, and of the present tree and namespace."""
+    def give_up(self, lease: LeaseState) -> list[Action]:
+        """The request gets no blocks."""
+        return self._admission.release(lease.tree, lease.path)
+
+    def _is_current(self, message: Acquire, tree: BlockTree, envelope: Envelope[Granted]) -> bool:
+        """Whether the caller still waits, and the request is of the present tree and namespace."""
         return (
             not envelope.abandoned
-            and tree is self.index.tree
-            and message.path.root == self.roots.root(message.origin)
+            and tree is self._index.tree
+            and message.path.root == self._roots.root(message.origin)
         )
 
-    def _begin_anew(
+    def _begin_again(
         self,
         message: Acquire,
+        needed: int,
         tree: BlockTree,
         envelope: Envelope[Granted],
         *,
-        at_once: bool = False,
-    ) -> Iterator[None]:
-        path: Path = message.path
-        self.closing += 1
-        yield from self.give_back_parts(tree, path)
-        self.closing -= 1
+        actions: list[Action] | None = None,
+        in_one_turn: bool = False,
+    ) -> Work:
+        """Release what the request holds, then admit it anew. actions: of this turn so far."""
+        actions = actions or []
+        self._admission.closing += 1
+        for _ in self._index.release_parts(tree, message.path):
+            yield actions
+            actions = self._admission.room_changed()
+        self._admission.closing -= 1
         if envelope.abandoned:
-            self.refuse(envelope, LeaseEnded("this request was given up"))
+            actions.append(Refusal(envelope, LeaseEnded("this request was given up")))
         else:
-            self.admit(message, envelope, at_once=at_once)
-        self.room_changed()
+            self._grants.set_root(message.path, message.origin)
+            admit = self._grants.admit if in_one_turn else self.admit
+            actions += admit(message, needed, envelope)
+        return actions + self._admission.room_changed()
+
+
+class LongWaiter(Waiter):
+    """A long request whose blocks are reserved and taken in parts."""
+
+    __slots__ = ("_long", "_message", "_state", "_total")
+
+    reserves = True
+
+    def __init__(
+        self,
+        long: LongRequests,
+        lease: LeaseState,
+        message: Acquire,
+        total: int,
+        envelope: Envelope[Granted],
+    ) -> None:
+        super().__init__(lease.id, envelope, total - lease.device_hits)
+        self._long = long
+        self._state = lease
+        self._message = message
+        self._total = total
+
+    def complete(self, blocks: list[int]) -> list[Action]:
+        """See `Waiter.complete`."""
+        return next_part(self._long.fill(self._state, self._total, self._message, self.envelope))
+
+    def give_up(self) -> list[Action]:
+        """See `Waiter.give_up`."""
+        return self._long.give_up(self._state)

@@ -3,12 +3,13 @@ actors are defined beside those requests (`cpu_evictor.messages`, `gpu_swapper.m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from kvactors.actor import Ask, Control, Later
 from kvactors.actor.message import Message
 from kvactors.flush_notifier.messages import PLAIN, Origin
 from kvactors.native import Path
+from kvactors.prefix_index.actions import Work
 
 
 class Granted(Message, frozen=True, eq=False):
@@ -189,4 +190,4 @@ class Sweep(Later, frozen=True, eq=False):
 class Continue(Later, frozen=True, eq=False):
     """To itself: the next part of work on very many blocks."""
 
-    work: Iterator[None]
+    work: Work

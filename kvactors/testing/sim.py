@@ -77,7 +77,7 @@ async def check_at_rest(cache: KVCache, forgotten: list[str], *, deadline: float
         await cache.flush_settled(deadline)
     except KVActorsError as error:
         raise Unclean([f"the cache does not come to rest: {error}"], []) from error
-    kept = [lease.request_id for lease in cache.system.index_actor.leases.values()]
+    kept = [lease.request_id for lease in cache.system.index_actor.core.leases]
     problems = [f"the lease of {name!r} was dropped and never finished" for name in forgotten]
     problems += [f"the lease of {name!r} was never finished" for name in kept]
     problems += cache.check()
@@ -93,7 +93,7 @@ def watch_leases(cache: KVCache) -> list[str]:
     forgotten: list[str] = []
 
     def note(number: int) -> None:
-        lease = cache.system.index_actor.leases.get(number)
+        lease = cache.system.index_actor.core.leases.get(number)
         forgotten.append("?" if lease is None else lease.request_id)
 
     cache.on_forgotten = note

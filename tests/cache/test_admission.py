@@ -10,10 +10,11 @@ import weakref
 import pytest
 
 import kvactors
+from kvactors.actor.mailbox_loop import MailboxLoop
 from kvactors.errors import DeadlineExceeded, NotReady, Paused
 from kvactors.flush_notifier.messages import PLAIN
-from kvactors.prefix_index import room
-from kvactors.prefix_index.admission import Admission
+from kvactors.prefix_index.admission import STEPS, Admission
+from kvactors.prefix_index.requests import Requests
 from tests.support.cache import BLOCK, opened, prompt, serve, settings
 
 HOST = {"slots": 8, "transit_slots": 16}
@@ -89,7 +90,7 @@ async def test_the_namespace_outlives_a_restart_of_the_index(monkeypatch):
         await cache.set_namespace("new weights")
         lease = await cache.acquire("victim", prompt(2, 1))
         actor = cache.system.index_actor
-        monkeypatch.setattr(actor, "_uncommittable", None)
+        monkeypatch.setattr(actor.core.commits, "enter", None)
         with pytest.raises(kvactors.ActorFailed):
             await lease.commit(0)
         lease.abandon()
@@ -104,8 +105,7 @@ async def test_the_namespace_outlives_a_restart_of_the_index(monkeypatch):
 async def test_thousands_of_waiting_requests_are_served_a_few_a_turn(monkeypatch):
     """Each costs the same however many wait, and no turn takes more than its share of them."""
     steps = {"turn": 0, "most": 0, "all": 0}
-    turn = Admission._turn
-    serve_one, admit = room.Room._serve_one, Admission.admit
+    turn, serve, admit = MailboxLoop.turn, Admission._serve_first, Requests.admit
 
     def counted(method):
         def call(self, *args):
@@ -120,9 +120,9 @@ async def test_thousands_of_waiting_requests_are_served_a_few_a_turn(monkeypatch
         turn(self, envelope)
         steps["most"] = max(steps["most"], steps["turn"])
 
-    monkeypatch.setattr(Admission, "_turn", turned)
-    monkeypatch.setattr(room.Room, "_serve_one", counted(serve_one))
-    monkeypatch.setattr(Admission, "admit", counted(admit))
+    monkeypatch.setattr(MailboxLoop, "turn", turned)
+    monkeypatch.setattr(Admission, "_serve_first", counted(serve))
+    monkeypatch.setattr(Requests, "admit", counted(admit))
     count = 2000
     async with opened(device=8, sinks=()) as cache:
         await cache.pause()
@@ -130,17 +130,17 @@ async def test_thousands_of_waiting_requests_are_served_a_few_a_turn(monkeypatch
             asyncio.ensure_future(cache.acquire(f"r{n}", [n], deadline=600.0)) for n in range(count)
         ]
         await cache.settled()
-        assert len(cache.system.index_actor.held) == count
+        assert len(cache.system.index_actor.core.held) == count
         given_up = waiting[::2]
         for one in given_up:
             one.cancel()
         await asyncio.gather(*given_up, return_exceptions=True)
         await cache.settled()
-        assert len(cache.system.index_actor.held) == count // 2
+        assert len(cache.system.index_actor.core.held) == count // 2
         done = asyncio.ensure_future(end_each(waiting[1::2]))
         await cache.resume()
         await done
-    assert steps["most"] <= 2 * room.STEPS + 2
+    assert steps["most"] <= 2 * STEPS + 2
     assert steps["all"] <= 3 * count
 
 
@@ -154,23 +154,21 @@ async def end_each(waiting):
 
 async def test_waiters_for_room_expire_in_steps_that_do_not_grow():
     """A save holds all blocks; the queue for them is worked with, not searched: `waiting` is by
-    lease and `owed` a sum that is kept."""
+    lease and `blocks_promised` a sum that is kept."""
     async with opened(device=8, host=HOST) as cache:
-        actor = cache.system.index_actor
-        actor.saves[-1] = actor.saves.get(
-            -1, (actor.index.tree, None)
-        )  # a save that does not end: blocks may still come
+        core = cache.system.index_actor.core
+        core.saves.in_flight[-1] = None  # a save that does not end: blocks may still come
         held = await cache.acquire("all", prompt(1, 8))
         waiting = [
             asyncio.ensure_future(cache.acquire(f"r{n}", [n], deadline=3.0)) for n in range(300)
         ]
-        while len(actor.waiting) < 300:
+        while len(core.admission.waiting) < 300:
             await asyncio.sleep(0)
-        assert actor.owed() == 300
+        assert core.admission.blocks_promised == 300
         results = await asyncio.gather(*waiting, return_exceptions=True)
         assert all(isinstance(one, DeadlineExceeded) for one in results)
-        assert len(actor.waiting) == actor.owed() == 0
-        del actor.saves[-1]
+        assert len(core.admission.waiting) == core.admission.blocks_promised == 0
+        del core.saves.in_flight[-1]
         await held.finish()
 
 
@@ -242,7 +240,7 @@ async def test_cached_tokens_never_end_inside_a_media_item(tier, split):
         wanted = 2 * BLOCK if split else BLOCK
         assert lease.cached_tokens == wanted
         assert sum(lease.hits) * BLOCK == wanted
-        path = cache.system.index_actor.leases[lease._id].path
+        path = cache.system.index_actor.core.leases.get(lease._id).path
         assert not any(
             path.is_shared(p) for p in range(lease.cached_tokens // BLOCK, path.num_blocks)
         )
@@ -273,7 +271,7 @@ async def test_a_load_that_ends_inside_a_media_item_is_cut_before_it():
             await cache.system.backend.remove([keys[64:96]])
         await lease.ready()
         assert lease.cached_tokens in (BLOCK, 5 * BLOCK)
-        path = cache.system.index_actor.leases[lease._id].path
+        path = cache.system.index_actor.core.leases.get(lease._id).path
         assert not any(
             path.is_shared(p) for p in range(lease.cached_tokens // BLOCK, path.num_blocks)
         )
@@ -316,9 +314,14 @@ async def test_what_an_abandoned_request_has_committed_is_announced():
         await lease.commit(2 * BLOCK)
         await cache.settled()
         told = []
-        actor = cache.system.index_actor
-        announced = actor.announced
-        actor.announced = lambda *args: (told.append(args[1:]), announced(*args))
+        announcements = cache.system.index_actor.core.announcements
+        cached = announcements.cached
+
+        def noted(path, start, stop, reason):
+            told.append((start, stop, reason))
+            return cached(path, start, stop, reason)
+
+        announcements.cached = noted
         lease.abandon()
         await cache.settled()
         assert [(start, stop, reason.name) for start, stop, reason in told] == [

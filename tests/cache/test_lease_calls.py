@@ -15,7 +15,7 @@ import kvactors.from_thread
 from kvactors.errors import CacheClosed, DeadlineExceeded, LeaseBusy, LeaseEnded, NoRoom, WrongLoop
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.messages import Commit
-from kvactors.prefix_index.records import Fault
+from kvactors.prefix_index.records import LeaseFault
 from tests.support.cache import BLOCK, opened, prompt, serve
 
 HOST = {"slots": 8, "transit_slots": 16}
@@ -33,7 +33,7 @@ CALLS = {
 
 def agree(cache, lease):
     """The lease and the index have the same tokens and blocks, or the lease has ended for both."""
-    record = cache.system.index_actor.leases.get(lease._id)
+    record = cache.system.index_actor.core.leases.get(lease._id)
     if lease._ended:
         assert record is None
         return False
@@ -154,7 +154,7 @@ async def test_a_cancelled_extend_gives_back_what_it_has_collected():
     async with opened(device=4) as cache:
         actor = cache.system.index_actor
         holder, lease = await cache.acquire("holder", prompt(1, 1)), await cache.acquire("a", [1])
-        actor.saves[-1] = (actor.index.tree, holder._path)
+        actor.core.saves.in_flight[-1] = None  # a save that does not end
         waits = asyncio.ensure_future(lease.extend([2] * (3 * BLOCK), deadline=600.0))
         await cache.settled()
         assert cache.statistics().prefix.blocks_free == 0
@@ -162,7 +162,7 @@ async def test_a_cancelled_extend_gives_back_what_it_has_collected():
         await asyncio.gather(waits, return_exceptions=True)
         await cache.settled()
         assert cache.statistics().prefix.blocks_free == 2
-        del actor.saves[-1]
+        del actor.core.saves.in_flight[-1]
         assert agree(cache, lease)
         await holder.finish()
         await lease.finish()
@@ -370,7 +370,7 @@ async def test_a_lease_that_failed_and_was_forgotten_gives_its_blocks_back():
 
         async def fail(number):
             lease = await cache.acquire(f"f{number}", prompt(number, 2))
-            index.leases[lease._id].fault = Fault(NoRoom, (1, 0))
+            index.core.leases.get(lease._id).fault = LeaseFault(NoRoom, (1, 0))
             for call in (lambda: lease.commit(BLOCK), lambda: lease.preempt(BLOCK)):
                 with pytest.raises(NoRoom):
                     await call()

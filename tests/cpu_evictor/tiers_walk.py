@@ -28,6 +28,7 @@ from kvactors.prefix_index.messages import (
     Ready,
 )
 from kvactors.prefix_index.roots import Roots
+from kvactors.prefix_index.settings import IndexSettings
 from kvactors.storage.messages import Outcome, Probe, Probed, Read, ReadDone, Write, Written
 from kvactors.testing.probe import Probe as ProbeRef
 from kvactors.testing.stepper import Stepper
@@ -93,16 +94,16 @@ class TiersWalk:
                 index=self.index,
                 evictor=names["cpu_evictor"],
                 notifier=names["flush_notifier"],
-                exclusive=exclusive,
-                host_tier=d.slots > 0 or self.storage.write_policy == "write_back",
-                fetch=d.stored,
-                announce=True,
-                save=self.storage.write_policy,
-                min_hits=1,
-                keep=not exclusive,
-                free_low=d.low,
-                free_high=2 * d.low,
                 roots=self.roots,
+                settings=IndexSettings(
+                    exclusive=exclusive,
+                    host_tier=d.slots > 0 or self.storage.write_policy == "write_back",
+                    fetch=d.stored,
+                    announce=True,
+                    save=self.storage.write_policy,
+                    free_low=d.low,
+                    free_high=2 * d.low,
+                ),
             )
         )
         self.evictor: Stepper[CpuEvictor] = Stepper(
@@ -160,13 +161,13 @@ class TiersWalk:
     def arrived(self, lease: int) -> None:
         """The request's loads are over: what is called cached must hold the right bytes; the rest
         is computed now."""
-        record = self.prefix.actor.leases.get(lease)
+        record = self.prefix.actor.core.leases.get(lease)
         if record is None or record.fault is not None or lease in self.ready:
             return
         path = self.leases[lease]
         blocks, keys = path.blocks(), split_keys(path.keys(0, path.num_full_blocks))
         for position in range(path.num_committed):
-            lost = self.era != self.prefix.actor.era  # the index has not been told yet
+            lost = self.era != self.index.memory_generation  # the index has not been told yet
             assert lost or self.device.get(blocks[position]) == keys[position], (
                 "a cached block has another block's bytes"
             )
@@ -380,15 +381,8 @@ class TiersWalk:
         index, evictor = self.prefix.actor, self.evictor.actor
         index.check()
         evictor.check()
-        left = (
-            index.leases,
-            index.loads,
-            index.offloads,
-            index.saves,
-            index.waiting,
-            evictor.loads,
-            self.open,
-        )
+        assert not index.core.in_use()
+        left = (evictor.loads, self.open)
         assert not any(left), f"left over: {left}"
         assert evictor.host.pinned == evictor.host.on_device == 0
         assert self.index.free + self.index.tree.statistics()["device"] == self.index.pool.total

@@ -30,9 +30,13 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "extends_overlap_in_the_index",
-        "prefix_index/actor.py",
-        "        if waiting is not None or message.position != path.num_tokens:\n",
-        "        if False:\n",
+        "prefix_index/grants.py",
+        """\
+        if waiting is not None or message.position != path.num_tokens:
+""",
+        """\
+        if False:
+""",
         "the index takes an extend while another one waits, or in the wrong place",
         ("tests/prefix_index/test_index_machine.py::test_long_walks_through_every_order",),
     ),
@@ -48,9 +52,13 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "buffer_read_after_the_call",
-        "prefix_index/actor.py",
-        "            path.append(message.added)\n",
-        "            path.extend([7] * message.added.num_tokens)\n",
+        "prefix_index/grants.py",
+        """\
+        self._path.append(self._added)
+""",
+        """\
+        self._path.extend([7] * self._added.num_tokens)
+""",
         "the index has other tokens than were given to extend",
         (ARGUMENTS + "test_a_buffer_is_copied_before_the_call_returns_to_the_loop",),
     ),
@@ -72,9 +80,13 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "waiting_requests_keep_the_old_namespace",
-        "prefix_index/admission.py",
-        "            path.set_root(root)\n",
-        "            pass\n",
+        "prefix_index/grants.py",
+        """\
+            path.set_root(root)
+""",
+        """\
+            pass
+""",
         "a request that waited for resume hits what other weights have computed",
         (
             ADMISSION
@@ -83,15 +95,14 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "loads_of_the_old_namespace_are_placed",
-        "prefix_index/admission.py",
-        "        if (\n"
-        "            not renamed\n"
-        "            and again == match\n"
-        "            and lease.tree is before\n"
-        "            and len(lease.ops) == len(match.segments)\n"
-        "        ):\n",
-        "        if again == match and lease.tree is before and len(lease.ops) == "
-        "len(match.segments):\n",
+        "prefix_index/grants.py",
+        """\
+            not changed
+            and again == match
+""",
+        """\
+            again == match
+""",
         "loads sent ahead under the old namespace fill blocks of the new one",
         (
             ADMISSION
@@ -100,25 +111,35 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "timer_of_an_earlier_wait_counts",
-        "prefix_index/room.py",
-        "        if waiter is not None and waiter.ticket == message.ticket:\n",
-        "        if waiter is not None:\n",
+        "prefix_index/admission.py",
+        """\
+        if waiter is None or waiter.ticket != ticket:
+""",
+        """\
+        if waiter is None:
+""",
         "an extend fails at the deadline of an earlier one of its lease",
         ("tests/prefix_index/test_waits.py::test_a_late_timer_of_an_earlier_wait_is_ignored",),
     ),
     Mutation(
         "timers_outlast_their_waits",
-        "prefix_index/admission.py",
-        "            held.timer.cancel()\n            if not held",
-        "            if not held",
+        "prefix_index/held.py",
+        """\
+        held.stop_timer()
+""",
+        "",
         "timers of requests that were admitted after a pause stay until their deadline",
         ("tests/prefix_index/test_waits.py::test_no_timer_is_left_when_a_wait_is_over",),
     ),
     Mutation(
         "all_waiters_in_one_turn",
-        "prefix_index/admission.py",
-        "        for _ in range(STEPS):\n",
-        "        for _ in range(10**9):\n",
+        "prefix_index/requests.py",
+        """\
+        for _ in range(STEPS):
+""",
+        """\
+        for _ in range(10**9):
+""",
         "after a pause every request is admitted in one turn",
         (ADMISSION + "test_thousands_of_waiting_requests_are_served_a_few_a_turn",),
     ),
@@ -148,9 +169,13 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "loads_end_inside_a_media_item",
-        "prefix_index/transfers.py",
-        "        if kept == committed or lease.fault is not None:\n",
-        "        if True:\n",
+        "prefix_index/leases.py",
+        """\
+        if kept == committed or lease.fault is not None:
+""",
+        """\
+        if True:
+""",
         "after a load that came short, half an image counts as cached",
         (
             ADMISSION + "test_a_load_that_ends_inside_a_media_item_is_cut_before_it",
@@ -159,17 +184,23 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "resumed_requests_counted_again",
-        "prefix_index/actor.py",
-        "        self.remember_preempted(lease.request_id)\n",
+        "prefix_index/endings.py",
+        """\
+        self._leases.remember_preempted(lease.request_id)
+""",
         "",
         "the hit rate counts a preempted request twice",
         (ADMISSION + "test_a_request_preempted_and_resumed_is_counted_once",),
     ),
     Mutation(
         "abandoned_requests_are_not_announced",
-        "prefix_index/actor.py",
-        "            self.in_parts(self._close(lease, None))\n",
-        "            self.give_back(lease)\n",
+        "prefix_index/endings.py",
+        """\
+        return next_part(self._close(lease, None))
+""",
+        """\
+        return self.give_back(lease)
+""",
         "indexes that follow finished requests never get what an abandoned one has committed",
         (ADMISSION + "test_what_an_abandoned_request_has_committed_is_announced",),
     ),
@@ -184,9 +215,13 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "finish_ignores_what_is_computed",
-        "prefix_index/actor.py",
-        "        if computed is not None:\n",
-        "        if computed is None:\n            pass\n        elif False:\n",
+        "prefix_index/endings.py",
+        """\
+        committed = [] if computed is None else self._commits.enter(lease, computed)
+""",
+        """\
+        committed = []
+""",
         "finish(computed_tokens=n) does not commit",
         (ADMISSION + "test_finish_commits_what_is_computed_or_changes_nothing",),
     ),

@@ -101,8 +101,10 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "full_path_once_only",
-        "prefix_index/actor.py",
-        "                first = start if self.announce_whole else first\n",
+        "prefix_index/announcements.py",
+        """\
+        first = start if self._whole else first
+""",
         "",
         "with announce = 'full' an index that lost its state is not sent what finishes again",
         (FULL + "test_an_index_that_lost_its_state_is_sent_what_finishes_again",),

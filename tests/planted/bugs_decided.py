@@ -7,38 +7,48 @@ from mutation import Mutation
 BUGS: tuple[Mutation, ...] = (
     Mutation(
         "device_blocks_free_before_the_copy",
-        "prefix_index/transfers.py",
-        "            self.offloads[op.op] = op\n",
-        "            self._evict_done(op, bytes([HOST]) * op.total)\n",
+        "prefix_index/evictions.py",
+        """\
+        self._in_flight[op.op] = op
+""",
+        """\
+        self._complete(op, bytes([HOST]) * op.total)
+""",
         "an evicted device block is given to the next request while it is still being copied to "
         "the host",
         ("tests/cache/test_faults.py::test_two_requests_share_one_load_and_a_failure_of_it",),
     ),
     Mutation(
         "abandoned_lease_keeps_its_references",
-        "prefix_index/actor.py",
-        "            self.in_parts(self._close(lease, None))\n",
-        "            self.detach(lease)\n",
+        "prefix_index/endings.py",
+        """\
+        return next_part(self._close(lease, None))
+""",
+        """\
+        return self.detach(lease)
+""",
         "the blocks of a request that was cancelled are never given back",
         ("tests/cache/test_cancellation.py::test_cancelled_at_every_step",),
     ),
     Mutation(
         "waiter_that_gives_up_keeps_its_blocks",
-        "prefix_index/room.py",
-        "        self.index.pool.give(waiter.taken)\n",
+        "prefix_index/admission.py",
+        """\
+        self._index.pool.give(waiter.taken)
+""",
         "",
         "blocks handed to somebody who stops waiting for the rest are lost",
         ("tests/cache/test_concurrent_requests.py::test_what_is_called_cached_is",),
     ),
     Mutation(
         "hits_counted_twice",
-        "prefix_index/admission.py",
-        "        lease.device_hits, lease.host_hits, lease.storage_hits = (\n"
-        "            again.run,\n"
-        "            0,\n"
-        "            0,\n"
-        "        )  # loads that landed meanwhile are in the run\n",
-        "        lease.device_hits = again.run\n",
+        "prefix_index/grants.py",
+        """\
+        lease.device_hits, lease.host_hits, lease.storage_hits = again.num_device_blocks, 0, 0
+""",
+        """\
+        lease.device_hits = again.num_device_blocks
+""",
         "a request that waited and is matched again says more tokens are cached than are",
         (
             "tests/planted/test_gaps.py::test_what_lands_while_a_request_waits_for_room_is_counted_once",
@@ -46,25 +56,31 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "device_forgets_to_discard",
-        "prefix_index/transfers.py",
-        "            self.discard(load.path.keys(load.start, load.start + good))\n",
+        "prefix_index/loads.py",
+        """\
+            actions += self._evictions.discard(path.keys(start, start + num_loaded))
+""",
         "",
         "an exclusive host tier is never told that the device holds what it lent: slots leak",
         ("tests/cache/test_life.py::test_offload_and_load_bring_the_same_bytes_back",),
     ),
     Mutation(
         "sharer_computes_into_anothers_blocks",
-        "prefix_index/transfers.py",
-        "        if not owner:\n            self._replace_targets(",
-        "        if not owner and landed:\n            self._replace_targets(",
+        "prefix_index/leases.py",
+        """\
+        if not owner:
+            actions +=""",
+        """\
+        if not owner and num_loaded:
+            actions +=""",
         "of two requests that share a failed load the second one goes on in the first one's blocks",
         ("tests/cache/test_faults.py::test_two_requests_share_one_load_and_a_failure_of_it",),
     ),
     Mutation(
         "partial_block_shared",
-        "prefix_index/actor.py",
-        "lease.tree.commit(lease.path, computed // self.index.block_size)",
-        "lease.tree.commit(lease.path, -(-computed // self.index.block_size))",
+        "prefix_index/commits.py",
+        "commit(path, computed // self._index.block_size)",
+        "commit(path, -(-computed // self._index.block_size))",
         "a block whose last tokens are not computed yet becomes shareable",
         ("tests/cache/test_life.py::test_cold_then_hit_on_the_device",),
     ),
@@ -79,26 +95,35 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "clear_leaves_the_host",
-        "prefix_index/clearing.py",
-        "        self.tell(self.evictor, ClearHost(message.storage, op))\n",
-        "        if message.storage:\n            self.tell(self.evictor, "
-        "ClearHost(message.storage, op))\n",
+        "prefix_index/clears.py",
+        """\
+        return [clear, Answer(envelope, Done(freed))]
+""",
+        """\
+        return [Answer(envelope, Done(freed))]
+""",
         "clear() without the storage leaves the host tier as it was",
         ("tests/planted/test_gaps.py::test_clear_takes_the_host_too",),
     ),
     Mutation(
         "lost_rank_leaves_the_device",
-        "prefix_index/layers.py",
-        "        self.index.retire()\n        self.device_cleared(Reason.RESTART)\n",
-        "        self.device_cleared(Reason.RESTART)\n",
+        "prefix_index/core.py",
+        """\
+        self.index.retire()
+        actions = self.announcements.cleared(Reason.RESTART)
+""",
+        """\
+        actions = self.announcements.cleared(Reason.RESTART)
+""",
         "blocks that died with a rank's process are served as hits",
         ("tests/planted/test_gaps.py::test_nothing_that_died_with_a_rank_is_a_hit",),
     ),
     Mutation(
         "silent_restart_of_the_device",
         "prefix_index/actor.py",
-        "            self.device_cleared(Reason.RESTART)",
-        '            self.log.debug("a new life")',
+        "            self._perform(self.core.announcements.cleared(Reason.RESTART))",
+        """\
+            self.log.debug("restarted")""",
         "after a restart of PrefixIndex indexes go on believing in blocks of its last life",
         (
             "tests/planted/test_gaps.py::test_what_a_dead_actor_held_is_told_gone_before_anything_comes_again",
@@ -260,9 +285,9 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "overdue_load_keeps_its_blocks",
-        "prefix_index/transfers.py",
-        "            self._leave(lease, load, 0, 0, owner=False)",
-        "            self._leave(lease, load, 0, 0, owner=True)",
+        "prefix_index/loads.py",
+        "load_ended(lease, load, 0, 0, owner=False)",
+        "load_ended(lease, load, 0, 0, owner=True)",
         "a request whose load hangs goes on in the very blocks that the copy may still write to",
         (
             "tests/cache/test_faults.py::test_a_copy_that_hangs_costs_other_blocks_and_its_own_stay_out_of_use",
@@ -270,20 +295,22 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "load_judged_before_its_parent",
-        "prefix_index/transfers.py",
-        "load.result is not None and (load.after is None or load.after.judged)",
+        "prefix_index/loads.py",
+        "load.result is not None and (after is None or after.completed)",
         "load.result is not None",
         "a block counts as cached although the load of its parent is still under way, and may fail",
         ("tests/planted/test_gaps.py::test_a_load_counts_only_with_the_one_above_it",),
     ),
     Mutation(
         "saves_forgotten_at_a_restart",
-        "prefix_index/transfers.py",
-        "        for whole in {save.whole: None for save in self.saves.values()}:\n"
-        "            whole.parts = 0  # nothing more of it is sent\n"
-        "            self.give_back_path(whole.tree, whole.path)\n"
-        "        self.saves.clear()\n",
-        "        self.saves.clear()\n",
+        "prefix_index/core.py",
+        """\
+        for saved in self.saves.host_lost():
+            actions += self.admission.release(saved.tree, saved.path)
+""",
+        """\
+        self.saves.host_lost()
+""",
         "blocks that were being saved when CpuEvictor died are never given back",
         ("tests/planted/test_gaps.py::test_what_was_being_saved_when_the_host_died_is_given_back",),
     ),

@@ -28,7 +28,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "direct_store_ignores_the_scope",
-        "prefix_index/transfers.py",
+        "prefix_index/settings.py",
         "return path.num_plain_blocks if path.root == self.token_root else 0",
         "return path.num_plain_blocks",
         "a store that is addressed by tokens serves one tenant's blocks to another",
@@ -38,7 +38,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "direct_store_ignores_media",
-        "prefix_index/transfers.py",
+        "prefix_index/settings.py",
         "return path.num_plain_blocks if",
         "return path.num_full_blocks if",
         "a store that is addressed by tokens serves one image's blocks for another",

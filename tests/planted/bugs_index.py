@@ -21,28 +21,36 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "load_answered_before_its_blocks_stays_with_its_lease",
-        "prefix_index/transfers.py",
-        "                load.owner.ops.remove(load)\n                load.owner.hoped = "
-        "min(load.owner.hoped, load.start)\n            return\n",
-        "                load.owner.hoped = min(load.owner.hoped, load.start)\n            "
-        "return\n",
+        "prefix_index/loads.py",
+        """\
+                load.owner.loads.remove(load)
+""",
+        "",
         "a load that the host tier refuses before it is placed is placed later, and nothing "
         "answers it",
         (f"{MACHINE}::test_a_load_answered_before_it_is_placed_is_a_miss",),
     ),
     Mutation(
         "blocks_of_a_shared_load_given_back",
-        "prefix_index/transfers.py",
-        "                lease.tree.replace(lease.path, position, -1)\n",
-        "                pass\n",
+        "prefix_index/leases.py",
+        """\
+                lease.tree.replace(lease.path, position, -1)
+""",
+        """\
+                pass
+""",
         "a request that found no blocks in place of a failed load's gives back those of the load",
         (f"{MACHINE}::test_blocks_of_a_load_are_never_given_back_by_a_request_that_found_no_room",),
     ),
     Mutation(
         "commit_error_fails_the_index",
-        "prefix_index/actor.py",
-        '        except ValueError as error:\n            self.log.error("commit',
-        '        except ZeroDivisionError as error:\n            self.log.error("commit',
+        "prefix_index/commits.py",
+        """\
+        except ValueError as refused:
+""",
+        """\
+        except ZeroDivisionError as refused:
+""",
         "a lease that the block tree refuses fails the index for every request",
         (f"{MACHINE}::test_a_commit_that_the_tree_refuses_ends_that_lease_alone",),
     ),
@@ -56,9 +64,13 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "hint_of_before_a_clear",
-        "prefix_index/transfers.py",
-        "        if message.clears == self.clears and message.era == self.era:\n",
-        "        if message.era == self.era:\n",
+        "prefix_index/actor.py",
+        """\
+        if message.clears == self.core.clears.sent and message.era == self.index.memory_generation:
+""",
+        """\
+        if message.era == self.index.memory_generation:
+""",
         "a hint that was sent before a clear marks a block of the new tree",
         (f"{TIERS}::test_a_hint_of_before_a_clear_is_not_about_blocks_of_after_it",),
     ),

@@ -173,7 +173,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "blocks_beyond_the_committed_forgotten",
-        "prefix_index/transfers.py",
+        "prefix_index/leases.py",
         "[position for position, block in enumerate(table, kept) if block < 0]",
         "list(range(kept, committed))",
         "a request with media whose loads ended within an item cannot commit what it computed",

@@ -8,8 +8,10 @@ from mutation import Mutation
 BUGS: tuple[Mutation, ...] = (
     Mutation(
         "old_namespace_stays_announced",
-        "prefix_index/admission.py",
-        "            self.scoped(message.namespace)\n",
+        "prefix_index/core.py",
+        """\
+            actions = self.announcements.scoped(namespace)
+""",
         "",
         "after new weights a router finds blocks that no request can get",
         (

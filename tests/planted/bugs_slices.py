@@ -37,9 +37,15 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "a_sweep_does_not_go_on",
-        "prefix_index/room.py",
-        "        self.index.sweep()\n        self._sweep_later()\n",
-        "        self.index.sweep()\n",
+        "prefix_index/admission.py",
+        """\
+        self._index.sweep()
+        return self._sweep_later()
+""",
+        """\
+        self._index.sweep()
+        return []
+""",
         "after its first step nothing brings back what a clear left, and its memory stays",
         (
             f"{CLEAR}::test_the_turn_of_a_clear_returns_nothing_and_later_turns_return_a_bounded_number_of_blocks",

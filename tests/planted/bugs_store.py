@@ -19,9 +19,13 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "clear_answered_before_the_store_is_empty",
-        "prefix_index/clearing.py",
-        "        if message.storage:\n",
-        "        if message.storage and self.paused:\n",
+        "prefix_index/clears.py",
+        """\
+        if storage:
+""",
+        """\
+        if storage and self._waiting:
+""",
         "clear(storage=True) returns before the store is empty, and does not raise when it cannot "
         "be emptied",
         (f"{CLEAR}::test_a_failed_clear_raises_and_nothing_is_hit_until_one_succeeds",),

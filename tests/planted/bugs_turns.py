@@ -11,55 +11,70 @@ WALKS = "tests/prefix_index/test_index_machine.py::test_long_walks_through_every
 BUGS: tuple[Mutation, ...] = (
     Mutation(
         "long_path_released_in_one_turn",
-        "prefix_index/works.py",
-        "        for keep in range(blocks - self.part, 0, -self.part):\n",
-        "        for keep in range(0):\n",
+        "prefix_index/index.py",
+        """\
+        for keep in range(blocks - self.part, 0, -self.part):
+""",
+        """\
+        for keep in range(0):
+""",
         "the end of a request of a million blocks keeps the loop until the last of them is free",
         (TURNS + "test_no_turn_handles_more_blocks_than_a_part",),
     ),
     Mutation(
         "finish_announces_in_one_turn",
-        "prefix_index/actor.py",
-        "        for start in range(0, committed, self.part):\n            if start:\n             "
-        "   yield\n",
-        "        for start in range(0, committed, self.part):\n",
+        "prefix_index/endings.py",
+        """\
+                if start:
+                    yield actions
+                    actions = []
+""",
+        "",
         "the finish of a request of a million blocks keeps the loop until all are announced",
         (TURNS + "test_no_turn_handles_more_blocks_than_a_part",),
     ),
     Mutation(
         "announcement_of_any_number_of_blocks",
-        "prefix_index/announcing.py",
-        "        for first, last in (\n"
-        "            parts(start, stop, self.part) if stop - start > self.part else ((start, "
-        "stop),)\n"
-        "        ):\n",
-        "        for first, last in ((start, stop),):\n",
+        "prefix_index/announcements.py",
+        """\
+        ranges = ((start, stop),) if stop - start <= part else parts(start, stop, part)
+""",
+        """\
+        ranges = ((start, stop),)
+""",
         "one message carries the tokens of a million blocks",
         (WALKS,),
     ),
     Mutation(
         "changes_overtake_the_announcement_of_everything",
-        "prefix_index/announcing.py",
-        "        if self._walk is None:\n            self.tell(self.notifier, message)\n        "
-        "else:",
-        "        if True:\n            self.tell(self.notifier, message)\n        else:",
+        "prefix_index/announcements.py",
+        """\
+        if self._walk is None:
+            return list(messages)
+""",
+        """\
+        if True:
+            return list(messages)
+""",
         "after a restart of the notifier blocks are announced before their parents, and never get "
         "a path",
         (TURNS + "test_what_changes_while_everything_is_announced_is_sent_after_it",),
     ),
     Mutation(
         "hints_of_before_a_restart_stay",
-        "prefix_index/transfers.py",
-        "        self.in_parts(self._sweep_host(self.index.tree))\n",
+        "prefix_index/core.py",
+        """\
+        actions += next_part(self._sweep_host(self.index.tree))
+""",
         "",
         "after a restart of the host tier the tree keeps the blocks that only the host held",
         (WALKS,),
     ),
     Mutation(
         "path_released_before_all_parts_are_saved",
-        "prefix_index/transfers.py",
-        "        whole.parts -= 1\n        if not whole.parts:\n",
-        "        whole.parts -= 1\n        if True:\n",
+        "prefix_index/saves.py",
+        "        return not self.parts\n",
+        "        return True\n",
         "a block is overwritten while its copy to the host or to the store is still made",
         (WALKS,),
     ),
@@ -82,8 +97,10 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "blocks_of_forgotten_scopes_are_not_reported",
-        "prefix_index/announcing.py",
-        "                self.report(Gained(path.keys(first, last), Tier.DEVICE, reason))\n",
+        "prefix_index/announcements.py",
+        """\
+                messages.append(Gained(keys, Tier.DEVICE, reason))
+""",
         "",
         "an index is not sent that a block it has came back to the device",
         (TURNS + "test_a_block_that_comes_back_is_reported_although_its_scope_was_forgotten",),
@@ -91,13 +108,16 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "long_request_does_not_notice_a_clear",
         "prefix_index/long_requests.py",
-        "        return (\n"
-        "            not envelope.abandoned\n"
-        "            and tree is self.index.tree\n"
-        "            and message.path.root == self.roots.root(message.origin)\n"
-        "        )\n",
-        "        return not envelope.abandoned and message.path.root == "
-        "self.roots.root(message.origin)\n",
+        """\
+        return (
+            not envelope.abandoned
+            and tree is self._index.tree
+            and message.path.root == self._roots.root(message.origin)
+        )
+""",
+        """\
+        return not envelope.abandoned and message.path.root == self._roots.root(message.origin)
+""",
         "a long request that was being admitted hits what has been cleared",
         (
             TURNS
@@ -107,12 +127,16 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "long_request_does_not_notice_a_namespace",
         "prefix_index/long_requests.py",
-        "        return (\n"
-        "            not envelope.abandoned\n"
-        "            and tree is self.index.tree\n"
-        "            and message.path.root == self.roots.root(message.origin)\n"
-        "        )\n",
-        "        return not envelope.abandoned and tree is self.index.tree\n",
+        """\
+        return (
+            not envelope.abandoned
+            and tree is self._index.tree
+            and message.path.root == self._roots.root(message.origin)
+        )
+""",
+        """\
+        return not envelope.abandoned and tree is self._index.tree
+""",
         "a long request that was being admitted hits what other weights have computed",
         (
             TURNS
@@ -121,17 +145,25 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "long_request_is_admitted_in_one_turn",
-        "prefix_index/admission.py",
-        "        if needed > self.part and not at_once and",
-        "        if False and",
+        "prefix_index/requests.py",
+        """\
+        if needed > index.part:
+""",
+        """\
+        if False:
+""",
         "a request of a million blocks keeps the loop until it has all of them",
         (TURNS + "test_a_long_request_is_admitted_in_parts_whether_it_hits_or_must_evict",),
     ),
     Mutation(
         "evictions_of_any_number_of_blocks",
-        "prefix_index/transfers.py",
-        "        op = self.index.evict(min(wanted, self.part), next(self.ops))\n",
-        "        op = self.index.evict(wanted, next(self.ops))\n",
+        "prefix_index/evictions.py",
+        """\
+        op = self._index.evict(min(wanted, self._index.part), next(self._ops))
+""",
+        """\
+        op = self._index.evict(wanted, next(self._ops))
+""",
         "a request of a million blocks evicts as many in one turn",
         (TURNS + "test_a_long_request_is_admitted_in_parts_whether_it_hits_or_must_evict",),
     ),

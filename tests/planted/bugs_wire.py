@@ -15,27 +15,21 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "media_not_in_the_events",
-        "prefix_index/announcing.py",
-        "            extras = path.extra_keys(first, last)\n",
-        "            extras = ()\n",
+        "prefix_index/announcements.py",
+        "path.tokens(first, last), path.extra_keys(first, last)",
+        "path.tokens(first, last), ()",
         "prompts with different images are one path to a router",
         ("tests/flush_notifier/test_kv_identity.py::test_every_reader_gets_the_whole_identity",),
     ),
     Mutation(
         "media_lost_when_the_notifier_restarts",
-        "prefix_index/announcing.py",
-        "                        root,\n"
-        "                        tokens,\n"
-        "                        keys,\n"
-        "                        start,\n"
-        "                        resident,\n"
-        "                        Tier.DEVICE,\n"
-        "                        reason,\n"
-        "                        parent,\n"
-        "                        origin,\n"
-        "                        extras,\n",
-        "                        root, tokens, keys, start, resident, Tier.DEVICE, reason, parent, "
-        "origin\n",
+        "prefix_index/announcements.py",
+        """\
+            root, tokens, keys, start, resident, Tier.DEVICE, reason, parent, origin, extras
+""",
+        """\
+            root, tokens, keys, start, resident, Tier.DEVICE, reason, parent, origin
+""",
         "after a restart of the notifier images are missing from the events",
         ("tests/flush_notifier/test_kv_identity.py::test_every_reader_gets_the_whole_identity",),
     ),
@@ -69,10 +63,16 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "unknown_scope_announced_as_plain",
-        "prefix_index/announcing.py",
-        "                origin, reason = self.origins.get(root), Reason.REQUEST_FINISH\n",
-        "                origin, reason = self.origins.get(root, "
-        "next(iter(self.origins.values()))), Reason.REQUEST_FINISH\n",
+        "prefix_index/announcements.py",
+        """\
+        origin, reason = self.origins.get(root), Reason.REQUEST_FINISH
+""",
+        """\
+        origin, reason = (
+            self.origins.get(root, next(iter(self.origins.values()))),
+            Reason.REQUEST_FINISH,
+        )
+""",
         "blocks of a tenant that was forgotten are announced as blocks of another",
         (
             "tests/flush_notifier/test_kv_identity.py::test_blocks_whose_scope_was_forgotten_are_not_announced_as_others",
@@ -80,9 +80,13 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "adapter_number_forgotten_by_a_prefetch",
-        "prefix_index/announcing.py",
-        "        self.origins[root] = before if origin.lora_id is None else origin\n",
-        "        self.origins[root] = origin\n",
+        "prefix_index/announcements.py",
+        """\
+        self.origins[root] = before if origin.lora_id is None else origin
+""",
+        """\
+        self.origins[root] = origin
+""",
         "a call that gives no number takes the adapter's number from the events",
         ("tests/flush_notifier/test_kv_identity.py::test_a_number_stays_until_another_is_given",),
     ),

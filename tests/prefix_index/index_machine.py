@@ -47,7 +47,9 @@ from kvactors.prefix_index.messages import (
     Sweep,
     Withdrawn,
 )
+from kvactors.prefix_index.records import LeaseState
 from kvactors.prefix_index.roots import Roots
+from kvactors.prefix_index.settings import IndexSettings
 from kvactors.testing.probe import Probe
 from kvactors.testing.stepper import Stepper
 from kvactors.types import split_keys
@@ -99,20 +101,20 @@ class IndexMachine(RuleBasedStateMachine):
                 index=self.index,
                 evictor=Probe("cpu_evictor"),
                 notifier=Probe("flush_notifier"),
-                exclusive=exclusive or not host,
-                host_tier=host,
-                fetch=fetch,
-                announce=True,
-                save=save if fetch else "none",
-                min_hits=1,
-                keep=host and not exclusive,
-                free_low=low,
-                free_high=2 * low,
                 roots=self.roots,
+                settings=IndexSettings(
+                    exclusive=exclusive or not host,
+                    host_tier=host,
+                    fetch=fetch,
+                    announce=True,
+                    save=save if fetch else "none",
+                    free_low=low,
+                    free_high=2 * low,
+                ),
             )
 
         self.stepper = Stepper(make)
-        self.actor.part = part
+        self.index.part = part
         self.works: list[Continue | Proceed] = []
         self.namespace: str | None = (
             # that the notifier was sent since it started; before, it has the one that there was
@@ -123,6 +125,11 @@ class IndexMachine(RuleBasedStateMachine):
             set()
         )  # what the notifier has been sent as resident, below a block that it has been sent or a root
         self.notifier_life = 0
+
+    def lease_state(self, lease: int) -> LeaseState:
+        state = self.actor.core.leases.get(lease)
+        assert state is not None
+        return state
 
     @property
     def actor(self) -> PrefixIndex:
@@ -172,7 +179,7 @@ class IndexMachine(RuleBasedStateMachine):
             if isinstance(answered.message, Extend) and error is None:
                 self.leases[answered.message.lease] += answered.message.added.num_tokens
             if isinstance(answered.message, Ready) and error is None:
-                media = self.actor.leases[answered.message.lease].media
+                media = self.lease_state(answered.message.lease).media
                 assert not any(o < answered.value.cached_tokens < o + n for o, n in media), (
                     "a media item is cached in part"
                 )
@@ -185,12 +192,12 @@ class IndexMachine(RuleBasedStateMachine):
         announced."""
         if isinstance(message, Announced):
             keys = split_keys(message.keys)
-            assert len(keys) <= self.actor.part
+            assert len(keys) <= self.index.part
             assert len(message.tokens) == 4 * BLOCK * len(keys)
             if not message.start:
                 assert message.parent == message.root
             elif message.parent not in self.sent:
-                assert self.actor._walk is not None, "announced before its parent"
+                assert not self.actor.core.announcements.up_to_date, "announced before its parent"
                 return
             self.sent.update(keys[: message.count])
         elif isinstance(message, Gained):
@@ -363,7 +370,11 @@ class IndexMachine(RuleBasedStateMachine):
         path = Path(BLOCK, self.roots.root(PLAIN))
         path.extend([family * 100 + i for i in range(LONGEST * BLOCK)])
         keys = path.keys(start, LONGEST)
-        self.turn(HostGained(keys, self.actor.clears, self.actor.era) if gained else HostGone(keys))
+        self.turn(
+            HostGained(keys, self.actor.core.clears.sent, self.index.memory_generation)
+            if gained
+            else HostGone(keys)
+        )
 
     @rule(sure=st.integers(0, 5))
     def device_lost(self, sure: int) -> None:
@@ -429,7 +440,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule()
     def resume(self) -> None:
-        if self.actor.paused:
+        if self.actor.core.held.paused:
             self.turn(Resume())
 
     @precondition(lambda self: self.works)
@@ -451,12 +462,14 @@ class IndexMachine(RuleBasedStateMachine):
             return
         self.index.check()
         self.actor.check()
-        actor = self.actor
-        waiting = list(actor.waiting.values())
-        assert actor.owed() == sum(waiter.owed for waiter in waiting)
-        assert actor._sweeping or not self.index.sweeping, "nothing brings back what a clear left"
-        assert 0 <= actor.coming() <= sum(op.total for op in actor.offloads.values())
-        paths = {id(lease.path): lease for lease in actor.leases.values()}
+        core = self.actor.core
+        waiting = list(core.admission.waiting.values())
+        assert core.admission.blocks_promised == sum(waiter.lacking for waiter in waiting)
+        assert core.admission.sweeping or not self.index.sweeping, (
+            "nothing brings back what a clear left"
+        )
+        assert 0 <= core.evictions.blocks_being_freed <= core.evictions.blocks_in_flight
+        paths = {id(lease.path): lease for lease in core.leases}
         private: list[int] = [block for waiter in waiting for block in waiter.taken]
         for lease in paths.values():
             path = lease.path
@@ -465,21 +478,21 @@ class IndexMachine(RuleBasedStateMachine):
             if lease.fault is None:
                 for position in range(path.num_committed, path.num_blocks):
                     block = path.blocks(position, position + 1)[0]
-                    load = actor.index.loading.get(block)
-                    assert load is None or load in lease.ops, (
+                    load = self.index.loading.get(block)
+                    assert load is None or load in lease.loads, (
                         "a request computes into a block that a copy still writes"
                     )
                     assert block >= 0, "a granted lease has a position without a block"
-        for path in {id(save.whole): save.whole.path for save in actor.saves.values()}.values():
+        for path in [saved.path for saved in core.saves.paths()]:
             private += [b for p, b in enumerate(path.blocks()) if b >= 0 and not path.is_shared(p)]
         assert len(set(private)) == len(private), "a device block is given to two requests"
         assert not set(private) & set(self.index.pool.free_blocks()), "a block in use is free"
-        assert actor.working == sum(isinstance(work, Continue) for work in self.works)
-        if not actor._behind and actor._walk is None:
-            assert self.sent == set(split_keys(actor.device_keys())), (
+        assert self.actor.runner.works == sum(isinstance(work, Continue) for work in self.works)
+        if core.announcements.up_to_date:
+            assert self.sent == set(split_keys(self.index.tree.device_keys())), (
                 "the notifier was not sent what is true"
             )
-            assert self.namespace in (None, actor.roots.namespace), (
+            assert self.namespace in (None, self.roots.namespace), (
                 "the notifier has another namespace than requests"
             )
         if not (
@@ -497,7 +510,7 @@ class IndexMachine(RuleBasedStateMachine):
         """Everything is answered, every lease ends: nothing is left."""
         if not hasattr(self, "stepper"):
             return
-        if self.actor.paused:
+        if self.actor.core.held.paused:
             self.turn(Resume())
         for _ in range(200):
             for load in list(self.loads.values()):
@@ -517,21 +530,14 @@ class IndexMachine(RuleBasedStateMachine):
             if not (self.loads or self.offloads or self.admits or self.leases or self.open):
                 break
         self.consistent()
-        actor = self.actor
-        left = (
-            actor.leases,
-            actor.loads,
-            actor.offloads,
-            actor.saves,
-            actor.waiting,
-            actor.held,
-            actor.index.loading,
-        )
+        core = self.actor.core
+        left = (core.held, core.index.loading)
+        assert not core.in_use()
         assert not any(left), f"left over: {left}"
         assert not self.stepper._open, (
             f"asks without an answer: {[e.message for e in self.stepper._open]}"
         )
-        assert not actor.context.unanswered, "an ask is kept although it has ended"
+        assert not self.actor.context.unanswered, "an ask is kept although it has ended"
         state = self.index.tree.statistics()
         assert state["referenced"] == state["loading"] == state["offloading"] == 0
         assert not self.index.reserved

@@ -41,7 +41,7 @@ def request(machine: IndexMachine, blocks: int, *, wait: bool = True) -> object:
 def sweeps(machine: IndexMachine) -> list[int]:
     """The blocks that each turn brings back, until nothing is left to do."""
     steps = []
-    while machine.actor._sweeping:
+    while machine.actor.core.admission.sweeping:
         before = machine.index.pool.free
         effects = machine.turn(Sweep())
         steps.append(machine.index.pool.free - before)
@@ -57,7 +57,7 @@ def test_the_turn_of_a_clear_returns_nothing_and_later_turns_return_a_bounded_nu
     assert effects.answered[0].value.count == MANY + 5
     assert machine.index.pool.free == 2, "the turn of the clear went through the blocks"
     assert machine.index.free == machine.index.pool.total
-    assert machine.actor.index_statistics().blocks_free == machine.index.pool.total
+    assert machine.actor.core.statistics().blocks_free == machine.index.pool.total
     steps = sweeps(machine)
     assert steps[:4] == [RETURNED, RETURNED, RETURNED, 5]
     assert set(steps[4:]) == {0}, "only memory goes after the last block"

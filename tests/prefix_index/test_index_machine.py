@@ -44,7 +44,7 @@ def test_a_request_that_waits_for_room_does_not_join_a_load_that_stalled_meanwhi
     machine.offloaded(0, 0)
     machine.consistent()
     assert len(machine.leases) == 2
-    assert not any(load.lost for lease in machine.actor.leases.values() for load in lease.ops)
+    assert not any(load.lost for lease in machine.actor.core.leases for load in lease.loads)
     while machine.loads:
         machine.loaded(0, 0, False)
     for which in range(len(machine.leases)):
@@ -95,7 +95,7 @@ def test_a_commit_that_the_tree_refuses_ends_that_lease_alone() -> None:
     machine.loaded(0, 2, True)
     machine.acquire(1, BLOCK, 5.0, True)
     machine.loaded(0, 0, True)
-    (first, second) = machine.actor.leases.values()
+    (first, second) = machine.actor.core.leases
     second.tree.replace(second.path, 0, -1)
     effects = machine.turn(Commit(second.id, BLOCK))
     assert isinstance(effects.answered[0].error, LeaseEnded)

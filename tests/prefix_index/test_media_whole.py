@@ -3,11 +3,10 @@ of its own, wherever shared blocks stand."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 from kvactors.native import Path
 from kvactors.prefix_index.index import BlockIndex
-from kvactors.prefix_index.transfers import Transfers
+from kvactors.prefix_index.records import LeaseState
+from tests.prefix_index.parts import lease_table
 
 BLOCK, ROOT = 4, bytes(32)
 
@@ -39,20 +38,9 @@ def test_every_position_of_a_request_has_a_block_after_loads_ended_within_an_ite
     assert second.num_held == 3
     assert own == first.blocks(1, 2) != second.blocks(1, 2)
 
-    lease = SimpleNamespace(
-        path=second,
-        tree=tree,
-        media=((0, 3 * BLOCK),),
-        fault=None,
-        device_hits=1,
-        host_hits=0,
-        storage_hits=0,
-    )
-    transfers = SimpleNamespace(index=index)
-    transfers._give_own_blocks = lambda lease, positions: Transfers._give_own_blocks(
-        transfers, lease, positions
-    )
-    Transfers._keep_media_whole(transfers, lease)
+    lease = LeaseState(2, "second", second, tree, 0.0)
+    lease.media, lease.device_hits = ((0, 3 * BLOCK),), 1
+    assert lease_table(index).grant(lease) == []
     table = second.blocks()
     assert second.num_committed == 0
     assert min(table) >= 0

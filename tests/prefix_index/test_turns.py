@@ -22,7 +22,7 @@ from kvactors.prefix_index.messages import (
     Preempt,
     SetNamespace,
 )
-from kvactors.prefix_index.records import Lease, LoadOp
+from kvactors.prefix_index.records import LeaseState, LoadState
 from kvactors.types import KEY_BYTES
 from tests.prefix_index.index_machine import BLOCK, IndexMachine
 
@@ -156,12 +156,12 @@ def test_restarts_of_the_neighbours_are_handled_in_parts(machine):
         machine.turn(
             HostGained(
                 keys[start * KEY_BYTES : (start + PART) * KEY_BYTES],
-                machine.actor.clears,
-                machine.actor.era,
+                machine.actor.core.clears.sent,
+                machine.index.memory_generation,
             )
         )
     while machine.index.evictable():
-        machine.actor.drop(PART)
+        machine.actor.runner.perform(machine.actor.core.evictions.drop(PART))
     machine.stepper._effects()
     machine.sent.clear()
     machine.handled.clear()
@@ -188,7 +188,7 @@ def test_a_long_request_is_admitted_in_parts_whether_it_hits_or_must_evict(machi
     machine.commit_all(first, MANY)
     machine.whole(Finish(first))
     again = machine.request(MANY + 5)
-    assert machine.actor.leases[again].device_hits == MANY
+    assert machine.lease_state(again).device_hits == MANY
     machine.over()
     machine.whole(Finish(again))
     other = machine.request(2 * MANY - 2, first=100_000)
@@ -229,7 +229,11 @@ def test_a_request_cancelled_between_two_parts_leaves_nothing(machine, turns):
     machine.whole(Abandon(message.lease))
     machine.finish_works()
     state = machine.index.tree.statistics()
-    assert (state["referenced"], machine.index.reserved, machine.actor.leases) == (0, 0, {})
+    assert (state["referenced"], machine.index.reserved, len(machine.actor.core.leases)) == (
+        0,
+        0,
+        0,
+    )
     assert machine.index.free + state["device"] == machine.index.pool.total
 
 
@@ -243,7 +247,7 @@ def test_a_request_between_two_parts_does_not_hit_what_was_cleared_or_is_of_anot
     granted = message.lease in machine.leases
     machine.turn(change)
     machine.finish_works()
-    lease = machine.actor.leases[message.lease]
+    lease = machine.lease_state(message.lease)
     assert lease.device_hits == (MANY // 2 if granted else 0)
     assert granted or lease.path.root == machine.roots.root(message.origin)
     assert len(set(lease.path.blocks())) == MANY
@@ -255,8 +259,8 @@ def test_another_request_between_two_parts_takes_none_of_the_reserved_blocks(mac
     message = begun(machine, MANY, STEPS // 2)
     assert message.lease in machine.open, "it has its blocks already"
     other = machine.request(3 * PART // 2, first=50_000)  # runs both to their ends
-    assert not set(machine.actor.leases[other].path.blocks()) & set(
-        machine.actor.leases[message.lease].path.blocks()
+    assert not set(machine.lease_state(other).path.blocks()) & set(
+        machine.lease_state(message.lease).path.blocks()
     )
     for lease in (other, message.lease):
         machine.whole(Finish(lease))
@@ -267,10 +271,10 @@ def test_a_block_that_comes_back_is_reported_although_its_scope_was_forgotten(ma
     it was announced with."""
     machine.begin()
     lease = machine.request(PART)
-    machine.actor.origins.clear()
+    machine.actor.core.announcements.origins.clear()
     effects = machine.turn(Commit(lease, PART * BLOCK))
     (report,) = effects.to("flush_notifier")
-    assert (type(report), report.keys) == (Gained, machine.actor.leases[lease].path.keys(0, PART))
+    assert (type(report), report.keys) == (Gained, machine.lease_state(lease).path.keys(0, PART))
     machine.whole(Finish(lease))
 
 
@@ -304,7 +308,7 @@ def test_joining_a_long_load_takes_a_look_at_each_block():
         path.extend(range(MANY * BLOCK))
     match = index.match(paths[0], fetch=MANY)
     index.fill_table(paths[0], match, index.take(MANY))
-    load = LoadOp(1, Lease(1, "first", paths[0], index.tree, 0.0), 0, MANY, None)
+    load = LoadState(1, LeaseState(1, "first", paths[0], index.tree, 0.0), 0, MANY, None)
     load.nodes = index.tree.begin_load(paths[0], 0, MANY)
     load.blocks = Searched(paths[0].blocks(0, MANY))
     index.loading.update(dict.fromkeys(load.blocks, load))

@@ -26,13 +26,15 @@ def test_a_late_timer_of_an_earlier_wait_is_ignored() -> None:
     machine = full_of_evictable_blocks()
     lease = machine.lease(0)
     machine.extend(0, BLOCK)
-    first = machine.actor.waiting[lease].ticket
+    first = machine.actor.core.admission.waiting[lease].ticket
     machine.offloaded(0, 255)
-    assert not machine.actor.waiting
+    assert not machine.actor.core.admission.waiting
     machine.extend(0, BLOCK)
-    assert machine.actor.waiting[lease].ticket != first
+    assert machine.actor.core.admission.waiting[lease].ticket != first
     machine.turn(Expired(lease, first))
-    assert lease in machine.actor.waiting, "the wait was ended by the timer of an earlier one"
+    assert lease in machine.actor.core.admission.waiting, (
+        "the wait was ended by the timer of an earlier one"
+    )
     machine.offloaded(0, 255)
     assert machine.leases[lease] == 3 * BLOCK
     machine.teardown()

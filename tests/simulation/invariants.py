@@ -74,7 +74,7 @@ def still(world: World) -> None:
         "operations at ranks": sum(rank.in_flight for rank in system.ranks.statistics())
         if system.ranks is not None
         else 0,
-        "held acquires": len(system.index_actor.held),
+        "held acquires": len(system.index_actor.core.held),
         "loading blocks": len(system.index_actor.index.loading),
         "loads of the host": len(system.evictor_actor.loads),
     }

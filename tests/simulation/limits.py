@@ -17,7 +17,7 @@ LIMITS: Mapping[str, tuple[str, str]] = {
     "blocks of a page of paths": ("kvactors.storage.writer", "PATH_PAGE"),
     "stored blocks waiting": ("kvactors.flush_notifier.naming", "WAITING"),
     "saves waiting": ("kvactors.storage.direct", "WAITING"),
-    "scopes remembered": ("kvactors.prefix_index.announcing", "ORIGINS"),
+    "scopes remembered": ("kvactors.prefix_index.announcements", "ORIGINS"),
     "blocks of a turn": ("kvactors.prefix_index.parts", "BLOCKS"),
 }
 """By name: the module and the constant. The constant is read when it is used, so that replacing it

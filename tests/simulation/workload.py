@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from kvactors.arguments import Media
 from kvactors.errors import KVActorsError, LeaseEnded, NoRoom, RankLost
 from kvactors.lease import Lease
-from kvactors.prefix_index.transfers import GRACE
+from kvactors.prefix_index.loads import GRACE
 from kvactors.types import KEY_BYTES
 from tests.simulation.client import Door
 from tests.simulation.draw import BLOCK

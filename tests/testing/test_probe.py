@@ -17,6 +17,7 @@ from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.messages import Acquire, Commit, Finish, Ready
 from kvactors.prefix_index.roots import Roots
+from kvactors.prefix_index.settings import IndexSettings
 from kvactors.testing import Probe, Stepper, Unexpected, simulate
 
 
@@ -248,16 +249,8 @@ def index():
             index=BlockIndex(BLOCK, 8, 64, recompute_last_token=False),
             evictor=Probe("evictor", "cpu_evictor"),
             notifier=Probe("notifier", "flush_notifier"),
-            exclusive=True,
-            host_tier=True,
-            fetch=True,
-            announce=True,
-            save="none",
-            min_hits=1,
-            keep=False,
-            free_low=0,
-            free_high=0,
             roots=Roots("", "default", bytes(32)),
+            settings=IndexSettings(exclusive=True, host_tier=True, fetch=True, announce=True),
         )
 
     with Stepper(make) as stepper:

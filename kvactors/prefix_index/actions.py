@@ -1,0 +1,62 @@
+"""What a turn of PrefixIndex results in: messages to send, requests to answer, timers to start.
+
+The objects of this package decide and return actions. They never send: only the actor does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any, NamedTuple, TypeAlias
+
+from kvactors.actor import Control, Envelope, Message, Timer
+
+
+class Timed:
+    """An operation with a deadline.
+
+    timer: set by the actor. over: the operation has ended, so no timer is started any more.
+    """
+
+    __slots__ = ("over", "timer")
+
+    def __init__(self) -> None:
+        self.timer: Timer | None = None
+        self.over = False
+
+    def stop_timer(self) -> None:
+        """The operation has ended: its timer must not fire."""
+        self.over = True
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+
+class Answer(NamedTuple):
+    """Answer a request with a value."""
+
+    envelope: Envelope[Any]
+    value: Any
+
+
+class Refusal(NamedTuple):
+    """Answer a request with an error."""
+
+    envelope: Envelope[Any]
+    error: Exception
+
+
+class StartTimer(NamedTuple):
+    """Send `message` to the actor itself `grace` seconds after `deadline`, unless `operation` has
+    ended by then. deadline: absolute loop time; one in the past counts as now."""
+
+    operation: Timed
+    deadline: float
+    message: Control
+    grace: float = 0.0
+
+
+Action: TypeAlias = Answer | Refusal | StartTimer | Message
+"""A `Message` is sent to the actor that receives its type."""
+
+Work: TypeAlias = Generator[list[Action], None, list[Action]]
+"""Work in parts of one turn each: yields the actions of each part, returns those of the last."""

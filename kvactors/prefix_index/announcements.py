@@ -1,0 +1,160 @@
+"""Reports to the notifier: which blocks became resident on the device, and which left it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from kvactors.actor import Message
+from kvactors.flush_notifier.messages import Announced, Cleared, Gained, Gone, Origin, Scoped
+from kvactors.native import DEVICE, BlockTree, Path, TreeWalk
+from kvactors.prefix_index.actions import Action, Work
+from kvactors.prefix_index.index import BlockIndex
+from kvactors.prefix_index.parts import next_part, parts
+from kvactors.types import KEY_BYTES, Reason, Tier
+
+ORIGINS = 65_536
+"""Root hashes whose origin is remembered."""
+
+WALK = 512
+"""Nodes of the tree that a turn announces to a restarted notifier: each may be a message."""
+
+
+class Announcements:
+    """Makes the messages for the notifier.
+
+    enabled: there is a sink. whole: a finish announces all blocks of the request, also those
+    announced before. origins: what is in a root hash, the last one used last.
+
+    A restarted notifier is sent the whole tree by a walk in parts. Changes during the walk are sent
+    after it, so that every block follows its parent.
+    """
+
+    def __init__(self, index: BlockIndex, *, enabled: bool, whole: bool) -> None:
+        self.enabled = enabled
+        self.origins: dict[bytes, Origin] = {}
+        self._whole = whole
+        self._index = index
+        self._latest = b""  # the root of the last request
+        self._walk: TreeWalk | None = None
+        self._delayed: deque[Message] = deque()  # changes since the walk began
+
+    @property
+    def up_to_date(self) -> bool:
+        """Whether the notifier has been sent every change."""
+        return self._walk is None
+
+    def remember(self, root: bytes, origin: Origin) -> None:
+        """Note what is in a root hash. The number of an adapter is the last one given.
+
+        The least recently used of very many roots are forgotten, and blocks below those are
+        reported by their hashes only: an index that has such a block keeps it, and is not sent new
+        ones.
+        """
+        if root == self._latest and self.origins.get(root) is origin:
+            return
+        self._latest = root
+        before = self.origins.pop(root, origin)
+        self.origins[root] = before if origin.lora_id is None else origin
+        if len(self.origins) > ORIGINS:
+            del self.origins[next(iter(self.origins))]
+
+    def cached(self, path: Path, start: int, stop: int, reason: Reason) -> list[Action]:
+        """Blocks [start, stop) of a path are on the device. Those above were announced before."""
+        if not self.enabled:
+            return []
+        part, origin = self._index.part, self.origins.get(path.root)
+        ranges = ((start, stop),) if stop - start <= part else parts(start, stop, part)
+        messages: list[Message] = []
+        for first, last in ranges:
+            keys = path.keys(first, last)
+            if origin is None:
+                messages.append(Gained(keys, Tier.DEVICE, reason))
+                continue
+            parent = path.keys(first - 1, first) if first else path.root
+            tokens, extras = path.tokens(first, last), path.extra_keys(first, last)
+            messages.append(
+                Announced(
+                    path.root,
+                    tokens,
+                    keys,
+                    first,
+                    last - first,
+                    Tier.DEVICE,
+                    reason,
+                    parent,
+                    origin,
+                    extras,
+                )
+            )
+        return self._report(messages)
+
+    def finished(self, tree: BlockTree, path: Path, start: int, stop: int) -> list[Action]:
+        """Committed blocks [start, stop) of a request that has ended stay cached: for sinks that
+        follow finished requests, as far as no finish has announced them."""
+        first = tree.mark_announced(path, start, stop)
+        first = start if self._whole else first
+        return self.cached(path, first, stop, Reason.REQUEST_FINISH) if first < stop else []
+
+    def gone(self, keys: bytes, reason: Reason) -> list[Action]:
+        """Blocks left the device."""
+        if not (keys and self.enabled):
+            return []
+        return self._report([Gone(keys, Tier.DEVICE, reason)])
+
+    def cleared(self, reason: Reason) -> list[Action]:
+        """No block is on the device any more."""
+        return self._report([Cleared(Tier.DEVICE, reason)]) if self.enabled else []
+
+    def scoped(self, namespace: str) -> list[Action]:
+        """Requests are admitted under another namespace."""
+        return self._report([Scoped(namespace)]) if self.enabled else []
+
+    def announce_all(self) -> list[Action]:
+        """Begin to announce every block to a notifier that has restarted."""
+        if not self.enabled:
+            return []
+        self._delayed.clear()  # the tree has these changes already
+        tree = self._index.tree
+        self._walk = walk = TreeWalk(tree)
+        return next_part(self._announce_parts(tree, walk))
+
+    def _report(self, messages: Sequence[Message]) -> list[Action]:
+        if self._walk is None:
+            return list(messages)
+        self._delayed += messages
+        return []
+
+    def _announce_parts(self, tree: BlockTree, walk: TreeWalk) -> Work:
+        over = False
+        while not over and not tree.retired:
+            over, stretches = walk.step(min(self._index.part, WALK))
+            yield [self._stretch(*stretch) for stretch in stretches]
+            if self._walk is not walk:
+                return []  # the notifier has restarted again
+        while self._delayed:
+            count = min(WALK, len(self._delayed))
+            yield [self._delayed.popleft() for _ in range(count)]
+            if self._walk is not walk:
+                return []
+        self._walk = None
+        return []
+
+    def _stretch(
+        self,
+        root: bytes,
+        parent: bytes,
+        start: int,
+        tokens: bytes,
+        keys: bytes,
+        states: bytes,
+        extras: tuple[tuple[int, bytes], ...],
+    ) -> Message:
+        """Consecutive blocks of a path as the walk finds them; the first ones are on the device."""
+        resident = next((j for j, state in enumerate(states) if not state & DEVICE), len(states))
+        origin, reason = self.origins.get(root), Reason.REQUEST_FINISH
+        if origin is None:
+            return Gained(keys[: resident * KEY_BYTES], Tier.DEVICE, reason)
+        return Announced(
+            root, tokens, keys, start, resident, Tier.DEVICE, reason, parent, origin, extras
+        )

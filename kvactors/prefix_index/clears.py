@@ -1,0 +1,49 @@
+"""Clears of the host tier and the store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvactors.actor import Envelope
+from kvactors.cpu_evictor.messages import ClearHost
+from kvactors.errors import StoreError
+from kvactors.prefix_index.actions import Action, Answer, Refusal
+from kvactors.prefix_index.messages import Done
+
+
+class Clears:
+    """Clears that are answered when the store is empty, by operation. sent: clears that the present
+    incarnation of the host tier was sent."""
+
+    def __init__(self, ops: Iterator[int]) -> None:
+        self.sent = 0
+        self._ops = ops
+        self._waiting: dict[int, tuple[Envelope[Done], int]] = {}
+
+    def start(self, envelope: Envelope[Done], freed: int, *, storage: bool) -> list[Action]:
+        """Clear the host tier, and the store if `storage`. freed: device blocks, for the answer."""
+        self.sent += 1
+        op = next(self._ops)
+        clear = ClearHost(storage, op)
+        if storage:
+            self._waiting[op] = (envelope, freed)
+            return [clear]
+        return [clear, Answer(envelope, Done(freed))]
+
+    def finish(self, op: int, error: str) -> list[Action]:
+        """The store is empty, or it could not be emptied: then `error` says why."""
+        envelope, freed = self._waiting.pop(op, (None, 0))
+        if envelope is None:
+            return []
+        if error:
+            return [Refusal(envelope, StoreError(error))]
+        return [Answer(envelope, Done(freed))]
+
+    def host_lost(self) -> None:
+        """The host tier has restarted."""
+        self.sent = 0
+
+    def again(self) -> list[Action]:
+        """Send the clears without an answer to a restarted host tier."""
+        self.sent += len(self._waiting)
+        return [ClearHost(True, op) for op in self._waiting]

@@ -1,0 +1,206 @@
+"""The state of PrefixIndex: the objects that decide, wired to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+
+from kvactors.actor import Envelope
+from kvactors.errors import RankLost
+from kvactors.native import BlockTree
+from kvactors.prefix_index.actions import Action, Answer, Work
+from kvactors.prefix_index.admission import Admission
+from kvactors.prefix_index.announcements import Announcements
+from kvactors.prefix_index.clears import Clears
+from kvactors.prefix_index.commits import Commits
+from kvactors.prefix_index.endings import Endings
+from kvactors.prefix_index.evictions import Evictions
+from kvactors.prefix_index.grants import Grants
+from kvactors.prefix_index.held import HeldRequests
+from kvactors.prefix_index.index import BlockIndex
+from kvactors.prefix_index.leases import LeaseTable
+from kvactors.prefix_index.lineages import LineageSource
+from kvactors.prefix_index.loads import LoadTable
+from kvactors.prefix_index.long_requests import LongRequests
+from kvactors.prefix_index.messages import Done
+from kvactors.prefix_index.parts import next_part
+from kvactors.prefix_index.records import IndexStatistics
+from kvactors.prefix_index.requests import Requests
+from kvactors.prefix_index.roots import Roots
+from kvactors.prefix_index.saves import SaveTable
+from kvactors.prefix_index.settings import IndexSettings
+from kvactors.types import Reason
+
+
+class IndexCore:
+    """Everything that one incarnation of PrefixIndex owns. Each object depends only on those made
+    before it. restarted: it is not the first incarnation."""
+
+    def __init__(
+        self, index: BlockIndex, roots: Roots, settings: IndexSettings, *, restarted: bool
+    ) -> None:
+        ops, tickets = count(1), count(1)
+        self.index = index
+        self.roots = roots
+        self.held = HeldRequests(tickets)
+        self.clears = Clears(ops)
+        self.announcements = news = Announcements(
+            index, enabled=settings.announce, whole=settings.announce_whole
+        )
+        lineages = LineageSource(settings.keep_lineages, news.origins, roots.root)
+        self.evictions = Evictions(index, news, lineages, ops, offload=settings.offload)
+        self.leases = LeaseTable(index, self.evictions, restarted=restarted)
+        self.commits = Commits(index, self.leases, news, self.evictions)
+        self.loads = LoadTable(index, self.leases, self.evictions, news, lineages, ops, settings)
+        self.saves = SaveTable(index, lineages, ops, settings)
+        self.admission = Admission(
+            index,
+            self.loads,
+            self.evictions,
+            self.saves,
+            tickets,
+            free_low=settings.free_low,
+            free_high=settings.free_high,
+        )
+        self.endings = Endings(
+            index, self.leases, self.loads, self.saves, news, self.commits, self.admission
+        )
+        self.grants = Grants(
+            index,
+            self.leases,
+            self.loads,
+            self.evictions,
+            news,
+            self.admission,
+            self.endings,
+            roots,
+            settings,
+        )
+        long = LongRequests(index, self.admission, self.grants, roots, settings)
+        self.requests = Requests(
+            index, self.held, self.admission, self.grants, long, lineages, settings
+        )
+
+    def set_namespace(self, namespace: str, envelope: Envelope[Done]) -> list[Action]:
+        """Admit requests under another namespace, those that wait included. Blocks of the previous
+        one age out."""
+        actions: list[Action] = []
+        if namespace != self.roots.namespace:
+            self.roots.namespace = namespace
+            actions = self.announcements.scoped(namespace)
+        return [*actions, Answer(envelope, Done())]
+
+    # -- completions
+
+    def loaded(self, op: int, num_loaded: int, from_host: int) -> list[Action]:
+        """A load is over."""
+        return self._then_serve(self.loads.finish(op, num_loaded, from_host))
+
+    def overdue(self, op: int) -> list[Action]:
+        """A load is past its deadline, or is blocked on a rank that does not respond."""
+        return self._then_serve(self.loads.overdue(op))
+
+    def offloaded(self, op: int, on_host: bytes) -> list[Action]:
+        """The copies of an eviction are complete."""
+        return self._then_serve(self.evictions.finish(op, on_host))
+
+    def saved(self, op: int, on_host: bytes) -> list[Action]:
+        """Blocks of a finished request have been copied. After the last of them its path is
+        released."""
+        saved = self.saves.finish(op, on_host)
+        if saved is None:
+            return []
+        release = self.admission.release(saved.tree, saved.path) if saved.answered() else []
+        return self._then_serve(release)
+
+    def _then_serve(self, actions: list[Action] | None) -> list[Action]:
+        """After the end of an operation: serve the requests that wait. None: it is unknown."""
+        return [] if actions is None else actions + self.admission.room_changed()
+
+    # -- the whole cache
+
+    def clear(self, envelope: Envelope[Done], *, storage: bool) -> list[Action]:
+        """Continue with an empty tree, host tier and, if `storage`, store. Leases keep their blocks
+        in the old tree until they end."""
+        freed = self.index.retire()
+        actions = self.announcements.cleared(Reason.CLEAR)
+        actions += self.clears.start(envelope, freed, storage=storage)
+        return actions + self.admission.room_changed()
+
+    def device_lost(self, memory_generation: int) -> list[Action]:
+        """What was on the device may be lost: nothing cached can be hit any more, and no granted
+        lease can be used."""
+        self.index.memory_generation = memory_generation
+        self.index.retire()
+        actions = self.announcements.cleared(Reason.RESTART)
+        actions += self.leases.fail_all(
+            RankLost, "a rank was lost, and with it what this lease's blocks held there"
+        )
+        return actions + self.admission.stall()
+
+    def host_lost(self) -> list[Action]:
+        """The host tier and the swapper have restarted: no copy is in flight, what was in flight
+        has not arrived, and what was on the host is gone."""
+        actions = self.loads.host_lost()
+        actions += self.evictions.host_lost()
+        for saved in self.saves.host_lost():
+            actions += self.admission.release(saved.tree, saved.path)
+        self.index.tree.clear_host()
+        actions += next_part(self._sweep_host(self.index.tree))
+        self.clears.host_lost()
+        actions += self.admission.room_changed()
+        return actions + self.clears.again()
+
+    def _sweep_host(self, tree: BlockTree) -> Work:
+        """Remove the nodes of blocks that were on the host before its restart."""
+        while not tree.sweep_host(self.index.part):
+            yield []
+        return []
+
+    # -- inspection
+
+    def in_use(self) -> bool:
+        """Whether a lease, a request or an operation may hold device blocks."""
+        holders = (self.leases, self.loads, self.evictions, self.saves, self.admission.waiting)
+        return any(holders)
+
+    def check_steps(self, *, idle: bool) -> Iterator[None]:
+        """Check every invariant, in steps of about a millisecond. idle: no work has parts left.
+
+        Raises:
+            AssertionError, RuntimeError: what is inconsistent.
+        """
+        if idle and not self.in_use():
+            tree = self.index.tree.statistics()
+            assert tree["referenced"] == 0, f"{tree['referenced']} nodes referenced, no lease"
+            used = self.index.pool.total - self.index.free
+            assert used == tree["device"], f"{used} blocks in use, {tree['device']} in the tree"
+        yield from self.index.check_steps()
+
+    def statistics(self) -> IndexStatistics:
+        """A snapshot."""
+        tree, leases, evictions = self.index.tree.statistics(), self.leases, self.evictions
+        return IndexStatistics(
+            requests=leases.requests,
+            blocks_looked_up=leases.looked_up,
+            device_hits=leases.device_hits,
+            host_hits=leases.host_hits,
+            storage_hits=leases.storage_hits,
+            no_room=self.grants.no_room,
+            preempted=self.endings.preempted,
+            abandoned=self.endings.abandoned,
+            leases=len(leases),
+            waiting=len(self.admission.waiting),
+            blocks_total=self.index.pool.total,
+            blocks_free=self.index.free,
+            nodes=tree["nodes"],
+            nodes_referenced=tree["referenced"],
+            evictable=tree["evictable"],
+            evicted=evictions.evicted,
+            rescued=evictions.rescued,
+            loads_in_flight=len(self.loads),
+            offloads_in_flight=len(evictions),
+            saves_in_flight=len(self.saves),
+            overdue_loads=self.loads.overdue_loads,
+            resumed=leases.resumed,
+        )

@@ -1,0 +1,125 @@
+"""The end of leases: their blocks are announced, saved and released."""
+
+from __future__ import annotations
+
+from kvactors.actor import Envelope
+from kvactors.prefix_index.actions import Action, Answer, Refusal, Work
+from kvactors.prefix_index.admission import Admission
+from kvactors.prefix_index.announcements import Announcements
+from kvactors.prefix_index.commits import Commits
+from kvactors.prefix_index.index import BlockIndex
+from kvactors.prefix_index.leases import LeaseTable
+from kvactors.prefix_index.loads import LoadTable
+from kvactors.prefix_index.messages import Done
+from kvactors.prefix_index.parts import next_part, parts
+from kvactors.prefix_index.records import LeaseState
+from kvactors.prefix_index.saves import SavedPath, SaveTable
+
+
+class Endings:
+    """Ends leases. preempted, abandoned: leases that ended so."""
+
+    def __init__(
+        self,
+        index: BlockIndex,
+        leases: LeaseTable,
+        loads: LoadTable,
+        saves: SaveTable,
+        announcements: Announcements,
+        commits: Commits,
+        admission: Admission,
+    ) -> None:
+        self.preempted = self.abandoned = 0
+        self._index = index
+        self._leases = leases
+        self._loads = loads
+        self._saves = saves
+        self._announcements = announcements
+        self._commits = commits
+        self._admission = admission
+
+    def finish(self, number: int, computed: int | None, envelope: Envelope[Done]) -> list[Action]:
+        """End a lease: commit `computed` tokens, unless they were committed before, then close."""
+        lease = self._leases.get(number)
+        if lease is None:
+            return [self._leases.refusal(envelope)]
+        committed = [] if computed is None else self._commits.enter(lease, computed)
+        if isinstance(committed, Exception):
+            return [Refusal(envelope, committed)]
+        return committed + next_part(self._close(lease, envelope))
+
+    def preempt(self, number: int, computed: int, envelope: Envelope[Done]) -> list[Action]:
+        """End a lease whose request will be acquired again."""
+        lease = self._leases.get(number)
+        if lease is None:
+            return [self._leases.refusal(envelope)]
+        committed = self._commits.enter(lease, computed) if computed else []
+        if isinstance(committed, Exception):
+            return [Refusal(envelope, committed)]
+        self.preempted += 1
+        self._leases.remember_preempted(lease.request_id)
+        return committed + next_part(self._close(lease, envelope))
+
+    def abandon(self, number: int) -> list[Action]:
+        """End a lease whose holder has gone."""
+        lease = self._leases.get(number)
+        if lease is None:
+            return []
+        self.abandoned += 1
+        return next_part(self._close(lease, None))
+
+    def detach(self, lease: LeaseState) -> list[Action]:
+        """Remove a lease from everything that waits for it or with it; its blocks stay as they
+        are."""
+        ended = self._leases.remove(lease)
+        if lease.granted and lease.id in self._admission.waiting:  # an extend
+            return self._admission.cancel(lease.id, "it has ended") + ended
+        return ended
+
+    def give_back(self, lease: LeaseState) -> list[Action]:
+        """End a lease that was granted to a caller who no longer waits."""
+        actions = self.detach(lease)
+        actions += self._admission.release(lease.tree, lease.path)
+        return actions + self._admission.room_changed()
+
+    def forget(self, lease: LeaseState) -> list[Action]:
+        """End a lease that never had its blocks."""
+        actions = self._loads.cancel(lease, 0)
+        actions += self.detach(lease)
+        return actions + self._admission.release(lease.tree, lease.path)
+
+    def _close(self, lease: LeaseState, envelope: Envelope[Done] | None) -> Work:
+        """End a lease, a part of its blocks a turn: announce, save, release.
+
+        Args:
+            lease: the lease.
+            envelope: answered with the blocks that stay cached. None if the caller has gone: then
+                nothing is saved.
+        """
+        path, tree, part = lease.path, lease.tree, self._index.part
+        actions = self.detach(lease)
+        committed = 0 if tree.retired else path.num_committed
+        saved = SavedPath(tree, path, 1)
+        self._admission.closing += 1
+        if self._announcements.enabled:
+            for start, stop in parts(0, committed, part):
+                if start:
+                    yield actions
+                    actions = []
+                if not tree.retired:
+                    actions += self._announcements.finished(tree, path, start, stop)
+        if envelope is not None and self._saves.enabled:
+            for start, stop in self._saves.ranges(committed):
+                if committed > part:
+                    yield actions
+                    actions = []
+                if saved.parts and not tree.retired:
+                    actions += self._saves.start(saved, start, stop)
+        if saved.answered():
+            for _ in self._index.release_parts(tree, path):
+                yield actions
+                actions = self._admission.room_changed()
+        self._admission.closing -= 1
+        if envelope is not None:
+            actions.append(Answer(envelope, Done(committed)))
+        return actions + self._admission.room_changed()

@@ -1,0 +1,121 @@
+"""Evictions of device blocks, and the copies to the host tier that some of them wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvactors.cpu_evictor.messages import Discard, Offload
+from kvactors.native import HOST
+from kvactors.prefix_index.actions import Action
+from kvactors.prefix_index.announcements import Announcements
+from kvactors.prefix_index.index import BlockIndex, Eviction, pick_keys
+from kvactors.prefix_index.lineages import LineageSource
+from kvactors.types import Reason
+
+
+class Evictions:
+    """Frees device blocks, the least recently used first.
+
+    offload: blocks are copied to the host tier before they are free. ops: numbers of operations.
+    blocks_being_freed: device blocks that copies in flight will free, at most; without those that
+    stalled. started: blocks evicted since this was last set to 0. evicted, rescued: all blocks so
+    far, and those of them that were matched again while they were being copied.
+    """
+
+    def __init__(
+        self,
+        index: BlockIndex,
+        announcements: Announcements,
+        lineages: LineageSource,
+        ops: Iterator[int],
+        *,
+        offload: bool,
+    ) -> None:
+        self.blocks_being_freed = 0
+        self.started = self.evicted = self.rescued = 0
+        self._index = index
+        self._announcements = announcements
+        self._lineages = lineages
+        self._ops = ops
+        self._offload = offload
+        self._in_flight: dict[int, Eviction] = {}
+        self._stalled: set[int] = set()
+
+    def __len__(self) -> int:
+        """Evictions whose copies are in flight."""
+        return len(self._in_flight)
+
+    @property
+    def blocks_in_flight(self) -> int:
+        """Device blocks of those, stalled ones included."""
+        return sum(op.total for op in self._in_flight.values())
+
+    def evict(self, wanted: int) -> tuple[int, list[Action]]:
+        """Begin to free `wanted` device blocks, at most a part.
+
+        Returns:
+            How many blocks are free or will be, and what to do.
+        """
+        op = self._index.evict(min(wanted, self._index.part), next(self._ops))
+        if not op.total:
+            return 0, []
+        self.started += op.total
+        self.evicted += op.total
+        if not self._offload:
+            return op.total, self._complete(op, bytes(state & HOST for state in op.states))
+        self._in_flight[op.op] = op
+        self.blocks_being_freed += op.total
+        lineages = self._lineages.of_eviction(op)
+        generation = self._index.memory_generation
+        return op.total, [Offload(op.op, op.keys, op.parents, op.blocks, generation, lineages)]
+
+    def drop(self, wanted: int) -> list[Action]:
+        """Free device blocks without a copy."""
+        op = self._index.evict(wanted, next(self._ops))
+        self.evicted += op.total
+        return self._complete(op, bytes(state & HOST for state in op.states))
+
+    def finish(self, op: int, on_host: bytes) -> list[Action] | None:
+        """The copies of an eviction are complete: only now are its blocks free. None for an unknown
+        operation. on_host: one byte a block, non-zero if the host tier has it."""
+        eviction = self._remove(op)
+        return None if eviction is None else self._complete(eviction, on_host)
+
+    def stall(self) -> None:
+        """The copies in flight may never complete."""
+        self._stalled = set(self._in_flight)
+        self.blocks_being_freed = 0
+
+    def host_lost(self) -> list[Action]:
+        """The host tier has restarted, and no copy is in flight any more."""
+        actions: list[Action] = []
+        for op in list(self._in_flight.values()):
+            self._remove(op.op)
+            actions += self._complete(op, bytes(op.total))
+        return actions
+
+    def discard(self, keys: bytes) -> list[Action]:
+        """The device has these blocks, and has reported it: an exclusive host tier drops them."""
+        if not (keys and self._offload):
+            return []
+        self._index.tree.host_gone(keys)
+        return [Discard(keys)]
+
+    def _remove(self, op: int) -> Eviction | None:
+        eviction = self._in_flight.pop(op, None)
+        if op in self._stalled:
+            self._stalled.remove(op)
+        elif eviction is not None:
+            self.blocks_being_freed -= eviction.total
+        return eviction
+
+    def _complete(self, op: Eviction, on_host: bytes) -> list[Action]:
+        went, stayed = self._index.finish_evict(op, on_host)
+        self.rescued += len(stayed)
+        if op.tree.retired:
+            return []
+        actions: list[Action] = []
+        for hosted, reason in ((True, Reason.DEVICE_EVICTION), (False, Reason.DEVICE_DROP)):
+            gone = pick_keys(op.keys, [j for j in went if bool(on_host[j]) is hosted])
+            actions += self._announcements.gone(gone, reason)
+        return actions + self.discard(pick_keys(op.keys, [j for j in stayed if on_host[j]]))

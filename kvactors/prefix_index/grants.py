@@ -1,0 +1,250 @@
+"""Requests that are granted in one turn, or that wait for room: match, pin, take device blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvactors.actor import Envelope
+from kvactors.errors import LeaseBusy, NoRoom, RankLost
+from kvactors.flush_notifier.messages import Origin
+from kvactors.native import Path
+from kvactors.prefix_index.actions import Action, Answer, Refusal
+from kvactors.prefix_index.admission import Admission, Waiter
+from kvactors.prefix_index.announcements import Announcements
+from kvactors.prefix_index.endings import Endings
+from kvactors.prefix_index.evictions import Evictions
+from kvactors.prefix_index.index import BlockIndex, Match
+from kvactors.prefix_index.leases import LeaseTable
+from kvactors.prefix_index.loads import LoadTable
+from kvactors.prefix_index.messages import Acquire, Extend, Granted
+from kvactors.prefix_index.records import LeaseState
+from kvactors.prefix_index.roots import Roots
+from kvactors.prefix_index.settings import IndexSettings
+
+
+class Grants:
+    """Gives requests their device blocks. no_room: requests that were refused for lack of them."""
+
+    def __init__(
+        self,
+        index: BlockIndex,
+        leases: LeaseTable,
+        loads: LoadTable,
+        evictions: Evictions,
+        announcements: Announcements,
+        admission: Admission,
+        endings: Endings,
+        roots: Roots,
+        settings: IndexSettings,
+    ) -> None:
+        self.no_room = 0
+        self._index = index
+        self._leases = leases
+        self._loads = loads
+        self._evictions = evictions
+        self._announcements = announcements
+        self._admission = admission
+        self._endings = endings
+        self._roots = roots
+        self._settings = settings
+
+    def set_root(self, path: Path, origin: Origin) -> bool:
+        """Let a path start from the root hash of the present namespace; returns whether it did
+        not."""
+        root = self._roots.root(origin)
+        changed = path.root != root
+        if changed:
+            path.set_root(root)
+        self._announcements.remember(root, origin)
+        return changed
+
+    # -- acquire
+
+    def admit(self, message: Acquire, needed: int, envelope: Envelope[Granted]) -> list[Action]:
+        """Match a request and give it `needed` blocks, shared ones included, or let it wait."""
+        path, index, admission = message.path, self._index, self._admission
+        free = index.free
+        if free < needed and not (
+            admission.releasing or index.can_fit(path, needed, admission.unpromised())
+        ):
+            return [self.refusal(envelope, needed)]
+        match = index.match(path, fetch=self._settings.fetchable(path), media=message.media)
+        lease = LeaseState(message.lease, message.request_id, path, index.tree, message.deadline)
+        lease.media = message.media
+        lease.device_hits = match.num_device_blocks
+        lease.expected_blocks = match.expected_blocks
+        if not admission.waiting and free >= match.new_blocks:
+            return self._grant(lease, match, index.take(match.new_blocks), envelope)
+        actions = self._loads.begin(lease, match.segments, placed=False)
+        waiter = AcquireWaiter(self, lease, match, message.origin, envelope)
+        room, queued = admission.request(waiter, wait=message.wait, deadline=message.deadline)
+        actions += queued
+        if not room:
+            actions += self.forget(lease)
+            actions.append(self.refusal(envelope, match.new_blocks))
+        return actions
+
+    def refusal(self, envelope: Envelope[Any], needed: int) -> Refusal:
+        """There is no room for `needed` blocks."""
+        self.no_room += 1
+        return Refusal(envelope, NoRoom(needed, self._admission.available()))
+
+    def forget(self, lease: LeaseState) -> list[Action]:
+        """A lease gets no blocks."""
+        return self._endings.forget(lease)
+
+    def grant_late(
+        self,
+        lease: LeaseState,
+        match: Match,
+        blocks: list[int],
+        origin: Origin,
+        envelope: Envelope[Granted],
+    ) -> list[Action]:
+        """A request that waited has its blocks. The cached part of its path or its namespace may
+        have changed: match again, and continue with the loads sent ahead only if nothing has."""
+        before, index = lease.tree, self._index
+        # The table may hold new blocks in place of a shared load that was not completed.
+        index.pool.give(lease.tree.release(lease.path))
+        lease.fault = None
+        lease.tree = index.tree
+        changed = self.set_root(lease.path, origin)
+        fetch = self._settings.fetchable(lease.path)
+        again = index.match(lease.path, fetch=fetch, media=lease.media)
+        if (
+            not changed
+            and again == match
+            and lease.tree is before
+            and len(lease.loads) == len(match.segments)
+        ):
+            index.fill_table(lease.path, match, blocks)
+            return self._loads.place(lease) + self.granted(lease, envelope)
+        actions = self._loads.cancel(lease, 0)
+        actions += self._endings.detach(lease)
+        # Blocks whose loads have completed since are on the device now.
+        lease.device_hits, lease.host_hits, lease.storage_hits = again.num_device_blocks, 0, 0
+        lease.expected_blocks = again.expected_blocks
+        lacking = max(0, again.new_blocks - len(blocks))  # a clear may have removed hits
+        if lacking > index.free:
+            actions += self._evictions.drop(lacking - index.free)
+        if lacking > index.free:
+            index.pool.give(blocks)
+            actions += self.forget(lease)
+            return [*actions, self.refusal(envelope, lacking)]
+        blocks = blocks + index.take(lacking)
+        index.pool.give(blocks[again.new_blocks :])
+        return actions + self._grant(lease, again, blocks[: again.new_blocks], envelope)
+
+    def granted(
+        self, lease: LeaseState, envelope: Envelope[Granted], table: list[int] | None = None
+    ) -> list[Action]:
+        """A request has its blocks. table: the block table, if the caller has made it."""
+        actions = self._leases.grant(lease)
+        expected = lease.expected_blocks
+        if lease.media:
+            expected = self._index.before_media(expected, lease.media)
+        reply = Granted(
+            tuple(lease.path.blocks()) if table is None else table,
+            expected * self._index.block_size,
+            bool(lease.loads),
+            lease.device_hits,
+        )
+        actions.append(Answer(envelope, reply))
+        if envelope.abandoned:
+            actions += self._endings.give_back(lease)
+        elif self._admission.free_low:
+            actions += self._admission.evict_to_watermark()
+        return actions
+
+    def _grant(
+        self, lease: LeaseState, match: Match, blocks: list[int], envelope: Envelope[Granted]
+    ) -> list[Action]:
+        self._index.fill_table(lease.path, match, blocks)
+        if not match.segments:
+            return self.granted(lease, envelope)
+        loads = self._loads.begin(lease, match.segments, placed=True)
+        return loads + self.granted(lease, envelope)
+
+    # -- extend
+
+    def extend(self, message: Extend, envelope: Envelope[Granted]) -> list[Action]:
+        """Append tokens to a lease, and blocks when a boundary is crossed."""
+        lease = self._leases.get(message.lease)
+        if lease is None:
+            return [self._leases.refusal(envelope)]
+        if lease.fault is not None and lease.fault.kind is RankLost:
+            return [Refusal(envelope, lease.fault.error())]
+        actions, path, admission = list[Action](), lease.path, self._admission
+        waiting = admission.waiting.get(lease.id)
+        if waiting is not None and waiting.envelope.abandoned:
+            actions = admission.cancel(lease.id, "this call was cancelled")
+            waiting = None
+        if waiting is not None or message.position != path.num_tokens:
+            error = LeaseBusy(
+                f"the lease of {lease.request_id!r} has {path.num_tokens} tokens, or is being "
+                "extended"
+            )
+            return [*actions, Refusal(envelope, error)]
+        total = self._index.blocks_for(path.num_tokens + message.added.num_tokens)
+        waiter = ExtendWaiter(lease, message.added, envelope, max(0, total - path.num_blocks))
+        if not waiter.needed:
+            return actions + waiter.complete([])
+        deadline = envelope.deadline if envelope.deadline is not None else lease.deadline
+        room, queued = admission.request(waiter, wait=True, deadline=deadline)
+        actions += queued
+        if not room:
+            actions.append(self.refusal(envelope, waiter.needed))
+        return actions
+
+
+class AcquireWaiter(Waiter):
+    """A request that waits for its device blocks; its loads have been sent ahead."""
+
+    __slots__ = ("_grants", "_match", "_origin", "_state")
+
+    def __init__(
+        self,
+        grants: Grants,
+        lease: LeaseState,
+        match: Match,
+        origin: Origin,
+        envelope: Envelope[Granted],
+    ) -> None:
+        super().__init__(lease.id, envelope, match.new_blocks)
+        self._grants = grants
+        self._state = lease
+        self._match = match
+        self._origin = origin
+
+    def complete(self, blocks: list[int]) -> list[Action]:
+        """See `Waiter.complete`."""
+        grants, lease = self._grants, self._state
+        return grants.grant_late(lease, self._match, blocks, self._origin, self.envelope)
+
+    def give_up(self) -> list[Action]:
+        """See `Waiter.give_up`."""
+        return self._grants.forget(self._state)
+
+
+class ExtendWaiter(Waiter):
+    """A lease that gets more tokens. It stays as it is until it has blocks for them."""
+
+    __slots__ = ("_added", "_path")
+
+    def __init__(
+        self, lease: LeaseState, added: Path, envelope: Envelope[Granted], needed: int
+    ) -> None:
+        super().__init__(lease.id, envelope, needed)
+        self._path = lease.path
+        self._added = added
+
+    def complete(self, blocks: list[int]) -> list[Action]:
+        """See `Waiter.complete`."""
+        position = self._path.num_blocks
+        self._path.append(self._added)
+        self._path.assign(position, blocks)
+        return [Answer(self.envelope, Granted(tuple(blocks), 0, False, 0))]
+
+    def give_up(self) -> list[Action]:
+        """See `Waiter.give_up`."""
+        return []

@@ -1,0 +1,111 @@
+"""Requests before they have a lease: held during a pause, admitted at once, or in parts."""
+
+from __future__ import annotations
+
+from kvactors.actor import Envelope
+from kvactors.cpu_evictor.messages import Prefetch as PrefetchToHost
+from kvactors.errors import LeaseEnded, Paused
+from kvactors.prefix_index.actions import Action, Answer, Refusal
+from kvactors.prefix_index.admission import STEPS, Admission
+from kvactors.prefix_index.grants import Grants
+from kvactors.prefix_index.held import HeldRequests
+from kvactors.prefix_index.index import BlockIndex
+from kvactors.prefix_index.lineages import LineageSource
+from kvactors.prefix_index.long_requests import LongRequests
+from kvactors.prefix_index.messages import Acquire, Done, Granted, Prefetch
+from kvactors.prefix_index.settings import IndexSettings
+
+
+class Requests:
+    """The entrance: where a request waits or is admitted."""
+
+    def __init__(
+        self,
+        index: BlockIndex,
+        held: HeldRequests,
+        admission: Admission,
+        grants: Grants,
+        long: LongRequests,
+        lineages: LineageSource,
+        settings: IndexSettings,
+    ) -> None:
+        self._index = index
+        self._held = held
+        self._admission = admission
+        self._grants = grants
+        self._long = long
+        self._lineages = lineages
+        self._settings = settings
+
+    def acquire(self, message: Acquire, envelope: Envelope[Granted]) -> list[Action]:
+        """Match, pin and take blocks, now or once there is room; during a pause, after it."""
+        if self._held.holding:
+            return self._held.hold(message, envelope)
+        return self.admit(message, envelope)
+
+    def admit(self, message: Acquire, envelope: Envelope[Granted]) -> list[Action]:
+        """Admit a request under the present namespace, or begin to."""
+        path, index = message.path, self._index
+        self._grants.set_root(path, message.origin)
+        needed = index.blocks_for(path.num_tokens)
+        if needed > index.part:
+            return self._long.admit(message, needed, envelope)
+        return self._grants.admit(message, needed, envelope)
+
+    def pause(self, envelope: Envelope[Done]) -> list[Action]:
+        """Admit no request; answer when no transfer is in flight."""
+        self._held.paused = True
+        return self._admission.wait_idle(envelope)
+
+    def resume(self, envelope: Envelope[Done]) -> list[Action]:
+        """Admit requests again, first those that waited."""
+        self._held.paused = False
+        return [Answer(envelope, Done(len(self._held))), *self._admit_held()]
+
+    def proceed(self) -> list[Action]:
+        """A turn's share of the requests that wait, for room or after a pause."""
+        return self._admission.proceed() + self._admit_held()
+
+    def _admit_held(self) -> list[Action]:
+        """A turn's share of the requests that waited for the end of a pause."""
+        actions: list[Action] = []
+        for _ in range(STEPS):
+            held = self._held.take_next()
+            if held is None:
+                return actions
+            if not held.envelope.abandoned:
+                actions += self.admit(held.message, held.envelope)
+        if self._held:
+            actions += self._admission.proceed_later()
+        return actions
+
+    def cancel(self, lease: int) -> list[Action]:
+        """The caller of a request that waits, for room or for the end of a pause, has gone."""
+        error = "this request was given up"
+        actions = self._admission.cancel(lease, error)
+        held = self._held.cancel(lease)
+        if held is not None:
+            actions.append(Refusal(held.envelope, LeaseEnded(error)))
+        return actions + self._admission.room_changed()
+
+    def expire(self, lease: int, ticket: int) -> list[Action]:
+        """The deadline of a request that waits has passed."""
+        held = self._held.expire(lease, ticket)
+        if held is not None:
+            return [Refusal(held.envelope, Paused("the cache is paused"))]
+        return self._admission.expire(lease, ticket)
+
+    def prefetch(self, message: Prefetch, envelope: Envelope[Done]) -> list[Action]:
+        """Ask the host tier for what the device lacks."""
+        path, index = message.path, self._index
+        self._grants.set_root(path, message.origin)
+        limit = index.match_limit(path)
+        start = index.tree.peek(path, limit)[0]
+        limit = min(limit, self._settings.fetchable(path))
+        wanted = max(0, limit - start)
+        actions: list[Action] = [Answer(envelope, Done(wanted))]
+        if wanted:
+            lineages = self._lineages.of_path(path, 0, limit)
+            keys, deadline = path.keys(0, limit), message.deadline
+            actions.insert(0, PrefetchToHost(path.root, keys, start, deadline, lineages))
+        return actions

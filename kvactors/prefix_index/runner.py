@@ -1,0 +1,59 @@
+"""Carries out the actions that the objects of PrefixIndex return."""
+
+from __future__ import annotations
+
+from kvactors.actor import ActorRef, Context
+from kvactors.actor.clock import now
+from kvactors.cpu_evictor.messages import (
+    Admit,
+    Cancel,
+    ClearHost,
+    Discard,
+    Load,
+    Offload,
+    Place,
+    Prefetch,
+)
+from kvactors.flush_notifier.messages import Announced, Cleared, Gained, Gone, Scoped
+from kvactors.prefix_index.actions import Action, Answer, Refusal, StartTimer
+from kvactors.prefix_index.messages import Continue, Proceed, Sweep
+
+TO_EVICTOR = (Offload, Load, Place, Cancel, Admit, Discard, ClearHost, Prefetch)
+TO_NOTIFIER = (Announced, Gained, Gone, Cleared, Scoped)
+TO_ITSELF = (Continue, Proceed, Sweep)
+SENDS = {"cpu_evictor": TO_EVICTOR, "flush_notifier": TO_NOTIFIER}
+
+
+class ActionRunner:
+    """Sends, answers and starts timers. works: works in parts that have parts left."""
+
+    def __init__(self, context: Context, evictor: ActorRef, notifier: ActorRef) -> None:
+        self.works = 0
+        self._context = context
+        self._answer, self._tell = context.answer, context.tell
+        self._evictor = evictor
+        self._notifier = notifier
+
+    def perform(self, actions: list[Action]) -> None:
+        """Carry out actions in order."""
+        for action in actions:
+            if isinstance(action, Answer):
+                self._answer(action.envelope, action.value)
+            elif isinstance(action, TO_NOTIFIER):
+                self._tell(self._notifier, action)
+            elif isinstance(action, TO_EVICTOR):
+                self._tell(self._evictor, action)
+            elif isinstance(action, Refusal):
+                self._context.refuse(action.envelope, action.error)
+            elif isinstance(action, StartTimer):
+                self._start(action)
+            elif isinstance(action, TO_ITSELF):
+                self.works += isinstance(action, Continue)
+                self._context.to_self(action)
+            else:
+                raise TypeError(f"no receiver for {type(action).__name__}")
+
+    def _start(self, timer: StartTimer) -> None:
+        if not timer.operation.over:
+            delay = max(0.0, timer.deadline - now()) + timer.grace
+            timer.operation.timer = self._context.after(delay, timer.message)

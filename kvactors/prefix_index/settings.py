@@ -1,0 +1,59 @@
+"""Settings of PrefixIndex."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from kvactors.native import Path
+
+WritePolicy = Literal["none", "write_through", "write_through_selective", "write_back"]
+
+
+class IndexSettings(NamedTuple):
+    """What PrefixIndex must know of the tiers, the store and the sinks.
+
+    exclusive: a block has one copy among device and host. host_tier: evicted blocks are offered to
+    the host tier. fetch: the store may hold blocks that the tree does not. announce: there is a
+    sink. announce_whole: a finish announces all blocks of the request, also those announced before.
+    free_low, free_high: once fewer than `free_low` device blocks are free after a grant, blocks are
+    evicted until `free_high` are. save: when finished requests are written to the store. min_hits:
+    hits of a block before `write_through_selective` saves it. token_root: with a store that is
+    addressed by tokens alone, the root hash of the scope it was opened with. keep_lineages: the
+    store keeps what block hashes are made of.
+    """
+
+    exclusive: bool
+    host_tier: bool
+    fetch: bool = False
+    announce: bool = False
+    announce_whole: bool = False
+    free_low: int = 0
+    free_high: int = 0
+    save: WritePolicy = "none"
+    min_hits: int = 1
+    token_root: bytes | None = None
+    keep_lineages: bool = False
+
+    @property
+    def offload(self) -> bool:
+        """Whether evicted blocks are copied to the host before they are free."""
+        return self.host_tier and self.exclusive
+
+    @property
+    def save_after(self) -> int:
+        """Hits after which a finish writes a block to the store; 0 for never."""
+        return {"write_through": 1, "write_through_selective": self.min_hits}.get(self.save, 0)
+
+    def storable(self, path: Path) -> int:
+        """Leading blocks that the store can tell from all others.
+
+        A store that is addressed by tokens alone can do so only in the scope it was opened with,
+        up to the first block whose path has extra keys.
+        """
+        if self.token_root is None:
+            return path.num_full_blocks
+        return path.num_plain_blocks if path.root == self.token_root else 0
+
+    def fetchable(self, path: Path) -> int:
+        """Leading blocks that may be looked for in the store."""
+        return self.storable(path) if self.fetch else 0
