@@ -113,7 +113,6 @@ LARGE = {
     "kvactors.cpu_evictor.plane.Plane",
     "kvactors.cpu_evictor.save.Saves",
     "kvactors.cpu_evictor.traffic.Traffic",
-    "kvactors.data_plane.ranks.leader.RankGroup",
     "kvactors.data_plane.ranks.store.RankBackend",
     "kvactors.flush_notifier.actor.FlushNotifier",
     "kvactors.flush_notifier.ledger.Ledger",

@@ -36,8 +36,8 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "strangers_without_limit",
-        "data_plane/ranks/leader.py",
-        "while len(self._unclaimed) >= UNCLAIMED + 2 * self.config.count:",
+        "data_plane/ranks/entrance.py",
+        "while len(self._unclaimed) >= UNCLAIMED + 2 * self._leader.config.count:",
         "while len(self._unclaimed) >= UNCLAIMED * 1000:",
         "strangers hold any number of connections",
         (

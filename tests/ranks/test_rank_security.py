@@ -16,8 +16,8 @@ import structlog
 import kvactors
 from kvactors.config import Config, LayoutConfig
 from kvactors.data_plane.ranks import listening
+from kvactors.data_plane.ranks.entrance import UNCLAIMED
 from kvactors.data_plane.ranks.handshake import check_leader, mac
-from kvactors.data_plane.ranks.leader import UNCLAIMED
 from kvactors.data_plane.ranks.listening import Listener, connect
 from kvactors.data_plane.ranks.protocol import (
     NONCE_BYTES,
@@ -179,7 +179,7 @@ async def test_strangers_cannot_hold_more_connections_than_the_limit_and_displac
         most = UNCLAIMED + 2 * group.config.count
         strangers = [await connect(ENDPOINT) for _ in range(3 * most)]
         await settle()
-        assert len(group._unclaimed) == most
+        assert len(group._entrance._unclaimed) == most
         assert [await wire.receive() for wire in strangers[: 2 * most]] == [None] * (2 * most)
         assert group.strangers.counts["too many connections"] == 2 * most
         assert group.healthy

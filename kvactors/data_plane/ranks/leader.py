@@ -14,20 +14,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from itertools import count
-
-import anyio
 
 from kvactors.actor.clock import now
 from kvactors.actor.log import get_logger
 from kvactors.actor.uncancelled import to_the_end, uncancelled
 from kvactors.data_plane.ranks.connection import Wire
-from kvactors.data_plane.ranks.handshake import LIMIT, check_rank, refuse
+from kvactors.data_plane.ranks.entrance import Entrance
+from kvactors.data_plane.ranks.joins import Joins
 from kvactors.data_plane.ranks.link import PAGE_LIMIT, Link, Violation
 from kvactors.data_plane.ranks.listening import Listener
-from kvactors.data_plane.ranks.names import RankNames, in_slices
+from kvactors.data_plane.ranks.names import RankNames
 from kvactors.data_plane.ranks.protocol import (
-    FROM_RANK_BYTES,
     Answer,
     Arrived,
     Frame,
@@ -38,7 +37,7 @@ from kvactors.data_plane.ranks.protocol import (
     StoreObjects,
     Welcome,
 )
-from kvactors.data_plane.ranks.refusals import lacking, misfit
+from kvactors.data_plane.ranks.refusals import lacking
 from kvactors.data_plane.ranks.silence import Silence
 from kvactors.data_plane.ranks.state import Health, Operation, Rank, RankHealth, RankStatistics
 from kvactors.data_plane.ranks.strangers import Strangers
@@ -47,10 +46,6 @@ from kvactors.identity import StoreIdentity
 from kvactors.ranks_config import RanksConfig, Secret
 
 log = get_logger()
-
-UNCLAIMED = 32
-"""Connections that have no rank's place yet, at most, and two more for each rank; the oldest is
-closed for a new one."""
 
 PENALTY_LEAST, PENALTY_MOST = 0.5, 30.0
 """Seconds a rank must wait after it violated the protocol before it is admitted again; doubled each
@@ -90,14 +85,12 @@ class RankGroup:
         self.memory_generation = 0
         self.strangers = Strangers()
         self.used = False
-        self._secret = Secret(config.secret)
         self._ranks = [Rank(number) for number in range(config.count)]
         self._ops = count(1)
         self._closing = False
-        self._unclaimed: dict[Wire, None] = {}
-        self._joining: asyncio.Future[None] | None = None
+        self._entrance = Entrance(self, Secret(config.secret))
+        self._joins = Joins()
         self._admission: asyncio.Future[None] | None = None
-        self._progress = 0.0
         self._silence = Silence(config.timeout, self._set)
         self._listener = Listener(
             self.meet, lambda source, reason: self.strangers.refused(source, "another user", reason)
@@ -116,18 +109,12 @@ class RankGroup:
             more), or nothing can listen there.
         """
         try:
-            began = self._progress = now()
+            began = self._joins.progress = now()
             for rank in self._ranks:
                 rank.since = began
             await self._listener.start(self.config.endpoint)
             while not self.healthy:
-                left = (
-                    max(
-                        began + self.config.start,
-                        self._progress + PAGE_LIMIT if self._joining else 0.0,
-                    )
-                    - now()
-                )
+                left = max(began + self.config.start, self._joins.deadline) - now()
                 if left <= 0:
                     break
                 self._admission = asyncio.get_running_loop().create_future()
@@ -180,22 +167,12 @@ class RankGroup:
             return [None] * len(self._ranks)
         op, loop = next(self._ops), asyncio.get_running_loop()
         message = build(op)
-        layers = [0] * len(self._ranks)
-
-        def progress(rank: int) -> Callable[[int], None]:
-            def note(count: int) -> None:
-                before = min(layers)
-                layers[rank] = max(layers[rank], count)
-                if arrived is not None and min(layers) > before:
-                    arrived(min(layers))
-
-            return note
-
+        progress = layer_progress(len(self._ranks), arrived)
         answers: list[asyncio.Future[Answer | None]] = []
         for rank in self._ranks:
             operation = Operation(
                 loop.create_future(),
-                progress(rank.number) if arrived else None,
+                progress(rank.number),
                 outcomes,
                 worst,
                 stored=isinstance(message, StoreObjects | MoveDevice),
@@ -222,39 +199,12 @@ class RankGroup:
         receive its answers."""
         if self._closing:
             return
-        while len(self._unclaimed) >= UNCLAIMED + 2 * self.config.count:
-            oldest = next(iter(self._unclaimed))
-            del self._unclaimed[oldest]
-            oldest.close()
-            self.strangers.refused(oldest.source, "too many connections", "closed for a newer one")
-        self._unclaimed[wire] = None
         try:
-            reason, answer = await check_rank(wire, self._secret)
-            if wire not in self._unclaimed:
-                return  # closed for a newer connection
-            if reason:
-                self.strangers.refused(wire.source, "not authenticated", reason)
-                if answer:
-                    await refuse(wire, reason)
-                return
-            wire.limit = FROM_RANK_BYTES
-            identity = None
-            with anyio.move_on_after(LIMIT):
-                identity = await wire.receive()
-            if not isinstance(identity, Identity):
-                self.strangers.refused(
-                    wire.source, "no identity", wire.violation or type(identity).__name__
-                )
-                return
-            reason = misfit(identity, self) or await self._claim(identity)
-            if reason:
-                self.strangers.refused(wire.source, "does not fit", reason, show=True)
-                await refuse(wire, reason)
-                return
-            self._unclaimed.pop(wire, None)
-            await self._serve(self._ranks[identity.rank], Link(wire, identity))
+            identity = await self._entrance.admit(wire, self._claim)
+            if identity is not None:
+                await self._serve(self._ranks[identity.rank], Link(wire, identity))
         finally:
-            self._unclaimed.pop(wire, None)
+            self._entrance.leave(wire)
             wire.close()
 
     async def _claim(self, identity: Identity) -> str:
@@ -287,44 +237,19 @@ class RankGroup:
             await asyncio.wait((joining,))
 
     async def _join(self, rank: Rank, link: Link) -> None:
-        """Receive the names in a rank's store and admit it. One rank at a time, so that one set of
-        names is in memory."""
-        while self._joining is not None:
-            await asyncio.wait((self._joining,))
-        turn = self._joining = asyncio.get_running_loop().create_future()
+        """Receive the keys in a rank's store and admit it."""
         try:
-            if self.names is None or await self._receive_names(self.names, link):
-                self._admit(rank, link)
-            else:
-                log.warning("rank did not send its names", rank=rank.number, received=link.received)
-                self._lost(rank, link, f"no page of names in {PAGE_LIMIT:g} s")
+            async with self._joins.turn():
+                if self.names is None or await self._joins.receive_keys(self.names, link):
+                    self._admit(rank, link)
+                else:
+                    log.warning(
+                        "rank did not send its names", rank=rank.number, received=link.received
+                    )
+                    self._lost(rank, link, f"no page of names in {PAGE_LIMIT:g} s")
         except Exception as error:
             log.error("rank cannot join", rank=rank.number, error=repr(error))
             self._lost(rank, link, f"cannot join: {error!r}")
-        finally:
-            self._joining = None
-            turn.set_result(None)
-
-    async def _receive_names(self, names: RankNames, link: Link) -> bool:
-        """Whether all names of a rank's store have arrived."""
-        joining = names.join(link.identity.rank, link.identity.generation)
-        try:
-            last = not link.identity.objects
-            while joining.wanted and not last:
-                page = await link.next_page()
-                if page is None:
-                    return False
-                joining.page(page.keys)
-                last = page.last
-                self._proceeded()
-                await asyncio.sleep(0)
-            await in_slices(joining.merge())
-            return True
-        finally:
-            joining.abandon()
-
-    def _proceeded(self) -> None:
-        self._progress = now()
 
     def _admit(self, rank: Rank, link: Link) -> None:
         if rank.link is not link or self._closing:
@@ -420,3 +345,21 @@ class RankGroup:
     def health(self) -> tuple[RankHealth, ...]:
         """For every rank: its state, why, and since when."""
         return tuple(rank.describe() for rank in self._ranks)
+
+
+def layer_progress(
+    ranks: int, arrived: Callable[[int], None] | None
+) -> Callable[[int], Callable[[int], None] | None]:
+    """Combine the layers that arrive on each rank: `arrived` is called with the number that all
+    ranks have, each time it grows. Returns the function to call with a rank's layers, by rank."""
+    if arrived is None:
+        return lambda _rank: None
+    layers = [0] * ranks
+
+    def note(rank: int, count: int) -> None:
+        before = min(layers)
+        layers[rank] = max(layers[rank], count)
+        if min(layers) > before:
+            arrived(min(layers))
+
+    return lambda rank: partial(note, rank)
