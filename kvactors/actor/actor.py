@@ -7,11 +7,12 @@ back as a message.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import ClassVar, NamedTuple
 
 from kvactors.actor.channel import ChannelStatistics
 from kvactors.actor.context import Context, State
+from kvactors.actor.handlers import Handler, on, table_of
 from kvactors.actor.jobs import JOB_LIMIT, Job
 from kvactors.actor.log import get_logger
 from kvactors.actor.mailbox_loop import MailboxLoop
@@ -20,8 +21,6 @@ from kvactors.actor.ref import ActorRef
 from kvactors.actor.timers import Timer
 
 __all__ = ["Actor", "ActorStatistics", "Handler", "State", "Timer", "on"]
-
-Handler = Callable[..., None]
 
 
 class ActorStatistics(NamedTuple):
@@ -40,17 +39,6 @@ class ActorStatistics(NamedTuple):
     channel: ChannelStatistics
 
 
-def on(message: type[Message]) -> Callable[[Handler], Handler]:
-    """Mark a method as the handler of one message type: `(self, message)`, for an ask `(self,
-    message, envelope)`."""
-
-    def mark(method: Handler) -> Handler:
-        method.__dict__.setdefault("handles", []).append(message)
-        return method
-
-    return mark
-
-
 class Actor:
     """Base of all actors.
 
@@ -67,11 +55,7 @@ class Actor:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        table = dict(cls.HANDLERS)
-        for name, member in vars(cls).items():
-            for message in getattr(member, "handles", ()):
-                table[message] = name
-        cls.HANDLERS = table
+        cls.HANDLERS = {**cls.HANDLERS, **table_of(cls)}
 
     def __init__(self, ref: ActorRef) -> None:
         self.ref = ref

@@ -18,6 +18,7 @@ from kvactors.actor.timers import Timer
 from kvactors.errors import WiringError
 
 T = TypeVar("T")
+M = TypeVar("M", bound=Message)
 
 
 class State(IntEnum):
@@ -68,7 +69,7 @@ class Context:
         self._instruments = ref.instruments
         self._allowed = {role: frozenset(types) for role, types in sends.items()}
 
-    def tell(self, to: ActorRef, message: Message) -> None:
+    def tell(self, to: ActorRef[M], message: M) -> None:
         """Send a message from within a turn. Messages are sent in order.
 
         Raises:

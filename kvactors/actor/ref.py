@@ -16,7 +16,14 @@ from kvactors.actor.message import Ask, Control, Envelope, Later, Message, expir
 from kvactors.errors import ActorFailed, DeadlineExceeded
 
 if TYPE_CHECKING:
+    import typing_extensions
+
     from kvactors.actor.context import Context
+
+    # An unparameterised ActorRef accepts every message.
+    M_contra = typing_extensions.TypeVar("M_contra", bound=Message, contravariant=True, default=Any)
+else:
+    M_contra = TypeVar("M_contra", bound=Message, contravariant=True)
 
 R = TypeVar("R")
 
@@ -68,8 +75,10 @@ class OpenAsks(Generic[R]):
         return len(self._open)
 
 
-class ActorRef:
-    """name: unique in the system. role: the class of actor, as the channel graph names it (a pool
+class ActorRef(Generic[M_contra]):
+    """A reference to an actor that handles messages of the type `M_contra`, usually a union.
+
+    name: unique in the system. role: the class of actor, as the channel graph names it (a pool
     shares one role). switched_off: whether a substitute runs in the actor's place. make_context:
     makes the context of each incarnation in place of `Context`, for tests. instruments: of the
     system, shared by all its refs."""
@@ -119,12 +128,12 @@ class ActorRef:
         count, self._reviving = self._reviving, 0
         self.activity.end(count)
 
-    def try_tell(self, message: Message) -> bool:
+    def try_tell(self, message: M_contra) -> bool:
         """Put a message without waiting; False if the data lane is full. Control messages always
         fit. ChannelClosed."""
         return self.try_send(Envelope(message, None, None, self.life))
 
-    async def tell(self, message: Message) -> None:
+    async def tell(self, message: M_contra) -> None:
         """Put a message, waiting while the data lane is full. ChannelClosed."""
         await self.send(Envelope(message, None, None, self.life))
 

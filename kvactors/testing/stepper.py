@@ -28,6 +28,7 @@ from kvactors.testing.words import describe
 
 A = TypeVar("A", bound=Actor)
 T = TypeVar("T")
+M = TypeVar("M", bound=Message)
 
 
 class Told(NamedTuple):
@@ -109,7 +110,7 @@ class SteppedContext(Context):
         super().__init__(ref, role, sends)
         self._stepper = stepper
 
-    def tell(self, to: ActorRef, message: Message) -> None:
+    def tell(self, to: ActorRef[M], message: M) -> None:
         """See `Context.tell`."""
         if type(message) not in self._allowed.get(to.role, ()):
             raise self.undeclared(to, message)

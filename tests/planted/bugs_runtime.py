@@ -7,6 +7,7 @@ from mutation import Mutation
 LIFECYCLE = "tests/cache/test_cancelled_lifecycle.py::test_cancelled_at_any_step_nothing_is_left_and_it_opens_again"
 LEAKED = "tests/actor/test_leaked_errors.py"
 INSTRUMENT = "tests/actor/test_instrument.py"
+TYPES = "tests/actor/test_types.py"
 DEGRADED = "tests/cache/test_degraded.py"
 CLOSE = "tests/cache/test_close.py"
 
@@ -191,5 +192,21 @@ BUGS = (
         "                if envelope.reply is None:\n",
         "an ask whose turn is failed on purpose waits for its deadline",
         (f"{INSTRUMENT}::test_an_injected_failure_fails_the_actor_before_or_after_its_turn",),
+    ),
+    Mutation(
+        "channels_accept_any_message",
+        "actor/context.py",
+        "    def tell(self, to: ActorRef[M], message: M) -> None:\n",
+        "    def tell(self, to: ActorRef[M], message: Message) -> None:\n",
+        "a message sent to the wrong actor is found when it is sent, not when it is written",
+        (f"{TYPES}::test_mypy_rejects_wrong_messages_and_wrong_handlers",),
+    ),
+    Mutation(
+        "handlers_take_any_message",
+        "actor/handlers.py",
+        "    if not any(_takes(one, message) for one in members_of(annotation)):\n",
+        "    if not members_of(annotation):\n",
+        "a handler is given messages whose fields it does not know",
+        (f"{TYPES}::test_a_union_that_lacks_a_message_is_refused",),
     ),
 )
