@@ -3,13 +3,12 @@ does it at its times."""
 
 from __future__ import annotations
 
-import asyncio
 import random
 from typing import get_args
 
 from kvactors.cache import KVCache
 from kvactors.testing.fakes import SimBackend, SimExecutor, SimSink
-from kvactors.testing.loop import SimLoop
+from kvactors.testing.injection import Injectable, Injector
 from kvactors.testing.plan import Fault, FaultPlan, Kind, Targets, draw
 
 FAR = frozenset({"actor_crash", "cancel", "rank_silent", "rank_cut", "rank_lost"})
@@ -17,9 +16,6 @@ FAR = frozenset({"actor_crash", "cancel", "rank_silent", "rank_cut", "rank_lost"
 
 NEAR: tuple[Kind, ...] = tuple(kind for kind in get_args(Kind) if kind not in FAR)
 """The others."""
-
-SLOWER = 0.03
-"""Seconds more that a slow copy or access takes, for each of a fault's amount."""
 
 
 class SimFaults:
@@ -41,7 +37,7 @@ class SimFaults:
         self.store: SimBackend | None = None
         self.befallen: list[Fault] = []
         self._plan = FaultPlan()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._injector = Injector(self._target_of, self.befallen.append)
         self._cache: KVCache | None = None
 
     def draw(self, count: int = 3, *, span: float = 0.1) -> FaultPlan:
@@ -74,73 +70,19 @@ class SimFaults:
         self._start()
 
     def _start(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._tasks += [
-            loop.create_task(self._befall(fault), name=f"fault {fault.kind}")
-            for fault in self._plan.fault
-        ]
+        self._injector.start(self._plan.fault)
         self._plan = FaultPlan()
 
     async def heal(self) -> None:
         """No more trouble. What has not come yet never will; what has rotted stays so."""
         self._cache = None
-        tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        self.copies.failing, self.copies.slower = 0, 0.0
-        self.copies.gate.open()
+        await self._injector.stop()
+        self.copies.heal()
         self.sink.heal()
         if self.store is not None:
             self.store.heal()
 
-    async def _befall(self, fault: Fault) -> None:
-        await asyncio.sleep(fault.at)
-        self.befallen.append(fault)
-        loop = asyncio.get_running_loop()
-        if fault.kind == "clock_jump":
-            assert isinstance(loop, SimLoop), "only a simulated clock jumps"
-            loop.jump(fault.duration)
-            return
+    def _target_of(self, fault: Fault) -> Injectable | None:
         family = fault.kind.partition("_")[0]
-        act = {"copy": self._copies, "sink": self._sink}.get(family, self._store)
-        act(fault, True)
-        await asyncio.sleep(fault.duration)
-        act(fault, False)
-
-    def _copies(self, fault: Fault, begins: bool) -> None:
-        if fault.kind == "copy_fail":
-            self.copies.failing += fault.amount if begins else 0
-        elif fault.kind == "copy_slow":
-            self.copies.slower = SLOWER * fault.amount if begins else 0.0
-        elif begins:
-            self.copies.gate.close()
-        else:
-            self.copies.gate.open()
-
-    def _sink(self, fault: Fault, begins: bool) -> None:
-        self.sink.heal()
-        if begins and fault.kind == "sink_duplicate":
-            self.sink.twice = True
-        elif begins:
-            self.sink.misdeed = {"sink_down": "down", "sink_hang": "hang"}.get(
-                fault.kind, "lose_answers"
-            )  # type: ignore[assignment]
-
-    def _store(self, fault: Fault, begins: bool) -> None:
-        store = self.store
-        if store is None:
-            return
-        if fault.kind in ("torn_write", "bit_flip", "object_lost"):
-            if begins:
-                store.tearing += fault.amount if fault.kind == "torn_write" else 0
-                store.flip(fault.amount if fault.kind == "bit_flip" else 0)
-                store.lose(fault.amount if fault.kind == "object_lost" else 0)
-        elif not begins:
-            store.heal()
-        elif fault.kind == "store_slow":
-            store.slower = SLOWER * fault.amount
-        elif fault.kind == "store_hang":
-            store.gate.close()
-        else:
-            store.down, store.full = fault.kind == "store_down", fault.kind == "disk_full"
+        targets: dict[str, Injectable] = {"copy": self.copies, "sink": self.sink}
+        return targets.get(family, self.store)

@@ -31,7 +31,7 @@ from kvactors.testing.fakes import (
     SimSink,
     latency,
 )
-from kvactors.testing.loop import SimLoop
+from kvactors.testing.injection import Injectable, Injector
 from kvactors.testing.plan import STEPPED, Fault
 from kvactors.threads import Workers
 from tests.simulation.draw import INDEX, Draw
@@ -40,9 +40,6 @@ from tests.simulation.limits import STEP
 from tests.simulation.witness import SimSystem, Witness
 from tests.support.sim_rank import SimRank
 from tests.support.sim_service import SimService, SimThread
-
-SLOWER = 0.03
-"""Seconds more that a slow copy or access takes, for each of a fault's amount."""
 
 
 class World:
@@ -97,7 +94,7 @@ class World:
             plane.engine = self.executor = SimExecutor(plane.device, plane.arena, self._lag(0))
         self.engine = Engine(self.layout, self._devices)
         self.cache: KVCache
-        self._tasks: list[asyncio.Task[None]] = []
+        self._injector = Injector(self._target_of, self._fault_begins)
 
     def _lag(self, which: int) -> Latency:
         return latency(self.rng, self.drawn.lags[which])
@@ -159,12 +156,9 @@ class World:
                 for one in services.values():
                     one.capacity = self.service_rng.choice((1, 4, 20, 1 << 16))
                     one.from_root = self.service_rng.random() < 0.3
-                loop = asyncio.get_running_loop()
-                timed = (fault for fault in self.drawn.plan.fault if fault.kind not in STEPPED)
-                self._tasks = [
-                    loop.create_task(self._befall(fault), name=f"fault {fault.kind}")
-                    for fault in timed
-                ]
+                self._injector.start(
+                    fault for fault in self.drawn.plan.fault if fault.kind not in STEPPED
+                )
                 yield self.cache
                 self.closing = True
                 self.cache.close()
@@ -175,114 +169,24 @@ class World:
 
     # -- faults
 
-    async def _befall(self, fault: Fault) -> None:
-        await asyncio.sleep(fault.at)
+    def _fault_begins(self, fault: Fault) -> None:
         self.witness.note(f"fault {fault.kind} {fault.target} {fault.duration} {fault.amount}")
         self.seen[f"fault {fault.kind}"] += 1
         if fault.kind == "clock_jump":
-            self._jump(fault.duration)
-            return
-        await self._begin(fault)
-        await asyncio.sleep(fault.duration)
-        await self._end(fault)
+            self.jumped += fault.duration
 
-    def _jump(self, seconds: float) -> None:
-        loop = cast("SimLoop", asyncio.get_running_loop())
-        self.jumped += seconds
-        loop.jump(seconds)
-
-    async def _begin(self, fault: Fault) -> None:
-        family, _, what = fault.kind.partition("_")
+    def _target_of(self, fault: Fault) -> Injectable | None:
+        family, number = fault.kind.partition("_")[0], fault.target
+        if family == "sink":
+            return next(one for one in self.sinks if one.name == fault.target)
+        if family == "rank" or (family == "copy" and self.executor is None):
+            return self.ranks[int(number or 0)]
         if family == "copy":
-            self._copies(what, fault.amount, self._number(fault))
-        elif family == "sink":
-            self._sink(fault, what)
-        elif family == "rank":
-            rank = self.ranks[self._number(fault)]
-            if what == "silent":
-                rank.gate.close()
-            elif what == "cut":
-                rank.cut()
-            else:
-                await rank.stop()
-        else:
-            self._store(fault)
-
-    def _copies(self, what: str, amount: int, rank: int) -> None:
-        if self.executor is None:
-            self.ranks[rank].device.failing += amount
-        elif what == "fail":
-            self.executor.failing += amount
-        elif what == "slow":
-            self.executor.slower = SLOWER * amount
-        else:
-            self.executor.gate.close()
-
-    def _sink(self, fault: Fault, what: str) -> None:
-        sink = next(one for one in self.sinks if one.name == fault.target)
-        if what == "duplicate":
-            sink.twice = True
-        elif what == "down":
-            sink.misdeed = "down"
-        else:
-            sink.misdeed = "hang" if what == "hang" else "lose_answers"
-
-    def _store(self, fault: Fault) -> None:
-        if not self.stores:
-            self._serve_badly(fault)
-            return
-        store = self.stores[self._number(fault)]
-        if fault.kind == "store_slow":
-            store.slower = SLOWER * fault.amount
-        elif fault.kind == "store_hang":
-            store.gate.close()
-        elif fault.kind == "store_down":
-            store.down = True
-        elif fault.kind == "disk_full":
-            store.full = True
-        elif fault.kind == "torn_write":
-            store.tearing += fault.amount
-        elif fault.kind == "bit_flip":
-            store.flip(fault.amount)
-        else:
-            store.lose(fault.amount)
-
-    def _serve_badly(self, fault: Fault) -> None:
-        service = self.service
-        assert service is not None
-        if fault.kind == "store_slow":
-            service.slower = SLOWER * fault.amount
-        elif fault.kind == "store_hang":
-            service.gate.close()
-        elif fault.kind == "store_down":
-            service.down = True
-        else:
-            service.lose(fault.amount)
+            return self.executor
+        return self.stores[int(number or 0)] if self.stores else self.service
 
     def _troublesome(self) -> list[SimBackend | SimService]:
         return [*self.stores, *([] if self.service is None else [self.service])]
-
-    def _number(self, fault: Fault) -> int:
-        return int(fault.target or 0)
-
-    async def _end(self, fault: Fault) -> None:
-        family = fault.kind.partition("_")[0]
-        if fault.kind in ("copy_slow", "copy_hang") and self.executor is not None:
-            self.executor.slower = 0.0
-            self.executor.gate.open()
-        elif family == "sink":
-            next(one for one in self.sinks if one.name == fault.target).heal()
-        elif family == "rank":
-            await self._revive(self.ranks[self._number(fault)])
-        elif fault.kind in ("store_down", "store_slow", "store_hang", "disk_full"):
-            store = self.stores[self._number(fault)] if self.stores else self.service
-            assert store is not None
-            store.heal()
-
-    async def _revive(self, rank: SimRank) -> None:
-        rank.gate.open()
-        if rank.serving is None:
-            await rank.start()
 
     # -- the end of all faults
 
@@ -292,15 +196,14 @@ class World:
         await self._end_faults()
         self._count_hits()
         if self.executor is not None:
-            self.executor.failing, self.executor.slower = 0, 0.0
-            self.executor.gate.open()
+            self.executor.heal()
         for store in self._troublesome():
             store.heal()
         for sink in self.sinks:
             sink.heal()
         for rank in self.ranks:
             rank.device.failing = 0
-            await self._revive(rank)
+            await rank.heal()
         if self.system.ranks is not None:
             with anyio.move_on_after(30.0):
                 while not self.system.ranks.healthy:
@@ -312,12 +215,8 @@ class World:
                 )
 
     async def _end_faults(self) -> None:
-        tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task.cancel()
-        for result in await asyncio.gather(*tasks, return_exceptions=True):
-            if isinstance(result, Exception):
-                self.violated(f"a fault broke: {result!r}")
+        for error in await self._injector.stop():
+            self.violated(f"a fault broke: {error!r}")
 
     def _count_hits(self) -> None:
         """Which faults were met by anybody."""

@@ -15,6 +15,7 @@ from kvactors.layout import make_layout
 from kvactors.testing.fakes.copies import SimDevice
 from kvactors.testing.fakes.gate import Gate, Latency, instant
 from kvactors.testing.fakes.store import SimBackend
+from kvactors.testing.plan import Fault
 
 
 class SimRank:
@@ -82,6 +83,28 @@ class SimRank:
         if self._listener is not None:
             await self._listener.stop()
             self._listener = None
+
+    async def inject(self, fault: Fault) -> None:
+        """See `Injectable`: rank_silent, rank_cut, rank_lost, copy_fail."""
+        if fault.kind == "copy_fail":
+            self.device.failing += fault.amount
+        elif fault.kind == "rank_silent":
+            self.gate.close()
+        elif fault.kind == "rank_cut":
+            self.cut()
+        else:
+            await self.stop()
+
+    async def recover(self, fault: Fault) -> None:
+        """See `Injectable`."""
+        if fault.kind != "copy_fail":
+            await self.heal()
+
+    async def heal(self) -> None:
+        """Let messages through again, and start the rank again if it was stopped."""
+        self.gate.open()
+        if self.serving is None:
+            await self.start()
 
     def cut(self) -> None:
         """Cut the connection; the rank will come again."""

@@ -12,7 +12,8 @@ from typing import Any
 
 from kvactors.errors import SdkError
 from kvactors.testing.attentionstore_sdk import services
-from kvactors.testing.fakes.gate import Gate, Latency, instant
+from kvactors.testing.fakes.gate import SLOWER, Gate, Latency, instant
+from kvactors.testing.plan import Fault
 
 
 class SimService:
@@ -49,8 +50,24 @@ class SimService:
         self.vanished += lost
         return lost
 
+    async def inject(self, fault: Fault) -> None:
+        """See `Injectable`: store_down, store_slow, store_hang, object_lost."""
+        if fault.kind == "store_slow":
+            self.slower = SLOWER * fault.amount
+        elif fault.kind == "store_hang":
+            self.gate.close()
+        elif fault.kind == "store_down":
+            self.down = True
+        else:
+            self.lose(fault.amount)
+
+    async def recover(self, fault: Fault) -> None:
+        """See `Injectable`."""
+        if fault.kind in ("store_down", "store_slow", "store_hang"):
+            self.heal()
+
     def heal(self) -> None:
-        """No more trouble."""
+        """End every fault."""
         self.down, self.slower = False, 0.0
         self.gate.open()
 

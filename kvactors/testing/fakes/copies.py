@@ -14,7 +14,8 @@ from kvactors.device.base import Device
 from kvactors.device.host import HostDevice
 from kvactors.gpu_swapper.messages import Direction
 from kvactors.layout.base import Layout
-from kvactors.testing.fakes.gate import Gate, Latency
+from kvactors.testing.fakes.gate import SLOWER, Gate, Latency
+from kvactors.testing.plan import Fault
 
 
 class SimDevice(HostDevice):
@@ -126,6 +127,26 @@ class SimExecutor(CopyEngine):
         self.device.copy_to_host(blocks, self._scratch, range(len(blocks)))
         for j, slot in enumerate(slots):
             self.arena.view(slot)[part] = self._scratch.view(j)[part]
+
+    async def inject(self, fault: Fault) -> None:
+        """See `Injectable`: copy_fail, copy_slow, copy_hang."""
+        if fault.kind == "copy_fail":
+            self.failing += fault.amount
+        elif fault.kind == "copy_slow":
+            self.slower = SLOWER * fault.amount
+        else:
+            self.gate.close()
+
+    async def recover(self, fault: Fault) -> None:
+        """See `Injectable`."""
+        if fault.kind in ("copy_slow", "copy_hang"):
+            self.slower = 0.0
+            self.gate.open()
+
+    def heal(self) -> None:
+        """End every fault."""
+        self.failing, self.slower = 0, 0.0
+        self.gate.open()
 
     async def close(self) -> None:
         """See `CopyEngine`."""

@@ -10,6 +10,9 @@ from collections.abc import Callable
 Latency = Callable[[], float]
 """Seconds the next operation takes."""
 
+SLOWER = 0.03
+"""Seconds more that a slow operation takes, for each of a fault's `amount`."""
+
 TAIL = 20
 """A latency is at most so many times its mean."""
 

@@ -9,8 +9,15 @@ from collections.abc import Sequence
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.testing.fakes.gate import Latency, instant
-from kvactors.testing.faults import FaultySink
+from kvactors.testing.faults import FaultySink, Misdeed
+from kvactors.testing.plan import Fault, Kind
 from kvactors.testing.tree_reader import TreeReader
+
+MISDEEDS: dict[Kind, Misdeed] = {
+    "sink_down": "down",
+    "sink_hang": "hang",
+    "sink_lose_answers": "lose_answers",
+}
 
 
 class SimSink(FaultySink):
@@ -53,7 +60,18 @@ class SimSink(FaultySink):
         await asyncio.sleep(self.latency())
         await super()._before()
 
+    async def inject(self, fault: Fault) -> None:
+        """See `Injectable`: sink_down, sink_hang, sink_lose_answers, sink_duplicate."""
+        if fault.kind == "sink_duplicate":
+            self.twice = True
+        else:
+            self.misdeed = MISDEEDS[fault.kind]
+
+    async def recover(self, fault: Fault) -> None:
+        """See `Injectable`."""
+        self.heal()
+
     def heal(self) -> None:
-        """No more trouble."""
+        """End every fault."""
         self.misdeed = ""
         self.twice = False

@@ -15,7 +15,8 @@ from kvactors.lineage import Lineage
 from kvactors.storage.backends.base import Expired, WriteReport
 from kvactors.storage.backends.owned import OwnedBackend
 from kvactors.storage.messages import Outcome
-from kvactors.testing.fakes.gate import Gate, Latency, instant
+from kvactors.testing.fakes.gate import SLOWER, Gate, Latency, instant
+from kvactors.testing.plan import Fault
 
 
 class SimBackend(OwnedBackend):
@@ -165,8 +166,31 @@ class SimBackend(OwnedBackend):
         self.vanished += len(chosen)
         return len(chosen)
 
+    async def inject(self, fault: Fault) -> None:
+        """See `Injectable`: store_down, store_slow, store_hang, disk_full, torn_write, bit_flip,
+        object_lost."""
+        if fault.kind == "store_slow":
+            self.slower = SLOWER * fault.amount
+        elif fault.kind == "store_hang":
+            self.gate.close()
+        elif fault.kind == "store_down":
+            self.down = True
+        elif fault.kind == "disk_full":
+            self.full = True
+        elif fault.kind == "torn_write":
+            self.tearing += fault.amount
+        elif fault.kind == "bit_flip":
+            self.flip(fault.amount)
+        else:
+            self.lose(fault.amount)
+
+    async def recover(self, fault: Fault) -> None:
+        """See `Injectable`."""
+        if fault.kind in ("store_down", "store_slow", "store_hang", "disk_full"):
+            self.heal()
+
     def heal(self) -> None:
-        """No more trouble; what has rotted stays so."""
+        """End every fault; damaged objects stay damaged."""
         self.down = self.full = False
         self.slower, self.tearing = 0.0, 0
         self.gate.open()
