@@ -25,6 +25,7 @@ from kvactors.arguments import (
     request_path,
 )
 from kvactors.config import Config
+from kvactors.deprecated import renamed, warn
 from kvactors.device.base import Device
 from kvactors.errors import (
     ActorFailed,
@@ -103,13 +104,14 @@ class KVCache:
         lora: str | None = None,
         lora_id: int | None = None,
         deadline: float | None = None,
-        wait: bool = True,
+        wait_for_evictions: bool = True,
+        wait: bool | None = None,
     ) -> Lease:
         """Match a prompt against the cache and take device blocks for all of it.
 
-        Answers from memory unless blocks must be evicted first; loads from host or storage continue
-        in the background (`Lease.ready`). The request is admitted under the namespace of the moment
-        at which it gets its blocks, also if it waited for them.
+        Answers from memory unless blocks must be evicted first. Loads from host or storage continue
+        in the background (`Lease.wait_ready`). The request is admitted under the namespace of the
+        moment at which it gets its blocks, also if it waited for them.
 
         Args:
             request_id: for messages and statistics; a preempted request that comes again with its
@@ -131,9 +133,10 @@ class KVCache:
             deadline: seconds from now for this call and for the loads that it starts: loads that
             miss it are recomputed by the caller.
                 None: `cache.deadline` of the settings (30 s).
-            wait: whether to wait, within the deadline, for evictions in flight whose blocks must be
-            copied first. False: NoRoom
+            wait_for_evictions: whether to wait, within the deadline, for evictions in flight whose
+            blocks must be copied first. False: NoRoom
                 instead; the evictions go on, so that a later call may find the blocks.
+            wait: the earlier name of `wait_for_evictions`, deprecated.
 
         Raises:
             NoRoom: fewer device blocks than needed are free, evictable or being freed. Nothing
@@ -143,6 +146,9 @@ class KVCache:
             ActorFailed, CacheClosed, WrongLoop, TypeError, ValueError.
         """
         at = self._deadline(deadline)
+        if wait is not None:
+            warn("acquire(wait=) is deprecated: use wait_for_evictions=", stacklevel=2)
+            wait_for_evictions = check_flag("wait", wait)
         check_text("request_id", request_id)
         origin = request_origin(salt, lora, lora_id)
         path, media = request_path(
@@ -154,7 +160,7 @@ class KVCache:
             request_id,
             path,
             at,
-            check_flag("wait", wait),
+            check_flag("wait_for_evictions", wait_for_evictions),
             origin,
             () if self._split_media else media,
         )
@@ -232,7 +238,7 @@ class KVCache:
         at = self._deadline(deadline)
         await self._ask(SetNamespace(check_text("namespace", namespace)), at)
 
-    async def settled(self, deadline: float = 30.0) -> None:
+    async def wait_idle(self, deadline: float = 30.0) -> None:
         """Return when no actor has anything left to do. DeadlineExceeded after `deadline`
         seconds."""
         self._check()
@@ -245,7 +251,7 @@ class KVCache:
                 f"{self.system.activity.count} messages or jobs are in flight after {seconds} s"
             )
 
-    async def flush_settled(
+    async def wait_flushed(
         self, deadline: float = 30.0, *, at_rest: bool = True, sinks: Collection[str] | None = None
     ) -> None:
         """Return when every sink's view equals the tiers. DeadlineExceeded after `deadline`
@@ -259,7 +265,7 @@ class KVCache:
         check_flag("at_rest", at_rest)
         names = self._sink_names(sinks)
         if at_rest:
-            await self.settled(max(at - now(), 1e-9))
+            await self.wait_idle(max(at - now(), 1e-9))
         with anyio.CancelScope(deadline=at) as scope:
             for actor in self.system.supervisor.actors():
                 await actor.sent()
@@ -268,6 +274,9 @@ class KVCache:
                 f"the actors' messages to the notifier were not taken in {deadline} s"
             )
         await self.system.notifier.ask(Settle(names), deadline=at)
+
+    settled = renamed("settled", wait_idle)
+    flush_settled = renamed("flush_settled", wait_flushed)
 
     async def resync(self, sink: str, *, deadline: float | None = None) -> None:
         """Send a sink everything again, for an index that lost its state; returns when it has taken
@@ -314,7 +323,7 @@ class KVCache:
     def check(self) -> list[str]:
         """The invariants that are violated, one line each. Under load each actor checks its own
         state (pools add up, no slot is given twice, every reference has a lease); at rest (after
-        `settled`) they are also compared with each other. For tests: it keeps the loop for
+        `wait_idle`) they are also compared with each other. For tests: it keeps the loop for
         microseconds for each block of all tiers. See `check_slices`."""
         self._check_thread()
         return invariants(self.system)
@@ -333,7 +342,7 @@ class KVCache:
 
     def divergence(self, sinks: Collection[str] | None = None) -> int:
         """Blocks on which a sink's view (of those named, of all if None) and the tiers differ. 0 at
-        rest (after `flush_settled`)."""
+        rest (after `wait_flushed`)."""
         self._check_thread()
         return self.system.notifier_actor.divergence(
             residency(self.system), self._sink_names(sinks)

@@ -35,7 +35,7 @@ class DeviceConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
     `place`: cpu, gpu:0, ..) or cuda (memory of the GPU numbered `ordinal`, without any framework).
     num_blocks: device blocks. free_low / free_high: fractions of them; when fewer than low are
     free, evict until high are (both 0: evict on demand only). layerwise: load layer by layer
-    (`Lease.layer_ready`)."""
+    (`Lease.wait_layer`)."""
 
     kind: Literal["host", "paddle", "cuda"] = "host"
     place: str = "cpu"

@@ -62,7 +62,7 @@ class Paused(KVActorsError):
 
 
 class NotReady(KVActorsError):
-    """The lease still waits for loads: await `ready()` before computing or committing."""
+    """The lease still waits for loads: await `wait_ready()` before computing or committing."""
 
 
 class LeaseEnded(KVActorsError):

@@ -5,23 +5,89 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import Callable, Collection, Coroutine, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Collection, Coroutine
 from contextlib import suppress
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-from kvactors.arguments import Media, check_seconds
+from kvactors.arguments import check_seconds
 from kvactors.cache import KVCache
+from kvactors.deprecated import renamed
 from kvactors.errors import CacheClosed, DeadlineExceeded, WrongLoop
 from kvactors.lease import Hits, Lease
 from kvactors.observe.health import Health
 from kvactors.observe.statistics import CacheStatistics
-from kvactors.types import Tokens
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 MARGIN = 1.0
 """Seconds that a thread waits beyond an operation's own deadline before it gives up on the loop."""
+
+
+def _deadline_of(method: Callable[..., object]) -> Callable[..., float | None]:
+    """What a call of an awaited method gives as its deadline."""
+    signature = inspect.signature(method)
+
+    def deadline(*args: object, **kwargs: object) -> float | None:
+        bound = signature.bind(None, *args, **kwargs)
+        bound.apply_defaults()
+        found: float | None = bound.arguments["deadline"]
+        return found
+
+    return deadline
+
+
+def _blocking(
+    method: Callable[Concatenate[KVCache, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[FromThread, P], T]:
+    """A method of `KVCache` that blocks its thread until the loop has answered."""
+    deadline_of = _deadline_of(method)
+
+    @functools.wraps(method)
+    def call(self: FromThread, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        deadline = deadline_of(*args, **kwargs)
+        return self._call(partial(method, self._cache, *args, **kwargs), deadline)
+
+    return call
+
+
+def _leased(
+    acquire: Callable[Concatenate[KVCache, P], Coroutine[Any, Any, Lease]],
+) -> Callable[Concatenate[FromThread, P], ThreadLease]:
+    """`KVCache.acquire`. A lease that is granted too late for the thread is given back."""
+    deadline_of = _deadline_of(acquire)
+
+    @functools.wraps(acquire)
+    def call(self: FromThread, /, *args: P.args, **kwargs: P.kwargs) -> ThreadLease:
+        deadline = deadline_of(*args, **kwargs)
+        work = partial(acquire, self._cache, *args, **kwargs)
+        return ThreadLease(self, self._call(work, deadline, Lease.abandon))
+
+    return call
+
+
+def _blocking_lease(
+    method: Callable[Concatenate[Lease, P], Coroutine[Any, Any, T]], *, ends_lease: bool = False
+) -> Callable[Concatenate[ThreadLease, P], T]:
+    """A method of `Lease` that blocks its thread until the loop has answered.
+
+    Args:
+        method: of `Lease`.
+        ends_lease: whether an answer that comes too late for the thread ends the lease, because
+            the call has changed it.
+    """
+    deadline_of = _deadline_of(method)
+
+    @functools.wraps(method)
+    def call(self: ThreadLease, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        deadline = deadline_of(*args, **kwargs)
+        work = partial(method, self._lease, *args, **kwargs)
+        return self._owner._call(work, deadline, self._lost if ends_lease else None)
+
+    return call
 
 
 class FromThread:
@@ -101,85 +167,17 @@ class FromThread:
     async def _now(self, call: Callable[[], T]) -> T:
         return call()
 
-    def acquire(
-        self,
-        request_id: str,
-        tokens: Tokens,
-        *,
-        extra_keys: Sequence[Media] = (),
-        salt: str | None = None,
-        lora: str | None = None,
-        lora_id: int | None = None,
-        deadline: float | None = None,
-        wait: bool = True,
-    ) -> ThreadLease:
-        """See `KVCache.acquire`."""
-        acquire = partial(
-            self._cache.acquire,
-            request_id,
-            tokens,
-            extra_keys=extra_keys,
-            salt=salt,
-            lora=lora,
-            lora_id=lora_id,
-            deadline=deadline,
-            wait=wait,
-        )
-        return ThreadLease(self, self._call(acquire, deadline, Lease.abandon))
-
-    def prefetch(
-        self,
-        tokens: Tokens,
-        *,
-        extra_keys: Sequence[Media] = (),
-        salt: str | None = None,
-        lora: str | None = None,
-        deadline: float | None = None,
-    ) -> int:
-        """See `KVCache.prefetch`."""
-        prefetch = partial(
-            self._cache.prefetch,
-            tokens,
-            extra_keys=extra_keys,
-            salt=salt,
-            lora=lora,
-            deadline=deadline,
-        )
-        return self._call(prefetch, deadline)
-
-    def clear(self, *, storage: bool = False, deadline: float | None = None) -> int:
-        """See `KVCache.clear`."""
-        return self._call(partial(self._cache.clear, storage=storage, deadline=deadline), deadline)
-
-    def pause(self, *, deadline: float | None = None) -> None:
-        """See `KVCache.pause`."""
-        self._call(partial(self._cache.pause, deadline=deadline), deadline)
-
-    def resume(self, *, deadline: float | None = None) -> None:
-        """See `KVCache.resume`."""
-        self._call(partial(self._cache.resume, deadline=deadline), deadline)
-
-    def set_namespace(self, namespace: str, *, deadline: float | None = None) -> None:
-        """See `KVCache.set_namespace`."""
-        self._call(partial(self._cache.set_namespace, namespace, deadline=deadline), deadline)
-
-    def resync(self, sink: str, *, deadline: float | None = None) -> None:
-        """See `KVCache.resync`."""
-        self._call(partial(self._cache.resync, sink, deadline=deadline), deadline)
-
-    def settled(self, deadline: float = 30.0) -> None:
-        """See `KVCache.settled`."""
-        check_seconds("deadline", deadline)
-        self._call(partial(self._cache.settled, deadline), deadline)
-
-    def flush_settled(
-        self, deadline: float = 30.0, *, at_rest: bool = True, sinks: Collection[str] | None = None
-    ) -> None:
-        """See `KVCache.flush_settled`."""
-        check_seconds("deadline", deadline)
-        self._call(
-            partial(self._cache.flush_settled, deadline, at_rest=at_rest, sinks=sinks), deadline
-        )
+    acquire = _leased(KVCache.acquire)
+    prefetch = _blocking(KVCache.prefetch)
+    clear = _blocking(KVCache.clear)
+    pause = _blocking(KVCache.pause)
+    resume = _blocking(KVCache.resume)
+    set_namespace = _blocking(KVCache.set_namespace)
+    resync = _blocking(KVCache.resync)
+    wait_idle = _blocking(KVCache.wait_idle)
+    wait_flushed = _blocking(KVCache.wait_flushed)
+    settled = renamed("settled", wait_idle)
+    flush_settled = renamed("flush_settled", wait_flushed)
 
     @property
     def namespace(self) -> str:
@@ -253,39 +251,14 @@ class ThreadLease:
         """See `Lease`."""
         return self._lease.hits
 
-    def ready(self, *, deadline: float | None = None) -> None:
-        """See `Lease.ready`."""
-        self._owner._call(partial(self._lease.ready, deadline=deadline), deadline)
-
-    def layer_ready(self, layer: int, *, deadline: float | None = None) -> int:
-        """See `Lease.layer_ready`."""
-        return self._owner._call(
-            partial(self._lease.layer_ready, layer, deadline=deadline), deadline
-        )
-
-    def extend(self, tokens: Tokens, *, deadline: float | None = None) -> tuple[int, ...]:
-        """See `Lease.extend`. If the loop's answer comes too late for this thread, the lease has
-        ended."""
-        return self._owner._call(
-            partial(self._lease.extend, tokens, deadline=deadline), deadline, self._lost
-        )
-
-    def commit(self, computed_tokens: int, *, deadline: float | None = None) -> int:
-        """See `Lease.commit`. If the loop's answer comes too late for this thread, the lease has
-        ended."""
-        return self._owner._call(
-            partial(self._lease.commit, computed_tokens, deadline=deadline), deadline, self._lost
-        )
-
-    def finish(self, computed_tokens: int | None = None, *, deadline: float | None = None) -> None:
-        """See `Lease.finish`."""
-        self._owner._call(partial(self._lease.finish, computed_tokens, deadline=deadline), deadline)
-
-    def preempt(self, computed_tokens: int = 0, *, deadline: float | None = None) -> None:
-        """See `Lease.preempt`."""
-        self._owner._call(
-            partial(self._lease.preempt, computed_tokens, deadline=deadline), deadline
-        )
+    wait_ready = _blocking_lease(Lease.wait_ready)
+    wait_layer = _blocking_lease(Lease.wait_layer)
+    extend = _blocking_lease(Lease.extend, ends_lease=True)
+    commit = _blocking_lease(Lease.commit, ends_lease=True)
+    finish = _blocking_lease(Lease.finish)
+    preempt = _blocking_lease(Lease.preempt)
+    ready = renamed("ready", wait_ready)
+    layer_ready = renamed("layer_ready", wait_layer)
 
     def keys(self, start: int, stop: int, *, deadline: float | None = None) -> bytes:
         """See `Lease.keys`."""

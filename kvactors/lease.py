@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from kvactors.actor import Ask
 from kvactors.arguments import check_int, extend_path
+from kvactors.deprecated import renamed
 from kvactors.errors import ActorFailed, LeaseBusy, LeaseEnded, NotReady
 from kvactors.native import Path
 from kvactors.prefix_index.messages import (
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 
 
 AFTER_LOADS = 2.0
-"""Seconds past the deadline of a request's loads until which `ready` waits by default. The index
-gives loads up `GRACE` seconds after their deadline; they are misses then, not an error."""
+"""Seconds past the deadline of a request's loads until which `wait_ready` waits by default. The
+index gives loads up `GRACE` seconds after their deadline. They are misses then, not an error."""
 
 
 class Hits(NamedTuple):
@@ -44,9 +45,13 @@ class Hits(NamedTuple):
 class Lease:
     """A request's hold on its device blocks. Use it as an async context manager, or `finish` it.
 
-    block_table: device block ids in order; final once `ready` has returned. cached_tokens: prefill
-    from here on; before `ready` it counts loads in flight, afterwards those that landed. pending:
-    whether there are such loads.
+    Attributes:
+        request_id: the id that `KVCache.acquire` was given.
+        cached_tokens: prefill from here on. Before `wait_ready` it counts loads in flight,
+            afterwards those that completed.
+        pending: whether loads are in flight.
+        hits: blocks that were cached, by tier; final once `wait_ready` has returned.
+        num_tokens: tokens of the request, those of `extend` included.
 
     A cancelled call either did not happen or has ended the lease. Every method raises LeaseEnded
     once the lease has ended, WrongLoop outside the event loop of its cache, CacheClosed after its
@@ -82,7 +87,7 @@ class Lease:
             self._table = tuple(self._table)
         return self._table
 
-    async def ready(self, *, deadline: float | None = None) -> None:
+    async def wait_ready(self, *, deadline: float | None = None) -> None:
         """Return when every load has landed or was demoted to a miss; `block_table` and
         `cached_tokens` are final then.
 
@@ -103,14 +108,13 @@ class Lease:
         self.cached_tokens, self.pending = landed.cached_tokens, False
         self.hits = Hits(landed.device_hits, landed.host_hits, landed.storage_hits)
 
-    async def layer_ready(self, layer: int, *, deadline: float | None = None) -> int:
+    async def wait_layer(self, layer: int, *, deadline: float | None = None) -> int:
         """Return when one layer (counted from the layout's first, 0) of every load has landed, so
         that attention on it can start while later ones still load; layers land one by one with
         `device.layerwise`, else all at once. Returns the tokens that are cached in it.
 
-        `ready` decides: if it says that fewer are cached, what was computed on top of the others
-        must be thrown away. Raises ValueError for a layer that is not there, and what `ready`
-        raises.
+        `wait_ready` decides: if fewer are cached after it, discard what was computed on top of the
+        others. Raises ValueError for a layer that is not there, and what `wait_ready` raises.
         """
         at = self._loads_deadline(deadline)
         layout = self._cache.system.layout
@@ -118,6 +122,9 @@ class Lease:
         if not self.pending:
             return self.cached_tokens
         return int(await self._ask(LayerReady(self._id, number), at))
+
+    ready = renamed("ready", wait_ready)
+    layer_ready = renamed("layer_ready", wait_layer)
 
     async def extend(self, tokens: Tokens, *, deadline: float | None = None) -> tuple[int, ...]:
         """Append a copy of tokens (as for `KVCache.acquire`; none is allowed); returns the device

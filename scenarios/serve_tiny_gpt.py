@@ -162,7 +162,7 @@ async def cached_run(
             async with server.serving():
                 await workload.converse(server, turns)
             seconds = time.monotonic() - began
-            await cache.settled()
+            await cache.wait_idle()
             violated = cache.check()
             if violated:
                 raise SystemExit(f"invariants of the cache do not hold: {violated}")

@@ -92,7 +92,7 @@ async def measure(requests: int) -> tuple[list[Row], int]:
 async def serve(cache: KVCache, prompt: NDArray[np.int64]) -> None:
     """One request's whole life."""
     lease = await cache.acquire("bench", prompt)
-    await lease.ready()
+    await lease.wait_ready()
     await lease.commit(PROMPT)
     await lease.finish()
 

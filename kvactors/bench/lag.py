@@ -58,7 +58,7 @@ async def churn(cache: KVCache, prompts: Prompts, seconds: float) -> int:
         while time.monotonic() < until:
             try:
                 async with await cache.acquire("churn", order.choice(prompts)) as lease:
-                    await lease.ready()
+                    await lease.wait_ready()
                     await lease.commit(lease.num_tokens)
                 served += 1
             except NoRoom:
@@ -77,7 +77,7 @@ async def measure(seconds: float) -> tuple[Lag, Lag, int, float]:
                 await anyio.sleep(seconds)
             async with LagMonitor().running() as busy:
                 served = await churn(cache, prompts, seconds)
-            await cache.settled()
+            await cache.wait_idle()
             statistics = cache.statistics()
             blocks = statistics.host.loaded + statistics.host.offloaded
             if statistics.store is not None:

@@ -28,7 +28,7 @@ class Engine:
     async def begin(self, lease: Lease) -> None:
         """Wait for the loads, count the hits, verify byte for byte what came back from a lower
         tier."""
-        await lease.ready()
+        await lease.wait_ready()
         hits, totals = lease.hits, self.totals
         totals.requests += 1
         totals.blocks_looked_up += lease.num_tokens // self.cache.block_size
@@ -75,7 +75,7 @@ class Engine:
         """Wait until nothing is under way and every sink (of those named) is told; what cannot be
         reached in time is an error in the totals."""
         try:
-            await self.cache.flush_settled(sinks=sinks)
+            await self.cache.wait_flushed(sinks=sinks)
         except DeadlineExceeded as error:
             self.totals.complain(f"at the end: {error}")
 
@@ -83,7 +83,7 @@ class Engine:
         """Wait until the cache has nothing left to do, however slow the disk is; an error in the
         totals if it takes IDLE seconds."""
         try:
-            await self.cache.settled(IDLE)
+            await self.cache.wait_idle(IDLE)
         except DeadlineExceeded as error:
             self.totals.complain(f"between turns: {error}")
 

@@ -95,7 +95,7 @@ async def replay_in_order(
     for number, request in enumerate(requests):
         try:
             await engine.serve(str(number), tokens_of(request.ids, cache.block_size))
-            await cache.settled()
+            await cache.wait_idle()
         except NoRoom:
             engine.totals.rejected += 1
         except KVActorsError as error:

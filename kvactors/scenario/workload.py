@@ -192,4 +192,4 @@ class Script:
         elif step.do == "resume":
             await cache.resume()
         else:
-            await cache.settled()
+            await cache.wait_idle()

@@ -74,7 +74,7 @@ async def check_at_rest(cache: KVCache, forgotten: list[str], *, deadline: float
     what is not so, work that does not end within `deadline` seconds.
     """
     try:
-        await cache.flush_settled(deadline)
+        await cache.wait_flushed(deadline)
     except KVActorsError as error:
         raise Unclean([f"the cache does not come to rest: {error}"], []) from error
     kept = [lease.request_id for lease in cache.system.index_actor.core.leases]

@@ -314,7 +314,7 @@ class Server:
                 raise
             return None
         try:
-            await lease.ready()
+            await lease.wait_ready()
             self._count(lease)
             loaded = lease.block_table[lease.hits.device : lease.cached_tokens // BLOCK]
             if self.after_load is not None and len(loaded) > 1:

@@ -23,7 +23,7 @@ STORE = {"backend": "memory", "write_policy": "write_through"}
 
 async def compute_and_finish(cache, lease):
     """Compute what is missing and finish; returns the tokens that were cached."""
-    await lease.ready()
+    await lease.wait_ready()
     full, cached = lease.num_tokens // BLOCK, lease.cached_tokens // BLOCK
     keys, table = lease.keys(0, full), list(lease.block_table)
     assert cache.device.check(table[:cached], keys[: 32 * cached]) == []
@@ -65,9 +65,9 @@ async def test_a_request_that_waits_for_room_is_admitted_under_the_namespace_of_
     for storage in ({}, STORE):
         async with opened(device=8, host=HOST, storage=storage) as cache:
             await serve(cache, "old weights", tokens)
-            await cache.settled()
+            await cache.wait_idle()
             await serve(cache, "other", prompt(2, 8))
-            await cache.settled()
+            await cache.wait_idle()
             waits = asyncio.ensure_future(cache.acquire("waits", tokens))
             named = asyncio.ensure_future(cache.set_namespace("new weights"))
             lease = await waits
@@ -86,7 +86,7 @@ async def test_the_namespace_outlives_a_restart_of_the_index(monkeypatch):
     tokens = prompt(1, 3, tail=1)
     async with opened(host=HOST, storage=STORE) as cache:
         await serve(cache, "old weights", tokens)
-        await cache.settled()
+        await cache.wait_idle()
         await cache.set_namespace("new weights")
         lease = await cache.acquire("victim", prompt(2, 1))
         actor = cache.system.index_actor
@@ -94,7 +94,7 @@ async def test_the_namespace_outlives_a_restart_of_the_index(monkeypatch):
         with pytest.raises(kvactors.ActorFailed):
             await lease.commit(0)
         lease.abandon()
-        await cache.settled()
+        await cache.wait_idle()
         assert cache.namespace == "new weights"
         assert (await serve(cache, "new weights", tokens)).cached_tokens == 0
 
@@ -129,13 +129,13 @@ async def test_thousands_of_waiting_requests_are_served_a_few_a_turn(monkeypatch
         waiting = [
             asyncio.ensure_future(cache.acquire(f"r{n}", [n], deadline=600.0)) for n in range(count)
         ]
-        await cache.settled()
+        await cache.wait_idle()
         assert len(cache.system.index_actor.core.held) == count
         given_up = waiting[::2]
         for one in given_up:
             one.cancel()
         await asyncio.gather(*given_up, return_exceptions=True)
-        await cache.settled()
+        await cache.wait_idle()
         assert len(cache.system.index_actor.core.held) == count // 2
         done = asyncio.ensure_future(end_each(waiting[1::2]))
         await cache.resume()
@@ -190,7 +190,7 @@ async def test_no_timer_outlasts_its_wait_or_the_cache():
         await asyncio.sleep(0)
         waits.cancel()
         await asyncio.gather(waits, return_exceptions=True)
-        await cache.settled()
+        await cache.wait_idle()
         assert timers() == 0
         held = asyncio.ensure_future(cache.acquire("held", prompt(1, 2), deadline=3600.0))
         await asyncio.sleep(0)
@@ -231,12 +231,12 @@ async def test_cached_tokens_never_end_inside_a_media_item(tier, split):
     storage = STORE if tier == "storage" else None
     async with opened(device=8, host=host, storage=storage, cache={"split_media": split}) as cache:
         await compute_and_finish(cache, await cache.acquire("a", tokens, extra_keys=[ITEM]))
-        await cache.settled()
+        await cache.wait_idle()
         if tier != "device":
             await serve(cache, "other", prompt(10, 8))
-            await cache.settled()
+            await cache.wait_idle()
         lease = await cache.acquire("b", other, extra_keys=[ITEM])
-        await lease.ready()
+        await lease.wait_ready()
         wanted = 2 * BLOCK if split else BLOCK
         assert lease.cached_tokens == wanted
         assert sum(lease.hits) * BLOCK == wanted
@@ -259,17 +259,17 @@ async def test_a_load_that_ends_inside_a_media_item_is_cut_before_it():
     tokens = prompt(1, 5, tail=1)
     async with opened(device=16, storage=STORE) as cache:
         await compute_and_finish(cache, await cache.acquire("a", tokens, extra_keys=[ITEM]))
-        await cache.settled()
+        await cache.wait_idle()
         names = await cache.acquire("names", tokens, extra_keys=[ITEM])
         keys = names.keys(0, 5)
         names.abandon()
         for number in range(4):
             await serve(cache, "other", prompt(10 + number, 8))
-            await cache.settled()
+            await cache.wait_idle()
         lease = await cache.acquire("b", tokens, extra_keys=[ITEM])
         if lease.pending:
             await cache.system.backend.remove([keys[64:96]])
-        await lease.ready()
+        await lease.wait_ready()
         assert lease.cached_tokens in (BLOCK, 5 * BLOCK)
         path = cache.system.index_actor.core.leases.get(lease._id).path
         assert not any(
@@ -312,7 +312,7 @@ async def test_what_an_abandoned_request_has_committed_is_announced():
     async with opened(sinks=(sink,)) as cache:
         lease = await cache.acquire("a", prompt(1, 3))
         await lease.commit(2 * BLOCK)
-        await cache.settled()
+        await cache.wait_idle()
         told = []
         announcements = cache.system.index_actor.core.announcements
         cached = announcements.cached
@@ -323,7 +323,7 @@ async def test_what_an_abandoned_request_has_committed_is_announced():
 
         announcements.cached = noted
         lease.abandon()
-        await cache.settled()
+        await cache.wait_idle()
         assert [(start, stop, reason.name) for start, stop, reason in told] == [
             (0, 2, "REQUEST_FINISH")
         ]
@@ -341,10 +341,10 @@ async def test_finish_commits_what_is_computed_or_changes_nothing():
         assert (await serve(cache, "again", tokens)).cached_tokens == 3 * BLOCK
         for number in range(4):
             await serve(cache, "other", prompt(10 + number, 8))
-        await cache.settled()
+        await cache.wait_idle()
         loading = await cache.acquire("loading", tokens)
         if loading.pending:
             with pytest.raises(NotReady):
                 await loading.finish(3 * BLOCK)
-            await loading.ready()
+            await loading.wait_ready()
         await loading.finish()

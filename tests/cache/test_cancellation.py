@@ -19,7 +19,7 @@ async def one_request(cache, reached):
     tokens = prompt(1, 5, tail=1)
     async with await cache.acquire("victim", tokens) as lease:
         reached.append("acquired")
-        await lease.ready()
+        await lease.wait_ready()
         reached.append("ready")
         cache.device.fill(list(lease.block_table[:5]), lease.keys(0, 5))
         await lease.extend([1, 2, 3, 4])
@@ -36,7 +36,7 @@ async def prepare(cache):
     await serve(cache, "victim before", prompt(1, 5, tail=1))
     for other in (2, 3):
         await serve(cache, "other", prompt(other, 8))
-    await cache.settled()
+    await cache.wait_idle()
 
 
 async def cancelled_after(step: int, how: str, *, inline: bool) -> tuple[tuple[str, ...], bool]:
@@ -62,7 +62,7 @@ async def cancelled_after(step: int, how: str, *, inline: bool) -> tuple[tuple[s
         await asyncio.gather(task, return_exceptions=True)
         del task
         gc.collect()
-        await cache.settled()
+        await cache.wait_idle()
         index = cache.statistics().prefix
         assert index.leases == index.waiting == index.nodes_referenced == 0, (step, reached)
         assert index.blocks_free + index.evictable == index.blocks_total, (step, reached)
@@ -98,7 +98,7 @@ async def test_a_forgotten_lease_comes_back_with_a_warning():
         leases = [await cache.acquire("forgetful", prompt(1, 3))]
         with pytest.warns(ResourceWarning, match="forgetful"):
             leases.clear()
-        await cache.settled()
+        await cache.wait_idle()
         assert cache.statistics().prefix.blocks_free == 8
 
 
@@ -107,5 +107,5 @@ async def test_an_error_inside_the_lease_gives_it_back():
         with pytest.raises(RuntimeError, match="engine"):
             async with await cache.acquire("a", prompt(1, 3)):
                 raise RuntimeError("engine")
-        await cache.settled()
+        await cache.wait_idle()
         assert cache.statistics().prefix.blocks_free == 8

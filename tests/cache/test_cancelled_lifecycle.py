@@ -51,7 +51,7 @@ async def use(config: kvactors.Config) -> None:
     async with kvactors.open(config) as cache:
         tokens = prompt(1, 3)
         async with await cache.acquire("a", tokens) as lease:
-            await lease.ready()
+            await lease.wait_ready()
             await lease.commit(3 * BLOCK)
         await asyncio.sleep(0)
 

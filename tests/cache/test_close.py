@@ -86,7 +86,7 @@ class Stubborn(MemorySink):
 
 async def one_request(cache):
     async with await cache.acquire("a", prompt(1, 3)) as lease:
-        await lease.ready()
+        await lease.wait_ready()
         await lease.commit(3 * BLOCK)
 
 
@@ -207,7 +207,7 @@ def in_child(cache, write):
 
     def calls():
         asyncio.run(call(cache.acquire("child", [1, 2, 3])))
-        asyncio.run(call(cache.settled()))
+        asyncio.run(call(cache.wait_idle()))
         try:
             cache.from_thread.clear()
         except Exception as error:

@@ -80,7 +80,7 @@ async def test_a_commit_cancelled_between_its_parts_ends_the_lease_and_keeps_the
         with pytest.raises(LeaseEnded):
             await lease.finish()
         monkeypatch.undo()
-        await cache.settled()
+        await cache.wait_idle()
         again = await cache.acquire("b", prompt(1, 7))
         assert again.hits == (2, 0, 0)
         await again.finish()

@@ -35,7 +35,7 @@ def test_what_is_called_cached_is(seed, mode):
             return
         async with lease:
             try:
-                await lease.ready()
+                await lease.wait_ready()
             except (
                 kvactors.NoRoom
             ):  # a shared load came short, and there was nothing to put in its blocks' place
@@ -59,7 +59,7 @@ def test_what_is_called_cached_is(seed, mode):
             async with anyio.create_task_group() as tasks:
                 for number in range(5):
                     tasks.start_soon(client, number)
-            await cache.settled()
+            await cache.wait_idle()
             assert cache.check() == []
             statistics = cache.statistics()
             hits = statistics.device_hits + statistics.host_hits + statistics.storage_hits

@@ -74,12 +74,12 @@ def test_an_optional_actor_that_fails_too_often_is_switched_off_and_comes_back(v
                     (name, True)
                 ]
                 assert any(name in line for line in cache.check())
-            await cache.settled()
+            await cache.wait_idle()
             if victim == "notifier":
                 with pytest.raises(kvactors.SinkError, match="switched off"):
-                    await cache.flush_settled()
+                    await cache.wait_flushed()
             else:  # indexes still list what the store holds: docs/health.md
-                await cache.flush_settled()
+                await cache.wait_flushed()
                 assert cache.divergence() == 0
                 (sink,) = cache.sinks.values()
                 assert sink.view()[Tier.STORAGE] == set(cache.system.backend.keys()) != set()
@@ -107,7 +107,7 @@ def test_one_of_a_pool_that_is_switched_off_is_not_asked_while_another_works(vic
             await fail(cache, victim, 1)
             assert [one.component for one in cache.health().reasons] == [ref_of(cache, victim).name]
             await requests(cache, 3, 4, 5, 1)
-            await cache.settled()
+            await cache.wait_idle()
             host = cache.statistics().host
             assert host.write_failures == 0
             assert (
@@ -160,8 +160,8 @@ CALLS = {
     "pause": lambda cache: cache.pause(),
     "resume": lambda cache: cache.resume(),
     "set_namespace": lambda cache: cache.set_namespace("n"),
-    "settled": lambda cache: cache.settled(),
-    "flush_settled": lambda cache: cache.flush_settled(),
+    "wait_idle": lambda cache: cache.wait_idle(),
+    "wait_flushed": lambda cache: cache.wait_flushed(),
 }
 
 

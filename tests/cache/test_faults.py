@@ -30,7 +30,7 @@ async def pressed(cache):
     """Request a's six blocks: two on the device, four on the host."""
     await serve(cache, "a", prompt(1, 6))
     await serve(cache, "b", prompt(2, 6))
-    await cache.settled()
+    await cache.wait_idle()
 
 
 def refuse_copies(cache, monkeypatch, name):
@@ -54,7 +54,7 @@ async def test_a_failed_load_is_a_miss_into_the_leases_own_blocks(monkeypatch):
         refuse_copies(cache, monkeypatch, "copy_to_device")
         lease = await cache.acquire("a", prompt(1, 6, tail=1))
         assert lease.pending
-        await lease.ready()
+        await lease.wait_ready()
         assert lease.hits == (2, 0, 0)
         assert lease.cached_tokens == 2 * BLOCK
         assert len(set(lease.block_table)) == 7
@@ -70,7 +70,7 @@ async def test_a_failed_offload_loses_the_block_but_frees_its_place(monkeypatch)
         await serve(cache, "a", prompt(1, 6))
         refuse_copies(cache, monkeypatch, "copy_to_host")
         await serve(cache, "b", prompt(2, 8))
-        await cache.settled()
+        await cache.wait_idle()
         assert cache.statistics().host.resident == 0
         assert (await serve(cache, "a", prompt(1, 6, tail=1))).hits == (0, 0, 0)
 
@@ -80,14 +80,14 @@ async def test_two_requests_share_one_load_and_a_failure_of_it(monkeypatch):
         async with opened(device=16, host=HOST) as cache:
             await serve(cache, "a", prompt(1, 6))
             await serve(cache, "b", prompt(2, 16))
-            await cache.settled()
+            await cache.wait_idle()
             if broken:
                 refuse_copies(cache, monkeypatch, "copy_to_device")
             before = cache.statistics().host.loaded
             one, two = await asyncio.gather(
                 *(cache.acquire(name, prompt(1, 6, tail=1)) for name in "xy")
             )
-            await asyncio.gather(one.ready(), two.ready())
+            await asyncio.gather(one.wait_ready(), two.wait_ready())
             if broken:
                 assert one.hits == two.hits == (0, 0, 0)
                 assert not set(one.block_table) & set(two.block_table)
@@ -99,7 +99,7 @@ async def test_two_requests_share_one_load_and_a_failure_of_it(monkeypatch):
                 assert cache.device.check(one.block_table[:6], one.keys(0, 6)) == []
             for lease in (one, two):
                 await lease.finish()
-            await cache.settled()
+            await cache.wait_idle()
 
 
 async def test_a_block_matched_again_while_it_is_offloaded_is_kept(monkeypatch):
@@ -112,16 +112,16 @@ async def test_a_block_matched_again_while_it_is_offloaded_is_kept(monkeypatch):
         assert cache.device.check(lease.block_table[:1], lease.keys(0, 1)) == []
         await lease.finish()
         await (await waiting).finish()
-        await cache.settled()
+        await cache.wait_idle()
 
 
 async def test_without_waiting_an_eviction_refuses_and_makes_room_for_later():
     async with opened(host=HOST) as cache:
         await serve(cache, "a", prompt(1, 8))
         with pytest.raises(kvactors.NoRoom):
-            await cache.acquire("b", prompt(2, 4), wait=False)
-        await cache.settled()
-        await (await cache.acquire("b", prompt(2, 4), wait=False)).finish()
+            await cache.acquire("b", prompt(2, 4), wait_for_evictions=False)
+        await cache.wait_idle()
+        await (await cache.acquire("b", prompt(2, 4), wait_for_evictions=False)).finish()
 
 
 async def test_device_blocks_are_kept_free_ahead_of_need():
@@ -136,7 +136,7 @@ async def test_device_blocks_are_kept_free_ahead_of_need():
     async with kvactors.open(config) as cache:
         for i in range(6):
             await serve(cache, "x", prompt(i, 4))
-            await cache.settled()
+            await cache.wait_idle()
         assert cache.statistics().prefix.blocks_free >= 4
 
 
@@ -145,7 +145,7 @@ async def test_host_watermarks_evict_ahead_of_need():
     async with opened(host=host) as cache:
         for i in range(6):
             await serve(cache, "x", prompt(i, 8))
-            await cache.settled()
+            await cache.wait_idle()
         assert cache.statistics().host.resident <= 8
 
 
@@ -155,7 +155,7 @@ async def test_a_slow_or_broken_store_costs_a_miss_by_the_deadline(answer):
         await serve(cache, "a", prompt(1, 6))
         for other in (2, 3):
             await serve(cache, "x", prompt(other, 8))
-            await cache.settled()
+            await cache.wait_idle()
         store = cache.system.backend
         assert len(store.keys()) >= 4
         original, answered = store.load, asyncio.Event()
@@ -168,12 +168,12 @@ async def test_a_slow_or_broken_store_costs_a_miss_by_the_deadline(answer):
 
         store.load = load
         lease = await cache.acquire("a", prompt(1, 6, tail=1), deadline=0.1)
-        await lease.ready()
+        await lease.wait_ready()
         assert not answered.is_set(), "the request waited for the store"
         assert lease.hits.storage == 0
         await lease.finish()
         answered.set()
-        await cache.settled()
+        await cache.wait_idle()
         store.load = original
         assert cache.check() == []
 
@@ -185,7 +185,7 @@ async def test_a_copy_that_hangs_costs_other_blocks_and_its_own_stay_out_of_use(
     async with opened(device=16, host={"slots": 16, "transit_slots": 16}) as cache:
         await serve(cache, "a", prompt(1, 4))
         await serve(cache, "b", prompt(2, 16))
-        await cache.settled()
+        await cache.wait_idle()
         release = asyncio.Event()
         run = cache.system.plane.engine.run
 
@@ -197,14 +197,14 @@ async def test_a_copy_that_hangs_costs_other_blocks_and_its_own_stay_out_of_use(
         cache.system.plane.engine.run = hangs
         lease = await cache.acquire("a", prompt(1, 4, tail=1), deadline=0.1)
         table = lease.block_table
-        await lease.ready()
+        await lease.wait_ready()
         assert lease.hits == (0, 0, 0)
         assert not set(lease.block_table[:4]) & set(table[:4])
         cache.device.fill(lease.block_table[:4], lease.keys(0, 4))
         await lease.commit(4 * BLOCK)
         release.set()
         cache.system.plane.engine.run = run
-        await cache.settled()
+        await cache.wait_idle()
         assert cache.device.check(lease.block_table[:4], lease.keys(0, 4)) == []
         await lease.finish()
 
@@ -223,18 +223,18 @@ async def test_any_actor_may_die_at_any_time(victim):
             lease = await cache.acquire("a", prompt(1, 6, tail=1))
             ref.try_tell(Unwelcome())
             try:
-                await lease.ready()
+                await lease.wait_ready()
                 await lease.finish()
             except (kvactors.ActorFailed, kvactors.LeaseEnded):
                 assert victim == "index"
                 lease.abandon()
             await asyncio.sleep(0.01)
-            await cache.settled()
+            await cache.wait_idle()
             assert cache.statistics().supervisor.deaths == round_ + 1
             assert cache.check() == []
         for seed in (1, 2, 3, 1):
             await serve(cache, "after", prompt(seed, 6, tail=1))
-        await cache.flush_settled()
+        await cache.wait_flushed()
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -255,7 +255,7 @@ def test_what_a_dead_storage_actor_was_about_to_tell_is_told_by_its_next_life(vi
                     await serve(cache, "r", prompt(rng.randrange(8), 6, tail=1))
                 await asyncio.sleep(rng.random() * 0.02)
                 ref.try_tell(Unwelcome())
-            await cache.flush_settled(10)
+            await cache.wait_flushed(10)
             assert cache.divergence() == 0
             assert cache.statistics().supervisor.deaths == 6
 
@@ -281,7 +281,7 @@ async def test_answers_to_unknown_operations_are_ignored():
     async with opened(host=HOST, storage=STORE) as cache:
         cache.system.evictor.try_tell(Copied(999, ()))
         cache.system.evictor.try_tell(Probed(999, 3))
-        await cache.settled()
+        await cache.wait_idle()
         assert cache.statistics().supervisor.deaths == 0
 
 
@@ -292,7 +292,7 @@ async def test_clear_empties_every_tier_with_copies_in_flight():
         await asyncio.sleep(0)
         await cache.clear(storage=True)
         await (await waiting).finish()
-        await cache.flush_settled()
+        await cache.wait_flushed()
         view = cache.sinks["memory"].view()
         assert view[Tier.HOST] == view[Tier.STORAGE] == set()
         assert (await serve(cache, "a", prompt(1, 6, tail=1))).hits == (0, 0, 0)

@@ -45,9 +45,9 @@ def config(folder):
 
 async def serve(cache, seed):
     async with await cache.acquire(f"r{seed}", prompt(seed, 2)) as lease:
-        await lease.ready()
+        await lease.wait_ready()
         await lease.commit(2 * BLOCK)
-    await cache.flush_settled(LONGEST)
+    await cache.wait_flushed(LONGEST)
 
 
 def resident(path) -> int:
@@ -84,9 +84,9 @@ def test_a_child_that_leaves_the_block_closes_nothing_and_raises_only_its_own(ho
                         _, status = await in_thread(os.waitpid, child, 0)
                     assert status == 0
                     await serve(cache, 2)
-                    await held.ready()
+                    await held.wait_ready()
                     await held.finish()
-                    await cache.flush_settled(LONGEST)
+                    await cache.wait_flushed(LONGEST)
                     assert cache.health() == ("ok", ())
                     assert cache.check() == []
                     assert resident(tmp_path / "events.jsonl") == 4

@@ -54,7 +54,7 @@ async def request(cache, seed, blocks=2):
     """One request; the number of its cached blocks. What is cached is checked."""
     tokens = prompt(seed, blocks)
     async with await cache.acquire(f"r{seed}", tokens, deadline=2.0) as lease:
-        await lease.ready()
+        await lease.wait_ready()
         cached, keys = lease.cached_tokens // BLOCK, lease.keys(0, blocks)
         assert cache.device.check(lease.block_table[:cached], keys[:cached]) == []
         cache.device.fill(lease.block_table[cached:], keys[cached:])
@@ -84,7 +84,7 @@ def test_slots_that_a_call_to_a_store_accesses_are_not_handed_out_before_it_ends
             system = cache.system
             for seed in range(12):  # through device and host into the store
                 await request(cache, seed)
-            await cache.settled()
+            await cache.wait_idle()
             hanging.armed = True
             if what == "load":
                 await request(cache, 0)
@@ -121,7 +121,7 @@ def test_slots_that_a_call_to_a_store_accesses_are_not_handed_out_before_it_ends
             hanging.release.set()
             await asyncio.sleep(1.0)
             assert not arena.in_use
-            await cache.settled()
+            await cache.wait_idle()
             assert host.free + host.resident == host.num_slots
             if victim == "evictor":
                 await cache.clear(storage=True)

@@ -24,8 +24,8 @@ STORE = {"backend": "memory", "write_policy": "write_back"}
 CALLS = {
     "extend": lambda lease: lease.extend([5] * (2 * BLOCK + 1)),
     "commit": lambda lease: lease.commit(2 * BLOCK),
-    "ready": lambda lease: lease.ready(),
-    "layer_ready": lambda lease: lease.layer_ready(0),
+    "wait_ready": lambda lease: lease.wait_ready(),
+    "wait_layer": lambda lease: lease.wait_layer(0),
     "finish": lambda lease: lease.finish(2 * BLOCK),
     "preempt": lambda lease: lease.preempt(2 * BLOCK),
 }
@@ -56,8 +56,8 @@ async def test_a_call_cancelled_at_every_step_did_not_happen_or_ended_the_lease(
             for other in (2, 3):
                 await serve(cache, "other", prompt(other, 8))
             lease = await cache.acquire("victim", prompt(1, 2, tail=1))
-            if name not in ("ready", "layer_ready"):
-                await lease.ready()
+            if name not in ("wait_ready", "wait_layer"):
+                await lease.wait_ready()
             scope = anyio.CancelScope()
 
             async def run(lease=lease, scope=scope):
@@ -75,11 +75,11 @@ async def test_a_call_cancelled_at_every_step_did_not_happen_or_ended_the_lease(
             else:
                 scope.deadline = 0
             await asyncio.gather(task, return_exceptions=True)
-            await cache.settled()
+            await cache.wait_idle()
             alive = agree(cache, lease)
             outcomes.add(alive)
             if alive:
-                await lease.ready()
+                await lease.wait_ready()
                 before = lease.num_tokens
                 await lease.extend([6])
                 assert lease.num_tokens == before + 1
@@ -156,11 +156,11 @@ async def test_a_cancelled_extend_gives_back_what_it_has_collected():
         holder, lease = await cache.acquire("holder", prompt(1, 1)), await cache.acquire("a", [1])
         actor.core.saves.in_flight[-1] = None  # a save that does not end
         waits = asyncio.ensure_future(lease.extend([2] * (3 * BLOCK), deadline=600.0))
-        await cache.settled()
+        await cache.wait_idle()
         assert cache.statistics().prefix.blocks_free == 0
         waits.cancel()
         await asyncio.gather(waits, return_exceptions=True)
-        await cache.settled()
+        await cache.wait_idle()
         assert cache.statistics().prefix.blocks_free == 2
         del actor.core.saves.in_flight[-1]
         assert agree(cache, lease)
@@ -206,8 +206,8 @@ async def test_every_call_from_another_thread_raises_at_once():
             cache.clear,
             cache.pause,
             cache.resume,
-            cache.settled,
-            cache.flush_settled,
+            cache.wait_idle,
+            cache.wait_flushed,
         ]
         for made in calls:
 
@@ -265,7 +265,7 @@ async def test_a_thread_that_gave_up_has_no_effect_or_no_lease(monkeypatch):
         monkeypatch.setattr(kvactors.from_thread.FromThread, "_schedule", noted)
         with pytest.raises(DeadlineExceeded):
             await asyncio.to_thread(in_thread(lambda: held.extend([1] * BLOCK, deadline=0.3)))
-        await cache.settled()
+        await cache.wait_idle()
         assert not agree(cache, lease)
         given_up.clear()
         monkeypatch.setattr(cache, "acquire", late(cache.acquire))
@@ -273,7 +273,7 @@ async def test_a_thread_that_gave_up_has_no_effect_or_no_lease(monkeypatch):
             await asyncio.to_thread(
                 in_thread(lambda: cache.from_thread.acquire("b", prompt(2, 1), deadline=0.3))
             )
-        await cache.settled()
+        await cache.wait_idle()
         assert cache.statistics().prefix.leases == 0
 
 
@@ -284,27 +284,27 @@ async def test_a_thread_has_all_the_calls_of_the_loop():
         def work():
             assert door.prefetch(prompt(1, 3, tail=1)) == 3
             with door.acquire("t", prompt(1, 3, tail=1)) as lease:
-                lease.ready()
+                lease.wait_ready()
                 assert (lease.request_id, lease.num_tokens, lease.pending) == (
                     "t",
                     3 * BLOCK + 1,
                     False,
                 )
-                assert lease.layer_ready(0) == lease.cached_tokens == 0
+                assert lease.wait_layer(0) == lease.cached_tokens == 0
                 assert len(lease.keys(0, 3)) == 96
                 assert lease.extend([1, 2, 3]) == ()
                 cache.device.fill(list(lease.block_table), lease.keys(0, 4))
                 lease.finish(4 * BLOCK)
             other = door.acquire("u", prompt(2, 1))
             other.abandon()
-            door.settled()
+            door.wait_idle()
             assert door.statistics().prefix.leases == 0
             assert door.check() == []
             assert door.health().status == "ok"
-            door.flush_settled(sinks=["memory"], at_rest=False)
+            door.wait_flushed(sinks=["memory"], at_rest=False)
             assert door.divergence() == door.divergence(["memory"]) == 0
             with pytest.raises(ValueError, match="no sink"):
-                door.flush_settled(sinks=["nope"])
+                door.wait_flushed(sinks=["nope"])
 
         await asyncio.to_thread(work)
         with pytest.raises(WrongLoop):
@@ -341,7 +341,7 @@ async def test_a_lease_that_the_cache_lost_says_so(monkeypatch):
         monkeypatch.setitem(actor.handlers, Commit, fails.__get__(actor))
         with pytest.raises(kvactors.ActorFailed):
             await lease.commit(BLOCK)
-        await cache.settled()
+        await cache.wait_idle()
         for one in (lease, bystander):
             with pytest.raises(LeaseEnded, match="lost when prefix_index was restarted"):
                 await one.extend([1])
@@ -352,7 +352,7 @@ async def test_calls_after_the_cache_is_closed_say_so():
     async with opened() as cache:
         lease = await cache.acquire("a", prompt(1, 2))
         await lease.finish()
-    for call in (cache.clear, cache.settled, cache.flush_settled, cache.pause):
+    for call in (cache.clear, cache.wait_idle, cache.wait_flushed, cache.pause):
         with pytest.raises(CacheClosed):
             await call()
     with pytest.raises(CacheClosed):
@@ -378,5 +378,5 @@ async def test_a_lease_that_failed_and_was_forgotten_gives_its_blocks_back():
         for number in range(10):
             await fail(number)
         gc.collect()
-        await cache.settled()
+        await cache.wait_idle()
         assert cache.statistics().prefix.leases == 0

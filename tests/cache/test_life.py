@@ -161,21 +161,21 @@ async def test_offload_and_load_bring_the_same_bytes_back():
     async with opened(host=EXCLUSIVE) as cache:
         await serve(cache, "a", prompt(1, 6))
         await serve(cache, "b", prompt(2, 6))
-        await cache.settled()
+        await cache.wait_idle()
         assert cache.statistics().host.resident == 4
         back = await serve(cache, "a again", prompt(1, 6, tail=1))
         assert back.hits.device == 2
         assert back.hits.host == 4
-        await cache.settled()
+        await cache.wait_idle()
 
 
 async def test_an_inclusive_host_keeps_its_copy():
     async with opened(host=INCLUSIVE) as cache:
         await serve(cache, "a", prompt(1, 6))
-        await cache.settled()
+        await cache.wait_idle()
         assert cache.statistics().host.resident == 6
         await serve(cache, "b", prompt(2, 4))
-        await cache.settled()
+        await cache.wait_idle()
         assert cache.statistics().host.resident == 8
         assert sum((await serve(cache, "a again", prompt(1, 6, tail=1))).hits) >= 4
 
@@ -189,13 +189,13 @@ async def test_storage_brings_the_same_bytes_back(policy, backend, tmp_path):
     async with opened(host={"slots": 2, "transit_slots": 32}, storage=storage) as cache:
         for _ in range(2):
             await serve(cache, "a", prompt(1, 6, tail=1))
-        await cache.settled()
+        await cache.wait_idle()
         for other in range(2, 6):
             await serve(cache, "b", prompt(other, 8))
-            await cache.settled()
+            await cache.wait_idle()
         back = await serve(cache, "a again", prompt(1, 6, tail=1))
         assert back.hits.storage >= 4
-        await cache.settled()
+        await cache.wait_idle()
     if backend == "file":
         async with opened(storage=storage) as cache:
             assert (await serve(cache, "after a restart", prompt(1, 6, tail=1))).hits.storage >= 4
@@ -206,7 +206,7 @@ async def test_flush_only_neither_reads_nor_writes_storage(tmp_path, monkeypatch
     monkeypatch.setenv("FD_AS_ONLY_FLUSH", "1")
     async with opened(storage=storage) as cache:
         await serve(cache, "a", prompt(1, 4))
-        await cache.flush_settled()
+        await cache.wait_flushed()
         assert len(cache.sinks["memory"].view()[kvactors.Tier.DEVICE]) == 4
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setenv("FD_AS_ONLY_FLUSH", "maybe")
@@ -259,7 +259,7 @@ async def test_from_another_thread():
         def serving_thread():
             for turn in range(3):
                 with door.acquire("t", np.array(prompt(turn, 3, tail=1))) as lease:
-                    lease.ready()
+                    lease.wait_ready()
                     lease.extend([1, 2, 3, 4])
                     lease.commit(3 * BLOCK)
             with pytest.raises(kvactors.NoRoom):
@@ -279,7 +279,7 @@ def test_a_cleared_store_is_not_hit_even_before_it_is_empty():
         store = {"backend": "memory", "write_policy": "write_through", "writers": 1}
         async with opened(inline=True, storage=store) as cache:
             await serve(cache, "a", prompt(1, 4, tail=1))
-            await cache.settled()
+            await cache.wait_idle()
             inner = cache.system.backend.clear
 
             async def slow():
@@ -289,9 +289,9 @@ def test_a_cleared_store_is_not_hit_even_before_it_is_empty():
             cache.system.backend.clear = slow
             await cache.clear(storage=True)
             lease = await cache.acquire("b", prompt(1, 4, tail=1))
-            await lease.ready()
+            await lease.wait_ready()
             assert lease.cached_tokens == 0
             await lease.finish()
-            await cache.settled()
+            await cache.wait_idle()
 
     simulate(main)

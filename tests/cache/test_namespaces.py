@@ -17,7 +17,7 @@ FIRST = Config().cache.namespace
 
 async def held(cache) -> int:
     """Blocks that the index has, on any tier; it must be what is announceable."""
-    await cache.flush_settled(10)
+    await cache.wait_flushed(10)
     assert cache.divergence() == 0
     view = cache.sinks["memory"].view()
     assert {tier: set(keys) for tier, keys in view.items()} == announceable(cache.system)
@@ -27,7 +27,7 @@ async def held(cache) -> int:
 async def hits(cache, request: str, tokens) -> int:
     """Blocks that a request gets, all tiers."""
     async with await cache.acquire(request, tokens) as lease:
-        await lease.ready()
+        await lease.wait_ready()
         return sum(lease.hits)
 
 
@@ -52,7 +52,7 @@ async def test_a_lease_of_before_announces_nothing_that_no_request_can_get():
     async with opened(device=16, host={"slots": 8}) as cache:
         tokens = prompt(2, 4)
         lease = await cache.acquire("old", tokens)
-        await lease.ready()
+        await lease.wait_ready()
         await cache.set_namespace("weights-2")
         await lease.commit(len(tokens))
         await lease.finish(computed_tokens=len(tokens))
@@ -72,7 +72,7 @@ async def test_a_notifier_that_starts_anew_announces_the_present_namespace(names
         assert await held(cache) == expected
         cache.system.notifier_actor.ledger = None  # type: ignore[assignment]
         await cache.system.notifier.tell(Gone(bytes(32), Tier.DEVICE, Reason.CLEAR))
-        await cache.settled()
+        await cache.wait_idle()
         assert await held(cache) == expected
 
 

@@ -45,7 +45,7 @@ async def test_from_the_host_to_storage(mode):
         for i in range(8):
             await serve(cache, f"r{i}", prompt(i, 6))
             await serve(cache, f"again {i}", prompt(i // 2, 6))
-        await cache.flush_settled(10)
+        await cache.wait_flushed(10)
         sink = cache.sinks["memory"]
         assert len(sink.view()[Tier.STORAGE]) > 20
         assert gaps(sink) == 0
@@ -56,7 +56,7 @@ async def test_through_the_host_to_storage():
         held_back(cache, 0.002)
         for i in range(8):
             await serve(cache, f"r{i}", prompt(i, 6))
-        await cache.flush_settled(10)
+        await cache.wait_flushed(10)
         sink = cache.sinks["memory"]
         assert len(sink.view()[Tier.STORAGE]) > 20
         assert gaps(sink) == 0
@@ -69,7 +69,7 @@ async def test_a_block_on_its_way_to_storage_is_hit_and_announced():
         held_back(cache, 1.0)
         for i in range(4):
             await serve(cache, f"r{i}", prompt(i, 4))
-        await cache.flush_settled(10, at_rest=False)
+        await cache.wait_flushed(10, at_rest=False)
         open_at = cache.system.evictor_actor.requests.open_at
         assert any(open_at(writer.name) for writer in cache.system.writers), "no write in flight"
         sink = cache.sinks["memory"]
@@ -90,6 +90,6 @@ async def test_a_write_that_fails_is_reported_when_it_has_failed():
         cache.system.store.inner.write = failing
         for i in range(2, 6):
             await serve(cache, f"r{i}", prompt(i, 4))
-        await cache.flush_settled(10)
+        await cache.wait_flushed(10)
         view = cache.sinks["memory"].view()
         assert len(view[Tier.HOST]) <= 4

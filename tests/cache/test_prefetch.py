@@ -21,16 +21,16 @@ async def stored(cache, *seeds) -> None:
     """Prompts of six blocks that are in storage alone."""
     for seed in seeds:
         await serve(cache, f"r{seed}", prompt(seed, 6, tail=1))
-        await cache.settled()
+        await cache.wait_idle()
     await cache.clear()
-    await cache.settled()
+    await cache.wait_idle()
 
 
 async def test_what_was_prefetched_is_a_host_hit():
     async with opened(**tiers()) as cache:
         await stored(cache, 1, 2)
         assert await cache.prefetch(prompt(1, 6, tail=1)) == 6
-        await cache.settled()
+        await cache.wait_idle()
         assert cache.statistics().host.fetched == 6
         assert len(cache.sinks["memory"].view()[Tier.HOST]) == 6, "the indexes hear of it"
         one, other = (
@@ -45,7 +45,7 @@ async def test_what_is_there_already_is_not_fetched_again():
         await stored(cache, 1)
         for _ in range(3):
             await cache.prefetch(prompt(1, 6, tail=1))
-            await cache.settled()
+            await cache.wait_idle()
         assert cache.statistics().host.fetched == 6
         await serve(cache, "a", prompt(1, 6, tail=1))
         assert await cache.prefetch(prompt(1, 6, tail=1)) == 0, "all of it is on the device"
@@ -55,7 +55,7 @@ async def test_a_hint_for_nothing_known_changes_nothing():
     async with opened(**tiers()) as cache:
         await stored(cache, 1)
         assert await cache.prefetch(prompt(9, 6, tail=1)) == 6
-        await cache.settled()
+        await cache.wait_idle()
         assert cache.statistics().host.fetched == 0
         with pytest.raises(ValueError, match="at least one token"):
             await cache.prefetch([])
@@ -76,7 +76,7 @@ async def test_a_run_that_is_too_short_is_not_worth_the_trip(least, hits):
     async with opened(**tiers(min_fetch_blocks=least)) as cache:
         await stored(cache, 1)
         await cache.prefetch(prompt(1, 6, tail=1))
-        await cache.settled()
+        await cache.wait_idle()
         assert cache.statistics().host.fetched == hits
         await cache.clear()
         lease = await serve(cache, "a", prompt(1, 6, tail=1))

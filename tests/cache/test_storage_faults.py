@@ -86,7 +86,7 @@ async def serve_all(cache, *, settle=True):
         lease = await serve(cache, f"r{seed}", prompt(seed, BLOCKS, tail=1))
         found += lease.hits.storage
         if settle:
-            await cache.settled(20.0)
+            await cache.wait_idle(20.0)
     return found
 
 

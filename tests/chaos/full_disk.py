@@ -40,9 +40,9 @@ async def run(setting: Setting, tally: Tally) -> None:
             Config.from_mapping(settings(disk / "store", capacity_blocks=SLAB))
         ) as cache:
             async with await cache.acquire("first", list(range(32))) as lease:
-                await lease.ready()
+                await lease.wait_ready()
                 await lease.commit(32)
-            await cache.settled()
+            await cache.wait_idle()
         async with loaded(mapping, setting, tally) as (cache, load):
             async with load.running():
                 for _ in range(setting.times(1, 3)):
@@ -87,7 +87,7 @@ async def writes_again(cache: KVCache, tally: Tally) -> None:
                 f"new {number}", list(range(number, number + 32))
             ) as lease:
                 cache.device.fill(lease.block_table, lease.keys(0, 2))
-                await lease.ready()
+                await lease.wait_ready()
                 await lease.commit(32)
             await anyio.sleep(0.05)
         return

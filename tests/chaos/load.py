@@ -147,7 +147,7 @@ class Load:
             if fate < ABANDON:
                 lease.abandon()  # before its loads have landed
                 return
-            await lease.ready()
+            await lease.wait_ready()
             cached = lease.cached_tokens // self.cache.block_size
             if lease.cached_tokens > lease.num_tokens:
                 self.tally.violate("a request was told that more tokens are cached than it has")

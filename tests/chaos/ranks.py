@@ -108,7 +108,7 @@ async def _request(
     cache: KVCache, workers: Sequence[RankProcess], prompt: list[int], tally: Tally
 ) -> None:
     async with await cache.acquire("r", prompt, deadline=5.0) as lease:
-        await lease.ready()
+        await lease.wait_ready()
         cached, full = lease.cached_tokens // BLOCK, len(prompt) // BLOCK
         table, keys = lease.block_table, lease.keys(0, full)
         found = await asyncio.gather(
@@ -131,7 +131,7 @@ async def _request(
 async def _still(cache: KVCache, tally: Tally) -> None:
     """Nothing in flight, leased or pinned, and the sink agrees with the tiers."""
     try:
-        await cache.flush_settled(BACK)
+        await cache.wait_flushed(BACK)
     except DeadlineExceeded as error:
         tally.violate(f"it does not come to rest: {error}")
         return

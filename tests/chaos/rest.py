@@ -78,7 +78,7 @@ async def at_rest(cache: KVCache, tally: Tally) -> None:
     """Come to rest and check: every invariant, no lease, slot or block left over, every sink
     right."""
     try:
-        await cache.flush_settled(SETTLE)
+        await cache.wait_flushed(SETTLE)
     except DeadlineExceeded as error:
         tally.violate(f"no rest: {error}")
         return

@@ -195,12 +195,12 @@ async def test_a_cache_on_paddle_tensors_brings_the_right_bytes_back():
     async with kvactors.open(config) as cache:
         for seed in (1, 2, 3, 1, 2, 3):
             async with await cache.acquire("r", [seed] * (3 * BLOCK + 1)) as lease:
-                await lease.ready()
+                await lease.wait_ready()
                 cached, keys = lease.cached_tokens // BLOCK, lease.keys(0, 3)
                 assert cache.device.check(lease.block_table[:cached], keys[: 32 * cached]) == []
                 cache.device.fill(lease.block_table[cached:3], keys[32 * cached :])
                 await lease.commit(3 * BLOCK)
-        await cache.settled()
+        await cache.wait_idle()
         assert cache.statistics().host_hits >= 6
         assert cache.check() == []
 

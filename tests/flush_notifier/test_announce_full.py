@@ -109,10 +109,10 @@ def config(announce: str) -> Config:
 
 async def serve(cache, prompt, *, preempt: bool = False) -> None:
     lease = await cache.acquire("r", prompt)
-    await lease.ready()
+    await lease.wait_ready()
     await lease.commit(len(prompt))
     await (lease.preempt(len(prompt)) if preempt else lease.finish())
-    await cache.flush_settled(20.0)
+    await cache.wait_flushed(20.0)
 
 
 @pytest.mark.parametrize(("announce", "held"), [("full", 4), ("difference", 0)])
@@ -133,9 +133,9 @@ async def test_requests_of_another_scope_are_not_sent_with_it():
     async with kvactors.open(config("full")) as cache:
         prompt = list(range(17))
         async with await cache.acquire("r", prompt, salt="a") as lease:
-            await lease.ready()
+            await lease.wait_ready()
             await lease.commit(17)
-        await cache.flush_settled(20.0)
+        await cache.wait_flushed(20.0)
         assert not stand_in.service().resident
 
 
@@ -194,5 +194,5 @@ async def test_a_journal_is_not_written_for_what_it_has(tmp_path):
         assert journal.stat().st_size > size
     stand_in.restart_process()
     async with kvactors.open(base) as cache:
-        await cache.flush_settled(20.0)
+        await cache.wait_flushed(20.0)
         assert not stand_in.service().resident, "taken back"

@@ -428,9 +428,9 @@ def test_the_index_equals_device_and_host_after_any_run(requests, fail_every, cl
                     await cache.clear()
                 tokens = [first] * 4 + [second] * 4 * blocks
                 async with await cache.acquire(f"r{number}", tokens) as lease:
-                    await lease.ready()
+                    await lease.wait_ready()
                     await lease.commit(len(tokens))
-            await cache.flush_settled(20.0)
+            await cache.wait_flushed(20.0)
             assert index() == held_paths(cache)
             assert cache.divergence() == 0
             assert cache.check() == []

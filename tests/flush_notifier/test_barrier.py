@@ -1,4 +1,4 @@
-"""`flush_settled`: every sink believes what is true, at rest and under load, and nobody waits
+"""`wait_flushed`: every sink believes what is true, at rest and under load, and nobody waits
 longer than asked."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def sink(name: str) -> FaultySink:
 
 async def request(cache, seed: int, blocks: int = 3) -> None:
     async with await cache.acquire(f"r{seed}", [seed] * (4 * blocks)) as lease:
-        await lease.ready()
+        await lease.wait_ready()
         await lease.commit(4 * blocks)
 
 
@@ -46,7 +46,7 @@ async def test_at_rest_every_sink_equals_the_tiers():
     async with kvactors.open(CONFIG, sinks=[one, other]) as cache:
         for seed in range(12):
             await request(cache, seed)
-        await cache.flush_settled(5.0)
+        await cache.wait_flushed(5.0)
         assert cache.divergence() == 0
         assert one.view() == other.view()
         assert one.view()[Tier.HOST]
@@ -66,9 +66,9 @@ async def test_under_load_the_barrier_is_about_what_was_true_when_asked():
         try:
             for seed in range(100, 110):
                 async with await cache.acquire("probe", [seed] * 8) as lease:
-                    await lease.ready()
+                    await lease.wait_ready()
                     await lease.commit(8)
-                    await cache.flush_settled(5.0, at_rest=False)
+                    await cache.wait_flushed(5.0, at_rest=False)
                     held = one.view()[Tier.DEVICE]
                     assert {lease.keys(0, 2)[:32], lease.keys(0, 2)[32:]} <= held, (
                         "pinned, so still true"
@@ -85,14 +85,14 @@ async def test_a_dead_sink_is_waited_for_no_longer_than_asked_and_may_be_left_ou
         dead.misdeed = "down"
         await request(cache, 1)
         with pytest.raises(DeadlineExceeded):
-            await cache.flush_settled(0.2)
-        await cache.flush_settled(5.0, sinks=["one"])
+            await cache.wait_flushed(0.2)
+        await cache.wait_flushed(5.0, sinks=["one"])
         assert cache.divergence(["one"]) == 0
         assert cache.divergence() > 0
         with pytest.raises(ValueError, match="there is no sink 'two'; there are one, dead"):
-            await cache.flush_settled(1.0, sinks=["two"])
+            await cache.wait_flushed(1.0, sinks=["two"])
         dead.misdeed = ""
-        await cache.flush_settled(5.0)
+        await cache.wait_flushed(5.0)
         assert cache.divergence() == 0
 
 
@@ -102,7 +102,7 @@ async def test_closing_tells_the_last_words_to_sinks_that_listen_and_does_not_wa
     async with kvactors.open(CONFIG, sinks=[slow, dead]) as cache:
         dead.misdeed = "down"
         await request(cache, 1)
-        await cache.flush_settled(5.0, sinks=["slow"])
+        await cache.wait_flushed(5.0, sinks=["slow"])
         lease = await cache.acquire("last", [9] * 8)
         await lease.commit(8)
         await lease.finish()
@@ -135,7 +135,7 @@ def test_the_barrier_on_a_seeded_loop_with_faults(seed):
             for number in range(20):
                 await request(cache, (seed + number) % 11)
             one.misdeed = ""
-            await cache.flush_settled(60.0)
+            await cache.wait_flushed(60.0)
             assert cache.divergence() == 0
             assert cache.check() == []
 

@@ -142,7 +142,7 @@ def plain_paths(cache) -> set[tuple[int, ...]]:
 
 async def serve(cache, tokens, **identity) -> None:
     async with await cache.acquire("r", tokens, **identity) as lease:
-        await lease.ready()
+        await lease.wait_ready()
         await lease.commit(lease.num_tokens)
 
 
@@ -154,7 +154,7 @@ async def test_a_block_of_one_tenant_that_is_evicted_is_not_gone_for_the_others(
         for seed in range(5):
             await serve(cache, [90 + seed] * (2 * BLOCKS + 1), salt="b")
             await serve(cache, shared)
-        await cache.flush_settled()
+        await cache.wait_flushed()
         assert stand_in.service().resident == plain_paths(cache)
         assert len(stand_in.service().resident) == 3
         assert (cache.divergence(), cache.check()) == (0, [])
@@ -180,7 +180,7 @@ async def test_the_index_holds_what_tokens_identify_after_any_run(seed):
             tokens = [draw.randrange(2)] * BLOCKS + list(range(BLOCKS * draw.randint(1, 3) + 1))
             await serve(cache, tokens, **draw.choice(scopes))
             if number % 20 == 19:
-                await cache.flush_settled()
+                await cache.wait_flushed()
                 assert stand_in.service().resident == plain_paths(cache)
                 assert (cache.divergence(), cache.check()) == (0, [])
 
@@ -190,11 +190,11 @@ async def test_a_notifier_that_restarts_still_tells_scopes_apart():
         shared = list(range(2 * BLOCKS + 1))
         for identity in ({}, {"salt": "a"}, {"extra_keys": [(5, 1, "cat.png")]}):
             await serve(cache, shared, **identity)
-        await cache.flush_settled()
+        await cache.wait_flushed()
         assert len(stand_in.service().resident) == 2
         cache.system.notifier_actor.ledger = None  # type: ignore[assignment]
         await cache.system.notifier.tell(Gone(bytes(32), Tier.DEVICE, Reason.CLEAR))
-        await cache.settled()
-        await cache.flush_settled()
+        await cache.wait_idle()
+        await cache.wait_flushed()
         assert stand_in.service().resident == plain_paths(cache)
         assert len(stand_in.service().resident) == 2

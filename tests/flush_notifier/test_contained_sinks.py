@@ -249,7 +249,7 @@ CONFIG = Config.from_mapping(
 
 async def request(cache, seed, blocks=3):
     async with await cache.acquire(f"r{seed}", [seed] * (2 * blocks)) as lease:
-        await lease.ready()
+        await lease.wait_ready()
         await lease.commit(2 * blocks)
 
 
@@ -274,7 +274,7 @@ async def test_a_close_that_fails_neither_ends_in_an_error_nor_keeps_other_sinks
     with structlog.testing.capture_logs() as logs:
         async with kvactors.open(CONFIG, sinks=[first, BadClose(FAULTS[fault]), last]) as cache:
             await request(cache, 1)
-            await cache.flush_settled(10.0)
+            await cache.wait_flushed(10.0)
     assert closed == ["last", "first"]
     if fault != "ignores cancellation":  # this one ends in time by chance
         assert [entry["sink"] for entry in logs if "clos" in entry["event"]] == ["bad"]
@@ -310,14 +310,14 @@ async def test_after_a_restart_of_the_notifier_every_sink_is_right_whatever_it_d
     async with kvactors.open(CONFIG, sinks=[good, bad, worse]) as cache:
         for seed in range(8):
             await request(cache, seed)
-        await cache.flush_settled(10.0, sinks=["good"])
+        await cache.wait_flushed(10.0, sinks=["good"])
         for life in range(1, 4):
             await cache.system.notifier.tell(kill())
             await until(lambda life=life: cache.system.notifier_actor.life == life)
             await request(cache, 20 + life)
-            await cache.flush_settled(10.0, sinks=["good"])
+            await cache.wait_flushed(10.0, sinks=["good"])
         bad.fault = worse.fault = None
-        await cache.flush_settled(20.0)
+        await cache.wait_flushed(20.0)
         assert cache.divergence() == 0
         assert good.view() == bad.view() == worse.view()
         assert good.view()[Tier.DEVICE]
@@ -365,7 +365,7 @@ async def test_a_sink_with_a_name_and_two_methods_is_enough():
     small = Small()
     async with kvactors.open(CONFIG, sinks=[small]) as cache:
         await request(cache, 1)
-        await cache.flush_settled(10.0)
+        await cache.wait_flushed(10.0)
         assert cache.sinks["small"] is small
     assert len(small.epochs) == 1
     assert sum(task.count for task in small.taken_tasks) == 3

@@ -112,7 +112,7 @@ async def requests(cache, numbers, texts):
         try:
             tokens = [TOKEN] * BLOCK + [TOKEN, number, TOKEN, number] * 2
             async with await cache.acquire(f"r{number}", tokens, salt=SALT, deadline=0.5) as lease:
-                await lease.ready()
+                await lease.wait_ready()
                 await lease.commit(len(tokens))
         except (KVActorsError, asyncio.CancelledError) as error:
             texts.append("".join(traceback.format_exception(error)))

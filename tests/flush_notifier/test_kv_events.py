@@ -442,7 +442,7 @@ async def churn(cache, seeds) -> None:
         async with await cache.acquire(
             f"r{seed}", [seed % 3] * BLOCK + [seed] * 3 * BLOCK
         ) as lease:
-            await lease.ready()
+            await lease.wait_ready()
             await lease.commit(4 * BLOCK)
 
 
@@ -469,7 +469,7 @@ async def test_a_reader_that_loses_messages_ends_equal_to_the_tiers(tmp_path, lo
             if work.done():
                 break
         await work
-        await cache.flush_settled(10.0)
+        await cache.wait_flushed(10.0)
         assert await asyncio.to_thread(reader.reach, sink.sequence, 20.0)
         assert {m: h for m, h in reader.mirror.view.items() if h} == tiers_of(cache)
         assert reader.statistics().dropped >= 3 or not lose
@@ -481,22 +481,22 @@ async def test_a_full_clear_is_one_event_and_a_clear_of_two_tiers_is_told_by_tie
     async with kvactors.open(config(tmp_path)) as cache:
         sink: Any = cache.sinks["kv_events"]
         await churn(cache, range(12))
-        await cache.flush_settled(10.0)
+        await cache.wait_flushed(10.0)
         assert len(tiers_of(cache)) == 3
 
         start = sink.sequence
         await cache.clear()
-        await cache.flush_settled(10.0)
+        await cache.wait_flushed(10.0)
         events = [event for _, p in sink.window.since(start) for event in decode_batch(p)[1]]
         assert {type(event).__name__ for event in events} == {"BlockRemoved"}
         assert {"GPU", "CPU"} <= {event.medium for event in events}, (
             "and blocks in storage below blocks that were not there"
         )
         await churn(cache, range(3))
-        await cache.flush_settled(10.0)
+        await cache.wait_flushed(10.0)
         start = sink.sequence
         await cache.clear(storage=True)
-        await cache.flush_settled(10.0)
+        await cache.wait_flushed(10.0)
         events = [event for _, p in sink.window.since(0) for event in decode_batch(p)[1]]
         mirror = Mirror()
         mirror.apply(events)

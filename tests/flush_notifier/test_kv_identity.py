@@ -224,7 +224,7 @@ async def finish_all(cache: Any) -> list[tuple[dict[str, Any], bytes]]:
             )
             await lease.finish(computed_tokens=len(TOKENS))
             made.append((identity, lease._path.keys(0, 4)))
-    await cache.flush_settled()
+    await cache.wait_flushed()
     return made
 
 
@@ -285,12 +285,12 @@ async def restart_notifier(cache: Any) -> None:
         await cache.system.notifier.tell(Gained(bytes(32), Tier.HOST, Reason.LOAD))
         while cache.system.notifier.life == life:
             await asyncio.sleep(0.01)
-    await cache.flush_settled()
+    await cache.wait_flushed()
 
 
 async def stored(cache: Any, sink: Any) -> dict[int, dict[str, Any]]:
     """By hash, the fields of every block that the sink has published, one event a block."""
-    await cache.flush_settled()
+    await cache.wait_flushed()
     found = {}
     for _, payload in sink.window.since(0):
         for event in msgspec.msgpack.decode(payload)[1]:
@@ -332,7 +332,7 @@ async def test_blocks_whose_scope_was_forgotten_are_not_announced_as_others(tmp_
             async with await cache.acquire(tenant, TOKENS, salt=tenant) as lease:
                 await lease.finish(computed_tokens=len(TOKENS))
                 tenants |= dict.fromkeys(numbers(lease, 4), tenant)
-        await cache.flush_settled()
+        await cache.wait_flushed()
         before = sink.sequence
         await restart_notifier(cache)
         again = {

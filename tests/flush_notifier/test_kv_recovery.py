@@ -556,7 +556,7 @@ async def test_strict_readers_over_the_messages_of_a_cache(tmp_path, host, max_b
             async with await cache.acquire(
                 f"r{seed}", [seed % 3] * BLOCK + [seed % 20] * 3 * BLOCK
             ) as lease:
-                await lease.ready()
+                await lease.wait_ready()
                 await lease.commit(4 * BLOCK)
             if seed % 13 == 5:
                 publisher.hold()
@@ -564,7 +564,7 @@ async def test_strict_readers_over_the_messages_of_a_cache(tmp_path, host, max_b
                 publisher.release()
             if seed == 40:
                 await cache.clear()
-        await cache.flush_settled(20.0)
+        await cache.wait_flushed(20.0)
         recorded = publisher.window.since(0)
         assert recorded[0][0] == 0
         for model in (Dynamo(), LlmD()):

@@ -349,7 +349,7 @@ def config(*sinks, **tables) -> Config:
 async def serve(cache, seeds) -> None:
     for seed in seeds:
         async with await cache.acquire(f"r{seed}", [seed % 3] * 4 + [seed] * 12) as lease:
-            await lease.ready()
+            await lease.wait_ready()
             await lease.commit(16)
 
 
@@ -382,7 +382,7 @@ async def test_a_memory_sink_from_another_thread():
     async with kvactors.open(config({"kind": "memory"})) as cache:
         sink: Any = cache.sinks["memory"]
         await serve(cache, range(6))
-        await cache.flush_settled()
+        await cache.wait_flushed()
         sink._mirror = {tier: set() for tier in Tier}
         assert cache.divergence() > 0
         await asyncio.to_thread(cache.from_thread.resync, "memory")
@@ -394,7 +394,7 @@ async def test_attention_store_is_never_short_of_a_resident_block(tmp_path):
     sink = {"kind": "attention_store", "journal": str(tmp_path / "journal")}
     async with kvactors.open(config(sink, attention_store=sdk)) as cache:
         await serve(cache, range(6))
-        await cache.flush_settled()
+        await cache.wait_flushed()
         service = stand_in.service()
         everything = set(service.resident)
         assert everything
@@ -406,7 +406,7 @@ async def test_attention_store_is_never_short_of_a_resident_block(tmp_path):
         assert all(source is None for _, _, _, source, _ in flushed), "only that blocks have come"
         service.resident.clear()
         await serve(cache, [5])
-        await cache.flush_settled()
+        await cache.wait_flushed()
         assert service.resident != everything
         await cache.resync("attention_store")
         assert service.resident == everything
@@ -416,7 +416,7 @@ async def test_attention_store_is_never_short_of_a_resident_block(tmp_path):
 async def test_a_file_of_json_lines_begins_anew(tmp_path):
     async with kvactors.open(config({"kind": "jsonl", "path": str(tmp_path / "lines")})) as cache:
         await serve(cache, range(6))
-        await cache.flush_settled()
+        await cache.wait_flushed()
         before = replay_jsonl(tmp_path / "lines")
         await cache.resync("jsonl")
         assert replay_jsonl(tmp_path / "lines") == before
@@ -444,10 +444,10 @@ async def test_readers_of_kv_events_that_count_are_right_after_a_resync(tmp_path
         publisher: Any = cache.sinks["kv_events"]
         model = LlmD()
         await serve(cache, range(6))
-        await cache.flush_settled()
+        await cache.wait_flushed()
         await cache.resync("kv_events")
         await serve(cache, range(4, 9))
-        await cache.flush_settled()
+        await cache.wait_flushed()
         for number, payload in publisher.window.since(0):
             model.live(number, payload)
         entries = cache.system.notifier_actor.ledger.entries

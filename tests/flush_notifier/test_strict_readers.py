@@ -36,7 +36,7 @@ async def test_a_strict_reader_rejects_nothing(tmp_path, max_blocks):
             if start == 30:
                 await cache.clear()
             await asyncio.to_thread(reader.catch_up)
-        await cache.flush_settled(10.0)
+        await cache.wait_flushed(10.0)
         assert await asyncio.to_thread(reader.reach, sink.sequence, 20.0)
         assert {m: h for m, h in reader.mirror.view.items() if h} == tiers_of(cache)
         assert reader.statistics().orphans == 0

@@ -83,7 +83,7 @@ class Engine:
         """One request. What a lost rank does to it ends it, and nothing else."""
         try:
             async with await self.cache.acquire(f"r{self.served}", prompt) as lease:
-                await lease.ready()
+                await lease.wait_ready()
                 cached, full = lease.cached_tokens // BLOCK, len(prompt) // BLOCK
                 table = lease.block_table
                 keys = lease.keys(0, full)
@@ -132,7 +132,7 @@ class Engine:
 
 async def at_rest(cache) -> None:
     """Nothing in flight, nothing pinned, nothing leased, nothing violated."""
-    await cache.settled(HANG)
+    await cache.wait_idle(HANG)
     assert cache.check() == []
     statistics = cache.statistics()
     assert statistics.prefix.leases == statistics.prefix.waiting == 0

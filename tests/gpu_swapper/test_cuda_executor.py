@@ -527,12 +527,12 @@ async def test_a_cache_on_gpu_memory_brings_the_right_bytes_back(fake, monkeypat
     async with kvactors.open(Config.from_mapping(settings), device=device) as cache:
         for seed in (1, 2, 3, 1, 2, 3):
             async with await cache.acquire("r", [seed] * 49) as lease:
-                await lease.ready()
+                await lease.wait_ready()
                 cached, keys = lease.cached_tokens // 16, lease.keys(0, 3)
                 assert device.check(lease.block_table[:cached], keys[: 32 * cached]) == []
                 device.fill(lease.block_table[cached:3], keys[32 * cached :])
                 await lease.commit(48)
-        await cache.settled()
+        await cache.wait_idle()
         assert cache.statistics().host_hits >= 6
         assert cache.check() == []
     assert fake.live("pinned") == 0, "the arena is no longer pinned when it is unmapped"

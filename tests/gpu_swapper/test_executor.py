@@ -99,7 +99,7 @@ def test_groups_cover_all_layers_and_are_worth_their_while():
 
 @pytest.mark.parametrize("layerwise", [True, False])
 async def test_layers_at_the_door(layerwise, monkeypatch):
-    """A lease's first layer is there before its last one, and what `layer_ready` says is cached in
+    """A lease's first layer is there before its last one, and what `wait_layer` says is cached in
     it is."""
     layout, device = LayoutConfig(num_layers=6), DeviceConfig(num_blocks=8, layerwise=layerwise)
     config = Config(
@@ -136,8 +136,8 @@ async def test_layers_at_the_door(layerwise, monkeypatch):
         lease = await cache.acquire("b", prompt)
         assert lease.pending
         with pytest.raises(ValueError, match="layer must be between 0 and 5, not 6"):
-            await lease.layer_ready(6)
-        first, last = (asyncio.get_running_loop().create_task(lease.layer_ready(i)) for i in (0, 5))
+            await lease.wait_layer(6)
+        first, last = (asyncio.get_running_loop().create_task(lease.wait_layer(i)) for i in (0, 5))
         while not gate:
             await asyncio.sleep(0)
         assert not first.done()
@@ -153,9 +153,9 @@ async def test_layers_at_the_door(layerwise, monkeypatch):
                 assert last.done() is not layerwise
         assert passed == (6 if layerwise else 1)
         assert await first == await last == 4 * 16  # the last token is computed again
-        await lease.ready()
+        await lease.wait_ready()
         assert lease.cached_tokens == 4 * 16
-        assert await lease.layer_ready(3) == 4 * 16
+        assert await lease.wait_layer(3) == 4 * 16
         await lease.finish()
-        await cache.settled()
+        await cache.wait_idle()
         assert cache.check() == []

@@ -90,7 +90,7 @@ async def test_a_killed_rank_ends_what_was_cached_and_is_admitted_again(tmp_path
             await lease.extend([1] * BLOCK)
         await lease.finish()
         other = await cache.acquire("other", prompt)
-        await other.ready()
+        await other.wait_ready()
         assert other.cached_tokens == 0, "a rank is gone, and its share with it"
         await other.finish()
         await workers[1].start()
@@ -116,10 +116,10 @@ async def test_a_stopped_rank_holds_no_request(tmp_path):
                 requests += 1
                 tokens = [requests % 12 * 1000 + i for i in range(6 * BLOCK)]
                 try:
-                    lease = await cache.acquire(f"s{requests}", tokens, wait=False)
+                    lease = await cache.acquire(f"s{requests}", tokens, wait_for_evictions=False)
                 except kvactors.NoRoom:
                     continue  # it would need an eviction first, which needs the rank
-                await lease.ready()
+                await lease.wait_ready()
                 misses += lease.cached_tokens < 6 * BLOCK
                 lease.abandon()
         workers[0].signal(signal.SIGCONT)
@@ -142,7 +142,7 @@ async def test_closing_with_a_stopped_rank_does_not_hang(tmp_path):
                 family += 1
                 with contextlib.suppress(kvactors.NoRoom):
                     tokens = [family % 12 * 1000 + i for i in range(6 * BLOCK)]
-                    (await cache.acquire("last", tokens, wait=False)).abandon()
+                    (await cache.acquire("last", tokens, wait_for_evictions=False)).abandon()
                 await asyncio.sleep(0)
 
 

@@ -48,7 +48,7 @@ async def serve(cache, ranks, prompt=PROMPT, *, deadline: float | None = None) -
     """One request. Every block it finds must hold the bytes of its name on every rank; returns how
     many came from storage."""
     async with await cache.acquire("r", prompt, deadline=deadline) as lease:
-        await lease.ready(deadline=HANG)
+        await lease.wait_ready(deadline=HANG)
         cached, full = lease.cached_tokens // BLOCK, len(prompt) // BLOCK
         keys, table = lease.keys(0, full), lease.block_table
         for rank in ranks:
@@ -62,7 +62,7 @@ async def serve(cache, ranks, prompt=PROMPT, *, deadline: float | None = None) -
 
 async def again(cache, ranks, prompt=PROMPT, **kwargs) -> int:
     """The same after the device has lost everything."""
-    await cache.settled(HANG)
+    await cache.wait_idle(HANG)
     await cache.clear()
     return await serve(cache, ranks, prompt, **kwargs)
 
@@ -77,7 +77,7 @@ async def test_each_rank_moves_its_own_shard_and_the_leader_alone_reports(tmp_pa
             assert state.objects == 4 * 2, "of each block a piece for each layer"
             assert state.reads
             assert state.writes
-        await cache.flush_settled(HANG)
+        await cache.wait_flushed(HANG)
         mine = stand_in.service()
         assert list(stand_in.services) == [("m", "default_pod_mixed_0", "v0", 0)]
         (shape,) = {call.arguments[0][3:5] for call in mine.calls if call.name == "init"}
@@ -90,7 +90,7 @@ async def test_each_rank_moves_its_own_shard_and_the_leader_alone_reports(tmp_pa
 async def test_what_one_rank_lacks_is_a_miss_for_all(tmp_path):
     async with led(config(tmp_path)) as (cache, ranks):
         await serve(cache, ranks)
-        await cache.settled(HANG)
+        await cache.wait_idle(HANG)
         await ranks[1].service(capacity=2)
         other = [9] * len(PROMPT)
         await again(cache, ranks, other)
@@ -107,7 +107,7 @@ async def test_what_one_rank_lacks_is_a_miss_for_all(tmp_path):
 async def test_a_rank_whose_service_fails_costs_misses_and_is_shown(tmp_path, knobs):
     async with led(config(tmp_path)) as (cache, ranks):
         await serve(cache, ranks)
-        await cache.settled(HANG)
+        await cache.wait_idle(HANG)
         await ranks[1].service(**knobs)
         for _ in range(8):
             await again(cache, ranks)
@@ -127,7 +127,7 @@ async def test_a_rank_whose_service_fails_costs_misses_and_is_shown(tmp_path, kn
 async def test_a_store_that_is_slow_on_one_rank_makes_no_rank_silent(tmp_path):
     async with led(config(tmp_path, timeout=0.3, host=12)) as (cache, ranks):
         await serve(cache, ranks)
-        await cache.settled(HANG)
+        await cache.wait_idle(HANG)
         await ranks[1].service(stuck=1.5)
         assert await again(cache, ranks, deadline=0.5) == 0, (
             "the request does not wait beyond its deadline"
@@ -136,7 +136,7 @@ async def test_a_store_that_is_slow_on_one_rank_makes_no_rank_silent(tmp_path):
             await serve(cache, ranks, [100 + seed] * (6 * BLOCK + 1), deadline=0.5)
         assert [rank.silences for rank in cache.system.ranks.statistics()] == [0, 0]
         await ranks[1].service(stuck=0.0)
-        await cache.settled(HANG)
+        await cache.wait_idle(HANG)
         assert cache.check() == []
 
 
@@ -144,14 +144,14 @@ async def test_a_rank_that_stops_during_a_move_is_silent_and_comes_back(tmp_path
     monkeypatch.setattr("kvactors.data_plane.ranks.link.PING_LIMIT", 0.3)
     async with led(config(tmp_path, timeout=0.3)) as (cache, ranks):
         await serve(cache, ranks)
-        await cache.settled(HANG)
+        await cache.wait_idle(HANG)
         await cache.clear()
         ranks[1].signal(signal.SIGSTOP)
         async with await cache.acquire("r", PROMPT, deadline=HANG) as lease:
             while not cache.system.ranks.statistics()[1].silences:
                 await asyncio.sleep(0.02)
             ranks[1].signal(signal.SIGCONT)
-            await lease.ready(deadline=HANG)
+            await lease.wait_ready(deadline=HANG)
             assert lease.cached_tokens in (0, 4 * BLOCK)
         assert await again(cache, ranks) in (0, 4)
         assert cache.check() == []
@@ -169,7 +169,7 @@ async def test_a_rank_that_is_killed_comes_back_with_an_empty_shard_and_no_byte_
         assert engine.wrong == 0
         assert await again(cache, ranks, [77] * len(PROMPT)) == 0
         assert await again(cache, ranks, [77] * len(PROMPT)) == 4
-        await cache.flush_settled(HANG)
+        await cache.wait_flushed(HANG)
         assert (cache.divergence(), cache.check()) == (0, [])
 
 
@@ -205,12 +205,12 @@ async def test_an_engine_with_many_requests(tmp_path):
         engine = Engine(cache, ranks, seed=3)
         for _ in range(3):
             await engine.run(requests=30)
-            await cache.settled(HANG)
+            await cache.wait_idle(HANG)
             await cache.clear()
         await engine.run(requests=30)
         assert (engine.wrong, engine.broken) == (0, 0)
         assert engine.hits[2] > 0
-        await cache.flush_settled(HANG)
+        await cache.wait_flushed(HANG)
         assert (cache.divergence(), cache.check()) == (0, [])
         ledger = cache.system.notifier_actor.ledger.entries
         held = residency(cache.system)

@@ -58,7 +58,7 @@ class Worker:
 
     async def _serve(self, prompt: dict[str, Any], draw: random.Random) -> None:
         lease = await self._acquire(prompt)
-        await lease.ready()
+        await lease.wait_ready()
         computed = draw.randint(lease.cached_tokens, lease.num_tokens)
         await lease.commit(computed)
         end = draw.random()
@@ -85,7 +85,7 @@ class Worker:
     async def request(self, prompt: dict[str, Any]) -> dict[str, Any]:
         """Serve one prompt to its end; what it got from each tier."""
         lease = await self._acquire(prompt)
-        await lease.ready()
+        await lease.wait_ready()
         hits, tokens = list(lease.hits), lease.cached_tokens
         await lease.finish(computed_tokens=lease.num_tokens)
         return {"hits": hits, "cached_tokens": tokens}
@@ -93,7 +93,7 @@ class Worker:
     async def rest(self) -> dict[str, list[str]]:
         """The block hashes that each tier's owner holds once the cache is idle and its sinks agree
         with it."""
-        await self.cache.flush_settled(LIMIT)
+        await self.cache.wait_flushed(LIMIT)
         violated = self.cache.check()
         if violated or self.cache.divergence():
             raise RuntimeError(f"at rest: {self.cache.divergence()} blocks diverge; {violated[:3]}")

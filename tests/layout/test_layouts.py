@@ -259,12 +259,12 @@ async def test_a_cache_of_every_layout_brings_the_right_bytes_back(table):
     async with kvactors.open(config) as cache:
         for seed in (1, 2, 1, 2):
             async with await cache.acquire("r", [seed] * 12 + [0]) as lease:
-                await lease.ready()
+                await lease.wait_ready()
                 keys = lease.keys(0, 3)
                 cached = lease.cached_tokens // 4
                 assert cache.device.check(lease.block_table[:cached], keys[: 32 * cached]) == []
                 cache.device.fill(lease.block_table[cached:3], keys[32 * cached :])
                 await lease.commit(12)
-        await cache.settled()
+        await cache.wait_idle()
         assert cache.statistics().host_hits >= 3
         assert cache.check() == []

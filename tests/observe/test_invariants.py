@@ -25,7 +25,7 @@ STORE = {"backend": "memory", "write_policy": "write_through"}
 async def test_a_violation_is_found_in_both_forms():
     async with opened(host=HOST, storage=STORE) as cache:
         await serve(cache, "a", prompt(1, 4))
-        await cache.flush_settled()
+        await cache.wait_flushed()
         assert cache.check() == await cache.check_slices() == []
         assert cache.divergence() == await cache.divergence_slices() == 0
         entries = cache.system.evictor_actor.host.blocks
@@ -39,7 +39,7 @@ async def test_a_violation_is_found_in_both_forms():
 async def test_a_sink_that_differs_is_found_in_both_forms():
     async with opened(host=HOST, storage=STORE) as cache:
         await serve(cache, "a", prompt(1, 4))
-        await cache.flush_settled()
+        await cache.wait_flushed()
         held = cache.sinks["memory"]._mirror[Tier.DEVICE]
         key = held.pop()
         assert await cache.divergence_slices() == cache.divergence() == 1
@@ -74,7 +74,7 @@ async def test_under_load_nothing_is_reported_that_is_not_so():
 async def test_a_comparison_ends_when_the_system_is_not_at_rest_any_more():
     async with opened(host=HOST, storage=STORE) as cache:
         await serve(cache, "a", prompt(1, 4))
-        await cache.flush_settled()
+        await cache.wait_flushed()
         held = cache.sinks["memory"]._mirror[Tier.DEVICE]
         key = next(iter(held))
         for in_between in (True, False):
@@ -113,7 +113,7 @@ async def test_residency_is_gathered_page_by_page():
     blocks = 2 * PAGE + 1
     async with opened(device=blocks) as cache:
         await serve(cache, "long", prompt(1, blocks), verify=False)
-        await cache.flush_settled()
+        await cache.wait_flushed()
         where = {}
         assert sum(1 for _ in residency_steps(cache.system, where)) == 3
         assert sum(map(len, where.values())) == blocks
@@ -147,7 +147,7 @@ async def test_no_step_looks_at_more_names_of_a_tier_than_a_page():
     host = {"slots": blocks, "transit_slots": 16, "mode": "inclusive"}
     async with opened(device=blocks, host=host, storage=STORE) as cache:
         await serve(cache, "long", prompt(1, blocks), verify=False)
-        await cache.flush_settled()
+        await cache.wait_flushed()
         tier, catalog = cache.system.evictor_actor.host, cache.system.backend.catalog
         entries = tier.blocks = Entries(tier.blocks)
         names = catalog._names = Names(catalog._names)
@@ -169,7 +169,7 @@ async def test_names_that_change_while_they_are_gathered_are_gathered_anew(times
         device=blocks, host={"slots": 2 * blocks, "transit_slots": 16, "mode": "inclusive"}
     ) as cache:
         await serve(cache, "long", prompt(1, blocks), verify=False)
-        await cache.flush_settled()
+        await cache.wait_flushed()
         entries = cache.system.evictor_actor.host.blocks
         kept, where = set(entries), {}
         for _ in residency_steps(cache.system, where):

@@ -281,15 +281,15 @@ class Request:
 
     async def _ready(self) -> None:
         try:
-            await self.client.call(self.lease.ready)
+            await self.client.call(self.lease.wait_ready)
         except Cut:
             self.cut = True
-            await self.lease.ready()
+            await self.lease.wait_ready()
 
     async def _layers(self) -> None:
         lease, world = self.lease, self.world
         for layer in range(world.drawn.tables["layout"]["num_layers"]):
-            cached = await lease.layer_ready(layer) // world.drawn.block_size
+            cached = await lease.wait_layer(layer) // world.drawn.block_size
             world.seen["layers"] += cached > 0
             world.verify("layer", lease.block_table[:cached], self.prompt, self.until, [layer])
 

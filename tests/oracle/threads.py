@@ -37,7 +37,7 @@ def _serve(world: World, client: Client, rng: random.Random, request: int) -> No
     with world.cache.from_thread.acquire(
         f"thread-{request}", client.buffer(tokens), salt=salt, deadline=5.0
     ) as lease:
-        lease.ready(deadline=5.0)
+        lease.wait_ready(deadline=5.0)
         table: Any = lease.block_table
         cached = lease.cached_tokens // size
         world.verify("hit in a thread", table[:cached], prompt, until)

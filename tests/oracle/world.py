@@ -166,7 +166,7 @@ class World:
         gc.collect()  # forgotten leases that an exception's traceback still referred to
         try:
             await cache.resume(deadline=30.0)
-            await cache.flush_settled(REST)
+            await cache.wait_flushed(REST)
         except KVActorsError as error:
             self.fail(f"not idle: {error!r}")
         for violated in cache.check():

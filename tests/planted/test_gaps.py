@@ -55,7 +55,7 @@ async def test_what_lands_while_a_request_waits_for_room_is_counted_once():
     async with opened(device=24, host={"slots": 48, "transit_slots": 16}) as cache:
         await serve(cache, "a", prompt(1, 8))
         await serve(cache, "b", prompt(2, 24))
-        await cache.settled()
+        await cache.wait_idle()
         held = Held(cache)
         held.shut[Direction.TO_DEVICE] = True
         x = await cache.acquire("x", prompt(1, 6, tail=1))
@@ -64,12 +64,12 @@ async def test_what_lands_while_a_request_waits_for_room_is_counted_once():
         later = asyncio.create_task(cache.acquire("y", [*prompt(1, 8), *prompt(3, 7)]))
         await until(lambda: held.waiting[Direction.TO_HOST])
         held.shut[Direction.TO_DEVICE] = False
-        await x.ready()
+        await x.wait_ready()
         assert x.hits == (0, 6, 0)
         assert not later.done()
         held.shut[Direction.TO_HOST] = False
         y = await later
-        await y.ready()
+        await y.wait_ready()
         assert y.hits == (6, 2, 0)
         assert y.cached_tokens == 8 * BLOCK
         await x.finish()
@@ -80,10 +80,10 @@ async def test_clear_takes_the_host_too():
     async with opened(host=HOST) as cache:
         await serve(cache, "a", prompt(1, 6))
         await serve(cache, "b", prompt(2, 6))
-        await cache.settled()
+        await cache.wait_idle()
         assert cache.statistics().host.resident
         await cache.clear()
-        await cache.flush_settled()
+        await cache.wait_flushed()
         assert cache.statistics().host.resident == 0
         assert not any(cache.sinks["memory"].view().values())
 
@@ -93,13 +93,13 @@ async def test_what_a_dead_actor_held_is_told_gone_before_anything_comes_again(v
     async with opened(host=HOST) as cache:
         await serve(cache, "a", prompt(1, 6))
         await serve(cache, "b", prompt(2, 6))
-        await cache.flush_settled()
+        await cache.wait_flushed()
         view = cache.sinks["memory"].view
         assert view()[Tier.DEVICE]
         assert view()[Tier.HOST]
         getattr(cache.system, victim).try_tell(Unwelcome())
         await asyncio.sleep(0.01)
-        await cache.flush_settled()
+        await cache.wait_flushed()
         assert cache.statistics().supervisor.deaths == 1
         assert view()[Tier.HOST] == set()
         assert bool(view()[Tier.DEVICE]) is (victim == "evictor")
@@ -112,14 +112,14 @@ async def test_nothing_that_died_with_a_rank_is_a_hit():
         lease = await cache.acquire("a", prompt(1, 6, tail=1))
         assert lease.hits.device == 6
         await cache.system.index.tell(DataPlaneStatus(True, True, 1))
-        await cache.settled()
+        await cache.wait_idle()
         with pytest.raises(kvactors.RankLost):
             await lease.commit(lease.num_tokens)
         await lease.finish()
-        await cache.flush_settled()
+        await cache.wait_flushed()
         assert cache.sinks["memory"].view()[Tier.DEVICE] == set()
         again = await cache.acquire("a", prompt(1, 6, tail=1))
-        await again.ready()
+        await again.wait_ready()
         assert again.hits == (0, 0, 0)
         await again.finish()
 
@@ -130,7 +130,7 @@ async def test_a_load_counts_only_with_the_one_above_it():
     async with opened(device=32, host={"slots": 48, "transit_slots": 16}) as cache:
         await serve(cache, "a", prompt(1, 8))
         await serve(cache, "b", prompt(2, 32))
-        await cache.settled()
+        await cache.wait_idle()
         run, shut, calls = cache.system.plane.engine.run, [True], []
 
         async def first_fails(direction, blocks, *rest):
@@ -151,9 +151,9 @@ async def test_a_load_counts_only_with_the_one_above_it():
         await asyncio.sleep(0.02)
         assert cache.statistics().prefix.loads_in_flight == 2
         shut.clear()
-        await asyncio.gather(x.ready(), y.ready())
+        await asyncio.gather(x.wait_ready(), y.wait_ready())
         assert x.hits == y.hits == (0, 0, 0)
-        await cache.settled()
+        await cache.wait_idle()
         assert cache.check() == []
         await x.finish()
         await y.finish()
@@ -171,7 +171,7 @@ async def test_what_was_being_saved_when_the_host_died_is_given_back():
         cache.system.evictor.try_tell(Unwelcome())
         await asyncio.sleep(0.02)
         held.shut[Direction.TO_HOST] = False
-        await cache.settled()
+        await cache.wait_idle()
         index = cache.statistics().prefix
         assert index.saves_in_flight == index.nodes_referenced == 0
         assert (await serve(cache, "b", prompt(2, 8))).hits == (0, 0, 0)

@@ -198,7 +198,7 @@ class Engine:
                 lives = [rank.serving for rank in self.ranks]
                 if self.cache.config.device.layerwise:
                     await self._by_layers(lease)
-                await lease.ready()
+                await lease.wait_ready()
                 await asyncio.sleep(self.rng.random() * 0.05)
                 cached, full = lease.cached_tokens // BLOCK, len(tokens) // BLOCK
                 if any(rank.serving is None for rank in self.ranks):
@@ -231,7 +231,7 @@ class Engine:
 
     async def _by_layers(self, lease) -> None:
         for layer in range(3):
-            cached = await lease.layer_ready(layer)
+            cached = await lease.wait_layer(layer)
             self.layers += cached > 0
 
     async def run(self, requests: int, clients: int = 3) -> None:
@@ -262,7 +262,7 @@ async def all_there(cache) -> None:
 
 async def at_rest(cache) -> None:
     """Nothing in flight, nothing pinned, nothing leased, nothing violated."""
-    await cache.settled(60.0)
+    await cache.wait_idle(60.0)
     assert cache.check() == []
     statistics = cache.statistics()
     assert statistics.prefix.leases == statistics.prefix.waiting == 0

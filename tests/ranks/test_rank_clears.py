@@ -91,16 +91,16 @@ def test_a_leader_that_stops_before_all_ranks_have_cleared():
             await rank.start()
         async with kvactors.open(config, inline_copies=True) as cache:
             async with await cache.acquire("a", prompt(0, 3)) as lease:
-                await lease.ready()
+                await lease.wait_ready()
                 compute(lease, ranks, 0, 3)
                 await lease.commit(3 * BLOCK)
-            await cache.settled()
+            await cache.wait_idle()
         assert [len(rank.store.keys()) for rank in ranks] == [3, 3]
         await ranks[0].store.clear(1)  # the leader stopped before it asked rank 1
         async with kvactors.open(config, inline_copies=True) as cache:
             await all_there(cache)
             async with await cache.acquire("b", prompt(0, 3)) as lease:
-                await lease.ready()
+                await lease.wait_ready()
                 assert lease.cached_tokens == 0
                 compute(lease, ranks, 0, 3)
                 await lease.commit(3 * BLOCK)

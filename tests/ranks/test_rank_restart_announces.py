@@ -71,11 +71,11 @@ async def opened(folder):
 
 async def request(cache, seed: int) -> list[bytes]:
     lease = await cache.acquire(str(seed), [7] * BLOCK + [seed] * (3 * BLOCK) + [1])
-    await lease.ready()
+    await lease.wait_ready()
     keys = split_keys(lease.keys(0, 4))
     await lease.commit(4 * BLOCK + 1)
     await lease.finish()
-    await cache.settled()
+    await cache.wait_idle()
     return [*keys, lease.hits]
 
 
@@ -87,7 +87,7 @@ async def test_the_leader_announces_what_all_ranks_hold(tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "PATH_PAGE", 3)
     async with opened(tmp_path) as cache:
         paths = [(await request(cache, seed))[:4] for seed in range(10, 15)]
-        await cache.flush_settled()
+        await cache.wait_flushed()
         before = announced(cache)
         assert len(before) == 1 + 5 * 3
     lost = paths[2][2]
@@ -96,7 +96,7 @@ async def test_the_leader_announces_what_all_ranks_hold(tmp_path, monkeypatch):
         assert lost in raw
         table.write_bytes(raw.replace(lost, bytes(32)))
     async with opened(tmp_path) as cache:
-        await cache.flush_settled()
+        await cache.wait_flushed()
         assert announced(cache) == before - {lost, paths[2][3]}
         assert cache.check() == []
         *_, hits = await request(cache, 10)
@@ -128,7 +128,7 @@ async def test_paths_of_a_rank_that_are_not_proved_are_left_out(tmp_path, monkey
         await request(cache, 10)
     monkeypatch.setattr("kvactors.storage.backends.slab_paths.lineage_in", forged)
     async with opened(tmp_path) as cache:
-        await cache.flush_settled()
+        await cache.wait_flushed()
         assert announced(cache) == set()
         *_, hits = await request(cache, 10)
         assert hits.storage == 4

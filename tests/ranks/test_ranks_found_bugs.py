@@ -38,7 +38,7 @@ ALONE = {
 
 async def serve(cache, ranks, family: int, blocks: int) -> None:
     async with await cache.acquire(f"r{family}", prompt(family, blocks, 0)) as lease:
-        await lease.ready()
+        await lease.wait_ready()
         compute(lease, ranks, lease.cached_tokens // BLOCK, blocks)
         await lease.commit(blocks * BLOCK)
 
@@ -54,7 +54,9 @@ def test_closing_waits_for_no_silent_rank(after):
             ranks[0].flows.clear()
             for family in range(8):
                 with contextlib.suppress(kvactors.NoRoom):
-                    (await cache.acquire("last", prompt(family, 5), wait=False)).abandon()
+                    (
+                        await cache.acquire("last", prompt(family, 5), wait_for_evictions=False)
+                    ).abandon()
             await asyncio.sleep(0.01)
             assert cache.system.ranks.statistics()[0].in_flight
             if after == "cut":
@@ -77,7 +79,7 @@ def test_a_lease_may_end_while_it_waits_for_more_blocks(end):
     async def main(steps: int) -> None:
         async with kvactors.open(settings(**ALONE), inline_copies=True) as cache:
             async with await cache.acquire("a", prompt(0, 4)) as lease:
-                await lease.commit(4 * BLOCK) if not lease.pending else await lease.ready()
+                await lease.commit(4 * BLOCK) if not lease.pending else await lease.wait_ready()
             lease = await cache.acquire("b", prompt(1, 2))
             more = asyncio.ensure_future(lease.extend([1] * (4 * BLOCK)))
             for _ in range(steps):
@@ -85,7 +87,7 @@ def test_a_lease_may_end_while_it_waits_for_more_blocks(end):
             await getattr(lease, end)()
             result = (await asyncio.gather(more, return_exceptions=True))[0]
             assert isinstance(result, tuple | kvactors.LeaseEnded)
-            await cache.settled()
+            await cache.wait_idle()
             assert cache.check() == []
             assert cache.statistics().supervisor.deaths == 0
 
@@ -105,9 +107,9 @@ def test_blocks_that_are_being_loaded_need_no_room():
             two = await cache.acquire("two", prompt(0, 6))
             assert one.block_table[:6] == two.block_table[:6]
             for lease in (one, two):
-                await lease.ready()
+                await lease.wait_ready()
                 await lease.finish()
-            await cache.settled()
+            await cache.wait_idle()
             assert cache.check() == []
 
     simulate(main, 1)
@@ -123,7 +125,7 @@ def test_what_a_rank_computed_before_it_began_anew_unseen_does_not_count():
             await ranks[1].start()
             await asyncio.sleep(1.0)
             lease = await cache.acquire("a", prompt(50, 3))
-            await lease.ready()
+            await lease.wait_ready()
             compute(lease, ranks, 0, 3)
             await ranks[1].kill()
             await ranks[1].start()
@@ -142,7 +144,7 @@ def test_a_stopped_rank_that_owes_an_offload_keeps_nobody_from_other_blocks():
         async with led(settings()) as (cache, ranks):
             for family in range(3):
                 await serve(cache, ranks, family, 5)
-            await cache.settled()
+            await cache.wait_idle()
             ranks[0].flows.clear()
             for family in range(10, 14):
                 lease = await cache.acquire("x", prompt(family, 3), deadline=5.0)
@@ -164,7 +166,7 @@ def test_a_block_that_leaves_later_than_its_parent_is_not_loaded():
         async with led(settings(**tiers)) as (cache, ranks):
             for family in (0, 1):
                 await serve(cache, ranks, family, 6)
-            await cache.settled()
+            await cache.wait_idle()
             ranks[0].flows.clear()
             asked = [asyncio.ensure_future(cache.acquire("x", prompt(10, 7, 0), deadline=60.0))]
             await asyncio.sleep(1.0)  # three of family 0 are on their way, and stay so
@@ -174,7 +176,7 @@ def test_a_block_that_leaves_later_than_its_parent_is_not_loaded():
                 await (await task).finish()
             lease = await cache.acquire("z", prompt(0, 6), deadline=60.0)
             ranks[0].flows.set()
-            await lease.ready()
+            await lease.wait_ready()
             assert wrong(lease, ranks, lease.cached_tokens // BLOCK) == []
             await lease.finish()
             await all_there(cache)
@@ -192,13 +194,13 @@ def test_a_clear_that_did_not_reach_every_rank_is_repeated():
             ranks,
         ):
             await serve(cache, ranks, 0, 3)
-            await cache.settled()
+            await cache.wait_idle()
             await ranks[1].kill()
             await asyncio.sleep(0.1)
             await cache.clear(storage=True)
             await ranks[1].start()
             await all_there(cache)
-            await cache.settled()
+            await cache.wait_idle()
             assert [rank.store.keys() for rank in ranks] == [[], []]
 
     simulate(main, 1)

@@ -52,13 +52,13 @@ async def life(stores, lacking=()):
         await rank.start()
     async with kvactors.open(CONFIG, inline_copies=True) as cache:
         async with await cache.acquire("a", PROMPT) as lease:
-            await lease.ready()
+            await lease.wait_ready()
             cached, keys = lease.cached_tokens // BLOCK, lease.keys(0, BLOCKS)
             wrong = engine.wrong(lease.block_table[:cached], keys[: 32 * cached])
             engine.fill(lease.block_table[cached:BLOCKS], keys[32 * cached :])
             await lease.commit(len(PROMPT))
             hits = lease.hits.storage
-        await cache.settled()
+        await cache.wait_idle()
         assert cache.check() == []
         assert cache.system.backend.keys() == []
         view = memoryview(bytearray(layout.block_bytes))

@@ -97,7 +97,7 @@ async def weather(seed: int, tiers: dict) -> Engine:
         await all_there(cache)
         await engine.run(10)
         await at_rest(cache)
-        await cache.flush_settled(60.0)
+        await cache.wait_flushed(60.0)
         assert cache.divergence() == 0, kinds
         assert engine.bad == [], kinds
         assert cache.statistics().supervisor.deaths == 0
@@ -138,7 +138,7 @@ def test_a_lease_of_before_a_loss_says_so_and_leaks_nothing(end):
             pending = await cache.acquire("pending", prompt(0, 3), deadline=60.0)
             ranks[1].flows.clear()
             waits = (
-                [asyncio.ensure_future(pending.layer_ready(layer)) for layer in (0, 2)]
+                [asyncio.ensure_future(pending.wait_layer(layer)) for layer in (0, 2)]
                 if pending.pending
                 else []
             )
@@ -229,10 +229,10 @@ def test_a_leader_that_begins_anew_finds_what_all_ranks_kept():
             await rank.start()
         async with kvactors.open(config, inline_copies=True) as cache:
             async with await cache.acquire("a", prompt(0, 3)) as lease:
-                await lease.ready()
+                await lease.wait_ready()
                 compute(lease, ranks, 0, 3)
                 await lease.commit(3 * BLOCK)
-            await cache.settled()
+            await cache.wait_idle()
         lacking = next(iter(ranks[1].store.objects))
         await ranks[1].store.remove([lacking])
         async with kvactors.open(config, inline_copies=True) as cache:
@@ -240,7 +240,7 @@ def test_a_leader_that_begins_anew_finds_what_all_ranks_kept():
             assert len(held) == 2
             assert lacking not in held
             async with await cache.acquire("b", prompt(0, 3)) as lease:
-                await lease.ready()
+                await lease.wait_ready()
                 assert wrong(lease, ranks, lease.cached_tokens // BLOCK) == []
             await at_rest(cache)
         for rank in ranks:

@@ -136,7 +136,7 @@ def config(**over):
 async def served(cache, ranks, tokens) -> int:
     """One request; the cached blocks."""
     async with await cache.acquire("a", tokens, deadline=2.0) as lease:
-        await lease.ready()
+        await lease.wait_ready()
         compute(lease, ranks, lease.cached_tokens // BLOCK, len(tokens) // BLOCK)
         await lease.commit(len(tokens) // BLOCK * BLOCK)
         return lease.cached_tokens // BLOCK
@@ -151,7 +151,7 @@ async def test_a_store_that_hangs_in_one_rank_costs_misses_and_no_copy():
             layout = ranks[0].layout
             for family in range(12):  # more than device and host hold
                 await served(cache, ranks, prompt(family, 4))
-            await cache.settled()
+            await cache.wait_idle()
             await ranks[0].kill()
             hanging = Hanging(layout.fingerprint, layout.block_bytes, 60, what="read")
             for key in list(ranks[0].store.iter_keys()):
@@ -183,7 +183,7 @@ async def test_a_rank_ends_in_time_while_its_store_hangs_and_ignores_its_cancell
             await all_there(cache)
             for family in range(12):
                 await served(cache, ranks, prompt(family, 4))
-            await cache.settled()
+            await cache.wait_idle()
             hanging = [rank.store for rank in ranks]
             for rank, store in zip(ranks, hanging, strict=True):
                 store.hang = Hanging(rank.layout.fingerprint, rank.layout.block_bytes, what="read")

@@ -95,7 +95,7 @@ async def test_corrupt_bytes_are_found():
         engine = Engine(cache, totals)
         await engine.serve("a", np.arange(20))
         await engine.serve("b", np.arange(100, 120))
-        await cache.settled()
+        await cache.wait_idle()
         arena = cache.system.arena
         for slot in range(arena.num_slots):
             arena.view(slot)[0] ^= 1

@@ -36,8 +36,8 @@ the same code."""
 
 OUTCOMES: Mapping[str, tuple[str, ...]] = {
     "acquire": ("ok", "NoRoom", "DeadlineExceeded", "Paused", "ActorFailed", "cancelled"),
-    "ready": ("ok", "NoRoom", "LeaseEnded", "ActorFailed", "RankLost", "cancelled"),
-    "layer_ready": ("ok", "NoRoom", "ActorFailed", "RankLost", "cancelled"),
+    "wait_ready": ("ok", "NoRoom", "LeaseEnded", "ActorFailed", "RankLost", "cancelled"),
+    "wait_layer": ("ok", "NoRoom", "ActorFailed", "RankLost", "cancelled"),
     "extend": (
         "ok",
         "NoRoom",
@@ -55,7 +55,7 @@ OUTCOMES: Mapping[str, tuple[str, ...]] = {
     "pause": ("ok", "DeadlineExceeded", "ActorFailed", "cancelled"),
     "set_namespace": ("ok", "ActorFailed", "cancelled"),
     "prefetch": ("ok", "ActorFailed", "StoreUnsupported", "cancelled"),
-    "settled": ("ok", "DeadlineExceeded", "cancelled"),
+    "wait_idle": ("ok", "DeadlineExceeded", "cancelled"),
 }
 
 STATES = (

@@ -29,17 +29,17 @@ async def rest(world: World) -> None:
     try:
         await cache.resume(deadline=5.0)
         gc.collect()  # leases that only a traceback still held
-        await cache.settled(REST)
+        await cache.wait_idle(REST)
         await asyncio.sleep(PAUSE + 1.0)  # the store's circuit is tried again
-        await cache.settled(REST)
-        await cache.flush_settled(REST)
+        await cache.wait_idle(REST)
+        await cache.wait_flushed(REST)
     except KVActorsError as error:
         world.violated(f"it does not come to rest: {error!r}")
     still(world)
     await serves_again(world)
     try:
-        await cache.settled(REST)
-        await cache.flush_settled(REST)
+        await cache.wait_idle(REST)
+        await cache.wait_flushed(REST)
     except KVActorsError as error:
         world.violated(f"it does not come to rest again: {error!r}")
     still(world)
@@ -145,7 +145,7 @@ async def serves_again(world: World) -> None:
         tokens = [family * 10_000 + i for i in range(drawn.longest * BLOCK)]
         try:
             async with await cache.acquire(f"after {family}", tokens, deadline=5.0) as lease:
-                await lease.ready(deadline=10.0)
+                await lease.wait_ready(deadline=10.0)
                 cached, full = lease.cached_tokens // BLOCK, lease.num_tokens // BLOCK
                 wrong = world.engine.wrong(lease.block_table[:cached], lease.keys(0, cached))
                 if wrong:

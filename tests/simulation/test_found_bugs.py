@@ -151,14 +151,14 @@ def test_two_shared_loads_that_come_short_leave_nothing_to_be_given_back_twice()
                 for name, tokens in (("a", short), ("b", long), ("c", long))
             ]
             rest = await cache.acquire("d", list(range(100, 115)))
-            await owner.ready()
+            await owner.wait_ready()
             for lease in (second, third):
                 with pytest.raises(kvactors.NoRoom):
-                    await lease.ready()
+                    await lease.wait_ready()
                 lease.abandon()
             await owner.finish()
             await rest.finish()
-            await cache.settled()
+            await cache.wait_idle()
             assert cache.check() == []
             assert cache.statistics().supervisor.deaths == 0
             assert cache.statistics().prefix.blocks_free == 11
@@ -218,14 +218,14 @@ def test_what_waits_to_be_written_when_a_rank_loses_its_memory_is_not_written_fr
         async with kvactors.open(config, inline_copies=True) as cache:
             for number in range(4):
                 lease = await cache.acquire("a", list(range(100 * number, 100 * number + 5)))
-                await lease.ready()
+                await lease.wait_ready()
                 engine.fill(lease.block_table[:1], lease.keys(0, 1))
                 await lease.commit(4)
                 await lease.finish()
             await asyncio.sleep(0.1)
             await ranks[0].stop()
             await ranks[0].start()
-            await cache.settled(60.0)
+            await cache.wait_idle(60.0)
             for number, store in enumerate(stores):
                 wrong = [
                     key

@@ -59,7 +59,7 @@ class Client(Door):
         """One of them."""
         cache, rng = self.world.cache, self.rng
         kind = rng.choice(
-            ("clear", "clear", "pause", "namespace", "prefetch", "prefetch", "settled")
+            ("clear", "clear", "pause", "namespace", "prefetch", "prefetch", "wait_idle")
         )
         if kind == "clear":
             storage = rng.random() < 0.5
@@ -74,9 +74,9 @@ class Client(Door):
         elif kind == "prefetch":
             tokens = self.prompt().tokens
             await self.ask("prefetch", lambda: cache.prefetch(tokens, deadline=1.0), 1.0)
-        elif kind == "settled":
+        elif kind == "wait_idle":
             limit = rng.choice((0.01, 3.0))
-            await self.ask("settled", lambda: cache.settled(limit), limit)
+            await self.ask("wait_idle", lambda: cache.wait_idle(limit), limit)
         else:
             await self._pause()
 
@@ -140,7 +140,7 @@ class Client(Door):
                 salt=prompt.salt,
                 lora=prompt.lora,
                 deadline=deadline,
-                wait=wait,
+                wait_for_evictions=wait,
             ),
             deadline,
         )
@@ -180,7 +180,7 @@ class Served:
             lease.abandon()
             return False
         rest = max(0.0, self.by - asyncio.get_running_loop().time()) + GRACE
-        await client.ask("ready", lambda: lease.ready(deadline=LONG), rest)
+        await client.ask("wait_ready", lambda: lease.wait_ready(deadline=LONG), rest)
         cached = lease.cached_tokens // BLOCK
         if len(set(lease.block_table)) < len(lease.block_table):
             self.world.violated("a block stands twice in a table")
@@ -202,8 +202,8 @@ class Served:
             rest = max(0.0, self.by - asyncio.get_running_loop().time()) + GRACE
             table = lease.block_table
             tokens = await self.client.ask(
-                "layer_ready",
-                lambda: lease.layer_ready(layer, deadline=LONG),  # noqa: B023
+                "wait_layer",
+                lambda: lease.wait_layer(layer, deadline=LONG),  # noqa: B023
                 rest,
             )
             if not lease.pending or self.world.ranks:

@@ -74,7 +74,7 @@ async def serve(cache, seed: int, *, save: bool = True):
     """One request of four full blocks, verified; its hits by tier. save: finished, so that it is
     written to the store."""
     lease = await cache.acquire(f"r{seed}", [seed] * 17)
-    await lease.ready()
+    await lease.wait_ready()
     cached, keys = lease.cached_tokens // 4, lease.keys(0, 4)
     assert cache.device.check(lease.block_table[:cached], keys[: 32 * cached]) == []
     if save:

@@ -160,7 +160,7 @@ async def serve(cache, seed: int, blocks: int = 6) -> kvactors.Hits:
     async with await cache.acquire(
         f"r{seed}", [seed % 2] * BLOCK + [seed] * (BLOCK * (blocks - 1) + 1)
     ) as lease:
-        await lease.ready()
+        await lease.wait_ready()
         cached, keys = lease.cached_tokens // BLOCK, lease.keys(0, blocks)
         assert cache.device.check(lease.block_table[:cached], keys[: 32 * cached]) == []
         cache.device.fill(lease.block_table[cached:blocks], keys[32 * cached :])
@@ -173,14 +173,14 @@ async def test_blocks_come_back_from_the_store_byte_for_byte(host):
     async with kvactors.open(config(host=host)) as cache:
         for seed in range(8):
             await serve(cache, seed)
-            await cache.settled()
+            await cache.wait_idle()
         hits = []
         for seed in range(8):
             hits.append(await serve(cache, seed))
-            await cache.settled()
+            await cache.wait_idle()
         assert sum(one.storage for one in hits) >= 20
         assert all(one.device + one.host + one.storage == 6 for one in hits)
-        await cache.flush_settled()
+        await cache.wait_flushed()
         assert (cache.divergence(), cache.check()) == (0, [])
         assert cache.statistics().store.reads >= 20
 
@@ -203,7 +203,7 @@ async def test_many_at_once_and_the_service_failing_now_and_then():
                 stand_in.service().broken = "for a while" if round_ == 3 else ""
 
         await asyncio.gather(*(client(i) for i in range(4)))
-        await cache.flush_settled()
+        await cache.wait_flushed()
         assert (cache.divergence(), cache.check()) == (0, [])
         index = cache.statistics().prefix
         assert index.leases == index.nodes_referenced == 0
@@ -223,17 +223,17 @@ async def test_a_slow_read_holds_its_blocks_but_not_the_request_beyond_its_deadl
         )
     ) as cache:
         await serve(cache, 3)
-        await cache.settled()
+        await cache.wait_idle()
         await cache.clear()
         held = stand_in.service().hold = SimpleQueue()
         lease = await cache.acquire("late", [1] * BLOCK + [3] * (BLOCK * 5 + 1))
         try:
-            await lease.ready(deadline=30.0)
+            await lease.wait_ready(deadline=30.0)
             assert lease.cached_tokens == 0
         finally:
             lease.abandon()
         release(held)
-        await cache.settled(20.0)
+        await cache.wait_idle(20.0)
         assert cache.check() == []
 
 
@@ -245,7 +245,7 @@ async def test_a_call_that_does_not_return_is_shown_and_no_request_waits_for_it(
     }
     async with kvactors.open(config(**tables)) as cache:
         await serve(cache, 3)
-        await cache.settled()
+        await cache.wait_idle()
         held = stand_in.service().hold = SimpleQueue()
         await serve(cache, 5)
         while cache.health().status == "ok":
@@ -258,7 +258,7 @@ async def test_a_call_that_does_not_return_is_shown_and_no_request_waits_for_it(
             assert (await serve(cache, seed)).storage == 0
         assert cache.health().status == "degraded", "three requests were served during one call"
         release(held)
-        await cache.settled(20.0)
+        await cache.wait_idle(20.0)
         assert cache.health().status == "ok"
         assert cache.check() == []
 
@@ -278,7 +278,7 @@ async def test_in_flush_only_mode_it_is_neither_read_nor_written():
         config(flush={"only": True, "sinks": [{"kind": "attention_store"}]})
     ) as cache:
         await serve(cache, 3)
-        await cache.flush_settled()
+        await cache.wait_flushed()
         assert not calls("write")
         assert not calls("read")
         assert calls("flush_token_index")

@@ -48,7 +48,7 @@ async def serve(cache, tokens, *, extend=(), **identity) -> int:
     """Serve one request; every block it finds must hold the bytes of its own key. Returns the
     blocks found in storage."""
     async with await cache.acquire("r", tokens, **identity) as lease:
-        await lease.ready()
+        await lease.wait_ready()
         cached, full = lease.cached_tokens // BLOCK, lease.num_tokens // BLOCK
         keys = lease.keys(0, full)
         assert cache.device.check(lease.block_table[:cached], keys[: 32 * cached]) == [], (
@@ -61,7 +61,7 @@ async def serve(cache, tokens, *, extend=(), **identity) -> int:
         cache.device.fill(lease.block_table[cached:full], keys[32 * cached :])
         await lease.commit(lease.num_tokens)
         found = lease.hits.storage
-    await cache.settled()
+    await cache.wait_idle()
     await cache.clear()
     return found
 
@@ -103,12 +103,12 @@ async def test_a_block_completed_by_decoding_keeps_its_medium():
         head, tail = list(range(BLOCK + 3)), [9]
         for image in ("cat.png", "dog.png"):
             async with await cache.acquire("r", head, extra_keys=[(BLOCK, 2, image)]) as lease:
-                await lease.ready()
+                await lease.wait_ready()
                 await lease.extend([*tail, 7])
                 await lease.commit(lease.num_tokens)
         for media, cached in (([(BLOCK, 2, "cat.png")], 2), ([(BLOCK, 2, "eel.png")], 1), ([], 1)):
             async with await cache.acquire("r", [*head, *tail, 7], extra_keys=media) as lease:
-                await lease.ready()
+                await lease.wait_ready()
                 assert lease.cached_tokens == cached * BLOCK
 
 
@@ -144,9 +144,9 @@ async def test_names_that_are_set_are_passed_as_they_are():
 async def test_it_cannot_be_cleared_and_says_so_before_anything_is_cleared():
     async with kvactors.open(config()) as cache:
         async with await cache.acquire("r", PROMPT) as lease:
-            await lease.ready()
+            await lease.wait_ready()
             await lease.commit(lease.num_tokens)
-        await cache.settled()
+        await cache.wait_idle()
         with pytest.raises(StoreUnsupported, match="nothing was cleared"):
             await cache.clear(storage=True)
         async with await cache.acquire("r", PROMPT) as lease:
@@ -174,16 +174,16 @@ async def test_requests_of_many_scopes_never_get_bytes_of_another():
                 await cache.set_namespace(draw.choice(["default", "w2"]))
             prompt = [draw.randrange(2)] * BLOCK + list(range(BLOCK * draw.randint(1, 3) + 1))
             async with await cache.acquire("r", prompt, **draw.choice(scopes)) as lease:
-                await lease.ready()
+                await lease.wait_ready()
                 cached, full = lease.cached_tokens // BLOCK, lease.num_tokens // BLOCK
                 keys = lease.keys(0, full)
                 assert cache.device.check(lease.block_table[:cached], keys[: 32 * cached]) == []
                 cache.device.fill(lease.block_table[cached:full], keys[32 * cached :])
                 await lease.commit(lease.num_tokens)
             if draw.random() < 0.3:
-                await cache.settled()
+                await cache.wait_idle()
                 await cache.clear()
-        await cache.settled()
+        await cache.wait_idle()
         assert cache.check() == []
         assert cache.statistics().store.reads > 20
 
@@ -306,8 +306,8 @@ async def test_fastdeploys_flush_only_settings_feed_the_index(monkeypatch):
     async with kvactors.open(config()) as cache:
         await serve(cache, PROMPT)
         async with await cache.acquire("r", PROMPT) as lease:
-            await lease.ready()
+            await lease.wait_ready()
             await lease.commit(lease.num_tokens)
-        await cache.flush_settled()
+        await cache.wait_flushed()
         assert len(stand_in.service().resident) == 4
         assert not stand_in.service().objects

@@ -276,7 +276,7 @@ def config(**storage):
 
 async def serve(cache, seed):
     async with await cache.acquire(f"r{seed}", [seed] * 17) as lease:
-        await lease.ready()
+        await lease.wait_ready()
         cached, keys = lease.cached_tokens // 4, lease.keys(0, 4)
         assert cache.device.check(lease.block_table[:cached], keys[: 32 * cached]) == []
         cache.device.fill(lease.block_table[cached:4], keys[32 * cached :])
@@ -324,13 +324,13 @@ async def test_a_cache_serves_on_beside_a_back_end_that_lies(call, spoil):
     async with kvactors.open(layout, backend=inner) as cache:
         for seed in range(12):
             await serve(cache, seed)
-        await cache.settled()
+        await cache.wait_idle()
         setattr(inner, call, spoil(getattr(inner, call)))
         for seed in range(12):
             await serve(cache, seed)
         for seed in range(20, 30):
             await serve(cache, seed)
-        await cache.settled()
+        await cache.wait_idle()
         assert cache.statistics().store.faults >= 1
         assert cache.statistics().host.pinned == 0
         assert cache.statistics().supervisor.deaths == 0
@@ -348,12 +348,12 @@ async def test_no_actor_fails_of_what_a_back_end_raises_at_once(name, error):
     async with kvactors.open(config(exclusive=True), backend=inner) as cache:
         for seed in range(6):
             await serve(cache, seed)
-        await cache.settled()
+        await cache.wait_idle()
         setattr(inner, name, raising(error)[0])
         for seed in range(12):
             await serve(cache, seed)
         await cache.clear(storage=True)
-        await cache.settled()
+        await cache.wait_idle()
         assert cache.statistics().supervisor.deaths == 0
         assert cache.check() == []
 
@@ -499,7 +499,7 @@ def test_a_store_whose_calls_do_not_return_costs_time_once_and_is_named(call):
             for number in range(6):
                 begun = loop.time()
                 lease = await cache.acquire(f"r{number}", [number % 3] * 13, deadline=1.0)
-                await lease.ready()
+                await lease.wait_ready()
                 await lease.finish(13)
                 seconds.append(loop.time() - begun)
             health = cache.health()

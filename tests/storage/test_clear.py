@@ -49,7 +49,7 @@ def test_batches_that_wait_in_any_writer_are_not_written_after_the_clear(writers
             assert store.catalog.keys() == []
             for seed in range(12):
                 assert sum(await serve(cache, seed, save=False)) == 0
-            await cache.settled()
+            await cache.wait_idle()
             assert store.catalog.keys() == []
             assert store.objects == {}
             assert cache.check() == []
@@ -65,7 +65,7 @@ def test_a_request_that_looks_in_the_store_while_it_is_cleared_gets_nothing_from
         async with kvactors.open(settings, backend=store, inline_copies=True) as cache:
             for seed in range(8):
                 await serve(cache, seed)
-            await cache.settled()
+            await cache.wait_idle()
             store.latency = lambda: 0.01
             looking = [
                 asyncio.create_task(cache.acquire(f"q{seed}", [seed] * 17)) for seed in range(8)
@@ -77,7 +77,7 @@ def test_a_request_that_looks_in_the_store_while_it_is_cleared_gets_nothing_from
             ]
             for lease in leases:
                 await lease.finish()
-            await cache.settled()
+            await cache.wait_idle()
             for seed in range(8):
                 assert sum(await serve(cache, seed, save=False)) == 0
 
@@ -94,7 +94,7 @@ def test_a_failed_clear_raises_and_nothing_is_hit_until_one_succeeds():
         async with kvactors.open(settings, backend=store, inline_copies=True) as cache:
             for seed in range(4):
                 await serve(cache, seed)
-            await cache.settled()
+            await cache.wait_idle()
             clear = store.clear
 
             async def refuse(_generation=0):
@@ -105,12 +105,12 @@ def test_a_failed_clear_raises_and_nothing_is_hit_until_one_succeeds():
                 await cache.clear(storage=True)
             assert cache.health().status == "degraded"
             assert sum(await serve(cache, 1)) == 0
-            await cache.settled()
+            await cache.wait_idle()
             store.clear = clear
             await cache.clear(storage=True)
             assert store.objects == {}
             await serve(cache, 9)
-            await cache.settled()
+            await cache.wait_idle()
             assert len(store.objects) == 4
 
     simulate(main, seed=1)
@@ -123,12 +123,12 @@ def test_a_clear_that_takes_longer_than_its_deadline_raises_and_is_completed_lat
     async def main():
         async with kvactors.open(settings, backend=store, inline_copies=True) as cache:
             await serve(cache, 1)
-            await cache.settled()
+            await cache.wait_idle()
             store.latency = lambda: 10.0
             with pytest.raises(DeadlineExceeded):
                 await cache.clear(storage=True, deadline=1.0)
             assert sum(await serve(cache, 1, save=False)) == 0
-            await cache.settled()
+            await cache.wait_idle()
             store.latency = lambda: 0.0
             assert sum(await serve(cache, 1, save=False)) == 0
             assert store.objects == {}
@@ -148,7 +148,7 @@ def test_a_clear_outlives_an_actor_that_fails_in_between(victim):
         async with kvactors.open(settings, backend=store, inline_copies=True) as cache:
             for seed in range(4):
                 await serve(cache, seed)
-            await cache.settled()
+            await cache.wait_idle()
             store.latency = lambda: 0.2
             clearing = asyncio.create_task(cache.clear(storage=True))
             await asyncio.sleep(0.1)

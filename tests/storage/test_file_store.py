@@ -342,7 +342,7 @@ def config(folder: Path, **storage) -> Config:
 
 async def serve(cache, seed: int) -> kvactors.Hits:
     async with await cache.acquire(f"r{seed}", [seed] * 17) as lease:
-        await lease.ready()
+        await lease.wait_ready()
         cached, keys = lease.cached_tokens // 4, lease.keys(0, 4)
         assert cache.device.check(lease.block_table[:cached], keys[: 32 * cached]) == []
         cache.device.fill(lease.block_table[cached:4], keys[32 * cached :])
@@ -354,10 +354,10 @@ async def test_a_cache_comes_back_warm(tmp_path):
     async with kvactors.open(config(tmp_path)) as cache:
         for seed in range(10):
             await serve(cache, seed)
-            await cache.settled()
+            await cache.wait_idle()
     async with kvactors.open(config(tmp_path)) as cache:
         assert [(await serve(cache, seed)).storage for seed in range(10)] == [4] * 10
-        await cache.flush_settled()
+        await cache.wait_flushed()
         assert cache.divergence() == 0
         assert cache.check() == []
 
@@ -366,7 +366,7 @@ async def test_rotten_bits_are_misses_that_the_indexes_hear_of(tmp_path):
     async with kvactors.open(config(tmp_path)) as cache:
         for seed in range(10):
             await serve(cache, seed)
-        await cache.settled()
+        await cache.wait_idle()
         folder = cache.system.backend.files.folder
         await cache.clear()
         size = (folder / "slab-0000").stat().st_size
@@ -377,7 +377,7 @@ async def test_rotten_bits_are_misses_that_the_indexes_hear_of(tmp_path):
         assert size
         for seed in range(10):
             await serve(cache, seed)
-        await cache.flush_settled()
+        await cache.wait_flushed()
         assert cache.statistics().store.corrupt >= 1
         assert cache.divergence() == 0
         assert cache.check() == []

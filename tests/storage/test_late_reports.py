@@ -41,7 +41,7 @@ async def serve(cache: kvactors.KVCache, seed: int) -> None:
         tokens = [first] * BLOCK + [rng.randrange(8) for _ in range(BLOCK)]
         try:
             async with await cache.acquire(f"{seed}.{number}", tokens) as lease:
-                await lease.ready()
+                await lease.wait_ready()
                 full = lease.num_tokens // BLOCK
                 cache.device.fill(lease.block_table[:full], lease.keys(0, full))
                 await lease.commit(len(tokens))
@@ -53,7 +53,7 @@ async def serve(cache: kvactors.KVCache, seed: int) -> None:
 async def test_sinks_are_right_although_reports_of_several_writers_overtake_each_other(policy):
     async with kvactors.open(config(policy)) as cache:
         await asyncio.gather(*(serve(cache, seed) for seed in range(8)))
-        await cache.flush_settled(60)
+        await cache.wait_flushed(60)
         assert cache.statistics().store.evicted > 50
         assert cache.check() == []
         assert cache.divergence() == 0

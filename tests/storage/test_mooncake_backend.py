@@ -228,7 +228,7 @@ def config(address: str) -> Config:
 
 async def request(cache, seed: int) -> int:
     async with await cache.acquire(f"r{seed}", [seed] * 129) as lease:
-        await lease.ready()
+        await lease.wait_ready()
         cached, keys = lease.cached_tokens // 16, lease.keys(0, 8)
         assert cache.device.check(lease.block_table[:cached], keys[: 32 * cached]) == []
         cache.device.fill(lease.block_table[cached:8], keys[32 * cached :])
@@ -243,9 +243,9 @@ async def test_two_caches_share_a_pool(running):
     ):
         for seed in range(6):
             assert await request(one, seed) == 0
-        await one.settled()
+        await one.wait_idle()
         assert [await request(other, seed) for seed in range(6)] == [8] * 6
-        await other.flush_settled()
+        await other.wait_flushed()
         for cache in (one, other):
             assert cache.divergence() == 0
             assert cache.check() == []

@@ -74,14 +74,14 @@ async def test_a_small_store_behind_several_writers_has_no_fault(tmp_path, mode)
             tokens = [(seed + number * index) % 3 for index in range(8 + (seed * 7 + number) % 16)]
             try:
                 async with await cache.acquire(f"{seed}.{number}", tokens) as lease:
-                    await lease.ready()
+                    await lease.wait_ready()
                     await lease.finish(computed_tokens=len(tokens))
             except kvactors.NoRoom:
                 await asyncio.sleep(0)
 
     async with kvactors.open(config) as cache:
         await asyncio.gather(*(lane(cache, seed) for seed in range(6)))
-        await cache.flush_settled(60)
+        await cache.wait_flushed(60)
         assert cache.statistics().store.faults == 0
         assert cache.check() == []
         assert cache.divergence() == 0

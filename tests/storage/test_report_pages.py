@@ -72,7 +72,7 @@ class Reports:
 async def test_a_large_store_is_reported_in_pages_of_one_turn_each(monkeypatch):
     reports = Reports(monkeypatch)
     async with kvactors.open(config(), backend=Filled(20_000)) as cache:
-        await cache.settled()
+        await cache.wait_idle()
         assert {len(names) for _, _, names in reports.told[:-1]} == {worker.REPORT_PAGE}
         assert (
             len({turn for turn, _, _ in reports.told})
@@ -86,12 +86,12 @@ async def test_lost_names_are_reported_in_pages_of_one_turn_each(monkeypatch):
     store = Filled(10_000)
     reports = Reports(monkeypatch)
     async with kvactors.open(config(), backend=store) as cache:
-        await cache.settled()
+        await cache.wait_idle()
         reports.told.clear()
         store.catalog.departed.update(key(number) for number in range(5_000))
         store.catalog.remove([key(number) for number in range(5_000)])
         cache.system.writers[0].try_tell(Recount())
-        await cache.settled()
+        await cache.wait_idle()
         assert max(len(names) for _, _, names in reports.told) <= REMOVED_PAGE
         assert len({turn for turn, _, _ in reports.told}) == len(reports.told)
         assert sorted(reports.names("Gone")) == [key(number) for number in range(5_000)]
@@ -108,7 +108,7 @@ async def test_names_removed_between_two_pages_are_not_reported(monkeypatch):
 
     reports = Reports(monkeypatch, between)
     async with kvactors.open(config(), backend=store) as cache:
-        await cache.settled()
+        await cache.wait_idle()
     assert reports.untrue == []
     assert last not in reports.names("Gained")
 
@@ -118,7 +118,7 @@ async def test_a_flush_waits_for_every_page_of_the_report_at_the_start(monkeypat
     monkeypatch.setattr(worker, "REPORT_PAGE", 3)
     store = Filled(100)
     async with kvactors.open(config(actors={"channel_bound": 1}), backend=store) as cache:
-        await cache.flush_settled(at_rest=at_rest)
+        await cache.wait_flushed(at_rest=at_rest)
         assert cache.system.notifier_actor.unnamed() == 100
 
 
@@ -139,7 +139,7 @@ async def test_a_notifier_that_restarts_between_two_pages_gets_all_of_them(monke
     monkeypatch.setattr(worker, "REPORT_PAGE", 3)
     store, reports = Filled(30), Reports(monkeypatch)
     async with kvactors.open(config(actors={"channel_bound": 1}), backend=store) as cache:
-        await cache.settled()
+        await cache.wait_idle()
 
         def between(pages: int) -> None:
             if pages == when:
@@ -148,7 +148,7 @@ async def test_a_notifier_that_restarts_between_two_pages_gets_all_of_them(monke
         reports.told.clear()
         reports.between = between
         cache.system.notifier.try_tell(Unknown())
-        await cache.settled()
+        await cache.wait_idle()
         assert cache.system.notifier.life == 2
         assert len(reports.told) >= 10 + when
         assert received[2] == set(store.keys())
@@ -163,11 +163,11 @@ async def test_a_writer_that_restarts_between_two_pages_reports_the_rest(monkeyp
             writers[0].try_tell(Unknown())
 
     async with kvactors.open(config(), backend=store) as cache:
-        await cache.settled()
+        await cache.wait_idle()
         writers += cache.system.writers
         reports.told.clear()
         reports.between = between
         cache.system.notifier.try_tell(Unknown())
-        await cache.settled()
+        await cache.wait_idle()
         assert writers[0].life == 1
         assert set(reports.names("Gained")) == set(store.keys())

@@ -53,11 +53,11 @@ def config(folder, sinks=("index",), policy="write_through", **storage) -> kvact
 async def serve(cache, name: str, tokens: list[int], **scope):
     """One request; its hits, and the names of its full blocks."""
     lease = await cache.acquire(name, tokens, **scope)
-    await lease.ready()
+    await lease.wait_ready()
     keys = lease.keys(0, len(tokens) // BLOCK)
     await lease.commit(len(tokens))
     await lease.finish()
-    await cache.settled()
+    await cache.wait_idle()
     return lease.hits, split_keys(keys)
 
 
@@ -94,7 +94,7 @@ async def truth(cache) -> None:
         if not (hits.host or hits.device):
             assert hits.storage == run
         reachable |= set(keys)
-        await cache.flush_settled()
+        await cache.wait_flushed()
         assert cache.divergence() == 0
     assert announced(cache) <= reachable
 
@@ -108,7 +108,7 @@ async def test_what_was_stored_is_announced_after_a_restart(tmp_path, monkeypatc
     monkeypatch.setattr(slab_paths, "CHUNK", limit)
     monkeypatch.setattr(naming, "WAITING", 1)
     async with kvactors.open(config(tmp_path)) as cache:
-        await cache.flush_settled(at_rest=at_rest)
+        await cache.wait_flushed(at_rest=at_rest)
         assert announced(cache) == before
         assert cache.divergence() == 0
         assert cache.check() == []
@@ -130,7 +130,7 @@ async def test_after_a_kill_what_is_announced_is_what_requests_get(tmp_path, pol
         worker.wait()
         worker.stdout.close()
     async with kvactors.open(config(tmp_path, policy=policy)) as cache:
-        await cache.flush_settled()
+        await cache.wait_flushed()
         held = set(cache.system.store.keys())
         assert len(held) > 20
         assert announced(cache) <= held
@@ -143,15 +143,15 @@ async def test_after_a_kill_what_is_announced_is_what_requests_get(tmp_path, pol
 async def test_a_block_whose_parent_is_gone_waits_for_it(tmp_path):
     before = await filled(config(tmp_path))
     async with kvactors.open(config(tmp_path)) as cache:
-        await cache.flush_settled()
+        await cache.wait_flushed()
         _, keys = await serve(cache, "x", prompt(10))
         await cache.system.store.remove([keys[1]])
     async with kvactors.open(config(tmp_path)) as cache:
-        await cache.flush_settled()
+        await cache.wait_flushed()
         assert announced(cache) == {keys[0]}
         assert len(cache.system.notifier_actor.ledger.waiting.blocks) == 30
         await serve(cache, "only the beginning", prompt(99, 3))
-        await cache.flush_settled()
+        await cache.wait_flushed()
         assert announced(cache) >= before
         assert not cache.system.notifier_actor.ledger.waiting.blocks
         assert cache.check() == []
@@ -164,11 +164,11 @@ async def test_nothing_under_a_salt_is_kept_or_announced(tmp_path):
     assert b"secret-of-a-tenant" not in table
     assert (b"\x0a\0\0\0" * BLOCK) not in table
     async with kvactors.open(config(tmp_path)) as cache:
-        await cache.flush_settled()
+        await cache.wait_flushed()
         assert announced(cache) == set()
         hits, keys = await serve(cache, "supplies the path", prompt(10), salt="secret-of-a-tenant")
         assert hits.storage == 5
-        await cache.flush_settled()
+        await cache.wait_flushed()
         assert announced(cache) == set(keys)
 
 
@@ -195,19 +195,19 @@ async def test_an_adapter_and_media_are_announced_with_their_blocks(tmp_path):
 
     async with kvactors.open(config(tmp_path)) as cache:
         await serve(cache, "first", prompt(10), **scope)
-        await cache.flush_settled()
+        await cache.wait_flushed()
         live = places(cache)
         assert len(live) == 5
         assert sum(bool(extra_key) for _, _, extra_key, _ in live.values()) == 2
     async with kvactors.open(config(tmp_path)) as cache:
-        await cache.flush_settled()
+        await cache.wait_flushed()
         assert places(cache) == live
 
 
 async def test_blocks_of_another_namespace_are_not_announced(tmp_path):
     await filled(config(tmp_path, cache_namespace="weights-1"))
     async with kvactors.open(config(tmp_path, cache_namespace="weights-2")) as cache:
-        await cache.flush_settled()
+        await cache.wait_flushed()
         assert announced(cache) == set()
         assert (await serve(cache, "x", prompt(10)))[0].storage == 0
 
@@ -218,12 +218,12 @@ async def test_a_store_without_tokens_is_used_and_not_announced(tmp_path):
     async with kvactors.open(
         config(tmp_path)
     ) as cache:  # entries keep the size they were made with
-        await cache.flush_settled()
+        await cache.wait_flushed()
         assert announced(cache) == set()
         assert cache.divergence() == 0
         hits, keys = await serve(cache, "x", prompt(10))
         assert hits.storage == 5
-        await cache.flush_settled()
+        await cache.wait_flushed()
         assert announced(cache) == set(keys) <= before
 
 
@@ -251,10 +251,10 @@ async def test_damaged_lineages_cost_the_announcement_of_their_paths_only(tmp_pa
     assert len(damaged) == 3
     path.write_bytes(raw)
     async with kvactors.open(config(tmp_path)) as cache:
-        await cache.flush_settled()
+        await cache.wait_flushed()
         assert announced(cache) == before - damaged
         assert (await serve(cache, "x", prompt(12)))[0].storage == 5
-        await cache.flush_settled()
+        await cache.wait_flushed()
         assert announced(cache) == before
 
 
@@ -264,7 +264,7 @@ async def test_a_clear_while_the_paths_are_read(tmp_path, monkeypatch):
     async with kvactors.open(config(tmp_path)) as cache:
         await cache.clear(storage=True)
         await serve(cache, "x", prompt(50))
-        await cache.flush_settled()
+        await cache.wait_flushed()
         assert announced(cache) == set(cache.system.store.keys())
         assert len(announced(cache)) == 5
         assert cache.check() == []
@@ -288,7 +288,7 @@ async def test_the_paths_are_sent_again_after_a_failure(tmp_path, monkeypatch, f
 
     after_each_message(monkeypatch, writer.StorageWriter, recording)
     async with kvactors.open(config(tmp_path)) as cache:
-        await cache.flush_settled()
+        await cache.wait_flushed()
         assert (cache.system.notifier if fails == "notifier" else cache.system.writers[0]).life == 1
         assert announced(cache) == before
         assert cache.check() == []
@@ -318,14 +318,14 @@ async def test_without_sinks_no_paths_are_read(tmp_path, monkeypatch):
 async def test_names_of_blocks_that_are_nowhere_are_ignored(tmp_path):
     await filled(config(tmp_path))
     async with kvactors.open(config(tmp_path)) as cache:
-        await cache.flush_settled()
+        await cache.wait_flushed()
         ledger = cache.system.notifier_actor.ledger
         before = len(ledger.entries)
         root = cache.system.roots.root(kvactors.flush_notifier.messages.PLAIN)
         lineage = kvactors.lineage.Lineage(root, bytes(4 * BLOCK))
         part = writer.PathPart(root, lineage.key(), lineage.tokens)
         cache.system.notifier.try_tell(writer.Named((part,), frozenset([root])))
-        await cache.settled()
+        await cache.wait_idle()
         assert len(ledger.entries) == before
         assert not ledger.waiting.blocks
         assert cache.check() == []

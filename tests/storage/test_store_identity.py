@@ -94,10 +94,10 @@ async def hits(config: Config) -> kvactors.Hits:
     """What one request of a fixed prompt finds; then it stores it."""
     async with kvactors.open(config) as cache:
         async with await cache.acquire("r", list(range(17))) as lease:
-            await lease.ready()
+            await lease.wait_ready()
             found = lease.hits
             await lease.commit(17)
-        await cache.settled()
+        await cache.wait_idle()
         return found
 
 

@@ -50,7 +50,7 @@ async def opened(*, inline: bool = False, **kwargs: Any) -> AsyncIterator[KVCach
     view equals the tiers."""
     async with kvactors.open(settings(**kwargs), inline_copies=inline) as cache:
         yield cache
-        await cache.flush_settled(10)
+        await cache.wait_flushed(10)
         assert cache.check() == []
         assert cache.divergence() == 0
         index = cache.statistics().prefix
@@ -62,7 +62,7 @@ async def serve(
 ) -> Lease:
     """One request from acquire to finish: verify what was loaded, compute the rest."""
     lease = await cache.acquire(name, tokens, **options)
-    await lease.ready()
+    await lease.wait_ready()
     full = lease.num_tokens // BLOCK
     keys, table = lease.keys(0, full), list(lease.block_table)
     cached = lease.cached_tokens // BLOCK

@@ -59,7 +59,7 @@ async def traffic(sim, **options):
                     seen.append((number, "no room"))
                     continue
                 async with lease:
-                    await lease.ready()
+                    await lease.wait_ready()
                     seen.append((number, tuple(lease.hits), lease.block_table))
                     cached = lease.cached_tokens // BLOCK
                     cache.device.fill(lease.block_table[cached:], lease.keys(cached, 5))
@@ -138,11 +138,11 @@ def test_what_concerns_one_request_is_all_of_it_and_little_else():
         async with sim.open(device={"num_blocks": 6}, host={"slots": 0}) as cache:
             for name, family in (("first", 1), ("other", 2), ("again", 1)):
                 async with await cache.acquire(name, prompt(family)) as lease:
-                    await lease.ready()
+                    await lease.wait_ready()
                     if name != "again":
                         cache.device.fill(lease.block_table, lease.keys(0, 5))
                     await lease.commit(lease.num_tokens)
-                await cache.settled()
+                await cache.wait_idle()
 
     sim = Sim(0)
     sim.run(main, sim)
@@ -360,7 +360,7 @@ def test_a_failing_seed_fails_again_with_the_same_trace():
 
             async def write():
                 async with await cache.acquire("writer", prompt(1)) as lease:
-                    await lease.ready()
+                    await lease.wait_ready()
                     await lease.commit(lease.num_tokens)  # planted: nothing is computed yet
                     await anyio.sleep(sim.random.random() * 0.001)
                     cache.device.fill(lease.block_table, lease.keys(0, 5))
@@ -368,7 +368,7 @@ def test_a_failing_seed_fails_again_with_the_same_trace():
             async def read():
                 await anyio.sleep(sim.random.random() * 0.002)
                 async with await cache.acquire("reader", prompt(1)) as lease:
-                    await lease.ready()
+                    await lease.wait_ready()
                     cached = lease.cached_tokens // BLOCK
                     assert (
                         cache.device.check(lease.block_table[:cached], lease.keys(0, cached)) == []

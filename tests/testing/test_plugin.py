@@ -89,7 +89,7 @@ RACE = """
                 async def one(name):
                     await anyio.sleep(kv_sim.random.random() * 0.002)
                     async with await cache.acquire(name, tokens) as lease:
-                        await lease.ready()
+                        await lease.wait_ready()
                         cached = lease.cached_tokens // 8
                         assert not cache.device.check(lease.block_table[:cached], lease.keys(0, cached))
                         await lease.commit(40)
@@ -248,7 +248,7 @@ def test_settings_and_runs(pytester):
                 for life in range(2):
                     async with kv_sim.open() as cache:
                         async with await cache.acquire("r", list(range(24))) as lease:
-                            await lease.ready()
+                            await lease.wait_ready()
                             hits.append(lease.hits.storage)
                             cache.device.fill(lease.block_table, lease.keys(0, 3))
                             await lease.commit(24)
@@ -270,7 +270,7 @@ FAULTS = """
 
     async def serve(cache, name):
         async with await cache.acquire(name, list(range(40)), deadline=1.0) as lease:
-            await lease.ready()
+            await lease.wait_ready()
             cached = lease.cached_tokens // 8
             cache.device.fill(lease.block_table[cached:], lease.keys(cached, 5))
             await lease.commit(40)
@@ -339,7 +339,7 @@ CACHE = """
 
     async def test_it(kv_cache):
         async with await kv_cache.acquire("r", list(range(20))) as lease:
-            await lease.ready()
+            await lease.wait_ready()
             assert lease.cached_tokens == 0
             await lease.commit(20)
 

@@ -1,0 +1,80 @@
+"""Earlier names of the public API work for one release, with a warning; threads have every call of
+the cache and of leases."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+
+import pytest
+
+from kvactors.cache import KVCache
+from kvactors.from_thread import FromThread, ThreadLease
+from kvactors.lease import Lease
+from tests.support.cache import opened, prompt
+
+LOOP_ONLY = {"close"}
+"""Methods of the cache that other threads do not have."""
+
+
+async def test_earlier_names_warn_where_they_are_called_and_work():
+    async with opened() as cache:
+        with pytest.warns(DeprecationWarning, match=r"acquire\(wait=\)") as warned:
+            lease = await cache.acquire("r", prompt(1, 2), wait=False)
+        assert warned[0].filename == __file__
+        async with lease:
+            with pytest.warns(DeprecationWarning, match=r"ready\(\).*wait_ready\(\)") as warned:
+                await lease.ready()
+            assert warned[0].filename == __file__
+            with pytest.warns(DeprecationWarning, match="wait_layer"):
+                assert await lease.layer_ready(0) == 0
+        with pytest.warns(DeprecationWarning, match="wait_idle"):
+            await cache.settled(5.0)
+        with pytest.warns(DeprecationWarning, match="wait_flushed"):
+            await cache.flush_settled(5.0, at_rest=False)
+
+
+async def test_earlier_names_work_from_threads():
+    async with opened() as cache:
+
+        def calls() -> None:
+            with cache.from_thread.acquire("r", prompt(1, 2)) as lease:
+                with pytest.warns(DeprecationWarning, match="wait_ready"):
+                    lease.ready()
+                with pytest.warns(DeprecationWarning, match="wait_layer"):
+                    assert lease.layer_ready(0) == 0
+            with pytest.warns(DeprecationWarning, match="wait_idle"):
+                cache.from_thread.settled(5.0)
+            with pytest.warns(DeprecationWarning, match="wait_flushed"):
+                cache.from_thread.flush_settled(5.0)
+
+        await asyncio.to_thread(calls)
+
+
+async def test_a_wrong_wait_is_refused_under_its_earlier_name():
+    async with opened() as cache:
+        with (
+            pytest.warns(DeprecationWarning, match="wait_for_evictions"),
+            pytest.raises(TypeError, match="wait must be a bool"),
+        ):
+            await cache.acquire("r", prompt(1, 2), wait=1)
+
+
+def public(kind: type) -> dict[str, object]:
+    return {name: value for name, value in vars(kind).items() if not name.startswith("_")}
+
+
+@pytest.mark.parametrize(("kind", "threads"), [(KVCache, FromThread), (Lease, ThreadLease)])
+def test_threads_have_every_call_with_the_same_arguments(kind, threads):
+    there = public(threads)
+    for name, value in public(kind).items():
+        if name in LOOP_ONLY or not inspect.isfunction(value):
+            continue
+        assert name in there, f"{threads.__name__} has no {name}"
+        ours = dict(inspect.signature(value).parameters)
+        theirs = dict(inspect.signature(there[name]).parameters)
+        if not inspect.iscoroutinefunction(inspect.unwrap(value)) and name != "abandon":
+            assert theirs.pop("deadline").kind is inspect.Parameter.KEYWORD_ONLY
+        elif "deadline" not in ours:
+            theirs.pop("deadline", None)
+        assert theirs == ours, f"{threads.__name__}.{name}"
