@@ -108,11 +108,6 @@ def test_messages_page_is_up_to_date():
 LARGE = {
     "kvactors.bench.flush.TimedSink",
     "kvactors.cache.KVCache",
-    "kvactors.cpu_evictor.actor.CpuEvictor",
-    "kvactors.cpu_evictor.direct.Direct",
-    "kvactors.cpu_evictor.plane.Plane",
-    "kvactors.cpu_evictor.save.Saves",
-    "kvactors.cpu_evictor.traffic.Traffic",
     "kvactors.data_plane.ranks.store.RankBackend",
     "kvactors.flush_notifier.actor.FlushNotifier",
     "kvactors.flush_notifier.ledger.Ledger",

@@ -23,11 +23,14 @@ BUGS: tuple[Mutation, ...] = (
         "device_blocks_free_before_a_direct_save_ends",
         "cpu_evictor/save.py",
         "            actions.append(memory.requests.save(self, message.tokens, save[0], blocks))\n",
-        "            actions.append(memory.requests.save(self, message.tokens, save[0], blocks))\n"
-        "            actions.append(self._answer_kept())\n",
+        "            actions.append(self._answer_kept())\n"
+        "            actions.append(memory.requests.save(self, message.tokens, save[0], blocks))\n",
         "device blocks are given away while AttentionStore still reads them, and their next "
         "owner's bytes are stored",
-        ("tests/simulation/test_direct.py::test_nothing_is_violated",),
+        (
+            "tests/cpu_evictor/test_save.py::test_device_blocks_are_held_until_a_device_store_has_read_them",
+            "tests/simulation/test_direct.py::test_nothing_is_violated",
+        ),
     ),
     Mutation(
         "workers_outlive_the_simulation",

@@ -1,0 +1,202 @@
+"""A host tier without a loop: its pure objects over refs that only have names, and a clock that the
+test sets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import sha256
+from typing import Any
+
+from kvactors.actor import Message
+from kvactors.config import HostConfig, StorageConfig
+from kvactors.cpu_evictor.actions import Action, Send, StartTimer
+from kvactors.cpu_evictor.completions import Completions
+from kvactors.cpu_evictor.load import LoadJob
+from kvactors.cpu_evictor.memory import HostMemory
+from kvactors.cpu_evictor.messages import Load
+from kvactors.cpu_evictor.requests import Peers, Requests
+from kvactors.cpu_evictor.slots import HostBlock, HostTier, SlotState
+from kvactors.gpu_swapper.messages import Copied, Copy, Direction
+from kvactors.storage.messages import Outcome, Probe, Probed, Read, ReadDone, Write, Written
+from kvactors.testing.probe import Probe as ProbeRef
+from kvactors.types import split_keys
+
+ROOT = bytes(32)
+
+
+def hash_of(name: object) -> bytes:
+    """A block hash."""
+    return sha256(repr(name).encode()).digest()
+
+
+def path(length: int, family: int = 0) -> list[bytes]:
+    """Block hashes of a path."""
+    return [hash_of((family, position)) for position in range(length)]
+
+
+def joined(hashes: Sequence[bytes]) -> bytes:
+    """As messages carry them."""
+    return b"".join(hashes)
+
+
+class Host:
+    """A host tier of `slots` resident blocks and `transit` more slots."""
+
+    def __init__(
+        self,
+        slots: int = 4,
+        transit: int = 4,
+        *,
+        mode: str = "exclusive",
+        stored: bool = True,
+        policy: str = "write_through",
+        readers: int = 1,
+        writers: int = 1,
+        device_store: bool = False,
+        **storage: Any,
+    ) -> None:
+        stored = stored and not device_store
+        self.now = 0.0
+        self.config = HostConfig(slots=slots, transit_slots=transit, mode=mode)  # type: ignore[arg-type]
+        self.storage = StorageConfig(
+            backend="memory" if stored else "none",
+            write_policy=policy if stored else "none",  # type: ignore[arg-type]
+            **storage,
+        )
+        self.peers = Peers(
+            index=ProbeRef("prefix_index"),
+            swapper=ProbeRef("gpu_swapper"),
+            readers=[
+                ProbeRef(f"storage_reader-{i}", "storage_reader") for i in range(readers * stored)
+            ],
+            writers=[
+                ProbeRef(f"storage_writer-{i}", "storage_writer") for i in range(writers * stored)
+            ],
+            notifier=ProbeRef("flush_notifier"),
+            device_store=ProbeRef("storage_direct") if device_store else None,
+        )
+        self.tier = HostTier(slots, slots + transit)
+        self.requests = Requests(self.peers, self.storage, 0, lambda: self.now)
+        self.memory = HostMemory(self.tier, self.requests, self.config, self.storage)
+        self.completions = Completions(self.memory)
+        self.loads: dict[int, LoadJob] = {}
+
+    def fill(self, hashes: Sequence[bytes], state: SlotState = SlotState.RESIDENT) -> None:
+        """Put blocks of one path into slots, the last one first, as if they had been offloaded."""
+        blocks: list[HostBlock] = []
+        for position in reversed(range(len(hashes))):
+            parent = hashes[position - 1] if position else ROOT
+            blocks.append(self.tier.add(hashes[position], parent, state))
+        self.tier.land(blocks, frozenset())
+        self.memory.announce([block.hash for block in blocks])
+
+    def load(self, hashes: Sequence[bytes], **fields: Any) -> LoadJob:
+        """A load of blocks `start`.. into device blocks 100, 101, .."""
+        start = fields.pop("start", 0)
+        layerwise = fields.pop("layerwise", False)
+        blocks = tuple(range(100, 100 + len(hashes) - start))
+        given = {"blocks": blocks, "deadline": 10.0, "fetch": True, **fields}
+        message = Load(7, ROOT, joined(hashes), start, **given)
+        return LoadJob(self.memory, message, self.loads, layerwise=layerwise)
+
+    def idle(self) -> None:
+        """Nothing is in flight: no slot is pinned or in transit, every count is right."""
+        self.tier.check()
+        assert not self.requests.holds_slots
+        assert not self.loads
+        assert self.tier.pinned == 0
+        assert self.tier.in_transit == 0
+
+
+def sent(actions: Sequence[Action], *kinds: type) -> list[Any]:
+    """The messages among actions, of these types if any are given, in order."""
+    messages = [action.message for action in actions if isinstance(action, Send)]
+    return [one for one in messages if not kinds or isinstance(one, kinds)]
+
+
+def names(actions: Sequence[Action]) -> list[str]:
+    """What the actions are: the types of messages, and of timers."""
+    return [
+        type(action.message if isinstance(action, Send) else action).__name__ for action in actions
+    ]
+
+
+class Movements:
+    """Carries out the actions of jobs: bytes move when a request is completed, in any order.
+
+    Attributes:
+        device, slots, store: which block's bytes are where.
+        sent: every message, in order.
+        open: requests that wait for `complete`.
+    """
+
+    def __init__(self, host: Host, store: Sequence[bytes] = ()) -> None:
+        self.host = host
+        self.device: dict[int, bytes] = {}
+        self.slots: dict[int, bytes] = {}
+        self.store = set(store)
+        self.sent: list[Message] = []
+        self.open: list[Copy | Probe | Read | Write] = []
+        self.timers: dict[object, StartTimer] = {}
+
+    def holds(self) -> None:
+        """The bytes of every block that is readable now are in its slot."""
+        for block in self.host.tier.blocks.values():
+            if not block.arriving:
+                self.slots[block.slot] = block.hash
+
+    def perform(self, actions: Sequence[Action]) -> None:
+        """Carry out what a job returned."""
+        for action in actions:
+            if isinstance(action, Send):
+                self.sent.append(action.message)
+                if isinstance(action.message, Copy | Probe | Read | Write):
+                    self.open.append(action.message)
+            elif isinstance(action, StartTimer):
+                assert action.job not in self.timers
+                self.timers[action.job] = action
+            else:
+                del self.timers[action.job]
+
+    def complete(self, number: int = 0, failed: Sequence[int] = ()) -> None:
+        """Complete an open request. failed: indices of blocks that do not move; of a probe, any
+        means that it fails."""
+        message = self.open.pop(number)
+        completion: Any
+        if isinstance(message, Copy):
+            for i, (block, slot) in enumerate(zip(message.blocks, message.slots, strict=True)):
+                if i in failed:
+                    continue
+                if message.direction is Direction.TO_HOST:
+                    self.slots[slot] = self.device[block]
+                else:
+                    self.device[block] = self.slots[slot]
+            completion = Copied(message.op, tuple(i for i in failed if i < len(message.blocks)))
+        elif isinstance(message, Probe):
+            hashes = split_keys(message.keys)
+            run = next((i for i, one in enumerate(hashes) if one not in self.store), len(hashes))
+            completion = Probed(message.op, 0 if failed else run)
+        else:
+            outcomes = bytearray()
+            for i, one in enumerate(split_keys(message.keys)):
+                if isinstance(message, Write):
+                    assert self.slots[message.slots[i]] == one, "another block's bytes are written"
+                    outcomes.append(Outcome.NO_SPACE if i in failed else Outcome.OK)
+                    self.store |= set() if i in failed else {one}
+                else:
+                    good = one in self.store and i not in failed
+                    outcomes.append(Outcome.OK if good else Outcome.MISS)
+                    if good:
+                        self.slots[message.slots[i]] = one
+            kind = Written if isinstance(message, Write) else ReadDone
+            completion = kind(message.op, bytes(outcomes))
+        self.perform(self.host.completions.handle(completion))
+
+    def complete_all(self) -> None:
+        """Complete every request, oldest first, until none is open."""
+        while self.open:
+            self.complete()
+
+    def of(self, *kinds: type) -> list[Any]:
+        """The messages sent of these types."""
+        return [one for one in self.sent if isinstance(one, kinds)]

@@ -1,0 +1,313 @@
+"""One load, without a loop: sources from host and storage, copies, deadlines, and the answer."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvactors.cpu_evictor.actions import StartTimer, StopTimer
+from kvactors.cpu_evictor.messages import (
+    LayersLoaded,
+    Loaded,
+    LoadStalled,
+)
+from kvactors.flush_notifier.messages import Gained
+from kvactors.gpu_swapper.messages import Copied, Copy, CopyProgress, Direction
+from kvactors.storage.messages import FetchDevice, Fetched, Outcome, Probed, ReadDone
+from kvactors.types import join_keys
+from tests.cpu_evictor.helpers import Host, Movements, names, path, sent
+
+
+def test_blocks_of_the_host_are_copied_and_leave_an_exclusive_tier():
+    host, keys = Host(), path(3)
+    host.fill(keys)
+    actions = host.load(keys).begin()
+    (copy,) = sent(actions)
+    assert (copy.direction, copy.blocks) == (Direction.TO_DEVICE, (100, 101, 102))
+    assert copy.slots == tuple(host.tier.blocks[key].slot for key in keys)
+    assert host.tier.resident == 0
+    actions = host.completions.handle(Copied(copy.op, ()))
+    (loaded,) = sent(actions)
+    assert (loaded.op, loaded.good, loaded.from_host) == (7, 3, 3)
+    assert host.tier.on_device == 3
+    assert names(host.memory.discard(join_keys(keys))) == ["Gone", "HostGone"]
+    assert host.tier.free == 8
+    host.idle()
+
+
+def test_blocks_of_an_inclusive_host_stay():
+    host, keys = Host(mode="inclusive"), path(3)
+    host.fill(keys)
+    (copy,) = sent(host.load(keys, start=1).begin())
+    assert copy.blocks == (100, 101)
+    (loaded,) = sent(host.completions.handle(Copied(copy.op, ())))
+    assert loaded.good == 2
+    assert host.tier.resident == 3
+    assert host.memory.discard(join_keys(keys)) == []
+    host.idle()
+
+
+def test_only_the_run_that_arrived_is_loaded_and_the_rest_stays():
+    host, keys = Host(), path(3)
+    host.fill(keys)
+    (copy,) = sent(host.load(keys).begin())
+    (loaded,) = sent(host.completions.handle(Copied(copy.op, (1,))))
+    assert (loaded.good, loaded.from_host) == (1, 1)
+    assert [host.tier.is_resident(key) for key in keys] == [False, True, True]
+    host.memory.discard(keys[0])
+    host.idle()
+
+
+def test_blocks_that_do_not_stay_for_want_of_room_are_reported_gone():
+    host, keys = Host(slots=2), path(2)
+    host.fill(keys)
+    (copy,) = sent(host.load(keys).begin())
+    host.fill(path(1, family=1))
+    actions = host.completions.handle(Copied(copy.op, (0, 1)))
+    assert names(actions) == ["HostGone", "Gone", "Loaded"]
+    assert host.tier.resident == 2
+    assert host.tier.readable(keys[1]) is not None
+    host.idle()
+
+
+def test_a_load_of_another_memory_generation_is_a_miss():
+    host = Host()
+    host.fill(path(2))
+    actions = host.load(path(2), era=1).begin()
+    assert [(one.op, one.good) for one in sent(actions)] == [(7, 0)]
+    host.idle()
+
+
+@pytest.mark.parametrize("mode", ["exclusive", "inclusive"])
+def test_what_the_host_lacks_is_read_from_storage(mode):
+    host, keys = Host(mode=mode), path(4)
+    host.fill(keys[:2])
+    actions = host.load(keys).begin()
+    assert names(actions) == ["StartTimer", "Probe", "Copy"]
+    probe, first = sent(actions)
+    assert probe.keys == join_keys(keys[2:])
+    (read,) = sent(host.completions.handle(Probed(probe.op, 2)))
+    assert read.keys == join_keys(keys[2:])
+    assert sent(host.completions.handle(Copied(first.op, ()))) == []
+    actions = host.completions.handle(ReadDone(read.op, bytes(2)))
+    reports = [] if mode == "exclusive" else ["Gained", "HostGained"]
+    assert names(actions) == [*reports, "Copy"]
+    (second,) = sent(actions, Copy)
+    assert second.blocks == (102, 103)
+    actions = host.completions.handle(Copied(second.op, ()))
+    assert isinstance(actions[0], StopTimer)
+    (loaded,) = sent(actions, Loaded)
+    assert (loaded.good, loaded.from_host) == (4, 2)
+    host.memory.discard(join_keys(keys))
+    host.idle()
+
+
+def test_a_read_that_fails_ends_the_run_there():
+    host, keys = Host(mode="inclusive"), path(3)
+    (probe,) = sent(host.load(keys).begin())
+    (read,) = sent(host.completions.handle(Probed(probe.op, 3)))
+    outcomes = bytes([Outcome.OK, Outcome.CORRUPT, Outcome.OK])
+    actions = host.completions.handle(ReadDone(read.op, outcomes))
+    (gained,) = sent(actions, Gained)
+    assert gained.keys == keys[0] + keys[2]
+    (copy,) = sent(actions, Copy)
+    assert copy.blocks == (100,)
+    (loaded,) = sent(host.completions.handle(Copied(copy.op, ())))
+    assert (loaded.good, loaded.from_host) == (1, 0)
+    host.idle()
+
+
+def test_fewer_blocks_than_are_worth_a_read_are_not_read():
+    host = Host(min_fetch_blocks=3)
+    (probe,) = sent(host.load(path(4)).begin())
+    actions = host.completions.handle(Probed(probe.op, 2))
+    assert names(actions) == ["StopTimer", "Loaded"]
+    host.idle()
+
+
+@pytest.mark.parametrize("fields", [{"fetch": False}, {"deadline": -1.0}, {"deadline": 0.0}])
+def test_storage_is_not_asked(fields):
+    host = Host()
+    assert names(host.load(path(2), **fields).begin()) == ["Loaded"]
+    host.idle()
+
+
+def test_storage_that_is_being_cleared_is_not_asked():
+    host = Host()
+    host.memory.clear_store(1)
+    assert names(host.load(path(2)).begin()) == ["Loaded"]
+
+
+def test_blocks_that_come_after_the_deadline_are_misses():
+    host, keys = Host(), path(3)
+    host.fill(keys[:1])
+    job = host.load(keys)
+    timer, probe, copy = job.begin()
+    assert isinstance(timer, StartTimer)
+    assert (timer.seconds, timer.message.op) == (10.0, 7)
+    (read,) = sent(host.completions.handle(Probed(probe.message.op, 2)))
+    host.completions.handle(Copied(copy.message.op, ()))
+    (loaded,) = sent(job.on_deadline())
+    assert (loaded.good, loaded.from_host) == (1, 1)
+    assert host.loads == {}
+    assert host.completions.handle(ReadDone(read.op, bytes(2))) == []
+    host.memory.discard(keys[0])
+    host.idle()
+    assert host.tier.free == 8
+
+
+def test_a_probe_after_the_deadline_reads_nothing():
+    host = Host()
+    job = host.load(path(2))
+    _, probe = job.begin()
+    assert names(job.on_deadline()) == ["StopTimer", "Loaded"]
+    assert host.completions.handle(Probed(probe.message.op, 2)) == []
+    host.idle()
+
+
+def test_a_load_without_blocks_waits_for_them():
+    host, keys = Host(), path(3)
+    host.fill(keys[:2])
+    job = host.load(keys, blocks=())
+    (probe,) = sent(job.begin())
+    (read,) = sent(host.completions.handle(Probed(probe.op, 1)))
+    (first,) = sent(job.place((4, 5, 6)))
+    assert first.blocks == (4, 5), "the third is not here yet"
+    (second,) = sent(host.completions.handle(ReadDone(read.op, bytes(1))))
+    assert second.blocks == (6,)
+    assert sent(host.completions.handle(Copied(second.op, ()))) == []
+    (loaded,) = sent(host.completions.handle(Copied(first.op, ())))
+    assert loaded.good == 3
+
+
+def test_a_cancelled_load_gives_its_slots_back():
+    host, keys = Host(), path(3)
+    host.fill(keys[:2])
+    job = host.load(keys, blocks=())
+    (probe,) = sent(job.begin())
+    (read,) = sent(host.completions.handle(Probed(probe.op, 1)))
+    assert names(job.cancel()) == ["StopTimer"]
+    assert host.tier.resident == 2
+    assert host.completions.handle(ReadDone(read.op, bytes(1))) == []
+    host.idle()
+
+
+def test_progress_by_layers_is_that_of_the_slowest_copy():
+    host, keys = Host(mode="inclusive"), path(2)
+    host.fill(keys[:1])
+    probe, first = sent(host.load(keys, layerwise=True).begin())
+    assert first.layerwise
+    assert host.completions.handle(CopyProgress(first.op, 2)) == [], "storage has not answered"
+    (read,) = sent(host.completions.handle(Probed(probe.op, 1)))
+    (second,) = sent(host.completions.handle(ReadDone(read.op, bytes(1))), Copy)
+    assert host.completions.handle(CopyProgress(first.op, 4)) == []
+    (layers,) = sent(host.completions.handle(CopyProgress(second.op, 1)))
+    assert isinstance(layers, LayersLoaded)
+    assert (layers.op, layers.layers, layers.blocks) == (7, 1, 2)
+    assert host.completions.handle(CopyProgress(second.op, 1)) == []
+    assert len(host.completions.handle(CopyProgress(second.op, 3))) == 1
+
+
+def test_a_load_whose_copies_do_not_end_is_reported_stalled_once_they_may_not():
+    host = Host()
+    host.fill(path(2))
+    job = host.load(path(2))
+    (copy,) = sent(job.begin())
+    (stalled,) = sent(job.on_copies_unavailable())
+    assert isinstance(stalled, LoadStalled)
+    assert [one.good for one in sent(host.completions.handle(Copied(copy.op, (0, 1))))] == [0]
+    host.idle()
+
+
+def test_a_load_that_waits_for_storage_ends_when_copies_are_unavailable():
+    host = Host()
+    job = host.load(path(2))
+    job.begin()
+    assert names(job.on_copies_unavailable()) == ["StopTimer", "Loaded"]
+
+
+def test_a_device_store_reads_into_the_device_blocks():
+    host, keys = Host(device_store=True), path(4)
+    host.fill(keys[:1])
+    copy, fetch = None, None
+    for message in sent(host.load(keys, tokens=b"tokens").begin()):
+        copy = message if isinstance(message, Copy) else copy
+        fetch = message if isinstance(message, FetchDevice) else fetch
+    assert (fetch.start, fetch.blocks, fetch.tokens) == (1, (101, 102, 103), b"tokens")
+    assert sent(host.completions.handle(Fetched(fetch.op, 2))) == []
+    (loaded,) = sent(host.completions.handle(Copied(copy.op, ())))
+    assert (loaded.good, loaded.from_host) == (3, 1)
+
+
+def test_a_device_store_waits_for_the_device_blocks():
+    host = Host(device_store=True)
+    job = host.load(path(2), blocks=())
+    assert job.begin() == []
+    (fetch,) = sent(job.place((8, 9)))
+    assert fetch.blocks == (8, 9)
+    (loaded,) = sent(host.completions.handle(Fetched(fetch.op, 99)))
+    assert loaded.good == 0, "a count beyond the blocks is no count"
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["complete", "complete", "place", "cancel", "late", "stalled"]),
+        st.integers(0, 3),
+        st.lists(st.integers(0, 5), max_size=2),
+    ),
+    max_size=10,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    steps=STEPS,
+    mode=st.sampled_from(["exclusive", "inclusive"]),
+    on_host=st.integers(0, 4),
+    stored=st.integers(0, 6),
+    placed=st.booleans(),
+    transit=st.integers(1, 4),
+)
+def test_any_order_of_completions(steps, mode, on_host, stored, placed, transit):
+    """The answer is the run whose bytes are on the device, and no slot stays in use."""
+    host, keys = Host(transit=transit, mode=mode), path(6)
+    host.fill(keys[:on_host])
+    moves = Movements(host, keys[:stored])
+    moves.holds()
+    blocks = (100, 101, 102, 103, 104, 105)
+    job = host.load(keys, blocks=blocks if placed else ())
+    moves.perform(job.begin())
+    for step, number, failed in [*steps, ("place", 0, [])]:
+        if step == "complete" and moves.open:
+            moves.complete(number % len(moves.open), failed)
+        elif 7 not in host.loads:
+            continue
+        elif step == "place" and not placed:
+            placed = True
+            moves.perform(job.place(blocks))
+        elif step == "cancel" and not placed:
+            moves.perform(job.cancel())
+        elif step == "late":
+            moves.perform(job.on_deadline())
+        elif step == "stalled":
+            moves.perform(job.on_copies_unavailable())
+    moves.complete_all()
+    answers = moves.of(Loaded)
+    assert len(answers) <= 1
+    assert not moves.timers
+    for answer in answers:
+        for position in range(answer.good):
+            assert moves.device[100 + position] == keys[position]
+        moves.perform(host.memory.discard(join_keys(keys[: answer.good])))
+        assert answer.from_host <= answer.good
+    for block in host.tier.blocks.values():
+        assert moves.slots[block.slot] == block.hash, "a slot holds another block's bytes"
+    host.idle()
+    assert host.tier.free + host.tier.resident == host.tier.num_slots
+
+
+def test_completions_of_requests_that_are_not_in_flight_change_nothing():
+    host = Host()
+    for message in (Copied(1, ()), Probed(1, 3), ReadDone(1, b""), Fetched(1, 3)):
+        assert host.completions.handle(message) == []

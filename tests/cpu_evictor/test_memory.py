@@ -1,0 +1,170 @@
+"""Making room, writing back, and the reports to the index and the notifier, without a loop."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvactors.cpu_evictor import memory as memory_module
+from kvactors.cpu_evictor.messages import HostGained, Prefetch
+from kvactors.cpu_evictor.prefetch import PrefetchJob
+from kvactors.cpu_evictor.slots import SlotState
+from kvactors.flush_notifier.messages import Cleared, Gained, Gone
+from kvactors.storage.messages import Outcome, Probed, Read, ReadDone, Write, Written
+from kvactors.types import Reason, Tier, join_keys, split_keys
+from tests.cpu_evictor.helpers import ROOT, Host, names, path, sent
+
+
+def test_victims_are_dropped_and_reported():
+    host, keys = Host(policy="none"), path(3)
+    host.fill(keys)
+    actions = host.memory.make_room(3, 3)
+    assert names(actions) == ["HostGone", "Gone"]
+    gone, reported = sent(actions)
+    assert gone.keys == reported.keys == keys[2] + keys[1]
+    assert reported.reason is Reason.CPU_EVICTION
+    assert host.memory.make_room(3, 3) == []
+    assert host.memory.counts.evicted == 2
+
+
+def test_victims_are_written_back_and_reported_gone_when_they_are_stored():
+    host, keys = Host(policy="write_back"), path(2)
+    host.fill(keys)
+    actions = host.memory.make_room(4, 0)
+    assert names(actions) == ["HostGone", "Write"]
+    write = sent(actions, Write)[0]
+    assert write.keys == keys[1] + keys[0]
+    assert host.tier.readable(keys[0]) is not None, "a load finds it in its slot until then"
+    assert set(host.tier.keys()) == set(keys)
+    outcomes = bytes([Outcome.OK, Outcome.NO_SPACE])
+    actions = host.completions.handle(Written(write.op, outcomes))
+    assert names(actions) == ["Gone"]
+    assert (host.memory.counts.written, host.memory.counts.write_failures) == (1, 1)
+    assert host.tier.free == 8
+    host.idle()
+
+
+def test_without_slots_to_spare_victims_are_not_written_back():
+    host, keys = Host(slots=2, transit=1, policy="write_back"), path(2)
+    host.fill(keys)
+    actions = host.memory.make_room(2, 2)
+    assert names(actions) == ["HostGone", "Gone", "Write"]
+    assert sent(actions, Gone)[0].keys == keys[1]
+    assert sent(actions, Write)[0].keys == keys[0]
+    assert host.memory.counts.shed == 1
+
+
+def test_writes_wait_for_a_probe_and_come_after_its_reads():
+    host, keys = Host(policy="write_back", mode="inclusive"), path(2)
+    host.fill(keys)
+    (probe,) = sent(PrefetchJob(host.memory, Prefetch(ROOT, join_keys(path(2, 1)), 0, 5.0)).begin())
+    assert names(host.memory.make_room(4, 0)) == ["HostGone"]
+    assert host.tier.pinned == 2
+    actions = host.completions.handle(Probed(probe.op, 2))
+    assert names(actions) == ["Read", "Write"]
+
+
+def test_a_held_block_that_was_dropped_is_not_written():
+    host, keys = Host(policy="write_back"), path(1)
+    host.fill(keys)
+    host.requests.probe(PrefetchJob(host.memory, Prefetch(ROOT, b"", 0, 5.0)), path(1), 5.0)
+    host.memory.make_room(4, 0)
+    host.memory.clear()
+    (_, request) = host.requests.open_at("storage_reader-0")[0]
+    assert names(host.completions.peer_failed(request.peer.name)) == []
+    assert host.tier.free == 8
+    host.idle()
+
+
+def test_a_large_eviction_is_written_in_batches(monkeypatch):
+    monkeypatch.setattr(memory_module, "WRITE_BATCH", 2)
+    host, keys = Host(policy="write_back"), path(3)
+    host.fill(keys)
+    writes = sent(host.memory.evict(host.tier.victims(3)), Write)
+    assert [split_keys(write.keys) for write in writes] == [[keys[2], keys[1]], [keys[0]]]
+
+
+def test_above_the_high_watermark_it_is_evicted_down_to_the_low_one():
+    host, keys = Host(slots=10, policy="none"), path(9)
+    host.memory.config = type(host.config)(slots=10, low_watermark=0.5, high_watermark=0.8)
+    host.fill(keys[:8])
+    assert host.memory.keep_watermarks() == []
+    host.fill(path(1, family=1))
+    host.memory.keep_watermarks()
+    assert host.tier.resident == 5
+
+
+def test_a_discard_is_for_exclusive_tiers():
+    host, keys = Host(), path(3)
+    host.fill(keys[:2])
+    host.tier.add(keys[2], keys[1], SlotState.RESIDENT)
+    gone, reply = sent(host.memory.discard(join_keys([*keys, *path(1, 1)])))
+    assert (gone.reason, gone.keys) == (Reason.PROMOTION, keys[0] + keys[1])
+    assert reply.keys == keys[0] + keys[1], "an offload of the third is in flight"
+    assert Host(mode="inclusive").memory.discard(keys[0]) == []
+
+
+def test_a_clear_is_counted_for_hints_of_before():
+    host = Host(mode="inclusive")
+    host.fill(path(2))
+    (cleared,) = sent(host.memory.clear())
+    assert (cleared.tier, cleared.reason) == (Tier.HOST, Reason.CLEAR)
+    assert (host.tier.free, host.memory.clears) == (8, 1)
+    (cleared,) = sent(host.memory.lose())
+    assert cleared.reason is Reason.RESTART
+    assert host.memory.clears == 1
+    assert isinstance(cleared, Cleared)
+
+
+def test_without_a_store_a_clear_of_it_is_done():
+    (answer,) = sent([Host(stored=False).memory.clear_store(4)])
+    assert (answer.op, answer.error) == (4, "")
+
+
+def prefetched(host: Host, hashes, start=0, deadline=5.0):
+    return PrefetchJob(host.memory, Prefetch(ROOT, join_keys(hashes), start, deadline)).begin()
+
+
+def test_a_prefetch_brings_what_the_host_lacks():
+    host, keys = Host(mode="inclusive"), path(4)
+    host.fill(keys[:1])
+    (probe,) = sent(prefetched(host, keys))
+    assert probe.keys == join_keys(keys[1:])
+    (read,) = sent(host.completions.handle(Probed(probe.op, 2)))
+    assert isinstance(read, Read)
+    assert read.keys == join_keys(keys[1:3])
+    outcomes = bytes([Outcome.OK, Outcome.MISS])
+    actions = host.completions.handle(ReadDone(read.op, outcomes))
+    assert names(actions) == ["Gained", "HostGained"]
+    gained, hint = sent(actions, Gained, HostGained)
+    assert gained.keys == hint.keys == keys[1]
+    assert host.tier.blocks[keys[1]].prefetched
+    assert host.memory.counts.fetched == 1
+    host.idle()
+
+
+def test_a_prefetch_takes_no_more_than_fits():
+    host, keys = Host(slots=2, mode="inclusive"), path(4)
+    (probe,) = sent(prefetched(host, keys))
+    (read,) = sent(host.completions.handle(Probed(probe.op, 4)))
+    assert read.keys == join_keys(keys[:2])
+
+
+@pytest.mark.parametrize(
+    "host", [Host(stored=False), Host(slots=0)], ids=["no store", "no host tier"]
+)
+def test_a_prefetch_without_a_use_asks_nothing(host):
+    assert prefetched(host, path(2)) == []
+
+
+def test_a_prefetch_that_is_late_or_has_nothing_to_bring_asks_nothing():
+    host, keys = Host(), path(2)
+    assert prefetched(host, keys, deadline=0.0) == []
+    host.fill(keys)
+    assert prefetched(host, keys) == []
+    assert prefetched(host, path(3), start=3) == []
+
+
+def test_a_few_blocks_are_not_worth_a_prefetch():
+    host = Host(min_fetch_blocks=3)
+    (probe,) = sent(prefetched(host, path(4)))
+    assert host.completions.handle(Probed(probe.op, 2)) == []

@@ -1,0 +1,151 @@
+"""One offload, without a loop: which evicted device blocks the host keeps."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvactors.cpu_evictor.messages import HostGone, Offload, Offloaded
+from kvactors.cpu_evictor.offload import OffloadJob
+from kvactors.cpu_evictor.slots import SlotState
+from kvactors.flush_notifier.messages import Gained
+from kvactors.gpu_swapper.messages import Copied, Copy, Direction
+from kvactors.storage.messages import Write
+from kvactors.types import join_keys, split_keys
+from tests.cpu_evictor.helpers import ROOT, Host, Movements, names, path, sent
+
+
+def offload(host: Host, hashes: list[bytes], **fields) -> OffloadJob:
+    """Device blocks 100, 101, .. of a path, evicted from its last block on."""
+    order = list(reversed(range(len(hashes))))
+    message = Offload(
+        3,
+        join_keys(hashes[i] for i in order),
+        join_keys(hashes[i - 1] if i else ROOT for i in order),
+        tuple(100 + i for i in order),
+        **fields,
+    )
+    return OffloadJob(host.memory, message)
+
+
+def test_evicted_blocks_are_copied_and_announced():
+    host, keys = Host(), path(3)
+    (copy,) = sent(offload(host, keys).begin())
+    assert (copy.direction, copy.blocks) == (Direction.TO_HOST, (102, 101, 100))
+    actions = host.completions.handle(Copied(copy.op, ()))
+    assert names(actions) == ["Gained", "Offloaded"]
+    (answer,) = sent(actions, Offloaded)
+    assert (answer.op, answer.kept) == (3, bytes([1, 1, 1]))
+    assert host.memory.counts.offloaded == 3
+    host.idle()
+
+
+def test_a_copy_that_fails_is_not_kept():
+    host, keys = Host(), path(2)
+    (copy,) = sent(offload(host, keys).begin())
+    gained, answer = sent(host.completions.handle(Copied(copy.op, (0,))))
+    assert gained.keys == keys[0]
+    assert answer.kept == bytes([0, 1])
+    assert host.tier.free == 7
+    host.idle()
+
+
+def test_blocks_that_the_host_has_are_not_copied_again():
+    host, keys = Host(mode="inclusive"), path(2)
+    host.fill(keys)
+    assert names(offload(host, keys).begin()) == ["Offloaded"]
+    host.idle()
+
+
+def test_blocks_of_another_memory_generation_are_not_kept():
+    host = Host()
+    (answer,) = sent(offload(host, path(2), era=1).begin())
+    assert answer.kept == bytes(2)
+    host.idle()
+
+
+def test_without_room_the_least_recently_used_are_evicted():
+    host, old, new = Host(slots=2, policy="none"), path(2, family=1), path(2)
+    host.fill(old)
+    actions = offload(host, new).begin()
+    assert names(actions) == ["HostGone", "Gone", "Copy"]
+    assert sent(actions, HostGone)[0].keys == old[1] + old[0]
+
+
+def test_of_more_blocks_than_fit_the_last_used_are_kept():
+    host, keys = Host(slots=2, policy="none"), path(3)
+    (copy,) = sent(offload(host, keys).begin())
+    assert copy.blocks == (101, 100)
+    (answer,) = sent(host.completions.handle(Copied(copy.op, ())), Offloaded)
+    assert answer.kept == bytes([0, 1, 1])
+
+
+def test_with_write_back_the_others_pass_through_to_storage_and_are_announced():
+    host, keys = Host(slots=2, policy="write_back"), path(3)
+    (copy,) = sent(offload(host, keys).begin())
+    assert copy.blocks == (102, 101, 100)
+    actions = host.completions.handle(Copied(copy.op, ()))
+    assert names(actions) == ["Gained", "Write", "Offloaded"]
+    gained, write, answer = sent(actions)
+    assert set(split_keys(gained.keys)) == set(keys), "otherwise the first would be nowhere"
+    assert (write.keys, answer.kept) == (keys[2], bytes([0, 1, 1]))
+
+
+def test_a_block_that_is_being_written_back_becomes_resident_and_is_announced_again():
+    host, keys = Host(slots=2, policy="write_back"), path(1)
+    host.fill(keys)
+    host.memory.evict(host.tier.victims(1))
+    host.tier.blocks[keys[0]].announced = False
+    actions = offload(host, keys).begin()
+    assert names(actions) == ["Gained", "Offloaded"]
+    assert host.tier.is_resident(keys[0])
+
+
+def test_a_block_evicted_during_the_copy_is_not_kept():
+    host, old, new = Host(slots=2, policy="none"), path(1, family=1), path(1)
+    host.fill(old)
+    job = offload(host, old + new)
+    (copy,) = sent(job.begin())
+    host.memory.evict([host.tier.blocks[old[0]]])
+    (answer,) = sent(host.completions.handle(Copied(copy.op, ())), Offloaded)
+    assert answer.kept == bytes([1, 0])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    evictions=st.lists(
+        st.tuples(st.integers(0, 2), st.integers(1, 5), st.lists(st.integers(0, 4), max_size=2)),
+        min_size=1,
+        max_size=6,
+    ),
+    mode=st.sampled_from(["exclusive", "inclusive"]),
+    policy=st.sampled_from(["none", "write_back"]),
+    slots=st.integers(0, 4),
+    transit=st.integers(1, 3),
+    at_once=st.booleans(),
+)
+def test_any_order_of_offloads(evictions, mode, policy, slots, transit, at_once):
+    """Blocks that are called kept are resident, slots hold the right bytes, none stays in use."""
+    host = Host(slots, transit, mode=mode, policy=policy)
+    moves = Movements(host)
+    for family, length, failed in evictions:
+        keys = path(length, family)
+        moves.device.update({100 + i: key for i, key in enumerate(keys)})
+        moves.perform(offload(host, keys).begin())
+        while moves.open and not (at_once and all(isinstance(one, Write) for one in moves.open)):
+            kinds = [isinstance(one, Copy) for one in moves.open]
+            number = kinds.index(True) if any(kinds) else 0
+            moves.complete(number, failed)
+            moves.host.tier.check()
+        answer = moves.of(Offloaded)[-1]
+        kept = [key for key, keep in zip(reversed(keys), answer.kept, strict=True) if keep]
+        if not at_once:
+            assert {key for key in keys if host.tier.is_resident(key)} >= set(kept)
+    moves.complete_all()
+    assert len(moves.of(Offloaded)) == len(evictions)
+    for block in host.tier.blocks.values():
+        assert moves.slots[block.slot] == block.hash
+        assert block.announced == (block.state is SlotState.RESIDENT)
+    announced = {key for message in moves.of(Gained) for key in split_keys(message.keys)}
+    assert set(host.tier.keys()) <= announced
+    host.idle()

@@ -1,0 +1,178 @@
+"""One finished request, without a loop: copies that the host keeps and blocks that are written."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvactors.cpu_evictor.actions import StartTimer
+from kvactors.cpu_evictor.messages import Admit, Admitted, SaveUnanswered
+from kvactors.cpu_evictor.save import SaveJob
+from kvactors.gpu_swapper.messages import Copied, Direction
+from kvactors.storage.messages import Probed, Saved, Write
+from kvactors.types import join_keys
+from tests.cpu_evictor.helpers import ROOT, Host, Movements, names, path, sent
+
+
+def save(host: Host, hashes: list[bytes], positions: range | None = None, **fields) -> SaveJob:
+    """A finished request in device blocks 100, 101, .. of which some positions are to be saved."""
+    given = {"keep": not host.memory.exclusive, **fields}
+    message = Admit(
+        5,
+        ROOT,
+        join_keys(hashes),
+        tuple(range(100, 100 + len(hashes))),
+        save=tuple(range(len(hashes)) if positions is None else positions),
+        **given,
+    )
+    return SaveJob(host.memory, message)
+
+
+def test_the_store_is_asked_and_the_rest_is_written():
+    host, keys = Host(), path(3)
+    probe, timer = save(host, keys).begin()
+    assert probe.message.keys == join_keys(keys)
+    assert isinstance(timer, StartTimer)
+    assert (timer.seconds, timer.message.op) == (1.0, probe.message.op)
+    actions = host.completions.handle(Probed(probe.message.op, 1))
+    assert names(actions) == ["StopTimer", "Copy"]
+    (copy,) = sent(actions)
+    assert (copy.direction, copy.blocks) == (Direction.TO_HOST, (101, 102))
+    actions = host.completions.handle(Copied(copy.op, ()))
+    assert names(actions) == ["Write", "Admitted"]
+    write, answer = sent(actions)
+    assert write.keys == keys[2] + keys[1], "the end first, so that the beginning is used last"
+    assert (answer.op, answer.kept) == (5, bytes(3))
+
+
+def test_what_is_stored_is_not_copied():
+    host, keys = Host(), path(3)
+    (probe,) = sent(save(host, keys).begin())
+    assert names(host.completions.handle(Probed(probe.op, 3))) == ["StopTimer", "Admitted"]
+    host.idle()
+
+
+def test_the_store_is_asked_only_as_far_as_there_is_something_to_save():
+    host, keys = Host(), path(4)
+    (probe,) = sent(save(host, keys, range(1, 3)).begin())
+    assert probe.keys == join_keys(keys[:3])
+
+
+def test_a_store_that_does_not_answer_in_time_is_not_waited_for():
+    host = Host(timeout=0.25)
+    probe, timer = save(host, path(2)).begin()
+    assert timer.seconds == 0.25
+    actions = host.completions.handle(SaveUnanswered(probe.message.op))
+    assert names(actions) == ["StopTimer", "Admitted"]
+    assert host.completions.handle(Probed(probe.message.op, 0)) == []
+    host.idle()
+
+
+def test_a_clear_before_the_answer_keeps_blocks_of_before_out():
+    host = Host(mode="inclusive")
+    (probe,) = sent(save(host, path(2)).begin())
+    host.memory.clear()
+    (answer,) = sent(host.completions.handle(Probed(probe.op, 0)))
+    assert answer.kept == bytes(2)
+    assert host.tier.free == 8
+
+
+def test_blocks_of_a_lost_memory_are_not_copied():
+    host = Host(mode="inclusive")
+    (probe,) = sent(save(host, path(2)).begin())
+    host.requests.generation = 1
+    (answer,) = sent(host.completions.handle(Probed(probe.op, 0)))
+    assert answer.kept == bytes(2)
+    host.idle()
+
+
+def test_an_inclusive_host_keeps_a_copy_of_the_path():
+    host, keys = Host(mode="inclusive", stored=False), path(3)
+    host.fill(keys[:1])
+    (copy,) = sent(save(host, keys, range(0)).begin())
+    assert copy.blocks == (101, 102)
+    actions = host.completions.handle(Copied(copy.op, (1,)))
+    assert names(actions) == ["Gained", "Admitted"]
+    assert sent(actions, Admitted)[0].kept == bytes([1, 1, 0])
+    order = [block.hash for block in host.tier.policy.candidates()]
+    assert order == [keys[1], keys[0]], "a parent is younger than its children"
+
+
+def test_with_copies_of_the_whole_path_all_of_it_is_offered():
+    host, keys = Host(mode="inclusive"), path(3)
+    (probe,) = sent(save(host, keys).begin())
+    (copy,) = sent(host.completions.handle(Probed(probe.op, 2)))
+    write = sent(host.completions.handle(Copied(copy.op, ())), Write)[0]
+    assert write.keys == join_keys(reversed(keys))
+
+
+def test_more_blocks_than_fit_are_kept_from_the_first_on():
+    host, keys = Host(slots=2, mode="inclusive", stored=False), path(4)
+    (copy,) = sent(save(host, keys, range(0)).begin())
+    assert copy.blocks == (100, 101)
+    assert sent(host.completions.handle(Copied(copy.op, ())), Admitted)[0].kept == bytes(
+        [1, 1, 0, 0]
+    )
+
+
+def test_device_blocks_are_held_until_a_device_store_has_read_them():
+    host, keys = Host(slots=0, device_store=True), path(3)
+    actions = save(host, keys, range(1, 3), tokens=b"tokens").begin()
+    (write,) = sent(actions)
+    assert (write.tokens, write.start, write.blocks) == (b"tokens", 1, (101, 102))
+    actions = host.completions.handle(Saved(write.op, 1))
+    assert names(actions) == ["Admitted"]
+    assert (host.memory.counts.written, host.memory.counts.write_failures) == (1, 1)
+
+
+def test_a_copy_evicted_during_a_save_to_a_device_store_is_not_called_kept():
+    host, keys = Host(mode="inclusive", device_store=True), path(2)
+    (copy,) = sent(save(host, keys).begin())
+    (write,) = sent(host.completions.handle(Copied(copy.op, ())))[1:]
+    host.memory.evict(host.tier.victims(1))
+    (answer,) = sent(host.completions.handle(Saved(write.op, 2)))
+    assert answer.kept == bytes([1, 0])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    finished=st.lists(
+        st.tuples(
+            st.integers(0, 2),
+            st.integers(1, 5),
+            st.integers(0, 4),
+            st.lists(st.integers(0, 4), max_size=2),
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+    mode=st.sampled_from(["exclusive", "inclusive"]),
+    slots=st.integers(0, 4),
+    transit=st.integers(1, 3),
+    numbers=st.lists(st.integers(0, 5), max_size=20),
+)
+def test_any_order_of_finished_requests(finished, mode, slots, transit, numbers):
+    """Each is answered once, kept blocks are resident, and what is stored is what was computed."""
+    host = Host(slots, transit, mode=mode)
+    moves, order = Movements(host), iter(numbers)
+    for number, (family, length, first, failed) in enumerate(finished):
+        keys = path(length, family)
+        moves.device.update({100 * number + i: key for i, key in enumerate(keys)})
+        blocks = tuple(100 * number + i for i in range(length))
+        positions = tuple(range(min(first, length), length))
+        keep = not host.memory.exclusive
+        moves.perform(
+            SaveJob(
+                host.memory, Admit(number, ROOT, join_keys(keys), blocks, keep, positions)
+            ).begin()
+        )
+        for _ in range(next(order, 0)):
+            if moves.open:
+                moves.complete(next(order, 0) % len(moves.open), failed)
+                host.tier.check()
+    moves.complete_all()
+    assert sorted(answer.op for answer in moves.of(Admitted)) == list(range(len(finished)))
+    assert not moves.timers
+    for block in host.tier.blocks.values():
+        assert moves.slots[block.slot] == block.hash
+    host.idle()

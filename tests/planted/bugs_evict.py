@@ -1,0 +1,52 @@
+"""Planted bugs of the host tier's pure objects. See `catalogue`."""
+
+from __future__ import annotations
+
+from mutation import Mutation
+
+REQUESTS = "tests/cpu_evictor/test_requests.py"
+MEMORY = "tests/cpu_evictor/test_memory.py"
+
+BUGS: tuple[Mutation, ...] = (
+    Mutation(
+        "writes_are_sent_before_the_reads_of_a_probe",
+        "cpu_evictor/completions.py",
+        "        return actions + self._memory.write_held()\n",
+        "        return self._memory.write_held() + actions\n",
+        "a store of limited size evicts for write-backs what a request is about to read",
+        (f"{MEMORY}::test_writes_wait_for_a_probe_and_come_after_its_reads",),
+    ),
+    Mutation(
+        "load_of_a_reader_only_grows",
+        "cpu_evictor/requests.py",
+        "        elif isinstance(request, ReadRequest | WriteRequest):\n"
+        "            self._load[request.peer.name] -= request.size + 1\n",
+        "",
+        "requests go to the reader that was asked least since the start, however busy it is",
+        (f"{REQUESTS}::TestRequests",),
+    ),
+    Mutation(
+        "clear_is_forgotten_with_its_writer",
+        "cpu_evictor/completions.py",
+        "                    actions.append(self._memory.clear_store(request.op))\n",
+        "                    pass\n",
+        "a clear of the store is never answered if its writer fails",
+        (f"{REQUESTS}::test_a_writer_that_fails_ends_its_writes_and_is_sent_clears_again",),
+    ),
+    Mutation(
+        "use_of_a_host_block_does_not_count",
+        "cpu_evictor/policy/lru.py",
+        "                order.move_to_end(block_hash)\n",
+        "                pass\n",
+        "the host evicts the oldest blocks, however often they are used",
+        ("tests/cpu_evictor/test_slots.py::test_a_parent_is_a_victim_only_after_its_children",),
+    ),
+    Mutation(
+        "load_is_answered_before_its_copies_end",
+        "cpu_evictor/load.py",
+        "        waiting = self._copies or (self._fetching and not self._late)\n",
+        "        waiting = self._fetching and not self._late\n",
+        "a load is answered, and its slots are given back, while its copies run",
+        ("tests/cpu_evictor/test_load.py",),
+    ),
+)
