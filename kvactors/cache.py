@@ -344,7 +344,7 @@ class KVCache:
         """Blocks on which a sink's view (of those named, of all if None) and the tiers differ. 0 at
         rest (after `wait_flushed`)."""
         self._check_thread()
-        return self.system.notifier_actor.divergence(
+        return self.system.notifier_actor.sinks.divergence(
             residency(self.system), self._sink_names(sinks)
         )
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 from kvactors.actor import Envelope, on
 from kvactors.errors import SinkError
 from kvactors.flush_notifier.actor import FlushNotifier
-from kvactors.flush_notifier.messages import Announced, Cleared, Gained, Gone, Named, Resync, Settle
+from kvactors.flush_notifier.ledger import Fact
+from kvactors.flush_notifier.messages import Resync, Settle
 from kvactors.storage.direct import StorageDirect
 from kvactors.storage.messages import (
     FetchDevice,
@@ -32,24 +33,7 @@ class NoNotifier(FlushNotifier):
     def started(self) -> None:
         """No sink is called."""
 
-    @on(Announced)
-    def announced(self, message: Announced) -> None:
-        """Dropped."""
-
-    @on(Gained)
-    def gained(self, message: Gained) -> None:
-        """Dropped."""
-
-    @on(Gone)
-    def gone(self, message: Gone) -> None:
-        """Dropped."""
-
-    @on(Cleared)
-    def cleared(self, message: Cleared) -> None:
-        """Dropped."""
-
-    @on(Named)
-    def named(self, message: Named) -> None:
+    def fact(self, fact: Fact) -> None:
         """Dropped."""
 
     @on(Settle)

@@ -37,8 +37,8 @@ from kvactors.errors import (
     SinkError,
 )
 from kvactors.flush_notifier.actor import FlushNotifier
-from kvactors.flush_notifier.deliveries import close_sink, open_sink
 from kvactors.flush_notifier.messages import Settle
+from kvactors.flush_notifier.sink_calls import close_sink, open_sink
 from kvactors.flush_notifier.sinks import Sink, make_sinks, require_sinks
 from kvactors.fork import FORKED, SYSTEMS
 from kvactors.gpu_swapper.actor import GpuSwapper
@@ -238,7 +238,7 @@ class System:
             sinks=sinks,
             config=self.config.flush,
             epoch=self.epoch,
-            limbo=self.device.num_blocks + self.arena.num_slots + FORGOTTEN,
+            idle_limit=self.device.num_blocks + self.arena.num_slots + FORGOTTEN,
             token_root=self.token_root,
             root_of=self.roots.of,
             namespace=self.roots.namespace,

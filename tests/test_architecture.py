@@ -106,12 +106,8 @@ def test_messages_page_is_up_to_date():
 
 
 LARGE = {
-    "kvactors.bench.flush.TimedSink",
     "kvactors.cache.KVCache",
     "kvactors.data_plane.ranks.store.RankBackend",
-    "kvactors.flush_notifier.actor.FlushNotifier",
-    "kvactors.flush_notifier.ledger.Ledger",
-    "kvactors.flush_notifier.sinks.kv_events.KvEventsSink",
     "kvactors.storage.reader.StorageReader",
     "kvactors.storage.worker.StorageWorker",
     "kvactors.storage.writer.StorageWriter",

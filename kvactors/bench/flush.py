@@ -74,7 +74,12 @@ async def notifier(*sinks: Sink) -> AsyncIterator[ActorRef]:
 
     def make(ref: ActorRef) -> FlushNotifier:
         return FlushNotifier(
-            ref, block_size=BLOCK, sinks=sinks, config=FlushConfig(), epoch=1, limbo=PATHS * DEPTH
+            ref,
+            block_size=BLOCK,
+            sinks=sinks,
+            config=FlushConfig(),
+            epoch=1,
+            idle_limit=PATHS * DEPTH,
         )
 
     for sink in sinks:
@@ -205,11 +210,11 @@ async def publish(blocks: int, tokens: int, count: int, folder: str) -> tuple[fl
                 if ours:
                     await sink.deliver(tasks[number % len(tasks) :][:1])
                 else:
-                    send(sink._socket, b"", number, payload)
+                    send(sink.events.socket, b"", number, payload)
                 if number % 64 == 0:
                     await asyncio.sleep(0)
             rates.append(await received(reader, count))
-        payload = sink.window.since(sink.sequence - 1)[0][1]
+        payload = sink.events.window.since(sink.events.sequence - 1)[0][1]
     await sink.close()
     return rates[0], rates[1]
 

@@ -1,8 +1,7 @@
-"""Checks of a ledger in steps, between which anything may happen.
+"""Checks of a ledger in steps, between which it may change.
 
-What one entry shows by itself is checked of every entry. What needs all entries at once (counts) is
-compared at the end, if nothing has changed since the beginning: on a system at rest that is always
-so.
+Each block is checked by itself. Counts over all blocks are compared at the end, if nothing has
+changed since the beginning: on a system at rest that is always so.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
-from kvactors.flush_notifier.runs import UNSURE, Entry, Steps, counts
-from kvactors.flush_notifier.scopes import above_first
-from kvactors.flush_notifier.view import SHIFT, SinkView
+from kvactors.flush_notifier.blocks import UNSURE, LedgerBlock, accepts
+from kvactors.flush_notifier.filter import SHIFT, SinkFilter
+from kvactors.flush_notifier.steps import Steps
 from kvactors.types import ALL_TIERS, Tier
 
 Tiers = Mapping[Tier, AbstractSet[bytes]]
@@ -26,60 +25,63 @@ if TYPE_CHECKING:
 
 
 def check_steps(ledger: Ledger) -> Iterator[None]:
-    """AssertionError if counts and differences are not what the entries say."""
-    version = ledger.version
+    """AssertionError if counts and differences do not match the blocks."""
+    tree = ledger.tree
+    version = tree.version
     children: Counter[bytes] = Counter()
-    entries: list[Entry] = []
-    dirty = [0] * len(ledger.dirty)
-    remembered = 0
-    for i, entry in enumerate(ledger.order.up_to(ledger.order.last_number), 1):
-        _check_entry(ledger, entry)
-        if version == ledger.version:
-            if entry.parent is not None:
-                children[entry.parent.key] += 1
-            entries.append(entry)
-            remembered += entry in ledger.limbo
-            for sink, differing in enumerate(ledger.dirty):
-                dirty[sink] += entry in differing
-        if not i % ledger.step:
+    blocks: list[LedgerBlock] = []
+    dirty = [0] * len(ledger.sinks)
+    idle = 0
+    for i, block in enumerate(tree.order, 1):
+        _check_block(ledger, block)
+        if version == tree.version:
+            if block.parent is not None:
+                children[block.parent.key] += 1
+            blocks.append(block)
+            idle += block in tree.idle
+            for view in ledger.sinks:
+                dirty[view.index] += block in view.dirty
+        if not i % tree.step:
             yield
-    yield from _check_counts(ledger, version, entries, children)
-    if version == ledger.version:
-        _require(len(entries) == len(ledger.entries), "an entry without a place in the order")
+    yield from _check_counts(ledger, version, blocks, children)
+    if version == tree.version:
+        _require(len(blocks) == len(tree.blocks), "a block without a place in the order")
         _require(
-            dirty == [len(differing) for differing in ledger.dirty],
-            "a difference of a block that is not there",
+            dirty == [view.pending for view in ledger.sinks],
+            "a difference of a block that is not in the tree",
         )
-        _require(remembered == len(ledger.limbo), "a block remembered and forgotten")
-        forgetting = ledger.trimming or ledger.settling
-        _require(forgetting or remembered <= ledger.limbo_bound, "too many blocks remembered")
+        _require(idle == len(tree.idle), "an idle block that is not in the tree")
+        _require(
+            bool(tree.trimming or tree.settling) or idle <= tree.idle_limit,
+            f"{idle} idle blocks, the limit is {tree.idle_limit}",
+        )
 
 
 def _check_counts(
-    ledger: Ledger, version: int, entries: list[Entry], children: Counter[bytes]
+    ledger: Ledger, version: int, blocks: list[LedgerBlock], children: Counter[bytes]
 ) -> Iterator[None]:
-    for i, (key, tiers) in enumerate(_items(ledger.unnamed), 1):
-        if version != ledger.version:
+    tree, unnamed = ledger.tree, ledger.unnamed
+    for i, (key, tiers) in enumerate(_items(unnamed.tiers), 1):
+        if version != tree.version:
             return
-        _require(bool(tiers), "an unnamed block that is nowhere")
-        _require(key not in ledger.entries, "a named block among the unnamed")
-        _require(
-            not (fault := ledger.waiting.fault(key, ledger) if key in ledger.waiting else ""), fault
-        )
-        if not i % ledger.step:
+        _require(bool(tiers), "an unnamed block on no tier")
+        _require(key not in tree.blocks, "an unnamed block in the tree")
+        fault = unnamed.fault(key, tree) if key in unnamed.unplaced else ""
+        _require(not fault, fault)
+        if not i % tree.step:
             yield
-    _require(len(ledger.waiting.blocks) <= len(ledger.unnamed), "a block waits that is nowhere")
-    for i, entry in enumerate(entries, 1):
-        if version != ledger.version:
+    _require(len(unnamed.unplaced) <= len(unnamed.tiers), "an unplaced block that is not unnamed")
+    for i, block in enumerate(blocks, 1):
+        if version != tree.version:
             return
-        _require(entry.children == children[entry.key], "child counts disagree")
-        if not i % ledger.step:
+        _require(block.children == children[block.key], "child counts disagree")
+        if not i % tree.step:
             yield
 
 
-def _items(unnamed: dict[bytes, int]) -> Iterator[tuple[bytes, int]]:
-    """Items of a dict that may change between two of them: then there are no more."""
-    items = iter(unnamed.items())
+def _items(tiers: dict[bytes, int]) -> Iterator[tuple[bytes, int]]:
+    """Items of a dict that may change between two of them, which ends the iteration."""
+    items = iter(tiers.items())
     while True:
         try:
             yield next(items)
@@ -87,35 +89,38 @@ def _items(unnamed: dict[bytes, int]) -> Iterator[tuple[bytes, int]]:
             return
 
 
-def _check_entry(ledger: Ledger, entry: Entry) -> None:
-    _require(ledger.entries.get(entry.key) is entry, "an entry under another key")
-    if entry.parent is not None:
-        _require(ledger.entries.get(entry.parent.key) is entry.parent, "an entry's parent is gone")
-        _require(entry.parent.children > 0, "a parent that does not count its child")
+def _check_block(ledger: Ledger, block: LedgerBlock) -> None:
+    tree = ledger.tree
+    _require(tree.blocks.get(block.key) is block, "a block under another key")
+    if block.parent is not None:
+        _require(
+            tree.blocks.get(block.parent.key) is block.parent, "a block whose parent was removed"
+        )
+        _require(block.parent.children > 0, "a parent that does not count its child")
     _require(
-        entry.children or not entry.idle() or entry in ledger.limbo, "an entry that nothing keeps"
+        bool(block.children) or not block.idle() or block in tree.idle,
+        "an idle block that is not among the idle ones",
     )
-    for sink, dirty in enumerate(ledger.dirty):
-        state, due = entry.states[sink], entry.dues[sink]
-        if (due != state) != (entry in dirty) and not (entry.held and ledger.settling):
-            raise AssertionError("a difference that is not pending, or none that is")
-        if due != ledger.due(entry, sink) and not ledger.spreading:
-            raise AssertionError("what is due of a block is not what the block above makes it")
-        if entry.parent is not None and not ledger.settling:
-            below, above = state | state >> UNSURE, entry.parent.states[sink]
+    for sink in ledger.sinks:
+        view, due = block.views[sink.index], block.due[sink.index]
+        if (due != view) != (block in sink.dirty) and not (block.pins and tree.settling):
+            raise AssertionError("a difference that is not pending, or a pending one that is none")
+        if due != ledger.due_of(block, sink) and not tree.spreading:
+            raise AssertionError("what is due of a block does not follow from the block above")
+        if block.parent is not None and not tree.settling:
+            below, above = view | view >> UNSURE, block.parent.views[sink.index]
             above |= above >> UNSURE
             if (below & TIERS and not above & TIERS) or below & ~above & DEVICE:
                 raise AssertionError(
                     "a sink's view has a block without the block above it, see Ledger"
                 )
-        sent = state and ledger.views[sink].by_tokens
         _require(
-            entry.by_tokens or not sent,
+            block.token_addressed or not (view and sink.filter.by_tokens),
             "a sink addressed by tokens was sent a block that tokens do not identify",
         )
 
 
-def _require(holds: object, otherwise: str) -> None:
+def _require(holds: bool, otherwise: str) -> None:
     if not holds:
         raise AssertionError(otherwise)
 
@@ -123,48 +128,57 @@ def _require(holds: object, otherwise: str) -> None:
 def divergence_steps(
     ledger: Ledger, sinks: Collection[int], mirrors: Mapping[int, Tiers], tiers: Tiers
 ) -> Steps[int]:
-    """Blocks on which the view of one of the sinks and the tiers differ. A view should have the
-    closed truth: each tier that holds a block, as far as the tree rule of `Ledger` allows. mirrors:
-    of the sinks that keep an account of their views; the account of the others is the ledger's.
-    What changes between two steps may or may not count: compare at rest."""
+    """Count the blocks on which the view of one of the sinks and the tiers differ.
+
+    A view should be the closed truth: each tier that holds a block, as far as the tree rule of
+    `Ledger` allows. A change between two steps may or may not count: compare at rest.
+
+    Args:
+        ledger: the ledger.
+        sinks: indices of the sinks.
+        mirrors: by sink that keeps its own account of its view, that account. The ledger's account
+            stands for the others.
+        tiers: the blocks that each tier holds.
+    """
     differing: set[bytes] = set()
-    looked = 0
+    looked, step = 0, ledger.tree.step
     for sink in sinks:
         mirror, found = mirrors.get(sink), 0
-        for entry, due in due_of(ledger, ledger.views[sink], tiers):
+        for block, due in due_of(ledger, ledger.sinks[sink].filter, tiers):
             looked += 1
-            if not looked % ledger.step:
+            if not looked % step:
                 yield
-            key = entry.key
-            held = entry.states[sink] & TIERS if mirror is None else tiers_of(mirror, key)
+            key = block.key
+            held = block.views[sink] & TIERS if mirror is None else tiers_of(mirror, key)
             found += held.bit_count()
             if due != held:
                 differing.add(key)
         if mirror is not None and found != sum(map(len, mirror.values())):
-            for keys in mirror.values():  # blocks without an entry in the ledger
+            for keys in mirror.values():  # blocks that are not in the ledger
                 for key in list(keys):
                     looked += 1
-                    if not looked % ledger.step:
+                    if not looked % step:
                         yield
-                    if key not in ledger.entries:
+                    if key not in ledger.blocks:
                         differing.add(key)
     return len(differing)
 
 
-def due_of(ledger: Ledger, view: SinkView, tiers: Tiers) -> Iterator[tuple[Entry, int]]:
-    """Every block of which a path is known, parents before children, and the set of tiers on which
-    it is announceable to a sink of this view, if `tiers` hold what they hold."""
-    closed, expected = view.closed(), dict[bytes, int]()
-    for entry in ledger.order.up_to(ledger.order.last_number):
+def due_of(ledger: Ledger, sink: SinkFilter, tiers: Tiers) -> Iterator[tuple[LedgerBlock, int]]:
+    """Every block whose path is known, parents before children, and the tiers on which it would be
+    announced to a sink with this filter if `tiers` held these blocks."""
+    closed, expected = sink.closed(), dict[bytes, int]()
+    for block in ledger.tree.order:
         above = (
-            above_first(ledger.root_of, entry)
-            if entry.parent is None
-            else expected.get(entry.parent.key, 0)
+            ledger.scopes.above_first(block)
+            if block.parent is None
+            else expected.get(block.parent.key, 0)
         )
-        due = closed[above << SHIFT | tiers_of(tiers, entry.key)] if counts(entry, view) else 0
+        held = tiers_of(tiers, block.key)
+        due = closed[above << SHIFT | held] if accepts(sink, block) else 0
         if due:
-            expected[entry.key] = due
-        yield entry, due
+            expected[block.key] = due
+        yield block, due
 
 
 def tiers_of(tiers: Tiers, key: bytes) -> int:

@@ -1,55 +1,52 @@
-"""One sink's side of the notifier: the call in flight, what the last calls returned, and how calls
-to a sink are contained.
+"""Deliveries to one sink: when it can be called, with what, and what the end of a call means.
 
-A sink is foreign code. A call runs in a task of its own, and whatever it raises ends there as a
-text: no exception of a sink, a leaked CancelledError or another BaseException among them, reaches
-the notifier. KeyboardInterrupt alone passes. A call that does not end when its time is over is
-cancelled and reported as failed at once; the next call waits until the task has really ended.
+Pure state: the actor starts calls and timers, and reports how calls end.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
-
-import anyio
 
 from kvactors.actor import Envelope
 from kvactors.actor.actor import Timer
 from kvactors.actor.clock import now
-from kvactors.actor.log import described, get_logger
-from kvactors.errors import KVActorsError, SinkError
+from kvactors.config import FlushConfig
 from kvactors.flush_notifier.messages import FlushTask
-from kvactors.flush_notifier.runs import Batch
+from kvactors.flush_notifier.sink_view import SinkView
 from kvactors.flush_notifier.sinks.base import Sink
+from kvactors.flush_notifier.steps import Steps
+from kvactors.flush_notifier.tasks import DeliveryBatch
 from kvactors.types import Residency
 
-GRACE = 0.5
-"""Seconds in which a call that was cancelled may end before the cache closes without it."""
+LONGEST_PAUSE = 1.0
+"""Seconds between two steps of a slow repetition at most."""
+
+SHORTEST_PAUSE = 0.005
+"""Seconds between two steps of a slow repetition at least."""
 
 
 class SinkStatistics(NamedTuple):
-    """A moment's picture of one sink."""
+    """Counters of one sink as of now."""
 
     name: str
     pending: int  # blocks on which its view differs from what is due
-    delivered: int  # tasks it took
+    delivered: int  # tasks it acknowledged
     resident: int  # of those, tasks with residency RESIDENT
     gone: int
     blocks: int  # blocks in them
     retried: int
-    coalesced: int  # differences that vanished before they were sent
+    coalesced: int  # differences that ended before they were sent
     oldest_pending_age: float  # seconds
     in_flight: bool
     failures: int  # calls in a row that failed
     failing_for: float  # seconds since the first of them, 0 if there is none
-    last_error: str  # of the last call that failed, also after a recovery
-    resyncs: int  # how often it was sent everything again
+    last_error: str  # of the last call that failed, kept after a recovery
+    resyncs: int  # times that everything was sent again
 
 
 class SinkHealth(NamedTuple):
-    """Whether a sink takes what it is sent. reason: why not, empty if ok."""
+    """Whether a sink acknowledges what it is sent. reason: why not, empty if ok."""
 
     name: str
     ok: bool
@@ -58,109 +55,199 @@ class SinkHealth(NamedTuple):
     pending: int
 
 
-class Delivery:
-    """One sink's side of the notifier. begun: whether it took this incarnation's epoch. waiting:
-    for the end of a back-off. stuck: a call that was given up has not ended yet. number: of the
-    last call. anew: everything is to be sent anew when the call in flight is over. repeat: the
-    steps to come of a slow repetition, step: one of them is due. asks: for a resync that has not
-    begun."""
+class SinkDelivery:
+    """Calls to one sink.
 
-    __slots__ = (
-        "anew",
-        "asks",
-        "batch",
-        "begun",
-        "blocks",
-        "delay",
-        "delivered",
-        "failing_since",
-        "failures",
-        "gone",
-        "in_flight",
-        "last_error",
-        "number",
-        "repeat",
-        "resident",
-        "resyncs",
-        "retried",
-        "since",
-        "sink",
-        "step",
-        "stuck",
-        "timer",
-        "waiting",
-    )
+    Attributes:
+        sink, view: the sink, and its side of the ledger.
+        begun: it acknowledged this incarnation's epoch.
+        in_flight: a batch or an epoch is with the sink, or the ledger's part of its end is not
+            done.
+        batch: the batch in flight.
+        number: of the last call. A report with another number is late.
+        timer: the deadline of the call in flight.
+        backing_off: a failed call was not long enough ago.
+        stuck: a call that missed its deadline has not ended.
+        since: when something became pending, None if nothing is.
+        resync_due: everything is sent again after the call in flight.
+        resync_asks: asks for a resync that has not begun.
+        repeat, repeat_due: the steps left of a slow repetition, and whether one is due.
+    """
 
-    def __init__(self, sink: Sink, delay: float) -> None:
+    def __init__(self, sink: Sink, view: SinkView, config: FlushConfig) -> None:
         self.sink = sink
-        self.delay = delay
-        self.begun = self.in_flight = self.waiting = self.stuck = self.anew = self.step = False
-        self.repeat: Iterator[None] | None = None
-        self.asks: list[Envelope[bool]] = []
-        self.resyncs = 0
-        self.batch = Batch([], [])
-        self.since: float | None = None  # since when something has been pending
-        self.timer: Timer | None = None
+        self.view = view
+        self._config = config
+        self.begun = self.in_flight = self.backing_off = self.stuck = False
+        self.batch = DeliveryBatch([], [])
         self.number = 0
+        self.timer: Timer | None = None
+        self.since: float | None = None
+        self.resync_due = self.repeat_due = False
+        self.resync_asks: list[Envelope[bool]] = []
+        self.repeat: Iterator[None] | None = None
+        self.resyncs = 0
+        self.delay = config.retry_min
         self.failures = 0  # in a row
         self.failing_since: float | None = None
         self.last_error = ""
         self.delivered = self.resident = self.gone = self.blocks = self.retried = 0
 
-    def count(self, tasks: Sequence[FlushTask]) -> None:
-        """The sink took these."""
+    # -- calls
+
+    def ready(self) -> bool:
+        """Whether the sink can be called, and there is something to send."""
+        return not (self.in_flight or self.backing_off or self.stuck) and (
+            bool(self.view.dirty) or not self.begun
+        )
+
+    def note_pending(self) -> None:
+        """Note when something became pending."""
+        if self.since is None and self.view.dirty:
+            self.since = now()
+
+    def take(self, epoch: int) -> Iterator[None]:
+        """Make the next call's batch, in steps. There is none before the epoch has begun."""
+        if self.begun:
+            self.batch = yield from self.view.take(self._config.batch, epoch)
+        self.number += 1
+
+    async def call(self, epoch: int, tasks: tuple[FlushTask, ...], *, begun: bool) -> None:
+        """Call the sink: with the epoch, or with tasks."""
+        if begun:
+            self.sink.num_acknowledged = 0
+            await self.sink.deliver(tasks)
+        else:
+            self.sink.set_snapshot_source(self.view.held_blocks)
+            await self.sink.begin_epoch(epoch)
+
+    def is_current(self, number: int) -> bool:
+        """Whether a report is about the call in flight."""
+        return self.in_flight and number == self.number
+
+    def call_failed(self, error: str) -> float:
+        """The call in flight failed.
+
+        Returns:
+            Seconds to back off.
+        """
+        self.number += 1  # later reports of this call are late
+        self.retried += 1
+        self.failures += 1
+        self.last_error = error
+        self.backing_off = True
+        if self.failing_since is None:
+            self.failing_since = now()
+        delay, self.delay = self.delay, min(2 * self.delay, self._config.retry_max)
+        return delay
+
+    def call_succeeded(self) -> float | None:
+        """The call in flight succeeded.
+
+        Returns:
+            Seconds since the first failed call of a row that ends now, None if the call before
+            succeeded as well.
+        """
+        self.number += 1  # later reports of this call are late
+        since, self.failing_since = self.failing_since, None
+        self.begun, self.delay, self.failures = True, self._config.retry_min, 0
+        return None if since is None else now() - since
+
+    def settle(self) -> Iterator[None]:
+        """Apply the end of the call to the ledger, in steps. `call_failed` or `call_succeeded` came
+        before, `call_ended` follows."""
+        if not self.failures:
+            yield from self.view.delivered(self.batch)
+            self._count(self.batch.tasks)
+            return
+        acknowledged, rest = self._split()
+        yield from self.view.delivered(acknowledged)
+        self._count(acknowledged.tasks)
+        yield from self.view.refused(rest)
+
+    def call_ended(self) -> bool:
+        """The ledger's part of the end is done: the next call may start.
+
+        Returns:
+            Whether the call removed everything.
+        """
+        cleared = bool(self.batch.cleared)
+        self.in_flight = False
+        if not self.failures:
+            self.since = now() if self.view.dirty else None
+        self.batch = DeliveryBatch([], [])
+        return cleared
+
+    def _split(self) -> tuple[DeliveryBatch, DeliveryBatch]:
+        """The batch of a failed call: the tasks that were acknowledged (`Sink.num_acknowledged`),
+        and the rest."""
+        try:
+            count: Any = self.sink.num_acknowledged
+        except Exception:
+            count = 0
+        sound = type(count) is int and 0 <= count <= len(self.batch.tasks) and self.begun
+        return self.batch.split(count if sound else 0)
+
+    def _count(self, tasks: Sequence[FlushTask]) -> None:
         self.delivered += len(tasks)
         for task in tasks:
             self.blocks += task.count
             self.resident += task.residency is Residency.RESIDENT
             self.gone += task.residency is Residency.GONE
 
-    def failed(self, error: str) -> bool:
-        """The last call failed; whether the one before had not."""
-        self.retried += 1
-        self.failures += 1
-        self.last_error = error
-        if self.failing_since is None:
-            self.failing_since = now()
-        return self.failures == 1
+    # -- everything again
 
-    def took(self, delay: float) -> float | None:
-        """The last call succeeded; for how long calls had failed before, None if they had not."""
-        since, self.failing_since = self.failing_since, None
-        self.begun, self.delay, self.failures = True, delay, 0
-        return None if since is None else now() - since
+    def resync(self) -> Steps[list[Envelope[bool]]]:
+        """Mark everything to be sent again. No call is in flight.
+
+        Returns:
+            The asks that wait until it is acknowledged.
+        """
+        self.resync_due = False
+        if self.sink.repeats:
+            yield from self.view.repeat()
+        else:
+            self.begun = False
+            yield from self.view.reset()
+        self.resyncs += 1
+        asks, self.resync_asks = self.resync_asks, []
+        return asks
+
+    def repeat_step(self) -> None:
+        """One step of a slow repetition, if one is due and the sink keeps up. Not while a call is
+        in flight: the index may lose its tasks before the step."""
+        if self.repeat_due and self.view.pending < self._config.batch:
+            self.repeat_due = False
+            self.repeat = self.repeat or self.view.repeat()
+            if next(self.repeat, self) is self:
+                self.repeat = None
+                self.resyncs += 1
+
+    def repeat_pause(self) -> float:
+        """Seconds until the next step of a slow repetition, or until the next repetition."""
+        interval, tree = self.sink.resync_interval, self.view.tree
+        if not self.repeat_due and self.repeat is None:
+            return interval
+        return step_pause(interval, len(tree.blocks), tree.step)
+
+    # -- inspection
 
     @property
     def failing_for(self) -> float:
-        """Seconds since calls began to fail; 0 if the last one succeeded."""
+        """Seconds since calls began to fail, 0 if the last one succeeded."""
         return 0.0 if self.failing_since is None else now() - self.failing_since
 
-    def ready(self, pending: int) -> bool:
-        """Whether it can be called, and there is something to call it for."""
-        return not (self.in_flight or self.waiting or self.stuck) and (
-            bool(pending) or not self.begun
-        )
-
-    def split(self) -> tuple[Batch, Batch]:
-        """The batch whose call failed: what was taken for certain (`Sink.taken`), and the rest."""
-        try:
-            taken: Any = self.sink.taken
-        except Exception:
-            taken = 0
-        sound = type(taken) is int and 0 <= taken <= len(self.batch.tasks) and self.begun
-        return self.batch.split(taken if sound else 0)
-
-    def statistics(self, pending: int, coalesced: int) -> SinkStatistics:
-        """A moment's picture."""
+    def statistics(self) -> SinkStatistics:
+        """Counters as of now."""
         return SinkStatistics(
             self.sink.name,
-            pending,
+            self.view.pending,
             self.delivered,
             self.resident,
             self.gone,
             self.blocks,
             self.retried,
-            coalesced,
+            self.view.coalesced,
             now() - self.since if self.since is not None else 0.0,
             self.in_flight,
             self.failures,
@@ -169,63 +256,15 @@ class Delivery:
             self.resyncs,
         )
 
-    def health(self, pending: int) -> SinkHealth:
+    def health(self) -> SinkHealth:
         """Whether the last call succeeded."""
         reason = "" if not self.failures else self.last_error
-        return SinkHealth(self.sink.name, not self.failures, reason, self.failing_for, pending)
+        return SinkHealth(
+            self.sink.name, not self.failures, reason, self.failing_for, self.view.pending
+        )
 
 
-async def contained(work: Callable[[], Awaitable[Any]]) -> str:
-    """Carry out foreign code: empty, or what it raised."""
-    try:
-        await work()
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        return described(error)
-    return ""
-
-
-def start_call(sink: Sink, work: Callable[[], Awaitable[Any]]) -> asyncio.Task[str]:
-    """Call a sink in a task of its own. Its result is empty, or the error's text."""
-    task = asyncio.get_running_loop().create_task(contained(work), name=f"call of sink {sink.name}")
-    sink.call = task
-    return task
-
-
-async def open_sink(sink: Sink) -> None:
-    """Open a sink. What it raises beside the package's own errors becomes a SinkError."""
-    try:
-        await sink.open()
-    except (KVActorsError, KeyboardInterrupt):
-        raise
-    except BaseException as error:
-        current = asyncio.current_task()
-        if isinstance(error, asyncio.CancelledError) and (current is None or current.cancelling()):
-            raise
-        raise SinkError(f"sink {sink.name!r} could not be opened: {described(error)}") from error
-
-
-async def close_sink(sink: Sink, limit: float) -> None:
-    """Let the last call end and close a sink, in about `limit` seconds. Never raises: what goes
-    wrong is logged."""
-    log = get_logger()
-
-    async def work() -> None:
-        if sink.call is not None and not sink.call.done():
-            sink.call.cancel()
-            await asyncio.wait([sink.call])
-        await sink.close()
-
-    task = asyncio.get_running_loop().create_task(
-        contained(work), name=f"close of sink {sink.name}"
-    )
-    with anyio.move_on_after(limit):
-        await asyncio.wait([task])
-    if not task.done():
-        task.cancel()
-        with anyio.move_on_after(GRACE):
-            await asyncio.wait([task])
-        log.warning("sink did not close in time", sink=sink.name, seconds=limit)
-    elif error := task.result():
-        log.warning("sink failed to close", sink=sink.name, error=error)
+def step_pause(interval: float, blocks: int, step: int) -> float:
+    """Seconds between the steps of a repetition that comes every `interval` seconds: all steps take
+    about half of that."""
+    return min(LONGEST_PAUSE, max(SHORTEST_PAUSE, interval * step / (2 * max(1, blocks))))

@@ -1,155 +1,28 @@
-"""Blocks of the ledger's tree, runs of them that change alike, and how a run becomes a task."""
+"""Runs: blocks in path order that change alike for a sink, and the order in which runs are sent."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
-from operator import attrgetter
-from typing import NamedTuple, TypeVar
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 from kvactors.discreet import discreet
-from kvactors.flush_notifier.messages import ExtraKeys, FlushTask, Origin
-from kvactors.flush_notifier.view import SinkView
-from kvactors.types import ALL_TIERS, Reason, Residency, Tier
+from kvactors.flush_notifier.blocks import LAST, LedgerBlock
+from kvactors.flush_notifier.selection import Selection
+from kvactors.flush_notifier.steps import Steps
+from kvactors.types import Reason
 
-T = TypeVar("T")
+MAX_RUN_BLOCKS = 32_768
+"""Blocks in one task at most. A longer run is sent in parts."""
 
-Steps = Generator[None, None, T]
-"""Work in steps, between which others may run, and its result."""
-
-UNSURE = 3
-"""Bits by which `Entry.states` holds the tiers that a sink's view may have or not."""
-
-BITS = tuple([int(tier) for tier in Tier if tier & tiers] for tiers in range(ALL_TIERS + 1))
-"""By set of tiers: its members as numbers (plain ints: arithmetic on flags is slow)."""
-
-LAST = 0
-"""Index of `Entry.reasons` for the last change on any tier; a tier's own bit is the index for its
-own last change."""
+PATHS = 4
+"""A batch of n blocks may carry paths of PATHS x n blocks in all: many short runs deep in the tree
+are sent in several batches."""
 
 
-def finish(steps: Steps[T] | Iterator[None]) -> T:
-    """All steps at once, and their result."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
+class BlockRun(NamedTuple):
+    """Blocks in path order, each the parent of the next, that change alike. bit: the tier."""
 
-
-class Entry:
-    """One block.
-
-    truth: set of tiers that hold it. dues: per sink the set of tiers on which it is to be
-    announced, see `Ledger`. states: per sink its view, a set of tiers, and above it (shifted by
-    UNSURE) the tiers on which its answer got lost, so that its view may have them or not. held:
-    deliveries in flight that are about it. finished: covered by the path of a finished request.
-    reasons: of the last change, by LAST or by tier. by_tokens: tokens alone identify it, in the
-    scope that the cache was opened with. child, left, right: the children of a block are a linked
-    list.
-    """
-
-    __slots__ = (
-        "after",
-        "before",
-        "by_tokens",
-        "child",
-        "children",
-        "depth",
-        "dues",
-        "extra_key",
-        "finished",
-        "held",
-        "key",
-        "left",
-        "number",
-        "origin",
-        "parent",
-        "parent_key",
-        "reasons",
-        "right",
-        "states",
-        "tokens",
-        "truth",
-    )
-
-    def __init__(
-        self,
-        key: bytes,
-        parent: Entry | None,
-        parent_key: bytes,
-        tokens: bytes,
-        origin: Origin,
-        sinks: int,
-        extra_key: bytes = b"",
-    ) -> None:
-        self.key = key
-        self.origin = origin
-        self.extra_key = extra_key
-        self.parent = parent
-        self.parent_key = parent_key
-        self.tokens = tokens
-        self.depth: int = parent.depth + 1 if parent is not None else 1
-        self.children = self.truth = self.held = 0
-        self.states = [0] * sinks
-        self.dues = [0] * sinks
-        self.child: Entry | None = None
-        self.left: Entry | None = None
-        self.right: Entry | None = None
-        self.number = 0  # see `Order`
-        self.before: Entry | None = None
-        self.after: Entry | None = None
-        self.finished = self.by_tokens = False
-        self.reasons = [Reason.COMMIT] * (1 + max(Tier))
-
-    def idle(self) -> bool:
-        """Whether it is nowhere and in no sink's view and in no delivery; there may be blocks below
-        it."""
-        return not (self.truth or self.held or any(self.states))
-
-    def send_again(self, sinks: Iterable[int]) -> None:
-        """What these sinks have been sent of it counts as unsure: it is sent again."""
-        for sink in sinks:
-            self.states[sink] |= (self.states[sink] & ALL_TIERS.value) << UNSURE
-
-    def link(self) -> None:
-        """Add it to the children of its parent."""
-        above = self.parent
-        if above is not None:
-            above.children += 1
-            self.right = above.child
-            if above.child is not None:
-                above.child.left = self
-            above.child = self
-
-    def unlink(self) -> None:
-        """Remove it from the children of its parent. It keeps its `right`: a scan that stands at it
-        continues there."""
-        above, left, right = self.parent, self.left, self.right
-        if above is not None:
-            above.children -= 1
-            if left is not None:
-                left.right = right
-            else:
-                above.child = right
-            if right is not None:
-                right.left = left
-            self.left = None
-
-
-def counts(entry: Entry, view: SinkView) -> bool:
-    """Whether a sink of this view gets a block at all."""
-    return (entry.finished or not view.at_finish) and (entry.by_tokens or not view.by_tokens)
-
-
-KEY: Callable[[Entry], bytes] = attrgetter("key")
-TOKENS: Callable[[Entry], bytes] = attrgetter("tokens")
-
-
-class Run(NamedTuple):
-    """Blocks in path order, each the parent of the next, that change alike for a sink. bit: the
-    tier, as a number."""
-
-    entries: list[Entry]
+    blocks: list[LedgerBlock]
     bit: int
     resident: bool
     reason: Reason
@@ -158,112 +31,131 @@ class Run(NamedTuple):
         return discreet(self)
 
 
-class Batch(NamedTuple):
-    """One delivery: what the sink is sent, and the runs behind the tasks, one for one; or that
-    everything is gone: all entries numbered up to `cleared`, if that is not 0."""
+def runs_of(
+    selection: Selection, *, node: bool, max_blocks: int | None, step: int
+) -> Steps[list[BlockRun]]:
+    """The changes of a selection as runs, in the order in which they are sent.
 
-    tasks: list[FlushTask]
-    runs: list[Run]
-    cleared: int = 0
-
-    def __repr__(self) -> str:
-        return discreet(self)
-
-    def split(self, count: int) -> tuple[Batch, Batch]:
-        """The first `count` tasks, and the others."""
-        return Batch(self.tasks[:count], self.runs[:count]), Batch(
-            self.tasks[count:], self.runs[count:], self.cleared
+    Args:
+        selection: the differences of one sink.
+        node: the sink is sent one fact for all tiers.
+        max_blocks: the blocks of a batch, for a sink that is sent paths: only the first runs, whose
+            paths are not much longer. None for a sink that is sent no paths.
+        step: blocks processed in one step.
+    """
+    gains, losses = yield from selection.by_tier()
+    runs: list[BlockRun] = []
+    for bit, blocks in gains.items():
+        runs += yield from join(
+            blocks, bit, resident=True, reason_index=LAST if node else bit, step=step
         )
+    # With losses on several tiers a run ends where the set of tiers changes or a branch begins, so
+    # that depth alone orders the runs.
+    alike = selection.losses if len(losses) > 1 else None
+    for bit, blocks in losses.items():
+        runs += yield from join(
+            blocks, bit, resident=False, reason_index=LAST if node else bit, step=step, alike=alike
+        )
+    return ordered(runs) if max_blocks is None else list(within(ordered(runs), PATHS * max_blocks))
 
 
-class Holding(NamedTuple):
-    """One block that a sink was told is resident. tokens: its own. tiers: a set."""
+def join(
+    blocks: Collection[LedgerBlock],
+    bit: int,
+    *,
+    resident: bool,
+    reason_index: int,
+    step: int,
+    alike: Mapping[LedgerBlock, int] | None = None,
+) -> Steps[list[BlockRun]]:
+    """Join blocks into runs. Linear in the number of blocks.
 
-    key: bytes
-    parent: bytes
-    position: int
-    tokens: bytes
-    tiers: int
-    origin: Origin
-    extra_key: bytes = b""
+    A run follows the parent chain while the reason stays the same. It ends at a branch and at
+    MAX_RUN_BLOCKS.
 
-    def __repr__(self) -> str:
-        return discreet(self)
+    Args:
+        blocks: the blocks to join.
+        bit: the tier.
+        resident: whether the change is a gain.
+        reason_index: index into `LedgerBlock.reasons`.
+        step: blocks processed in one step.
+        alike: further blocks, each with a value. A branch among them all ends a run, and so does
+            another value.
+    """
+    if len(blocks) == 1:
+        return [BlockRun([one], bit, resident, one.reasons[reason_index]) for one in blocks]
+    heir = yield from heirs(blocks if alike is None else alike, step)
+    looked = 0
+    runs: list[BlockRun] = []
+    for block in blocks:
+        looked += 1
+        if not looked % step:
+            yield
+        reason, parent = block.reasons[reason_index], block.parent
+        if (
+            parent is not None
+            and heir.get(parent) is block
+            and parent.reasons[reason_index] is reason
+            and (alike is None or alike[parent] == alike[block])
+        ):
+            continue  # part of its parent's run
+        run, below = [block], heir.get(block)
+        while (
+            below is not None
+            and below.reasons[reason_index] is reason
+            and (alike is None or alike[below] == alike[block])
+        ):
+            if len(run) == MAX_RUN_BLOCKS:
+                runs.append(BlockRun(run, bit, resident, reason))
+                run = []
+            run.append(below)
+            below = heir.get(below)
+            looked += 1
+            if not looked % step:
+                yield
+        runs.append(BlockRun(run, bit, resident, reason))
+    return runs
 
 
-def as_task(run: Run, epoch: int, *, by_name: bool, step: int) -> Steps[FlushTask]:
-    """What a sink is sent of a run. by_name: it needs no path."""
-    first, last = run.entries[0], run.entries[-1]
-    named: list[Entry] = []  # the blocks whose tokens are sent
-    if not by_name:
-        named = yield from path_to(last, step)
-    elif run.resident:
-        named = run.entries
-    tokens = yield from gathered(named, TOKENS, step)
-    extra_keys = yield from extra_keys_of(named, step)
-    keys = yield from gathered(run.entries, KEY, step)
-    return FlushTask(
-        tokens,
-        first.depth - 1,
-        len(run.entries),
-        keys,
-        first.parent_key,
-        Residency.RESIDENT if run.resident else Residency.GONE,
-        Tier(run.bit),
-        run.reason,
-        epoch,
-        first.origin,
-        extra_keys,
+def heirs(
+    members: Collection[LedgerBlock], step: int
+) -> Steps[dict[LedgerBlock, LedgerBlock | None]]:
+    """By member that has children among the members: its only child there, None if there are
+    several."""
+    found: set[LedgerBlock] = set()
+    looked = 0
+    for block in members:
+        found.add(block)
+        looked += 1
+        if not looked % step:
+            yield
+    heir: dict[LedgerBlock, LedgerBlock | None] = {}
+    for block in members:
+        parent = block.parent
+        if parent is not None and parent in found:
+            heir[parent] = None if parent in heir else block
+        looked += 1
+        if not looked % step:
+            yield
+    return heir
+
+
+def ordered(runs: Iterable[BlockRun]) -> list[BlockRun]:
+    """Gains first, the shallowest first, then losses, the deepest first. So a block that moves
+    between tiers is on one of them in every view between."""
+    return sorted(
+        runs,
+        key=lambda run: (
+            not run.resident,
+            run.blocks[0].depth if run.resident else -run.blocks[-1].depth,
+        ),
     )
 
 
-def gathered(entries: list[Entry], field: Callable[[Entry], bytes], step: int) -> Steps[bytes]:
-    """A field of all entries as one buffer."""
-    if len(entries) <= step:
-        return b"".join(map(field, entries))
-    whole = bytearray()
-    for i in range(0, len(entries), step):
-        whole += b"".join(map(field, entries[i : i + step]))
-        yield
-    return bytes(whole)
-
-
-def extra_keys_of(entries: list[Entry], step: int) -> Steps[ExtraKeys]:
-    """(position, extra key) of those of the entries that have one."""
-    found: list[tuple[int, bytes]] = []
-    for i in range(0, len(entries), step):
-        if i:
-            yield
-        found += [
-            (entry.depth - 1, entry.extra_key) for entry in entries[i : i + step] if entry.extra_key
-        ]
-    return tuple(found)
-
-
-def clear_task(tiers: int, epoch: int) -> FlushTask:
-    """Everything is gone from every tier that a sink hears of."""
-    return FlushTask(b"", 0, 0, b"", b"", Residency.GONE, Tier(tiers), Reason.CLEAR, epoch)
-
-
-def path_tokens(entry: Entry) -> bytes:
-    """The complete token path from the root to a block."""
-    return finish(path_steps(entry, entry.depth))
-
-
-def path_steps(entry: Entry, step: int) -> Steps[bytes]:
-    """The same in steps."""
-    path = yield from path_to(entry, step)
-    return (yield from gathered(path, TOKENS, step))
-
-
-def path_to(entry: Entry, step: int) -> Steps[list[Entry]]:
-    """The blocks from the root to a block, in steps."""
-    path: list[Entry] = []
-    node: Entry | None = entry
-    while node is not None:
-        path.append(node)
-        node = node.parent
-        if not len(path) % step:
-            yield
-    path.reverse()
-    return path
+def within(runs: list[BlockRun], blocks: int) -> Iterator[BlockRun]:
+    """The first runs (one at least) whose paths have `blocks` blocks in all."""
+    for i, run in enumerate(runs):
+        blocks -= run.blocks[-1].depth
+        if i and blocks < 0:
+            return
+        yield run

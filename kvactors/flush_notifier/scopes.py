@@ -1,8 +1,8 @@
-"""Which roots requests begin at. A block below another root cannot be hit, so it is not announced.
+"""Roots that requests begin at. A block below another root cannot be hit, so it is not announced.
 
-The namespace is in the root hash and not in what a sink is sent: to a router, blocks of one token
-path under two namespaces are the same path with other hashes, and it would answer with those that
-no request can get.
+The namespace is part of the root hash, and a sink is not sent it. To a router, blocks of one token
+path under two namespaces are one path with different hashes, and the router would answer with
+blocks that no request can get.
 """
 
 from __future__ import annotations
@@ -10,42 +10,52 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from kvactors.flush_notifier.blocks import BITS, LAST, LedgerBlock
+from kvactors.flush_notifier.filter import ABOVE_ALL
 from kvactors.flush_notifier.messages import Origin
-from kvactors.flush_notifier.runs import BITS, LAST, Entry
-from kvactors.flush_notifier.view import ABOVE_ALL
 from kvactors.types import Reason
 
 if TYPE_CHECKING:
     from kvactors.flush_notifier.ledger import Ledger
 
-RootOf = Callable[[Origin], bytes]
-"""The root hash of requests of an adapter and a salt that are admitted now."""
+RootOf = Callable[[str, Origin], bytes]
+"""The root hash of the requests of a namespace, an adapter and a salt."""
 
 
-def above_first(root_of: RootOf | None, first: Entry) -> int:
-    """What stands for the block above the first block of a path: nothing if no request of now
-    begins at its root."""
-    return ABOVE_ALL if root_of is None or root_of(first.origin) == first.parent_key else 0
+class Scopes:
+    """The roots that requests begin at. root_of: None if they begin at every root."""
+
+    def __init__(self, root_of: RootOf | None, namespace: str) -> None:
+        self.root_of = root_of
+        self.namespace = namespace
+
+    def above_first(self, first: LedgerBlock) -> int:
+        """What stands for the block above the first block of a path: nothing unless requests begin
+        at its root now."""
+        if self.root_of is None or self.root_of(self.namespace, first.origin) == first.parent_key:
+            return ABOVE_ALL
+        return 0
 
 
-def rescope(ledger: Ledger, root_of: RootOf) -> Iterator[None]:
-    """Requests begin at other roots from now on. Steps of `ledger.step` blocks; no fact comes
-    between them."""
-    ledger.root_of = root_of
-    ledger.version += 1
-    ledger.spreading += 1
-    for i, entry in enumerate(ledger.order.up_to(ledger.order.last_number), 1):
-        before = entry.dues[:]
-        ledger._look(
-            entry
-        )  # parents come before children, so what is due of the block above is final
-        if entry.dues != before:
-            for index in (LAST, *BITS[int(entry.truth)]):
-                entry.reasons[index] = Reason.NAMESPACE
-        if not i % ledger.step:
-            ledger.version += 1
-            yield from ledger.trim()
+def rescope(ledger: Ledger, namespace: str) -> Iterator[None]:
+    """Requests are of another namespace from now on. The ledger must not change between the
+    steps."""
+    tree, scopes = ledger.tree, ledger.scopes
+    scopes.namespace = namespace
+    if scopes.root_of is None:
+        return
+    tree.version += 1
+    tree.spreading += 1
+    for i, block in enumerate(tree.order, 1):  # parents first, so what is due above is final
+        before = block.due[:]
+        ledger.update(block)
+        if block.due != before:
+            for index in (LAST, *BITS[int(block.tiers)]):
+                block.reasons[index] = Reason.NAMESPACE
+        if not i % tree.step:
+            tree.version += 1
+            yield from tree.trim()
             yield
-    ledger.spreading -= 1
-    ledger.version += 1
-    yield from ledger.trim()
+    tree.spreading -= 1
+    tree.version += 1
+    yield from tree.trim()

@@ -93,7 +93,7 @@ def _actors(system: System) -> Iterator[Reason]:
         if actor.state in (State.STOPPING, State.STOPPED):
             yield reason(actor.ref.name, "restarting after a failure", actor.mailbox.ended_at)
     if system.notifier.name not in off:
-        for sink in system.notifier_actor.sink_health():
+        for sink in system.notifier_actor.sinks.health():
             if not sink.ok:
                 yield reason(f"sink {sink.name}", sink.reason, now() - sink.failing_for)
 

@@ -52,10 +52,7 @@ async def divergence_in_slices(system: System, sinks: Collection[str] | None) ->
     """See `KVCache.divergence_slices`."""
     where: Residency = {}
     await in_slices(residency_steps(system, where))
-    notifier = system.notifier_actor
-    steps = getattr(notifier, "divergence_steps", None)
-    if steps is None:
-        return notifier.divergence(where, sinks)
+    steps = system.notifier_actor.sinks.divergence_steps
     found: list[int] = []
 
     def counted() -> Iterator[None]:
@@ -162,16 +159,11 @@ def _comparisons(system: System, found: list[str]) -> Iterator[None]:
 
 
 def _sinks(system: System, where: Residency, found: list[str]) -> Iterator[None]:
-    notifier = system.notifier_actor
-    steps = getattr(notifier, "divergence_steps", None)
-    for sink in notifier.flush_statistics():
+    sinks = system.notifier_actor.sinks
+    for sink in sinks.statistics():
         if sink.pending or sink.in_flight:
             continue
-        if steps is None:
-            differing = notifier.divergence(where, (sink.name,))
-            yield
-        else:
-            differing = yield from steps(where, (sink.name,))
+        differing = yield from sinks.divergence_steps(where, (sink.name,))
         if differing:
             found.append(
                 f"flush_notifier: sink {sink.name} differs on {differing} blocks, and has no "

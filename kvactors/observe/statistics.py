@@ -10,7 +10,7 @@ from kvactors.cpu_evictor.statistics import HostStatistics
 from kvactors.data_plane.ranks.state import RankStatistics
 from kvactors.flush_notifier.checks import due_of
 from kvactors.flush_notifier.deliveries import SinkStatistics
-from kvactors.flush_notifier.view import SinkView
+from kvactors.flush_notifier.filter import SinkFilter
 from kvactors.gpu_swapper.actor import SwapperStatistics
 from kvactors.prefix_index.records import IndexStatistics
 from kvactors.storage.backends.base import StoreStatistics
@@ -20,7 +20,7 @@ from kvactors.types import ALL_TIERS, Tier, split_keys
 if TYPE_CHECKING:  # a cache without CUDA does not load it
     from kvactors.data_plane.cuda.engine import CudaStatistics
 
-PER_TIER = SinkView(int(ALL_TIERS), node=False, at_finish=False)
+PER_TIER = SinkFilter(int(ALL_TIERS), node=False, at_finish=False)
 """A sink that is sent everything, each tier for itself, at once."""
 
 
@@ -66,7 +66,7 @@ def collect(system: System) -> CacheStatistics:
         index,
         system.evictor_actor.host_statistics(),
         store_of(system),
-        system.notifier_actor.flush_statistics(),
+        system.notifier_actor.sinks.statistics(),
         system.swapper_actor.swapper_statistics(),
         system.plane.statistics(),
         actors,
@@ -89,12 +89,12 @@ def residency(system: System) -> dict[Tier, set[bytes]]:
     }
 
 
-def announceable(system: System, view: SinkView = PER_TIER) -> dict[Tier, set[bytes]]:
-    """The same as far as a sink of this view is sent it: blocks with a known path, and by the tree
-    rule of the ledger."""
+def announceable(system: System, sink: SinkFilter = PER_TIER) -> dict[Tier, set[bytes]]:
+    """Names of the blocks each tier holds, as far as a sink with this filter is sent them: blocks
+    with a known path, by the tree rule of the ledger."""
     found: dict[Tier, set[bytes]] = {tier: set() for tier in Tier}
-    for entry, tiers in due_of(system.notifier_actor.ledger, view, residency(system)):
+    for block, tiers in due_of(system.notifier_actor.ledger, sink, residency(system)):
         for tier in Tier:
             if tiers & tier:
-                found[tier].add(entry.key)
+                found[tier].add(block.key)
     return found

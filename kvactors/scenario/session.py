@@ -14,8 +14,8 @@ import numpy as np
 
 from kvactors.cache import KVCache, open_cache
 from kvactors.config import Config, StorageConfig
-from kvactors.flush_notifier.runs import path_tokens
 from kvactors.flush_notifier.sinks import MemorySink, Sink, make_sinks
+from kvactors.flush_notifier.tasks import path_tokens
 from kvactors.layout import make_layout
 from kvactors.observe.lag import Lag, LagMonitor
 from kvactors.observe.statistics import announceable
@@ -104,11 +104,11 @@ class Session:
                 inner.sdk.connection, AttentionStoreSDK
             ):
                 held = [
-                    ledger.entries[key]
-                    for keys in announceable(self.cache.system, inner.view_of).values()
+                    ledger.blocks[key]
+                    for keys in announceable(self.cache.system, inner.filter).values()
                     for key in keys
                 ]
-                paths = {tuple(np.frombuffer(path_tokens(entry), "<u4").tolist()) for entry in held}
+                paths = {tuple(np.frombuffer(path_tokens(block), "<u4").tolist()) for block in held}
                 differing[name] = len(paths ^ inner.sdk.connection.service.resident)
         return differing
 

@@ -10,7 +10,7 @@ import anyio
 from kvactors.device.arena import Arena
 from kvactors.errors import SinkError
 from kvactors.flush_notifier.messages import FlushTask
-from kvactors.flush_notifier.sinks.base import Holdings, Sink
+from kvactors.flush_notifier.sinks.base import Sink, SnapshotSource
 from kvactors.storage.backends.base import (
     Backend,
     Expired,
@@ -34,7 +34,7 @@ class FaultySink(Sink):
         self.inner = inner
         self.name = inner.name
         self.block_size = inner.block_size
-        self.view_of = inner.view_of
+        self.filter = inner.filter
         self.takes_clear = inner.takes_clear
         self.by_name = inner.by_name
         self.announces_full = inner.announces_full
@@ -57,26 +57,26 @@ class FaultySink(Sink):
         return getattr(self.inner, "live_view", None)
 
     @property
-    def taken(self) -> int:
+    def num_acknowledged(self) -> int:
         """The inner sink's; nothing of an answer that is lost."""
-        return 0 if self.misdeed else self.inner.taken
+        return 0 if self.misdeed else self.inner.num_acknowledged
 
-    @taken.setter
-    def taken(self, count: int) -> None:
-        self.inner.taken = count
+    @num_acknowledged.setter
+    def num_acknowledged(self, count: int) -> None:
+        self.inner.num_acknowledged = count
 
     async def open(self) -> None:
         """See `Sink.open`."""
         await self.inner.open()
 
-    def attach(self, holdings: Holdings) -> None:
-        """See `Sink.attach`."""
-        self.inner.attach(holdings)
+    def set_snapshot_source(self, source: SnapshotSource) -> None:
+        """See `Sink.set_snapshot_source`."""
+        self.inner.set_snapshot_source(source)
 
-    async def begin(self, epoch: int) -> None:
-        """See `Sink.begin`."""
+    async def begin_epoch(self, epoch: int) -> None:
+        """See `Sink.begin_epoch`."""
         await self._before()
-        await self.inner.begin(epoch)
+        await self.inner.begin_epoch(epoch)
         self._after()
 
     async def deliver(self, tasks: Sequence[FlushTask]) -> None:

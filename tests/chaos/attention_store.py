@@ -14,7 +14,7 @@ import numpy as np
 from kvactors.actor.uncancelled import uncancelled
 from kvactors.cache import KVCache, open_cache
 from kvactors.config import Config
-from kvactors.flush_notifier.runs import path_tokens
+from kvactors.flush_notifier.tasks import path_tokens
 from kvactors.observe.statistics import announceable, residency
 from kvactors.storage.breaker import Breaker
 from kvactors.testing import attentionstore_sdk as stand_in
@@ -223,9 +223,9 @@ async def other_namespace(cache: KVCache) -> AsyncIterator[None]:
 def compare_index(cache: KVCache, service: Service, tally: Tally) -> None:
     """The index must hold the blocks of finished requests that device and host hold and that tokens
     alone identify."""
-    entries, held = cache.system.notifier_actor.ledger.entries, residency(cache.system)
+    entries, held = cache.system.notifier_actor.ledger.blocks, residency(cache.system)
     found = [entries[key] for key in held[Tier.DEVICE] | held[Tier.HOST] if key in entries]
-    view = cache.sinks["attention_store"].view_of
+    view = cache.sinks["attention_store"].filter
     plain = [
         path_tokens(entries[key])
         for keys in announceable(cache.system, view).values()

@@ -10,10 +10,12 @@ from kvactors.actor import Activity, ActorSpec, Group, Supervisor
 from kvactors.actor.clock import deadline_after
 from kvactors.config import FlushConfig
 from kvactors.flush_notifier.actor import FlushNotifier
+from kvactors.flush_notifier.filter import SinkFilter
 from kvactors.flush_notifier.ledger import Ledger
 from kvactors.flush_notifier.messages import Announced, Settle
 from kvactors.flush_notifier.sinks.memory import MemorySink
-from kvactors.flush_notifier.view import SinkView
+from kvactors.flush_notifier.steps import finish
+from kvactors.flush_notifier.tasks import DeliveryBatch
 from kvactors.identity import block_hash
 from kvactors.sink_config import MemorySinkConfig
 from kvactors.types import ALL_TIERS, KEY_BYTES, Reason, Tier, join_keys, key_at, split_keys
@@ -23,10 +25,10 @@ ROOT = bytes(32)
 SALTED = 77
 """A path that begins with this branch hangs on another root."""
 BOTH = int(Tier.DEVICE | Tier.HOST)
-PER_TIER = SinkView(BOTH, node=False, at_finish=False)
-NODE = SinkView(BOTH, node=True, at_finish=False)
-AT_FINISH = SinkView(BOTH, node=False, at_finish=True)
-EVERYTHING = SinkView(int(ALL_TIERS), node=False, at_finish=False)
+PER_TIER = SinkFilter(BOTH, node=False, at_finish=False)
+NODE = SinkFilter(BOTH, node=True, at_finish=False)
+AT_FINISH = SinkFilter(BOTH, node=False, at_finish=True)
+EVERYTHING = SinkFilter(int(ALL_TIERS), node=False, at_finish=False)
 
 
 def root_of(*branch: int) -> bytes:
@@ -69,8 +71,11 @@ def finished(*branch: int) -> Announced:
     return announced(*branch, reason=Reason.REQUEST_FINISH)
 
 
-def ledger(*views, limbo=100, takes_clear=()) -> Ledger:
-    return Ledger(BLOCK, list(views) or [PER_TIER], limbo, takes_clear, token_root=ROOT)
+def ledger(*filters, idle_limit=100, takes_clear=()) -> Ledger:
+    chosen = [
+        one._replace(takes_clear=i in takes_clear) for i, one in enumerate(filters or (PER_TIER,))
+    ]
+    return Ledger(BLOCK, chosen, idle_limit, token_root=ROOT)
 
 
 def do(steps) -> None:
@@ -78,15 +83,25 @@ def do(steps) -> None:
     deque(steps, maxlen=0)
 
 
-def answer(book, sink, batch) -> None:
-    """A sink took a batch."""
-    book.delivered(sink, batch)
+def take(book: Ledger, sink: int, limit: int, epoch: int) -> DeliveryBatch:
+    """All steps of the next batch."""
+    return finish(book.sinks[sink].take(limit, epoch))
+
+
+def delivered(book: Ledger, sink: int, batch: DeliveryBatch) -> None:
+    """A sink acknowledged a batch."""
+    finish(book.sinks[sink].delivered(batch))
+
+
+def refused(book: Ledger, sink: int, batch: DeliveryBatch) -> None:
+    """A sink did not acknowledge a batch."""
+    finish(book.sinks[sink].refused(batch))
 
 
 def settle(book: Ledger, sink: int = 0):
     """Deliver everything that is pending; the tasks."""
-    batch = book.take(sink, 10**6, 1)
-    answer(book, sink, batch)
+    batch = take(book, sink, 10**6, 1)
+    delivered(book, sink, batch)
     return batch.tasks
 
 

@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from kvactors.flush_notifier.filter import SinkFilter
 from kvactors.flush_notifier.ledger import Ledger
-from kvactors.flush_notifier.runs import Batch
-from kvactors.flush_notifier.view import SinkView
+from kvactors.flush_notifier.tasks import DeliveryBatch
 from kvactors.types import ALL_TIERS, Reason, Residency, Tier, join_keys, split_keys
 from tests.flush_notifier.helpers import (
     AT_FINISH,
@@ -33,12 +33,13 @@ from tests.flush_notifier.helpers import (
     finished,
     names,
     path,
+    take,
 )
 
 WIDTH, DEPTH = 3, 5
-NODE_AT_FINISH = SinkView(BOTH, node=True, at_finish=True)
-HOST_ALONE = SinkView(int(Tier.HOST), node=False, at_finish=False)
-BY_TOKENS = SinkView(BOTH, node=True, at_finish=False, by_tokens=True)
+NODE_AT_FINISH = SinkFilter(BOTH, node=True, at_finish=True)
+HOST_ALONE = SinkFilter(int(Tier.HOST), node=False, at_finish=False)
+BY_TOKENS = SinkFilter(BOTH, node=True, at_finish=False, by_tokens=True)
 VIEWS = (PER_TIER, NODE, AT_FINISH, EVERYTHING, NODE_AT_FINISH, HOST_ALONE, BY_TOKENS)
 EPOCH = 7
 
@@ -46,8 +47,8 @@ EPOCH = 7
 class Settings(NamedTuple):
     """Limits of one ledger. takes_clear, by_name: sinks, by number."""
 
-    views: tuple[SinkView, ...] = VIEWS[:3]
-    limbo: int = 1
+    views: tuple[SinkFilter, ...] = VIEWS[:3]
+    idle_limit: int = 1
     step: int = 256
     takes_clear: tuple[int, ...] = (0,)
     by_name: tuple[int, ...] = ()
@@ -84,15 +85,11 @@ class Model:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.book = Ledger(
-            BLOCK,
-            list(settings.views),
-            settings.limbo,
-            settings.takes_clear,
-            settings.by_name,
-            settings.step,
-            ROOT,
-        )
+        filters = [
+            view._replace(takes_clear=i in settings.takes_clear, by_name=i in settings.by_name)
+            for i, view in enumerate(settings.views)
+        ]
+        self.book = Ledger(BLOCK, filters, settings.idle_limit, settings.step, ROOT)
         self.sinks = range(len(settings.views))
         self.truth: dict[bytes, int] = {}
         self.tokens: dict[bytes, bytes] = {}  # of every path that was ever announced
@@ -103,7 +100,7 @@ class Model:
         self.known: set[bytes] = set()
         self.finished: set[bytes] = set()
         self.mirrors: list[dict[bytes, int]] = [{} for _ in self.sinks]
-        self.flying: list[Batch | None] = [None for _ in self.sinks]
+        self.flying: list[DeliveryBatch | None] = [None for _ in self.sinks]
         self.ending: dict[int, Iterator[None]] = {}
         self.repeating: dict[int, Iterator[None]] = {}
         self.fact: Fact | None = None
@@ -206,7 +203,7 @@ class Model:
     def _notice_forgotten(self) -> None:
         """Only blocks that are nowhere, and that no sink and no delivery is about, may be
         forgotten, and only when too many are kept."""
-        now = self.book.entries.keys()
+        now = self.book.blocks.keys()
         vanished = self.known - now
         moving = self.fact.keys if self.fact is not None else frozenset()
         for key in vanished:
@@ -219,7 +216,7 @@ class Model:
                 "a block was forgotten that a sink holds"
             )
         if vanished:
-            assert len(self.book.limbo) >= self.settings.limbo, (
+            assert len(self.book.tree.idle) >= self.settings.idle_limit, (
                 "a block was forgotten although there was room"
             )
             for batch in filter(None, self.flying):
@@ -234,20 +231,20 @@ class Model:
 
     def repeat(self, sink: int) -> None:
         """All of a sink's view is sent again. Anything may happen between the steps."""
-        self.repeating.setdefault(sink, self.book.repeat(sink))
+        self.repeating.setdefault(sink, self.book.sinks[sink].repeat())
 
     def lose_index(self, sink: int) -> None:
         """A sink's index is emptied while no delivery to it is in flight."""
         self.complete()
         if self.flying[sink] is None:
             self.mirrors[sink].clear()
-            self._begin(self.book.forget(sink), [], lambda: None)
+            self._begin(self.book.sinks[sink].reset(), [], lambda: None)
 
     def take(self, sink: int, limit: int) -> None:
         self.complete()
         if self.flying[sink] is None:
-            batch = self.flying[sink] = self.book.take(sink, limit, EPOCH)
-            assert bool(batch.tasks) == bool(self.book.pending(sink))
+            batch = self.flying[sink] = take(self.book, sink, limit, EPOCH)
+            assert bool(batch.tasks) == bool(self.book.sinks[sink].pending)
 
     def end(self, sink: int, *, answered: bool, arrived: int) -> None:
         """A call is over. answered: the sink said so. arrived: how many tasks it took, whether or
@@ -258,7 +255,9 @@ class Model:
         self._arrive(sink, batch if answered else batch.split(arrived)[0])
         self.flying[sink] = None
         self.ending[sink] = (
-            self.book.delivering(sink, batch) if answered else self.book.refusing(sink, batch)
+            self.book.sinks[sink].delivered(batch)
+            if answered
+            else self.book.sinks[sink].refused(batch)
         )
         self.go_on()
 
@@ -270,11 +269,11 @@ class Model:
         self._arrive(sink, done)
         self.flying[sink] = None
         self.ending[sink] = itertools.chain(
-            self.book.delivering(sink, done), self.book.refusing(sink, rest)
+            self.book.sinks[sink].delivered(done), self.book.sinks[sink].refused(rest)
         )
         self.go_on()
 
-    def _arrive(self, sink: int, batch: Batch) -> None:
+    def _arrive(self, sink: int, batch: DeliveryBatch) -> None:
         """The tasks, block by block as a reader of events takes them: after each of them its view
         is a tree."""
         mirror, by_name = self.mirrors[sink], sink in self.settings.by_name
@@ -354,7 +353,7 @@ class Model:
         if self.fact is not None:
             return
         unnamed = {key: mask for key, mask in self.truth.items() if mask and key not in self.known}
-        assert self.book.unnamed == unnamed, "resident blocks whose path is not known"
+        assert self.book.unnamed.tiers == unnamed, "resident blocks whose path is not known"
         for sink, mirror in enumerate(self.mirrors):
             batch = self.flying[sink]
             if sink in self.ending or (batch is not None and batch.cleared):
@@ -364,7 +363,7 @@ class Model:
                 for task in (batch.tasks if batch is not None else ())
                 for key in split_keys(task.keys)
             }
-            pending = {entry.key for entry in self.book.dirty[sink]} | in_flight
+            pending = {block.key for block in self.book.sinks[sink].dirty} | in_flight
             for key in (self.known | mirror.keys()) - pending:
                 expected = self.expected(sink, key)
                 assert mirror.get(key, 0) == expected, "a mirror differs, and nothing is pending"
@@ -379,16 +378,16 @@ class Model:
             self.go_on()
         for sink in self.sinks:
             for round_ in itertools.count():
-                if not self.book.pending(sink):
+                if not self.book.sinks[sink].pending:
                     break
                 assert round_ < 10_000, "it does not settle"
                 self.take(sink, 4)
                 self.end(sink, answered=True, arrived=0)
                 self.complete()
         self.compare()
-        assert not any(self.book.dirty)
+        assert not any(view.dirty for view in self.book.sinks)
         kept = {key for key, mask in self.truth.items() if mask and key in self.known}
-        assert len(self.book.entries) <= DEPTH * (len(kept) + self.settings.limbo), (
+        assert len(self.book.blocks) <= DEPTH * (len(kept) + self.settings.idle_limit), (
             "too much is remembered"
         )
 

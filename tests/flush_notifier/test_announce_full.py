@@ -12,7 +12,7 @@ from msgspec.structs import replace
 import kvactors
 from kvactors.config import Config
 from kvactors.flush_notifier.ledger import Ledger
-from kvactors.flush_notifier.runs import path_tokens
+from kvactors.flush_notifier.tasks import path_tokens
 from kvactors.observe.statistics import residency
 from kvactors.sink_config import AttentionStoreSinkConfig
 from kvactors.testing import attentionstore_sdk as stand_in
@@ -22,11 +22,13 @@ from tests.flush_notifier.helpers import (
     PER_TIER,
     ROOT,
     announced,
+    delivered,
     do,
     finished,
     names,
     path,
     settle,
+    take,
 )
 
 VIEW = PER_TIER._replace(node=True, at_finish=True)
@@ -39,13 +41,13 @@ def fresh_services():
 
 def sent(ledger: Ledger, sink: int) -> list[tuple[Residency, int, int, bytes]]:
     """What a sink is sent now: residency, first block, count and path of each task."""
-    batch = ledger.take(sink, 10_000, 1)
-    ledger.delivered(sink, batch)
+    batch = take(ledger, sink, 10_000, 1)
+    delivered(ledger, sink, batch)
     return [(task.residency, task.start_block_idx, task.count, task.tokens) for task in batch.tasks]
 
 
 def book() -> Ledger:
-    return Ledger(BLOCK, [VIEW, VIEW], 100, token_root=ROOT, full=[0])
+    return Ledger(BLOCK, [VIEW._replace(announces_full=True), VIEW], 100, token_root=ROOT)
 
 
 def test_every_finish_sends_the_whole_path_from_block_0():
@@ -73,18 +75,18 @@ def test_what_goes_before_it_is_sent_again_is_sent_as_gone():
         (Residency.GONE, 2, 1, path(1, 2, 3)[0]),
         (Residency.RESIDENT, 0, 2, path(1, 2)[0]),
     }
-    assert ledger.pending(0) == 0
+    assert ledger.sinks[0].pending == 0
     ledger.check()
 
 
 def test_a_finish_during_a_call_is_sent_after_it():
     ledger = book()
     do(ledger.announce(finished(1, 2)))
-    batch = ledger.take(0, 100, 1)
+    batch = take(ledger, 0, 100, 1)
     do(ledger.announce(finished(1, 2, 3)))
-    ledger.delivered(0, batch)
+    delivered(ledger, 0, batch)
     assert sent(ledger, 0)[0][1:3] in ((0, 3), (2, 1))
-    assert ledger.pending(0) == 0
+    assert ledger.sinks[0].pending == 0
     ledger.check()
 
 
@@ -151,7 +153,7 @@ async def test_an_index_that_loses_its_state_now_and_then_has_no_more_than_the_n
             prompt = [draw.randrange(3)] * 4 + [draw.randrange(3)] * (4 * draw.randint(1, 3) + 1)
             await serve(cache, prompt)
             finished_since |= {tuple(prompt[: 4 * i]) for i in range(1, len(prompt) // 4 + 1)}
-            entries, held = cache.system.notifier_actor.ledger.entries, residency(cache.system)
+            entries, held = cache.system.notifier_actor.ledger.blocks, residency(cache.system)
             keys = held[Tier.DEVICE] | held[Tier.HOST]
             there = {
                 tuple(np.frombuffer(path_tokens(entries[key]), "<u4").tolist())

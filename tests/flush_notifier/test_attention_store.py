@@ -17,8 +17,8 @@ from kvactors.attention_store import Sdk
 from kvactors.config import Config
 from kvactors.errors import DeadlineExceeded, SdkError, SinkError
 from kvactors.flush_notifier.messages import Gone
-from kvactors.flush_notifier.runs import path_tokens
 from kvactors.flush_notifier.sinks.attention_store import AttentionStoreSink
+from kvactors.flush_notifier.tasks import path_tokens
 from kvactors.layout import GQALayout
 from kvactors.observe.statistics import announceable
 from kvactors.sdk_settings import complete, sdk_settings
@@ -244,7 +244,7 @@ async def test_calls_never_overlap_and_nothing_is_lost_when_one_hangs():
         await wired.settle()
         one.stuck = 0.12  # beyond the deadline of 0.05 s
         await wired.tell(finished(5, 6), Gone(names(1, 2)[1], Tier.DEVICE, Reason.CPU_EVICTION))
-        while not wired.actor.flush_statistics()[0].retried:
+        while not wired.actor.sinks.statistics()[0].retried:
             await asyncio.sleep(0.01)
         one.stuck = 0.0
         await wired.settle()
@@ -255,7 +255,7 @@ async def test_calls_never_overlap_and_nothing_is_lost_when_one_hangs():
 async def test_closing_does_not_wait_for_a_call_that_hangs():
     one = sink()
     await one.open()
-    await one.begin(1)
+    await one.begin_epoch(1)
     stand_in.service().stuck = 10.0
     stuck = asyncio.create_task(one.sdk.flush(np.zeros(BLOCK, np.uint32), 0, resident=True))
     await asyncio.sleep(0.05)
@@ -402,8 +402,8 @@ CACHE = Config.from_mapping(
 
 def held_paths(cache) -> set[tuple[int, ...]]:
     """What device and host hold, of finished requests, by tokens."""
-    entries = cache.system.notifier_actor.ledger.entries
-    held = announceable(cache.system, cache.sinks["attention_store"].view_of)
+    entries = cache.system.notifier_actor.ledger.blocks
+    held = announceable(cache.system, cache.sinks["attention_store"].filter)
     found = [entries[key] for keys in held.values() for key in keys]
     return {tuple(np.frombuffer(path_tokens(entry), "<u4").tolist()) for entry in found}
 

@@ -12,7 +12,7 @@ import kvactors
 from kvactors.config import Config
 from kvactors.flush_notifier.ledger import Ledger
 from kvactors.flush_notifier.messages import Announced, Gone
-from kvactors.flush_notifier.runs import path_tokens
+from kvactors.flush_notifier.tasks import path_tokens
 from kvactors.identity import CacheScope
 from kvactors.native import Path
 from kvactors.observe.statistics import residency
@@ -98,7 +98,7 @@ def test_only_leading_blocks_without_extra_keys_of_the_opened_scope_are_announce
 def test_an_error_here_is_seen_by_the_check():
     one = book()
     do(one.announce(other(1, 2)))
-    next(iter(one.entries.values())).states[0] = int(Tier.DEVICE)
+    next(iter(one.blocks.values())).views[0] = int(Tier.DEVICE)
     with pytest.raises(AssertionError):
         one.check()
 
@@ -129,7 +129,7 @@ def plain_paths(cache) -> set[tuple[int, ...]]:
     root = CacheScope(cache.config.cache.model, cache.config.cache.namespace).root(
         cache.system.layout.fingerprint
     )
-    entries, found = cache.system.notifier_actor.ledger.entries, set()
+    entries, found = cache.system.notifier_actor.ledger.blocks, set()
     held = residency(cache.system)
     for key in held[Tier.DEVICE] | held[Tier.HOST]:
         tokens = np.frombuffer(path_tokens(entries[key]), "<u4")

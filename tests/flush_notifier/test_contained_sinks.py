@@ -92,13 +92,13 @@ class Bad(MemorySink):
         finally:
             self.running -= 1
 
-    def attach(self, holdings):
+    def set_snapshot_source(self, holdings):
         if self.fault is not None and self.where == "attach":
             raise PanicError
 
-    async def begin(self, epoch):
+    async def begin_epoch(self, epoch):
         await self.maybe("begin")
-        await super().begin(epoch)
+        await super().begin_epoch(epoch)
 
     async def deliver(self, tasks):
         await self.maybe("deliver")
@@ -121,13 +121,13 @@ async def test_whatever_a_sink_raises_the_notifier_goes_on_and_the_sink_recovers
     with structlog.testing.capture_logs() as logs:
         async with wired.running():
             await wired.tell(announced(1, 2))
-            await until(lambda: wired.actor.flush_statistics()[1].failures >= 2)
+            await until(lambda: wired.actor.sinks.statistics()[1].failures >= 2)
             await wired.tell(announced(3), Gone(names(1, 2)[1], Tier.DEVICE, Reason.DEVICE_DROP))
             await until(lambda: good.view()[Tier.DEVICE] == {*names(1), *names(3)})
             await until(
-                lambda: wired.actor.sink_health()[0].pending == 0
+                lambda: wired.actor.sinks.health()[0].pending == 0
             )  # the notifier has the answer, too
-            ok, failing = wired.actor.sink_health()
+            ok, failing = wired.actor.sinks.health()
             assert ok == ("good", True, "", 0.0, 0)
             assert not failing.ok
             assert failing.reason
@@ -138,10 +138,10 @@ async def test_whatever_a_sink_raises_the_notifier_goes_on_and_the_sink_recovers
             assert bad.view() == good.view()
             assert bad.overlaps == 0, "one call at a time"
             assert wired.ref.life == 0, "the notifier never failed"
-            statistics = wired.actor.flush_statistics()[1]
+            statistics = wired.actor.sinks.statistics()[1]
             assert (statistics.failures, statistics.failing_for) == (0, 0.0)
             assert statistics.last_error
-            assert all(health.ok for health in wired.actor.sink_health())
+            assert all(health.ok for health in wired.actor.sinks.health())
     about = [entry for entry in logs if entry.get("sink") == "bad"]
     assert [entry["event"] for entry in about] == ["sink fails", "sink works again"], (
         "once a change of state"
@@ -153,7 +153,7 @@ async def test_attach_that_raises_is_a_failure_of_the_sink():
     wired = Wired(good, bad)
     async with wired.running():
         await wired.tell(announced(1))
-        await until(lambda: wired.actor.flush_statistics()[1].failures >= 2)
+        await until(lambda: wired.actor.sinks.statistics()[1].failures >= 2)
         bad.fault = None
         await wired.settle()
         assert bad.view() == good.view() == NOTHING | {Tier.DEVICE: set(names(1))}
@@ -165,7 +165,7 @@ async def test_a_count_of_taken_tasks_that_makes_no_sense_counts_as_none(taken):
         async def deliver(self, tasks):
             await super().deliver(tasks) if self.fault is None else None
             if self.fault is not None:
-                self.taken = taken
+                self.num_acknowledged = taken
                 raise SinkError("nothing was taken")
 
     good, bad = memory("good"), Liar(fault=hang)
@@ -173,7 +173,7 @@ async def test_a_count_of_taken_tasks_that_makes_no_sense_counts_as_none(taken):
     async with wired.running():
         for i in range(5):
             await wired.tell(announced(i))
-        await until(lambda: wired.actor.flush_statistics()[1].failures >= 2)
+        await until(lambda: wired.actor.sinks.statistics()[1].failures >= 2)
         bad.fault = None
         await wired.settle()
         assert bad.view() == good.view()
@@ -193,7 +193,7 @@ async def test_a_sink_that_changes_its_batch_changes_its_own_copy():
         await wired.tell(announced(1, 2))
         await wired.settle()
         assert bad.view() == good.view()
-        assert wired.actor.flush_statistics()[1].blocks == 2
+        assert wired.actor.sinks.statistics()[1].blocks == 2
 
 
 async def test_methods_that_are_no_coroutines_are_failures_of_the_sink():
@@ -205,8 +205,8 @@ async def test_methods_that_are_no_coroutines_are_failures_of_the_sink():
     wired = Wired(good, bad)
     async with wired.running():
         await wired.tell(announced(1))
-        await until(lambda: wired.actor.flush_statistics()[1].failures >= 2)
-        assert "TypeError" in wired.actor.sink_health()[1].reason
+        await until(lambda: wired.actor.sinks.statistics()[1].failures >= 2)
+        assert "TypeError" in wired.actor.sinks.health()[1].reason
         assert good.view()[Tier.DEVICE] == set(names(1))
 
 
@@ -354,7 +354,7 @@ class Small(kvactors.flush_notifier.sinks.Sink):
         super().__init__("small")
         self.epochs, self.taken_tasks = [], []
 
-    async def begin(self, epoch):
+    async def begin_epoch(self, epoch):
         self.epochs.append(epoch)
 
     async def deliver(self, tasks):
@@ -374,7 +374,7 @@ async def test_a_sink_with_a_name_and_two_methods_is_enough():
 @pytest.mark.parametrize("what", ["not a subclass", "no super().__init__", "no name", None])
 async def test_what_is_no_sink_is_refused_by_name_and_opens_nothing(what):
     class Duck:
-        async def begin(self, epoch): ...
+        async def begin_epoch(self, epoch): ...
 
         async def deliver(self, tasks): ...
 

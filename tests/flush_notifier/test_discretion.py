@@ -14,12 +14,14 @@ from rich.pretty import pretty_repr
 import kvactors
 from kvactors.config import Config
 from kvactors.errors import KVActorsError
+from kvactors.flush_notifier.blocks import HeldBlock
 from kvactors.flush_notifier.messages import Announced, FlushTask, Origin
-from kvactors.flush_notifier.runs import Batch, Holding, Run
+from kvactors.flush_notifier.runs import BlockRun
 from kvactors.flush_notifier.sinks import MemorySink
 from kvactors.flush_notifier.sinks.kv_wire import BlockStored, StoredMap
-from kvactors.flush_notifier.sinks.memory import Place
-from kvactors.flush_notifier.sinks.told import TakeBack
+from kvactors.flush_notifier.sinks.published import Retraction
+from kvactors.flush_notifier.tasks import DeliveryBatch
+from kvactors.flush_notifier.unnamed import UnplacedBlock
 from kvactors.identity import CacheScope
 from kvactors.sink_config import MemorySinkConfig
 from kvactors.types import Reason, Residency, Tier
@@ -57,10 +59,10 @@ def marks_in(text: str) -> list[str]:
         Announced(KEY, TOKENS, KEY, 0, 1, Tier.DEVICE, Reason.COMMIT, KEY, Origin(None, SALT)),
         Origin("adapter", SALT),
         CacheScope("model", "namespace", "adapter", SALT),
-        Batch([TASK], [Run([], 1, True, Reason.COMMIT)]),
-        Holding(KEY, KEY, 0, TOKENS, 1, Origin(None, SALT)),
-        Place(0, KEY, TOKENS, "adapter", SALT),
-        TakeBack([KEY], 0, TOKENS),
+        DeliveryBatch([TASK], [BlockRun([], 1, True, Reason.COMMIT)]),
+        HeldBlock(KEY, KEY, 0, TOKENS, 1, Origin(None, SALT)),
+        UnplacedBlock(KEY, TOKENS, b"", Origin(None, SALT)),
+        Retraction([KEY], 0, TOKENS),
         StoredMap([1], None, [TOKEN] * BLOCK, BLOCK, None, "GPU", None, [[SALT]], None, SALT),
         BlockStored([1], None, [TOKEN] * BLOCK, BLOCK, None, "GPU", None, [[SALT]]),
     ],

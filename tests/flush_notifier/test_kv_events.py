@@ -18,8 +18,8 @@ import kvactors
 from kvactors.config import Config
 from kvactors.errors import SinkError
 from kvactors.extra_keys import media_extra
+from kvactors.flush_notifier.blocks import HeldBlock
 from kvactors.flush_notifier.messages import PLAIN, FlushTask, Origin
-from kvactors.flush_notifier.runs import Holding
 from kvactors.flush_notifier.sinks.kv_events import KvEventsSink, batches
 from kvactors.flush_notifier.sinks.kv_replay import SNAPSHOT, Window
 from kvactors.flush_notifier.sinks.kv_wire import END, Dialect, decode_batch, encode_batch
@@ -263,10 +263,10 @@ async def test_live_messages_are_three_frames_numbered_from_0(tmp_path):
         opened(tmp_path, topic="kv@pod@model") as sink,
         socket(zmq.SUB, sink.endpoint) as reader,
     ):
-        await sink.begin(7)
+        await sink.begin_epoch(7)
         await sink.deliver([task(0, 2)])
         await sink.deliver([gone(1, 1)])
-        await sink.begin(8)
+        await sink.begin_epoch(8)
         got = [await receive(reader) for _ in range(4)]
         assert [(topic, number(n), len(n)) for topic, n, _ in got] == [
             (b"kv@pod@model", i, 8) for i in range(4)
@@ -283,7 +283,7 @@ async def test_replay_by_a_dealer(tmp_path, form):
         opened(tmp_path, replay=form, topic="t") as sink,
         socket(zmq.DEALER, sink.replay_endpoint) as dealer,
     ):
-        await sink.begin(7)
+        await sink.begin_epoch(7)
         for start in range(6):
             await sink.deliver([task(start, 1)])
         await dealer.send_multipart([b"", (3).to_bytes(8, "big")])
@@ -317,7 +317,7 @@ def test_a_window_is_bounded_by_batches_and_by_bytes():
 )
 async def test_malformed_requests_are_counted_and_others_served(tmp_path, request_):
     async with opened(tmp_path) as sink, socket(zmq.DEALER, sink.replay_endpoint) as dealer:
-        await sink.begin(7)
+        await sink.begin_epoch(7)
         await dealer.send_multipart(request_)
         await dealer.send_multipart([b"", bytes(8)])
         assert len(await answers(dealer)) == 2
@@ -326,7 +326,7 @@ async def test_malformed_requests_are_counted_and_others_served(tmp_path, reques
 
 async def test_a_reader_that_leaves_or_does_not_read_costs_the_others_nothing(tmp_path):
     async with opened(tmp_path) as sink, socket(zmq.DEALER, sink.replay_endpoint) as dealer:
-        await sink.begin(7)
+        await sink.begin_epoch(7)
         for i in range(3000):
             await sink.deliver([task(i % 8, 1)])
         async with (
@@ -347,9 +347,9 @@ async def test_a_reader_that_leaves_or_does_not_read_costs_the_others_nothing(tm
 def holdings(*, every=False):
     """Three blocks, the second on two tiers."""
     own = [TOKENS[16 * i : 16 * (i + 1)] for i in range(3)]
-    yield Holding(KEYS[0], ROOT, 0, own[0], Tier.DEVICE, Origin())
-    yield Holding(KEYS[1], KEYS[0], 1, own[1], Tier.DEVICE | Tier.STORAGE, Origin())
-    yield Holding(KEYS[2], KEYS[1], 2, own[2], Tier.HOST, Origin())
+    yield HeldBlock(KEYS[0], ROOT, 0, own[0], Tier.DEVICE, Origin())
+    yield HeldBlock(KEYS[1], KEYS[0], 1, own[1], Tier.DEVICE | Tier.STORAGE, Origin())
+    yield HeldBlock(KEYS[2], KEYS[1], 2, own[2], Tier.HOST, Origin())
 
 
 async def test_epochs_and_reasons_go_to_a_second_topic_with_a_sequence_of_its_own(tmp_path):
@@ -359,7 +359,7 @@ async def test_epochs_and_reasons_go_to_a_second_topic_with_a_sequence_of_its_ow
         socket(zmq.SUB, sink.endpoint) as events,
         socket(zmq.SUB, own) as details,
     ):
-        await sink.begin(7)
+        await sink.begin_epoch(7)
         await sink.deliver([gone(1, 1, reason=Reason.STORAGE_EVICTION), task(0, 1)])
         got = [await receive(details) for _ in range(2)]
         assert [(topic, number(n)) for topic, n, _ in got] == [(b"detail", 0), (b"detail", 1)]
@@ -377,7 +377,7 @@ async def test_the_second_topic_may_share_the_socket(tmp_path):
         opened(tmp_path, topic="kv", detail_topic="detail") as sink,
         socket(zmq.SUB, sink.endpoint, "kv") as events,
     ):
-        await sink.begin(7)
+        await sink.begin_epoch(7)
         assert (await receive(events))[0] == b"kv"
         assert not await events.poll(100)
         assert sink.statistics().detail_sequence == 1
@@ -385,8 +385,8 @@ async def test_the_second_topic_may_share_the_socket(tmp_path):
 
 async def test_a_snapshot_and_what_follows_it_give_the_whole(tmp_path):
     async with opened(tmp_path) as sink, socket(zmq.DEALER, sink.replay_endpoint) as dealer:
-        sink.attach(holdings)
-        await sink.begin(7)
+        sink.set_snapshot_source(holdings)
+        await sink.begin_epoch(7)
         await dealer.send_multipart([b"", SNAPSHOT])
         *parts, _ = await answers(dealer)
         records = [msgspec.msgpack.decode(frames[-1])[1][0] for frames in parts]
@@ -409,7 +409,7 @@ async def test_snapshots_at_an_interval(tmp_path):
         opened(tmp_path, detail_topic="d", detail_endpoint=own, snapshot_interval=0.05) as sink,
         socket(zmq.SUB, own) as details,
     ):
-        sink.attach(holdings)
+        sink.set_snapshot_source(holdings)
         kinds = [
             msgspec.msgpack.decode((await receive(details))[2])[1][0]["type"] for _ in range(4)
         ]
@@ -470,7 +470,7 @@ async def test_a_reader_that_loses_messages_ends_equal_to_the_tiers(tmp_path, lo
                 break
         await work
         await cache.wait_flushed(10.0)
-        assert await asyncio.to_thread(reader.reach, sink.sequence, 20.0)
+        assert await asyncio.to_thread(reader.reach, sink.events.sequence, 20.0)
         assert {m: h for m, h in reader.mirror.view.items() if h} == tiers_of(cache)
         assert reader.statistics().dropped >= 3 or not lose
         assert len(tiers_of(cache)) == 3
@@ -484,20 +484,20 @@ async def test_a_full_clear_is_one_event_and_a_clear_of_two_tiers_is_told_by_tie
         await cache.wait_flushed(10.0)
         assert len(tiers_of(cache)) == 3
 
-        start = sink.sequence
+        start = sink.events.sequence
         await cache.clear()
         await cache.wait_flushed(10.0)
-        events = [event for _, p in sink.window.since(start) for event in decode_batch(p)[1]]
+        events = [event for _, p in sink.events.window.since(start) for event in decode_batch(p)[1]]
         assert {type(event).__name__ for event in events} == {"BlockRemoved"}
         assert {"GPU", "CPU"} <= {event.medium for event in events}, (
             "and blocks in storage below blocks that were not there"
         )
         await churn(cache, range(3))
         await cache.wait_flushed(10.0)
-        start = sink.sequence
+        start = sink.events.sequence
         await cache.clear(storage=True)
         await cache.wait_flushed(10.0)
-        events = [event for _, p in sink.window.since(0) for event in decode_batch(p)[1]]
+        events = [event for _, p in sink.events.window.since(0) for event in decode_batch(p)[1]]
         mirror = Mirror()
         mirror.apply(events)
         assert not any(mirror.view.values())

@@ -156,7 +156,7 @@ async def test_ipv6(tmp_path, host):
         reader.setsockopt(zmq.SUBSCRIBE, b"")
         reader.connect(f"tcp://[::1]:{port}")
         for _ in range(100):
-            await sink.begin(7)
+            await sink.begin_epoch(7)
             if await reader.poll(50):
                 break
         else:
@@ -173,7 +173,7 @@ async def test_a_socket_file_is_for_its_user_alone_and_takes_no_place_of_another
                     KvEventsSinkConfig(endpoint=f"ipc://{tmp_path}/mine"), BLOCK
                 ).open()
             async with socket(zmq.SUB, sink.endpoint) as reader:
-                await sink.begin(7)
+                await sink.begin_epoch(7)
                 assert await receive(reader)
     finally:
         os.umask(old)
@@ -198,7 +198,7 @@ async def test_a_large_frame_ends_its_connection_before_it_is_read(tmp_path):
     async with opened(
         tmp_path, endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0"
     ) as sink:
-        await sink.begin(7)
+        await sink.begin_epoch(7)
         for where in (sink.replay_endpoint, sink.endpoint):
             async with socket(
                 zmq.DEALER if where is sink.replay_endpoint else zmq.SUB, where
@@ -219,7 +219,7 @@ async def test_a_large_frame_ends_its_connection_before_it_is_read(tmp_path):
 @pytest.mark.parametrize("first", [2**63 - 1, 2**63, 2**64 - 1])
 async def test_numbers_that_were_never_given_have_an_empty_answer(tmp_path, first):
     async with opened(tmp_path) as sink, socket(zmq.DEALER, sink.replay_endpoint) as dealer:
-        await sink.begin(7)
+        await sink.begin_epoch(7)
         await dealer.send_multipart([b"", first.to_bytes(8, "big")])
         assert len(await answers(dealer)) == 1
         await dealer.send_multipart([b"", bytes(8)])
@@ -234,7 +234,7 @@ def test_a_window_takes_any_number():
 
 async def test_many_readers_at_once_all_get_their_answer(tmp_path):
     async with opened(tmp_path) as sink, AsyncExitStack() as stack:
-        await sink.begin(7)
+        await sink.begin_epoch(7)
         for i in range(200):
             await sink.deliver([task(i % 8, 1)])
         readers = [
@@ -251,7 +251,7 @@ async def test_many_readers_at_once_all_get_their_answer(tmp_path):
 async def test_readers_that_take_nothing_lose_their_turn(tmp_path, monkeypatch):
     monkeypatch.setattr("kvactors.flush_notifier.sinks.kv_replay.STALLED", 0.2)
     async with opened(tmp_path, replay_window=5_000) as sink, AsyncExitStack() as stack:
-        await sink.begin(7)
+        await sink.begin_epoch(7)
         for i in range(5_000):
             await sink.deliver([task(i % 8, 8 - i % 8), gone(i % 8, 8 - i % 8)])
         idle = zmq.asyncio.Context.instance()
@@ -272,12 +272,12 @@ async def test_readers_that_take_nothing_lose_their_turn(tmp_path, monkeypatch):
 
 async def test_a_reader_that_asks_again_has_one_answer_at_a_time(tmp_path):
     async with opened(tmp_path) as sink, socket(zmq.DEALER, sink.replay_endpoint) as dealer:
-        await sink.begin(7)
+        await sink.begin_epoch(7)
         for _ in range(50):
             await dealer.send_multipart([b"", bytes(8)])
         while sink.statistics().requests < 50:
             await asyncio.sleep(0.01)
-        assert len(sink._server._answers) <= 1
+        assert len(sink.server._answers) <= 1
         while await dealer.poll(100):
             last = await dealer.recv_multipart()
         assert number(last[-2]) == END
@@ -288,8 +288,8 @@ async def test_a_snapshot_that_cannot_be_made_costs_its_reader_alone(tmp_path):
         raise RuntimeError("no holdings")
 
     async with opened(tmp_path) as sink, socket(zmq.DEALER, sink.replay_endpoint) as dealer:
-        sink.attach(broken)
-        await sink.begin(7)
+        sink.set_snapshot_source(broken)
+        await sink.begin_epoch(7)
         await dealer.send_multipart([b"", b"kvactors.snapshot"])
         assert len(await answers(dealer)) == 1, "the end marker alone"
         assert sink.statistics().given_up == 1
@@ -310,7 +310,7 @@ async def test_a_publisher_can_be_opened_again_at_once_where_it_was_closed(tmp_p
     try:
         for _ in range(30):
             async with opened(tmp_path, endpoint=where) as sink:
-                await sink.begin(7)
+                await sink.begin_epoch(7)
     finally:
         reader.close()
 

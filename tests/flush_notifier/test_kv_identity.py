@@ -229,7 +229,7 @@ async def finish_all(cache: Any) -> list[tuple[dict[str, Any], bytes]]:
 
 
 async def received(reader: Any, sink: Any, first: int = 0) -> list[bytes]:
-    frames = [await reader.recv_multipart() for _ in range(first, sink.sequence)]
+    frames = [await reader.recv_multipart() for _ in range(first, sink.events.sequence)]
     return [payload for _, _, payload in frames]
 
 
@@ -250,16 +250,16 @@ async def test_every_reader_gets_the_whole_identity(tmp_path, options, max_block
             reader.subscribe(b"")
             reader.connect(sink.endpoint)
             await subscribed(sink, reader)
-            before = sink.sequence
+            before = sink.events.sequence
             made = await finish_all(cache)
             check_identities(made, await received(reader, sink, before), options)
-            before = sink.sequence
+            before = sink.events.sequence
             await restart_notifier(cache)
             check_identities(made, await received(reader, sink, before), options)
             dialect = Dialect.of(sink.config, BLOCK)
             held = [
                 encode_batch(0.0, [dialect.held(one, Tier(one.tiers))], 0)
-                for one in sink._holdings()
+                for one in sink.events.source()
             ]
             check_identities(made, held, options)
 
@@ -268,7 +268,7 @@ async def subscribed(sink: Any, reader: Any) -> None:
     """Publish the start of an epoch until the reader gets one: a subscription takes a moment to
     arrive."""
     for _ in range(500):
-        await sink.begin(sink.epoch)
+        await sink.begin_epoch(sink.events.epoch)
         if await reader.poll(20):
             break
     else:
@@ -292,7 +292,7 @@ async def stored(cache: Any, sink: Any) -> dict[int, dict[str, Any]]:
     """By hash, the fields of every block that the sink has published, one event a block."""
     await cache.wait_flushed()
     found = {}
-    for _, payload in sink.window.since(0):
+    for _, payload in sink.events.window.since(0):
         for event in msgspec.msgpack.decode(payload)[1]:
             if event["type"] == "BlockStored":
                 [number] = event["block_hashes"]
@@ -333,7 +333,7 @@ async def test_blocks_whose_scope_was_forgotten_are_not_announced_as_others(tmp_
                 await lease.finish(computed_tokens=len(TOKENS))
                 tenants |= dict.fromkeys(numbers(lease, 4), tenant)
         await cache.wait_flushed()
-        before = sink.sequence
+        before = sink.events.sequence
         await restart_notifier(cache)
         again = {
             number: event["cache_salt"] for number, event in (await stored(cache, sink)).items()
@@ -341,7 +341,7 @@ async def test_blocks_whose_scope_was_forgotten_are_not_announced_as_others(tmp_
         assert again == tenants, "before the restart each under its own tenant"
         salts = [
             msgspec.msgpack.decode(payload)[1][0].get("cache_salt")
-            for _, payload in sink.window.since(before)
+            for _, payload in sink.events.window.since(before)
         ]
         assert sorted(filter(None, salts)) == ["a"] * 4 + ["c"] * 4
 
@@ -482,7 +482,7 @@ async def test_a_json_line_has_the_identity(tmp_path):
 )
 async def test_the_memory_sink_refuses_a_block_under_another_identity(origin, extra_keys):
     sink = MemorySink(MemorySinkConfig(), BLOCK)
-    await sink.begin(1)
+    await sink.begin_epoch(1)
     task = FlushTask(
         bytes(4 * BLOCK),
         0,
@@ -527,7 +527,7 @@ async def test_events_are_published_on_the_topic_of_the_model(tmp_path):
             reader.subscribe(b"kv@node-1@model-7b")
             reader.connect(sink.endpoint)
             await subscribed(sink, reader)
-            await sink.begin(sink.epoch)
+            await sink.begin_epoch(sink.events.epoch)
             assert (await reader.recv_multipart())[0] == b"kv@node-1@model-7b"
 
 

@@ -18,8 +18,8 @@ import zmq.asyncio
 import kvactors
 from kvactors.config import Config
 from kvactors.errors import ConfigError
+from kvactors.flush_notifier.blocks import HeldBlock
 from kvactors.flush_notifier.messages import FlushTask, Origin
-from kvactors.flush_notifier.runs import Holding
 from kvactors.flush_notifier.sinks import kv_events, kv_replay
 from kvactors.flush_notifier.sinks.kv_replay import SNAPSHOT, Window
 from kvactors.flush_notifier.sinks.kv_state import Changes, joined
@@ -60,7 +60,7 @@ class Node:
         self.truth: dict[int, int] = {}
         self.view: dict[int, int] = {}
         self.base = 1000 * seed
-        sink.attach(self.holdings)
+        sink.set_snapshot_source(self.holdings)
 
     def key(self, block: int | None) -> bytes:
         return ROOT if block is None else bytes(24) + (self.base + block + 1).to_bytes(8, "big")
@@ -76,7 +76,7 @@ class Node:
         for block, parent in list(self.parents.items()):
             tiers = self.view.get(block, 0)
             if tiers or every:
-                yield Holding(
+                yield HeldBlock(
                     self.key(block),
                     self.key(parent),
                     self.depth(block),
@@ -182,11 +182,11 @@ class Link:
         one."""
         until = asyncio.get_running_loop().time() + seconds
         self.lose = 0.0
-        while self.model.next != sink.sequence:
+        while self.model.next != sink.events.sequence:
             assert asyncio.get_running_loop().time() < until, (
-                f"at {self.model.next} of {sink.sequence}"
+                f"at {self.model.next} of {sink.events.sequence}"
             )
-            sink._publish([])
+            sink.events.publish([])
             await self.drain(100)
 
 
@@ -208,20 +208,24 @@ async def test_numbers_of_a_new_process_go_on_above_those_of_the_one_before(tmp_
     seen: list[tuple[int, int]] = []
     for _ in range(3):
         async with opened(tmp_path, numbers="rising", detail_topic="d", topic="t") as sink:
-            assert sink.sequence == sink.first > (seen[-1][0] if seen else 1_700_000_000_000_000)
-            assert sink.detail_sequence > (seen[-1][1] if seen else 1_700_000_000_000_000)
-            await sink.begin(7)
+            assert (
+                sink.events.sequence
+                == sink.events.first
+                > (seen[-1][0] if seen else 1_700_000_000_000_000)
+            )
+            assert sink.details.sequence > (seen[-1][1] if seen else 1_700_000_000_000_000)
+            await sink.begin_epoch(7)
             for i in range(50):
                 await sink.deliver([task(i % 8, 1)])
             assert sink.statistics().published == 51
-            assert sink.sequence < 1 << 63, "a reader may take it for a signed number"
-            seen.append((sink.sequence, sink.detail_sequence))
+            assert sink.events.sequence < 1 << 63, "a reader may take it for a signed number"
+            seen.append((sink.events.sequence, sink.details.sequence))
 
 
 async def test_rising_is_the_default_and_from_zero_counts_from_zero(tmp_path):
     assert KvEventsSinkConfig().numbers == "rising"
     async with opened(tmp_path) as sink:
-        assert (sink.first, sink.detail_sequence) == (0, 0)
+        assert (sink.events.first, sink.details.sequence) == (0, 0)
 
 
 def test_a_clock_that_is_not_set_is_logged(monkeypatch):
@@ -236,11 +240,11 @@ async def test_an_incarnation_of_the_notifier_goes_on_with_the_numbers_and_clear
     for numbers in ("rising", "from_zero"):
         async with opened(tmp_path, numbers=numbers) as sink, linked(sink, Dynamo()) as link:
             for incarnation in range(3):
-                before = sink.sequence
+                before = sink.events.sequence
                 node = Node(sink, 10 * incarnation + 1)
-                await sink.begin(incarnation)
+                await sink.begin_epoch(incarnation)
                 await node.work(20)
-                assert decode_batch(sink.window.since(before)[0][1])[1] == [
+                assert decode_batch(sink.events.window.since(before)[0][1])[1] == [
                     kv_events.Dialect.of(sink.config, BLOCK).cleared()
                 ]
                 await link.reach(sink)
@@ -263,7 +267,7 @@ async def test_after_a_kill_nothing_stale_stays(tmp_path, numbers, consumer, win
                 if link is None:
                     link = await stack.enter_async_context(linked(sink, model))
                 node = Node(sink, process + 1)
-                await sink.begin(process)
+                await sink.begin_epoch(process)
                 await node.work(calls)
                 await link.reach(sink)
                 assert model.index.view() == node.held()
@@ -282,13 +286,15 @@ async def test_a_request_for_more_than_is_kept_begins_where_it_asks_and_is_the_s
         socket(zmq.DEALER, sink.replay_endpoint) as dealer,
     ):
         node = Node(sink, 3)
-        await sink.begin(7)
+        await sink.begin_epoch(7)
         await node.work(30)
-        for start in (0, 1, sink.sequence - 7, sink.window.first - 1):
+        for start in (0, 1, sink.events.sequence - 7, sink.events.window.first - 1):
             await dealer.send_multipart([b"", start.to_bytes(8, "big")])
             *got, end = await answers(dealer)
             assert end[-1] == b""
-            assert [number(frames[-2]) for frames in got] == list(range(start, sink.sequence))
+            assert [number(frames[-2]) for frames in got] == list(
+                range(start, sink.events.sequence)
+            )
             assert [len(frames) for frames in got[:1]] == [4 if form == "five_frames" else 3]
             model = LlmD()
             model.replayed(start, [(number(frames[-2]), frames[-1]) for frames in got])
@@ -304,13 +310,18 @@ async def test_numbers_that_rise_are_not_filled_up(tmp_path):
         socket(zmq.DEALER, sink.replay_endpoint) as dealer,
     ):
         node = Node(sink, 3)
-        await sink.begin(7)
+        await sink.begin_epoch(7)
         await node.work(30)
-        for start in (0, sink.first - 1_000_000, sink.first + 1, sink.sequence - 6):
+        for start in (
+            0,
+            sink.events.first - 1_000_000,
+            sink.events.first + 1,
+            sink.events.sequence - 6,
+        ):
             await dealer.send_multipart([b"", start.to_bytes(8, "big")])
             *got, _ = await answers(dealer)
             numbers = [number(frames[-2]) for frames in got]
-            assert numbers == list(range(numbers[0], sink.sequence))
+            assert numbers == list(range(numbers[0], sink.events.sequence))
             assert start <= numbers[0]
             assert len(numbers) <= 4 + 3
             index = Dynamo().index
@@ -326,7 +337,7 @@ async def test_more_empty_batches_than_the_bound_are_not_sent(tmp_path, monkeypa
         opened(tmp_path, replay_window=4) as sink,
         socket(zmq.DEALER, sink.replay_endpoint) as dealer,
     ):
-        await sink.begin(7)
+        await sink.begin_epoch(7)
         for i in range(40):
             await sink.deliver([task(i % 8, 1)])
         await dealer.send_multipart([b"", bytes(8)])
@@ -346,7 +357,7 @@ async def test_readers_that_lose_messages_and_start_late_end_equal_to_the_node(
         AsyncExitStack() as stack,
     ):
         node = Node(sink, seed + 1)
-        await sink.begin(7)
+        await sink.begin_epoch(7)
         links = [await stack.enter_async_context(linked(sink, consumer(), lose=0.4, seed=seed))]
         for _ in range(5):
             work = asyncio.create_task(node.work(40))
@@ -369,7 +380,7 @@ async def test_readers_that_lose_messages_and_start_late_end_equal_to_the_node(
 async def test_a_clear_while_a_state_is_made(tmp_path):
     async with opened(tmp_path, replay_window=2) as sink, linked(sink, LlmD()) as link:
         node = Node(sink, 5)
-        await sink.begin(7)
+        await sink.begin_epoch(7)
         await node.work(60)
         for _ in range(5):
             asking = asyncio.create_task(link.ask(0))
@@ -385,25 +396,25 @@ async def test_a_clear_while_a_state_is_made(tmp_path):
 
 async def test_a_state_after_a_clear_is_empty_until_the_ledger_knows(tmp_path):
     async with opened(tmp_path, replay_window=1) as sink:
-        sink.attach(
+        sink.set_snapshot_source(
             lambda *, every=False: iter(
-                [Holding(KEYS[0], ROOT, 0, TOKENS[:16], Tier.DEVICE, Origin())]
+                [HeldBlock(KEYS[0], ROOT, 0, TOKENS[:16], Tier.DEVICE, Origin())]
             )
         )
-        await sink.begin(7)
+        await sink.begin_epoch(7)
         await sink.deliver([task(0, 1)])
         await sink.deliver([CLEAR])
-        sink.hold()
-        state = await sink.state()
-        assert (state.number, len(state.parts)) == (sink.sequence, 1)
-        sink.release()
+        sink.events.hold()
+        state = await sink.events.state()
+        assert (state.number, len(state.parts)) == (sink.events.sequence, 1)
+        sink.events.release()
 
 
 async def test_what_the_last_call_published_is_in_the_state_before_the_ledger_counts_it(tmp_path):
     """The answer of a call reaches the ledger some time after its end."""
     async with opened(tmp_path) as sink:
         known = [
-            Holding(
+            HeldBlock(
                 KEYS[i],
                 KEYS[i - 1] if i else ROOT,
                 i,
@@ -413,11 +424,13 @@ async def test_what_the_last_call_published_is_in_the_state_before_the_ledger_co
             )
             for i, tiers in enumerate([Tier.DEVICE, Tier(0), Tier.DEVICE | Tier.HOST])
         ]
-        sink.attach(lambda *, every=False: (one for one in known if one.tiers or every))
-        await sink.begin(7)
+        sink.set_snapshot_source(
+            lambda *, every=False: (one for one in known if one.tiers or every)
+        )
+        await sink.begin_epoch(7)
         await sink.deliver([gone(2, 1), task(1, 1)])
-        sink.hold()
-        state = await sink.state()
+        sink.events.hold()
+        state = await sink.events.state()
         mirror = Mirror()
         for payload in state.payloads(100, 0):
             mirror.apply(decode_batch(payload)[1])
@@ -425,20 +438,20 @@ async def test_what_the_last_call_published_is_in_the_state_before_the_ledger_co
             "GPU": {hash_of(KEYS[0]), hash_of(KEYS[1])},
             "CPU": {hash_of(KEYS[2])},
         }
-        sink.release()
+        sink.events.release()
 
 
 async def test_a_call_that_is_cancelled_counts_what_it_published(tmp_path):
     """Each task that was published is taken for certain, so that it is not published again."""
     async with opened(tmp_path, max_blocks=1) as sink:
-        await sink.begin(7)
+        await sink.begin_epoch(7)
         call = asyncio.create_task(sink.deliver([task(0, 2), task(2, 2), task(4, 2)]))
-        while sink.sequence < 4:
+        while sink.events.sequence < 4:
             await asyncio.sleep(0)
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
-        assert sink.taken == (sink.sequence - 1) // 2
-        assert 0 < sink.taken < 3
+        assert sink.num_acknowledged == (sink.events.sequence - 1) // 2
+        assert 0 < sink.num_acknowledged < 3
 
 
 async def test_changes_are_looked_at_in_steps():
@@ -447,7 +460,7 @@ async def test_changes_are_looked_at_in_steps():
     await changes.settle()
 
     def tiers(i: int, now: int) -> int:
-        return changes.tiers(Holding(KEYS[i], ROOT, i, b"", now, Origin()))
+        return changes.tiers(HeldBlock(KEYS[i], ROOT, i, b"", now, Origin()))
 
     assert [tiers(0, 0), tiers(1, 1), tiers(2, 3), tiers(3, 3)] == [1, 0, 3, 1]
 
@@ -485,7 +498,7 @@ async def test_a_snapshot_repeats_no_change(tmp_path):
         socket(zmq.DEALER, sink.replay_endpoint) as dealer,
     ):
         node = Node(sink, 8)
-        await sink.begin(7)
+        await sink.begin_epoch(7)
         await node.work(30)
         work = asyncio.create_task(node.work(200))
         await dealer.send_multipart([b"", SNAPSHOT])
@@ -522,9 +535,9 @@ WIRED = {
 
 def due(cache: Any) -> dict[str, set[int]]:
     """What is due for the sink, by medium, at rest."""
-    entries = cache.system.notifier_actor.ledger.entries
+    blocks = cache.system.notifier_actor.ledger.blocks
     found = {
-        MEDIUM[t]: {hash_of(key) for key, entry in entries.items() if entry.dues[0] & t}
+        MEDIUM[t]: {hash_of(key) for key, block in blocks.items() if block.due[0] & t}
         for t in MEDIUM
     }
     return {medium: blocks for medium, blocks in found.items() if blocks}
@@ -559,13 +572,13 @@ async def test_strict_readers_over_the_messages_of_a_cache(tmp_path, host, max_b
                 await lease.wait_ready()
                 await lease.commit(4 * BLOCK)
             if seed % 13 == 5:
-                publisher.hold()
-                states.append(await publisher.state())
-                publisher.release()
+                publisher.events.hold()
+                states.append(await publisher.events.state())
+                publisher.events.release()
             if seed == 40:
                 await cache.clear()
         await cache.wait_flushed(20.0)
-        recorded = publisher.window.since(0)
+        recorded = publisher.events.window.since(0)
         assert recorded[0][0] == 0
         for model in (Dynamo(), LlmD()):
             for sequence, payload in recorded:
@@ -589,7 +602,7 @@ async def test_strict_readers_over_the_messages_of_a_cache(tmp_path, host, max_b
 async def test_any_number_of_readers_at_once_and_readers_that_take_nothing(tmp_path):
     """24 readers ask for everything while twice as many as can be served take nothing."""
     async with opened(tmp_path, replay_window=2_000) as sink, AsyncExitStack() as stack:
-        await sink.begin(7)
+        await sink.begin_epoch(7)
         for i in range(3_000):
             await sink.deliver([task(i % 8, 8 - i % 8), gone(i % 8, 8 - i % 8)])
         idle = zmq.asyncio.Context.instance()
@@ -608,7 +621,7 @@ async def test_any_number_of_readers_at_once_and_readers_that_take_nothing(tmp_p
             await reader.send_multipart([b"", (1).to_bytes(8, "big")])
         got = await asyncio.gather(*(patient_answers(reader) for reader in readers))
         assert {(number(one[0][-2]), number(one[-2][-2]), one[-1][-1]) for one in got} == {
-            (1, sink.sequence - 1, b"")
+            (1, sink.events.sequence - 1, b"")
         }
         assert sink.statistics().states < 24, "readers share a state"
 
@@ -626,15 +639,15 @@ async def test_a_state_is_dropped_when_no_reader_needs_it(tmp_path):
         socket(zmq.DEALER, sink.replay_endpoint) as dealer,
     ):
         node = Node(sink, 8)
-        await sink.begin(7)
+        await sink.begin_epoch(7)
         await node.work(30)
         await dealer.send_multipart([b"", bytes(8)])
         await answers(dealer)
-        while sink._readers:
+        while sink.events._readers:
             await asyncio.sleep(0.01)
-        assert sink._states._last is None
+        assert sink.events.states._last is None
         await node.work(3)
-        assert len(sink.window.since(0)) == 2
+        assert len(sink.events.window.since(0)) == 2
 
 
 # -- an empty batch when idle
@@ -645,8 +658,8 @@ async def test_an_idle_publisher_is_heard(tmp_path):
     async with opened(tmp_path, heartbeat=0.05) as sink:
         node = Node(sink, 2)
         await asyncio.sleep(0.2)
-        assert sink.sequence == 0, "nothing is published before the beginning"
-        await sink.begin(7)
+        assert sink.events.sequence == 0, "nothing is published before the beginning"
+        await sink.begin_epoch(7)
         await node.work(20)
         for model in (Dynamo(), VllmRouter(), LlmD()):
             async with linked(sink, model) as link:
@@ -657,9 +670,9 @@ async def test_an_idle_publisher_is_heard(tmp_path):
 
 async def test_no_empty_batch_while_there_is_traffic_or_if_it_is_off(tmp_path):
     async with opened(tmp_path, heartbeat=0.0) as sink:
-        await sink.begin(7)
+        await sink.begin_epoch(7)
         await asyncio.sleep(0.1)
-        assert sink.sequence == 1
+        assert sink.events.sequence == 1
         assert len(sink._tasks) == 1, "the replay server alone"
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import asyncio
 
-from kvactors.flush_notifier.ledger import SLICE
+from kvactors.flush_notifier.ledger import STEP
 from kvactors.flush_notifier.messages import Cleared, Gone
 from kvactors.types import Reason, Residency, Tier, join_keys
 from tests.flush_notifier.helpers import Wired, announced, finished, memory, names, path
 
-MANY = 4 * SLICE + 7
+MANY = 4 * STEP + 7
 
 
 async def test_others_run_between_the_steps():
@@ -26,10 +26,10 @@ async def test_others_run_between_the_steps():
 
         counting = asyncio.create_task(count())
         await wired.tell(announced(*range(MANY)))
-        while not wired.actor.ledger.entries:
+        while not wired.actor.ledger.blocks:
             await asyncio.sleep(0)
         before = steps
-        while len(wired.actor.ledger.entries) < MANY:
+        while len(wired.actor.ledger.blocks) < MANY:
             await asyncio.sleep(0)
         assert steps - before >= 2
         counting.cancel()

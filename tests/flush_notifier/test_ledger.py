@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvactors.flush_notifier.messages import Announced
-from kvactors.flush_notifier.selection import PATHS
+from kvactors.flush_notifier.runs import PATHS
 from kvactors.types import Reason, Residency, Tier, join_keys
 from tests.flush_notifier.helpers import (
     AT_FINISH,
@@ -13,13 +13,15 @@ from tests.flush_notifier.helpers import (
     PER_TIER,
     ROOT,
     announced,
-    answer,
+    delivered,
     do,
     finished,
     ledger,
     names,
     path,
+    refused,
     settle,
+    take,
 )
 
 RESIDENT, GONE = Residency.RESIDENT, Residency.GONE
@@ -103,7 +105,7 @@ def test_what_another_request_shares_is_not_reported_gone():
     do(book.lose(names(1, 2, 3)[2], Tier.DEVICE, Reason.CPU_EVICTION))
     (task,) = settle(book)
     assert task.keys == names(1, 2, 3)[2]
-    assert {key for key, _ in book.view(0)} == set(names(1, 2, 4))
+    assert {key for key, _ in book.sinks[0].acknowledged()} == set(names(1, 2, 4))
 
 
 def test_a_branch_point_splits_runs_and_children_go_before_parents():
@@ -166,7 +168,7 @@ def test_a_node_view_is_gone_only_when_every_tier_is():
 def test_a_sink_hears_only_of_its_tiers():
     book = ledger(PER_TIER)
     do(book.announce(announced(1, tier=Tier.STORAGE)))
-    assert book.pending(0) == 0
+    assert book.sinks[0].pending == 0
     do(book.gain(path(1)[1], Tier.HOST, Reason.LOAD))
     assert shape(settle(book)) == [(RESIDENT, Tier.HOST, 0, 1)]
 
@@ -179,28 +181,28 @@ def test_resident_then_gone_cancels():
     do(book.announce(announced(1, 2)))
     do(book.lose(path(1, 2)[1], Tier.DEVICE, Reason.DEVICE_DROP))
     assert settle(book) == []
-    assert book.coalesced == [2]
+    assert book.sinks[0].coalesced == 2
 
 
 def test_gone_while_resident_is_under_way_is_told_afterwards():
     book = ledger()
     do(book.announce(announced(1)))
-    batch = book.take(0, 10, 1)
+    batch = take(book, 0, 10, 1)
     do(book.lose(path(1)[1], Tier.DEVICE, Reason.DEVICE_DROP))
-    assert book.coalesced == [0], "it did not vanish: the sink is hearing of it"
-    book.delivered(0, batch)
+    assert book.sinks[0].coalesced == 0, "it did not vanish: the sink is hearing of it"
+    delivered(book, 0, batch)
     assert shape(settle(book)) == [(GONE, Tier.DEVICE, 0, 1)]
-    assert dict(book.view(0)) == {}
+    assert dict(book.sinks[0].acknowledged()) == {}
 
 
 @pytest.mark.parametrize("still_resident", [True, False])
 def test_a_sink_whose_answer_was_lost_is_told_again_what_is_true(still_resident):
     book = ledger()
     do(book.announce(announced(1)))
-    batch = book.take(0, 10, 1)
+    batch = take(book, 0, 10, 1)
     if not still_resident:
         do(book.lose(path(1)[1], Tier.DEVICE, Reason.DEVICE_DROP))
-    book.refused(0, batch)
+    refused(book, 0, batch)
     book.check()
     (task,) = settle(book)
     assert task.residency is (RESIDENT if still_resident else GONE)
@@ -212,12 +214,12 @@ def test_a_batch_is_bounded_and_takes_gains_above_along():
     do(book.announce(announced(1, count=0)))
     do(book.announce(announced(1, 2, 3, start=1)))
     do(book.announce(announced(7, 8)))
-    assert shape(book.take(0, 2, 1).tasks) == [(RESIDENT, Tier.DEVICE, 0, 2)], (
+    assert shape(take(book, 0, 2, 1).tasks) == [(RESIDENT, Tier.DEVICE, 0, 2)], (
         "the others wait for the block above them"
     )
     settle(book)
     do(book.gain(names(1)[0], Tier.DEVICE, Reason.COMMIT))
-    assert shape(book.take(0, 2, 1).tasks) == [(RESIDENT, Tier.DEVICE, 0, 3)]
+    assert shape(take(book, 0, 2, 1).tasks) == [(RESIDENT, Tier.DEVICE, 0, 3)]
 
 
 def test_blocks_below_a_path_that_was_not_sent_get_their_entries_when_it_is():
@@ -225,10 +227,10 @@ def test_blocks_below_a_path_that_was_not_sent_get_their_entries_when_it_is():
     at its start."""
     book = ledger()
     do(book.announce(announced(1, 2, 3, start=1)))
-    assert (len(book.unnamed), settle(book)) == (2, [])
+    assert (len(book.unnamed.tiers), settle(book)) == (2, [])
     book.check()
     do(book.announce(announced(1, 2, 3)))
-    assert not book.unnamed
+    assert not book.unnamed.tiers
     (task,) = settle(book)
     assert (task.start_block_idx, task.count, task.tokens) == (0, 3, path(1, 2, 3)[0])
 
@@ -241,7 +243,7 @@ def test_a_batch_never_ends_within_a_run(order):
     settle(book)
     do(book.lose(join_keys(order(names(*range(40))[10:])), Tier.DEVICE, Reason.CPU_EVICTION))
     do(book.lose(names(99)[0], Tier.DEVICE, Reason.CPU_EVICTION))
-    assert shape(book.take(0, 4, 1).tasks) == [(GONE, Tier.DEVICE, 10, 30)]
+    assert shape(take(book, 0, 4, 1).tasks) == [(GONE, Tier.DEVICE, 10, 30)]
 
 
 def test_many_short_runs_deep_in_the_tree_are_told_in_several_batches():
@@ -253,9 +255,9 @@ def test_many_short_runs_deep_in_the_tree_are_told_in_several_batches():
     for leaf in range(20):
         do(book.lose(names(*trunk, leaf)[-1], Tier.DEVICE, Reason.CPU_EVICTION))
     batches = []
-    while book.pending(0):
-        batches.append(book.take(0, 64, 1))
-        book.delivered(0, batches[-1])
+    while book.sinks[0].pending:
+        batches.append(take(book, 0, 64, 1))
+        delivered(book, 0, batches[-1])
     assert sum(len(batch.tasks) for batch in batches) == 20
     assert len(batches) == 4
     assert all(sum(len(task.tokens) for task in batch.tasks) <= PATHS * 64 * 8 for batch in batches)
@@ -268,10 +270,10 @@ def test_a_name_gained_before_its_path_is_known_counts_once_it_is():
     book = ledger()
     do(book.gain(path(1)[1], Tier.HOST, Reason.LOAD))
     do(book.lose(path(1)[1], Tier.STORAGE, Reason.STORAGE_EVICTION))
-    assert book.unnamed == {path(1)[1]: Tier.HOST}
+    assert book.unnamed.tiers == {path(1)[1]: Tier.HOST}
     do(book.announce(announced(1, 2)))
     assert shape(settle(book)) == [(RESIDENT, Tier.DEVICE, 0, 2), (RESIDENT, Tier.HOST, 0, 1)]
-    assert book.unnamed == {}
+    assert book.unnamed.tiers == {}
 
 
 def test_an_unnamed_block_that_goes_is_forgotten():
@@ -279,7 +281,7 @@ def test_an_unnamed_block_that_goes_is_forgotten():
     do(book.gain(join_keys(names(1, 2)), Tier.HOST, Reason.LOAD))
     do(book.lose(names(1)[0], Tier.HOST, Reason.CPU_EVICTION))
     do(book.clear(Tier.HOST, Reason.CLEAR))
-    assert book.unnamed == {}
+    assert book.unnamed.tiers == {}
 
 
 @pytest.mark.parametrize("first", ["path", "names"])
@@ -307,7 +309,7 @@ def test_a_block_on_its_way_from_tier_to_tier_keeps_its_path():
 
 
 def test_entries_are_bounded_by_what_is_resident_and_the_limbo():
-    book = ledger(limbo=10)
+    book = ledger(idle_limit=10)
     do(book.announce(announced(0, 0, 0)))
     for i in range(1, 50):
         do(book.announce(announced(i, i, i)))
@@ -315,29 +317,29 @@ def test_entries_are_bounded_by_what_is_resident_and_the_limbo():
         do(book.lose(join_keys(reversed(names(i, i, i))), Tier.DEVICE, Reason.DEVICE_DROP))
         settle(book)
         book.check()
-    assert len(book.entries) <= 3 + 10
-    assert set(names(0, 0, 0)) <= set(book.entries)
+    assert len(book.blocks) <= 3 + 10
+    assert set(names(0, 0, 0)) <= set(book.blocks)
 
 
 def test_nothing_is_kept_of_a_dead_sinks_blocks_but_one_entry_each():
-    book = ledger(limbo=1)
+    book = ledger(idle_limit=1)
     for _ in range(50):
         do(book.announce(announced(1, 2, 3)))
         do(book.lose(path(1, 2, 3)[1], Tier.DEVICE, Reason.DEVICE_DROP))
-    assert book.pending(0) == 0
-    assert len(book.entries) <= 3
+    assert book.sinks[0].pending == 0
+    assert len(book.blocks) <= 3
 
 
 def test_a_path_with_tokens_missing_is_refused():
     book = ledger()
     tokens, keys = path(1, 2)
-    with pytest.raises(ValueError, match="a block hash for each block"):
+    with pytest.raises(ValueError, match="bytes of tokens do not match 2 block hashes"):
         do(
             book.announce(
                 Announced(ROOT, tokens[:-4], keys, 0, 2, Tier.DEVICE, Reason.COMMIT, ROOT)
             )
         )
-    assert not book.entries
+    assert not book.blocks
 
 
 # -- everything gone, to a sink that takes it as one
@@ -350,13 +352,13 @@ def test_a_full_clear_is_one_task_without_a_path():
     settle(book, 0)
     settle(book, 1)
     do(book.clear(Tier.DEVICE, Reason.CLEAR))
-    assert not book.cleared, "the host holds some"
+    assert not book.sinks[1].clear_due, "the host holds some"
     do(book.clear(Tier.HOST, Reason.CLEAR))
     assert [task.count for task in settle(book, 0)] == [1, 2, 2], "run by run"
     assert [(task.count, task.tokens, task.residency, task.reason) for task in settle(book, 1)] == [
         (0, b"", Residency.GONE, Reason.CLEAR)
     ]
-    assert not list(book.view(1))
+    assert not list(book.sinks[1].acknowledged())
     book.check()
 
 
@@ -366,13 +368,13 @@ def test_what_comes_back_while_a_clear_is_told_is_told_again(answered):
     do(book.announce(announced(1, 2, 3)))
     settle(book)
     do(book.clear(Tier.DEVICE, Reason.CLEAR))
-    batch = book.take(0, 100, 1)
+    batch = take(book, 0, 100, 1)
     do(book.announce(announced(1, 2)))
-    answer(book, 0, batch) if answered else book.refused(0, batch)
+    delivered(book, 0, batch) if answered else refused(book, 0, batch)
     book.check()
     tasks = [*settle(book), *settle(book)]
     assert [task.count for task in tasks] == ([2] if answered else [0, 2])
-    assert dict(book.view(0)) == dict.fromkeys(names(1, 2), int(Tier.DEVICE))
+    assert dict(book.sinks[0].acknowledged()) == dict.fromkeys(names(1, 2), int(Tier.DEVICE))
     book.check()
 
 
@@ -390,23 +392,23 @@ def test_a_restart_is_no_clear():
 def test_told_until_says_how_far_a_sink_has_been_told():
     book = ledger()
     do(book.announce(announced(1)))
-    mark = book.clock
+    mark = book.sinks[0].clock
     do(book.announce(announced(2)))
-    assert book.told_until(0) < mark
-    batch = book.take(0, 1, 1)
-    book.refused(0, batch)
-    assert book.told_until(0) < mark
-    book.delivered(0, book.take(0, 1, 1))
-    assert mark <= book.told_until(0) < book.clock
+    assert book.sinks[0].delivered_until < mark
+    batch = take(book, 0, 1, 1)
+    refused(book, 0, batch)
+    assert book.sinks[0].delivered_until < mark
+    delivered(book, 0, take(book, 0, 1, 1))
+    assert mark <= book.sinks[0].delivered_until < book.sinks[0].clock
     settle(book)
-    assert book.told_until(0) == book.clock
+    assert book.sinks[0].delivered_until == book.sinks[0].clock
 
 
 def test_a_change_during_its_delivery_began_later():
     book = ledger()
     do(book.announce(announced(1)))
-    batch, mark = book.take(0, 1, 1), book.clock
+    batch, mark = take(book, 0, 1, 1), book.sinks[0].clock
     do(book.lose(names(1)[0], Tier.DEVICE, Reason.DEVICE_DROP))
-    book.delivered(0, batch)
-    assert book.pending(0) == 1
-    assert book.told_until(0) == mark
+    delivered(book, 0, batch)
+    assert book.sinks[0].pending == 1
+    assert book.sinks[0].delivered_until == mark

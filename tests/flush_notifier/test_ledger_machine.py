@@ -9,7 +9,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvactors.types import Reason, Tier, join_keys
-from tests.flush_notifier.helpers import PER_TIER, announced, do, ledger, names, path, settle
+from tests.flush_notifier.helpers import (
+    PER_TIER,
+    announced,
+    delivered,
+    do,
+    ledger,
+    names,
+    path,
+    refused,
+    settle,
+    take,
+)
 from tests.flush_notifier.ledger_model import DEPTH, VIEWS, WIDTH, Model, Settings, rooted, walk
 
 branches = st.lists(st.integers(0, WIDTH - 1), min_size=1, max_size=DEPTH).map(tuple).map(rooted)
@@ -20,16 +31,16 @@ some = st.sets(st.integers(0, 3)).map(sorted).map(tuple)
 class LedgerMachine(RuleBasedStateMachine):
     @initialize(
         views=st.lists(st.sampled_from(VIEWS), min_size=1, max_size=4),
-        limbo=st.integers(1, 64),
+        idle_limit=st.integers(1, 64),
         step=st.sampled_from((1, 2, 256)),
         takes_clear=some,
         by_name=some,
     )
-    def begin(self, views, limbo, step, takes_clear, by_name):
+    def begin(self, views, idle_limit, step, takes_clear, by_name):
         takes_clear, by_name = (
             tuple(i for i in chosen if i < len(views)) for chosen in (takes_clear, by_name)
         )
-        self.model = Model(Settings(tuple(views), limbo, step, takes_clear, by_name))
+        self.model = Model(Settings(tuple(views), idle_limit, step, takes_clear, by_name))
 
     def sink(self, number):
         return number % len(self.model.sinks)
@@ -111,7 +122,7 @@ def test_the_walks_forget_and_interleave():
     walks = [walk(seed, 300) for seed in range(10)]
     assert sum(model.forgotten for model in walks) > 100
     assert len({model.settings for model in walks}) == 10
-    assert {model.settings.limbo for model in walks} & {1, 2, 3}
+    assert {model.settings.idle_limit for model in walks} & {1, 2, 3}
 
 
 def tell(book):
@@ -120,7 +131,7 @@ def tell(book):
 
 
 def test_a_parent_in_the_same_batch_is_not_forgotten_before_it_is_remembered():
-    book = ledger(limbo=1)
+    book = ledger(idle_limit=1)
     do(book.announce(announced(0, 1)))
     do(book.announce(announced(2)))
     tell(book)
@@ -132,11 +143,11 @@ def test_a_parent_in_the_same_batch_is_not_forgotten_before_it_is_remembered():
     tell(book)
     do(book.lose(path(2, 2)[1], Tier.DEVICE, Reason.DEVICE_DROP))
     tell(book)
-    assert len(book.entries) <= 2
+    assert len(book.blocks) <= 2
 
 
 def test_a_clear_that_is_refused_does_not_bring_back_what_was_forgotten_since():
-    book = ledger(PER_TIER, PER_TIER, limbo=1, takes_clear=[0])
+    book = ledger(PER_TIER, PER_TIER, idle_limit=1, takes_clear=[0])
     do(
         book.announce(
             announced(0),
@@ -150,11 +161,11 @@ def test_a_clear_that_is_refused_does_not_bring_back_what_was_forgotten_since():
     do(book.announce(announced(1)))
     tell(book)
     do(book.clear(Tier.DEVICE, Reason.CLEAR))
-    batch = book.take(0, 10, 1)
+    batch = take(book, 0, 10, 1)
     settle(book, 1)
     do(book.announce(announced(2)))
     do(book.lose(names(2)[0], Tier.DEVICE, Reason.DEVICE_DROP))  # it takes the place of block 0
-    book.refused(0, batch)
+    refused(book, 0, batch)
     book.check()
     for i in range(3, 6):
         do(book.announce(announced(i)))
@@ -164,16 +175,16 @@ def test_a_clear_that_is_refused_does_not_bring_back_what_was_forgotten_since():
 
 
 def test_an_entry_that_was_held_at_the_end_of_a_path_is_forgotten_in_its_turn():
-    book = ledger(limbo=1)
-    book.step = 1
+    book = ledger(idle_limit=1)
+    book.tree.step = 1
     do(book.announce(announced(0)))
     tell(book)
     do(book.lose(names(0)[0], Tier.DEVICE, Reason.DEVICE_DROP))
-    batch = book.take(0, 10, 1)
+    batch = take(book, 0, 10, 1)
     path_of_two = book.announce(announced(5, 6, count=1))  # its second block is nowhere
     next(path_of_two)
     next(path_of_two)
-    book.delivered(0, batch)  # block 0 is idle now, and takes the place of the second block
+    delivered(book, 0, batch)  # block 0 is idle now, and takes the place of the second block
     do(path_of_two)
     tell(book)
     do(book.lose(names(5)[0], Tier.DEVICE, Reason.DEVICE_DROP))
@@ -182,20 +193,20 @@ def test_an_entry_that_was_held_at_the_end_of_a_path_is_forgotten_in_its_turn():
     tell(book)
     do(book.lose(names(7)[0], Tier.DEVICE, Reason.DEVICE_DROP))
     tell(book)
-    assert set(book.entries) == set(names(7))
+    assert set(book.blocks) == set(names(7))
 
 
 def test_the_blocks_that_became_idle_last_are_remembered():
-    book = ledger(limbo=4)
+    book = ledger(idle_limit=4)
     for i in range(20):
         do(book.announce(announced(i)))
         do(book.lose(names(i)[0], Tier.DEVICE, Reason.DEVICE_DROP))
-    assert set(book.entries) == {names(i)[0] for i in range(16, 20)}
+    assert set(book.blocks) == {names(i)[0] for i in range(16, 20)}
 
 
-@pytest.mark.parametrize("limbo", [1, 3])
-def test_a_small_limbo_forgets_only_what_is_nowhere(limbo):
-    book = ledger(*VIEWS, limbo=limbo)
+@pytest.mark.parametrize("idle_limit", [1, 3])
+def test_a_small_limbo_forgets_only_what_is_nowhere(idle_limit):
+    book = ledger(*VIEWS, idle_limit=idle_limit)
     kept = set()
     for i in range(200):
         branch = [i % 3, i % 5, i % 7, i % 2]
@@ -207,4 +218,4 @@ def test_a_small_limbo_forgets_only_what_is_nowhere(limbo):
             do(book.gain(names(*branch)[-1], Tier.DEVICE, Reason.LOAD))
         kept.update(names(*branch)[i % 3 :] if not i % 4 else ())
         book.check()
-        assert kept <= set(book.entries) | set(book.unnamed)
+        assert kept <= set(book.blocks) | set(book.unnamed.tiers)

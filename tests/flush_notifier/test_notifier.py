@@ -50,7 +50,7 @@ async def test_a_misbehaving_sink_neither_delays_the_other_nor_loses_anything(fa
         await wired.settle()
         assert bad.view() == good.view()
         assert len(good.view()[Tier.DEVICE]) == 57
-        one, other = wired.actor.flush_statistics()
+        one, other = wired.actor.sinks.statistics()
         assert one.retried == 0 < other.retried
         assert one.pending == other.pending == 0
 
@@ -70,7 +70,7 @@ async def test_only_the_difference_is_sent_after_an_outage():
         sink.failing = False
         await wired.settle()
         assert [task.keys for task in list(sink.tasks)[told:]] == [path(9)[1]]
-        (statistics,) = wired.actor.flush_statistics()
+        (statistics,) = wired.actor.sinks.statistics()
         assert statistics.coalesced == 20
 
 
@@ -112,10 +112,10 @@ async def test_a_dead_sink_does_not_make_the_system_look_busy():
     async with wired.running():
         await wired.tell(announced(1))
         assert await wired.supervisor.drain(1.0)
-        (statistics,) = wired.actor.flush_statistics()
+        (statistics,) = wired.actor.sinks.statistics()
         assert statistics.in_flight
         await asyncio.sleep(0.02)
-        assert wired.actor.flush_statistics()[0].oldest_pending_age >= 0.02
+        assert wired.actor.sinks.statistics()[0].oldest_pending_age >= 0.02
 
 
 async def test_settle_waits_until_every_sink_believes_and_no_longer_than_its_deadline():
@@ -142,7 +142,7 @@ async def test_settle_does_not_wait_for_gains_that_are_not_due():
         await wired.tell(announced(1, 2))
         await wired.settle()
         assert sink.view() == NOTHING
-        assert wired.actor.divergence({Tier.DEVICE: set(names(1, 2))}) == 0
+        assert wired.actor.sinks.divergence({Tier.DEVICE: set(names(1, 2))}) == 0
         await wired.tell(finished(1, 2))
         await wired.settle()
         assert sink.view()[Tier.DEVICE] == set(names(1, 2))
@@ -167,13 +167,13 @@ async def test_divergence_counts_blocks_with_a_path_and_unnamed_those_without():
         await wired.tell(announced(1, 2, 3), Gained(path(8, 9)[1], Tier.HOST, Reason.LOAD))
         await wired.settle()
         held = {Tier.DEVICE: set(names(1, 2, 3)), Tier.HOST: set(names(8, 9))}
-        assert wired.actor.divergence(held) == 0
-        assert wired.actor.unnamed() == 2
-        assert wired.actor.divergence({Tier.DEVICE: set(names(1))}) == 2
-        assert wired.actor.divergence({**held, Tier.HOST: set(names(1))}) == 1, (
+        assert wired.actor.sinks.divergence(held) == 0
+        assert len(wired.actor.ledger.unnamed) == 2
+        assert wired.actor.sinks.divergence({Tier.DEVICE: set(names(1))}) == 2
+        assert wired.actor.sinks.divergence({**held, Tier.HOST: set(names(1))}) == 1, (
             "per tier one differs, for the node none does"
         )
-        assert wired.actor.divergence({}) == 3
+        assert wired.actor.sinks.divergence({}) == 3
 
 
 async def test_statistics_count_tasks_and_blocks():
@@ -184,7 +184,7 @@ async def test_statistics_count_tasks_and_blocks():
         await wired.settle()
         await wired.tell(Gone(join_keys(names(1, 2, 3)[1:]), Tier.DEVICE, Reason.DEVICE_DROP))
         await wired.settle()
-        (statistics,) = wired.actor.flush_statistics()
+        (statistics,) = wired.actor.sinks.statistics()
         assert (statistics.delivered, statistics.resident, statistics.gone, statistics.blocks) == (
             2,
             1,
@@ -249,8 +249,8 @@ async def test_without_sinks_it_keeps_no_books():
             Cleared(Tier.HOST, Reason.CLEAR),
         )
         await wired.settle()
-        assert not wired.actor.ledger.entries
-        assert not wired.actor.ledger.unnamed
+        assert not wired.actor.ledger.blocks
+        assert not wired.actor.ledger.unnamed.tiers
 
 
 async def test_a_turn_of_thousands_of_blocks_is_one_task():

@@ -14,7 +14,7 @@ from kvactors.config import Config
 from kvactors.errors import SinkError
 from kvactors.flush_notifier.sinks.journal import Journal
 from kvactors.flush_notifier.sinks.jsonl import KEYS, JsonLinesSink, replay_jsonl
-from kvactors.flush_notifier.sinks.told import Told
+from kvactors.flush_notifier.sinks.published import PublishedBlocks
 from kvactors.sink_config import JsonLinesSinkConfig
 from kvactors.types import Tier
 from tests.flush_notifier.helpers import BLOCK, Wired, announced, memory
@@ -93,9 +93,9 @@ async def test_a_file_that_becomes_a_folder_fails_its_sink_alone(tmp_path):
     sink.path.mkdir()
     async with wired.running():
         await wired.tell(announced(1, 2))
-        while not wired.actor.flush_statistics()[1].failures:
+        while not wired.actor.sinks.statistics()[1].failures:
             await asyncio.sleep(0.01)
-        assert "directory" in wired.actor.sink_health()[1].reason
+        assert "directory" in wired.actor.sinks.health()[1].reason
         sink.path.rmdir()
         await wired.settle(20.0)
         assert replay_jsonl(sink.path) == good.view()
@@ -109,7 +109,7 @@ async def test_a_new_file_is_for_its_user_alone(tmp_path, open_umask):
     sink = lines(tmp_path)
     await sink.open()
     assert stat.S_IMODE(sink.path.stat().st_mode) == 0o600
-    await sink.begin(1)
+    await sink.begin_epoch(1)
     assert stat.S_IMODE(sink.path.stat().st_mode) == 0o600
     sink.path.unlink()
     await sink.deliver([task(1)])
@@ -117,7 +117,7 @@ async def test_a_new_file_is_for_its_user_alone(tmp_path, open_umask):
 
 
 async def test_a_journal_is_for_its_user_alone_and_not_written_through_a_link(tmp_path, open_umask):
-    journal, told = Journal(str(tmp_path / "journal")), Told(BLOCK)
+    journal, told = Journal(str(tmp_path / "journal")), PublishedBlocks(BLOCK)
     await journal.read(told)
     await journal.rewrite(told)
     assert stat.S_IMODE(journal.path.stat().st_mode) == 0o600
@@ -139,7 +139,7 @@ async def test_a_write_that_is_given_up_and_fails_then_is_no_unseen_exception(
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda loop, context: seen.append(context))
     sink, release = lines(tmp_path), loop.create_future()
-    await sink.begin(1)
+    await sink.begin_epoch(1)
 
     async def fails(data):
         await release
@@ -162,7 +162,7 @@ async def test_a_write_that_is_given_up_and_fails_then_is_no_unseen_exception(
 async def test_many_block_hashes_are_one_list(tmp_path):
     sink = lines(tmp_path)
     await sink.open()
-    await sink.begin(1)
+    await sink.begin_epoch(1)
     branch = range(KEYS + 3)
     await sink.deliver([task(*branch)])
     assert len(replay_jsonl(sink.path)[Tier.DEVICE]) == KEYS + 3

@@ -14,9 +14,9 @@ import kvactors
 from kvactors.actor.clock import deadline_after
 from kvactors.config import Config
 from kvactors.errors import ConfigError, DeadlineExceeded, SinkError
+from kvactors.flush_notifier.deliveries import LONGEST_PAUSE, SHORTEST_PAUSE, step_pause
 from kvactors.flush_notifier.ledger import Ledger
 from kvactors.flush_notifier.messages import FlushTask, Gone, Resync
-from kvactors.flush_notifier.resync import LONGEST_PAUSE, SHORTEST_PAUSE, pause
 from kvactors.flush_notifier.sinks import Sink
 from kvactors.flush_notifier.sinks.jsonl import replay_jsonl
 from kvactors.observe.statistics import residency
@@ -30,11 +30,14 @@ from tests.flush_notifier.helpers import (
     PER_TIER,
     Wired,
     announced,
+    delivered,
     do,
     finished,
     memory,
     names,
     path,
+    refused,
+    take,
 )
 from tests.flush_notifier.kv_consumers import LlmD
 
@@ -63,7 +66,7 @@ class Book(Sink):
         self.gate: asyncio.Event | None = None
         self.slow: asyncio.Event | None = None
 
-    async def begin(self, epoch: int) -> None:
+    async def begin_epoch(self, epoch: int) -> None:
         await self._reach()
         self.calls.append("begin")
         self.held.clear()
@@ -100,7 +103,7 @@ def truth(actor: Any) -> dict[Tier, set[bytes]]:
     """What is resident, as the ledger knows it."""
     tiers = (Tier.DEVICE, Tier.HOST)
     return {
-        tier: {key for key, entry in actor.ledger.entries.items() if entry.truth & tier}
+        tier: {key for key, block in actor.ledger.blocks.items() if block.tiers & tier}
         for tier in tiers
     }
 
@@ -136,7 +139,7 @@ async def test_an_index_that_lost_its_state_has_everything_after_a_resync(repeat
         assert equal(book, wired.actor)
         assert ("begin" in book.calls) is not repeats
         assert "gone" not in book.calls
-        assert wired.actor.flush_statistics()[0].resyncs == 1
+        assert wired.actor.sinks.statistics()[0].resyncs == 1
 
 
 async def test_a_sink_whose_index_keeps_sets_never_hears_that_a_resident_block_is_absent():
@@ -165,7 +168,7 @@ async def test_a_resync_during_a_call_counts_what_the_call_brought(repeats):
         await wired.settle()
         book.gate = asyncio.Event()
         await wired.tell(announced(3, 4), Gone(path(2)[1], Tier.DEVICE, Reason.CPU_EVICTION))
-        while not wired.actor.deliveries[0].in_flight:
+        while not wired.actor.sinks.deliveries[0].in_flight:
             await asyncio.sleep(0.001)
         asking = [asyncio.create_task(resync(wired)) for _ in range(3)]
         await asyncio.sleep(0.02)
@@ -191,8 +194,8 @@ async def test_what_a_call_brought_may_be_lost_before_the_call_is_over(repeats, 
             await asyncio.sleep(0.001)
         book.lose()
         if interval:
-            seen = wired.actor.deliveries[0]
-            while not (seen.step or seen.anew):
+            seen = wired.actor.sinks.deliveries[0]
+            while not (seen.repeat_due or seen.resync_due):
                 await asyncio.sleep(0.01)
             book.slow.set()
             while not equal(book, wired.actor):
@@ -217,7 +220,7 @@ async def test_a_resync_of_a_sink_that_fails_goes_on_after_its_deadline(repeats)
         for _ in range(5):
             with pytest.raises(DeadlineExceeded):
                 await wired.ref.ask(Resync("book"), deadline=deadline_after(0.05))
-        assert len(wired.actor._settling) <= 2, "those who wait no longer are forgotten"
+        assert len(wired.actor.sinks.waiters) <= 2, "those who wait no longer are forgotten"
         assert await wired.ref.ask(Resync("other"), deadline=deadline_after(5.0))
         book.down = False
         await wired.settle()
@@ -235,7 +238,7 @@ async def test_an_interval_brings_everything_back_without_being_asked(repeats):
             book.lose()
             while not equal(book, wired.actor):
                 await asyncio.sleep(0.01)
-        assert wired.actor.flush_statistics()[0].resyncs >= 2
+        assert wired.actor.sinks.statistics()[0].resyncs >= 2
         wired.actor.check()
 
 
@@ -247,23 +250,23 @@ async def test_a_slow_repetition_waits_until_the_sink_has_taken_a_batch():
     async with wired.running():
         await wired.tell(*(announced(i, i + 1) for i in range(1, 30)))
         await wired.settle()
-        wired.actor.ledger.step = 1
+        wired.actor.ledger.tree.step = 1
         book.down = True
         book.lose()
-        while wired.actor.ledger.pending(0) < 2:
+        while wired.actor.ledger.sinks[0].pending < 2:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)
-        assert wired.actor.ledger.pending(0) <= 3
+        assert wired.actor.ledger.sinks[0].pending <= 3
         book.down = False
         while not equal(book, wired.actor):
             await asyncio.sleep(0.01)
 
 
 def test_a_repetition_takes_about_half_of_its_interval():
-    assert pause(600.0, 1_000_000, 256) == pytest.approx(600 / 2 / (1_000_000 / 256))
-    assert pause(600.0, 10, 256) == LONGEST_PAUSE
-    assert pause(0.1, 10_000_000, 256) == SHORTEST_PAUSE
-    assert pause(10.0, 0, 256) == LONGEST_PAUSE
+    assert step_pause(600.0, 1_000_000, 256) == pytest.approx(600 / 2 / (1_000_000 / 256))
+    assert step_pause(600.0, 10, 256) == LONGEST_PAUSE
+    assert step_pause(0.1, 10_000_000, 256) == SHORTEST_PAUSE
+    assert step_pause(10.0, 0, 256) == LONGEST_PAUSE
 
 
 # -- the ledger
@@ -275,11 +278,11 @@ def test_whatever_happens_in_between_an_index_ends_equal(seed):
     send it again."""
     rng = random.Random(seed)
     views = [PER_TIER, NODE]
-    book = Ledger(BLOCK, views, limbo=rng.choice([1, 5, 100]), step=rng.choice([1, 3, 256]))
+    book = Ledger(BLOCK, views, idle_limit=rng.choice([1, 5, 100]), step=rng.choice([1, 3, 256]))
     mirrors: list[dict[Tier, set[bytes]]] = [defaultdict(set) for _ in views]
     slow: list[Any] = [None, None]
 
-    def take(i: int, tasks: list[FlushTask]) -> None:
+    def arrive(i: int, tasks: list[FlushTask]) -> None:
         for task in tasks:
             held = mirrors[i][task.tier]
             (held.update if task.residency is Residency.RESIDENT else held.difference_update)(
@@ -301,36 +304,36 @@ def test_whatever_happens_in_between_an_index_ends_equal(seed):
                     )
                 )
             case 3 | 4:
-                batch = book.take(i, rng.choice([1, 100]), 1)
+                batch = take(book, i, rng.choice([1, 100]), 1)
                 if rng.random() < 0.7:
-                    take(i, batch.tasks)
-                    book.delivered(i, batch)
+                    arrive(i, batch.tasks)
+                    delivered(book, i, batch)
                 else:
-                    take(i, batch.tasks[: rng.randint(0, len(batch.tasks))])
-                    book.refused(i, batch)
+                    arrive(i, batch.tasks[: rng.randint(0, len(batch.tasks))])
+                    refused(book, i, batch)
             case 5:
                 mirrors[i].clear()
-                do(book.repeat(i))
+                do(book.sinks[i].repeat())
             case 6:
                 mirrors[i].clear()
-                do(book.forget(i))
+                do(book.sinks[i].reset())
             case 7:
-                slow[i] = slow[i] or book.repeat(i)
+                slow[i] = slow[i] or book.sinks[i].repeat()
                 if next(slow[i], book) is book:
                     slow[i] = None
         book.check()
     for i in range(len(views)):
         mirrors[i].clear()
-        do(book.repeat(i))
+        do(book.sinks[i].repeat())
         for _ in range(1000):
-            if not book.pending(i):
+            if not book.sinks[i].pending:
                 break
-            batch = book.take(i, 1000, 1)
-            take(i, batch.tasks)
-            book.delivered(i, batch)
+            batch = take(book, i, 1000, 1)
+            arrive(i, batch.tasks)
+            delivered(book, i, batch)
         expected: dict[Tier, set[bytes]] = defaultdict(set)
-        for key, entry in book.entries.items():
-            tiers = entry.dues[i]
+        for key, block in book.blocks.items():
+            tiers = block.due[i]
             for one in Tier:
                 if tiers & one:
                     expected[one].add(key)
@@ -383,7 +386,7 @@ async def test_a_memory_sink_from_another_thread():
         sink: Any = cache.sinks["memory"]
         await serve(cache, range(6))
         await cache.wait_flushed()
-        sink._mirror = {tier: set() for tier in Tier}
+        sink.lose_state()
         assert cache.divergence() > 0
         await asyncio.to_thread(cache.from_thread.resync, "memory")
         assert cache.divergence() == 0
@@ -448,9 +451,9 @@ async def test_readers_of_kv_events_that_count_are_right_after_a_resync(tmp_path
         await cache.resync("kv_events")
         await serve(cache, range(4, 9))
         await cache.wait_flushed()
-        for number, payload in publisher.window.since(0):
+        for number, payload in publisher.events.window.since(0):
             model.live(number, payload)
-        entries = cache.system.notifier_actor.ledger.entries
+        entries = cache.system.notifier_actor.ledger.blocks
         held = {
             int.from_bytes(key[-8:], "big")
             for key in residency(cache.system)[Tier.DEVICE]

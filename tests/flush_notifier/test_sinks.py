@@ -21,6 +21,7 @@ import pytest
 import kvactors
 from kvactors.config import Config
 from kvactors.errors import SinkError
+from kvactors.flush_notifier.filter import SinkFilter
 from kvactors.flush_notifier.messages import FlushTask, Gained, Gone
 from kvactors.flush_notifier.sinks import make_sink
 from kvactors.flush_notifier.sinks.jsonl import CHUNK, TAIL, JsonLinesSink, replay_jsonl
@@ -65,7 +66,7 @@ def lines(tmp_path) -> JsonLinesSink:
 
 async def test_a_line_has_every_field_of_its_task(tmp_path):
     sink = lines(tmp_path)
-    await sink.begin(5)
+    await sink.begin_epoch(5)
     await sink.deliver([task(1, 2, 3, start=1, epoch=5)])
     epoch, flush = map(json.loads, sink.path.read_text().splitlines())
     assert epoch == {"type": "epoch", "epoch": 5}
@@ -87,7 +88,7 @@ async def test_a_line_has_every_field_of_its_task(tmp_path):
 async def test_a_path_of_many_chunks_is_one_list(tmp_path):
     sink, steps = lines(tmp_path), range(CHUNK + 1)
     tokens = path(*range(4))[0] * ((CHUNK + 4) // 4)
-    await sink.begin(1)
+    await sink.begin_epoch(1)
     await sink.deliver([msgspec.structs.replace(task(1), tokens=tokens[: 4 * BLOCK * len(steps)])])
     told = json.loads(sink.path.read_text().splitlines()[1])["tokens"]
     assert told == ([0, 0, 1, 1, 2, 2, 3, 3] * len(steps))[: BLOCK * len(steps)]
@@ -109,9 +110,9 @@ async def test_the_file_stands_for_the_view_of_whoever_heard_the_same(tmp_path):
 
 async def test_an_epoch_makes_what_was_told_before_void(tmp_path):
     sink = lines(tmp_path)
-    await sink.begin(1)
+    await sink.begin_epoch(1)
     await sink.deliver([task(1)])
-    await sink.begin(2)
+    await sink.begin_epoch(2)
     await sink.deliver(
         [
             task(2, epoch=2),
@@ -125,7 +126,7 @@ async def test_an_epoch_makes_what_was_told_before_void(tmp_path):
 @pytest.mark.parametrize("torn", [b"", b'{"type": "flush", "residency"', b"x" * (2 * TAIL + 5)])
 async def test_a_line_cut_short_by_a_crash_is_removed_before_the_next(tmp_path, torn):
     sink = lines(tmp_path)
-    await sink.begin(1)
+    await sink.begin_epoch(1)
     await sink.deliver([task(1)])
     whole = sink.path.read_bytes()
     sink.path.write_bytes(whole + torn)
@@ -133,14 +134,14 @@ async def test_a_line_cut_short_by_a_crash_is_removed_before_the_next(tmp_path, 
         "readers may come before the writer does"
     )
     after = lines(tmp_path)
-    await after.begin(2)
+    await after.begin_epoch(2)
     assert sink.path.read_bytes() == whole + b'{"type":"epoch","epoch":2}\n'
 
 
 async def test_a_file_of_nothing_but_a_cut_line_begins_anew(tmp_path):
     (tmp_path / "flush.jsonl").write_bytes(b"half")
     sink = lines(tmp_path)
-    await sink.begin(1)
+    await sink.begin_epoch(1)
     assert sink.path.read_bytes() == b'{"type":"epoch","epoch":1}\n'
 
 
@@ -148,7 +149,7 @@ async def test_a_write_given_up_ends_before_the_next_begins(tmp_path, monkeypatc
     """The first write hangs past its caller's patience, and then is cut short by an error: the file
     has whole lines only."""
     sink, release = lines(tmp_path), asyncio.get_running_loop().create_future()
-    await sink.begin(1)
+    await sink.begin_epoch(1)
     plain = aiofiles.open
 
     class Slow:
@@ -188,7 +189,7 @@ async def test_a_file_that_another_process_changes_loses_what_was_written_and_no
 ):
     """docs/flush.md: what was written before is not written again; lines that follow are whole."""
     sink = lines(tmp_path)
-    await sink.begin(1)
+    await sink.begin_epoch(1)
     await sink.deliver([task(1, 2)])
     whole = sink.path.read_bytes()
     if how == "truncated":
@@ -203,7 +204,7 @@ async def test_a_file_that_another_process_changes_loses_what_was_written_and_no
     assert stat.S_IMODE(sink.path.stat().st_mode) == 0o600
     if how == "moved":
         assert (tmp_path / "rotated").read_bytes() == whole
-    await sink.begin(2)  # a later incarnation is sent everything again
+    await sink.begin_epoch(2)  # a later incarnation is sent everything again
     await sink.deliver([task(1, 2), task(3)])
     assert replay_jsonl(sink.path)[Tier.DEVICE] == {*names(1, 2), *names(3)}
     await sink.close()
@@ -287,9 +288,9 @@ async def test_an_error_of_the_file_system_is_a_sink_error(tmp_path):
     sink = lines(tmp_path)
     sink.path.mkdir()
     with pytest.raises(SinkError, match="directory"):
-        await sink.begin(1)
+        await sink.begin_epoch(1)
     sink.path.rmdir()
-    await sink.begin(1)
+    await sink.begin_epoch(1)
     assert replay_jsonl(sink.path) == NOTHING
 
 
@@ -314,10 +315,11 @@ def test_a_config_makes_its_sink(tmp_path):
         LAYOUT,
     )
     assert isinstance(made, JsonLinesSink)
-    assert made.view_of == (int(Tier.HOST), True, False, False)
+    assert made.filter == SinkFilter(int(Tier.HOST), node=True, at_finish=False)
     other = make_sink(MemorySinkConfig(name="m", gains="request_finish"), Config(), LAYOUT)
     assert isinstance(other, MemorySink)
-    assert (other.name, other.view_of) == ("m", (int(Tier.DEVICE | Tier.HOST), False, True, False))
+    assert other.name == "m"
+    assert other.filter == SinkFilter(int(Tier.DEVICE | Tier.HOST), node=False, at_finish=True)
 
 
 # -- the memory sink's checks: what a wrong ledger could say
@@ -339,7 +341,7 @@ WRONG = {
 @pytest.mark.parametrize("wrong", WRONG)
 async def test_a_task_that_does_not_add_up_is_refused_and_nothing_of_its_batch_counts(wrong):
     sink = memory("strict")
-    await sink.begin(1)
+    await sink.begin_epoch(1)
     await sink.deliver([task(1, 2, 3)])
     before = sink.view()
     bad = msgspec.structs.replace(task(1, 2, 3, start=2, residency=Residency.GONE), **WRONG[wrong])
@@ -351,5 +353,5 @@ async def test_a_task_that_does_not_add_up_is_refused_and_nothing_of_its_batch_c
 
 
 async def test_tasks_before_an_epoch_are_refused():
-    with pytest.raises(SinkError, match="outside"):
+    with pytest.raises(SinkError, match="the epochs begun are"):
         await memory("strict").deliver([task(1)])

@@ -13,12 +13,12 @@ from itertools import pairwise
 
 import pytest
 
+from kvactors.flush_notifier.blocks import BlockOrder, LedgerBlock
 from kvactors.flush_notifier.checks import divergence_steps
 from kvactors.flush_notifier.ledger import Ledger
 from kvactors.flush_notifier.messages import Announced, CallLate, Delivered, Gone
-from kvactors.flush_notifier.order import Order
-from kvactors.flush_notifier.runs import Entry, finish
-from kvactors.flush_notifier.selection import LONGEST
+from kvactors.flush_notifier.runs import MAX_RUN_BLOCKS
+from kvactors.flush_notifier.steps import finish
 from kvactors.types import Reason, Residency, Tier, join_keys
 from tests.flush_notifier.helpers import (
     AT_FINISH,
@@ -27,10 +27,12 @@ from tests.flush_notifier.helpers import (
     ROOT,
     Wired,
     announced,
+    delivered,
     finished,
     memory,
     names,
     path,
+    take,
 )
 from tests.flush_notifier.helpers import ledger as tiny
 
@@ -45,8 +47,8 @@ CHAIN = Announced(
 )
 
 
-def book_of(*views, limbo=1, **options) -> Ledger:
-    return Ledger(1, list(views), limbo, step=STEP, **options)
+def book_of(*filters) -> Ledger:
+    return Ledger(1, filters, 1, step=STEP)
 
 
 def lines_of(steps) -> tuple[int, object]:
@@ -92,21 +94,21 @@ def test_the_measure_sees_a_loop_over_all_blocks():
 def sent(book, sink=0):
     """Everything that is pending, delivered in bounded steps."""
     tasks = []
-    while book.pending(sink):
-        batch = bounded(book.taking(sink, 64, 1))
-        bounded(book.delivering(sink, batch))
+    while book.sinks[sink].pending:
+        batch = bounded(book.sinks[sink].take(64, 1))
+        bounded(book.sinks[sink].delivered(batch))
         tasks += batch.tasks
     book.check()
     return tasks
 
 
 @pytest.mark.parametrize(
-    ("view", "options"),
-    [(PER_TIER, {}), (NODE, {"by_name": [0, 1]}), (AT_FINISH, {"takes_clear": [0, 1]})],
+    ("first", "both"),
+    [(PER_TIER, {}), (NODE, {"by_name": True}), (AT_FINISH, {"takes_clear": True})],
     ids=["1", "2", "3"],
 )
-def test_a_path_of_very_many_blocks(view, options):
-    book = book_of(view, PER_TIER, **options)
+def test_a_path_of_very_many_blocks(first, both):
+    book = book_of(first._replace(**both), PER_TIER._replace(**both))
     bounded(book.announce(CHAIN))
     for sink in (0, 1):
         assert sum(task.count for task in sent(book, sink)) == MANY
@@ -116,15 +118,15 @@ def test_a_path_of_very_many_blocks(view, options):
         sent(book, 0)
         bounded(book.lose(join_keys(order), Tier.HOST, Reason.CPU_EVICTION))
         sent(book, 0)
-    batch = bounded(book.taking(1, 64, 1))
-    bounded(book.refusing(1, batch))
+    batch = bounded(book.sinks[1].take(64, 1))
+    bounded(book.sinks[1].refused(batch))
     sent(book, 1)
     bounded(book.clear(Tier.DEVICE, Reason.CLEAR))
-    refused = bounded(book.taking(0, 64, 1))
-    bounded(book.refusing(0, refused))
+    refused = bounded(book.sinks[0].take(64, 1))
+    bounded(book.sinks[0].refused(refused))
     for sink in (0, 1):
         sent(book, sink)
-    assert len(book.entries) <= MANY
+    assert len(book.blocks) <= MANY
     bounded(book.check_steps())
 
 
@@ -135,7 +137,7 @@ def test_forgetting_a_long_path():
     sent(book)
     bounded(book.lose(join_keys(KEYS[::-1]), Tier.DEVICE, Reason.CPU_EVICTION))
     sent(book)
-    assert len(book.entries) <= MANY
+    assert len(book.blocks) <= MANY
     other = Announced(
         ROOT, b"\1\0\0\0", bytes(31) + b"\xff" + b"", 0, 1, Tier.DEVICE, Reason.COMMIT, ROOT
     )
@@ -143,7 +145,7 @@ def test_forgetting_a_long_path():
     sent(book)
     bounded(book.lose(other.keys, Tier.DEVICE, Reason.CPU_EVICTION))
     sent(book)
-    assert len(book.entries) <= 2
+    assert len(book.blocks) <= 2
     book.check()
 
 
@@ -152,9 +154,9 @@ def test_names_without_a_path():
     bounded(book.gain(join_keys(KEYS), Tier.HOST, Reason.LOAD))
     bounded(book.check_steps())
     bounded(book.clear(Tier.DEVICE, Reason.CLEAR))
-    assert len(book.unnamed) == MANY
+    assert len(book.unnamed.tiers) == MANY
     bounded(book.clear(Tier.HOST, Reason.CLEAR))
-    assert not book.unnamed
+    assert not book.unnamed.tiers
 
 
 def test_divergence_is_counted_in_steps():
@@ -168,15 +170,15 @@ def test_divergence_is_counted_in_steps():
 
 
 def test_a_snapshot_goes_on_while_entries_come_and_go():
-    book = tiny(limbo=1)
+    book = tiny(idle_limit=1)
     for i in range(40):
         finish(book.announce(announced(i)))
-    book.delivered(0, book.take(0, 100, 1))
-    holdings = book.holdings(0)
+    delivered(book, 0, take(book, 0, 100, 1))
+    holdings = book.sinks[0].held_blocks()
     seen = [next(holdings).key for _ in range(10)]
     for i in (9, 10, 11, 39):
         finish(book.lose(names(i)[0], Tier.DEVICE, Reason.DEVICE_DROP))
-    book.delivered(0, book.take(0, 100, 1))
+    delivered(book, 0, take(book, 0, 100, 1))
     finish(book.announce(announced(50)))
     seen += [held.key for held in holdings]
     expected = [names(i)[0] for i in range(40) if i not in (10, 11, 39)]
@@ -184,7 +186,10 @@ def test_a_snapshot_goes_on_while_entries_come_and_go():
 
 
 def test_the_order_of_entries_is_met_once_while_it_changes():
-    order, entries = Order(), [Entry(bytes([i]), None, b"", b"", None, 1) for i in range(50)]
+    order, entries = (
+        BlockOrder(),
+        [LedgerBlock(bytes([i]), None, b"", b"", None, 1) for i in range(50)],
+    )
     for entry in entries[:30]:
         order.add(entry)
     walk = order.up_to(order.last_number)
@@ -202,38 +207,38 @@ def test_the_order_of_entries_is_met_once_while_it_changes():
 
 
 def test_a_check_sees_what_is_wrong_and_not_what_changes_meanwhile():
-    book = tiny(limbo=4)
-    book.step = 1
+    book = tiny(idle_limit=4)
+    book.tree.step = 1
     for i in range(20):
         finish(book.announce(announced(i, i)))
     checking = book.check_steps()
     for i in range(20):
         next(checking)
         finish(book.announce(announced(i + 100)))
-        book.delivered(0, book.take(0, 3, 1))
+        delivered(book, 0, take(book, 0, 3, 1))
         finish(book.lose(path(i, i)[1], Tier.DEVICE, Reason.DEVICE_DROP))
     finish(checking)
     book.check()
-    some = next(entry for entry in book.entries.values() if entry.children)
+    some = next(entry for entry in book.blocks.values() if entry.children)
     some.children += 1
     with pytest.raises(AssertionError, match="child counts"):
         book.check()
     some.children -= 1
-    book.unnamed[names(107)[0]] = 1
-    with pytest.raises(AssertionError, match="named block among"):
+    book.unnamed.tiers[names(107)[0]] = 1
+    with pytest.raises(AssertionError, match="unnamed block in the tree"):
         book.check()
-    del book.unnamed[names(107)[0]]
+    del book.unnamed.tiers[names(107)[0]]
     book.check()
     orphan = names(119)[0]
-    del book.entries[orphan]
+    del book.blocks[orphan]
     with pytest.raises(AssertionError):
         book.check()
 
 
 def test_a_run_longer_than_a_task_is_sent_in_parts_in_order():
-    count = 2 * LONGEST + 5
+    count = 2 * MAX_RUN_BLOCKS + 5
     keys = [i.to_bytes(32, "big") for i in range(count)]
-    book = Ledger(1, [PER_TIER], by_name=[0])
+    book = Ledger(1, [PER_TIER._replace(by_name=True)])
     finish(
         book.announce(
             Announced(
@@ -241,22 +246,22 @@ def test_a_run_longer_than_a_task_is_sent_in_parts_in_order():
             )
         )
     )
-    batch = book.take(0, 10, 1)
+    batch = take(book, 0, 10, 1)
     assert [(t.start_block_idx, t.count) for t in batch.tasks] == [
-        (0, LONGEST),
-        (LONGEST, LONGEST),
-        (2 * LONGEST, 5),
+        (0, MAX_RUN_BLOCKS),
+        (MAX_RUN_BLOCKS, MAX_RUN_BLOCKS),
+        (2 * MAX_RUN_BLOCKS, 5),
     ]
     for above, below in pairwise(batch.tasks):
         assert below.parent == above.keys[-32:]
-    book.delivered(0, batch)
+    delivered(book, 0, batch)
     finish(book.clear(Tier.DEVICE, Reason.CLEAR))
-    batch = book.take(0, 10, 1)
-    assert [t.start_block_idx for t in batch.tasks] == [2 * LONGEST, LONGEST, 0], (
+    batch = take(book, 0, 10, 1)
+    assert [t.start_block_idx for t in batch.tasks] == [2 * MAX_RUN_BLOCKS, MAX_RUN_BLOCKS, 0], (
         "children before parents"
     )
     assert {t.residency for t in batch.tasks} == {Residency.GONE}
-    book.delivered(0, batch)
+    delivered(book, 0, batch)
     book.check()
 
 
@@ -264,7 +269,7 @@ async def test_facts_that_come_while_a_batch_is_being_made_wait_for_it():
     one, other = memory("one"), memory("other", view="node")
     wired = Wired(one, other, batch=1)
     async with wired.running():
-        wired.actor.ledger.step = 2
+        wired.actor.ledger.tree.step = 2
         for i in range(30):
             await wired.tell(
                 finished(*range(i % 7, i % 7 + 9)),
@@ -273,7 +278,7 @@ async def test_facts_that_come_while_a_batch_is_being_made_wait_for_it():
         await wired.settle(20.0)
         assert one.view()[Tier.DEVICE] == other.view()[Tier.DEVICE]
         held = {Tier.DEVICE: {key for i in range(7) for key in names(*range(i, i + 9))[:-1]}}
-        assert wired.actor.divergence(held) == 0
+        assert wired.actor.sinks.divergence(held) == 0
         assert one.view()[Tier.DEVICE] == held[Tier.DEVICE]
 
 
@@ -285,17 +290,14 @@ async def test_an_answer_while_the_end_of_its_call_is_settled_is_late():
     async with wired.running():
         await wired.settle()
         actor = wired.actor
-        actor.ledger.step = 1
+        actor.ledger.tree.step = 1
         ended = []
-        whole = actor._end_call
-        actor._end_call = lambda i, delivery, error: (
-            ended.append(delivery.number),
-            whole(i, delivery, error),
-        )
+        end = actor._caller.end
+        actor._caller.end = lambda one, error: (ended.append(one.number), end(one, error))[1]
         await wired.tell(announced(*range(50)))
-        while not actor.deliveries[0].in_flight:
+        while not actor.sinks.deliveries[0].in_flight:
             await asyncio.sleep(0)
-        number = actor.deliveries[0].number + 1
+        number = actor.sinks.deliveries[0].number + 1
         while not ended:
             actor.to_self(CallLate("one", number))
             actor.to_self(Delivered("one", number, "an error"))

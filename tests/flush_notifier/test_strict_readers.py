@@ -27,7 +27,7 @@ async def test_a_strict_reader_rejects_nothing(tmp_path, max_blocks):
     async with kvactors.open(config(tmp_path, max_blocks=max_blocks)) as cache:
         sink: Any = cache.sinks["kv_events"]
         reader = Reader(sink.endpoint, sink.replay_endpoint)
-        reader.mirror.expected = sink.window.since(0)[0][0]
+        reader.mirror.expected = sink.events.window.since(0)[0][0]
         assert await asyncio.to_thread(reader.catch_up), (
             "from the first batch on, which clears everything"
         )
@@ -37,7 +37,7 @@ async def test_a_strict_reader_rejects_nothing(tmp_path, max_blocks):
                 await cache.clear()
             await asyncio.to_thread(reader.catch_up)
         await cache.wait_flushed(10.0)
-        assert await asyncio.to_thread(reader.reach, sink.sequence, 20.0)
+        assert await asyncio.to_thread(reader.reach, sink.events.sequence, 20.0)
         assert {m: h for m, h in reader.mirror.view.items() if h} == tiers_of(cache)
         assert reader.statistics().orphans == 0
         reader.close()

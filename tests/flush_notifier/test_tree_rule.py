@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 
 from kvactors.flush_notifier.checks import divergence_steps
-from kvactors.flush_notifier.runs import finish
-from kvactors.flush_notifier.view import SinkView
+from kvactors.flush_notifier.filter import SinkFilter
+from kvactors.flush_notifier.steps import finish
 from kvactors.types import Reason, Residency, Tier, join_keys, split_keys
 from tests.flush_notifier.helpers import (
     AT_FINISH,
@@ -15,12 +15,15 @@ from tests.flush_notifier.helpers import (
     NODE,
     PER_TIER,
     announced,
+    delivered,
     do,
     finished,
     ledger,
     names,
     path,
+    refused,
     settle,
+    take,
 )
 
 DEVICE, HOST, STORAGE = Tier.DEVICE, Tier.HOST, Tier.STORAGE
@@ -62,10 +65,10 @@ class Reader:
 
 def deliver(book, reader, limit=100, sink=0):
     """Everything that is pending, in batches of `limit`."""
-    while book.pending(sink):
-        batch = book.take(sink, limit, 1)
+    while book.sinks[sink].pending:
+        batch = take(book, sink, limit, 1)
         reader.take(batch.tasks)
-        book.delivered(sink, batch)
+        delivered(book, sink, batch)
         book.check()
 
 
@@ -102,10 +105,12 @@ def test_blocks_below_a_block_that_is_nowhere_are_not_announced(limit):
     assert reader.of(1, 2, 3) == [DEVICE | STORAGE, DEVICE | STORAGE, STORAGE]
     do(book.lose(names(1)[0], DEVICE, Reason.DEVICE_DROP))
     do(book.lose(names(1)[0], STORAGE, Reason.STORAGE_EVICTION))
-    assert book.pending(0) == 4
+    assert book.sinks[0].pending == 4
     deliver(book, reader, limit)
     assert not any(reader.held.values())
-    assert not any(book.dirty), "nothing is pending that waits for a block above it"
+    assert not any(view.dirty for view in book.sinks), (
+        "nothing is pending that waits for a block above it"
+    )
     do(book.gain(names(1)[0], HOST, Reason.LOAD))
     deliver(book, reader, limit)
     assert reader.of(1, 2, 3) == [HOST, STORAGE, STORAGE]
@@ -165,9 +170,9 @@ def test_blocks_that_come_back_while_their_removal_waits_are_not_cut_off(limit):
     deliver(book, reader)
     for key in names(1, 2, 3, 4, 5, 6)[2:]:  # above first
         do(book.lose(key, DEVICE, Reason.DEVICE_DROP))
-    batch = book.take(0, limit, 1)
+    batch = take(book, 0, limit, 1)
     reader.take(batch.tasks)
-    book.delivered(0, batch)
+    delivered(book, 0, batch)
     do(book.announce(announced(1, 2, 3, 4, 5, 6)))
     deliver(book, reader, limit)
     assert reader.of(1, 2, 3, 4, 5, 6) == [DEVICE] * 6
@@ -224,7 +229,7 @@ def test_runs_of_several_tiers_go_from_the_deepest_block_on():
     deliver(book, reader)
     for tier in (HOST, STORAGE):
         do(book.clear(tier, Reason.RESTART))
-    (batch,) = [book.take(0, 100, 1)]
+    (batch,) = [take(book, 0, 100, 1)]
     reader.take(batch.tasks)
     assert not any(reader.held.values())
 
@@ -237,10 +242,10 @@ def test_a_very_large_subtree_goes_in_batches():
         do(book.announce(announced(*branch)))
     deliver(book, reader)
     do(book.lose(names(1)[0], DEVICE, Reason.CORRUPT))
-    batch = book.take(0, 8, 1)
+    batch = take(book, 0, 8, 1)
     assert sum(task.count for task in batch.tasks) <= 16
     reader.take(batch.tasks)
-    book.delivered(0, batch)
+    delivered(book, 0, batch)
     deliver(book, reader, 8)
     assert not any(reader.held.values())
 
@@ -248,7 +253,7 @@ def test_a_very_large_subtree_goes_in_batches():
 def test_a_refused_gain_comes_before_what_is_below_it():
     book, reader = ledger(), Reader((1, 2, 3))
     do(book.announce(announced(1, 2)))
-    book.refused(0, book.take(0, 100, 1))
+    refused(book, 0, take(book, 0, 100, 1))
     do(book.announce(announced(1, 2, 3)))
     deliver(book, reader, 1)
     assert reader.of(1, 2, 3) == [DEVICE] * 3
@@ -261,9 +266,9 @@ def test_a_refused_removal_of_a_subtree_is_sent_again_from_the_leaves_on(arrived
     do(book.announce(announced(1, 2, 4)))
     deliver(book, reader)
     do(book.lose(names(1)[0], DEVICE, Reason.CORRUPT))
-    batch = book.take(0, 100, 1)
+    batch = take(book, 0, 100, 1)
     reader.take(batch.tasks[:arrived])
-    book.refused(0, batch)
+    refused(book, 0, batch)
     book.check()
     do(book.gain(names(1)[0], DEVICE, Reason.LOAD))
     do(book.lose(names(1, 2)[1], DEVICE, Reason.CORRUPT))
@@ -290,7 +295,7 @@ def test_an_index_that_is_empty_is_sent_everything():
     deliver(book, reader)
     do(book.lose(names(1, 2, 3)[2], DEVICE, Reason.DEVICE_DROP))
     reader.held.clear()
-    do(book.forget(0))
+    do(book.sinks[0].reset())
     book.check()
     deliver(book, reader, 1)
     assert reader.of(1, 2, 3) == [DEVICE | HOST, DEVICE, 0]
@@ -302,7 +307,7 @@ def test_an_index_that_may_have_lost_something_is_sent_its_view_again_from_the_r
     do(book.announce(announced(1, 2, 3)))
     deliver(book, reader)
     reader.held.clear()
-    do(book.repeat(0))
+    do(book.sinks[0].repeat())
     book.check()
     deliver(book, reader, 1)
     assert reader.of(1, 2, 3) == [DEVICE] * 3
@@ -313,7 +318,7 @@ def test_an_index_that_may_have_lost_something_is_sent_its_view_again_from_the_r
 
 @pytest.mark.parametrize(
     ("view", "differing"),
-    [(EVERYTHING, 0), (NODE, 0), (SinkView(int(HOST), node=False, at_finish=False), 0)],
+    [(EVERYTHING, 0), (NODE, 0), (SinkFilter(int(HOST), node=False, at_finish=False), 0)],
     ids=["per tier", "node", "host"],
 )
 def test_blocks_that_cannot_be_announced_do_not_differ(view, differing):

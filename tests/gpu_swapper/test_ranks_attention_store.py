@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 import kvactors
 from kvactors.config import DeviceConfig, FlushConfig, HostConfig, StorageConfig
-from kvactors.flush_notifier.runs import path_tokens
+from kvactors.flush_notifier.tasks import path_tokens
 from kvactors.observe.statistics import residency
 from kvactors.ranks_config import RanksConfig
 from kvactors.sink_config import AttentionStoreConfig, AttentionStoreSinkConfig
@@ -212,7 +212,7 @@ async def test_an_engine_with_many_requests(tmp_path):
         assert engine.hits[2] > 0
         await cache.wait_flushed(HANG)
         assert (cache.divergence(), cache.check()) == (0, [])
-        ledger = cache.system.notifier_actor.ledger.entries
+        ledger = cache.system.notifier_actor.ledger.blocks
         held = residency(cache.system)
         keys = held[kvactors.Tier.DEVICE] | held[kvactors.Tier.HOST]
         paths = {

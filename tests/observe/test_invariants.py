@@ -40,7 +40,7 @@ async def test_a_sink_that_differs_is_found_in_both_forms():
     async with opened(host=HOST, storage=STORE) as cache:
         await serve(cache, "a", prompt(1, 4))
         await cache.wait_flushed()
-        held = cache.sinks["memory"]._mirror[Tier.DEVICE]
+        held = cache.sinks["memory"]._held[Tier.DEVICE]
         key = held.pop()
         assert await cache.divergence_slices() == cache.divergence() == 1
         assert [line for line in cache.check() if "sink memory differs on 1 blocks" in line]
@@ -75,7 +75,7 @@ async def test_a_comparison_ends_when_the_system_is_not_at_rest_any_more():
     async with opened(host=HOST, storage=STORE) as cache:
         await serve(cache, "a", prompt(1, 4))
         await cache.wait_flushed()
-        held = cache.sinks["memory"]._mirror[Tier.DEVICE]
+        held = cache.sinks["memory"]._held[Tier.DEVICE]
         key = next(iter(held))
         for in_between in (True, False):
             violated: list[str] = []

@@ -25,7 +25,7 @@ class Recorder(Sink):
         self.paths: dict[bytes, bytes] = {}
         self._below: dict[bytes, set[bytes]] = {}
 
-    async def begin(self, epoch: int) -> None:
+    async def begin_epoch(self, epoch: int) -> None:
         self.held = {tier: set() for tier in Tier}
         self.paths = {}
         self._below = {}

@@ -112,7 +112,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "sent_blocks_are_not_sent_again",
         "flush_notifier/ledger.py",
-        "                entry.send_again(self._full if finished else ())\n",
+        "                    for view in self._announces_full:\n"
+        "                        view.doubt(block)\n",
         "",
         "with announce = 'full' only the blocks that are new to the index are sent",
         (FULL + "test_every_finish_sends_the_whole_path_from_block_0",),

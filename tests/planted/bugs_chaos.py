@@ -44,7 +44,7 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "journal_lines_are_not_compared_with_their_tokens",
         "flush_notifier/sinks/journal.py",
-        "if start < 0 or len(tokens) != (start - first + len(keys)) * told.block_bytes:",
+        "if start < 0 or len(tokens) != (start - first + len(keys)) * published.block_bytes:",
         "if start < 0:",
         "a damaged journal makes the sink take back paths whose tokens do not belong to their "
         "blocks",

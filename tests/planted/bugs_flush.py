@@ -7,23 +7,22 @@ from mutation import Mutation
 BUGS: tuple[Mutation, ...] = (
     Mutation(
         "forgets_within_a_step",
-        "flush_notifier/batches.py",
-        "            ledger.compare(entry, sink)\n"
-        "            looked += 1\n"
-        "            if not looked % ledger.step:\n"
-        "                yield\n"
-        "    for run in batch.runs:\n"
-        "        for entry in reversed(run.entries):  # the deepest first: they are to be "
-        "forgotten first\n"
-        "            ledger.let_go(entry)\n",
-        "            ledger.compare(entry, sink)\n"
-        "            entry.held -= 1\n"
-        "    for run in batch.runs:\n"
-        "        for entry in reversed(run.entries):\n"
-        "            if entry.idle():\n"
-        "                ledger._remember(entry)\n"
-        "                for _ in ledger.trim():\n"
-        "                    pass\n",
+        "flush_notifier/sink_view.py",
+        "                self.compare(block)\n"
+        "                looked += 1\n"
+        "                if not looked % tree.step:\n"
+        "                    yield\n"
+        "        for run in batch.runs:\n"
+        "            for block in reversed(run.blocks):  # the deepest first, since it is removed first\n"
+        "                tree.unpin(block)\n",
+        "                self.compare(block)\n"
+        "                block.pins -= 1\n"
+        "        for run in batch.runs:\n"
+        "            for block in reversed(run.blocks):\n"
+        "                if block.idle():\n"
+        "                    tree.note_idle(block)\n"
+        "                    for _ in tree.trim():\n"
+        "                        pass\n",
         "an entry is forgotten while the same step still refers to it: the notifier fails with a "
         "KeyError, or a sink stays wrong",
         (
@@ -32,9 +31,9 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "forgotten_entries_are_met_again",
-        "flush_notifier/order.py",
-        "            if entry.number:\n                yield entry\n",
-        "            yield entry\n",
+        "flush_notifier/blocks.py",
+        "            if block.number:\n                yield block\n",
+        "            yield block\n",
         "what goes through all entries in steps meets some that were forgotten meanwhile, and "
         "brings them back",
         (
@@ -44,8 +43,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "held_entry_is_kept_for_good",
         "flush_notifier/ledger.py",
-        "                self.let_go(entry)\n                self.version += 1\n        yield",
-        "                entry.held -= 1\n                self.version += 1\n        yield",
+        "                tree.unpin(block)\n                tree.version += 1\n        yield",
+        "                block.pins -= 1\n                tree.version += 1\n        yield",
         "an entry that was held between two steps of a path, and is nowhere, is never forgotten",
         (
             "tests/flush_notifier/test_ledger_machine.py::test_an_entry_that_was_held_at_the_end_of_a_path_is_forgotten_in_its_turn",
@@ -53,7 +52,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "sink_stuck_after_a_leaked_cancellation",
-        "flush_notifier/deliveries.py",
+        "flush_notifier/sink_calls.py",
         '    except BaseException as error:\n        return described(error)\n    return ""\n',
         '    except Exception as error:\n        return described(error)\n    return ""\n',
         "what a sink raises beside Exception ends the call's task with an error that nothing "
@@ -65,8 +64,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "two_calls_of_one_sink_at_once",
         "flush_notifier/deliveries.py",
-        "self.in_flight or self.waiting or self.stuck",
-        "self.in_flight or self.waiting",
+        "self.in_flight or self.backing_off or self.stuck",
+        "self.in_flight or self.backing_off",
         "a sink is called again although a call that was given up still runs",
         (
             "tests/flush_notifier/test_contained_sinks.py::test_whatever_a_sink_raises_the_notifier_goes_on_and_the_sink_recovers",
@@ -75,7 +74,7 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "sink_counts_more_than_it_took",
         "flush_notifier/deliveries.py",
-        "sound = type(taken) is int and 0 <= taken <= len(self.batch.tasks) and self.begun",
+        "sound = type(count) is int and 0 <= count <= len(self.batch.tasks) and self.begun",
         "sound = True",
         "a count of taken tasks that makes no sense fails the notifier, or tasks count as sent "
         "that were not",
@@ -85,9 +84,9 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "sink_may_change_its_batch",
-        "flush_notifier/actor.py",
-        "tuple(delivery.batch.tasks), delivery.begun",
-        "delivery.batch.tasks, delivery.begun",
+        "flush_notifier/caller.py",
+        "        tasks = tuple(one.batch.tasks)\n",
+        "        tasks: Any = one.batch.tasks\n",
         "a sink that changes the list of tasks changes what the ledger takes for sent",
         (
             "tests/flush_notifier/test_contained_sinks.py::test_a_sink_that_changes_its_batch_changes_its_own_copy",
@@ -208,25 +207,31 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "batch_made_at_once",
-        "flush_notifier/runs.py",
-        '        whole += b"".join(map(field, entries[i : i + step]))\n        yield\n',
-        '        whole += b"".join([field(entry) for entry in entries[i : i + step]])\n    yield\n',
+        "flush_notifier/tasks.py",
+        '        whole += b"".join(map(field, blocks[i : i + step]))\n        yield\n',
+        '        whole += b"".join([field(block) for block in blocks[i : i + step]])\n    yield\n',
         "the loop stands still while a task of very many blocks is made",
         ("tests/flush_notifier/test_steps.py::test_a_path_of_very_many_blocks",),
     ),
     Mutation(
         "refused_clear_in_one_turn",
-        "flush_notifier/batches.py",
-        "<< UNSURE\n            ledger.compare(entry, sink)\n        if not i % ledger.step:\n     "
-        "       yield\n    looked = 0\n",
-        "<< UNSURE\n            ledger.compare(entry, sink)\n        if not i:\n            "
-        "yield\n    looked = 0\n",
+        "flush_notifier/sink_view.py",
+        "                self.doubt(block)\n"
+        "                self.compare(block)\n"
+        "            if not i % tree.step:\n"
+        "                yield\n"
+        "        looked = 0\n",
+        "                self.doubt(block)\n"
+        "                self.compare(block)\n"
+        "            if not i:\n"
+        "                yield\n"
+        "        looked = 0\n",
         "the loop stands still while a clear that a sink did not take is undone",
         ("tests/flush_notifier/test_steps.py::test_a_path_of_very_many_blocks",),
     ),
     Mutation(
         "long_path_forgotten_in_one_turn",
-        "flush_notifier/ledger.py",
+        "flush_notifier/tree.py",
         "                    if not done % self.step:\n",
         "                    if not done:\n",
         "the loop stands still while a long path is forgotten",
@@ -234,9 +239,9 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "late_answer_counts_twice",
-        "flush_notifier/actor.py",
-        "        delivery.number += 1  # what else comes of this call is late\n",
-        "",
+        "flush_notifier/deliveries.py",
+        "        self.number += 1  # later reports of this call are late\n        since",
+        "        since",
         "the answer of a call that was given up is taken for the answer of the call",
         (
             "tests/flush_notifier/test_steps.py::test_an_answer_while_the_end_of_its_call_is_settled_is_late",
@@ -249,5 +254,13 @@ BUGS: tuple[Mutation, ...] = (
         "            if error.errno != errno.EADDRINUSE or number >= 0:\n",
         "a cache that is closed and opened again at once cannot listen at its own endpoint",
         ("tests/flush_notifier/test_kv_exposure.py::test_an_endpoint_that_becomes_free_is_taken",),
+    ),
+    Mutation(
+        "sinks_by_the_old_names_are_not_called",
+        "flush_notifier/sinks/base.py",
+        "            setattr(cls, new, own[old])\n",
+        "            setattr(cls, new, lambda sink, value: None)\n",
+        "an embedder's sink that defines begin or attach is never sent an epoch",
+        ("tests/flush_notifier/test_renamed_sinks.py",),
     ),
 )

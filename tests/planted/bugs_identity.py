@@ -99,8 +99,8 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "index_by_tokens_gets_every_block",
-        "flush_notifier/runs.py",
-        "(entry.by_tokens or not view.by_tokens)",
+        "flush_notifier/blocks.py",
+        "(block.token_addressed or not sink.by_tokens)",
         "True",
         "an index that is addressed by tokens holds blocks of other scopes and images",
         (
@@ -110,10 +110,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "block_with_a_medium_counts_as_plain",
         "flush_notifier/ledger.py",
-        "            entry.by_tokens = key == block_hash(\n"
-        "                parent_key, tokens\n"
-        "            )  # a block with an extra key has another hash\n",
-        "            entry.by_tokens = True  # a block with an extra key has another hash\n",
+        "            block.token_addressed = key == block_hash(parent_key, tokens)\n",
+        "            block.token_addressed = True\n",
         "an index that is addressed by tokens holds blocks of images",
         (
             "tests/flush_notifier/test_by_tokens.py::test_only_leading_blocks_without_extra_keys_of_the_opened_scope_are_announced",

@@ -31,9 +31,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "only_first_blocks_follow_the_namespace",
         "flush_notifier/scopes.py",
-        "    for i, entry in enumerate(ledger.order.up_to(ledger.order.last_number), 1):\n",
-        "    for i, entry in enumerate((e for e in ledger.order.up_to(ledger.order.last_number) if "
-        "e.parent is None), 1):\n",
+        "    for i, block in enumerate(tree.order, 1):",
+        "    for i, block in enumerate((one for one in tree.order if one.parent is None), 1):",
         "blocks below the first one stay announced without it",
         (
             "tests/cache/test_namespaces.py::test_blocks_of_another_namespace_are_gone_for_indexes_and_come_back_with_it",

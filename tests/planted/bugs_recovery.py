@@ -12,8 +12,10 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "resync_forgets_before_the_call_in_flight_is_over",
         "flush_notifier/actor.py",
-        "        if delivery.in_flight:\n            delivery.anew = True\n        else:\n         "
-        "   self._work(",
+        "        if one.in_flight:\n"
+        "            one.resync_due = True\n"
+        "        else:\n"
+        "            self._work(",
         "        if True:\n            self._work(",
         "a batch in flight counts as delivered after the index was made to forget it: its blocks "
         "are missing there for good",
@@ -30,26 +32,25 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "repeated_blocks_are_taken_for_delivered",
-        "flush_notifier/batches.py",
-        "            entry.states[sink] |= tiers << UNSURE\n",
-        "",
+        "flush_notifier/sink_view.py",
+        "                tree.version += 1\n                self.doubt(block)\n",
+        "                tree.version += 1\n",
         "an index that lost its state is sent nothing",
         (RESYNC + "test_an_index_that_lost_its_state_has_everything_after_a_resync",),
     ),
     Mutation(
         "a_slow_repetition_floods",
-        "flush_notifier/actor.py",
-        "        if delivery.step and self.ledger.pending(i) < self.config.batch:\n",
-        "        if delivery.step:\n",
+        "flush_notifier/deliveries.py",
+        "        if self.repeat_due and self.view.pending < self._config.batch:\n",
+        "        if self.repeat_due:\n",
         "the repetition goes on while the sink takes nothing: everything is pending at once",
         (RESYNC + "test_a_slow_repetition_waits_until_the_sink_has_taken_a_batch",),
     ),
     Mutation(
         "resync_answers_before_it_is_delivered",
-        "flush_notifier/actor.py",
-        "        self._settling += [Settling(envelope, {i: self._mark(i)}) for envelope in "
-        "delivery.asks]\n",
-        "        self._settling += [Settling(envelope, {}) for envelope in delivery.asks]\n",
+        "flush_notifier/sink_set.py",
+        "            self.waiters.add(envelope, (one,))\n",
+        "            self.waiters.add(envelope, ())\n",
         "resync returns before the index has everything",
         (RESYNC + "test_an_index_that_lost_its_state_has_everything_after_a_resync",),
     ),
@@ -99,7 +100,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "rising_numbers_are_filled_up",
-        "flush_notifier/sinks/kv_events.py",
+        "flush_notifier/sinks/kv_stream.py",
         '        self.fill = config.numbers == "from_zero"\n',
         "        self.fill = True\n",
         "a reader that asks after a restart is sent an empty batch for every microsecond in "
@@ -117,8 +118,8 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "a_state_is_kept_for_good",
-        "flush_notifier/sinks/kv_events.py",
-        "        if not self._readers:\n            self._states.release()\n",
+        "flush_notifier/sinks/kv_stream.py",
+        "        if not self._readers:\n            self.states.release()\n",
         "        if not self._readers:\n",
         "the encoded state stays in memory after its last reader, and the window keeps everything "
         "after it",
@@ -148,15 +149,15 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "silence_when_idle",
         "flush_notifier/sinks/kv_events.py",
-        "            if self.first < self.sequence == number:\n",
-        "            if self.first == self.sequence == number:\n",
+        "            if stream.first < stream.sequence == number:\n",
+        "            if stream.first == stream.sequence == number:\n",
         "a router that starts while nothing changes knows nothing of this node",
         (TESTS + "test_an_idle_publisher_is_heard",),
     ),
     Mutation(
         "a_cancelled_call_is_published_again",
         "flush_notifier/sinks/kv_events.py",
-        "                self.taken = done\n",
+        "                self.num_acknowledged = done\n",
         "",
         "what a call published before its time was over is published again: llm-d counts it twice",
         (TESTS + "test_a_call_that_is_cancelled_counts_what_it_published",),

@@ -76,9 +76,9 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "late_parent_places_nothing",
-        "flush_notifier/naming.py",
-        "            self.placeable.append(key)\n",
-        "            return\n",
+        "flush_notifier/unnamed.py",
+        "                self.placeable.append(key)\n",
+        "                pass\n",
         "stored blocks whose parent comes after the start stay unannounced",
         (f"{RESTART}::test_a_block_whose_parent_is_gone_waits_for_it",),
     ),
@@ -127,9 +127,9 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "stored_blocks_of_one_rank_announced",
-        "flush_notifier/naming.py",
-        "            if key in ledger.unnamed and size == ledger.block_bytes:\n",
-        "            if key not in ledger.entries and size == ledger.block_bytes:\n",
+        "flush_notifier/unnamed.py",
+        "            if key in unnamed.tiers and size == ledger.block_bytes:\n",
+        "            if key not in tree.blocks and size == ledger.block_bytes:\n",
         "blocks that are nowhere get entries because a store has kept what their hashes are made of",
         (
             "tests/storage/test_restart_announces.py::test_names_of_blocks_that_are_nowhere_are_ignored",

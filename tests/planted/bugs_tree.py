@@ -10,7 +10,7 @@ TESTS = "tests/flush_notifier/test_tree_rule.py"
 BUGS: tuple[Mutation, ...] = (
     Mutation(
         "device_block_without_the_one_above",
-        "flush_notifier/view.py",
+        "flush_notifier/filter.py",
         "            0\n"
         "            if not above\n"
         "            else table[tiers]\n"
@@ -23,7 +23,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "block_below_nothing",
-        "flush_notifier/view.py",
+        "flush_notifier/filter.py",
         "            0\n"
         "            if not above\n"
         "            else table[tiers]\n"
@@ -36,15 +36,17 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "gain_does_not_spread",
         "flush_notifier/ledger.py",
-        "                    looked = yield from self._spread(entry, looked)\n        yield from "
-        "self.trim()\n\n    def lose(",
-        "                    looked += 1\n        yield from self.trim()\n\n    def lose(",
+        "                    looked = yield from self._spread(block, looked)\n"
+        "        yield from tree.trim()\n"
+        "\n"
+        "    def lose(",
+        "                    looked += 1\n        yield from tree.trim()\n\n    def lose(",
         "blocks whose path was interrupted are never announced again",
         (f"{TESTS}::test_a_block_on_the_device_waits_for_the_block_above_it_on_the_device",),
     ),
     Mutation(
         "losses_before_gains",
-        "flush_notifier/selection.py",
+        "flush_notifier/runs.py",
         "            not run.resident,\n",
         "            run.resident,\n",
         "a block that moves between tiers is nowhere for a moment, and an index drops what is "
@@ -69,7 +71,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "runs_of_several_tiers_ordered_by_depth_alone",
-        "flush_notifier/selection.py",
+        "flush_notifier/runs.py",
         "    alike = selection.losses if len(losses) > 1 else None\n",
         "    alike = None\n",
         "a long run on one tier is removed before a shorter one on another tier that is below its "
@@ -79,8 +81,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "refused_gain_counts_as_there",
         "flush_notifier/selection.py",
-        "    return entry.dues[sink] & ~(state & ~(state >> UNSURE))",
-        "    return entry.dues[sink] & ~(state | state >> UNSURE)",
+        "    return block.due[sink] & ~(view & ~(view >> UNSURE))",
+        "    return block.due[sink] & ~(view | view >> UNSURE)",
         "a block is announced although the announcement of the block above it was refused",
         (f"{TESTS}::test_a_refused_gain_comes_before_what_is_below_it",),
     ),
@@ -88,9 +90,9 @@ BUGS: tuple[Mutation, ...] = (
         "interrupted_paths_count_as_differing",
         "flush_notifier/checks.py",
         "        above = (\n"
-        "            above_first(ledger.root_of, entry)\n"
-        "            if entry.parent is None\n"
-        "            else expected.get(entry.parent.key, 0)\n"
+        "            ledger.scopes.above_first(block)\n"
+        "            if block.parent is None\n"
+        "            else expected.get(block.parent.key, 0)\n"
         "        )\n",
         "        above = int(ALL_TIERS)\n",
         "divergence counts blocks that cannot be announced",

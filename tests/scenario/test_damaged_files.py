@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvactors.errors import ConfigError, SinkError
 from kvactors.flush_notifier.sinks.journal import Journal, line_of
-from kvactors.flush_notifier.sinks.told import Told
+from kvactors.flush_notifier.sinks.published import PublishedBlocks
 from kvactors.scenario.replay import ReplayConfig
 from kvactors.scenario.trace import MAX_BLOCKS, read_trace
 
@@ -77,24 +77,24 @@ def damaged(draw, whole: bytes) -> bytes:
     return bytes(data)
 
 
-def read_journal(path, data: bytes) -> Told | None:
+def read_journal(path, data: bytes) -> PublishedBlocks | None:
     """The journal's contents; None if it was refused."""
     path.write_bytes(data)
-    told = Told(BLOCK)
+    published = PublishedBlocks(BLOCK)
     with suppress(SinkError):
-        asyncio.run(Journal(str(path)).read(told))
-        return told
+        asyncio.run(Journal(str(path)).read(published))
+        return published
     return None
 
 
 @given(data=damaged(journal_lines()))
 @settings(max_examples=150, deadline=None)
 def test_a_damaged_journal_is_refused_or_describes_whole_paths(tmp_path_factory, data):
-    told = read_journal(tmp_path_factory.mktemp("journal") / "journal", data)
-    if told is not None:
-        for path in told.take_back():
-            assert len(path.tokens) == (path.start + len(path.names)) * 4 * BLOCK
-            assert all(len(one) == 32 for one in path.names)
+    published = read_journal(tmp_path_factory.mktemp("journal") / "journal", data)
+    if published is not None:
+        for path in published.retractions():
+            assert len(path.tokens) == (path.start + len(path.keys)) * 4 * BLOCK
+            assert all(len(one) == 32 for one in path.keys)
 
 
 H = [name(number).hex() for number in range(4)]

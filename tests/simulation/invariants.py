@@ -9,7 +9,7 @@ import numpy as np
 import xxhash
 
 from kvactors.errors import KVActorsError, NoRoom
-from kvactors.flush_notifier.runs import path_tokens
+from kvactors.flush_notifier.tasks import path_tokens
 from kvactors.observe.statistics import announceable
 from kvactors.storage.breaker import PAUSE
 from kvactors.testing.attentionstore_sdk import services
@@ -125,8 +125,8 @@ def _token_index(world: World) -> None:
     """AttentionStore's index has no path that is not announceable."""
     if not world.drawn.token_index:
         return
-    entries = world.system.notifier_actor.ledger.entries
-    (view,) = (sink.view_of for sink in world.sinks if sink.name == INDEX)
+    entries = world.system.notifier_actor.ledger.blocks
+    (view,) = (sink.filter for sink in world.sinks if sink.name == INDEX)
     held = [entries[key] for keys in announceable(world.system, view).values() for key in keys]
     paths = {tuple(np.frombuffer(path_tokens(entry), "<u4").tolist()) for entry in held}
     stale = {path for one in services.values() for path in one.resident} - paths

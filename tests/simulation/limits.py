@@ -15,7 +15,7 @@ LIMITS: Mapping[str, tuple[str, str]] = {
     "batches at the store": ("kvactors.storage.worker", "UNDER_WAY"),
     "names of a report": ("kvactors.storage.worker", "REPORT_PAGE"),
     "blocks of a page of paths": ("kvactors.storage.writer", "PATH_PAGE"),
-    "stored blocks waiting": ("kvactors.flush_notifier.naming", "WAITING"),
+    "stored blocks waiting": ("kvactors.flush_notifier.unnamed", "MAX_UNPLACED"),
     "saves waiting": ("kvactors.storage.direct", "WAITING"),
     "scopes remembered": ("kvactors.prefix_index.announcements", "ORIGINS"),
     "blocks of a turn": ("kvactors.prefix_index.parts", "BLOCKS"),

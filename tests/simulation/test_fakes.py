@@ -310,7 +310,7 @@ async def test_a_view_that_changes_while_it_is_written_spoils_the_object():
 @simulated
 async def test_a_sink_misbehaves_as_told():
     sink = SimSink(MemorySink(MemorySinkConfig(), 4), lambda: 0.5)
-    await sink.begin(1)
+    await sink.begin_epoch(1)
     assert now() == 0.5
     await sink.deliver([])
     sink.twice = True

@@ -34,14 +34,15 @@ from kvactors.config import (
 )
 from kvactors.data_plane.ranks.protocol import Answer
 from kvactors.data_plane.ranks.store import RankBackend
+from kvactors.flush_notifier.filter import SinkFilter
 from kvactors.flush_notifier.ledger import Ledger
 from kvactors.flush_notifier.messages import Announced
-from kvactors.flush_notifier.view import SinkView
 from kvactors.layout import make_layout
 from kvactors.storage.messages import Outcome
 from kvactors.testing.fakes import SimBackend, SimPool
 from kvactors.testing.loop import simulate
 from kvactors.types import Reason, Tier, join_keys
+from tests.flush_notifier.helpers import delivered, take
 from tests.simulation import run_seed
 from tests.simulation.engine import Engine
 from tests.support.rank_process import keys_on_rank
@@ -73,7 +74,7 @@ def do(steps) -> None:
 
 def test_a_batch_that_is_cut_does_not_end_the_wait_for_what_it_left_out():
     """Seed 0: of a block that differs on two tiers one was told, and it began to differ anew."""
-    ledger, tokens, keys = Ledger(1, [SinkView(3, node=False, at_finish=False)]), b"", []
+    ledger, tokens, keys = Ledger(1, [SinkFilter(3, node=False, at_finish=False)]), b"", []
     for number in range(8):
         tokens += np.array([number], "<u4").tobytes()
         keys.append(hashlib.sha256(tokens).digest())
@@ -84,14 +85,14 @@ def test_a_batch_that_is_cut_does_not_end_the_wait_for_what_it_left_out():
             )
         )
     )
-    while ledger.pending(0):
-        ledger.delivered(0, ledger.take(0, 100, 1))
+    while ledger.sinks[0].pending:
+        delivered(ledger, 0, take(ledger, 0, 100, 1))
     do(ledger.lose(keys[-1], Tier.DEVICE, Reason.DEVICE_EVICTION))
     do(ledger.gain(keys[-1], Tier.HOST, Reason.OFFLOAD))
-    mark = ledger.clock
-    ledger.delivered(0, ledger.take(0, 1, 1))
-    assert ledger.pending(0) == 1
-    assert ledger.told_until(0) < mark
+    mark = ledger.sinks[0].clock
+    delivered(ledger, 0, take(ledger, 0, 1, 1))
+    assert ledger.sinks[0].pending == 1
+    assert ledger.sinks[0].delivered_until < mark
 
 
 class TwoRanks:

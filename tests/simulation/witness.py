@@ -78,7 +78,7 @@ class Witness(Instrument):
         if isinstance(actor, CpuEvictor):
             self._watch_places(actor)
         if isinstance(actor, FlushNotifier) and self._step is not None:
-            actor.ledger.step = self._step
+            actor.ledger.tree.step = self._step
 
     def sent(self, receiver: ActorRef, envelope: Envelope[Any], turn: Turn | None) -> None:
         """A message is sent; what an actor sends to another one is counted."""

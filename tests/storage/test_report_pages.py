@@ -119,7 +119,7 @@ async def test_a_flush_waits_for_every_page_of_the_report_at_the_start(monkeypat
     store = Filled(100)
     async with kvactors.open(config(actors={"channel_bound": 1}), backend=store) as cache:
         await cache.wait_flushed(at_rest=at_rest)
-        assert cache.system.notifier_actor.unnamed() == 100
+        assert len(cache.system.notifier_actor.ledger.unnamed) == 100
 
 
 class Unknown(Control, frozen=True, eq=False):
@@ -129,13 +129,14 @@ class Unknown(Control, frozen=True, eq=False):
 @pytest.mark.parametrize("when", [1, 3, 7])
 async def test_a_notifier_that_restarts_between_two_pages_gets_all_of_them(monkeypatch, when):
     received: dict[int, set[bytes]] = {}
-    gained = FlushNotifier.gained
+    apply = FlushNotifier.fact
 
-    def recording(notifier, message):
-        received.setdefault(notifier.life, set()).update(split_keys(message.keys))
-        gained(notifier, message)
+    def recording(notifier, fact):
+        if isinstance(fact, Gained):
+            received.setdefault(notifier.life, set()).update(split_keys(fact.keys))
+        apply(notifier, fact)
 
-    monkeypatch.setattr(FlushNotifier, "gained", recording)
+    monkeypatch.setattr(FlushNotifier, "fact", recording)
     monkeypatch.setattr(worker, "REPORT_PAGE", 3)
     store, reports = Filled(30), Reports(monkeypatch)
     async with kvactors.open(config(actors={"channel_bound": 1}), backend=store) as cache:

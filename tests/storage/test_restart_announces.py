@@ -12,7 +12,7 @@ import pytest
 
 import kvactors
 from kvactors.actor.message import Control
-from kvactors.flush_notifier import naming
+from kvactors.flush_notifier import unnamed
 from kvactors.storage import writer
 from kvactors.storage.backends import slab_paths
 from kvactors.types import Tier, split_keys
@@ -106,7 +106,7 @@ async def test_what_was_stored_is_announced_after_a_restart(tmp_path, monkeypatc
     assert len(before) == 2 + 10 * 3
     monkeypatch.setattr(writer, "PATH_PAGE", limit)
     monkeypatch.setattr(slab_paths, "CHUNK", limit)
-    monkeypatch.setattr(naming, "WAITING", 1)
+    monkeypatch.setattr(unnamed, "MAX_UNPLACED", 1)
     async with kvactors.open(config(tmp_path)) as cache:
         await cache.wait_flushed(at_rest=at_rest)
         assert announced(cache) == before
@@ -149,11 +149,11 @@ async def test_a_block_whose_parent_is_gone_waits_for_it(tmp_path):
     async with kvactors.open(config(tmp_path)) as cache:
         await cache.wait_flushed()
         assert announced(cache) == {keys[0]}
-        assert len(cache.system.notifier_actor.ledger.waiting.blocks) == 30
+        assert len(cache.system.notifier_actor.ledger.unnamed.unplaced) == 30
         await serve(cache, "only the beginning", prompt(99, 3))
         await cache.wait_flushed()
         assert announced(cache) >= before
-        assert not cache.system.notifier_actor.ledger.waiting.blocks
+        assert not cache.system.notifier_actor.ledger.unnamed.unplaced
         assert cache.check() == []
 
 
@@ -320,12 +320,12 @@ async def test_names_of_blocks_that_are_nowhere_are_ignored(tmp_path):
     async with kvactors.open(config(tmp_path)) as cache:
         await cache.wait_flushed()
         ledger = cache.system.notifier_actor.ledger
-        before = len(ledger.entries)
+        before = len(ledger.blocks)
         root = cache.system.roots.root(kvactors.flush_notifier.messages.PLAIN)
         lineage = kvactors.lineage.Lineage(root, bytes(4 * BLOCK))
         part = writer.PathPart(root, lineage.key(), lineage.tokens)
         cache.system.notifier.try_tell(writer.Named((part,), frozenset([root])))
         await cache.wait_idle()
-        assert len(ledger.entries) == before
-        assert not ledger.waiting.blocks
+        assert len(ledger.blocks) == before
+        assert not ledger.unnamed.unplaced
         assert cache.check() == []

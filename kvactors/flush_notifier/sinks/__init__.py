@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from kvactors.config import Config
 from kvactors.device.base import DeviceBlocks
 from kvactors.errors import ConfigError
+from kvactors.flush_notifier.filter import SinkFilter
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.flush_notifier.sinks.jsonl import JsonLinesSink
 from kvactors.flush_notifier.sinks.memory import MemorySink
-from kvactors.flush_notifier.view import SinkView
 from kvactors.layout.base import Layout
 from kvactors.sink_config import (
     AttentionStoreSinkConfig,
@@ -57,10 +57,11 @@ def require_sinks(config: Config, sinks: Sequence[Sink]) -> None:
                 "a sink must be an instance of a subclass of kvactors.flush_notifier.sinks.Sink, "
                 f"not {kind}"
             )
-        name, view = getattr(sink, "name", None), getattr(sink, "view_of", None)
-        if not isinstance(name, str) or not name or not isinstance(view, SinkView):
+        name, wanted = getattr(sink, "name", None), getattr(sink, "filter", None)
+        if not isinstance(name, str) or not name or not isinstance(wanted, SinkFilter):
             raise TypeError(
-                f"sink {kind} has no name or no view: its __init__ must call super().__init__(name)"
+                f"sink {kind} has no name or no filter: its __init__ must call "
+                "super().__init__(name)"
             )
 
 

@@ -1,5 +1,4 @@
-"""AttentionStore's token index as a sink: which token blocks are on this node, whichever tier holds
-them."""
+"""AttentionStore's token index as a sink: which token blocks this node holds on any tier."""
 
 from __future__ import annotations
 
@@ -13,16 +12,18 @@ from kvactors.errors import SinkError
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.flush_notifier.sinks.journal import Journal
-from kvactors.flush_notifier.sinks.told import Told
+from kvactors.flush_notifier.sinks.published import PublishedBlocks
 from kvactors.sdk_settings import SdkSettings
 from kvactors.sink_config import AttentionStoreSinkConfig
 from kvactors.types import Residency, split_keys
 
 
 class AttentionStoreSink(Sink):
-    """One index call a task, with the complete token path. Since the index has no word for
-    "everything is void", the sink remembers what it told, in a journal if it has one, and takes it
-    back when a life begins."""
+    """One index call a task, with the complete token path.
+
+    The index cannot be emptied. The sink records what it published, in a journal if one is
+    configured, and retracts that when an epoch begins.
+    """
 
     by_tokens = True
     repeats = True
@@ -32,53 +33,59 @@ class AttentionStoreSink(Sink):
         self.announces_full = config.announce == "full"
         self.sdk = Sdk(settings, "index")
         self.ready_timeout = settings.ready_timeout + MARGIN
-        self._told = Told(settings.block_size)
-        self._well = True  # whether the last call was answered
+        self._published = PublishedBlocks(settings.block_size)
+        self._answers = True  # whether the last call was answered
         self._log = get_logger()
         self._journal = Journal(config.journal) if config.journal else None
         if self._journal is not None and not self._journal.path.parent.is_dir():
             raise SinkError(f"sink {self.name!r}: {self._journal.path.parent} is not a folder")
 
     async def open(self) -> None:
-        """Read the journal, connect, wait until the other side is ready. SinkError,
-        DeadlineExceeded."""
+        """Read the journal, connect, and wait until the index is ready.
+
+        Raises:
+            SinkError: the journal or the SDK does not work.
+            DeadlineExceeded: the index is not ready in time.
+        """
         if self._journal is not None:
-            await self._journal.read(self._told)
+            await self._journal.read(self._published)
         try:
             await self.sdk.open()
         except BaseException:
             self.sdk.close()
             raise
 
-    async def begin(self, epoch: int) -> None:
-        """Take back what was told in earlier lives. Given up in the middle, the next attempt goes
-        on."""
-        await self._take_back()
+    async def begin_epoch(self, epoch: int) -> None:
+        """Retract what was published in earlier epochs. An interrupted retraction is continued by
+        the next attempt."""
+        await self._retract()
         if self._journal is not None:
-            await self._journal.rewrite(self._told)
+            await self._journal.rewrite(self._published)
 
-    async def _take_back(self) -> None:
-        for path in list(self._told.take_back()):
+    async def _retract(self) -> None:
+        for path in list(self._published.retractions()):
             await self._flush(path.tokens, path.start, resident=False)
-            self._told.gone(path.names)
+            self._published.remove(path.keys)
 
     async def _flush(self, tokens: bytes, start: int, *, resident: bool) -> None:
-        self._well = False
+        self._answers = False
         await self.sdk.flush(np.frombuffer(tokens, "<u4"), start, resident=resident)
-        self._well = True
+        self._answers = True
 
     async def deliver(self, tasks: Sequence[FlushTask]) -> None:
-        """Tell the index, in order. SinkError at the first call that fails; what came before it is
-        told all the same."""
-        self.taken = 0
+        """Send tasks to the index, in order.
+
+        Raises:
+            SinkError: a call failed. `num_acknowledged` counts the tasks before it.
+        """
+        self.num_acknowledged = 0
         gains = [task for task in tasks if task.residency is Residency.RESIDENT]
-        gains = [task for task in gains if not self._told.holds(task)]
+        gains = [task for task in gains if not self._published.holds(task)]
         for task in gains:
-            self._told.resident(
-                task
-            )  # before the call: a call that is given up may still be carried out
+            # before the call: a cancelled call may still be carried out
+            self._published.add_task(task)
         if self._journal is not None:
-            await self._journal.resident(gains, self._told)
+            await self._journal.resident(gains, self._published)
         gone: list[bytes] = []
         try:
             for task in tasks:
@@ -86,21 +93,19 @@ class AttentionStoreSink(Sink):
                 await self._flush(task.tokens, task.start_block_idx, resident=resident)
                 if not resident:
                     gone += split_keys(task.keys)
-                self.taken += 1
+                self.num_acknowledged += 1
         finally:
-            self._told.gone(gone)
+            self._published.remove(gone)
         if self._journal is not None:
-            await self._journal.gone(gone, self._told)
+            await self._journal.gone(gone, self._published)
 
     async def close(self) -> None:
-        """A process that ends holds nothing. Without a journal nobody could say so later: it is
-        said now, if the index still answers."""
+        """Retract everything, since this process holds nothing after its end. With a journal the
+        next process does that. Skipped if the index does not answer."""
         try:
-            if self._journal is None and self._well:
-                await self._take_back()
+            if self._journal is None and self._answers:
+                await self._retract()
         except SinkError as error:
-            self._log.warning(
-                "the index was not told that this node stops", sink=self.name, error=str(error)
-            )
+            self._log.warning("retraction at close failed", sink=self.name, error=str(error))
         finally:
             self.sdk.close()

@@ -3,102 +3,183 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
+from kvactors.flush_notifier.blocks import HeldBlock
+from kvactors.flush_notifier.filter import SinkFilter
 from kvactors.flush_notifier.messages import FlushTask
-from kvactors.flush_notifier.runs import Holding
-from kvactors.flush_notifier.view import SinkView
 from kvactors.sink_config import SinkConfig
 from kvactors.types import Tier
 
+RENAMED = {"begin": "begin_epoch", "attach": "set_snapshot_source"}
+"""Methods by their names up to version 0.1."""
 
-class Holdings(Protocol):
-    """What a sink has been sent, on demand."""
 
-    def __call__(self, *, every: bool = False) -> Iterator[Holding]:
-        """Everything that a sink was sent as resident and not as gone since, parents before
-        children. every: also blocks that are in the ledger without being resident for this sink
-        (`Holding.tiers` is 0)."""
+class SnapshotSource(Protocol):
+    """The blocks of a sink's view, on demand."""
+
+    def __call__(self, *, every: bool = False) -> Iterator[HeldBlock]:
+        """Blocks that the sink acknowledged as resident, parents before children.
+
+        Args:
+            every: also blocks of the ledger that are not in the view. Their `tiers` are 0.
+        """
         ...
 
 
 class Sink(ABC):
-    """name: unique among a notifier's sinks. view_of: what it hears of, and when.
+    """Where flush tasks go.
 
-    Its life: `open`, then for each life of the notifier `begin` and any number of `deliver`, then
-    `close`. One call at a time; each may be given up at its deadline (its task is cancelled) and
-    repeated with what is true then, so a sink must bear hearing the same twice. Errors are raised,
-    SinkError or whatever the edge gives.
+    `open` comes first. Each incarnation of the notifier calls `set_snapshot_source`, `begin_epoch`
+    and then `deliver` any number of times. `close` comes last. One call runs at a time. A call that
+    misses its deadline is cancelled and repeated with what is due then, so a sink must accept the
+    same task twice. Errors are raised, as SinkError or as they are.
+
+    Attributes:
+        name: unique among the sinks of a notifier.
+        filter: tiers, granularity, and when gains are due.
     """
 
     takes_clear: bool = False
-    """Whether "everything is gone" may be told as one task, with count 0 and no path, instead of
-    run by run."""
+    """Whether the removal of everything may be sent as one task, with count 0 and no path, instead
+    of run by run."""
 
     by_name: bool = False
-    """Whether it knows blocks by their names, and so is told no tokens but those of blocks that are
-    resident now, instead of complete paths."""
+    """Whether it identifies blocks by their hashes. Its tasks carry the tokens of the blocks that
+    are resident now and no path."""
 
     by_tokens: bool = False
-    """Whether it addresses blocks by tokens alone. It gets no blocks of other scopes than the one
-    that the cache was opened with, and none with extra keys in their path."""
+    """Whether it identifies blocks by tokens alone. It is sent no blocks of other scopes than the
+    one that the cache was opened with, and none with extra keys in their path."""
 
     announces_full: bool = False
     """Whether the finish of a request sends all blocks of the request, also those that were sent
     before."""
 
     ready_timeout: float = 0.0
-    """Seconds that `open` may take, where they are more than `actors.start`."""
+    """Seconds that `open` may take, if more than `actors.start`."""
 
     repeats: bool = False
-    """Whether it may be sent again what it has, without "everything is void" before: its index
-    keeps a set of blocks. What an index lost is then sent again without a moment at which the index
-    has nothing. Otherwise `begin` comes first, with the epoch of before."""
+    """Whether the view may be sent again without `begin_epoch` before it: the index keeps a set of
+    blocks. What the index lost is then sent again, and at no moment is the index empty. Otherwise
+    `begin_epoch` comes first, with the same epoch."""
 
     resync_interval: float = 0.0
-    """Seconds after which everything is sent again, 0 for never: from its config."""
+    """Seconds between two times at which everything is sent again, 0 for never. From the config."""
 
-    taken: int = 0
-    """How many tasks of the present or last `deliver`, from the first on, are told for certain. A
-    sink for which a task is a call of its own counts them, so that a call that fails or is too late
-    does not cost those before it."""
+    num_acknowledged: int = 0
+    """Leading tasks of the present or last `deliver` that the index has for certain. A sink that
+    makes one call a task counts them, so that a call that fails or is late does not repeat the
+    tasks before it."""
 
     call: asyncio.Task[str] | None = None
-    """The last call to it, in flight or ended. FlushNotifier sets this, and begins no call before
-    the last one has ended."""
+    """The last call, in flight or ended. Set by FlushNotifier, which starts no call before the last
+    one has ended."""
 
     def __init__(self, config: SinkConfig | str = "", block_size: int = 0) -> None:
-        """config: settings, or just a name (the class's if empty): then it is sent gains and losses
-        of device and host, each as it happens."""
+        """Set the name and the filter.
+
+        Args:
+            config: settings, or a name (the class's if empty). With a name alone gains and losses
+                of device and host are sent immediately.
+            block_size: tokens of a block.
+        """
         if isinstance(config, str):
             config = SinkConfig(name=config or type(self).__name__)
         self.name = config.label
         self.block_size = block_size
         self.resync_interval = config.resync_interval
         tiers = sum({Tier[tier.upper()] for tier in config.tiers}, Tier(0))
-        self.view_of = SinkView(
+        self.filter = SinkFilter(
             int(tiers), config.view == "node", config.gains == "request_finish", self.by_tokens
         )
 
-    async def open(self) -> None:
-        """Before anything else, once. SinkError (or ConfigError) if it cannot work; then nothing is
-        left half-open. It is cancelled after `actors.start` seconds. `close` follows in any
-        case."""
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        _rename(cls)
 
-    def attach(self, holdings: Holdings) -> None:
-        """A new life of the notifier: what it says this sink was told, on demand. Comes before that
-        life's `begin`."""
+    async def open(self) -> None:
+        """Connect. Called once, before anything else, and cancelled after `actors.start` seconds.
+        `close` follows in any case.
+
+        Raises:
+            SinkError: the sink cannot work. Nothing is left half-open.
+        """
+
+    def set_snapshot_source(self, source: SnapshotSource) -> None:
+        """Take the source of this sink's view. Called by each incarnation of the notifier before
+        its `begin_epoch`."""
 
     @abstractmethod
-    async def begin(self, epoch: int) -> None:
-        """A new incarnation of the notifier, or a resync (then with the epoch of before):
-        everything sent until now is void. Comes before everything that is sent from then on."""
+    async def begin_epoch(self, epoch: int) -> None:
+        """Discard everything sent before: a new incarnation of the notifier, or a resync (with the
+        same epoch)."""
 
     @abstractmethod
     async def deliver(self, tasks: Sequence[FlushTask]) -> None:
         """Take tasks, in order."""
 
     async def close(self) -> None:
-        """No more calls. Must not take longer than a moment, whatever the other side does."""
+        """Release everything. No call follows. Must end soon even if the index does not answer."""
+
+    # -- names up to version 0.1
+
+    @property
+    def taken(self) -> int:
+        """Deprecated name of `num_acknowledged`."""
+        _warn("Sink.taken", "num_acknowledged")
+        return self.num_acknowledged
+
+    @taken.setter
+    def taken(self, count: int) -> None:
+        _warn("Sink.taken", "num_acknowledged")
+        self.num_acknowledged = count
+
+    @property
+    def view_of(self) -> SinkFilter:
+        """Deprecated name of `filter`."""
+        _warn("Sink.view_of", "filter")
+        return self.filter
+
+    @view_of.setter
+    def view_of(self, sink_filter: SinkFilter) -> None:
+        _warn("Sink.view_of", "filter")
+        self.filter = sink_filter
+
+
+def _warn(old: str, new: str, stacklevel: int = 3) -> None:
+    warnings.warn(f"{old} is deprecated, use {new}", DeprecationWarning, stacklevel=stacklevel)
+
+
+def _rename(cls: type[Sink]) -> None:
+    """Give each method that a class defines both its names, so that a class written against either
+    name works, and `super()` calls reach the same method under both."""
+    own = vars(cls)
+    for old, new in RENAMED.items():
+        if new in own:
+            setattr(cls, old, _deprecated(own[new], old, new))
+        elif old in own:
+            _warn(f"{cls.__name__}.{old}", new, 4)
+            setattr(cls, new, own[old])
+    if "taken" in own and "num_acknowledged" not in own:
+        _warn(f"{cls.__name__}.taken", "num_acknowledged", 4)
+        counter = property(
+            lambda sink: sink.taken, lambda sink, count: setattr(sink, "taken", count)
+        )
+        setattr(cls, "num_acknowledged", counter)  # noqa: B010  (a class attribute's new name)
+
+
+def _deprecated(method: Callable[..., Any], old: str, new: str) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*args: Any, **options: Any) -> Any:
+        _warn(f"Sink.{old}", new)
+        return method(*args, **options)
+
+    return call
+
+
+_rename(Sink)  # type: ignore[type-abstract]

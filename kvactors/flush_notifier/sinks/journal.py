@@ -1,14 +1,15 @@
-"""A file that remembers what a sink was told, for the process after this one.
+"""A file with the blocks that a sink published, for the process after this one.
 
 It holds JSON lines of three kinds:
 
-["+", start, parent hex, [key hex, ..], [tokens of the complete path, ..]]   these blocks are about
-to be told resident ["+own", start, parent hex, [key hex, ..], [tokens of these blocks, ..]]     the
-same, of a parent that an earlier line has ["-", [key hex, ..]]
-these have been told gone
+* `["+", start, parent hex, [key hex, ..], [tokens of the complete path, ..]]`: these blocks are
+  about to be sent as resident.
+* `["+own", start, parent hex, [key hex, ..], [tokens of these blocks, ..]]`: as before, below a
+  parent that an earlier line has.
+* `["-", [key hex, ..]]`: the removal of these blocks was sent.
 
-A last line without its end (a process killed while it wrote) does not count: what it says was not
-told yet.
+A last line without its end does not count: the process was killed while it wrote, and did not send
+the blocks.
 """
 
 from __future__ import annotations
@@ -27,26 +28,30 @@ from kvactors.actor.uncancelled import to_the_end
 from kvactors.errors import SinkError
 from kvactors.files import open_private
 from kvactors.flush_notifier.messages import FlushTask
-from kvactors.flush_notifier.sinks.told import Told
+from kvactors.flush_notifier.sinks.published import PublishedBlocks
 from kvactors.threads import DaemonExecutor
 from kvactors.types import KEY_BYTES, split_keys
 
 THREADS = DaemonExecutor("kvactors-journal")
 
 GROWTH = 1 << 20
-"""Bytes a journal may grow beyond twice what it held when it was last written anew."""
+"""Bytes by which a journal may grow beyond twice its size after the last rewrite."""
 
 
 class Journal:
-    """path: the file; its folder must exist. Raises SinkError for whatever the file system says."""
+    """The journal at `path`, whose folder must exist. File errors are raised as SinkError."""
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
         self._size = 0
         self._limit = GROWTH
 
-    async def read(self, told: Told) -> None:
-        """What an earlier process told and did not take back."""
+    async def read(self, published: PublishedBlocks) -> None:
+        """Add the blocks that an earlier process published and did not retract.
+
+        Raises:
+            SinkError: the file cannot be read, or a line is malformed or contradicts another.
+        """
         try:
             if not await aiofiles.os.path.exists(self.path, executor=THREADS):
                 async with aiofiles.open(self.path, "ab", opener=open_private, executor=THREADS):
@@ -60,27 +65,27 @@ class Journal:
         whole = data[: data.rfind(b"\n") + 1]
         for number, line in enumerate(whole.splitlines(), 1):
             try:
-                replay(told, msgspec.json.decode(line))
+                replay(published, msgspec.json.decode(line))
             except (msgspec.DecodeError, ValueError, RecursionError) as error:
                 raise SinkError(f"journal {self.path}, line {number}: {error}") from error
         self._size = len(data)
         if len(whole) < len(data):
-            await self.rewrite(told)
+            await self.rewrite(published)
 
-    async def resident(self, tasks: Iterable[FlushTask], told: Told) -> None:
-        """Before these tasks are told."""
+    async def resident(self, tasks: Iterable[FlushTask], published: PublishedBlocks) -> None:
+        """Note gains that are about to be sent."""
         await self._append(
             [line_of(t.start_block_idx, t.parent, split_keys(t.keys), t.tokens) for t in tasks],
-            told,
+            published,
         )
 
-    async def gone(self, keys: Sequence[bytes], told: Told) -> None:
-        """After these have been told gone."""
+    async def gone(self, keys: Sequence[bytes], published: PublishedBlocks) -> None:
+        """Note removals that were sent."""
         await self._append(
-            [msgspec.json.encode(["-", [key.hex() for key in keys]])] if keys else [], told
+            [msgspec.json.encode(["-", [key.hex() for key in keys]])] if keys else [], published
         )
 
-    async def _append(self, lines: list[bytes], told: Told) -> None:
+    async def _append(self, lines: list[bytes], published: PublishedBlocks) -> None:
         if not lines:
             return
         data = b"".join(line + b"\n" for line in lines)
@@ -90,23 +95,23 @@ class Journal:
             raise SinkError(f"journal {self.path}: {error}") from error
         self._size += len(data)
         if self._size > self._limit:
-            await self.rewrite(told)
+            await self.rewrite(published)
 
-    async def rewrite(self, told: Told) -> None:
-        """Write what counts as told anew, in place of all that led to it."""
+    async def rewrite(self, published: PublishedBlocks) -> None:
+        """Replace the file with the blocks that are published now."""
         lines = [
             line_of(
-                node.position,
-                node.parent,
+                block.position,
+                block.parent,
                 [key],
-                told.path_tokens(key) if node.top else node.tokens,
-                whole=node.top,
+                published.path_tokens(key) if block.top else block.tokens,
+                whole=block.top,
             )
-            for key, node in told.nodes.items()
+            for key, block in published.blocks.items()
         ]
         lines.append(
             msgspec.json.encode(
-                ["-", [key.hex() for key, node in told.nodes.items() if not node.told]]
+                ["-", [key.hex() for key, block in published.blocks.items() if not block.resident]]
             )
         )
         data = b"".join(line + b"\n" for line in lines)
@@ -121,8 +126,8 @@ class Journal:
     async def _write(
         self, mode: Literal["ab", "wb"], data: bytes, fresh: Path | None = None
     ) -> None:
-        """Write the file, or a fresh one in its place; to the end even if the sink's time is up, so
-        that no line comes out of turn."""
+        """Append to the file, or replace it with `fresh`. Runs to the end even if the sink's
+        deadline passes, so that lines stay in order."""
 
         async def work() -> None:
             async with aiofiles.open(
@@ -138,20 +143,23 @@ class Journal:
 def line_of(
     start: int, parent: bytes, keys: Sequence[bytes], tokens: bytes, *, whole: bool = True
 ) -> bytes:
-    """A "+" line. whole: whether the tokens are the complete path, or those of the blocks alone
-    (their parent is in an earlier line)."""
+    """A "+" line. whole: the tokens are the complete path. Otherwise they are those of the blocks,
+    whose parent an earlier line has."""
     ids = np.frombuffer(tokens, "<u4").tolist()
     return msgspec.json.encode(
         ["+" if whole else "+own", start, parent.hex(), [key.hex() for key in keys], ids]
     )
 
 
-def replay(told: Told, line: object) -> None:
-    """Apply a line. ValueError if it is none, or contradicts an earlier one; then nothing is
-    applied."""
+def replay(published: PublishedBlocks, line: object) -> None:
+    """Apply a line.
+
+    Raises:
+        ValueError: the line is malformed or contradicts an earlier one. Nothing changed.
+    """
     match line:
         case ["-", list(names)]:
-            told.gone(hashes(names))
+            published.remove(hashes(names))
         case ["+" | "+own" as kind, int(start), str(parent), list(names), list(ids)]:
             tokens, keys, above = (
                 token_bytes(ids),
@@ -159,27 +167,27 @@ def replay(told: Told, line: object) -> None:
                 hashes([parent] if parent else []),
             )
             first = 0 if kind == "+" else start
-            if start < 0 or len(tokens) != (start - first + len(keys)) * told.block_bytes:
+            if start < 0 or len(tokens) != (start - first + len(keys)) * published.block_bytes:
                 raise ValueError(
                     f"{len(ids)} tokens do not belong to {len(keys)} blocks from block {start} on"
                 )
-            node = told.nodes.get(above[0]) if above else None
-            if node is not None and node.position != start - 1:
+            block = published.blocks.get(above[0]) if above else None
+            if block is not None and block.position != start - 1:
                 raise ValueError(
-                    f"block {start} does not follow its parent, which is block {node.position}"
+                    f"block {start} does not follow its parent, which is block {block.position}"
                 )
             if any(
-                key in told.nodes and told.nodes[key].position != at
+                key in published.blocks and published.blocks[key].position != at
                 for at, key in enumerate(keys, start)
             ):
                 raise ValueError("a block is at another position than in an earlier line")
             if len(set(keys)) < len(keys):
-                raise ValueError("a block is there twice")
+                raise ValueError("a block is listed twice")
             if kind == "+own":
-                if node is None:
+                if block is None:
                     raise ValueError("no earlier line has the parent")
-                tokens = told.path_tokens(above[0]) + tokens
-            told.add(above[0] if above else b"", start, keys, tokens)
+                tokens = published.path_tokens(above[0]) + tokens
+            published.add(above[0] if above else b"", start, keys, tokens)
         case _:
             raise ValueError("unknown kind of line")
 

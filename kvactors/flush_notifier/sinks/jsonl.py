@@ -68,8 +68,8 @@ class JsonLinesSink(Sink):
                 f"sink {self.name!r} cannot write {self.path}: {error.strerror or error}"
             ) from error
 
-    async def begin(self, epoch: int) -> None:
-        """See `Sink.begin`."""
+    async def begin_epoch(self, epoch: int) -> None:
+        """See `Sink.begin_epoch`."""
         await self._append([self._encoder.encode({"type": "epoch", "epoch": epoch})])
 
     async def deliver(self, tasks: Sequence[FlushTask]) -> None:

@@ -1,9 +1,9 @@
-"""The state that the batches of a publisher add up to at one number of its stream, for readers that
-lack more than is kept for replay.
+"""The state of a stream of events at one sequence number, for readers that miss more than is kept
+for replay.
 
-It is read from the ledger in steps, while deliveries go on. What the deliveries change is
-corrected, so that the state is exactly that of its number: a reader that takes it and then every
-batch from that number on takes no change twice and misses none.
+It is read from the ledger in steps, while deliveries continue. Their changes are corrected, so that
+the state is exactly that of its number: a reader that applies it and then every batch from that
+number on applies each change once.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from kvactors.flush_notifier.blocks import HeldBlock
 from kvactors.flush_notifier.messages import FlushTask
-from kvactors.flush_notifier.runs import Holding
-from kvactors.flush_notifier.sinks.base import Holdings
+from kvactors.flush_notifier.sinks.base import SnapshotSource
 from kvactors.flush_notifier.sinks.kv_wire import END, Dialect, Event
 from kvactors.types import ALL_TIERS, KEY_BYTES, Residency, Tier
 
@@ -27,41 +27,41 @@ PART = 256
 """Blocks in one batch of a state."""
 
 STEP = 128
-"""Blocks read from the ledger, or corrected, between which others may run."""
+"""Blocks read from the ledger, or corrected, in one step."""
 
 KNOWN = 8
-"""Bits by which `Changes` shifts the tiers that it knows."""
+"""Bits by which `Changes` shifts the known tiers."""
 
 _encoder = msgspec.msgpack.Encoder()
 
 
 class Changes:
-    """What differs between the ledger's view of the sink and the stream up to a number.
+    """How the ledger's view of the sink differs from the stream up to a number.
 
-    last: tasks published before that number that the ledger may not count as delivered yet: they
-    hold. Every task noted later was published from that number on: what it changes was the other
-    way round before.
+    Args:
+        last: tasks published before that number that the ledger may not have in the view yet.
+
+    Attributes:
+        empty: the last task before the number removed everything.
+        cleared: a later task removed everything, so the ledger no longer has the blocks of the
+            number.
     """
 
     def __init__(self, last: Sequence[FlushTask]) -> None:
-        self.empty = any(
-            not task.count for task in last
-        )  # the last thing published was that everything is gone
-        self.cleared = (
-            False  # everything went later: the ledger does not have what was there at the number
-        )
-        self._tiers: dict[
-            bytes, int
-        ] = {}  # by block hash: tiers at the number, and above them which of these are known
+        self.empty = any(not task.count for task in last)
+        self.cleared = False
+        # by block hash: tiers at the number, and above them for which tiers that is known
+        self._tiers: dict[bytes, int] = {}
         self._pending: deque[tuple[FlushTask, bool]] = deque((task, True) for task in last)
 
     def note(self, tasks: Iterable[FlushTask]) -> None:
-        """These are about to be published, with the number of the state or a later one."""
+        """Note tasks that are about to be published, with the state's number or a later one. Before
+        that number each of their changes was the other way round."""
         self._pending.extend((task, False) for task in tasks)
 
     async def settle(self) -> None:
-        """Take everything noted so far into account. Nothing is noted between its end and the
-        caller's next await."""
+        """Apply everything noted so far. Nothing is noted between the return and the caller's next
+        await."""
         looked = 0
         while self._pending:
             task, holds = self._pending.popleft()
@@ -79,7 +79,7 @@ class Changes:
                 if not looked % STEP:
                     await asyncio.sleep(0)
 
-    def tiers(self, held: Holding) -> int:
+    def tiers(self, held: HeldBlock) -> int:
         """The tiers of a block at the number."""
         changed = self._tiers.get(held.key)
         if changed is None:
@@ -89,15 +89,19 @@ class Changes:
 
 
 class Part(NamedTuple):
-    """Some events of a state, encoded one after another. size: how many."""
+    """Consecutive events of a state, encoded. size: how many."""
 
     size: int
     events: bytes
 
 
 class State(NamedTuple):
-    """number: of the first batch that is not in it. parts: AllBlocksCleared, then what is stored,
-    parents before children."""
+    """A state as encoded events.
+
+    Attributes:
+        number: sequence number of the first batch that is not part of it.
+        parts: AllBlocksCleared, then the blocks, parents before children.
+    """
 
     number: int
     parts: list[Part]
@@ -109,7 +113,7 @@ class State(NamedTuple):
             yield joined(self.parts[start : start + size], dp_rank)
 
     def count(self, most: int) -> int:
-        """How many batches `payloads` gives."""
+        """Number of batches that `payloads` yields."""
         size = -(-len(self.parts) // max(1, most))
         return -(-len(self.parts) // size)
 
@@ -142,7 +146,7 @@ def encoded(events: Sequence[Event]) -> Part:
     return Part(len(events), b"".join(map(_encoder.encode, events)))
 
 
-def stored_of(held: Holding, tiers: int, dialect: Dialect) -> Iterator[Event]:
+def stored_of(held: HeldBlock, tiers: int, dialect: Dialect) -> Iterator[Event]:
     """One BlockStored for each of the tiers."""
     for tier in Tier:
         if tiers & tier:
@@ -150,18 +154,18 @@ def stored_of(held: Holding, tiers: int, dialect: Dialect) -> Iterator[Event]:
 
 
 async def make_state(
-    number: int, holdings: Holdings, changes: Changes, dialect: Dialect
+    number: int, source: SnapshotSource, changes: Changes, dialect: Dialect
 ) -> State | None:
-    """The state at a number; None if everything was cleared while it was made."""
+    """Make the state at a number. None if everything was removed before it was complete."""
     parts = [encoded([dialect.cleared()])]
     if changes.empty:
         return State(number, parts)
     events: list[Event] = []
     blocks = 0
-    source = iter(holdings(every=True))
+    held_blocks = iter(source(every=True))
     while True:
         await changes.settle()
-        some = list(islice(source, STEP))
+        some = list(islice(held_blocks, STEP))
         for held in some:
             tiers = changes.tiers(held) & ALL_TIERS.value
             if tiers:
@@ -179,47 +183,53 @@ async def make_state(
 
 
 class StateMaker:
-    """Makes states, one at a time, and keeps the last one for further readers until `release`.
+    """Makes states one at a time, and keeps the last one for further readers until `release`.
 
-    begin: gives the number and the corrections of a new state, end: is called with these
-    corrections when it is made. usable: whether the batches from a number on are still kept.
+    Args:
+        begin: gives the number of a new state and the corrections for it.
+        end: called with these corrections when the state is made.
+        source: gives the source of the view.
+        usable: whether the batches from a number on are still kept.
+        dialect: of the events.
+
+    Attributes:
+        made: states made.
+        number: of the last state, END if no reader needs it.
     """
 
     def __init__(
         self,
         begin: Callable[[], tuple[int, Changes]],
         end: Callable[[Changes], None],
-        holdings: Callable[[], Holdings],
+        source: Callable[[], SnapshotSource],
         usable: Callable[[int], bool],
         dialect: Dialect,
     ) -> None:
         self.made = 0
-        self.number = END  # of the last state, while a reader may need it
+        self.number = END
         self._begin = begin
         self._end = end
-        self._holdings = holdings
+        self._source = source
         self._usable = usable
         self._dialect = dialect
         self._last: State | None = None
         self._making: asyncio.Task[State] | None = None
 
     async def state(self) -> State:
-        """A state after which every batch is still kept. An exception of the ledger is passed
-        on."""
+        """A state after which every batch is still kept. Errors of the ledger pass."""
         if self._last is not None and self._usable(self._last.number):
             return self._last
         if self._making is None or self._making.done():
             self._making = asyncio.get_running_loop().create_task(self._make())
-            self._making.add_done_callback(
-                lambda task: task.cancelled() or task.exception()
-            )  # seen even if no reader waits
+            # retrieved here even if no reader waits
+            self._making.add_done_callback(lambda task: task.cancelled() or task.exception())
         return await asyncio.shield(self._making)
 
     async def _make(self) -> State:
         while True:
             number, changes = self._begin()
             try:
-                state = await make_state(number, self._holdings(), changes, self._dialect)
+                state = await make_state(number, self._source(), changes, self._dialect)
             finally:
                 self._end(changes)
             if state is not None:

@@ -16,8 +16,8 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from kvactors.discreet import discreet, discreet_rich
+from kvactors.flush_notifier.blocks import HeldBlock
 from kvactors.flush_notifier.messages import ExtraKeys, FlushTask, Origin
-from kvactors.flush_notifier.runs import Holding
 from kvactors.flush_notifier.sinks.kv_identity import identity_fields, text
 from kvactors.native import pack_tokens
 from kvactors.sink_config import KvEventsSinkConfig
@@ -184,7 +184,7 @@ class Dialect(NamedTuple):
             *fields,
         )
 
-    def held(self, held: Holding, tier: Tier) -> BlockStored:
+    def held(self, held: HeldBlock, tier: Tier) -> BlockStored:
         """One block that is resident on `tier`, for snapshots and repetitions."""
         extra_keys = ((held.position, held.extra_key),) if held.extra_key else ()
         return self.stored_event(

@@ -31,10 +31,10 @@ class SimSink(FaultySink):
         self.troubled = self.doubled = 0
         self.reader = TreeReader()
 
-    async def begin(self, epoch: int) -> None:
-        """See `Sink.begin`."""
+    async def begin_epoch(self, epoch: int) -> None:
+        """See `Sink.begin_epoch`."""
         await self._before()
-        await self.inner.begin(epoch)
+        await self.inner.begin_epoch(epoch)
         self.reader.clear()
         self._after()
 
@@ -53,7 +53,7 @@ class SimSink(FaultySink):
             await self.inner.deliver(tasks)
             taken = len(tasks)
         finally:
-            self.reader.take(tasks[: max(taken, self.inner.taken)])
+            self.reader.take(tasks[: max(taken, self.inner.num_acknowledged)])
 
     async def _before(self) -> None:
         self.troubled += bool(self.misdeed)

@@ -1,0 +1,203 @@
+"""Blocks of the ledger: where each is, what each sink acknowledged of it, and their order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from kvactors.discreet import discreet
+from kvactors.flush_notifier.filter import SinkFilter
+from kvactors.flush_notifier.messages import Origin
+from kvactors.flush_notifier.steps import Steps
+from kvactors.types import ALL_TIERS, Reason, Tier
+
+UNSURE = 3
+"""Bits by which `LedgerBlock.views` shifts the tiers on which an answer was lost."""
+
+BITS = tuple([int(tier) for tier in Tier if tier & tiers] for tiers in range(ALL_TIERS + 1))
+"""By set of tiers: its members as numbers (plain ints: arithmetic on flags is slow)."""
+
+LAST = 0
+"""Index of `LedgerBlock.reasons` for the last change on any tier. The index of the last change on
+one tier is the tier's bit."""
+
+
+class LedgerBlock:
+    """One block whose path is known.
+
+    Attributes:
+        tiers: set of tiers that hold it.
+        due: per sink, the tiers on which it is to be announced (see `Ledger`).
+        views: per sink, the tiers that the sink acknowledged. Above them, shifted by UNSURE, the
+            tiers on which an answer was lost: the sink may have them or not.
+        pins: references from outside the tree: deliveries in flight, and steps that continue here.
+        finished: whether the path of a finished request covers it.
+        reasons: of the last change, by LAST or by tier.
+        token_addressed: whether tokens alone identify it, in the scope the cache was opened with.
+        child, left, right: the children of a block are a linked list.
+        number, before, after: its place in a `BlockOrder`.
+    """
+
+    __slots__ = (
+        "after",
+        "before",
+        "child",
+        "children",
+        "depth",
+        "due",
+        "extra_key",
+        "finished",
+        "key",
+        "left",
+        "number",
+        "origin",
+        "parent",
+        "parent_key",
+        "pins",
+        "reasons",
+        "right",
+        "tiers",
+        "token_addressed",
+        "tokens",
+        "views",
+    )
+
+    def __init__(
+        self,
+        key: bytes,
+        parent: LedgerBlock | None,
+        parent_key: bytes,
+        tokens: bytes,
+        origin: Origin,
+        sinks: int,
+        extra_key: bytes = b"",
+    ) -> None:
+        self.key = key
+        self.origin = origin
+        self.extra_key = extra_key
+        self.parent = parent
+        self.parent_key = parent_key
+        self.tokens = tokens
+        self.depth: int = parent.depth + 1 if parent is not None else 1
+        self.children = self.tiers = self.pins = 0
+        self.views = [0] * sinks
+        self.due = [0] * sinks
+        self.child: LedgerBlock | None = None
+        self.left: LedgerBlock | None = None
+        self.right: LedgerBlock | None = None
+        self.number = 0
+        self.before: LedgerBlock | None = None
+        self.after: LedgerBlock | None = None
+        self.finished = self.token_addressed = False
+        self.reasons = [Reason.COMMIT] * (1 + max(Tier))
+
+    def idle(self) -> bool:
+        """Whether no tier, no sink's view and no delivery has it. Blocks below it may remain."""
+        return not (self.tiers or self.pins or any(self.views))
+
+    def link(self) -> None:
+        """Add it to the children of its parent."""
+        above = self.parent
+        if above is not None:
+            above.children += 1
+            self.right = above.child
+            if above.child is not None:
+                above.child.left = self
+            above.child = self
+
+    def unlink(self) -> None:
+        """Remove it from the children of its parent. `right` stays, so that a scan that has stopped
+        here continues there."""
+        above, left, right = self.parent, self.left, self.right
+        if above is not None:
+            above.children -= 1
+            if left is not None:
+                left.right = right
+            else:
+                above.child = right
+            if right is not None:
+                right.left = left
+            self.left = None
+
+
+class HeldBlock(NamedTuple):
+    """One block in a sink's view, for snapshots. tokens: its own. tiers: a set."""
+
+    key: bytes
+    parent: bytes
+    position: int
+    tokens: bytes
+    tiers: int
+    origin: Origin
+    extra_key: bytes = b""
+
+    def __repr__(self) -> str:
+        return discreet(self)
+
+
+class BlockOrder:
+    """Blocks in the order they were added: a linked list that can be scanned in steps while blocks
+    come and go. Numbers rise from 1. A removed block has number 0."""
+
+    __slots__ = ("_first", "_last", "last_number")
+
+    def __init__(self) -> None:
+        self._first: LedgerBlock | None = None
+        self._last: LedgerBlock | None = None
+        self.last_number = 0  # given so far
+
+    def add(self, block: LedgerBlock) -> None:
+        """Append a new block."""
+        self.last_number += 1
+        block.number = self.last_number
+        block.before = self._last
+        if self._last is None:
+            self._first = block
+        else:
+            self._last.after = block
+        self._last = block
+
+    def remove(self, block: LedgerBlock) -> None:
+        """Remove a block. `after` stays, so that a scan that has stopped here continues there."""
+        before, after = block.before, block.after
+        if before is None:
+            self._first = after
+        else:
+            before.after = after
+        if after is None:
+            self._last = before
+        else:
+            after.before = before
+        block.before = None
+        block.number = 0
+
+    def up_to(self, number: int) -> Iterator[LedgerBlock]:
+        """Blocks with a number of at most `number`, in order. Blocks may be added and removed
+        between two of them. A block that is there all the time is yielded once."""
+        block = self._first
+        while block is not None and block.number <= number:
+            if block.number:
+                yield block
+            block = block.after
+
+    def __iter__(self) -> Iterator[LedgerBlock]:
+        """All blocks that are there when the scan begins."""
+        return self.up_to(self.last_number)
+
+
+def accepts(sink: SinkFilter, block: LedgerBlock) -> bool:
+    """Whether a sink with this filter is sent a block at all."""
+    return (block.finished or not sink.at_finish) and (block.token_addressed or not sink.by_tokens)
+
+
+def path_to(block: LedgerBlock, step: int) -> Steps[list[LedgerBlock]]:
+    """The blocks from the root to a block, in steps."""
+    path: list[LedgerBlock] = []
+    node: LedgerBlock | None = block
+    while node is not None:
+        path.append(node)
+        node = node.parent
+        if not len(path) % step:
+            yield
+    path.reverse()
+    return path

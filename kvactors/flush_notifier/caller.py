@@ -1,0 +1,90 @@
+"""SinkCaller: starts the calls of sinks and their deadlines, and reports their ends to the
+notifier."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from functools import partial
+
+from kvactors.actor import Actor
+from kvactors.config import FlushConfig
+from kvactors.flush_notifier.deliveries import SinkDelivery
+from kvactors.flush_notifier.messages import CallLate, Delivered, ResyncDue, RetryDue
+from kvactors.flush_notifier.sink_calls import error_of, start_call
+from kvactors.flush_notifier.sink_set import SinkSet
+
+
+class SinkCaller:
+    """Calls sinks for one incarnation of the notifier. Reports arrive as its control messages."""
+
+    def __init__(self, notifier: Actor, sinks: SinkSet, config: FlushConfig, epoch: int) -> None:
+        self._notifier = notifier
+        self._sinks = sinks
+        self._config = config
+        self._epoch = epoch
+
+    def start(self) -> None:
+        """Watch the calls of an earlier incarnation that have not ended, and start the timers of
+        resyncs."""
+        for one in self._sinks:
+            call = one.sink.call
+            if call is not None and not call.done():
+                one.stuck = True
+                self._report_end(one.sink.name, call, -1)
+            if one.sink.resync_interval:
+                self._notifier.after(one.sink.resync_interval, ResyncDue(one.sink.name))
+
+    def call(self, one: SinkDelivery) -> Iterator[None]:
+        """Call a sink with its next batch, or with the epoch. Steps."""
+        yield from one.take(self._epoch)
+        tasks = tuple(one.batch.tasks)
+        call = start_call(one.sink, partial(one.call, self._epoch, tasks, begun=one.begun))
+        self._report_end(one.sink.name, call, one.number)
+        late = CallLate(one.sink.name, one.number)
+        one.timer = self._notifier.after(self._config.timeout, late)
+
+    def _report_end(self, name: str, call: asyncio.Task[str], number: int) -> None:
+        def ended(call: asyncio.Task[str]) -> None:
+            self._notifier.to_self(Delivered(name, number, error_of(call)))
+
+        call.add_done_callback(ended)
+
+    def give_up(self, one: SinkDelivery) -> Iterator[None]:
+        """Cancel a call that missed its deadline, and continue without its answer."""
+        one.stuck = True
+        if one.sink.call is not None:
+            one.sink.call.cancel()
+        return self.end(one, f"no answer within {self._config.timeout} s")
+
+    def end(self, one: SinkDelivery, error: str) -> Iterator[None]:
+        """The call in flight ended: note the result, and start the back-off after an error.
+
+        Returns:
+            The steps of the ledger's part.
+        """
+        if one.timer is not None:
+            one.timer.cancel()
+        log, name = self._notifier.log, one.sink.name
+        if error:
+            delay = one.call_failed(error)
+            if one.failures == 1:
+                log.warning("sink fails", sink=name, error=error, again_in=delay)
+            self._notifier.after(delay, RetryDue(name))
+        elif (failed_for := one.call_succeeded()) is not None:
+            log.info(
+                "sink works again",
+                sink=name,
+                failed_for=round(failed_for, 3),
+                last_error=one.last_error,
+            )
+        return self._sinks.settle_call(one)
+
+    def stop(self) -> None:
+        """Cancel the calls in flight. The next incarnation waits for their end, or the close of the
+        sink."""
+        for one in self._sinks:
+            if one.timer is not None:
+                one.timer.cancel()
+            if one.in_flight and one.sink.call is not None:
+                one.sink.call.cancel()

@@ -1,0 +1,237 @@
+"""A sink's view: what it acknowledged, how that differs from what is due, and what is sent next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvactors.flush_notifier.blocks import UNSURE, HeldBlock, LedgerBlock
+from kvactors.flush_notifier.filter import SinkFilter
+from kvactors.flush_notifier.runs import runs_of
+from kvactors.flush_notifier.selection import Selection
+from kvactors.flush_notifier.steps import Steps
+from kvactors.flush_notifier.tasks import DeliveryBatch, as_task, clear_task
+from kvactors.flush_notifier.tree import LedgerTree
+from kvactors.types import ALL_TIERS
+
+TIERS = int(ALL_TIERS)
+
+
+class SinkView:
+    """One sink's side of the ledger. All work is in steps of at most `LedgerTree.step` blocks.
+
+    Attributes:
+        index: position of this sink in `LedgerBlock.due` and `LedgerBlock.views`.
+        table, closed: see `SinkFilter`.
+        conditional: whether the filter excludes some blocks altogether.
+        dirty: blocks whose view differs from what is due, with the clock at which each began to
+            differ, in that order.
+        clock: counts the differences that began.
+        coalesced: differences that ended before they were sent.
+        clear_due: everything in the view was removed at once, and the sink was not sent that.
+    """
+
+    def __init__(self, tree: LedgerTree, index: int, sink_filter: SinkFilter) -> None:
+        self.tree = tree
+        self.index = index
+        self.filter = sink_filter
+        self.table = sink_filter.table()
+        self.closed = sink_filter.closed()
+        self.conditional = sink_filter.at_finish or sink_filter.by_tokens
+        self.dirty: dict[LedgerBlock, int] = {}
+        self.clock = 0
+        self.coalesced = 0
+        self.clear_due = False
+
+    @property
+    def pending(self) -> int:
+        """Blocks on which the view differs from what is due."""
+        return len(self.dirty)
+
+    @property
+    def delivered_until(self) -> int:
+        """Every difference that began up to this `clock` was delivered, or has ended."""
+        return next(iter(self.dirty.values()), self.clock + 1) - 1
+
+    # -- changes
+
+    def compare(self, block: LedgerBlock) -> None:
+        """The view of a block changed: note whether it differs from what is due."""
+        if block.due[self.index] != block.views[self.index]:
+            if block not in self.dirty:
+                self.clock += 1
+                self.dirty[block] = self.clock
+        elif block in self.dirty:
+            del self.dirty[block]
+            self.coalesced += not block.pins
+        if not block.tiers and block.idle():
+            self.tree.note_idle(block)
+
+    def doubt(self, block: LedgerBlock) -> None:
+        """The sink may have lost a block of its view: the block is sent again."""
+        block.views[self.index] |= (block.views[self.index] & TIERS) << UNSURE
+
+    # -- deliveries
+
+    def take(self, limit: int, epoch: int) -> Steps[DeliveryBatch]:
+        """Make the next batch of about `limit` blocks.
+
+        It is in flight until `delivered` or `refused`. The ledger must not change between the
+        steps.
+        """
+        tree, by_name = self.tree, self.filter.by_name
+        if self.clear_due:
+            self.clear_due = False
+            if self.dirty:
+                task = clear_task(self.filter.tiers, epoch)
+                return DeliveryBatch([task], [], tree.order.last_number)
+        selection = Selection(self.dirty, self.index, limit, tree.step)
+        yield from selection.steps()
+        runs = yield from runs_of(
+            selection,
+            node=self.filter.node,
+            max_blocks=None if by_name else limit,
+            step=tree.step,
+        )
+        tasks = []
+        for run in runs:
+            tasks.append((yield from as_task(run, epoch, by_name=by_name, step=tree.step)))
+            for i, block in enumerate(run.blocks, 1):
+                block.pins += 1
+                if not i % tree.step:
+                    yield
+        return DeliveryBatch(tasks, runs)
+
+    def delivered(self, batch: DeliveryBatch) -> Steps[None]:
+        """The sink acknowledged a batch: it is the view now, whatever has changed since. After a
+        clear, blocks that have come back since differ."""
+        tree, index, dirty = self.tree, self.index, self.dirty
+        tree.version += 1
+        tree.settling += 1
+        sent: dict[LedgerBlock, int] = {}
+        looked = 0
+        for blocks, bit, resident, _ in batch.runs:
+            settled, view = ~(bit | bit << UNSURE), bit if resident else 0
+            for block in blocks if resident else reversed(blocks):
+                block.views[index] = block.views[index] & settled | view
+                sent[block] = sent.get(block, 0) | bit | bit << UNSURE
+                looked += 1
+                if not looked % tree.step:
+                    yield
+        for i, (block, bits) in enumerate(sent.items(), 1):
+            if not (block.due[index] ^ block.views[index]) & ~bits:
+                dirty.pop(block, None)  # a new difference in what was sent began later
+            if not i % tree.step:
+                yield
+        for i, block in enumerate(tree.order.up_to(batch.cleared), 1):
+            if block.views[index]:
+                block.views[index] = 0
+                dirty.pop(block, None)
+                self.compare(block)
+            if not i % tree.step:
+                tree.version += 1
+                yield from tree.trim()
+                yield
+        yield from self._release(batch)
+
+    def refused(self, batch: DeliveryBatch) -> Steps[None]:
+        """The sink did not acknowledge a batch. It may have taken any part of it: all of it is sent
+        again, as far as it is due then."""
+        tree, index = self.tree, self.index
+        tree.version += 1
+        tree.settling += 1
+        if batch.cleared:
+            self.clear_due = True
+        for i, block in enumerate(tree.order.up_to(batch.cleared), 1):
+            if block.views[index]:
+                self.doubt(block)
+                self.compare(block)
+            if not i % tree.step:
+                yield
+        looked = 0
+        for run in batch.runs:
+            for block in run.blocks:
+                block.views[index] |= run.bit << UNSURE
+                looked += 1
+                if not looked % tree.step:
+                    yield
+        yield from self._release(batch)
+
+    def _release(self, batch: DeliveryBatch) -> Iterator[None]:
+        tree = self.tree
+        looked = 0
+        for run in batch.runs:
+            for block in run.blocks:
+                self.compare(block)
+                looked += 1
+                if not looked % tree.step:
+                    yield
+        for run in batch.runs:
+            for block in reversed(run.blocks):  # the deepest first, since it is removed first
+                tree.unpin(block)
+                looked += 1
+                if not looked % tree.step:
+                    tree.version += 1
+                    yield
+        tree.version += 1
+        tree.settling -= 1
+        yield from tree.trim()
+
+    # -- everything again
+
+    def reset(self) -> Iterator[None]:
+        """The sink's index is empty, and no delivery is in flight: everything that is due is sent
+        again. The ledger must not change between the steps."""
+        tree = self.tree
+        tree.version += 1
+        tree.settling += 1
+        self.clear_due = False
+        for i, block in enumerate(tree.order, 1):
+            if block.views[self.index]:
+                block.views[self.index] = 0
+                self.compare(block)
+            if not i % tree.step:
+                tree.version += 1
+                yield from tree.trim()
+                yield
+        tree.version += 1
+        tree.settling -= 1
+        yield from tree.trim()
+
+    def repeat(self) -> Iterator[None]:
+        """The sink's index may have lost any part of the view: all of it is sent again, parents
+        before children. Nothing is removed first, and the ledger may change between the steps."""
+        tree = self.tree
+        for i, block in enumerate(tree.order, 1):
+            if block.views[self.index] & TIERS:
+                tree.version += 1
+                self.doubt(block)
+                self.compare(block)
+            if not i % tree.step:
+                yield
+
+    # -- inspection
+
+    def acknowledged(self) -> Iterator[tuple[bytes, int]]:
+        """Block hashes and sets of tiers of the view. A change between two of them may or may not
+        show."""
+        for block in self.tree.order:
+            if tiers := block.views[self.index] & TIERS:
+                yield block.key, tiers
+
+    def held_blocks(self, *, every: bool = False) -> Iterator[HeldBlock]:
+        """Blocks of the view with all that a snapshot needs, parents before children.
+
+        Args:
+            every: also blocks that are not in the view, with no tiers.
+        """
+        for block in self.tree.order:
+            if (tiers := block.views[self.index] & TIERS) or every:
+                yield HeldBlock(
+                    block.key,
+                    block.parent_key,
+                    block.depth - 1,
+                    block.tokens,
+                    tiers,
+                    block.origin,
+                    block.extra_key,
+                )

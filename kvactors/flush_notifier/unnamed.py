@@ -1,0 +1,184 @@
+"""Resident blocks whose paths are not known, and how blocks found in storage get theirs.
+
+`Gained` reports that a block is resident, `Named` what its hash is made of. A named block is added
+to the tree below its parent, or below a root. A block whose parent is not in the tree waits until
+the parent is added on any path. It is forgotten if it leaves all tiers before.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvactors.discreet import discreet
+from kvactors.flush_notifier.blocks import LAST, LedgerBlock
+from kvactors.flush_notifier.messages import Named, Origin
+from kvactors.flush_notifier.tree import LedgerTree
+from kvactors.types import Reason, Tier, key_at
+
+if TYPE_CHECKING:
+    from kvactors.flush_notifier.ledger import Ledger
+
+MAX_UNPLACED = 65_536
+"""Blocks that wait for a parent at most. Beyond that the oldest is forgotten, and stays unannounced
+until a request names its path."""
+
+
+class UnplacedBlock(NamedTuple):
+    """What the hash of a block is made of."""
+
+    parent_key: bytes
+    tokens: bytes
+    extra_key: bytes
+    origin: Origin
+
+    def __repr__(self) -> str:
+        return discreet(self)
+
+
+class UnnamedBlocks:
+    """Resident blocks that are not in the ledger's tree.
+
+    Attributes:
+        tiers: the set of tiers that hold each. There are as many as resident blocks at most.
+        unplaced: those of them whose hash is known, and whose parent is not in the tree.
+        placeable: keys added to the tree since, below which unplaced blocks wait.
+    """
+
+    def __init__(self) -> None:
+        self.tiers: dict[bytes, int] = {}
+        self.unplaced: dict[bytes, UnplacedBlock] = {}
+        self.placeable: deque[bytes] = deque()
+        self._below: dict[bytes, dict[bytes, None]] = {}  # keys of unplaced blocks, by parent
+
+    def __len__(self) -> int:
+        return len(self.tiers)
+
+    def gain(self, key: bytes, bit: int) -> None:
+        """A tier holds this block."""
+        self.tiers[key] = self.tiers.get(key, 0) | bit
+
+    def lose(self, key: bytes, bit: int) -> None:
+        """A tier no longer holds this block. A block on no tier is forgotten."""
+        if left := self.tiers.pop(key, 0) & ~bit:
+            self.tiers[key] = left
+        else:
+            self.drop(key)
+
+    def clear(self, bit: int, step: int) -> Iterator[None]:
+        """A tier holds nothing. Steps of `step` blocks, with no other change between them."""
+        nowhere: list[bytes] = []
+        for i, (key, tiers) in enumerate(self.tiers.items(), 1):
+            if tiers & ~bit:
+                self.tiers[key] = tiers & ~bit
+            else:
+                nowhere.append(key)
+            if not i % step:
+                yield
+        for i, key in enumerate(nowhere, 1):
+            del self.tiers[key]
+            self.drop(key)
+            if not i % step:
+                yield
+
+    def place(self, key: bytes) -> int:
+        """Remove a block that is added to the tree. Blocks that wait for it become placeable.
+
+        Returns:
+            The tiers that hold it.
+        """
+        if self.unplaced:
+            self.drop(key)
+            if key in self._below:
+                self.placeable.append(key)
+        return self.tiers.pop(key, 0)
+
+    def wait(self, key: bytes, block: UnplacedBlock) -> None:
+        """Keep an unplaced block, and forget the oldest if there are too many."""
+        self.drop(key)
+        if len(self.unplaced) >= MAX_UNPLACED:
+            self.drop(next(iter(self.unplaced)))
+        self.unplaced[key] = block
+        self._below.setdefault(block.parent_key, {})[key] = None
+
+    def drop(self, key: bytes) -> UnplacedBlock | None:
+        """Forget what the hash of an unplaced block is made of, and return it."""
+        block = self.unplaced.pop(key, None)
+        if block is not None:
+            below = self._below[block.parent_key]
+            del below[key]
+            if not below:
+                del self._below[block.parent_key]
+        return block
+
+    def next_placeable(self, tree: LedgerTree) -> tuple[bytes, LedgerBlock, UnplacedBlock] | None:
+        """Take one unplaced block whose parent has been added: its key, its parent, and itself.
+        None if there is no such block."""
+        while self.placeable:
+            parent_key = self.placeable[0]
+            key = next(iter(self._below.get(parent_key, ())), None)
+            parent = tree.blocks.get(parent_key)
+            if key is not None and parent is not None and (block := self.drop(key)) is not None:
+                return key, parent, block
+            self.placeable.popleft()
+        return None
+
+    def fault(self, key: bytes, tree: LedgerTree) -> str:
+        """What is inconsistent about an unplaced block, empty if nothing is."""
+        block = self.unplaced[key]
+        if key not in self._below.get(block.parent_key, ()):
+            return "an unplaced block is missing among those of its parent"
+        if key not in self.tiers:
+            return "an unplaced block is on no tier, or in the tree"
+        if block.parent_key in tree.blocks and block.parent_key not in self.placeable:
+            return "an unplaced block waits for a parent that is in the tree"
+        return ""
+
+
+def name_blocks(ledger: Ledger, message: Named) -> Iterator[None]:
+    """Add resident blocks to the tree whose parents are there. Steps of about `step` blocks."""
+    looked, tree, unnamed = 0, ledger.tree, ledger.unnamed
+    for part in message.parts:
+        extra_keys, parent_key = dict(part.extra_keys), part.parent
+        is_root = parent_key in message.roots
+        size = len(part.tokens) // part.blocks
+        for i in range(part.blocks):
+            key = key_at(part.keys, i)
+            if key in unnamed.tiers and size == ledger.block_bytes:
+                tokens, extra_key = part.tokens[i * size : (i + 1) * size], extra_keys.get(i, b"")
+                block = UnplacedBlock(parent_key, tokens, extra_key, part.origin)
+                parent = tree.blocks.get(parent_key)
+                if parent is not None or (is_root and not i):
+                    place_block(ledger, key, parent, block)
+                else:
+                    unnamed.wait(key, block)
+            parent_key = key
+            looked += 1
+            if not looked % tree.step:
+                yield from place_blocks(ledger)
+                yield
+                tree.version += 1
+    yield from place_blocks(ledger)
+
+
+def place_block(
+    ledger: Ledger, key: bytes, parent: LedgerBlock | None, block: UnplacedBlock
+) -> None:
+    """Add a resident block to the tree. It has no children yet. It counts as covered by a finished
+    request, since one brought it to storage."""
+    ledger.tree.version += 1
+    added = ledger.learn(key, parent, block.parent_key, block.tokens, block.origin, block.extra_key)
+    added.finished = True
+    added.reasons[LAST] = added.reasons[int(Tier.STORAGE)] = Reason.STORED
+    ledger.update(added)
+
+
+def place_blocks(ledger: Ledger) -> Iterator[None]:
+    """Add the unplaced blocks whose parents have been added, and the blocks below them."""
+    looked = 0
+    while (found := ledger.unnamed.next_placeable(ledger.tree)) is not None:
+        place_block(ledger, *found)
+        looked += 1
+        if not looked % ledger.tree.step:
+            yield
