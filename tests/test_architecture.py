@@ -107,7 +107,6 @@ def test_messages_page_is_up_to_date():
 
 LARGE = {
     "kvactors.cache.KVCache",
-    "kvactors.data_plane.ranks.store.RankBackend",
     "kvactors.storage.reader.StorageReader",
     "kvactors.storage.worker.StorageWorker",
     "kvactors.storage.writer.StorageWriter",

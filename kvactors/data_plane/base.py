@@ -18,8 +18,9 @@ from kvactors.device.arena import HostSlots
 from kvactors.device.base import DeviceBlocks
 from kvactors.errors import StoreError
 from kvactors.opening import Opening
-from kvactors.storage.backends import Backend, DirectBackend
+from kvactors.storage.backends import DirectBackend
 from kvactors.storage.backends.checked import CheckedBackend
+from kvactors.storage.slot_store import SlotStore
 
 Progress = Callable[[int], None]
 """Called on the loop with the number of leading layers whose bytes have arrived on the device,
@@ -55,7 +56,7 @@ class DataPlane(ABC):
         self,
         device: DeviceBlocks,
         slots: HostSlots,
-        backend: Backend | None,
+        backend: SlotStore | None,
         device_store: DirectBackend | None,
         *,
         store_timeout: float,

@@ -6,15 +6,15 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from kvactors.storage.backends.base import Backend
 from kvactors.storage.clears import Clears
 from kvactors.storage.containment import Containment, is_key
+from kvactors.storage.slot_store import SlotStore
 
 
 class CheckedInventory:
     """Lists nothing while a clear is pending."""
 
-    def __init__(self, inner: Backend, calls: Containment, clears: Clears) -> None:
+    def __init__(self, inner: SlotStore, calls: Containment, clears: Clears) -> None:
         self._inner = inner
         self._calls = calls
         self._clears = clears

@@ -70,7 +70,7 @@ async def loaded(
     """An open cache and clients for it, in this process."""
     async with open_cache(Config.from_mapping(mapping)) as cache:
         if cache.system.backend is not None:
-            cache.system.backend.breaker = Breaker(pause=BREAKER)
+            cache.system.backend.counters.breaker = Breaker(pause=BREAKER)
         yield cache, Load(cache, tally, setting.seed)
 
 

@@ -128,7 +128,7 @@ async def work(orders: Orders) -> None:
     tally = Tally()
     async with open_cache(Config.from_mapping(orders.config)) as cache:
         if cache.system.backend is not None:
-            cache.system.backend.breaker = Breaker(pause=BREAKER)
+            cache.system.backend.counters.breaker = Breaker(pause=BREAKER)
         say(Said(tally))
         load = Load(cache, tally, orders.seed, fates=orders.fates)
         async with anyio.create_task_group() as tasks:

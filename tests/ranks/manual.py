@@ -9,7 +9,7 @@ from kvactors.data_plane.ranks.handshake import check_leader
 from kvactors.data_plane.ranks.leader import RankGroup
 from kvactors.data_plane.ranks.listening import connect
 from kvactors.data_plane.ranks.protocol import CopyBlocks, Identity, Names, SendNames, Welcome
-from kvactors.data_plane.ranks.store import RankBackend
+from kvactors.data_plane.ranks.store import RankStore
 from kvactors.identity import StoreIdentity
 from kvactors.ranks_config import RanksConfig, Secret
 from kvactors.testing.loop import simulate
@@ -68,7 +68,7 @@ async def come(rank: int, keys: bytes = b"", endpoint: str = ENDPOINT, **over):
 async def opened(*keys: bytes):
     """A group with its two ranks, and a store as it sees theirs."""
     group = group_at()
-    store = RankBackend(group, SCOPE.fingerprint, 64, 1.0, exclusive=False)
+    store = RankStore(group, SCOPE.fingerprint, 64, 1.0, exclusive=False)
     opening = asyncio.ensure_future(group.open())
     await settle()
     wires = [await come(rank, (*keys, b"", b"")[rank]) for rank in range(2)]

@@ -33,7 +33,7 @@ from kvactors.config import (
     StorageConfig,
 )
 from kvactors.data_plane.ranks.protocol import Answer
-from kvactors.data_plane.ranks.store import RankBackend
+from kvactors.data_plane.ranks.store import RankStore
 from kvactors.flush_notifier.filter import SinkFilter
 from kvactors.flush_notifier.ledger import Ledger
 from kvactors.flush_notifier.messages import Announced
@@ -116,7 +116,7 @@ def test_what_was_being_written_when_the_ranks_were_cleared_is_not_held():
 
     async def main() -> None:
         group = TwoRanks()
-        store = RankBackend(group, bytes(32), 64, 1.0, exclusive=False)
+        store = RankStore(group, bytes(32), 64, 1.0, exclusive=False)
         writing = asyncio.ensure_future(
             store.write_slots([bytes([1]) * 32], None, [0], lambda: False)
         )

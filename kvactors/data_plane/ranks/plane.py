@@ -11,13 +11,14 @@ from kvactors.data_plane.ranks.device_store import RanksDirect
 from kvactors.data_plane.ranks.leader import RankGroup
 from kvactors.data_plane.ranks.protocol import CopyBlocks
 from kvactors.data_plane.ranks.state import Health, RankStatistics
-from kvactors.data_plane.ranks.store import RankBackend
+from kvactors.data_plane.ranks.store import RankStore
 from kvactors.device.arena import HostSlots
 from kvactors.device.base import DeviceBlocks
 from kvactors.layout.base import Layout
 from kvactors.opening import Opening
 from kvactors.sdk_settings import store_identity
-from kvactors.storage.backends import Backend, DirectBackend, is_direct
+from kvactors.storage.backends import DirectBackend, is_direct
+from kvactors.storage.slot_store import SlotStore
 
 
 class RanksPlane(DataPlane):
@@ -33,7 +34,7 @@ class RanksPlane(DataPlane):
         group: RankGroup,
         device: DeviceBlocks,
         slots: HostSlots,
-        backend: Backend | None = None,
+        backend: SlotStore | None = None,
         device_store: DirectBackend | None = None,
         *,
         store_timeout: float,
@@ -122,7 +123,7 @@ def make_ranks_plane(config: Config, storage: StorageConfig, layout: Layout) -> 
     )
     backend = None
     if stored:
-        backend = RankBackend(
+        backend = RankStore(
             group,
             layout.fingerprint,
             layout.block_bytes,

@@ -10,11 +10,13 @@ from kvactors.actor.log import get_logger
 from kvactors.data_plane.ranks.leader import RankGroup
 from kvactors.data_plane.ranks.names import RankNames, in_slices
 from kvactors.data_plane.ranks.protocol import Answer, StoreObjects
-from kvactors.device.arena import Arena
+from kvactors.device.arena import Arena, HostSlots
 from kvactors.errors import StoreUnavailable
 from kvactors.flush_notifier.messages import PathPart
 from kvactors.lineage import Lineage
-from kvactors.storage.backends.base import Backend, Expired, ReadReport, WriteReport
+from kvactors.storage.backends.base import Expired, ReadReport, StoreStatistics, WriteReport
+from kvactors.storage.breaker import Breaker
+from kvactors.storage.counters import StoreCounters
 from kvactors.storage.messages import Outcome
 from kvactors.types import join_keys, split_keys
 
@@ -38,7 +40,7 @@ BADNESS = (
 """Outcomes from best to worst: the whole is as its worst share."""
 
 
-class RankBackend(Backend):
+class RankStore:
     """exclusive: as its ranks' stores. shared: whether these are a pool of many nodes, which must
     be asked and of which no node answers for all. seconds: what a batch may take. Slots are numbers
     here: the bytes never come to this process.
@@ -57,7 +59,11 @@ class RankBackend(Backend):
         shared: bool = False,
         keeps_lineages: bool = False,
     ) -> None:
-        super().__init__(fingerprint, block_bytes)
+        self.fingerprint = fingerprint
+        self.block_bytes = block_bytes
+        self.slot_trailer_bytes = self.generation = 0
+        self.stuck = False
+        self.counters = StoreCounters(type(self).__name__)
         self.exclusive = exclusive
         self.shared = shared
         self.keeps_lineages = keeps_lineages
@@ -75,10 +81,6 @@ class RankBackend(Backend):
         """Whether a store of a rank has not been cleared as often as another, or a clear failed."""
         return self._uncleared or self.names_held.uneven
 
-    @clear_pending.setter
-    def clear_pending(self, value: bool) -> None:
-        self._uncleared = value
-
     def take_removed(self) -> list[bytes]:
         """See `Backend.take_removed`; a page of them."""
         return self.names_held.lost()
@@ -89,12 +91,15 @@ class RankBackend(Backend):
             self.names_held.departed.discard(key)
 
     @property
-    def era(self) -> int:  # type: ignore[override]
+    def era(self) -> int:
         """See `Backend.era`."""
         return self.group.memory_generation
 
     async def open(self) -> None:
         """The ranks open their stores themselves."""
+
+    async def attach(self, arena: Arena) -> None:
+        """The ranks attach their arenas themselves."""
 
     def probe(self, keys: Sequence[bytes]) -> int | None:
         """See `Backend.probe`."""
@@ -142,17 +147,17 @@ class RankBackend(Backend):
             gone |= set(split_keys(answer.gone)) if answer is not None else set()
         outcomes = bytes(BADNESS[i] for i in worst)
         if count:
-            self.record_outcomes(outcomes)
+            self.counters.record(outcomes)
         return outcomes, list(gone)
 
     async def read_slots(
-        self, keys: Sequence[bytes], arena: Arena, slots: Sequence[int], expired: Expired
+        self, keys: Sequence[bytes], arena: HostSlots | None, slots: Sequence[int], expired: Expired
     ) -> ReadReport:
         """See `Backend.read_slots`."""
         if expired():
             return ReadReport(bytes([Outcome.LATE]) * len(keys), [])
         outcomes, gone = await self._all("read", keys, slots)
-        self.reads += outcomes.count(Outcome.OK)
+        self.counters.reads += outcomes.count(Outcome.OK)
         bad = {
             key
             for key, o in zip(keys, outcomes, strict=True)
@@ -165,7 +170,7 @@ class RankBackend(Backend):
     async def write_slots(
         self,
         keys: Sequence[bytes],
-        arena: Arena,
+        arena: HostSlots | None,
         slots: Sequence[int],
         expired: Expired,
         lineages: Sequence[Lineage | None] = (),
@@ -180,9 +185,9 @@ class RankBackend(Backend):
             return WriteReport(bytes([Outcome.UNAVAILABLE]) * len(keys), [])
         clears = self._clears
         outcomes, gone = await self._all("write", keys, slots, lineages=lineages)
-        self.writes += outcomes.count(Outcome.OK)
+        self.counters.writes += outcomes.count(Outcome.OK)
         evicted = [key for key in gone if key in self.names_held]
-        self.evicted += len(evicted)
+        self.counters.evicted += len(evicted)
         self.take(evicted)
         for key, outcome in zip(keys, outcomes, strict=True):
             if (
@@ -193,18 +198,6 @@ class RankBackend(Backend):
             ):
                 self.names_held.add(key)
         return WriteReport(outcomes, evicted)
-
-    async def read(
-        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
-    ) -> ReadReport:
-        """See `Backend.read`: memory of this process is not within the ranks' reach."""
-        return ReadReport(bytes([Outcome.UNAVAILABLE]) * len(keys), [])
-
-    async def write(
-        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
-    ) -> WriteReport:
-        """See `Backend.write`: memory of this process is not within the ranks' reach."""
-        return WriteReport(bytes([Outcome.UNAVAILABLE]) * len(keys), [])
 
     async def remove(self, keys: Sequence[bytes]) -> None:
         """See `Backend.remove`."""
@@ -289,6 +282,15 @@ class RankBackend(Backend):
     def holds(self, key: bytes) -> bool:
         """See `Backend.holds`."""
         return key in self.names_held
+
+    @property
+    def breaker(self) -> Breaker:
+        """Opens after several batches that no rank carried out."""
+        return self.counters.breaker
+
+    def statistics(self) -> StoreStatistics:
+        """See `Backend.statistics`."""
+        return self.counters.statistics(self.count(), self.block_bytes)
 
 
 def proved(part: PathPart) -> bool:

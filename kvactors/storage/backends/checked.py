@@ -12,7 +12,7 @@ import operator
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
-from kvactors.device.arena import Arena
+from kvactors.device.arena import Arena, HostSlots
 from kvactors.errors import KVActorsError, StoreError
 from kvactors.flush_notifier.messages import PathPart
 from kvactors.lineage import Lineage
@@ -23,6 +23,7 @@ from kvactors.storage.clears import Clears
 from kvactors.storage.containment import Containment
 from kvactors.storage.counters import StoreCounters, StoreStatistics
 from kvactors.storage.messages import Outcome
+from kvactors.storage.slot_store import SlotStore
 
 
 class CheckedBackend:
@@ -41,7 +42,7 @@ class CheckedBackend:
         timeout: seconds that a call may take.
     """
 
-    def __init__(self, inner: Backend, timeout: float) -> None:
+    def __init__(self, inner: SlotStore, timeout: float) -> None:
         self.inner = inner
         self.fingerprint, self.block_bytes = inner.fingerprint, inner.block_bytes
         self.exclusive = inner.exclusive
@@ -53,6 +54,11 @@ class CheckedBackend:
         self._calls = Containment(type(inner).__name__, timeout)
         self.clears = Clears()
         self.inventory = CheckedInventory(inner, self._calls, self.clears)
+
+    def _backend(self) -> Backend:
+        if not isinstance(self.inner, Backend):
+            raise TypeError(f"{type(self.inner).__name__} is not in reach of this process's memory")
+        return self.inner
 
     @property
     def breaker(self) -> Breaker:
@@ -139,10 +145,10 @@ class CheckedBackend:
         self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
     ) -> ReadReport:
         """See `Backend.read`."""
-        return await self._read(keys, lambda: self.inner.read(keys, views, expired))
+        return await self._read(keys, lambda: self._backend().read(keys, views, expired))
 
     async def read_slots(
-        self, keys: Sequence[bytes], arena: Arena, slots: Sequence[int], expired: Expired
+        self, keys: Sequence[bytes], arena: HostSlots, slots: Sequence[int], expired: Expired
     ) -> ReadReport:
         """See `Backend.read_slots`."""
         return await self._read(keys, lambda: self.inner.read_slots(keys, arena, slots, expired))
@@ -175,12 +181,12 @@ class CheckedBackend:
         self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
     ) -> WriteReport:
         """See `Backend.write`."""
-        return await self._write(keys, lambda: self.inner.write(keys, views, expired))
+        return await self._write(keys, lambda: self._backend().write(keys, views, expired))
 
     async def write_slots(
         self,
         keys: Sequence[bytes],
-        arena: Arena,
+        arena: HostSlots,
         slots: Sequence[int],
         expired: Expired,
         lineages: Sequence[Lineage | None] = (),
