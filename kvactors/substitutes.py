@@ -1,14 +1,28 @@
-"""What runs in the place of an optional actor while it is switched off: every message is answered
-at once, as a miss or as not done."""
+"""Substitutes of optional actors that are switched off. Each handles the messages of its role:
+look-ups are misses, and nothing is written."""
 
 from __future__ import annotations
 
-from kvactors.actor import Envelope, on
+from collections.abc import Mapping
+from typing import ClassVar
+
+from kvactors.actor import Actor, ActorRef, Envelope, Message, on
+from kvactors.config import FlushConfig
 from kvactors.errors import SinkError
-from kvactors.flush_notifier.actor import FlushNotifier
-from kvactors.flush_notifier.ledger import Fact
-from kvactors.flush_notifier.messages import Resync, Settle
-from kvactors.storage.direct import StorageDirect
+from kvactors.flush_notifier.ledger import Fact, Ledger
+from kvactors.flush_notifier.messages import (
+    Announced,
+    Cleared,
+    Gained,
+    Gone,
+    Named,
+    Resync,
+    Scoped,
+    Settle,
+)
+from kvactors.flush_notifier.sink_set import SinkSet
+from kvactors.storage.backends.device_store import DeviceStore
+from kvactors.storage.device_store import StorageDirect
 from kvactors.storage.messages import (
     FetchDevice,
     Fetched,
@@ -21,86 +35,100 @@ from kvactors.storage.messages import (
     Saved,
     SaveDevice,
     Write,
-    Written,
 )
 from kvactors.storage.reader import StorageReader
-from kvactors.storage.writer import StorageWriter
+from kvactors.storage.worker import StorageWorker
+from kvactors.storage.writer import StoreOwner, unwritten
+
+OFF = "the flush notifier is switched off after too many failures: see cache.health()"
 
 
-class NoNotifier(FlushNotifier):
-    """Drops every fact. Its successor is sent all of them again."""
+class NoNotifier(Actor):
+    """Drops every fact. All of them are sent to its successor again.
 
-    def started(self) -> None:
-        """No sink is called."""
+    Attributes:
+        ledger, sinks: empty, for the inspection of the notifier.
+    """
 
+    ROLE: ClassVar[str] = "flush_notifier"
+
+    def __init__(self, ref: ActorRef, *, block_size: int, config: FlushConfig) -> None:
+        super().__init__(ref)
+        self.ledger = Ledger(block_size, ())
+        self.sinks = SinkSet((), self.ledger, config)
+
+    @on(Announced)
+    @on(Gained)
+    @on(Gone)
+    @on(Cleared)
+    @on(Named)
+    @on(Scoped)
     def fact(self, fact: Fact) -> None:
-        """Dropped."""
+        """Drop a fact."""
 
     @on(Settle)
     def settle(self, message: Settle, envelope: Envelope[bool]) -> None:
-        """No sink is healthy; a wait for all of them is refused."""
+        """A wait for the healthy sinks ends: there are none. A wait for all of them is refused."""
         if message.healthy:
             self.answer(envelope, True)
         else:
-            self.refuse(
-                envelope,
-                SinkError(
-                    "the flush notifier is switched off after too many failures: see cache.health()"
-                ),
-            )
+            self.refuse(envelope, SinkError(OFF))
 
     @on(Resync)
     def resync(self, message: Resync, envelope: Envelope[bool]) -> None:
-        """There is no sink to send anything."""
-        self.refuse(
-            envelope,
-            SinkError(
-                "the flush notifier is switched off after too many failures: see cache.health()"
-            ),
-        )
+        """Refused: no sink can be sent anything."""
+        self.refuse(envelope, SinkError(OFF))
 
 
-class NoReader(StorageReader):
-    """Every look-up and every read is a miss. What the store holds is still reported."""
+class NoReader(StorageWorker):
+    """Every look-up and every read is a miss. The contents of the store are still reported."""
+
+    ROLE: ClassVar[str] = StorageReader.ROLE
+    SENDS: ClassVar[Mapping[str, tuple[type[Message], ...]]] = StorageReader.SENDS
 
     @on(Probe)
     def probe(self, message: Probe) -> None:
-        """Nothing is there."""
+        """No key is found."""
         self.tell(self.evictor, Probed(message.op, 0))
 
     @on(Read)
     def read(self, message: Read) -> None:
-        """Nothing can be read."""
-        self.tell(
-            self.evictor, ReadDone(message.op, bytes([Outcome.UNAVAILABLE]) * len(message.slots))
-        )
+        """No object can be read."""
+        outcomes = bytes([Outcome.UNAVAILABLE]) * len(message.slots)
+        self.tell(self.evictor, ReadDone(message.op, outcomes))
 
 
-class NoWriter(StorageWriter):
-    """Every write is refused. A clear is still carried out, and what the store holds is reported:
-    writes in flight at the failure may have changed that."""
+class NoWriter(StoreOwner):
+    """Every write is refused. A clear is still carried out, and the contents of the store are
+    reported: writes in flight at the failure may have changed them."""
 
     @on(Write)
     def write(self, message: Write) -> None:
-        """Nothing can be written."""
-        self.tell(
-            self.evictor, Written(message.op, bytes([Outcome.UNAVAILABLE]) * len(message.slots))
-        )
+        """No object can be written."""
+        self.tell(self.evictor, unwritten(message, Outcome.UNAVAILABLE).answer)
 
     @on(Recount)
     def recount(self, message: Recount) -> None:
-        """Its successor does that."""
+        """Left to the successor."""
 
 
-class NoDirect(StorageDirect):
-    """Every fetch is a miss, every save is not done."""
+class NoDirect(Actor):
+    """Every fetch is a miss, and no block is saved."""
+
+    ROLE: ClassVar[str] = StorageDirect.ROLE
+    SENDS: ClassVar[Mapping[str, tuple[type[Message], ...]]] = StorageDirect.SENDS
+
+    def __init__(self, ref: ActorRef, *, backend: DeviceStore, evictor: ActorRef) -> None:
+        super().__init__(ref)
+        self.evictor = evictor
+        backend.late_since = None
 
     @on(FetchDevice)
     def fetch(self, message: FetchDevice) -> None:
-        """Nothing is there."""
+        """No block is found."""
         self.tell(self.evictor, Fetched(message.op, 0))
 
     @on(SaveDevice)
     def save(self, message: SaveDevice) -> None:
-        """Nothing is saved."""
+        """No block is saved."""
         self.tell(self.evictor, Saved(message.op, 0))

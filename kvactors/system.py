@@ -50,7 +50,7 @@ from kvactors.prefix_index.roots import Roots
 from kvactors.prefix_index.settings import IndexSettings
 from kvactors.shutdown import QUIET, STOP, Shutdown
 from kvactors.storage.backends import Backend
-from kvactors.storage.direct import StorageDirect
+from kvactors.storage.device_store import StorageDirect
 from kvactors.storage.reader import StorageReader
 from kvactors.storage.writer import StorageWriter
 from kvactors.substitutes import NoDirect, NoNotifier, NoReader, NoWriter
@@ -199,16 +199,16 @@ class System:
         )
 
     def _make_reader(
-        self, ref: ActorRef, kind: type[StorageReader] = StorageReader
-    ) -> StorageReader:
+        self, ref: ActorRef, kind: type[StorageReader | NoReader] = StorageReader
+    ) -> StorageReader | NoReader:
         assert self.store is not None
         return kind(
             ref, backend=self.store, arena=self.arena, evictor=self.evictor, notifier=self.notifier
         )
 
     def _make_writer(
-        self, ref: ActorRef, kind: type[StorageWriter] = StorageWriter
-    ) -> StorageWriter:
+        self, ref: ActorRef, kind: type[StorageWriter | NoWriter] = StorageWriter
+    ) -> StorageWriter | NoWriter:
         assert self.store is not None
         root_of = self.roots.root if self.sinks else None
         return kind(
@@ -221,21 +221,16 @@ class System:
         )
 
     def _make_direct(
-        self, ref: ActorRef, kind: type[StorageDirect] = StorageDirect
-    ) -> StorageDirect:
+        self, ref: ActorRef, kind: type[StorageDirect | NoDirect] = StorageDirect
+    ) -> StorageDirect | NoDirect:
         assert self.direct_backend is not None
         return kind(ref, backend=self.direct_backend, evictor=self.evictor)
 
     def _make_notifier(self, ref: ActorRef) -> FlushNotifier:
-        return self._notifier(ref, FlushNotifier, list(self.sinks.values()))
-
-    def _notifier(
-        self, ref: ActorRef, kind: type[FlushNotifier], sinks: Sequence[Sink]
-    ) -> FlushNotifier:
-        return kind(
+        return FlushNotifier(
             ref,
             block_size=self.config.cache.block_size,
-            sinks=sinks,
+            sinks=list(self.sinks.values()),
             config=self.config.flush,
             epoch=self.epoch,
             idle_limit=self.device.num_blocks + self.arena.num_slots + FORGOTTEN,
@@ -253,7 +248,9 @@ class System:
             partial(self._make_writer, kind=NoWriter),
         )
         no_direct = partial(self._make_direct, kind=NoDirect)
-        no_notifier = partial(self._notifier, kind=NoNotifier, sinks=())
+        no_notifier = partial(
+            NoNotifier, block_size=self.config.cache.block_size, config=self.config.flush
+        )
         readers = [
             Group(ref.name, (ActorSpec(StorageReader, self._make_reader, ref, no_reader),))
             for ref in self.readers

@@ -107,12 +107,6 @@ def test_messages_page_is_up_to_date():
 
 LARGE = {
     "kvactors.cache.KVCache",
-    "kvactors.storage.reader.StorageReader",
-    "kvactors.storage.worker.StorageWorker",
-    "kvactors.storage.writer.StorageWriter",
-    "kvactors.substitutes.NoNotifier",
-    "kvactors.substitutes.NoReader",
-    "kvactors.substitutes.NoWriter",
     "kvactors.system.System",
     "kvactors.testing.fakes.store.SimBackend",
     "kvactors.testing.fakes.store.SimPool",

@@ -18,7 +18,7 @@ from kvactors.device.arena import HostSlots
 from kvactors.device.base import DeviceBlocks
 from kvactors.errors import StoreError
 from kvactors.opening import Opening
-from kvactors.storage.backends import DirectBackend
+from kvactors.storage.backends import DeviceStore
 from kvactors.storage.backends.checked import CheckedBackend
 from kvactors.storage.slot_store import SlotStore
 
@@ -57,7 +57,7 @@ class DataPlane(ABC):
         device: DeviceBlocks,
         slots: HostSlots,
         backend: SlotStore | None,
-        device_store: DirectBackend | None,
+        device_store: DeviceStore | None,
         *,
         store_timeout: float,
     ) -> None:

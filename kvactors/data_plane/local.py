@@ -16,7 +16,7 @@ from kvactors.device.base import Device
 from kvactors.errors import DeviceError, StoreError
 from kvactors.layout.base import Layout
 from kvactors.opening import Opening
-from kvactors.storage.backends import Backend, DirectBackend, make_backend, make_direct
+from kvactors.storage.backends import Backend, DeviceStore, make_backend, make_direct
 from kvactors.threads import in_thread
 
 
@@ -34,7 +34,7 @@ class LocalPlane(DataPlane):
         arena: Arena,
         engine: CopyEngine,
         backend: Backend | None = None,
-        device_store: DirectBackend | None = None,
+        device_store: DeviceStore | None = None,
         *,
         store_timeout: float,
         inline: bool = False,

@@ -143,49 +143,48 @@ class Saved(Control, frozen=True, eq=False):
     good: int
 
 
-class Moved(Control, frozen=True, eq=False):
-    """To itself: a child job is over; `answer` goes to the evictor."""
+class TransferDone(Control, frozen=True, eq=False):
+    """To itself: a transfer of device blocks has ended; `answer` is sent to the evictor."""
 
     answer: Control
 
 
-class MoveLate(Control, frozen=True, eq=False):
-    """To itself: the time of a move is over. number: of the move."""
+class TransferLate(Control, frozen=True, eq=False):
+    """To itself: the deadline of a transfer has passed. number: of the transfer."""
 
     number: int
 
 
-class Finished(Control, frozen=True, eq=False):
-    """To itself: a child job is over; `answer` goes to the evictor.
+class BatchDone(Control, frozen=True, eq=False):
+    """To itself: a batch has ended; `answer` is sent to the evictor.
 
-    stored: names that became readable, oldest first. evicted, corrupt, taken: names the store does
-    not hold any more, and why.
+    stored: joined keys that became readable, oldest first. evicted, corrupt, taken: joined keys
+    that left the store, by reason.
     """
 
     answer: Control
-    stored: bytes
-    evicted: bytes
-    corrupt: bytes
-    taken: bytes
-    moved_bytes: int
+    stored: bytes = b""
+    evicted: bytes = b""
+    corrupt: bytes = b""
+    taken: bytes = b""
 
 
 class Recheck(Control, frozen=True, eq=False):
-    """To itself: reports that waited for room are in the notifier's lane. held, gone: the names
-    reported."""
+    """To itself: delayed reports have entered the notifier's lane. held, gone: the reported keys,
+    joined."""
 
     held: bytes
     gone: bytes
 
 
 class NextPage(Control, frozen=True, eq=False):
-    """To itself: continue a report on the whole store, after all that was sent before has entered
-    the notifier's channel."""
+    """To itself: continue a report on the whole store, after all earlier messages have entered the
+    notifier's channel."""
 
 
 class ReadPaths(Control, frozen=True, eq=False):
-    """To itself: read which paths the next blocks of the store form, after all that was sent before
-    has entered the notifier's channel."""
+    """To itself: read the paths of the next blocks of the store, after all earlier messages have
+    entered the notifier's channel."""
 
 
 class PathsRead(Control, frozen=True, eq=False):

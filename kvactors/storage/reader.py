@@ -1,4 +1,4 @@
-"""StorageReader: answers what the store can give, and fills host slots from it."""
+"""`StorageReader`: finds out what the store can give, and fills host slots from it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from typing import ClassVar
 
 from kvactors.actor import Message, on
 from kvactors.flush_notifier.messages import Cleared, Gained, Gone
-from kvactors.storage.messages import Finished, Outcome, Probe, Probed, Read, ReadDone
-from kvactors.storage.worker import StorageWorker
+from kvactors.storage.batches import Batch
+from kvactors.storage.messages import BatchDone, Outcome, Probe, Probed, Read, ReadDone
+from kvactors.storage.worker import StorageWorker, expired
 from kvactors.types import join_keys, split_keys
 
 
 class StorageReader(StorageWorker):
-    """Owns the reads it has under way."""
+    """Owns its reads in flight."""
 
     ROLE: ClassVar[str] = "storage_reader"
     SENDS: ClassVar[Mapping[str, tuple[type[Message], ...]]] = {
@@ -23,41 +24,45 @@ class StorageReader(StorageWorker):
 
     @on(Probe)
     def probe(self, message: Probe) -> None:
-        """A store of our own knows at once; a shared pool must be asked."""
+        """A store that this process owns answers immediately; a shared pool must be asked."""
         keys = split_keys(message.keys)
         found = self.backend.probe(keys)
         if found is not None:
             self.tell(self.evictor, Probed(message.op, found))
             return
 
-        async def work() -> Finished:
-            return done(await self.backend.ask(keys, self.expired(message.deadline)))
+        async def work() -> BatchDone:
+            return done(await self.backend.ask(keys, expired(message.deadline)))
 
-        def done(run: int) -> Finished:
-            return Finished(Probed(message.op, run), b"", b"", b"", b"", 0)
+        def done(run: int) -> BatchDone:
+            return BatchDone(Probed(message.op, run))
 
-        self.enqueue(work, done(0))
+        self.enqueue(Batch(work, done(0)))
 
     @on(Read)
     def read(self, message: Read) -> None:
-        """Read a batch. What an exclusive store hands out stops counting here, before anything else
-        can be written."""
+        """Read a batch. Keys that an exclusive store hands out leave its inventory here, before
+        anything else can be written."""
         keys = split_keys(message.keys)
         if message.take:
             self.backend.take(keys)
 
-        async def work() -> Finished:
+        async def work() -> BatchDone:
             if message.era != self.backend.era:
-                return lost
+                return unread
             report = await self.backend.read_slots(
-                keys, self.arena, message.slots, self.expired(message.deadline)
+                keys, self.arena, message.slots, expired(message.deadline)
             )
             taken = [key for key in keys if not self.backend.holds(key)] if message.take else []
             await self.backend.remove(taken)
-            moved = report.outcomes.count(Outcome.OK) * self.backend.block_bytes
-            answer = ReadDone(message.op, report.outcomes)
-            return Finished(answer, b"", b"", join_keys(report.gone), join_keys(taken), moved)
+            return BatchDone(
+                ReadDone(message.op, report.outcomes),
+                corrupt=join_keys(report.gone),
+                taken=join_keys(taken),
+            )
 
-        unread = ReadDone(message.op, bytes([Outcome.UNAVAILABLE]) * len(keys))
-        lost = Finished(unread, b"", b"", b"", message.keys if message.take else b"", 0)
-        self.enqueue(work, lost, message.slots, message.keys)
+        outcomes = bytes([Outcome.UNAVAILABLE]) * len(keys)
+        unread = BatchDone(
+            ReadDone(message.op, outcomes), taken=message.keys if message.take else b""
+        )
+        self.enqueue(Batch(work, unread, message.slots, message.keys))

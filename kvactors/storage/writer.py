@@ -1,16 +1,18 @@
-"""StorageWriter: writes host slots to the store."""
+"""`StorageWriter`: writes host slots to the store, clears it, and reports what it has kept."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import ClassVar
 
 from kvactors.actor import ActorRef, Message, PeerRestarted, on
 from kvactors.errors import StoreError
-from kvactors.flush_notifier.messages import Cleared, Gained, Gone, Named, Origin, PathPart
+from kvactors.flush_notifier.messages import Cleared, Gained, Gone, Named
+from kvactors.storage.backends.checked import CheckedBackend
+from kvactors.storage.batches import Batch
 from kvactors.storage.messages import (
+    BatchDone,
     ClearStore,
-    Finished,
     Outcome,
     PathsRead,
     ReadPaths,
@@ -19,20 +21,16 @@ from kvactors.storage.messages import (
     Write,
     Written,
 )
-from kvactors.storage.worker import StorageWorker
+from kvactors.storage.worker import StorageWorker, expired
 from kvactors.types import join_keys, split_keys
 
-PATH_PAGE = 256
-"""Blocks whose paths are read at once and sent in one message."""
 
+class StoreOwner(StorageWorker):
+    """Clears the store, and reports what it holds: a writer, or its substitute.
 
-class StorageWriter(StorageWorker):
-    """Owns the writes it has in flight. root_of: the root hash that requests of an origin have now;
-    None if there are no sinks.
-
-    The first writer reports what the store has kept from before. If the store keeps lineages, the
-    paths of these blocks follow in the background, a page at a time: `Gained` for a key has entered
-    the notifier's channel before the key is named.
+    The first writer reports what the store has kept from an earlier process. If the store keeps
+    lineages, the paths of these blocks follow in the background, a page at a time: `Gained` of a
+    key has entered the notifier's channel before a path names the key.
     """
 
     ROLE: ClassVar[str] = "storage_writer"
@@ -41,135 +39,95 @@ class StorageWriter(StorageWorker):
         "flush_notifier": (Gained, Gone, Cleared, Named),
     }
 
-    def __init__(
-        self, ref: ActorRef, *, root_of: Callable[[Origin], bytes] | None = None, **rest: Any
-    ) -> None:
-        super().__init__(ref, **rest)
-        self._root_of = root_of
-        self._announces = root_of is not None and self.backend.keeps_lineages
-        self._paths_due = self._read_again = False
+    def started(self) -> None:
+        """See `StorageWorker.started`."""
+        super().started()
+        if is_first(self.ref):
+            self.reporter.paths.restart()
+            if not self.life:
+                self.reporter.report_all()
+        if self.life and self.backend.needs_clear():
+            self.run_now(clear_batch(self.backend, 0))
+
+    @on(PeerRestarted)
+    def peer_restarted(self, message: PeerRestarted) -> None:
+        """A restarted notifier needs all reports again."""
+        if message.name == "flush_notifier" and is_first(self.ref):
+            self.reporter.paths.restart()
+            self.reporter.report_all()
+
+    @on(ClearStore)
+    def clear(self, message: ClearStore) -> None:
+        """Empty the store. Batches that were sent earlier, to any writer, are not written any
+        more."""
+        self.backend.fence = max(self.backend.fence, (self.evictor.life, message.op))
+        self.run_now(clear_batch(self.backend, message.op))
+
+    @on(PathsRead)
+    def paths_read(self, message: PathsRead) -> None:
+        """Parts of paths were read."""
+        self.reporter.paths_read(message)
+
+    @on(ReadPaths)
+    def read_paths(self, _: ReadPaths) -> None:
+        """Read the next parts of paths."""
+        self.reporter.read_paths()
+
+
+class StorageWriter(StoreOwner):
+    """Owns its writes in flight."""
 
     @on(Write)
     def write(self, message: Write) -> None:
         """Write a batch, unless the store was cleared after it was sent."""
         keys, sent = split_keys(message.keys), (self.evictor.life, message.op)
 
-        async def work() -> Finished:
+        async def work() -> BatchDone:
             if sent < self.backend.fence:
-                return late
+                return unwritten(message, Outcome.LATE)
             if message.era != self.backend.era:
-                return lost
-            until = self.expired(message.deadline)
+                return unwritten(message, Outcome.UNAVAILABLE)
             report = await self.backend.write_slots(
-                keys, self.arena, message.slots, until, message.lineages
+                keys, self.arena, message.slots, expired(message.deadline), message.lineages
             )
-            safe = (Outcome.OK, Outcome.EXISTS)
-            pairs = list(zip(keys, report.outcomes, strict=True))
-            stored = join_keys(
-                key for key, outcome in pairs if outcome in safe and self.backend.holds(key)
+            holds, safe = self.backend.holds, (Outcome.OK, Outcome.EXISTS)
+            results = zip(keys, report.outcomes, strict=True)
+            return BatchDone(
+                Written(message.op, report.outcomes),
+                stored=join_keys(key for key, outcome in results if outcome in safe and holds(key)),
+                evicted=join_keys(key for key in report.evicted if not holds(key)),
             )
-            evicted = join_keys(key for key in report.evicted if not self.backend.holds(key))
-            moved = report.outcomes.count(Outcome.OK) * self.backend.block_bytes
-            return Finished(Written(message.op, report.outcomes), stored, evicted, b"", b"", moved)
 
-        lost = Finished(
-            Written(message.op, bytes([Outcome.UNAVAILABLE]) * len(keys)), b"", b"", b"", b"", 0
-        )
-        late = Finished(
-            Written(message.op, bytes([Outcome.LATE]) * len(keys)), b"", b"", b"", b"", 0
-        )
-        self.enqueue(work, lost, message.slots, message.keys)
-
-    @on(ClearStore)
-    def clear(self, message: ClearStore) -> None:
-        """Empty the store. Batches that were sent before, to any writer, are not written from here
-        on."""
-        self.backend.fence = max(self.backend.fence, (self.evictor.life, message.op))
-        self._clear(message.op)
-
-    def _clear(self, op: int) -> None:
-        async def work() -> Finished:
-            try:
-                await self.backend.clear()
-            except StoreError as error:
-                return Finished(StoreCleared(op, str(error)), b"", b"", b"", b"", 0)
-            return Finished(StoreCleared(op), b"", b"", b"", b"", 0)
-
-        self.run_now(
-            work, Finished(StoreCleared(op, "the store's writer failed"), b"", b"", b"", b"", 0)
-        )
+        failed = unwritten(message, Outcome.UNAVAILABLE)
+        self.enqueue(Batch(work, failed, message.slots, message.keys))
 
     @on(Recount)
     def recount(self, message: Recount) -> None:
-        """Tell of names that ceased to be there outside of any batch; repeat a clear that did not
-        reach all of the store."""
+        """Report keys that the store lost outside of batches; repeat a clear that did not reach the
+        whole store."""
         if self.backend.needs_clear():
-            self._clear(0)
-        self.report_lost()
+            self.run_now(clear_batch(self.backend, 0))
+        self.reporter.report_lost()
 
-    def started(self) -> None:
-        """The notifier hears what the store has kept from before, by one writer for all."""
-        super().started()
-        self._paths_due = self._announces and self._first
-        if not self.life and self._first:
-            self.report_all()
-        if self.life and self.backend.needs_clear():
-            self._clear(0)
 
-    @on(PeerRestarted)
-    def peer_restarted(self, message: PeerRestarted) -> None:
-        """A new notifier is told everything."""
-        if message.name == "flush_notifier" and self._first:
-            self._paths_due = self._announces
-            self.report_all()
+def unwritten(message: Write, outcome: Outcome) -> BatchDone:
+    """The result of a batch that was not written."""
+    return BatchDone(Written(message.op, bytes([outcome]) * len(message.slots)))
 
-    # -- paths
 
-    def report_ended(self) -> None:
-        """See `StorageWorker.report_ended`: now the paths of these blocks, if the notifier does not
-        have them."""
-        if self._paths_due:
-            self._paths_due = False
-            self._read_again = self._reading
-            if not self._reading:
-                self._begin_paths()
-        super().report_ended()
+def is_first(writer: ActorRef) -> bool:
+    """Whether a writer is the one that reports the whole store at the start."""
+    return writer.name.endswith("-0")
 
-    def _begin_paths(self) -> None:
-        self._reading, self._read_again = True, False
-        self.backend.begin_paths()
-        self._read_paths()
 
-    def _read_paths(self) -> None:
-        def read(parts: list[PathPart] | None) -> PathsRead:
-            return PathsRead(None if parts is None else tuple(parts))
+def clear_batch(store: CheckedBackend, op: int) -> Batch:
+    """The batch that empties the store. op: of the ClearStore, 0 for a repetition."""
 
-        self.start_job(self.backend.next_paths(PATH_PAGE), read, lambda _: PathsRead(None))
+    async def work() -> BatchDone:
+        try:
+            await store.clear()
+        except StoreError as error:
+            return BatchDone(StoreCleared(op, str(error)))
+        return BatchDone(StoreCleared(op))
 
-    @on(PathsRead)
-    def paths_read(self, message: PathsRead) -> None:
-        """Parts of paths: the notifier is sent them. The next ones are read after these have
-        entered its channel."""
-        if self._read_again:
-            self._begin_paths()
-        elif message.parts is None:
-            self._reading = False
-            self._report_complete()
-        else:
-            if message.parts and self._root_of is not None:
-                roots = frozenset(
-                    part.parent
-                    for part in message.parts
-                    if self._root_of(part.origin) == part.parent
-                )
-                self.tell(self.notifier, Named(message.parts, roots))
-            self.to_self(ReadPaths())
-
-    @on(ReadPaths)
-    def read_paths(self, _: ReadPaths) -> None:
-        """Read the next parts."""
-        self._read_paths()
-
-    @property
-    def _first(self) -> bool:
-        return self.ref.name.endswith("-0")
+    return Batch(work, BatchDone(StoreCleared(op, "the store's writer failed")))

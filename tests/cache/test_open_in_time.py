@@ -12,7 +12,7 @@ import kvactors
 from kvactors.actor.clock import now
 from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.sink_config import MemorySinkConfig
-from kvactors.storage.backends.direct import DirectBackend
+from kvactors.storage.backends.device_store import DeviceStore
 from kvactors.storage.backends.memory import MemoryBackend
 from kvactors.testing.loop import simulate
 from tests.support.cache import BLOCK, settings
@@ -45,7 +45,7 @@ class Late:
         self.closed += 1
 
 
-class Direct(DirectBackend):
+class Direct(DeviceStore):
     open = None
 
     async def fetch(self, tokens, start, blocks, seconds):

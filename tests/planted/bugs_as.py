@@ -55,7 +55,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "save_of_lost_memory",
-        "storage/direct.py",
+        "storage/device_store.py",
         "one.deadline - now(), one.era == self.backend.era\n",
         "one.deadline - now(), True\n",
         "a save that waited while a rank's process was replaced stores what the new process's "
@@ -91,7 +91,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "nothing_ends_the_wait_for_a_late_move",
-        "storage/direct.py",
+        "storage/device_store.py",
         "            self._late = True\n",
         "            self._late = False\n",
         "every request waits until its own deadline while AttentionStore does not return",

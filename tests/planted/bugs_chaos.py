@@ -10,7 +10,7 @@ FILES = "tests/scenario/test_damaged_files.py"
 BUGS: tuple[Mutation, ...] = (
     Mutation(
         "whole_store_in_one_message",
-        "storage/worker.py",
+        "storage/reports.py",
         "islice(self._unreported, REPORT_PAGE)",
         "self._unreported",
         "a store of millions of objects is reported in one message, and blocks the loop at start "
@@ -19,17 +19,17 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "pages_are_not_compared_with_the_store",
-        "storage/worker.py",
-        "            held = join_keys(key for key in page if self.backend.holds(key))\n",
-        "            held = join_keys(page)\n",
+        "storage/reports.py",
+        "join_keys(key for key in page if self._inventory.holds(key))",
+        "join_keys(page)",
         "a block that was removed between two pages of a report is reported as stored",
         (f"{PAGES}::test_names_removed_between_two_pages_are_not_reported",),
     ),
     Mutation(
         "report_is_not_started_anew",
-        "storage/worker.py",
+        "storage/reports.py",
         "        self._snapshot_due = True\n",
-        "        self._snapshot_due = not self._paging\n",
+        "        self._snapshot_due = not self.active\n",
         "a notifier that restarts between two pages of a report never receives the first ones",
         (f"{PAGES}::test_a_notifier_that_restarts_between_two_pages_gets_all_of_them",),
     ),

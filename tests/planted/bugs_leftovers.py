@@ -150,9 +150,9 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "substitute_reports_nothing",
         "storage/worker.py",
-        "        if self.life:\n            self.report_all()\n",
-        "        if self.life and not type(self).__name__.startswith('No'):\n            "
-        "self.report_all()\n",
+        "        if self.life:\n            self.reporter.report_all()\n",
+        "        if self.life and not type(self).__name__.startswith('No'):\n"
+        "            self.reporter.report_all()\n",
         "while a writer is switched off, indexes list blocks whose write it did not complete, or "
         "lack them",
         (

@@ -61,9 +61,9 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "late_reports_are_not_rechecked",
-        "storage/worker.py",
-        "        if not self.context.outbox.waiting or not (held or gone):\n",
-        "        if not self.context.outbox.waiting or held or gone:\n",
+        "storage/reporter.py",
+        "        if not outbox.waiting or not (held or gone):\n",
+        "        if not outbox.waiting or held or gone:\n",
         "a gain that waited for room in the notifier's lane enters it after another writer's loss "
         "of the same block: sinks stay wrong",
         ("tests/storage/test_late_reports.py",),

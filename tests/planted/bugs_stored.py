@@ -38,9 +38,9 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "flush_does_not_wait_for_the_report",
-        "storage/worker.py",
-        "        while self._paging or self._reading or self.state is State.STARTING:\n",
-        "        while self._reading or self.state is State.STARTING:\n",
+        "storage/reporter.py",
+        "return self.pages.active or self.paths.active or starting",
+        "return self.paths.active or starting",
         "flush_settled(at_rest=False) right after opening returns before the store's blocks were "
         "reported",
         (f"{PAGES}::test_a_flush_waits_for_every_page_of_the_report_at_the_start",),
@@ -65,11 +65,9 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "every_top_is_a_root",
-        "storage/writer.py",
-        "                    part.parent\n"
-        "                    for part in message.parts\n"
-        "                    if self._root_of(part.origin) == part.parent\n",
-        "                    part.parent for part in message.parts if self._root_of(part.origin)\n",
+        "storage/reports.py",
+        "frozenset(part.parent for part in parts if root_of(part.origin) == part.parent)",
+        "frozenset(part.parent for part in parts if root_of(part.origin))",
         "stored blocks that no request can find are announced: of another namespace, or below an "
         "evicted block",
         (f"{RESTART}::test_blocks_of_another_namespace_are_not_announced",),
@@ -92,9 +90,9 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "flush_does_not_wait_for_the_paths",
-        "storage/worker.py",
-        "        while self._paging or self._reading or self.state is State.STARTING:\n",
-        "        while self._paging or self.state is State.STARTING:\n",
+        "storage/reporter.py",
+        "return self.pages.active or self.paths.active or starting",
+        "return self.pages.active or starting",
         "flush_settled(at_rest=False) right after opening returns before the paths of stored "
         "blocks were sent",
         (f"{RESTART}::test_what_was_stored_is_announced_after_a_restart",),
@@ -102,8 +100,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "new_notifier_without_paths",
         "storage/writer.py",
-        "            self._paths_due = self._announces\n            self.report_all()\n",
-        "            self.report_all()\n",
+        "            self.reporter.paths.restart()\n            self.reporter.report_all()\n",
+        "            self.reporter.report_all()\n",
         "after a restart of the notifier the rest of the store stays unannounced",
         (f"{RESTART}::test_the_paths_are_sent_again_after_a_failure",),
     ),

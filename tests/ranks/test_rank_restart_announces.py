@@ -11,7 +11,7 @@ from kvactors.data_plane.ranks.store import proved
 from kvactors.data_plane.ranks.worker import serve_rank
 from kvactors.device.host import HostDevice
 from kvactors.layout import make_layout
-from kvactors.storage import writer
+from kvactors.storage import reporter
 from kvactors.storage.backends.slab_lineage import lineage_in
 from kvactors.types import Tier, split_keys
 
@@ -84,7 +84,7 @@ def announced(cache) -> set[bytes]:
 
 
 async def test_the_leader_announces_what_all_ranks_hold(tmp_path, monkeypatch):
-    monkeypatch.setattr(writer, "PATH_PAGE", 3)
+    monkeypatch.setattr(reporter.reports, "PATH_PAGE", 3)
     async with opened(tmp_path) as cache:
         paths = [(await request(cache, seed))[:4] for seed in range(10, 15)]
         await cache.wait_flushed()
@@ -108,7 +108,7 @@ async def test_the_leader_announces_what_all_ranks_hold(tmp_path, monkeypatch):
 def test_a_part_of_a_path_is_proved_by_its_keys():
     first = kvactors.lineage.Lineage(bytes(32), b"t" * 8, b"x")
     second = kvactors.lineage.Lineage(first.key(), b"u" * 8)
-    part = writer.PathPart(
+    part = reporter.PathPart(
         bytes(32), first.key() + second.key(), b"t" * 8 + b"u" * 8, extra_keys=((0, b"x"),)
     )
     assert proved(part)

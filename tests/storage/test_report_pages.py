@@ -9,7 +9,7 @@ import kvactors
 from kvactors.actor.message import Control
 from kvactors.flush_notifier.actor import FlushNotifier
 from kvactors.flush_notifier.messages import Gained, Gone
-from kvactors.storage import worker
+from kvactors.storage import reports as reports_module
 from kvactors.storage.backends import MemoryBackend
 from kvactors.storage.inventory import REMOVED_PAGE
 from kvactors.storage.messages import Recount
@@ -73,11 +73,11 @@ async def test_a_large_store_is_reported_in_pages_of_one_turn_each(monkeypatch):
     reports = Reports(monkeypatch)
     async with kvactors.open(config(), backend=Filled(20_000)) as cache:
         await cache.wait_idle()
-        assert {len(names) for _, _, names in reports.told[:-1]} == {worker.REPORT_PAGE}
+        assert {len(names) for _, _, names in reports.told[:-1]} == {reports_module.REPORT_PAGE}
         assert (
             len({turn for turn, _, _ in reports.told})
             == len(reports.told)
-            == -(-20_000 // worker.REPORT_PAGE)
+            == -(-20_000 // reports_module.REPORT_PAGE)
         )
         assert sorted(reports.names("Gained")) == [key(number) for number in range(20_000)]
 
@@ -98,8 +98,8 @@ async def test_lost_names_are_reported_in_pages_of_one_turn_each(monkeypatch):
 
 
 async def test_names_removed_between_two_pages_are_not_reported(monkeypatch):
-    store = Filled(5 * worker.REPORT_PAGE)
-    last = key(5 * worker.REPORT_PAGE - 1)
+    store = Filled(5 * reports_module.REPORT_PAGE)
+    last = key(5 * reports_module.REPORT_PAGE - 1)
 
     def between(pages: int) -> None:
         if pages == 2:
@@ -115,7 +115,7 @@ async def test_names_removed_between_two_pages_are_not_reported(monkeypatch):
 
 @pytest.mark.parametrize("at_rest", [True, False])
 async def test_a_flush_waits_for_every_page_of_the_report_at_the_start(monkeypatch, at_rest):
-    monkeypatch.setattr(worker, "REPORT_PAGE", 3)
+    monkeypatch.setattr(reports_module, "REPORT_PAGE", 3)
     store = Filled(100)
     async with kvactors.open(config(actors={"channel_bound": 1}), backend=store) as cache:
         await cache.wait_flushed(at_rest=at_rest)
@@ -137,7 +137,7 @@ async def test_a_notifier_that_restarts_between_two_pages_gets_all_of_them(monke
         apply(notifier, fact)
 
     monkeypatch.setattr(FlushNotifier, "fact", recording)
-    monkeypatch.setattr(worker, "REPORT_PAGE", 3)
+    monkeypatch.setattr(reports_module, "REPORT_PAGE", 3)
     store, reports = Filled(30), Reports(monkeypatch)
     async with kvactors.open(config(actors={"channel_bound": 1}), backend=store) as cache:
         await cache.wait_idle()
@@ -156,7 +156,7 @@ async def test_a_notifier_that_restarts_between_two_pages_gets_all_of_them(monke
 
 
 async def test_a_writer_that_restarts_between_two_pages_reports_the_rest(monkeypatch):
-    monkeypatch.setattr(worker, "REPORT_PAGE", 3)
+    monkeypatch.setattr(reports_module, "REPORT_PAGE", 3)
     store, writers, reports = Filled(30), [], Reports(monkeypatch)
 
     def between(pages: int) -> None:

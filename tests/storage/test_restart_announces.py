@@ -13,7 +13,7 @@ import pytest
 import kvactors
 from kvactors.actor.message import Control
 from kvactors.flush_notifier import unnamed
-from kvactors.storage import writer
+from kvactors.storage import reporter, writer
 from kvactors.storage.backends import slab_paths
 from kvactors.types import Tier, split_keys
 from tests.storage.helpers import after_each_message
@@ -104,7 +104,7 @@ async def truth(cache) -> None:
 async def test_what_was_stored_is_announced_after_a_restart(tmp_path, monkeypatch, at_rest, limit):
     before = await filled(config(tmp_path))
     assert len(before) == 2 + 10 * 3
-    monkeypatch.setattr(writer, "PATH_PAGE", limit)
+    monkeypatch.setattr(reporter.reports, "PATH_PAGE", limit)
     monkeypatch.setattr(slab_paths, "CHUNK", limit)
     monkeypatch.setattr(unnamed, "MAX_UNPLACED", 1)
     async with kvactors.open(config(tmp_path)) as cache:
@@ -260,7 +260,7 @@ async def test_damaged_lineages_cost_the_announcement_of_their_paths_only(tmp_pa
 
 async def test_a_clear_while_the_paths_are_read(tmp_path, monkeypatch):
     await filled(config(tmp_path))
-    monkeypatch.setattr(writer, "PATH_PAGE", 1)
+    monkeypatch.setattr(reporter.reports, "PATH_PAGE", 1)
     async with kvactors.open(config(tmp_path)) as cache:
         await cache.clear(storage=True)
         await serve(cache, "x", prompt(50))
@@ -277,7 +277,7 @@ class Unknown(Control, frozen=True, eq=False):
 @pytest.mark.parametrize("fails", ["notifier", "writer"])
 async def test_the_paths_are_sent_again_after_a_failure(tmp_path, monkeypatch, fails):
     before = await filled(config(tmp_path))
-    monkeypatch.setattr(writer, "PATH_PAGE", 2)
+    monkeypatch.setattr(reporter.reports, "PATH_PAGE", 2)
     sent = []
 
     def recording(one, to, message):
@@ -296,7 +296,7 @@ async def test_the_paths_are_sent_again_after_a_failure(tmp_path, monkeypatch, f
 
 async def test_a_cache_that_closes_does_not_read_the_rest(tmp_path, monkeypatch):
     await filled(config(tmp_path))
-    monkeypatch.setattr(writer, "PATH_PAGE", 1)
+    monkeypatch.setattr(reporter.reports, "PATH_PAGE", 1)
     sent = []
     after_each_message(
         monkeypatch,
@@ -323,7 +323,7 @@ async def test_names_of_blocks_that_are_nowhere_are_ignored(tmp_path):
         before = len(ledger.blocks)
         root = cache.system.roots.root(kvactors.flush_notifier.messages.PLAIN)
         lineage = kvactors.lineage.Lineage(root, bytes(4 * BLOCK))
-        part = writer.PathPart(root, lineage.key(), lineage.tokens)
+        part = reporter.PathPart(root, lineage.key(), lineage.tokens)
         cache.system.notifier.try_tell(writer.Named((part,), frozenset([root])))
         await cache.wait_idle()
         assert len(ledger.blocks) == before

@@ -7,16 +7,16 @@ import asyncio
 
 import pytest
 
-from kvactors.storage.backends.direct import DirectBackend
-from kvactors.storage.direct import WAITING, StorageDirect
-from kvactors.storage.messages import FetchDevice, Fetched, Moved, Saved, SaveDevice
+from kvactors.storage.backends.device_store import DeviceStore
+from kvactors.storage.device_store import WAITING, StorageDirect
+from kvactors.storage.messages import FetchDevice, Fetched, Saved, SaveDevice, TransferDone
 from kvactors.testing.probe import Probe
 from kvactors.testing.stepper import Stepper
 
 TOKENS = bytes(4 * 4 * 4)
 
 
-class Recorder(DirectBackend):
+class Recorder(DeviceStore):
     """Moves everything, and remembers what it was asked for."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ def save(op: int, deadline: float = 1e12, era: int = 0) -> SaveDevice:
     return SaveDevice(op, TOKENS, op, (0, 1), deadline, era)
 
 
-def carried_out(job) -> Moved:
+def carried_out(job) -> TransferDone:
     """Run a job's coroutine to its end in a loop of its own."""
     return asyncio.run(job.coroutine)
 
@@ -91,13 +91,13 @@ def test_nothing_waits_for_a_move_that_takes_longer_than_it_may():
         )
         assert answers(direct.turn(save(5, now + 60.0))) == [("Saved", 5, 0)]
         assert direct.actor.shed == 4
-        over = direct.finish(running, Moved(Saved(1, 2)))
+        over = direct.finish(running, TransferDone(Saved(1, 2)))
         assert answers(over) == [("Saved", 1, 2)], "its own blocks are held until it is over"
         again = direct.turn(fetch(6, now + 60.0)).jobs[0]
         assert answers(direct.elapse(5.0)) == [], (
             "the time of the last one does not count for this one"
         )
-        assert answers(direct.finish(again, Moved(Fetched(6, 2)))) == [("Fetched", 6, 2)]
+        assert answers(direct.finish(again, TransferDone(Fetched(6, 2)))) == [("Fetched", 6, 2)]
 
 
 def test_the_oldest_of_too_many_saves_is_shed():

@@ -9,12 +9,12 @@ from kvactors.actor.log import get_logger
 from kvactors.data_plane.ranks.leader import RankGroup
 from kvactors.data_plane.ranks.moving import FAILED
 from kvactors.data_plane.ranks.protocol import MoveDevice
-from kvactors.storage.backends.direct import DirectBackend
+from kvactors.storage.backends.device_store import DeviceStore
 
 log = get_logger()
 
 
-class RanksDirect(DirectBackend):
+class RanksDirect(DeviceStore):
     """Every move is sent to all ranks; as many blocks have arrived, or are stored, as on the rank
     with the fewest. A rank that is away or silent has none."""
 
@@ -24,7 +24,7 @@ class RanksDirect(DirectBackend):
 
     @property
     def era(self) -> int:
-        """See `DirectBackend.era`."""
+        """See `DeviceStore.era`."""
         return self.group.memory_generation
 
     async def open(self) -> None:
@@ -33,13 +33,13 @@ class RanksDirect(DirectBackend):
     async def fetch(
         self, tokens: bytes, start: int, blocks: tuple[int, ...], seconds: float
     ) -> int:
-        """See `DirectBackend.fetch`."""
+        """See `DeviceStore.fetch`."""
         good = await self._all("fetch", tokens, start, blocks, seconds)
         self.reads += good
         return good
 
     async def save(self, tokens: bytes, start: int, blocks: tuple[int, ...], seconds: float) -> int:
-        """See `DirectBackend.save`."""
+        """See `DeviceStore.save`."""
         good = await self._all("save", tokens, start, blocks, seconds)
         self.writes += good
         return good

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvactors.actor.log import get_logger
 from kvactors.data_plane.ranks.protocol import Answer, MoveDevice
 from kvactors.device.base import DeviceBlocks
-from kvactors.storage.backends.direct import DirectBackend
+from kvactors.storage.backends.device_store import DeviceStore
 
 log = get_logger()
 
@@ -38,7 +38,7 @@ def cannot_be(message: MoveDevice, device: DeviceBlocks) -> str:
     return ""
 
 
-async def carried_out(direct: DirectBackend | None, message: MoveDevice, rank: int) -> Answer:
+async def carried_out(direct: DeviceStore | None, message: MoveDevice, rank: int) -> Answer:
     """Make a move; the store touches none of its blocks any more when this returns."""
     count, good, failed = len(message.blocks), 0, True
     if direct is not None:

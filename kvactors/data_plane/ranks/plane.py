@@ -17,7 +17,7 @@ from kvactors.device.base import DeviceBlocks
 from kvactors.layout.base import Layout
 from kvactors.opening import Opening
 from kvactors.sdk_settings import store_identity
-from kvactors.storage.backends import DirectBackend, is_direct
+from kvactors.storage.backends import DeviceStore, is_direct
 from kvactors.storage.slot_store import SlotStore
 
 
@@ -35,7 +35,7 @@ class RanksPlane(DataPlane):
         device: DeviceBlocks,
         slots: HostSlots,
         backend: SlotStore | None = None,
-        device_store: DirectBackend | None = None,
+        device_store: DeviceStore | None = None,
         *,
         store_timeout: float,
     ) -> None:

@@ -8,15 +8,16 @@ from kvactors.device.base import Device
 from kvactors.errors import ConfigError
 from kvactors.identity import StoreIdentity
 from kvactors.mooncake_config import in_bytes
+from kvactors.moved import moved
 from kvactors.storage.backends.base import Backend
-from kvactors.storage.backends.direct import DirectBackend
+from kvactors.storage.backends.device_store import DeviceStore
 from kvactors.storage.backends.file import FileBackend
 from kvactors.storage.backends.memory import MemoryBackend
 from kvactors.storage.backends.owned import OwnedBackend
 
 __all__ = [
     "Backend",
-    "DirectBackend",
+    "DeviceStore",
     "FileBackend",
     "MemoryBackend",
     "OwnedBackend",
@@ -75,7 +76,7 @@ def is_direct(config: Config) -> bool:
 
 def make_direct(
     config: Config, device: Device, shard: tuple[int, int] | None = None
-) -> DirectBackend | None:
+) -> DeviceStore | None:
     """The store that moves device memory itself, if the config names one. ConfigError, LayoutError,
     SdkError. shard: rank and ranks, in a rank."""
     if not is_direct(config):
@@ -135,3 +136,12 @@ def backend_class(kind: str) -> Any:
     if not (isinstance(found, type) and issubclass(found, Backend)):
         raise ConfigError(f"storage.backend {kind!r} is not a Backend")
     return found
+
+
+_renamed = moved(__name__, "kvactors.storage.backends.device_store", DirectBackend="DeviceStore")
+
+
+def __getattr__(name: str) -> Any:
+    if name != "DirectBackend":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _renamed(name)

@@ -11,12 +11,12 @@ from kvactors.attention_store import MARGIN, Sdk
 from kvactors.device.base import Device
 from kvactors.errors import LayoutError, SdkError
 from kvactors.sdk_settings import SdkSettings
-from kvactors.storage.backends.direct import DirectBackend
+from kvactors.storage.backends.device_store import DeviceStore
 
 log = get_logger()
 
 
-class AttentionStoreBackend(DirectBackend):
+class AttentionStoreBackend(DeviceStore):
     """The device's regions are handed to the SDK as they are: a pointer a layer for keys and, if
     the layout has them, for values. LayoutError for a layout with anything else in it (scales, an
     indexer)."""
@@ -51,7 +51,7 @@ class AttentionStoreBackend(DirectBackend):
     async def fetch(
         self, tokens: bytes, start: int, blocks: tuple[int, ...], seconds: float
     ) -> int:
-        """See `DirectBackend.fetch`: what matches is read, from the first missing block on
+        """See `DeviceStore.fetch`: what matches is read, from the first missing block on
         nothing."""
         if not self.breaker.closed():
             return 0
@@ -71,7 +71,7 @@ class AttentionStoreBackend(DirectBackend):
         return self._saw(got)
 
     async def save(self, tokens: bytes, start: int, blocks: tuple[int, ...], seconds: float) -> int:
-        """See `DirectBackend.save`: what the store lacks, in slices, up to the first that is short,
+        """See `DeviceStore.save`: what the store lacks, in slices, up to the first that is short,
         or until the time is over."""
         if not self.breaker.closed():
             return 0
@@ -121,5 +121,5 @@ class AttentionStoreBackend(DirectBackend):
         return 0
 
     async def close(self) -> None:
-        """See `DirectBackend.close`."""
+        """See `DeviceStore.close`."""
         self.sdk.close()

@@ -1,5 +1,5 @@
-"""StorageDirect: moves blocks between the device and a store that accesses device memory itself and
-is addressed by tokens (AttentionStore)."""
+"""`StorageDirect`: moves blocks between the device and a store that accesses device memory itself
+and is addressed by tokens (AttentionStore)."""
 
 from __future__ import annotations
 
@@ -14,26 +14,33 @@ from kvactors.actor.clock import now
 from kvactors.actor.jobs import MEMORY_LIMIT, Job, JobsRunOn
 from kvactors.actor.log import described
 from kvactors.errors import StoreError
-from kvactors.storage.backends.base import StoreStatistics
-from kvactors.storage.backends.direct import DirectBackend
-from kvactors.storage.messages import FetchDevice, Fetched, Moved, MoveLate, Saved, SaveDevice
+from kvactors.storage.backends.device_store import DeviceStore
+from kvactors.storage.messages import (
+    FetchDevice,
+    Fetched,
+    Saved,
+    SaveDevice,
+    TransferDone,
+    TransferLate,
+)
 
 WAITING = 64
-"""Saves that wait at most; the oldest is shed then."""
+"""Saves that wait at most; beyond that the oldest is refused."""
 
 
 class StorageDirect(Actor):
-    """Owns the moves in flight: one at a time, fetches before saves. While a move takes longer than
-    it may, what waits for it and what comes is answered at once, as a miss or as not saved: no
-    request waits for a store that does not return.
+    """Owns the transfers: one at a time, fetches before saves. While a transfer takes longer than
+    its deadline, waiting and new ones are answered immediately, as a miss or as not saved, so that
+    no request waits for a store that does not return.
 
-    shed: moves that were answered so.
+    Attributes:
+        shed: transfers that were answered so.
     """
 
     ROLE: ClassVar[str] = "storage_direct"
     SENDS: ClassVar[Mapping[str, tuple[type[Message], ...]]] = {"cpu_evictor": (Fetched, Saved)}
 
-    def __init__(self, ref: ActorRef, *, backend: DirectBackend, evictor: ActorRef) -> None:
+    def __init__(self, ref: ActorRef, *, backend: DeviceStore, evictor: ActorRef) -> None:
         super().__init__(ref)
         self.backend = backend
         self.evictor = evictor
@@ -60,9 +67,9 @@ class StorageDirect(Actor):
             self._shed_save()
         self._next()
 
-    @on(Moved)
-    def moved(self, message: Moved) -> None:
-        """A move is over."""
+    @on(TransferDone)
+    def transfer_done(self, message: TransferDone) -> None:
+        """A transfer has ended."""
         self._busy = self._late = False
         self.backend.late_since = None
         self._number += 1
@@ -71,9 +78,9 @@ class StorageDirect(Actor):
         self.tell(self.evictor, message.answer)
         self._next()
 
-    @on(MoveLate)
-    def move_late(self, message: MoveLate) -> None:
-        """A move takes longer than it may: the store is not waited for."""
+    @on(TransferLate)
+    def transfer_late(self, message: TransferLate) -> None:
+        """The deadline of a transfer has passed: transfers no longer wait for the store."""
         if self._busy and message.number == self._number:
             self._late = True
             self.backend.late_since = now()
@@ -108,9 +115,9 @@ class StorageDirect(Actor):
         one: FetchDevice | SaveDevice,
         answer: Callable[[int], Fetched | Saved],
     ) -> None:
-        self._timer = self.after(max(0.0, one.deadline - now()), MoveLate(self._number))
+        self._timer = self.after(max(0.0, one.deadline - now()), TransferLate(self._number))
 
-        async def work() -> Moved:
+        async def work() -> TransferDone:
             seconds, sound = one.deadline - now(), one.era == self.backend.era
             good = (
                 await move(one.tokens, one.start, one.blocks, seconds)
@@ -119,29 +126,26 @@ class StorageDirect(Actor):
             )
             if type(good) is not int or not 0 <= good <= len(one.blocks):
                 raise StoreError(
-                    f"{len(one.blocks)} blocks were to be moved, and {good!r} is no count of them"
+                    f"the store returned {good!r} for a transfer of {len(one.blocks)} blocks"
                 )
-            return Moved(answer(good))
+            return TransferDone(answer(good))
 
-        def failed(error: Exception) -> Moved:
+        def failed(error: Exception) -> TransferDone:
             self.log.error("back end raised", error=described(error))
-            return Moved(answer(0))
+            return TransferDone(answer(0))
 
-        self.start_job(work(), lambda moved: moved, failed)
+        self.start_job(work(), lambda done: done, failed)
 
     def job_limit(self, *, failed: bool) -> float | None:
-        """When it has failed itself, the next incarnation waits for the move: device blocks cannot
-        be withheld. The rest of the cache works."""
+        """See `Actor.job_limit`. After a failure of this actor the next incarnation waits for the
+        transfer, since device blocks cannot be withheld from reuse. The rest of the cache works."""
         return None if failed else MEMORY_LIMIT
 
     def left_behind(self, jobs: Mapping[asyncio.Task[None], Job], *, restart: bool) -> None:
-        """Another actor failed, with which this one restarts: the cache fails."""
+        """See `Actor.left_behind`. Another actor failed, with which this one restarts: the cache
+        fails."""
         if restart:
             raise JobsRunOn(
-                f"a move of the store has not ended {MEMORY_LIMIT:g} s after a failure, and "
+                f"a transfer of the store has not ended {MEMORY_LIMIT:g} s after a failure, and "
                 "accesses device blocks"
             )
-
-    def store_statistics(self) -> StoreStatistics:
-        """A moment's picture of the store."""
-        return self.backend.statistics()
