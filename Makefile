@@ -48,10 +48,10 @@ messages:  ## write docs/messages.md from the message classes
 	$(PYTHON) -m kvactors.docsgen > docs/messages.md
 
 docs:  ## build the documentation into build/site, with strict links
-	$(PYTHON) -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict --quiet
 
 docs-serve:  ## serve the documentation on localhost
-	$(PYTHON) -m mkdocs serve
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs serve
 
 simulate:  ## SEEDS drawn systems in virtual time
 	$(PYTHON) -m tests.simulation --seeds $(SEEDS)

@@ -114,36 +114,40 @@ class KVCache:
         moment at which it gets its blocks, also if it waited for them.
 
         Args:
-            request_id: for messages and statistics; a preempted request that comes again with its
-            id is counted once.
+            request_id: for messages and statistics. A preempted request that comes again with its
+                id is counted once.
             tokens: token ids of the prompt, at least one, each in [0, 2**32): a list or tuple of
-            integers, or a one-dimensional buffer
-                (numpy array, array.array, memoryview) of any integer type. They are copied.
-            extra_keys: media items (offset, length, hash) in ascending order; they take part in the
-            identity of the blocks they overlap.
-                `cached_tokens` never ends inside one: an item is cached whole or not at all (unless
-                `cache.split_media` is set).
-            salt: requests with different salts never share blocks. None is no salt; the empty
-            string is a salt like any other.
-            lora: name of the adapter; requests with different adapters never share blocks. None is
-            the base model, "" an adapter.
-            lora_id: the engine's number of that adapter, sent on KV events for readers that know
-            adapters by number. It identifies
-                nothing: the name does.
-            deadline: seconds from now for this call and for the loads that it starts: loads that
-            miss it are recomputed by the caller.
-                None: `cache.deadline` of the settings (30 s).
+                integers, or a one-dimensional buffer (numpy array, array.array, memoryview) of any
+                integer type. They are copied.
+            extra_keys: media items (offset, length, hash) in ascending order. They take part in
+                the identity of the blocks they overlap. `cached_tokens` never ends inside one: an
+                item is cached whole or not at all (unless `cache.split_media` is set).
+            salt: requests with different salts never share blocks. None is no salt; "" is a salt
+                like any other.
+            lora: name of the adapter. Requests with different adapters never share blocks. None is
+                the base model, "" an adapter.
+            lora_id: the engine's number of that adapter, sent on KV events for readers that
+                identify adapters by number. It is not part of a block's identity: the name is.
+            deadline: seconds from now for this call and for the loads that it starts. Loads that
+                miss it are recomputed by the caller. None: `cache.deadline` of the settings (30 s).
             wait_for_evictions: whether to wait, within the deadline, for evictions in flight whose
-            blocks must be copied first. False: NoRoom
-                instead; the evictions go on, so that a later call may find the blocks.
+                blocks must be copied first. Without it such a request is refused with NoRoom, and
+                the evictions continue, so that a later call may find the blocks.
             wait: the earlier name of `wait_for_evictions`, deprecated.
+
+        Returns:
+            The lease. Finish it, or use it as an async context manager.
 
         Raises:
             NoRoom: fewer device blocks than needed are free, evictable or being freed. Nothing
-            changed.
+                changed.
             DeadlineExceeded: no blocks became free in time.
             Paused: the cache did not resume in time.
-            ActorFailed, CacheClosed, WrongLoop, TypeError, ValueError.
+            ActorFailed: PrefixIndex failed during the call.
+            CacheClosed: the cache is closed.
+            WrongLoop: the call is from another event loop or thread.
+            TypeError: an argument has a wrong type.
+            ValueError: an argument has a wrong value.
         """
         at = self._deadline(deadline)
         if wait is not None:

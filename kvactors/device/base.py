@@ -35,7 +35,7 @@ class DeviceBlocks:
 
 class Device(DeviceBlocks, ABC):
     """Device blocks that this process copies: one region per piece of the layout, each
-    [num_blocks][piece bytes].
+    `[num_blocks][piece bytes]`.
 
     Both copies block until the bytes have arrived, release the GIL, and are called from copy
     threads, on disjoint blocks and slots.

@@ -82,24 +82,23 @@ async def serve_rank(
         device: this rank's, with `device.num_blocks` alike in all ranks.
         rank: this rank's number, below `ranks`.
         ranks: how many ranks there are.
-        config: the leader's own; from it come the arena (`host`), the store (`storage`, whose
-        objects are this rank's alone; with AttentionStore
-            this rank's shard) and the secret (`ranks.secret`, or the variable
-            KVACTORS_RANKS_SECRET).
+        config: the leader's. It gives the arena (`host`), the store (`storage`, whose objects
+            belong to this rank alone; with AttentionStore this rank's shard) and the secret
+            (`ranks.secret`, or the variable KVACTORS_RANKS_SECRET).
         backend: in place of the config's.
         admitted: called each time the leader has admitted this rank.
         inline_copies: copy in the loop's thread, for loops of virtual time (with a memory://
-        endpoint).
+            endpoint).
 
     Raises:
-        ConfigError, LayoutError, StoreError, DeviceError, SdkError: at the start. A tcp endpoint
-        without a secret is a ConfigError. A store or a
-            copy engine that does not open in `actors.start` seconds is a StoreError or DeviceError;
-            AttentionStore that is not ready in
-            `attention_store.ready_timeout` seconds is a DeadlineExceeded.
-        RankError: the leader refuses this rank (the message names the values that differ), does not
-        have the same secret, or another
-            process already serves this number and answers.
+        ConfigError: a setting is wrong, or a tcp endpoint has no secret.
+        LayoutError: the device does not fit the layout.
+        StoreError: the store cannot be opened, or not within `actors.start` seconds.
+        DeviceError: the copy engine cannot be opened, or not within `actors.start` seconds.
+        SdkError: AttentionStore's SDK is not there, or refused a call.
+        DeadlineExceeded: AttentionStore is not ready in `attention_store.ready_timeout` seconds.
+        RankError: the leader refuses this rank (the message names the values that differ), does
+            not have the same secret, or another process already serves this number and answers.
     """
     config = Config.from_env(base=config)
     if not 0 <= rank < ranks:
