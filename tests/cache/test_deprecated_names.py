@@ -1,5 +1,5 @@
-"""Earlier names of the public API work for one release, with a warning; threads have every call of
-the cache and of leases."""
+"""Earlier names of the public API work for one release, with a warning. Threads have every call
+of the cache and of leases."""
 
 from __future__ import annotations
 
