@@ -6,7 +6,9 @@ The objects of this package decide and return actions. They never send: only the
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
+
+from msgspec import Struct
 
 from kvactors.actor import Control, Envelope, Message, Timer
 
@@ -31,21 +33,21 @@ class Timed:
             self.timer = None
 
 
-class Answer(NamedTuple):
+class Answer(Struct):
     """Answer a request with a value."""
 
     envelope: Envelope[Any]
     value: Any
 
 
-class Refusal(NamedTuple):
+class Refusal(Struct):
     """Answer a request with an error."""
 
     envelope: Envelope[Any]
     error: Exception
 
 
-class StartTimer(NamedTuple):
+class StartTimer(Struct):
     """Send `message` to the actor itself `grace` seconds after `deadline`, unless `operation` has
     ended by then. deadline: absolute loop time; one in the past counts as now."""
 

@@ -22,43 +22,39 @@ class Held(Timed):
 
 
 class HeldRequests:
-    """Requests of a paused cache by lease, in order of arrival. tickets: numbers of waits."""
+    """Requests of a paused cache. requests: by lease, in order of arrival. tickets: numbers of
+    waits."""
 
     def __init__(self, tickets: Iterator[int]) -> None:
         self.paused = False
         self._tickets = tickets
-        self._held: dict[int, Held] = {}
+        self.requests: dict[int, Held] = {}
 
     def __len__(self) -> int:
-        return len(self._held)
-
-    @property
-    def holding(self) -> bool:
-        """Whether a new request must wait: for the end of a pause, or behind those that do."""
-        return self.paused or bool(self._held)
+        return len(self.requests)
 
     def hold(self, message: Acquire, envelope: Envelope[Granted]) -> list[Action]:
         """Let a request wait."""
         held = Held(message, envelope, next(self._tickets))
-        self._held[message.lease] = held
+        self.requests[message.lease] = held
         return [StartTimer(held, message.deadline, Expired(message.lease, held.ticket))]
 
     def take_next(self) -> Held | None:
         """Remove the request that has waited longest; None during a pause or if there is none."""
-        if self.paused or not self._held:
+        if self.paused or not self.requests:
             return None
-        return self._remove(next(iter(self._held)))
+        return self._remove(next(iter(self.requests)))
 
     def cancel(self, lease: int) -> Held | None:
         """Remove a request that was cancelled."""
-        return self._remove(lease) if lease in self._held else None
+        return self._remove(lease) if lease in self.requests else None
 
     def expire(self, lease: int, ticket: int) -> Held | None:
         """Remove a request whose deadline has passed; None if the ticket is not of this wait."""
-        held = self._held.get(lease)
+        held = self.requests.get(lease)
         return None if held is None or held.ticket != ticket else self._remove(lease)
 
     def _remove(self, lease: int) -> Held:
-        held = self._held.pop(lease)
+        held = self.requests.pop(lease)
         held.stop_timer()
         return held

@@ -22,7 +22,8 @@ class LeaseTable:
     """Granted leases by number.
 
     A granted lease is pending while loads of it are in flight; `wait_ready` is answered after the
-    last one. It can fail, which every later call raises, and it ends when it is removed.
+    last one. It can fail, which every later call raises, and it ends when it is removed. `get`
+    finds it by its number, None once it has ended.
 
     restarted: leases of an earlier incarnation were lost. requests, looked_up: leases granted, and
     their full blocks. resumed: leases of requests that were preempted before, which the other
@@ -36,6 +37,7 @@ class LeaseTable:
         self._evictions = evictions
         self._restarted = restarted
         self._leases: dict[int, LeaseState] = {}
+        self.get = self._leases.get  # bound: every call of a lease begins with it
         self._preempted: dict[str, None] = {}  # request ids
 
     def __len__(self) -> int:
@@ -43,10 +45,6 @@ class LeaseTable:
 
     def __iter__(self) -> Iterator[LeaseState]:
         return iter(self._leases.values())
-
-    def get(self, lease: int) -> LeaseState | None:
-        """A granted lease by its number; None if it has ended."""
-        return self._leases.get(lease)
 
     def refusal(self, envelope: Envelope[Any]) -> Refusal:
         """The lease of a request has ended."""

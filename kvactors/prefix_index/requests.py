@@ -39,7 +39,7 @@ class Requests:
 
     def acquire(self, message: Acquire, envelope: Envelope[Granted]) -> list[Action]:
         """Match, pin and take blocks, now or once there is room; during a pause, after it."""
-        if self._held.holding:
+        if self._held.paused or self._held.requests:
             return self._held.hold(message, envelope)
         return self.admit(message, envelope)
 

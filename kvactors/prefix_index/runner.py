@@ -37,7 +37,7 @@ class ActionRunner:
     def perform(self, actions: list[Action]) -> None:
         """Carry out actions in order."""
         for action in actions:
-            if isinstance(action, Answer):
+            if type(action) is Answer:
                 self._answer(action.envelope, action.value)
             elif isinstance(action, TO_NOTIFIER):
                 self._tell(self._notifier, action)
