@@ -75,7 +75,7 @@ BUGS: tuple[Mutation, ...] = (
 """,
         "blocks of a tenant that was forgotten are announced as blocks of another",
         (
-            "tests/flush_notifier/test_kv_identity.py::test_blocks_whose_scope_was_forgotten_are_not_announced_as_others",
+            "tests/prefix_index/test_announcements.py::test_a_walk_does_not_announce_blocks_of_a_forgotten_root_as_others",
         ),
     ),
     Mutation(

@@ -6,7 +6,7 @@ from __future__ import annotations
 from kvactors.native import Path
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.records import LeaseState
-from tests.prefix_index.parts import lease_table
+from tests.prefix_index.objects import lease_table
 
 BLOCK, ROOT = 4, bytes(32)
 

@@ -1,0 +1,151 @@
+"""Announcements: what the notifier is sent, and in which order."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvactors.flush_notifier.messages import PLAIN, Announced, Cleared, Gained, Gone, Origin, Scoped
+from kvactors.prefix_index import announcements as module
+from kvactors.prefix_index.announcements import Announcements
+from kvactors.prefix_index.messages import Continue
+from kvactors.prefix_index.parts import next_part
+from kvactors.types import Reason
+from tests.prefix_index.objects import block_index, path
+
+ROOT, OTHER = b"r" * 32, b"o" * 32
+
+
+@pytest.fixture
+def index():
+    return block_index(16, part=2)
+
+
+def made(index, *, enabled=True, whole=False):
+    return Announcements(index, enabled=enabled, whole=whole)
+
+
+def cached(index, blocks, *, root=ROOT, first=0):
+    """A path of committed blocks."""
+    one = path(blocks, first=first, root=root)
+    index.tree.pin(one)
+    one.assign(0, index.take(blocks))
+    index.tree.commit(one, blocks)
+    return one
+
+
+def work_of(actions):
+    """The actions without the message for the next part, and that part's work."""
+    *done, last = actions
+    assert isinstance(last, Continue)
+    return done, last.work
+
+
+def whole_walk(actions):
+    """Every message of a walk, in order."""
+    found = []
+    while actions and isinstance(actions[-1], Continue):
+        done, work = work_of(actions)
+        found += done
+        actions = next_part(work)
+    return found + actions
+
+
+def test_without_a_sink_nothing_is_sent(index):
+    news = made(index, enabled=False)
+    one = cached(index, 2)
+    assert news.cached(one, 0, 2, Reason.COMMIT) == []
+    assert news.gone(one.keys(0, 2), Reason.DEVICE_DROP) == []
+    assert news.cleared(Reason.CLEAR) == news.scoped("b") == news.announce_all() == []
+
+
+def test_a_long_path_is_announced_in_parts_each_below_its_parent(index):
+    news = made(index)
+    news.remember(ROOT, PLAIN)
+    one = cached(index, 5)
+    sent = news.cached(one, 0, 5, Reason.COMMIT)
+    assert [(each.start, each.count) for each in sent] == [(0, 2), (2, 2), (4, 1)]
+    assert [each.parent for each in sent] == [ROOT, one.keys(1, 2), one.keys(3, 4)]
+    assert b"".join(each.tokens for each in sent) == one.tokens(0, 5)
+
+
+def test_blocks_below_a_forgotten_root_are_reported_by_their_hashes(index, monkeypatch):
+    monkeypatch.setattr(module, "ORIGINS", 2)
+    news = made(index)
+    for root in (ROOT, OTHER, ROOT, b"x" * 32):
+        news.remember(root, Origin(salt=root.hex()))
+    assert list(news.origins) == [ROOT, b"x" * 32], "the least recently used is forgotten"
+    [gained] = news.cached(cached(index, 2, root=OTHER), 0, 2, Reason.COMMIT)
+    assert isinstance(gained, Gained)
+
+
+def test_the_number_of_an_adapter_stays_until_another_is_given(index):
+    news = made(index)
+    for number, expected in ((7, 7), (None, 7), (8, 8)):
+        news.remember(ROOT, Origin(lora="a", lora_id=number))
+        assert news.origins[ROOT].lora_id == expected
+        news.remember(OTHER, PLAIN)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_finish_announces_what_none_has_announced_before(index, whole):
+    news = made(index, whole=whole)
+    news.remember(ROOT, PLAIN)
+    one = cached(index, 2)
+    assert len(news.finished(index.tree, one, 0, 2)) == 1
+    again = news.finished(index.tree, one, 0, 2)
+    assert len(again) == (1 if whole else 0), "a finish announces whole paths if a sink asks for it"
+
+
+def test_a_walk_announces_every_block_once_below_its_parent(index):
+    news = made(index)
+    news.remember(ROOT, PLAIN)
+    one, other = cached(index, 5), cached(index, 3, first=100)
+    sent = whole_walk(news.announce_all())
+    keys = b"".join(each.keys for each in sent)
+    assert sorted(keys[i : i + 32] for i in range(0, len(keys), 32)) == sorted(
+        [*(one.keys(i, i + 1) for i in range(5)), *(other.keys(i, i + 1) for i in range(3))]
+    )
+    known = {ROOT}
+    for each in sent:
+        assert isinstance(each, Announced)
+        assert each.parent in known
+        known |= {each.keys[i : i + 32] for i in range(0, len(each.keys), 32)}
+    assert news.up_to_date
+
+
+def test_a_walk_does_not_announce_blocks_of_a_forgotten_root_as_others(index):
+    news = made(index)
+    news.remember(ROOT, Origin(salt="a"))
+    one = cached(index, 2, root=OTHER)
+    sent = whole_walk(news.announce_all())
+    assert {type(each) for each in sent} == {Gained}
+    assert b"".join(each.keys for each in sent) == one.keys(0, 2)
+
+
+def test_changes_during_a_walk_are_sent_after_it(index):
+    news = made(index)
+    news.remember(ROOT, PLAIN)
+    one = cached(index, 5)
+    begun = news.announce_all()
+    assert not news.up_to_date
+    late = cached(index, 2, first=100)
+    assert news.cached(late, 0, 2, Reason.COMMIT) == []
+    assert news.gone(one.keys(4, 5), Reason.DEVICE_DROP) == []
+    assert news.scoped("b") == []
+    sent = whole_walk(begun)
+    assert [type(each) for each in sent[-3:]] == [Announced, Gone, Scoped]
+    assert sent[-3].keys == late.keys(0, 2)
+
+
+def test_a_walk_ends_where_the_notifier_restarts_again(index):
+    news = made(index)
+    news.remember(ROOT, PLAIN)
+    cached(index, 5)
+    _, first = work_of(news.announce_all())
+    news.cleared(Reason.CLEAR)
+    second = news.announce_all()
+    assert next_part(first) == []
+    assert not any(isinstance(each, Cleared) for each in whole_walk(second)), (
+        "the second walk has what changed before it"
+    )
+    assert news.up_to_date

@@ -1,0 +1,130 @@
+"""Commits and Endings: what a lease leaves in the cache."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvactors.cpu_evictor.messages import Admit, Discard
+from kvactors.errors import LeaseEnded, NotReady, RankLost
+from kvactors.flush_notifier.messages import Announced
+from kvactors.prefix_index.core import IndexCore
+from kvactors.prefix_index.messages import Continue, Extend
+from kvactors.prefix_index.parts import next_part
+from kvactors.types import Reason
+from tests.prefix_index.objects import BLOCK, Request, acquire, answers, cache, core, messages, path
+
+
+def granted(state: IndexCore, number: int = 1, blocks: int = 3, *, first: int = 0):
+    message = acquire(number, blocks, first=first)
+    state.requests.acquire(message, Request(message))
+    lease = state.leases.get(number)
+    assert lease is not None
+    return lease
+
+
+def test_full_blocks_of_computed_tokens_are_shareable():
+    state = core()
+    lease = granted(state)
+    actions = state.commits.commit(1, 2 * BLOCK + 1, Request())
+    assert answers(actions)[0].count == 2
+    [announced] = messages(actions)
+    assert isinstance(announced, Announced)
+    assert (announced.count, announced.reason) == (2, Reason.COMMIT)
+    assert state.commits.commit(1, 2 * BLOCK, Request())[0] is not None
+    assert lease.path.num_committed == 2
+
+
+@pytest.mark.parametrize(
+    ("computed", "kind"), [(True, TypeError), (-1, ValueError), (7, ValueError)]
+)
+def test_bad_arguments_change_nothing(computed, kind):
+    state = core()
+    lease = granted(state)
+    assert isinstance(answers(state.commits.commit(1, computed, Request()))[0], kind)
+    assert isinstance(answers(state.endings.finish(1, computed, Request()))[0], kind)
+    assert state.leases.get(1) is lease
+    assert lease.path.num_committed == 0
+
+
+def test_a_lease_that_waits_for_loads_or_has_failed_commits_nothing():
+    state = core()
+    cached = cache(state, 2)
+    [offload] = state.evictions.evict(2)[1]
+    state.evictions.finish(offload.op, b"\1\1")
+    lease = granted(state)
+    assert cached.num_full_blocks == 2
+    assert isinstance(answers(state.commits.commit(1, 1, Request()))[0], NotReady)
+    state.device_lost(1)
+    assert isinstance(answers(state.commits.commit(1, 1, Request()))[0], RankLost)
+    assert isinstance(answers(state.commits.commit(9, 1, Request()))[0], LeaseEnded)
+    assert lease.path.num_committed == 0
+
+
+def test_the_host_drops_its_copy_of_a_block_that_was_computed_again():
+    state = core()
+    granted(state, blocks=2)
+    cache(state, 1)
+    [offload] = state.evictions.evict(1)[1]
+    state.evictions.finish(offload.op, b"\1")
+    actions = state.commits.commit(1, BLOCK, Request())
+    assert [one.keys for one in messages(actions) if isinstance(one, Discard)] == [offload.keys]
+
+
+def test_a_finish_announces_saves_and_releases():
+    state = core(exclusive=False)
+    granted(state)
+    actions = state.endings.finish(1, 3 * BLOCK, Request())
+    kinds = [type(one) for one in messages(actions)]
+    assert kinds == [Announced, Announced, Admit], "the commit, the finish, the save"
+    assert answers(actions)[0].count == 3
+    assert state.index.evictable() == 0, "held until it is saved"
+    admit = messages(actions)[-1]
+    state.saved(admit.op, b"\1\1\1")
+    assert state.index.evictable() == 3
+    assert not state.in_use()
+
+
+def test_an_abandoned_lease_is_announced_and_not_saved():
+    state = core(exclusive=False)
+    granted(state)
+    state.commits.commit(1, 2 * BLOCK, Request())
+    kinds = [type(one) for one in messages(state.endings.abandon(1))]
+    assert kinds == [Announced]
+    assert (state.endings.abandoned, state.index.evictable(), state.index.free) == (1, 2, 6)
+    assert state.endings.abandon(1) == []
+
+
+def test_a_preempted_request_is_not_counted_again():
+    state = core()
+    granted(state)
+    assert answers(state.endings.preempt(1, BLOCK, Request()))[0].count == 1
+    assert answers(state.endings.preempt(1, BLOCK, Request()))[0].args
+    granted(state)
+    assert (state.leases.requests, state.leases.resumed, state.endings.preempted) == (1, 1, 1)
+
+
+def test_an_end_refuses_what_waits_for_the_lease():
+    state = core(4)
+    granted(state)
+    state.admission.closing = 1
+    added = path(2, first=50)
+    assert answers(state.grants.extend(Extend(1, 3 * BLOCK, added), Request())) == []
+    errors = answers(state.endings.finish(1, None, Request()))
+    assert isinstance(errors[0], LeaseEnded)
+    assert not state.admission.waiting
+    assert state.index.free == 4
+
+
+def test_a_long_lease_ends_in_parts():
+    state = core(8, part=3, exclusive=False)
+    granted(state, blocks=3)
+    state.commits.commit(1, 3 * BLOCK, Request())
+    state.index.part = 2
+    actions = state.endings.finish(1, None, Request())
+    turns = []
+    while isinstance(actions[-1], Continue):
+        turns.append([type(one) for one in actions[:-1]])
+        actions = next_part(actions[-1].work)
+    assert turns == [[Announced], [Announced], [Admit]]
+    assert answers(actions)[0].count == 3
+    assert state.admission.closing == 0

@@ -1,0 +1,99 @@
+"""Evictions: copies to the host tier, drops, and blocks that are matched again."""
+
+from __future__ import annotations
+
+from kvactors.cpu_evictor.messages import Discard, Offload
+from kvactors.flush_notifier.messages import PLAIN, Gone
+from kvactors.prefix_index.core import IndexCore
+from kvactors.types import Reason, split_keys
+from tests.prefix_index.objects import cache, core, messages
+
+
+def gone(actions) -> list[tuple[int, Reason]]:
+    return [(len(split_keys(one.keys)), one.reason) for one in actions if isinstance(one, Gone)]
+
+
+def started(state: IndexCore, wanted: int) -> Offload:
+    total, [offload] = state.evictions.evict(wanted)
+    assert isinstance(offload, Offload)
+    assert total == len(offload.blocks)
+    return offload
+
+
+def test_blocks_are_free_after_their_copies_only():
+    state = core(4)
+    cache(state, 4)
+    offload = started(state, 3)
+    assert (state.index.free, state.evictions.blocks_being_freed, len(state.evictions)) == (0, 3, 1)
+    actions = state.evictions.finish(offload.op, b"\1\1\0")
+    assert gone(actions) == [(2, Reason.DEVICE_EVICTION), (1, Reason.DEVICE_DROP)]
+    assert (state.index.free, state.evictions.blocks_being_freed, len(state.evictions)) == (3, 0, 0)
+    assert state.evictions.finish(offload.op, b"\1\1\0") is None
+
+
+def test_without_an_exclusive_host_tier_blocks_are_free_at_once():
+    state = core(4, exclusive=False)
+    made = cache(state, 4)
+    state.index.tree.host_gained(made.keys(3, 4))
+    total, actions = state.evictions.evict(2)
+    assert (total, state.index.free, len(state.evictions)) == (2, 2, 0)
+    assert gone(actions) == [(1, Reason.DEVICE_EVICTION), (1, Reason.DEVICE_DROP)]
+
+
+def test_a_turn_evicts_a_part_at_most():
+    state = core(8, part=3)
+    cache(state, 8)
+    assert len(started(state, 7).blocks) == 3
+    assert state.evictions.started == 3
+
+
+def test_a_block_that_is_matched_again_stays_and_the_host_drops_its_copy():
+    state = core(4)
+    made = cache(state, 4)
+    offload = started(state, 2)
+    state.grants.set_root(made, PLAIN)
+    assert state.index.tree.pin(made, 3)[0] == 3
+    actions = state.evictions.finish(offload.op, b"\1\1")
+    assert gone(actions) == [(1, Reason.DEVICE_EVICTION)]
+    [discard] = [one for one in messages(actions) if isinstance(one, Discard)]
+    assert discard.keys == made.keys(2, 3)
+    assert (state.evictions.evicted, state.evictions.rescued) == (2, 1)
+
+
+def test_stalled_copies_do_not_count_as_blocks_being_freed():
+    state = core(4)
+    cache(state, 4)
+    first = started(state, 2)
+    state.evictions.stall()
+    second = started(state, 1)
+    assert (state.evictions.blocks_being_freed, state.evictions.blocks_in_flight) == (1, 3)
+    state.evictions.finish(first.op, bytes(2))
+    assert state.evictions.blocks_being_freed == 1
+    state.evictions.finish(second.op, bytes(1))
+    assert state.evictions.blocks_being_freed == 0
+
+
+def test_a_restart_of_the_host_tier_frees_what_was_being_copied():
+    state = core(4)
+    cache(state, 4)
+    started(state, 2)
+    started(state, 1)
+    actions = state.evictions.host_lost()
+    assert gone(actions) == [(2, Reason.DEVICE_DROP), (1, Reason.DEVICE_DROP)]
+    assert (state.index.free, len(state.evictions), state.evictions.blocks_being_freed) == (3, 0, 0)
+
+
+def test_blocks_of_a_cleared_tree_are_freed_without_a_report():
+    state = core(4)
+    cache(state, 4)
+    offload = started(state, 2)
+    state.index.retire()
+    assert state.evictions.finish(offload.op, b"\1\1") == []
+    assert state.index.free == 4
+
+
+def test_a_drop_frees_more_than_a_part_in_one_turn():
+    state = core(8, part=2)
+    cache(state, 8)
+    assert gone(state.evictions.drop(5)) == [(5, Reason.DEVICE_DROP)]
+    assert state.index.free == 5

@@ -1,0 +1,188 @@
+"""Grants and Requests: how a request gets its device blocks, or why not."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvactors.cpu_evictor.messages import Cancel, Load, Offload, Place
+from kvactors.errors import LeaseBusy, LeaseEnded, NoRoom, Paused
+from kvactors.prefix_index.actions import StartTimer
+from kvactors.prefix_index.core import IndexCore
+from kvactors.prefix_index.messages import Continue, Expired, Extend, Granted
+from kvactors.prefix_index.parts import next_part
+from tests.prefix_index.objects import (
+    BLOCK,
+    Request,
+    acquire,
+    answers,
+    cache,
+    core,
+    messages,
+    path,
+)
+
+
+def request(state: IndexCore, number: int, blocks: int, *, first: int = 0, **options):
+    """The request, and the actions of its turn."""
+    message = acquire(number, blocks, first=first, **options)
+    envelope = Request(message)
+    return envelope, state.requests.acquire(message, envelope)
+
+
+def extend(state: IndexCore, number: int, position: int, tokens: int):
+    added = path(0)
+    added.extend([7] * tokens)
+    envelope = Request()
+    return envelope, state.grants.extend(Extend(number, position, added), envelope)
+
+
+def test_a_prefix_on_the_device_is_hit():
+    state = core(8)
+    cached = cache(state, 2)
+    _, actions = request(state, 1, 3)
+    [granted] = answers(actions)
+    assert isinstance(granted, Granted)
+    assert (granted.cached_tokens, granted.pending, granted.device_hits) == (2 * BLOCK, False, 2)
+    assert len(set(granted.blocks)) == 3
+    assert state.index.free == 8 - 3
+    assert state.leases.get(1) is not None
+    assert cached.num_full_blocks == 2
+
+
+def test_blocks_of_the_host_are_loaded_behind_the_answer():
+    state = core(8)
+    cached = cache(state, 2)
+    [offload] = state.evictions.evict(2)[1]
+    state.evictions.finish(offload.op, b"\1\1")
+    _, actions = request(state, 1, 3)
+    [granted] = answers(actions)
+    assert (granted.pending, granted.cached_tokens) == (True, 2 * BLOCK)
+    [load] = messages(actions)
+    assert isinstance(load, Load)
+    assert load.blocks == tuple(granted.blocks[:2])
+    assert load.keys == cached.keys(0, 2)
+
+
+def test_without_room_the_request_is_refused_and_nothing_changes():
+    state = core(2)
+    _, actions = request(state, 1, 3)
+    [error] = answers(actions)
+    assert isinstance(error, NoRoom)
+    assert (state.index.free, len(state.loads), len(state.leases)) == (2, 0, 0)
+    assert state.grants.no_room == 1
+    assert not state.in_use()
+
+
+def test_the_caller_of_a_grant_that_has_gone_keeps_nothing():
+    state = core(4)
+    message = acquire(1, 2)
+    envelope = Request(message)
+    envelope.cancel()
+    state.requests.acquire(message, envelope)
+    assert (state.index.free, len(state.leases)) == (4, 0)
+
+
+def waiting_with_a_load(state: IndexCore) -> tuple[Request, Load, Offload]:
+    """Two blocks on the host; a request of four waits for an eviction, its load sent ahead."""
+    cache(state, 2)
+    [offload] = state.evictions.evict(2)[1]
+    state.evictions.finish(offload.op, b"\1\1")
+    cache(state, 4, first=100)
+    envelope, actions = request(state, 1, 4)
+    [load, offload] = messages(actions)
+    assert answers(actions) == []
+    assert load.blocks == ()
+    return envelope, load, offload
+
+
+def test_a_load_sent_ahead_is_placed_when_the_request_has_its_blocks():
+    state = core(4)
+    _, load, offload = waiting_with_a_load(state)
+    actions = state.offloaded(offload.op, bytes(4))
+    [place] = [one for one in messages(actions) if isinstance(one, Place)]
+    [granted] = answers(actions)
+    assert (place.op, place.blocks) == (load.op, tuple(granted.blocks[:2]))
+    assert granted.pending
+
+
+def test_a_request_that_waited_is_matched_again_under_the_present_namespace():
+    state = core(4)
+    envelope, load, offload = waiting_with_a_load(state)
+    state.set_namespace("b", Request())
+    actions = state.offloaded(offload.op, bytes(4))
+    assert [one.op for one in messages(actions) if isinstance(one, Cancel)] == [load.op]
+    [granted] = answers(actions)
+    assert (granted.pending, granted.cached_tokens) == (False, 0)
+    lease = state.leases.get(1)
+    assert lease is not None
+    assert lease.path.root == state.roots.root(envelope.message.origin)
+
+
+def test_a_waiting_request_that_is_given_up_cancels_its_load():
+    state = core(4)
+    _, load, _ = waiting_with_a_load(state)
+    actions = state.requests.cancel(1)
+    assert [one.op for one in messages(actions) if isinstance(one, Cancel)] == [load.op]
+    assert isinstance(answers(actions)[0], LeaseEnded)
+    assert not state.loads
+
+
+def test_an_extend_in_the_wrong_place_or_beside_another_is_refused():
+    state = core(4)
+    request(state, 1, 2)
+    [error] = answers(extend(state, 1, 99, 1)[1])
+    assert isinstance(error, LeaseBusy)
+    state.admission.closing = 1  # blocks are on their way back
+    first, actions = extend(state, 1, 2 * BLOCK, 3 * BLOCK)
+    assert [type(one) for one in actions] == [StartTimer]
+    [error] = answers(extend(state, 1, 2 * BLOCK, 1)[1])
+    assert isinstance(error, LeaseBusy)
+    first.cancel()
+    _, actions = extend(state, 1, 2 * BLOCK, BLOCK)
+    cancelled, granted = answers(actions)
+    assert isinstance(cancelled, LeaseEnded)
+    assert len(granted.blocks) == 1
+
+
+def test_tokens_within_the_last_block_need_none():
+    state = core(4)
+    message = acquire(1, 1)
+    message.path.extend([1])
+    state.requests.acquire(message, Request(message))
+    [granted] = answers(extend(state, 1, BLOCK + 1, 1)[1])
+    assert granted.blocks == ()
+    assert isinstance(answers(extend(state, 2, 0, 1)[1])[0], LeaseEnded)
+
+
+def test_requests_of_a_pause_are_admitted_in_order_after_it():
+    state = core(4)
+    state.requests.pause(Request())
+    _, first = request(state, 1, 3)
+    _, second = request(state, 2, 3, first=100)
+    assert [type(one) for one in first + second] == [StartTimer] * 2
+    expired = second[0].message
+    assert isinstance(expired, Expired)
+    [error] = answers(state.requests.expire(expired.lease, expired.ticket))
+    assert isinstance(error, Paused)
+    resume = Request()
+    done, granted = answers(state.requests.resume(resume))
+    assert (done.count, len(granted.blocks)) == (1, 3)
+
+
+@pytest.mark.parametrize("clear", [False, True])
+def test_a_long_request_takes_a_turn_a_part_and_begins_again_after_a_clear(clear):
+    state = core(12, part=2)
+    cache(state, 4)
+    _, actions = request(state, 1, 7)
+    turns = 1
+    while actions and not answers(actions):
+        if clear and turns == 2:
+            state.clear(Request(), storage=False)
+        [work] = [one.work for one in actions if isinstance(one, Continue)]
+        actions = next_part(work)
+        turns += 1
+    [granted] = answers(actions)
+    assert granted.device_hits == (0 if clear else 4)
+    assert len(set(granted.blocks)) == 7
+    assert turns > 4
+    assert state.index.reserved == 0

@@ -1,0 +1,184 @@
+"""LoadTable: begin, join, place, cancel, finish, overdue."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvactors.cpu_evictor.messages import Cancel, Discard, Load, Place
+from kvactors.flush_notifier.messages import Gained
+from kvactors.prefix_index.actions import StartTimer
+from kvactors.prefix_index.core import IndexCore
+from kvactors.prefix_index.index import Segment
+from kvactors.prefix_index.loads import GRACE
+from kvactors.prefix_index.messages import Landed, Overdue
+from kvactors.prefix_index.records import LeaseState
+from tests.prefix_index.objects import BLOCK, Request, answers, core, messages, new_lease, path
+
+
+def segments(*lengths: int) -> list[Segment]:
+    """Consecutive segments that are not being loaded."""
+    found, start = [], 0
+    for length in lengths:
+        found.append(Segment(start, start + length, None))
+        start += length
+    return found
+
+
+def begun(state: IndexCore, *lengths: int) -> tuple[LeaseState, list[int]]:
+    """A granted lease that loads segments of these lengths, and their operations."""
+    lease = new_lease(state.index, 1, sum(lengths))
+    actions = state.loads.begin(lease, segments(*lengths), placed=True)
+    state.leases.grant(lease)
+    return lease, [one.op for one in messages(actions) if isinstance(one, Load)]
+
+
+def test_a_load_has_a_timer_and_every_hash_from_the_root_on():
+    state = core(fetch=True)
+    lease = new_lease(state.index, 1, 3)
+    actions = state.loads.begin(lease, segments(1, 2), placed=True)
+    [first, load1, second, load2] = actions
+    assert isinstance(first, StartTimer)
+    assert isinstance(second, StartTimer)
+    assert (first.deadline, first.grace) == (lease.deadline, GRACE)
+    assert isinstance(second.message, Overdue)
+    assert second.message.op == load2.op
+    assert [(load.start, load.blocks) for load in (load1, load2)] == [
+        (0, tuple(lease.path.blocks(0, 1))),
+        (1, tuple(lease.path.blocks(1, 3))),
+    ]
+    assert load2.keys == lease.path.keys(0, 3)
+    assert set(state.index.loading) == set(lease.path.blocks())
+
+
+def test_a_result_waits_for_those_of_the_loads_above():
+    state = core()
+    lease, (first, second) = begun(state, 1, 1)
+    assert state.loads.finish(second, 1, 1) == []
+    assert lease.path.num_committed == 0
+    actions = state.loads.finish(first, 1, 1)
+    assert lease.path.num_committed == 2
+    kinds = [type(one) for one in messages(actions)]
+    assert kinds == [Gained, Discard] * 2, "announced before the host tier may drop its copy"
+    assert not state.loads
+    assert not state.index.loading
+
+
+def test_an_answer_for_an_unknown_or_an_answered_load_is_ignored():
+    state = core()
+    _, (first, second) = begun(state, 1, 1)
+    state.loads.finish(second, 1, 0)
+    assert state.loads.finish(second, 0, 0) is None
+    assert state.loads.overdue(second) is None
+    assert state.loads.finish(99, 1, 1) is None
+    assert state.loads.overdue(99) is None
+    assert state.loads.finish(first, 0, 0) is not None
+
+
+def test_an_overdue_load_keeps_its_targets_until_it_is_answered():
+    state = core(4)
+    lease, (op,) = begun(state, 2)
+    targets = lease.path.blocks()
+    state.leases.wait_ready(1, Request())
+    [landed] = answers(state.loads.overdue(op))
+    assert isinstance(landed, Landed)
+    assert not set(landed.blocks) & set(targets)
+    assert state.loads.overdue_loads == 1
+    assert state.index.free == 0
+    assert state.loads.finish(op, 0, 0) == []
+    assert state.index.free == 2
+
+
+def test_loads_sent_ahead_are_placed_once_the_lease_has_its_blocks():
+    state = core()
+    lease = new_lease(state.index, 1, 2)
+    actions = state.loads.begin(lease, segments(2), placed=False)
+    [load] = actions
+    assert load.blocks == ()
+    [timer, place] = state.loads.place(lease)
+    assert isinstance(timer, StartTimer)
+    assert isinstance(place, Place)
+    assert place.blocks == tuple(lease.path.blocks())
+    assert state.loads.place(lease) == [], "each is placed once"
+
+
+def test_loads_sent_ahead_are_cancelled_where_another_request_was_faster():
+    state = core()
+    lease = new_lease(state.index, 1, 2)
+    state.loads.begin(lease, segments(1, 1), placed=False)
+    lease.expected_blocks = 2
+    other = new_lease(state.index, 2, 1)
+    state.index.tree.commit(other.path, 1)
+    actions = state.loads.place(lease)
+    assert [type(one) for one in actions] == [Cancel, Cancel]
+    assert (len(state.loads), lease.loads, lease.expected_blocks) == (0, [], 0)
+
+
+def test_a_joined_load_is_not_sent_again():
+    state = core()
+    owner, (op,) = begun(state, 2)
+    joined = path(2)
+    state.index.tree.pin(joined)
+    sharer = LeaseState(2, "r2", joined, state.index.tree, 10.0)
+    [load] = owner.loads
+    assert state.loads.begin(sharer, [Segment(0, 2, load)], placed=True) == []
+    state.leases.grant(sharer)
+    state.loads.finish(op, 2, 2)
+    assert (owner.path.num_committed, sharer.path.num_committed) == (2, 2)
+    assert owner.path.blocks() == sharer.path.blocks()
+
+
+def test_layers_of_an_answered_load_are_ignored():
+    state = core()
+    lease, (first, second) = begun(state, 1, 1)
+    state.loads.finish(second, 1, 0)
+    assert state.loads.layers_loaded(second, 1, 1) == []
+    assert lease.loads[1].layers == 0
+    state.leases.wait_layer(1, 0, Request())
+    lease.loads[1].layers = 2
+    lease.expected_blocks = 1
+    assert answers(state.loads.layers_loaded(first, 1, 1)) == [BLOCK]
+
+
+@st.composite
+def runs(draw):
+    """Lengths of the loads of a lease, how much of each arrives, and in which order."""
+    lengths = draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
+    good = [draw(st.integers(0, length)) for length in lengths]
+    order = draw(st.permutations(range(len(lengths))))
+    return lengths, good, order, draw(st.integers(0, len(lengths)))
+
+
+@given(runs())
+def test_results_in_any_order_agree_with_a_model(run):
+    """The cached blocks are the leading ones that arrived without a gap, whatever the order of the
+    results, and a restart of the host tier ends what is left with nothing."""
+    lengths, good, order, until = run
+    state = core(2 * sum(lengths))
+    lease, ops = begun(state, *lengths)
+    known: dict[int, int] = {}
+    for which in order[:until]:
+        state.loads.finish(ops[which], good[which], 0)
+        known[which] = good[which]
+        expected = 0
+        for number, length in enumerate(lengths):
+            if number not in known:
+                break
+            expected += known[number]
+            if known[number] < length:
+                break
+        assert lease.path.num_committed == expected
+    if until < len(ops):
+        state.loads.host_lost()
+        good = [known.get(number, 0) for number in range(len(ops))]
+    expected = 0
+    for number, length in enumerate(lengths):
+        expected += good[number]
+        if good[number] < length:
+            break
+    assert lease.path.num_committed == expected
+    assert not lease.loads
+    assert not state.loads
+    assert not state.index.loading
+    assert len(set(lease.path.blocks())) == sum(lengths)
+    state.index.check()
