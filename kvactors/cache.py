@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from kvactors.actor import ActorRef, Ask, Control
+from kvactors.actor import ActorRef, Ask
 from kvactors.actor.clock import now
 from kvactors.arguments import (
     Media,
@@ -47,10 +47,12 @@ from kvactors.prefix_index.messages import (
     Abandon,
     Acquire,
     Clear,
+    IndexRequest,
     Pause,
     Prefetch,
     Resume,
     SetNamespace,
+    Withdrawn,
 )
 from kvactors.prefix_index.parts import part_of
 from kvactors.storage.backends import Backend
@@ -73,7 +75,7 @@ class KVCache:
         self.config = system.config
         self.block_size = system.config.cache.block_size
         self.device: Any = system.device
-        self._index: ActorRef = system.index
+        self._index: ActorRef[IndexRequest] = system.index
         self._supervisor = system.supervisor
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
@@ -416,7 +418,7 @@ class KVCache:
         if not self._open and error.__cause__ is None:
             raise CacheClosed("the cache was closed during this call") from None
 
-    def _tell(self, message: Control) -> None:
+    def _tell(self, message: Abandon | Withdrawn) -> None:
         """Send PrefixIndex a control message, from the loop's thread."""
         if self._open and not self._loop.is_closed():
             try:

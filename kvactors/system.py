@@ -25,6 +25,7 @@ from kvactors.actor.supervisor import brief
 from kvactors.actor.uncancelled import ended, uncancelled
 from kvactors.config import Config, StorageConfig
 from kvactors.cpu_evictor.actor import CpuEvictor
+from kvactors.cpu_evictor.messages import HostReply, HostRequest
 from kvactors.data_plane.local import LocalPlane, make_local_plane
 from kvactors.data_plane.ranks.plane import RanksPlane, make_ranks_plane
 from kvactors.device import config_for, layout_for
@@ -37,20 +38,23 @@ from kvactors.errors import (
     SinkError,
 )
 from kvactors.flush_notifier.actor import FlushNotifier
-from kvactors.flush_notifier.messages import Settle
+from kvactors.flush_notifier.messages import Report, Settle
 from kvactors.flush_notifier.sink_calls import close_sink, open_sink
 from kvactors.flush_notifier.sinks import Sink, make_sinks, require_sinks
 from kvactors.fork import FORKED, SYSTEMS
 from kvactors.gpu_swapper.actor import GpuSwapper
+from kvactors.gpu_swapper.messages import Copy, CopyReply, DataPlaneStatus
 from kvactors.identity import CacheScope
 from kvactors.opening import Opening
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.index import BlockIndex
+from kvactors.prefix_index.messages import IndexRequest
 from kvactors.prefix_index.roots import Roots
 from kvactors.prefix_index.settings import IndexSettings
 from kvactors.shutdown import QUIET, STOP, Shutdown
 from kvactors.storage.backends import Backend
 from kvactors.storage.device_store import StorageDirect
+from kvactors.storage.messages import DeviceStoreMessage, ReaderMessage, StorageReply, WriterMessage
 from kvactors.storage.reader import StorageReader
 from kvactors.storage.writer import StorageWriter
 from kvactors.substitutes import NoDirect, NoNotifier, NoReader, NoWriter
@@ -128,19 +132,21 @@ class System:
             self.storage if self.backend is not None else None,
         )
         ref = self.supervisor.make_ref
-        self.index = ref(PrefixIndex, bound)
-        self.swapper = ref(GpuSwapper, bound)
-        self.evictor = ref(CpuEvictor, bound)
-        self.readers = [
+        self.index: ActorRef[HostReply | DataPlaneStatus | IndexRequest] = ref(PrefixIndex, bound)
+        self.swapper: ActorRef[Copy] = ref(GpuSwapper, bound)
+        self.evictor: ActorRef[HostRequest | CopyReply | StorageReply] = ref(CpuEvictor, bound)
+        self.readers: list[ActorRef[ReaderMessage]] = [
             ref(StorageReader, bound, name=f"storage_reader-{i}")
             for i in range(pool.readers if pool else 0)
         ]
-        self.direct = None if self.direct_backend is None else ref(StorageDirect, bound)
-        self.writers = [
+        self.direct: ActorRef[DeviceStoreMessage] | None = None
+        if self.direct_backend is not None:
+            self.direct = ref(StorageDirect, bound)
+        self.writers: list[ActorRef[WriterMessage]] = [
             ref(StorageWriter, bound, name=f"storage_writer-{i}")
             for i in range(pool.writers if pool else 0)
         ]
-        self.notifier = ref(FlushNotifier, bound)
+        self.notifier: ActorRef[Report] = ref(FlushNotifier, bound)
 
     # -- the factories, in flow order
 
@@ -384,14 +390,15 @@ class System:
         refused."""
         self.forked = self.shutdown.forked = self.shutdown.waits.over = True
         self.supervisor.end_by = 0.0
-        for ref in (
+        refs: tuple[ActorRef, ...] = (
             self.index,
             self.swapper,
             self.evictor,
             *self.readers,
             *self.writers,
             self.notifier,
-        ):
+        )
+        for ref in refs:
             ref.channel.refuse(lambda: CacheClosed(FORKED))
 
     # -- the present lives, for inspection

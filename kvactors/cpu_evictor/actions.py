@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -10,6 +10,7 @@ from kvactors.actor import ActorRef, Control
 from kvactors.actor.message import Message
 
 M = TypeVar("M", bound=Message, covariant=True)
+R = TypeVar("R", bound=Message)
 
 
 class Send(msgspec.Struct, Generic[M], frozen=True, eq=False):
@@ -17,6 +18,11 @@ class Send(msgspec.Struct, Generic[M], frozen=True, eq=False):
 
     to: ActorRef
     message: M
+
+
+def send(to: ActorRef[R], message: R) -> Send[Any]:
+    """A `Send`, whose message mypy checks against what the receiver handles."""
+    return Send(to, message)
 
 
 class StartTimer(msgspec.Struct, frozen=True, eq=False):

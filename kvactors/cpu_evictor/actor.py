@@ -9,7 +9,7 @@ from kvactors.actor import Actor, ActorRef, Message, PeerRestarted, on
 from kvactors.actor.actor import Timer
 from kvactors.actor.clock import now
 from kvactors.config import HostConfig, StorageConfig
-from kvactors.cpu_evictor.actions import Action, Send, StartTimer
+from kvactors.cpu_evictor.actions import Action, Send, StartTimer, send
 from kvactors.cpu_evictor.completions import Completion, Completions
 from kvactors.cpu_evictor.load import LoadJob
 from kvactors.cpu_evictor.memory import HostMemory
@@ -22,6 +22,7 @@ from kvactors.cpu_evictor.messages import (
     HostCleared,
     HostGained,
     HostGone,
+    HostReply,
     LayersLoaded,
     Load,
     Loaded,
@@ -40,21 +41,24 @@ from kvactors.cpu_evictor.save import SaveJob
 from kvactors.cpu_evictor.slots import HostTier
 from kvactors.cpu_evictor.statistics import HostStatistics, host_statistics
 from kvactors.device.arena import Arena
-from kvactors.flush_notifier.messages import Cleared, Gained, Gone
+from kvactors.flush_notifier.messages import Cleared, Gained, Gone, Report
 from kvactors.gpu_swapper.messages import Copied, Copy, CopyProgress, DataPlaneStatus
 from kvactors.storage.messages import (
     ClearStore,
+    DeviceStoreMessage,
     FetchDevice,
     Fetched,
     Probe,
     Probed,
     Read,
     ReadDone,
+    ReaderMessage,
     Recount,
     Saved,
     SaveDevice,
     StoreCleared,
     Write,
+    WriterMessage,
     Written,
 )
 
@@ -98,12 +102,12 @@ class CpuEvictor(Actor):
         config: HostConfig,
         storage: StorageConfig,
         arena: Arena,
-        index: ActorRef,
-        swapper: ActorRef,
-        readers: Sequence[ActorRef],
-        writers: Sequence[ActorRef],
-        notifier: ActorRef,
-        direct: ActorRef | None,
+        index: ActorRef[HostReply],
+        swapper: ActorRef[Copy],
+        readers: Sequence[ActorRef[ReaderMessage]],
+        writers: Sequence[ActorRef[WriterMessage]],
+        notifier: ActorRef[Report],
+        direct: ActorRef[DeviceStoreMessage] | None,
         layerwise: bool,
         era: int,
     ) -> None:
@@ -206,7 +210,7 @@ class CpuEvictor(Actor):
         if message.memory_lost:
             self._perform(self.memory.lose())
         if message.available:
-            self._perform(Send(writer, Recount()) for writer in self.peers.writers[:1])
+            self._perform(send(writer, Recount()) for writer in self.peers.writers[:1])
             return
         for job in list(self.loads.values()):
             self._perform(job.on_copies_unavailable())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvactors.cpu_evictor.actions import Action, Send
+from kvactors.cpu_evictor.actions import Action, send
 from kvactors.cpu_evictor.load import LoadJob
 from kvactors.cpu_evictor.memory import HostMemory
 from kvactors.cpu_evictor.messages import HostCleared, SaveUnanswered
@@ -145,7 +145,7 @@ class Completions:
         request = self._requests.take(message.op, ClearRequest)
         if request is None:
             return []
-        return [Send(self._requests.peers.index, HostCleared(request.op, message.error))]
+        return [send(self._requests.peers.index, HostCleared(request.op, message.error))]
 
     def _fetched(self, message: Fetched) -> list[Action]:
         request = self._requests.take(message.op, FetchRequest)

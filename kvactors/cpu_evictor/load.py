@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvactors.cpu_evictor.actions import Action, Send, StartTimer, StopTimer
+from kvactors.cpu_evictor.actions import Action, StartTimer, StopTimer, send
 from kvactors.cpu_evictor.memory import HostMemory
 from kvactors.cpu_evictor.messages import LayersLoaded, Load, Loaded, LoadStalled, Overdue
 from kvactors.cpu_evictor.slots import HostBlock, SlotState
@@ -71,7 +71,7 @@ class LoadJob:
         message, memory, host = self._message, self._memory, self._memory.host
         requests, wanted = memory.requests, self._hashes[message.start :]
         if message.era != requests.generation:
-            return [Send(requests.peers.index, Loaded(message.op, 0, 0))]
+            return [send(requests.peers.index, Loaded(message.op, 0, 0))]
         self._loads[message.op] = self
         host.touch(reversed(self._hashes))
         for block_hash in wanted:
@@ -119,7 +119,7 @@ class LoadJob:
         """Copies cannot be made for now, so neither storage nor copies in flight are waited for."""
         self._late = self._late or self._fetching
         if self._copies and self._device_blocks is not None:
-            return [Send(self._memory.requests.peers.index, LoadStalled(self._message.op))]
+            return [send(self._memory.requests.peers.index, LoadStalled(self._message.op))]
         return self._answer_if_complete()
 
     # -- storage
@@ -246,7 +246,7 @@ class LoadJob:
         if reached <= before or self._fetching or self._over:
             return []
         progress = LayersLoaded(self._message.op, reached, len(self._sources))
-        return [Send(self._memory.requests.peers.index, progress)]
+        return [send(self._memory.requests.peers.index, progress)]
 
     def on_copied(self, first: int, size: int, failed: frozenset[int]) -> list[Action]:
         """See `CopyJob.on_copied`."""
@@ -280,7 +280,7 @@ class LoadJob:
             host.unpin(block)
         self._sources = []
         loaded = Loaded(op, arrived, sum(self._from_host[:arrived]))
-        actions.append(Send(memory.requests.peers.index, loaded))
+        actions.append(send(memory.requests.peers.index, loaded))
         return actions
 
     def _end(self) -> list[Action]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvactors.config import HostConfig, StorageConfig
-from kvactors.cpu_evictor.actions import Action, Send
+from kvactors.cpu_evictor.actions import Action, send
 from kvactors.cpu_evictor.messages import HostCleared, HostGained, HostGone
 from kvactors.cpu_evictor.requests import Requests
 from kvactors.cpu_evictor.slots import HostBlock, HostTier, SlotState
@@ -79,7 +79,7 @@ class HostMemory:
             shed = max(0, min(len(victims), slots - host.free))
             self.counts.shed += shed
         hashes = join_keys(block.hash for block in victims)
-        actions: list[Action] = [Send(self._index, HostGone(hashes))]
+        actions: list[Action] = [send(self._index, HostGone(hashes))]
         actions += self.remove(victims[:shed])
         for block in victims[shed:]:
             host.move(block, SlotState.TRANSIT)
@@ -137,7 +137,7 @@ class HostMemory:
         if self.host.resident < self.host.capacity:
             self.host.move(block, SlotState.RESIDENT)
             return []
-        return [Send(self._index, HostGone(block.hash)), *self.remove([block])]
+        return [send(self._index, HostGone(block.hash)), *self.remove([block])]
 
     def remove(self, blocks: Sequence[HostBlock]) -> list[Action]:
         """Drop blocks, and report those gone that were announced."""
@@ -166,14 +166,14 @@ class HostMemory:
         # A HostGained or Offloaded with these may have been sent after the index sent its Discard.
         if dropped:
             hashes = join_keys(block.hash for block in dropped)
-            actions.append(Send(self._index, HostGone(hashes)))
+            actions.append(send(self._index, HostGone(hashes)))
         return actions
 
     def clear(self) -> list[Action]:
         """Drop every block. Copies in flight end on blocks that are not found any longer."""
         self.host.clear()
         self.clears += 1
-        return [Send(self._notifier, Cleared(Tier.HOST, Reason.CLEAR))]
+        return [send(self._notifier, Cleared(Tier.HOST, Reason.CLEAR))]
 
     def lose(self) -> list[Action]:
         """The bytes in the slots may be lost."""
@@ -182,12 +182,12 @@ class HostMemory:
 
     def announce_restart(self) -> Action:
         """No block of before is in the host tier."""
-        return Send(self._notifier, Cleared(Tier.HOST, Reason.RESTART))
+        return send(self._notifier, Cleared(Tier.HOST, Reason.RESTART))
 
     def clear_store(self, op: int) -> Action:
         """Empty the store; `HostCleared` with this op is sent when it is."""
         if not self.requests.peers.writers:
-            return Send(self._index, HostCleared(op, ""))
+            return send(self._index, HostCleared(op, ""))
         return self.requests.clear_store(op)
 
     def _report_gone(self, blocks: Sequence[HostBlock], reason: Reason) -> list[Action]:
@@ -197,7 +197,7 @@ class HostMemory:
         if not announced:
             return []
         hashes = join_keys(block.hash for block in announced)
-        return [Send(self._notifier, Gone(hashes, Tier.HOST, reason))]
+        return [send(self._notifier, Gone(hashes, Tier.HOST, reason))]
 
     # -- blocks that enter
 
@@ -207,7 +207,7 @@ class HostMemory:
             return []
         for block_hash in hashes:
             self.host.blocks[block_hash].announced = True
-        return [Send(self._notifier, Gained(join_keys(hashes), Tier.HOST, Reason.OFFLOAD))]
+        return [send(self._notifier, Gained(join_keys(hashes), Tier.HOST, Reason.OFFLOAD))]
 
     def announce_fetched(self, blocks: Sequence[HostBlock]) -> list[Action]:
         """Report blocks that have come from storage to stay, to indexes and to the prefix index."""
@@ -215,4 +215,4 @@ class HostMemory:
             return []
         hashes = [block.hash for block in blocks]
         hint = HostGained(join_keys(hashes), self.clears, self.requests.generation)
-        return [*self.announce(hashes), Send(self._index, hint)]
+        return [*self.announce(hashes), send(self._index, hint)]

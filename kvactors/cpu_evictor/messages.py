@@ -185,3 +185,12 @@ class Overdue(Control, frozen=True, eq=False):
     """To itself: an operation's deadline has come."""
 
     op: int
+
+
+HostRequest = Offload | Load | Place | Cancel | Admit | Discard | ClearHost | Prefetch
+"""Messages of PrefixIndex to CpuEvictor."""
+
+HostReply = (
+    Offloaded | Loaded | LayersLoaded | LoadStalled | Admitted | HostGained | HostGone | HostCleared
+)
+"""Messages of CpuEvictor to PrefixIndex."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvactors.cpu_evictor.actions import Action, Send
+from kvactors.cpu_evictor.actions import Action, send
 from kvactors.cpu_evictor.memory import HostMemory
 from kvactors.cpu_evictor.messages import Offload, Offloaded
 from kvactors.cpu_evictor.slots import HostBlock, SlotState
@@ -99,6 +99,6 @@ class OffloadJob:
         return [block.hash for block in found if block is not None and not block.announced]
 
     def _answer(self) -> Action:
-        return Send(
+        return send(
             self._memory.requests.peers.index, Offloaded(self._message.op, bytes(self._kept))
         )

@@ -11,11 +11,24 @@ from typing import ClassVar, Protocol, TypeVar
 import msgspec
 
 from kvactors.actor import ActorRef
+from kvactors.actor.message import Message
 from kvactors.config import StorageConfig
-from kvactors.cpu_evictor.actions import Action, Send
+from kvactors.cpu_evictor.actions import Action, Send, send
+from kvactors.cpu_evictor.messages import HostReply
 from kvactors.cpu_evictor.slots import HostBlock
+from kvactors.flush_notifier.messages import Report
 from kvactors.gpu_swapper.messages import Copy, Direction
-from kvactors.storage.messages import ClearStore, FetchDevice, Probe, Read, SaveDevice, Write
+from kvactors.storage.messages import (
+    ClearStore,
+    DeviceStoreMessage,
+    FetchDevice,
+    Probe,
+    Read,
+    ReaderMessage,
+    SaveDevice,
+    Write,
+    WriterMessage,
+)
 from kvactors.types import join_keys
 
 
@@ -24,12 +37,12 @@ class Peers:
     """The actors that CpuEvictor sends to. device_store: the actor of a store that moves device
     memory itself, None without one."""
 
-    index: ActorRef
-    swapper: ActorRef
-    readers: Sequence[ActorRef]
-    writers: Sequence[ActorRef]
-    notifier: ActorRef
-    device_store: ActorRef | None = None
+    index: ActorRef[HostReply]
+    swapper: ActorRef[Copy]
+    readers: Sequence[ActorRef[ReaderMessage]]
+    writers: Sequence[ActorRef[WriterMessage]]
+    notifier: ActorRef[Report]
+    device_store: ActorRef[DeviceStoreMessage] | None = None
 
 
 class CopyJob(Protocol):
@@ -153,6 +166,7 @@ class WriteRequest(Request, frozen=True, eq=False):
 
 
 R = TypeVar("R", bound=Request)
+M = TypeVar("M", bound=Message)
 
 
 class Requests:
@@ -173,7 +187,8 @@ class Requests:
         self._ops = count(1)
         self._table: dict[int, Request] = {}
         # Blocks in flight of each storage actor, and one more for each request.
-        self._load = {peer.name: 0 for peer in (*peers.readers, *peers.writers)}
+        storage: tuple[ActorRef, ...] = (*peers.readers, *peers.writers)
+        self._load = {peer.name: 0 for peer in storage}
         self._probes = self._clears = 0
 
     @property
@@ -208,7 +223,7 @@ class Requests:
         self._table[op] = CopyRequest(self.peers.swapper, len(blocks), job, first)
         slots = tuple([block.slot for block in blocks])
         message = Copy(op, direction, tuple(device_blocks), slots, layerwise, self.generation)
-        return Send(self.peers.swapper, message)
+        return send(self.peers.swapper, message)
 
     def probe(self, job: ProbeJob, hashes: Sequence[bytes], deadline: float) -> Send[Probe]:
         """Ask how many leading blocks can be read from storage, in order to read them."""
@@ -216,13 +231,13 @@ class Requests:
         self._table[op] = ProbeRequest(reader, len(hashes), job)
         self._probes += 1
         self._load[reader.name] += len(hashes) + 1
-        return Send(reader, Probe(op, join_keys(hashes), deadline))
+        return send(reader, Probe(op, join_keys(hashes), deadline))
 
     def ask_stored(self, job: ProbeJob, hashes: Sequence[bytes], deadline: float) -> Send[Probe]:
         """Ask how many leading blocks storage has, in order to write the others."""
         op, reader = next(self._ops), self._least_loaded(self.peers.readers)
         self._table[op] = StoredRequest(reader, len(hashes), job)
-        return Send(reader, Probe(op, join_keys(hashes), deadline))
+        return send(reader, Probe(op, join_keys(hashes), deadline))
 
     def read(
         self, job: ReadJob, first: int, blocks: Sequence[HostBlock], deadline: float
@@ -234,7 +249,7 @@ class Requests:
         hashes = join_keys(block.hash for block in blocks)
         slots = tuple([block.slot for block in blocks])
         exclusive = self.storage.exclusive
-        return Send(reader, Read(op, hashes, slots, deadline, exclusive, self.generation))
+        return send(reader, Read(op, hashes, slots, deadline, exclusive, self.generation))
 
     def write(self, blocks: Sequence[HostBlock]) -> Send[Write]:
         """Write slots to storage, least recently used first. The caller holds the pins."""
@@ -248,14 +263,14 @@ class Requests:
         message = Write(
             op, hashes, slots, deadline, self.generation, lineages if any(lineages) else ()
         )
-        return Send(writer, message)
+        return send(writer, message)
 
     def clear_store(self, asked: int) -> Send[ClearStore]:
         """Empty the store. asked: op of the `ClearHost` that is answered when it ends."""
         op, writer = next(self._ops), self.peers.writers[0]
         self._table[op] = ClearRequest(writer, 0, asked)
         self._clears += 1
-        return Send(writer, ClearStore(op))
+        return send(writer, ClearStore(op))
 
     def fetch(
         self,
@@ -271,7 +286,7 @@ class Requests:
         op, device_store = next(self._ops), self._device_store()
         self._table[op] = FetchRequest(device_store, len(device_blocks), job, first)
         message = FetchDevice(op, tokens, start, device_blocks, deadline, self.generation)
-        return Send(device_store, message)
+        return send(device_store, message)
 
     def save(
         self,
@@ -285,7 +300,7 @@ class Requests:
         self._table[op] = SaveRequest(device_store, len(device_blocks), job)
         deadline = self.clock() + self.storage.timeout
         message = SaveDevice(op, tokens, start, device_blocks, deadline, self.generation)
-        return Send(device_store, message)
+        return send(device_store, message)
 
     # -- end
 
@@ -316,12 +331,12 @@ class Requests:
         found = [one for one in self._table.items() if one[1].peer.name == peer]
         return sorted(found, key=lambda one: one[1].ORDER)
 
-    def _device_store(self) -> ActorRef:
+    def _device_store(self) -> ActorRef[DeviceStoreMessage]:
         if self.peers.device_store is None:
             raise RuntimeError("no store that moves device memory is configured")
         return self.peers.device_store
 
-    def _least_loaded(self, actors: Sequence[ActorRef]) -> ActorRef:
+    def _least_loaded(self, actors: Sequence[ActorRef[M]]) -> ActorRef[M]:
         """One of a pool. A substitute answers at once and so never has any load: it is chosen only
         if all are switched off."""
         if len(actors) == 1:

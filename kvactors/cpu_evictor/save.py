@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvactors.cpu_evictor.actions import Action, Send, StartTimer, StopTimer
+from kvactors.cpu_evictor.actions import Action, StartTimer, StopTimer, send
 from kvactors.cpu_evictor.memory import HostMemory
 from kvactors.cpu_evictor.messages import Admit, Admitted, SaveUnanswered
 from kvactors.cpu_evictor.slots import HostBlock, SlotState
@@ -120,4 +120,4 @@ class SaveJob:
         )
 
     def _answer(self, kept: bytes) -> Action:
-        return Send(self._memory.requests.peers.index, Admitted(self._message.op, kept))
+        return send(self._memory.requests.peers.index, Admitted(self._message.op, kept))

@@ -204,3 +204,7 @@ class RetryDue(Control, frozen=True, eq=False):
     """To itself: a sink's back-off is over."""
 
     sink: str
+
+
+Report = Announced | Gained | Gone | Cleared | Scoped | Named
+"""Messages to FlushNotifier: changes of residency, and the paths and scopes of blocks."""

@@ -16,6 +16,7 @@ from kvactors.gpu_swapper.messages import (
     CopyFinished,
     CopyLayers,
     CopyProgress,
+    CopyReply,
     DataPlaneStatus,
     Direction,
 )
@@ -46,7 +47,12 @@ class GpuSwapper(Actor):
     }
 
     def __init__(
-        self, ref: ActorRef, *, plane: DataPlane, evictor: ActorRef, index: ActorRef
+        self,
+        ref: ActorRef,
+        *,
+        plane: DataPlane,
+        evictor: ActorRef[CopyReply],
+        index: ActorRef[DataPlaneStatus],
     ) -> None:
         super().__init__(ref)
         self._plane = plane

@@ -74,3 +74,7 @@ class CopyLayers(Control, frozen=True, eq=False):
 
     op: int
     layers: int
+
+
+CopyReply = Copied | CopyProgress | DataPlaneStatus
+"""Messages of GpuSwapper to CpuEvictor."""

@@ -15,11 +15,13 @@ from kvactors.cpu_evictor.messages import (
     HostCleared,
     HostGained,
     HostGone,
+    HostRequest,
     LayersLoaded,
     Loaded,
     LoadStalled,
     Offloaded,
 )
+from kvactors.flush_notifier.messages import Report
 from kvactors.gpu_swapper.messages import DataPlaneStatus
 from kvactors.prefix_index.core import IndexCore
 from kvactors.prefix_index.index import BlockIndex
@@ -65,8 +67,8 @@ class PrefixIndex(Actor):
         ref: ActorRef,
         *,
         index: BlockIndex,
-        evictor: ActorRef,
-        notifier: ActorRef,
+        evictor: ActorRef[HostRequest],
+        notifier: ActorRef[Report],
         roots: Roots,
         settings: IndexSettings,
     ) -> None:

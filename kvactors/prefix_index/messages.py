@@ -191,3 +191,22 @@ class Continue(Later, frozen=True, eq=False):
     """To itself: the next part of work on very many blocks."""
 
     work: Work
+
+
+IndexRequest = (
+    Acquire
+    | Prefetch
+    | Ready
+    | LayerReady
+    | Extend
+    | Withdrawn
+    | Commit
+    | Finish
+    | Preempt
+    | Abandon
+    | Clear
+    | Pause
+    | Resume
+    | SetNamespace
+)
+"""Messages of the public API to PrefixIndex."""

@@ -9,12 +9,13 @@ from kvactors.cpu_evictor.messages import (
     Cancel,
     ClearHost,
     Discard,
+    HostRequest,
     Load,
     Offload,
     Place,
     Prefetch,
 )
-from kvactors.flush_notifier.messages import Announced, Cleared, Gained, Gone, Scoped
+from kvactors.flush_notifier.messages import Announced, Cleared, Gained, Gone, Report, Scoped
 from kvactors.prefix_index.actions import Action, Answer, Refusal, StartTimer
 from kvactors.prefix_index.messages import Continue, Proceed, Sweep
 
@@ -27,7 +28,9 @@ SENDS = {"cpu_evictor": TO_EVICTOR, "flush_notifier": TO_NOTIFIER}
 class ActionRunner:
     """Sends, answers and starts timers. works: works in parts that have parts left."""
 
-    def __init__(self, context: Context, evictor: ActorRef, notifier: ActorRef) -> None:
+    def __init__(
+        self, context: Context, evictor: ActorRef[HostRequest], notifier: ActorRef[Report]
+    ) -> None:
         self.works = 0
         self._context = context
         self._answer, self._tell = context.answer, context.tell

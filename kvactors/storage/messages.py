@@ -191,3 +191,12 @@ class PathsRead(Control, frozen=True, eq=False):
     """To itself: the next parts of paths; None at the end."""
 
     parts: tuple[PathPart, ...] | None
+
+
+ReaderMessage = Probe | Read
+WriterMessage = Write | ClearStore | Recount
+DeviceStoreMessage = FetchDevice | SaveDevice
+"""Messages of CpuEvictor to the storage actors."""
+
+StorageReply = Probed | ReadDone | Written | StoreCleared | Fetched | Saved
+"""Messages of the storage actors to CpuEvictor."""
