@@ -187,8 +187,8 @@ class Requests:
         self._ops = count(1)
         self._table: dict[int, Request] = {}
         # Blocks in flight of each storage actor, and one more for each request.
-        storage: tuple[ActorRef, ...] = (*peers.readers, *peers.writers)
-        self._load = {peer.name: 0 for peer in storage}
+        actors: tuple[ActorRef, ...] = (*peers.readers, *peers.writers)
+        self._load = {peer.name: 0 for peer in actors}
         self._probes = self._clears = 0
 
     @property

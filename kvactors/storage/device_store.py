@@ -20,6 +20,7 @@ from kvactors.storage.messages import (
     Fetched,
     Saved,
     SaveDevice,
+    StorageReply,
     TransferDone,
     TransferLate,
 )
@@ -40,7 +41,9 @@ class StorageDirect(Actor):
     ROLE: ClassVar[str] = "storage_direct"
     SENDS: ClassVar[Mapping[str, tuple[type[Message], ...]]] = {"cpu_evictor": (Fetched, Saved)}
 
-    def __init__(self, ref: ActorRef, *, backend: DeviceStore, evictor: ActorRef) -> None:
+    def __init__(
+        self, ref: ActorRef, *, backend: DeviceStore, evictor: ActorRef[StorageReply]
+    ) -> None:
         super().__init__(ref)
         self.backend = backend
         self.evictor = evictor

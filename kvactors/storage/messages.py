@@ -146,7 +146,7 @@ class Saved(Control, frozen=True, eq=False):
 class TransferDone(Control, frozen=True, eq=False):
     """To itself: a transfer of device blocks has ended; `answer` is sent to the evictor."""
 
-    answer: Control
+    answer: StorageReply
 
 
 class TransferLate(Control, frozen=True, eq=False):
@@ -162,7 +162,7 @@ class BatchDone(Control, frozen=True, eq=False):
     that left the store, by reason.
     """
 
-    answer: Control
+    answer: StorageReply
     stored: bytes = b""
     evicted: bytes = b""
     corrupt: bytes = b""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from kvactors.actor import Actor, ActorRef
 from kvactors.actor.actor import State
-from kvactors.flush_notifier.messages import Cleared, Gained, Gone, Origin, PathPart
+from kvactors.flush_notifier.messages import Cleared, Gained, Gone, Origin, PathPart, Report
 from kvactors.storage import reports
 from kvactors.storage.backends.checked import CheckedBackend
 from kvactors.storage.batches import changes_of
@@ -38,7 +38,7 @@ class StoreReporter:
         self,
         actor: Actor,
         store: CheckedBackend,
-        notifier: ActorRef,
+        notifier: ActorRef[Report],
         root_of: Callable[[Origin], bytes] | None = None,
     ) -> None:
         self.pages = ReportPages(store.inventory)

@@ -13,10 +13,10 @@ from kvactors.actor.jobs import Job
 from kvactors.actor.log import described
 from kvactors.device.arena import Arena
 from kvactors.errors import KVActorsError
-from kvactors.flush_notifier.messages import Origin
+from kvactors.flush_notifier.messages import Origin, Report
 from kvactors.storage.backends.checked import CheckedBackend
 from kvactors.storage.batches import Batch, BatchQueue
-from kvactors.storage.messages import BatchDone, NextPage, Recheck
+from kvactors.storage.messages import BatchDone, NextPage, Recheck, StorageReply
 from kvactors.storage.reporter import StoreReporter
 
 
@@ -30,8 +30,8 @@ class StorageWorker(Actor):
         *,
         backend: CheckedBackend,
         arena: Arena,
-        evictor: ActorRef,
-        notifier: ActorRef,
+        evictor: ActorRef[StorageReply],
+        notifier: ActorRef[Report],
         root_of: Callable[[Origin], bytes] | None = None,
     ) -> None:
         super().__init__(ref)
