@@ -1,0 +1,111 @@
+"""StorageReader, turn by turn."""
+
+from __future__ import annotations
+
+import asyncio
+
+from kvactors.device.arena import Arena
+from kvactors.flush_notifier.messages import Gone
+from kvactors.storage.backends import MemoryBackend
+from kvactors.storage.backends.checked import CheckedBackend
+from kvactors.storage.batches import IN_FLIGHT
+from kvactors.storage.messages import Outcome, Probe, Probed, Read, ReadDone
+from kvactors.storage.reader import StorageReader
+from kvactors.testing import probe
+from kvactors.testing.stepper import Stepper
+from kvactors.types import Reason
+
+A, B = bytes([1]) * 32, bytes([2]) * 32
+SIZE, NEVER = 8, 1e12
+
+
+class Pool(MemoryBackend):
+    """A store that must be asked."""
+
+    def probe(self, keys):
+        return None
+
+
+def stepped(inner: MemoryBackend) -> Stepper[StorageReader]:
+    return Stepper(
+        lambda ref: StorageReader(
+            ref,
+            backend=CheckedBackend(inner, 60.0),
+            arena=Arena(4, SIZE),
+            evictor=probe.Probe("cpu_evictor"),
+            notifier=probe.Probe("flush_notifier"),
+        )
+    )
+
+
+def holding(*keys: bytes) -> MemoryBackend:
+    inner = MemoryBackend(bytes(32), SIZE)
+    asyncio.run(inner.write(list(keys), [memoryview(bytes(SIZE))] * len(keys), lambda: False))
+    return inner
+
+
+def end(reader: Stepper[StorageReader], job):
+    """The turn after a job that ran to its end."""
+    return reader.turn(asyncio.run(job.coroutine))
+
+
+def test_an_owned_store_answers_a_probe_in_the_same_turn():
+    with stepped(holding(A)) as reader:
+        effects = reader.turn(Probe(1, A + B, NEVER))
+        (found,) = effects.to("cpu_evictor")
+        assert (found.op, found.found, effects.jobs) == (1, 1, ())
+
+
+def test_a_shared_store_is_asked_in_a_job():
+    with stepped(Pool(bytes(32), SIZE)) as reader:
+        (job,) = reader.turn(Probe(1, A, NEVER)).jobs
+        (found,) = reader.fail(job, RuntimeError("broken")).to("cpu_evictor")
+        assert isinstance(found, Probed)
+        assert (found.op, found.found) == (1, 0)
+
+
+def test_a_batch_is_answered_when_it_has_ended():
+    with stepped(holding(A)) as reader:
+        (job,) = reader.turn(Read(1, A + B, (0, 1), NEVER, take=False)).jobs
+        (done,) = end(reader, job).to("cpu_evictor")
+        assert isinstance(done, ReadDone)
+        assert list(done.outcomes) == [Outcome.OK, Outcome.MISS]
+
+
+def test_batches_wait_for_those_in_flight():
+    with stepped(holding(A)) as reader:
+        jobs = [reader.turn(Read(op, A, (0,), NEVER, take=False)).jobs for op in range(4)]
+        assert [len(one) for one in jobs] == [1] * IN_FLIGHT + [0] * (4 - IN_FLIGHT)
+        assert len(end(reader, jobs[0][0]).jobs) == 1
+
+
+def test_keys_that_an_exclusive_store_hands_out_leave_it_in_the_turn_of_the_read():
+    inner = holding(A)
+    with stepped(inner) as reader:
+        (job,) = reader.turn(Read(1, A, (0,), NEVER, take=True)).jobs
+        assert not inner.holds(A)
+        effects = end(reader, job)
+        (gone,) = effects.to("flush_notifier")
+        assert isinstance(gone, Gone)
+        assert (gone.keys, gone.reason) == (A, Reason.PROMOTION)
+        # The index is sent the loss before the evictor is sent the bytes.
+        assert [told.receiver for told in effects.told] == ["flush_notifier", "cpu_evictor"]
+        assert inner.objects == {}
+
+
+def test_a_corrupt_object_is_reported_and_not_read():
+    inner = holding(A)
+    inner.objects[A] = (bytes(SIZE), 1)
+    with stepped(inner) as reader:
+        (job,) = reader.turn(Read(1, A, (0,), NEVER, take=False)).jobs
+        effects = end(reader, job)
+        assert effects.to("flush_notifier")[0].reason == Reason.CORRUPT
+        assert list(effects.to("cpu_evictor")[0].outcomes) == [Outcome.CORRUPT]
+
+
+def test_a_read_that_raises_is_unavailable_and_gives_up_what_it_took():
+    with stepped(holding(A)) as reader:
+        (job,) = reader.turn(Read(1, A, (0,), NEVER, take=True)).jobs
+        effects = reader.fail(job, RuntimeError("broken"))
+        assert effects.to("flush_notifier")[0].keys == A
+        assert list(effects.to("cpu_evictor")[0].outcomes) == [Outcome.UNAVAILABLE]

@@ -1,0 +1,156 @@
+"""StorageWriter, turn by turn."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvactors.actor import PeerRestarted
+from kvactors.device.arena import Arena
+from kvactors.errors import StoreError
+from kvactors.flush_notifier.messages import Cleared, Gained, Gone
+from kvactors.storage import reports
+from kvactors.storage.backends import MemoryBackend
+from kvactors.storage.backends.checked import CheckedBackend
+from kvactors.storage.messages import (
+    ClearStore,
+    NextPage,
+    Outcome,
+    Recheck,
+    Recount,
+    StoreCleared,
+    Write,
+    Written,
+)
+from kvactors.storage.writer import StorageWriter
+from kvactors.substitutes import NoWriter
+from kvactors.testing import probe
+from kvactors.testing.stepper import Stepper
+from kvactors.types import Reason, split_keys
+
+A, B, C = (bytes([number]) * 32 for number in (1, 2, 3))
+SIZE, NEVER = 8, 1e12
+
+
+def stepped(inner, kind=StorageWriter, name="storage_writer-0", life=0) -> Stepper[StorageWriter]:
+    return Stepper(
+        lambda ref: kind(
+            ref,
+            backend=CheckedBackend(inner, 60.0),
+            arena=Arena(4, SIZE),
+            evictor=probe.Probe("cpu_evictor"),
+            notifier=probe.Probe("flush_notifier"),
+        ),
+        name,
+        life=life,
+    )
+
+
+def memory(*keys: bytes, capacity: int = 0) -> MemoryBackend:
+    inner = MemoryBackend(bytes(32), SIZE, capacity)
+    inner.catalog.admit(list(keys))
+    return inner
+
+
+def end(writer, job):
+    """The turn after a job that ran to its end."""
+    return writer.turn(asyncio.run(job.coroutine))
+
+
+def reported(writer) -> tuple[list[bytes], list[bytes]]:
+    """Keys of the rest of a report: held and lost."""
+    held, lost, effects = [], [], writer.started
+    while True:
+        for message in effects.to("flush_notifier"):
+            (held if isinstance(message, Gained) else lost).extend(split_keys(message.keys))
+        if not effects.to(writer.actor.ref.name):
+            return held, lost
+        effects = writer.turn(NextPage())
+
+
+def test_a_gain_is_reported_before_the_evictor_frees_the_slot():
+    with stepped(memory(capacity=1)) as writer:
+        (job,) = writer.turn(Write(1, A, (0,), NEVER)).jobs
+        assert [type(told.message) for told in end(writer, job).told] == [Gained, Written]
+        (job,) = writer.turn(Write(2, B, (0,), NEVER)).jobs
+        effects = end(writer, job)
+        assert [type(told.message) for told in effects.told] == [Gone, Gained, Written]
+        assert effects.to("flush_notifier")[0].keys == A
+
+
+def test_the_first_writer_reports_what_the_store_has_kept(monkeypatch):
+    monkeypatch.setattr(reports, "REPORT_PAGE", 1)
+    with stepped(memory(A, B)) as writer:
+        assert reported(writer) == ([A, B], [])
+    with stepped(memory(A, B), name="storage_writer-1") as writer:
+        assert writer.started.told == ()
+
+
+@pytest.mark.parametrize("kind", [StorageWriter, NoWriter])
+def test_a_restarted_writer_or_its_substitute_reports_everything_again(kind):
+    with stepped(memory(A), kind, "storage_writer-1", life=2) as writer:
+        assert reported(writer) == ([A], [])
+
+
+def test_a_restarted_notifier_is_sent_everything_by_the_first_writer():
+    for name, sent in (("storage_writer-0", 1), ("storage_writer-1", 0)):
+        with stepped(memory(A), name=name) as writer:
+            reported(writer)
+            effects = writer.turn(PeerRestarted("flush_notifier", 1))
+            assert len(effects.to("flush_notifier")) == sent
+
+
+def test_lost_keys_are_reported_on_request():
+    inner = memory(A, B)
+    with stepped(inner, name="storage_writer-1") as writer:
+        inner.catalog.remove([A])
+        (gone,) = writer.turn(Recount()).to("flush_notifier")
+        assert (gone.keys, gone.reason) == (A, Reason.RESTART)
+
+
+def test_a_delayed_report_is_corrected():
+    with stepped(memory(B), name="storage_writer-1") as writer:
+        gone, gained = writer.turn(Recheck(A, B + C)).to("flush_notifier")
+        assert (type(gone), gone.keys) == (Gone, A)
+        assert (type(gained), gained.keys) == (Gained, B)
+
+
+def test_a_batch_sent_before_a_clear_is_not_written():
+    with stepped(memory(), name="storage_writer-1") as writer:
+        (job,) = writer.turn(Write(1, A, (0,), NEVER)).jobs
+        (clear,) = writer.turn(ClearStore(2)).jobs
+        (written,) = end(writer, job).to("cpu_evictor")
+        assert list(written.outcomes) == [Outcome.LATE]
+        effects = end(writer, clear)
+        assert isinstance(effects.to("flush_notifier")[0], Cleared)
+        assert (effects.to("cpu_evictor")[0].op, effects.to("cpu_evictor")[0].error) == (2, "")
+
+
+def test_a_clear_that_fails_says_why():
+    class Refusing(MemoryBackend):
+        async def clear(self, generation=0):
+            raise StoreError("the disk refuses")
+
+    with stepped(Refusing(bytes(32), SIZE), name="storage_writer-1") as writer:
+        (job,) = writer.turn(ClearStore(2)).jobs
+        (cleared,) = end(writer, job).to("cpu_evictor")
+        assert isinstance(cleared, StoreCleared)
+        assert "the disk refuses" in cleared.error
+        assert len(writer.turn(Recount()).jobs) == 1, "the clear is repeated"
+
+
+def test_a_write_that_raises_is_unavailable():
+    with stepped(memory(), name="storage_writer-1") as writer:
+        (job,) = writer.turn(Write(1, A + B, (0, 1), NEVER)).jobs
+        (written,) = writer.fail(job, RuntimeError("broken")).to("cpu_evictor")
+        assert list(written.outcomes) == [Outcome.UNAVAILABLE] * 2
+
+
+def test_the_substitute_refuses_writes_and_carries_out_clears():
+    with stepped(memory(A), NoWriter, "storage_writer-1", life=1) as writer:
+        effects = writer.turn(Write(1, A + B, (0, 1), NEVER))
+        (written,) = effects.to("cpu_evictor")
+        assert (list(written.outcomes), effects.jobs) == ([Outcome.UNAVAILABLE] * 2, ())
+        (job,) = writer.turn(ClearStore(2)).jobs
+        assert end(writer, job).to("cpu_evictor")[0].op == 2
