@@ -23,7 +23,7 @@ class LoadJob:
     Args:
         memory: host memory.
         message: the load.
-        loads: table of loads in flight; the job is in it from `begin` until it ends.
+        loads: table of loads in flight. The job is in it from `begin` until it ends.
         layerwise: whether the index is sent `LayersLoaded` as layers arrive.
     """
 
@@ -63,7 +63,7 @@ class LoadJob:
         self._layers: dict[int, int] = {}  # arrived layers of each copy, by its first position
         self._fetching = False  # storage has not answered yet
         self._late = False  # storage is not waited for any longer
-        self._over = False  # answered or cancelled; completions only give back slots
+        self._over = False  # answered or cancelled: completions only give back slots
         self._timed = False
 
     def begin(self) -> list[Action]:
@@ -74,10 +74,7 @@ class LoadJob:
             return [send(requests.peers.index, Loaded(message.op, 0, 0))]
         self._loads[message.op] = self
         host.touch(reversed(self._hashes))
-        for block_hash in wanted:
-            block = host.readable(block_hash)
-            if block is None:
-                break
+        for block in host.readable_run(wanted):
             self._pin(block)
         actions: list[Action] = []
         missing = [
@@ -85,8 +82,7 @@ class LoadJob:
             for block_hash in wanted[len(self._sources) :]
             if host.readable(block_hash) is None
         ]
-        seconds = message.deadline - requests.clock()
-        if missing and message.fetch and seconds > 0:
+        if missing and message.fetch and (seconds := message.deadline - requests.clock()) > 0:
             if requests.may_read:
                 self._fetching = self._timed = True
                 actions.append(StartTimer(self, seconds, Overdue(message.op)))
@@ -134,7 +130,7 @@ class LoadJob:
         first, reading = len(self._sources), self._reading
         actions: list[Action] = []
         if not memory.exclusive:
-            actions += memory.make_room(found, found, self._hashes)
+            actions += memory.make_space(found, found, self._hashes)
         state = SlotState.TRANSIT if memory.exclusive else SlotState.RESIDENT
         for position in range(message.start + first, len(self._hashes)):
             block_hash = self._hashes[position]
@@ -210,9 +206,10 @@ class LoadJob:
     # -- copies
 
     def _pin(self, block: HostBlock) -> None:
-        self._memory.host.pin(block)
-        if self._memory.exclusive and block.state is SlotState.RESIDENT:
-            self._memory.host.move(block, SlotState.LEAVING)
+        memory, host = self._memory, self._memory.host
+        host.pin(block)
+        if memory.exclusive and block.state is SlotState.RESIDENT:
+            host.move(block, SlotState.LEAVING)
         self._sources.append(block)
         self._from_host.append(True)
 
@@ -264,7 +261,7 @@ class LoadJob:
 
     def _answer(self) -> list[Action]:
         """Report how many blocks arrived. Sources that did leave an exclusive tier when the index
-        discards them; the others stay."""
+        discards them. The others stay."""
         memory, host, op = self._memory, self._memory.host, self._message.op
         actions = self._end()
         arrived = 0
@@ -289,13 +286,13 @@ class LoadJob:
         return [StopTimer(self)] if self._timed else []
 
     def _release_from(self, first: int) -> list[Action]:
-        """Unpin the sources from position `first` on. Those that were leaving stay, if there is
-        room."""
+        """Unpin the sources from position `first` on. Those that were leaving stay, if the
+        capacity allows."""
         memory, actions = self._memory, list[Action]()
         released, self._sources = self._sources[first:], self._sources[:first]
         for block in reversed(released):
             if block.state is SlotState.LEAVING and block.pins == 1:
-                actions += memory.keep_if_room(block)
+                actions += memory.keep_if_space(block)
             elif block.state is SlotState.TRANSIT and not block.arriving and block.pins == 1:
                 actions += memory.remove([block])
             memory.host.unpin(block)

@@ -85,12 +85,21 @@ class SaveToDeviceStoreJob(Protocol):
 class Request(msgspec.Struct, frozen=True, eq=False):
     """A request in flight.
 
-    peer: the actor that answers. size: blocks that it is about. HOLDS_SLOTS: whether host slots can
-    be in use for it. ORDER: in which order the requests to a failed peer are ended.
+    Attributes:
+        peer: the actor that answers.
+        size: blocks that it is about.
+        ORDER: in which order the requests to a failed peer are ended.
+        HOLDS_SLOTS: whether host slots can be in use for it.
+        HOLDS_WRITES: whether writes are held back until it is answered.
+        STOPS_READS: whether no read may begin until it is answered.
+        LOADS_PEER: whether its blocks count when a peer of a pool is chosen.
     """
 
-    HOLDS_SLOTS: ClassVar[bool] = True
     ORDER: ClassVar[int] = 0
+    HOLDS_SLOTS: ClassVar[bool] = True
+    HOLDS_WRITES: ClassVar[bool] = False
+    STOPS_READS: ClassVar[bool] = False
+    LOADS_PEER: ClassVar[bool] = False
 
     peer: ActorRef
     size: int
@@ -125,8 +134,9 @@ class SaveRequest(Request, frozen=True, eq=False):
 class ClearRequest(Request, frozen=True, eq=False):
     """A clear of the store. op: of the `ClearHost` that is answered when it ends."""
 
-    HOLDS_SLOTS: ClassVar[bool] = False
     ORDER: ClassVar[int] = 3
+    HOLDS_SLOTS: ClassVar[bool] = False
+    STOPS_READS: ClassVar[bool] = True
 
     op: int
 
@@ -135,8 +145,9 @@ class ProbeRequest(Request, frozen=True, eq=False):
     """A probe before a read. Writes are held back until it is answered: a store of limited size
     must not evict for them what is about to be read."""
 
-    HOLDS_WRITES: ClassVar[bool] = True
     ORDER: ClassVar[int] = 4
+    HOLDS_WRITES: ClassVar[bool] = True
+    LOADS_PEER: ClassVar[bool] = True
 
     job: ProbeJob
 
@@ -144,14 +155,16 @@ class ProbeRequest(Request, frozen=True, eq=False):
 class StoredRequest(ProbeRequest, frozen=True, eq=False):
     """A probe before a write. It holds no writes back."""
 
-    HOLDS_WRITES: ClassVar[bool] = False
     ORDER: ClassVar[int] = 5
+    HOLDS_WRITES: ClassVar[bool] = False
+    LOADS_PEER: ClassVar[bool] = False
 
 
 class ReadRequest(Request, frozen=True, eq=False):
     """A read from storage into host slots."""
 
     ORDER: ClassVar[int] = 6
+    LOADS_PEER: ClassVar[bool] = True
 
     job: ReadJob
     first: int
@@ -161,6 +174,7 @@ class WriteRequest(Request, frozen=True, eq=False):
     """A write of host slots to storage."""
 
     ORDER: ClassVar[int] = 7
+    LOADS_PEER: ClassVar[bool] = True
 
     blocks: Sequence[HostBlock]
 
@@ -171,7 +185,7 @@ M = TypeVar("M", bound=Message)
 
 class Requests:
     """The table of requests in flight. Each method that begins one enters it and returns the
-    message to send; `take` removes it when its completion arrives.
+    message to send. `take` removes it when its completion arrives.
 
     Attributes:
         generation: memory generation that requests are stamped with.
@@ -315,14 +329,10 @@ class Requests:
         if not isinstance(request, kind):
             return None
         del self._table[op]
-        if isinstance(request, ProbeRequest):
-            if request.HOLDS_WRITES:
-                self._probes -= 1
-                self._load[request.peer.name] -= request.size + 1
-        elif isinstance(request, ReadRequest | WriteRequest):
+        self._probes -= request.HOLDS_WRITES
+        self._clears -= request.STOPS_READS
+        if request.LOADS_PEER:
             self._load[request.peer.name] -= request.size + 1
-        elif isinstance(request, ClearRequest):
-            self._clears -= 1
         return request
 
     def open_at(self, peer: str) -> list[tuple[int, Request]]:

@@ -21,7 +21,7 @@ STEP = 512
 
 
 class SlotState(Enum):
-    """What a block's slot is used for."""
+    """The use of a block's slot."""
 
     RESIDENT = "resident"  # counts against the capacity
     # Going back to the device (exclusive tiers): does not count, the slot is still in use.
@@ -86,7 +86,7 @@ class HostTier:
 
     The slots beyond the capacity are for blocks in transit. Callers add or touch the blocks of a
     path deepest first, so a parent is always younger than its children and the oldest block is a
-    leaf. A block with resident children is never a victim, whatever the policy's order.
+    leaf. A block with resident children is never a victim in any policy's order.
 
     Args:
         capacity: resident blocks at most.
@@ -155,6 +155,16 @@ class HostTier:
         """The block, if its bytes are in its slot."""
         block = self.blocks.get(block_hash)
         return block if block is not None and not block.arriving else None
+
+    def readable_run(self, hashes: Iterable[bytes]) -> list[HostBlock]:
+        """The leading blocks whose bytes are in their slots."""
+        blocks, run = self.blocks, []
+        for block_hash in hashes:
+            block = blocks.get(block_hash)
+            if block is None or block.arriving:
+                break
+            run.append(block)
+        return run
 
     def is_resident(self, block_hash: bytes) -> bool:
         """Whether a block counts against the capacity. Its bytes may be arriving."""
@@ -303,7 +313,7 @@ class HostTier:
 
     def check_steps(self) -> Iterator[None]:
         """`check` in steps of about a millisecond, between which the tier may change. Facts about
-        one block are always checked; sums only if nothing has changed since the check began."""
+        one block are always checked, sums only if nothing has changed since the check began."""
         changes, used, pinned, on_device = self.changes, bytearray(self.num_slots), 0, 0
         children: Counter[bytes] = Counter()
         blocks = [*self.blocks.values(), *self._dropped]

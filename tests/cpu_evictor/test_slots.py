@@ -190,6 +190,10 @@ class SlotsMachine(RuleBasedStateMachine):
             readable = block if block is not None and not block.arriving else None
             assert tier.readable(block_hash) is readable
             assert tier.is_resident(block_hash) == (block_hash in self.order)
+        for start in range(0, len(HASHES), 3):
+            blocks = [tier.readable(block_hash) for block_hash in HASHES[start:]]
+            run = blocks[: blocks.index(None)] if None in blocks else blocks
+            assert tier.readable_run(HASHES[start:]) == run
         landed = {h for h in self.order if not self.blocks[h].arriving}
         assert set(tier.keys()) == landed
 

@@ -19,7 +19,7 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "load_of_a_reader_only_grows",
         "cpu_evictor/requests.py",
-        "        elif isinstance(request, ReadRequest | WriteRequest):\n"
+        "        if request.LOADS_PEER:\n"
         "            self._load[request.peer.name] -= request.size + 1\n",
         "",
         "requests go to the reader that was asked least since the start, however busy it is",
