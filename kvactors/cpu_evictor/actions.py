@@ -1,4 +1,4 @@
-"""What the pure objects of the host tier return for the actor to carry out, in order."""
+"""Actions: returned by the pure objects of the host tier, carried out by the actor in order."""
 
 from __future__ import annotations
 

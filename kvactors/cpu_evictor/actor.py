@@ -40,7 +40,7 @@ from kvactors.cpu_evictor.requests import Peers, Requests
 from kvactors.cpu_evictor.save import SaveJob
 from kvactors.cpu_evictor.slots import HostTier
 from kvactors.cpu_evictor.statistics import HostStatistics, host_statistics
-from kvactors.device.arena import Arena
+from kvactors.device.arena import HostSlots
 from kvactors.flush_notifier.messages import Cleared, Gained, Gone, Report
 from kvactors.gpu_swapper.messages import Copied, Copy, CopyProgress, DataPlaneStatus
 from kvactors.storage.messages import (
@@ -101,7 +101,7 @@ class CpuEvictor(Actor):
         *,
         config: HostConfig,
         storage: StorageConfig,
-        arena: Arena,
+        arena: HostSlots,
         index: ActorRef[HostReply],
         swapper: ActorRef[Copy],
         readers: Sequence[ActorRef[ReaderMessage]],
@@ -217,8 +217,8 @@ class CpuEvictor(Actor):
 
     @on(PeerRestarted)
     def peer_restarted(self, message: PeerRestarted) -> None:
-        """A new notifier is sent what is resident. What a storage actor was asked before it failed
-        is ended."""
+        """A new notifier is sent the resident blocks. Requests to a storage actor that failed are
+        ended."""
         if message.name == "flush_notifier":
             self._perform(self.memory.announce(self.host.keys()))
         else:

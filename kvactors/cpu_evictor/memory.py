@@ -20,14 +20,14 @@ early."""
 
 
 class HostMemory:
-    """What the jobs of the host tier share: making room, writing back, and reports.
+    """Eviction, write-back and reports, for all jobs of the host tier.
 
     Attributes:
         host: the slots.
         requests: requests in flight.
         counts: see `Counts`.
         exclusive: whether a block leaves the host tier when the device has it.
-        clears: `ClearHost` messages handled; sent with hints, so that the index can tell those from
+        clears: `ClearHost` messages handled. Sent with hints, so that the index can tell those from
             before a clear.
     """
 
@@ -48,7 +48,9 @@ class HostMemory:
 
     # -- eviction
 
-    def make_room(self, incoming: int, slots: int, protected: Sequence[bytes] = ()) -> list[Action]:
+    def make_space(
+        self, incoming: int, slots: int, protected: Sequence[bytes] = ()
+    ) -> list[Action]:
         """Evict until `incoming` more residents fit the capacity. Victims are not written back as
         far as fewer than `slots` slots are free."""
         over = self.host.resident + incoming - self.host.capacity
@@ -124,14 +126,14 @@ class HostMemory:
             self.counts.write_failures += not stored
             self.host.unpin(block)
             if block.state is SlotState.LEAVING and not (block.pins or block.on_device):
-                actions += self.keep_if_room(block)
+                actions += self.keep_if_space(block)
         return actions
 
     # -- blocks that leave
 
-    def keep_if_room(self, block: HostBlock) -> list[Action]:
-        """A block was leaving for the device and did not arrive there: it stays if there is
-        room."""
+    def keep_if_space(self, block: HostBlock) -> list[Action]:
+        """A block was leaving for the device and did not arrive there: it stays if the
+        capacity allows."""
         if block.dropped:
             return []
         if self.host.resident < self.host.capacity:
@@ -163,7 +165,7 @@ class HostMemory:
         ]
         for block in dropped:
             self.host.drop(block)
-        # A HostGained or Offloaded with these may have been sent after the index sent its Discard.
+        # A HostGained or Offloaded with such a block may have been sent after the Discard was.
         if dropped:
             hashes = join_keys(block.hash for block in dropped)
             actions.append(send(self._index, HostGone(hashes)))
@@ -185,7 +187,7 @@ class HostMemory:
         return send(self._notifier, Cleared(Tier.HOST, Reason.RESTART))
 
     def clear_store(self, op: int) -> Action:
-        """Empty the store; `HostCleared` with this op is sent when it is."""
+        """Empty the store. `HostCleared` with this op is sent when it is empty."""
         if not self.requests.peers.writers:
             return send(self._index, HostCleared(op, ""))
         return self.requests.clear_store(op)

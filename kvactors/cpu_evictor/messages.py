@@ -1,5 +1,4 @@
-"""Messages that CpuEvictor, the host tier manager, handles, each beside its completion. It alone
-hands out host slots, so it leads every movement through host memory."""
+"""Messages of CpuEvictor, the host tier manager: what it handles, each beside its completion."""
 
 from __future__ import annotations
 
@@ -9,11 +8,15 @@ from kvactors.lineage import Lineages
 
 
 class Offload(Message, frozen=True, eq=False):
-    """These device blocks must go: take what the host tier wants of them. Answered with Offloaded.
+    """The device evicts blocks: the host tier keeps what it has capacity for. Answered with
+    Offloaded.
 
-    keys, parents: n x 32 bytes, least recently used first (deeper first on ties). blocks: their
-    device blocks. era: of the memory they are in, see `Executor`; nothing is kept of another era's.
-    lineages: of these blocks, if the store keeps them.
+    Attributes:
+        keys: n block hashes of 32 bytes, least recently used first (deeper first on ties).
+        parents: hash of the block before each of them.
+        blocks: their device blocks.
+        era: memory generation that the device blocks are in. Blocks of another one are not kept.
+        lineages: of the blocks, if the store keeps them.
     """
 
     op: int
@@ -25,22 +28,31 @@ class Offload(Message, frozen=True, eq=False):
 
 
 class Offloaded(Control, frozen=True, eq=False):
-    """Answer to Offload: the device blocks are free now. kept: one byte a key, non-zero if the host
-    tier holds it."""
+    """Answer to Offload: the device blocks are free.
+
+    Attributes:
+        kept: one byte a block, non-zero if the host tier holds it.
+    """
 
     op: int
     kept: bytes
 
 
 class Load(Message, frozen=True, eq=False):
-    """Bring blocks back into device blocks. Answered with Loaded (how long a leading run arrived).
+    """Load blocks of a path from the host tier, and from storage, into device blocks. Answered with
+    Loaded.
 
-    keys: names of the path from its first block on, up to the last one to load. start: first block
-    to load, into blocks[0], the next into blocks[1] ... An empty `blocks` means that they follow in
-    a Place: the sources are secured (and fetched) meanwhile, so that making room for them cannot
-    evict them. root: what the first key's parent is. deadline: absolute loop time. fetch: whether
-    what the host tier lacks may come from storage. tokens: of the same path, for a store that is
-    addressed by them. lineages: of the blocks of `keys`, if the store keeps them.
+    Attributes:
+        root: root hash, the parent of the first block.
+        keys: block hashes of the path from its first block on, up to the last one to load.
+        start: position of the first block to load. It goes to blocks[0], the next to blocks[1].
+        blocks: device blocks. If empty, they follow in a Place. The sources are pinned and fetched
+            before that, so that an eviction for the device blocks cannot evict the sources.
+        deadline: absolute loop time after which storage is not waited for.
+        fetch: whether blocks that the host tier lacks may come from storage.
+        tokens: token ids of the path (little-endian uint32), for a store addressed by tokens.
+        era: memory generation that the device blocks are in.
+        lineages: of the blocks of `keys`, if the store keeps them.
     """
 
     op: int
@@ -56,8 +68,13 @@ class Load(Message, frozen=True, eq=False):
 
 
 class LayersLoaded(Control, frozen=True, eq=False):
-    """Of a load, the first `layers` layers of its first `blocks` blocks are there; nothing more of
-    it is looked for."""
+    """Progress of a load: the first layers of its blocks have arrived. No more blocks will come
+    from storage.
+
+    Attributes:
+        layers: leading layers that have arrived.
+        blocks: leading blocks of the load that these layers are of.
+    """
 
     op: int
     layers: int
@@ -65,8 +82,12 @@ class LayersLoaded(Control, frozen=True, eq=False):
 
 
 class Loaded(Control, frozen=True, eq=False):
-    """Answer to Load: the first `good` blocks have their bytes, `from_host` of them came from the
-    host tier."""
+    """Answer to Load.
+
+    Attributes:
+        good: leading blocks that have their bytes.
+        from_host: how many of them came from the host tier, the others from storage.
+    """
 
     op: int
     good: int
@@ -74,16 +95,16 @@ class Loaded(Control, frozen=True, eq=False):
 
 
 class LoadStalled(Control, frozen=True, eq=False):
-    """Whom this load needs does not answer; the load is answered when it does."""
+    """A rank that the load needs is not responding. Loaded follows when its copies end."""
 
     op: int
 
 
 class Prefetch(Message, frozen=True, eq=False):
-    """Somebody will want these: bring what storage has of them, from `start` on, to the host tier,
-    if there is one. Not answered.
+    """A request for this path is expected: read the blocks that storage has, from `start` on, into
+    the host tier. Not answered.
 
-    root, keys, start, deadline, lineages: as in Load.
+    The fields are those of Load.
     """
 
     root: bytes
@@ -94,25 +115,29 @@ class Prefetch(Message, frozen=True, eq=False):
 
 
 class Place(Message, frozen=True, eq=False):
-    """The device blocks for a Load that came without."""
+    """The device blocks of a Load that was sent without."""
 
     op: int
     blocks: tuple[int, ...]
 
 
 class Cancel(Message, frozen=True, eq=False):
-    """Drop a Load that was never placed; its sources are as before. Not answered."""
+    """Drop a Load that was never placed. Its sources stay where they were. Not answered."""
 
     op: int
 
 
 class Admit(Message, frozen=True, eq=False):
-    """A finished request's path, all of it on the device (and held there until answered with
-    Admitted).
+    """Save the path of a finished request, which the device holds until the answer. Answered with
+    Admitted.
 
-    keys: names of the path from its first block on; blocks: their device blocks. keep: whether the
-    host tier should hold them from now on (inclusive tiers). save: positions to write to storage.
-    tokens, lineages: as in Load.
+    Attributes:
+        keys: block hashes of the path from its first block on.
+        blocks: their device blocks.
+        keep: whether the host tier keeps a copy (inclusive tiers).
+        save: positions of the blocks to write to storage.
+
+    The other fields are those of Load.
     """
 
     op: int
@@ -127,47 +152,58 @@ class Admit(Message, frozen=True, eq=False):
 
 
 class Admitted(Control, frozen=True, eq=False):
-    """Answer to Admit: the device blocks are not read any more. kept: one byte a key, non-zero if
-    the host tier holds it."""
+    """Answer to Admit: the device blocks are no longer read.
+
+    Attributes:
+        kept: one byte a block, non-zero if the host tier holds it.
+    """
 
     op: int
     kept: bytes
 
 
 class Discard(Message, frozen=True, eq=False):
-    """The device holds these (again): an exclusive host tier forgets them, an inclusive one ignores
-    this."""
+    """The device holds these blocks. An exclusive host tier drops them, an inclusive one ignores
+    the message."""
 
     keys: bytes
 
 
 class ClearHost(Message, frozen=True, eq=False):
-    """Forget everything; what is being copied is forgotten when its copy ends. storage: empty the
-    store too, and answer with HostCleared."""
+    """Drop every block, those being copied when their copy ends.
+
+    Attributes:
+        storage: whether to empty the store as well, and to answer with HostCleared.
+    """
 
     storage: bool
     op: int = 0
 
 
 class HostCleared(Control, frozen=True, eq=False):
-    """Answer to a ClearHost that includes the store. error: why objects from before may still be
-    found; empty if none can."""
+    """Answer to a ClearHost that includes the store.
+
+    Attributes:
+        error: why objects from before may still be found, empty if none can.
+    """
 
     op: int
     error: str
 
 
 class HostGone(Control, frozen=True, eq=False):
-    """A hint: the host tier no longer holds these."""
+    """A hint: the host tier no longer holds these blocks."""
 
     keys: bytes
 
 
 class HostGained(Control, frozen=True, eq=False):
-    """A hint: the host tier holds these.
+    """A hint: the host tier holds these blocks. The index ignores hints from before its last clear
+    or loss of memory.
 
-    clears, era: how many ClearHost the host tier had handled, and the memory generation, when this
-    was sent. The index ignores a hint of before a clear or a loss that it knows of.
+    Attributes:
+        clears: ClearHost messages that the host tier had handled.
+        era: its memory generation.
     """
 
     keys: bytes
@@ -182,7 +218,7 @@ class SaveUnanswered(Control, frozen=True, eq=False):
 
 
 class Overdue(Control, frozen=True, eq=False):
-    """To itself: an operation's deadline has come."""
+    """To itself: the deadline of a load that waits for storage."""
 
     op: int
 

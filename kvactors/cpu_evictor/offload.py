@@ -14,7 +14,7 @@ from kvactors.types import split_keys
 
 
 class OffloadJob:
-    """Copies evicted device blocks to the host tier, as far as it has room, and answers with
+    """Copies evicted device blocks to the host tier, as far as it has capacity, and answers with
     `Offloaded`."""
 
     __slots__ = ("_blocks", "_hashes", "_kept", "_memory", "_message", "_positions")
@@ -54,7 +54,7 @@ class OffloadJob:
         """Take slots for new blocks, for the last used of them if there are not enough. Blocks
         beyond the tier's capacity only pass through, on their way to storage."""
         message, memory, host = self._message, self._memory, self._memory.host
-        actions = memory.make_room(len(new), len(new), self._hashes)
+        actions = memory.make_space(len(new), len(new), self._hashes)
         passing = max(0, len(new) - (host.capacity - host.resident))
         first = max(0 if memory.write_back else passing, len(new) - host.free)
         self._positions = list(new[first:])

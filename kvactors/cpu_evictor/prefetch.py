@@ -50,9 +50,9 @@ class PrefetchJob:
         ]
         if found < memory.storage.min_fetch_blocks or not lacking:
             return []
-        actions = memory.make_room(len(lacking), len(lacking), self._hashes)
-        room = min(host.free, host.capacity - host.resident)
-        for position in lacking[:room]:
+        actions = memory.make_space(len(lacking), len(lacking), self._hashes)
+        space = min(host.free, host.capacity - host.resident)
+        for position in lacking[:space]:
             parent = self._hashes[position - 1] if position else message.root
             block = host.add(
                 self._hashes[position],

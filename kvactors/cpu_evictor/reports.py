@@ -1,8 +1,7 @@
-"""What other actors report of a batch, checked: a store or a copy engine of the user's own may
-answer with anything.
+"""Checks of reports on a batch: a store or a copy engine supplied by the user may return anything.
 
-What does not fit the batch counts as a failure of all of it. So wrong lengths, types and values
-cost a miss or a write, never a wrong byte.
+A report that does not fit its batch counts as a failure of all of it. So wrong lengths, types and
+values cost a miss or a write, never a wrong byte.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ KNOWN = frozenset(int(outcome) for outcome in Outcome)
 
 
 def outcomes_of(report: Any, keys: int) -> bytes:
-    """One outcome a key: UNAVAILABLE for a value that is none, and for every key of a report of
-    another type or length."""
+    """One `Outcome` for each key: UNAVAILABLE for an unknown value, and for every key if the report
+    has another type or length."""
     if not isinstance(report, bytes | bytearray | memoryview):
         return bytes([Outcome.UNAVAILABLE]) * keys
     outcomes = bytes(report)
@@ -27,7 +26,7 @@ def outcomes_of(report: Any, keys: int) -> bytes:
 
 
 def count_of(report: Any, most: int) -> int:
-    """A number of leading blocks from 0 to `most`; 0 for anything else."""
+    """A number of leading blocks, from 0 to `most`, or 0 for any other report."""
     try:
         count = operator.index(report)
     except TypeError:

@@ -61,14 +61,14 @@ class SaveJob:
         self._save = [position for position in message.save if position >= stored]
         lacking = [i for i, block_hash in enumerate(self._hashes) if block_hash not in host.blocks]
         if message.keep:
-            actions += memory.make_room(len(lacking), len(lacking), self._hashes)
-            room = max(0, min(len(lacking), host.capacity - host.resident, host.free))
+            actions += memory.make_space(len(lacking), len(lacking), self._hashes)
+            space = max(0, min(len(lacking), host.capacity - host.resident, host.free))
             state = SlotState.RESIDENT
         else:
             passing = set(self._save) if memory.requests.peers.device_store is None else set()
             lacking = [position for position in lacking if position in passing]
-            room, state = host.free, SlotState.TRANSIT
-        del lacking[room:]
+            space, state = host.free, SlotState.TRANSIT
+        del lacking[space:]
         for position in lacking:
             parent = self._hashes[position - 1] if position else message.root
             block = host.add(

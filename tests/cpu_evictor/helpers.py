@@ -115,7 +115,7 @@ def sent(actions: Sequence[Action], *kinds: type) -> list[Any]:
 
 
 def names(actions: Sequence[Action]) -> list[str]:
-    """What the actions are: the types of messages, and of timers."""
+    """Types of the actions: of messages, and of timers."""
     return [
         type(action.message if isinstance(action, Send) else action).__name__ for action in actions
     ]
@@ -159,8 +159,8 @@ class Movements:
                 del self.timers[action.job]
 
     def complete(self, number: int = 0, failed: Sequence[int] = ()) -> None:
-        """Complete an open request. failed: indices of blocks that do not move; of a probe, any
-        means that it fails."""
+        """Complete an open request. failed: indices of blocks that do not move. For a probe, any
+        index means that it fails."""
         message = self.open.pop(number)
         completion: Any
         if isinstance(message, Copy):

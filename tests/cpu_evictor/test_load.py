@@ -59,7 +59,7 @@ def test_only_the_run_that_arrived_is_loaded_and_the_rest_stays():
     host.idle()
 
 
-def test_blocks_that_do_not_stay_for_want_of_room_are_reported_gone():
+def test_blocks_that_do_not_stay_for_want_of_capacity_are_reported_gone():
     host, keys = Host(slots=2), path(2)
     host.fill(keys)
     (copy,) = sent(host.load(keys).begin())

@@ -1,4 +1,4 @@
-"""Making room, writing back, and the reports to the index and the notifier, without a loop."""
+"""Making space, writing back, and the reports to the index and the notifier, without a loop."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from tests.cpu_evictor.helpers import ROOT, Host, names, path, sent
 def test_victims_are_dropped_and_reported():
     host, keys = Host(policy="none"), path(3)
     host.fill(keys)
-    actions = host.memory.make_room(3, 3)
+    actions = host.memory.make_space(3, 3)
     assert names(actions) == ["HostGone", "Gone"]
     gone, reported = sent(actions)
     assert gone.keys == reported.keys == keys[2] + keys[1]
     assert reported.reason is Reason.CPU_EVICTION
-    assert host.memory.make_room(3, 3) == []
+    assert host.memory.make_space(3, 3) == []
     assert host.memory.counts.evicted == 2
 
 
 def test_victims_are_written_back_and_reported_gone_when_they_are_stored():
     host, keys = Host(policy="write_back"), path(2)
     host.fill(keys)
-    actions = host.memory.make_room(4, 0)
+    actions = host.memory.make_space(4, 0)
     assert names(actions) == ["HostGone", "Write"]
     write = sent(actions, Write)[0]
     assert write.keys == keys[1] + keys[0]
@@ -46,7 +46,7 @@ def test_victims_are_written_back_and_reported_gone_when_they_are_stored():
 def test_without_slots_to_spare_victims_are_not_written_back():
     host, keys = Host(slots=2, transit=1, policy="write_back"), path(2)
     host.fill(keys)
-    actions = host.memory.make_room(2, 2)
+    actions = host.memory.make_space(2, 2)
     assert names(actions) == ["HostGone", "Gone", "Write"]
     assert sent(actions, Gone)[0].keys == keys[1]
     assert sent(actions, Write)[0].keys == keys[0]
@@ -57,7 +57,7 @@ def test_writes_wait_for_a_probe_and_come_after_its_reads():
     host, keys = Host(policy="write_back", mode="inclusive"), path(2)
     host.fill(keys)
     (probe,) = sent(PrefetchJob(host.memory, Prefetch(ROOT, join_keys(path(2, 1)), 0, 5.0)).begin())
-    assert names(host.memory.make_room(4, 0)) == ["HostGone"]
+    assert names(host.memory.make_space(4, 0)) == ["HostGone"]
     assert host.tier.pinned == 2
     actions = host.completions.handle(Probed(probe.op, 2))
     assert names(actions) == ["Read", "Write"]
@@ -67,7 +67,7 @@ def test_a_held_block_that_was_dropped_is_not_written():
     host, keys = Host(policy="write_back"), path(1)
     host.fill(keys)
     host.requests.probe(PrefetchJob(host.memory, Prefetch(ROOT, b"", 0, 5.0)), path(1), 5.0)
-    host.memory.make_room(4, 0)
+    host.memory.make_space(4, 0)
     host.memory.clear()
     (_, request) = host.requests.open_at("storage_reader-0")[0]
     assert names(host.completions.peer_failed(request.peer.name)) == []

@@ -64,7 +64,7 @@ def test_blocks_of_another_memory_generation_are_not_kept():
     host.idle()
 
 
-def test_without_room_the_least_recently_used_are_evicted():
+def test_without_capacity_the_least_recently_used_are_evicted():
     host, old, new = Host(slots=2, policy="none"), path(2, family=1), path(2)
     host.fill(old)
     actions = offload(host, new).begin()
