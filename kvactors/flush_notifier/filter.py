@@ -1,4 +1,4 @@
-"""What one sink is sent: tiers, granularity, when gains are due, and in which form."""
+"""The changes that one sink is sent: tiers, granularity, when gains are due, and in which form."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ABOVE_ALL = int(ALL_TIERS)
 
 
 class SinkFilter(NamedTuple):
-    """What one sink is sent. The ledger asks nothing else about a sink.
+    """The changes that one sink is sent. The ledger asks nothing else about a sink.
 
     Attributes:
         tiers: set of tiers that are reported.

@@ -10,9 +10,9 @@ a block is in the sink's view only while the block above it is in the view on so
 DEVICE only while the block above it is in the view on DEVICE. An index that is a radix tree of the
 device, or that finds a block's place by its parent, drops anything else. Two parts keep the rule:
 
-* What is due of a block (`LedgerBlock.due`) is the closed truth: the tiers that hold it, as far as
-  the rule allows, given what is due of the block above. A change spreads to the blocks below. A
-  block whose path is interrupted is resident and not due: it cannot be hit.
+* The tiers due of a block (`LedgerBlock.due`) are the closed truth: the tiers that hold it, as far
+  as the rule allows, given the tiers due of the block above. A change spreads to the blocks below.
+  A block whose path is interrupted is resident and not due: it cannot be hit.
 * A batch takes differences and orders them so that each step between the view and what is due is a
   tree (see `selection`).
 
@@ -56,7 +56,7 @@ Fact = Announced | Gained | Gone | Cleared | Named | Scoped
 
 
 class Ledger:
-    """Facts in, differences out. Facts run in steps; no other fact may come between the steps.
+    """Facts in, differences out. Facts run in steps. No other fact may come between the steps.
 
     Args:
         block_size: tokens of a block.
@@ -290,14 +290,14 @@ class Ledger:
         return spread
 
     def due_of(self, block: LedgerBlock, view: SinkView) -> int:
-        """What is due of a block to a sink, from what is due of the block above."""
+        """The tiers due of a block to a sink, from those due of the block above."""
         above = (
             self.scopes.above_first(block) if block.parent is None else block.parent.due[view.index]
         )
         return view.closed[above << SHIFT | block.tiers] if accepts(view.filter, block) else 0
 
     def _spread(self, top: LedgerBlock, looked: int) -> Steps[int]:
-        """What is due of a block changed: update the blocks below it, down to those for which
+        """The tiers due of a block changed: update the blocks below it, down to those for which
         nothing changes.
 
         Args:

@@ -30,8 +30,8 @@ class Scopes:
         self.namespace = namespace
 
     def above_first(self, first: LedgerBlock) -> int:
-        """What stands for the block above the first block of a path: nothing unless requests begin
-        at its root now."""
+        """The tiers due above the first block of a path: none unless requests begin at its root
+        now."""
         if self.root_of is None or self.root_of(self.namespace, first.origin) == first.parent_key:
             return ABOVE_ALL
         return 0

@@ -1,6 +1,6 @@
 """Calls of sinks, contained: a sink is foreign code.
 
-Each call runs in its own task, and whatever it raises ends there as a text. No exception of a sink
+Each call runs in its own task, and every exception ends there as a text. No exception of a sink
 reaches the notifier, a leaked CancelledError or another BaseException included. KeyboardInterrupt
 alone passes. A call that misses its deadline is cancelled and reported as failed immediately. The
 next call waits until the task has ended.
@@ -52,7 +52,7 @@ async def open_sink(sink: Sink) -> None:
     """Open a sink.
 
     Raises:
-        SinkError: whatever the sink raised, except errors of this package, which pass as they are.
+        SinkError: the sink raised another error than those of this package, which pass as they are.
     """
     try:
         await sink.open()

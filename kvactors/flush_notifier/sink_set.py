@@ -44,7 +44,7 @@ class SinkSet:
         return ready
 
     def settle_call(self, one: SinkDelivery) -> Iterator[None]:
-        """Apply the end of a call to the ledger, then whatever waited for it. Steps."""
+        """Apply the end of a call to the ledger, then the work that waited for it. Steps."""
         yield from one.settle()
         if one.resync_due:
             yield from self.resync(one)

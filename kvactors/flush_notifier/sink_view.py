@@ -102,8 +102,8 @@ class SinkView:
         return DeliveryBatch(tasks, runs)
 
     def delivered(self, batch: DeliveryBatch) -> Steps[None]:
-        """The sink acknowledged a batch: it is the view now, whatever has changed since. After a
-        clear, blocks that have come back since differ."""
+        """The sink acknowledged a batch: it is the view now, even if blocks have changed since.
+        After a clear, blocks that have come back since differ."""
         tree, index, dirty = self.tree, self.index, self.dirty
         tree.version += 1
         tree.settling += 1

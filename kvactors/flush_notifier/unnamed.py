@@ -26,7 +26,7 @@ until a request names its path."""
 
 
 class UnplacedBlock(NamedTuple):
-    """What the hash of a block is made of."""
+    """The parts of a block hash."""
 
     parent_key: bytes
     tokens: bytes
@@ -125,7 +125,7 @@ class UnnamedBlocks:
         return None
 
     def fault(self, key: bytes, tree: LedgerTree) -> str:
-        """What is inconsistent about an unplaced block, empty if nothing is."""
+        """The inconsistency of an unplaced block, empty without one."""
         block = self.unplaced[key]
         if key not in self._below.get(block.parent_key, ()):
             return "an unplaced block is missing among those of its parent"

@@ -65,8 +65,8 @@ class Sink(ABC):
 
     repeats: bool = False
     """Whether the view may be sent again without `begin_epoch` before it: the index keeps a set of
-    blocks. What the index lost is then sent again, and at no moment is the index empty. Otherwise
-    `begin_epoch` comes first, with the same epoch."""
+    blocks. The blocks that it lost are then sent again, and at no moment is the index empty.
+    Otherwise `begin_epoch` comes first, with the same epoch."""
 
     resync_interval: float = 0.0
     """Seconds between two times at which everything is sent again, 0 for never. From the config."""

@@ -45,7 +45,7 @@ class Retraction(NamedTuple):
 
 
 class PublishedBlocks:
-    """Blocks that the index may hold, unacknowledged ones included. Memory is bounded by these
+    """Blocks that the index may hold, unacknowledged ones included. Memory is bounded by those
     blocks and their ancestors.
 
     Attributes:

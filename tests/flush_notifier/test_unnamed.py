@@ -1,0 +1,71 @@
+"""UnnamedBlocks: resident blocks without a known path, and those that wait for a parent."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvactors.flush_notifier import unnamed
+from kvactors.flush_notifier.blocks import LedgerBlock
+from kvactors.flush_notifier.messages import PLAIN
+from kvactors.flush_notifier.steps import finish
+from kvactors.flush_notifier.tree import LedgerTree
+from kvactors.flush_notifier.unnamed import UnnamedBlocks, UnplacedBlock
+
+
+def below(parent: bytes) -> UnplacedBlock:
+    return UnplacedBlock(parent, b"tokens", b"", PLAIN)
+
+
+def test_a_block_on_no_tier_is_forgotten():
+    blocks = UnnamedBlocks()
+    blocks.gain(b"a", 1)
+    blocks.gain(b"a", 2)
+    blocks.wait(b"a", below(b"p"))
+    blocks.lose(b"a", 1)
+    assert (blocks.tiers, list(blocks.unplaced)) == ({b"a": 2}, [b"a"])
+    blocks.lose(b"a", 2)
+    assert (len(blocks), blocks.unplaced) == (0, {})
+
+
+def test_a_cleared_tier_forgets_blocks_of_that_tier_alone():
+    blocks = UnnamedBlocks()
+    for key, tiers in ((b"a", 1), (b"b", 3)):
+        blocks.gain(key, tiers)
+        blocks.wait(key, below(b"p"))
+    finish(blocks.clear(1, 1))
+    assert (blocks.tiers, list(blocks.unplaced)) == ({b"b": 2}, [b"b"])
+
+
+def test_blocks_become_placeable_when_their_parent_is_added():
+    blocks, tree = UnnamedBlocks(), LedgerTree(10, 256)
+    for key in (b"a", b"b", b"other"):
+        blocks.gain(key, 4)
+        blocks.wait(key, below(b"x" if key == b"other" else b"p"))
+    assert blocks.next_placeable(tree) is None
+    parent = LedgerBlock(b"p", None, b"", b"", PLAIN, 1)
+    assert blocks.place(b"p") == 0
+    tree.add(parent)
+    assert [blocks.next_placeable(tree) for _ in range(3)] == [
+        (b"a", parent, below(b"p")),
+        (b"b", parent, below(b"p")),
+        None,
+    ]
+    assert list(blocks.unplaced) == [b"other"]
+
+
+def test_placing_a_block_returns_its_tiers_and_ends_its_wait():
+    blocks = UnnamedBlocks()
+    blocks.gain(b"a", 5)
+    blocks.wait(b"a", below(b"p"))
+    assert blocks.place(b"a") == 5
+    assert (blocks.tiers, blocks.unplaced) == ({}, {})
+
+
+def test_the_oldest_block_is_forgotten_beyond_the_limit(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(unnamed, "MAX_UNPLACED", 2)
+    blocks = UnnamedBlocks()
+    for key in (b"a", b"b", b"c"):
+        blocks.gain(key, 1)
+        blocks.wait(key, below(b"p"))
+    assert list(blocks.unplaced) == [b"b", b"c"]
+    assert len(blocks) == 3, "it is resident all the same"
