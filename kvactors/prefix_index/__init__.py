@@ -1,1 +1,1 @@
-"""PrefixIndex: which blocks this node knows, who uses them, and the device block pool."""
+"""PrefixIndex: the block tree, the device blocks, and the leases of requests."""

@@ -1,4 +1,4 @@
-"""What a turn of PrefixIndex results in: messages to send, requests to answer, timers to start.
+"""The results of a turn of PrefixIndex: messages to send, requests to answer, timers to start.
 
 The objects of this package decide and return actions. They never send: only the actor does.
 """
@@ -49,7 +49,8 @@ class Refusal(Struct):
 
 class StartTimer(Struct):
     """Send `message` to the actor itself `grace` seconds after `deadline`, unless `operation` has
-    ended by then. deadline: absolute loop time; one in the past counts as now."""
+    ended by then. deadline: absolute loop time, now if it has
+    passed."""
 
     operation: Timed
     deadline: float

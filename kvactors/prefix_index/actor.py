@@ -147,7 +147,7 @@ class PrefixIndex(Actor):
 
     @on(Pause)
     def pause(self, message: Pause, envelope: Envelope[Done]) -> None:
-        """Admit no request; answer when no transfer is in flight."""
+        """Hold new requests, and answer once no transfer is in flight."""
         self._perform(self._requests.pause(envelope))
 
     @on(Resume)
@@ -214,7 +214,7 @@ class PrefixIndex(Actor):
 
     @on(PeerRestarted)
     def peer_restarted(self, message: PeerRestarted) -> None:
-        """Write off what a restarted host tier had in flight; announce all to a new notifier."""
+        """The host tier has lost its operations in flight, or a notifier its ledger."""
         if message.name == "cpu_evictor":
             self._perform(self.core.host_lost())
         elif message.name == "flush_notifier":
@@ -222,7 +222,7 @@ class PrefixIndex(Actor):
 
     @on(Expired)
     def expired(self, message: Expired) -> None:
-        """The deadline of a wait, for room or for the end of a pause."""
+        """The deadline of a wait, for blocks or for the end of a pause."""
         self._perform(self._requests.expire(message.lease, message.ticket))
 
     @on(Proceed)

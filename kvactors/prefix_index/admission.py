@@ -18,7 +18,7 @@ from kvactors.prefix_index.parts import next_part
 from kvactors.prefix_index.saves import SaveTable
 
 STEPS = 64
-"""Requests that one turn serves, refuses or admits; the others follow in later turns."""
+"""Requests that one turn serves, refuses or admits. The others follow in later turns."""
 
 
 class Waiter(Timed):
@@ -54,7 +54,7 @@ class Waiter(Timed):
 class Admission:
     """First come, first served: blocks that become free go to the request that has waited longest.
 
-    waiting: by lease, in order of arrival; a lease waits for one thing at a time. blocks_promised:
+    waiting: by lease, in order of arrival. A lease waits for one thing at a time. blocks_promised:
     device blocks that those lack. closing: paths whose blocks are being released in parts.
     """
 
@@ -107,7 +107,8 @@ class Admission:
             deadline: absolute loop time until which it waits.
 
         Returns:
-            Whether there is or may be room; if not, the request is not in the queue. What to do.
+            Whether the request has its blocks or may get them, and the actions. If it may not, it
+            is not in the queue.
         """
         if self._fits(waiter):
             return True, self._give(waiter)
@@ -130,7 +131,7 @@ class Admission:
         return True, actions + self.proceed_later()  # this turn has evicted its part
 
     def refuse(self, waiter: Waiter, error: Exception) -> list[Action]:
-        """Take a request out of the queue; the blocks it has are free."""
+        """Take a request out of the queue. The blocks that it has become free."""
         self._dequeue(waiter)
         self._index.pool.give(waiter.taken)
         if waiter.reserves:
@@ -147,7 +148,7 @@ class Admission:
         waiter = self.waiting.get(lease)
         if waiter is None or not waiter.envelope.abandoned:
             return []
-        return self.refuse(waiter, LeaseEnded("this call was cancelled")) + self.room_changed()
+        return self.refuse(waiter, LeaseEnded("this call was cancelled")) + self.serve_waiting()
 
     def expire(self, lease: int, ticket: int) -> list[Action]:
         """The deadline of a wait has passed."""
@@ -155,7 +156,7 @@ class Admission:
         if waiter is None or waiter.ticket != ticket:
             return []
         error = DeadlineExceeded(f"no device blocks became free in time ({waiter.lacking} lacking)")
-        return self.refuse(waiter, error) + self.room_changed()
+        return self.refuse(waiter, error) + self.serve_waiting()
 
     def _fits(self, waiter: Waiter) -> bool:
         return not self.waiting and self._index.free >= waiter.needed
@@ -219,7 +220,7 @@ class Admission:
 
     # -- when blocks become free
 
-    def room_changed(self) -> list[Action]:
+    def serve_waiting(self) -> list[Action]:
         """Blocks became free, or an operation ended: serve the requests that wait for that."""
         actions = self._serve_queue() if self.waiting else []
         if self._index.retired:
@@ -232,12 +233,12 @@ class Admission:
     def wait_idle(self, envelope: Envelope[Done]) -> list[Action]:
         """Answer once no transfer is in flight."""
         self._pausing.append(envelope)
-        return self.room_changed()
+        return self.serve_waiting()
 
     def stall(self) -> list[Action]:
         """The copies in flight may never complete: the requests that wait get other blocks."""
         self._evictions.stall()
-        return self.room_changed()
+        return self.serve_waiting()
 
     def evict_to_watermark(self) -> list[Action]:
         """Evict ahead of need if the free device blocks are fewer than the low watermark."""
@@ -254,7 +255,7 @@ class Admission:
     def proceed(self) -> list[Action]:
         """That turn's share of the queue."""
         self._proceeding = False
-        return self.room_changed()
+        return self.serve_waiting()
 
     def sweep(self) -> list[Action]:
         """A turn's share of the work after a clear. Requests do not wait for it: `BlockIndex.take`
@@ -284,6 +285,6 @@ class Admission:
         actions: list[Action] = []
         for _ in self._index.release_parts(tree, path):
             yield actions
-            actions = self.room_changed()
+            actions = self.serve_waiting()
         self.closing -= 1
-        return actions + self.room_changed()
+        return actions + self.serve_waiting()

@@ -150,7 +150,8 @@ class Announcements:
         states: bytes,
         extras: tuple[tuple[int, bytes], ...],
     ) -> Message:
-        """Consecutive blocks of a path as the walk finds them; the first ones are on the device."""
+        """Announce consecutive blocks of a path, as the walk finds them, as far as they are on the
+        device."""
         resident = next((j for j, state in enumerate(states) if not state & DEVICE), len(states))
         origin, reason = self.origins.get(root), Reason.REQUEST_FINISH
         if origin is None:

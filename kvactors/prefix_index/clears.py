@@ -31,7 +31,7 @@ class Clears:
         return [clear, Answer(envelope, Done(freed))]
 
     def finish(self, op: int, error: str) -> list[Action]:
-        """The store is empty, or it could not be emptied: then `error` says why."""
+        """The store is empty, or it could not be emptied for the reason `error`."""
         envelope, freed = self._waiting.pop(op, (None, 0))
         if envelope is None:
             return []

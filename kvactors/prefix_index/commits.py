@@ -47,9 +47,10 @@ class Commits:
         """Enter the full blocks of the first `computed` tokens into the tree.
 
         Returns:
-            What to do, or why nothing was changed: NotReady while loads of the lease are in flight,
-            TypeError or ValueError if `computed` is no number of tokens of the lease, and the error
-            of a lease that can no longer be used. A lease whose blocks the tree refuses fails.
+            The actions, or the reason why nothing was changed: NotReady while loads of the lease
+            are in flight, TypeError or ValueError if `computed` is no number of tokens of the
+            lease, and the error of a lease that can no longer be used. A lease whose blocks the
+            tree refuses fails.
         """
         error = self._refusal(lease, computed)
         if error is not None:

@@ -115,7 +115,7 @@ class IndexCore:
 
     def _then_serve(self, actions: list[Action] | None) -> list[Action]:
         """After the end of an operation: serve the requests that wait. None: it is unknown."""
-        return [] if actions is None else actions + self.admission.room_changed()
+        return [] if actions is None else actions + self.admission.serve_waiting()
 
     # -- the whole cache
 
@@ -125,10 +125,10 @@ class IndexCore:
         freed = self.index.retire()
         actions = self.announcements.cleared(Reason.CLEAR)
         actions += self.clears.start(envelope, freed, storage=storage)
-        return actions + self.admission.room_changed()
+        return actions + self.admission.serve_waiting()
 
     def device_lost(self, memory_generation: int) -> list[Action]:
-        """What was on the device may be lost: nothing cached can be hit any more, and no granted
+        """The blocks on the device may be lost: none of them can be hit any more, and no granted
         lease can be used."""
         self.index.memory_generation = memory_generation
         self.index.retire()
@@ -148,7 +148,7 @@ class IndexCore:
         self.index.tree.clear_host()
         actions += next_part(self._sweep_host(self.index.tree))
         self.clears.host_lost()
-        actions += self.admission.room_changed()
+        actions += self.admission.serve_waiting()
         return actions + self.clears.again()
 
     def _sweep_host(self, tree: BlockTree) -> Work:

@@ -69,7 +69,7 @@ class Endings:
         return next_part(self._close(lease, None))
 
     def detach(self, lease: LeaseState) -> list[Action]:
-        """Remove a lease from everything that waits for it or with it; its blocks stay as they
+        """Remove a lease from everything that waits for it or with it. Its blocks stay as they
         are."""
         ended = self._leases.remove(lease)
         if lease.granted and lease.id in self._admission.waiting:  # an extend
@@ -80,7 +80,7 @@ class Endings:
         """End a lease that was granted to a caller who no longer waits."""
         actions = self.detach(lease)
         actions += self._admission.release(lease.tree, lease.path)
-        return actions + self._admission.room_changed()
+        return actions + self._admission.serve_waiting()
 
     def forget(self, lease: LeaseState) -> list[Action]:
         """End a lease that never had its blocks."""
@@ -118,8 +118,8 @@ class Endings:
         if saved.answered():
             for _ in self._index.release_parts(tree, path):
                 yield actions
-                actions = self._admission.room_changed()
+                actions = self._admission.serve_waiting()
         self._admission.closing -= 1
         if envelope is not None:
             actions.append(Answer(envelope, Done(committed)))
-        return actions + self._admission.room_changed()
+        return actions + self._admission.serve_waiting()

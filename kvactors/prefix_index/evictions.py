@@ -17,8 +17,8 @@ class Evictions:
     """Frees device blocks, the least recently used first.
 
     offload: blocks are copied to the host tier before they are free. ops: numbers of operations.
-    blocks_being_freed: device blocks that copies in flight will free, at most; without those that
-    stalled. started: blocks evicted since this was last set to 0. evicted, rescued: all blocks so
+    blocks_being_freed: device blocks that copies in flight will free, at most, without stalled
+    copies. started: blocks evicted since this was last set to 0. evicted, rescued: all blocks so
     far, and those of them that were matched again while they were being copied.
     """
 

@@ -1,4 +1,5 @@
-"""Requests that are granted in one turn, or that wait for room: match, pin, take device blocks."""
+"""Requests that are granted in one turn, or that wait for blocks: match, pin, take device
+blocks."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ class Grants:
         self._settings = settings
 
     def set_root(self, path: Path, origin: Origin) -> bool:
-        """Let a path start from the root hash of the present namespace; returns whether it did
+        """Let a path start from the root hash of the present namespace. Returns whether it did
         not."""
         root = self._roots.root(origin)
         changed = path.root != root
@@ -77,15 +78,15 @@ class Grants:
             return self._grant(lease, match, index.take(match.new_blocks), envelope)
         actions = self._loads.begin(lease, match.segments, placed=False)
         waiter = AcquireWaiter(self, lease, match, message.origin, envelope)
-        room, queued = admission.request(waiter, wait=message.wait, deadline=message.deadline)
+        accepted, queued = admission.request(waiter, wait=message.wait, deadline=message.deadline)
         actions += queued
-        if not room:
+        if not accepted:
             actions += self.forget(lease)
             actions.append(self.refusal(envelope, match.new_blocks))
         return actions
 
     def refusal(self, envelope: Envelope[Any], needed: int) -> Refusal:
-        """There is no room for `needed` blocks."""
+        """Refuse a request that cannot get `needed` blocks."""
         self.no_room += 1
         return Refusal(envelope, NoRoom(needed, self._admission.available()))
 
@@ -190,15 +191,15 @@ class Grants:
         if not waiter.needed:
             return actions + waiter.complete([])
         deadline = envelope.deadline if envelope.deadline is not None else lease.deadline
-        room, queued = admission.request(waiter, wait=True, deadline=deadline)
+        accepted, queued = admission.request(waiter, wait=True, deadline=deadline)
         actions += queued
-        if not room:
+        if not accepted:
             actions.append(self.refusal(envelope, waiter.needed))
         return actions
 
 
 class AcquireWaiter(Waiter):
-    """A request that waits for its device blocks; its loads have been sent ahead."""
+    """A request that waits for its device blocks. Its loads have been sent ahead."""
 
     __slots__ = ("_grants", "_match", "_origin", "_state")
 

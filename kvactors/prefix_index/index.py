@@ -111,7 +111,7 @@ class BlockIndex:
         return self.pool.free + self.returning - self.reserved
 
     def take(self, count: int) -> list[int]:
-        """`count` free blocks; the caller has made sure that there are as many."""
+        """`count` free blocks. The caller has made sure that there are as many."""
         if self.returning and count > self.pool.free:
             self.bring_back(count - self.pool.free)
         return self.pool.take(count)
@@ -136,7 +136,7 @@ class BlockIndex:
         )
 
     def can_fit(self, path: Path, needed: int, being_freed: int) -> bool:
-        """Whether there may be room for `needed` blocks of a path, before anything is changed.
+        """Whether `needed` blocks of a path may fit on the device. Changes nothing.
         being_freed: blocks that will be free without a further eviction."""
         run, states = self.tree.peek(path, self.match_limit(path))
         # Blocks that other requests are loading come with their device blocks.
@@ -154,8 +154,8 @@ class BlockIndex:
         """Pin what is known of the path, and find what may be loaded.
 
         Args:
-            path: tokens of the request; it holds no nodes yet.
-            fetch: leading blocks that the store may have; no segment crosses this boundary.
+            path: tokens of the request. It holds no nodes yet.
+            fetch: leading blocks that the store may have. No segment crosses this boundary.
             media: items that are matched whole or not at all. The request computes what follows the
                 last whole one.
         """
@@ -172,7 +172,7 @@ class BlockIndex:
             self.pool.give(self.tree.release(path))
 
     def _reach(self, path: Path, limit: int, *, fetch: int) -> int:
-        """Leading blocks that a match would find at most; nothing is changed."""
+        """Leading blocks that a match would find at most. Changes nothing."""
         run, states = self.tree.peek(path, limit)
         for position, state in enumerate(states, run):
             if state & DEVICE or not (state & (LOADING | HOST) or position < fetch):

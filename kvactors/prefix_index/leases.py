@@ -21,8 +21,8 @@ when they come again."""
 class LeaseTable:
     """Granted leases by number.
 
-    A granted lease is pending while loads of it are in flight; `wait_ready` is answered after the
-    last one. It can fail, which every later call raises, and it ends when it is removed. `get`
+    A granted lease is pending while loads of it are in flight, and `wait_ready` is answered after
+    the last one. It can fail, which every later call raises, and it ends when it is removed. `get`
     finds it by its number, None once it has ended.
 
     restarted: leases of an earlier incarnation were lost. requests, looked_up: leases granted, and

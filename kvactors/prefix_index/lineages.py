@@ -1,5 +1,4 @@
-"""What block hashes are made of, as PrefixIndex gives it to a store that keeps it beside the
-blocks."""
+"""Lineages: the data that block hashes are made of, for stores that keep it beside the blocks."""
 
 from __future__ import annotations
 
@@ -13,8 +12,11 @@ from kvactors.types import split_keys
 
 
 class LineageSource:
-    """keep: whether the store keeps lineages. origins: by root, those without adapter and salt are
-    left out. root_of: the root hash that requests of an origin have now."""
+    """Makes the lineages of blocks.
+
+    keep: whether the store keeps them. origins: by root hash, plain ones may be missing. root_of:
+    the root hash that requests of an origin have now.
+    """
 
     def __init__(
         self, keep: bool, origins: Mapping[bytes, Origin], root_of: Callable[[Origin], bytes]
@@ -24,15 +26,15 @@ class LineageSource:
         self._root_of = root_of
 
     def of_path(self, path: Path, start: int, stop: int) -> Lineages | None:
-        """Of blocks [start, stop) of a path; None if the store keeps none, or the path is under a
-        salt."""
+        """Lineages of blocks [start, stop) of a path. None if the store keeps none, or the path is
+        under a salt."""
         if not self._keep or (origin := self._kept_origin(path.root)) is None:
             return None
         extra_keys = {position - start: key for position, key in path.extra_keys(start, stop)}
         return Lineages(path.tokens(start, stop), (origin,), extra_keys)
 
     def of_eviction(self, op: Eviction) -> Lineages | None:
-        """Of blocks that leave the device."""
+        """Lineages of blocks that leave the device."""
         if not self._keep:
             return None
         roots, tokens, extra_keys = op.tree.contents(op.nodes)
@@ -43,8 +45,8 @@ class LineageSource:
         return Lineages(tokens, tuple(origins[root] for root in each), dict(extra_keys))
 
     def _kept_origin(self, root: bytes) -> Origin | None:
-        """What is in a root, if blocks below it may be kept with it: not under a salt, and not of
-        an earlier namespace. The origin of a root that was forgotten is not taken for a plain one:
-        the hash decides."""
+        """The origin of a root hash, None if lineages below it are not kept: those under a salt,
+        and those of an earlier namespace. The origin of a forgotten root counts as plain only if it
+        hashes to that root."""
         origin = self._origins.get(root, PLAIN)
         return origin if origin.salt is None and self._root_of(origin) == root else None

@@ -142,7 +142,7 @@ class LoadTable:
             from_host: blocks of those that came from the host tier.
 
         Returns:
-            What to do; None for an operation that is unknown or was answered before.
+            The actions. None for an operation that is unknown or was answered before.
         """
         load = self._loads.get(op)
         if load is None or load.result is not None:

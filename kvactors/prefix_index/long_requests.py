@@ -70,11 +70,11 @@ class LongRequests:
         lease.media, lease.device_hits, lease.expected_blocks = message.media, run, run
         waiter = LongWaiter(self, lease, message, needed, envelope)
         wait = message.wait or not self._settings.offload  # no copy has to be waited for
-        room, actions = self._admission.request(waiter, wait=wait, deadline=message.deadline)
-        if not room:
+        accepted, actions = self._admission.request(waiter, wait=wait, deadline=message.deadline)
+        if not accepted:
             actions += self._admission.release(tree, path)
             actions.append(self._grants.refusal(envelope, waiter.needed))
-            actions += self._admission.room_changed()
+            actions += self._admission.serve_waiting()
         return actions
 
     def fill(
@@ -86,7 +86,7 @@ class LongRequests:
         while len(table) < needed:
             if not self._is_current(message, tree, envelope):
                 index.reserved -= needed - max(run, len(table))
-                actions = self._admission.room_changed()
+                actions = self._admission.serve_waiting()
                 again = self._begin_again(message, needed, tree, envelope, actions=actions)
                 return (yield from again)
             if len(table) < run:
@@ -126,7 +126,7 @@ class LongRequests:
         self._admission.closing += 1
         for _ in self._index.release_parts(tree, message.path):
             yield actions
-            actions = self._admission.room_changed()
+            actions = self._admission.serve_waiting()
         self._admission.closing -= 1
         if envelope.abandoned:
             actions.append(Refusal(envelope, LeaseEnded("this request was given up")))
@@ -134,7 +134,7 @@ class LongRequests:
             self._grants.set_root(message.path, message.origin)
             admit = self._grants.admit if in_one_turn else self.admit
             actions += admit(message, needed, envelope)
-        return actions + self._admission.room_changed()
+        return actions + self._admission.serve_waiting()
 
 
 class LongWaiter(Waiter):

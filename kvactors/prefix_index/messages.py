@@ -1,5 +1,5 @@
-"""Messages that PrefixIndex handles, with their replies. Completions of its own requests to other
-actors are defined beside those requests (`cpu_evictor.messages`, `gpu_swapper.messages`)."""
+"""Messages that PrefixIndex handles, with their replies. Completions of the requests that it sends
+are defined beside those requests (`cpu_evictor.messages`, `gpu_swapper.messages`)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from kvactors.prefix_index.actions import Work
 class Granted(Message, frozen=True, eq=False):
     """Blocks for every token of the request.
 
-    blocks: the device block table. cached_tokens: tokens whose cache is there or on its way.
-    pending: whether copies are still on their way; then the table and `cached_tokens` are final
-    only in the `Landed` that answers `Ready`.
+    blocks: the device block table. cached_tokens: tokens that are cached or being loaded. pending:
+    loads are in flight. Then the table and `cached_tokens` are final only in the `Landed` that
+    answers `Ready`.
     """
 
     blocks: Sequence[int]
@@ -27,8 +27,8 @@ class Granted(Message, frozen=True, eq=False):
 
 
 class Landed(Message, frozen=True, eq=False):
-    """All loads of a lease landed or were written off. Hits in blocks, by the tier each came
-    from."""
+    """All loads of a lease have completed or were written off. Hits in blocks, by the tier that
+    each came from."""
 
     blocks: tuple[int, ...]
     cached_tokens: int
@@ -38,19 +38,19 @@ class Landed(Message, frozen=True, eq=False):
 
 
 class Done(Message, frozen=True, eq=False):
-    """It is done. count: blocks concerned, where that means something."""
+    """The request is carried out. count: blocks concerned, where that applies."""
 
     count: int = 0
 
 
 class Acquire(Ask[Granted], frozen=True, eq=False):
-    """Blocks for a request: match, pin, take device blocks. Answered with NoRoom if even eviction
-    cannot make room.
+    """Blocks for a request: match, pin, take device blocks. Refused with NoRoom if not even
+    eviction can free enough of them.
 
-    lease: the door's number for the lease. path: the request's tokens; the index owns it from here
-    on. deadline: absolute loop time for everything the lease loads. wait: whether to wait for
-    evictions that need a copy first. origin: what is in the path's root. media: (offset, length) of
-    media items that must not be cached in part.
+    lease: the number that the caller gives the lease. path: the request's tokens, owned by the
+    index from here on. deadline: absolute loop time for everything the lease loads. wait: whether
+    to wait for evictions that need a copy first. origin: what is in the path's root. media:
+    (offset, length) of media items that must not be cached in part.
     """
 
     lease: int
@@ -63,11 +63,11 @@ class Acquire(Ask[Granted], frozen=True, eq=False):
 
 
 class Prefetch(Ask[Done], frozen=True, eq=False):
-    """A request of these tokens will come: what storage has of them may be brought nearer
-    meanwhile. Done counts the blocks looked for.
+    """A request of these tokens will come: the host tier may fetch from the store what the device
+    lacks. Done counts the blocks looked for.
 
-    path: for this alone. deadline: absolute loop time for what is fetched. origin: what is in the
-    path's root.
+    path: used by this message alone. deadline: absolute loop time for the fetch. origin: what is in
+    the path's root.
     """
 
     path: Path
@@ -76,25 +76,25 @@ class Prefetch(Ask[Done], frozen=True, eq=False):
 
 
 class Ready(Ask[Landed], frozen=True, eq=False):
-    """Wait until every load of the lease landed or was written off."""
+    """Wait until every load of the lease has completed or was written off."""
 
     lease: int
 
 
 class LayerReady(Ask[int], frozen=True, eq=False):
-    """Wait until one layer (counted from the layout's first) of everything the lease loads is on
-    the device. Reply: tokens that are cached if the other layers land as well."""
+    """Wait until one layer, counted from the layout's first, of everything that the lease loads is
+    on the device. Reply: tokens that are cached if the other layers arrive as well."""
 
     lease: int
     layer: int
 
 
 class Extend(Ask[Granted], frozen=True, eq=False):
-    """More tokens (those of `added`, a path for this alone): `blocks` of the reply are the ones
-    added to the table's end.
+    """More tokens. Reply: the blocks added to the end of the table.
 
-    position: tokens of the lease before these, as its holder counts them. Refused with LeaseBusy if
-    it is not so, or another waits.
+    position: tokens of the lease before the added ones, as its holder counts them. Refused with
+    LeaseBusy if the lease has another number of tokens, or another extend waits. added: a path used
+    by this message alone.
     """
 
     lease: int
@@ -103,17 +103,18 @@ class Extend(Ask[Granted], frozen=True, eq=False):
 
 
 class Commit(Ask[Done], frozen=True, eq=False):
-    """The first `computed_tokens` tokens are computed: their full blocks become shareable. Reply:
-    committed blocks."""
+    """The first `computed_tokens` tokens are computed, so their full blocks become shareable.
+    Reply: committed blocks."""
 
     lease: int
     computed_tokens: int
 
 
 class Finish(Ask[Done], frozen=True, eq=False):
-    """The request is over: unpin, and by policy save and announce. Reply: blocks left in the cache.
+    """The request has ended: unpin, and by policy save and announce. Reply: blocks left in the
+    cache.
 
-    computed_tokens: commit these first, None for what was committed.
+    computed_tokens: tokens to commit first, None for those that were committed before.
     """
 
     lease: int
@@ -121,45 +122,48 @@ class Finish(Ask[Done], frozen=True, eq=False):
 
 
 class Preempt(Ask[Done], frozen=True, eq=False):
-    """The request gives way: keep the first `computed_tokens` tokens cached, give the rest back."""
+    """The request is preempted: keep the first `computed_tokens` tokens cached and release the
+    rest."""
 
     lease: int
     computed_tokens: int
 
 
 class Clear(Ask[Done], frozen=True, eq=False):
-    """Nothing cached before this can be hit after it. storage: also empty the store. Leases in use
-    stay whole. Done counts the device blocks that are free by it: those that no lease and no copy
-    uses."""
+    """Empty the cache: nothing cached before can be hit afterwards. Leases keep their blocks.
+
+    storage: also empty the store. Done counts the device blocks that are free by it: those that no
+    lease and no copy uses.
+    """
 
     storage: bool = False
 
 
 class Pause(Ask[Done], frozen=True, eq=False):
-    """Admit nobody; answered when no transfer is in flight."""
+    """Hold new requests. Answered once no transfer is in flight."""
 
 
 class Resume(Ask[Done], frozen=True, eq=False):
-    """Admit again, those that waited first."""
+    """Admit requests again, first those that were held."""
 
 
 class SetNamespace(Ask[Done], frozen=True, eq=False):
-    """New weights, say: requests acquired from now on cannot hit what was cached under another
-    name."""
+    """Requests admitted from now on cannot hit blocks cached under another namespace, for example
+    those of other weights."""
 
     namespace: str
 
 
 class Abandon(Control, frozen=True, eq=False):
-    """The lease's holder is gone (cancelled or forgotten): give everything back. Unknown leases are
-    ignored."""
+    """The holder of a lease has gone (cancelled or forgotten): release the lease. Unknown leases
+    are ignored."""
 
     lease: int
 
 
 class Withdrawn(Control, frozen=True, eq=False):
-    """The lease's waiting extend was cancelled: the blocks it has collected go to the next in the
-    queue."""
+    """The waiting extend of a lease was cancelled: the blocks it has collected go to the next
+    request in the queue."""
 
     lease: int
 
@@ -171,7 +175,7 @@ class Overdue(Control, frozen=True, eq=False):
 
 
 class Expired(Control, frozen=True, eq=False):
-    """To itself: the deadline of a wait, for room or for the end of a pause. ticket: of the wait,
+    """To itself: the deadline of a wait, for blocks or for the end of a pause. ticket: of the wait,
     since a lease may wait again."""
 
     lease: int
@@ -179,12 +183,12 @@ class Expired(Control, frozen=True, eq=False):
 
 
 class Proceed(Later, frozen=True, eq=False):
-    """To itself: go on with the requests that wait; one turn takes a part of them only."""
+    """To itself: continue with the requests that wait. One turn takes a part of them."""
 
 
 class Sweep(Later, frozen=True, eq=False):
-    """To itself: return more device blocks, or memory, of the trees of before a clear; one turn
-    takes a part of them only."""
+    """To itself: return more device blocks, or memory, of cleared trees. One turn takes a part of
+    them."""
 
 
 class Continue(Later, frozen=True, eq=False):

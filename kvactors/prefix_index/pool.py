@@ -1,4 +1,4 @@
-"""The device block pool: which device blocks nobody owns."""
+"""The device block pool: the free device blocks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ STEP = 2048
 
 
 class BlockPool:
-    """Free device block ids 0 .. total - 1. A fresh pool hands out the lowest first; a returned
-    block is reused first."""
+    """Free device block ids 0 .. total - 1. A new pool hands out the lowest first, and later the
+    block that was returned last."""
 
     __slots__ = ("_free", "_is_free", "changes", "total")
 
@@ -22,11 +22,11 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """Blocks nobody owns."""
+        """Blocks in the pool."""
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """`count` free blocks; the caller has made sure that there are as many."""
+        """`count` free blocks. The caller has made sure that there are as many."""
         if not 0 <= count <= len(self._free):
             raise RuntimeError(f"{count} blocks wanted, {len(self._free)} free")
         if not count:

@@ -35,7 +35,7 @@ class LeaseState:
     media: (offset, length) in tokens of items that are cached whole or not at all. loads: those in
     flight that it waits for. ready: requests to be answered when there is none left. layers: the
     same for one layer. expected_blocks: leading blocks that are cached if every load completes.
-    granted: it has its blocks; a lease that waits for them may have loads already. counted: the
+    granted: it has its blocks. A lease that waits for them may have loads already. counted: the
     statistics count it, as they do unless it was preempted before. fault: why it can no longer be
     used.
     """
@@ -79,11 +79,11 @@ class LeaseState:
 
 
 class LoadState(Timed):
-    """A run of blocks that is being loaded into device blocks of its owner; other leases may share
-    it.
+    """Consecutive blocks that are being loaded into device blocks of the owner. Other leases may
+    share them.
 
-    owner: the lease that took the target blocks, None once it has ended. path: the owner's; the
-    load keeps it. start, stop: positions of its blocks, the same on the path of every sharer.
+    owner: the lease that took the target blocks, None once it has ended. path: the owner's, which
+    the load keeps. start, stop: positions of its blocks, the same on the path of every sharer.
     blocks: targets, empty until the owner has them. predecessor: the load of the blocks above,
     which must complete first: a block without its parent cannot be hit. result: (blocks loaded,
     blocks of those from the host tier), once known. completed: the result has been applied. lost:

@@ -38,7 +38,7 @@ class Requests:
         self._settings = settings
 
     def acquire(self, message: Acquire, envelope: Envelope[Granted]) -> list[Action]:
-        """Match, pin and take blocks, now or once there is room; during a pause, after it."""
+        """Match, pin and take blocks: now, once enough of them are free, or after a pause."""
         if self._held.paused or self._held.requests:
             return self._held.hold(message, envelope)
         return self.admit(message, envelope)
@@ -53,7 +53,7 @@ class Requests:
         return self._grants.admit(message, needed, envelope)
 
     def pause(self, envelope: Envelope[Done]) -> list[Action]:
-        """Admit no request; answer when no transfer is in flight."""
+        """Hold new requests, and answer once no transfer is in flight."""
         self._held.paused = True
         return self._admission.wait_idle(envelope)
 
@@ -63,7 +63,7 @@ class Requests:
         return [Answer(envelope, Done(len(self._held))), *self._admit_held()]
 
     def proceed(self) -> list[Action]:
-        """A turn's share of the requests that wait, for room or after a pause."""
+        """A turn's share of the requests that wait, for blocks or after a pause."""
         return self._admission.proceed() + self._admit_held()
 
     def _admit_held(self) -> list[Action]:
@@ -80,13 +80,13 @@ class Requests:
         return actions
 
     def cancel(self, lease: int) -> list[Action]:
-        """The caller of a request that waits, for room or for the end of a pause, has gone."""
+        """The caller of a request that waits, for blocks or for the end of a pause, has gone."""
         error = "this request was given up"
         actions = self._admission.cancel(lease, error)
         held = self._held.cancel(lease)
         if held is not None:
             actions.append(Refusal(held.envelope, LeaseEnded(error)))
-        return actions + self._admission.room_changed()
+        return actions + self._admission.serve_waiting()
 
     def expire(self, lease: int, ticket: int) -> list[Action]:
         """The deadline of a request that waits has passed."""

@@ -1,4 +1,4 @@
-"""The root hashes that chains of block hashes start from, under the namespace of the moment."""
+"""The root hashes that chains of block hashes start from, under the present namespace."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ REMEMBERED = 1024
 
 
 class Roots:
-    """Root hashes by adapter and salt. namespace: the one that requests are admitted under;
-    PrefixIndex alone changes it.
+    """Root hashes by adapter and salt. namespace: the one that requests are admitted under, changed
+    by PrefixIndex alone.
 
-    It belongs to the system, so that a restart of PrefixIndex does not bring an earlier namespace
-    back.
+    Owned by the system, so that a restarted PrefixIndex continues with the last namespace.
     """
 
     def __init__(self, model: str, namespace: str, fingerprint: bytes) -> None:
@@ -26,11 +25,11 @@ class Roots:
         self._root = lru_cache(REMEMBERED)(self._hash)
 
     def root(self, origin: Origin) -> bytes:
-        """The root hash for requests of this adapter and salt that are admitted now."""
+        """The root hash of requests with this adapter and salt that are admitted now."""
         return self.of(self.namespace, origin)
 
     def of(self, namespace: str, origin: Origin) -> bytes:
-        """The same under any namespace."""
+        """The root hash of such requests under any namespace."""
         return self._root(namespace, origin.lora, origin.salt)
 
     def _hash(self, namespace: str, lora: str | None, salt: str | None) -> bytes:

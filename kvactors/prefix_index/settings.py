@@ -10,7 +10,7 @@ WritePolicy = Literal["none", "write_through", "write_through_selective", "write
 
 
 class IndexSettings(NamedTuple):
-    """What PrefixIndex must know of the tiers, the store and the sinks.
+    """Settings that follow from the tiers, the store and the sinks.
 
     exclusive: a block has one copy among device and host. host_tier: evicted blocks are offered to
     the host tier. fetch: the store may hold blocks that the tree does not. announce: there is a

@@ -15,9 +15,7 @@ BUGS: tuple[Mutation, ...] = (
         "if load is None:",
         "a request joins a load that stalled: it computes into blocks that a copy may still write, "
         "and its commit fails the index",
-        (
-            f"{MACHINE}::test_a_request_that_waits_for_room_does_not_join_a_load_that_stalled_meanwhile",
-        ),
+        (f"{MACHINE}::test_a_waiting_request_does_not_join_a_load_that_has_stalled",),
     ),
     Mutation(
         "load_answered_before_its_blocks_stays_with_its_lease",
@@ -40,7 +38,7 @@ BUGS: tuple[Mutation, ...] = (
                 pass
 """,
         "a request that found no blocks in place of a failed load's gives back those of the load",
-        (f"{MACHINE}::test_blocks_of_a_load_are_never_given_back_by_a_request_that_found_no_room",),
+        (f"{MACHINE}::test_blocks_of_a_load_are_never_given_back_by_a_request_that_got_none",),
     ),
     Mutation(
         "commit_error_fails_the_index",

@@ -116,14 +116,10 @@ class IndexMachine(RuleBasedStateMachine):
         self.stepper = Stepper(make)
         self.index.part = part
         self.works: list[Continue | Proceed] = []
-        self.namespace: str | None = (
-            # that the notifier was sent since it started; before, it has the one that there was
-            # then
-            None
-        )
-        self.sent: set[bytes] = (
-            set()
-        )  # what the notifier has been sent as resident, below a block that it has been sent or a root
+        # The namespace that the notifier was sent since it started, None before.
+        self.namespace: str | None = None
+        # Blocks that the notifier was sent as resident, each below a root or a block sent before.
+        self.sent: set[bytes] = set()
         self.notifier_life = 0
 
     def lease_state(self, lease: int) -> LeaseState:
@@ -417,7 +413,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 4))
     def sweep(self, count: int) -> None:
-        """A step of what a clear leaves, which may come at any time; the pool gets at most `count`
+        """A step of what a clear leaves, which may come at any time. The pool gets at most `count`
         blocks by it."""
         due, before, returning = self.index.sweeping, self.index.pool.free, self.index.returning
         sweep = self.index.sweep

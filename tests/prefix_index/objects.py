@@ -34,7 +34,7 @@ class Reply:
 
 
 class Request(Envelope[Any]):
-    """A request without a loop; `cancel` is what its caller would do."""
+    """A request without a loop. `cancel` stands for its caller."""
 
     def __init__(self, message: Message | None = None) -> None:
         self.port = Reply()
@@ -52,7 +52,7 @@ def block_index(blocks: int = 8, *, part: int = 100) -> BlockIndex:
 
 
 def core(blocks: int = 8, *, part: int = 100, namespace: str = "a", **settings: Any) -> IndexCore:
-    """All objects, wired. An exclusive host tier and no store, unless `settings` says so."""
+    """All objects, wired. An exclusive host tier and no store are the defaults."""
     roots = Roots("model", namespace, bytes(32))
     chosen = {"exclusive": True, "host_tier": True, "announce": True, **settings}
     return IndexCore(
@@ -73,7 +73,7 @@ def lease_table(index: BlockIndex) -> LeaseTable:
 
 
 def path(blocks: int, *, first: int = 0, root: bytes | None = None) -> Path:
-    """A path of full blocks; equal `first` means equal tokens."""
+    """A path of full blocks. Equal `first` means equal tokens."""
     made = Path(BLOCK, root or bytes(32))
     made.extend(list(range(first, first + blocks * BLOCK)))
     return made

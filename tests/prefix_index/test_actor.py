@@ -56,7 +56,7 @@ from tests.prefix_index.objects import BLOCK, acquire, block_index, path
 def index(
     blocks: int = 8, *, part: int = 100, life: int = 0, **settings: Any
 ) -> Stepper[PrefixIndex]:
-    """A stepped index over an exclusive host tier, unless `settings` says otherwise."""
+    """A stepped index over an exclusive host tier by default."""
     chosen = {"exclusive": True, "host_tier": True, "announce": True, **settings}
     return Stepper(
         lambda ref: PrefixIndex(
@@ -344,7 +344,7 @@ def test_a_prefetch_asks_the_host_for_what_the_device_lacks():
 
 
 def served_by_fetch(step: Stepper[PrefixIndex]) -> None:
-    """One block on the device; the store has nothing."""
+    """One block on the device, and an empty store."""
     [load] = step.turn(acquire(1, 1)).to("cpu_evictor")
     step.turn(Loaded(load.op, 0, 0))
     step.turn(Finish(1, BLOCK))

@@ -61,7 +61,7 @@ def test_free_blocks_are_given_at_once():
     assert state.index.free == 1
 
 
-def test_what_can_never_be_had_is_no_room_and_changes_nothing():
+def test_a_request_for_more_than_can_be_freed_is_refused_and_changes_nothing():
     state = core(4)
     cache(state, 2)
     taker = Taker(1, 5)
@@ -74,16 +74,16 @@ def test_a_request_waits_for_the_copies_of_evicted_blocks():
     state = core(4)
     cache(state, 3)
     taker = Taker(1, 3)
-    room, actions = ask(state.admission, taker)
+    accepted, actions = ask(state.admission, taker)
     [offload, timer] = actions
-    assert room
+    assert accepted
     assert isinstance(offload, Offload)
     assert isinstance(timer, StartTimer)
     assert (timer.operation, timer.deadline) == (taker, 5.0)
     assert taker.taken != []
     assert state.admission.blocks_promised == 2
     state.evictions.finish(offload.op, b"\1\1")
-    assert state.admission.room_changed() == []
+    assert state.admission.serve_waiting() == []
     assert taker.given is not None
     assert len(set(taker.given)) == 3
     assert taker.over
@@ -93,13 +93,13 @@ def test_a_request_waits_for_the_copies_of_evicted_blocks():
 def test_a_request_that_must_not_wait_is_refused_after_it_began_to_evict():
     state = core(4)
     cache(state, 3)
-    room, actions = ask(state.admission, Taker(1, 3), wait=False)
-    assert not room
+    accepted, actions = ask(state.admission, Taker(1, 3), wait=False)
+    assert not accepted
     assert [type(one) for one in actions] == [Offload]
     assert not state.admission.waiting
 
 
-def test_nobody_overtakes_the_queue():
+def test_no_request_overtakes_the_queue():
     state = core(4)
     admission = releasing(state)
     first, second = Taker(1, 5), Taker(2, 1)
@@ -111,7 +111,7 @@ def test_nobody_overtakes_the_queue():
     [refusal] = admission.cancel(1, "gone")
     assert first.gone
     assert isinstance(refusal.error, LeaseEnded)
-    admission.room_changed()
+    admission.serve_waiting()
     assert second.given is not None
 
 
@@ -124,7 +124,7 @@ def test_the_last_request_is_refused_once_no_block_can_become_free():
     ask(admission, last)
     admission.closing = 0
     state.index.pool.give([0, 1, 2])
-    [error] = answers(admission.room_changed())
+    [error] = answers(admission.serve_waiting())
     assert isinstance(error, NoRoom)
     assert (first.given is not None, last.gone) == (True, True)
 
@@ -150,7 +150,7 @@ def test_a_cancelled_request_is_skipped():
     ask(admission, gone)
     ask(admission, next_one)
     gone.envelope.cancel()  # type: ignore[attr-defined]
-    admission.room_changed()
+    admission.serve_waiting()
     assert (gone.gone, gone.given) == (True, None)
     assert next_one.given is not None
 
@@ -174,7 +174,7 @@ def test_stalled_copies_are_not_waited_for():
     [offload] = messages(state.admission.stall())
     assert isinstance(offload, Offload)
     state.evictions.finish(offload.op, bytes(3))
-    state.admission.room_changed()
+    state.admission.serve_waiting()
     assert waiting.given is not None
 
 
@@ -186,10 +186,10 @@ def test_a_turn_serves_a_bounded_number_of_requests():
     for taker in takers:
         ask(admission, taker)
     state.index.pool.give(held)
-    assert [type(one) for one in admission.room_changed()] == [Proceed]
+    assert [type(one) for one in admission.serve_waiting()] == [Proceed]
     assert sum(taker.given is not None for taker in takers) == STEPS
     admission.proceed()
-    admission.room_changed()
+    admission.serve_waiting()
     assert all(taker.given for taker in takers)
 
 
@@ -215,8 +215,8 @@ def test_blocks_of_a_clear_come_back_in_later_turns():
     state = core(4)
     cache(state, 4)
     state.index.retire()
-    assert [type(one) for one in state.admission.room_changed()] == [Sweep]
-    assert state.admission.room_changed() == [], "one turn of it is in the mailbox already"
+    assert [type(one) for one in state.admission.serve_waiting()] == [Sweep]
+    assert state.admission.serve_waiting() == [], "one turn of it is in the mailbox already"
     assert [type(one) for one in state.admission.sweep()] == [Sweep]
     assert state.index.pool.free == 4
 
@@ -270,7 +270,7 @@ STEP = st.tuples(st.sampled_from(["ask", "ask", "give", "cancel", "expire"]), st
 
 @given(st.lists(STEP, max_size=40), st.booleans())
 def test_the_queue_agrees_with_a_model(steps, reserve):
-    """Blocks that are private to leases come back in any order; none is given twice."""
+    """Blocks that are private to leases come back in any order, and none is given twice."""
     state = core(8)
     admission, model = releasing(state), Queue(8)
     takers: list[Taker] = []
@@ -289,14 +289,14 @@ def test_the_queue_agrees_with_a_model(steps, reserve):
                 blocks = state.index.take_reserved(one.needed) if reserve else one.given
                 state.index.pool.give(blocks)
                 model.free += one.needed
-                admission.room_changed()
+                admission.serve_waiting()
                 model.serve()
         elif admission.waiting:
             number = sorted(admission.waiting)[value % len(admission.waiting)]
             taker = takers[number]
             if step == "cancel":
                 assert answers(admission.cancel(number, "gone"))
-                admission.room_changed()
+                admission.serve_waiting()
             else:
                 assert answers(admission.expire(number, taker.ticket))
             assert taker.gone

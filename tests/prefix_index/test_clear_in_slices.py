@@ -1,5 +1,5 @@
 """A clear is one short turn however much is cached: the blocks come back in later turns, some at a
-time, and count as free meanwhile."""
+time, and count as free from then on."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def filled(blocks: int, cached: int) -> IndexMachine:
 
 
 def request(machine: IndexMachine, blocks: int, *, wait: bool = True) -> object:
-    """The answer to a request of so many blocks that nobody has."""
+    """The answer to a request of so many blocks that no request has had."""
     machine.number += 1
     path = Path(BLOCK, bytes(32))
     path.extend([1_000 * machine.number + i for i in range(blocks * BLOCK)])

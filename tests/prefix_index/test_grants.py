@@ -63,7 +63,7 @@ def test_blocks_of_the_host_are_loaded_behind_the_answer():
     assert load.keys == cached.keys(0, 2)
 
 
-def test_without_room_the_request_is_refused_and_nothing_changes():
+def test_without_free_blocks_the_request_is_refused_and_nothing_changes():
     state = core(2)
     _, actions = request(state, 1, 3)
     [error] = answers(actions)
@@ -83,7 +83,7 @@ def test_the_caller_of_a_grant_that_has_gone_keeps_nothing():
 
 
 def waiting_with_a_load(state: IndexCore) -> tuple[Request, Load, Offload]:
-    """Two blocks on the host; a request of four waits for an eviction, its load sent ahead."""
+    """Two blocks on the host. A request of four waits for an eviction, its load sent ahead."""
     cache(state, 2)
     [offload] = state.evictions.evict(2)[1]
     state.evictions.finish(offload.op, b"\1\1")

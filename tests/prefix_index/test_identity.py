@@ -1,4 +1,4 @@
-"""No two scopes have one root hash; no two store identities have one digest, folder or pool
+"""No two scopes have one root hash, and no two store identities have one digest, folder or pool
 prefix."""
 
 from __future__ import annotations

@@ -27,10 +27,10 @@ def started(blocks: int, *, host: bool = True) -> IndexMachine:
     return machine
 
 
-def test_a_request_that_waits_for_room_does_not_join_a_load_that_stalled_meanwhile() -> None:
+def test_a_waiting_request_does_not_join_a_load_that_has_stalled() -> None:
     """The second request shares the first one's load and waits for an eviction. The load stalls,
     the eviction ends: the second request must get blocks that no copy writes to, and may commit
-    them whatever becomes of the load."""
+    them however the load ends."""
     machine = started(8)
     machine.acquire(1, 5 * BLOCK, 5.0, True)
     machine.loaded(0, 0, False)
@@ -73,7 +73,7 @@ def test_a_load_answered_before_it_is_placed_is_a_miss(ends: bool) -> None:
     machine.teardown()
 
 
-def test_blocks_of_a_load_are_never_given_back_by_a_request_that_found_no_room() -> None:
+def test_blocks_of_a_load_are_never_given_back_by_a_request_that_got_none() -> None:
     """A request shares a load that comes short, finds no blocks to replace its targets, and ends
     before and after a clear."""
     for clear in (False, True):

@@ -23,7 +23,7 @@ from tests.prefix_index.objects import (
 
 
 def loading(blocks: int = 8, *, sharers: int = 0) -> tuple[LeaseTable, list[LeaseState], LoadState]:
-    """Leases of two blocks that wait for one load; the first owns it."""
+    """Leases of two blocks that wait for one load, which the first owns."""
     index = block_index(blocks)
     table = lease_table(index)
     owner = new_lease(index, 1, 2)
@@ -88,7 +88,7 @@ def test_a_sharer_gets_new_blocks_in_place_of_targets_that_were_not_loaded():
     assert own >= 0
 
 
-def test_a_sharer_without_room_fails_and_keeps_no_block_of_the_load():
+def test_a_sharer_that_gets_no_blocks_fails_and_keeps_no_block_of_the_load():
     table, [_, sharer], load = loading(2, sharers=1)
     load.tree.finish_load(load.nodes, 0)
     assert table.wait_ready(2, Request()) == []
@@ -112,7 +112,7 @@ def test_an_ended_lease_refuses_what_waits_for_it_and_leaves_its_load():
     assert "finished, preempted or given back" in str(error)
 
 
-def test_a_restarted_index_says_that_leases_were_lost():
+def test_a_restarted_index_refuses_earlier_leases_as_lost():
     index = block_index()
     table = LeaseTable(index, evictions(index), restarted=True)
     [error] = answers([table.refusal(Request())])

@@ -151,7 +151,7 @@ def runs(draw):
 
 @given(runs())
 def test_results_in_any_order_agree_with_a_model(run):
-    """The cached blocks are the leading ones that arrived without a gap, whatever the order of the
+    """The cached blocks are the leading ones that arrived without a gap, in any order of the
     results, and a restart of the host tier ends what is left with nothing."""
     lengths, good, order, until = run
     state = core(2 * sum(lengths))

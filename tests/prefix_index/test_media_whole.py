@@ -1,5 +1,5 @@
-"""A media item is cached whole or not at all: what a request gives back of it is computed in blocks
-of its own, wherever shared blocks stand."""
+"""A media item is cached whole or not at all. The blocks of a part of one are computed again, into
+private blocks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""No turn handles more blocks than a part: counted by what a turn changes, sends and answers, for a
-request of many parts."""
+"""No turn handles more blocks than a part, counted by the blocks that it changes, sends and
+answers for a request of many parts."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_restarts_of_the_neighbours_are_handled_in_parts(machine):
     machine.handled.clear()
     machine.turn(PeerRestarted("cpu_evictor", 1))
     assert machine.index.tree.statistics()["host"] == 0
-    machine.handled.clear()  # the count is reset at once; the nodes go in parts
+    machine.handled.clear()  # the count is reset in this turn, the nodes go in parts
     machine.finish_works()
     machine.over()
     assert machine.index.tree.statistics()["nodes"] == 0
