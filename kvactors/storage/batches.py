@@ -57,7 +57,7 @@ class Holder(Protocol):
 
 
 class Changes(NamedTuple):
-    """What indexes must be sent after a batch.
+    """Changes to report to indexes after a batch.
 
     Attributes:
         removed: joined keys that the store does not hold any more, by reason.

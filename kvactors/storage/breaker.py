@@ -1,4 +1,4 @@
-"""A circuit breaker: a store that keeps failing is left alone for a while, then tried once."""
+"""Circuit breaker: a store that keeps failing gets no batches for a while, then one to try."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Breaker:
 
     def __init__(self, failures: int = FAILURES, pause: float = PAUSE, store: str = "") -> None:
         self.store = store
-        self.reason = ""  # why it opened; empty while it is closed
+        self.reason = ""  # why it opened, empty while it is closed
         self._limit = failures
         self._pause = pause
         self._failures = 0
@@ -38,12 +38,16 @@ class Breaker:
             return False
         self._until = (
             now() + self._pause
-        )  # half open: whoever asks next waits for this one's result
+        )  # half open: later batches wait for the result of this one
         return True
 
     def saw(self, good: bool, reason: str = "") -> None:
-        """A batch that went through succeeded, at least in part, or failed altogether (and why, if
-        that is known)."""
+        """Record a batch.
+
+        Args:
+            good: whether any part of the batch succeeded.
+            reason: why it failed, for the log.
+        """
         if good:
             if self._until is not None:
                 log.info("store works again", store=self.store, reason=self.reason)

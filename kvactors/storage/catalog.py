@@ -1,5 +1,5 @@
-"""What a store holds, in order of use, within a capacity. Pure state; the back end that owns it
-changes it on the loop only."""
+"""Keys of a store, in order of use, within a capacity. Pure state, changed on the event loop
+only."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 
 class Admission(NamedTuple):
-    """What became of a batch: names to write, names there already, names that do not fit, and names
-    that went for them."""
+    """The admission of a batch: keys to write, keys in the store already, keys that do not fit, and
+    keys evicted for the batch."""
 
     fresh: list[bytes]
     existing: list[bytes]
@@ -19,8 +19,8 @@ class Admission(NamedTuple):
 
 
 class Catalog:
-    """Names, least recently used first. capacity: objects at most, 0 for no limit. departed: names
-    that went, until somebody has told of it."""
+    """Keys, least recently used first. capacity: objects at most, 0 for no limit. departed: keys
+    that were removed, until the removal is reported."""
 
     def __init__(self, capacity: int = 0) -> None:
         self.capacity = capacity
@@ -37,7 +37,7 @@ class Catalog:
         return iter(self._names)
 
     def keys(self) -> list[bytes]:
-        """Every name, least recently used first."""
+        """Every key, least recently used first."""
         return list(self._names)
 
     def admit(self, keys: Sequence[bytes]) -> Admission:
@@ -60,7 +60,7 @@ class Catalog:
         return Admission([key for key in keys if key not in there], existing, refused, evicted)
 
     def evict(self, busy: Container[bytes]) -> bytes | None:
-        """Forget the least recently used name that is not in `busy`; None if there is none."""
+        """Remove the least recently used key that is not in `busy`, None if there is none."""
         key = next((one for one in self._names if one not in busy), None)
         if key is not None:
             del self._names[key]
@@ -68,18 +68,18 @@ class Catalog:
         return key
 
     def remove(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Forget names; returns those that were there."""
+        """Remove keys. Returns those that were in the catalog."""
         gone = [key for key in keys if self._names.pop(key, self) is None]
         self.departed.update(gone)
         return gone
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove every key."""
         self.departed.update(self._names)
         self._names.clear()
 
     def run(self, keys: Sequence[bytes]) -> int:
-        """Length of the leading run of names that are here; they count as used now, the first most
+        """Length of the leading run of keys in the catalog. They count as used now, the first most
         recently."""
         run = next((i for i, key in enumerate(keys) if key not in self._names), len(keys))
         for key in reversed(keys[:run]):

@@ -39,7 +39,7 @@ class Clears:
 
     @asynccontextmanager
     async def clearing(self) -> AsyncIterator[None]:
-        """A clear is in progress; entered when no write is in flight. It has failed if the block
+        """A clear is in progress. Entered when no write is in flight. It has failed if the block
         raises."""
         self.begun += 1
         self.running += 1

@@ -63,7 +63,7 @@ class Containment:
         return True
 
     def fault(self, what: str, text: str) -> None:
-        """Record a fault; of each kind, the first, second, fourth, eighth .. is logged."""
+        """Record a fault. Of each kind, the first, second, fourth, eighth .. is logged."""
         self.faults += 1
         self._kinds[what] += 1
         self.last_fault = f"{what} {text}"
@@ -77,7 +77,7 @@ class Containment:
             )
 
     def call(self, what: str, call: Callable[[], Any], fallback: Any) -> Any:
-        """Make a synchronous call; `fallback` if it raises."""
+        """Make a synchronous call. Returns `fallback` if it raises."""
         try:
             return call()
         except BaseException as error:
@@ -86,7 +86,8 @@ class Containment:
             return fallback
 
     async def wait(self, what: str, call: Callable[[], Awaitable[T]], fallback: T) -> T:
-        """Make a call and await it; `fallback` if it raises. Several that fail open the circuit."""
+        """Make a call and await it. Returns `fallback` if it raises. Several failures open the
+        circuit."""
         before, number = self.faults, next(self._numbers)
         self._calls[number] = (what, now())
         try:

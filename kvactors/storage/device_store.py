@@ -26,7 +26,7 @@ from kvactors.storage.messages import (
 )
 
 WAITING = 64
-"""Saves that wait at most; beyond that the oldest is refused."""
+"""Saves that wait at most. Beyond that the oldest is refused."""
 
 
 class StorageDirect(Actor):

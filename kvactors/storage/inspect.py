@@ -1,5 +1,5 @@
-"""What the file stores under a folder hold, seen from outside; nothing is changed, and a process
-that writes there is not disturbed."""
+"""Inspection of the file stores under a folder. No file is changed, and a process that writes there
+is not disturbed."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def inspect(folder: str | Path, *, verify: bool = False) -> list[Inspection]:
 
 
 def tables(folder: str | Path) -> list[Path]:
-    """Every table of a store under a folder; symbolic links are not followed. A file of this name
+    """Every table of a store under a folder. Symbolic links are not followed. A file of this name
     that is not one is left out."""
     return sorted(
         path
@@ -86,7 +86,7 @@ def tables(folder: str | Path) -> list[Path]:
 
 def of_a_store(table: Path) -> bool:
     """Whether a file can be the table of a store. One whose first page is damaged is, if its folder
-    has the name of a store's: a program of somebody else may have a file of this name, and 'prune'
+    has the name of a store's: another program may have a file of this name, and 'prune'
     must not remove it. StoreError if it cannot be read."""
     try:
         with table.open("rb") as file:

@@ -69,7 +69,7 @@ class OwnedInventory(Inventory):
         return (key for key in self.catalog if key not in pending) if self.answerable else iter(())
 
     def count(self) -> int:
-        """See `Backend.count`; those of a store that is not answerable as well."""
+        """See `Backend.count`. Keys of a store that is not answerable count as well."""
         return len(self.catalog) - sum(key in self.catalog for key in self.pending)
 
     def holds(self, key: bytes) -> bool:
@@ -86,7 +86,7 @@ class OwnedInventory(Inventory):
         self.catalog.remove(keys)
 
     def take_removed(self) -> list[bytes]:
-        """See `Backend.take_removed`; a page of them."""
+        """See `Backend.take_removed`. Returns a page of them."""
         departed, removed = self.catalog.departed, list[bytes]()
         while departed and not removed:
             page = list(islice(departed, REMOVED_PAGE))

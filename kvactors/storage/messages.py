@@ -11,10 +11,10 @@ from kvactors.lineage import Lineage
 
 
 class Outcome(IntEnum):
-    """What became of one key. One byte each in a batch's answer, never one bool for all."""
+    """The result for one key: one byte in the answer of a batch."""
 
     OK = 0
-    EXISTS = 1  # a write found the object there already
+    EXISTS = 1  # the object of a write was in the store already
     MISS = 2
     CORRUPT = 3
     NO_SPACE = 4
@@ -23,7 +23,7 @@ class Outcome(IntEnum):
 
 
 class Probe(Message, frozen=True, eq=False):
-    """How many of these, from the first on, can be read? Answered with Probed."""
+    """Find out how many keys, from the first on, can be read. Answered with Probed."""
 
     op: int
     keys: bytes
@@ -38,9 +38,9 @@ class Probed(Control, frozen=True, eq=False):
 
 
 class Read(Message, frozen=True, eq=False):
-    """Read objects into arena slots; answered with ReadDone once no slot is written any more.
+    """Read objects into host slots. Answered with ReadDone once no slot is written any more.
 
-    take: an exclusive store forgets what it has handed out.
+    take: an exclusive store removes the objects that it hands out.
     """
 
     op: int
@@ -59,9 +59,9 @@ class ReadDone(Control, frozen=True, eq=False):
 
 
 class Write(Message, frozen=True, eq=False):
-    """Write arena slots as objects; answered with Written once no slot is read any more.
+    """Write host slots as objects. Answered with Written once no slot is read any more.
 
-    keys: least recently used first; an object that is there already counts as used now. lineages:
+    keys: least recently used first. An object that is in the store counts as used now. lineages:
     one for each key, or none at all.
     """
 

@@ -24,7 +24,7 @@ class StorageReader(StorageWorker):
 
     @on(Probe)
     def probe(self, message: Probe) -> None:
-        """A store that this process owns answers immediately; a shared pool must be asked."""
+        """A store that this process owns answers immediately. A shared pool must be asked."""
         keys = split_keys(message.keys)
         found = self.backend.probe(keys)
         if found is not None:

@@ -119,7 +119,7 @@ class StoreReporter:
         self._recheck_if_delayed(held, gone)
 
     def _recheck_if_delayed(self, held: bytes, gone: bytes) -> None:
-        """Check a report again if it waits for room in the notifier's lane: a newer report of
+        """Check a report again if the notifier's lane is full: a newer report of
         another actor may enter before it."""
         outbox = self._actor.context.outbox
         if not outbox.waiting or not (held or gone):
@@ -170,7 +170,7 @@ class StoreReporter:
         )
 
     def paths_read(self, message: PathsRead) -> None:
-        """Handle PathsRead: send the notifier the parts. The next ones are read after these have
+        """Handle PathsRead: send the notifier the parts. The next are read after the message has
         entered its channel."""
         if self.paths.begins_again():
             self._begin_paths()

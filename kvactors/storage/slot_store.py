@@ -15,7 +15,7 @@ from kvactors.storage.counters import StoreCounters
 
 class SlotStore(Protocol):
     """A store whose objects are read into host slots and written from them. See `Backend`, which is
-    one for slots in the memory of this process; ranks have slots and stores of their own."""
+    one for slots in the memory of this process. Ranks have separate slots and stores."""
 
     fingerprint: bytes
     block_bytes: int

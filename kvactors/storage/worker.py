@@ -52,7 +52,7 @@ class StorageWorker(Actor):
         self.reporter.stop()
 
     async def sent(self) -> None:
-        """See `Actor.sent`; includes every page of a report in progress."""
+        """See `Actor.sent`. Includes every page of a report in progress."""
         await self.reporter.wait()
         await super().sent()
 

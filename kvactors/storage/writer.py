@@ -103,7 +103,7 @@ class StorageWriter(StoreOwner):
 
     @on(Recount)
     def recount(self, message: Recount) -> None:
-        """Report keys that the store lost outside of batches; repeat a clear that did not reach the
+        """Report keys that the store lost outside of batches. Repeat a clear that did not reach the
         whole store."""
         if self.backend.needs_clear():
             self.run_now(clear_batch(self.backend, 0))

@@ -1,5 +1,5 @@
-"""What every storage back end must do, as tests: subclass `StoreContract`, say how a store is made,
-and let pytest (with pytest-asyncio, mode auto) collect it.
+"""Conformance suite of storage back ends: subclass `StoreContract`, implement `make`, and let
+pytest (with pytest-asyncio, mode auto) collect the class.
 
     class TestMyStore(StoreContract):
         async def make(self, folder, capacity):
@@ -59,14 +59,14 @@ class Bench:
         return [self.arena.view(first + i) for i in range(count)]
 
     async def put(self, *numbers: int, expired: Any = never) -> list[int]:
-        """Write blocks; an outcome each."""
+        """Write blocks. Returns one outcome a block."""
         views = self.views(len(numbers))
         for view, number in zip(views, numbers, strict=True):
             view[:] = self.pattern(number)
         return list((await self.store.write([key(n) for n in numbers], views, expired)).outcomes)
 
     async def get(self, *numbers: int, expired: Any = never) -> list[int]:
-        """Read blocks; an outcome each. What is OK holds the right bytes."""
+        """Read blocks. Returns one outcome a block. Blocks that are OK hold the right bytes."""
         views = self.views(len(numbers))
         for view in views:
             view[:] = bytes(len(view))
@@ -124,7 +124,7 @@ class StoreContract(ABC):
             assert bench.store.statistics().misses == 2
 
     async def test_probes_tell_the_leading_run(self, tmp_path: Path) -> None:
-        """Whatever comes after the first gap does not count."""
+        """Keys after the first gap do not count."""
         async with self.opened(tmp_path) as bench:
             await bench.put(*range(10))
             assert await bench.found(*range(10)) == 10
@@ -163,8 +163,8 @@ class StoreContract(ABC):
             assert await bench.get(1) == [Outcome.OK]
 
     async def test_nothing_from_before_a_clear_is_found_after_it(self, tmp_path: Path) -> None:
-        """With several writers in flight, as the storage actors use it; in this process, and when
-        it is opened again."""
+        """With several writers in flight, as the storage actors use it, in this process and after a
+        reopen."""
         for attempt, pause in enumerate((0.0, 0.0005, 0.003)):
             folder = tmp_path / str(attempt)
             numbers = range(100, 132)
@@ -232,7 +232,7 @@ class StoreContract(ABC):
             assert await bench.get(1, expired=lambda: True) == [Outcome.LATE]
 
     async def test_a_full_store_evicts_the_least_recently_used(self, tmp_path: Path) -> None:
-        """And says so; nothing of a batch is evicted for the batch itself."""
+        """The report lists the evicted keys. No key of a batch is evicted for the same batch."""
         if not self.evicts:
             return
         async with self.opened(tmp_path, 8) as bench:
@@ -253,7 +253,7 @@ class StoreContract(ABC):
     async def test_slots_are_left_alone_once_a_call_has_ended_cancelled_or_not(
         self, tmp_path: Path
     ) -> None:
-        """What is cancelled may have taken effect or not, but touches nobody's memory later."""
+        """A cancelled call may have taken effect or not, but accesses no memory later."""
         async with self.opened(tmp_path) as bench:
             await bench.put(*range(20))
             for pause in (0.0, 0.0005, 0.002):

@@ -1,4 +1,4 @@
-"""Calls to a back end, contained; and the order of clears and writes."""
+"""Containment of calls to a back end, and the order of clears and writes."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def test_a_lineage_is_written_whole_or_not_at_all():
     assert fields_of_lineage(None, 1000) == {}
 
 
-def test_entries_have_room_for_the_tokens_of_a_block():
+def test_entries_hold_the_tokens_of_a_block():
     assert entry_bytes_for(0) == ENTRY_BYTES
     assert entry_bytes_for(64) % 8 == 0
     assert entry_bytes_for(64) > 4 * 64 + 32

@@ -127,7 +127,7 @@ def test_a_batch_sent_before_a_clear_is_not_written():
         assert (effects.to("cpu_evictor")[0].op, effects.to("cpu_evictor")[0].error) == (2, "")
 
 
-def test_a_clear_that_fails_says_why():
+def test_a_clear_that_fails_gives_the_reason():
     class Refusing(MemoryBackend):
         async def clear(self, generation=0):
             raise StoreError("the disk refuses")

@@ -59,7 +59,7 @@ class DeviceStore(ABC):
 
     @abstractmethod
     async def save(self, tokens: bytes, start: int, blocks: tuple[int, ...], seconds: float) -> int:
-        """Write blocks of a path from device blocks; the arguments and the end are as in `fetch`.
+        """Write blocks of a path from device blocks. The arguments and the end are as in `fetch`.
 
         Returns:
             How many blocks, from the first on, are stored.

@@ -239,7 +239,7 @@ class SlabMedium:
         return evicted
 
     async def seal(self, keys: Sequence[bytes]) -> Outcome:
-        """See `Medium.seal`: write the entries; if synced, wait for the device."""
+        """See `Medium.seal`: write the entries, and if synced, wait for the device."""
         entries = [self.written[key] for key in keys]
         outcome = await self._threads.run(self._seal_entries, entries)
         for key in keys:

@@ -1,5 +1,5 @@
-"""Reading one object of a file store: its payload, and the entry that says which object it is.
-Blocks, and belongs in a thread."""
+"""Reading one object of a file store: its payload and its table entry. Blocks, and belongs in a
+thread."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ def load(
 
 
 def proved(files: SlabFiles, slot: int, checksum: int) -> bool:
-    """Whether a slot returns what was written there; asked about slots that held corrupt
-    objects."""
+    """Whether a slot that held a corrupt object returns the payload that was written to it."""
     bounce = files.transfers.bounce_buffer(files.meta.stride)
     if files.read(slot, address_of(bounce), files.meta.stride) != Outcome.OK:
         return False

@@ -4,9 +4,9 @@ paths with parents before children.
 First the whole table is read in chunks, to find of every slot the slot of its parent (a join of the
 first 8 bytes of keys and parents, in numpy). Then parts are read: from every block that is no
 parent up to the root or to a block that has been read already, the upper blocks first. While the
-table is read 24 bytes of memory a slot are used, then 5. The store may change meanwhile: each entry
-is checked again when its part is read, and that a key has a certain parent and tokens is true for
-ever.
+table is read 24 bytes of memory a slot are used, then 5. The store may change during the reading,
+so each entry is checked again when its part is read. The parent and the tokens of a key never
+change.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Rows(NamedTuple):
 
 
 class SlabPaths:
-    """files: of an open store. Every call blocks, belongs in a thread, and is brief; one at a
+    """files: of an open store. Every call blocks briefly and belongs in a thread, one call at a
     time."""
 
     def __init__(self, files: SlabFiles) -> None:
@@ -121,7 +121,7 @@ class SlabPaths:
     # -- the parts
 
     def _climb(self) -> bool:
-        """The slots from the next leaf up that have not been read; whether there are any."""
+        """Collect the unread slots from the next leaf up. Returns whether there are any."""
         for leaf in self._leaves:
             slot = int(leaf)
             while slot >= 0 and not self._read[slot] and self._parent[slot] != NO_LINEAGE:
@@ -133,8 +133,8 @@ class SlabPaths:
         return False
 
     def _parts_of(self, slots: list[int]) -> Iterator[PathPart]:
-        """What a run of slots holds now, as parts that end where a block does not follow from the
-        one before it."""
+        """The blocks in a run of slots, as parts that end where a block is no child of the one
+        before it."""
         part: list[tuple[bytes, Lineage]] = []
         for slot in slots:
             block = self._block(slot)

@@ -20,12 +20,12 @@ from kvactors.storage.messages import Outcome
 from kvactors.threads import Workers
 
 GROW_AGAIN = 10.0
-"""Seconds after which a store on a full disk tries to grow again; until then it evicts."""
+"""Seconds after which a store on a full disk tries to grow again. Until then it evicts."""
 
 
 class Growth:
     """Adds slabs to a store, up to the capacity. capacity: objects at most, known once the store is
-    open. pause_until: the disk was full; it does not grow before then."""
+    open. pause_until: time before which it does not grow, because the disk was full."""
 
     def __init__(self, files: SlabFiles, slots: Slots, threads: Workers) -> None:
         self.capacity = 0
@@ -34,7 +34,7 @@ class Growth:
         self._slots = slots
         self._threads = threads
         self._task: asyncio.Task[Outcome] | None = None
-        self._call: Future[Outcome] | None = None  # in a thread; outlasts a task that was cancelled
+        self._call: Future[Outcome] | None = None  # in a thread, may outlast a cancelled task
 
     async def more(self) -> Outcome:
         """One more slab, with all that wait for it: OK, NO_SPACE or UNAVAILABLE. A caller that is

@@ -61,7 +61,7 @@ WRITTEN_AT = 1
 
 
 class Meta(msgspec.Struct, frozen=True):
-    """What a store is made for. digest: of the identity, hex. model, namespace, rank, ranks: the
+    """Parameters of a store. digest: of the identity, hex. model, namespace, rank, ranks: the
     names behind it."""
 
     digest: str
@@ -179,7 +179,7 @@ class Found(NamedTuple):
 
     @property
     def metadata(self) -> dict[int, bytes]:
-        """By tag; tags without a meaning here included."""
+        """By tag, unassigned tags included."""
         return fields_of(self.raw)
 
 
@@ -222,7 +222,7 @@ def entry_of(
 
 
 def fields_of(entry: bytes) -> dict[int, bytes]:
-    """The metadata of an entry, by tag. What is cut short ends the list."""
+    """The metadata of an entry, by tag. A field that is cut short ends the list."""
     used = min(int.from_bytes(entry[12:16], "little"), len(entry) - HEAD.size - 8)
     area, at, found = entry[HEAD.size : HEAD.size + used], 0, {}
     while at + FIELD.size <= len(area):
@@ -236,8 +236,8 @@ def fields_of(entry: bytes) -> dict[int, bytes]:
 
 
 def mark_of(entry: bytes) -> bytes:
-    """What a store keeps of an entry in memory to recognize it: the checksums of the payload and of
-    the entry."""
+    """The part of an entry that a store keeps in memory to recognize it: the checksums of the
+    payload and of the entry."""
     return entry[88:96] + entry[-8:]
 
 

@@ -1,5 +1,5 @@
-"""Which slots of a file store are free, read, or left alone because they held a bad object. Pure
-state, changed on the loop only."""
+"""Slots of a file store: free, read, or in quarantine after a corrupt object. Pure state, changed
+on the event loop only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 
 PAUSE = 60.0
-"""Seconds a slot is left alone after its first bad object; doubled with each one more."""
+"""Seconds in quarantine after the first corrupt object of a slot, doubled with each further one."""
 
 LONGEST = 86_400.0
 
@@ -27,11 +27,11 @@ class Slots:
     # -- use
 
     def begin_read(self, slot: int) -> None:
-        """A read is in flight: nothing else is written there."""
+        """A read is in flight: the slot is not written."""
         self._readers[slot] += 1
 
     def end_read(self, slot: int) -> None:
-        """It is over."""
+        """A read has ended."""
         self._readers[slot] -= 1
         if not self._readers[slot]:
             del self._readers[slot]
@@ -40,7 +40,7 @@ class Slots:
                 self.free.append(slot)
 
     def give(self, slots: Iterable[int]) -> None:
-        """They hold nothing any more: free now, or when their readers are done."""
+        """The slots hold no object any more: free now, or when their last reads end."""
         for slot in slots:
             if slot in self._readers:
                 self._leaving.add(slot)
@@ -57,25 +57,25 @@ class Slots:
 
     @property
     def quarantined(self) -> int:
-        """Slots that are left alone now."""
+        """Number of slots in quarantine."""
         return len(self._until)
 
     def suspect(self, slot: int, now: float) -> None:
-        """It held a bad object, or did not give back what was written to it: left alone for a
-        while."""
+        """Put a slot in quarantine: it held a corrupt object, or did not return what was written to
+        it."""
         self._strikes[slot] += 1
         self._until[slot] = now + min(LONGEST, PAUSE * 2.0 ** min(20, self._strikes[slot] - 1))
         self.suspects.add(slot)
 
     def release(self, now: float) -> bool:
-        """Free those whose time is over; whether there were any."""
+        """Free the slots whose quarantine has ended. Returns whether there were any."""
         return bool(self._until) and self._free_again(
             [slot for slot, until in self._until.items() if until <= now]
         )
 
     def release_first_offenders(self) -> bool:
-        """Free those that held one bad object only, because slots run out; whether there were
-        any."""
+        """Free the slots that held one corrupt object only, because slots run out. Returns whether
+        there were any."""
         return self._free_again([slot for slot in self._until if self._strikes[slot] == 1])
 
     def _free_again(self, slots: list[int]) -> bool:
@@ -85,6 +85,6 @@ class Slots:
         return bool(slots)
 
     def passed(self, slot: int) -> None:
-        """A suspect gave back what was written to it."""
+        """A suspect returned what was written to it."""
         self.suspects.discard(slot)
         del self._strikes[slot]
