@@ -17,9 +17,12 @@ from typing import Any
 from kvactors.device.arena import HostSlots
 from kvactors.device.base import DeviceBlocks
 from kvactors.errors import StoreError
+from kvactors.lineage import Lineage
 from kvactors.opening import Opening
 from kvactors.storage.backends import DeviceStore
+from kvactors.storage.backends.base import Expired, ReadReport, WriteReport
 from kvactors.storage.backends.checked import CheckedBackend
+from kvactors.storage.messages import Outcome
 from kvactors.storage.slot_store import SlotStore
 
 Progress = Callable[[int], None]
@@ -132,6 +135,63 @@ class DataPlane(ABC):
         progress: Progress | None = None,
     ) -> tuple[int, ...]:
         """Carry out `copy`."""
+
+    async def read(
+        self, generation: int, keys: Sequence[bytes], slots: Sequence[int], expired: Expired
+    ) -> ReadReport:
+        """Read objects of the store into slots; UNAVAILABLE if the memory was lost.
+
+        Args:
+            generation: the memory generation of the slots.
+            keys: objects.
+            slots: as many host slots.
+            expired: whether the deadline has passed; keys not begun by then are LATE.
+        """
+        if self.store is None or self.refuses(generation):
+            return ReadReport(bytes([Outcome.UNAVAILABLE]) * len(keys), [])
+        return await self.store.read_slots(keys, self.slots, slots, expired)
+
+    async def write(
+        self,
+        generation: int,
+        keys: Sequence[bytes],
+        slots: Sequence[int],
+        expired: Expired,
+        lineages: Sequence[Lineage | None] = (),
+    ) -> WriteReport:
+        """Write objects from slots; UNAVAILABLE if the memory was lost. Arguments as in `read`;
+        `lineages` has one entry per key, or none."""
+        if self.store is None or self.refuses(generation):
+            return WriteReport(bytes([Outcome.UNAVAILABLE]) * len(keys), [])
+        return await self.store.write_slots(keys, self.slots, slots, expired, lineages)
+
+    async def fetch(
+        self, generation: int, tokens: bytes, start: int, blocks: tuple[int, ...], seconds: float
+    ) -> int:
+        """Read blocks of a path into device blocks, by the store that moves device memory; 0 if the
+        memory was lost.
+
+        Args:
+            generation: the memory generation of the device blocks.
+            tokens: of the whole path.
+            start: the path's first block to read, into blocks[0].
+            blocks: device blocks.
+            seconds: what it may take.
+
+        Returns:
+            How many blocks, from the first on, have their bytes.
+        """
+        if self.device_store is None or self.refuses(generation):
+            return 0
+        return await self.device_store.fetch(tokens, start, blocks, seconds)
+
+    async def save(
+        self, generation: int, tokens: bytes, start: int, blocks: tuple[int, ...], seconds: float
+    ) -> int:
+        """Write blocks of a path from device blocks. Arguments and result as in `fetch`."""
+        if self.device_store is None or self.refuses(generation):
+            return 0
+        return await self.device_store.save(tokens, start, blocks, seconds)
 
     # -- from opening to closing
 
