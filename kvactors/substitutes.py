@@ -36,6 +36,7 @@ from kvactors.storage.messages import (
     SaveDevice,
     Write,
 )
+from kvactors.storage.plane import DeviceStorePlane
 from kvactors.storage.reader import StorageReader
 from kvactors.storage.worker import StorageWorker
 from kvactors.storage.writer import StoreOwner, unwritten
@@ -118,7 +119,14 @@ class NoDirect(Actor):
     ROLE: ClassVar[str] = StorageDirect.ROLE
     SENDS: ClassVar[Mapping[str, tuple[type[Message], ...]]] = StorageDirect.SENDS
 
-    def __init__(self, ref: ActorRef, *, backend: DeviceStore, evictor: ActorRef) -> None:
+    def __init__(
+        self,
+        ref: ActorRef,
+        *,
+        backend: DeviceStore,
+        plane: DeviceStorePlane,
+        evictor: ActorRef,
+    ) -> None:
         super().__init__(ref)
         self.evictor = evictor
         backend.late_since = None

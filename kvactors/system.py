@@ -209,7 +209,7 @@ class System:
     ) -> StorageReader | NoReader:
         assert self.store is not None
         return kind(
-            ref, backend=self.store, arena=self.arena, evictor=self.evictor, notifier=self.notifier
+            ref, backend=self.store, plane=self.plane, evictor=self.evictor, notifier=self.notifier
         )
 
     def _make_writer(
@@ -220,7 +220,7 @@ class System:
         return kind(
             ref,
             backend=self.store,
-            arena=self.arena,
+            plane=self.plane,
             evictor=self.evictor,
             notifier=self.notifier,
             root_of=root_of,
@@ -230,7 +230,7 @@ class System:
         self, ref: ActorRef, kind: type[StorageDirect | NoDirect] = StorageDirect
     ) -> StorageDirect | NoDirect:
         assert self.direct_backend is not None
-        return kind(ref, backend=self.direct_backend, evictor=self.evictor)
+        return kind(ref, backend=self.direct_backend, plane=self.plane, evictor=self.evictor)
 
     def _make_notifier(self, ref: ActorRef) -> FlushNotifier:
         return FlushNotifier(

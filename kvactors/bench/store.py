@@ -24,9 +24,11 @@ from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
 from kvactors.flush_notifier.messages import Cleared, Gained, Gone, Named
 from kvactors.identity import StoreIdentity
+from kvactors.lineage import Lineage
 from kvactors.mooncake_config import MooncakeConfig
 from kvactors.observe.lag import Lag, LagMonitor
 from kvactors.storage.backends import FileBackend
+from kvactors.storage.backends.base import Expired, ReadReport, WriteReport
 from kvactors.storage.backends.checked import CheckedBackend
 from kvactors.storage.backends.mooncake import MooncakeBackend
 from kvactors.storage.backends.slab_table import PAGE, Meta, entry_of
@@ -98,6 +100,31 @@ def names(count: int, first: int = 0) -> list[bytes]:
     return [(first + i).to_bytes(32, "little") for i in range(count)]
 
 
+class StoreOnly:
+    """The part of a data plane that storage actors use."""
+
+    def __init__(self, store: CheckedBackend, slots: Arena) -> None:
+        self.store = store
+        self.slots = slots
+
+    async def read(
+        self, generation: int, keys: Sequence[bytes], slots: Sequence[int], expired: Expired
+    ) -> ReadReport:
+        """See `StoragePlane`."""
+        return await self.store.read_slots(keys, self.slots, slots, expired)
+
+    async def write(
+        self,
+        generation: int,
+        keys: Sequence[bytes],
+        slots: Sequence[int],
+        expired: Expired,
+        lineages: Sequence[Lineage | None] = (),
+    ) -> WriteReport:
+        """See `StoragePlane`."""
+        return await self.store.write_slots(keys, self.slots, slots, expired, lineages)
+
+
 async def ours(
     folder: Path, arena: Arena, size: int, count: int, first: int
 ) -> tuple[float, float, Lag]:
@@ -106,13 +133,14 @@ async def ours(
     store = FileBackend(folder, PRINT, size, depth=DEPTH)
     await store.open()
     await store.attach(arena)
+    plane = StoreOnly(CheckedBackend(store, 60.0), arena)
     supervisor = Supervisor(Activity())
     refs = {
         kind: supervisor.make_ref(kind, 256) for kind in (StorageReader, StorageWriter, Sink, Ear)
     }
     parts: dict[str, Any] = {
-        "backend": CheckedBackend(store, 60.0),
-        "arena": arena,
+        "backend": plane.store,
+        "plane": plane,
         "evictor": refs[Sink],
         "notifier": refs[Ear],
     }

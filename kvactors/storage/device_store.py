@@ -24,6 +24,7 @@ from kvactors.storage.messages import (
     TransferDone,
     TransferLate,
 )
+from kvactors.storage.plane import DeviceStorePlane
 
 WAITING = 64
 """Saves that wait at most. Beyond that the oldest is refused."""
@@ -42,10 +43,16 @@ class StorageDirect(Actor):
     SENDS: ClassVar[Mapping[str, tuple[type[Message], ...]]] = {"cpu_evictor": (Fetched, Saved)}
 
     def __init__(
-        self, ref: ActorRef, *, backend: DeviceStore, evictor: ActorRef[StorageReply]
+        self,
+        ref: ActorRef,
+        *,
+        backend: DeviceStore,
+        plane: DeviceStorePlane,
+        evictor: ActorRef[StorageReply],
     ) -> None:
         super().__init__(ref)
         self.backend = backend
+        self.plane = plane
         self.evictor = evictor
         self.shed = 0
         self._busy = False
@@ -107,26 +114,23 @@ class StorageDirect(Actor):
         self._busy = True
         if self._fetches:
             one: FetchDevice | SaveDevice = self._fetches.popleft()
-            self._start(self.backend.fetch, one, lambda good: Fetched(one.op, good))
+            self._start(self.plane.fetch, one, lambda good: Fetched(one.op, good))
         else:
             one = self._saves.popleft()
-            self._start(self.backend.save, one, lambda good: Saved(one.op, good))
+            self._start(self.plane.save, one, lambda good: Saved(one.op, good))
 
     def _start(
         self,
-        move: Callable[[bytes, int, tuple[int, ...], float], Coroutine[Any, Any, int]],
+        move: Callable[[int, bytes, int, tuple[int, ...], float], Coroutine[Any, Any, int]],
         one: FetchDevice | SaveDevice,
         answer: Callable[[int], Fetched | Saved],
     ) -> None:
         self._timer = self.after(max(0.0, one.deadline - now()), TransferLate(self._number))
 
         async def work() -> TransferDone:
-            seconds, sound = one.deadline - now(), one.era == self.backend.era
-            good = (
-                await move(one.tokens, one.start, one.blocks, seconds)
-                if seconds > 0 and sound
-                else 0
-            )
+            seconds, good = one.deadline - now(), 0
+            if seconds > 0:
+                good = await move(one.era, one.tokens, one.start, one.blocks, seconds)
             if type(good) is not int or not 0 <= good <= len(one.blocks):
                 raise StoreError(
                     f"the store returned {good!r} for a transfer of {len(one.blocks)} blocks"

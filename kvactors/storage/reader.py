@@ -48,10 +48,8 @@ class StorageReader(StorageWorker):
             self.backend.take(keys)
 
         async def work() -> BatchDone:
-            if message.era != self.backend.era:
-                return unread
-            report = await self.backend.read_slots(
-                keys, self.arena, message.slots, expired(message.deadline)
+            report = await self.plane.read(
+                message.era, keys, message.slots, expired(message.deadline)
             )
             taken = [key for key in keys if not self.backend.holds(key)] if message.take else []
             await self.backend.remove(taken)

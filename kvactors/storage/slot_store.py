@@ -25,9 +25,6 @@ class SlotStore(Protocol):
     counters: StoreCounters
 
     @property
-    def era(self) -> int: ...
-
-    @property
     def generation(self) -> int: ...
 
     @property

@@ -11,12 +11,12 @@ from kvactors.actor import Actor, ActorRef, on
 from kvactors.actor.clock import now
 from kvactors.actor.jobs import Job
 from kvactors.actor.log import described
-from kvactors.device.arena import Arena
 from kvactors.errors import KVActorsError
 from kvactors.flush_notifier.messages import Origin, Report
 from kvactors.storage.backends.checked import CheckedBackend
 from kvactors.storage.batches import Batch, BatchQueue
 from kvactors.storage.messages import BatchDone, NextPage, Recheck, StorageReply
+from kvactors.storage.plane import StoragePlane
 from kvactors.storage.reporter import StoreReporter
 
 
@@ -29,14 +29,14 @@ class StorageWorker(Actor):
         ref: ActorRef,
         *,
         backend: CheckedBackend,
-        arena: Arena,
+        plane: StoragePlane,
         evictor: ActorRef[StorageReply],
         notifier: ActorRef[Report],
         root_of: Callable[[Origin], bytes] | None = None,
     ) -> None:
         super().__init__(ref)
         self.backend = backend
-        self.arena = arena
+        self.plane = plane
         self.evictor = evictor
         self.batches = BatchQueue()
         self.reporter = StoreReporter(self, backend, notifier, root_of)
@@ -101,7 +101,7 @@ class StorageWorker(Actor):
         """See `Actor.left_behind`. The next incarnation starts without these jobs. Their slots are
         not handed out until they have ended, and their changes are reported then."""
         for task, job in jobs.items():
-            release = self.arena.withhold(job.slots)
+            release = self.plane.slots.withhold(job.slots)
             task.add_done_callback(partial(self._ended_late, release, job.keys))
 
     def _ended_late(

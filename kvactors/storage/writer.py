@@ -85,10 +85,8 @@ class StorageWriter(StoreOwner):
         async def work() -> BatchDone:
             if sent < self.backend.fence:
                 return unwritten(message, Outcome.LATE)
-            if message.era != self.backend.era:
-                return unwritten(message, Outcome.UNAVAILABLE)
-            report = await self.backend.write_slots(
-                keys, self.arena, message.slots, expired(message.deadline), message.lineages
+            report = await self.plane.write(
+                message.era, keys, message.slots, expired(message.deadline), message.lineages
             )
             holds, safe = self.backend.holds, (Outcome.OK, Outcome.EXISTS)
             results = zip(keys, report.outcomes, strict=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from kvactors.data_plane.base import DataPlane, Direction
-from kvactors.device.arena import HostSlots
+from kvactors.data_plane.base import Direction
 from kvactors.storage.backends.base import ReadReport, WriteReport
 from kvactors.storage.backends.device_store import DeviceStore
 from kvactors.storage.backends.memory import MemoryBackend
 from kvactors.storage.messages import Outcome
+from tests.data_plane.planes import StubPlane
 
 KEYS = [bytes([1]) * 32, bytes([2]) * 32]
 
@@ -52,33 +52,18 @@ class DeviceMemory(DeviceStore):
         return len(blocks)
 
 
-class Plane(DataPlane):
+class Plane(StubPlane):
     """A plane whose memory was lost twice."""
 
     generation = 2
 
     def __init__(self) -> None:
         self.done: list[str] = []
-        super().__init__(
-            None,
-            HostSlots(4, 64),
-            Store(self.done),
-            DeviceMemory(self.done),
-            store_timeout=1.0,
-        )
-
-    def on_status(self, changed):
-        pass
-
-    def acknowledge_loss(self):
-        pass
+        super().__init__(Store(self.done), DeviceMemory(self.done))
 
     async def copy_pairs(self, direction, blocks, slots, progress=None):
         self.done.append("copy")
         return ()
-
-    async def _open(self, stack, opening):
-        pass
 
 
 def never() -> bool:

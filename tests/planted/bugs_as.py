@@ -55,12 +55,16 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "save_of_lost_memory",
-        "storage/device_store.py",
-        "one.deadline - now(), one.era == self.backend.era\n",
-        "one.deadline - now(), True\n",
+        "data_plane/base.py",
+        "        if self.device_store is None or self.refuses(generation):\n"
+        "            return 0\n"
+        "        return await self.device_store.save(",
+        "        if self.device_store is None:\n"
+        "            return 0\n"
+        "        return await self.device_store.save(",
         "a save that waited while a rank's process was replaced stores what the new process's "
         "memory holds under the old tokens",
-        ("tests/storage/test_storage_direct.py", SIMULATED),
+        ("tests/data_plane/test_generations.py", SIMULATED),
     ),
     Mutation(
         "one_rank_is_enough",

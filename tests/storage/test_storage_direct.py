@@ -4,6 +4,7 @@ return."""
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import pytest
 
@@ -12,6 +13,7 @@ from kvactors.storage.device_store import WAITING, StorageDirect
 from kvactors.storage.messages import FetchDevice, Fetched, Saved, SaveDevice, TransferDone
 from kvactors.testing.probe import Probe
 from kvactors.testing.stepper import Stepper
+from tests.data_plane.planes import StubPlane
 
 TOKENS = bytes(4 * 4 * 4)
 
@@ -22,11 +24,6 @@ class Recorder(DeviceStore):
     def __init__(self) -> None:
         super().__init__(64)
         self.moves: list[tuple[str, int]] = []
-        self.present = 0
-
-    @property
-    def era(self) -> int:
-        return self.present
 
     async def open(self) -> None:
         """Nothing."""
@@ -43,8 +40,10 @@ class Recorder(DeviceStore):
         """Nothing."""
 
 
-def stepped(backend: Recorder) -> Stepper[StorageDirect]:
-    return Stepper(lambda ref: StorageDirect(ref, backend=backend, evictor=Probe("cpu_evictor")))
+def stepped(backend: Recorder, plane: StubPlane | None = None) -> Stepper[StorageDirect]:
+    plane = StubPlane(device_store=backend) if plane is None else plane
+    make = partial(StorageDirect, backend=backend, plane=plane, evictor=Probe("cpu_evictor"))
+    return Stepper(make)
 
 
 def fetch(op: int, deadline: float = 1e12, era: int = 0) -> FetchDevice:
@@ -67,10 +66,11 @@ def answers(effects):
 @pytest.mark.parametrize(("make", "kind"), [(fetch, "Fetched"), (save, "Saved")])
 def test_a_move_of_memory_that_was_lost_since_is_not_made(make, kind):
     backend = Recorder()
-    with stepped(backend) as direct:
+    plane = StubPlane(device_store=backend)
+    with stepped(backend, plane) as direct:
         running = direct.turn(make(1)).jobs[0]
         direct.turn(make(2))  # it waits, and meanwhile a rank's process is replaced
-        backend.present = 1
+        plane.generation = 1
         waiting = direct.finish(running, carried_out(running)).jobs[0]
         assert answers(direct.finish(waiting, carried_out(waiting))) == [(kind, 2, 0)]
         later = direct.turn(make(3, era=1)).jobs[0]

@@ -22,11 +22,6 @@ class RanksDirect(DeviceStore):
         super().__init__(block_bytes)
         self.group = group
 
-    @property
-    def era(self) -> int:
-        """See `DeviceStore.era`."""
-        return self.group.memory_generation
-
     async def open(self) -> None:
         """The ranks open their stores themselves."""
 

@@ -90,11 +90,6 @@ class RankStore:
         for key in keys:
             self.names_held.departed.discard(key)
 
-    @property
-    def era(self) -> int:
-        """See `Backend.era`."""
-        return self.group.memory_generation
-
     async def open(self) -> None:
         """The ranks open their stores themselves."""
 
@@ -178,10 +173,10 @@ class RankStore:
         """See `Backend.write_slots`."""
         if expired():
             return WriteReport(bytes([Outcome.LATE]) * len(keys), [])
-        era = self.era
+        generation = self.group.memory_generation
         if self.clear_pending:
             await self.clear()
-        if self.clear_pending or era != self.era:
+        if self.clear_pending or generation != self.group.memory_generation:
             return WriteReport(bytes([Outcome.UNAVAILABLE]) * len(keys), [])
         clears = self._clears
         outcomes, gone = await self._all("write", keys, slots, lineages=lineages)

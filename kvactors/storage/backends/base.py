@@ -55,7 +55,6 @@ class Backend(ABC):
         slot_trailer_bytes: bytes behind each slot of the arena that the store needs.
         clear_pending: whether a `clear` did not reach the whole store and must be repeated.
         generation: number of clears, durable in a store that outlives its process.
-        era: memory generation of the arena; batches of an earlier one are not carried out.
         stuck: whether calls still run after `close`; the arena's memory then stays mapped.
         keeps_lineages: whether the store keeps what its keys are made of, so that the paths of its
             blocks can be sent to indexes when it is opened again.
@@ -67,7 +66,6 @@ class Backend(ABC):
     slot_trailer_bytes: int = 0
     clear_pending: bool = False
     generation: int = 0
-    era: int = 0
     stuck: bool = False
     keeps_lineages: bool = False
 

@@ -100,12 +100,6 @@ class CheckedBackend:
             "generation", lambda: operator.index(self.inner.generation), 0
         )
 
-    @property
-    def era(self) -> int:
-        """See `Backend.era`."""
-        found: int = self._calls.call("era", lambda: operator.index(self.inner.era), 0)
-        return found
-
     async def attach(self, arena: Arena) -> None:
         """See `Backend.attach`."""
         try:

@@ -26,12 +26,6 @@ class DeviceStore(ABC):
         self.breaker = Breaker()
         self.reads = self.writes = self.misses = self.unavailable = 0
 
-    @property
-    def era(self) -> int:
-        """Memory generation of device memory in other processes. No block of an earlier one is
-        accessed."""
-        return 0
-
     @abstractmethod
     async def open(self) -> None:
         """Connect.
