@@ -77,7 +77,8 @@ def join_keys(keys: Iterable[bytes]) -> bytes:
 
 def count_keys(keys: bytes) -> int:
     """How many names a buffer holds."""
-    assert len(keys) % KEY_BYTES == 0
+    if len(keys) % KEY_BYTES:
+        raise ValueError(f"{len(keys)} bytes are no whole number of keys")
     return len(keys) // KEY_BYTES
 
 

@@ -24,7 +24,8 @@ class Activity:
     def end(self, n: int = 1) -> None:
         """`n` things are over; at zero everyone in `quiet` wakes."""
         self.count -= n
-        assert self.count >= 0, "more endings than beginnings"
+        if self.count < 0:
+            raise AssertionError("more endings than beginnings")
         if not self.count and self._waiters:
             waiters, self._waiters = self._waiters, []
             for waiter in waiters:

@@ -43,6 +43,7 @@ from kvactors.cpu_evictor.statistics import HostStatistics, host_statistics
 from kvactors.device.arena import HostSlots
 from kvactors.flush_notifier.messages import Cleared, Gained, Gone, Report
 from kvactors.gpu_swapper.messages import Copied, Copy, CopyProgress, DataPlaneStatus
+from kvactors.invariant import ensure
 from kvactors.storage.messages import (
     ClearStore,
     DeviceStoreMessage,
@@ -244,8 +245,8 @@ class CpuEvictor(Actor):
     def check_steps(self) -> Iterator[None]:
         """`check` in steps of about a millisecond, between which turns may be taken."""
         if not (self.loads or self.requests.holds_slots):
-            assert not self.host.pinned, f"{self.host.pinned} slots pinned at rest"
-            assert not self.host.in_transit, f"{self.host.in_transit} slots in transit at rest"
+            ensure(not self.host.pinned, f"{self.host.pinned} slots pinned at rest")
+            ensure(not self.host.in_transit, f"{self.host.in_transit} slots in transit at rest")
         yield from self.host.check_steps()
 
     def host_statistics(self) -> HostStatistics:

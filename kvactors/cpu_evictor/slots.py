@@ -6,11 +6,12 @@ Nothing here needs an event loop: the thread that owns a `HostTier` calls it dir
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING
 
 from kvactors.cpu_evictor.policy.lru import Lru
+from kvactors.invariant import ensure
 
 if TYPE_CHECKING:
     from kvactors.cpu_evictor.policy import EvictionPolicy
@@ -115,6 +116,8 @@ class HostTier:
         self.policy: EvictionPolicy = Lru() if policy is None else policy
         self.generation = 0  # calls of `clear`
         self.changes = 0  # calls that changed something
+        # Called before a block changes its state (None: it is dropped), for tests.
+        self.on_state: Callable[[HostBlock, SlotState | None], None] | None = None
         self._in_use = in_use
         self._free = [slot for slot in range(num_slots - 1, -1, -1) if slot not in in_use]
         self._withheld = [slot for slot in range(num_slots) if slot in in_use]
@@ -249,6 +252,8 @@ class HostTier:
 
     def move(self, block: HostBlock, state: SlotState) -> None:
         """Change a block's state. One that becomes resident is the most recently used."""
+        if self.on_state is not None:
+            self.on_state(block, state)
         if block.state is SlotState.RESIDENT and state is not SlotState.RESIDENT:
             self._exit(block)
         elif state is SlotState.RESIDENT and block.state is not SlotState.RESIDENT:
@@ -283,6 +288,8 @@ class HostTier:
         """Remove a block. Its slot is free now, or with its last use."""
         if block.dropped:
             return
+        if self.on_state is not None:
+            self.on_state(block, None)
         self.changes += 1
         self._on_device -= block.on_device
         block.dropped, block.on_device = True, False
@@ -320,23 +327,20 @@ class HostTier:
         for start in range(0, len(blocks), STEP):
             for block in blocks[start : start + STEP]:
                 current = not block.dropped
-                assert not current or self.blocks.get(block.hash) is block, (
-                    "a block is not found by its hash"
-                )
-                assert (block in self.policy) == (current and block.state is SlotState.RESIDENT), (
-                    "order and blocks disagree"
-                )
-                assert current or block.pins or changes != self.changes, (
-                    "a dropped block keeps its slot without a use"
-                )
+                found = self.blocks.get(block.hash) is block
+                ensure(found or not current, "a block is not found by its hash")
+                resident = current and block.state is SlotState.RESIDENT
+                ensure((block in self.policy) == resident, "order and blocks disagree")
+                used_or_changed = block.pins > 0 or changes != self.changes
+                ensure(current or used_or_changed, "a dropped block keeps its slot without a use")
                 used[block.slot] += used[block.slot] < 2
                 pinned += block.pins > 0
                 on_device += block.on_device
                 if current and block.state is SlotState.RESIDENT:
                     children[block.parent] += 1
             yield
-        assert len(self.policy) == self.resident, "order and blocks disagree"
-        assert self.resident <= self.capacity, "more residents than capacity"
+        ensure(len(self.policy) == self.resident, "order and blocks disagree")
+        ensure(self.resident <= self.capacity, "more residents than capacity")
         if changes != self.changes:
             return
         unused = self._free + self._withheld
@@ -346,18 +350,20 @@ class HostTier:
             yield
             if changes != self.changes:
                 return
-        assert used.count(1) == self.num_slots, "slots lost or given twice"
-        assert (pinned, on_device) == (self._pinned, self._on_device), (
-            "counts of slots in use disagree"
-        )
-        assert len(children) == len(self._children), "child counts disagree"
+        ensure(used.count(1) == self.num_slots, "slots lost or given twice")
+        counts = (self._pinned, self._on_device)
+        ensure((pinned, on_device) == counts, "counts of slots in use disagree")
+        ensure(len(children) == len(self._children), "child counts disagree")
         for start in range(0, len(parents := list(children)), STEP):
             if changes != self.changes:
                 return
-            assert all(
-                children[parent] == self._children[parent]
-                for parent in parents[start : start + STEP]
-            ), "child counts disagree"
+            ensure(
+                all(
+                    children[parent] == self._children[parent]
+                    for parent in parents[start : start + STEP]
+                ),
+                "child counts disagree",
+            )
             yield
 
     def _enter(self, block: HostBlock) -> None:

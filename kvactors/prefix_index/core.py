@@ -7,6 +7,7 @@ from itertools import count
 
 from kvactors.actor import Envelope
 from kvactors.errors import RankLost
+from kvactors.invariant import ensure
 from kvactors.native import BlockTree
 from kvactors.prefix_index.actions import Action, Answer, Work
 from kvactors.prefix_index.admission import Admission
@@ -172,9 +173,9 @@ class IndexCore:
         """
         if idle and not self.in_use():
             tree = self.index.tree.statistics()
-            assert tree["referenced"] == 0, f"{tree['referenced']} nodes referenced, no lease"
+            ensure(tree["referenced"] == 0, f"{tree['referenced']} nodes referenced, no lease")
             used = self.index.pool.total - self.index.free
-            assert used == tree["device"], f"{used} blocks in use, {tree['device']} in the tree"
+            ensure(used == tree["device"], f"{used} blocks in use, {tree['device']} in the tree")
         yield from self.index.check_steps()
 
     def statistics(self) -> IndexStatistics:

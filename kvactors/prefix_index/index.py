@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvactors.invariant import ensure
 from kvactors.native import DEVICE, HOST, LOADING, BlockTree, Path, TreeCheck
 from kvactors.prefix_index.parts import part_of
 from kvactors.prefix_index.pool import BlockPool
@@ -321,8 +322,9 @@ class BlockIndex:
         self.pool.check()
 
     def _check_returning(self) -> None:
-        assert self.returning == sum(tree.returning for tree in self.retired), (
-            "blocks of cleared trees to be returned"
+        ensure(
+            self.returning == sum(tree.returning for tree in self.retired),
+            "blocks of cleared trees to be returned",
         )
 
     def check_steps(self) -> Iterator[None]:

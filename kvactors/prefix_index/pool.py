@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from kvactors.invariant import ensure
+
 STEP = 2048
 """Blocks that a step of a check looks at."""
 
@@ -67,10 +69,10 @@ class BlockPool:
         changes, marks, seen = self.changes, self._is_free, bytearray(self.total)
         for start in range(0, len(self._free), STEP):
             for block in self._free[start : start + STEP]:
-                assert marks[block], "free list and marks disagree"
+                ensure(bool(marks[block]), "free list and marks disagree")
                 seen[block] = 1
             yield
         if changes != self.changes:
             return
-        assert seen == marks, "free list and marks disagree"
-        assert len(self._free) == marks.count(1), "free list and marks disagree"
+        ensure(seen == marks, "free list and marks disagree")
+        ensure(len(self._free) == marks.count(1), "free list and marks disagree")

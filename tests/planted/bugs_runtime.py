@@ -209,4 +209,12 @@ BUGS = (
         "a handler is given messages whose fields it does not know",
         (f"{TYPES}::test_a_union_that_lacks_a_message_is_refused",),
     ),
+    Mutation(
+        "checks_are_assert_statements",
+        "invariant.py",
+        "    if not holds:\n        raise AssertionError(otherwise)\n",
+        "    assert holds, otherwise\n",
+        "under python -O cache.check() reports nothing, whatever is damaged",
+        ("tests/test_optimized.py::test_damage_is_found_without_assert_statements",),
+    ),
 )

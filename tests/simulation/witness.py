@@ -128,18 +128,11 @@ class Witness(Instrument):
             self.seen[f"load {ABOUT[type(message)]}"] += 1
 
     def _watch_places(self, evictor: CpuEvictor) -> None:
-        move, drop = evictor.host.move, evictor.host.drop
+        def note(block: HostBlock, state: SlotState | None) -> None:
+            after = state.value if state is not None else "ghost" if block.pins else "free"
+            self.seen[f"place {block.state.value} to {after}"] += 1
 
-        def moved(block: HostBlock, state: SlotState) -> None:
-            self.seen[f"place {block.state.value} to {state.value}"] += 1
-            move(block, state)
-
-        def dropped(block: HostBlock) -> None:
-            self.seen[f"place {block.state.value} to {'ghost' if block.pins else 'free'}"] += 1
-            drop(block)
-
-        setattr(evictor.host, "move", moved)  # noqa: B010
-        setattr(evictor.host, "drop", dropped)  # noqa: B010
+        evictor.host.on_state = note
 
 
 class SimSystem(System):
