@@ -4,15 +4,13 @@ missing, `finish`."""
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from kvactors.actor import ActorRef, Ask
 from kvactors.actor.clock import now
 from kvactors.arguments import (
     Media,
@@ -24,18 +22,16 @@ from kvactors.arguments import (
     request_origin,
     request_path,
 )
+from kvactors.client import Client
 from kvactors.config import Config
 from kvactors.deprecated import renamed, warn
 from kvactors.device.base import Device
 from kvactors.errors import (
     ActorFailed,
-    CacheClosed,
     DeadlineExceeded,
-    KVActorsError,
     NoRoom,
     Paused,
     StoreUnsupported,
-    WrongLoop,
 )
 from kvactors.flush_notifier.messages import Resync, Settle
 from kvactors.flush_notifier.sinks.base import Sink
@@ -44,17 +40,13 @@ from kvactors.observe.health import Health, health
 from kvactors.observe.invariants import divergence_in_slices, invariants, invariants_in_slices
 from kvactors.observe.statistics import CacheStatistics, collect, residency
 from kvactors.prefix_index.messages import (
-    Abandon,
     Acquire,
     Clear,
-    IndexRequest,
     Pause,
     Prefetch,
     Resume,
     SetNamespace,
-    Withdrawn,
 )
-from kvactors.prefix_index.parts import part_of
 from kvactors.storage.backends import Backend
 from kvactors.system import System
 from kvactors.types import Tokens
@@ -75,19 +67,9 @@ class KVCache:
         self.config = system.config
         self.block_size = system.config.cache.block_size
         self.device: Any = system.device
-        self._index: ActorRef[IndexRequest] = system.index
-        self._supervisor = system.supervisor
-        self._loop = asyncio.get_running_loop()
-        self._thread = threading.get_ident()
+        self._client = Client(system)
         self._leases = count(1)
-        # Called with each lease that is garbage-collected without an end, for tests.
-        self.on_forgotten: Callable[[int], None] | None = None
-        self._open = True
         self._split_media = system.config.cache.split_media
-        self._default_deadline = system.config.cache.deadline
-        self._part_tokens = (
-            part_of(self.block_size) * self.block_size
-        )  # that a turn of PrefixIndex commits at most
 
     @property
     def namespace(self) -> str:
@@ -151,7 +133,7 @@ class KVCache:
             TypeError: an argument has a wrong type.
             ValueError: an argument has a wrong value.
         """
-        at = self._deadline(deadline)
+        at = self._client.deadline(deadline)
         if wait is not None:
             warn("acquire(wait=) is deprecated: use wait_for_evictions=", stacklevel=2)
             wait_for_evictions = check_flag("wait", wait)
@@ -171,15 +153,15 @@ class KVCache:
             () if self._split_media else media,
         )
         try:
-            granted = await self._index.ask(message, deadline=at)
+            granted = await self._client.index.ask(message, deadline=at)
         except (NoRoom, Paused):
             raise
         except BaseException as error:
-            self._abandon(lease)
+            self._client.abandon(lease)
             if isinstance(error, ActorFailed):
-                self._refine(error)
+                self._client.refine(error)
             raise
-        return Lease(self, lease, request_id, path, granted, at)
+        return Lease(self._client, lease, request_id, path, granted, at)
 
     async def prefetch(
         self,
@@ -197,7 +179,7 @@ class KVCache:
         Raises StoreUnsupported with a store that moves device memory itself (AttentionStore):
         nothing of it goes through the host tier.
         """
-        at = self._deadline(deadline)
+        at = self._client.deadline(deadline)
         origin = request_origin(salt, lora)
         path, _ = request_path(self.block_size, self.system.roots.root(origin), tokens, extra_keys)
         if self.system.direct is not None:
@@ -205,7 +187,7 @@ class KVCache:
                 f"storage.backend {self.config.storage.backend!r} reads into device memory only: "
                 "there is no prefetch"
             )
-        return int((await self._ask(Prefetch(path, at, origin), at)).count)
+        return int((await self._client.ask(Prefetch(path, at, origin), at)).count)
 
     # -- the whole cache
 
@@ -217,7 +199,7 @@ class KVCache:
         nothing, if the store has no such operation (AttentionStore): call `set_namespace` or open
         it with another `attention_store.model_version`.
         """
-        at = self._deadline(deadline)
+        at = self._client.deadline(deadline)
         if check_flag("storage", storage) and self.system.direct is not None:
             raise StoreUnsupported(
                 f"storage.backend {self.config.storage.backend!r} has no call that removes blocks, "
@@ -225,29 +207,29 @@ class KVCache:
                 "storage=True, and set_namespace() or another attention_store.model_version keeps "
                 "what it holds from being hit"
             )
-        return int((await self._ask(Clear(storage), at)).count)
+        return int((await self._client.ask(Clear(storage), at)).count)
 
     async def pause(self, *, deadline: float | None = None) -> None:
         """Stop admission; returns when no transfer is in flight. Requests acquired from now on wait
         for `resume`."""
-        await self._ask(Pause(), self._deadline(deadline))
+        await self._client.ask(Pause(), self._client.deadline(deadline))
 
     async def resume(self, *, deadline: float | None = None) -> None:
         """Admit again, first the requests that waited."""
-        await self._ask(Resume(), self._deadline(deadline))
+        await self._client.ask(Resume(), self._client.deadline(deadline))
 
     async def set_namespace(self, namespace: str, *, deadline: float | None = None) -> None:
         """Requests admitted from now on, those that wait for room or for `resume` included, share
         only with others of this namespace: new weights must not hit old cache. Leases granted
         before keep theirs: finish or preempt them before the weights change. Indexes are sent that
         the blocks of other namespaces are gone, and that those of this one are there."""
-        at = self._deadline(deadline)
-        await self._ask(SetNamespace(check_text("namespace", namespace)), at)
+        at = self._client.deadline(deadline)
+        await self._client.ask(SetNamespace(check_text("namespace", namespace)), at)
 
     async def wait_idle(self, deadline: float = 30.0) -> None:
         """Return when no actor has anything left to do. DeadlineExceeded after `deadline`
         seconds."""
-        self._check()
+        self._client.check()
         seconds = check_seconds("deadline", deadline)
         with anyio.move_on_after(seconds) as scope:
             await asyncio.sleep(0)  # what finalisers have scheduled comes first
@@ -267,7 +249,7 @@ class KVCache:
         nothing left to do. Without it, under load, the barrier is about residency as of this call:
         what changes later, transfers now in flight included, may or may not have been delivered.
         """
-        at = self._deadline(deadline)
+        at = self._client.deadline(deadline)
         check_flag("at_rest", at_rest)
         names = self._sink_names(sinks)
         if at_rest:
@@ -288,7 +270,7 @@ class KVCache:
         """Send a sink everything again, for an index that lost its state; returns when it has taken
         that (after DeadlineExceeded it goes on). Without `Sink.repeats` what the index has is void
         first. ValueError for an unknown sink, SinkError while the notifier is switched off."""
-        at = self._deadline(deadline)
+        at = self._client.deadline(deadline)
         self._sink_names((check_text("sink", sink),))
         await self.system.notifier.ask(Resync(sink), deadline=at)
 
@@ -313,17 +295,17 @@ class KVCache:
         """The same calls for other threads: each blocks its thread until the loop has answered."""
         from kvactors.from_thread import FromThread
 
-        return FromThread(self, self._loop)
+        return FromThread(self, self._client.loop)
 
     def statistics(self) -> CacheStatistics:
         """The statistics of every actor, as of now."""
-        self._check_thread()
+        self._client.check_thread()
         return collect(self.system)
 
     def health(self) -> Health:
         """Whether the cache works, works without an optional part (a sink, the notifier, a store, a
         rank), or has failed; and why. Cheap."""
-        self._check_thread()
+        self._client.check_thread()
         return health(self.system)
 
     def check(self) -> list[str]:
@@ -331,25 +313,25 @@ class KVCache:
         state (pools add up, no slot is given twice, every reference has a lease); at rest (after
         `wait_idle`) they are also compared with each other. For tests: it keeps the loop for
         microseconds for each block of all tiers. See `check_slices`."""
-        self._check_thread()
+        self._client.check_thread()
         return invariants(self.system)
 
     async def check_slices(self) -> list[str]:
         """`check` in steps of about a millisecond, between which other tasks run: for production.
         Actors are compared with each other only if nothing else happens during the call."""
-        self._check_loop()
+        self._client.check_loop()
         return await invariants_in_slices(self.system)
 
     async def divergence_slices(self, sinks: Collection[str] | None = None) -> int:
         """`divergence` in steps of about a millisecond. What becomes resident or gone during the
         call may count as differing."""
-        self._check_loop()
+        self._client.check_loop()
         return await divergence_in_slices(self.system, self._sink_names(sinks))
 
     def divergence(self, sinks: Collection[str] | None = None) -> int:
         """Blocks on which a sink's view (of those named, of all if None) and the tiers differ. 0 at
         rest (after `wait_flushed`)."""
-        self._check_thread()
+        self._client.check_thread()
         return self.system.notifier_actor.sinks.divergence(
             residency(self.system), self._sink_names(sinks)
         )
@@ -358,93 +340,8 @@ class KVCache:
         """Refuse new work; `open` calls it on the way out. In a forked child it does nothing: every
         call is refused there already."""
         if not self.system.forked:
-            self._check_thread()
-            self._open = False
-
-    # -- inner parts, for leases too
-
-    def _check(self) -> None:
-        """WrongLoop outside the cache's own event loop, CacheClosed once it is closed or in a
-        forked process, CacheFailed if it has failed."""
-        self._check_loop()
-        if not self._open:
-            raise CacheClosed("the cache is closed")
-        if self._supervisor.failed is not None:
-            self.system.check_usable()
-
-    def _check_loop(self) -> None:
-        """WrongLoop outside the cache's own event loop, CacheClosed in a forked process."""
-        if self.system.forked:
-            self.system.check_usable()
-        try:
-            if asyncio.get_running_loop() is self._loop:
-                return
-        except RuntimeError:
-            pass
-        raise WrongLoop(
-            "this cache belongs to another asyncio event loop: use cache.from_thread in other "
-            "threads"
-        )
-
-    def _check_thread(self) -> None:
-        """WrongLoop in a thread that is not the loop's, CacheClosed in a forked process."""
-        if self.system.forked:
-            self.system.check_usable()
-        if threading.get_ident() != self._thread:
-            raise WrongLoop(
-                "this cache belongs to the thread of its event loop: use cache.from_thread in "
-                "other threads"
-            )
-
-    def _deadline(self, deadline: float | None) -> float:
-        """The absolute deadline of a call, once `_check` has passed. deadline: seconds, those of
-        the settings if None."""
-        self._check()
-        seconds = (
-            self._default_deadline if deadline is None else check_seconds("deadline", deadline)
-        )
-        return self._loop.time() + seconds  # the running loop, as was just checked
-
-    async def _ask(self, message: Ask[Any], at: float) -> Any:
-        """Ask PrefixIndex in the step in which `_deadline` has passed. at: what that returned."""
-        try:
-            return await self._index.ask(message, deadline=at)
-        except ActorFailed as error:
-            self._refine(error)
-            raise
-
-    def _refine(self, error: ActorFailed) -> None:
-        """CacheClosed if an ask has failed because the cache was closed."""
-        if not self._open and error.__cause__ is None:
-            raise CacheClosed("the cache was closed during this call") from None
-
-    def _tell(self, message: Abandon | Withdrawn) -> None:
-        """Send PrefixIndex a control message, from the loop's thread."""
-        if self._open and not self._loop.is_closed():
-            try:
-                self._index.try_tell(message)
-            except KVActorsError:
-                return  # the cache is being closed, or has failed: there is nothing to give back to
-
-    def _abandon(self, lease: int) -> None:
-        """Give a lease back, from any thread."""
-        if threading.get_ident() == self._thread:
-            self._tell(Abandon(lease))
-        else:
-            self._forgotten(lease)
-
-    def _forgotten(self, lease: int) -> bool:
-        """Give a lease back from a finaliser, which may run in any thread and at any point; False
-        if the cache is closed."""
-        if self.on_forgotten is not None:
-            self.on_forgotten(lease)
-        if not self._open or self._loop.is_closed() or self.system.forked:
-            return False
-        try:
-            self._loop.call_soon_threadsafe(self._tell, Abandon(lease))
-        except RuntimeError:  # the loop was closed by its own thread since
-            return False
-        return True
+            self._client.check_thread()
+            self._client.is_open = False
 
 
 def open_cache(

@@ -6,10 +6,11 @@ import asyncio
 import warnings
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from kvactors.actor import Ask
 from kvactors.arguments import check_int, extend_path
+from kvactors.client import Client
 from kvactors.deprecated import renamed
 from kvactors.errors import ActorFailed, LeaseBusy, LeaseEnded, NotReady
 from kvactors.native import Path
@@ -24,10 +25,6 @@ from kvactors.prefix_index.messages import (
     Withdrawn,
 )
 from kvactors.types import Tokens
-
-if TYPE_CHECKING:
-    from kvactors.cache import KVCache
-
 
 AFTER_LOADS = 2.0
 """Seconds past the deadline of a request's loads until which `wait_ready` waits by default. The
@@ -60,7 +57,7 @@ class Lease:
 
     def __init__(
         self,
-        cache: KVCache,
+        client: Client,
         lease: int,
         request_id: str,
         path: Path,
@@ -73,7 +70,7 @@ class Lease:
         self.pending = granted.pending
         self.hits = Hits(granted.device_hits, 0, 0)
         self.num_tokens = path.num_tokens
-        self._cache = cache
+        self._client = client
         self._id = lease
         self._path = path
         self._loads_end = loads_end
@@ -117,8 +114,7 @@ class Lease:
         others. Raises ValueError for a layer that is not there, and what `wait_ready` raises.
         """
         at = self._loads_deadline(deadline)
-        layout = self._cache.system.layout
-        number = check_int("layer", layer, 0, layout.num_layers + layout.extra_layers - 1)
+        number = check_int("layer", layer, 0, self._client.layers - 1)
         if not self.pending:
             return self.cached_tokens
         return int(await self._ask(LayerReady(self._id, number), at))
@@ -147,7 +143,7 @@ class Lease:
             )
         except asyncio.CancelledError:
             if not self._ended:
-                self._cache._tell(
+                self._client.tell(
                     Withdrawn(self._id)
                 )  # blocks that it has collected go to the next in the queue
             raise
@@ -175,7 +171,7 @@ class Lease:
         """
         at = self._deadline(deadline)
         computed = check_int("computed_tokens", computed_tokens)
-        if computed <= self._cache._part_tokens:
+        if computed <= self._client.part_tokens:
             return int((await self._ask(Commit(self._id, computed), at, has_effect=True)).count)
         before = self._path.num_committed
         try:
@@ -190,7 +186,7 @@ class Lease:
     async def _commit_parts(self, computed: int, at: float) -> bool:
         """Commit until at most one turn's part is left; False if that stopped at a block that
         another request loads. A call that will be refused commits nothing: it goes as a whole."""
-        size, part = self._path.block_size, self._cache._part_tokens
+        size, part = self._path.block_size, self._client.part_tokens
         upto = self._path.num_committed * size
         while upto + part < computed <= self.num_tokens:
             upto += part
@@ -199,7 +195,7 @@ class Lease:
                 < upto
             ):
                 return False
-            self._cache._check()
+            self._client.check()
         return True
 
     async def finish(
@@ -227,21 +223,21 @@ class Lease:
 
     def keys(self, start: int, stop: int) -> bytes:
         """Hashes of full blocks [start, stop), 32 bytes each."""
-        self._cache._check_thread()
+        self._client.check_thread()
         last = check_int("stop", stop, 0, self._path.num_full_blocks)
         return self._path.keys(check_int("start", start, 0, last), last)
 
     def abandon(self) -> None:
         """Give everything back without waiting for an answer; what was committed stays cached.
         Harmless on a lease that has ended."""
-        self._cache._check_thread()
+        self._client.check_thread()
         self._give_up()
 
     # -- inner parts
 
     def _deadline(self, deadline: float | None) -> float:
         """Check that the lease can be used here and now; the absolute deadline of a call."""
-        at = self._cache._deadline(deadline)
+        at = self._client.deadline(deadline)
         if self._ended:
             self._check_ended()
         return at
@@ -257,16 +253,15 @@ class Lease:
     async def _ask(self, message: Ask[Any], at: float, *, has_effect: bool = False) -> Any:
         """has_effect: the call changes the lease, so if its caller is cancelled after it has
         happened the lease ends."""
-        cache = self._cache
         try:
-            return await cache._index.ask(
+            return await self._client.index.ask(
                 message, deadline=at, lost=self._lost if has_effect else None
             )
         except LeaseEnded as error:
             self._ended = True
             raise LeaseEnded(f"lease of {self.request_id!r}: {error}") from None
         except ActorFailed as error:
-            cache._refine(error)
+            self._client.refine(error)
             raise
 
     def _lost(self, reply: object) -> None:
@@ -274,7 +269,7 @@ class Lease:
 
     async def _end(self, message: Ask[Any], computed: int, at: float) -> None:
         try:
-            if computed > self._cache._part_tokens:
+            if computed > self._client.part_tokens:
                 await self._commit_parts(computed, at)
             await self._ask(message, at)
         except (ValueError, TypeError, NotReady):
@@ -287,7 +282,7 @@ class Lease:
     def _give_up(self) -> None:
         if not self._ended:
             self._ended = True
-            self._cache._abandon(self._id)
+            self._client.abandon(self._id)
 
     async def __aenter__(self) -> Self:
         self._deadline(None)
@@ -309,7 +304,7 @@ class Lease:
     def __del__(self) -> None:
         if not getattr(self, "_ended", True):
             self._ended = True
-            if self._cache._forgotten(self._id):
+            if self._client.abandon_unused(self._id):
                 warnings.warn(
                     f"lease of {self.request_id!r} was never finished",
                     ResourceWarning,

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "kvactors"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 FLOW = ["prefix_index", "cpu_evictor", "gpu_swapper", "storage", "flush_notifier"]
 CIRCLES = {
-    frozenset({"cache", "from_thread", "lease"}),
+    frozenset({"cache", "from_thread"}),
 }
 """Top-level parts that still import each other. This list may only get shorter."""
 

@@ -96,7 +96,7 @@ def watch_leases(cache: KVCache) -> list[str]:
         lease = cache.system.index_actor.core.leases.get(number)
         forgotten.append("?" if lease is None else lease.request_id)
 
-    cache.on_forgotten = note
+    cache._client.on_forgotten = note
     return forgotten
 
 

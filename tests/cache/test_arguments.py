@@ -225,7 +225,7 @@ for (owner, method), (valid, arguments) in list(CALLS.items()):
 for method in ("statistics", "health", "check", "check_slices"):
     CALLS[FromThread, method] = {}, {"deadline": "seconds"}
 NOT_CHECKED = {"self", "kind", "error", "trace"}
-EARLIER = {"wait_idle", "wait_flushed", "wait_ready", "wait_layer"}
+EARLIER = {"settled", "flush_settled", "ready", "layer_ready"}
 """Deprecated names of methods in the table. `acquire(wait=)` is one of an argument."""
 
 

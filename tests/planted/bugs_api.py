@@ -43,7 +43,7 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "cancelled_extend_keeps_its_place",
         "lease.py",
-        "                self._cache._tell(\n"
+        "                self._client.tell(\n"
         "                    Withdrawn(self._id)\n"
         "                )  # blocks that it has collected go to the next in the queue\n",
         "                pass\n",
@@ -145,8 +145,8 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "wrong_loop_hangs",
-        "cache.py",
-        "            if asyncio.get_running_loop() is self._loop:\n",
+        "client.py",
+        "            if asyncio.get_running_loop() is self.loop:\n",
         "            if asyncio.get_running_loop() is not None:\n",
         "a lease that is awaited on another loop waits for ever",
         (CALLS + "test_a_lease_awaited_on_another_loop_raises_at_once[commit]",),
@@ -207,9 +207,9 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "ended_lease_is_ready",
         "lease.py",
-        "        at = self._cache._deadline(deadline)\n        if self._ended:\n            "
+        "        at = self._client.deadline(deadline)\n        if self._ended:\n            "
         "self._check_ended()\n",
-        "        at = self._cache._deadline(deadline)\n",
+        "        at = self._client.deadline(deadline)\n",
         "ready of a lease that has ended returns as if it were there",
         (CALLS + "test_every_call_on_an_ended_lease_raises",),
     ),

@@ -179,7 +179,7 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "parts_of_a_commit_after_close",
         "lease.py",
-        "            self._cache._check()\n        return True\n",
+        "            self._client.check()\n        return True\n",
         "        return True\n",
         "a commit of very many blocks goes on after the cache was closed between two of its parts",
         (

@@ -1,0 +1,125 @@
+"""What a cache and its leases share: checks of the calling loop and thread, deadlines, and the
+channel to PrefixIndex."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from kvactors.actor import ActorRef, Ask
+from kvactors.arguments import check_seconds
+from kvactors.errors import ActorFailed, CacheClosed, KVActorsError, WrongLoop
+from kvactors.prefix_index.messages import Abandon, IndexRequest, Withdrawn
+from kvactors.prefix_index.parts import part_of
+from kvactors.system import System
+
+
+class Client:
+    """The side of an open cache that its callers' loop and thread own.
+
+    Attributes:
+        index: the channel to PrefixIndex.
+        loop: the event loop that the cache belongs to.
+        layers: layers of the layout, those of extra layers included.
+        part_tokens: tokens that a turn of PrefixIndex commits at most.
+        is_open: whether new calls are accepted.
+        on_forgotten: called with each lease that is garbage-collected before its end, for tests.
+    """
+
+    def __init__(self, system: System) -> None:
+        block_size = system.config.cache.block_size
+        self.system = system
+        self.index: ActorRef[IndexRequest] = system.index
+        self.loop = asyncio.get_running_loop()
+        self.layers = system.layout.num_layers + system.layout.extra_layers
+        self.part_tokens = part_of(block_size) * block_size
+        self.is_open = True
+        self.on_forgotten: Callable[[int], None] | None = None
+        self._supervisor = system.supervisor
+        self._thread = threading.get_ident()
+        self._default_deadline = system.config.cache.deadline
+
+    def check(self) -> None:
+        """WrongLoop outside the cache's own event loop, CacheClosed once it is closed or in a
+        forked process, CacheFailed if it has failed."""
+        self.check_loop()
+        if not self.is_open:
+            raise CacheClosed("the cache is closed")
+        if self._supervisor.failed is not None:
+            self.system.check_usable()
+
+    def check_loop(self) -> None:
+        """WrongLoop outside the cache's own event loop, CacheClosed in a forked process."""
+        if self.system.forked:
+            self.system.check_usable()
+        try:
+            if asyncio.get_running_loop() is self.loop:
+                return
+        except RuntimeError:
+            pass
+        raise WrongLoop(
+            "this cache belongs to another asyncio event loop: use cache.from_thread in other "
+            "threads"
+        )
+
+    def check_thread(self) -> None:
+        """WrongLoop in a thread that is not the loop's, CacheClosed in a forked process."""
+        if self.system.forked:
+            self.system.check_usable()
+        if threading.get_ident() != self._thread:
+            raise WrongLoop(
+                "this cache belongs to the thread of its event loop: use cache.from_thread in "
+                "other threads"
+            )
+
+    def deadline(self, deadline: float | None) -> float:
+        """The absolute deadline of a call, once `check` has passed. deadline: seconds, those of
+        the settings if None."""
+        self.check()
+        seconds = (
+            self._default_deadline if deadline is None else check_seconds("deadline", deadline)
+        )
+        return self.loop.time() + seconds  # the running loop, as was just checked
+
+    async def ask(self, message: Ask[Any], at: float) -> Any:
+        """Ask PrefixIndex in the step in which `deadline` has passed. at: what that returned."""
+        try:
+            return await self.index.ask(message, deadline=at)
+        except ActorFailed as error:
+            self.refine(error)
+            raise
+
+    def refine(self, error: ActorFailed) -> None:
+        """CacheClosed if an ask has failed because the cache was closed."""
+        if not self.is_open and error.__cause__ is None:
+            raise CacheClosed("the cache was closed during this call") from None
+
+    def tell(self, message: Abandon | Withdrawn) -> None:
+        """Send PrefixIndex a control message, from the loop's thread."""
+        if self.is_open and not self.loop.is_closed():
+            try:
+                self.index.try_tell(message)
+            except KVActorsError:
+                return  # the cache is being closed, or has failed: there is nothing to give back to
+
+    def abandon(self, lease: int) -> None:
+        """Give a lease back, from any thread."""
+        if threading.get_ident() == self._thread:
+            self.tell(Abandon(lease))
+        else:
+            self.abandon_unused(lease)
+
+    def abandon_unused(self, lease: int) -> bool:
+        """Give a lease back from a finaliser, which may run in any thread and at any point; False
+        if the cache is closed."""
+        if self.on_forgotten is not None:
+            self.on_forgotten(lease)
+        if not self.is_open or self.loop.is_closed() or self.system.forked:
+            return False
+        try:
+            self.loop.call_soon_threadsafe(self.tell, Abandon(lease))
+        except RuntimeError:  # the loop was closed by its own thread since
+            return False
+        return True
