@@ -17,6 +17,7 @@ from kvactors.actor import Actor
 from kvactors.actor.clock import now
 from kvactors.actor.supervisor import brief
 from kvactors.native import DEVICE, HOST
+from kvactors.prefix_index.records import IndexStatistics
 from kvactors.system import System
 from kvactors.types import Tier, split_keys
 
@@ -129,6 +130,10 @@ def _comparisons(system: System, found: list[str]) -> Iterator[None]:
     in_flight = index.core.statistics()
     if in_flight.loads_in_flight or in_flight.offloads_in_flight or in_flight.saves_in_flight:
         found.append("prefix_index: an operation is in flight, and no actor works on it")
+    if not in_flight.leases and not in_flight.waiting:
+        found += _unused(in_flight)
+    if system.ranks is not None and (open_ := sum(r.in_flight for r in system.ranks.statistics())):
+        found.append(f"ranks: {open_} operations without an answer, and no work in flight")
     if evictor.host.on_device:
         found.append(
             f"cpu_evictor: {evictor.host.on_device} slots wait for a Discard, and no message is in "
@@ -156,6 +161,17 @@ def _comparisons(system: System, found: list[str]) -> Iterator[None]:
             f"prefix_index: {len(stale)} blocks have a hint to the host, and are not there"
         )
     yield from _sinks(system, where, found)
+
+
+def _unused(index: IndexStatistics) -> Iterator[str]:
+    """Without leases every device block is free or evictable."""
+    if index.nodes_referenced:
+        yield f"prefix_index: {index.nodes_referenced} blocks are referenced, and there is no lease"
+    if index.blocks_free + index.evictable != index.blocks_total:
+        yield (
+            f"prefix_index: {index.blocks_free} free and {index.evictable} evictable of "
+            f"{index.blocks_total} blocks, and there is no lease"
+        )
 
 
 def _sinks(system: System, where: Residency, found: list[str]) -> Iterator[None]:

@@ -19,6 +19,7 @@ from kvactors.sink_config import MemorySinkConfig
 from kvactors.system import System
 from kvactors.testing.fakes import SimBackend, SimExecutor, SimSink, latency
 from kvactors.testing.loop import SimLoop, simulate
+from kvactors.testing.rest import problems_at_rest
 from kvactors.testing.sim_faults import SimFaults
 from kvactors.testing.trace import Trace
 
@@ -73,17 +74,13 @@ async def check_at_rest(cache: KVCache, forgotten: list[str], *, deadline: float
     Unclean says what is wrong: leases that nobody ended, violated invariants, sinks that believe
     what is not so, work that does not end within `deadline` seconds.
     """
-    try:
-        await cache.wait_flushed(deadline)
-    except KVActorsError as error:
-        raise Unclean([f"the cache does not come to rest: {error}"], []) from error
-    kept = [lease.request_id for lease in cache.system.index_actor.core.leases]
     problems = [f"the lease of {name!r} was dropped and never finished" for name in forgotten]
-    problems += [f"the lease of {name!r} was never finished" for name in kept]
-    problems += cache.check()
-    if differing := cache.divergence():
-        problems.append(f"a sink's view differs from the tiers in {differing} blocks")
+    try:
+        problems += await problems_at_rest(cache, deadline)
+    except KVActorsError as error:
+        raise Unclean([*problems, f"the cache does not become idle: {error}"], []) from error
     if problems:
+        kept = [lease.request_id for lease in cache.system.index_actor.core.leases]
         raise Unclean(problems, forgotten + kept)
 
 

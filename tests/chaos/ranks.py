@@ -14,6 +14,7 @@ from kvactors.cache import KVCache, open_cache
 from kvactors.config import Config
 from kvactors.errors import DeadlineExceeded, LeaseEnded, NoRoom, RankLost
 from tests.chaos.record import Setting, Situation, Tally, reached
+from tests.chaos.rest import at_rest
 from tests.support.rank_process import RankProcess
 
 BLOCK, RANKS, CLIENTS = 8, 2, 3
@@ -71,7 +72,7 @@ async def run(setting: Setting, tally: Tally) -> None:
                 tally.violate(f"not all ranks are back after {BACK:.0f} s")
             await setting.moment(0.3, 1.0)
             tasks.cancel_scope.cancel()
-        await _still(cache, tally)
+        await at_rest(cache, tally, BACK)
 
 
 async def _harm(cache: KVCache, victim: RankProcess, setting: Setting, tally: Tally) -> None:
@@ -126,31 +127,6 @@ async def _request(
         tally.verified += cached * RANKS
         tally.loaded += lease.hits.host + lease.hits.storage
         tally.stored += lease.hits.storage
-
-
-async def _still(cache: KVCache, tally: Tally) -> None:
-    """Nothing in flight, leased or pinned, and the sink agrees with the tiers."""
-    try:
-        await cache.wait_flushed(BACK)
-    except DeadlineExceeded as error:
-        tally.violate(f"it does not come to rest: {error}")
-        return
-    for what in cache.check():
-        tally.violate(what)
-    statistics, group = cache.statistics(), cache.system.ranks
-    left = {
-        "leases": statistics.prefix.leases,
-        "waiting": statistics.prefix.waiting,
-        "pinned slots": statistics.host.pinned,
-    }
-    left["operations at ranks"] = (
-        sum(rank.in_flight for rank in group.statistics()) if group is not None else 0
-    )
-    left["blocks on which the sink differs"] = cache.divergence()
-    left["dead actors"] = statistics.supervisor.deaths
-    for what, count in left.items():
-        if count:
-            tally.violate(f"{count} {what} left")
 
 
 SITUATION = Situation("ranks", "two ranks' processes killed, stopped, cut off", run)

@@ -9,10 +9,10 @@ from typing import Any
 
 from kvactors.cache import KVCache, open_cache
 from kvactors.config import Config
-from kvactors.errors import DeadlineExceeded
 from kvactors.flush_notifier.sinks.jsonl import replay_jsonl
 from kvactors.observe.statistics import announceable
 from kvactors.storage.breaker import Breaker
+from kvactors.testing.rest import problems_at_rest
 from kvactors.types import Tier
 from tests.chaos.load import Load
 from tests.chaos.record import Setting, Tally
@@ -74,32 +74,13 @@ async def loaded(
         yield cache, Load(cache, tally, setting.seed)
 
 
-async def at_rest(cache: KVCache, tally: Tally) -> None:
-    """Come to rest and check: every invariant, no lease, slot or block left over, every sink
-    right."""
-    try:
-        await cache.wait_flushed(SETTLE)
-    except DeadlineExceeded as error:
-        tally.violate(f"no rest: {error}")
-        return
-    for what in cache.check():
+async def at_rest(cache: KVCache, tally: Tally, seconds: float = SETTLE) -> None:
+    """A violation for each thing that is wrong with a cache that nothing uses any more."""
+    for what in await problems_at_rest(cache, seconds):
         tally.violate(f"at rest: {what}")
-    counts = cache.statistics()
-    left = {
-        "leases": counts.prefix.leases,
-        "waiting": counts.prefix.waiting,
-        "host slots pinned": counts.host.pinned,
-        "nodes referenced": counts.prefix.nodes_referenced,
-        "loads": counts.prefix.loads_in_flight,
-        "offloads": counts.prefix.offloads_in_flight,
-        "saves": counts.prefix.saves_in_flight,
-        "sinks' blocks that differ from the tiers": cache.divergence(),
-    }
-    for what, count in left.items():
-        if count:
-            tally.violate(f"at rest: {what}: {count}")
-    if counts.supervisor.deaths:
-        tally.violate(f"actors died: {counts.supervisor}")
+    supervisor = cache.statistics().supervisor
+    if supervisor.deaths:
+        tally.violate(f"actors failed: {supervisor}")
 
 
 def named(cache: KVCache) -> dict[Tier, set[bytes]]:

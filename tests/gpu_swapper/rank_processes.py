@@ -22,6 +22,7 @@ from kvactors.config import (
     StorageConfig,
 )
 from kvactors.ranks_config import RanksConfig
+from kvactors.testing.rest import problems_at_rest
 from tests.support.rank_process import RankProcess
 
 BLOCK = 8
@@ -131,13 +132,8 @@ class Engine:
 
 
 async def at_rest(cache) -> None:
-    """Nothing in flight, nothing pinned, nothing leased, nothing violated."""
-    await cache.wait_idle(HANG)
-    assert cache.check() == []
-    statistics = cache.statistics()
-    assert statistics.prefix.leases == statistics.prefix.waiting == 0
-    assert statistics.host.pinned == 0
-    assert all(rank.in_flight == 0 for rank in cache.system.ranks.statistics())
+    """No work is in flight, and nothing is left over or wrong."""
+    assert await problems_at_rest(cache, HANG) == []
 
 
 async def healthy(cache) -> None:

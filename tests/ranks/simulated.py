@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 import anyio
 
@@ -26,6 +26,7 @@ from kvactors.layout import make_layout
 from kvactors.ranks_config import RanksConfig
 from kvactors.sink_config import MemorySinkConfig
 from kvactors.storage.backends.memory import MemoryBackend
+from kvactors.testing.rest import problems_at_rest
 from tests.support.rank_process import keys_on_rank
 
 BLOCK = 4
@@ -261,11 +262,5 @@ async def all_there(cache) -> None:
 
 
 async def at_rest(cache) -> None:
-    """Nothing in flight, nothing pinned, nothing leased, nothing violated."""
-    await cache.wait_idle(60.0)
-    assert cache.check() == []
-    statistics = cache.statistics()
-    assert statistics.prefix.leases == statistics.prefix.waiting == 0
-    assert statistics.host.pinned == 0
-    with suppress(AttributeError):
-        assert all(rank.in_flight == 0 for rank in cache.system.ranks.statistics())
+    """No work is in flight, and nothing is left over or wrong."""
+    assert await problems_at_rest(cache, 60.0) == []

@@ -58,22 +58,13 @@ def still(world: World) -> None:
     for sink in world.sinks:
         for what in sink.reader.violations:
             world.violated(f"tree rule: {sink.name}: {what}")
-    statistics = cache.statistics()
-    index, host = statistics.prefix, statistics.host
+    index = cache.statistics().prefix
     world.seen["load overdue"] += index.overdue_loads
     left = {
         "leases": index.leases,
         "waiting": index.waiting,
-        "referenced nodes": index.nodes_referenced,
-        "loads": index.loads_in_flight,
-        "offloads": index.offloads_in_flight,
-        "saves": index.saves_in_flight,
-        "pinned slots": host.pinned,
         "messages or jobs": system.activity.count,
         "open asks": sum(actor.ref.open_asks for actor in system.supervisor.actors()),
-        "operations at ranks": sum(rank.in_flight for rank in system.ranks.statistics())
-        if system.ranks is not None
-        else 0,
         "held acquires": len(system.index_actor.core.held),
         "loading blocks": len(system.index_actor.index.loading),
         "loads of the host": len(system.evictor_actor.loads),
@@ -81,11 +72,6 @@ def still(world: World) -> None:
     for what, count in left.items():
         if count:
             world.violated(f"left over: {count} {what}")
-    if index.blocks_free + index.evictable != index.blocks_total:
-        world.violated(
-            f"device blocks: {index.blocks_free} free and {index.evictable} evictable of "
-            f"{index.blocks_total}"
-        )
     _supervision(world)
     _bytes_below(world)
     _token_index(world)

@@ -10,6 +10,7 @@ import numpy as np
 
 import kvactors
 from kvactors import Config, KVCache, Lease
+from kvactors.testing.rest import problems_at_rest
 
 Table = Mapping[str, Any]
 
@@ -50,11 +51,7 @@ async def opened(*, inline: bool = False, **kwargs: Any) -> AsyncIterator[KVCach
     view equals the tiers."""
     async with kvactors.open(settings(**kwargs), inline_copies=inline) as cache:
         yield cache
-        await cache.wait_flushed(10)
-        assert cache.check() == []
-        assert cache.divergence() == 0
-        index = cache.statistics().prefix
-        assert index.leases == index.waiting == index.nodes_referenced == 0
+        assert await problems_at_rest(cache, 10) == []
 
 
 async def serve(
