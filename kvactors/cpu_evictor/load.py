@@ -121,7 +121,8 @@ class LoadJob:
     # -- storage
 
     def on_probed(self, found: int) -> list[Action]:
-        """See `ProbeJob.on_probed`: read the first `found` missing blocks into slots."""
+        """See `ProbeJob.on_probed`: read the first `found` missing blocks into slots. Blocks beyond
+        an inclusive tier's capacity only pass through."""
         if self._late or self._over:
             return []
         message, memory, host = self._message, self._memory, self._memory.host
@@ -131,22 +132,21 @@ class LoadJob:
         actions: list[Action] = []
         if not memory.exclusive:
             actions += memory.make_space(found, found, self._hashes)
-        state = SlotState.TRANSIT if memory.exclusive else SlotState.RESIDENT
         for position in range(message.start + first, len(self._hashes)):
             block_hash = self._hashes[position]
             block = host.readable(block_hash)
             if block is not None:
                 self._pin(block)
                 continue
-            fits = host.free and (memory.exclusive or host.resident < host.capacity)
-            if found == 0 or not fits or block_hash in host.blocks:
+            if found == 0 or not host.free or block_hash in host.blocks:
                 break
+            stays = not memory.exclusive and host.resident < host.capacity
             found -= 1
             parent = self._hashes[position - 1] if position else message.root
             block = host.add(
                 block_hash,
                 parent,
-                state,
+                SlotState.RESIDENT if stays else SlotState.TRANSIT,
                 lineage(message.lineages, position, len(self._hashes), parent),
             )
             host.pin(block)
@@ -167,12 +167,13 @@ class LoadJob:
         failed = frozenset(i for i, outcome in enumerate(outcomes) if outcome != Outcome.OK)
         landed = host.land(reading, failed)
         memory.counts.fetched += len(landed)
-        actions: list[Action] = []
-        if not memory.exclusive:
-            actions += memory.announce_fetched(landed)
+        actions = memory.announce_fetched(
+            [block for block in landed if block.state is SlotState.RESIDENT]
+        )
         if self._over:
-            for block in landed if memory.exclusive else ():
-                host.drop(block)
+            for block in landed:
+                if block.state is SlotState.TRANSIT:
+                    host.drop(block)
             return actions
         missing = {reading[i] for i in failed}
         run = next((i for i, block in enumerate(self._sources) if block in missing), None)

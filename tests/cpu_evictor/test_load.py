@@ -311,3 +311,19 @@ def test_completions_of_requests_that_are_not_in_flight_change_nothing():
     host = Host()
     for message in (Copied(1, ()), Probed(1, 3), ReadDone(1, b""), Fetched(1, 3)):
         assert host.completions.handle(message) == []
+
+
+def test_of_an_inclusive_tier_blocks_beyond_the_capacity_pass_through():
+    """A path that is longer than the tier: its first blocks are resident and protected."""
+    host, keys = Host(slots=3, transit=4, mode="inclusive"), path(6)
+    host.fill(keys[:2])
+    (probe,) = sent(host.load(keys, start=2).begin())
+    (read,) = sent(host.completions.handle(Probed(probe.op, 4)))
+    assert read.keys == join_keys(keys[2:])
+    gained, hint, copy = sent(host.completions.handle(ReadDone(read.op, bytes(4))))
+    assert gained.keys == hint.keys == keys[2], "the others do not stay"
+    assert copy.blocks == (100, 101, 102, 103)
+    (loaded,) = sent(host.completions.handle(Copied(copy.op, ())))
+    assert (loaded.good, loaded.from_host) == (4, 0)
+    assert (host.tier.resident, host.tier.free) == (3, 4)
+    host.idle()

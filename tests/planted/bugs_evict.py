@@ -49,4 +49,17 @@ BUGS: tuple[Mutation, ...] = (
         "a load is answered, and its slots are given back, while its copies run",
         ("tests/cpu_evictor/test_load.py",),
     ),
+    Mutation(
+        "inclusive_load_stops_at_the_capacity",
+        "cpu_evictor/load.py",
+        "            found -= 1\n            parent",
+        "            if not (stays or memory.exclusive):\n"
+        "                break\n"
+        "            found -= 1\n            parent",
+        "of a path longer than an inclusive host tier fewer blocks are read from storage than it "
+        "holds and indexes were sent",
+        (
+            "tests/cpu_evictor/test_load.py::test_of_an_inclusive_tier_blocks_beyond_the_capacity_pass_through",
+        ),
+    ),
 )
