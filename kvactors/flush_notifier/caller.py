@@ -65,6 +65,7 @@ class SinkCaller:
         """
         if one.timer is not None:
             one.timer.cancel()
+        one.number += 1  # later reports of this call are late
         log, name = self._notifier.log, one.sink.name
         if error:
             delay = one.call_failed(error)

@@ -131,7 +131,6 @@ class SinkDelivery:
         Returns:
             Seconds to back off.
         """
-        self.number += 1  # later reports of this call are late
         self.retried += 1
         self.failures += 1
         self.last_error = error
@@ -148,7 +147,6 @@ class SinkDelivery:
             Seconds since the first failed call of a row that ends now, None if the call before
             succeeded as well.
         """
-        self.number += 1  # later reports of this call are late
         since, self.failing_since = self.failing_since, None
         self.begun, self.delay, self.failures = True, self._config.retry_min, 0
         return None if since is None else now() - since

@@ -1,5 +1,5 @@
-"""What may be said to FlushNotifier: what became resident, what went. Nobody waits for it, except
-whoever asks to settle."""
+"""Messages to FlushNotifier: blocks that became resident or left a tier, and asks to wait for
+sinks."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ ExtraKeys = tuple[tuple[int, bytes], ...]
 
 
 class Origin(NamedTuple):
-    """What requests have in common beside their tokens and media to share blocks: the adapter's
-    name and the cache salt, None without.
+    """The adapter's name and the cache salt of requests, None without. Requests with the same ones
+    share blocks.
 
-    lora_id: the engine's number of the adapter. It is sent on events for readers that know adapters
-    by number, and identifies nothing.
+    lora_id: the engine's number of the adapter. It is sent on events for readers that identify
+    adapters by number, and identifies nothing.
     """
 
     lora: str | None = None
@@ -36,12 +36,12 @@ PLAIN = Origin()
 
 
 class Announced(Message, frozen=True, eq=False):
-    """Blocks of a path are resident on `tier`; the ledger learns their tokens and hashes from it.
+    """Blocks of a path are resident on `tier`. The ledger learns their tokens and hashes from it.
 
     tokens: little-endian uint32 of the blocks from position `start` of the path on. keys: their
     hashes, 32 bytes each. The first `count` of them are resident, the others are only named.
-    parent: hash of the block before them, the root hash if `start` is 0; it is resident on `tier`,
-    and was announced before. root: the root hash of the chain; origin: what is in it. extra_keys:
+    parent: hash of the block before them, the root hash if `start` is 0. It is resident on `tier`
+    and was announced before. root: the root hash of the chain, origin: its scope. extra_keys:
     of these blocks. With Reason.REQUEST_FINISH, gains that a sink wants only at the finish are due
     now.
     """
@@ -96,9 +96,9 @@ class PathPart(NamedTuple):
 
 
 class Named(Message, frozen=True, eq=False):
-    """What the hashes of blocks are made of that were found in storage. It says nothing about where
-    they are: those that are nowhere are left out. roots: parents of parts that are root hashes of
-    requests of now."""
+    """Parents and tokens of blocks that were found in storage. `Gained` reports where they are.
+    Blocks on no tier are left out. roots: parents of parts that are root hashes of requests of
+    now."""
 
     parts: tuple[PathPart, ...]
     roots: frozenset[bytes]
@@ -126,8 +126,8 @@ class Scoped(Message, frozen=True, eq=False):
 
 
 class Settle(Ask[bool], frozen=True, eq=False):
-    """Wait until every sink believes what is true as of this message; True then. The asker's
-    deadline bounds it.
+    """Wait until every sink has acknowledged everything that is due at this message. True then.
+    The asker's deadline bounds it.
 
     sinks: by name, all if None. healthy: leave out those whose last call failed."""
 
@@ -143,16 +143,16 @@ class Resync(Ask[bool], frozen=True, eq=False):
 
 
 class FlushTask(Message, frozen=True, eq=False):
-    """What a sink is told: blocks [start_block_idx, start_block_idx + count) of a path are
+    """A change sent to a sink: blocks [start_block_idx, start_block_idx + count) of a path are
     resident, or gone. It carries no KV data.
 
     tokens: the complete path from the root to the deepest block concerned, little-endian uint32
     (shared, immutable): (start_block_idx + count) whole blocks. count 0: everything is gone (only
-    to sinks that take it so). keys: names of the `count` blocks, 32 bytes each. A sink that knows
-    blocks by name (`Sink.by_name`) finds in `tokens` only those of the `count` blocks, and nothing
-    if they are gone. parent: name of the block before them (the root key if start_block_idx is 0).
-    epoch: the notifier's life; everything told in an earlier epoch is void. extra_keys: of the
-    blocks in `tokens`.
+    to sinks that take it so). keys: names of the `count` blocks, 32 bytes each. A sink that
+    identifies blocks by name (`Sink.by_name`) finds in `tokens` only those of the `count`
+    blocks, and nothing if they are gone. parent: name of the block before them (the root key if
+    start_block_idx is 0). epoch: the notifier's incarnation. Tasks of an earlier epoch are void.
+    extra_keys: of the blocks in `tokens`.
     """
 
     tokens: bytes
@@ -169,7 +169,7 @@ class FlushTask(Message, frozen=True, eq=False):
 
 
 class Deliver(Control, frozen=True, eq=False):
-    """To itself: what has been said meanwhile can be told in one go."""
+    """To itself: the facts received since the last call can be sent together."""
 
 
 class Continue(Control, frozen=True, eq=False):
@@ -179,7 +179,7 @@ class Continue(Control, frozen=True, eq=False):
 
 
 class Delivered(Control, frozen=True, eq=False):
-    """To itself: a call to a sink has ended; `error` is empty if the sink took what it was sent.
+    """To itself: a call to a sink has ended. `error` is empty if the sink took its tasks.
     number: of the call."""
 
     sink: str

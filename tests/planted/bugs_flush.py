@@ -239,9 +239,9 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "late_answer_counts_twice",
-        "flush_notifier/deliveries.py",
-        "        self.number += 1  # later reports of this call are late\n        since",
-        "        since",
+        "flush_notifier/caller.py",
+        "        one.number += 1  # later reports of this call are late\n",
+        "",
         "the answer of a call that was given up is taken for the answer of the call",
         (
             "tests/flush_notifier/test_steps.py::test_an_answer_while_the_end_of_its_call_is_settled_is_late",

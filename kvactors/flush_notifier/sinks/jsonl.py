@@ -43,7 +43,7 @@ TAIL = 65_536
 
 
 class JsonLinesSink(Sink):
-    """path: appended to, by this process alone; its folder must exist. A new file is readable by
+    """path: appended to by this process alone. Its folder must exist. A new file is readable by
     its user alone (0600), since it holds the tokens of prompts. `open` raises SinkError for a path
     that cannot be written. A line that a crash or a failed write cut short is removed before the
     next is written."""

@@ -1,5 +1,5 @@
-"""What beside tokens identifies a block, in the fields of a KV event: adapter, salt and media, as
-vLLM, llm-d and Dynamo read them."""
+"""The identity of a block beside its tokens, in the fields of a KV event: adapter, salt and media,
+as vLLM, llm-d and Dynamo read them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvactors.extra_keys import MediaHash, media_items
 from kvactors.flush_notifier.messages import ExtraKeys, Origin
 
 DYNAMO_SALT = "dynamo-cache-salt:"
-"""What Dynamo puts before a salt where a bare text would be ambiguous. Engines behind Dynamo get
+"""Dynamo's prefix of a salt where a bare text would be ambiguous. Engines behind Dynamo get
 their salts with it."""
 
 EMPTY = "\0"
@@ -25,7 +25,7 @@ DIGEST = re.compile("[0-9a-fA-F]{64}")
 
 
 class Fields(NamedTuple):
-    """extra_keys: per block as vLLM sends them; block_mm_infos: per block as Dynamo reads them;
+    """extra_keys: per block as vLLM sends them. block_mm_infos: per block as Dynamo reads them.
     cache_salt: as Dynamo and SGLang read it."""
 
     extra_keys: list[Any] | None = None
@@ -39,7 +39,7 @@ def identifier(media_hash: MediaHash) -> str:
 
 
 def mm_hash(media_hash: MediaHash) -> int:
-    """The 64-bit number that Dynamo knows a media item by: of an identifier of 64 hexadecimal
+    """Dynamo's 64-bit number of a media item: of an identifier of 64 hexadecimal
     digits the first 16, of any other text its XXH3. An integer hash of at most 64 bits is that
     number itself."""
     if isinstance(media_hash, int) and 0 <= media_hash < 1 << 64:
@@ -59,11 +59,11 @@ def identity_fields(
     """The fields of an event about blocks [position, position + count) of a path.
 
     extra_keys: of the path's blocks. tagged: every event's first block carries the salt with
-    Dynamo's tag, for readers of arrays; otherwise the first block of the path carries it bare, as
+    Dynamo's tag, for readers of arrays. Otherwise the first block of the path carries it bare, as
     vLLM sends it.
 
     A block's extra keys are in vLLM's order: adapter, [identifier, offset] of each media item,
-    salt. Where they hold more than the adapter, `block_mm_infos` says which of them are media:
+    salt. Where they hold more than the adapter, `block_mm_infos` marks those that are media:
     Dynamo would take a salt of 64 hexadecimal digits for one.
     """
     lora, salt = text(origin.lora), text(origin.salt)

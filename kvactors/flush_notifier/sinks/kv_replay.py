@@ -38,7 +38,7 @@ HURRY = 2.0
 LONG = 60.0
 """Seconds an answer may take while another reader waits for its turn."""
 SLOW = (0.0, 0.0, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
-"""Seconds between attempts to send to a reader whose queue is full; the last one is repeated."""
+"""Seconds between attempts to send to a reader whose queue is full. The last one is repeated."""
 LOOK = 0.1
 """Seconds between two looks for a reader that is too slow."""
 BURST = 64
@@ -88,7 +88,7 @@ class Window:
         return self._kept[0][0] if self._kept else END
 
     def since(self, number: int, limit: int = 1 << 62) -> list[tuple[int, bytes]]:
-        """What is kept from a number on, oldest first, at most `limit` batches."""
+        """The batches kept from a number on, oldest first, at most `limit` batches."""
         if not self._kept:
             return []
         start = max(0, number - self._kept[0][0])
@@ -96,7 +96,7 @@ class Window:
 
 
 class Publisher(Protocol):
-    """What a replay is made from. sequence: number of the next batch. first: number of this
+    """The source of a replay. sequence: number of the next batch. first: number of this
     process's first batch. fill: whether readers insist on every number."""
 
     window: Window
@@ -146,7 +146,7 @@ class Answer:
 class ReplayServer:
     """Answers requests until it is cancelled.
 
-    Each request is answered in a task of its own, so that a slow reader delays no other. A reader
+    Each request is answered in its own task, so that a slow reader delays no other. A reader
     has one answer at a time: with a new request it gives up the one before.
     """
 
@@ -264,8 +264,8 @@ class ReplayServer:
             await asyncio.sleep(0)
 
     async def _send_state(self, answer: Answer, number: int) -> int:
-        """The state under the numbers from `number` on, or under the last ones before it ends; the
-        number of the batch that follows it."""
+        """The state under the numbers from `number` on, or under the last ones before it
+        ends. Returns the number of the batch that follows it."""
         publisher = self._publisher
         state = await publisher.state()
         room = state.number - number

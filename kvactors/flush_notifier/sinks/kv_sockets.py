@@ -28,10 +28,10 @@ send_frame: Any = zmq.backend.Socket.send
 """One frame. `zmq.Socket.send` looks at options first that only other kinds of sockets have."""
 
 LARGEST_SUBSCRIPTION = 4_096
-"""Bytes of a topic that a subscriber may ask for; a larger message ends its connection."""
+"""Bytes of a topic that a subscriber may ask for. A larger message ends its connection."""
 
 LARGEST_REQUEST = 256
-"""Bytes of a frame sent to a replay socket; a larger one ends the connection before it is read."""
+"""Bytes of a frame sent to a replay socket. A larger one ends the connection before it is read."""
 
 QUEUED_REQUESTS = 16
 """Requests of one reader that wait in ZMQ's queue."""
@@ -51,7 +51,7 @@ HANDSHAKE = 5_000
 
 
 class Sockets:
-    """The sockets of one publisher, opened one after another; `close` closes what was opened."""
+    """The sockets of one publisher, opened one after another. `close` closes the opened ones."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -114,8 +114,8 @@ class Sockets:
 
 
 async def bind_when_free(socket: Any, text: str, endpoint: Endpoint) -> None:
-    """Listen. ZMQ frees an endpoint in a thread of its own after the socket that had it is closed:
-    so an endpoint in use is tried again."""
+    """Listen. ZMQ's thread frees an endpoint after its socket is closed, so an endpoint in use is
+    tried again."""
     last = int(IN_USE / AGAIN)
     for number in range(last + 1):
         try:
@@ -131,9 +131,9 @@ async def bind_when_free(socket: Any, text: str, endpoint: Endpoint) -> None:
 
 
 def bind_path(socket: Any, text: str, path: Path, *, left: bool) -> None:
-    """Listen at a path, for this user alone. ZMQ removes whatever is there before it listens: only
-    a socket that is not used is removed. left: whether one that nothing listens at is left over; if
-    not, another thread may be about to remove it."""
+    """Listen at a path, for this user alone. ZMQ removes any file at the path before it listens, so
+    any file but an unused socket is refused first. left: a socket that nothing listens at is left
+    over. Otherwise another thread may be about to remove it."""
     if not text.startswith("ipc://@"):
         with suppress(FileNotFoundError):
             if not stat.S_ISSOCK(os.lstat(path).st_mode):

@@ -3,7 +3,7 @@ docs/kv_events.md has golden bytes).
 
 A batch is a msgpack array [timestamp in seconds, events, data-parallel rank]. An event is a map
 with its class under `type` (vLLM after 0.23, SGLang 0.5.23), or an array with the class first
-(older vLLM); in maps, fields that have their default are left out.
+(older vLLM). In maps, fields that have their default are left out.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class Dialect(NamedTuple):
         )
 
     def hashes(self, keys: bytes) -> list[Hash]:
-        """Names as readers know them: the last 8 bytes as a big-endian unsigned number, or all
+        """Names as readers expect them: the last 8 bytes as a big-endian unsigned number, or all
         32."""
         if self.as_bytes:
             return [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)]
@@ -160,7 +160,7 @@ class Dialect(NamedTuple):
         origin: Origin,
         extra_keys: ExtraKeys,
     ) -> BlockStored:
-        """tokens: of these blocks alone. position: of the first of them in its path; at 0 there is
+        """tokens: of these blocks alone. position: of the first of them in its path. At 0 there is
         no parent. extra_keys: of the path."""
         lora, salt, lora_id = origin
         fields: tuple[Any, ...] = ()
@@ -192,8 +192,8 @@ class Dialect(NamedTuple):
         )
 
     def events(self, task: FlushTask, max_blocks: int) -> list[Event]:
-        """A task (of a sink that knows blocks by name) as events of at most `max_blocks` blocks
-        each."""
+        """A task (of a sink that identifies blocks by name) as events of at most `max_blocks`
+        blocks each."""
         count, keys, tier = task.count, task.keys, task.tier
         if not count:
             return [self.cleared()]
