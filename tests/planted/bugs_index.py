@@ -9,6 +9,48 @@ MACHINE = "tests/prefix_index/test_index_machine.py"
 
 BUGS: tuple[Mutation, ...] = (
     Mutation(
+        "timer_of_a_request_that_was_served_in_its_turn",
+        "prefix_index/runner.py",
+        "        if not timer.operation.over:\n",
+        "        if True:\n",
+        "the timer of a wait that ended in the turn in which it began stays on the loop's clock",
+        (
+            "tests/prefix_index/test_actor.py::test_a_request_that_is_queued_and_served_in_one_turn_leaves_no_timer",
+        ),
+    ),
+    Mutation(
+        "host_drops_its_copy_before_the_device_is_announced",
+        "prefix_index/loads.py",
+        """\
+            actions += self._evictions.discard(path.keys(start, start + num_loaded))
+""",
+        """\
+            discard = self._evictions.discard(path.keys(start, start + num_loaded))
+            actions = discard + actions
+""",
+        "for a moment an index is sent that a loaded block is nowhere",
+        (
+            "tests/prefix_index/test_loads.py::test_a_result_waits_for_those_of_the_loads_above",
+            "tests/prefix_index/test_actor.py::test_a_load_is_announced_before_the_host_may_drop_its_copy_and_then_answered",
+        ),
+    ),
+    Mutation(
+        "layers_of_an_answered_load_count",
+        "prefix_index/loads.py",
+        "        if load is not None and load.result is None:\n            load.layers",
+        "        if load is not None:\n            load.layers",
+        "layers are called arrived of a load whose result says that its blocks did not",
+        ("tests/prefix_index/test_loads.py::test_layers_of_an_answered_load_are_ignored",),
+    ),
+    Mutation(
+        "small_requests_overtake_the_queue",
+        "prefix_index/admission.py",
+        "        return not self.waiting and self._index.free >= waiter.needed\n",
+        "        return self._index.free >= waiter.needed\n",
+        "a request that needs many blocks waits as long as small ones come",
+        ("tests/prefix_index/test_admission.py::test_a_turn_serves_a_bounded_number_of_requests",),
+    ),
+    Mutation(
         "lost_load_is_joined",
         "prefix_index/index.py",
         "if load is None or load.lost:",

@@ -205,6 +205,18 @@ def test_a_request_that_cannot_fit_is_refused_in_its_turn():
         assert effects.told == effects.timers == ()
 
 
+def test_a_request_that_is_queued_and_served_in_one_turn_leaves_no_timer():
+    """The request before it was cancelled, so its blocks are free as soon as the queue is served."""
+    with index(4) as step:
+        served(step, 1, 3)
+        cancelled = acquire(2, 3, first=100)
+        assert step.turn(cancelled).answered == ()
+        step.withdraw(cancelled)
+        effects = step.turn(acquire(3, 1, first=200))
+        assert [answered.error for answered in effects.answered] == [None]
+        assert effects.timers == ()
+
+
 def test_a_saved_path_is_held_until_it_is_answered():
     with index(exclusive=False) as step:
         assert step.turn(acquire(1, 2)).answered

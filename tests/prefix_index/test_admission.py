@@ -188,6 +188,9 @@ def test_a_turn_serves_a_bounded_number_of_requests():
     state.index.pool.give(held)
     assert [type(one) for one in admission.serve_waiting()] == [Proceed]
     assert sum(taker.given is not None for taker in takers) == STEPS
+    late = Taker(2 * STEPS, 1)
+    ask(admission, late)
+    assert late.given is None, "a request overtook those that the last turn did not serve"
     admission.proceed()
     admission.serve_waiting()
     assert all(taker.given for taker in takers)
