@@ -106,7 +106,6 @@ def test_messages_page_is_up_to_date():
 
 
 LARGE = {
-    "kvactors.cache.KVCache",
     "kvactors.system.System",
     "kvactors.testing.fakes.store.SimBackend",
     "kvactors.testing.fakes.store.SimPool",

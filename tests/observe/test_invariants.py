@@ -203,3 +203,22 @@ async def test_slices_let_other_tasks_run():
     with pytest.raises(asyncio.CancelledError):
         await task
     assert len(ran) >= 4
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"nodes_referenced": 2}, "2 blocks are referenced"),
+        ({"blocks_free": 0, "evictable": 0}, "0 free and 0 evictable"),
+    ],
+)
+async def test_a_block_in_use_without_a_lease_is_found_at_rest(change, words, monkeypatch):
+    async with opened() as cache:
+        await serve(cache, "a", prompt(1, 3))
+        await cache.wait_idle(10)
+        core = cache.system.index_actor.core
+        statistics = core.statistics()
+        with monkeypatch.context() as patch:
+            patch.setattr(type(core), "statistics", lambda _: statistics._replace(**change))
+            [found] = cache.check()
+        assert words in found
