@@ -70,7 +70,7 @@ BUGS: tuple[Mutation, ...] = (
         "frozenset(part.parent for part in parts if root_of(part.origin))",
         "stored blocks that no request can find are announced: of another namespace, or below an "
         "evicted block",
-        (f"{RESTART}::test_blocks_of_another_namespace_are_not_announced",),
+        ("tests/storage/test_reports.py::test_a_message_has_the_roots_that_requests_have_now",),
     ),
     Mutation(
         "late_parent_places_nothing",
