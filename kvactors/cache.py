@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 
 class KVCache:
-    """One open cache. All methods belong to the loop it was opened on (WrongLoop elsewhere); other
+    """One open cache. All methods belong to the loop it was opened on (WrongLoop elsewhere). Other
     threads use `from_thread`.
 
     Bad arguments are a TypeError or ValueError that names them, and change nothing.
@@ -192,7 +192,7 @@ class KVCache:
     # -- the whole cache
 
     async def clear(self, *, storage: bool = False, deadline: float | None = None) -> int:
-        """Nothing cached before this can be hit after it; leases in use stay whole. storage: empty
+        """Nothing cached before this can be hit after it. Leases in use stay whole. storage: empty
         the store as well.
 
         Returns the device blocks that became free at once. Raises StoreUnsupported, and clears
@@ -210,7 +210,7 @@ class KVCache:
         return int((await self._client.ask(Clear(storage), at)).count)
 
     async def pause(self, *, deadline: float | None = None) -> None:
-        """Stop admission; returns when no transfer is in flight. Requests acquired from now on wait
+        """Stop admission. Returns when no transfer is in flight. Requests acquired from now on wait
         for `resume`."""
         await self._client.ask(Pause(), self._client.deadline(deadline))
 
@@ -219,7 +219,7 @@ class KVCache:
         await self._client.ask(Resume(), self._client.deadline(deadline))
 
     async def set_namespace(self, namespace: str, *, deadline: float | None = None) -> None:
-        """Requests admitted from now on, those that wait for room or for `resume` included, share
+        """Requests admitted from now on, those that wait for blocks or for `resume` included, share
         only with others of this namespace: new weights must not hit old cache. Leases granted
         before keep theirs: finish or preempt them before the weights change. Indexes are sent that
         the blocks of other namespaces are gone, and that those of this one are there."""
@@ -267,7 +267,7 @@ class KVCache:
     flush_settled = renamed("flush_settled", wait_flushed)
 
     async def resync(self, sink: str, *, deadline: float | None = None) -> None:
-        """Send a sink everything again, for an index that lost its state; returns when it has taken
+        """Send a sink everything again, for an index that lost its state. Returns when it has taken
         that (after DeadlineExceeded it goes on). Without `Sink.repeats` what the index has is void
         first. ValueError for an unknown sink, SinkError while the notifier is switched off."""
         at = self._client.deadline(deadline)
@@ -304,13 +304,13 @@ class KVCache:
 
     def health(self) -> Health:
         """Whether the cache works, works without an optional part (a sink, the notifier, a store, a
-        rank), or has failed; and why. Cheap."""
+        rank), or has failed, and the reasons. Cheap."""
         self._client.check_thread()
         return health(self.system)
 
     def check(self) -> list[str]:
         """The invariants that are violated, one line each. Under load each actor checks its own
-        state (pools add up, no slot is given twice, every reference has a lease); at rest (after
+        state (pools add up, no slot is given twice, every reference has a lease). At rest (after
         `wait_idle`) they are also compared with each other. For tests: it keeps the loop for
         microseconds for each block of all tiers. See `check_slices`."""
         self._client.check_thread()
@@ -323,8 +323,8 @@ class KVCache:
         return await invariants_in_slices(self.system)
 
     async def divergence_slices(self, sinks: Collection[str] | None = None) -> int:
-        """`divergence` in steps of about a millisecond. What becomes resident or gone during the
-        call may count as differing."""
+        """`divergence` in steps of about a millisecond. Blocks that become resident or gone
+        during the call may count as differing."""
         self._client.check_loop()
         return await divergence_in_slices(self.system, self._sink_names(sinks))
 
@@ -337,7 +337,7 @@ class KVCache:
         )
 
     def close(self) -> None:
-        """Refuse new work; `open` calls it on the way out. In a forked child it does nothing: every
+        """Refuse new work. `open` calls it on the way out. In a forked child it does nothing: every
         call is refused there already."""
         if not self.system.forked:
             self._client.check_thread()

@@ -1,4 +1,4 @@
-"""What a cache and its leases share: checks of the calling loop and thread, deadlines, and the
+"""Shared by a cache and its leases: checks of the calling loop and thread, deadlines, and the
 channel to PrefixIndex."""
 
 from __future__ import annotations

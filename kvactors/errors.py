@@ -15,9 +15,9 @@ lost in a restart
 ├── CacheFailed                       an actor failed more often than actors.restarts allows, and no
 part that can be switched off
 ├── ChannelError
-│   └── ChannelClosed                 nobody will ever receive from this channel
+│   └── ChannelClosed                 the receiver of this channel has ended
 ├── LeakedError (RuntimeError)        code of a client library raised what is not an Exception
-├── ActorFailed                       an actor died while (or before) it handled an ask
+├── ActorFailed                       an actor failed while (or before) it handled an ask
 ├── WiringError                       the declared channel graph does not fit together
 ├── LayoutError (ValueError)          shapes, dtypes or counts of blocks do not fit
 ├── DeviceError                       a device cannot be had, or its memory is not what it was
@@ -41,11 +41,11 @@ class KVActorsError(Exception):
 
 
 class ConfigError(KVActorsError, ValueError):
-    """A setting is unknown, malformed or contradicts another; the message names it."""
+    """A setting is unknown, malformed or contradicts another. The message names it."""
 
 
 class NoRoom(KVActorsError):
-    """Not enough device blocks. `needed` and `available` count blocks; nothing was changed."""
+    """Not enough device blocks. `needed` and `available` count blocks. Nothing was changed."""
 
     def __init__(self, needed: int, available: int) -> None:
         super().__init__(f"{needed} device blocks needed, {available} can be had")
@@ -101,11 +101,11 @@ class ChannelError(KVActorsError):
 
 
 class ChannelClosed(ChannelError):
-    """Nobody will ever receive from this channel."""
+    """The receiver of this channel has ended."""
 
 
 class ActorFailed(KVActorsError):
-    """An actor died while, or before, it handled an ask. `actor` is its name, `__cause__` what
+    """An actor failed while, or before, it handled an ask. `actor` is its name, `__cause__` what
     killed it."""
 
     def __init__(self, actor: str, cause: BaseException | None = None) -> None:
@@ -115,7 +115,7 @@ class ActorFailed(KVActorsError):
 
 
 class WiringError(KVActorsError):
-    """The declared channel graph does not fit together; the message lists every misfit."""
+    """The declared channel graph does not fit together. The message lists every misfit."""
 
 
 class LayoutError(KVActorsError, ValueError):
@@ -143,7 +143,7 @@ class StoreUnavailable(StoreError):
 
 
 class StoreUnsupported(StoreError):
-    """The configured store has no such operation; nothing was changed."""
+    """The configured store has no such operation. Nothing was changed."""
 
 
 class SinkError(KVActorsError):

@@ -28,7 +28,7 @@ MARGIN = 1.0
 
 
 def _deadline_of(method: Callable[..., object]) -> Callable[..., float | None]:
-    """What a call of an awaited method gives as its deadline."""
+    """The deadline that a call of an awaited method is given."""
     signature = inspect.signature(method)
 
     def deadline(*args: object, **kwargs: object) -> float | None:
@@ -215,7 +215,7 @@ class FromThread:
 
 
 class ThreadLease:
-    """`Lease` for a thread that is not the loop's; a context manager as well."""
+    """`Lease` for a thread that is not the loop's. It is a context manager as well."""
 
     def __init__(self, owner: FromThread, lease: Lease) -> None:
         self._owner = owner
@@ -267,7 +267,7 @@ class ThreadLease:
         )
 
     def abandon(self) -> None:
-        """See `Lease.abandon`; does not wait."""
+        """See `Lease.abandon`. Does not wait."""
         self._owner._check_thread()
         self._owner._schedule(self._lease.abandon)
 

@@ -47,7 +47,7 @@ class Lease:
         cached_tokens: prefill from here on. Before `wait_ready` it counts loads in flight,
             afterwards those that completed.
         pending: whether loads are in flight.
-        hits: blocks that were cached, by tier; final once `wait_ready` has returned.
+        hits: blocks that were cached, by tier. Final once `wait_ready` has returned.
         num_tokens: tokens of the request, those of `extend` included.
 
     A cancelled call either did not happen or has ended the lease. Every method raises LeaseEnded
@@ -85,10 +85,10 @@ class Lease:
         return self._table
 
     async def wait_ready(self, *, deadline: float | None = None) -> None:
-        """Return when every load has landed or was demoted to a miss; `block_table` and
+        """Return when every load has landed or was demoted to a miss. `block_table` and
         `cached_tokens` are final then.
 
-        A store that does not answer costs misses: without a deadline of its own the call waits
+        A store that does not answer costs misses: without a deadline the call waits
         until the loads, which have the deadline of `acquire`, have been given up.
 
         Raises LeaseEnded, DeadlineExceeded, ActorFailed, and NoRoom if a failed load left blocks
