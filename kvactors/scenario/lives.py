@@ -128,7 +128,7 @@ async def live() -> None:
             from kvactors.flush_notifier.sinks.kv_wire import MEDIA
 
             media = MEDIA[settings.media]
-            sequence = one.sinks[settings.label].inner.sequence  # type: ignore[attr-defined]
+            sequence = one.sinks[settings.label].inner.events.sequence  # type: ignore[attr-defined]
         held = {medium: sorted(hashes) for medium, hashes in one.held(media).items()}
         names = {str(tier.name): [key.hex() for key in keys] for tier, keys in one.named().items()}
         print(msgspec.json.encode(Epitaph(report, held, names, sequence)).decode(), flush=True)

@@ -110,7 +110,9 @@ async def run_routed(one: Session, seed: int, progress: Progress) -> Report:
     ) as router:
         report = await one.run(seed, progress)
         try:
-            report.router = await compare(router, sink.sequence, one.held(MEDIA[settings.media]))
+            report.router = await compare(
+                router, sink.events.sequence, one.held(MEDIA[settings.media])
+            )
             report.flush["divergence"] += report.router["divergence"]
         except KVActorsError as error:
             report.errors.append(f"router: {error}")

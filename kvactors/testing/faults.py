@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import anyio
@@ -184,6 +184,14 @@ class FaultyBackend(Backend):
     def keys(self) -> list[bytes]:
         """See `Backend.keys`."""
         return self.inner.keys()
+
+    def iter_keys(self) -> Iterator[bytes]:
+        """See `Backend.iter_keys`."""
+        return self.inner.iter_keys()
+
+    def count(self) -> int:
+        """See `Backend.count`."""
+        return self.inner.count()
 
     def holds(self, key: bytes) -> bool:
         """See `Backend.holds`."""

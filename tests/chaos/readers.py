@@ -125,7 +125,7 @@ async def compare_with(cache: KVCache, readers: Readers, tally: Tally) -> None:
         for tier, keys in named(cache).items()
     }
     assert readers.reader is not None
-    said = await compare(readers.reader, sink.sequence, truth)
+    said = await compare(readers.reader, sink.events.sequence, truth)
     if said["divergence"] or said["behind"]:
         tally.violate(
             f"a reader of KV events differs on {said['divergence']} blocks, {said['behind']} "
