@@ -16,14 +16,16 @@ from kvactors.arguments import check_seconds
 from kvactors.cache import KVCache
 from kvactors.deprecated import renamed
 from kvactors.errors import CacheClosed, DeadlineExceeded, WrongLoop
-from kvactors.lease import Hits, Lease
+from kvactors.lease import AFTER_LOADS, Hits, Lease
 from kvactors.observe.health import Health
 from kvactors.observe.statistics import CacheStatistics
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Work = Callable[[], Coroutine[Any, Any, T]]
+"""Begins a call of the cache or of a lease, on the loop."""
 
-MARGIN = 1.0
+MARGIN = AFTER_LOADS + 1.0
 """Seconds that a thread waits beyond an operation's own deadline before it gives up on the loop."""
 
 
@@ -49,7 +51,8 @@ def _blocking(
     @functools.wraps(method)
     def call(self: FromThread, /, *args: P.args, **kwargs: P.kwargs) -> T:
         deadline = deadline_of(*args, **kwargs)
-        return self._call(partial(method, self._cache, *args, **kwargs), deadline)
+        work: Work[T] = partial(getattr(self._cache, method.__name__), *args, **kwargs)
+        return self._call(work, deadline)
 
     return call
 
@@ -63,7 +66,7 @@ def _leased(
     @functools.wraps(acquire)
     def call(self: FromThread, /, *args: P.args, **kwargs: P.kwargs) -> ThreadLease:
         deadline = deadline_of(*args, **kwargs)
-        work = partial(acquire, self._cache, *args, **kwargs)
+        work: Work[Lease] = partial(getattr(self._cache, acquire.__name__), *args, **kwargs)
         return ThreadLease(self, self._call(work, deadline, Lease.abandon))
 
     return call
@@ -84,7 +87,7 @@ def _blocking_lease(
     @functools.wraps(method)
     def call(self: ThreadLease, /, *args: P.args, **kwargs: P.kwargs) -> T:
         deadline = deadline_of(*args, **kwargs)
-        work = partial(method, self._lease, *args, **kwargs)
+        work: Work[T] = partial(getattr(self._lease, method.__name__), *args, **kwargs)
         return self._owner._call(work, deadline, self._lost if ends_lease else None)
 
     return call

@@ -35,6 +35,7 @@ from kvactors.cpu_evictor.messages import (
     SaveUnanswered,
 )
 from kvactors.cpu_evictor.offload import OffloadJob
+from kvactors.cpu_evictor.policy.lru import POLICIES
 from kvactors.cpu_evictor.prefetch import PrefetchJob
 from kvactors.cpu_evictor.requests import Peers, Requests
 from kvactors.cpu_evictor.save import SaveJob
@@ -115,7 +116,7 @@ class CpuEvictor(Actor):
         super().__init__(ref)
         self.layerwise = layerwise
         self.peers = Peers(index, swapper, readers, writers, notifier, direct)
-        self.host = HostTier(config.slots, arena.num_slots, arena.in_use)
+        self.host = HostTier(config.slots, arena.num_slots, arena.in_use, POLICIES[config.policy]())
         self.requests = Requests(self.peers, storage, era, now)
         self.memory = HostMemory(self.host, self.requests, config, storage)
         self.loads: dict[int, LoadJob] = {}

@@ -59,7 +59,7 @@ class LoadJob:
         self._from_host: list[bool] = []  # of each source; False: from storage
         self._reading: list[HostBlock] = []  # sources that storage is read into
         self._arrived: set[int] = set()  # positions whose bytes are on the device
-        self._copies = 0  # in flight
+        self._copies = 0  # in flight into the device blocks, a device store's read included
         self._layers: dict[int, int] = {}  # arrived layers of each copy, by its first position
         self._fetching = False  # storage has not answered yet
         self._late = False  # storage is not waited for any longer
@@ -112,7 +112,8 @@ class LoadJob:
         return self._answer_if_complete()
 
     def on_copies_unavailable(self) -> list[Action]:
-        """Copies cannot be made for now, so neither storage nor copies in flight are waited for."""
+        """Copies cannot be made for now: storage is not waited for. With anything in flight into
+        the device blocks the load is stalled, not over: they may still be written."""
         self._late = self._late or self._fetching
         if self._copies and self._device_blocks is not None:
             return [send(self._memory.requests.peers.index, LoadStalled(self._message.op))]
@@ -191,6 +192,7 @@ class LoadJob:
             return []
         first = len(self._sources)
         start = message.start + first
+        self._copies += 1
         return [
             requests.fetch(
                 self, message.tokens, start, blocks[first:], message.deadline, first=first
@@ -200,6 +202,7 @@ class LoadJob:
     def on_fetched(self, first: int, fetched: int) -> list[Action]:
         """See `FetchJob.on_fetched`."""
         self._fetching = False
+        self._copies -= 1
         self._arrived.update(range(first, first + fetched))
         self._memory.counts.fetched += fetched
         return self._answer_if_complete()

@@ -34,7 +34,7 @@ class LeaseLike(Protocol):
     cached_tokens: int
     hits: Hits
 
-    async def ready(self) -> None:
+    async def wait_ready(self) -> None:
         """Loads have landed."""
 
     async def extend(self, tokens: Any) -> tuple[int, ...]:
@@ -84,7 +84,7 @@ class PlainLease:
         self.block_table, self.cached_tokens, self.hits = blocks, 0, Hits(0, 0, 0)
         self._cache, self._tokens = cache, tokens
 
-    async def ready(self) -> None:
+    async def wait_ready(self) -> None:
         """See `LeaseLike`."""
 
     async def extend(self, tokens: Any) -> tuple[int, ...]:

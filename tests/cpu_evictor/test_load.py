@@ -227,6 +227,18 @@ def test_a_load_that_waits_for_storage_ends_when_copies_are_unavailable():
     assert names(job.on_copies_unavailable()) == ["StopTimer", "Loaded"]
 
 
+def test_a_load_that_a_device_store_still_writes_is_stalled_when_copies_are_unavailable():
+    host = Host(device_store=True)
+    job = host.load(path(2), tokens=b"tokens")
+    (fetch,) = sent(job.begin())
+    assert isinstance(fetch, FetchDevice)
+    (stalled,) = sent(job.on_copies_unavailable())
+    assert isinstance(stalled, LoadStalled)
+    (loaded,) = sent(host.completions.handle(Fetched(fetch.op, 2)))
+    assert loaded.good == 2
+    host.idle()
+
+
 def test_a_device_store_reads_into_the_device_blocks():
     host, keys = Host(device_store=True), path(4)
     host.fill(keys[:1])

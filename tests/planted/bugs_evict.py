@@ -62,4 +62,17 @@ BUGS: tuple[Mutation, ...] = (
             "tests/cpu_evictor/test_load.py::test_of_an_inclusive_tier_blocks_beyond_the_capacity_pass_through",
         ),
     ),
+    Mutation(
+        "loads_end_while_a_device_store_writes",
+        "cpu_evictor/load.py",
+        "        self._copies += 1\n        return [\n            requests.fetch(",
+        "        return [\n            requests.fetch(",
+        "device blocks are granted again that a device store may still write",
+        (
+            (
+                "tests/cpu_evictor/test_load.py"
+                "::test_a_load_that_a_device_store_still_writes_is_stalled_when_copies_are_unavailable"
+            ),
+        ),
+    ),
 )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvactors.cpu_evictor.policy import EvictionPolicy
     from kvactors.cpu_evictor.slots import HostBlock
 
 
@@ -40,3 +41,7 @@ class Lru:
     def candidates(self) -> Iterable[HostBlock]:
         """See `EvictionPolicy.candidates`."""
         return self._order.values()
+
+
+POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": Lru}
+"""How an eviction policy is made, by the name it has in `host.policy`."""
