@@ -8,7 +8,7 @@ import asyncio
 import pytest
 
 import kvactors
-from kvactors import cache as cache_module
+from kvactors import client
 from kvactors.errors import CacheClosed, LeaseEnded
 from kvactors.lease import Lease
 from kvactors.prefix_index.messages import Commit
@@ -17,7 +17,7 @@ from tests.support.cache import BLOCK, opened, prompt, settings
 
 @pytest.fixture(autouse=True)
 def two_blocks_a_message(monkeypatch):
-    monkeypatch.setattr(cache_module, "part_of", lambda block_size: 2)
+    monkeypatch.setattr(client, "part_of", lambda block_size: 2)
 
 
 def commits(monkeypatch):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+from kvactors.data_plane.local import LocalPlane
 from kvactors.device.arena import Arena
 from kvactors.flush_notifier.messages import Gone
 from kvactors.storage.backends import MemoryBackend
-from kvactors.storage.backends.checked import CheckedBackend
 from kvactors.storage.batches import IN_FLIGHT
 from kvactors.storage.messages import Outcome, Probe, Probed, Read, ReadDone
 from kvactors.storage.reader import StorageReader
@@ -27,11 +27,12 @@ class Pool(MemoryBackend):
 
 
 def stepped(inner: MemoryBackend) -> Stepper[StorageReader]:
+    plane = LocalPlane(None, Arena(4, SIZE), None, inner, store_timeout=60.0)
     return Stepper(
         lambda ref: StorageReader(
             ref,
-            backend=CheckedBackend(inner, 60.0),
-            arena=Arena(4, SIZE),
+            backend=plane.store,
+            plane=plane,
             evictor=probe.Probe("cpu_evictor"),
             notifier=probe.Probe("flush_notifier"),
         )

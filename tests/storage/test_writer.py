@@ -7,12 +7,12 @@ import asyncio
 import pytest
 
 from kvactors.actor import PeerRestarted
+from kvactors.data_plane.local import LocalPlane
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
 from kvactors.flush_notifier.messages import Cleared, Gained, Gone
 from kvactors.storage import reports
 from kvactors.storage.backends import MemoryBackend
-from kvactors.storage.backends.checked import CheckedBackend
 from kvactors.storage.messages import (
     ClearStore,
     NextPage,
@@ -34,11 +34,12 @@ SIZE, NEVER = 8, 1e12
 
 
 def stepped(inner, kind=StorageWriter, name="storage_writer-0", life=0) -> Stepper[StorageWriter]:
+    plane = LocalPlane(None, Arena(4, SIZE), None, inner, store_timeout=60.0)
     return Stepper(
         lambda ref: kind(
             ref,
-            backend=CheckedBackend(inner, 60.0),
-            arena=Arena(4, SIZE),
+            backend=plane.store,
+            plane=plane,
             evictor=probe.Probe("cpu_evictor"),
             notifier=probe.Probe("flush_notifier"),
         ),
