@@ -28,6 +28,16 @@ BUGS: tuple[Mutation, ...] = (
         (f"{CLEAR}::test_batches_that_wait_in_any_writer_are_not_written_after_the_clear",),
     ),
     Mutation(
+        "write_goes_on_after_a_clear_that_it_did_not_see",
+        "storage/backends/checked.py",
+        "            if self.clears.begun != begun + 1:\n",
+        "            if self.clears.begun <= begun:\n",
+        "a write that repeated a failed clear is written although another clear began in between",
+        (
+            f"{CLEAR}::test_a_write_that_repeats_a_failed_clear_is_not_written_if_another_clear_began",
+        ),
+    ),
+    Mutation(
         "clear_answered_before_the_store_is_empty",
         "prefix_index/clears.py",
         """\

@@ -14,8 +14,12 @@ import kvactors
 from kvactors.actor import Control
 from kvactors.errors import DeadlineExceeded, StoreError
 from kvactors.layout import make_layout
+from kvactors.storage.backends import MemoryBackend
+from kvactors.storage.backends.checked import CheckedBackend
+from kvactors.storage.messages import Outcome
 from kvactors.testing.fakes.store import SimBackend
 from kvactors.testing.loop import simulate
+from kvactors.testing.store_contract import key, never
 from tests.storage.helpers import cached_config, serve
 
 
@@ -194,3 +198,50 @@ asyncio.run(main())
             assert cache.system.backend.keys() == []
             for seed in range(40):
                 assert sum(await serve(cache, seed, save=False)) == 0
+
+
+@pytest.mark.parametrize("second", ["in progress", "ended", "failed"])
+async def test_a_write_that_repeats_a_failed_clear_is_not_written_if_another_clear_began(second):
+    """The write is not registered while it clears, so the other clear does not wait for it."""
+    inner = MemoryBackend(bytes(32), 16)
+    store = CheckedBackend(inner, 60.0)
+    release, results = [], []
+
+    async def clear(_generation=0):
+        answer = asyncio.get_running_loop().create_future()
+        release.append(answer)
+        await answer
+
+    inner.clear = clear
+
+    def start(work):
+        results.append(asyncio.create_task(work))
+        return results[-1]
+
+    async def begun(count):
+        while len(release) < count:
+            await asyncio.sleep(0)
+
+    failed = start(store.clear())
+    await begun(1)
+    release[0].set_exception(OSError("no"))
+    with pytest.raises(StoreError):
+        await failed
+    writing = start(store.write([key(1)], [memoryview(bytes(16))], never))
+    await begun(2)
+    clearing = start(store.clear())
+    await begun(3)
+    if second != "in progress":
+        if second == "ended":
+            release[2].set_result(None)
+        else:
+            release[2].set_exception(OSError("no"))
+        await asyncio.wait([clearing])
+    release[1].set_result(None)
+    assert list((await writing).outcomes) == [Outcome.LATE]
+    if second == "in progress":
+        release[2].set_result(None)
+    await asyncio.wait([clearing])
+    assert isinstance(clearing.exception(), StoreError if second == "failed" else type(None))
+    assert inner.objects == {}
+    assert store.probe([key(1)]) == 0

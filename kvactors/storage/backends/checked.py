@@ -200,11 +200,15 @@ class CheckedBackend:
         if self._refuses():
             return unwritten
         if self.clear_pending:
+            begun = self.clears.begun
             try:
                 await self.clear()
             except StoreError:
                 self.breaker.saw(False, self.last_fault)
                 return unwritten
+            if self.clears.begun != begun + 1:
+                # Another clear began during this one. It did not wait for this write.
+                return WriteReport(bytes([Outcome.LATE]) * len(keys), [])
 
         async def checked() -> WriteReport:
             report = await call()
