@@ -19,7 +19,8 @@ from kvactors.storage.backends.checked import CheckedBackend
 from kvactors.storage.messages import Outcome
 from kvactors.testing.fakes.store import SimBackend
 from kvactors.testing.loop import simulate
-from kvactors.testing.store_contract import key, never
+from kvactors.testing.store_contract import key as key_of
+from kvactors.testing.store_contract import never
 from tests.storage.helpers import cached_config, serve
 
 
@@ -227,7 +228,7 @@ async def test_a_write_that_repeats_a_failed_clear_is_not_written_if_another_cle
     release[0].set_exception(OSError("no"))
     with pytest.raises(StoreError):
         await failed
-    writing = start(store.write([key(1)], [memoryview(bytes(16))], never))
+    writing = start(store.write([key_of(1)], [memoryview(bytes(16))], never))
     await begun(2)
     clearing = start(store.clear())
     await begun(3)
@@ -244,4 +245,4 @@ async def test_a_write_that_repeats_a_failed_clear_is_not_written_if_another_cle
     await asyncio.wait([clearing])
     assert isinstance(clearing.exception(), StoreError if second == "failed" else type(None))
     assert inner.objects == {}
-    assert store.probe([key(1)]) == 0
+    assert store.probe([key_of(1)]) == 0
