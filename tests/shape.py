@@ -10,16 +10,16 @@ import argparse
 import ast
 import io
 import json
-import re
 import sys
 import tokenize
 from collections.abc import Iterable, Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
+
+from tests.prose import RULES
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "kvactors"
@@ -197,23 +197,18 @@ def cycles(found: Iterable[tuple[str, str]]) -> set[frozenset[str]]:
     }
 
 
-def prose_of(module: Module) -> str:
+def prose_of(module: Module) -> list[str]:
     """Docstrings and comments of a module."""
     nodes: Iterator[Any] = ast.walk(module.tree)
     texts = [node.value.value for node in nodes if is_text(node)]
     tokens = tokenize.generate_tokens(io.StringIO(module.text).readline)
     texts += [token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT]
-    return "\n".join(texts)
+    return texts
 
 
-def lint_pattern() -> re.Pattern[str] | None:
-    """What the prose lint rejects, None while there is no lint."""
-    try:
-        lint = import_module("tests.test_prose")
-    except ModuleNotFoundError:
-        return None
-    pattern: re.Pattern[str] | None = getattr(lint, "REJECTED", None)
-    return pattern
+def rejected_in(text: str) -> int:
+    """Words of one docstring or comment that the prose lint rejects."""
+    return sum(len(rule.pattern.findall(text)) for rule in RULES)
 
 
 def percentile(values: list[int], share: float) -> int:
@@ -224,16 +219,15 @@ def percentile(values: list[int], share: float) -> int:
 
 def measure(modules: list[Module]) -> list[dict[str, Any]]:
     """One row per package, and one for all of them."""
-    pattern = lint_pattern()
     large = [size for size in class_sizes(modules) if size.total > MOST]
     groups = sorted({module.package for module in modules})
     rows = []
     for name in [*groups, "all"]:
         chosen = [module for module in modules if name in ("all", module.package)]
         functions = [length for module in chosen for length in function_lines(module.tree)]
-        prose = "\n".join(prose_of(module) for module in chosen)
-        words = len(prose.split())
-        rejected = len(pattern.findall(prose)) if pattern else 0
+        prose = [text for module in chosen for text in prose_of(module)]
+        words = sum(len(text.split()) for text in prose)
+        rejected = sum(rejected_in(text) for text in prose)
         prefixes = tuple(module.name + "." for module in chosen)
         rows.append(
             {
@@ -248,7 +242,7 @@ def measure(modules: list[Module]) -> list[dict[str, Any]]:
                     if size.name.startswith(prefixes)
                     and f"{size.name.rpartition('.')[0]}." in prefixes
                 ],
-                "lint_per_1000": round(1000 * rejected / max(1, words), 2) if pattern else None,
+                "lint_per_1000": round(1000 * rejected / max(1, words), 2),
             }
         )
     return rows
@@ -261,7 +255,7 @@ def print_shape(rows: list[dict[str, Any]], groups: list[list[str]], console: Co
         table.add_column(title, justify="right")
     table.add_column(f"classes above {MOST} lines")
     for row in rows:
-        lint = "-" if row["lint_per_1000"] is None else f"{row['lint_per_1000']:.2f}"
+        lint = f"{row['lint_per_1000']:.2f}"
         table.add_row(
             row["package"],
             f"{row['modules']}",
