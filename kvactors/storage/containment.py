@@ -17,6 +17,7 @@ from kvactors.storage.breaker import Breaker
 from kvactors.storage.messages import Outcome
 from kvactors.types import KEY_BYTES
 
+A = TypeVar("A")
 T = TypeVar("T")
 
 log = get_logger()
@@ -85,20 +86,37 @@ class Containment:
                 raise
             return fallback
 
-    async def wait(self, what: str, call: Callable[[], Awaitable[T]], fallback: T) -> T:
-        """Make a call and await it. Returns `fallback` if it raises. Several failures open the
-        circuit."""
-        before, number = self.faults, next(self._numbers)
+    async def wait(
+        self,
+        what: str,
+        call: Callable[[], Awaitable[A]],
+        fallback: T,
+        check: Callable[[A], T],
+    ) -> T:
+        """Make a call, await it, and check its answer. Returns `fallback` if it raises. Several
+        failures in a row open the circuit.
+
+        Args:
+            what: name of the call.
+            call: makes it.
+            fallback: the result if it raises.
+            check: the result, made of the answer. Records the answer's faults.
+        """
+        number = next(self._numbers)
         self._calls[number] = (what, now())
+        good = False
         try:
-            found = await call()
+            answer = await call()
+            before = self.faults  # those of other calls do not count
+            found = check(answer)
+            good = self.faults == before
         except BaseException as error:
             if not self.contains(what, error):
                 raise
             found = fallback
         finally:
             del self._calls[number]
-        self.breaker.saw(self.faults == before, self.last_fault)
+        self.breaker.saw(good, self.last_fault)
         return found
 
     def overdue(self) -> tuple[str, float] | None:

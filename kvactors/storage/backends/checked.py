@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Any
 
 from kvactors.device.arena import Arena, HostSlots
 from kvactors.errors import KVActorsError, StoreError
@@ -111,7 +110,7 @@ class CheckedBackend:
 
     async def close(self) -> None:
         """See `Backend.close`; what it raises is logged."""
-        await self._calls.wait("close", self.inner.close, None)
+        await self._calls.wait("close", self.inner.close, None, ignore)
         self.stuck = bool(self._calls.call("stuck", lambda: self.inner.stuck, False))
 
     def probe(self, keys: Sequence[bytes]) -> int | None:
@@ -126,10 +125,10 @@ class CheckedBackend:
         if self.clears.closed or self._refuses():
             return 0
 
-        async def call() -> int:
-            return self._calls.number("ask", await self.inner.ask(keys, expired), len(keys))
+        def checked(found: int) -> int:
+            return self._calls.number("ask", found, len(keys))
 
-        return await self._calls.wait("ask", call, 0)
+        return await self._calls.wait("ask", lambda: self.inner.ask(keys, expired), 0, checked)
 
     def take(self, keys: Sequence[bytes]) -> None:
         """See `Backend.take`."""
@@ -157,14 +156,13 @@ class CheckedBackend:
             return unread
         begun = self.clears.begun
 
-        async def checked() -> ReadReport:
-            report = await call()
+        def checked(report: ReadReport) -> ReadReport:
             return ReadReport(
                 self._calls.outcomes("read", report, len(keys)),
                 self._calls.keys("read", getattr(report, "gone", None)),
             )
 
-        report = await self._calls.wait("read", checked, unread)
+        report = await self._calls.wait("read", call, unread, checked)
         if begun != self.clears.begun:  # what was read may be from before the clear
             return ReadReport(
                 report.outcomes.replace(bytes([Outcome.OK]), bytes([Outcome.MISS])), report.gone
@@ -210,19 +208,18 @@ class CheckedBackend:
                 # Another clear began during this one. It did not wait for this write.
                 return WriteReport(bytes([Outcome.LATE]) * len(keys), [])
 
-        async def checked() -> WriteReport:
-            report = await call()
+        def checked(report: WriteReport) -> WriteReport:
             return WriteReport(
                 self._calls.outcomes("write", report, len(keys)),
                 self._calls.keys("write", getattr(report, "evicted", None)),
             )
 
         with self.clears.writing():
-            return await self._calls.wait("write", checked, unwritten)
+            return await self._calls.wait("write", call, unwritten, checked)
 
     async def remove(self, keys: Sequence[bytes]) -> None:
         """See `Backend.remove`."""
-        await self._calls.wait("remove", lambda: self.inner.remove(keys), None)
+        await self._calls.wait("remove", lambda: self.inner.remove(keys), None, ignore)
 
     async def clear(self, generation: int = 0) -> None:
         """See `Backend.clear`. Writes in flight end first; those that come in the meantime are
@@ -280,8 +277,13 @@ class CheckedBackend:
         """See `Backend.next_paths`."""
         if not self.keeps_lineages:
             return None
-        found: Any = await self._calls.wait("next_paths", lambda: self.inner.next_paths(most), None)
-        return None if found is None else self._calls.parts("next_paths", found)
+
+        def checked(found: list[PathPart] | None) -> list[PathPart] | None:
+            return None if found is None else self._calls.parts("next_paths", found)
+
+        return await self._calls.wait(
+            "next_paths", lambda: self.inner.next_paths(most), None, checked
+        )
 
     def end_paths(self) -> None:
         """See `Backend.end_paths`."""
@@ -294,3 +296,7 @@ class CheckedBackend:
             found = StoreCounters().statistics(self.count(), self.block_bytes)
         breaker = found.breaker if self.breaker.state() == "closed" else self.breaker.state()
         return found._replace(faults=self.faults, breaker=breaker)
+
+
+def ignore(_answer: object) -> None:
+    """The check of a call that returns nothing."""
