@@ -119,6 +119,8 @@ class System:
         self.shutdown = Shutdown(config.actors.drain, self.arena)
         self.forked = False
         self.last_status = "ok"  # of health, as it was logged last
+        # component and reason: start, on the loop's clock, as `health` found it last
+        self.troubles: dict[tuple[str, str], float] = {}
         self.epoch = time.time_ns() // 1_000_000
         self.roots = Roots(config.cache.model, config.cache.namespace, self.layout.fingerprint)
         self.token_root = CacheScope(config.cache.model, config.cache.namespace).root(

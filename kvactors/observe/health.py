@@ -18,12 +18,22 @@ log = get_logger()
 
 
 class Reason(NamedTuple):
-    """component: which part. why: what is wrong. since: seconds since the epoch (Unix time), to
-    within the loop's clock."""
+    """component: which part. why: what is wrong. since: when it began, in seconds since the epoch
+    (Unix time), to within the loop's clock. Without a record of the beginning it is
+    the first call of `health` that found the condition."""
 
     component: str
     why: str
     since: float
+
+
+class Trouble(NamedTuple):
+    """A part that does not work as it should. since: on the loop's clock, None if the beginning is
+    not recorded."""
+
+    component: str
+    why: str
+    since: float | None
 
 
 class Health(NamedTuple):
@@ -38,10 +48,16 @@ def health(system: System) -> Health:
     """The state as of now; a change since the last look is logged once."""
     supervisor = system.supervisor
     if supervisor.failed is not None:
-        failure = reason(supervisor.failed_actor, brief(supervisor.failed), supervisor.failed_at)
+        failure = _reason(supervisor.failed_actor, brief(supervisor.failed), supervisor.failed_at)
         found = Health("failed", (failure,))
     else:
-        reasons = tuple({(one.component, one.why): one for one in troubles(system)}.values())
+        begun: dict[tuple[str, str], float] = {}
+        for component, why, since in troubles(system):
+            if since is None:
+                since = system.troubles.get((component, why), now())
+            begun[component, why] = since
+        system.troubles = begun
+        reasons = tuple(_reason(*part, since) for part, since in begun.items())
         found = Health("degraded" if reasons else "ok", reasons)
     if found.status != system.last_status:
         system.last_status = found.status
@@ -54,12 +70,11 @@ def health(system: System) -> Health:
     return found
 
 
-def reason(component: str, why: str, since: float | None) -> Reason:
-    """since: on the loop's clock, None for now."""
+def _reason(component: str, why: str, since: float | None) -> Reason:
     return Reason(component, why, time.time() - (0.0 if since is None else max(0.0, now() - since)))
 
 
-def troubles(system: System) -> Iterator[Reason]:
+def troubles(system: System) -> Iterator[Trouble]:
     """Every part that does not work as it should."""
     yield from _actors(system)
     stores: tuple[tuple[str, Any], ...] = (
@@ -74,44 +89,45 @@ def troubles(system: System) -> Iterator[Reason]:
     if ranks is not None:
         for rank in ranks():
             if rank.state != "healthy":
-                yield reason(
+                yield Trouble(
                     f"rank {rank.rank}",
                     f"{rank.state}: {rank.reason}" if rank.reason else rank.state,
                     rank.since,
                 )
     if system.plane.trouble:
-        yield reason("copies", system.plane.trouble, None)
+        yield Trouble("copies", system.plane.trouble, None)
 
 
-def _actors(system: System) -> Iterator[Reason]:
+def _actors(system: System) -> Iterator[Trouble]:
     off = system.supervisor.switched_off
     for one in off.values():
-        yield reason(
+        yield Trouble(
             one.name, f"switched off after too many failures, the last {one.cause}", one.since
         )
     for actor in system.supervisor.actors():
         if actor.state in (State.STOPPING, State.STOPPED):
-            yield reason(actor.ref.name, "restarting after a failure", actor.mailbox.ended_at)
+            yield Trouble(actor.ref.name, "restarting after a failure", actor.mailbox.ended_at)
     if system.notifier.name not in off:
         for sink in system.notifier_actor.sinks.health():
             if not sink.ok:
-                yield reason(f"sink {sink.name}", sink.reason, now() - sink.failing_for)
+                yield Trouble(f"sink {sink.name}", sink.reason, now() - sink.failing_for)
 
 
-def _store(name: str, store: Any) -> Iterator[Reason]:
+def _store(name: str, store: Any) -> Iterator[Trouble]:
     breaker = getattr(store, "breaker", None)
     if breaker is not None and breaker.state() != "closed":
         why = getattr(breaker, "reason", "") or "calls failed one after another"
-        yield reason(
+        yield Trouble(
             name, f"circuit breaker {breaker.state()}: {why}", getattr(breaker, "since", None)
         )
     if getattr(store, "clear_pending", False):
-        yield reason(name, "a clear has not been completed", None)
+        since = store.clears.pending_since if isinstance(store, CheckedBackend) else None
+        yield Trouble(name, "a clear has not been completed", since)
     overdue = store.overdue() if isinstance(store, CheckedBackend) else None
     if overdue is not None:
         what, since = overdue
-        yield reason(name, f"a call of {what} does not return", since)
+        yield Trouble(name, f"a call of {what} does not return", since)
     if (late := getattr(store, "late_since", None)) is not None:
-        yield reason(name, "a call does not return", late)
+        yield Trouble(name, "a call does not return", late)
     if getattr(store, "stuck", False):
-        yield reason(name, "a call to the disk does not return", None)
+        yield Trouble(name, "a call to the disk does not return", None)

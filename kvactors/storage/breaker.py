@@ -28,6 +28,7 @@ class Breaker:
         self._pause = pause
         self._failures = 0
         self._until: float | None = None
+        self.since: float | None = None  # when it opened, on the loop's clock
         self.opened = 0
 
     def closed(self) -> bool:
@@ -51,11 +52,12 @@ class Breaker:
         if good:
             if self._until is not None:
                 log.info("store works again", store=self.store, reason=self.reason)
-            self._failures, self._until, self.reason = 0, None, ""
+            self._failures, self._until, self.since, self.reason = 0, None, None, ""
             return
         self._failures += 1
         if self._failures >= self._limit and self._until is None:
-            self._until = now() + self._pause
+            self.since = now()
+            self._until = self.since + self._pause
             self.opened += 1
             self.reason = reason or "every object of several batches failed"
             log.warning(

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
+from kvactors.actor.clock import now
+
 
 class Clears:
     """A clear waits for the writes in flight. Until one has succeeded, nothing is read or written.
@@ -14,11 +16,13 @@ class Clears:
         begun: clears that were begun.
         running: clears that are in progress.
         pending: whether no clear has succeeded since the last one that was begun.
+        pending_since: when that began, on the loop's clock.
     """
 
     def __init__(self) -> None:
         self.begun = self.running = 0
         self.pending = False
+        self.pending_since: float | None = None
         self._writing: set[asyncio.Future[None]] = set()
 
     @property
@@ -43,12 +47,14 @@ class Clears:
         raises."""
         self.begun += 1
         self.running += 1
+        if not self.pending:
+            self.pending_since = now()
         number, self.pending = self.begun, True
         try:
             while self._writing:
                 await asyncio.wait(list(self._writing))
             yield
             if number == self.begun:
-                self.pending = False
+                self.pending, self.pending_since = False, None
         finally:
             self.running -= 1

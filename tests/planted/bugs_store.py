@@ -179,6 +179,16 @@ BUGS: tuple[Mutation, ...] = (
         (f"{CHECKED}::test_our_own_cancellation_passes_and_a_leaked_one_does_not",),
     ),
     Mutation(
+        "faults_of_other_calls_open_the_circuit",
+        "storage/containment.py",
+        "        number = next(self._numbers)\n        self._calls[number] = (what, now())\n        good = False\n"
+        "        try:\n            answer = await call()\n            before = self.faults  # those of other calls do not count\n",
+        "        before, number = self.faults, next(self._numbers)\n        self._calls[number] = (what, now())\n        good = False\n"
+        "        try:\n            answer = await call()\n",
+        "one fault counts against every call in flight, and opens the circuit",
+        ("tests/storage/test_containment.py::test_a_fault_counts_against_its_own_call_only",),
+    ),
+    Mutation(
         "probe_not_checked",
         "storage/containment.py",
         "        if 0 <= number <= most:\n",
@@ -203,6 +213,22 @@ BUGS: tuple[Mutation, ...] = (
         "            log.debug(\n",
         "a store that fails is left alone and no warning is logged",
         (f"{HEALS}::test_the_breaker_logs_each_change_once_with_its_reason",),
+    ),
+    Mutation(
+        "breaker_does_not_keep_when_it_opened",
+        "storage/breaker.py",
+        "            self.since = now()\n            self._until = self.since + self._pause\n",
+        "            self._until = now() + self._pause\n",
+        "health() gives the time of the first look as the time at which a circuit opened",
+        ("tests/observe/test_health.py::test_since_is_when_a_condition_began_or_was_first_found",),
+    ),
+    Mutation(
+        "conditions_forgotten_between_looks",
+        "observe/health.py",
+        "        system.troubles = begun\n",
+        "",
+        "health() gives the time of each look as the time at which the copy engine failed",
+        ("tests/observe/test_health.py::test_since_is_when_a_condition_began_or_was_first_found",),
     ),
     Mutation(
         "all_names_at_once",
