@@ -55,7 +55,8 @@ class Admission:
     """First come, first served: blocks that become free go to the request that has waited longest.
 
     waiting: by lease, in order of arrival. A lease waits for one thing at a time. blocks_promised:
-    device blocks that those lack. closing: paths whose blocks are being released in parts.
+    device blocks that those lack. closing: paths whose blocks are being released in parts. no_room:
+    requests that were refused for lack of device blocks.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Admission:
     ) -> None:
         self.waiting: dict[int, Waiter] = {}
         self.blocks_promised = 0
-        self.closing = 0
+        self.closing = self.no_room = 0
         self.sweeping = False
         self.free_low = free_low
         self._free_high = free_high
@@ -137,6 +138,11 @@ class Admission:
         if waiter.reserves:
             self._index.reserved -= waiter.needed - waiter.lacking
         return [*waiter.give_up(), Refusal(waiter.envelope, error)]
+
+    def no_room_refusal(self, envelope: Envelope[Any], needed: int) -> Refusal:
+        """Refuse a request that is not in the queue and cannot get `needed` blocks."""
+        self.no_room += 1
+        return Refusal(envelope, NoRoom(needed, self.available()))
 
     def cancel(self, lease: int, reason: str) -> list[Action]:
         """Refuse the request of a lease, if it waits."""
@@ -215,6 +221,7 @@ class Admission:
         if deficit <= 0 or evicted or self.releasing:
             return index.free > 0, actions
         last = next(reversed(self.waiting.values()))  # there will be no blocks for the last one
+        self.no_room += 1
         error = NoRoom(last.needed, last.needed - last.lacking)
         return True, actions + self.refuse(last, error)
 

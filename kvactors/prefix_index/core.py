@@ -187,7 +187,7 @@ class IndexCore:
             device_hits=leases.device_hits,
             host_hits=leases.host_hits,
             storage_hits=leases.storage_hits,
-            no_room=self.grants.no_room,
+            no_room=self.admission.no_room,
             preempted=self.endings.preempted,
             abandoned=self.endings.abandoned,
             leases=len(leases),

@@ -3,10 +3,8 @@ blocks."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from kvactors.actor import Envelope
-from kvactors.errors import LeaseBusy, NoRoom, RankLost
+from kvactors.errors import LeaseBusy, RankLost
 from kvactors.flush_notifier.messages import Origin
 from kvactors.native import Path
 from kvactors.prefix_index.actions import Action, Answer, Refusal
@@ -24,7 +22,7 @@ from kvactors.prefix_index.settings import IndexSettings
 
 
 class Grants:
-    """Gives requests their device blocks. no_room: requests that were refused for lack of them."""
+    """Gives requests their device blocks."""
 
     def __init__(
         self,
@@ -38,7 +36,6 @@ class Grants:
         roots: Roots,
         settings: IndexSettings,
     ) -> None:
-        self.no_room = 0
         self._index = index
         self._leases = leases
         self._loads = loads
@@ -68,7 +65,7 @@ class Grants:
         if free < needed and not (
             admission.releasing or index.can_fit(path, needed, admission.unpromised())
         ):
-            return [self.refusal(envelope, needed)]
+            return [admission.no_room_refusal(envelope, needed)]
         match = index.match(path, fetch=self._settings.fetchable(path), media=message.media)
         lease = LeaseState(message.lease, message.request_id, path, index.tree, message.deadline)
         lease.media = message.media
@@ -82,13 +79,8 @@ class Grants:
         actions += queued
         if not accepted:
             actions += self.forget(lease)
-            actions.append(self.refusal(envelope, match.new_blocks))
+            actions.append(admission.no_room_refusal(envelope, match.new_blocks))
         return actions
-
-    def refusal(self, envelope: Envelope[Any], needed: int) -> Refusal:
-        """Refuse a request that cannot get `needed` blocks."""
-        self.no_room += 1
-        return Refusal(envelope, NoRoom(needed, self._admission.available()))
 
     def forget(self, lease: LeaseState) -> list[Action]:
         """A lease gets no blocks."""
@@ -131,7 +123,7 @@ class Grants:
         if lacking > index.free:
             index.pool.give(blocks)
             actions += self.forget(lease)
-            return [*actions, self.refusal(envelope, lacking)]
+            return [*actions, self._admission.no_room_refusal(envelope, lacking)]
         blocks = blocks + index.take(lacking)
         index.pool.give(blocks[again.new_blocks :])
         return actions + self._grant(lease, again, blocks[: again.new_blocks], envelope)
@@ -194,7 +186,7 @@ class Grants:
         accepted, queued = admission.request(waiter, wait=True, deadline=deadline)
         actions += queued
         if not accepted:
-            actions.append(self.refusal(envelope, waiter.needed))
+            actions.append(admission.no_room_refusal(envelope, waiter.needed))
         return actions
 
 

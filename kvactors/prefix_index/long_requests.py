@@ -73,7 +73,7 @@ class LongRequests:
         accepted, actions = self._admission.request(waiter, wait=wait, deadline=message.deadline)
         if not accepted:
             actions += self._admission.release(tree, path)
-            actions.append(self._grants.refusal(envelope, waiter.needed))
+            actions.append(self._admission.no_room_refusal(envelope, waiter.needed))
             actions += self._admission.serve_waiting()
         return actions
 

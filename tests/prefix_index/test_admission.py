@@ -127,6 +127,7 @@ def test_the_last_request_is_refused_once_no_block_can_become_free():
     [error] = answers(admission.serve_waiting())
     assert isinstance(error, NoRoom)
     assert (first.given is not None, last.gone) == (True, True)
+    assert state.statistics().no_room == 1
 
 
 def test_a_deadline_ends_the_wait_that_it_belongs_to():

@@ -69,7 +69,7 @@ def test_without_free_blocks_the_request_is_refused_and_nothing_changes():
     [error] = answers(actions)
     assert isinstance(error, NoRoom)
     assert (state.index.free, len(state.loads), len(state.leases)) == (2, 0, 0)
-    assert state.grants.no_room == 1
+    assert state.statistics().no_room == 1
     assert not state.in_use()
 
 
