@@ -6,7 +6,7 @@ KVActorsError
 may go
 ├── DeadlineExceeded (TimeoutError)   an operation was not answered in time
 ├── Paused                            the cache is paused and the deadline passed before it resumed
-├── NotReady                          the lease still waits for loads: await ready() first
+├── NotReady                          the lease still waits for loads: await wait_ready() first
 ├── LeaseEnded                        the lease was finished, preempted or given back already, or
 lost in a restart
 ├── LeaseBusy (RuntimeError)          another call on the lease has not returned yet

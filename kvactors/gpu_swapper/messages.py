@@ -21,7 +21,7 @@ class Copy(Message, frozen=True, eq=False):
     """Copy pairs (blocks[j], slots[j]) between the device and the arena; answered with Copied.
     layerwise: with CopyProgress before that.
 
-    era: see `CopyEngine`; a copy of another era arrives nowhere."""
+    era: memory generation that the blocks and slots are in. A copy of another one moves nothing."""
 
     op: int
     direction: Direction

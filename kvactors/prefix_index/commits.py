@@ -79,7 +79,7 @@ class Commits:
             return lease.fault.error()
         if lease.loads:
             return NotReady(
-                f"lease of {lease.request_id!r} waits for loads: await ready() before commit()"
+                f"lease of {lease.request_id!r} waits for loads: await wait_ready() before commit()"
             )
         if type(computed) is not int:
             return TypeError(f"computed_tokens must be an int, not {type(computed).__name__}")

@@ -15,8 +15,8 @@ from kvactors.prefix_index.settings import IndexSettings
 
 
 class SavedPath:
-    """The path of a finished request while it is being saved. parts: messages without an answer; 0
-    after a restart of the host tier."""
+    """The path of a finished request while it is being saved. parts: messages without an answer,
+    and one more until the finish has sent all of them. 0 after a restart of the host tier."""
 
     __slots__ = ("parts", "path", "tree")
 
@@ -26,7 +26,8 @@ class SavedPath:
         self.parts = parts
 
     def answered(self) -> bool:
-        """A part is answered. Returns whether it was the last one: then the path is released."""
+        """A message is answered, or all are sent. Returns whether nothing is left to wait for: then
+        the path is released."""
         if not self.parts:
             return False
         self.parts -= 1
