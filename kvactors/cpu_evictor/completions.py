@@ -111,15 +111,18 @@ class Completions:
         return request.job.on_layers(request.first, message.layers)
 
     def _probed(self, message: Probed) -> list[Action]:
-        """Reads that follow from a probe are sent before the writes that were held back for it."""
+        """Reads that follow from a probe are sent before the writes that were held back for it, and
+        before those of the eviction that makes space for them."""
         request = self._requests.take(message.op, ProbeRequest)
         if request is None:
             return []
         found = count_of(message.found, request.size)
         if not request.HOLDS_WRITES:
             return request.job.on_probed(found)
+        self._requests.hold_writes()
         # During a clear, blocks from before it may have been found.
         actions = request.job.on_probed(found if self._requests.may_read else 0)
+        self._requests.release_writes()
         return actions + self._memory.write_held()
 
     def _unanswered(self, message: SaveUnanswered) -> list[Action]:

@@ -220,6 +220,14 @@ class Requests:
         """Whether host slots can be in use for a request in flight."""
         return any(request.HOLDS_SLOTS for request in self._table.values())
 
+    def hold_writes(self) -> None:
+        """Hold writes back, as a probe does, until `release_writes`."""
+        self._probes += 1
+
+    def release_writes(self) -> None:
+        """The reads that follow from a probe have begun."""
+        self._probes -= 1
+
     # -- begin
 
     def copy(
