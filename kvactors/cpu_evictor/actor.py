@@ -23,6 +23,7 @@ from kvactors.cpu_evictor.messages import (
     HostGained,
     HostGone,
     HostReply,
+    Keep,
     LayersLoaded,
     Load,
     Loaded,
@@ -35,7 +36,7 @@ from kvactors.cpu_evictor.messages import (
     SaveUnanswered,
 )
 from kvactors.cpu_evictor.offload import OffloadJob
-from kvactors.cpu_evictor.policy.lru import POLICIES
+from kvactors.cpu_evictor.policy import POLICIES
 from kvactors.cpu_evictor.prefetch import PrefetchJob
 from kvactors.cpu_evictor.requests import Peers, Requests
 from kvactors.cpu_evictor.save import SaveJob
@@ -182,6 +183,11 @@ class CpuEvictor(Actor):
     def discard(self, message: Discard) -> None:
         """The device holds these blocks."""
         self._perform(self.memory.discard(message.keys))
+
+    @on(Keep)
+    def keep(self, message: Keep) -> None:
+        """The device did not take these blocks."""
+        self._perform(self.memory.keep(message.keys))
 
     @on(ClearHost)
     def clear(self, message: ClearHost) -> None:

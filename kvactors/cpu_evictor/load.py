@@ -290,14 +290,17 @@ class LoadJob:
         return [StopTimer(self)] if self._timed else []
 
     def _release_from(self, first: int) -> list[Action]:
-        """Unpin the sources from position `first` on. Those that were leaving stay, if the
-        capacity allows."""
-        memory, actions = self._memory, list[Action]()
+        """Unpin the sources from position `first` on. Those that were leaving stay as far as the
+        capacity allows. Staged ones are dropped."""
+        memory = self._memory
         released, self._sources = self._sources[first:], self._sources[:first]
-        for block in reversed(released):
-            if block.state is SlotState.LEAVING and block.pins == 1:
-                actions += memory.keep_if_space(block)
-            elif block.state is SlotState.TRANSIT and not block.arriving and block.pins == 1:
-                actions += memory.remove([block])
+        released.reverse()
+        only = [block for block in released if block.pins == 1 and not block.arriving]
+        staged = [block for block in only if block.state is SlotState.TRANSIT]
+        actions = memory.keep_if_space(
+            [b for b in only if b.state is SlotState.LEAVING and not b.on_device]
+        )
+        actions += memory.remove(staged)
+        for block in released:
             memory.host.unpin(block)
         return actions

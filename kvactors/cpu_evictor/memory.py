@@ -126,20 +126,20 @@ class HostMemory:
             self.counts.write_failures += not stored
             self.host.unpin(block)
             if block.state is SlotState.LEAVING and not (block.pins or block.on_device):
-                actions += self.keep_if_space(block)
+                actions += self.keep_if_space([block])
         return actions
 
     # -- blocks that leave
 
-    def keep_if_space(self, block: HostBlock) -> list[Action]:
-        """A block was leaving for the device and did not arrive there: it stays if the
-        capacity allows."""
-        if block.dropped:
-            return []
-        if self.host.resident < self.host.capacity:
-            self.host.move(block, SlotState.RESIDENT)
-            return []
-        return [send(self._index, HostGone(block.hash)), *self.remove([block])]
+    def keep_if_space(self, blocks: Sequence[HostBlock]) -> list[Action]:
+        """Blocks were leaving for the device and did not arrive there: they stay as far as the
+        capacity allows, and the others are evicted."""
+        host = self.host
+        found = [block for block in blocks if not block.dropped]
+        space = max(0, host.capacity - host.resident)
+        for block in found[:space]:
+            host.move(block, SlotState.RESIDENT)
+        return self.evict(found[space:])
 
     def remove(self, blocks: Sequence[HostBlock]) -> list[Action]:
         """Drop blocks, and report those gone that were announced."""
@@ -170,6 +170,18 @@ class HostMemory:
             hashes = join_keys(block.hash for block in dropped)
             actions.append(send(self._index, HostGone(hashes)))
         return actions
+
+    def keep(self, keys: bytes) -> list[Action]:
+        """The device did not take these blocks, deepest last: those that were leaving stay as far
+        as the capacity allows, and the others are evicted."""
+        found = [
+            block
+            for block_hash in reversed(split_keys(keys))
+            if (block := self.host.blocks.get(block_hash)) is not None and block.on_device
+        ]
+        for block in found:
+            self.host.mark_not_on_device(block)
+        return self.keep_if_space([block for block in found if not block.pins])
 
     def clear(self) -> list[Action]:
         """Drop every block. Copies in flight end on blocks that are not found any longer."""

@@ -122,7 +122,8 @@ class Place(Message, frozen=True, eq=False):
 
 
 class Cancel(Message, frozen=True, eq=False):
-    """Drop a Load that was never placed. Its sources stay where they were. Not answered."""
+    """Drop a Load that was never placed. Its sources stay on the host as far as the capacity
+    allows, and the others are evicted. Not answered."""
 
     op: int
 
@@ -165,6 +166,14 @@ class Admitted(Control, frozen=True, eq=False):
 class Discard(Message, frozen=True, eq=False):
     """The device holds these blocks. An exclusive host tier drops them, an inclusive one ignores
     the message."""
+
+    keys: bytes
+
+
+class Keep(Message, frozen=True, eq=False):
+    """The device did not take these loaded blocks: the load of their parents did not complete.
+    Those that were leaving an exclusive host tier stay as far as the capacity allows, and the
+    others are evicted. An inclusive one ignores the message."""
 
     keys: bytes
 
@@ -223,7 +232,7 @@ class Overdue(Control, frozen=True, eq=False):
     op: int
 
 
-HostRequest = Offload | Load | Place | Cancel | Admit | Discard | ClearHost | Prefetch
+HostRequest = Offload | Load | Place | Cancel | Admit | Discard | Keep | ClearHost | Prefetch
 """Messages of PrefixIndex to CpuEvictor."""
 
 HostReply = (

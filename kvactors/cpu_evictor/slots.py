@@ -43,7 +43,7 @@ class HostBlock:
         arriving: its bytes are not in the slot yet.
         announced: the notifier was sent that it is resident, and not that it is gone.
         prefetched: it came from storage without a request that waits for it.
-        on_device: it was copied to the device, so a `Discard` for it is on its way.
+        on_device: it was copied to the device, so a `Discard` or `Keep` for it is on its way.
         dropped: removed from the tier. The slot is free as soon as it has no pins.
     """
 
@@ -151,7 +151,7 @@ class HostTier:
     @property
     def in_transit(self) -> int:
         """Slots whose blocks are on their way to the device or to storage, without those that wait
-        for a `Discard`."""
+        for a `Discard` or `Keep`."""
         return len(self.blocks) - self.resident - self._on_device
 
     def readable(self, block_hash: bytes) -> HostBlock | None:
@@ -258,8 +258,7 @@ class HostTier:
             self._exit(block)
         elif state is SlotState.RESIDENT and block.state is not SlotState.RESIDENT:
             self._enter(block)
-            self._on_device -= block.on_device
-            block.on_device = False
+            self.mark_not_on_device(block)
         self.changes += 1
         block.state = state
 
@@ -291,8 +290,8 @@ class HostTier:
         if self.on_state is not None:
             self.on_state(block, None)
         self.changes += 1
-        self._on_device -= block.on_device
-        block.dropped, block.on_device = True, False
+        self.mark_not_on_device(block)
+        block.dropped = True
         if block.state is SlotState.RESIDENT:
             self._exit(block)
         del self.blocks[block.hash]
@@ -312,6 +311,11 @@ class HostTier:
         if not (block.dropped or block.on_device):
             self._on_device += 1
             block.on_device = True
+
+    def mark_not_on_device(self, block: HostBlock) -> None:
+        """The device did not take this block, so the index does not discard it here."""
+        self._on_device -= block.on_device
+        block.on_device = False
 
     def check(self) -> None:
         """AssertionError if slots, order and counts disagree."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvactors.cpu_evictor.messages import Discard, Offload
+from kvactors.cpu_evictor.messages import Discard, Keep, Offload
 from kvactors.native import HOST
 from kvactors.prefix_index.actions import Action
 from kvactors.prefix_index.announcements import Announcements
@@ -100,6 +100,10 @@ class Evictions:
             return []
         self._index.tree.host_gone(keys)
         return [Discard(keys)]
+
+    def not_taken(self, keys: bytes) -> list[Action]:
+        """The device did not take these loaded blocks: an exclusive host tier keeps them."""
+        return [Keep(keys)] if keys and self._offload else []
 
     def _remove(self, op: int) -> Eviction | None:
         eviction = self._in_flight.pop(op, None)

@@ -152,9 +152,9 @@ class LoadTable:
 
     def overdue(self, op: int) -> list[Action] | None:
         """A load is not answered in time, or stalls: its leases continue in other blocks. None for
-        an operation that is unknown or was answered before."""
+        an operation that is unknown, was answered before, or is overdue already."""
         load = self._loads.get(op)
-        if load is None or load.result is not None:
+        if load is None or load.result is not None or load.lost:
             return None
         self.overdue_loads += 1
         load.lost = load.completed = True
@@ -215,7 +215,10 @@ class LoadTable:
             path, start = load.path, load.start
             if resident:
                 actions += self._announcements.cached(path, start, start + resident, Reason.LOAD)
-            actions += self._evictions.discard(path.keys(start, start + num_loaded))
+            actions += self._evictions.discard(path.keys(start, start + resident))
+            # Loaded below blocks that were not: without their parents they are not resident.
+            kept = path.keys(start + resident, start + max(resident, num_loaded))
+            actions += self._evictions.not_taken(kept)
         for lease in load.leases():
             owner = lease is load.owner
             actions += self._leases.load_ended(lease, load, resident, from_host, owner=owner)

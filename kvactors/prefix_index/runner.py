@@ -10,6 +10,7 @@ from kvactors.cpu_evictor.messages import (
     ClearHost,
     Discard,
     HostRequest,
+    Keep,
     Load,
     Offload,
     Place,
@@ -19,7 +20,7 @@ from kvactors.flush_notifier.messages import Announced, Cleared, Gained, Gone, R
 from kvactors.prefix_index.actions import Action, Answer, Refusal, StartTimer
 from kvactors.prefix_index.messages import Continue, Proceed, Sweep
 
-TO_EVICTOR = (Offload, Load, Place, Cancel, Admit, Discard, ClearHost, Prefetch)
+TO_EVICTOR = (Offload, Load, Place, Cancel, Admit, Discard, Keep, ClearHost, Prefetch)
 TO_NOTIFIER = (Announced, Gained, Gone, Cleared, Scoped)
 TO_ITSELF = (Continue, Proceed, Sweep)
 SENDS = {"cpu_evictor": TO_EVICTOR, "flush_notifier": TO_NOTIFIER}

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvactors.cpu_evictor.actions import StartTimer, StopTimer
+from kvactors.cpu_evictor.actions import Action, StartTimer, StopTimer
 from kvactors.cpu_evictor.messages import (
     LayersLoaded,
     Loaded,
     LoadStalled,
+    Offload,
 )
+from kvactors.cpu_evictor.offload import OffloadJob
 from kvactors.flush_notifier.messages import Gained
 from kvactors.gpu_swapper.messages import Copied, Copy, CopyProgress, Direction
-from kvactors.storage.messages import FetchDevice, Fetched, Outcome, Probed, ReadDone
+from kvactors.storage.messages import (
+    FetchDevice,
+    Fetched,
+    Outcome,
+    Probed,
+    ReadDone,
+    Write,
+    Written,
+)
 from kvactors.types import join_keys
-from tests.cpu_evictor.helpers import Host, Movements, names, path, sent
+from tests.cpu_evictor.helpers import ROOT, Host, Movements, names, path, sent
 
 
 def test_blocks_of_the_host_are_copied_and_leave_an_exclusive_tier():
@@ -68,6 +78,23 @@ def test_blocks_that_do_not_stay_for_want_of_capacity_are_reported_gone():
     assert names(actions) == ["HostGone", "Gone", "Loaded"]
     assert host.tier.resident == 2
     assert host.tier.readable(keys[1]) is not None
+    host.idle()
+
+
+@pytest.mark.parametrize("cancelled", [True, False])
+def test_blocks_that_do_not_stay_for_want_of_capacity_are_written_back(cancelled):
+    """A load took them out of the capacity, and its end without them is an eviction."""
+    host, keys = Host(slots=2, policy="write_back"), path(2)
+    host.fill(keys)
+    job = host.load(keys, blocks=() if cancelled else (100, 101), fetch=False)
+    copies = sent(job.begin(), Copy)
+    host.fill(path(2, family=1))
+    actions = job.cancel() if cancelled else host.completions.handle(Copied(copies[0].op, (0, 1)))
+    assert names(actions)[:2] == ["HostGone", "Write"]
+    (write,) = sent(actions, Write)
+    assert write.keys == keys[1] + keys[0], "one message, the deepest block first"
+    assert host.memory.counts.evicted == 2
+    assert names(host.completions.handle(Written(write.op, bytes(2)))) == ["Gone"]
     host.idle()
 
 
@@ -264,7 +291,7 @@ def test_a_device_store_waits_for_the_device_blocks():
 
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["complete", "complete", "place", "cancel", "late", "stalled"]),
+        st.sampled_from(["complete", "complete", "place", "cancel", "late", "stalled", "offload"]),
         st.integers(0, 3),
         st.lists(st.integers(0, 5), max_size=2),
     ),
@@ -272,27 +299,51 @@ STEPS = st.lists(
 )
 
 
+def offloaded(host: Host, moves: Movements, hashes: list[bytes]) -> list[Action]:
+    """An eviction of these blocks from the device, deepest first."""
+    evicted, first = hashes[::-1], 200 + len(moves.device)
+    blocks = tuple(range(first, first + len(evicted)))
+    moves.device.update(zip(blocks, evicted, strict=True))
+    parents = join_keys([*evicted[1:], ROOT])
+    return OffloadJob(host.memory, Offload(8, join_keys(evicted), parents, blocks)).begin()
+
+
 @settings(max_examples=300, deadline=None)
+@example(
+    steps=[("offload", 3, []), ("cancel", 0, [])],
+    mode="exclusive",
+    policy="write_back",
+    on_host=4,
+    stored=0,
+    placed=False,
+    transit=4,
+)
 @given(
     steps=STEPS,
     mode=st.sampled_from(["exclusive", "inclusive"]),
+    policy=st.sampled_from(["write_through", "write_back"]),
     on_host=st.integers(0, 4),
     stored=st.integers(0, 6),
     placed=st.booleans(),
     transit=st.integers(1, 4),
 )
-def test_any_order_of_completions(steps, mode, on_host, stored, placed, transit):
-    """The answer is the run whose bytes are on the device, and no slot stays in use."""
-    host, keys = Host(transit=transit, mode=mode), path(6)
+def test_any_order_of_completions(steps, mode, policy, on_host, stored, placed, transit):
+    """The answer is the run whose bytes are on the device, and no slot stays in use. Under
+    write_back every block of the host is on a tier at the end, or counted."""
+    host, keys = Host(transit=transit, mode=mode, policy=policy), path(6)
     host.fill(keys[:on_host])
     moves = Movements(host, keys[:stored])
     moves.holds()
     blocks = (100, 101, 102, 103, 104, 105)
     job = host.load(keys, blocks=blocks if placed else ())
     moves.perform(job.begin())
+    offloads = 0
     for step, number, failed in [*steps, ("place", 0, [])]:
         if step == "complete" and moves.open:
             moves.complete(number % len(moves.open), failed)
+        elif step == "offload":
+            offloads += 1
+            moves.perform(offloaded(host, moves, path(number + 1, family=offloads)))
         elif 7 not in host.loads:
             continue
         elif step == "place" and not placed:
@@ -306,6 +357,10 @@ def test_any_order_of_completions(steps, mode, on_host, stored, placed, transit)
             moves.perform(job.on_copies_unavailable())
     moves.complete_all()
     answers = moves.of(Loaded)
+    if policy == "write_back":
+        safe = {*host.tier.blocks, *moves.store, *keys[: answers[0].good if answers else 0]}
+        counts = host.memory.counts
+        assert len(set(keys[:on_host]) - safe) <= counts.shed + counts.write_failures
     assert len(answers) <= 1
     assert not moves.timers
     for answer in answers:

@@ -9,7 +9,8 @@ from kvactors.cpu_evictor.messages import HostGained, Prefetch
 from kvactors.cpu_evictor.prefetch import PrefetchJob
 from kvactors.cpu_evictor.slots import SlotState
 from kvactors.flush_notifier.messages import Cleared, Gained, Gone
-from kvactors.storage.messages import Outcome, Probed, Read, ReadDone, Write, Written
+from kvactors.gpu_swapper.messages import Copied
+from kvactors.storage.messages import Outcome, Probe, Probed, Read, ReadDone, Write, Written
 from kvactors.types import Reason, Tier, join_keys, split_keys
 from tests.cpu_evictor.helpers import ROOT, Host, names, path, sent
 
@@ -63,6 +64,20 @@ def test_writes_wait_for_a_probe_and_come_after_its_reads():
     assert names(actions) == ["Read", "Write"]
 
 
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_writes_of_the_eviction_for_a_read_come_after_it(prefetch):
+    """The probe makes space for its own read. A small store may evict for a write what the probe
+    found."""
+    host, keys = Host(policy="write_back", mode="inclusive", slots=2), path(2, family=1)
+    host.fill(path(2))
+    actions = prefetched(host, keys) if prefetch else host.load(keys).begin()
+    (probe,) = sent(actions, Probe)
+    host.memory.make_space(1, 0)
+    actions = host.completions.handle(Probed(probe.op, 2))
+    assert [type(one) for one in sent(actions, Read, Write)] == [Read, Write]
+    assert not host.requests.holds_writes
+
+
 def test_a_held_block_that_was_dropped_is_not_written():
     host, keys = Host(policy="write_back"), path(1)
     host.fill(keys)
@@ -101,6 +116,36 @@ def test_a_discard_is_for_exclusive_tiers():
     assert (gone.reason, gone.keys) == (Reason.PROMOTION, keys[0] + keys[1])
     assert reply.keys == keys[0] + keys[1], "an offload of the third is in flight"
     assert Host(mode="inclusive").memory.discard(keys[0]) == []
+
+
+def test_loaded_blocks_that_the_device_did_not_take_stay():
+    """With one place left in the capacity the deepest stays, and the other one is evicted."""
+    host, keys = Host(slots=2, policy="write_back"), path(3)
+    host.fill(keys[:2])
+    (copy,) = sent(host.load(keys[:2], fetch=False).begin())
+    host.completions.handle(Copied(copy.op, ()))
+    host.fill(path(1, family=1))
+    assert host.tier.on_device == 2
+    actions = host.memory.keep(join_keys(keys))
+    assert names(actions) == ["HostGone", "Write"]
+    assert sent(actions, Write)[0].keys == keys[0]
+    assert host.tier.is_resident(keys[1])
+    assert host.tier.on_device == 0
+    assert host.memory.keep(join_keys(keys[1:])) == [], "it is resident"
+    host.completions.handle(Written(sent(actions, Write)[0].op, bytes(1)))
+    host.idle()
+
+
+def test_a_block_that_the_device_did_not_take_stays_when_its_other_use_ends():
+    host, keys = Host(slots=2), path(1)
+    host.fill(keys)
+    (copy,) = sent(host.load(keys, fetch=False).begin())
+    (write,) = sent(host.memory.write([host.tier.blocks[keys[0]]]))
+    host.completions.handle(Copied(copy.op, ()))
+    assert host.memory.keep(keys[0]) == []
+    host.completions.handle(Written(write.op, bytes(1)))
+    assert host.tier.is_resident(keys[0])
+    host.idle()
 
 
 def test_a_clear_is_counted_for_hints_of_before():

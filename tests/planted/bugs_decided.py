@@ -58,7 +58,7 @@ BUGS: tuple[Mutation, ...] = (
         "device_forgets_to_discard",
         "prefix_index/loads.py",
         """\
-            actions += self._evictions.discard(path.keys(start, start + num_loaded))
+            actions += self._evictions.discard(path.keys(start, start + resident))
 """,
         "",
         "an exclusive host tier is never told that the device holds what it lent: slots leak",

@@ -75,4 +75,34 @@ BUGS: tuple[Mutation, ...] = (
             ),
         ),
     ),
+    Mutation(
+        "load_that_ends_without_its_blocks_drops_them",
+        "cpu_evictor/memory.py",
+        "        return self.evict(found[space:])\n",
+        "        hashes = join_keys(block.hash for block in found[space:])\n"
+        "        return [send(self._index, HostGone(hashes)), *self.remove(found[space:])]\n",
+        "a cancelled or failed load drops the only copy of blocks that were to be written back",
+        (
+            "tests/cpu_evictor/test_load.py::test_blocks_that_do_not_stay_for_want_of_capacity_are_written_back",
+        ),
+    ),
+    Mutation(
+        "eviction_for_a_read_is_written_before_it",
+        "cpu_evictor/completions.py",
+        "        self._requests.hold_writes()\n"
+        "        # During a clear, blocks from before it may have been found.\n"
+        "        actions = request.job.on_probed(found if self._requests.may_read else 0)\n"
+        "        self._requests.release_writes()\n",
+        "        actions = request.job.on_probed(found if self._requests.may_read else 0)\n",
+        "a small store evicts what was just probed for the blocks that make space for it",
+        (f"{MEMORY}::test_writes_of_the_eviction_for_a_read_come_after_it",),
+    ),
+    Mutation(
+        "block_that_the_device_did_not_take_waits_for_a_discard",
+        "cpu_evictor/memory.py",
+        "            self.host.mark_not_on_device(block)\n        return",
+        "            pass\n        return",
+        "a slot that was pinned when the device refused its block is never used again",
+        (f"{MEMORY}::test_a_block_that_the_device_did_not_take_stays_when_its_other_use_ends",),
+    ),
 )

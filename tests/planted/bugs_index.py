@@ -22,10 +22,10 @@ BUGS: tuple[Mutation, ...] = (
         "host_drops_its_copy_before_the_device_is_announced",
         "prefix_index/loads.py",
         """\
-            actions += self._evictions.discard(path.keys(start, start + num_loaded))
+            actions += self._evictions.discard(path.keys(start, start + resident))
 """,
         """\
-            discard = self._evictions.discard(path.keys(start, start + num_loaded))
+            discard = self._evictions.discard(path.keys(start, start + resident))
             actions = discard + actions
 """,
         "for a moment an index is sent that a loaded block is nowhere",
@@ -189,6 +189,48 @@ BUGS: tuple[Mutation, ...] = (
         "a check in steps reports damage because a turn came between two steps",
         (
             "tests/native/test_tree_check.py::test_a_change_between_the_steps_of_the_pools_check_is_no_damage",
+        ),
+    ),
+    Mutation(
+        "blocks_that_the_device_did_not_take_are_discarded",
+        "prefix_index/loads.py",
+        "path.keys(start, start + resident))",
+        "path.keys(start, start + num_loaded))",
+        "below a load that did not complete the host drops its copies and the device has none",
+        (
+            "tests/prefix_index/test_loads.py::test_the_host_keeps_what_the_device_did_not_take",
+            "tests/prefix_index/test_loads.py::test_results_in_any_order_agree_with_a_model",
+        ),
+    ),
+    Mutation(
+        "host_waits_for_what_the_device_did_not_take",
+        "prefix_index/loads.py",
+        "            actions += self._evictions.not_taken(kept)\n",
+        "",
+        "host slots of loaded blocks that the device did not take are never used again",
+        (
+            "tests/prefix_index/test_loads.py::test_the_host_keeps_what_the_device_did_not_take",
+            "tests/prefix_index/test_loads.py::test_results_in_any_order_agree_with_a_model",
+        ),
+    ),
+    Mutation(
+        "load_is_overdue_once_for_each_status",
+        "prefix_index/loads.py",
+        "        if load is None or load.result is not None or load.lost:\n",
+        "        if load is None or load.result is not None:\n",
+        "a load that stalls and is then late is counted as several overdue loads",
+        (
+            "tests/prefix_index/test_loads.py::test_a_load_that_stalls_again_and_is_then_late_is_overdue_once",
+        ),
+    ),
+    Mutation(
+        "refusal_of_a_waiting_request_is_not_counted",
+        "prefix_index/admission.py",
+        "        self.no_room += 1\n        error = NoRoom(",
+        "        error = NoRoom(",
+        "requests that waited and were refused for lack of blocks are missing from no_room",
+        (
+            "tests/prefix_index/test_admission.py::test_the_last_request_is_refused_once_no_block_can_become_free",
         ),
     ),
 )

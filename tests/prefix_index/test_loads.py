@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvactors.cpu_evictor.messages import Cancel, Discard, Load, Place
+from kvactors.actor import Message
+from kvactors.cpu_evictor.messages import Cancel, Discard, Keep, Load, Place
 from kvactors.flush_notifier.messages import Gained
 from kvactors.prefix_index.actions import StartTimer
 from kvactors.prefix_index.core import IndexCore
@@ -13,6 +15,7 @@ from kvactors.prefix_index.index import Segment
 from kvactors.prefix_index.loads import GRACE
 from kvactors.prefix_index.messages import Landed, Overdue
 from kvactors.prefix_index.records import LeaseState
+from kvactors.types import split_keys
 from tests.prefix_index.objects import BLOCK, Request, answers, core, messages, new_lease, path
 
 
@@ -89,6 +92,33 @@ def test_an_overdue_load_keeps_its_targets_until_it_is_answered():
     assert state.index.free == 2
 
 
+def test_a_load_that_stalls_again_and_is_then_late_is_overdue_once():
+    state = core(4)
+    _, (op,) = begun(state, 2)
+    assert state.loads.overdue(op) is not None
+    assert state.loads.overdue(op) is None
+    assert state.loads.overdue(op) is None
+    assert state.loads.overdue_loads == 1
+
+
+@pytest.mark.parametrize("overdue", [True, False])
+def test_the_host_keeps_what_the_device_did_not_take(overdue):
+    """Blocks below a load that did not complete arrive: they are nowhere if the host drops them."""
+    state = core()
+    lease, (first, second) = begun(state, 2, 2)
+    if overdue:
+        state.loads.overdue(first)
+        actions = state.loads.finish(second, 2, 2)
+        actions += state.loads.finish(first, 0, 0)
+    else:
+        state.loads.finish(second, 2, 2)
+        actions = state.loads.finish(first, 1, 1)
+    discarded = [one.keys for one in messages(actions) if isinstance(one, Discard)]
+    kept = [one.keys for one in messages(actions) if isinstance(one, Keep)]
+    assert discarded == ([] if overdue else [lease.path.keys(0, 1)])
+    assert kept == [lease.path.keys(2, 4)]
+
+
 def test_loads_sent_ahead_are_placed_once_the_lease_has_its_blocks():
     state = core()
     lease = new_lease(state.index, 1, 2)
@@ -157,8 +187,9 @@ def test_results_in_any_order_agree_with_a_model(run):
     state = core(2 * sum(lengths))
     lease, ops = begun(state, *lengths)
     known: dict[int, int] = {}
+    sent: list[Message] = []
     for which in order[:until]:
-        state.loads.finish(ops[which], good[which], 0)
+        sent += messages(state.loads.finish(ops[which], good[which], 0))
         known[which] = good[which]
         expected = 0
         for number, length in enumerate(lengths):
@@ -169,7 +200,7 @@ def test_results_in_any_order_agree_with_a_model(run):
                 break
         assert lease.path.num_committed == expected
     if until < len(ops):
-        state.loads.host_lost()
+        sent += messages(state.loads.host_lost())
         good = [known.get(number, 0) for number in range(len(ops))]
     expected = 0
     for number, length in enumerate(lengths):
@@ -177,6 +208,11 @@ def test_results_in_any_order_agree_with_a_model(run):
         if good[number] < length:
             break
     assert lease.path.num_committed == expected
+    discarded = {key for one in sent if isinstance(one, Discard) for key in split_keys(one.keys)}
+    assert discarded == set(split_keys(lease.path.keys(0, expected)))
+    kept = [key for one in sent if isinstance(one, Keep) for key in split_keys(one.keys)]
+    assert len(set(kept)) == sum(good) - expected, "the device did not take what arrived below"
+    assert not discarded & set(kept)
     assert not lease.loads
     assert not state.loads
     assert not state.index.loading

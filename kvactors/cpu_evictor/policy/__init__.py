@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol
+
+from kvactors.cpu_evictor.policy.lru import Lru
 
 if TYPE_CHECKING:
     from kvactors.cpu_evictor.slots import HostBlock
@@ -31,3 +33,7 @@ class EvictionPolicy(Protocol):
     def candidates(self) -> Iterable[HostBlock]:
         """Resident blocks, the first to evict first. The policy may not change until the iteration
         ends."""
+
+
+POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": Lru}
+"""How an eviction policy is made, by the name it has in `host.policy`."""

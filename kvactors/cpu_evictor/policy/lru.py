@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvactors.cpu_evictor.policy import EvictionPolicy
     from kvactors.cpu_evictor.slots import HostBlock
 
 
@@ -41,7 +40,3 @@ class Lru:
     def candidates(self) -> Iterable[HostBlock]:
         """See `EvictionPolicy.candidates`."""
         return self._order.values()
-
-
-POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": Lru}
-"""How an eviction policy is made, by the name it has in `host.policy`."""
