@@ -57,6 +57,8 @@ class OffloadJob:
         actions = memory.make_space(len(new), len(new), self._hashes)
         passing = max(0, len(new) - (host.capacity - host.resident))
         first = max(0 if memory.write_back else passing, len(new) - host.free)
+        if memory.write_back:
+            memory.counts.shed += first
         self._positions = list(new[first:])
         parents = split_keys(message.parents)
         for i, position in enumerate(self._positions, first):

@@ -91,6 +91,13 @@ def test_with_write_back_the_others_pass_through_to_storage_and_are_announced():
     assert (write.keys, answer.kept) == (keys[2], bytes([0, 1, 1]))
 
 
+def test_with_write_back_blocks_that_find_no_slot_are_counted_as_shed():
+    host, keys = Host(slots=2, transit=1, policy="write_back"), path(5)
+    (copy,) = sent(offload(host, keys).begin())
+    assert copy.blocks == (102, 101, 100)
+    assert host.memory.counts.shed == 2
+
+
 def test_a_block_that_is_being_written_back_becomes_resident_and_is_announced_again():
     host, keys = Host(slots=2, policy="write_back"), path(1)
     host.fill(keys)
@@ -125,7 +132,8 @@ def test_a_block_evicted_during_the_copy_is_not_kept():
     at_once=st.booleans(),
 )
 def test_any_order_of_offloads(evictions, mode, policy, slots, transit, at_once):
-    """Blocks that are called kept are resident, slots hold the right bytes, none stays in use."""
+    """Blocks that are called kept are resident, slots hold the right bytes, none stays in use.
+    Under write_back every block is on the host or stored at the end, or counted."""
     host = Host(slots, transit, mode=mode, policy=policy)
     moves = Movements(host)
     for family, length, failed in evictions:
@@ -143,6 +151,11 @@ def test_any_order_of_offloads(evictions, mode, policy, slots, transit, at_once)
             assert {key for key in keys if host.tier.is_resident(key)} >= set(kept)
     moves.complete_all()
     assert len(moves.of(Offloaded)) == len(evictions)
+    if policy == "write_back":
+        counts = host.memory.counts
+        given = {key for family, length, _ in evictions for key in path(length, family)}
+        lost = given - set(host.tier.blocks) - moves.store
+        assert len(lost) <= counts.shed + counts.write_failures + counts.copy_failures
     for block in host.tier.blocks.values():
         assert moves.slots[block.slot] == block.hash
         assert block.announced == (block.state is SlotState.RESIDENT)
