@@ -1,7 +1,8 @@
 """The native core: block tree, key chain, block copies. Built from `native/` (C++17, nanobind).
 
-Nothing here is thread-safe unless it says so: a tree and its paths belong to one actor. All token
-ids are unsigned 32-bit; all block keys are 32 bytes (SHA-256); all arrays are one-dimensional.
+Nothing here is thread-safe unless its docstring states it: a tree and its paths belong to one
+actor. All token ids are unsigned 32-bit. All block keys are 32 bytes (SHA-256). All arrays are
+one-dimensional.
 """
 
 from collections.abc import Sequence
@@ -18,17 +19,17 @@ KEY_BYTES: Final[int]
 DEVICE: Final[int]
 """State bit: the node owns a device block whose bytes are valid."""
 HOST: Final[int]
-"""State bit: the host tier was last heard to hold this block (a hint)."""
+"""State bit: by its last report the host tier holds this block (a hint)."""
 LOADING: Final[int]
 """State bit: a copy into the node's target device block is in flight."""
 OFFLOADING: Final[int]
-"""State bit: picked for eviction; its device block is being copied away."""
+"""State bit: picked for eviction. Its device block is being copied away."""
 
 def sha256_accelerated() -> bool:
     """Whether the CPU's SHA instructions are in use."""
 
 def chain_keys(parent: bytes, tokens: Tokens, block_size: int) -> bytes:
-    """Names of all full blocks of `tokens` under `parent` (32 bytes), without extra keys: n x 32
+    """Hashes of all full blocks of `tokens` under `parent` (32 bytes), without extra keys: n x 32
     bytes."""
 
 def pack_tokens(tokens: bytes) -> bytes:
@@ -36,9 +37,9 @@ def pack_tokens(tokens: bytes) -> bytes:
     token."""
 
 class Path:
-    """One request's tokens, the names of its blocks, the nodes it holds and its device block table.
+    """One request's tokens, its block hashes, the nodes it holds and its device block table.
 
-    Block i covers tokens [i * block_size, (i + 1) * block_size). Only full blocks have names and
+    Block i covers tokens [i * block_size, (i + 1) * block_size). Only full blocks have hashes and
     nodes.
     """
 
@@ -63,17 +64,17 @@ class Path:
 
     def extend(self, tokens: Tokens) -> None:
         """Append tokens. ValueError for an id below 0 or above 2**32 - 1, TypeError for
-        non-integers; then nothing is appended."""
+        non-integers. On an error nothing is appended."""
 
     def append(self, other: Path) -> None:
         """Append the tokens of another path."""
 
     def set_root(self, root: bytes) -> None:
-        """Start the chain from another root; names are computed anew. ValueError once the path
+        """Start the chain from another root. Hashes are computed anew. ValueError once the path
         holds nodes or device blocks."""
 
     def set_extra(self, block: int, extra: bytes) -> None:
-        """Extra identity of one block (already encoded). ValueError once that block has been named
+        """Extra identity of one block (already encoded). ValueError once that block has been hashed
         or held."""
 
     def extra_keys(self, start: int, stop: int) -> tuple[tuple[int, bytes], ...]:
@@ -84,10 +85,10 @@ class Path:
         """Tokens of blocks [start, stop), little-endian uint32."""
 
     def keys(self, start: int, stop: int) -> bytes:
-        """Names of full blocks [start, stop), 32 bytes each; computes what is missing."""
+        """Hashes of full blocks [start, stop), 32 bytes each. Missing ones are computed."""
 
     def blocks(self, start: int = 0, stop: int = -1) -> list[int]:
-        """The block table (a copy), device block ids; -1 where none is assigned. `stop` -1: to the
+        """The block table (a copy): device block ids, -1 where none is assigned. `stop` -1: to the
         end."""
 
     def assign(self, start: int, blocks: Sequence[int]) -> None:
@@ -100,77 +101,77 @@ class Path:
         target)."""
 
 class BlockTree:
-    """Blocks known to this node, found by tokens, named by hash; a least-recently-used list of
-    evictable device blocks."""
+    """Blocks tracked on this node, found by tokens, identified by hash. It has a
+    least-recently-used list of evictable device blocks."""
 
     def __init__(self, block_size: int, capacity: int = 0, touch: bool = True) -> None:
         """`capacity`: nodes to size the tables for up front (they grow beyond it). `touch`: bring
-        their memory in now, which takes a while, and not as it is used."""
+        their memory in now, which takes a while, instead of on first use."""
 
     block_size: int
     retired: bool
 
     def pin(self, path: Path, max_blocks: int = -1) -> tuple[int, bytes]:
-        """Match the path and reference every known node met, up to `max_blocks`. The path must hold
-        nothing, or nodes only: then the match goes on where they end, and the result is about what
-        is new.
+        """Match the path and reference every node met, up to `max_blocks`. The path must hold
+        nothing, or nodes only. In that case the match continues where they end, and the result
+        covers the new part.
 
         Returns (device_run, states): `device_run` leading blocks are resident on the device and not
-        loading (their ids are in the table, shared, and they count as committed); `states` has one
-        byte of state bits for each further known node on the path. A LOADING node's target block is
-        put in the table as shared; other further positions read -1 there. Nodes of the device run
+        loading (their ids are in the table, shared, and they count as committed). `states` has one
+        byte of state bits for each further node on the path. A LOADING node's target block is put
+        in the table as shared. Other further positions read -1 there. Nodes of the device run
         that are being offloaded are kept: their OFFLOADING mark is cleared.
         """
 
     def peek(self, path: Path, max_blocks: int = -1) -> tuple[int, bytes]:
-        """What `pin` would return, without changing anything."""
+        """Return the result of `pin` without changing anything."""
 
     def trim(self, path: Path, held: int) -> list[int]:
-        """Give back references beyond the first `held` nodes (not below `num_committed`), and
-        forget shared blocks of those positions (they read -1)."""
+        """Drop references beyond the first `held` nodes (not below `num_committed`), and remove
+        the shared blocks of those positions (they read -1)."""
 
     def retreat(self, path: Path, blocks: int) -> list[int]:
-        """Give back references beyond the first `blocks` nodes, committed ones included; those
+        """Drop references beyond the first `blocks` nodes, committed ones included. Those
         positions read -1. Returns device blocks that are free now (of a retired tree)."""
 
     def commit(self, path: Path, upto: int) -> tuple[int, int, list[int]]:
-        """Make the path's computed blocks [num_committed, upto) shareable; returns (start, stop,
+        """Make the path's computed blocks [num_committed, upto) shareable. Returns (start, stop,
         adopted).
 
-        For each block: a missing child is created and takes the path's device block; an existing
-        child resident on the device is referenced (the path's own block stays private); an existing
-        child not on the device takes the path's block, and if it had the HOST bit its position is
-        listed in `adopted`; at a LOADING child the commit stops there. ValueError if a position has
+        A missing child is created and takes the path's device block. An existing child resident on
+        the device is referenced (the path's own block stays private). An existing child not on the
+        device takes the path's block, and if it had the HOST bit its position is listed in
+        `adopted`. The commit stops at a LOADING child. ValueError if a position has
         no block or `upto` exceeds the full blocks.
         """
 
     def release(self, path: Path, keep: int = 0) -> list[int]:
         """Drop all references, deepest first, and empty the table. With `keep`, all but those of
-        the leading `keep` blocks: a later call gives them back, and until then the path is of no
+        the leading `keep` blocks. A later call drops those too, and until then the path has no
         other use. Returns the device blocks that are free now: the path's private ones, and in a
-        retired tree those of nodes nobody references any more. Unreferenced resident nodes join the
+        retired tree those of nodes without a reference. Unreferenced resident nodes join the
         LRU as most recently used, the deepest first (so the root side is evicted last)."""
 
     def begin_load(self, path: Path, start: int, stop: int) -> NDArray[np.uint32]:
         """Mark blocks [start, stop) as loading into the table's private blocks, creating and
-        referencing missing nodes; the blocks become shared. Returns the node ids, the handle for
+        referencing missing nodes. The blocks become shared. Returns the node ids, the handle for
         `finish_load`. ValueError if one is on the device or loading already, has no block, or
         `start` is beyond the nodes held."""
 
     def finish_load(self, nodes: NDArray[np.uint32], good: int) -> list[int]:
-        """End of a load: the first `good` nodes become resident (as far as their parents are), the
+        """End a load: the first `good` nodes become resident (as far as their parents are), the
         others lose their target. Returns the target blocks of those that did not become resident,
-        in order. Unreferenced resident nodes join the LRU; unreferenced empty nodes go. In a
-        retired tree, unreferenced ones are returned too."""
+        in order. Unreferenced resident nodes join the LRU. Unreferenced empty nodes are
+        removed. In a retired tree, unreferenced ones are returned too."""
 
     def settle(self, path: Path) -> int:
-        """Advance `num_committed` over held nodes now resident with the table's block; returns it.
+        """Advance `num_committed` over held nodes now resident with the table's block. Returns it.
         Table positions beyond it whose node neither is resident nor loading into that block become
         private again."""
 
     def replace(self, path: Path, position: int, block: int) -> None:
-        """Put a private block (-1: none) at one position at or beyond `num_committed`, whatever
-        stood there (no block is freed)."""
+        """Put a private block (-1: none) at one position at or beyond `num_committed`, in
+        place of the previous entry (no block is freed)."""
 
     def evict(self, count: int) -> tuple[NDArray[np.uint32], bytes, bytes, list[int], bytes]:
         """Pick up to `count` unreferenced device blocks, least recently used first (deeper first on
@@ -178,59 +179,60 @@ class BlockTree:
         bits). `nodes` is the handle for `finish_offload`."""
 
     def contents(self, nodes: NDArray[np.uint32]) -> tuple[bytes, bytes, list[tuple[int, bytes]]]:
-        """Of each of these nodes (which are in the tree) the root key and the tokens, both as one
-        buffer, and (index, extra key) of those that have one. `nodes`: as `evict` returns them."""
+        """The root hashes and the tokens of nodes in the tree, each as one buffer, and (index,
+        extra key) of those that have one. `nodes`: as `evict` returns them."""
 
     def finish_offload(
         self, nodes: NDArray[np.uint32], on_host: bytes
     ) -> tuple[list[int], list[int]]:
-        """End of an eviction: `on_host[j]` non-zero if the host tier kept node j, which then gets
+        """End an eviction: `on_host[j]` non-zero if the host tier kept node j, which then gets
         the HOST bit. Nodes still marked lose their device block, once no other eviction is reading
-        it; the rest, matched again or still being read, keep it. Returns (freed device blocks,
-        indices j that kept theirs). Empty unreferenced nodes go."""
+        it. The rest, matched again or still being read, keep it. Returns (freed device blocks,
+        indices j that kept theirs). Empty unreferenced nodes are removed."""
 
     def host_gained(self, keys: bytes) -> int:
-        """Set HOST on the known nodes of these names; returns how many were known."""
+        """Set HOST on the nodes with these hashes that are in the tree, and return their number."""
 
     def host_gone(self, keys: bytes) -> int:
-        """Clear HOST on these names; empty unreferenced nodes go. Returns how many were known."""
+        """Clear HOST on the nodes with these hashes, and return how many are in the tree. Empty
+        unreferenced nodes are removed."""
 
     def clear_host(self) -> None:
-        """Clear HOST everywhere. Takes no longer for a large tree; nodes that nothing else keeps go
-        by `sweep_host`."""
+        """Clear HOST everywhere, in a time independent of the tree's size. `sweep_host` removes the
+        nodes that nothing else keeps."""
 
     def sweep_host(self, count: int) -> bool:
-        """A step of what follows `clear_host`: looks at `count` nodes. True when nothing is left to
-        do."""
+        """One step of the removals after `clear_host`, over `count` nodes. True when nothing is
+        left to do."""
 
     def mark_announced(self, path: Path, start: int, stop: int) -> int:
-        """Mark held nodes [start, stop) announced; returns the first that was not, `stop` if all
-        were. A node that takes a device block anew is not announced."""
+        """Mark held nodes [start, stop) announced. Returns the first that was not, `stop` if all
+        were. A node that takes a device block again is not announced."""
 
     def worth_saving(self, path: Path, start: int, stop: int, min_hits: int) -> list[int]:
         """Positions in [start, stop) whose node was pinned at least `min_hits` times (creation
         counts as one)."""
 
     returning: int
-    """Device blocks of a retired tree that `sweep` has still to return."""
+    """Device blocks of a retired tree that `sweep` has not returned yet."""
     idle: bool
-    """Whether it is retired, has no device block and nothing holds a node of it."""
+    """Whether the tree is retired, has no device block, and no path or operation holds a node."""
 
     def retire(self) -> int:
-        """Nothing matches any more. Returns how many device blocks are unused: `sweep` returns
-        them. Referenced ones are returned by later `release`, in-flight ones by `finish_load` /
-        `finish_offload`. Takes no longer for a large tree."""
+        """End all matching. Returns the number of unused device blocks, which `sweep` returns.
+        Referenced ones are returned by later `release`, in-flight ones by `finish_load` /
+        `finish_offload`. The time does not depend on the tree's size."""
 
     def sweep(self, count: int) -> list[int]:
         """Up to `count` unused device blocks of a retired tree, which are free now, the least
         recently used first."""
 
     def dismantle(self) -> bool:
-        """Give back a part of an idle tree's memory, a few megabytes; True when all has gone.
-        ValueError if it is not idle."""
+        """Free a part of an idle tree's memory, a few megabytes. True when all of it is freed.
+        ValueError if the tree is not idle."""
 
     def device_keys(self) -> bytes:
-        """Names of all nodes resident on the device."""
+        """Hashes of all nodes resident on the device."""
 
     def paths(self) -> list[tuple[bytes, bytes, bytes, bytes]]:
         """For each leaf of the tree: (root key, tokens, keys, state bits), all from the root on."""
@@ -239,11 +241,11 @@ class BlockTree:
         """nodes, device, host, evictable, referenced (nodes), loading, offloading, bytes."""
 
     def listing(self, start: int, count: int) -> tuple[bytes, bytes, int]:
-        """Keys and state bits of up to `count` nodes, from the node id `start` on, and where to go
-        on (-1 at the end)."""
+        """Keys and state bits of up to `count` nodes, from the node id `start` on, and the next
+        `start` (-1 at the end)."""
 
     def check(self) -> None:
-        """Recompute every invariant; RuntimeError says what differs."""
+        """Recompute every invariant. RuntimeError names the difference."""
 
 class TreeCheck:
     """A check of every invariant of a tree, in steps with other calls between them."""
@@ -252,11 +254,11 @@ class TreeCheck:
 
     exact: bool
     """Whether the tree has not changed since the check began. Order, sums and counts of the whole
-    are compared only then; what holds of each node by itself is looked at in any case."""
+    are compared only then. The invariants of a single node are checked in any case."""
 
     def step(self, count: int) -> bool:
-        """Look at `count` more nodes; True when all were looked at. RuntimeError says what
-        differs."""
+        """Check `count` more nodes. True when all were checked. RuntimeError names the
+        difference."""
 
 def gather(
     regions: NDArray[np.int64],
@@ -271,8 +273,8 @@ def gather(
     """Device to host: for each pair j, the pieces of `blocks[j]` from every region, one after
     another, into `slots[j]`.
 
-    `regions[r]`: address of region r, laid out [block][piece_bytes[r]]; slot s starts at `arena + s
-    * slot_stride`. Releases the GIL; safe to call from several threads on disjoint blocks.
+    `regions[r]`: address of region r, laid out [block][piece_bytes[r]]. Slot s starts at `arena + s
+    * slot_stride`. Releases the GIL. Safe to call from several threads on disjoint blocks.
     ValueError on an id out of range or unequal lengths.
     """
 
@@ -317,8 +319,8 @@ class TreeWalk:
     """A walk over all blocks of a tree, parents first and each once, in steps with other calls
     between them.
 
-    What is in the tree from the beginning to the end is met; what is made or removed in between may
-    be met or not.
+    Every block that is in the tree from the beginning to the end of the walk is met. A block made
+    or removed in between may be met or not.
     """
 
     def __init__(self, tree: BlockTree) -> None: ...
@@ -327,6 +329,6 @@ class TreeWalk:
     ) -> tuple[
         bool, list[tuple[bytes, bytes, int, bytes, bytes, bytes, tuple[tuple[int, bytes], ...]]]
     ]:
-        """Look at `count` more nodes. Returns whether all were looked at, and consecutive blocks of
+        """Visit `count` more nodes. Returns whether all were visited, and consecutive blocks of
         paths: (root hash, hash of the block before them, position of the first, tokens, hashes,
         state bits, extra keys by position in the path)."""

@@ -1,5 +1,5 @@
-"""Settings that have no use in the configuration they stand in: a setting that would be ignored is
-an error."""
+"""Check for settings without a use in their configuration: a setting that would be ignored is an
+error."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ STORAGE_USES = {
     "mooncake": SLOT_STORE | PLACE | {"mooncake"},
     "attention_store": STORE_COMMON | {"exclusive"},
 }
-"""Settings of `[storage]` by back end; `exclusive` with a store that has no such thing is an error
-of its own."""
+"""Settings of `[storage]` by back end. `exclusive` with a store that does not support it is a
+separate error."""
 
 DEVICE_ONLY = {"place": "paddle", "ordinal": "cuda"}
 TIER_ONLY = ("low_watermark", "high_watermark")
@@ -48,7 +48,8 @@ TIER_ONLY = ("low_watermark", "high_watermark")
 
 def check_applicable(config: ConfigTables, data: Mapping[str, Any] | None = None) -> None:
     """Raise ConfigError for a setting that is given and has no use. data: the mapping that the
-    config was made from; a setting counts as given if it is in it, or differs from its default."""
+    config was made from. A setting counts as given if it is in the mapping or differs from its
+    default."""
     for table, reason in _rules(config):
         written = (
             {} if table == "host" or data is None else data.get(table, {})
@@ -121,5 +122,5 @@ def _attention_store(config: ConfigTables) -> Iterator[tuple[str, str]]:
     for name in config.attention_store.__struct_fields__:
         if (
             name not in ("namespace", "model_version") or config.cache.model
-        ):  # a model that is not set is taken from these
+        ):  # without cache.model, the two name the model
             yield name, "without a sink or a storage back end of that kind"

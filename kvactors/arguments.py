@@ -1,5 +1,5 @@
-"""Checks of public arguments: what is wrong is a TypeError or ValueError in the caller that names
-the argument."""
+"""Checks of public arguments. A wrong argument raises TypeError or ValueError in the caller, with
+the argument's name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def kind(value: object) -> str:
 
 def check_int(name: str, value: Any, low: int = 0, high: int = 2**63 - 1) -> int:
     """A Python or numpy integer in [low, high], as int. TypeError for bool, float, str, None and
-    arrays; ValueError out of range."""
+    arrays, ValueError out of range."""
     if type(value) is not int:
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
             raise TypeError(f"{name} must be an int, not {kind(value)}")
@@ -47,8 +47,8 @@ def check_int(name: str, value: Any, low: int = 0, high: int = 2**63 - 1) -> int
 
 
 def check_seconds(name: str, value: Any) -> float:
-    """A positive, finite number of seconds, at most MAX_SECONDS. TypeError for what is no number,
-    ValueError out of range."""
+    """A positive, finite number of seconds, at most MAX_SECONDS. TypeError for a value that is no
+    number, ValueError out of range."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(
         value, (int, float, np.integer, np.floating)
     ):
@@ -105,8 +105,8 @@ def check_names(name: str, value: Any) -> tuple[str, ...] | None:
 
 
 def extend_path(path: Path, name: str, tokens: Any) -> None:
-    """Append a copy of `tokens` to a path. TypeError or ValueError for what are no token ids; then
-    nothing was appended."""
+    """Append a copy of `tokens` to a path. TypeError or ValueError for values that are not
+    token ids. On an error nothing is appended."""
     if tokens is None or isinstance(tokens, (str, bytes, bytearray)):
         raise TypeError(
             f"{name} must be a list, a tuple or a buffer of integers, not {kind(tokens)}"

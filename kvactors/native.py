@@ -1,4 +1,4 @@
-"""The native core under one name. A missing native module is an error that says how to build it."""
+"""The native core under one name. The error for a missing native module explains the build."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class Range(NamedTuple):
 
 
 COUNT = Range(1, 1 << 31)
-"""Of what there must be one at least: blocks, layers, heads."""
+"""Bounds of a count that is at least one: blocks, layers, heads."""
 
 NUMBER = Range(0, 1 << 31)
 THREADS = Range(1, 256)
@@ -85,7 +85,7 @@ RANGES = {
     "ranks.timeout": SECONDS,
     "ranks.start": SECONDS,
 }
-"""Of every number among the settings; the numbers of sinks are checked by `SinkConfig.check`."""
+"""Bounds of every number among the settings. `SinkConfig.check` checks the numbers of sinks."""
 
 LONGEST = 4096
 """Characters in a text setting."""
@@ -98,8 +98,8 @@ def hints_of(struct: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def check_values(settings: msgspec.Struct, where: str = "") -> None:
-    """Raise ConfigError for the first value of a struct, or of a struct in it, that is of another
-    type than its field or out of range."""
+    """Raise ConfigError for the first value of a struct, nested structs included, that has
+    another type than its field or is out of range."""
     for name, value in fields_of(settings):
         full = f"{where}.{name}" if where else name
         if isinstance(value, msgspec.Struct):
@@ -133,7 +133,7 @@ def _check_value(name: str, value: Any, hint: Any) -> None:
 
 def check_setting(name: str, value: Any) -> None:
     """Raise ConfigError for the value of a setting (`table.field`) that has the type of the field
-    and cannot be."""
+    and is not allowed."""
     if isinstance(value, str):
         _check_text(name, value)
     if isinstance(value, int | float) and not isinstance(value, bool) and name in RANGES:
@@ -141,7 +141,7 @@ def check_setting(name: str, value: Any) -> None:
 
 
 def check_range(name: str, value: float, bounds: Range) -> None:
-    """Raise ConfigError for a number out of its range."""
+    """Raise ConfigError for a number outside its range."""
     if bounds is SECONDS and not 0 < value < float("inf"):
         raise ConfigError(f"{name} must be a positive number of seconds, not {value}")
     if not value >= bounds.low or (bounds.open and value == bounds.low):

@@ -69,7 +69,7 @@ class NoNotifier(Actor):
 
     @on(Settle)
     def settle(self, message: Settle, envelope: Envelope[bool]) -> None:
-        """A wait for the healthy sinks ends: there are none. A wait for all of them is refused."""
+        """End a wait for the healthy sinks, as there are none. Refuse a wait for all sinks."""
         if message.healthy:
             self.answer(envelope, True)
         else:
@@ -77,7 +77,7 @@ class NoNotifier(Actor):
 
     @on(Resync)
     def resync(self, message: Resync, envelope: Envelope[bool]) -> None:
-        """Refused: no sink can be sent anything."""
+        """Refuse: there is no sink to send to."""
         self.refuse(envelope, SinkError(OFF))
 
 
@@ -89,12 +89,12 @@ class NoReader(StorageWorker):
 
     @on(Probe)
     def probe(self, message: Probe) -> None:
-        """No key is found."""
+        """Answer that no key is found."""
         self.tell(self.evictor, Probed(message.op, 0))
 
     @on(Read)
     def read(self, message: Read) -> None:
-        """No object can be read."""
+        """Answer that no object can be read."""
         outcomes = bytes([Outcome.UNAVAILABLE]) * len(message.slots)
         self.tell(self.evictor, ReadDone(message.op, outcomes))
 
@@ -105,12 +105,12 @@ class NoWriter(StoreOwner):
 
     @on(Write)
     def write(self, message: Write) -> None:
-        """No object can be written."""
+        """Answer that no object can be written."""
         self.tell(self.evictor, unwritten(message, Outcome.UNAVAILABLE).answer)
 
     @on(Recount)
     def recount(self, message: Recount) -> None:
-        """Left to the successor."""
+        """Ignored: the successor recounts."""
 
 
 class NoDirect(Actor):
@@ -133,10 +133,10 @@ class NoDirect(Actor):
 
     @on(FetchDevice)
     def fetch(self, message: FetchDevice) -> None:
-        """No block is found."""
+        """Answer that no block is found."""
         self.tell(self.evictor, Fetched(message.op, 0))
 
     @on(SaveDevice)
     def save(self, message: SaveDevice) -> None:
-        """No block is saved."""
+        """Answer that no block is saved."""
         self.tell(self.evictor, Saved(message.op, 0))

@@ -1,4 +1,5 @@
-"""Checks of settings: ranges, and what must agree. ConfigError names the setting and what to do."""
+"""Checks of settings: ranges, and settings that must agree. ConfigError names the setting and the
+remedy."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ CONFIG_TABLES = (
 
 
 def validate(config: ConfigTables, data: Mapping[str, Any] | None = None) -> None:
-    """Raise ConfigError for values that do not make sense, naming the setting. data: the mapping
-    that the config was made from, if it was."""
+    """Raise ConfigError, naming the setting, for values that are not valid. data: the mapping that
+    the config was made from, if there was one."""
     for name in CONFIG_TABLES:
         check_values(getattr(config, name), name)
     check_applicable(config, data)
@@ -54,7 +55,7 @@ def check_agreement(config: ConfigTables) -> None:
 
 
 def validate_storage(storage: StorageConfig) -> None:
-    """Raise ConfigError for what the storage tier cannot be."""
+    """Raise ConfigError for settings of the storage tier that are not possible."""
     if storage.rank >= storage.ranks:
         raise ConfigError(
             f"storage.rank must be below storage.ranks ({storage.ranks}), not {storage.rank}"
@@ -90,8 +91,8 @@ def _validate_pair(low_name: str, low: float, high_name: str, high: float) -> No
 
 
 def validate_model(config: ConfigTables) -> None:
-    """Raise ConfigError if blocks outlive or leave this process, and no model is set to tell them
-    from those of another model."""
+    """Raise ConfigError if blocks outlive or leave this process, and no model is set to distinguish
+    them from those of another model."""
     if config.cache.model:
         return
     storage = "none" if config.flush.only else config.storage.backend
