@@ -83,7 +83,7 @@ class OwnedInventory(Inventory):
 
     def take(self, keys: Sequence[bytes]) -> None:
         """See `Backend.take`."""
-        self.catalog.remove(keys)
+        self.catalog.remove(key for key in keys if key not in self.pending)
 
     def take_removed(self) -> list[bytes]:
         """See `Backend.take_removed`. Returns a page of them."""

@@ -41,18 +41,20 @@ class StorageReader(StorageWorker):
 
     @on(Read)
     def read(self, message: Read) -> None:
-        """Read a batch. Keys that an exclusive store hands out leave its inventory here, before
-        anything else can be written."""
+        """Read a batch. Objects that an exclusive store handed out are removed. The others stay,
+        since a read that failed may succeed later."""
         keys = split_keys(message.keys)
-        if message.take:
-            self.backend.take(keys)
 
         async def work() -> BatchDone:
             report = await self.plane.read(
                 message.era, keys, message.slots, expired(message.deadline)
             )
-            taken = [key for key in keys if not self.backend.holds(key)] if message.take else []
-            await self.backend.remove(taken)
+            taken = list[bytes]()
+            if message.take:
+                results = zip(keys, report.outcomes, strict=True)
+                taken = [key for key, outcome in results if outcome == Outcome.OK]
+                self.backend.take(taken)
+                await self.backend.remove(taken)
             return BatchDone(
                 ReadDone(message.op, report.outcomes),
                 corrupt=join_keys(report.gone),
@@ -60,7 +62,5 @@ class StorageReader(StorageWorker):
             )
 
         outcomes = bytes([Outcome.UNAVAILABLE]) * len(keys)
-        unread = BatchDone(
-            ReadDone(message.op, outcomes), taken=message.keys if message.take else b""
-        )
+        unread = BatchDone(ReadDone(message.op, outcomes))
         self.enqueue(Batch(work, unread, message.slots, message.keys))

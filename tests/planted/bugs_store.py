@@ -231,6 +231,14 @@ BUGS: tuple[Mutation, ...] = (
         ("tests/observe/test_health.py::test_since_is_when_a_condition_began_or_was_first_found",),
     ),
     Mutation(
+        "failed_reads_delete_objects",
+        "storage/reader.py",
+        "                taken = [key for key, outcome in results if outcome == Outcome.OK]\n",
+        "                taken = [key for key, _ in results]\n",
+        "an exclusive store deletes objects whose read was unavailable or late",
+        ("tests/storage/test_reader.py::test_an_exclusive_store_keeps_objects_whose_read_failed",),
+    ),
+    Mutation(
         "all_names_at_once",
         "storage/checked_inventory.py",
         "            for key in self._inner.iter_keys():\n",

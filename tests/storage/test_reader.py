@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from kvactors.data_plane.local import LocalPlane
 from kvactors.device.arena import Arena
 from kvactors.flush_notifier.messages import Gone
@@ -80,18 +82,55 @@ def test_batches_wait_for_those_in_flight():
         assert len(end(reader, jobs[0][0]).jobs) == 1
 
 
-def test_keys_that_an_exclusive_store_hands_out_leave_it_in_the_turn_of_the_read():
-    inner = holding(A)
+def test_objects_that_an_exclusive_store_hands_out_leave_it():
+    inner = holding(A, B)
     with stepped(inner) as reader:
         (job,) = reader.turn(Read(1, A, (0,), NEVER, take=True)).jobs
-        assert not inner.holds(A)
         effects = end(reader, job)
         (gone,) = effects.to("flush_notifier")
         assert isinstance(gone, Gone)
         assert (gone.keys, gone.reason) == (A, Reason.PROMOTION)
         # The index is sent the loss before the evictor is sent the bytes.
         assert [told.receiver for told in effects.told] == ["flush_notifier", "cpu_evictor"]
-        assert inner.objects == {}
+        assert (list(inner.objects), inner.keys()) == ([B], [B])
+
+
+async def unavailable(*_arguments):
+    return Outcome.UNAVAILABLE
+
+
+@pytest.mark.parametrize("reason", ["unavailable", "late", "memory lost"])
+def test_an_exclusive_store_keeps_objects_whose_read_failed(reason):
+    inner = holding(A, B)
+    outcome = Outcome.LATE if reason == "late" else Outcome.UNAVAILABLE
+    if reason == "unavailable":
+        inner.load = unavailable
+    message = Read(
+        1,
+        A + B,
+        (0, 1),
+        0.0 if reason == "late" else NEVER,
+        take=True,
+        era=int(reason == "memory lost"),
+    )
+    with stepped(inner) as reader:
+        (job,) = reader.turn(message).jobs
+        effects = end(reader, job)
+        assert list(effects.to("cpu_evictor")[0].outcomes) == [outcome] * 2
+        assert effects.to("flush_notifier") == []
+        assert set(inner.objects) == set(inner.keys()) == {A, B}
+
+
+def test_a_key_that_is_written_again_while_it_is_read_stays():
+    inner = holding(A)
+    with stepped(inner) as reader:
+        (job,) = reader.turn(Read(1, A, (0,), NEVER, take=True)).jobs
+        inner.pending.add(A)
+        effects = end(reader, job)
+        assert list(effects.to("cpu_evictor")[0].outcomes) == [Outcome.OK]
+        inner.pending.clear()
+        assert inner.holds(A)
+        assert list(inner.objects) == [A]
 
 
 def test_a_corrupt_object_is_reported_and_not_read():
@@ -104,9 +143,11 @@ def test_a_corrupt_object_is_reported_and_not_read():
         assert list(effects.to("cpu_evictor")[0].outcomes) == [Outcome.CORRUPT]
 
 
-def test_a_read_that_raises_is_unavailable_and_gives_up_what_it_took():
-    with stepped(holding(A)) as reader:
+def test_a_read_that_raises_is_unavailable_and_keeps_its_objects():
+    inner = holding(A)
+    with stepped(inner) as reader:
         (job,) = reader.turn(Read(1, A, (0,), NEVER, take=True)).jobs
         effects = reader.fail(job, RuntimeError("broken"))
-        assert effects.to("flush_notifier")[0].keys == A
+        assert effects.to("flush_notifier") == []
         assert list(effects.to("cpu_evictor")[0].outcomes) == [Outcome.UNAVAILABLE]
+        assert inner.holds(A)

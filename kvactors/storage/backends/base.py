@@ -108,7 +108,8 @@ class Backend(ABC):
         return self.probe(keys) or 0
 
     def take(self, keys: Sequence[bytes]) -> None:
-        """Remove keys from the inventory before their last read (exclusive stores)."""
+        """Remove keys that were read from the inventory (exclusive stores). `remove` follows. Keys
+        whose objects are being written stay."""
         self.inventory.take(keys)
 
     @abstractmethod
