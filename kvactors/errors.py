@@ -21,7 +21,7 @@ part that can be switched off
 ├── WiringError                       the declared channel graph does not fit together
 ├── LayoutError (ValueError)          shapes, dtypes or counts of blocks do not fit
 ├── DeviceError                       a device cannot be had, or its memory is not what it was
-│   └── CudaError                     (device.cuda_driver) a call of the CUDA driver failed
+│   └── CudaError                     (data_plane.cuda.driver) a call of the CUDA driver failed
 ├── RankError                         a tensor-parallel rank cannot be admitted, or nobody can
 listen for it
 │   └── RankLost                      a rank's memory is gone, and with it what a lease's blocks

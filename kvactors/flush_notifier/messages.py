@@ -151,8 +151,8 @@ class FlushTask(Message, frozen=True, eq=False):
     to sinks that take it so). keys: names of the `count` blocks, 32 bytes each. A sink that
     identifies blocks by name (`Sink.by_name`) finds in `tokens` only those of the `count`
     blocks, and nothing if they are gone. parent: name of the block before them (the root key if
-    start_block_idx is 0). epoch: the notifier's incarnation. Tasks of an earlier epoch are void.
-    extra_keys: of the blocks in `tokens`.
+    start_block_idx is 0). epoch: grows with each start of the notifier. Tasks of an earlier
+    epoch are void. extra_keys: of the blocks in `tokens`.
     """
 
     tokens: bytes
