@@ -1,4 +1,4 @@
-"""What a block is made of."""
+"""Layouts: the pieces of a block, and the layout that a config names."""
 
 from importlib import import_module
 
@@ -23,8 +23,11 @@ KINDS: dict[str, type[Layout]] = {"gqa": GQALayout, "mla": MLALayout, "dsa": DSA
 
 
 def make_layout(config: LayoutConfig, block_size: int) -> Layout:
-    """The layout a config describes; one of another package is named `package.module:Class`. Raises
-    LayoutError."""
+    """The layout a config describes. A layout of another package is named `package.module:Class`.
+
+    Raises:
+        LayoutError: there is no such layout, or its settings are invalid.
+    """
     settings = {
         **{name: getattr(config, name) for name in config.__struct_fields__},
         **config.options,
@@ -33,7 +36,11 @@ def make_layout(config: LayoutConfig, block_size: int) -> Layout:
 
 
 def layout_class(kind: str) -> type[Layout]:
-    """The class of a kind. LayoutError if there is none."""
+    """The class of a kind.
+
+    Raises:
+        LayoutError: there is no such class.
+    """
     if kind in KINDS:
         return KINDS[kind]
     module, _, name = kind.partition(":")

@@ -1,4 +1,4 @@
-"""What a block is made of: the contract between attention kernels, the copies and the store."""
+"""The layout of a block: the contract between attention kernels, the copies and the store."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1, "int8": 1}
 """Bytes an element, by dtype name."""
 
 ORDER = ("key", "value", "indexer", "key_scale", "value_scale")
-"""Roles as they follow one another within a layer; roles of other layouts' making come last, in
-alphabetical order."""
+"""Order of roles within a layer. Roles that are not listed come last, in alphabetical order."""
 
 
 class Role(NamedTuple):
-    """What every layer has one of. shape: of one block, without the block axis. dtype: a name in
-    `ITEM_BYTES`."""
+    """A tensor that every layer has.
+
+    Attributes:
+        shape: of one block, without the block axis.
+        dtype: a name in `ITEM_BYTES`.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -35,8 +38,13 @@ class Role(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """One block's share of one region. shape: of one block, without the block axis. nbytes: of
-    that. extra: whether the region belongs to an extra (MTP, draft) layer."""
+    """One block's share of one region.
+
+    Attributes:
+        shape: of one block, without the block axis.
+        nbytes: bytes of one block.
+        extra: whether the region belongs to an extra (MTP, draft) layer.
+    """
 
     layer: int
     role: str
@@ -51,12 +59,17 @@ class Layout(ABC):
     layers, extra layers last. Kernels index regions by that order (`position`), host slots and
     stored objects hold the pieces one after another in it.
 
-    A subclass says what its roles are; that is all a layout of one's own needs.
+    A subclass defines the kind and the roles. A custom layout needs nothing else.
 
-    block_size: tokens a block. num_layers: main layers, numbered from layer_offset on (a pipeline
-    stage's first). extra_layers: those after them, whose regions have extra_block_ratio (at least
-    1) times as many blocks. fingerprint: 32 bytes; blocks of different fingerprints can never be
-    mixed up. Raises LayoutError for counts that cannot be.
+    Attributes:
+        block_size: tokens a block.
+        num_layers: main layers, numbered from layer_offset on (a pipeline stage's first).
+        extra_layers: layers after the main ones, whose regions have extra_block_ratio (at least
+            1) times as many blocks.
+        fingerprint: 32 bytes. Blocks of different fingerprints can never be mixed up.
+
+    Raises:
+        LayoutError: a count or a role is invalid.
     """
 
     def __init__(
@@ -94,12 +107,16 @@ class Layout(ABC):
 
     @abstractmethod
     def make_roles(self) -> Sequence[Role]:
-        """What every layer has, in any order. Called once, by the constructor, when the layout's
-        own fields are set."""
+        """The roles of every layer, in any order. The constructor calls it once, so a subclass sets
+        its fields first."""
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any], block_size: int) -> Self:
-        """The layout that the table `[layout]` (all its settings, by name) describes."""
+        """The layout that the table `[layout]` (all its settings, by name) describes.
+
+        Raises:
+            LayoutError: the layout cannot be made from settings, or a setting is invalid.
+        """
         raise LayoutError(
             f"{cls.__name__} cannot be made from settings; give `open` a device that has it"
         )
@@ -145,8 +162,12 @@ class Layout(ABC):
     # -- regions
 
     def position(self, layer: int, role: str) -> int:
-        """Where a region stands in the flat list: (layer - layer_offset) * number of roles + the
-        role's place. LayoutError if there is none."""
+        """A region's index in the flat list: (layer - layer_offset) * number of roles + the role's
+        index.
+
+        Raises:
+            LayoutError: there is no such region.
+        """
         names = [one.name for one in self.roles]
         if (
             role not in names
@@ -164,14 +185,25 @@ class Layout(ABC):
         return (self.region_blocks(piece, num_blocks), *piece.shape)
 
     def allocate(self, make: Callable[[tuple[int, ...], str], T], num_blocks: int) -> list[T]:
-        """All regions in contract order; `make(shape, dtype)` makes one, on whatever device."""
+        """Allocate all regions in contract order.
+
+        Args:
+            make: `make(shape, dtype)` allocates one region, on any device.
+            num_blocks: blocks of the cache, at least 1.
+
+        Raises:
+            LayoutError: num_blocks is below 1.
+        """
         if num_blocks < 1:
             raise LayoutError(f"a cache needs at least 1 block, not {num_blocks}")
         return [make(self.region_shape(piece, num_blocks), piece.dtype) for piece in self.pieces]
 
     def verify(self, shapes: Sequence[tuple[tuple[int, ...], str]], num_blocks: int) -> None:
-        """LayoutError names the first of these regions (shape and dtype each, in contract order)
-        that is not as it should be."""
+        """Check regions, given as shape and dtype each, in contract order.
+
+        Raises:
+            LayoutError: names the first region that does not match the layout.
+        """
         if len(shapes) != len(self.pieces):
             raise LayoutError(
                 f"a {self.kind} layout of {len(self.pieces)} regions, and {len(shapes)} were given"
@@ -187,7 +219,11 @@ class Layout(ABC):
 
 def heads_on_rank(num_kv_heads: int, ranks: int) -> int:
     """KV heads on each of `ranks` tensor-parallel ranks: they are split, or, if there are fewer
-    heads than ranks, repeated. LayoutError if it does not come out even."""
+    heads than ranks, repeated.
+
+    Raises:
+        LayoutError: one of the two numbers is not a multiple of the other.
+    """
     if ranks < 1 or num_kv_heads < 1 or (num_kv_heads % ranks and ranks % num_kv_heads):
         raise LayoutError(f"{num_kv_heads} KV heads cannot be shared among {ranks} ranks")
     return max(1, num_kv_heads // ranks)

@@ -13,9 +13,20 @@ Quantization = Literal["none", "block_wise_fp8"]
 
 
 class GQALayout(Layout):
-    """num_layers, num_kv_heads (on this rank), head_dim: at least 1. dtype: a name in `ITEM_BYTES`.
-    quantization: with block_wise_fp8 key and value are bytes, and each token of each head has a
-    scale of dtype scale_dtype. options: `Layout`'s. Raises LayoutError."""
+    """Keys and values per head.
+
+    Args:
+        num_layers: at least 1.
+        num_kv_heads: heads on this rank, at least 1.
+        head_dim: at least 1.
+        dtype: a name in `ITEM_BYTES`.
+        quantization: with block_wise_fp8 key and value are bytes, and each token of each head has
+            a scale of dtype scale_dtype.
+        options: `Layout`'s.
+
+    Raises:
+        LayoutError: a size or a dtype is invalid.
+    """
 
     def __init__(
         self,
@@ -46,8 +57,8 @@ class GQALayout(Layout):
         return "gqa" if self.quantization == "none" else f"gqa-{self.quantization}"
 
     def make_roles(self) -> Sequence[Role]:
-        """Key and value of [num_kv_heads, block_size, head_dim]; scales of [num_kv_heads,
-        block_size]."""
+        """Key and value of [num_kv_heads, block_size, head_dim], and with quantization scales of
+        [num_kv_heads, block_size]."""
         shape = (self.num_kv_heads, self._block_size, self.head_dim)
         roles = [Role("key", shape, self.dtype), Role("value", shape, self.dtype)]
         if self.quantization != "none":
@@ -59,7 +70,7 @@ class GQALayout(Layout):
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any], block_size: int) -> Self:
-        """See `Layout.from_settings`; `num_kv_heads` there counts all ranks' heads."""
+        """See `Layout.from_settings`. Its `num_kv_heads` counts the heads of all ranks."""
         heads = heads_on_rank(settings["num_kv_heads"], settings["tensor_parallel"])
         options = {name: settings[name] for name in ("quantization", "scale_dtype", *OPTIONS)}
         return cls(

@@ -19,8 +19,14 @@ SCALE_GROUP = 128
 
 
 class MLALayout(Layout):
-    """One key of kv_lora_rank + qk_rope_head_dim elements a token, and no value. options:
-    `Layout`'s. Raises LayoutError."""
+    """One key of kv_lora_rank + qk_rope_head_dim elements a token, and no value.
+
+    Args:
+        options: `Layout`'s.
+
+    Raises:
+        LayoutError: a size or a dtype is invalid.
+    """
 
     def __init__(
         self,
@@ -67,7 +73,14 @@ class MLALayout(Layout):
 class DSALayout(Layout):
     """Bytes only: a key of kv_lora_rank fp8 values with their scales and 2 * qk_rope_head_dim bytes
     of rope (656 bytes a token at 512 and 64), and an indexer of index_head_dim fp8 values with
-    their scales (132 bytes at 128). options: `Layout`'s. Raises LayoutError."""
+    their scales (132 bytes at 128).
+
+    Args:
+        options: `Layout`'s.
+
+    Raises:
+        LayoutError: a size is invalid.
+    """
 
     def __init__(
         self,
