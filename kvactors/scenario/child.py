@@ -96,7 +96,7 @@ async def start_child(
     Args:
         arguments: of the interpreter, for example `-m` and a module.
         folder: the working directory, from which modules are imported as well. By default the
-            process imports from where this one does, whatever its working directory is.
+            process imports from where this one does, in any working directory.
         environment: variables to set in addition to those of this process.
         python: the interpreter.
     """

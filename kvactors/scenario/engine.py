@@ -57,7 +57,11 @@ class Engine:
     async def serve(
         self, name: str, tokens: Any, output: Any = (), think: float = 0.0, **options: Any
     ) -> None:
-        """One request from acquire to finish; the model takes `think` seconds. Raises NoRoom."""
+        """Serve one request from acquire to finish. The model takes `think` seconds.
+
+        Raises:
+            NoRoom: the cache has no free blocks for the request.
+        """
         async with await self.cache.acquire(name, tokens, **options) as lease:
             await self.begin(lease)
             self.compute(lease, lease.cached_tokens)
@@ -72,16 +76,16 @@ class Engine:
             await lease.finish()
 
     async def settle(self, sinks: Collection[str] | None = None) -> None:
-        """Wait until nothing is under way and every sink (of those named) is told; what cannot be
-        reached in time is an error in the totals."""
+        """Wait until nothing is in flight and every sink (of those named) has its deliveries. A
+        missed deadline is an error in the totals."""
         try:
             await self.cache.wait_flushed(sinks=sinks)
         except DeadlineExceeded as error:
             self.totals.complain(f"at the end: {error}")
 
     async def idle(self) -> None:
-        """Wait until the cache has nothing left to do, however slow the disk is; an error in the
-        totals if it takes IDLE seconds."""
+        """Wait until the cache has nothing left to do, however slow the disk is. More than IDLE
+        seconds are an error in the totals."""
         try:
             await self.cache.wait_idle(IDLE)
         except DeadlineExceeded as error:

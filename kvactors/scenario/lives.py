@@ -1,8 +1,9 @@
-"""A scenario whose cache runs in a process of its own that is killed (SIGKILL) and started anew,
-while a router and files look on.
+"""A scenario whose cache runs in a separate process that is killed (SIGKILL) and started anew,
+while a router and files receive its events.
 
-`python -m kvactors.scenario.lives` is one such life: it reads what to run as one JSON line, says
-"started", runs it, says what came out and what its tiers hold, and stays until its input ends.
+`python -m kvactors.scenario.lives` is one such process. It reads the scenario as one JSON line,
+prints "started", runs the scenario, prints the report and the contents of its tiers, and stays
+until its input ends.
 """
 
 from __future__ import annotations
@@ -29,12 +30,18 @@ from kvactors.storage.inspect import keys_in
 from kvactors.types import Tier
 
 PATIENCE = 300.0
-"""Seconds for a life to run its workload."""
+"""Seconds for a process to run its workload."""
 
 
 class Epitaph(msgspec.Struct):
-    """What a life says at rest: its report, hashes by medium, names (hex) by tier, and how many
-    batches of events it published."""
+    """The output of a process when it is idle.
+
+    Attributes:
+        report: its report.
+        held: hashes by medium.
+        names: block hashes (hex) by tier.
+        sequence: number of event batches it published.
+    """
 
     report: Report
     held: dict[str, list[int]]
@@ -43,8 +50,8 @@ class Epitaph(msgspec.Struct):
 
 
 async def run_lives(scenario: Scenario, data: dict[str, Any], seed: int) -> Report:
-    """Kill every life but the last as told; compare the router, and files of JSON lines, with the
-    last one's tiers."""
+    """Run the workload in one process after another, and kill all but the last as `lives.kills`
+    sets. Compare the router, and files of JSON lines, with the tiers of the last process."""
     orders = msgspec.json.encode({"data": data, "seed": seed}).decode()
     events = events_of(scenario) if scenario.router.enabled else None
     async with AsyncExitStack() as stack:
@@ -82,8 +89,8 @@ async def run_lives(scenario: Scenario, data: dict[str, Any], seed: int) -> Repo
 
 
 def missing_of(scenario: Scenario) -> int:
-    """Blocks that a file of JSON lines says are in the file store, and that are not: for stores
-    without a limit, whose blocks never go."""
+    """Blocks that a file of JSON lines lists in the file store, and that are not in it. Only for
+    stores without a limit, whose blocks are never evicted."""
     files = [
         s
         for s in scenario.flush.sinks
@@ -96,7 +103,7 @@ def missing_of(scenario: Scenario) -> int:
 
 
 async def start(life: Child, orders: str) -> None:
-    """Tell a life what to run."""
+    """Send a process its scenario, and wait until it has started."""
     await life.send(orders)
     await life.receive()
 
@@ -114,7 +121,7 @@ def differing(sink: JsonLinesSinkConfig, names: dict[str, list[str]]) -> int:
 
 
 async def live() -> None:
-    """One life."""
+    """Run one process of the scenario: the code of `python -m kvactors.scenario.lives`."""
     orders = msgspec.json.decode(await anyio.to_thread.run_sync(sys.stdin.readline))
     scenario = Scenario.from_mapping(orders["data"])
     async with session(scenario, virtual=False) as one:

@@ -27,12 +27,16 @@ Progress = Callable[[Totals], None]
 
 
 class ReplaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """mode: sequential (a request ends, and everything it caused, before the next begins) or timed
-    (arrivals by their time stamps).
+    """Settings of a replay.
 
-    coarse, limit: see `read_trace`. speed: of the trace's clock. prefill_tokens_per_s,
-    decode_tokens_per_s: the model's pace, in timed mode. retry: seconds between attempts of a
-    request that found no room. patience: seconds after which it is given up.
+    Attributes:
+        mode: sequential (a request ends, and everything it caused, before the next begins) or
+            timed (arrivals by their time stamps).
+        coarse, limit: see `read_trace`.
+        speed: factor on the trace's clock.
+        prefill_tokens_per_s, decode_tokens_per_s: the model's pace, in timed mode.
+        retry: seconds between attempts of a request that found too few free blocks.
+        patience: seconds after which such a request is given up.
     """
 
     mode: Literal["sequential", "timed"] = "sequential"
@@ -139,7 +143,8 @@ async def serve_timed(
 async def acquire_patiently(
     engine: Engine, name: str, tokens: NDArray[np.uint32], settings: ReplaySettings
 ) -> Lease | None:
-    """Try again while there is no room; None when patience is at its end."""
+    """Acquire, and try again while too few blocks are free. Returns None after
+    `settings.patience`."""
     give_up = anyio.current_time() + settings.patience
     while True:
         try:

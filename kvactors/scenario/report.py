@@ -1,4 +1,4 @@
-"""What a run or a replay found out, in one vocabulary."""
+"""The report of a run or a replay, in one vocabulary."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_ERRORS = 50
 
 
 class Totals(msgspec.Struct):
-    """What the driver of a run counts itself. Hits in blocks."""
+    """The counts that the driver of a run keeps itself. Hits in blocks."""
 
     requests: int = 0
     rejected: int = 0
@@ -35,7 +35,7 @@ class Totals(msgspec.Struct):
     errors: list[str] = msgspec.field(default_factory=list)
 
     def complain(self, what: str) -> None:
-        """Something went wrong; the first MAX_ERRORS are kept in words."""
+        """Record an error. The texts of the first MAX_ERRORS are kept."""
         if len(self.errors) < MAX_ERRORS:
             self.errors.append(what)
         elif len(self.errors) == MAX_ERRORS:
@@ -43,11 +43,17 @@ class Totals(msgspec.Struct):
 
 
 class Report(msgspec.Struct):
-    """hit_rate: share of the blocks looked up, by tier. corrupt_blocks_served and
-    flush["divergence"] must be 0. sinks: of each sink what it took, what is pending, and on how
-    many blocks it differs from the tiers. router: what the router process says, and on how many
-    blocks it differs. lives: of the cache's process. storage: what the store counts. errors: what
-    went wrong, invariants that do not hold included."""
+    """The result of a run or a replay. corrupt_blocks_served and flush["divergence"] must be 0.
+
+    Attributes:
+        hit_rate: share of the blocks looked up, by tier.
+        sinks: for each sink the reports it took, those pending, and the number of blocks on which
+            it differs from the tiers.
+        router: the router process's report, and the number of blocks on which it differs.
+        `lives`: number of starts of the cache's process.
+        storage: the store's counts.
+        errors: errors of the run, violated invariants included.
+    """
 
     name: str
     requests: int
@@ -76,8 +82,16 @@ def make_report(
     wall: float,
     sinks: Collection[str] | None = None,
 ) -> Report:
-    """The report as of now; the cache should be settled. sinks: the names of those that count, all
-    if None."""
+    """The report as of now. The cache should be idle.
+
+    Args:
+        name: of the run.
+        totals: the driver's counts.
+        cache: the cache of the run.
+        lag: the lag of the event loop.
+        wall: seconds the run took.
+        sinks: the names of the sinks that count, all if None.
+    """
     statistics = cache.statistics()
     looked_up = max(1, totals.blocks_looked_up)
     rates = {
@@ -169,7 +183,7 @@ def totals_line(totals: Totals) -> str:
 
 
 def storage_row(storage: dict[str, float]) -> str:
-    """What the store did, in objects. Always what was written, read, late and shed, and what else
+    """The store's counts in objects: always written, read, late and shed, and any other count that
     is not 0."""
     first = {"writes": "written", "reads": "read", "late": "late", "shed": "shed"}
     shown = [f"{label} {storage.get(name, 0):g}" for name, label in first.items()]

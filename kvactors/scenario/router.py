@@ -32,9 +32,13 @@ async def routing(
 
 
 async def compare(router: Child, sequence: int, truth: Mapping[str, set[int]]) -> dict[str, int]:
-    """What the router reports once it has read every batch before `sequence`. divergence: blocks on
-    which it differs from the truth, by medium. ambiguous: blocks that it cannot tell apart by
-    tokens, adapter, salt and media."""
+    """Compare the router's view with the tiers, once it has read every batch before `sequence`.
+
+    Returns:
+        The router's counts. divergence: number of blocks on which its view differs from the
+        truth, by medium. ambiguous: blocks that it cannot tell apart by tokens, adapter, salt and
+        media.
+    """
     await router.send(f"report {sequence}")
     said = msgspec.json.decode(await router.receive())
     view = {medium: set(hashes) for medium, hashes in said["view"].items()}

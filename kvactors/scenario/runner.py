@@ -32,7 +32,11 @@ def run_scenario(
     virtual: bool = False,
     progress: Progress = lambda _: None,
 ) -> tuple[Scenario, Report]:
-    """Run what a scenario file says. Raises ConfigError for anything in it that cannot be."""
+    """Run the scenario of a file.
+
+    Raises:
+        ConfigError: a setting of the scenario is invalid.
+    """
     with tempfile.TemporaryDirectory(prefix="kvactors-") as folder:
         data = with_temporary(data, folder)
         scenario = Scenario.from_mapping(data)
@@ -68,8 +72,8 @@ def check_virtual(scenario: Scenario) -> None:
 async def run_session(
     scenario: Scenario, seed: int, progress: Progress, *, virtual: bool
 ) -> Report:
-    """Run it in this process, after the lives that came before, with what it has beside it: a
-    router, a pool's master and another node."""
+    """Run the scenario in this process, after its `lives.restarts` earlier runs, with the processes
+    beside it: a router, a pool's master and another node."""
     if scenario.mooncake.enabled:
         async with pool(scenario.mooncake) as address:
             return await run_in_pool(with_master(scenario, address), seed, progress)
@@ -121,7 +125,8 @@ async def run_routed(one: Session, seed: int, progress: Progress) -> Report:
 
 @asynccontextmanager
 async def pool(settings: Pool) -> AsyncIterator[str]:
-    """A master's address, while it runs; killed and started again as told."""
+    """Run a Mooncake master and give its address. The master is killed and started again as the
+    settings ask."""
     from kvactors.testing.mooncake_master import Master
 
     master = Master()

@@ -58,7 +58,7 @@ class Session:
         self.living = None if not dead else [name for name in cache.sinks if name not in dead]
 
     async def run(self, seed: int, progress: Progress) -> Report:
-        """Workload and faults, then rest; the report."""
+        """Run workload and faults, wait until the cache is idle, and make the report."""
         engine, monitor, work = (
             Engine(self.cache, self.totals),
             LagMonitor(),
@@ -164,11 +164,11 @@ class Session:
         part.misdeed = fault.kind
 
     def named(self) -> dict[Tier, set[bytes]]:
-        """What a sink that is sent everything must have: see `announceable`."""
+        """The blocks that a sink with every delivery must have: see `announceable`."""
         return announceable(self.cache.system)
 
     def held(self, media: Mapping[Tier, str]) -> dict[str, set[int]]:
-        """The same as readers of KV events name it: hashes by medium."""
+        """The blocks of `named` as readers of KV events identify them: hashes by medium."""
         return {
             media[tier]: {int.from_bytes(key[-8:], "big") for key in keys}
             for tier, keys in self.named().items()
@@ -216,7 +216,7 @@ async def reporting(totals: Totals, progress: Progress) -> None:
 
 @asynccontextmanager
 async def beside(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run coroutines beside a block; they end with it."""
+    """Run coroutines beside a block of code. They are cancelled at its end."""
     tasks = [asyncio.get_running_loop().create_task(one) for one in work]
     try:
         yield

@@ -1,4 +1,4 @@
-"""What a scenario file may say: a cache's config, a workload, and what must come out of it."""
+"""The contents of a scenario file: a cache's config, a workload, and the expected results."""
 
 from __future__ import annotations
 
@@ -86,15 +86,23 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What goes wrong, and when. sink: whose (a name): down (refuses every call), hang (never
-    answers), fail_every (refuses every `every`-th call), lose_answers (does what it is sent, then
-    fails), loses_state (its index is empty at once; at the end the run waits for a resync at its
-    `resync_interval`, or asks for one if that is 0). storage: the store: down (nothing can be had),
-    full (nothing can be written), slow (every call takes `delay` seconds more), bit_rot (a bit of
-    every `every`-th slot of a file store is flipped, at once). at: seconds after the workload
-    began. seconds: how long; 0: for ever, and then nobody waits for that sink. turn, turns: in
-    place of at and seconds, the turn of a chat (from 1 on) before which it begins, and for how many
-    turns (0: for ever)."""
+    """A fault of a sink or of the store, and its time.
+
+    Attributes:
+        kind: of a sink: down (refuses every call), hang (never answers), fail_every (refuses every
+            `every`-th call), lose_answers (carries out a call, then fails), loses_state (its index
+            is empty at once. At the end the run waits for a resync at its `resync_interval`, or
+            asks for one if that is 0). Of the store: down (refuses everything), full (refuses
+            writes), slow (every call takes `delay` seconds more), bit_rot (a bit of every
+            `every`-th slot of a file store is flipped, at once).
+        sink: the sink's name.
+        storage: whether the fault is the store's.
+        at: seconds after the workload began.
+        seconds: duration. With 0 the fault lasts until the end, and the run does not wait for
+            that sink.
+        turn, turns: in place of at and seconds, the turn of a chat (from 1 on) before which the
+            fault begins, and the number of turns it lasts (0: until the end).
+    """
 
     kind: Literal[
         "down", "hang", "fail_every", "lose_answers", "loses_state", "full", "slow", "bit_rot"
@@ -119,10 +127,15 @@ STORAGE_FAULTS = ("down", "full", "slow", "bit_rot")
 
 
 class RouterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A process that mirrors this node from its KV events alone. enabled: whether there is one.
-    lose: share of the messages that it drops; it asks for a replay then. follow: snapshots (it
-    takes one whenever it connects) or numbers (it has the numbers of the batches alone, as Dynamo
-    has: a batch up to the last one is passed over, a higher number than the next is a gap)."""
+    """A process that mirrors this node from its KV events alone.
+
+    Attributes:
+        enabled: whether there is one.
+        lose: share of the messages that it drops. It asks for a replay after a loss.
+        follow: snapshots (it takes one whenever it connects) or numbers (it uses the numbers of
+            the batches alone, as Dynamo does: a batch up to the last one is passed over, a higher
+            number than the next is a gap).
+    """
 
     enabled: bool = False
     lose: float = 0.0
@@ -130,9 +143,14 @@ class RouterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Lives(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """kills: the cache runs in a process of its own; seconds after which each life but the last is
-    killed (SIGKILL). restarts: the workload is run, the cache closed and opened again, so many
-    times before the run that counts."""
+    """Kills and restarts of the cache.
+
+    Attributes:
+        kills: seconds after which each process but the last is killed (SIGKILL). With any the
+            cache runs in a separate process.
+        restarts: number of times that the workload is run, and the cache closed and opened again,
+            before the run that counts.
+    """
 
     kills: tuple[float, ...] = ()
     restarts: int = 0
@@ -303,7 +321,7 @@ def events_of(config: Config) -> KvEventsSinkConfig | None:
 
 
 def flatten(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested expectation tables by dotted name; a table of bounds stays one."""
+    """Nested expectation tables by dotted name. A table of bounds is not flattened."""
     flat: dict[str, Any] = {}
     for key, value in data.items():
         name = f"{prefix}{key}"
@@ -315,8 +333,11 @@ def flatten(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def disappointments(expect: dict[str, float | Bound], report: Report) -> list[str]:
-    """Which expectations do not hold, in words. ConfigError for one about a field that reports do
-    not have."""
+    """Describe the expectations that do not hold.
+
+    Raises:
+        ConfigError: an expectation is about a field that reports do not have.
+    """
     failed = []
     for name, wanted in expect.items():
         try:

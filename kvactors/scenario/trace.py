@@ -109,7 +109,11 @@ def expand(line: _Line) -> NDArray[np.uint64]:
 
 def tokens_of(ids: NDArray[np.uint64], block_size: int) -> NDArray[np.uint32]:
     """Tokens of blocks, uint32 [len(ids) * block_size]: a fixed, one-to-one function of each id.
-    Ids below 2**64; block_size >= 2 for ids from 2**32 on."""
+
+    Args:
+        ids: below 2**64.
+        block_size: at least 2 for ids from 2**32 on.
+    """
     position = np.arange(block_size, dtype=np.uint32) * np.uint32(2654435761)
     tokens = (
         ids.astype(np.uint32)[:, None] ^ position[None, :]

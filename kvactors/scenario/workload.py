@@ -1,4 +1,4 @@
-"""What requests a scenario makes."""
+"""The requests of a scenario: chat conversations and scripts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VOCABULARY = 150_000
 PLACEHOLDER = VOCABULARY
 """The token that stands for every part of an image."""
 RETRY = 0.005
-"""Seconds until a chat request that found no room tries again."""
+"""Seconds until a chat request that found too few free blocks tries again."""
 
 
 def random_tokens(rng: np.random.Generator, count: int) -> NDArray[np.uint32]:
@@ -29,8 +29,14 @@ def random_tokens(rng: np.random.Generator, count: int) -> NDArray[np.uint32]:
 
 
 class Speaker(NamedTuple):
-    """Whose conversation it is. text: number of its text; the others are numbers of its salt,
-    adapter and images, 0 for the first."""
+    """The identity of a conversation, as numbers from 0 on.
+
+    Attributes:
+        text: number of its text.
+        tenant: number of its salt.
+        adapter: number of its adapter.
+        images: number of its images.
+    """
 
     text: int
     tenant: int
@@ -62,10 +68,16 @@ class Speaker(NamedTuple):
 async def chat(
     engine: Engine, work: Workload, seed: int, before: Callable[[int], None] = lambda _: None
 ) -> None:
-    """Conversations that grow turn by turn; a turn's prompt is everything said before and a new
-    question. Every conversation has its turn before any has its next, so each comes back when the
-    others have pushed it down the tiers. before: called with the number of each turn (from 1 on)
-    before it begins."""
+    """Run conversations that grow turn by turn. A turn's prompt is the conversation so far and a
+    new question. Every conversation has its turn before any has its next, so each comes back when
+    the others have pushed it down the tiers.
+
+    Args:
+        engine: serves the requests.
+        work: the settings of the workload.
+        seed: of the texts.
+        before: called with the number of each turn (from 1 on) before the turn begins.
+    """
     system = random_tokens(np.random.default_rng(seed), work.system_tokens)
     said = [system] * work.sessions
     speakers = [Speaker.of(session, work) for session in range(work.sessions)]
@@ -105,8 +117,17 @@ async def until_room(
     think: float,
     identity: Mapping[str, Any],
 ) -> None:
-    """Serve one request, again while there is no room for it now; one the device could never hold
-    is rejected. identity: salt, adapter and media, as `acquire` takes them."""
+    """Serve one request, and try again while too few blocks are free. A request that the device
+    could never hold is rejected.
+
+    Args:
+        engine: serves the request.
+        name: of the request.
+        prompt: token ids.
+        answer: token ids of the output.
+        think: seconds the model takes.
+        identity: salt, adapter and media, as `acquire` takes them.
+    """
     if len(prompt) + len(answer) > engine.cache.device.num_blocks * engine.cache.block_size:
         engine.totals.rejected += 1
         return
@@ -123,7 +144,7 @@ async def until_room(
 
 
 class Script:
-    """Runs the steps of a script; what does not come out as expected is an error in the totals."""
+    """Runs the steps of a script. An unexpected result is an error in the totals."""
 
     def __init__(self, engine: Engine, seed: int) -> None:
         self.engine = engine
@@ -131,7 +152,7 @@ class Script:
         self.leases: dict[str, Lease] = {}
 
     async def run(self, steps: tuple[Step, ...]) -> None:
-        """Every step, in order; leases left open at the end are finished."""
+        """Run every step, in order. Leases left open at the end are finished."""
         for number, step in enumerate(steps, 1):
             outcome = "ok"
             try:
