@@ -1,5 +1,5 @@
-"""AttentionStore's SDK: imported, opened, waited for, called. It is proprietary; this is written
-against the calls that FastDeploy's adapter makes
+"""AttentionStore's SDK: imported, opened, waited for, called. It is proprietary. This module is
+written against the calls that FastDeploy's adapter makes
 (fastdeploy/cache_manager/transfer_factory/mooncake_store/attention_store.py), and tested against
 the stand-in of `kvactors.testing`.
 
@@ -26,19 +26,23 @@ from kvactors.threads import Workers
 T = TypeVar("T")
 
 NOT_READY = "cuda memory not ready"
-"""The one message that passes by itself."""
+"""The one error message of a passing condition: the call is tried again."""
 
 MARGIN = 5.0
 """Seconds that an open may take beyond `ready_timeout`: its error comes first."""
 
 Use = Literal["index", "storage"]
-"""What a handle is for. Calls of one use never overlap; those of the two may, as in FastDeploy,
-which calls one object from two threads."""
+"""The use of a handle. Calls of one use never overlap. Calls of different uses may overlap, as in
+FastDeploy, which calls one object from two threads."""
 
 
 class Names(NamedTuple):
-    """What the SDK's modules give. hbm: the medium, only for the index. attention_type: only on
-    CUDA."""
+    """The names taken from the SDK's modules.
+
+    Attributes:
+        hbm: the medium, only for the index.
+        attention_type: only on CUDA.
+    """
 
     sdk: Any
     tokens: Any
@@ -48,7 +52,11 @@ class Names(NamedTuple):
 
 
 def import_sdk(package: str, *, index: bool, cuda: bool) -> Names:
-    """The SDK's names, as far as they are needed. SdkError if it is not installed."""
+    """Import the names of the SDK that the use needs.
+
+    Raises:
+        SdkError: the SDK is not installed.
+    """
     try:
         sdk = import_module(f"{package}.sdk")
         error = import_module(f"{package}.utils.err").AttentionStoreSDKError
@@ -64,7 +72,11 @@ def import_sdk(package: str, *, index: bool, cuda: bool) -> Names:
 
 
 def count_of(value: Any, most: int, what: str) -> int:
-    """A number of blocks that the SDK gave. SdkError if it is none, or cannot be."""
+    """Check a number of blocks that the SDK returned.
+
+    Raises:
+        SdkError: the value is no integer, or not within 0..most.
+    """
     try:
         count = operator.index(value)
     except TypeError:
@@ -75,8 +87,8 @@ def count_of(value: Any, most: int, what: str) -> int:
 
 
 def guarded(call: Callable[[], T]) -> Callable[[], T]:
-    """A call that raises SdkError for whatever it raises, also for what is no Exception: nothing of
-    it may end a thread or a task."""
+    """Wrap a call so that any error in it, BaseException included, becomes an SdkError. No error of
+    the SDK may end a thread or a task."""
 
     def run() -> T:
         try:
@@ -90,8 +102,11 @@ def guarded(call: Callable[[], T]) -> Callable[[], T]:
 
 
 def arguments(settings: SdkSettings, names: Names) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The constructor's positional and keyword arguments. SdkError for a kind of attention that the
-    SDK has no name for."""
+    """The constructor's positional and keyword arguments.
+
+    Raises:
+        SdkError: the SDK has no name for the kind of attention.
+    """
     one = settings.shard
     shard = (
         one.namespace,
@@ -115,9 +130,15 @@ def arguments(settings: SdkSettings, names: Names) -> tuple[tuple[Any, ...], dic
 
 
 class Shared:
-    """What all handles of one shard have in common. object: of the SDK, None before it is made.
-    arguments: it was made with. opener: the handle that makes it, if one does. threads: by use, one
-    thread each."""
+    """The state that all handles of one shard share.
+
+    Attributes:
+        object: the SDK's object, None before it is made.
+        arguments: the arguments the object was made with.
+        opener: the handle that is making the object, if any.
+        threads: by use, one thread each.
+        handles: the open handles.
+    """
 
     def __init__(self, name: str) -> None:
         self.object: Any = None
@@ -132,8 +153,14 @@ class Shared:
         return self.threads.setdefault(use, Workers(1, f"kvactors-attention-store-{use}"))
 
     def make(self, wanted: Any, construct: Callable[[], Any], opener: object) -> bool:
-        """Make the object unless it exists; False while another thread makes it. SdkError if it
-        exists with other arguments."""
+        """Make the object unless it exists.
+
+        Returns:
+            False while another handle makes it.
+
+        Raises:
+            SdkError: the object exists with other arguments.
+        """
         if self.object is None:
             if self.opener.setdefault("opener", opener) is not opener:
                 return False
@@ -152,12 +179,13 @@ class Shared:
 
 
 SHARED: dict[Shard, Shared] = {}
-"""Of this process, by shard."""
+"""The shared state of this process, by shard."""
 
 
 class Sdk:
     """A handle for one use. The SDK's calls block, so they run in a thread, in order, never two of
-    one use at once. A call that is given up goes on there, and the next one waits for it."""
+    one use at once. A cancelled call that has begun continues there, and the next one waits for
+    it."""
 
     def __init__(self, settings: SdkSettings, use: Use) -> None:
         self.settings = settings
@@ -176,8 +204,12 @@ class Sdk:
         return self.shared.object
 
     async def open(self) -> None:
-        """Connect, and wait until the other side is ready. SdkError, or DeadlineExceeded after
-        `ready_timeout`."""
+        """Connect, and wait until the service is ready.
+
+        Raises:
+            SdkError: the SDK failed.
+            DeadlineExceeded: the service was not ready within `ready_timeout`.
+        """
         limit = self.settings.ready_timeout
         self.shared.handles.add(self)
         try:
@@ -202,7 +234,7 @@ class Sdk:
         return self.names.sdk(*positional, **keywords)
 
     async def _ready(self) -> bool:
-        """Whether a look-up of a few made-up tokens is answered."""
+        """Whether the service answers a look-up of made-up tokens."""
         tokens = self.names.tokens(list(range(self.block_size + 1)), self.block_size)
         try:
             await self.run(lambda: self.connection.match(tokens, 0, self.settings.ready_interval))
@@ -213,12 +245,16 @@ class Sdk:
         return True
 
     async def run(self, call: Any) -> Any:
-        """A call in the SDK's thread. SdkError for whatever it raises."""
+        """Run a call in the SDK's thread.
+
+        Raises:
+            SdkError: the call raised.
+        """
         future = self.thread.submit(guarded(call))
         result = asyncio.wrap_future(future)
         result.add_done_callback(
             lambda done: done.cancelled() or done.exception()
-        )  # looked at, should nobody wait any more
+        )  # retrieve the error even if the caller was cancelled
         try:
             return await asyncio.shield(result)
         except asyncio.CancelledError:
@@ -239,8 +275,13 @@ class Sdk:
         await self.run(call)
 
     async def match(self, tokens: Any, start: int, seconds: float) -> int:
-        """How many blocks, from `start` on, can be read. SdkError for what is no count; one beyond
-        the path counts as all of it, since only what `read` gives is used."""
+        """The number of blocks, from `start` on, that can be read.
+
+        A count beyond the path is cut to the path, since only blocks that `read` returns are used.
+
+        Raises:
+            SdkError: the SDK failed, or returned no count.
+        """
         most = len(tokens) // self.block_size - start
         found = await self._moving(lambda t: self.connection.match(t, start, seconds), tokens)
         return min(most, count_of(found, 1 << 62, "match"))
@@ -254,7 +295,14 @@ class Sdk:
         blocks: Sequence[int],
         seconds: float,
     ) -> int:
-        """Bytes into device blocks; how many blocks. SdkError for a number that cannot be."""
+        """Read bytes into device blocks.
+
+        Returns:
+            The number of blocks read.
+
+        Raises:
+            SdkError: the SDK failed, or returned an impossible number.
+        """
         options = {"remote_addrs": None} if self.settings.cuda else {}
         got = await self._moving(
             lambda t: self.connection.read(
@@ -273,7 +321,14 @@ class Sdk:
         blocks: Sequence[int],
         seconds: float,
     ) -> int:
-        """Bytes out of device blocks; how many blocks. SdkError for a number that cannot be."""
+        """Write bytes out of device blocks.
+
+        Returns:
+            The number of blocks written.
+
+        Raises:
+            SdkError: the SDK failed, or returned an impossible number.
+        """
         options = {"h2h_copy": False, "params": None} if self.settings.cuda else {}
         put = await self._moving(
             lambda t: self.connection.write(
@@ -284,15 +339,16 @@ class Sdk:
         return count_of(put, len(blocks), "write")
 
     async def _moving(self, call: Callable[[Any], Any], tokens: Any) -> Any:
-        """A call that touches device memory: waited for to its end, whatever is cancelled."""
+        """Run a call that touches device memory, and wait for its end even if the caller is
+        cancelled."""
         future = self.thread.submit(
             guarded(lambda: call(self.names.tokens(tokens.tolist(), self.block_size)))
         )
         return await to_the_end(asyncio.wrap_future(future))
 
     def close(self) -> None:
-        """No more calls of this handle. The thread ends with its last handle, unless a call hangs
-        there: then it stays for the next handle, whose calls wait for that one."""
+        """End this handle. The thread ends with its last handle, unless a call hangs in it. In that
+        case it stays for the next handle, whose calls wait for the hanging one."""
         handles = self.shared.handles
         handles.discard(self)
         if not any(one.use == self.use for one in handles) and not self.thread.busy:

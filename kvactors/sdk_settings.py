@@ -1,5 +1,5 @@
-"""What AttentionStore's SDK is opened with: the settings, and what is derived from the scope, the
-layout, the device and the ranks."""
+"""Arguments of AttentionStore's SDK: the settings, and values derived from the scope, the layout,
+the device and the ranks."""
 
 from __future__ import annotations
 
@@ -33,8 +33,13 @@ class Shard(NamedTuple):
 
 
 class SdkSettings(NamedTuple):
-    """Everything is set. pod of the shard: with its suffix. latent: keys without values (MLA).
-    write_total_timeout: 0 for what is left of the operation's time."""
+    """Complete settings of one shard, with no value left unset.
+
+    Attributes:
+        shard: its pod includes the suffix.
+        latent: the layout has keys without values (MLA).
+        write_total_timeout: seconds, 0 for the rest of the operation's time.
+    """
 
     shard: Shard
     shard_num: int
@@ -61,10 +66,16 @@ def complete(
     shard: tuple[int, int] = (0, 1),
     gpu: int | None = None,
 ) -> SdkSettings:
-    """`[attention_store]` with everything that it leaves unset. model: passed as the namespace
-    where neither namespace nor model_version is set. version_suffix: appended to the version.
-    shard: rank and ranks. gpu: the number of the GPU that has the device memory, None for host
-    memory."""
+    """Fill the values that `[attention_store]` leaves unset.
+
+    Args:
+        store: the settings.
+        layout: gives the sizes of a block.
+        model: passed as the namespace where neither namespace nor model_version is set.
+        version_suffix: appended to the version.
+        shard: rank and number of ranks.
+        gpu: the number of the GPU that has the device memory, None for host memory.
+    """
     named = store.namespace or store.model_version
     namespace = store.namespace or (NAMESPACE if named or not model else model)
     pod = store.pod_name or POD_NAME
@@ -105,12 +116,18 @@ def sdk_settings(
     device: DeviceBlocks | None = None,
     shard: tuple[int, int] | None = None,
 ) -> SdkSettings:
-    """What the SDK is opened with for this cache, with names that stand for the scope that the
-    cache is opened with.
+    """The SDK's settings for this cache. Its names stand for the scope that the cache is
+    opened with.
 
     A `cache.namespace` other than the default is appended to the version, so that one version of
-    the weights never reads what another wrote. shard: rank and ranks of the process that calls
-    this; the leader's, or `layout.tensor_parallel` ranks, if None.
+    the weights never reads blocks that another version wrote.
+
+    Args:
+        config: the settings of the cache.
+        layout: gives the sizes of a block.
+        device: the device memory, None on a leader.
+        shard: rank and number of ranks of the calling process. If None, the leader's rank 0 of
+            `ranks.count` or, without ranks, of `layout.tensor_parallel`.
     """
     namespace = config.cache.namespace
     ranks = config.ranks.count if config.ranks.count > 1 else config.layout.tensor_parallel
@@ -135,10 +152,10 @@ def store_identity(
 
 
 def gpu_of(config: Config, device: DeviceBlocks | None) -> int | None:
-    """The number of the GPU that the device memory is on; None if it is host memory.
+    """The number of the GPU that the device memory is on, None if it is host memory.
 
-    Asked of the device. A leader has none: it goes by `[device]`, or by the Paddle that this
-    process has imported.
+    The device reports it. A leader has no device memory: it goes by `[device]`, or by the Paddle
+    that this process has imported.
     """
     if device is not None and device.kind != "ranks":
         return int(getattr(device, "ordinal", 0)) if device.kind == "cuda" else None
