@@ -24,7 +24,7 @@ from kvactors.terminable import run_terminable, sigterm_ends
 
 
 def version() -> str:
-    """Of the installed package; a source tree on the path has none."""
+    """The version of the installed package, "not installed" for a source tree on the path."""
     try:
         return metadata.version("kvactors")
     except metadata.PackageNotFoundError:
@@ -41,7 +41,7 @@ MOVED = {
     ("chaos",): "python -m tests.chaos",
     ("bench", "faults"): "pytest tests/cache/test_storage_faults.py",
 }
-"""Former commands, and what to run in a clone in place of each."""
+"""Former commands, and the command that replaces each in a clone of the repository."""
 
 BENCHES = Literal["index", "acquire", "lag", "copy", "flush", "store"]
 
@@ -54,7 +54,7 @@ def run(
     seed: int | None = None,
     virtual: Annotated[bool, Parameter(negative="--real")] = False,
 ) -> int:
-    """Run a scripted scenario; the exit status is 0 only if what it expects holds.
+    """Run a scripted scenario. The exit status is 0 only if its expectations hold.
 
     Parameters
     ----------
@@ -63,9 +63,9 @@ def run(
     json
         Where to write the report.
     seed
-        In place of the scenario's own.
+        Replaces the scenario's seed.
     virtual
-        On a seeded loop of virtual time instead of the real clock.
+        Run on a seeded loop of virtual time instead of the real clock.
     """
     with live_line() as show:
         spec, report = run_scenario(
@@ -87,8 +87,8 @@ def replay_command(
     limit: int | None = None,
     json: Path | None = None,
 ) -> int:
-    """Replay a request trace with real bytes, verifying every loaded block; exit status 0 only if
-    nothing is wrong.
+    """Replay a request trace with real bytes, verifying every loaded block. The exit status is 0
+    only if nothing is wrong.
 
     Parameters
     ----------
@@ -97,9 +97,9 @@ def replay_command(
     config
         A TOML file with a cache's settings and a [replay] table.
     speed
-        Of the trace's clock; implies timed mode.
+        Factor on the trace's clock. Implies timed mode.
     limit
-        Requests at most.
+        Maximum number of requests.
     json
         Where to write the report.
     """
@@ -129,16 +129,16 @@ def replay_command(
 def bench(
     name: BENCHES, *, json: Path | None = None, quick: bool = False, vllm_python: Path | None = None
 ) -> int:
-    """Measure ours, and the limit beside it in the same run.
+    """Measure kvactors, and the limit beside it in the same run.
 
     Parameters
     ----------
     name
-        What to measure.
+        The benchmark to run.
     json
         Where to write the report.
     quick
-        A moment only, to see that it works.
+        A short run, to check that the benchmark works.
     vllm_python
         For flush: a Python that has vLLM, whose publisher is measured in the same run (by default
         this one, if it has).
@@ -167,7 +167,7 @@ app.command(store)
 
 @store.command(name="list")
 def store_list(directory: Path, *, json: Path | None = None) -> int:
-    """List the file stores under a directory; nothing is changed.
+    """List the file stores under a directory. Nothing is changed.
 
     Parameters
     ----------
@@ -181,7 +181,7 @@ def store_list(directory: Path, *, json: Path | None = None) -> int:
 
 @store.command(name="verify")
 def store_verify(directory: Path, *, json: Path | None = None) -> int:
-    """Read and check every object of the file stores under a directory; the exit status is 1 if any
+    """Read and check every object of the file stores under a directory. The exit status is 1 if any
     object or table is bad.
 
     Parameters
@@ -202,7 +202,7 @@ def store_prune(
     dry_run: Annotated[bool, Parameter(negative="")] = False,
     json: Path | None = None,
 ) -> int:
-    """Remove file stores of other layouts, of other format versions, and damaged ones; the exit
+    """Remove file stores of other layouts, of other format versions, and damaged ones. The exit
     status is 1 if one was refused.
 
     Parameters
@@ -210,9 +210,9 @@ def store_prune(
     directory
         As in storage.directory, or any folder below it.
     keep
-        Stores of each model, namespace and rank that stay: those opened last.
+        Number of stores kept for each model, namespace and rank: those opened last.
     dry_run
-        Say what would be removed, and remove nothing.
+        Print the stores that would be removed, and remove nothing.
     json
         Where to write what was done.
     """
@@ -243,7 +243,7 @@ def inspect_command(directory: Path, *, verify: bool = False, json: Path | None 
 
 
 def show_stores(directory: Path, json: Path | None, *, verify: bool) -> int:
-    """Print what is there; 1 if any of it is bad."""
+    """Print the stores found. Returns exit status 1 if any of them is bad."""
     from kvactors.storage.inspect import inspect, lines
 
     found = inspect(directory, verify=verify)
@@ -255,7 +255,7 @@ def show_stores(directory: Path, json: Path | None, *, verify: bool) -> int:
 
 
 def conclude(report: Report, failed: list[str], json: Path | None) -> int:
-    """Print, write, and say what the exit status is."""
+    """Print and write the report. Returns the exit status: 1 if anything failed."""
     print_report(report, Console())
     if json is not None:
         write_json(report, json)
@@ -265,8 +265,11 @@ def conclude(report: Report, failed: list[str], json: Path | None) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point, of the process's arguments unless given: exit status 2 and one line for input
-    that cannot be used."""
+    """Entry point. Invalid input gives exit status 2 and one line on standard error.
+
+    Args:
+        arguments: the process's arguments by default.
+    """
     errors_only = structlog.make_filtering_bound_logger(40)
     words = sys.argv[1:] if arguments is None else list(arguments)
     try:

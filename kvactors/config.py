@@ -46,17 +46,26 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 class Config(ConfigTables, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Everything a cache is opened with. `msgspec.to_builtins` gives a mapping for `from_mapping`,
-    without what was left at its default."""
+    """All settings of a cache. `msgspec.to_builtins` gives a mapping for `from_mapping`, without
+    the values left at their defaults."""
 
     @classmethod
     def from_toml(cls, path: str | Path) -> Config:
-        """Read a TOML file. ConfigError names what is wrong in it, OSError if it cannot be read."""
+        """Read a TOML file.
+
+        Raises:
+            ConfigError: names the fault in the file.
+            OSError: the file cannot be read.
+        """
         return cls.from_mapping(read_toml(path))
 
     @classmethod
     def from_mapping(cls, data: Mapping[str, Any]) -> Config:
-        """Check a mapping (as TOML gives it). ConfigError names what is wrong in it."""
+        """Check a mapping (as TOML gives it).
+
+        Raises:
+            ConfigError: names the fault in the mapping.
+        """
         config = convert(data, cls)
         validate(config, data)
         return config
@@ -65,18 +74,22 @@ class Config(ConfigTables, frozen=True, omit_defaults=True, forbid_unknown_field
     def from_env(
         cls, environ: Mapping[str, str] | None = None, base: Config | None = None
     ) -> Config:
-        """`base` (the defaults if None) with variables in the place of what it leaves unset, of the
-        process's environment unless given.
+        """`base`, with environment variables for the values that it leaves unset.
 
         KVACTORS_MODEL; FD_AS_ONLY_FLUSH (0 or 1), AS_NAMESPACE, AS_POD_NAME, AS_MODEL_VERSION,
         AS_WRITE_TOTAL_TIMEOUT, AS_WRITE_SLICE_BLOCK_NUM, AS_WRITE_SLICE_TIMEOUT, ENABLE_EP_DP_IN_FD
-        (0 or 1); with the file back end FILE_BACKEND_STORAGE_DIR; with the mooncake back end
-        MOONCAKE_CONFIG_PATH and MOONCAKE_*; with ranks KVACTORS_RANKS_SECRET. Unset or empty ones
-        change nothing. One that differs from what the base sets is logged and not used, as is a
-        name that looks like one of these. docs/fastdeploy.md has FastDeploy's others.
+        (0 or 1). The file back end adds FILE_BACKEND_STORAGE_DIR. The mooncake back end adds
+        MOONCAKE_CONFIG_PATH and MOONCAKE_*. Ranks add KVACTORS_RANKS_SECRET. Unset or empty
+        variables change nothing. A variable that differs from the value in the base is logged and
+        not used, as is a name that resembles a variable of this list. docs/fastdeploy.md has
+        FastDeploy's others.
+
+        Args:
+            environ: the variables, the process's environment if None.
+            base: the config whose unset values are filled, the defaults if None.
 
         Raises:
-            ConfigError: names a value that cannot be, or what is wrong in the base.
+            ConfigError: names an invalid value, or the fault in the base.
         """
         return from_environment(base or Config(), os.environ if environ is None else environ)
 

@@ -12,14 +12,19 @@ from kvactors.sink_config import AnySinkConfig, AttentionStoreConfig
 
 
 class CacheConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """block_size: tokens a block. model: the model's name and version; blocks of different models
-    never mix, in any tier or store. namespace: requests of different namespaces never share (a
-    weight version, say).
+    """The scope of the cache, and defaults of its operations.
 
-    split_media: whether a media item may be cached in part; without it `cached_tokens` ends before
-    an item that would be split. recompute_last_token: on a hit of the whole prompt give the last
-    block back, so that there is a token to compute. deadline: seconds an operation may take unless
-    its caller says otherwise.
+    Attributes:
+        block_size: tokens a block.
+        model: the model's name and version. Blocks of different models never mix, in any tier or
+            store.
+        namespace: requests of different namespaces never share blocks. An example is a weight
+            version.
+        recompute_last_token: on a hit of the whole prompt give the last block back, so that there
+            is a token to compute.
+        split_media: whether a media item may be cached in part. Without it `cached_tokens` ends
+            before an item that would be split.
+        deadline: seconds an operation may take unless its caller gives a deadline.
     """
 
     block_size: int = 64
@@ -31,11 +36,17 @@ class CacheConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
 
 
 class DeviceConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """kind: host (numpy arrays standing in for device memory), paddle (tensors of Paddle's, at
-    `place`: cpu, gpu:0, ..) or cuda (memory of the GPU numbered `ordinal`, without any framework).
-    num_blocks: device blocks. free_low / free_high: fractions of them; when fewer than low are
-    free, evict until high are (both 0: evict on demand only). layerwise: load layer by layer
-    (`Lease.wait_layer`)."""
+    """The device memory.
+
+    Attributes:
+        kind: host (numpy arrays standing in for device memory), paddle (Paddle's tensors, at
+            `place`) or cuda (memory of the GPU numbered `ordinal`, without any framework).
+        place: cpu, gpu:0, ..
+        num_blocks: device blocks.
+        free_low, free_high: fractions of `num_blocks`. When fewer than low are free, evict until
+            high are free (both 0: evict on demand only).
+        layerwise: load layer by layer (`Lease.wait_layer`).
+    """
 
     kind: Literal["host", "paddle", "cuda"] = "host"
     place: str = "cpu"
@@ -47,14 +58,17 @@ class DeviceConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
 
 
 class LayoutConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What a block is made of; the defaults are a small GQA model's.
+    """The layout of a block. The defaults are a small GQA model's.
 
-    kind: gqa (num_kv_heads, head_dim, dtype, quantization, scale_dtype), mla (kv_lora_rank,
-    qk_rope_head_dim, dtype), dsa (kv_lora_rank, qk_rope_head_dim, index_head_dim), or
-    package.module:Class. num_layers, layer_offset: main layers, and the number of the first.
-    extra_layers, extra_block_ratio: MTP or draft layers after them, and their blocks for each main
-    block. tensor_parallel: ranks that num_kv_heads are shared among. options: of a layout of
-    another package.
+    Attributes:
+        kind: gqa (num_kv_heads, head_dim, dtype, quantization, scale_dtype), mla (kv_lora_rank,
+            qk_rope_head_dim, dtype), dsa (kv_lora_rank, qk_rope_head_dim, index_head_dim), or
+            package.module:Class.
+        num_layers, layer_offset: main layers, and the number of the first.
+        extra_layers, extra_block_ratio: MTP or draft layers after the main ones, and their blocks
+            for each main block.
+        tensor_parallel: ranks that num_kv_heads are shared among.
+        options: settings of a layout of another package.
     """
 
     kind: str = "gqa"
@@ -75,15 +89,19 @@ class LayoutConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
 
 
 class HostConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The host tier. slots: blocks it may hold (0: no host tier). transit_slots: extra slots for
-    blocks on their way through.
+    """The host tier.
 
-    mode: exclusive (a loaded block leaves the host) or inclusive (blocks are copied to the host at
-    request finish and stay). low / high watermark: fractions of `slots`; above high, evict down to
-    low (both 0: evict on demand only). pinned: try to lock the arena's pages (a CUDA device's are
-    in any case). copy_threads: threads that move bytes between device and arena. batch_from: for a
-    CUDA device, bytes from which on a piece goes by the copy engines instead of our kernel;
-    measured at start if not set.
+    Attributes:
+        slots: blocks it may hold (0: no host tier).
+        transit_slots: extra slots for blocks in transit between device and storage.
+        mode: exclusive (a loaded block leaves the host) or inclusive (blocks are copied to the
+            host at request finish and stay).
+        low_watermark, high_watermark: fractions of `slots`. Above high, evict down to low (both 0:
+            evict on demand only).
+        pinned: try to lock the arena's pages (a CUDA device's are locked in any case).
+        copy_threads: threads that move bytes between device and arena.
+        batch_from: for a CUDA device, the size in bytes from which on a piece goes by the copy
+            engines instead of kvactors' kernel. Measured at start if not set.
     """
 
     slots: int = 0
@@ -97,29 +115,39 @@ class HostConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
     batch_from: int | None = None
 
     def arena_slots(self, *, stored: bool) -> int:
-        """Slots of the arena: those of the tier and those for passing through, if anything passes.
-        stored: whether a store does."""
+        """Slots of the arena: those of the tier and those for transit.
+
+        Args:
+            stored: whether blocks pass through to or from a store. Without a store and without a
+                host tier the arena has no slots.
+        """
         return self.slots + self.transit_slots if self.slots or stored else 0
 
 
 class StorageConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The storage tier. backend: none, memory, file, mooncake, attention_store, or
-    package.module:Class. capacity_blocks, capacity_bytes: objects and bytes it may hold (the
-    smaller counts); with neither a file store takes 80 % of what its file system has to give, and
-    the others have no limit of their own. namespace, rank, ranks: objects of different ones never
-    mix.
+    """The storage tier. Sizes may be written "4GB".
 
-    Of the file store: directory. free_space_floor: bytes of the file system it leaves free.
-    durability: an object counts as stored when the system has it (written) or the device has it
-    (synced). read_only: a view beside the process that writes. io_depth: reads and writes at once.
-    keep_tokens: each block's tokens are kept beside it, so that stored blocks are announced to the
-    sinks after a restart (not those under a salt). Sizes may be written "4GB".
-
-    exclusive: a block loaded from storage leaves it. write_policy: none, write_through (at request
-    finish), write_through_selective (at finish, blocks used at least `min_hits` times), write_back
-    (when the host tier evicts). fetch: whether acquire looks in storage beyond what the index
-    knows, and takes what it finds if that is min_fetch_blocks at least. timeout: seconds one batch
-    may take. mooncake: settings of that back end.
+    Attributes:
+        backend: none, memory, file, mooncake, attention_store, or package.module:Class.
+        capacity_blocks, capacity_bytes: objects and bytes it may hold (the smaller counts). With
+            neither a file store takes 80 % of the space that its file system can give, and the
+            other back ends set no limit.
+        namespace, rank, ranks: objects of different ones never mix.
+        directory: of the file store.
+        free_space_floor: bytes of the file system that the file store leaves free.
+        durability: an object of the file store counts as stored when the system has it (written)
+            or the device has it (synced).
+        read_only: the file store is a view beside the process that writes.
+        io_depth: the file store's reads and writes at once.
+        keep_tokens: the file store keeps each block's tokens beside it, so that stored blocks are
+            announced to the sinks after a restart (not those under a salt).
+        exclusive: a block loaded from storage leaves it.
+        write_policy: none, write_through (at request finish), write_through_selective (at finish,
+            blocks used at least `min_hits` times), write_back (when the host tier evicts).
+        fetch: whether acquire looks in storage beyond the blocks in the index. It takes the blocks
+            it finds if they are at least min_fetch_blocks.
+        timeout: seconds one batch may take.
+        mooncake: settings of that back end.
     """
 
     backend: str = "none"
@@ -148,10 +176,15 @@ class StorageConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
 
 
 class FlushConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The flush notifier. only: flush-only mode, in which storage is neither read nor written, and
-    which needs a sink; left out, FD_AS_ONLY_FLUSH decides. timeout: seconds a sink may take for a
-    batch. retry_min / retry_max: back-off in seconds. batch: blocks reported in one call at
-    most."""
+    """The flush notifier.
+
+    Attributes:
+        only: flush-only mode, in which storage is neither read nor written, and which needs a
+            sink. FD_AS_ONLY_FLUSH decides if it is left out.
+        timeout: seconds a sink may take for a batch.
+        retry_min, retry_max: back-off in seconds.
+        batch: maximum number of blocks reported in one call.
+    """
 
     sinks: tuple[AnySinkConfig, ...] = ()
     only: bool | None = None
@@ -162,9 +195,14 @@ class FlushConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
 
 
 class ActorsConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The runtime. channel_bound: messages a forward channel holds. start: seconds that each part
-    (store, sink, copy engine) may take to open. drain: seconds a stop may take. restarts: deaths a
-    group may have in 60 s."""
+    """The runtime.
+
+    Attributes:
+        channel_bound: messages a forward channel holds.
+        start: seconds that each part (store, sink, copy engine) may take to open.
+        drain: seconds a stop may take.
+        restarts: failures a group may have in 60 s.
+    """
 
     channel_bound: int = 256
     start: float = 120.0
@@ -173,7 +211,7 @@ class ActorsConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
 
 
 class ConfigTables(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """All tables. `Config` adds how they are read and checked."""
+    """All tables. `Config` adds reading and checking them."""
 
     cache: CacheConfig = CacheConfig()
     device: DeviceConfig = DeviceConfig()

@@ -2,7 +2,8 @@
 `KVACTORS_RANKS_SECRET`. See `Config.from_env`.
 
 A variable fills what the config leaves unset. Where the config has another value, the config is
-used and the variable is logged. A name that looks like one of these, and is none, is logged too.
+used and the variable is logged. A name that resembles one of those variables, and is none, is
+logged too.
 """
 
 from __future__ import annotations
@@ -74,11 +75,11 @@ NOT_HONOURED = (
     "MC_MAX_MR_SIZE",
     "MC_TCP_BIND_ADDRESS",
 )
-"""FastDeploy's variables about its KV cache that set nothing here; docs/fastdeploy.md has the
+"""FastDeploy's variables about its KV cache that set nothing here. docs/fastdeploy.md has the
 reason for each."""
 
 OURS = ("KVACTORS_", "FD_", "AS_")
-"""Prefixes of names that may be a misspelt one of those that are honoured."""
+"""Prefixes of names that may be misspelt names of honoured variables."""
 
 SIMILAR = 0.8
 
@@ -199,7 +200,7 @@ def flush_sinks(config: ConfigTables) -> tuple[AnySinkConfig, ...]:
 
 def resolve_model(config: ConfigTables, environ: Mapping[str, str]) -> str:
     """The model: `cache.model`, or else KVACTORS_MODEL, or else AttentionStore's namespace and
-    model version, if one of these two is set; empty if none is. Mooncake's settings name no
+    model version, if one of the two is set. Empty if none is. Mooncake's settings name no
     model."""
     variable, store = environ.get("KVACTORS_MODEL") or None, config.attention_store
     model = _fill("cache.model", config.cache.model or None, variable, "KVACTORS_MODEL") or ""
