@@ -3,9 +3,9 @@ faults, with every byte checked.
 
     draw -> World (system, fakes) <- faults of the plan
                  ^
-    Clients -----+----- Engine (fills and checks blocks)      Witness (trace, coverage, deaths told)
+    Clients -----+----- Engine (fills and checks blocks)      Witness (trace, coverage, crashes)
 
-`run_seed` runs one seed to its end and says what was violated; `run_simulate` runs many on every
+`run_seed` runs one seed to its end and reports the violations. `run_simulate` runs many on every
 core.
 """
 

@@ -1,5 +1,5 @@
-"""A serving loop at the door: every await is timed, may be cancelled by the plan, and must end in
-an answer or in an error with a name."""
+"""A serving loop on the public API: every await is timed, may be cancelled by the plan, and must
+end in an answer or in an error with a name."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Door:
         }
 
     async def ask(self, what: str, make: Callable[[], Awaitable[T]], seconds: float) -> T:
-        """One await at the door, which may take `seconds`. An error with a name passes; the test of
-        whether it may be is here."""
+        """Await one call of the cache, which may take `seconds`. An error with a name passes if the
+        world's state allows it, which is tested here."""
         world, loop = self.world, asyncio.get_running_loop()
         self.awaits += 1
         began, jumped = loop.time(), world.jumped

@@ -1,4 +1,4 @@
-"""What `python -m tests.simulation` shows and returns."""
+"""Output and exit status of `python -m tests.simulation`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHOWN = 10
 """Violated seeds that are printed."""
 
 NAMED = 12
-"""Things never reached that are printed of a group; the JSON report has all of them."""
+"""Things never reached that are printed of a group. The JSON report has all of them."""
 
 ENDLESS = 1 << 40
 """Seeds of a run that only its minutes end."""
@@ -60,7 +60,7 @@ class SimulationReport(msgspec.Struct):
             self.violated.append(one)
 
     def cover(self, found: Coverage, seen: Counter[str]) -> None:
-        """What all of them have reached."""
+        """Set the coverage of all seeds together."""
         self.there, self.never, self.seen = found.there, found.never, dict(sorted(seen.items()))
 
 
@@ -72,9 +72,9 @@ def run_simulate(
     processes: int = 2,
     seed: int | None = None,
 ) -> int:
-    """Run, print, write; the exit status, 0 only if nothing was violated. minutes: as many seeds as
-    they allow, in place of `seeds`. seed: only this one, with its plan, its configuration and its
-    trace. ConfigError for counts that cannot be."""
+    """Run, print and write. Returns the exit status, 0 only if nothing was violated. minutes: as
+    many seeds as they allow, in place of `seeds`. seed: only this one, with its plan, its
+    configuration and its trace. ConfigError for counts that cannot be."""
     _check(seeds, first, minutes, processes, seed)
     if seed is not None:
         return _run_one(seed, json)

@@ -1,4 +1,5 @@
-"""What the runs have exercised, and of what there is to exercise, what was never reached."""
+"""Coverage of the runs: the things exercised, and the reachable things that were never
+exercised."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ WORKERS = {
     "storage_reader": {"Probed", "ReadDone", "Gone"},
     "storage_writer": {"Written", "StoreCleared", "Gained", "Gone", "Cleared"},
 }
-"""What each of the storage actors really tells: they declare the same, since they answer through
-the same code."""
+"""Messages that each storage actor really sends: the actors declare the same ones, since they
+answer through the same code."""
 
 OUTCOMES: Mapping[str, tuple[str, ...]] = {
     "acquire": ("ok", "NoRoom", "DeadlineExceeded", "Paused", "ActorFailed", "cancelled"),

@@ -27,7 +27,7 @@ INDEX = "index"
 """The sink that is AttentionStore's index."""
 
 CRASHES = 3
-"""Actors that die in a run, at most."""
+"""Actors that fail in a run, at most."""
 
 
 class Draw(NamedTuple):
@@ -67,7 +67,7 @@ def draw_run(seed: int) -> Draw:
     direct, index = ranks == 1 and rng.random() < 0.25, ranks == 1 and rng.random() < 0.2
     restarts = max(
         draw_limit(rng), draw_limit(rng)
-    )  # too few would leave most plans without deaths
+    )  # too few would leave most plans without crashes
     config = Config(
         cache=CacheConfig(block_size=BLOCK, recompute_last_token=rng.random() < 0.7, deadline=5.0),
         device=_device(rng, blocks),
@@ -149,7 +149,7 @@ def _targets(
 
 
 def _limited(plan: FaultPlan, most: int) -> FaultPlan:
-    """No more deaths than the supervisor allows."""
+    """Limit the crashes of a plan to the number that the supervisor allows."""
     crashes = [fault for fault in plan.fault if fault.kind == "actor_crash"][most:]
     return FaultPlan(tuple(fault for fault in plan.fault if fault not in crashes))
 

@@ -1,5 +1,5 @@
-"""What an engine does with its blocks: it fills them with what their names stand for, and checks
-before use that they hold it."""
+"""An engine's use of its blocks: it fills them with the bytes of their hashes, and checks those
+bytes before use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.rank_process import keys_on_rank
 
 
 class WorkerGone(KVActorsError):
-    """A rank's process is dead: nothing can be computed until it is back."""
+    """A rank's process has failed: nothing can be computed until it is back."""
 
 
 Devices = Callable[[], Sequence[HostDevice | None]]
@@ -35,7 +35,7 @@ class Engine:
         self._known: dict[bytes, bytes] = {}
 
     def _shares(self, keys: bytes) -> list[tuple[HostDevice, bytes]]:
-        """Each rank's device, and the names of its shares. WorkerGone."""
+        """Each rank's device, and the keys of its shares. WorkerGone."""
         devices = [device for device in self.devices() if device is not None]
         if len(devices) < len(self.devices()):
             raise WorkerGone
@@ -49,7 +49,7 @@ class Engine:
             device.fill(blocks, share)
 
     def wrong(self, blocks: Sequence[int], keys: bytes) -> list[int]:
-        """Indices of blocks that do not hold, on every rank, what their names stand for."""
+        """Indices of blocks that do not hold, on every rank, the bytes of their hashes."""
         self.verified += len(blocks)
         bad: set[int] = set()
         for device, share in self._shares(keys):
@@ -57,7 +57,7 @@ class Engine:
         return sorted(bad)
 
     def wrong_in_layer(self, layer: int, blocks: Sequence[int], keys: bytes) -> list[int]:
-        """The same of one layer, counted from the layout's first."""
+        """Like `wrong`, for one layer, counted from the layout's first."""
         bad: set[int] = set()
         for device, share in self._shares(keys):
             for j, (block, key) in enumerate(zip(blocks, split_keys(share), strict=True)):
@@ -73,7 +73,7 @@ class Engine:
         return sorted(bad)
 
     def bytes_of(self, key: bytes) -> bytes:
-        """What a block of that name holds, as a slot or an object has it."""
+        """The bytes of a block with that key, as a slot or an object holds them."""
         assert len(key) == KEY_BYTES
         found = self._known.get(key)
         if found is None:

@@ -1,4 +1,4 @@
-"""What must hold when every fault is over and nothing is left to do."""
+"""Invariants that must hold when every fault is over and nothing is left to do."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ REST = 60.0
 
 
 async def rest(world: World) -> None:
-    """Heal everything, come to rest, and look at everything."""
+    """Heal everything, come to rest, and check everything."""
     await world.heal()
     cache = world.cache
-    await asyncio.sleep(1.0)  # whoever died last is back
+    await asyncio.sleep(1.0)  # the actor that failed last is back
     try:
         await cache.resume(deadline=5.0)
         gc.collect()  # leases that only a traceback still held
@@ -90,8 +90,8 @@ def _supervision(world: World) -> None:
 
 
 def _bytes_below(world: World) -> None:
-    """Slots and objects hold what their names stand for; an object may be bad, but then its
-    checksum says so."""
+    """Slots and objects hold the bytes of their keys. An object may be bad, but only with a
+    checksum that differs."""
     if not world.ranks:
         system = world.system
         for key, entry in system.evictor_actor.host.blocks.items():

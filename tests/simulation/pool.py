@@ -25,8 +25,8 @@ LIFE = 200
 """Chunks after which a worker process is replaced."""
 
 STUCK = 30.0
-"""Seconds of processor time a seed may take; it is stuck then: virtual time stands still, or the
-loop does. A busy machine does not count."""
+"""Seconds of processor time a seed may take. A seed that takes longer is stuck: virtual time or the
+loop stands still. Time spent waiting on a busy machine does not count."""
 
 
 class Stuck(KeyboardInterrupt):
@@ -70,7 +70,7 @@ def end_with_parent() -> None:
 
 @contextmanager
 def _same_hashes() -> Iterator[None]:
-    """Processes started meanwhile have hash seed 0."""
+    """Processes started inside the context have hash seed 0."""
     before = os.environ.get("PYTHONHASHSEED")
     os.environ["PYTHONHASHSEED"] = "0"
     try:

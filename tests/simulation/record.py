@@ -1,4 +1,4 @@
-"""What comes of one seed."""
+"""The report of one seed."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import msgspec
 
 
 class SeedReport(msgspec.Struct):
-    """violations: in words; empty if all is well. seen: how often each thing that coverage knows
-    happened. trace: a digest of every message told and every turn taken, with its virtual time.
+    """violations: as text, empty if all is well. seen: how often each thing of the coverage
+    happened. trace: a digest of every message sent and every turn taken, with its virtual time.
     config, plan: as JSON. verified: blocks whose bytes were checked. wrong: blocks that did not
-    hold what they should.
+    hold the expected bytes.
     """
 
     seed: int
@@ -29,7 +29,7 @@ class SeedReport(msgspec.Struct):
     tail: list[str] = []
 
     def same_run(self, other: SeedReport) -> bool:
-        """Whether both tell of one and the same run: everything but the wall clock's time."""
+        """Whether both report the same run: all fields are equal but the wall clock's time."""
         return msgspec.structs.replace(self, wall_s=0.0) == msgspec.structs.replace(
             other, wall_s=0.0
         )

@@ -31,7 +31,7 @@ WORK = 300.0
 """Virtual seconds in which all clients must have ended."""
 
 AGAIN = 3
-"""Requests of each client in a second life."""
+"""Requests of each client in a second world."""
 
 STOP = 120.0
 """Virtual seconds in which a system at rest must have stopped."""
@@ -58,8 +58,8 @@ def run_seed(seed: int, drawn: Draw | None = None, keep: int = 200) -> SeedRepor
 
 
 async def _lives(drawn: Draw, report: SeedReport, keep: int) -> None:
-    """A world, and of some seeds a second one, without faults, that finds in its stores what the
-    first has left there."""
+    """Run a world, and for some seeds a second one, without faults, on the stores that the first
+    has left."""
     world = await _live(World(drawn, keep), report)
     if drawn.again:
         report.seen["lives again"] = 1
@@ -68,7 +68,7 @@ async def _lives(drawn: Draw, report: SeedReport, keep: int) -> None:
 
 
 async def _live(world: World, report: SeedReport) -> World:
-    """The whole life of one world."""
+    """Run one world from its start to its stop."""
     loop, drawn = asyncio.get_running_loop(), world.drawn
     world.violations = report.violations
     world.witness.note(f"a world after {report.trace}")
@@ -94,7 +94,7 @@ async def _live(world: World, report: SeedReport) -> World:
             ended = True
         if not ended:
             world.violated("it never came to its end")
-        gc.collect()  # whatever nobody has looked at is reported now
+        gc.collect()  # errors not retrieved yet are reported now
         await asyncio.sleep(0)
     except KVActorsError as error:
         world.violated(f"the system broke: {error!r}")
@@ -136,11 +136,11 @@ def _conclude(report: SeedReport, world: World, clients: list[Client]) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No log lines, no warnings of leases forgotten on purpose, and no collector that runs at
-    moments of its own."""
+    """No log lines, no warnings of leases forgotten on purpose, and no automatic garbage
+    collection."""
     collecting = gc.isenabled()
     gc.disable()
-    gc.freeze()  # what was there before is not looked at each time
+    gc.freeze()  # earlier objects are not scanned each time
     try:
         with (
             warnings.catch_warnings(),

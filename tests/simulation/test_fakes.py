@@ -1,4 +1,4 @@
-"""The fakes do what they say: one that did nothing would prove nothing."""
+"""Tests of the fakes: a fake that did nothing would prove nothing."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What simulation has found: the seed that showed it, and where it could be made small, the small
-case."""
+"""Bugs that simulation has found: the seed that showed each, and where it could be reduced, the
+small case."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ SEEDS = {
     30139: "a write that waited when a rank lost its memory was carried out when the rank was "
     "back, and stored what was there then",
 }
-"""These hold for the draw as it is; a change there makes other runs of them, and the small cases
-below remain."""
+"""The seeds hold for the present draw. A change of the draw gives them other runs, and the small
+cases below remain."""
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -73,7 +73,7 @@ def do(steps) -> None:
 
 
 def test_a_batch_that_is_cut_does_not_end_the_wait_for_what_it_left_out():
-    """Seed 0: of a block that differs on two tiers one was told, and it began to differ anew."""
+    """Seed 0: for a block that differs on two tiers one was sent, and it began to differ again."""
     ledger, tokens, keys = Ledger(1, [SinkFilter(3, node=False, at_finish=False)]), b"", []
     for number in range(8):
         tokens += np.array([number], "<u4").tobytes()
@@ -96,7 +96,7 @@ def test_a_batch_that_is_cut_does_not_end_the_wait_for_what_it_left_out():
 
 
 class TwoRanks:
-    """Two ranks that answer when they are told to."""
+    """Two ranks that answer on the test's command."""
 
     def __init__(self) -> None:
         self.config = RanksConfig(count=2)
@@ -190,8 +190,8 @@ def test_blocks_that_others_load_already_count_as_room():
 
 
 def test_what_waits_to_be_written_when_a_rank_loses_its_memory_is_not_written_from_the_new_one():
-    """Seed 30139: four writes, of which a writer does two at a time; the rank dies meanwhile and is
-    back at once."""
+    """Seed 30139: four writes, of which a writer does two at a time. The rank fails during them and
+    is back at once."""
     config = Config(
         cache=CacheConfig(block_size=4),
         device=DeviceConfig(num_blocks=8),
@@ -269,8 +269,7 @@ class Frail(Actor):
 
 
 class Busy(Actor):
-    """Its job goes on to its end whatever happens, as a copy does: so its group is away for a
-    while."""
+    """Its job runs to its end in every case, as a copy does, so its group is away for a while."""
 
     ROLE = "busy"
 
@@ -307,7 +306,7 @@ class Sender(Actor):
 @pytest.mark.parametrize("seed", range(3))
 def test_what_was_told_before_a_death_was_known_does_not_reach_the_next_life(seed):
     """Seed 20228: a load that the index had written off was carried out by the host tier's next
-    life, which nobody told that it was off."""
+    incarnation, which was not notified of the cancellation."""
 
     async def main() -> None:
         supervisor, release = Supervisor(Activity()), asyncio.get_running_loop().create_future()

@@ -1,5 +1,5 @@
-"""Seeds, as many as a test run can afford; `python -m tests.simulation` runs as many as there is time
-for."""
+"""Seeds, as many as a test run can afford. `python -m tests.simulation` runs as many as there is
+time for."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_so_few_seeds_reach_most_of_it(reports):
 
 
 def test_a_device_that_loses_writes_is_caught(monkeypatch):
-    """The proof proves something: whoever breaks a copy is seen."""
+    """A broken copy is detected, so the proof has force."""
     from kvactors.device.host import HostDevice
 
     copy, calls = HostDevice.copy_to_device, []

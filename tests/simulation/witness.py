@@ -1,5 +1,5 @@
-"""Who sees everything: every turn and every message goes into a digest, and actors die here when
-the plan says so."""
+"""The witness of a run: every turn and every message goes into a digest, and actors fail here
+according to the plan."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ EPOCH = 1
 
 
 class PlannedDeath(InjectedFailure):
-    """An actor dies because the plan says so."""
+    """An actor fails according to the plan."""
 
 
 class Witness(Instrument):
     """crashes: of the plan, by actor. died: those that happened. seen: see `SeedReport`. keep:
-    lines of the trace that are remembered. step: of a ledger, the notifier's own if None."""
+    lines of the trace that are kept. step: of a ledger, the notifier's own if None."""
 
     def __init__(self, crashes: list[Fault], keep: int = 200, step: int | None = None) -> None:
         self.loop = asyncio.get_running_loop()
@@ -66,13 +66,13 @@ class Witness(Instrument):
         self.digest.update(stamped.encode())
 
     def disarm(self) -> None:
-        """Nobody dies any more."""
+        """End all planned crashes."""
         self._crashes.clear()
 
     # -- see `Instrument`
 
     def started(self, actor: Actor) -> None:
-        """An incarnation begins; it is not the one that was to fail."""
+        """An incarnation begins. The planned crash was for the one before it."""
         self._armed.pop(actor.ref.name, None)
         self._after.pop(actor.ref.name, None)
         if isinstance(actor, CpuEvictor):
@@ -81,14 +81,14 @@ class Witness(Instrument):
             actor.ledger.tree.step = self._step
 
     def sent(self, receiver: ActorRef, envelope: Envelope[Any], turn: Turn | None) -> None:
-        """A message is sent; what an actor sends to another one is counted."""
+        """A message is sent. Messages from one actor to another are counted."""
         if turn is not None and turn.actor is not receiver:
             message = envelope.message
             self.seen[f"message {turn.actor.role} {receiver.role} {type(message).__name__}"] += 1
             self._see_load(message)
 
     def taken(self, receiver: ActorRef, envelope: Envelope[Any]) -> None:
-        """A turn begins, unless the plan says that the actor fails before it."""
+        """A turn begins, unless the plan lets the actor fail before it."""
         name, kind = receiver.name, type(envelope.message).__name__
         self.turns[name] += 1
         self.note(f"{name} takes {kind}")
@@ -102,7 +102,7 @@ class Witness(Instrument):
             self._die(receiver, f"before {kind}")
 
     def finished(self, receiver: ActorRef, envelope: Envelope[Any]) -> None:
-        """A turn ends; the actor fails now if the plan says so."""
+        """A turn ends. The actor fails now if the plan requires it."""
         if (kind := self._after.pop(receiver.name, None)) is not None:
             self._die(receiver, f"after {kind}")
 
@@ -136,7 +136,8 @@ class Witness(Instrument):
 
 
 class SimSystem(System):
-    """A system whose actors a witness watches, from their first turn on, in every life."""
+    """A system whose actors a witness watches, from their first turn on, in every
+    incarnation."""
 
     def __init__(
         self, config: Config, sinks: list[Sink], backend: Backend | None, witness: Witness

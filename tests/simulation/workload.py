@@ -1,4 +1,4 @@
-"""What clients do: requests of shared beginnings and many turns, given up in every way there is,
+"""The work of clients: requests with shared prefixes and many turns, ended in every possible way,
 and orders to the whole cache."""
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ LONG = 8.0
 """Seconds for an await whose end another deadline decides."""
 
 DOUBT = 8.0
-"""Seconds in which a lost rank must have become known."""
+"""Seconds in which the loss of a rank must have been detected."""
 
 
 class Prompt(NamedTuple):
-    """Tokens, and what else takes part in their identity."""
+    """Tokens, and the other parts of their identity."""
 
     tokens: list[int]
     salt: str | None = None
@@ -117,7 +117,7 @@ class Client(Door):
         return Prompt(tokens, salt, lora, media)
 
     async def request(self) -> None:
-        """A prompt until its request has ended, taken up again if it gave way meanwhile."""
+        """Serve a prompt until its request has ended, and resume it after each preemption."""
         prompt = self.prompt()
         self.requests += 1
         for _ in range(3):
@@ -127,7 +127,7 @@ class Client(Door):
             await asyncio.sleep(self.rng.choice((0.0, 0.005)))
 
     async def _serve(self, prompt: Prompt) -> bool:
-        """One lease; whether the request is over."""
+        """Serve one lease. Returns whether the request is over."""
         rng, cache = self.rng, self.world.cache
         deadline = rng.choice((0.02, 0.2, 1.0, 3.0))
         wait, life = rng.random() < 0.9, self.world.system.index.life
@@ -157,9 +157,9 @@ class Client(Door):
 
 
 class Served:
-    """One lease and what its blocks must hold. names: by position in the table, of blocks that were
-    filled or checked. life: of the index that gave the lease: an engine hears of its death at once,
-    and leaves the blocks alone, which are others' then."""
+    """One lease and the expected contents of its blocks. names: by position in the table, of blocks
+    that were filled or checked. life: of the index that gave the lease. An engine detects the
+    failure of that index at once, and leaves the blocks alone, which have other owners then."""
 
     def __init__(self, client: Client, lease: Lease, deadline: float, life: int) -> None:
         self.client = client
@@ -214,8 +214,8 @@ class Served:
                 await self._judge(f"layer {layer} was said to be there")
 
     async def _compute(self, first: int) -> None:
-        """The model at work: it writes its blocks, also the last one that is not full, and says
-        so."""
+        """Run the model: it writes its blocks, also the last one that is not full, and reports
+        them."""
         lease, rng = self.lease, self.rng
         await asyncio.sleep(rng.choice((0.0, 0.001, 0.01, 0.05)))
         await self._still_ours()
@@ -243,8 +243,8 @@ class Served:
         await self._compute(first)
 
     async def _still_ours(self) -> None:
-        """LeaseEnded if the index of this lease has died; the next life must say so as well,
-        whatever it is asked."""
+        """LeaseEnded if the index of this lease has failed. The next incarnation must raise it too,
+        for every call."""
         if self.world.system.index.life == self.life:
             return
         lease, what = self.lease, self.rng.choice(("commit", "extend", "preempt", "finish", ""))
@@ -273,8 +273,8 @@ class Served:
             )
 
     async def _judge(self, what: str) -> None:
-        """Wrong bytes are wrong, unless a rank lost its memory and the cache says so before the
-        lease is used."""
+        """Wrong bytes are a violation, unless a rank lost its memory and the cache reports it
+        before the lease is used."""
         world, lease = self.world, self.lease
         gone = any(rank.serving is None or rank.lives > 1 for rank in world.ranks)
         for _ in range(int(DOUBT / 0.1) if gone else 0):
@@ -289,7 +289,7 @@ class Served:
         world.violated(f"wrong bytes: {what}")
 
     async def end(self) -> bool:
-        """Finish, give way, fail, or walk away; whether the request is over."""
+        """Finish, preempt, fail or abandon. Returns whether the request is over."""
         lease, rng, seen = self.lease, self.rng, self.world.seen
         kind: Any = rng.choices(("finish", "preempt", "abandon", "fail"), (12, 3, 1, 1))[0]
         await self.verify("held to the end")

@@ -219,7 +219,7 @@ class World:
             self.violated(f"a fault broke: {error!r}")
 
     def _count_hits(self) -> None:
-        """Which faults were met by anybody."""
+        """Count the faults that had an effect."""
         executor, stores, sinks, ranks = self.executor, self.stores, self.sinks, self.ranks
         everything = self._troublesome()
         hits = {
