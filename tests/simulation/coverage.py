@@ -68,6 +68,7 @@ STATES = (
             ("resident", "free"),
             ("resident", "ghost"),
             ("leaving", "resident"),
+            ("leaving", "transit"),
             ("leaving", "free"),
             ("leaving", "ghost"),
             ("transit", "resident"),
