@@ -1,4 +1,4 @@
-"""GpuSwapper: carries copies out, as child jobs, and says which pairs arrived."""
+"""GpuSwapper: runs copies as child jobs and reports the pairs that arrived."""
 
 from __future__ import annotations
 
@@ -24,8 +24,12 @@ from kvactors.types import indices_of
 
 
 class SwapperStatistics(NamedTuple):
-    """Totals by direction of this life. seconds: from the start of each copy to its end, added
-    up."""
+    """Totals by direction of this incarnation.
+
+    Attributes:
+        seconds_to_host: durations of the copies to the host, added up.
+        seconds_to_device: durations of the copies to the device, added up.
+    """
 
     blocks_to_host: int
     blocks_to_device: int
@@ -63,7 +67,7 @@ class GpuSwapper(Actor):
         self._failed = self._in_flight = 0
 
     def started(self) -> None:
-        """Hear of copies that cannot be made, and of what was lost while nobody listened."""
+        """Subscribe to the data plane's status, including losses before the subscription."""
         self._plane.on_status(lambda *status: self.to_self(DataPlaneStatus(*status)))
 
     @on(DataPlaneStatus)
@@ -98,12 +102,12 @@ class GpuSwapper(Actor):
 
     @on(CopyLayers)
     def copy_layers(self, message: CopyLayers) -> None:
-        """Some more layers of a copy are there."""
+        """Report more arrived layers of a copy to the evictor."""
         self.tell(self._evictor, CopyProgress(message.op, message.layers))
 
     @on(CopyFinished)
     def finished(self, message: CopyFinished) -> None:
-        """A copy is over."""
+        """Count a completed copy and report it to the evictor."""
         self._in_flight -= 1
         self._failed += len(message.failed)
         self._blocks[message.direction] += message.pairs - len(message.failed)
@@ -123,7 +127,7 @@ class GpuSwapper(Actor):
             )
 
     def swapper_statistics(self) -> SwapperStatistics:
-        """A moment's picture."""
+        """The statistics as of now."""
         size = self._plane.device.layout.block_bytes
         to_host, to_device = self._blocks[Direction.TO_HOST], self._blocks[Direction.TO_DEVICE]
         return SwapperStatistics(

@@ -18,10 +18,13 @@ __all__ = [
 
 
 class Copy(Message, frozen=True, eq=False):
-    """Copy pairs (blocks[j], slots[j]) between the device and the arena; answered with Copied.
-    layerwise: with CopyProgress before that.
+    """Copy pairs (blocks[j], slots[j]) between the device and the arena. Copied answers it.
 
-    era: memory generation that the blocks and slots are in. A copy of another one moves nothing."""
+    Attributes:
+        layerwise: whether CopyProgress messages precede the answer.
+        era: the memory generation that the blocks and slots are in. A copy of another one moves
+            nothing.
+    """
 
     op: int
     direction: Direction
@@ -32,7 +35,7 @@ class Copy(Message, frozen=True, eq=False):
 
 
 class CopyProgress(Control, frozen=True, eq=False):
-    """Of a layerwise Copy, the first `layers` layers have arrived."""
+    """The first `layers` layers of a layerwise Copy have arrived."""
 
     op: int
     layers: int
@@ -46,11 +49,14 @@ class Copied(Control, frozen=True, eq=False):
 
 
 class DataPlaneStatus(Control, frozen=True, eq=False):
-    """The data plane's status has changed; to itself, and forwarded to the evictor and the index.
+    """The data plane's status has changed.
 
-    available: copies can be made. Copies in flight may never complete while they cannot.
-    memory_lost: the bytes in device blocks and host slots may be lost. generation: the memory
-    generation from here on.
+    GpuSwapper sends it to itself, and forwards it to the evictor and the index.
+
+    Attributes:
+        available: whether copies can be made. While not, copies in flight may never complete.
+        memory_lost: whether the bytes in device blocks and host slots may be lost.
+        generation: the memory generation from here on.
     """
 
     available: bool
@@ -59,8 +65,12 @@ class DataPlaneStatus(Control, frozen=True, eq=False):
 
 
 class CopyFinished(Control, frozen=True, eq=False):
-    """To itself: a child job is over. failed: indices of pairs whose bytes did not arrive. seconds:
-    time it took."""
+    """To itself: a copy's child job has ended.
+
+    Attributes:
+        failed: indices of pairs whose bytes did not arrive.
+        seconds: how long the copy took.
+    """
 
     op: int
     direction: Direction
@@ -70,7 +80,7 @@ class CopyFinished(Control, frozen=True, eq=False):
 
 
 class CopyLayers(Control, frozen=True, eq=False):
-    """To itself: the first `layers` layers of a copy are there."""
+    """To itself: the first `layers` layers of a copy have arrived."""
 
     op: int
     layers: int
