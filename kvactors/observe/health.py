@@ -1,5 +1,7 @@
-"""Whether a cache works, works without an optional part, or has failed; and why. Reads a few fields
-of each component and walks over nothing."""
+"""Cache health: ok, degraded (an optional part does not work) or failed, with reasons.
+
+The check reads a few fields of each component and iterates over no blocks.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,14 @@ log = get_logger()
 
 
 class Reason(NamedTuple):
-    """component: which part. why: what is wrong. since: when it began, in seconds since the epoch
-    (Unix time), to within the loop's clock. Without a record of the beginning it is
-    the first call of `health` that found the condition."""
+    """A reason why a cache is not healthy.
+
+    Attributes:
+        component: the affected part.
+        why: the fault.
+        since: Unix time in seconds at which the fault began, to within the loop's clock. Without
+            a record of the beginning it is the first call of `health` that found the fault.
+    """
 
     component: str
     why: str
@@ -28,8 +35,13 @@ class Reason(NamedTuple):
 
 
 class Trouble(NamedTuple):
-    """A part that does not work as it should. since: on the loop's clock, None if the beginning is
-    not recorded."""
+    """A fault of one part.
+
+    Attributes:
+        component: the affected part.
+        why: the fault.
+        since: loop time at which the fault began, None if the beginning is not recorded.
+    """
 
     component: str
     why: str
@@ -37,15 +49,20 @@ class Trouble(NamedTuple):
 
 
 class Health(NamedTuple):
-    """status: `ok`; `degraded`: requests are served, without the parts that `reasons` names;
-    `failed`: every call raises CacheFailed."""
+    """The health of a cache.
+
+    Attributes:
+        status: `ok`, `degraded` (requests are served, without the parts in `reasons`) or `failed`
+            (every call raises CacheFailed).
+        reasons: why the status is not `ok`.
+    """
 
     status: Literal["ok", "degraded", "failed"]
     reasons: tuple[Reason, ...]
 
 
 def health(system: System) -> Health:
-    """The state as of now; a change since the last look is logged once."""
+    """The health as of now. A change since the last call is logged once."""
     supervisor = system.supervisor
     if supervisor.failed is not None:
         failure = _reason(supervisor.failed_actor, brief(supervisor.failed), supervisor.failed_at)
@@ -75,7 +92,7 @@ def _reason(component: str, why: str, since: float | None) -> Reason:
 
 
 def troubles(system: System) -> Iterator[Trouble]:
-    """Every part that does not work as it should."""
+    """Every fault of an actor, sink, store, rank or copy engine."""
     yield from _actors(system)
     stores: tuple[tuple[str, Any], ...] = (
         ("store", system.backend),

@@ -1,10 +1,11 @@
-"""What must hold of a whole system. Each actor is checked by itself at any time. Facts that two
-actors hold are compared at rest.
+"""Invariants of a whole system.
 
-Everything is written as steps, so that a production loop can run other tasks in between. What
-changes between two steps can look like a violation. Such a suspicion is not reported: an actor's is
-checked again in one step, and a comparison of actors ends without a result as soon as the system is
-not at rest any more.
+Each actor is checked separately at any time. State that two actors hold is compared while the
+system is idle.
+
+The checks run in steps, so that a production loop can run other tasks in between. A change between
+two steps can look like a violation. An actor with such a suspected violation is checked again in
+one step. A comparison of actors ends without a result when the system is no longer idle.
 """
 
 from __future__ import annotations
@@ -25,17 +26,20 @@ SLICE = 0.001
 """Seconds of steps before other tasks run."""
 
 PAGE = 256
-"""Names a step."""
+"""Keys a step."""
 
 ATTEMPTS = 3
-"""Times that the names of a tier are gathered while they change."""
+"""Attempts to collect the keys of a tier while they change."""
 
 Residency = dict[Tier, set[bytes]]
 
 
 def invariants(system: System) -> list[str]:
-    """What is violated, as texts. Safe under load; then each actor is checked by itself only.
-    Blocks the loop meanwhile: see docs/health.md."""
+    """Descriptions of the violated invariants.
+
+    The check is safe under load, where only each actor alone is checked. It blocks the loop until
+    it returns (see docs/health.md).
+    """
     violated: list[str] = []
     for _ in check_steps(system, violated):
         pass
@@ -43,7 +47,7 @@ def invariants(system: System) -> list[str]:
 
 
 async def invariants_in_slices(system: System) -> list[str]:
-    """The same in steps of about a millisecond, with other tasks in between."""
+    """`invariants` in steps of about a millisecond, with other tasks in between."""
     violated: list[str] = []
     await in_slices(check_steps(system, violated))
     return violated
@@ -73,7 +77,7 @@ async def in_slices(steps: Iterable[None]) -> None:
 
 
 def check_steps(system: System, violated: list[str]) -> Iterator[None]:
-    """Every check, step by step. Texts of what is violated are added to `violated`."""
+    """Run every check in steps and append descriptions of violations to `violated`."""
     off = system.supervisor.switched_off.values()
     violated += [
         f"{one.name}: switched off after too many failures, the last {one.cause}" for one in off
@@ -108,8 +112,11 @@ def _one_actor(actor: Actor, violated: list[str]) -> Iterator[None]:
 
 
 def _between_actors(system: System, violated: list[str]) -> Iterator[None]:
-    """At rest no message is left, tiers do not contradict each other, and every sink without
-    pending deliveries matches the tiers."""
+    """Compare the actors of an idle system.
+
+    No message is queued, the tiers are consistent, and every sink without pending deliveries
+    matches the tiers.
+    """
     begun, found = system.activity.begun, list[str]()
     for _ in _comparisons(system, found):
         yield
@@ -188,7 +195,7 @@ def _sinks(system: System, where: Residency, found: list[str]) -> Iterator[None]
 
 
 def residency_steps(system: System, where: Residency) -> Iterator[None]:
-    """Fill `where` with the names of the blocks that each tier holds, from their owners."""
+    """Fill `where` with the keys that each tier holds, read from the tier's owner."""
     where.update({tier: set() for tier in Tier})
     for nodes in listing(system):
         where[Tier.DEVICE].update(key for key, state in nodes if state & DEVICE)
@@ -202,9 +209,11 @@ def residency_steps(system: System, where: Residency) -> Iterator[None]:
 def _gather(
     names: Callable[[], Iterator[bytes]], keys: Callable[[], list[bytes]], found: set[bytes]
 ) -> Iterator[None]:
-    """Add what `names` gives to `found`, PAGE of them a step. Names that change between two steps
-    are gathered anew; if they have changed ATTEMPTS times, those of one moment are copied at once,
-    which `keys` does."""
+    """Add the keys from `names` to `found`, PAGE of them a step.
+
+    If the keys change between two steps, the collection starts over. After ATTEMPTS changes, `keys`
+    copies all of them at once.
+    """
     for _ in range(ATTEMPTS):
         try:
             for page in pages(names()):
@@ -219,7 +228,7 @@ def _gather(
 
 
 def listing(system: System) -> Iterator[list[tuple[bytes, int]]]:
-    """The block tree's nodes, PAGE of them at a time: their names and state bits."""
+    """The block tree's nodes as pairs of key and state bits, PAGE of them at a time."""
     start = 0
     while start >= 0:
         keys, states, start = system.index_actor.index.tree.listing(start, PAGE)
@@ -227,7 +236,7 @@ def listing(system: System) -> Iterator[list[tuple[bytes, int]]]:
 
 
 def pages(keys: Iterable[bytes]) -> Iterator[list[bytes]]:
-    """PAGE of them at a time."""
+    """The keys, PAGE of them at a time."""
     left = iter(keys)
     while page := list(islice(left, PAGE)):
         yield page

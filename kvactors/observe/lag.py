@@ -1,4 +1,4 @@
-"""How late the loop is: a ticker that notes how much longer than asked each of its sleeps took."""
+"""Event loop lag: a ticker records how much longer than requested each of its sleeps took."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class LagMonitor:
             self.lags.append(max(0.0, loop.time() - due))
 
     def result(self) -> Lag:
-        """Percentiles so far; zeros before the first tick."""
+        """Percentiles so far. All are zero before the first tick."""
         if not self.lags:
             return Lag(0.0, 0.0, 0.0)
         p50, p99, p999 = np.percentile(np.array(self.lags) * 1e3, [50, 99, 99.9])

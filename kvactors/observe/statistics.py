@@ -1,5 +1,4 @@
-"""A moment's picture of a whole system: what every actor counts, what the tiers hold, and which
-invariants do not hold."""
+"""Statistics of a whole system: the counters of every actor and the contents of the tiers."""
 
 from __future__ import annotations
 
@@ -21,16 +20,18 @@ if TYPE_CHECKING:  # a cache without CUDA does not load it
     from kvactors.data_plane.cuda.engine import CudaStatistics
 
 PER_TIER = SinkFilter(int(ALL_TIERS), node=False, at_finish=False)
-"""A sink that is sent everything, each tier for itself, at once."""
+"""Filter of a sink that receives every event immediately, with each tier separate."""
 
 
 CopyStatistics: TypeAlias = "CudaStatistics | tuple[RankStatistics, ...] | None"
-"""What the copy engine counts: of CUDA, of each tensor-parallel rank, or None for host memory."""
+"""Copy engine statistics: of CUDA, of each tensor-parallel rank, or None for host memory."""
 
 
 class CacheStatistics(NamedTuple):
-    """Counters since the cache was opened (of each actor's present incarnation), and gauges as of
-    now. Hits are in blocks."""
+    """Counters and gauges of a cache.
+
+    An actor's counters start at zero with each of its incarnations. Hits are in blocks.
+    """
 
     requests: int
     blocks_looked_up: int
@@ -51,7 +52,7 @@ class CacheStatistics(NamedTuple):
 
 
 def collect(system: System) -> CacheStatistics:
-    """The picture as of now."""
+    """The statistics as of now."""
     index = system.index_actor.core.statistics()
     actors = tuple(actor.statistics() for actor in system.supervisor.actors())
     return CacheStatistics(
@@ -75,13 +76,13 @@ def collect(system: System) -> CacheStatistics:
 
 
 def store_of(system: System) -> StoreStatistics | None:
-    """The store's counters, None without a store."""
+    """The store's statistics, or None without a store."""
     store = system.store if system.store is not None else system.direct_backend
     return store.statistics() if store is not None else None
 
 
 def residency(system: System) -> dict[Tier, set[bytes]]:
-    """Names of the blocks each tier holds, from their owners."""
+    """The keys that each tier holds, read from the tier's owner."""
     return {
         Tier.DEVICE: set(split_keys(system.index_actor.index.tree.device_keys())),
         Tier.HOST: set(system.evictor_actor.host_keys()),
@@ -90,8 +91,10 @@ def residency(system: System) -> dict[Tier, set[bytes]]:
 
 
 def announceable(system: System, sink: SinkFilter = PER_TIER) -> dict[Tier, set[bytes]]:
-    """Names of the blocks each tier holds, as far as a sink with this filter is sent them: blocks
-    with a known path, by the tree rule of the ledger."""
+    """The keys of each tier that a sink with this filter is sent.
+
+    The blocks among them have a known path, by the tree rule of the ledger.
+    """
     found: dict[Tier, set[bytes]] = {tier: set() for tier in Tier}
     for block, tiers in due_of(system.notifier_actor.ledger, sink, residency(system)):
         for tier in Tier:
