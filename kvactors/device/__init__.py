@@ -1,4 +1,4 @@
-"""Where device blocks live."""
+"""Device blocks: memory that holds them, and copies to and from the host arena."""
 
 from msgspec.structs import replace
 
@@ -14,8 +14,11 @@ __all__ = ["Device", "HostDevice", "TensorDevice", "config_for", "layout_for"]
 
 
 def layout_for(config: Config, device: Device | None) -> Layout:
-    """The layout of a cache: the given device's, or the one that `[layout]` describes. LayoutError
-    if these two, or the block sizes, differ."""
+    """The layout of a cache: the given device's, or the one that `[layout]` describes.
+
+    Raises:
+        LayoutError: the two layouts, or the block sizes, differ.
+    """
     size = config.cache.block_size
     if device is None:
         return make_layout(config.layout, size)
@@ -36,8 +39,11 @@ def layout_for(config: Config, device: Device | None) -> Layout:
 
 
 def config_for(config: Config, device: Device | None) -> Config:
-    """The config with the given device's number of blocks. ConfigError if `device.num_blocks` is
-    set to another one."""
+    """The config with the given device's number of blocks.
+
+    Raises:
+        ConfigError: `device.num_blocks` is set to another number.
+    """
     if device is None or config.device.num_blocks == device.num_blocks:
         return config
     if config.device.num_blocks != DeviceConfig().num_blocks:

@@ -17,7 +17,7 @@ from kvactors.threads import end_at_exit
 PAGE = 4096
 
 TOUCH_PIECE = 64 << 20
-"""Bytes touched between two looks at whether to stop."""
+"""Bytes touched between two checks for a stop."""
 
 log = get_logger()
 
@@ -26,10 +26,10 @@ class HostSlots:
     """Host slots by number, in the memory of this process or of others.
 
     Attributes:
-        num_slots: how many there are, in each of these processes.
+        num_slots: number of slots in each process.
         block_bytes: bytes of one process's share of a block.
         in_use: slots that jobs of failed actors still access (a call to a store that does not
-            return), with the number of such jobs. They are not handed out.
+            return), with the number of such jobs. Such slots are not handed out.
         kept: whether the memory must stay mapped after `close`.
     """
 
@@ -53,24 +53,24 @@ class HostSlots:
         return release
 
     def keep(self) -> None:
-        """Leave the memory mapped until the process ends: a thread that did not end may access
-        it."""
+        """Leave the memory mapped until the process ends, because a thread may still access it."""
         self.kept = True
 
     def close(self) -> None:
-        """Free the memory, if it is of this process."""
+        """Free the memory, if it belongs to this process."""
 
 
 class Arena(HostSlots):
-    """Host slots in the memory of this process: `stride` bytes each (block_bytes and the trailer
-    rounded up to whole pages), one after another from `address`.
+    """Host slots in the memory of this process.
+
+    The slots are contiguous from `address`. Each takes `stride` bytes: block_bytes and the trailer,
+    rounded up to whole pages.
 
     Args:
-        num_slots: how many slots.
+        num_slots: number of slots.
         block_bytes: bytes of a block.
-        pinned: lock the pages in memory; `locked` is whether the system allowed it.
-        trailer: bytes right behind each block that a store may use for what it keeps beside a
-            block.
+        pinned: whether to lock the pages in memory. `locked` tells whether the system allowed it.
+        trailer: bytes right after each block that a store may use for the block's metadata.
     """
 
     def __init__(
@@ -88,15 +88,18 @@ class Arena(HostSlots):
         end_at_exit(self)
 
     def end(self, limit: float) -> None:
-        """The interpreter exits: a thread that touches must stop. See `threads.Ending`."""
+        """Stop a thread that touches, at the interpreter's exit. See `threads.Ending`."""
         until = time.monotonic() + limit
         self._stopped = True
         while self._touching and time.monotonic() < until:
             time.sleep(0.001)
 
     def touch(self) -> None:
-        """Bring every page in, and lock it if asked to. Blocks for about a second a gigabyte: call
-        it in a thread. `stop_touching` ends it early."""
+        """Fault in every page, and lock it if the arena is pinned.
+
+        The call blocks for about a second a gigabyte, so it belongs in a thread. `stop_touching`
+        ends it early.
+        """
         self._touching = True
         try:
             if not self._closed:
@@ -121,37 +124,44 @@ class Arena(HostSlots):
                 libc = None
 
     def stop_touching(self) -> None:
-        """End a `touch` that another thread runs at its next piece."""
+        """Make a `touch` that runs in another thread return after its current piece."""
         self._stopped = True
 
     def view(self, slot: int) -> memoryview:
-        """The bytes of one block, writable. IndexError if there is no such slot."""
+        """The bytes of one block, writable.
+
+        Raises:
+            IndexError: the slot does not exist.
+        """
         if not 0 <= slot < self.num_slots:
             raise IndexError(f"slot {slot} of {self.num_slots}")
         start = slot * self.stride
         return self._bytes[start : start + self.block_bytes].data
 
     def holds(self, address: int) -> bool:
-        """Whether an address is a slot's first."""
+        """Whether an address is the start of a slot."""
         return (
             0 <= address - self.address < self.num_slots * self.stride
             and (address - self.address) % self.stride == 0
         )
 
     def keep(self) -> None:
-        """See `HostSlots`. `close` does not unmap it either."""
+        """See `HostSlots.keep`. `close` does not unmap the memory either."""
         if not self.kept:
             self.kept = True
             ctypes.pythonapi.Py_IncRef(
                 ctypes.py_object(self._map)
-            )  # not even the interpreter's end unmaps it
+            )  # the interpreter's end must not unmap it either
             log.error(
                 "arena memory stays mapped: a thread may still access it",
                 bytes=self.num_slots * self.stride,
             )
 
     def close(self) -> None:
-        """Let the memory go as soon as the last view has; not at all while a thread touches it."""
+        """Free the memory when its last view is gone.
+
+        The memory stays mapped if a thread touches it now.
+        """
         self._closed = True
         if self._touching:
             self.keep()

@@ -16,10 +16,10 @@ class DeviceBlocks:
     """Device blocks by number, in the memory of this process or of others.
 
     Attributes:
-        kind: where the memory is: `host` (this process can address it), `cuda`, or `ranks` (in
+        kind: location of the memory: `host` (this process can address it), `cuda`, or `ranks` (in
             other processes).
         layout: of one process's share of a block.
-        num_blocks: how many there are, in each of these processes.
+        num_blocks: number of blocks in each process.
     """
 
     kind: str = "host"
@@ -30,15 +30,16 @@ class DeviceBlocks:
         self.num_blocks = num_blocks
 
     def close(self) -> None:
-        """Free memory that the device has allocated. Every copy has ended."""
+        """Free memory that the device has allocated. Every copy must have ended."""
 
 
 class Device(DeviceBlocks, ABC):
-    """Device blocks that this process copies: one region per piece of the layout, each
-    `[num_blocks][piece bytes]`.
+    """Device blocks that this process copies.
 
-    Both copies block until the bytes have arrived, release the GIL, and are called from copy
-    threads, on disjoint blocks and slots.
+    Each piece of the layout has one region, `[num_blocks][piece bytes]`.
+
+    Both copy methods block until the bytes have arrived, and release the GIL. Copy threads call
+    them on disjoint blocks and slots.
 
     Attributes:
         regions: addresses, int64, in the layout's contract order.
@@ -66,7 +67,7 @@ class Device(DeviceBlocks, ABC):
             blocks: device blocks.
             arena: the memory of the slots.
             slots: as many host slots.
-            layers: copy only these layers, counted from the layout's first; all of them if None.
+            layers: the layers to copy, counted from the layout's first. None copies all.
 
         Raises:
             ValueError: a number is out of range, or the lengths differ.

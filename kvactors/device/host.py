@@ -1,5 +1,7 @@
-"""A device of host memory: numpy regions standing in for device memory, real copies. It runs
-everywhere."""
+"""A device of host memory: numpy regions in place of device memory, with real copies.
+
+It runs on any machine.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,17 @@ from kvactors.native import check_blocks, fill_blocks, gather, scatter, touch
 
 
 class HostDevice(Device):
-    """num_blocks: at least 1, LayoutError otherwise. Its memory is touched here, so that later
-    copies do not fault."""
+    """Device blocks in numpy regions.
+
+    The constructor touches the memory, so that later copies do not fault.
+
+    Args:
+        layout: of the blocks.
+        num_blocks: number of blocks, at least 1.
+
+    Raises:
+        LayoutError: `num_blocks` is below 1.
+    """
 
     def __init__(self, layout: Layout, num_blocks: int) -> None:
         if num_blocks < 1:
@@ -34,8 +45,11 @@ class HostDevice(Device):
         self.piece_bytes = np.array([piece.nbytes for piece in layout.pieces], np.int64)
 
     def region(self, layer: int, role: str) -> NDArray[np.uint8]:
-        """The memory of one layer and role, uint8 [num_blocks, piece bytes]. KeyError if the layout
-        has no such piece."""
+        """The memory of one layer and role, uint8 [num_blocks, piece bytes].
+
+        Raises:
+            KeyError: the layout has no such piece.
+        """
         for piece, memory in zip(self.layout.pieces, self._memory, strict=True):
             if (piece.layer, piece.role) == (layer, role):
                 return memory
@@ -74,14 +88,18 @@ class HostDevice(Device):
         )
 
     def fill(self, blocks: Sequence[int], keys: bytes) -> None:
-        """Write into every block a pattern that depends on its name (32 bytes each in `keys`), in
-        place of a model's output."""
+        """Fill blocks with test patterns that depend on their keys, in place of a model's output.
+
+        Args:
+            blocks: device blocks.
+            keys: the blocks' keys, 32 bytes each.
+        """
         fill_blocks(
             self.regions, self.piece_bytes, self.num_blocks, np.asarray(blocks, np.int64), keys
         )
 
     def check(self, blocks: Sequence[int], keys: bytes) -> list[int]:
-        """Indices of blocks that do not hold the pattern of their names."""
+        """Indices into `blocks` of those that do not hold the pattern of their keys."""
         return check_blocks(
             self.regions, self.piece_bytes, self.num_blocks, np.asarray(blocks, np.int64), keys
         )

@@ -1,5 +1,8 @@
-"""Paddle's tensors as a device. Calls that are known to kill the process instead of raising are
-guarded, and Paddle's import does not keep the process's signals."""
+"""Paddle tensors as a device.
+
+The module guards Paddle calls that kill the process instead of raising. It also restores the signal
+handlers that Paddle's import takes over.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,20 @@ from kvactors.layout.base import Layout
 
 @cache
 def import_paddle() -> Any:
-    """The module. Its import takes over the handlers of SIGTERM and of fatal signals; here they are
-    given back, so that a clean shutdown stays possible. DeviceError names the extra if it is not
-    installed."""
+    """Import Paddle.
+
+    The import takes over the handlers of SIGTERM and of fatal signals. This function restores them,
+    so that a clean shutdown stays possible.
+
+    Returns:
+        The module `paddle`.
+
+    Raises:
+        DeviceError: Paddle is not installed. The text names the extra to install.
+    """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it warns of build tools that nobody here needs
+            warnings.simplefilter("ignore")  # Paddle warns of unused build tools
             import paddle
     except ImportError as error:
         raise DeviceError(
@@ -32,15 +43,24 @@ def import_paddle() -> Any:
 
 
 def gpus() -> int:
-    """How many GPUs Paddle can use. Without one, most of `paddle.device.cuda` raises, and some of
-    it ends the process: ask this first."""
+    """Number of GPUs that Paddle can use.
+
+    Callers check this before they use `paddle.device.cuda`. Without a GPU most of its functions
+    raise, and some of them end the process.
+    """
     paddle = import_paddle()
     return int(paddle.device.cuda.device_count()) if paddle.is_compiled_with_cuda() else 0
 
 
 def allocator(place: str = "cpu") -> Callable[[tuple[int, ...], str], Any]:
-    """Makes zeroed tensors at a place (cpu, gpu:0, ..) that take no part in autograd. DeviceError
-    if there is no such place."""
+    """Return a function that makes zeroed tensors without autograd at a place.
+
+    Args:
+        place: `cpu`, `gpu:0` and so on.
+
+    Raises:
+        DeviceError: Paddle has no such place.
+    """
     paddle = import_paddle()
     kind, _, number = place.partition(":")
     if kind == "cpu":
@@ -61,11 +81,23 @@ def allocator(place: str = "cpu") -> Callable[[tuple[int, ...], str], Any]:
 
 
 class PaddleDevice(TensorDevice):
-    """tensors: Paddle's, in the layout's contract order or by (layer, role); they are the engine's
-    own, and stay where they are."""
+    """Device blocks in Paddle tensors, which the engine owns and the device does not move.
+
+    See `TensorDevice` for the parameters.
+    """
 
     @classmethod
     def allocate(cls, layout: Layout, num_blocks: int, place: str = "cpu") -> PaddleDevice:
-        """A device of new tensors. LayoutError, DeviceError."""
+        """A device of new tensors.
+
+        Args:
+            layout: of the blocks.
+            num_blocks: number of blocks.
+            place: see `allocator`.
+
+        Raises:
+            LayoutError: Paddle tensors cannot hold the layout's dtypes, or `num_blocks` is below 1.
+            DeviceError: Paddle is not installed, or has no such place.
+        """
         tensors: Sequence[Any] = layout.allocate(allocator(place), num_blocks)
         return cls(layout, tensors)

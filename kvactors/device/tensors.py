@@ -1,9 +1,9 @@
-"""A device whose regions are somebody's tensors in host memory: Paddle, torch, numpy, or anything
-else that speaks DLPack.
+"""A device whose regions are tensors of a framework in host memory: Paddle, torch, numpy, or any
+other that supports DLPack.
 
-Its memory is taken as it is, by address; nothing is copied through the framework. The tensors are
-kept alive as long as the device is, and that they still lie where they did is checked before every
-batch of copies.
+The device accesses the memory by address and copies nothing through the framework. It keeps
+references to the tensors. Before every batch of copies it checks that their addresses are
+unchanged.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ DTYPES = {
     (1, 8): "uint8",
     (0, 8): "int8",
 }
-"""By DLPack's type code and bits. Eight-bit floats count as bytes."""
+"""Dtypes by DLPack's type code and bits. Eight-bit floats count as bytes."""
 FIRST_FLOAT8, LAST_FLOAT8 = 7, 14
 
 
 class _DLTensor(ctypes.Structure):
-    """dlpack.h (v0.8 and v1 alike up to here)."""
+    """`DLTensor` of dlpack.h, which is the same in v0.8 and v1."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -53,7 +53,11 @@ class _DLTensor(ctypes.Structure):
 
 
 class Region(NamedTuple):
-    """Where a tensor lies and what it is. host: whether the host can address it."""
+    """Address, shape and dtype of a tensor.
+
+    Attributes:
+        host: whether the host can address the memory.
+    """
 
     address: int
     shape: tuple[int, ...]
@@ -67,7 +71,12 @@ _get_pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
 
 
 def region_of(tensor: Any) -> Region:
-    """A tensor's region. DeviceError for what is not a contiguous tensor of a known dtype."""
+    """A tensor's region.
+
+    Raises:
+        DeviceError: the object does not support DLPack, is not contiguous or has an unsupported
+            dtype.
+    """
     try:
         capsule = tensor.__dlpack__()
     except Exception as error:
@@ -101,8 +110,7 @@ def _contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 def address_of(tensor: Any) -> int:
-    """Where a tensor lies now, by its framework's own word: fast enough to ask before every
-    batch."""
+    """A tensor's current address, fast enough for a check before every batch of copies."""
     if hasattr(tensor, "data_ptr"):
         return int(tensor.data_ptr())
     if isinstance(tensor, np.ndarray):
@@ -111,11 +119,16 @@ def address_of(tensor: Any) -> int:
 
 
 class TensorDevice(Device):
-    """tensors: in the layout's contract order, or by (layer, role); each [blocks, *the role's
-    shape].
+    """Device blocks in the tensors of a framework.
 
-    LayoutError names the first that has another shape or dtype, DeviceError one that cannot be
-    taken or is not in host memory.
+    Args:
+        layout: of the blocks.
+        tensors: in the layout's contract order, or by (layer, role), each of shape
+            [blocks, *the role's shape].
+
+    Raises:
+        LayoutError: a tensor has another shape or dtype. The text names the first one.
+        DeviceError: a tensor does not support DLPack or is not in host memory.
     """
 
     def __init__(
@@ -147,8 +160,11 @@ class TensorDevice(Device):
         return [tensors[key] for key in wanted]
 
     def ensure_in_place(self) -> None:
-        """DeviceError if a tensor has moved since it was registered: its framework has given the
-        memory away."""
+        """Check that no tensor has moved since it was registered.
+
+        Raises:
+            DeviceError: a tensor has moved, so its framework may have reused the memory.
+        """
         for i, tensor in enumerate(self.tensors):
             if address_of(tensor) != self.regions[i]:
                 piece = self.layout.pieces[i]
