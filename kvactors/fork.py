@@ -1,8 +1,8 @@
-"""What a forked child may do with the caches of its parent: nothing.
+"""Guard against using a parent's caches in a forked child.
 
-A child has the parent's memory, files and sockets, but neither its threads nor a loop of its own:
-its loop shares the parent's epoll instance. Every call raises CacheClosed there. The end of an
-`async with` block closes nothing, and what the block raised passes.
+A child has the parent's memory, files and sockets, but not its threads. Its event loop shares the
+parent's epoll instance. Every call in the child raises CacheClosed. The end of an `async with`
+block closes nothing there, and an exception of the block propagates.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ FORKED = "this cache was opened before a fork, in the parent process: open anoth
 
 
 class Forked(Protocol):
-    """A system that runs when its process forks."""
+    """A system that may be running when its process forks."""
 
     def close_in_child(self) -> None:
         """Called in the child, before the fork returns there."""
@@ -24,7 +24,7 @@ class Forked(Protocol):
 
 
 SYSTEMS: WeakSet[Forked] = WeakSet()
-"""Those that run in this process."""
+"""The systems that run in this process."""
 
 
 def _close_in_child() -> None:

@@ -1,8 +1,7 @@
-"""What the same tokens must agree on to share cached bytes: the scope of a chain of block hashes,
-and the identity of a store.
+"""Cache identity: block hashes, the scope of a chain of them, and the identity of a store.
 
-Pure, and without dependencies on other parts of the package. `docs/keys.md` has the encoding and
-test vectors.
+Equal tokens share cached bytes only within one scope and one store identity. `docs/keys.md` has the
+encoding and test vectors.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ STORE_DOMAIN = b"kvactors.store.v2"
 TAG_FINGERPRINT, TAG_MODEL, TAG_NAMESPACE, TAG_SALT, TAG_LORA = 1, 2, 3, 4, 5
 TAG_RANK, TAG_RANKS = 6, 7
 FOLDER_TEXT = 48
-"""Characters of a model's name that its folder shows."""
+"""Maximum number of characters of a model's name in its folder's name."""
 
 
 def field(tag: int, value: bytes) -> bytes:
@@ -28,17 +27,26 @@ def field(tag: int, value: bytes) -> bytes:
 
 
 def block_hash(parent: bytes, tokens: bytes) -> bytes:
-    """The hash of a full block without an extra key, below `parent` (a block hash, or the root).
-    tokens: little-endian uint32."""
+    """The hash of a full block without an extra key.
+
+    Args:
+        parent: the parent's block hash, or the root hash.
+        tokens: the block's tokens, little-endian uint32.
+    """
     return hashlib.sha256(parent + bytes(4) + tokens).digest()
 
 
 class CacheScope(NamedTuple):
-    """What requests have in common beside their tokens and media to share blocks: the root of a
-    chain of block hashes.
+    """The properties beside tokens and media that requests must share to share blocks.
 
-    namespace: of the cache (`cache.namespace`, `KVCache.set_namespace`), such as a version of the
-    weights. lora, salt: None without.
+    A chain of block hashes starts from the scope's root hash.
+
+    Attributes:
+        model: the model's name.
+        namespace: the cache's namespace (`cache.namespace`, `KVCache.set_namespace`), such as a
+            version of the weights.
+        lora: the LoRA adapter, or None.
+        salt: the cache salt, or None.
     """
 
     model: str
@@ -50,10 +58,13 @@ class CacheScope(NamedTuple):
         return discreet(self)
 
     def root(self, fingerprint: bytes) -> bytes:
-        """The 32-byte root hash above the first block, for blocks of the layout that `fingerprint`
-        stands for.
+        """The 32-byte root hash above the first block.
 
-        SHA-256 over the domain and the fields that are given, in the order of their tags.
+        The hash is SHA-256 over the domain and the fields that are not None, in the order of their
+        tags.
+
+        Args:
+            fingerprint: of the blocks' layout, 32 bytes.
         """
         message = ROOT_DOMAIN + field(TAG_FINGERPRINT, fingerprint)
         message += field(TAG_MODEL, self.model.encode()) + field(
@@ -67,16 +78,21 @@ class CacheScope(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether it has neither an adapter nor a salt."""
+        """Whether the scope has neither an adapter nor a salt."""
         return self.lora is None and self.salt is None
 
 
 class StoreIdentity(NamedTuple):
-    """What all objects of one store folder, or of one part of a pool, have in common.
+    """The identity that all objects of one store folder, or of one part of a pool, share.
 
-    namespace: of the store (`storage.namespace`). fingerprint: of the layout, 32 bytes. rank,
-    ranks: the tensor-parallel rank whose part of every block is stored. Objects of different
-    identities never mix: the digest is in their headers, and names the folder or the pool keys.
+    Objects of different identities never mix. Object headers and pool keys contain the digest.
+
+    Attributes:
+        model: the model's name.
+        namespace: the store's namespace (`storage.namespace`).
+        fingerprint: of the layout, 32 bytes.
+        rank: the tensor-parallel rank whose part of every block is stored.
+        ranks: the number of tensor-parallel ranks.
     """
 
     model: str
@@ -100,14 +116,18 @@ class StoreIdentity(NamedTuple):
         ).digest()
 
     def folder(self, directory: str | Path) -> Path:
-        """`directory`/MODEL/NAMESPACE/rank-R-of-N, where MODEL shows the model's name and ends in
-        16 hex digits of its hash."""
+        """The store's folder: `directory`/MODEL/NAMESPACE/rank-R-of-N.
+
+        MODEL starts with the model's name and ends in 16 hex digits of its hash.
+        """
         shown = re.sub(r"[^A-Za-z0-9._-]+", "_", self.model)[:FOLDER_TEXT].strip("._-") or "model"
         name = f"{shown}-{hashlib.sha256(self.model.encode()).hexdigest()[:16]}"
         return Path(directory) / name / self.namespace / f"rank-{self.rank}-of-{self.ranks}"
 
     @property
     def pool_prefix(self) -> str:
-        """What the names of its objects in a shared pool begin with; no prefix begins another
-        one."""
+        """The prefix of the store's object names in a shared pool.
+
+        No pool prefix is a prefix of another one.
+        """
         return f"kvactors/{self.digest.hex()}/"

@@ -1,5 +1,7 @@
-"""What block hashes are made of: kept beside stored blocks, so that indexes can be sent them after
-a restart."""
+"""Lineage of stored blocks: the inputs of their block hashes.
+
+The store keeps lineages beside blocks, so that external indexes can be sent them after a restart.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,16 @@ from kvactors.flush_notifier.messages import PLAIN, Origin
 
 
 class Lineage(NamedTuple):
-    """One block: the hash of its parent (the root hash for a first block), its own tokens
-    (little-endian uint32), its extra key, and what requests for it have in common. Blocks under a
-    salt have none: a salt is not written to disk."""
+    """The inputs of one block hash.
+
+    Blocks under a salt have no lineage, because a salt is not written to disk.
+
+    Attributes:
+        parent: the parent's block hash, or the root hash for a first block.
+        tokens: the block's tokens, little-endian uint32.
+        extra_key: the block's extra key.
+        origin: the properties that requests for the block share.
+    """
 
     parent: bytes
     tokens: bytes
@@ -25,7 +34,7 @@ class Lineage(NamedTuple):
         return discreet(self)
 
     def key(self) -> bytes:
-        """The block hash that follows from it."""
+        """The block hash computed from the lineage."""
         extra = self.extra_key
         return hashlib.sha256(
             self.parent + len(extra).to_bytes(4, "little") + extra + self.tokens
@@ -33,9 +42,13 @@ class Lineage(NamedTuple):
 
 
 class Lineages(NamedTuple):
-    """Those of the blocks of a message, whose keys and parents are in the message. tokens: of all
-    blocks, one after another. origins: one for each block (None: it has no lineage), or one for
-    all. extra_keys: by index, of blocks that have one."""
+    """The lineages of a message's blocks. The message itself has their keys and parents.
+
+    Attributes:
+        tokens: the tokens of all blocks, concatenated.
+        origins: one for each block (None: the block has no lineage), or one for all.
+        extra_keys: the extra keys of the blocks that have one, by index.
+    """
 
     tokens: bytes
     origins: tuple[Origin | None, ...]
@@ -45,7 +58,16 @@ class Lineages(NamedTuple):
         return discreet(self)
 
     def of(self, index: int, count: int, parent: bytes) -> Lineage | None:
-        """That of one of `count` blocks below its parent."""
+        """The lineage of one block of the message.
+
+        Args:
+            index: of the block in the message.
+            count: blocks in the message.
+            parent: the hash of the block's parent.
+
+        Returns:
+            The lineage, or None if the block has none.
+        """
         origin = self.origins[index if len(self.origins) > 1 else 0]
         if origin is None:
             return None
@@ -59,5 +81,5 @@ class Lineages(NamedTuple):
 
 
 def lineage(lineages: Lineages | None, index: int, count: int, parent: bytes) -> Lineage | None:
-    """See `Lineages.of`; None if the message has none."""
+    """See `Lineages.of`. Returns None if the message has no lineages."""
     return None if lineages is None else lineages.of(index, count, parent)

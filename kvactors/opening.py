@@ -1,5 +1,7 @@
-"""The opening of what a cache or a rank uses: each part within `actors.start` seconds, whatever
-foreign code does."""
+"""Opening of the parts of a cache or a rank, each within `actors.start` seconds.
+
+The limit holds even if foreign code does not return.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,12 @@ log = get_logger()
 
 
 class Opening:
-    """limit: seconds that one part may take. shutdown: of the same cache; it begins when a part is
-    late."""
+    """Opens parts one after another.
+
+    Attributes:
+        limit: seconds that one part may take.
+        shutdown: of the same cache. It begins when a part is late.
+    """
 
     def __init__(self, limit: float, shutdown: Shutdown) -> None:
         self.limit = limit
@@ -30,12 +36,17 @@ class Opening:
         late: type[KVActorsError],
         least: float = 0.0,
     ) -> None:
-        """Open one part in a task of its own. least: seconds that it may take, if they are more
-        than the limit.
+        """Open one part in a separate task.
 
-        A part that is late, or whose opening is cancelled, is cancelled. If it still has not ended
-        when the actors of a shutdown must have, it is left behind, and host memory stays mapped.
-        The caller closes the part in either case.
+        The task is cancelled if it is late or if the caller is cancelled. If it has not ended by
+        the time at which a shutdown's actors must have, it is abandoned, and host memory stays
+        mapped. The caller closes the part in either case.
+
+        Args:
+            part: name of the part, for errors and logs.
+            call: opens it.
+            late: type of the error for a late part.
+            least: seconds that the part may take, if more than the limit.
 
         Raises:
             late: the part took longer than the limit, or cancelled itself.
@@ -69,6 +80,6 @@ class Opening:
 
 
 def _retrieve(task: asyncio.Task[None]) -> None:
-    """Look at a result that no caller receives, so that asyncio does not log it."""
+    """Retrieve a result that no caller receives, so that asyncio does not log it."""
     if not task.cancelled():
         task.exception()

@@ -1,5 +1,8 @@
-"""The end of a cache: every step ends before one deadline, whatever a disk, a sink or a thread
-does. No error of a step prevents the next."""
+"""Shutdown of a cache: every step ends before one deadline.
+
+The deadline holds even if a disk, a sink or a thread does not respond. An error in one step does
+not prevent the next.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +18,25 @@ from kvactors.actor.uncancelled import ThreadWaits, uncancelled
 from kvactors.device.arena import HostSlots
 
 QUIET, STOP = 0.6, 0.9
-"""Parts of the time by which the actors have nothing left to do, and by which they have ended. The
-rest is for closing what they used."""
+"""Fractions of the limit by which the actors must be idle, and by which they must have ended.
+
+The rest is for closing stores, sinks and devices.
+"""
 
 log = get_logger()
 
 
 class Shutdown:
-    """limit: seconds from `begin` to the end. arena: host memory, which stays mapped if a step does
-    not end. forked: whether this is a forked child: then nothing is closed, because files, sockets
-    and locks are the parent's."""
+    """Deadline and steps of the shutdown of a cache.
+
+    Attributes:
+        limit: seconds from `begin` to the end.
+        arena: host memory, which stays mapped if a step does not end.
+        waits: waits for threads, abandoned when the actors must have ended.
+        unfinished: names of the parts that did not end in time.
+        forked: whether this is a forked child. A child closes nothing, because files, sockets and
+            locks belong to the parent.
+    """
 
     def __init__(self, limit: float, arena: HostSlots) -> None:
         self.limit = limit
@@ -36,26 +48,35 @@ class Shutdown:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
-        """Start the clock; once."""
+        """Start the clock. Later calls have no effect."""
         if self._began is None:
             self._began = now()
             self._timer = asyncio.get_running_loop().call_at(self.at(STOP), self.waits.abandon)
 
     def at(self, part: float) -> float:
-        """When a part of the time is over."""
+        """Loop time at which a fraction of the limit has passed.
+
+        Raises:
+            RuntimeError: the shutdown has not begun.
+        """
         if self._began is None:
             raise RuntimeError("the shutdown has not begun")
         return self._began + part * self.limit
 
     def left(self, part: float) -> float:
-        """Seconds until then, and a little if it is past."""
+        """Seconds until `at(part)`, at least LEAST_STEP."""
         return max(LEAST_STEP, self.at(part) - now())
 
     async def step(
         self, name: str, close: Callable[[], Awaitable[None]], limit: float = float("inf")
     ) -> None:
-        """Close one thing, whatever is cancelled: in `limit` seconds, and in what is left. Errors
-        are logged."""
+        """Close one part, even if the caller is cancelled. Errors are logged.
+
+        Args:
+            name: of the part, for logs.
+            close: closes it.
+            limit: seconds it may take, if the shutdown has as much time left.
+        """
         if self.forked:
             return
         await uncancelled(self._step(name, close, limit))
@@ -87,8 +108,11 @@ class Shutdown:
             raise cancelled
 
     def over(self, *, stuck: bool = False) -> None:
-        """Everything is closed, or given up. stuck: a thread of the store may still access the
-        arena."""
+        """Finish the shutdown, when every part is closed or abandoned.
+
+        Args:
+            stuck: whether a thread of the store may still access the arena.
+        """
         if self._timer is not None:
             self._timer.cancel()
         if self.waits.abandoned:

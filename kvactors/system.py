@@ -1,13 +1,13 @@
-"""READ THIS FIRST: the whole system in one page. Builds the actors in flow order, wires their
-channels, supervises them, drains them.
+"""READ THIS FIRST: the whole system in one page. `System` builds the actors in flow order, wires
+their channels, supervises them and drains them.
 
-    door -> PrefixIndex -> CpuEvictor -> GpuSwapper          copies between device and host arena
-                 |              |
-                 |              +------> StorageReader, StorageWriter (pools)
-                 |              |                |
-                 +--------------+----------------+-> FlushNotifier -> sinks
+    KVCache -> PrefixIndex -> CpuEvictor -> GpuSwapper       copies between device and host arena
+                    |              |
+                    |              +------> StorageReader, StorageWriter (pools)
+                    |              |                |
+                    +--------------+----------------+-> FlushNotifier -> sinks
 
-Arrows are bounded data lanes and form no cycle; completions travel back on the control lanes.
+Arrows are bounded data lanes and form no cycle. Completions travel back on the control lanes.
 """
 
 from __future__ import annotations
@@ -62,14 +62,22 @@ from kvactors.substitutes import NoDirect, NoNotifier, NoReader, NoWriter
 log = get_logger()
 
 FORGOTTEN = 1024
-"""Blocks that PrefixIndex and FlushNotifier each remember beyond those that the tiers can hold."""
+"""Blocks that PrefixIndex and FlushNotifier each track beyond the capacity of the tiers."""
 
 
 class System:
     """The parts of one cache. Nothing runs before `running()`.
 
-    sinks: beside those of the config. backend: in place of the config's.
-    inline_copies: copy in the loop's own thread (for loops of virtual time, which have no threads).
+    Args:
+        config: the cache's settings.
+        device: the device blocks, None for those that the config describes.
+        sinks: sinks beside those of the config.
+        backend: the store's back end in place of the config's.
+        inline_copies: whether to copy in the loop's thread. Loops of virtual time need it, because
+            they have no threads.
+
+    Raises:
+        ConfigError: the settings, devices, stores or sinks do not fit together.
     """
 
     def __init__(
@@ -118,8 +126,8 @@ class System:
         )
         self.shutdown = Shutdown(config.actors.drain, self.arena)
         self.forked = False
-        self.last_status = "ok"  # of health, as it was logged last
-        # component and reason: start, on the loop's clock, as `health` found it last
+        self.last_status = "ok"  # the last logged health status
+        # loop time at which each condition (component and reason) of the last `health` call began
         self.troubles: dict[tuple[str, str], float] = {}
         self.epoch = time.time_ns() // 1_000_000
         self.roots = Roots(config.cache.model, config.cache.namespace, self.layout.fingerprint)
@@ -248,9 +256,12 @@ class System:
         )
 
     def _members(self) -> tuple[Group, Group]:
-        """Which actors restart together. Slots and device blocks are shared memory: whoever may
-        still write to them goes down with the one that hands them out, so that no copy of an
-        earlier life touches a later one's blocks. An optional actor has a substitute."""
+        """The groups of actors that restart together.
+
+        Slots and device blocks are shared memory. An actor that may still write to them restarts
+        with the actor that hands them out, so that no copy of an earlier incarnation writes to a
+        later one's blocks. An optional actor has a substitute.
+        """
         no_reader, no_writer = (
             partial(self._make_reader, kind=NoReader),
             partial(self._make_writer, kind=NoWriter),
@@ -283,13 +294,17 @@ class System:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[System]:
-        """Open the store and the sinks, touch the arena, run the actors; on the way out drain, send
-        the sinks what is pending, stop in reverse and close everything. What cannot be opened is an
-        error, and what was opened before it is closed.
+        """Open the store and the sinks, touch the arena and run the actors until the block ends.
 
-        All of it runs in a task of its own, so that no cancellation of the caller interrupts a
-        step; it is raised when the system has ended. Raises CacheFailed at the end of the block if
-        the system has failed.
+        At the end of the block the system drains, delivers pending events to the sinks, stops the
+        actors in reverse and closes every part. If a part does not open, the parts opened before it
+        are closed and the error is raised.
+
+        All steps run in a separate task, so that no cancellation of the caller interrupts one. The
+        cancellation is raised when the system has ended.
+
+        Raises:
+            CacheFailed: the system has failed, raised at the end of the block.
         """
         loop = asyncio.get_running_loop()
         started: asyncio.Future[None] = loop.create_future()
@@ -325,7 +340,7 @@ class System:
         if not task.done():
             self.shutdown.begin()
             if started.done():
-                if not leave.done():  # an ending `asyncio.run` cancels every task, this one's too
+                if not leave.done():  # an ending `asyncio.run` cancels this task too
                     leave.set_result(clean)
             else:
                 task.cancel()
@@ -366,8 +381,12 @@ class System:
             )
 
     async def _drain(self, clean: bool) -> None:
-        """Wait until nothing is in flight; after a block that ended well, until the sinks that
-        answer have what is pending too."""
+        """Wait until nothing is in flight.
+
+        Args:
+            clean: whether the block ended without an error. Then this also waits until the sinks
+                that respond have received the pending events.
+        """
         self.shutdown.begin()
         if self.supervisor.failed is not None:
             return
@@ -380,16 +399,19 @@ class System:
                 await self.notifier.ask(Settle(healthy=True), deadline=limit)
 
     def check_usable(self) -> None:
-        """CacheFailed if it has failed, CacheClosed in a process that was forked from the one that
-        opened it."""
+        """Check that calls can be served.
+
+        Raises:
+            CacheFailed: the system has failed.
+            CacheClosed: this process was forked from the one that opened the system.
+        """
         if self.forked:
             raise CacheClosed(FORKED)
         if self.supervisor.failed is not None:
             raise CacheFailed(self.supervisor.failed_actor, self.supervisor.failed)
 
     def close_in_child(self) -> None:
-        """After a fork, in the child: its threads and loop are not there, so every use is
-        refused."""
+        """Refuse every call in a forked child, which lacks the system's threads and loop."""
         self.forked = self.shutdown.forked = self.shutdown.waits.over = True
         self.supervisor.end_by = 0.0
         refs: tuple[ActorRef, ...] = (
@@ -403,27 +425,27 @@ class System:
         for ref in refs:
             ref.channel.refuse(lambda: CacheClosed(FORKED))
 
-    # -- the present lives, for inspection
+    # -- the current incarnations, for inspection
 
     def _actor(self, ref: ActorRef) -> Any:
         return self.supervisor.actor(ref.name)
 
     @property
     def index_actor(self) -> PrefixIndex:
-        """PrefixIndex as it is now."""
+        """PrefixIndex's current incarnation."""
         return self._actor(self.index)  # type: ignore[no-any-return]
 
     @property
     def evictor_actor(self) -> CpuEvictor:
-        """CpuEvictor as it is now."""
+        """CpuEvictor's current incarnation."""
         return self._actor(self.evictor)  # type: ignore[no-any-return]
 
     @property
     def swapper_actor(self) -> GpuSwapper:
-        """GpuSwapper as it is now."""
+        """GpuSwapper's current incarnation."""
         return self._actor(self.swapper)  # type: ignore[no-any-return]
 
     @property
     def notifier_actor(self) -> FlushNotifier:
-        """FlushNotifier as it is now."""
+        """FlushNotifier's current incarnation."""
         return self._actor(self.notifier)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Threads that work for the loop, not against it."""
+"""Worker threads of low priority for blocking calls, and their end at the interpreter's exit."""
 
 from __future__ import annotations
 
@@ -24,34 +24,38 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 NICE = 10
-"""Worker threads yield to the loop's: with more runnable threads than cores its lag would grow
-tenfold otherwise."""
+"""Niceness of worker threads, so that they yield to the loop's thread.
+
+At equal priority, with more runnable threads than cores, the loop's lag would grow tenfold.
+"""
 
 
 def lower_priority() -> None:
-    """Make the calling thread yield; on a system without thread priorities it works at the common
-    one."""
+    """Lower the calling thread's priority. No effect on a system without thread priorities."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 EXIT_LIMIT = 2.0
-"""Seconds that the interpreter's exit waits for threads in native code: one that comes back from
-there after the interpreter is gone would abort the process. A thread that hangs is left behind."""
+"""Seconds that the interpreter's exit waits for threads in native code.
+
+A thread that returns from there after the interpreter is gone would abort the process. A thread
+that hangs is abandoned.
+"""
 
 
 class Ending(Protocol):
     """Owner of threads."""
 
     def end(self, limit: float) -> None:
-        """Wait for what they do now, at most `limit` seconds, from the main thread."""
+        """Wait for the running calls, at most `limit` seconds, from the main thread."""
 
 
 _ending: WeakSet[Ending] = WeakSet()
 
 
 def end_at_exit(owner: Ending) -> None:
-    """Have an owner's threads waited for when the interpreter exits."""
+    """Wait for an owner's threads when the interpreter exits."""
     _ending.add(owner)
 
 
@@ -66,9 +70,15 @@ os.register_at_fork(after_in_child=_ending.clear)  # a child has none of these t
 
 
 class Workers:
-    """A few threads for calls that block, started at the first one. They are daemons: a call that
-    never returns does not keep the process from ending, which an ordinary thread pool would. With
-    one thread, calls never overlap and keep their order."""
+    """A few daemon threads for blocking calls, started at the first call.
+
+    A call that never returns does not keep the process from ending, as it would in an ordinary
+    thread pool. With one thread, calls never overlap and keep their order.
+
+    Attributes:
+        threads: how many threads.
+        name: prefix of the threads' names.
+    """
 
     def __init__(self, threads: int, name: str) -> None:
         self.threads = threads
@@ -99,7 +109,7 @@ class Workers:
 
     @property
     def busy(self) -> int:
-        """Calls submitted and not over."""
+        """Calls submitted and not completed."""
         return len(self._pending)
 
     def _work(self) -> None:
@@ -116,19 +126,19 @@ class Workers:
                 future.set_result(result)
 
     async def drained(self, limit: float) -> bool:
-        """Wait until no call is under way, for at most `limit` seconds; whether that came about."""
+        """Wait until no call is in flight, at most `limit` seconds. Returns whether none is."""
         with anyio.move_on_after(limit):
             waiting = [asyncio.wrap_future(future) for future in list(self._pending)]
             await asyncio.gather(*waiting, return_exceptions=True)
         return not self.busy
 
     def afterwards(self, call: Callable[[], None]) -> None:
-        """Run `call` once no call is in flight, in the thread that ends the last one."""
+        """Run `call` once no call is in flight, in the thread that completes the last one."""
         for future in list(self._pending):
             future.add_done_callback(lambda _: None if self._pending else call())
 
     def close(self) -> None:
-        """Let the threads end when they are done."""
+        """End the threads after the submitted calls."""
         for _ in range(self._started):
             self._calls.put(None)
         self._started = 0
@@ -137,8 +147,13 @@ class Workers:
 async def in_thread(
     call: Callable[[], T], name: str, cancelled: Callable[[], None] | None = None
 ) -> T:
-    """Run one blocking call in a daemon thread of its own and wait for its end, cancelled or not.
-    cancelled: see `to_the_end`."""
+    """Run one blocking call in a separate daemon thread and wait for its end, even if cancelled.
+
+    Args:
+        call: the blocking call.
+        name: prefix of the thread's name.
+        cancelled: see `to_the_end`.
+    """
     workers = Workers(1, name)
     future = asyncio.wrap_future(workers.submit(call))
     workers.close()
@@ -146,11 +161,11 @@ async def in_thread(
 
 
 class DaemonExecutor(Executor):
-    """For aiofiles: each call runs in a daemon thread of its own. Cancelled, only the wait ends:
-    for calls that access no memory of the caller.
+    """Executor for aiofiles that runs each call in a separate daemon thread.
 
-    A thread of asyncio's default executor in a call that does not return keeps `asyncio.run`, and
-    the process, from their end.
+    A cancellation ends only the wait, so the calls must not access memory of the caller. With
+    asyncio's default executor, a call that does not return would keep `asyncio.run` and the process
+    from ending.
     """
 
     def __init__(self, name: str) -> None:
