@@ -1,4 +1,4 @@
-"""What every test starts from."""
+"""Settings and fixtures of every test."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ SILENT = 900.0
 
 
 def main() -> int:
-    """Run, print, write; the exit status."""
+    """Run, print and write. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
@@ -68,7 +68,7 @@ def main() -> int:
 def soak(
     seed: int, requests: int, minutes: float | None, processes: int, *, hostile: bool
 ) -> dict[str, Any]:
-    """Run the rounds in several processes; what came of it."""
+    """Run the rounds in several processes. Returns their results."""
     began = time.monotonic()
     until = float("inf") if minutes is None else began + 60 * minutes
     context = multiprocessing.get_context("spawn")

@@ -22,7 +22,7 @@ LIMIT = 30.0
 
 
 class EventsReader:
-    """Reads KV events as docs/kv_events.md says: a snapshot first, then every batch, replay on a
+    """Reads KV events as docs/kv_events.md specifies: a snapshot first, then every batch, replay on a
     gap. held: 64-bit hashes by tier."""
 
     def __init__(self, endpoint: str, replay_endpoint: str) -> None:
@@ -45,7 +45,7 @@ class EventsReader:
 
     @property
     def broken(self) -> BaseException | None:
-        """What ended the reader, if anything did."""
+        """The error that ended the reader, if any."""
         return self._task.exception() if self._task.done() and not self._task.cancelled() else None
 
     async def _run(self) -> None:
@@ -118,7 +118,7 @@ class EventsReader:
 
 
 def hashes(recorder: Recorder) -> dict[Tier, set[int]]:
-    """What the cache announced, as readers of KV events name it."""
+    """The blocks that the cache announced, as readers of KV events name them."""
     return {
         tier: {int.from_bytes(key[-8:], "big") for key in keys}
         for tier, keys in recorder.held.items()
@@ -126,7 +126,7 @@ def hashes(recorder: Recorder) -> dict[Tier, set[int]]:
 
 
 async def agrees(reader: EventsReader, recorder: Recorder) -> str:
-    """Empty once the reader holds what the cache announced; otherwise how they differ after LIMIT
+    """Empty once the reader holds the announced blocks, otherwise how they differ after LIMIT
     seconds."""
     wanted, loop = hashes(recorder), asyncio.get_running_loop()
     until = loop.time() + LIMIT
@@ -147,7 +147,7 @@ async def agrees(reader: EventsReader, recorder: Recorder) -> str:
 
 
 def jsonl_held(path: Path) -> dict[Tier, set[bytes]]:
-    """What a file of JSON lines says is resident."""
+    """The blocks that a file of JSON lines reports as resident."""
     held: dict[Tier, set[bytes]] = {tier: set() for tier in Tier}
     for line in path.read_text().splitlines():
         record = json.loads(line)

@@ -52,7 +52,7 @@ def run_rounds(
 
 
 def work(seed: int, requests: int, until: float, results: Any, hostile: bool, number: int) -> None:
-    """The work of one process; its results go into a queue."""
+    """The work of one process. Its results go into a queue."""
     signal.signal(signal.SIGUSR1, where)
     run_rounds(
         seed,
