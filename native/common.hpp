@@ -1,4 +1,5 @@
-// Small shared pieces: integer names, block keys, vectors that do not zero what is about to be overwritten.
+// Shared definitions: integer types, block keys, vectors that do not zero elements about to be
+// overwritten.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +17,8 @@ using u16 = std::uint16_t;
 using u32 = std::uint32_t;
 using u64 = std::uint64_t;
 
-// Compiled twice where the compiler can: for any x86-64, and for those with AVX2 (chosen when the module is loaded).
+// Compiled twice where the compiler can: for any x86-64, and for those with AVX2 (chosen when the
+// module is loaded).
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__linux__) && !defined(__SANITIZE_ADDRESS__)
 #define KVACTORS_WIDE __attribute__((target_clones("avx2", "default")))
 #else
@@ -31,7 +33,7 @@ struct Key {
 
 inline bool operator==(const Key& a, const Key& b) { return std::memcmp(a.bytes, b.bytes, 32) == 0; }
 
-// std::vector<T>::resize zeroes; token and key arrays are written right after they grow.
+// std::vector<T>::resize zeroes, but token and key arrays are written right after they grow.
 template <class T>
 struct Uninitialised : std::allocator<T> {
     template <class U>

@@ -1,4 +1,4 @@
-// Bindings of the copies: bounds are checked here, the GIL is released around the work.
+// Bindings of the copies. They check bounds and release the GIL around the work.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/vector.h>

@@ -7,8 +7,8 @@
 namespace kvactors {
 namespace {
 
-// A batch larger than the caches is written past them: ordinary stores would first read every line they overwrite, which
-// is why libc's memcpy does the same, but only when a single piece is that large.
+// A batch larger than the caches is written past them: ordinary stores would first read every line
+// they overwrite. libc's memcpy does the same, but only when a single piece is that large.
 constexpr std::size_t kStreamFrom = std::size_t(8) << 20;
 
 #if defined(__x86_64__)
@@ -69,7 +69,7 @@ u8* piece(const Regions& regions, std::size_t r, i64 block) {
     return reinterpret_cast<u8*>(regions.address[r]) + std::size_t(block) * std::size_t(regions.piece_bytes[r]);
 }
 
-// SplitMix64: a counter through a mixer, so that any word can be had alone.
+// SplitMix64: a counter through a mixer, so that any word can be computed alone.
 u64 word(u64 seed, u64 index) {
     u64 x = seed + (index + 1) * 0x9e3779b97f4a7c15ULL;
     x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ULL;

@@ -1,4 +1,5 @@
-// Copies between scattered device blocks and contiguous host slots, and patterns that tell blocks apart.
+// Copies between scattered device blocks and contiguous host slots, and patterns that distinguish
+// blocks.
 #pragma once
 
 #include "common.hpp"
@@ -7,8 +8,8 @@ namespace kvactors {
 
 using i64 = std::int64_t;
 
-// Device side: region r is laid out [block][piece_bytes[r]]. Host side: slot s starts at arena + s * stride and holds the
-// pieces of one block from every region, one after another.
+// Device side: region r is laid out [block][piece_bytes[r]]. Host side: slot s starts at
+// arena + s * stride and holds the pieces of one block from every region, one after another.
 struct Regions {
     const i64* address;
     const i64* piece_bytes;

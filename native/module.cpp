@@ -13,8 +13,9 @@ namespace kvactors {
 void bind_copy(nb::module_& m);
 void bind_tree(nb::module_& m);
 
-// Token arrays of paths that have gone. A long prompt's is large enough for malloc to map it anew each time, and the page
-// faults of that would cost more than everything else done with the prompt. Touched under the GIL only.
+// Token arrays of destroyed paths, for reuse. A long prompt's array is large enough for malloc to
+// map it again each time, and the page faults would cost more than all other work on the prompt.
+// Accessed under the GIL only.
 std::vector<Raw<u32>>& spare_arrays() {
     static std::vector<Raw<u32>> spares;
     return spares;
@@ -99,7 +100,7 @@ void append(nb::handle tokens, Raw<u32>& out) {
     }
 }
 
-// What a reader of a path sees must not change under it either.
+// A path must not change while it is read either.
 template <class Work>
 auto guarded(const PyPath& path, Work work) {
     const Busy busy(path.busy);

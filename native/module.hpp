@@ -1,4 +1,5 @@
-// What the parts of the Python module share: who is inside an object, and conversions of numbers and names.
+// Shared by the parts of the Python module: the guard of an object in use, and conversions of
+// numbers and hashes.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -16,7 +17,8 @@ namespace kvactors {
 namespace nb = nanobind;
 using namespace nb::literals;
 
-constexpr std::size_t kLarge = 4096;  // tokens from which letting the GIL go costs less than it gives
+// Tokens from which releasing the GIL gains more than it costs.
+constexpr std::size_t kLarge = 4096;
 
 inline Key key_of(const nb::bytes& bytes, const char* what) {
     if (bytes.size() != 32) throw nb::value_error(what);
@@ -30,7 +32,8 @@ nb::bytes bytes_of(const T* data, std::size_t count) {
     return nb::bytes(reinterpret_cast<const char*>(data), count * sizeof(T));
 }
 
-// A path or a tree is entered by one thread at a time, and letting the GIL go must not change that: every entry point holds one of these.
+// A path or a tree is entered by one thread at a time, also while the GIL is released: every entry
+// point holds a Busy.
 class Busy {
 public:
     explicit Busy(bool& flag) : flag_(flag) {
@@ -45,7 +48,7 @@ private:
     bool& flag_;
 };
 
-// Token arrays of paths that have gone, see module.cpp. Touched under the GIL only.
+// Token arrays of destroyed paths, see module.cpp. Accessed under the GIL only.
 std::vector<Raw<u32>>& spare_arrays();
 constexpr std::size_t kSpares = 16, kSpareTokens = std::size_t(1) << 21;
 
@@ -99,7 +102,7 @@ auto without_gil(std::size_t tokens, Work work) {
 
 // ---------------------------------------------------------------- conversions
 
-using Id = long long;  // block ids travel as signed: -1 is "none"
+using Id = long long;  // block ids are passed as signed: -1 is "none"
 
 inline std::vector<Id> ids_of(const u32* blocks, std::size_t count) {
     std::vector<Id> ids(count);

@@ -28,7 +28,8 @@ void Path::restart(const Key& new_root) {
     root = new_root;
 }
 
-// Arrays of a long path that grew step by step would be copied as a whole now and then. Room for twice the blocks costs nothing until it is used.
+// Arrays of a long path that grow step by step would be copied as a whole at some steps. Capacity
+// for twice the blocks costs nothing until it is used.
 void Path::make_room() {
     const std::size_t blocks = full_blocks();
     if (blocks < 4096 || (names.capacity() >= blocks && table.capacity() > blocks)) return;

@@ -1,4 +1,4 @@
-// One request's tokens, the names of its blocks, the nodes it holds and its device block table.
+// One request's tokens, its block hashes, the nodes it holds and its device block table.
 #pragma once
 
 #include <algorithm>
@@ -31,11 +31,11 @@ public:
     u32 block_size;
     Key root;
     Raw<u32> tokens;
-    Raw<Key> names;                      // of the leading blocks; never shorter than `nodes`
+    Raw<Key> names;                      // of the leading blocks, never shorter than `nodes`
     std::map<u32, std::string> extras;   // few blocks have one
     Raw<u32> nodes;                      // referenced by this path: blocks 0 .. held() - 1
-    Raw<u32> table;                      // device blocks; kNil where none is assigned
-    Raw<u8> shared;                      // as long as `table`: 1 where the block belongs to the tree
+    Raw<u32> table;                      // device blocks, kNil where none is assigned
+    Raw<u8> shared;                      // per table entry: 1 where the block is the tree's
     u32 committed = 0;
     u64 tree = 0;                        // serial number of the tree the nodes belong to
 };

@@ -58,7 +58,7 @@ void compress_portable(u32 state[8], const u8* p, std::size_t blocks) {
 
 #ifdef KVACTORS_X86
 
-// The order of words in the two registers (ABEF, CDGH) is what the sha256rnds2 instruction wants.
+// The sha256rnds2 instruction needs this order of words in the two registers (ABEF, CDGH).
 __attribute__((target("sha,sse4.1,ssse3"))) void compress_x86(u32 state[8], const u8* p, std::size_t blocks) {
     const __m128i swap = _mm_set_epi64x(0x0c0d0e0f08090a0bLL, 0x0405060700010203LL);
     __m128i t = _mm_shuffle_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(state)), 0xB1);
@@ -117,7 +117,7 @@ void store_digest(const u32 state[8], Key& out) {
     for (int i = 0; i < 8; ++i) store_be(out.bytes + 4 * i, state[i]);
 }
 
-// Writes the 0x80, zeros and bit length behind `bytes` of message; `room` is a multiple of 64.
+// Writes the 0x80, zeros and bit length behind `bytes` of message. `room` is a multiple of 64.
 void pad(u8* message, std::size_t bytes, std::size_t room) {
     std::memset(message + bytes, 0, room - bytes);
     message[bytes] = 0x80;

@@ -7,11 +7,12 @@ namespace kvactors {
 
 bool sha256_accelerated();
 
-// Any `bytes` may be hashed; `force_portable` exists so that tests compare both implementations.
+// Any `bytes` may be hashed. With `force_portable` tests compare both implementations.
 Key sha256(const u8* data, std::size_t bytes, bool force_portable = false);
 
-// Names blocks: key = SHA-256(parent (32) || u32 LE length of extra || extra || tokens as u32 LE).
-// Holds one message buffer whose length field and padding are written once per extra length.
+// Computes block hashes: key = SHA-256(parent (32) || u32 LE length of extra || extra || tokens as
+// u32 LE). Holds one message buffer whose length field and padding are written once per extra
+// length.
 class ChainHasher {
 public:
     explicit ChainHasher(u32 block_size);

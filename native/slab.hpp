@@ -1,4 +1,5 @@
-// Rows of equal width in chunks that never move, so that growing copies nothing and rows keep their address.
+// Rows of equal width in chunks that never move: growing copies nothing and rows keep their
+// address.
 #pragma once
 
 #include <cstdlib>
@@ -23,12 +24,13 @@ public:
         while (rows() < rows_wanted) {
             void* memory = std::aligned_alloc(64, chunk_bytes);
             if (memory == nullptr) throw std::bad_alloc();
-            if (touch) std::memset(memory, 0, chunk_bytes);  // bring the pages in now, not under the first request
+            // Bring the pages in now, not during the first request.
+            if (touch) std::memset(memory, 0, chunk_bytes);
             chunks_.emplace_back(static_cast<T*>(memory));
         }
     }
 
-    // Frees the last chunk; false if there is none.
+    // Frees the last chunk. False if there is none.
     bool drop() {
         if (chunks_.empty()) return false;
         chunks_.pop_back();

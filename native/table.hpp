@@ -1,5 +1,6 @@
-// Open addressing from a 32-bit hash to a node id. Linear probing, deletion by shifting back (no tombstones), the hash
-// kept beside the id: a probe over a stranger touches no node, and growing rehashes nothing.
+// Open addressing from a 32-bit hash to a node id, with linear probing and deletion by shifting
+// back (no tombstones). The hash is kept beside the id: a probe over another entry reads no node,
+// and growing rehashes nothing.
 #pragma once
 
 #include "common.hpp"
@@ -25,14 +26,14 @@ public:
 
     void prefetch(u32 hash) const { __builtin_prefetch(&slots_[hash & mask_], 1); }
 
-    // The caller knows that `id` is not in the table.
+    // `id` must not be in the table.
     void insert(u32 hash, u32 id) {
         if ((used_ + 1) * 4 > slots_.size() * 3) rebuild(slots_.size() * 2);
         place({hash, id + 1});
         ++used_;
     }
 
-    // The caller knows that `id` is in the table.
+    // `id` must be in the table.
     void erase(u32 hash, u32 id) {
         u32 hole = hash & mask_;
         while (slots_[hole].place != id + 1) hole = (hole + 1) & mask_;
@@ -40,7 +41,7 @@ public:
             i = (i + 1) & mask_;
             if (slots_[i].place == 0) break;
             const u32 from_home = (i - slots_[i].hash) & mask_;
-            if (from_home < ((i - hole) & mask_)) continue;  // it would land before its home
+            if (from_home < ((i - hole) & mask_)) continue;  // it would move before its home slot
             slots_[hole] = slots_[i];
             hole = i;
         }
@@ -52,7 +53,7 @@ public:
         if (slots_for(entries) > slots_.size()) rebuild(slots_for(entries));
     }
 
-    // Frees the memory; false if there is none. Nothing may be looked for or put in afterwards.
+    // Frees the memory. False if there is none. No find or insert may follow.
     bool drop() {
         if (slots_.size() == 0) return false;
         slots_ = Zeroed<Entry>();
@@ -66,7 +67,7 @@ public:
 private:
     struct Entry {
         u32 hash;
-        u32 place;  // the id and one; 0 where there is none, so that memory of zeros is an empty table
+        u32 place;  // id + 1, or 0 where there is none, so that zeroed memory is an empty table
     };
 
     static std::size_t slots_for(std::size_t entries) {

@@ -5,8 +5,8 @@
 namespace kvactors {
 namespace {
 
-// The part of a value that must be zero for it to be a token id: its sign for narrow types, the sign and upper half
-// for 64-bit ones. It is collected with OR, so the loop has no branch and vectorises.
+// The part of a value that must be zero in a token id: the sign for narrow types, the sign and
+// upper half for 64-bit ones. It is collected with OR, so the loop has no branch and vectorises.
 template <class T>
 inline __attribute__((always_inline)) std::make_unsigned_t<T> excess(T value) {
     using U = std::make_unsigned_t<T>;

@@ -1,4 +1,4 @@
-// Nodes: how they are found, made and dropped, and the list of evictable ones.
+// Nodes: search, creation and removal, and the list of evictable ones.
 #include "tree.hpp"
 
 #include <atomic>
@@ -14,8 +14,8 @@ u64 mix(u64 x) {
     return x ^ (x >> 33);
 }
 
-// NH: the sum of products of (token + secret) pairs. Two different blocks collide with probability 2**-32 whatever
-// tokens a sender picks, and the loop vectorises.
+// NH: the sum of products of (token + secret) pairs. Two different blocks collide with probability
+// 2**-32 for any choice of tokens by a sender, and the loop vectorises.
 KVACTORS_WIDE u64 nh(const u32* tokens, const u32* secret, u32 count) {
     u64 sum = 0;
     const u32 even = count & ~u32(1);
@@ -72,7 +72,7 @@ u32 Tree::find_name(const Key& name) const {
     return names_.find(name_hash(name), [&](u32 id) { return at(id).name == name; });
 }
 
-// Nodes made together lie side by side, so the child is most often `guess`: then nothing is hashed.
+// Nodes created together lie side by side, so the child is most often `guess`, which needs no hash.
 u32 Tree::find_child(u32 parent, u32 extra, const u32* tokens, u32 guess) const {
     const auto same = [&](u32 id) {
         const Node& node = at(id);
@@ -110,7 +110,8 @@ u32 Tree::intern(const std::string* extra) {
     return id;
 }
 
-// Freed ids come back last in, first out. Chains are freed deepest first, so a chain takes ascending ids again.
+// Freed ids are reused last in, first out. Chains are freed deepest first, so a chain takes
+// ascending ids again.
 u32 Tree::take_id() {
     u32 id = free_;
     if (id != kNil) {
@@ -140,8 +141,8 @@ u32 Tree::make_root(const Key& root) {
     return id;
 }
 
-// Makes nodes for blocks [from, upto) of the path under the last node it holds, and references them. Table slots are
-// asked for before they are used: in a large tree each would otherwise be a wait for memory.
+// Creates nodes for blocks [from, upto) of the path under the last node it holds, and references
+// them. Table slots are prefetched: in a large tree each would otherwise be a wait for memory.
 void Tree::create(Path& path, u32 from, u32 upto) {
     path.name_to(upto);
     u32 parent = from == 0 ? make_root(path.root) : path.nodes[from - 1];
@@ -176,8 +177,9 @@ void Tree::create(Path& path, u32 from, u32 upto) {
     counts_.referenced += upto - from;
 }
 
-// Removes a node that nothing keeps any more, and then its parent if that was the last thing to keep it.
-// In a retired tree nodes stay until `dismantle`: nobody looks for them, and a long chain that goes at once would be a long call.
+// Removes a node that nothing keeps any more, and then its parent if only that node kept it. In a
+// retired tree nodes stay until `dismantle`: no look-up reaches them, and the removal of a long
+// chain would be a long call.
 void Tree::reap(u32 id) {
     while (!retired_) {
         const Node& node = at(id);
@@ -254,7 +256,8 @@ void Tree::acquire(u32 id) {
     if ((node.bits & kListed) != 0) unlink(id);
 }
 
-// Drops one reference. The last one lists a resident node as most recently used, or in a retired tree frees its block.
+// Drops one reference. Dropping the last one lists a resident node as most recently used, or in a
+// retired tree frees its block.
 void Tree::let_go(u32 id, std::vector<u32>& freed) {
     Node& node = at(id);
     if (--node.refs != 0) return;

@@ -1,4 +1,5 @@
-// The block tree: blocks known to this node, found by tokens, named by hash, with one list of evictable device blocks.
+// The block tree: blocks tracked on this node, found by tokens, identified by hash, with one list
+// of evictable device blocks.
 //
 // Not thread-safe. A tree and the paths that hold its nodes belong to one owner.
 #pragma once
@@ -14,12 +15,12 @@ namespace kvactors {
 
 enum Bits : u8 {
     kDevice = 1,      // owns a device block whose bytes are valid
-    kHost = 2,        // the host tier was last heard to hold it
+    kHost = 2,        // by its last report the host tier holds it
     kLoading = 4,     // a copy into `block` is in flight
-    kOffloading = 8,  // picked for eviction; `block` is being copied away
+    kOffloading = 8,  // picked for eviction, and `block` is being copied away
     kStateBits = 15,
     kAnnounced = 16,
-    kHostAge = 32,   // which of the last two `clear_host` the bit kHost is younger than: see Tree::hosted
+    kHostAge = 32,  // which of the last two `clear_host` the bit kHost follows: see Tree::hosted
     kListed = 64,  // in the list of evictable nodes
     kRoot = 128,   // start of a namespace: no tokens, no state, `name` is the root key
 };
@@ -33,7 +34,8 @@ struct alignas(64) Node {
     u32 refs;
     u32 children;
     u16 hits;
-    u8 pending;  // offload operations still reading `block`; more than one after match, release, evict again
+    // Offload operations still reading `block`. More than one after match, release, evict again.
+    u8 pending;
     u8 bits;
     u32 prev, next;
 };
@@ -41,7 +43,7 @@ static_assert(sizeof(Node) == 64, "a node fills one cache line");
 
 struct Match {
     u32 device_run;
-    std::string states;  // of the known nodes beyond the run
+    std::string states;  // of the matched nodes beyond the run
 };
 
 struct Committed {
@@ -66,14 +68,14 @@ struct Leaf {
     std::string states;
 };
 
-// What block hashes are made of: for each node its root, its tokens and, of few, (index, extra key).
+// The inputs of block hashes: each node's root and tokens, and of few nodes (index, extra key).
 struct Contents {
     std::vector<Key> roots;
     std::vector<u32> tokens;
     std::vector<std::pair<u32, std::string>> extras;
 };
 
-// Nodes in the order of their ids; next: where to go on, kNil at the end.
+// Nodes in the order of their ids. next: the id to continue from, kNil at the end.
 struct Listing {
     std::vector<Key> keys;
     std::string states;
@@ -150,11 +152,12 @@ private:
     const u32* tokens_of(u32 id) const { return tokens_.row(id); }
     bool is_used(u32 id) const { return id < next_id_ && at(id).parent != kFree; }
     bool is_node(u32 id) const { return is_used(id) && (at(id).bits & kRoot) == 0; }
-    // A node whose bit is of before the last `clear_host` is not hosted: `sweep_host` takes the bits away later.
+    // A node whose bit precedes the last `clear_host` is not hosted. `sweep_host` removes the bits
+    // later.
     bool hosted(const Node& node) const { return (node.bits & kHost) != 0 && (node.bits & kHostAge) == host_age_; }
     u8 state(const Node& node) const { return u8(node.bits & (hosted(node) ? kStateBits : kStateBits & ~kHost)); }
     bool set_host(Node& node);
-    // Resident and staying so: the set of these is closed upwards (see tree_evict.cpp).
+    // Resident and not being evicted. The set of firm nodes is closed upwards (see tree_evict.cpp).
     static bool is_firm(const Node& node) { return (node.bits & (kDevice | kOffloading)) == kDevice; }
 
     // tree.cpp: nodes, their tables and the list
@@ -189,7 +192,7 @@ private:
     bool retired_ = false;
     u64 serial_;
     u64 seed_[4];
-    Raw<u32> token_seed_;  // one random word a token: the hash of a block is universal, not merely scrambled
+    Raw<u32> token_seed_;  // one random word a token, which makes the hash of a block universal
     Slab<Node> nodes_;
     Slab<u32> tokens_;
     u32 next_id_ = 0;
@@ -202,8 +205,8 @@ private:
     std::vector<u32> free_extras_;
     Statistics counts_;
     u8 host_age_ = 0;
-    u32 stale_ = 0;         // nodes below this id may have a bit kHost of before the last `clear_host`
-    u32 reaping_ = kNil;    // where `sweep_host` goes on with a chain of nodes that nothing keeps
+    u32 stale_ = 0;  // nodes below this id may have a bit kHost from before the last `clear_host`
+    u32 reaping_ = kNil;    // where `sweep_host` continues a chain of nodes that nothing keeps
     u64 read_ = 0;  // listed nodes whose block an offload still reads
     std::vector<u32> scratch_, hashes_;
 };

@@ -97,7 +97,8 @@ void TreeCheck::node() {
     expect(parent.children != 0, "number of children", node.parent);
     const bool evictable = Tree::is_firm(node) && node.refs == 0, listed = (node.bits & kListed) != 0;
     expect(listed == evictable || (tree_.retired_ && !listed), "evictable", id);
-    // A sweep has taken it from the list, or it was referenced: then an operation is reading its block.
+    // A node not in the list was removed by a sweep, or was referenced: an operation is reading its
+    // block.
     expect(listed || !evictable || node.pending != 0, "block of a retired tree that nothing gives back", id);
     if (Tree::is_firm(node) && !tree_.retired_) expect((parent.bits & kRoot) != 0 || Tree::is_firm(parent), "hole above", id);
     expect(tree_.find_name(node.name) == id, "table of names", id);
@@ -139,7 +140,8 @@ void TreeCheck::children() {
 
 void TreeCheck::totals() const {
     const Statistics& counts = tree_.counts_;
-    if (tree_.retired_ && tree_.next_id_ == 0) return;  // it is being dismantled: the tables go one after the other
+    // A tree being dismantled frees its tables one after the other.
+    if (tree_.retired_ && tree_.next_id_ == 0) return;
     for (u32 id = 1; id < extra_uses_.size(); ++id)
         expect(extra_uses_[id] == tree_.extras_[id].uses, "uses of an extra key", id);
     expect(seen_.nodes + roots_ + free_ == tree_.next_id_ && roots_ == tree_.roots_.size(), "number of nodes", tree_.next_id_);

@@ -7,7 +7,8 @@
 
 namespace kvactors {
 
-// Numbers that are 0 until they are written. The memory comes from the kernel as it is touched, so that a large tree costs nothing at once.
+// Numbers that are 0 until they are written. The kernel provides the memory on first access, so a
+// large tree costs nothing at the start.
 class Zeros {
 public:
     explicit Zeros(std::size_t size)
@@ -26,14 +27,15 @@ private:
     std::unique_ptr<u32, Free> numbers_;
 };
 
-// What holds of each node by itself holds between any two operations, so it is looked at whatever happens between the steps. Order, sums and
-// counts of the whole are compared only if no operation came in between (`exact`).
+// The invariants of a single node hold between any two operations, so they are checked in every
+// case. Order, sums and counts of the whole are compared only if no operation came in between
+// (`exact`).
 class TreeCheck {
 public:
     explicit TreeCheck(const Tree& tree);
 
-    // Looks at `count` more nodes; true when everything was looked at. changed: whether the tree was changed since the check began.
-    // std::runtime_error names what is damaged.
+    // Checks `count` more nodes. True when all were checked. changed: whether the tree was changed
+    // since the check began. std::runtime_error names the damage.
     bool step(std::size_t count, bool changed);
     bool exact() const { return exact_; }
 

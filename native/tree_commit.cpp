@@ -1,4 +1,5 @@
-// Computed blocks become shareable; loads that ended are taken over by the paths that waited for them.
+// Commit: makes computed blocks shareable, and hands blocks of finished loads to the paths that
+// waited for them.
 #include <stdexcept>
 
 #include "tree.hpp"
@@ -10,7 +11,7 @@ void Tree::require_blocks(const Path& path, u32 upto) const {
     for (u32 i = path.committed; i < upto; ++i) {
         if (i >= path.table.size() || path.table[i] == kNil)
             throw std::invalid_argument("commit of a position without a device block");
-        // Left behind by a load that failed: somebody must say whose block it is now.
+        // The table still has the target of a failed load, and `settle` must run first.
         if (path.shared[i] != 0 && at(path.nodes[i]).block != path.table[i])
             throw std::invalid_argument("commit of a position whose load has failed and was not settled");
     }
@@ -31,7 +32,7 @@ Committed Tree::commit(Path& path, u32 upto) {
                                   : find_child(parent, extra, path.block_tokens(i), parent + 1);
             path.tree = serial_;
             if (child == kNil) {
-                create(path, i, upto);  // under a new node everything is new
+                create(path, i, upto);  // every descendant of a new node is new
             } else {
                 if ((at(child).bits & kLoading) != 0) break;
                 if (i == path.names.size()) path.names.push_back(at(child).name);
@@ -47,7 +48,8 @@ Committed Tree::commit(Path& path, u32 upto) {
     return result;
 }
 
-// One committed position: a resident node keeps its own block and the path's stays private, any other takes it.
+// Commits one position. A resident node keeps its own block and the path's stays private. Any other
+// node takes the path's block.
 void Tree::adopt(Path& path, u32 position, u32 id, Committed& result) {
     Node& node = at(id);
     if ((node.bits & kDevice) != 0) {

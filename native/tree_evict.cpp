@@ -1,11 +1,13 @@
-// Eviction, what the host tier says, and retirement.
+// Eviction, reports of the host tier, and retirement.
 //
-// Why the head of one list is the right victim. A node is listed when its last reference goes or when a load of it ends.
-// References go deepest first, and a use of a node is a use of all its ancestors, so a listed parent always stands
-// behind its listed children: the head has no evictable child, and the order of the list is the order by (last use,
-// deeper first). Children that are referenced or loading keep their ancestors referenced, except that a load may outlive
-// its request; then finish_load does not make it resident under a parent that is leaving. So picking from the head is
-// leaf-first LRU at O(1) a block, and the nodes that are resident and staying form a tree that hangs from the roots.
+// The head of one list is the right victim for the following reasons. A node is listed when its
+// last reference is dropped or when a load of it ends. References are dropped deepest first, and a
+// use of a node is a use of all its ancestors, so a listed parent always stands behind its listed
+// children. The head therefore has no evictable child, and the order of the list is the order by
+// (last use, deeper first). Children that are referenced or loading keep their ancestors
+// referenced, except that a load may outlive its request. In that case finish_load does not make it
+// resident under a parent that is being evicted. So picking from the head is leaf-first LRU at O(1)
+// a block, and the resident nodes that are not being evicted form a tree that hangs from the roots.
 #include <stdexcept>
 
 #include "tree.hpp"
@@ -18,7 +20,8 @@ Evicted Tree::evict(std::size_t count) {
     while (result.nodes.size() < count && head_ != kNil) {
         const u32 id = head_;
         Node& node = at(id);
-        if (node.pending == 0xff) break;  // 255 operations read this block; nothing above it may go before it
+        // 255 operations read this block, and no node above it may be evicted before it.
+        if (node.pending == 0xff) break;
         unlink(id);
         node.bits |= kOffloading;
         ++node.pending;
@@ -32,8 +35,9 @@ Evicted Tree::evict(std::size_t count) {
     return result;
 }
 
-// A block is freed by the end of the last operation that reads it: a node that was matched, released and evicted again
-// while the first copy was still in flight must not have its block overwritten under that copy, whichever ends first.
+// A block is freed by the end of the last operation that reads it. A node may be matched, released
+// and evicted again while the first copy is in flight, and its block must not be overwritten under
+// either copy, in either order of their ends.
 Offloaded Tree::finish_offload(const u32* nodes, std::size_t count, const u8* on_host) {
     for (std::size_t j = 0; j < count; ++j)
         if (!is_node(nodes[j]) || at(nodes[j]).pending == 0)
@@ -88,17 +92,19 @@ std::size_t Tree::host_gone(const Key* keys, std::size_t count) {
     return known;
 }
 
-// Takes no longer for a large tree: the bits of before count no more, and `sweep_host` removes them, from the youngest node on, so that a chain
-// that nothing else keeps goes leaf by leaf.
+// The time does not depend on the tree's size: earlier bits no longer count, and `sweep_host`
+// removes them. It starts at the youngest node, so that a chain that nothing else keeps is removed
+// leaf by leaf.
 void Tree::clear_host() {
     if (retired_) return;  // nothing matches its nodes, and `sweep_host` does not visit them
-    sweep_host(~std::size_t(0));  // two clears with the same age between them could not be told apart
+    // Bits from two clears ago would have the age of new ones: remove them first.
+    sweep_host(~std::size_t(0));
     host_age_ ^= kHostAge;
     counts_.host = 0;
     stale_ = next_id_;
 }
 
-// A step of what follows a `clear_host`: looks at `count` nodes. True when nothing is left to do.
+// One step of the removals after `clear_host`, over `count` nodes. True when nothing is left to do.
 bool Tree::sweep_host(std::size_t count) {
     if (retired_) stale_ = 0, reaping_ = kNil;
     while (stale_ != 0 || reaping_ != kNil) {
@@ -110,7 +116,7 @@ bool Tree::sweep_host(std::size_t count) {
             at(id).bits &= u8(~(kHost | kHostAge));
         }
         reaping_ = kNil;
-        if (!is_used(id)) continue;  // something else has removed it since
+        if (!is_used(id)) continue;  // another operation has removed it since
         const Node& node = at(id);
         if (node.refs != 0 || node.children != 0 || (node.bits & kStateBits) != 0) continue;
         const u32 parent = node.parent;
@@ -122,7 +128,8 @@ bool Tree::sweep_host(std::size_t count) {
     return true;
 }
 
-// Nothing matches any more. The blocks that nobody uses are those of the list; `sweep` hands them out, as many a call as its caller wants.
+// Ends all matching. The unused blocks are those of the list. `sweep` returns them, as many a call
+// as its caller asks for.
 std::size_t Tree::retire() {
     retired_ = true;
     return returning();
@@ -139,7 +146,8 @@ std::vector<u32> Tree::sweep(std::size_t count) {
     return freed;
 }
 
-// Gives back a part of the memory; true when all has gone. Only for a retired tree that is idle: no path and no operation has a node of it.
+// Frees a part of the memory. True when all of it is freed. Only for a retired tree that is idle:
+// no path and no operation has a node of it.
 bool Tree::dismantle() {
     if (!idle()) throw std::invalid_argument("a tree is dismantled although something uses it");
     next_id_ = 0;

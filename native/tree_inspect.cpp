@@ -1,10 +1,10 @@
-// What nodes hold, and listings of the whole tree.
+// The contents of nodes, and listings of the whole tree.
 #include <stdexcept>
 
 #include "tree.hpp"
 
 namespace kvactors {
-// What a retired tree still lists is not evictable: it is on its way back.
+// Nodes that a retired tree still lists are not evictable: their blocks are being returned.
 Statistics Tree::statistics() const {
     Statistics result = counts_;
     if (retired_) result.evictable = 0;
@@ -39,7 +39,8 @@ std::vector<Leaf> Tree::leaves() const {
     return result;
 }
 
-// Each node on the way to a root is passed once: blocks of one eviction have most of their ancestors in common.
+// Each node on the way to a root is visited once: blocks of one eviction share most of their
+// ancestors.
 Contents Tree::contents(const u32* nodes, std::size_t count) const {
     for (std::size_t j = 0; j < count; ++j)
         if (!is_node(nodes[j])) throw std::invalid_argument("contents of a node that is not there");

@@ -45,8 +45,9 @@ std::vector<u32> Tree::begin_load(Path& path, u32 start, u32 stop) {
     return nodes;
 }
 
-// A load of unreferenced nodes ends after their ancestors were listed. A use of a block is a use of everything before
-// it, so those ancestors become the most recently used again and stay younger than their children.
+// A load of unreferenced nodes ends after their ancestors were listed. A use of a block is a use of
+// all blocks before it, so those ancestors become the most recently used again and stay younger
+// than their children.
 void Tree::freshen_ancestors(u32 id) {
     for (u32 up = at(id).parent; (at(up).bits & kListed) != 0; up = at(up).parent) {
         unlink(up);
@@ -66,7 +67,7 @@ std::vector<u32> Tree::finish_load(const u32* nodes, std::size_t count, std::siz
         node.bits &= u8(~kLoading);
         --counts_.loading;
         const Node& parent = at(node.parent);
-        // Under a parent that is leaving the device the block would be out of reach once that has gone.
+        // Under a parent that is being evicted the block would be unreachable after the eviction.
         const bool keep = i < good && ((parent.bits & kRoot) != 0 || is_firm(parent)) && (!retired_ || node.refs != 0);
         if (keep) {
             take_device(nodes[i], node.block);
@@ -78,7 +79,7 @@ std::vector<u32> Tree::finish_load(const u32* nodes, std::size_t count, std::siz
     u32 top = kNil;
     for (std::size_t i = count; i-- > 0;) {
         const Node& node = at(nodes[i]);
-        if (node.parent == kFree || node.refs != 0) continue;  // free: it went along with its last child
+        if (node.parent == kFree || node.refs != 0) continue;  // free: removed with its last child
         if (is_firm(node)) {
             if ((node.bits & kListed) == 0) push(nodes[i]);
             top = nodes[i];

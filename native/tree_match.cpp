@@ -1,4 +1,4 @@
-// Matching a path, holding what was met and giving it back.
+// Matching a path, referencing the nodes met and dropping the references.
 #include <algorithm>
 #include <stdexcept>
 
@@ -47,8 +47,9 @@ Match Tree::peek(const Path& path, u32 limit) {
     return describe(scratch_);
 }
 
-// Nodes of the device run stop being offloaded. One beyond the run goes on: its parent has left the device, and keeping
-// it would leave a hole above it. A path that holds nodes already, and no block beyond them, goes on where it ends.
+// Nodes of the device run stop being offloaded. A node beyond the run continues: its parent has
+// left the device, and keeping it would leave a hole above it. The match of a path that holds nodes
+// already, and no block beyond them, continues where it ends.
 Match Tree::pin(Path& path, u32 limit) {
     require(path);
     const u32 held = path.held();
@@ -94,7 +95,8 @@ std::vector<u32> Tree::trim(Path& path, u32 held) {
     return drop_beyond(path, held);
 }
 
-// The path's blocks from `blocks` on are shared no longer: whoever computes them again must not write into the tree's.
+// The path's blocks from `blocks` on are no longer shared: a recomputation must not write into the
+// tree's blocks.
 std::vector<u32> Tree::retreat(Path& path, u32 blocks) {
     require_held(path, blocks);
     path.committed = std::min(path.committed, blocks);
@@ -113,8 +115,9 @@ std::vector<u32> Tree::drop_beyond(Path& path, u32 held) {
     return freed;
 }
 
-// Deepest first, so that in the list a parent is always younger than its children and the eldest is always a leaf. keep: leading blocks that
-// a later call gives back; until then the path is of no other use.
+// Deepest first, so that in the list a parent is always younger than its children and the eldest is
+// always a leaf. keep: leading blocks that a later call drops. Until then the path has no other
+// use.
 std::vector<u32> Tree::release(Path& path, u32 keep) {
     require(path);
     std::vector<u32> freed;

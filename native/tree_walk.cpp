@@ -1,4 +1,5 @@
-// The walk over all blocks of a tree, in steps: from each node up to one that was met before, and then down again.
+// The walk over all blocks of a tree, in steps: from each node up to one that was met before, and
+// then down again.
 #include "tree_walk.hpp"
 
 namespace kvactors {
@@ -23,7 +24,7 @@ bool TreeWalk::met(u32 id) const {
 
 
 bool TreeWalk::step(std::size_t count, std::vector<Stretch>& out) {
-    bool open = false;  // the last stretch goes on
+    bool open = false;  // the last stretch continues
     for (; count != 0; --count) {
         if (up_ != kNil) {
             climb();
@@ -31,7 +32,7 @@ bool TreeWalk::step(std::size_t count, std::vector<Stretch>& out) {
             const u32 above = above_, id = chain_.back();
             const bool is_root = tree_.is_used(above) && (tree_.at(above).bits & kRoot) != 0;
             if (!tree_.is_used(above) || !(is_root || met(above)) || !tree_.is_node(id) || tree_.at(id).parent != above) {
-                chain_.clear();  // it was removed between two steps, and with it all below it
+                chain_.clear();  // removed between two steps, with all nodes below it
                 continue;
             }
             if (!open) {
@@ -50,7 +51,8 @@ bool TreeWalk::step(std::size_t count, std::vector<Stretch>& out) {
     return false;
 }
 
-// One node towards the root. A node of after the beginning ends the climb without a result: the chain below it is as new as it is.
+// Goes one node towards the root. A node made after the beginning ends the climb without a result:
+// the chain below it is as new as it is.
 void TreeWalk::climb() {
     const u32 id = up_;
     if (id >= end_ || !tree_.is_used(id)) {
@@ -65,7 +67,7 @@ void TreeWalk::climb() {
     }
 }
 
-// One node towards the leaf.
+// Goes one node towards the leaf.
 void TreeWalk::descend(Stretch& stretch) {
     const u32 id = chain_.back(), above = above_;
     chain_.pop_back();

@@ -1,4 +1,5 @@
-// A walk over all blocks of a tree that can be spread over many turns: parents before children, each block once.
+// A walk over all blocks of a tree that can be spread over many turns: parents before children,
+// each block once.
 #pragma once
 
 #include "tree_check.hpp"
@@ -12,16 +13,18 @@ struct Stretch {
     Raw<u32> tokens;
     std::vector<Key> keys;
     std::string states;
-    std::vector<std::pair<u32, std::string>> extras;  // by position in the path, of the blocks that have one
+    // By position in the path, of the blocks that have one.
+    std::vector<std::pair<u32, std::string>> extras;
 };
 
-// Between the steps the tree may change. A node that exists from the beginning of the walk to its end is met; one that is made since, perhaps
-// under the id of another one, may be met or not.
+// Between the steps the tree may change. A node that exists from the beginning of the walk to its
+// end is met. One made since, perhaps under the id of another node, may be met or not.
 class TreeWalk {
 public:
     explicit TreeWalk(const Tree& tree);
 
-    // Looks at `count` more nodes, and adds what is complete to `out`; true when all nodes were looked at.
+    // Visits `count` more nodes, and adds the stretches found to `out`. True when all nodes were
+    // visited.
     bool step(std::size_t count, std::vector<Stretch>& out);
 
 private:
@@ -32,11 +35,12 @@ private:
     const Tree& tree_;
     const u32 end_;
     u32 next_ = 0;
-    u32 up_ = kNil;           // where the climb goes on; kNil when there is none
+    u32 up_ = kNil;           // where the climb continues, kNil when there is none
     u32 above_ = kNil;        // the node above the rest of the chain
     std::vector<u32> chain_;  // nodes that were not met before, the deepest first
-    Zeros depth_, root_;      // by node: 1 + its position, its root; 0 for a node that was not met
-    Zeros low_, high_;        // by node: the first bytes of its name, since its id may have been given to another one
+    Zeros depth_, root_;      // by node: 1 + its position, its root. 0 for a node that was not met
+    // By node: the first bytes of its name, since its id may have been given to another one.
+    Zeros low_, high_;
 };
 
 }  // namespace kvactors

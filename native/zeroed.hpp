@@ -1,4 +1,5 @@
-// An array of zeros whose memory the kernel gives as it is touched, so that a large one costs nothing when it is made.
+// An array of zeros whose memory the kernel provides on first access, so that creating a large one
+// costs nothing.
 #pragma once
 
 #include <sys/mman.h>
@@ -48,7 +49,8 @@ public:
 
 private:
     std::size_t bytes() const { return size_ * sizeof(T); }
-    bool is_mapped() const { return bytes() >= std::size_t(1) << 20; }  // the allocator may hand out used memory, and clear it
+    // The allocator may return used memory and clear it, so large arrays are mapped.
+    bool is_mapped() const { return bytes() >= std::size_t(1) << 20; }
 
     std::size_t size_ = 0;
     T* items_ = nullptr;

@@ -1,12 +1,14 @@
 // Copies between scattered device blocks and host slots, in both directions, by the GPU itself.
 //
-// Device side: piece p's region is laid out [block][bytes]. Host side: slot s starts at slots + s * stride, and piece p lies
-// `offset` bytes behind that. A warp moves one tile, the piece p of the pair j, at a time, and goes through the tiles in steps
-// of the grid: the grid can be as small as one likes, which leaves the other multiprocessors to the model. A warp and not a
-// block of threads, because the pieces this is for are small: 32 lanes of 16 bytes with four loads in flight each take 2 KiB.
+// Device side: piece p's region is laid out [block][bytes]. Host side: slot s starts at
+// slots + s * stride, and piece p lies `offset` bytes behind that. A warp moves one tile, the piece
+// p of the pair j, at a time, and goes through the tiles in steps of the grid. The grid may have
+// any size, and a small one leaves the other multiprocessors to the model. A tile is moved by a
+// warp, not by a block of threads, because the pieces are small: 32 lanes of 16 bytes with four
+// loads in flight each take 2 KiB.
 //
-// The host checks ids, sizes and addresses; nothing is checked here. With KVACTORS_EMULATED the same source is C++ for any
-// compiler: see emulation.hpp.
+// The host checks ids, sizes and addresses. The kernel checks nothing. With KVACTORS_EMULATED the
+// same source is C++ for any compiler: see emulation.hpp.
 #ifdef KVACTORS_EMULATED
 #include "emulation.hpp"
 #endif
@@ -25,7 +27,7 @@ struct Piece {
 constexpr unsigned kWarp = 32;
 constexpr unsigned kInFlight = 4;
 
-// A stream's bytes are read once and written once: neither cache should keep them.
+// A stream's bytes are read once and written once, so neither cache should keep them.
 __device__ __forceinline__ void move_vectors(uint4* to, const uint4* from, i64 vectors, unsigned lane) {
 #pragma unroll 1
     for (i64 i = lane; i < vectors; i += kInFlight * kWarp) {
@@ -72,8 +74,8 @@ __device__ __forceinline__ void move_pairs(const Piece* table, i64 pieces, const
 
 }  // namespace kvactors_cuda
 
-// table: `pieces` rows. blocks, ids: `pairs` of each. slots: the arena's address as the device sees it. stride: bytes.
-// blockDim.x: a multiple of 32, at most 256.
+// table: `pieces` rows. blocks, ids: `pairs` of each. slots: the arena's address as the device sees
+// it. stride: bytes. blockDim.x: a multiple of 32, at most 256.
 extern "C" __global__ void __launch_bounds__(256)
     kvactors_gather(const kvactors_cuda::Piece* table, long long pieces, const long long* blocks, const long long* ids,
                     long long pairs, long long slots, long long stride) {

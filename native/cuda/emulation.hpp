@@ -1,4 +1,5 @@
-// What block_copy.cu takes from CUDA, for an ordinary C++ compiler: its threads are played one after another.
+// The parts of CUDA that block_copy.cu uses, for an ordinary C++ compiler. Threads run one after
+// another.
 #pragma once
 
 #define __device__
@@ -13,13 +14,14 @@ struct Index {
 };
 inline thread_local Index threadIdx{0}, blockIdx{0}, blockDim{32}, gridDim{1};
 
-struct alignas(16) uint4 {  // the alignment is what makes UBSan see an access that would trap on a GPU
+// The alignment makes UBSan report an access that would trap on a GPU.
+struct alignas(16) uint4 {
     unsigned x, y, z, w;
 };
 inline uint4 __ldcs(const uint4* from) { return *from; }
 inline void __stcs(uint4* to, uint4 value) { *to = value; }
 
-// Runs a kernel's every thread; the order of blocks is turned around, since nothing may depend on it.
+// Runs every thread of a kernel. The order of blocks is reversed, since nothing may depend on it.
 template <class Kernel, class... Args>
 void play(Kernel kernel, unsigned grid, unsigned threads, Args... args) {
     gridDim.x = grid;

@@ -1,4 +1,5 @@
-// The GPU's copy kernels, their every thread played on the CPU under the address and undefined-behaviour sanitizers.
+// The GPU's copy kernels, with every thread run on the CPU under the address and
+// undefined-behaviour sanitizers.
 #define KVACTORS_EMULATED
 #include "../cuda/block_copy.cu"
 
@@ -18,8 +19,8 @@ constexpr u8 kUntouched = 0xee;
 
 i64 address(const u8* memory) { return reinterpret_cast<i64>(memory); }
 
-// Regions begin `shift` bytes off an address that is a multiple of 16, each in an allocation of its own, so that the
-// sanitizer sees any access outside it.
+// Regions begin `shift` bytes off an address that is a multiple of 16. Each has its own allocation,
+// so that the sanitizer reports any access outside it.
 struct World {
     std::vector<i64> pieces;
     i64 blocks, slots_count, stride, block_bytes = 0, shift;

@@ -1,4 +1,5 @@
-// Copies and patterns over memory whose every byte is known; run under the address and undefined-behaviour sanitizers.
+// Copies and patterns over memory with known bytes, run under the address and undefined-behaviour
+// sanitizers.
 #include "copy_core.hpp"
 
 #undef NDEBUG
@@ -71,7 +72,7 @@ void scatter_is_the_inverse() {
     }
 }
 
-// A batch this large is written past the caches, in vectors, whatever the alignment of its pieces.
+// A batch this large is written past the caches, in vectors, at any alignment of its pieces.
 void a_large_batch_arrives_whole() {
     const std::vector<i64> pieces{600001, 700, 1023, 1024, 1089, 300000};
     const std::size_t pairs = 11;
@@ -131,13 +132,15 @@ void patterns_tell_blocks_apart() {
     fill_block(world.regions(), 1, keys[1]);
     assert(check_block(world.regions(), 0, keys[0]) && check_block(world.regions(), 1, keys[1]));
     assert(!check_block(world.regions(), 0, keys[1]) && !check_block(world.regions(), 1, keys[0]));
-    fill_block(world.regions(), 2, keys[0]);  // a pattern depends on the key, not on where the block lies
+    // A pattern depends on the key, not on the block's position.
+    fill_block(world.regions(), 2, keys[0]);
     for (std::size_t r = 0; r < world.pieces.size(); ++r) {
         const std::size_t piece = std::size_t(world.pieces[r]);
         assert(piece == 0 || std::memcmp(world.memory[r].data(), world.memory[r].data() + 2 * piece, piece) == 0);
         for (std::size_t i = 3 * piece; i < world.memory[r].size(); ++i) assert(world.memory[r][i] == kUntouched);
     }
-    assert(std::memcmp(world.memory[0].data(), world.memory[4].data(), 8) != 0);  // and on the region
+    // It depends on the region too.
+    assert(std::memcmp(world.memory[0].data(), world.memory[4].data(), 8) != 0);
 }
 
 void every_byte_is_checked() {

@@ -1,4 +1,5 @@
-// The tree under sanitizers: known hashes, and a random life of paths, loads and evictions with every invariant checked.
+// The tree under sanitizers: known hashes, and random paths, loads and evictions with every
+// invariant checked.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -58,7 +59,7 @@ struct Load {
     std::vector<u32> nodes, targets;
 };
 
-// One tree, a pool of device blocks, and everything that can be done with them in random order.
+// One tree, a pool of device blocks, and every operation on them in random order.
 class Life {
 public:
     explicit Life(unsigned seed) : random_(seed), tree_(2, 8) {
@@ -137,7 +138,7 @@ private:
             Load made{tree_.begin_load(path, start, stop), {}};
             loads_.push_back(std::move(made));
         } catch (const std::invalid_argument&) {
-            return;  // somebody else loads one of these
+            return;  // another path loads one of the blocks
         }
     }
 
@@ -182,7 +183,8 @@ private:
         std::set<u32> orphans(lost.begin(), lost.end());
         for (Path& path : paths_) {
             tree_.settle(path);
-            for (u32 block : path.table) orphans.erase(block);  // its owner has it in its table again
+            // Its owner has it in its table again.
+            for (u32 block : path.table) orphans.erase(block);
         }
         give(std::vector<u32>(orphans.begin(), orphans.end()));
     }
