@@ -90,7 +90,7 @@ async def measure(requests: int) -> tuple[list[Row], int]:
 
 
 async def serve(cache: KVCache, prompt: NDArray[np.int64]) -> None:
-    """One request's whole life."""
+    """Serve one request from acquire to finish."""
     lease = await cache.acquire("bench", prompt)
     await lease.wait_ready()
     await lease.commit(PROMPT)

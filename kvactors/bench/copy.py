@@ -1,5 +1,5 @@
-"""Gather and scatter against plain memcpy of the same bytes, interleaved; whole layouts; ranks; and
-a GPU, where there is one."""
+"""Benchmark of copies: gather and scatter against plain memcpy of the same bytes, interleaved, then
+whole layouts, ranks, and a GPU if there is one."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def run(*, quick: bool = False) -> dict[str, Any]:
 
 
 def layouts() -> dict[str, Layout]:
-    """Of an 8B-class model, and of DeepSeek's; blocks of 64 tokens."""
+    """Layouts of an 8B-class model and of DeepSeek's models, with blocks of 64 tokens."""
     return {
         "GQA, 32 layers of 8 heads of 128": GQALayout(32, 8, 128, 64, "bfloat16"),
         "MLA, 61 layers of 512 + 64": MLALayout(61, 64),

@@ -1,5 +1,5 @@
-"""Copies between a GPU and the pinned arena, against one large pinned copy; without a GPU there is
-nothing to measure."""
+"""Copies between a GPU and the pinned arena, against one large pinned copy. Without a GPU
+there is nothing to measure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def layouts(*, quick: bool) -> dict[str, Layout]:
 
 
 async def gpu_rows(*, quick: bool) -> list[Row]:
-    """Both directions, and both at once; empty without a driver or a GPU."""
+    """Measure both directions, and both at once. Returns no rows without a driver or a GPU."""
     try:
         load_driver()
     except DeviceError:

@@ -48,7 +48,11 @@ PEER_LIMIT = 300.0
 
 
 class TimedSink(KvEventsSink):
-    """Notes how long each change took to be published. sent: when it was told, by name."""
+    """Records the seconds from each change to its publication.
+
+    Attributes:
+        sent: the time at which each change was sent, by block hash.
+    """
 
     def __init__(self, endpoint: str) -> None:
         super().__init__(KvEventsSinkConfig(endpoint=endpoint), BLOCK)
@@ -112,8 +116,8 @@ def part_of(path: Announced, start: int, count: int) -> Announced:
 
 
 async def changes(seconds: float, folder: str) -> tuple[list[float], Lag, Lag]:
-    """Deepest blocks come and go, RATE times a second: seconds from each change to its publication,
-    and the loop's lag before and meanwhile."""
+    """Add and remove deepest blocks, RATE times a second. Returns the seconds from each change to
+    its publication, and the loop's lag before and during the changes."""
     sink = TimedSink(f"ipc://{folder}/changes")
     async with notifier(sink) as ref:
         keys = []
@@ -177,7 +181,7 @@ async def received(reader: Child, count: int) -> float:
 
 async def publish(blocks: int, tokens: int, count: int, folder: str) -> tuple[float, float]:
     """Batches a second that reach another process: one task of `blocks` blocks a batch through the
-    sink; ready-made bytes of the same size through a bare socket."""
+    sink, and ready-made bytes of the same size through a bare socket."""
     rng = np.random.default_rng(1)
     config = KvEventsSinkConfig(
         endpoint=f"ipc://{folder}/{blocks}-{tokens}", high_water_mark=count + 10
@@ -244,8 +248,8 @@ async def publish_as_vllm(python: str, blocks: int, tokens: int, count: int, fol
 async def beside_vllm(
     python: str, blocks: int, tokens: int, count: int, folder: str, rounds: int
 ) -> tuple[float, float, float]:
-    """Ours, the bare socket and vLLM's publisher, in turns; medians. The last one is 0 without a
-    Python that has vLLM."""
+    """Medians of kvactors' sink, the bare socket and vLLM's publisher, measured in turns. The last
+    one is 0 without a Python that has vLLM."""
     measured = []
     for _ in range(rounds):
         ours, bare = await publish(blocks, tokens, count, folder)

@@ -45,8 +45,8 @@ def insert(tree: BlockTree, batch: Prompts, block_size: int) -> None:
 
 
 def rate(block_size: int, length: int, count: int, filled: int, rounds: int) -> float:
-    """Median million tokens a second over fresh prompts; `filled` blocks are in the index
-    before."""
+    """Median million tokens a second over fresh prompts, with `filled` blocks in the
+    index before."""
     rng = np.random.default_rng(7)
     per_round = count * (length // block_size)
     results = []

@@ -48,8 +48,8 @@ def make_prompts() -> Prompts:
 
 
 async def churn(cache: KVCache, prompts: Prompts, seconds: float) -> int:
-    """Requests of random old prompts, a few at once, until the time is over; how many were
-    served."""
+    """Send requests of random old prompts, a few at once, until the time is over. Returns the
+    number of requests served."""
     until, served = time.monotonic() + seconds, 0
 
     async def client(seed: int) -> None:

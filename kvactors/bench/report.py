@@ -1,5 +1,5 @@
-"""What a benchmark reports: rows of ours beside a limit, and their ratio. A higher ratio is better
-in every row."""
+"""Benchmark reports: rows of kvactors' figures beside a limit, and their ratio. A higher ratio
+is better in every row."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The file store through the storage actors, beside plain O_DIRECT threads of the same depth,
-interleaved in one sitting; and the start-up scan."""
+interleaved in one run, and the start-up scan."""
 
 from __future__ import annotations
 
@@ -66,15 +66,15 @@ class Sink(Actor):
 
     @on(Probed)
     def probed(self, message: Probed) -> None:
-        """Nobody asks."""
+        """Ignored: the benchmark sends no probe."""
 
     @on(StoreCleared)
     def cleared(self, message: StoreCleared) -> None:
-        """Nobody asks."""
+        """Ignored: the benchmark clears no store."""
 
 
 class Ear(Actor):
-    """The notifier's place."""
+    """Stands in for the notifier."""
 
     ROLE: ClassVar[str] = "flush_notifier"
 
@@ -129,7 +129,7 @@ async def ours(
     folder: Path, arena: Arena, size: int, count: int, first: int
 ) -> tuple[float, float, Lag]:
     """Bytes a second written and read through writer and reader actors, and the loop's lag
-    meanwhile."""
+    during both."""
     store = FileBackend(folder, PRINT, size, depth=DEPTH)
     await store.open()
     await store.attach(arena)
@@ -195,7 +195,7 @@ def plain(folder: Path, arena: Arena, size: int, count: int) -> tuple[float, flo
 
 
 def fio(folder: Path, size: int, count: int) -> tuple[float, float] | None:
-    """What fio gets with the same depth, None if it is not installed."""
+    """The rates of fio at the same depth, None if it is not installed."""
     binary = shutil.which("fio")
     if binary is None:
         return None
