@@ -2,10 +2,10 @@
 scenarios/serve_tiny_gpt.py --help`.
 
 Conversations of several turns with shared system prompts are served concurrently from a device pool
-that is too small for them. First every request is computed from nothing; then kvactors keeps what
-was computed, on the device, in host memory and in files. The logits of every sampled position and
+that is too small for them. First every request is computed from nothing. Then kvactors
+keeps the computed blocks on the device, in host memory and in files. The logits of every sampled position and
 the blocks of every request at its end must be the same to the last bit, there must have been hits
-from every tier, and preemptions. Exit 1 says what was not so.
+from every tier, and preemptions. Exit 1 lists the violations.
 """  # noqa: INP001  (a script, not a package)
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tiny_gpt.server import CacheLike, PlainCache, Server, Totals
 import kvactors
 
 SYSTEM, USER, NEW = 96, 56, 16
-"""Tokens of a system prompt, of what a user says (about), and of an answer."""
+"""Tokens of a system prompt, of a user's message (about), and of an answer."""
 SYSTEMS = 3
 RUNNING = 8
 
@@ -63,7 +63,7 @@ class Options(NamedTuple):
 
 
 class Workload:
-    """Who says what, from a seed."""
+    """The messages of the conversations, drawn from a seed."""
 
     def __init__(self, options: Options) -> None:
         self.rng = np.random.default_rng(options.seed)
@@ -142,8 +142,8 @@ async def plain_run(options: Options, trunk: Trunk) -> Result:
 async def cached_run(
     options: Options, trunk: Trunk, config: kvactors.Config, device: Any
 ) -> Result:
-    """The same with kvactors; with a restart in the middle, which the device's and the host's
-    memory do not survive."""
+    """Serve the same workload with kvactors, optionally with a restart in the middle, which loses
+    device and host memory."""
     workload, totals = Workload(options), Totals()
     middle = options.turns // 2 if options.restart else options.turns
     result = Result(totals, 0.0, 0, 0)
@@ -185,7 +185,7 @@ def _as_cache(cache: Any) -> CacheLike:
 
 
 def breaker(options: Options, attention: Attention) -> Callable[[Sequence[int]], None] | None:
-    """What spoils the first load."""
+    """A callback that damages the first load, None without the option."""
     done: list[str] = []
 
     def spoil(blocks: Sequence[int]) -> None:
@@ -220,7 +220,7 @@ async def model(
 
 
 def complaints(plain: Result, cached: Result) -> list[str]:
-    """What was not as it must be."""
+    """The violations found."""
     wanted, found = plain.totals, cached.totals
     differing = [key for key, row in wanted.logits.items() if not same(row, found.logits.get(key))]
     said = []
@@ -308,7 +308,7 @@ async def serve(options: Options) -> tuple[Result, Result]:
 
 
 def first_fault(error: Exception) -> Exception:
-    """What is inside of groups of groups."""
+    """The first error inside nested exception groups."""
     return first_fault(error.exceptions[0]) if isinstance(error, ExceptionGroup) else error
 
 

@@ -1,10 +1,10 @@
-"""A small decoder whose keys and values live in paged blocks laid out as kvactors says, computed by
-Paddle on the CPU.
+"""A small decoder whose keys and values are in paged blocks of kvactors' layout, computed by Paddle
+on the CPU.
 
 Everything is computed in one shape: a chunk is one block, rows that hold no token yet are padded,
-and attention reads the blocks from the first up to this one. What a row's arithmetic looks like
-therefore depends on its position only, not on whether it is prefilled, decoded, or computed again
-after a preemption: the bits must be the same. Anything else is a fault of whoever moved the blocks.
+and attention reads the blocks from the first up to this one. A row's arithmetic therefore
+depends on its position only, not on whether it is prefilled, decoded, or computed again
+after a preemption: the bits must be the same. Any difference is a fault in moving the blocks.
 
 A `Trunk` (embedding, feed-forward, head) meets one `Shard` of the attention for each rank, and adds
 what they give in the order of ranks.
@@ -70,7 +70,7 @@ class Attention(Protocol):
     """All ranks' shares of the attention, wherever they are."""
 
     def attend(self, layer: int, table: Sequence[int], x: np.ndarray) -> list[np.ndarray]:
-        """What each rank adds to the rows of x; their keys (and values) go to the last block of the
+        """The rows that each rank adds to x. The keys (and values) of x go to the last block of the
         table."""
         ...
 
@@ -175,17 +175,17 @@ class Shard(ABC):
 
     @abstractmethod
     def rows(self, layer: int, table: Sequence[int], h: Any) -> Any:
-        """Attention's part of the output, before the heads are mixed; writes the last block of the
+        """Attention's part of the output, before the heads are mixed. Writes the last block of the
         table. h: [BLOCK, width]."""
 
     def attend(self, layer: int, table: Sequence[int], x: np.ndarray) -> np.ndarray:
-        """What these heads add to x, [BLOCK, width]."""
+        """The contribution of the shard's heads to x, [BLOCK, width]."""
         with paddle.no_grad():
             mixed = self.rows(layer, table, norm(tensor(x))) @ self.layers[layer]["out"]
             return np.asarray(mixed.numpy())
 
     def write(self, region: int, block: int, rows: Any) -> None:
-        """A block's part of a region, by address: the copies of other blocks go on meanwhile."""
+        """A block's part of a region, by address: copies of other blocks run in the same time."""
         self.views[region][block] = rows.numpy()
 
     def digest(self, blocks: Sequence[int]) -> bytes:
@@ -316,7 +316,7 @@ class MLAShard(Shard):
 
 
 def make_shard(kind: str, seed: int, num_blocks: int, rank: int = 0, ranks: int = 1) -> Shard:
-    """A rank's share of the model that kvactors knows as `kind`."""
+    """A rank's share of the model whose layout kvactors calls `kind`."""
     return {"gqa": GQAShard, "mla": MLAShard}[kind](kind, seed, num_blocks, rank, ranks)
 
 
@@ -340,7 +340,7 @@ class Here:
 
 
 class Trunk:
-    """What has no cache: embedding, feed-forward and head; and the sum over the ranks."""
+    """The parts without a cache: embedding, feed-forward, head, and the sum over the ranks."""
 
     def __init__(self, seed: int, attention: Attention, sizes: Sizes = SIZES) -> None:
         weights, s = Weights(seed), sizes

@@ -1,9 +1,10 @@
-"""Heads split over processes: each rank has its heads, its part of every block and a kvactors rank
-of its own; the leader has the rest.
+"""Heads split over processes: each rank has its heads, its part of every block and its own
+kvactors rank. The leader has the rest.
 
 The leader asks all ranks for a layer's attention and adds their answers in the order of ranks, so
 that the bits are the same every time. On the wire: a head (operation, layer, blocks in the table,
-rows' bytes), the table, the rows; back come a size and so many bytes: rows, a digest, or nothing.
+rows' bytes), the table, the rows. The answer is a size and so many bytes: rows, a digest, or
+nothing.
 
     python -P -m tiny_gpt.rank --rank 0 --ranks 2 --socket PATH ..      (started by
     `worker_processes`)
@@ -42,7 +43,7 @@ STEP = 60.0
 
 
 def quiet() -> None:
-    """Only warnings of the library's; the table is what matters."""
+    """Log only warnings of the library, so that the table is readable."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
 
 
@@ -115,7 +116,7 @@ def answer(shard: Shard, peer: socket.socket) -> None:
 
 
 async def work(options: argparse.Namespace) -> None:
-    """A worker's life: the model's steps in a thread, kvactors' rank in the loop."""
+    """A worker's main task: the model's steps in a thread, kvactors' rank in the loop."""
     shard = make_shard(options.layout, options.seed, options.blocks, options.rank, options.ranks)
     with socket.socket(socket.AF_UNIX) as peer:
         peer.connect(options.socket)
@@ -147,8 +148,8 @@ async def worker_processes(
     config: kvactors.Config | None,
     endpoint: str,
 ) -> AsyncIterator[Ranks]:
-    """Started workers, connected. config, endpoint: the leader's cache's; without a config the
-    workers serve no rank of it."""
+    """Started workers, connected. config, endpoint: those of the leader's cache. Without a config
+    the workers serve no rank of it."""
     path = directory / "steps"
     scenarios = str(Path(__file__).parents[1])
     environment = os.environ | {
@@ -194,7 +195,7 @@ def _accept(listener: socket.socket, ranks: int) -> list[socket.socket]:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """It ends when the leader hangs up; if it does not, it is ended."""
+    """Wait for a worker, which ends when the leader hangs up. One that does not is ended."""
     with anyio.CancelScope(shield=True):
         with anyio.move_on_after(10.0):
             await process.wait()

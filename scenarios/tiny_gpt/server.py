@@ -1,7 +1,7 @@
 """A serving loop with continuous batching, as an engine would embed kvactors: an admission queue,
-and steps of the model that take what is ready from whoever runs.
+and steps of the model that take the ready work of the running requests.
 
-It is written against what a cache does, so that the same loop runs on `PlainCache`, which never
+It is written against protocols, so that the same loop runs on `PlainCache`, which never
 keeps anything.
 """
 
@@ -23,12 +23,12 @@ from kvactors import Hits, NoRoom
 from tiny_gpt.model import BLOCK, Chunk, Trunk
 
 TRIES, PAUSE = 500, 0.01
-"""How often, and after how many seconds again, a request is tried that finds no room although
-nobody runs."""
+"""Attempts, and seconds between them, for a request that finds too few free blocks although no
+request is running."""
 
 
 class LeaseLike(Protocol):
-    """What the loop uses of `kvactors.Lease`."""
+    """The part of `kvactors.Lease` that the loop uses."""
 
     block_table: tuple[int, ...]
     cached_tokens: int
@@ -38,7 +38,7 @@ class LeaseLike(Protocol):
         """Loads have landed."""
 
     async def extend(self, tokens: Any) -> tuple[int, ...]:
-        """Room for more tokens, or NoRoom."""
+        """Blocks for more tokens, or NoRoom."""
 
     async def commit(self, computed_tokens: int) -> int:
         """So many tokens are in device memory."""
@@ -54,7 +54,7 @@ class LeaseLike(Protocol):
 
 
 class CacheLike(Protocol):
-    """What the loop uses of `kvactors.KVCache`."""
+    """The part of `kvactors.KVCache` that the loop uses."""
 
     async def acquire(self, request_id: str, tokens: Any) -> LeaseLike:
         """Blocks for a request, or NoRoom."""
@@ -131,7 +131,7 @@ class Steps:
         self._bell = anyio.Event()
 
     async def submit(self, work: Callable[[], Any], *, decode: bool) -> Any:
-        """Do it in the next iteration that has room for it. TimeoutError after the deadline."""
+        """Do the work in the next iteration that has capacity. TimeoutError after the deadline."""
         job = Job(work, asyncio.get_running_loop().create_future())
         (self._decode if decode else self._prefill).append(job)
         self._bell.set()
@@ -144,15 +144,15 @@ class Steps:
         return job.result.result()
 
     async def _withdraw(self, job: Job) -> None:
-        """Nobody wants it any more. If it has begun, its end comes first: it writes to blocks that
-        are about to be given back."""
+        """Withdraw a job. If it has begun, wait for its end: it writes to blocks that are about to
+        be given back."""
         for queue in (self._decode, self._prefill):
             if job in queue:
                 queue.remove(job)
                 return
         with anyio.CancelScope(shield=True):
             await asyncio.wait([job.result])
-        job.result.exception()  # looked at, since nobody else will
+        job.result.exception()  # retrieve the error: no other task does
 
     def _take(self) -> list[Job]:
         reserved = 1 if self._prefill else 0
@@ -189,13 +189,13 @@ def _outcomes(work: Sequence[Callable[[], Any]]) -> list[tuple[Any, Exception | 
     for one in work:
         try:
             found.append((one(), None))
-        except Exception as error:  # whoever asked gets it
+        except Exception as error:  # raised in the request that asked
             found.append((None, error))
     return found
 
 
 class Totals:
-    """What a run counted. logits: by request and position. text, bytes (digests of the full blocks
+    """The counts of a run. logits: by request and position. text, bytes (digests of the full blocks
     at the end): by request."""
 
     def __init__(self) -> None:
@@ -209,7 +209,7 @@ class Totals:
 class Server:
     """Serves requests on a cache. running: how many at once. deadline: seconds any wait may take.
 
-    sample: (request, position, logits) -> token. after_load: told of the device blocks that a
+    sample: (request, position, logits) -> token. after_load: called with the device blocks that a
     request got from lower tiers (a test's way in).
     """
 
@@ -263,11 +263,11 @@ class Server:
     # -- admission
 
     async def _admit(self) -> None:
-        """In order of arrival; who finds no room waits until somebody leaves."""
+        """Admit in order of arrival. A request without free blocks waits until another leaves."""
         while True:
             ticket = await self._waiting.get()
             if ticket.lease.done():
-                continue  # nobody waits for it any more
+                continue  # the request was cancelled
             left = self._departed
             try:
                 lease = await self._acquire(ticket) if self._slots > 0 else None
@@ -280,7 +280,7 @@ class Server:
                 if self._slots < self._all:
                     await left.wait()
                 else:
-                    await anyio.sleep(PAUSE)  # nobody runs: what is being saved will be let go
+                    await anyio.sleep(PAUSE)  # none runs: saves in flight will free blocks
             elif ticket.lease.done():
                 lease.abandon()
             else:
@@ -299,7 +299,7 @@ class Server:
             raise
 
     def _leave(self) -> None:
-        """A running request is none any more: whoever waits may try again."""
+        """A request has stopped running: a waiting one may try again."""
         self._slots += 1
         bell, self._departed = self._departed, anyio.Event()
         bell.set()
@@ -333,7 +333,7 @@ class Server:
     # -- one request
 
     async def _serve(self, lease: LeaseLike, name: str, tokens: list[int], goal: int) -> None:
-        """Compute what is missing, sample, go on; until the goal, or until there is no room for the
+        """Compute the missing rows and sample, until the goal, or until there is no block for the
         next token."""
         at = lease.cached_tokens
         while True:
@@ -357,7 +357,7 @@ class Server:
                 return
 
     async def _compute(self, lease: LeaseLike, tokens: list[int], at: int) -> np.ndarray:
-        """Rows from `at` to the end, block by block; the last row's logits."""
+        """Rows from `at` to the end, block by block. Returns the last row's logits."""
         decode, logits = len(tokens) - at == 1, None
         while at < len(tokens):
             block = at // BLOCK
@@ -375,7 +375,7 @@ class Server:
 
 
 class Ticket:
-    """A request that waits to be admitted; the earlier it came the sooner it goes."""
+    """A request that waits to be admitted. Earlier requests go first."""
 
     def __init__(
         self, number: int, name: str, tokens: list[int], lease: asyncio.Future[LeaseLike]
