@@ -1,19 +1,18 @@
-"""What ships for testing: your own serving loop against a simulated cache, and the models and
-stand-ins this package tests itself with.
+"""Test support: your serving loop against a simulated cache, and the models and stand-ins that
+kvactors' tests use.
 
-The harness, each of it explained where it is defined (and by example in docs/testing_your_loop.md):
+The parts are documented where they are defined (and by example in docs/testing_your_loop.md):
 
 - `SimLoop`, `simulate`, `loop_factory`: asyncio in virtual time and in an order drawn from a seed;
   `Deadlock`, `Livelock`.
-- `Sim`: a whole cache in such a loop, with copies and a store that take time; `SimFaults`,
-  `FaultPlan`, `Fault`: what goes wrong in it;
-  `Unclean`: what was not as it must be at the end; `small_config`: settings for tests.
+- `Sim`: a whole cache in such a loop, with copies and a store that take time. `SimFaults`,
+  `FaultPlan`, `Fault`: its faults. `Unclean`: the problems found at the end. `small_config`:
+  settings for tests.
 - `Trace`, `minimal`, `render`: every message between the actors.
-- `Probe`, `Unexpected`: an actor that the test plays; `Stepper`: one actor, turn by turn.
+- `Probe`, `Unexpected`: an actor that the test plays. `Stepper`: one actor, turn by turn.
 - The pytest plugin `kvactors.testing.plugin`: fixtures `kv_sim`, `kv_cache`, `kv_faults`, options
-  `--kv-seeds`, `--kv-seed`. It is loaded where
-  kvactors is installed; `pytest -p kvactors.testing` loads it from a checkout. Nothing else here
-  needs pytest.
+  `--kv-seeds`, `--kv-seed`. It is loaded where kvactors is installed. `pytest -p kvactors.testing`
+  loads it from a checkout. Nothing else in this package needs pytest.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ def __getattr__(name: str) -> Any:
 
 def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
     """`pytest -p kvactors.testing`: the plugin under the name of its entry point, so that it is
-    there once, whoever else brings it."""
+    registered once, also where kvactors is installed."""
     from kvactors.testing import plugin
 
     if not pluginmanager.is_registered(plugin) and not pluginmanager.is_blocked("kvactors"):

@@ -27,8 +27,8 @@ StoreMisdeed = Literal["", "down", "full", "slow"]
 
 class FaultySink(Sink):
     """A sink around another. misdeed: down (refuses every call), hang (never answers), fail_every
-    (refuses every n-th call), lose_answers (does what it is told and then fails), or nothing.
-    calls: how many there were."""
+    (refuses every n-th call), lose_answers (carries out the call and then fails), or nothing.
+    calls: number of calls."""
 
     def __init__(self, inner: Sink) -> None:
         self.inner = inner
@@ -58,7 +58,7 @@ class FaultySink(Sink):
 
     @property
     def num_acknowledged(self) -> int:
-        """The inner sink's; nothing of an answer that is lost."""
+        """The inner sink's count, 0 during a fault since the answer is lost."""
         return 0 if self.misdeed else self.inner.num_acknowledged
 
     @num_acknowledged.setter
@@ -203,7 +203,8 @@ class FaultyBackend(Backend):
 
 
 def rot(store: FileBackend, every: int) -> int:
-    """Flip a bit in the payload of every n-th slot of a file store, on the disk; how many."""
+    """Flip a bit in the payload of every n-th slot of a file store, on the disk.
+    Returns the number of slots."""
     files, flipped = store.files, 0
     for slot in range(0, len(files.slabs) * files.meta.slots_per_slab, every):
         slab, index = divmod(slot, files.meta.slots_per_slab)

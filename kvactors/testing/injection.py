@@ -14,7 +14,7 @@ class Injectable(Protocol):
     """A fake that faults can be injected into."""
 
     async def inject(self, fault: Fault) -> None:
-        """Begin to fail as `fault` says."""
+        """Begin the failure that `fault` describes."""
 
     async def recover(self, fault: Fault) -> None:
         """End a fault that lasts. One that happens once has no end."""
@@ -36,7 +36,7 @@ class Injector:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self, faults: Iterable[Fault]) -> None:
-        """Carry out these faults; their times count from now."""
+        """Carry out faults. Their times count from now."""
         loop = asyncio.get_running_loop()
         self._tasks += [
             loop.create_task(self._carry_out(fault), name=f"fault {fault.kind}") for fault in faults

@@ -1,5 +1,4 @@
-"""What readers of KV events take for a block's identity: whether they can tell apart what is not
-the same.
+"""The identity of a block to readers of KV events: whether they can tell different blocks apart.
 
 A router does not look up block hashes: it has a prompt, and computes from the events what
 identifies each block. Two blocks with different hashes and one identity are one block to it, and a
@@ -19,8 +18,8 @@ from kvactors.flush_notifier.sinks.kv_wire import BlockStored, Hash
 
 
 def as_dynamo(event: BlockStored, block: int) -> Any:
-    """Adapter, salt and media of each event alone: what it says of other tiers' events is not
-    remembered."""
+    """Adapter, salt and media of each event alone. Nothing is carried over from other tiers'
+    events."""
     infos: list[Any] = getattr(event, "block_mm_infos", None) or [None] * len(event.block_hashes)
     objects = (infos[block] or {"mm_objects": []})["mm_objects"]
     return (
@@ -31,7 +30,7 @@ def as_dynamo(event: BlockStored, block: int) -> Any:
 
 
 def as_vllm(event: BlockStored, block: int) -> Any:
-    """The extra keys of each block; a salt counts for all blocks below the one that carries it."""
+    """The extra keys of each block. A salt counts for all blocks below the one that carries it."""
     return event.extra_keys[block] if event.extra_keys else None
 
 

@@ -2,7 +2,7 @@
 alone, loses some, and catches up.
 
 `Mirror` is the pure state, `Reader` has the sockets, and `python -m kvactors.testing.kv_mirror` is
-a process of its own: a line `report N` on its input is answered with the mirror as JSON once batch
+a separate process: a line `report N` on its input is answered with the mirror as JSON once batch
 N - 1 has been applied.
 """
 
@@ -64,8 +64,8 @@ class SnapshotPart(msgspec.Struct, frozen=True, tag="Snapshot", tag_field="type"
 
 class Mirror:
     """An index that finds a block's place by its parent, as routers do: it rejects a block whose
-    parent is nowhere, or on GPU if that is where the block is announced; and with a block that
-    goes, all that is below it goes as well (from GPU, or from everywhere).
+    parent is nowhere, or on GPU if that is where the block is announced. With a removed block,
+    all blocks below it are removed as well (from GPU, or from everywhere).
 
     view: hashes by medium. identities: what the blocks are to a reader. expected: number of the
     next batch. orphans: blocks that were rejected or cut off so, while the mirror followed the
@@ -99,7 +99,8 @@ class Mirror:
                 self._exact = True
 
     def _held(self, block: Hash, medium: str) -> bool:
-        """Whether a block is on a medium; on RADIX counts alone, elsewhere it may be anywhere."""
+        """Whether a block is on RADIX, if that is the medium. For other media, whether it is on
+        any."""
         return block in self.view.get(medium, ()) if medium == RADIX else block in self._parents
 
     def _store(self, block: Hash, parent: Hash | None, medium: str) -> None:
@@ -139,7 +140,7 @@ class Mirror:
         return True
 
     def restart(self, next_sequence: int) -> None:
-        """Forget everything; the next batch is `next_sequence`."""
+        """Forget everything. The next batch is `next_sequence`."""
         self._forget()
         self._exact = False
         self.expected = next_sequence
@@ -223,8 +224,8 @@ class Reader:
         return taken
 
     def catch_up(self, *, snapshot: bool = False) -> bool:
-        """Ask for a snapshot, if wanted, and for what came after it or was lost. False if nobody
-        answers."""
+        """Ask for a snapshot, if wanted, and for what came after it or was lost. False without an
+        answer."""
         if snapshot:
             parts = self._ask(SNAPSHOT)
             if parts is None:

@@ -3,9 +3,9 @@ costs nothing.
 
 Two things are taken away from the loop: the clock, which jumps to the next timer when nothing is
 ready, and the order of ready task steps, which is a seeded shuffle. Plain callbacks keep their
-order, since asyncio's own machinery relies on it. There are no threads and no sockets in it; asking
-for them is an error. So is waiting for ever: `Deadlock` says who waits for what, and `Livelock` who
-keeps running while the clock stands still.
+order, since asyncio's own machinery relies on it. There are no threads and no sockets in it, and
+asking for them is an error. So is waiting without end: `Deadlock` lists each waiting task and the
+reason, and `Livelock` the tasks that keep running while the clock stands still.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ TIDY_STEPS = 10_000
 
 
 class Deadlock(RuntimeError):
-    """Nothing is ready and no timer is set: whoever waits, waits for ever. waiting: a line for each
-    task, who waits for what and where."""
+    """Nothing is ready and no timer is set, so no waiting task can ever continue. waiting: a line
+    for each task, with the reason and the place of its wait."""
 
     def __init__(self, why: str, waiting: list[str]) -> None:
         super().__init__("\n  ".join([why, *waiting]))
@@ -57,9 +57,9 @@ class SimLoop(asyncio.BaseEventLoop):
     """seed: of the order in which ready tasks run. steps: callbacks run so far.
 
     limit: steps that may run at one instant of virtual time before that is a Livelock, None for any
-    number. stalled: who waited for what when everybody last waited for time-outs alone (a deadlock,
-    but for somebody's deadline), with the time; empty if that never was. impatient: whether that is
-    a Deadlock at once.
+    number. stalled: the waiting tasks when all tasks last waited for time-outs alone (a deadlock
+    but for a deadline), with the time. It is empty if that never happened. impatient: whether such
+    a stall is a Deadlock at once.
     """
 
     def __init__(self, seed: int = 0, *, limit: int | None = None, impatient: bool = False) -> None:
@@ -106,7 +106,7 @@ class SimLoop(asyncio.BaseEventLoop):
         return task
 
     def label(self, task: asyncio.Task[Any]) -> str:
-        """What a task is called in reports, the same in every run of one seed: the last part of its
+        """A task's label in reports, the same in every run of one seed: the last part of its
         name and its number."""
         return f"{task.get_name().rpartition('.')[2]}#{self._number(task)}"
 
@@ -161,9 +161,9 @@ class SimLoop(asyncio.BaseEventLoop):
                 handle._run()
 
     def _shuffled(self, batch: list[asyncio.Handle]) -> list[asyncio.Handle]:
-        """Task steps in a drawn order, in the places that task steps had. They are sorted before:
-        whoever wakes several tasks may do so in the order of a set, which is another one in every
-        run."""
+        """Task steps in a drawn order, in the places that task steps had. They are sorted before,
+        since code that wakes several tasks may do so in the order of a set, which differs between
+        runs."""
         places = [i for i, handle in enumerate(batch) if is_task_step(handle)]
         steps = sorted((batch[i] for i in places), key=lambda handle: self._number(task_of(handle)))
         self._order.shuffle(steps)
@@ -191,8 +191,8 @@ class SimLoop(asyncio.BaseEventLoop):
 
     def _only_cancelling(self, ready: Any) -> bool:
         """A cancelled scope of anyio delivers its cancellation again at every pass until it is
-        heeded; while somebody waits for a timer meanwhile (in a shield, say), time must go by, as
-        it would on any machine."""
+        heeded. While a task waits for a timer in the same time (in a shield, for example), the
+        clock must advance, as it would on any machine."""
         plain = [handle for handle in ready if not is_task_step(handle)]
         redelivers = any(is_redelivery(handle) for handle in plain)
         self._spins = self._spins + 1 if redelivers else 0
@@ -233,7 +233,7 @@ def is_idle(timer: asyncio.TimerHandle) -> bool:
 
 
 def is_timeout(timer: asyncio.TimerHandle) -> bool:
-    """Whether a timer is somebody's deadline: of asks, of an actor's operation, of an anyio scope,
+    """Whether a timer is a deadline: of asks, of an actor's operation, of an anyio scope,
     or of asyncio's."""
     callback, args = timer._callback, timer._args  # type: ignore[attr-defined]
     owner, name = getattr(callback, "__self__", None), getattr(callback, "__name__", "")
@@ -256,7 +256,7 @@ def loop_factory(seed: int = 0, *, limit: int | None = None) -> Callable[[], Sim
 def simulate(
     main: Callable[[], Coroutine[Any, Any, T]], seed: int = 0, *, loop: SimLoop | None = None
 ) -> T:
-    """Run a coroutine function to its end on a loop of its own (or on `loop`), cancel what it left
+    """Run a coroutine function to its end on a new loop (or on `loop`), cancel what it left
     running, and close the loop.
 
     Deadlock if it can never end, Livelock if the loop has a limit and it only spins.

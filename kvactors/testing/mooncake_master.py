@@ -1,4 +1,4 @@
-"""A real mooncake_master on this machine, for scenarios and tests; it can be killed and started
+"""A real mooncake_master on this machine, for scenarios and tests. It can be killed and started
 again at the same address."""
 
 from __future__ import annotations
@@ -17,15 +17,18 @@ PATIENCE = 20.0
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
+    """A port of this machine without a listener."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 class Master:
-    """flags: further ones of mooncake_master. Bound to 127.0.0.1, since it asks nobody who they
-    are."""
+    """A mooncake_master process, bound to 127.0.0.1 since it does not authenticate clients.
+
+    Args:
+        flags: further flags of mooncake_master.
+    """
 
     def __init__(self, *flags: str) -> None:
         self.port, self._metrics = free_port(), free_port()

@@ -1,5 +1,5 @@
-"""What will go wrong, and when: pure data, drawn from a seed or written by hand as TOML ([[fault]]
-tables) or JSON."""
+"""Plans of faults and their times: pure data, drawn from a seed or written by hand as TOML
+([[fault]] tables) or JSON."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One thing that goes wrong.
 
     at: virtual second since the work began, or, of an actor_crash or cancel, which turn or await
-    (from 1 on). target: an actor's or sink's name, the number of a rank or client; the first if
+    (from 1 on). target: an actor's or sink's name, the number of a rank or client, the first if
     empty. duration: seconds. amount: pairs, writes or objects concerned.
     """
 
@@ -70,8 +70,8 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Targets(NamedTuple):
-    """What a plan may aim at. span: seconds in which faults begin. steps: turns or awaits among
-    which they do. direct: whether the store moves device memory itself, and so has neither
+    """The possible targets of a plan. span: seconds in which faults begin. steps: turns or awaits
+    among which they do. direct: whether the store moves device memory itself, and so has neither
     checksums nor a disk of this node."""
 
     actors: tuple[str, ...] = ()
@@ -99,7 +99,11 @@ class FaultPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> FaultPlan:
-        """What `to_json` gave. ConfigError."""
+        """Read the output of `to_json`.
+
+        Raises:
+            ConfigError: the text is no valid plan.
+        """
         try:
             plan = msgspec.json.decode(text, type=cls)
         except msgspec.MsgspecError as error:
@@ -177,7 +181,7 @@ def _draw_one(rng: random.Random, kind: Kind, targets: Targets) -> Fault:
 
 
 def aims(kind: Kind, targets: Targets) -> tuple[str, ...]:
-    """What a kind of fault may aim at."""
+    """The possible targets of a kind of fault."""
     if kind == "actor_crash":
         return targets.actors
     if kind.startswith("sink_"):

@@ -1,7 +1,8 @@
-"""The pytest plugin. Installed with kvactors; from a checkout, `-p kvactors.testing` brings it.
+"""The pytest plugin. It is installed with kvactors. `-p kvactors.testing` loads it from a checkout.
 
-Fixtures: `kv_seed` and `kv_sim`, once for each seed; `kv_faults`, those of `kv_sim`; `kv_cache`, a
-small cache on the running loop; `kv_config`, to be overridden: settings in place of the small ones.
+Fixtures: `kv_seed` and `kv_sim`, once for each seed. `kv_faults`, the faults of `kv_sim`.
+`kv_cache`, a small cache on the running loop. `kv_config`, to be overridden: settings in place of
+the small ones.
 A failed test of a simulated run reports its seed, the messages that concern the request that
 failed, and the command that replays it.
 """
@@ -94,13 +95,13 @@ def kv_sim(kv_seed: int, kv_config: dict[str, dict[str, Any]]) -> Sim:
 
 @pytest.fixture
 def kv_faults(kv_sim: Sim) -> SimFaults:
-    """What can go wrong in `kv_sim`, see `kvactors.testing.SimFaults`."""
+    """The faults of `kv_sim`, see `kvactors.testing.SimFaults`."""
     return kv_sim.faults
 
 
 def _async_fixture() -> Callable[[Any], Any]:
-    """pytest-asyncio's own decorator where it is installed, so that its strict mode knows the
-    fixture; anyio's plugin takes either."""
+    """pytest-asyncio's own decorator where it is installed, so that its strict mode accepts
+    the fixture. anyio's plugin takes either."""
     if importlib.util.find_spec("pytest_asyncio") is None:
         return pytest.fixture
     import pytest_asyncio
@@ -110,8 +111,8 @@ def _async_fixture() -> Callable[[Any], Any]:
 
 @_async_fixture()
 async def kv_cache(kv_config: dict[str, dict[str, Any]]) -> AsyncIterator[KVCache]:
-    """A small cache with real copies on the running loop; at the end of the test it must come to
-    rest (see `kvactors.testing.Sim.open`)."""
+    """A small cache with real copies on the running loop. At the end of the test it must become
+    idle (see `kvactors.testing.Sim.open`)."""
     from kvactors.cache import open_cache
     from kvactors.testing.sim import check_at_rest, small_config, watch_leases
 

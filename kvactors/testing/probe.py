@@ -1,5 +1,5 @@
-"""Probe: an actor that the test plays. What the code under test tells it waits in its channel until
-the test looks."""
+"""Probe: an actor that the test plays. Messages of the code under test wait in its channel
+until the test takes them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ R = TypeVar("R")
 
 
 class Unexpected(AssertionError):
-    """A probe was told something else than the test expects, or nothing in time."""
+    """A probe received another message than the test expects, or none in time."""
 
 
 class Probe(ActorRef):
-    """A ref like any other to whoever tells or asks it; its messages come to the test.
+    """A ref like any other to the actors that use it. Its messages go to the test.
 
-    name: in the reports; role: as the channel graph names it (the name if None), which is what an
+    name: in the reports. role: as the channel graph names it (the name if None), which is what an
     actor's SENDS are checked against. bound: places in its data lane, which a test fills to see the
     sender wait. activity: of the system it stands in, so that what lies unexpected in the probe
-    counts as under way. ignored: types of messages that `expect` and `expect_nothing` pass over.
+    counts as in flight. ignored: types of messages that `expect` and `expect_nothing` pass over.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Probe(ActorRef):
 
     async def expect(self, kind: type[M], within: float = 1.0) -> M:
         """The next message, which must be a `kind` and come within so many seconds of the loop's
-        time. Unexpected says what came instead.
+        time. Unexpected names the message that came instead.
 
         Control messages overtake others in a probe's channel too.
         """
@@ -74,7 +74,7 @@ class Probe(ActorRef):
         return self.reply(self._take(ask), value)
 
     def refuse(self, ask: Ask[Any], error: Exception) -> bool:
-        """Answer an ask that `expect` returned with an error; returns and raises as `answer`."""
+        """Answer an ask that `expect` returned with an error. Returns and raises as `answer`."""
         return self.reply_error(self._take(ask), error)
 
     async def _next(self, within: float) -> Message | None:

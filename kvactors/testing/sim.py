@@ -43,8 +43,12 @@ on the host, 256 stored."""
 
 
 class Unclean(AssertionError):
-    """A cache was not as it must be at the end of a test. problems: each thing that was wrong, in
-    words. requests: whose leases nobody ended."""
+    """A cache was not clean at the end of a test.
+
+    Attributes:
+        problems: each problem as text.
+        requests: the requests whose leases were not ended.
+    """
 
     def __init__(self, problems: list[str], requests: list[str]) -> None:
         super().__init__("; ".join(problems))
@@ -53,10 +57,11 @@ class Unclean(AssertionError):
 
 
 def small_config(**tables: Mapping[str, Any]) -> Config:
-    """The small settings, with tables of settings in place of their own values:
+    """The small settings, with tables of settings that replace their values:
     `small_config(device={"num_blocks": 8})`.
 
-    ConfigError names what is wrong in them.
+    Raises:
+        ConfigError: names the fault in the tables.
     """
     small = (
         {**SMALL, "storage": {}}
@@ -68,11 +73,16 @@ def small_config(**tables: Mapping[str, Any]) -> Config:
 
 
 async def check_at_rest(cache: KVCache, forgotten: list[str], *, deadline: float = 30.0) -> None:
-    """Look at a cache that nobody uses any more. forgotten: requests whose leases were dropped, as
-    `watch_leases` saw them.
+    """Check a cache that is no longer used.
 
-    Unclean says what is wrong: leases that nobody ended, violated invariants, sinks that believe
-    what is not so, work that does not end within `deadline` seconds.
+    Args:
+        cache: the cache.
+        forgotten: requests whose leases were dropped, as `watch_leases` recorded them.
+        deadline: seconds within which all work must end.
+
+    Raises:
+        Unclean: lists leases that were not ended, violated invariants, sinks whose view differs
+            from the tiers, and work that did not end within `deadline` seconds.
     """
     problems = [f"the lease of {name!r} was dropped and never finished" for name in forgotten]
     try:
@@ -142,12 +152,12 @@ class Sim:
         self, config: Config | None = None, *, checked: bool = True, **tables: Mapping[str, Any]
     ) -> AsyncIterator[KVCache]:
         """A cache whose copies, store and sink are simulated: they take virtual time drawn from the
-        seed. config: in place of the run's settings. What one cache of a run stored, the next
-        finds.
+        seed. config: in place of the run's settings. The next cache of a run finds the blocks
+        that the one before stored.
 
         checked: at the end of a block that raised nothing, faults are healed and the cache must
-        come to rest with no lease left, no violated invariant, and a sink that believes what is
-        true. Unclean says what was not so.
+        become idle with no lease left, no violated invariant, and a sink whose view matches the
+        tiers. Unclean lists the violations.
         """
         cache = KVCache(system := self._system(config or self.config(**tables)))
         forgotten = watch_leases(cache)

@@ -12,10 +12,10 @@ from kvactors.testing.injection import Injectable, Injector
 from kvactors.testing.plan import Fault, FaultPlan, Kind, Targets, draw
 
 FAR = frozenset({"actor_crash", "cancel", "rank_silent", "rank_cut", "rank_lost"})
-"""Kinds of faults that are not for a cache of one process seen from its door."""
+"""Kinds of faults that do not apply to a cache of one process used through its public API."""
 
 NEAR: tuple[Kind, ...] = tuple(kind for kind in get_args(Kind) if kind not in FAR)
-"""The others."""
+"""The kinds that apply to such a cache."""
 
 
 class SimFaults:
@@ -53,7 +53,8 @@ class SimFaults:
         """These faults befall the cache: their times count from now if it is open, else from its
         opening. Returns the plan.
 
-        ValueError for a kind that is not for a cache of one process seen from its door.
+        Raises:
+            ValueError: a kind in the plan does not apply to a cache of one process.
         """
         if far := sorted({fault.kind for fault in plan.fault} - set(NEAR)):
             raise ValueError(
@@ -74,7 +75,7 @@ class SimFaults:
         self._plan = FaultPlan()
 
     async def heal(self) -> None:
-        """No more trouble. What has not come yet never will; what has rotted stays so."""
+        """End every fault. Faults that have not begun are dropped. Damaged bytes stay damaged."""
         self._cache = None
         await self._injector.stop()
         self.copies.heal()

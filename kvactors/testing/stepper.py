@@ -1,4 +1,4 @@
-"""Stepper: one actor, turn by turn, with nobody else there. A turn is synchronous, so a test is
+"""Stepper: one actor, turn by turn, without any other actor. A turn is synchronous, so a test is
 too: message in, effects out."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ M = TypeVar("M", bound=Message)
 
 
 class Told(NamedTuple):
-    """A message that a turn told, and whom (its own name for a message to itself)."""
+    """A message that a turn sent, and its receiver (the actor's name for a message to itself)."""
 
     receiver: str
     message: Message
@@ -47,8 +47,8 @@ class Answered(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A child job that a turn started. It does not run: `Stepper.finish` and `Stepper.fail` say how
-    it ended.
+    """A child job that a turn started. It does not run: `Stepper.finish` and `Stepper.fail` set
+    its result.
 
     name: of its coroutine function. arguments: what that was called with.
     """
@@ -80,7 +80,7 @@ class Effects(NamedTuple):
     stopped: bool = False
 
     def to(self, receiver: ActorRef | str) -> list[Message]:
-        """What one receiver was told."""
+        """The messages sent to one receiver."""
         name = receiver if isinstance(receiver, str) else receiver.name
         return [told.message for told in self.told if told.receiver == name]
 
@@ -181,8 +181,8 @@ class Stepper(Generic[A]):
     def turn(self, message: Message, *, deadline: float | None = None) -> Effects:
         """One turn with a message. deadline: of an ask, in absolute seconds of the actor's clock.
 
-        Raises what the turn raises, which to the actor would have been the end of its life;
-        TypeError for a message it has no handler for.
+        Raises the error of the turn, which would have ended the actor's incarnation, and TypeError
+        for a message without a handler.
         """
         with self._inside():
             reply = self._loop.create_future() if isinstance(message, Ask) else None
@@ -207,8 +207,8 @@ class Stepper(Generic[A]):
         return self.turn(job.failed(error))
 
     def elapse(self, seconds: float) -> Effects:
-        """Let time go by and take the turns of the timers that come due, in order; their effects
-        together."""
+        """Advance the clock and take the turns of the timers that come due, in order. Returns their
+        effects together."""
         until, total = self.now + seconds, Effects()
         while due := sorted(
             (t for t in self._pending if t.when <= until and not t.handle.cancelled()),
@@ -252,8 +252,8 @@ class Stepper(Generic[A]):
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
-        """The stepper's clock is the running loop's meanwhile, also inside a test that runs on a
-        loop itself."""
+        """Make the stepper's loop the running one inside the block, also inside a test that runs on
+        a loop itself."""
         outer = _get_running_loop()
         _set_running_loop(self._loop)
         try:

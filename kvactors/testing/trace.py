@@ -1,9 +1,9 @@
 """Message traces: every message between the actors of a wired system, with its time, its turn and
 what it caused.
 
-A trace is an instrument of the systems it is attached to; the schedule is the same with and without
-it. It keeps the last `limit` messages as text, without payloads. On a simulated loop the text of a
-run is the same, byte for byte, in every run of its seed.
+A trace is an instrument of the systems it is attached to. The schedule is the same with and
+without it. It keeps the last `limit` messages as text, without payloads. On a simulated loop the
+text of a run is the same, byte for byte, in every run of its seed.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     from kvactors.system import System
 
 Link = tuple[Any, ...]
-"""What ties messages together: ("lease", number), ("request", name) or ("op", who chose the number,
-number)."""
+"""A link between messages: ("lease", number), ("request", name) or ("op", the actor that chose the
+number, number)."""
 
 
 class Record:
     """One message, or one answer to an ask.
 
     number: counted from the trace's beginning. at: seconds on the loop's clock when it was put.
-    sender, receiver: actors by name, other tasks by their label. kind: type of the message; fields:
-    the rest of it in words. cause: number of the message in whose turn it was told. turn: the
-    receiver's turn that took it; None while it is queued, and for answers. ask: number of the ask
-    that this answers, 0 if it answers none.
+    sender, receiver: actors by name, other tasks by their label. kind: type of the message.
+    fields: its other contents as text. cause: number of the message in whose turn it was sent.
+    turn: the receiver's turn that took it, None while it is queued, and for answers.
+    ask: number of the ask that this answers, 0 if it answers none.
     """
 
     __slots__ = (
@@ -83,7 +83,7 @@ class Trace(Instrument):
         self.count = 0
         self._queued: dict[
             int, Record
-        ] = {}  # by id of the envelope, which lives as long as it is queued
+        ] = {}  # by id of the envelope, which exists as long as it is queued
         self._asks: dict[
             int, tuple[Envelope[Any], Record]
         ] = {}  # those that are open, by id of the envelope
@@ -94,7 +94,7 @@ class Trace(Instrument):
         self._current: WeakKeyDictionary[asyncio.Task[Any], tuple[str, int]] = WeakKeyDictionary()
         self._owners: dict[
             tuple[str, int], str
-        ] = {}  # who chose the number of an operation that an actor was told of
+        ] = {}  # the actor that chose the number of an operation reported to another
 
     def attach(self, system: System) -> None:
         """Follow every actor of a system (of an open cache: `cache.system`)."""
@@ -156,8 +156,8 @@ class Trace(Instrument):
         return ref.instruments in self._systems or ref in self._refs
 
     def _over(self, key: int, reply: asyncio.Future[Any]) -> None:
-        """An ask's future is done; what nobody gave as an answer is its deadline, or its asker who
-        gave up."""
+        """An ask's future is done. If no actor answered, the deadline passed or the asker gave
+        up."""
         if key not in self._asks:
             return
         _, ask = self._asks.pop(key)
@@ -236,9 +236,7 @@ class Trace(Instrument):
                     next(iter(self._owners))
                 ]  # the oldest, which has left the ring too
             yield "op", sender, number
-        elif sender.startswith(
-            receiver
-        ):  # to itself: about an operation of its own, or one it was told of
+        elif sender.startswith(receiver):  # to itself: about its own operation, or another actor's
             yield "op", self._owners.get((receiver, number), receiver), number
         else:
             yield "op", receiver, number
@@ -251,9 +249,11 @@ def minimal(
     lease: int | None = None,
     op: tuple[str, int] | None = None,
 ) -> list[Record]:
-    """What concerns one request, one lease or one operation (who chose its number, and the number):
-    their own messages, those of the operations these began, and the answers. ValueError if none of
-    the three is given."""
+    """The messages of one request, one lease or one operation (the actor that chose its number, and
+    the number), those of the operations that these messages began, and the answers.
+
+    Raises ValueError if none of the three is given.
+    """
     given = {("request", request), ("lease", lease), ("op", *(op or (None, None)))}
     links: set[Link] = {link for link in given if link[-1] is not None}
     if not links:

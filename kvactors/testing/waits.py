@@ -1,8 +1,8 @@
-"""Who waits for what: the waiting tasks of a loop, in words, read from the frames where they stand.
+"""The waiting tasks of a loop as text, with the reason of each wait, read from their frames.
 
-Tasks of kvactors are named for what they are (an actor, a job of one, a request); any other by its
-task's name. Nothing is recorded while a loop runs: everything is found in the tasks themselves, so
-that it costs nothing until somebody asks.
+Tasks of kvactors are named by kind (an actor, a job of one, a request), any other by its task's
+name. Nothing is recorded while a loop runs. The text is read from the tasks themselves, so it
+costs nothing until it is asked for.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ LIBRARY = (
     sysconfig.get_path("purelib"),
     sysconfig.get_path("platlib"),
 )
-"""Folders whose code is never shown as the place where a task waits; installed packages of other
-environments are not either."""
+"""Folders whose code is never shown as the place where a task waits. Installed packages of other
+environments are not shown either."""
 
 OURS = str(Path(__file__).parents[1])
 
@@ -69,14 +69,14 @@ def frames_of(task: asyncio.Task[Any]) -> Iterator[FrameType]:
             and not hasattr(following, "cr_frame")
             and not hasattr(following, "gi_frame")
         ):
-            # an async generator's step hides its generator; a context manager made of one holds it
+            # an async generator's step hides its generator, but its context manager holds it
             following = getattr(frame.f_locals.get("self"), "gen", None)
         inner = following
 
 
 def site(frames: list[FrameType]) -> str:
     """`file:line` of the innermost frame that is neither of the standard library, nor installed,
-    nor kvactors' own; else of the innermost."""
+    nor kvactors' own. Without such a frame, of the innermost."""
     if not frames:
         return "not started"
     foreign = [
@@ -141,7 +141,7 @@ def _what(task: asyncio.Task[Any], frames: list[FrameType], label: Label) -> str
 
 
 def _other_tasks(task: asyncio.Task[Any], frames: list[FrameType], label: Label) -> str:
-    """What a task waits for if it is other tasks: in a group, in a gather, or one by name."""
+    """The other tasks that a task waits for: in a group, in a gather, or one by name."""
     for frame in reversed(frames):
         if frame.f_code.co_name == "__aexit__":
             group = frame.f_locals.get("self")

@@ -54,8 +54,8 @@ def name_of_blocks(keys: bytes) -> str:
 
 
 def value_of(value: Any) -> str:
-    """Any other value. What is not known here is called by its type alone: a repr may hold an
-    address."""
+    """Any other value as text. A value of an unlisted type is shown by its type alone, since a repr
+    may hold an address."""
     for kind, words in WORDS:
         if isinstance(value, kind):
             return words(value)

@@ -1,5 +1,5 @@
-"""The calls. Arguments are checked as strictly as the documented interface allows; the service may
-refuse anything else, so nothing else is taken."""
+"""The calls. Arguments are checked as strictly as the documented interface allows. The service may
+refuse anything else, so nothing else is accepted."""
 
 from __future__ import annotations
 
@@ -155,8 +155,8 @@ class AttentionStoreSDK:
         timeout: float,
         **options: Any,
     ) -> Any:
-        """Bytes into device blocks, one pointer a layer; stops at the first block that is not
-        there. How many were read."""
+        """Read bytes into device blocks, one pointer a layer. Stops at the first block that is not
+        there. Returns the number of blocks read."""
         return self._move(
             "read",
             layers,

@@ -1,5 +1,5 @@
 """Copies that take virtual time. Real bytes are moved, half of them before the delay and half after
-it: whoever uses a block too early, or gives it to somebody else too early, sees wrong bytes."""
+it: code that uses a block too early, or gives it to another request too early, sees wrong bytes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class SimExecutor(CopyEngine):
     """latency: seconds of each copy. gate: copies that come to it while it is shut hang until it
     opens.
 
-    failing: pairs still to fail, counted off as copies come; their targets hold half of their
+    failing: pairs still to fail, counted off as copies come. Their targets hold half of their
     bytes. slower: seconds more each copy takes. moved, failed, delayed: what became of pairs and
     copies so far.
     """

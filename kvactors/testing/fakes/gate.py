@@ -1,4 +1,4 @@
-"""What every fake waits with: latencies drawn from a seed, and gates that stay shut until they are
+"""Waits of the fakes: latencies drawn from a seed, and gates that stay shut until they are
 opened."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def latency(rng: random.Random, mean: float) -> Latency:
 
 
 class Gate:
-    """Whoever passes waits while it is shut. waited: how many had to."""
+    """Callers that pass wait while the gate is shut. waited: number of calls that waited."""
 
     def __init__(self) -> None:
         self.shut = False
@@ -40,11 +40,11 @@ class Gate:
         self._waiters: list[asyncio.Future[None]] = []
 
     def close(self) -> None:
-        """Let nobody through."""
+        """Make callers wait."""
         self.shut = True
 
     def open(self) -> None:
-        """Let everybody through."""
+        """Let all callers through."""
         self.shut = False
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:

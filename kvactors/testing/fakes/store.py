@@ -25,7 +25,7 @@ class SimBackend(OwnedBackend):
 
     gate: reads and writes that come to it while it is shut hang until it opens. down: nothing can
     be had. full: nothing can be written. lineages are kept. slower: seconds more each call takes.
-    tearing: writes still to be cut short, unnoticed. troubled: calls that met any of these.
+    tearing: writes still to be cut short, unnoticed. troubled: calls that met any of these faults.
     """
 
     keeps_lineages = True
@@ -108,7 +108,7 @@ class SimBackend(OwnedBackend):
         self._unread = list(self.objects)
 
     async def next_paths(self, most: int) -> list[PathPart] | None:
-        """See `Backend.next_paths`; in the order of writing, so that children come before their
+        """See `Backend.next_paths`. In the order of writing, so that children come before their
         parents."""
         await self._delay()
         if self.down or not self._unread:
@@ -132,7 +132,7 @@ class SimBackend(OwnedBackend):
                 self.objects.pop(key, None)
 
     def abandon(self, keys: Iterable[bytes]) -> None:
-        """See `OwnedBackend.abandon`; what was saved stays until it is written again."""
+        """See `OwnedBackend.abandon`. Saved blocks stay until they are written again."""
 
     async def each(self, work: Sequence[Callable[[], Awaitable[None]]]) -> None:
         """All at once."""
@@ -150,7 +150,7 @@ class SimBackend(OwnedBackend):
     # -- what time does to objects
 
     def flip(self, count: int) -> int:
-        """Flip a bit in the oldest objects that are whole; how many."""
+        """Flip a bit in the oldest objects that are whole. Returns their number."""
         chosen = list(self.objects)[:count]
         for key in chosen:
             data, checksum = self.objects[key]
@@ -159,7 +159,7 @@ class SimBackend(OwnedBackend):
         return len(chosen)
 
     def lose(self, count: int) -> int:
-        """Take the oldest objects away behind the store's back; how many."""
+        """Take the oldest objects away behind the store's back. Returns their number."""
         chosen = list(self.objects)[:count]
         for key in chosen:
             del self.objects[key]
@@ -190,7 +190,7 @@ class SimBackend(OwnedBackend):
             self.heal()
 
     def heal(self) -> None:
-        """End every fault; damaged objects stay damaged."""
+        """End every fault. Damaged objects stay damaged."""
         self.down = self.full = False
         self.slower, self.tearing = 0.0, 0
         self.gate.open()
