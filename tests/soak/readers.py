@@ -22,8 +22,8 @@ LIMIT = 30.0
 
 
 class EventsReader:
-    """Reads KV events as docs/kv_events.md specifies: a snapshot first, then every batch, replay on a
-    gap. held: 64-bit hashes by tier."""
+    """Reads KV events as docs/kv_events.md specifies: a snapshot first, then every batch, replay on
+    a gap. held: 64-bit hashes by tier."""
 
     def __init__(self, endpoint: str, replay_endpoint: str) -> None:
         self.held: dict[Tier, set[int]] = {tier: set() for tier in Tier}
