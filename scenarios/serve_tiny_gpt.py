@@ -2,8 +2,8 @@
 scenarios/serve_tiny_gpt.py --help`.
 
 Conversations of several turns with shared system prompts are served concurrently from a device pool
-that is too small for them. First every request is computed from nothing. Then kvactors
-keeps the computed blocks on the device, in host memory and in files. The logits of every sampled position and
+that is too small for them. First every request is computed from nothing. Then kvactors keeps the
+computed blocks on the device, in host memory and in files. The logits of every sampled position and
 the blocks of every request at its end must be the same to the last bit, there must have been hits
 from every tier, and preemptions. Exit 1 lists the violations.
 """  # noqa: INP001  (a script, not a package)
