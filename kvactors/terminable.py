@@ -17,6 +17,10 @@ STATUS = 128 + signal.SIGTERM
 """Exit status of a command that SIGTERM ended, as a shell gives it."""
 
 
+_received: list[int] = []
+"""SIGTERMs that the command of this process has received."""
+
+
 def run_terminable(main: Coroutine[Any, Any, Result]) -> Result:
     """`asyncio.run` for a command: SIGTERM cancels `main`, and the process exits with STATUS.
 
@@ -30,11 +34,11 @@ def run_terminable(main: Coroutine[Any, Any, Result]) -> Result:
     """
     if threading.current_thread() is not threading.main_thread():  # where handlers cannot be set
         return asyncio.run(main)
-    received: list[int] = []
+    received = _received
     try:
         return asyncio.run(_cancelled_by_sigterm(main, received))
     finally:
-        if received:  # whatever `main` returned or raised after that
+        if received:  # any result or error of `main` is dropped
             sys.exit(STATUS)
 
 
@@ -49,6 +53,8 @@ async def _cancelled_by_sigterm(main: Coroutine[Any, Any, Result], received: lis
         loop.call_soon_threadsafe(task.cancel)
 
     before = signal.signal(signal.SIGTERM, cancel)
+    if received:  # before this handler was set, and the exception of the other one was dropped
+        task.cancel()
     try:
         return await main
     finally:
@@ -59,7 +65,8 @@ async def _cancelled_by_sigterm(main: Coroutine[Any, Any, Result], received: lis
 def sigterm_ends() -> Iterator[None]:
     """SIGTERM interrupts the part of a command that runs without an event loop; the process exits
     with STATUS."""
-    received: list[int] = []
+    received = _received
+    received.clear()
 
     def end(number: int, _frame: object) -> None:
         received.append(number)
@@ -73,9 +80,8 @@ def sigterm_ends() -> Iterator[None]:
     before = signal.signal(signal.SIGTERM, end)
     try:
         yield
-    except (KeyboardInterrupt, SystemExit):
-        if received:
-            sys.exit(STATUS)
-        raise
     finally:
         signal.signal(signal.SIGTERM, before)
+        if received:  # any result or error of the command is dropped
+            received.clear()
+            sys.exit(STATUS)

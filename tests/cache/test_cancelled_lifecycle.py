@@ -115,6 +115,8 @@ async def cancelled_at(step: int, how: str, config: kvactors.Config) -> bool:
         assert result is None
         assert scope.cancelled_caught
     elif how == "asyncio.timeout" and step:
+        if result is None and not timeout.expired():  # it ended in the iteration of the timeout
+            return False
         assert isinstance(result, TimeoutError)
     else:
         assert isinstance(result, asyncio.CancelledError)

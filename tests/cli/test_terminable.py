@@ -64,6 +64,25 @@ class TestRunTerminable:
         assert end_of(main()) == STATUS
         assert reached == []
 
+    @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+    def test_sigterm_in_a_finalizer_before_the_loop_cancels_the_main_task(self):
+        reached = []
+
+        async def main():
+            await asyncio.sleep(SLEEP)
+            reached.append("after the sleep")
+
+        def command():
+            with sigterm_ends():
+                Finalized()
+                gc.collect()
+                run_terminable(main())
+
+        with pytest.raises(SystemExit) as end:
+            command()
+        assert end.value.code == STATUS
+        assert reached == []
+
     def test_a_result_does_not_hide_a_sigterm(self):
         async def main():
             signal.raise_signal(signal.SIGTERM)

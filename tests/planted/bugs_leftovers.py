@@ -205,6 +205,20 @@ BUGS: tuple[Mutation, ...] = (
         ),
     ),
     Mutation(
+        "sigterm_before_the_loop_is_forgotten",
+        "terminable.py",
+        "    if received:  # before this handler was set, and the exception of the other one was dropped\n"
+        "        task.cancel()\n",
+        "",
+        "SIGTERM that arrives in a finalizer before the event loop starts is lost",
+        (
+            (
+                "tests/cli/test_terminable.py::TestRunTerminable"
+                "::test_sigterm_in_a_finalizer_before_the_loop_cancels_the_main_task"
+            ),
+        ),
+    ),
+    Mutation(
         "sigterm_raises_where_the_loop_is",
         "terminable.py",
         "        loop.call_soon_threadsafe(task.cancel)\n",
