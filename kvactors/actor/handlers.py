@@ -41,7 +41,7 @@ class AskMark(Generic[M_co]):
         self: AskMark[X], method: Callable[[S, X, Envelope[Any]], None]
     ) -> Callable[[S, X, Envelope[Any]], None]:
         """Mark a method."""
-        raise NotImplementedError
+        raise NotImplementedError  # `on` returns a Mark: this class exists for the type checker
 
 
 @overload

@@ -27,8 +27,8 @@ def test_nothing_is_violated(first, reports):
 
 
 def test_so_few_seeds_reach_most_of_it(reports):
-    if len(reports) < SEEDS:
-        pytest.skip("not all seeds were run")
+    for seed in set(range(SEEDS)) - set(reports):  # run by another worker process
+        reports[seed] = run_seed(seed)
     found, groups = coverage([one.seen for one in reports.values()]), universe()
     assert sum(one.verified for one in reports.values()) > 5_000
     for group, least in {"faults": 1.0, "messages": 0.85, "outcomes": 0.5, "states": 0.7}.items():

@@ -133,9 +133,8 @@ async def _close_server(server: asyncio.Server) -> None:
     connection open (seen in 3.11)."""
     loop = asyncio.get_running_loop()
     for sock in server.sockets:
-        with suppress(
-            RuntimeError, NotImplementedError
-        ):  # other loops than asyncio's accept in another way
+        # Loops other than asyncio's (uvloop) watch listening sockets without `add_reader` and raise.
+        with suppress(RuntimeError, NotImplementedError):
             loop.remove_reader(sock.fileno())
     for _ in range(SETTLE):
         await asyncio.sleep(0)
