@@ -133,7 +133,7 @@ async def _close_server(server: asyncio.Server) -> None:
     connection open (seen in 3.11)."""
     loop = asyncio.get_running_loop()
     for sock in server.sockets:
-        # Loops other than asyncio's (uvloop) watch listening sockets without `add_reader` and raise.
+        # Loops other than asyncio's watch listening sockets in another way, and raise here.
         with suppress(RuntimeError, NotImplementedError):
             loop.remove_reader(sock.fileno())
     for _ in range(SETTLE):
