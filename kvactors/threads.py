@@ -37,10 +37,9 @@ def lower_priority() -> None:
 
 
 EXIT_LIMIT = 2.0
-"""Seconds that the interpreter's exit waits for threads in native code.
+"""Seconds that the interpreter's exit waits for calls in flight, so that writes are complete.
 
-A thread that returns from there after the interpreter is gone would abort the process. A thread
-that hangs is abandoned.
+A call that takes longer is abandoned. Its thread stops when it asks for the GIL (native/gil.hpp).
 """
 
 

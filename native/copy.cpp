@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "copy_core.hpp"
+#include "gil.hpp"
 
 namespace nb = nanobind;
 
@@ -36,7 +37,7 @@ void move(Copy copy, const Ints& regions, const Ints& piece_bytes, i64 region_bl
     std::size_t bytes = 0;
     for (std::size_t r = 0; r < device.count; ++r) bytes += std::size_t(device.piece_bytes[r]);
     if (bytes > stride) throw nb::value_error("a block is larger than a slot");
-    const nb::gil_scoped_release release;
+    const ReleasedGil release;
     copy(device, blocks.data(), Slots{reinterpret_cast<u8*>(arena), stride}, slots.data(), blocks.shape(0));
 }
 
@@ -58,11 +59,11 @@ void bind_copy(nb::module_& m) {
     }, nb::arg("regions"), nb::arg("piece_bytes"), nb::arg("region_blocks"), nb::arg("blocks"), nb::arg("arena"),
        nb::arg("slot_stride"), nb::arg("num_slots"), nb::arg("slots"));
     m.def("touch", [](std::uintptr_t address, std::size_t bytes) {
-        const nb::gil_scoped_release release;
+        const ReleasedGil release;
         touch(reinterpret_cast<u8*>(address), bytes);
     }, nb::arg("address"), nb::arg("nbytes"));
     m.def("copy_bytes", [](std::uintptr_t dst, std::uintptr_t src, std::size_t bytes) {
-        const nb::gil_scoped_release release;
+        const ReleasedGil release;
         std::memcpy(reinterpret_cast<void*>(dst), reinterpret_cast<const void*>(src), bytes);
     }, nb::arg("dst"), nb::arg("src"), nb::arg("nbytes"));
     m.def("fill_blocks", [](Ints regions, Ints pieces, i64 region_blocks, Ints blocks, nb::bytes keys) {
@@ -70,7 +71,7 @@ void bind_copy(nb::module_& m) {
         check_ids(blocks, region_blocks, "block id out of range");
         check_keys(blocks, keys);
         const u8* key = reinterpret_cast<const u8*>(keys.c_str());
-        const nb::gil_scoped_release release;
+        const ReleasedGil release;
         for (std::size_t j = 0; j < blocks.shape(0); ++j) fill_block(device, blocks.data()[j], key + 32 * j);
     }, nb::arg("regions"), nb::arg("piece_bytes"), nb::arg("region_blocks"), nb::arg("blocks"), nb::arg("keys"));
     m.def("check_blocks", [](Ints regions, Ints pieces, i64 region_blocks, Ints blocks, nb::bytes keys) {
@@ -79,7 +80,7 @@ void bind_copy(nb::module_& m) {
         check_keys(blocks, keys);
         const u8* key = reinterpret_cast<const u8*>(keys.c_str());
         std::vector<std::size_t> bad;
-        const nb::gil_scoped_release release;
+        const ReleasedGil release;
         for (std::size_t j = 0; j < blocks.shape(0); ++j)
             if (!check_block(device, blocks.data()[j], key + 32 * j)) bad.push_back(j);
         return bad;

@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "gil.hpp"
 #include "tree.hpp"
 #include "tree_check.hpp"
 #include "tree_walk.hpp"
@@ -95,7 +96,7 @@ struct PyWalk {
 
 template <class Work>
 auto without_gil(std::size_t tokens, Work work) {
-    std::optional<nb::gil_scoped_release> released;
+    std::optional<ReleasedGil> released;
     if (tokens > kLarge) released.emplace();
     return work();
 }

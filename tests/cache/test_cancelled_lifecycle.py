@@ -197,6 +197,43 @@ def test_a_timeout_while_the_arena_is_touched_ends_the_process_in_order():
     assert (done.returncode, done.stdout.split()) == (0, ["timed", "out"]), done.stderr[-2000:]
 
 
+IN_NATIVE_CODE = """
+    import sys, threading
+    import numpy as np
+    from kvactors import native, threads
+    threads.EXIT_LIMIT = 0.0  # the exit does not wait
+    memory = np.zeros(256 << 20, np.uint8)
+    started = threading.Event()
+    def work():
+        while True:
+            started.set()
+            {call}
+    threading.Thread(target=work, daemon=True).start()
+    started.wait()
+    print("ends")
+"""
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "native.touch(memory.ctypes.data, memory.nbytes)",
+        "native.copy_bytes(memory.ctypes.data, memory.ctypes.data + (128 << 20), 128 << 20)",
+        "native.Path(16, bytes(32)).extend(np.zeros(1 << 22, np.uint32))",
+    ],
+)
+def test_a_thread_in_native_code_does_not_abort_the_exit(call):
+    """A daemon thread asks for the GIL after the interpreter has begun to finalize."""
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(IN_NATIVE_CODE).format(call=call)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert (done.returncode, done.stdout.split()) == (0, ["ends"]), done.stderr[-2000:]
+
+
 async def test_a_failed_open_leaves_no_thread(tmp_path):
     config = config_of("file", tmp_path)
     async with kvactors.open(config):

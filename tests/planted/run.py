@@ -184,10 +184,10 @@ def verdict_of(code: int | None, output: str, seconds: float) -> Verdict:
 
 
 @contextmanager
-def mutated(tree: Path, mutation: Mutation) -> Iterator[None]:
-    """The mutation in a copy, for a while."""
+def mutated(tree: Path, mutation: Mutation, text: str) -> Iterator[None]:
+    """The mutation in a copy while the block runs. text: the mutated file."""
     file, source = file_of(mutation, tree), source_of(mutation, tree)
-    file.write_text(planted(mutation, source), "utf-8")
+    file.write_text(text, "utf-8")
     try:
         yield
     finally:
@@ -211,9 +211,9 @@ def try_all(
                 console.print(verdict.output[-3000:], markup=False)
                 broken.extend(verdict.failing or [verdict.how])
 
-        def one(mutation: Mutation) -> Verdict:
+        def one(mutation: Mutation, text: str) -> Verdict:
             tree = free.pop()
-            with mutated(tree, mutation):
+            with mutated(tree, mutation, text):
                 options = ["-x", *(f"--deselect={test}" for test in broken if "::" in test)]
                 verdict = run_tests(tree, mutation.catchers, options, LIMIT)._replace(
                     name=mutation.name
@@ -225,12 +225,14 @@ def try_all(
             )
             return verdict
 
+        # In this thread: `ast.parse` of Python 3.11 fails now and then in several threads at once.
+        texts = [planted(mutation, source_of(mutation)) for mutation in mutations]
         catchers = [
             *dict.fromkeys(catcher for mutation in mutations for catcher in mutation.catchers)
         ]
         with ThreadPoolExecutor(jobs) as threads:
             list(threads.map(clean, [part for i in range(jobs) if (part := catchers[i::jobs])]))
-            verdicts = list(threads.map(one, mutations))
+            verdicts = list(threads.map(one, mutations, texts))
     return broken, verdicts
 
 
