@@ -1,35 +1,43 @@
 """kvactors: independent asyncio actors that keep a tiered KV cache and tell external indexes what
 this node holds."""
 
-from kvactors.cache import KVCache
-from kvactors.cache import open_cache as open  # noqa: A004  (kvactors.open reads as what it is)
-from kvactors.config import Config
-from kvactors.data_plane.ranks.worker import serve_rank
-from kvactors.errors import (
-    ActorFailed,
-    CacheClosed,
-    CacheFailed,
-    ConfigError,
-    DeadlineExceeded,
-    DeviceError,
-    KVActorsError,
-    LayoutError,
-    LeaseBusy,
-    LeaseEnded,
-    NoRoom,
-    NotReady,
-    Paused,
-    RankError,
-    RankLost,
-    SinkError,
-    StoreError,
-    WrongLoop,
-)
-from kvactors.layout.gqa import GQALayout
-from kvactors.lease import Hits, Lease
-from kvactors.observe.health import Health
-from kvactors.observe.statistics import CacheStatistics
-from kvactors.types import Reason, Residency, Tier, Tokens
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvactors.cache import KVCache
+    from kvactors.cache import open_cache as open  # noqa: A004  (kvactors.open reads as what it is)
+    from kvactors.config import Config
+    from kvactors.data_plane.ranks.worker import serve_rank
+    from kvactors.errors import (
+        ActorFailed,
+        CacheClosed,
+        CacheFailed,
+        ConfigError,
+        DeadlineExceeded,
+        DeviceError,
+        KVActorsError,
+        LayoutError,
+        LeaseBusy,
+        LeaseEnded,
+        NoRoom,
+        NotReady,
+        Paused,
+        RankError,
+        RankLost,
+        SinkError,
+        StoreError,
+        WrongLoop,
+        WrongThread,
+    )
+    from kvactors.layout.gqa import GQALayout
+    from kvactors.lease import Hits, Lease
+    from kvactors.observe.health import Health
+    from kvactors.observe.statistics import CacheStatistics
+    from kvactors.tier_cache import TierCache, TierConfig, open_tiers
+    from kvactors.types import Reason, Residency, Tier, Tokens
 
 __all__ = [
     "ActorFailed",
@@ -59,8 +67,76 @@ __all__ = [
     "SinkError",
     "StoreError",
     "Tier",
+    "TierCache",
+    "TierConfig",
     "Tokens",
     "WrongLoop",
+    "WrongThread",
     "open",
+    "open_tiers",
     "serve_rank",
 ]
+
+HOMES = {
+    "ActorFailed": "kvactors.errors",
+    "CacheClosed": "kvactors.errors",
+    "CacheFailed": "kvactors.errors",
+    "CacheStatistics": "kvactors.observe.statistics",
+    "Config": "kvactors.config",
+    "ConfigError": "kvactors.errors",
+    "DeadlineExceeded": "kvactors.errors",
+    "DeviceError": "kvactors.errors",
+    "GQALayout": "kvactors.layout.gqa",
+    "Health": "kvactors.observe.health",
+    "Hits": "kvactors.lease",
+    "KVActorsError": "kvactors.errors",
+    "KVCache": "kvactors.cache",
+    "LayoutError": "kvactors.errors",
+    "Lease": "kvactors.lease",
+    "LeaseBusy": "kvactors.errors",
+    "LeaseEnded": "kvactors.errors",
+    "NoRoom": "kvactors.errors",
+    "NotReady": "kvactors.errors",
+    "Paused": "kvactors.errors",
+    "RankError": "kvactors.errors",
+    "RankLost": "kvactors.errors",
+    "Reason": "kvactors.types",
+    "Residency": "kvactors.types",
+    "SinkError": "kvactors.errors",
+    "StoreError": "kvactors.errors",
+    "Tier": "kvactors.types",
+    "TierCache": "kvactors.tier_cache",
+    "TierConfig": "kvactors.tier_cache",
+    "Tokens": "kvactors.types",
+    "WrongLoop": "kvactors.errors",
+    "WrongThread": "kvactors.errors",
+    "open": "kvactors.cache",
+    "open_tiers": "kvactors.tier_cache",
+    "serve_rank": "kvactors.data_plane.ranks.worker",
+}
+"""The module of each public name. It is imported when the name is first used, so that a plug-in in
+an engine's process imports the parts that it needs."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in HOMES:
+        home = import_module(HOMES[name])
+        found = getattr(home, "open_cache" if name == "open" else name)
+    else:
+        found = _submodule(name)
+    globals()[name] = found
+    return found
+
+
+def _submodule(name: str) -> Any:
+    full = f"{__name__}.{name}"
+    try:
+        return import_module(full)
+    except ModuleNotFoundError as error:
+        if error.name != full:
+            raise
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

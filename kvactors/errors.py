@@ -11,6 +11,7 @@ may go
 lost in a restart
 ├── LeaseBusy (RuntimeError)          another call on the lease has not returned yet
 ├── WrongLoop (RuntimeError)          a call from another event loop or thread than the cache's
+├── WrongThread (RuntimeError)        a call of a TierCache from another thread than its owner's
 ├── CacheClosed                       the cache is not open (any more)
 ├── CacheFailed                       an actor failed more often than actors.restarts allows, and no
 part that can be switched off
@@ -77,6 +78,10 @@ class LeaseBusy(KVActorsError, RuntimeError):
 class WrongLoop(KVActorsError, RuntimeError):
     """A call from another event loop or thread than the cache's: use `cache.from_thread` in other
     threads."""
+
+
+class WrongThread(KVActorsError, RuntimeError):
+    """A call from another thread than the owner's: `TierCache.adopt` changes the owner."""
 
 
 class CacheClosed(KVActorsError):

@@ -237,13 +237,18 @@ class HostTier:
         spare = set(protected)
         chosen: list[HostBlock] = []
         gone: Counter[bytes] = Counter()
-        for block in self.policy.candidates():
-            if block.pins or block.hash in spare or self._children[block.hash] > gone[block.hash]:
-                continue
-            chosen.append(block)
-            gone[block.parent] += 1
-            if len(chosen) == count:
-                break
+        passed: set[bytes] = set()  # older than their children
+        for candidate in self.policy.candidates():
+            block: HostBlock | None = candidate
+            while block is not None and not (block.pins or block.hash in spare):
+                if self._children[block.hash] > gone[block.hash]:
+                    passed.add(block.hash)
+                    break
+                chosen.append(block)
+                gone[block.parent] += 1
+                if len(chosen) == count:
+                    return chosen
+                block = self.blocks[block.parent] if block.parent in passed else None
         return chosen
 
     def touch(self, hashes: Iterable[bytes]) -> None:
@@ -358,17 +363,7 @@ class HostTier:
         counts = (self._pinned, self._on_device)
         ensure((pinned, on_device) == counts, "counts of slots in use disagree")
         ensure(len(children) == len(self._children), "child counts disagree")
-        for start in range(0, len(parents := list(children)), STEP):
-            if changes != self.changes:
-                return
-            ensure(
-                all(
-                    children[parent] == self._children[parent]
-                    for parent in parents[start : start + STEP]
-                ),
-                "child counts disagree",
-            )
-            yield
+        yield from _check_counts(children, self._children, lambda: changes == self.changes)
 
     def _enter(self, block: HostBlock) -> None:
         self.resident += 1
@@ -381,3 +376,15 @@ class HostTier:
         self._children[block.parent] -= 1
         if not self._children[block.parent]:
             del self._children[block.parent]
+
+
+def _check_counts(
+    found: Counter[bytes], kept: Counter[bytes], unchanged: Callable[[], bool]
+) -> Iterator[None]:
+    parents = list(found)
+    for start in range(0, len(parents), STEP):
+        if not unchanged():
+            return
+        same = all(found[parent] == kept[parent] for parent in parents[start : start + STEP])
+        ensure(same, "child counts disagree")
+        yield

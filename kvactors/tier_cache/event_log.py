@@ -1,0 +1,30 @@
+"""Changes of the tiers that an engine's publisher has not taken yet. Pure state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvactors.tier_cache.answers import TierEvent
+from kvactors.types import Reason, Tier
+
+
+class EventLog:
+    """Collects changes of some tiers, in order.
+
+    Args:
+        tiers: the tiers whose changes are collected.
+    """
+
+    def __init__(self, tiers: Iterable[Tier]) -> None:
+        self.tiers = frozenset(tiers)
+        self._events: list[TierEvent] = []
+
+    def record(self, tier: Tier, stored: bool, keys: Iterable[bytes], reason: Reason) -> None:
+        """The tier holds the keys now (stored), or does not any more."""
+        if tier in self.tiers and (found := tuple(keys)):
+            self._events.append(TierEvent(tier, stored, found, reason))
+
+    def take(self) -> list[TierEvent]:
+        """The changes since the last call."""
+        events, self._events = self._events, []
+        return events

@@ -1,0 +1,114 @@
+"""Memory of host slots: new memory, memory of an engine, or a file that several processes map."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvactors.errors import LayoutError
+
+PAGE = 4096
+
+
+class SlotMemory:
+    """Rows of host memory, one slot each.
+
+    A slot has `block_bytes` bytes from the start of its row. Rows are `stride` bytes apart.
+
+    Args:
+        num_slots: number of slots.
+        block_bytes: bytes of a slot.
+        buffer: writable, contiguous memory of `num_slots` rows. None: new memory of this process.
+        stride: bytes from one row to the next. None: `block_bytes` in given memory, else
+            `block_bytes` rounded up to whole pages.
+
+    Attributes:
+        address: of the first row.
+        given: whether the memory belongs to the caller.
+
+    Raises:
+        LayoutError: the memory is read-only, not contiguous or smaller than the rows.
+    """
+
+    def __init__(
+        self, num_slots: int, block_bytes: int, buffer: Any = None, stride: int | None = None
+    ) -> None:
+        if num_slots < 1 or block_bytes < 1:
+            raise LayoutError(f"memory of {num_slots} slots of {block_bytes} bytes")
+        self.num_slots = num_slots
+        self.block_bytes = block_bytes
+        self.given = buffer is not None
+        pages = -(-block_bytes // PAGE) * PAGE
+        self.stride = (block_bytes if self.given else pages) if stride is None else stride
+        if self.stride < block_bytes:
+            raise LayoutError(f"rows of {self.stride} bytes hold no block of {block_bytes} bytes")
+        size = num_slots * self.stride
+        self._view = _flat(mmap.mmap(-1, size) if buffer is None else buffer)
+        needed = size - self.stride + block_bytes
+        if self._view.nbytes < needed:
+            raise LayoutError(
+                f"the memory has {self._view.nbytes} bytes, and {num_slots} rows of "
+                f"{self.stride} bytes need {needed}"
+            )
+        self.address = int(np.frombuffer(self._view, np.uint8).ctypes.data)
+
+    def view(self, slot: int) -> memoryview:
+        """The bytes of one slot, writable.
+
+        Raises:
+            IndexError: the slot does not exist.
+        """
+        if not 0 <= slot < self.num_slots:
+            raise IndexError(f"slot {slot} of {self.num_slots}")
+        start = slot * self.stride
+        return self._view[start : start + self.block_bytes]
+
+    def close(self) -> None:
+        """Let go of the memory. New memory is freed with its last view."""
+        self._view = memoryview(b"")
+        self.num_slots = 0
+
+
+def _flat(buffer: Any) -> memoryview:
+    try:
+        view = memoryview(buffer)
+        if not view.contiguous or view.readonly:
+            raise LayoutError("the memory of host slots must be writable and contiguous")
+        return view.cast("B")
+    except TypeError as error:
+        raise LayoutError(
+            f"{type(buffer).__name__} is no memory for host slots: {error}"
+        ) from error
+
+
+def shared_memory(path: str | Path, size: int, *, create: bool) -> mmap.mmap:
+    """Map a file (in /dev/shm, for instance) that several processes share.
+
+    Args:
+        path: of the file.
+        size: bytes.
+        create: make the file, of mode 0600. It must not exist yet. Otherwise it must exist and
+            have at least `size` bytes.
+
+    Raises:
+        OSError: the file cannot be made or opened.
+        LayoutError: the file is smaller than `size`.
+    """
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(path, flags | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
+    try:
+        if create:
+            os.posix_fallocate(fd, 0, size)
+        elif os.fstat(fd).st_size < size:
+            raise LayoutError(f"{path} has {os.fstat(fd).st_size} bytes, not {size}")
+        return mmap.mmap(fd, size)
+    except BaseException:
+        if create:
+            Path(path).unlink()
+        raise
+    finally:
+        os.close(fd)

@@ -1,0 +1,208 @@
+"""Host slots by engine key: look-ups, stores and loads in flight, eviction. Pure state."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Iterable, Sequence
+
+from kvactors.cpu_evictor.slots import HostBlock, HostTier, SlotState
+from kvactors.tier_cache.answers import Lookup, StoreSlots
+
+UNKNOWN = b""
+"""The parent of a block whose parent is not known. Keys are never empty."""
+
+
+class SlotTable:
+    """The host tier of one `TierCache`, used by one thread.
+
+    A key whose copy is in flight when the table is reset keeps its slot until the copy completes,
+    and cannot be stored again before. So a completion always names one slot.
+
+    Attributes:
+        tier: slots and eviction order.
+        held: keys answered HIT since the last `end_step`. They are not evicted.
+    """
+
+    def __init__(self, tier: HostTier) -> None:
+        self.tier = tier
+        self.held: set[bytes] = set()
+        self._blocks = tier.blocks
+        self._stores: dict[bytes, HostBlock] = {}  # copies to the host, in the order of begin
+        self._loads: dict[bytes, tuple[HostBlock, int]] = {}  # block, and loads of it in flight
+
+    def lookup(self, key: bytes) -> Lookup:
+        """Whether a key is in a slot. A HIT is held until `end_step`."""
+        block = self._blocks.get(key)
+        if block is None:
+            return Lookup.MISS
+        if block.arriving:
+            return Lookup.PENDING
+        self.held.add(key)
+        return Lookup.HIT
+
+    def end_step(self) -> None:
+        """Release what was held for the engine's step."""
+        self.held.clear()
+
+    # -- stores
+
+    def prepare_store(
+        self, keys: Sequence[bytes], parents: Sequence[bytes | None] | None = None
+    ) -> StoreSlots | None:
+        """Take slots for the keys that have none.
+
+        Args:
+            keys: in the order of their path.
+            parents: of each key, None where unknown; None if none is known.
+
+        Returns:
+            None if not enough slots can be had. Nothing changed then.
+        """
+        above = dict(zip(keys, parents or (), strict=bool(parents)))
+        wanted = [key for key in dict.fromkeys(keys) if not self._is_taken(key)]
+        evicted = self.make_room(len(wanted), keys)
+        if evicted is None:
+            return None
+        slots: dict[bytes, int] = {}
+        for key in reversed(wanted):  # the deepest is the oldest
+            block = self.tier.add(key, above.get(key) or UNKNOWN, SlotState.RESIDENT)
+            slots[key] = block.slot
+        for key in wanted:
+            self._stores[key] = self._blocks[key]
+        return StoreSlots(tuple(wanted), tuple(slots[key] for key in wanted), tuple(evicted))
+
+    def _is_taken(self, key: bytes) -> bool:
+        """Whether a key has a slot, or had one that a copy still uses."""
+        return key in self._blocks or key in self._stores or key in self._loads
+
+    def make_room(self, count: int, keys: Iterable[bytes] = ()) -> list[bytes] | None:
+        """Evict until `count` slots are free.
+
+        Args:
+            count: slots.
+            keys: not evicted.
+
+        Returns:
+            The evicted keys, children before parents; None if not enough slots can be had.
+            Nothing changed then.
+        """
+        lacking = count - self.tier.free
+        if lacking <= 0:
+            return []
+        victims = self.tier.victims(lacking, self.held.union(keys))
+        if len(victims) < lacking:
+            return None
+        for block in victims:
+            self.tier.drop(block)
+        return [block.hash for block in victims]
+
+    def complete_store(self, keys: Iterable[bytes], success: bool) -> list[HostBlock]:
+        """Copies to the host have ended.
+
+        Args:
+            keys: of stores in flight, in any order.
+            success: whether the bytes are in the slots.
+
+        Returns:
+            The blocks that can be read now, in the order in which their stores began.
+
+        Raises:
+            ValueError: no store of a key is in flight. Nothing changed.
+        """
+        ended = set(keys)
+        self._check_in_flight(ended, self._stores, "store")
+        many = len(ended) > 1
+        ordered = [key for key in self._stores if key in ended] if many else list(ended)
+        blocks = [self._stores.pop(key) for key in ordered]
+        failed = frozenset() if success else frozenset(range(len(blocks)))
+        return self.tier.land(blocks, failed)
+
+    # -- loads
+
+    def prepare_load(self, keys: Sequence[bytes]) -> list[int]:
+        """Pin the slots of keys that were answered HIT.
+
+        Raises:
+            ValueError: a key is not in a slot, or its bytes are not there yet. Nothing changed.
+        """
+        blocks = [self._blocks.get(key) for key in keys]
+        slots: list[int] = []
+        for key, block in zip(keys, blocks, strict=True):
+            if block is None or block.arriving:
+                raise ValueError(
+                    f"key {key.hex()} has no readable host slot: load only keys that lookup "
+                    "answered HIT in this step"
+                )
+            slots.append(block.slot)
+        for key in keys:
+            block = self._blocks[key]
+            self.tier.pin(block)
+            self._loads[key] = (block, self._loads.get(key, (block, 0))[1] + 1)
+        return slots
+
+    def complete_load(self, keys: Iterable[bytes]) -> None:
+        """Loads have ended, well or not: unpin their slots.
+
+        Raises:
+            ValueError: no load of a key is in flight. Nothing changed.
+        """
+        ended = Counter(keys)
+        self._check_in_flight(ended, self._loads, "load")
+        for key, ends in ended.items():
+            if ends > self._loads[key][1]:
+                raise ValueError(f"{ends} loads of key {key.hex()} end, and fewer are in flight")
+        for key, ends in ended.items():
+            block, count = self._loads[key]
+            if count == ends:
+                del self._loads[key]
+            else:
+                self._loads[key] = (block, count - ends)
+            for _ in range(ends):
+                self.tier.unpin(block)
+
+    @staticmethod
+    def _check_in_flight(keys: Iterable[bytes], in_flight: Container[bytes], what: str) -> None:
+        unknown = [key for key in keys if key not in in_flight]
+        if unknown:
+            raise ValueError(f"no {what} of key {unknown[0].hex()} is in flight")
+
+    # -- the rest
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Keys of a path were used, in the order of the path."""
+        self.tier.touch(reversed(keys))
+
+    def reset(self) -> list[bytes]:
+        """Forget every key. Slots of copies in flight are free when those complete.
+
+        Returns:
+            The keys that could be read, children before parents as far as that is known.
+        """
+        removed = children_first(block for block in self._blocks.values() if not block.arriving)
+        self.tier.clear()
+        self.held.clear()
+        return removed
+
+    @property
+    def in_flight(self) -> int:
+        """Keys with a store or load in flight."""
+        return len(self._stores) + len(self._loads)
+
+    def check(self) -> None:
+        """AssertionError if slots, order and copies in flight disagree."""
+        self.tier.check()
+
+
+def children_first(blocks: Iterable[HostBlock]) -> list[bytes]:
+    """Keys, each after its known descendants."""
+    parents = {block.hash: block.parent for block in blocks}
+    depths: dict[bytes, int] = {}
+    for key in parents:
+        path = []
+        above = key
+        while above in parents and above not in depths:
+            path.append(above)
+            above = parents[above]
+        start = depths.get(above, 0) + 1
+        depths.update((below, start + i) for i, below in enumerate(reversed(path)))
+    return sorted(parents, key=lambda key: -depths[key])

@@ -1,0 +1,279 @@
+"""The host tier of a `TierCache`: look-ups, stores, loads, eviction, threads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from kvactors import CacheClosed, ConfigError, LayoutError, Tier, WrongThread, open_tiers
+from kvactors.tier_cache import Lookup, TierCache, TierEvent, shared_memory
+from kvactors.types import Reason
+
+KEYS = [bytes([i]) * 36 for i in range(64)]
+
+
+def make(num_slots: int = 4, **settings: object) -> TierCache:
+    return open_tiers({"model": "m", "block_bytes": 64, "num_slots": num_slots, **settings})
+
+
+def store(cache: TierCache, keys: list[bytes], parents: list[bytes | None] | None = None) -> None:
+    assert cache.prepare_store(keys, parents) is not None
+    cache.complete_store(keys)
+
+
+def test_a_key_is_missing_then_pending_then_a_hit():
+    cache = make()
+    assert cache.lookup(KEYS[0]) is Lookup.MISS
+    found = cache.prepare_store(KEYS[:2])
+    assert found is not None
+    assert found.keys == tuple(KEYS[:2])
+    assert len(set(found.slots)) == 2
+    assert found.evicted == ()
+    assert cache.lookup(KEYS[0]) is Lookup.PENDING
+    cache.complete_store({KEYS[1], KEYS[0]})
+    assert cache.lookup(KEYS[0]) is Lookup.HIT
+    assert cache.prepare_load(KEYS[:2]) == list(found.slots)
+    cache.check()
+
+
+def test_a_failed_store_leaves_nothing():
+    cache = make()
+    cache.prepare_store(KEYS[:4])
+    cache.complete_store(KEYS[:4], success=False)
+    assert cache.lookup(KEYS[0]) is Lookup.MISS
+    assert cache.prepare_store(KEYS[4:8]) is not None
+    cache.check()
+
+
+def test_keys_that_have_a_slot_are_not_stored_again():
+    cache = make()
+    store(cache, KEYS[:2])
+    found = cache.prepare_store([*KEYS[:3], KEYS[2]])
+    assert found is not None
+    assert found.keys == (KEYS[2],)
+    again = cache.prepare_store(KEYS[:3])
+    assert again is not None
+    assert again.keys == ()
+
+
+def test_a_hit_is_not_evicted_before_the_end_of_the_step():
+    cache = make(2)
+    store(cache, KEYS[:2])
+    assert cache.lookup(KEYS[0]) is Lookup.HIT
+    assert cache.prepare_store(KEYS[2:4]) is None
+    assert cache.lookup(KEYS[1]) is Lookup.HIT, "a store that was refused changed something"
+    cache.end_step()
+    found = cache.prepare_store(KEYS[2:4])
+    assert found is not None
+    assert set(found.evicted) == set(KEYS[:2])
+
+
+def test_a_load_pins_its_slots():
+    cache = make(2)
+    store(cache, KEYS[:2])
+    cache.lookup(KEYS[0])
+    cache.prepare_load(KEYS[:1])
+    cache.prepare_load(KEYS[:1])
+    cache.end_step()
+    assert cache.prepare_store(KEYS[2:4]) is None
+    cache.complete_load(KEYS[:1])
+    assert cache.prepare_store(KEYS[2:4]) is None
+    cache.complete_load(KEYS[:1])
+    assert cache.prepare_store(KEYS[2:4]) is not None
+    cache.check()
+
+
+def test_a_child_is_evicted_before_its_parent():
+    cache = make(3)
+    for i in range(3):
+        store(cache, KEYS[i : i + 1], [KEYS[i - 1] if i else None])
+    found = cache.prepare_store(KEYS[3:5])
+    assert found is not None
+    assert found.evicted == (KEYS[2], KEYS[1])
+
+
+def test_touched_keys_are_evicted_last():
+    cache = make(3)
+    store(cache, KEYS[:3])
+    cache.touch([KEYS[2]])
+    found = cache.prepare_store(KEYS[3:5])
+    assert found is not None
+    assert KEYS[2] not in found.evicted
+
+
+def test_a_completion_that_no_copy_has_is_refused_and_changes_nothing():
+    cache = make()
+    cache.prepare_store(KEYS[:2])
+    with pytest.raises(ValueError, match="no store of key"):
+        cache.complete_store(KEYS[:3])
+    assert cache.lookup(KEYS[0]) is Lookup.PENDING
+    cache.complete_store(KEYS[:2])
+    with pytest.raises(ValueError, match="no store of key"):
+        cache.complete_store(KEYS[:1])
+    cache.prepare_load(KEYS[:1])
+    for wrong in (KEYS[:2], [KEYS[0], KEYS[0]]):
+        with pytest.raises(ValueError, match="load"):
+            cache.complete_load(wrong)
+    with pytest.raises(ValueError, match="no readable host slot"):
+        cache.prepare_load(KEYS[1:3])
+    cache.complete_load(KEYS[:1])
+    assert not cache.has_pending_work()
+    cache.check()
+
+
+@pytest.mark.parametrize("wrong", [[b""], ["text"], [7], [None]])
+def test_keys_must_be_bytes(wrong: list[object]):
+    cache = make()
+    with pytest.raises(ValueError, match="a key must be bytes"):
+        cache.prepare_store(wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="1 parents of 2 keys"):
+        cache.prepare_store(KEYS[:2], [None])
+
+
+def test_a_slot_in_use_at_a_reset_is_free_when_its_copy_ends():
+    cache = make(2)
+    store(cache, KEYS[:1])
+    cache.prepare_load(KEYS[:1])
+    cache.prepare_store(KEYS[1:2])
+    cache.reset()
+    assert cache.lookup(KEYS[0]) is Lookup.MISS
+    assert cache.prepare_store(KEYS[2:3]) is None, "a slot in use was handed out"
+    again = cache.prepare_store(KEYS[:2])
+    assert again is not None
+    assert again.keys == (), "a key was stored again while its former copy was in flight"
+    cache.complete_load(KEYS[:1])
+    cache.complete_store(KEYS[1:2])
+    assert cache.lookup(KEYS[1]) is Lookup.MISS
+    store(cache, KEYS[:2])
+    cache.check()
+
+
+def test_events_name_parents_before_children_and_removals_the_other_way_round():
+    cache = make(3, events=["host"])
+    cache.prepare_store(KEYS[:3], [None, *KEYS[:2]])
+    cache.complete_store(set(KEYS[:3]))
+    cache.prepare_store(KEYS[3:4])
+    cache.reset()
+    assert cache.take_events() == [
+        TierEvent(Tier.HOST, True, tuple(KEYS[:3]), Reason.OFFLOAD),
+        TierEvent(Tier.HOST, False, (KEYS[2],), Reason.CPU_EVICTION),
+        TierEvent(Tier.HOST, False, (KEYS[1], KEYS[0]), Reason.CLEAR),
+    ]
+    assert cache.take_events() == []
+
+
+def in_thread(call: object) -> list[BaseException]:
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()  # type: ignore[operator]
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return errors
+
+
+def test_calls_of_other_threads_take_effect_at_the_owners_next_call():
+    cache = make()
+    cache.prepare_store(KEYS[:2])
+    assert in_thread(lambda: cache.complete_store(KEYS[:2])) == []
+    assert cache.has_pending_work()
+    assert cache.lookup(KEYS[0]) is Lookup.HIT
+    (error,) = in_thread(lambda: cache.lookup(KEYS[0]))
+    assert isinstance(error, WrongThread)
+    assert in_thread(cache.reset) == []
+    assert cache.lookup(KEYS[0]) is Lookup.MISS
+    assert in_thread(cache.adopt) == []
+    with pytest.raises(WrongThread):
+        cache.lookup(KEYS[0])
+
+
+def test_shutdown_twice_and_from_another_thread():
+    cache = make()
+    cache.prepare_store(KEYS[:2])
+    assert in_thread(cache.shutdown) == []
+    cache.shutdown()
+    for call in (lambda: cache.lookup(KEYS[0]), lambda: cache.prepare_store(KEYS[:1]), cache.adopt):
+        with pytest.raises(CacheClosed):
+            call()
+    cache.complete_store(KEYS[:2])
+    cache.end_step()
+    cache.reset()
+
+
+def test_given_memory_is_used_in_rows():
+    memory = bytearray(1000)
+    cache = open_tiers({"model": "m", "block_bytes": 64, "num_slots": 4}, memory=memory, stride=256)
+    cache.memory.view(3)[:] = b"x" * 64
+    assert memory[768:832] == b"x" * 64
+    assert bytes(memory[832:]) == bytes(168)
+    with pytest.raises(IndexError):
+        cache.memory.view(4)
+
+
+@pytest.mark.parametrize(
+    ("memory", "stride"),
+    [(bytearray(255), None), (bytes(256), None), (bytearray(999), 63), ([], 64)],
+)
+def test_memory_that_does_not_fit_is_refused(memory: object, stride: int | None):
+    with pytest.raises(LayoutError):
+        open_tiers({"model": "m", "block_bytes": 64, "num_slots": 4}, memory=memory, stride=stride)
+
+
+def test_two_mappings_of_one_file_share_their_slots(tmp_path):
+    first = shared_memory(tmp_path / "slots", 4096, create=True)
+    with pytest.raises(FileExistsError):
+        shared_memory(tmp_path / "slots", 4096, create=True)
+    second = shared_memory(tmp_path / "slots", 4096, create=False)
+    one, two = (make_over(memory) for memory in (first, second))
+    one.memory.view(1)[:] = b"y" * 64
+    assert bytes(two.memory.view(1)) == b"y" * 64
+    with pytest.raises(LayoutError):
+        shared_memory(tmp_path / "slots", 8192, create=False)
+
+
+def make_over(memory: object) -> TierCache:
+    return open_tiers({"model": "m", "block_bytes": 64, "num_slots": 4}, memory=memory)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"model": ""}, "model"),
+        ({"num_slots": 0}, "num_slots"),
+        ({"block_bytes": -1}, "block_bytes"),
+        ({"policy": "best"}, "policy"),
+        ({"slots": 3}, "slots"),
+        ({"events": ["device"]}, "device"),
+    ],
+)
+def test_settings_that_do_not_fit_are_named(settings: dict[str, object], text: str):
+    with pytest.raises(ConfigError, match=text):
+        make(**settings)
+
+
+def test_the_identity_is_in_the_fingerprint():
+    prints = {
+        make(identity=identity).config.fingerprint
+        for identity in ({}, {"dtype": "bf16"}, {"dtype": "fp16"}, {"hash": "sha256", "seed": 0})
+    }
+    assert len(prints) == 4
+
+
+def test_the_import_is_silent_and_needs_neither_actors_nor_an_event_loop():
+    script = (
+        "import signal, sys; before = signal.getsignal(signal.SIGINT); "
+        "from kvactors import open_tiers; "
+        "assert signal.getsignal(signal.SIGINT) is before; "
+        "heavy = {'asyncio', 'structlog', 'anyio', 'kvactors.actor'} & set(sys.modules); "
+        "sys.exit(str(heavy) if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
