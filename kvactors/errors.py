@@ -27,7 +27,7 @@ part that can be switched off
 listen for it
 │   └── RankLost                      a rank's memory is gone, and with it what a lease's blocks
 held
-├── StoreError                        a storage back end cannot do what was asked
+├── StoreError (OSError)              a storage back end cannot do what was asked
 │   ├── StoreUnavailable              the back end does not answer
 │   └── StoreUnsupported              the configured store has no such operation
 └── SinkError                         a flush sink did not take a task
@@ -139,7 +139,7 @@ class RankLost(RankError):
     """A rank's memory is gone, and with it what a lease's blocks held there: acquire again."""
 
 
-class StoreError(KVActorsError):
+class StoreError(KVActorsError, OSError):
     """A storage back end cannot do what was asked."""
 
 

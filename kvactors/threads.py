@@ -115,14 +115,20 @@ class Workers:
         lower_priority()
         while (item := self._calls.get()) is not None:
             call, future = item
+            del item  # an idle thread keeps neither the call nor the memory that it works on
             if not future.set_running_or_notify_cancel():
+                del call, future
                 continue
             try:
                 result = call()
             except BaseException as error:
+                del call
                 future.set_exception(as_exception(error))
             else:
+                del call
                 future.set_result(result)
+                del result
+            del future
 
     async def drained(self, limit: float) -> bool:
         """Wait until no call is in flight, at most `limit` seconds. Returns whether none is."""

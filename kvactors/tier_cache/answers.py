@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from kvactors.types import Reason, Tier
 
@@ -37,6 +37,18 @@ class StoreSlots(NamedTuple):
     evicted: tuple[bytes, ...]
 
 
+class CopiesInFlight(NamedTuple):
+    """Copies of the engine that were begun and not completed.
+
+    Attributes:
+        stores: keys that `TierCache.complete_store` is due for.
+        loads: keys that `TierCache.complete_load` is due for, each as often as it was prepared.
+    """
+
+    stores: tuple[bytes, ...]
+    loads: tuple[bytes, ...]
+
+
 class TierEvent(NamedTuple):
     """A change of the keys in one tier, for the publisher of an engine.
 
@@ -52,3 +64,57 @@ class TierEvent(NamedTuple):
     stored: bool
     keys: tuple[bytes, ...]
     reason: Reason
+
+
+class TierStatistics(NamedTuple):
+    """Counters since the start, and sizes of this moment.
+
+    Attributes:
+        host_hits: keys loaded that an engine had stored on the host, or loaded before.
+        storage_hits: keys loaded for the first time after they came from storage.
+        stored: keys that entered the host tier from the device.
+        failed_stores: copies to the host that failed.
+        evicted: keys that left the host tier for others.
+        unsaved: evicted keys that were to be saved, and that storage did not hold.
+        fetched: keys that came from storage, verified.
+        failed_fetches: keys that storage did not return: corrupt, missing, late, no answer.
+        refused_fetches: look-ups of stored keys that were misses since no host slot could be had.
+        saved: keys written to storage, or found there.
+        failed_saves: keys that storage did not take.
+        fetched_bytes, saved_bytes: bytes read and written.
+        slots: host slots.
+        resident: keys with a host slot.
+        pinned: host slots in use by a copy, a read or a write.
+        stored_objects: objects in storage.
+    """
+
+    host_hits: int
+    storage_hits: int
+    stored: int
+    failed_stores: int
+    evicted: int
+    unsaved: int
+    fetched: int
+    failed_fetches: int
+    refused_fetches: int
+    saved: int
+    failed_saves: int
+    fetched_bytes: int
+    saved_bytes: int
+    slots: int
+    resident: int
+    pinned: int
+    stored_objects: int
+
+
+class TierHealth(NamedTuple):
+    """Whether every tier works.
+
+    Attributes:
+        status: `ok`, `degraded` (look-ups and stores go on, without the parts in `reasons`) or
+            `closed`.
+        reasons: why the status is `degraded`.
+    """
+
+    status: Literal["ok", "degraded", "closed"]
+    reasons: tuple[str, ...]

@@ -2,39 +2,49 @@
 
 from __future__ import annotations
 
-import logging
-import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 from kvactors.cpu_evictor.policy import POLICIES
 from kvactors.cpu_evictor.slots import HostTier
-from kvactors.errors import CacheClosed, ConfigError, WrongThread
-from kvactors.tier_cache.answers import Lookup, StoreSlots, TierEvent
+from kvactors.errors import ConfigError
+from kvactors.fork import SYSTEMS
+from kvactors.tier_cache.answers import (
+    CopiesInFlight,
+    Lookup,
+    StoreSlots,
+    TierEvent,
+    TierHealth,
+    TierStatistics,
+)
+from kvactors.tier_cache.counters import TierCounters
 from kvactors.tier_cache.event_log import EventLog
+from kvactors.tier_cache.owner import CLOSED, Owner
+from kvactors.tier_cache.save_policy import SaveQueue
 from kvactors.tier_cache.settings import TierConfig, checked_config
 from kvactors.tier_cache.slot_memory import SlotMemory
 from kvactors.tier_cache.slot_table import SlotTable
+from kvactors.tier_cache.storage_moves import StorageMoves
+from kvactors.tier_cache.stores import make_storage
 from kvactors.types import Reason, Tier
-
-NONE: int = 0
-CLOSED: int = -1
-"""In the place of the owner's thread: before the first call, and after `shutdown`."""
-
-log = logging.getLogger("kvactors")
 
 
 class TierCache:
-    """Host slots and what is below them, for an engine that owns device blocks and block hashes.
+    """Host slots and storage, for an engine that owns device blocks and block hashes.
 
     The engine names blocks by keys: its opaque bytes, for instance a block hash and the number of
     a layer group. Every call answers at once from memory, without waiting for a copy or for I/O.
 
     The thread of the first call owns the cache, until `adopt` names another one. In other threads
     `complete_store`, `complete_load`, `touch`, `end_step` and `reset` are handed over and take
-    effect at the owner's next call. The calls that answer raise WrongThread there.
+    effect at the owner's next call. Calls that answer raise WrongThread there, except
+    `statistics`, `health`, `has_pending_work` and `shutdown`.
+
+    Nothing is started before the first call (or `start`), so a cache can be made before a fork.
 
     Args:
         config: settings.
@@ -50,12 +60,41 @@ class TierCache:
         self.config = config
         self.memory = memory
         policy = POLICIES[config.policy]()
-        self._slots = SlotTable(HostTier(config.num_slots, config.num_slots, policy=policy))
+        self._tier = HostTier(config.num_slots, config.num_slots, policy=policy)
+        self._slots = SlotTable(self._tier)
         self._events = EventLog([Tier[name.upper()] for name in config.events])
-        self._owner: int = NONE  # a thread
-        self._handed: deque[Callable[[], object]] = deque()  # calls of other threads
+        self._counters = TierCounters()
+        self._moves = self._make_moves()
+        self._results: deque[Any] = deque() if self._moves is None else self._moves.storage.results
+        self._owner = Owner(self._open)
+
+    def _make_moves(self) -> StorageMoves | None:
+        settings = self.config.storage
+        if settings.backend == "none":
+            return None
+        storage = make_storage(self.config)
+        saves = SaveQueue(settings.write_policy, settings.min_hits, self._tier, storage.contains)
+        return StorageMoves(self._slots, self.memory, storage, saves, self._events, self._counters)
 
     # -- threads
+
+    def start(self) -> None:
+        """Open storage, and own the cache from now on. The first other call does the same.
+
+        Raises:
+            StoreError: storage cannot be used (an OSError).
+            CacheClosed: the cache is shut down.
+        """
+        self._owner.check()
+
+    def _open(self) -> None:
+        SYSTEMS.add(self)
+        if self._moves is not None:
+            try:
+                self._moves.storage.open(self.config.storage.open_timeout)
+            except BaseException:
+                self.shutdown()
+                raise
 
     def adopt(self) -> None:
         """Make the calling thread the owner. The former owner makes no more calls.
@@ -63,9 +102,7 @@ class TierCache:
         Raises:
             CacheClosed: the cache is shut down.
         """
-        if self._owner == CLOSED:
-            raise CacheClosed("the cache is shut down")
-        self._owner = threading.get_ident()
+        self._owner.adopt()
 
     def _enter(self) -> None:
         """Begin a call of the owner.
@@ -74,58 +111,56 @@ class TierCache:
             WrongThread: another thread owns the cache.
             CacheClosed: the cache is shut down.
         """
-        if threading.get_ident() != self._owner:
-            self._check_owner()
-        if self._handed:
-            self._catch_up()
-
-    def _check_owner(self) -> None:
-        if self._owner not in (NONE, CLOSED):
-            raise WrongThread("another thread owns this cache: call adopt in this one first")
-        self.adopt()
-
-    def _catch_up(self) -> None:
-        """Make the calls that other threads have handed over."""
-        while self._handed:
-            call = self._handed.popleft()
-            try:
-                call()
-            except ValueError as error:  # a fault of the other thread, whose call has returned
-                log.error("call of another thread refused: %s", error)
-
-    def _hands_over(self, call: Callable[[], object]) -> bool:
-        """Whether a call without an answer is not the owner's. It waits for the owner then."""
-        if threading.get_ident() == self._owner or self._owner == NONE:
-            return False
-        if self._owner != CLOSED:
-            self._handed.append(call)
-        return True
+        if get_ident() != self._owner.thread:
+            self._owner.check()
+        if self._owner.handed:
+            self._owner.catch_up()
+        if self._results and self._moves is not None:
+            self._moves.collect()
 
     # -- look-up
 
     def lookup(self, key: bytes) -> Lookup:
         """Where a key is: HIT, PENDING or MISS.
 
+        A key that only storage has is PENDING, and is fetched into a host slot once the step has
+        ended, or the key is asked for again. If that fails, or no slot can be had, it is a MISS.
+
         Raises:
             WrongThread: another thread owns the cache.
+            CacheClosed: the cache is shut down.
         """
         self._enter()
-        return self._slots.lookup(key)
+        found = self._slots.lookup(key)
+        if found is Lookup.HIT or self._moves is None:
+            return found
+        return self._moves.lookup(key) if found is Lookup.MISS else self._moves.pending(key)
+
+    def source(self, key: bytes) -> Tier:
+        """The tier that a key's bytes came from when it was last fetched or stored: STORAGE until
+        its first load has completed, then HOST."""
+        fetched = self._moves is not None and key in self._moves.from_storage
+        return Tier.STORAGE if fetched else Tier.HOST
 
     def end_step(self) -> None:
         """A step of the engine's scheduler has ended: keys answered HIT may be evicted, unless a
-        load of them is in flight."""
-        if self._hands_over(self.end_step):
+        load of them is in flight. Fetches and saves begin."""
+        if self._owner.hands_over(self.end_step):
             return
         self._enter()
-        self._slots.end_step()
+        self._slots.end_step(time.monotonic())
+        if self._moves is not None:
+            self._moves.submit()
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Keys of a path were used, in the order of the path. Keys without a slot are ignored."""
-        if self._hands_over(partial(self.touch, list(keys))):
+        keys = list(keys)
+        if self._owner.hands_over(partial(self.touch, keys)):
             return
         self._enter()
         self._slots.touch(keys)
+        if self._moves is not None:
+            self._moves.saves.on_touched(keys)
 
     # -- copies from the device to host slots
 
@@ -146,15 +181,23 @@ class TierCache:
         Raises:
             ValueError: a key is no bytes or empty, or there are not as many parents as keys.
             WrongThread: another thread owns the cache.
+            CacheClosed: the cache is shut down.
         """
         self._enter()
         keys = checked_keys(keys)
         if parents is not None and len(parents) != len(keys):
             raise ValueError(f"{len(parents)} parents of {len(keys)} keys")
         found = self._slots.prepare_store(keys, parents)
-        if found is not None:
-            self._events.record(Tier.HOST, False, found.evicted, Reason.CPU_EVICTION)
+        if found is not None and found.evicted:
+            self._on_evicted(found.evicted)
         return found
+
+    def _on_evicted(self, keys: tuple[bytes, ...]) -> None:
+        if self._moves is not None:
+            self._moves.on_evicted(keys)
+            return
+        self._counters.evicted += len(keys)
+        self._events.record(Tier.HOST, False, keys, Reason.CPU_EVICTION)
 
     def complete_store(self, keys: Iterable[bytes], success: bool = True) -> None:
         """Copies to host slots have ended.
@@ -166,11 +209,16 @@ class TierCache:
         Raises:
             ValueError: no store of a key is in flight. Nothing changed.
         """
-        if self._hands_over(partial(self.complete_store, list(keys), success)):
+        keys = list(keys)
+        if self._owner.hands_over(partial(self.complete_store, keys, success)):
             return
         self._enter()
         landed = self._slots.complete_store(keys, success)
+        self._counters.stored += len(landed)
+        self._counters.failed_stores += 0 if success else len(keys)
         self._events.record(Tier.HOST, True, [block.hash for block in landed], Reason.OFFLOAD)
+        if self._moves is not None:
+            self._moves.on_stored(landed)
 
     # -- copies from host slots to the device
 
@@ -183,9 +231,15 @@ class TierCache:
         Raises:
             ValueError: a key has no readable slot. Nothing changed.
             WrongThread: another thread owns the cache.
+            CacheClosed: the cache is shut down.
         """
         self._enter()
-        return self._slots.prepare_load(checked_keys(keys))
+        keys = checked_keys(keys)
+        slots = self._slots.prepare_load(keys)
+        new = self._moves.from_storage.intersection(keys) if self._moves is not None else ()
+        self._counters.storage_hits += len(new)
+        self._counters.host_hits += len(keys) - len(new)
+        return slots
 
     def complete_load(self, keys: Iterable[bytes]) -> None:
         """Copies from host slots have ended, well or not.
@@ -193,19 +247,34 @@ class TierCache:
         Raises:
             ValueError: no load of a key is in flight. Nothing changed.
         """
-        if self._hands_over(partial(self.complete_load, list(keys))):
+        keys = list(keys)
+        if self._owner.hands_over(partial(self.complete_load, keys)):
             return
         self._enter()
         self._slots.complete_load(keys)
+        if self._moves is not None:
+            self._moves.from_storage.difference_update(keys)
+
+    def copies_in_flight(self) -> CopiesInFlight:
+        """The stores and loads that were begun and not completed: at a `reset`, those to complete
+        when their copies have ended."""
+        self._enter()
+        return self._slots.copies_in_flight()
 
     # -- the rest
 
-    def reset(self) -> None:
-        """Forget every key. Slots of copies in flight are free when those complete."""
-        if self._hands_over(self.reset):
+    def reset(self, *, storage: bool = True) -> None:
+        """Forget every key, in storage too unless `storage` is false.
+
+        The slot of a copy in flight is free when the copy completes, and its key cannot be stored
+        again before.
+        """
+        if self._owner.hands_over(partial(self.reset, storage=storage)):
             return
         self._enter()
         self._events.record(Tier.HOST, False, self._slots.reset(), Reason.CLEAR)
+        if self._moves is not None:
+            self._moves.reset(storage=storage)
 
     def take_events(self) -> list[TierEvent]:
         """Changes of the tiers in `TierConfig.events` since the last call."""
@@ -213,19 +282,58 @@ class TierCache:
         return self._events.take()
 
     def has_pending_work(self) -> bool:
-        """Whether copies are in flight, or calls of other threads wait."""
-        return self._slots.in_flight > 0 or len(self._handed) > 0
+        """Whether copies, fetches or saves are in flight or queued, or calls of other threads
+        wait. Calls of `end_step` bring all but the engine's copies to their end."""
+        pending = 0 if self._moves is None else self._moves.pending_work
+        return self._slots.in_flight + pending + len(self._owner.handed) > 0
+
+    def statistics(self) -> TierStatistics:
+        """Counters and sizes."""
+        return self._counters.statistics(
+            slots=self._tier.num_slots,
+            resident=self._tier.resident,
+            pinned=self._tier.pinned,
+            stored_objects=0 if self._moves is None else self._moves.storage.objects,
+        )
+
+    def health(self) -> TierHealth:
+        """Whether every tier works."""
+        if self._owner.thread == CLOSED:
+            return TierHealth("closed", ())
+        trouble = "" if self._moves is None else self._moves.storage.trouble
+        return TierHealth("degraded", (f"storage: {trouble}",)) if trouble else OK
 
     def shutdown(self) -> None:
-        """Let go of the memory, from any thread, any number of times. Later calls that would answer
-        raise CacheClosed, the others do nothing."""
-        self._owner = CLOSED
-        self._handed.clear()
+        """Write what is queued for storage, close it and let go of the memory.
+
+        Takes `storage.close_timeout` seconds at most, and a few more if the disk hangs. Works from
+        any thread, any number of times. Later calls that answer raise CacheClosed, the others do
+        nothing.
+        """
+        if get_ident() == self._owner.thread and self._moves is not None:
+            self._moves.collect()
+            self._moves.submit()
+        if not self._owner.close():
+            return
+        if self._moves is not None:
+            self._moves.storage.close(self.config.storage.close_timeout)
+            if self._moves.storage.stuck:
+                self.memory.keep()
+            self._moves.storage.poll()
         self.memory.close()
+
+    def close_in_child(self) -> None:
+        """See `kvactors.fork.Forked`."""
+        self._owner.close("this cache was used before a fork: open another one in the child")
+        if self._moves is not None:
+            self._moves.storage.abandon()
 
     def check(self) -> None:
         """AssertionError if the cache's own facts disagree, for tests."""
         self._slots.check()
+
+
+OK = TierHealth("ok", ())
 
 
 def checked_keys(keys: Sequence[bytes]) -> list[bytes]:

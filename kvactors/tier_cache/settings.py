@@ -14,6 +14,51 @@ from kvactors.errors import ConfigError
 
 FINGERPRINT_DOMAIN = b"kvactors.tiers.v1"
 
+UNSUPPORTED = {
+    "mooncake": "keeps no list of its objects, which a look-up without I/O needs",
+    "attention_store": "is addressed by tokens, and an engine's keys have none",
+}
+"""Back ends of `StorageConfig` that a `TierCache` does not take, and why."""
+
+
+class TierStorage(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Storage below the host tier. Sizes may be written "4GB".
+
+    Attributes:
+        backend: none, memory, file, or package.module:Class.
+        directory: of the file store.
+        namespace, rank, ranks: objects of different ones never mix.
+        capacity_blocks, capacity_bytes: objects and bytes it may hold (the smaller counts). With
+            neither a file store takes 80 % of the space that its file system can give, and the
+            other back ends set no limit.
+        free_space_floor: bytes of the file system that the file store leaves free.
+        durability: an object of the file store counts as stored when the system has it (written)
+            or the device has it (synced).
+        io_depth: the file store's reads and writes at once.
+        write_policy: none, write_through (once stored on the host), write_through_selective (once
+            touched `min_hits` times), write_back (ahead of eviction from the host).
+        timeout: seconds one batch may take. A fetch that takes longer is a miss.
+        open_timeout, close_timeout: seconds that opening and closing may take.
+    """
+
+    backend: str = "none"
+    directory: str = ""
+    namespace: str = "default"
+    rank: int = 0
+    ranks: int = 1
+    capacity_blocks: int | None = None
+    capacity_bytes: int | str | None = None
+    free_space_floor: int | str = "64MB"
+    durability: Literal["written", "synced"] = "written"
+    io_depth: int = 4
+    write_policy: Literal["none", "write_through", "write_through_selective", "write_back"] = (
+        "write_through"
+    )
+    min_hits: int = 2
+    timeout: float = 10.0
+    open_timeout: float = 60.0
+    close_timeout: float = 5.0
+
 
 class TierConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Settings of a `TierCache`.
@@ -25,6 +70,7 @@ class TierConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
         identity: everything else that blocks must share to be interchangeable: layout, dtype,
             tokens a block, the engine's hash algorithm and seed, parallel sizes.
         policy: order of eviction from the host tier.
+        storage: the tier below.
         events: the tiers whose changes `TierCache.take_events` returns, for the publisher of the
             engine.
     """
@@ -34,7 +80,8 @@ class TierConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
     num_slots: int
     identity: Mapping[str, str | int | float | bool | None] = {}
     policy: str = "lru"
-    events: tuple[Literal["host"], ...] = ()
+    events: tuple[Literal["host", "storage"], ...] = ()
+    storage: TierStorage = TierStorage()
 
     @property
     def fingerprint(self) -> bytes:
@@ -63,4 +110,17 @@ def checked_config(config: TierConfig | Mapping[str, Any]) -> TierConfig:
             raise ConfigError(f"{name} must be at least 1, not {getattr(found, name)}")
     if found.policy not in POLICIES:
         raise ConfigError(f"unknown policy {found.policy!r}, known are {', '.join(POLICIES)}")
+    _check_storage(found.storage)
     return found
+
+
+def _check_storage(storage: TierStorage) -> None:
+    if storage.backend in UNSUPPORTED:
+        raise ConfigError(f"storage.backend {storage.backend!r} {UNSUPPORTED[storage.backend]}")
+    if storage.backend == "file" and not storage.directory:
+        raise ConfigError("storage.directory is needed with storage.backend = 'file'")
+    for name in ("timeout", "open_timeout", "close_timeout", "min_hits", "io_depth", "ranks"):
+        if not 0 < getattr(storage, name) < float("inf"):
+            raise ConfigError(f"storage.{name} must be positive, not {getattr(storage, name)}")
+    if not 0 <= storage.rank < storage.ranks:
+        raise ConfigError(f"storage.rank must be below {storage.ranks}, not {storage.rank}")

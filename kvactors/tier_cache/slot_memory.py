@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ import numpy as np
 from kvactors.errors import LayoutError
 
 PAGE = 4096
+
+KEPT: list[memoryview] = []
+"""Memory that threads may access until the process ends."""
 
 
 class SlotMemory:
@@ -47,7 +51,7 @@ class SlotMemory:
         if self.stride < block_bytes:
             raise LayoutError(f"rows of {self.stride} bytes hold no block of {block_bytes} bytes")
         size = num_slots * self.stride
-        self._view = _flat(mmap.mmap(-1, size) if buffer is None else buffer)
+        self._view = _flat(new_memory(size) if buffer is None else buffer)
         needed = size - self.stride + block_bytes
         if self._view.nbytes < needed:
             raise LayoutError(
@@ -67,10 +71,21 @@ class SlotMemory:
         start = slot * self.stride
         return self._view[start : start + self.block_bytes]
 
+    def keep(self) -> None:
+        """Leave the memory mapped until the process ends, because a thread may still access it."""
+        KEPT.append(self._view)
+
     def close(self) -> None:
         """Let go of the memory. New memory is freed with its last view."""
-        self._view = memoryview(b"")
-        self.num_slots = 0
+        view, self._view = self._view, memoryview(b"")
+        if not any(kept is view for kept in KEPT):
+            with suppress(BufferError):  # a caller still has a view
+                view.release()
+
+
+def new_memory(size: int) -> mmap.mmap:
+    """Memory of this process. A forked child gets a copy."""
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def _flat(buffer: Any) -> memoryview:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 
 from kvactors.cpu_evictor.slots import HostBlock, HostTier, SlotState
-from kvactors.tier_cache.answers import Lookup, StoreSlots
+from kvactors.tier_cache.answers import CopiesInFlight, Lookup, StoreSlots
 
 UNKNOWN = b""
 """The parent of a block whose parent is not known. Keys are never empty."""
@@ -21,11 +21,15 @@ class SlotTable:
     Attributes:
         tier: slots and eviction order.
         held: keys answered HIT since the last `end_step`. They are not evicted.
+        awaited: fetched keys that were not answered HIT yet, with the time up to which they are not
+            evicted. Without it two requests with more blocks than slots would evict each other's
+            without end.
     """
 
     def __init__(self, tier: HostTier) -> None:
         self.tier = tier
         self.held: set[bytes] = set()
+        self.awaited: dict[bytes, float] = {}
         self._blocks = tier.blocks
         self._stores: dict[bytes, HostBlock] = {}  # copies to the host, in the order of begin
         self._loads: dict[bytes, tuple[HostBlock, int]] = {}  # block, and loads of it in flight
@@ -38,11 +42,18 @@ class SlotTable:
         if block.arriving:
             return Lookup.PENDING
         self.held.add(key)
+        if self.awaited:
+            self.awaited.pop(key, None)
         return Lookup.HIT
 
-    def end_step(self) -> None:
-        """Release what was held for the engine's step."""
+    def end_step(self, now: float) -> None:
+        """Release the blocks that were held for the engine's step."""
         self.held.clear()
+        while self.awaited:
+            key, until = next(iter(self.awaited.items()))
+            if until > now:
+                break
+            del self.awaited[key]
 
     # -- stores
 
@@ -59,7 +70,7 @@ class SlotTable:
             None if not enough slots can be had. Nothing changed then.
         """
         above = dict(zip(keys, parents or (), strict=bool(parents)))
-        wanted = [key for key in dict.fromkeys(keys) if not self._is_taken(key)]
+        wanted = [key for key in dict.fromkeys(keys) if not self.is_taken(key)]
         evicted = self.make_room(len(wanted), keys)
         if evicted is None:
             return None
@@ -71,7 +82,7 @@ class SlotTable:
             self._stores[key] = self._blocks[key]
         return StoreSlots(tuple(wanted), tuple(slots[key] for key in wanted), tuple(evicted))
 
-    def _is_taken(self, key: bytes) -> bool:
+    def is_taken(self, key: bytes) -> bool:
         """Whether a key has a slot, or had one that a copy still uses."""
         return key in self._blocks or key in self._stores or key in self._loads
 
@@ -89,7 +100,7 @@ class SlotTable:
         lacking = count - self.tier.free
         if lacking <= 0:
             return []
-        victims = self.tier.victims(lacking, self.held.union(keys))
+        victims = self.tier.victims(lacking, self.held.union(keys, self.awaited))
         if len(victims) < lacking:
             return None
         for block in victims:
@@ -181,7 +192,13 @@ class SlotTable:
         removed = children_first(block for block in self._blocks.values() if not block.arriving)
         self.tier.clear()
         self.held.clear()
+        self.awaited.clear()
         return removed
+
+    def copies_in_flight(self) -> CopiesInFlight:
+        """The stores and loads that were begun and not completed."""
+        loads = [key for key, (_, count) in self._loads.items() for _ in range(count)]
+        return CopiesInFlight(tuple(self._stores), tuple(loads))
 
     @property
     def in_flight(self) -> int:

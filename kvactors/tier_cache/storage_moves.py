@@ -1,0 +1,235 @@
+"""Fetches from storage into host slots, and saves of host slots to storage.
+
+Used by the thread that owns the `TierCache`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable, Iterable
+
+from kvactors.cpu_evictor.slots import HostBlock, SlotState
+from kvactors.tier_cache.answers import Lookup
+from kvactors.tier_cache.counters import TierCounters
+from kvactors.tier_cache.event_log import EventLog
+from kvactors.tier_cache.save_policy import SaveQueue
+from kvactors.tier_cache.slot_memory import SlotMemory
+from kvactors.tier_cache.slot_table import UNKNOWN, SlotTable
+from kvactors.tier_cache.storage_jobs import StorageResult
+from kvactors.tier_cache.storage_tier import StorageTier
+from kvactors.types import Reason, Tier
+
+BATCH = 32
+"""Blocks of a job at most."""
+
+SAVING = 4
+"""One of so many host slots may be pinned by saves."""
+
+AWAITED = 1.0
+"""Seconds that a fetched block waits for the engine to ask again before it can be evicted."""
+
+RETRY = 5.0
+"""Seconds between two look-ups that try a store which does not work."""
+
+
+class StorageMoves:
+    """Moves blocks between the slots and storage.
+
+    Args:
+        slots: the host tier.
+        memory: of the slots.
+        storage: an open tier.
+        saves: which blocks are saved.
+        events: collects changes.
+        counters: of the cache.
+    """
+
+    def __init__(
+        self,
+        slots: SlotTable,
+        memory: SlotMemory,
+        storage: StorageTier,
+        saves: SaveQueue,
+        events: EventLog,
+        counters: TierCounters,
+    ) -> None:
+        self.storage = storage
+        self.saves = saves
+        self.from_storage: set[bytes] = set()  # fetched, and not loaded since
+        self._slots = slots
+        self._memory = memory
+        self._events = events
+        self._counters = counters
+        self._queued: dict[bytes, HostBlock] = {}  # fetches that were not submitted
+        self._in_flight: dict[Hashable, list[HostBlock]] = {}
+        self._late: set[bytes] = set()  # keys whose fetch takes longer than the store's timeout
+        self._started: dict[Hashable, float] = {}  # of fetches
+        self._announced: set[bytes] = set()  # stored keys that an event named
+        self._job = 0
+        self._saving = 0  # blocks
+        self._retry_at = 0.0
+
+    # -- look-ups
+
+    def lookup(self, key: bytes) -> Lookup:
+        """Where a key is that has no host slot. A stored key gets one, and its fetch is queued."""
+        storage = self.storage
+        if not storage.contains(key) or self._slots.is_taken(key) or not self._works():
+            return Lookup.MISS
+        self._record_stored([key])
+        evicted = self._slots.make_room(1)
+        if evicted is None:
+            self._counters.refused_fetches += 1
+            return Lookup.MISS
+        self.on_evicted(evicted)
+        block = self._slots.tier.add(key, UNKNOWN, SlotState.RESIDENT)
+        self._queued[key] = block
+        return Lookup.PENDING
+
+    def pending(self, key: bytes) -> Lookup:
+        """Where a key is whose bytes are on their way into its slot."""
+        if key in self._queued:  # the engine asks again, and has not ended its step
+            self._submit_fetches()
+        return Lookup.MISS if key in self._late else Lookup.PENDING
+
+    def _works(self) -> bool:
+        """Whether the store may be given work. One that fails is tried from time to time."""
+        if not self.storage.trouble:
+            return True
+        now = time.monotonic()
+        if now < self._retry_at:
+            return False
+        self._retry_at = now + RETRY
+        return True
+
+    # -- changes of the host tier
+
+    def on_stored(self, blocks: list[HostBlock]) -> None:
+        """Blocks came from the device."""
+        self.saves.on_stored(blocks)
+        if len(self.saves) >= BATCH:
+            self._submit_saves()
+
+    def on_evicted(self, keys: list[bytes] | tuple[bytes, ...]) -> None:
+        """Keys left the host tier for others."""
+        self._counters.evicted += len(keys)
+        self._counters.unsaved += sum(map(self.saves.wants, keys))
+        self._events.record(Tier.HOST, False, keys, Reason.CPU_EVICTION)
+        self.saves.on_evicted(keys)
+        self.from_storage.difference_update(keys)
+
+    # -- jobs
+
+    def submit(self) -> None:
+        """Begin the fetches and saves that are queued."""
+        self._submit_fetches()
+        self._submit_saves()
+        if self._started:
+            self._find_late()
+
+    def _submit_fetches(self) -> None:
+        blocks = list(self._queued.values())
+        self._queued.clear()
+        for start in range(0, len(blocks), BATCH):
+            some = blocks[start : start + BATCH]
+            self._begin(some)
+            self._started[self._job] = time.monotonic()
+            self.storage.submit_load(self._job, *self._memory_of(some))
+
+    def _submit_saves(self) -> None:
+        most = max(1, self._slots.tier.capacity // SAVING)
+        while self._saving < most:
+            some = self.saves.take(min(BATCH, most - self._saving))
+            if not some:
+                return
+            self._saving += len(some)
+            self._begin(some)
+            self.storage.submit_store(self._job, *self._memory_of(some))
+
+    def _begin(self, blocks: list[HostBlock]) -> None:
+        self._job += 1
+        self._in_flight[self._job] = blocks
+
+    def _memory_of(self, blocks: list[HostBlock]) -> tuple[list[bytes], list[memoryview]]:
+        view = self._memory.view
+        return [block.hash for block in blocks], [view(block.slot) for block in blocks]
+
+    def _find_late(self) -> None:
+        limit = time.monotonic() - self.storage.timeout - 1.0
+        for job, started in list(self._started.items()):
+            if started > limit:
+                return
+            del self._started[job]
+            self._late.update(block.hash for block in self._in_flight[job])
+
+    def collect(self) -> None:
+        """Take in the jobs that have ended."""
+        for result in self.storage.poll():
+            blocks = self._in_flight.pop(result.job)
+            if result.saved:
+                self._saved(result, blocks)
+            else:
+                self._fetched(result, blocks)
+        if self.saves:
+            self._submit_saves()
+
+    def _fetched(self, result: StorageResult, blocks: list[HostBlock]) -> None:
+        self._started.pop(result.job, None)
+        if self._late:
+            self._late.difference_update(result.keys)
+        failed = frozenset(i for i, ok in enumerate(result.ok) if not ok)
+        landed = [block.hash for block in self._slots.tier.land(blocks, failed)]
+        self._counters.fetched += len(landed)
+        self._counters.failed_fetches += len(failed)
+        self._counters.fetched_bytes += result.nbytes
+        self.from_storage.update(landed)
+        until = time.monotonic() + AWAITED
+        for key in landed:
+            self._slots.awaited[key] = until
+        self._record_removed(result.removed, Reason.CORRUPT)
+        self._events.record(Tier.HOST, True, landed, Reason.LOAD)
+
+    def _saved(self, result: StorageResult, blocks: list[HostBlock]) -> None:
+        self._saving -= len(blocks)
+        for block in blocks:
+            self._slots.tier.unpin(block)
+        saved = [key for key, ok in zip(result.keys, result.ok, strict=True) if ok]
+        self._counters.saved += len(saved)
+        self._counters.failed_saves += len(blocks) - len(saved)
+        self._counters.saved_bytes += result.nbytes
+        self._record_removed(result.removed, Reason.STORAGE_EVICTION)
+        self._record_stored(key for key in saved if self.storage.contains(key))
+
+    # -- events of storage: objects of an earlier process are named when they are first found
+
+    def _record_stored(self, keys: Iterable[bytes]) -> None:
+        if Tier.STORAGE in self._events.tiers:
+            new = [key for key in keys if key not in self._announced]
+            self._announced.update(new)
+            self._events.record(Tier.STORAGE, True, new, Reason.STORED)
+
+    def _record_removed(self, keys: Iterable[bytes], reason: Reason) -> None:
+        gone = [key for key in keys if key in self._announced]
+        self._announced.difference_update(gone)
+        self._events.record(Tier.STORAGE, False, gone, reason)
+
+    # -- the rest
+
+    def reset(self, *, storage: bool) -> None:
+        """The host tier was emptied.
+
+        Args:
+            storage: whether storage is emptied too.
+        """
+        queued = list(self._queued.values())
+        self._queued.clear()
+        self._slots.tier.land(queued, frozenset(range(len(queued))))
+        self.saves.clear()
+        self.from_storage.clear()
+        if storage:
+            self._record_removed(self.storage.clear(), Reason.CLEAR)
+
+    @property
+    def pending_work(self) -> int:
+        """Blocks that wait for storage, and jobs in flight."""
+        return len(self._queued) + len(self.saves) + len(self._in_flight)

@@ -1,0 +1,76 @@
+"""Tier caches over small slots, with bytes that tell their key."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from kvactors import TierCache, open_tiers
+from kvactors.tier_cache import Lookup
+
+BLOCK = 96
+LIMIT = 30.0
+"""Seconds that a wait may take. It only bounds a hang."""
+
+KEYS = [bytes([i]) * 36 for i in range(256)]
+
+
+def payload(key: bytes, size: int = BLOCK) -> bytes:
+    """The bytes of a key's block."""
+    return (hashlib.sha256(key).digest() * (size // 32 + 1))[:size]
+
+
+def make(num_slots: int = 4, *, memory: Any = None, **settings: Any) -> TierCache:
+    return open_tiers(
+        {"model": "m", "block_bytes": BLOCK, "num_slots": num_slots, **settings}, memory=memory
+    )
+
+
+def on_disk(folder: Any, num_slots: int = 4, **storage: Any) -> TierCache:
+    table = {"backend": "file", "directory": str(folder), "free_space_floor": 0, "timeout": 20.0}
+    return make(
+        num_slots, events=["host", "storage"], storage={**table, "capacity_blocks": 64, **storage}
+    )
+
+
+def store(
+    cache: TierCache, keys: Sequence[bytes], parents: Sequence[bytes | None] | None = None
+) -> bool:
+    """Store keys with their payloads. Returns whether there were slots."""
+    found = cache.prepare_store(keys, parents)
+    if found is None:
+        return False
+    for key, slot in zip(found.keys, found.slots, strict=True):
+        cache.memory.view(slot)[:] = payload(key)
+    cache.complete_store(found.keys)
+    return True
+
+
+def settle(cache: TierCache) -> None:
+    """End steps until nothing is in flight."""
+    until = time.monotonic() + LIMIT
+    cache.end_step()
+    while cache.has_pending_work():
+        assert time.monotonic() < until, "fetches and saves do not end"
+        time.sleep(0.001)
+        cache.end_step()
+
+
+def answer(cache: TierCache, key: bytes) -> Lookup:
+    """Look a key up until it is not pending."""
+    until = time.monotonic() + LIMIT
+    while (found := cache.lookup(key)) is Lookup.PENDING:
+        assert time.monotonic() < until, "a look-up is pending without end"
+        cache.end_step()
+        time.sleep(0.001)
+    return found
+
+
+def load(cache: TierCache, key: bytes) -> bytes:
+    """The bytes of a key that was answered HIT."""
+    (slot,) = cache.prepare_load([key])
+    found = bytes(cache.memory.view(slot))
+    cache.complete_load([key])
+    return found
