@@ -10,7 +10,7 @@ CONSUMERS ?= ../consumers
 SLOW = bench chaos e2e interop oracle planted ranks scenario simulation soak
 
 .PHONY: help install install-core test test-core lint format types bench docs docs-serve messages \
-	simulate planted soak interop
+	simulate planted soak interop engines
 
 help:  ## list the recipes
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */\1\t/' | expand -t 14
@@ -65,3 +65,7 @@ soak:  ## 100,000 requests through tiny caches
 interop:  ## the real consumers of KV events, in environments below CONSUMERS
 	$(PYTHON) -m tests.interop.setup $(CONSUMERS) routers
 	$(PYTHON) -m pytest tests/interop -m interop --interop=$(CONSUMERS)
+
+engines:  ## kvactors inside real engines, in environments below CONSUMERS
+	$(PYTHON) -m tests.interop.setup $(CONSUMERS) engines
+	$(PYTHON) -m pytest tests/interop -m engines --interop=$(CONSUMERS)

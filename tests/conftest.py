@@ -35,6 +35,10 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers",
         "interop: runs the real consumers of KV events; needs --interop DIR (docs/contributing.md)",
     )
+    config.addinivalue_line(
+        "markers",
+        "engines: runs real inference engines; needs --interop DIR (docs/contributing.md)",
+    )
 
 
 def needs_everything(file: Path) -> bool:
@@ -60,13 +64,18 @@ def pytest_terminal_summary(
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Interop tests run only when they are asked for, by their marker or by --interop."""
-    if config.getoption("--interop") is not None or "interop" in config.getoption("-m"):
-        return
-    left_out = [item for item in items if item.get_closest_marker("interop") is not None]
+    """Interop tests run only when they are asked for, by their marker or by --interop. Tests
+    inside engines need their marker."""
+    markers = config.getoption("-m")
+    asked_for = {
+        "interop": config.getoption("--interop") is not None or "interop" in markers,
+        "engines": "engines" in markers,
+    }
+    unasked = [marker for marker, asked in asked_for.items() if not asked]
+    left_out = [item for item in items if any(map(item.get_closest_marker, unasked))]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item.get_closest_marker("interop") is None]
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(autouse=True)

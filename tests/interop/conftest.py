@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -18,29 +18,55 @@ from tests.interop.scene import Scene
 
 INSIDE = "INTEROP_INSIDE"
 """The environment variable that marks the inner pytest."""
+INSIDE_NETWORK = INSIDE in os.environ
+"""Whether this is the inner pytest."""
 ROOT = Path(__file__).parents[2]
-LIMIT = 240
-"""Seconds that one test may take. Only a hang takes as long."""
+
+
+class Suite(NamedTuple):
+    """The tests of one marker.
+
+    Attributes:
+        group: the environments that they need.
+        limit: seconds that one test may take. Only a hang takes as long.
+    """
+
+    group: str
+    limit: int
+
+
+SUITES = {"interop": Suite("routers", 240), "engines": Suite("engines", 900)}
+"""By marker."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run an interop test inside, or, if this is inside, as it stands."""
-    if pyfuncitem.get_closest_marker("interop") is None or INSIDE in os.environ:
+    marker = next((name for name in SUITES if pyfuncitem.get_closest_marker(name)), None)
+    if marker is None or INSIDE_NETWORK:
         return None
     folder = pyfuncitem.config.getoption("--interop")
     if folder is None:
         pytest.fail(
-            "interop tests need the consumers' environments: `pytest -m interop --interop DIR`, "
-            "where DIR is made by "
-            "`python -m tests.interop.setup DIR routers`",
+            f"{marker} tests need the environments of other programs: `pytest -m {marker} "
+            "--interop DIR`, where DIR is made by "
+            f"`python -m tests.interop.setup DIR {SUITES[marker].group}`",
             pytrace=False,
         )
-    _run_inside(pyfuncitem, Path(folder).resolve())
+    _run_inside(pyfuncitem, Path(folder).resolve(), marker)
     return True
 
 
-def _run_inside(item: pytest.Function, folder: Path) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The outer pytest waits for the inner one, which has its own limit."""
+    for item in items:
+        for marker, suite in SUITES.items():
+            if item.get_closest_marker(marker) and not INSIDE_NETWORK:
+                item.add_marker(pytest.mark.timeout(suite.limit + 60))
+
+
+def _run_inside(item: pytest.Function, folder: Path, marker: str) -> None:
+    limit = SUITES[marker].limit
     base, test = (
         item.funcargs["tmp_path"] / "inside",
         f"{item.path.relative_to(ROOT)}::{item.nodeid.partition('::')[2]}",
@@ -55,9 +81,9 @@ def _run_inside(item: pytest.Function, folder: Path) -> None:
         "-p",
         "no:cacheprovider",
         f"--basetemp={base}",
-        f"--timeout={LIMIT - 10}",
+        f"--timeout={limit - 10}",
         "-m",
-        "interop",
+        marker,
         f"--interop={folder}",
         test,
     ]
@@ -68,12 +94,12 @@ def _run_inside(item: pytest.Function, folder: Path) -> None:
             env=os.environ | {INSIDE: "1"},
             capture_output=True,
             text=True,
-            timeout=LIMIT,
+            timeout=limit,
             check=False,
         )
     except subprocess.TimeoutExpired as error:
         pytest.fail(
-            f"not done in {LIMIT} s:\n{(error.stdout or b'').decode(errors='replace')[-5000:]}",
+            f"not done in {limit} s:\n{(error.stdout or b'').decode(errors='replace')[-5000:]}",
             pytrace=False,
         )
     print(done.stdout)
@@ -84,7 +110,7 @@ def _run_inside(item: pytest.Function, folder: Path) -> None:
 @pytest.fixture
 def scene(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
     """A case with nothing in it yet. When the test has passed, it is judged (`Scene.judge`)."""
-    if INSIDE not in os.environ:
+    if not INSIDE_NETWORK:
         yield None
         return
     raise_loopback()

@@ -3,15 +3,21 @@ folder has them."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 import tomllib
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 PINS = Path(__file__).with_name("pins.toml")
+ROOT = Path(__file__).parents[2]
 STAMP = "kvactors-interop.json"
 """Name of the file that says what a finished environment was made from."""
+CLONE_STAMP = "kvactors-clone.json"
+"""Name of the file that names the clone of kvactors in an environment."""
+SETTINGS = ("packages", "bare", "check", "clone", "sources", "source_parts", "source_environment")
 
 
 class InteropError(Exception):
@@ -26,16 +32,23 @@ class Pins(NamedTuple):
     packages: tuple[str, ...]
     bare: tuple[str, ...]
     check: str
+    clone: bool = False
+    sources: tuple[str, ...] = ()
+    source_parts: tuple[str, ...] = ()
+    source_environment: tuple[tuple[str, str], ...] = ()
 
     @property
     def stamp(self) -> dict[str, Any]:
         """What the environment is made from; another one must be made anew."""
-        return {
+        made_from = {
             "python": platform.python_version(),
             "packages": list(self.packages),
             "bare": list(self.bare),
             "check": self.check,
         }
+        if self.sources:
+            made_from |= {"sources": list(self.sources), "source_parts": list(self.source_parts)}
+        return made_from
 
 
 def pins(path: Path = PINS) -> dict[str, tuple[Pins, ...]]:
@@ -51,10 +64,10 @@ def pins(path: Path = PINS) -> dict[str, tuple[Pins, ...]]:
 
 
 def _pins(path: Path, group: str, name: str, table: dict[str, Any]) -> Pins:
-    unknown = table.keys() - {"packages", "bare", "check"}
+    unknown = table.keys() - set(SETTINGS)
     if unknown:
         raise InteropError(f"{path}: [{group}.{name}] has no setting {min(unknown)!r}")
-    for requirement in (*table.get("packages", ()), *table.get("bare", ())):
+    for requirement in chain(*(table.get(key, ()) for key in ("packages", "bare", "sources"))):
         if "==" not in requirement:
             raise InteropError(f"{path}: [{group}.{name}] {requirement!r} is not pinned with ==")
     return Pins(
@@ -63,6 +76,10 @@ def _pins(path: Path, group: str, name: str, table: dict[str, Any]) -> Pins:
         tuple(table.get("packages", ())),
         tuple(table.get("bare", ())),
         table.get("check", ""),
+        bool(table.get("clone", False)),
+        tuple(table.get("sources", ())),
+        tuple(table.get("source_parts", ())),
+        tuple(sorted(table.get("source_environment", {}).items())),
     )
 
 
@@ -77,8 +94,12 @@ class Environments:
         """A program of an environment. InteropError if the environment is not there, or was made
         from other pins."""
         one, folder = self._pins[name], self.directory / name
+        state = ""
         if made_from(folder) != one.stamp:
             state = "was made from other pins" if (folder / STAMP).is_file() else "is not there"
+        elif one.clone and made_from(folder, CLONE_STAMP) != clone_stamp():
+            state = "has another clone of kvactors, or was made before native/ changed"
+        if state:
             raise InteropError(
                 f"the environment {folder} {state}: run `python -m tests.interop.setup "
                 f"{self.directory} {one.group}` and give "
@@ -86,10 +107,30 @@ class Environments:
             )
         return str(folder / "bin" / program)
 
+    def source(self, name: str, requirement: str) -> Path:
+        """The folder of a source distribution that was unpacked into an environment."""
+        self.program(name)
+        return source_folder(self.directory / name, requirement)
 
-def made_from(folder: Path) -> Any:
+
+def source_folder(folder: Path, requirement: str) -> Path:
+    """Where an environment keeps the parts of a source distribution."""
+    return folder / "sources" / requirement.replace("==", "-")
+
+
+def clone_stamp() -> dict[str, str]:
+    """Identifies this clone and the sources of its native module. Python files need no new
+    installation."""
+    digest = hashlib.sha256()
+    for file in sorted((ROOT / "native").rglob("*")):
+        if file.is_file():
+            digest.update(f"{file.relative_to(ROOT)}\0".encode() + file.read_bytes())
+    return {"clone": str(ROOT), "native": digest.hexdigest()}
+
+
+def made_from(folder: Path, stamp: str = STAMP) -> Any:
     """What a finished environment was made from; None for anything else."""
     try:
-        return json.loads((folder / STAMP).read_text())
+        return json.loads((folder / stamp).read_text())
     except (OSError, ValueError):
         return None

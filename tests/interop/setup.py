@@ -1,23 +1,39 @@
 """Make the virtual environments of the consumers, from a package index alone: `python -m
 tests.interop.setup DIR [GROUP ..]`.
 
-An environment that is there and was made from the same pins is left as it is.
+An environment that is there and was made from the same pins is left as it is. Where an environment
+needs kvactors, this clone is installed in editable mode, again only when its native module has
+changed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
+import tarfile
+import tempfile
 import time
 import venv
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.interop.environments import PINS, STAMP, InteropError, Pins, made_from, pins
+from tests.interop.environments import (
+    CLONE_STAMP,
+    PINS,
+    ROOT,
+    STAMP,
+    InteropError,
+    Pins,
+    clone_stamp,
+    made_from,
+    pins,
+    source_folder,
+)
 
 BUDGET = 900.0
 """Seconds that all environments together may take."""
@@ -28,27 +44,78 @@ AT_ONCE = 2
 def make(directory: Path, one: Pins, until: float) -> str:
     """Make one environment unless it is there; returns what was done."""
     folder = directory / one.name
-    if made_from(folder) == one.stamp:
-        return "is there"
     begun = time.monotonic()
+    steps = []
+    if made_from(folder) != one.stamp:
+        _make_packages(folder, one, until)
+        steps.append("made")
+    if one.clone and made_from(folder, CLONE_STAMP) != clone_stamp():
+        _install_clone(folder, one, until)
+        steps.append("kvactors installed")
+    return f"{', '.join(steps)} in {time.monotonic() - begun:.0f} s" if steps else "is there"
+
+
+def _pip(folder: Path, command: str, *options: str) -> list[str]:
+    python = str(folder / "bin" / "python")
+    return [python, "-m", "pip", command, "--quiet", "--disable-pip-version-check", *options]
+
+
+def _make_packages(folder: Path, one: Pins, until: float) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     try:
         venv.EnvBuilder(with_pip=bool(one.packages or one.bare)).create(folder)
     except (OSError, subprocess.CalledProcessError) as error:
         raise InteropError(f"{folder}: cannot make a virtual environment: {error}") from None
-    python = str(folder / "bin" / "python")
-    pip = [python, "-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check"]
+    install = _pip(folder, "install", "--no-compile")
     if one.packages:
-        run(one, [*pip, *one.packages], until)
+        run(one, [*install, *one.packages], until)
     if one.bare:
-        run(one, [*pip, "--no-deps", *one.bare], until)
+        run(one, [*install, "--no-deps", *one.bare], until)
+    for requirement in one.sources:
+        _unpack_source(folder, one, requirement, until)
     if one.check:
-        run(one, [python, "-c", one.check], until)
+        run(one, [str(folder / "bin" / "python"), "-c", one.check], until)
     (folder / STAMP).write_text(json.dumps(one.stamp, indent=1))
-    return f"made in {time.monotonic() - begun:.0f} s"
 
 
-def run(one: Pins, command: Sequence[str], until: float) -> None:
+def _unpack_source(folder: Path, one: Pins, requirement: str, until: float) -> None:
+    """Keep parts of a source distribution, with the compiled modules of the installed package of
+    that name beside its Python files."""
+    target = source_folder(folder, requirement)
+    target.mkdir(parents=True)
+    with tempfile.TemporaryDirectory(dir=folder) as download:
+        only_source = ("--no-deps", "--no-build-isolation", "--no-binary", ":all:")
+        command = _pip(folder, "download", *only_source, "--dest", download, requirement)
+        version = requirement.partition("==")[2]
+        variables = {
+            name: value.replace("VERSION", version) for name, value in one.source_environment
+        }
+        run(one, command, until, variables)
+        (archive,) = Path(download).iterdir()
+        with tarfile.open(archive) as tar:
+            for member in tar.getmembers():
+                _, _, member.name = member.name.partition("/")
+                if member.name.partition("/")[0] in one.source_parts:
+                    tar.extract(member, target, filter="data")
+    package = requirement.partition("==")[0]
+    for installed in folder.glob(f"lib/python*/site-packages/{package}/*.so"):
+        if (target / package).is_dir():
+            (target / package / installed.name).symlink_to(installed)
+
+
+def _install_clone(folder: Path, one: Pins, until: float) -> None:
+    """Install this clone in editable mode, built outside the clone."""
+    stamp = clone_stamp()
+    (folder / CLONE_STAMP).unlink(missing_ok=True)
+    options = ("--no-deps", "--no-build-isolation", "-C", f"build-dir={folder}/kvactors-build")
+    run(one, _pip(folder, "install", *options, "--editable", str(ROOT)), until)
+    run(one, [str(folder / "bin" / "python"), "-c", "import kvactors._native"], until)
+    (folder / CLONE_STAMP).write_text(json.dumps(stamp, indent=1))
+
+
+def run(
+    one: Pins, command: Sequence[str], until: float, environment: dict[str, str] | None = None
+) -> None:
     """Run a command of an environment. InteropError with the end of its output if it fails or takes
     too long."""
     shown = " ".join(command)
@@ -59,6 +126,8 @@ def run(one: Pins, command: Sequence[str], until: float) -> None:
             text=True,
             timeout=max(1.0, until - time.monotonic()),
             check=False,
+            cwd=ROOT,
+            env=os.environ | (environment or {}),
         )
     except subprocess.TimeoutExpired:
         raise InteropError(f"{one.name}: not done in time: {shown}") from None

