@@ -32,9 +32,56 @@ def chain_keys(parent: bytes, tokens: Tokens, block_size: int) -> bytes:
     """Hashes of all full blocks of `tokens` under `parent` (32 bytes), without extra keys: n x 32
     bytes."""
 
-def pack_tokens(tokens: bytes) -> bytes:
-    """Little-endian uint32 tokens as a MessagePack array of numbers. ValueError for a broken last
-    token."""
+class EventEncoder:
+    """KV events and batches of them as MessagePack. Immutable, and usable by several threads.
+
+    A hash is 32 bytes, hashes are these one after another. tier: one bit. ValueError for arguments
+    of other lengths, or of a tier that has no medium.
+    """
+
+    def __init__(
+        self,
+        array: bool,
+        whole_hashes: bool,
+        block_size: int,
+        media: Sequence[str],
+        num_nil: int,
+        dp_rank: bytes,
+    ) -> None:
+        """Set the form of the events.
+
+        Args:
+            array: events are arrays with their class first, not maps.
+            whole_hashes: send hashes as 32 bytes, not as the number in their last 8 bytes.
+            block_size: tokens of a block.
+            media: by the tier's bit, the name of its medium.
+            num_nil: fields after lora_name that are nil in an event without identity.
+            dp_rank: the encoded end of every batch.
+        """
+
+    def stored(self, hashes: bytes, parent: bytes, tokens: bytes, tier: int) -> bytes:
+        """A BlockStored event without adapter, salt and media. parent: empty at the start of a
+        sequence. tokens: little-endian uint32."""
+
+    def stored_with(
+        self,
+        hashes: bytes,
+        parent: bytes,
+        tokens: bytes,
+        tier: int,
+        lora_id: bytes,
+        lora_name: bytes,
+        num_fields: int,
+        fields: bytes,
+    ) -> bytes:
+        """The same with the encoded fields of the identity. fields: `num_fields` of them, with
+        their names if events are maps."""
+
+    def removed(self, hashes: bytes, tier: int) -> bytes:
+        """A BlockRemoved event. hashes: in path order. The event has them in reverse."""
+
+    def batch(self, timestamp: float, events: list[bytes]) -> bytes:
+        """A batch of encoded events."""
 
 class Path:
     """One request's tokens, its block hashes, the nodes it holds and its device block table.

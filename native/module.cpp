@@ -11,6 +11,7 @@
 namespace kvactors {
 
 void bind_copy(nb::module_& m);
+void bind_events(nb::module_& m);
 void bind_tree(nb::module_& m);
 
 // Token arrays of destroyed paths, for reuse. A long prompt's array is large enough for malloc to
@@ -189,13 +190,6 @@ nb::bytes chain_keys(const nb::bytes& parent, nb::handle tokens, Id block_size) 
     return bytes_of(path.names.data(), path.names.size());
 }
 
-nb::bytes pack_tokens(const nb::bytes& tokens) {
-    const std::size_t count = tokens.size() / 4;
-    if (tokens.size() % 4 || count > 0xffffffff) throw nb::value_error("tokens must be whole little-endian uint32");
-    std::vector<u8> out(5 * count + 5);
-    return bytes_of(out.data(), pack_msgpack(reinterpret_cast<const u8*>(tokens.c_str()), count, out.data()));
-}
-
 }  // namespace
 }  // namespace kvactors
 
@@ -209,8 +203,8 @@ NB_MODULE(_native, m) {
     m.attr("OFFLOADING") = int(kOffloading);
     m.def("sha256_accelerated", &sha256_accelerated);
     m.def("chain_keys", &chain_keys, "parent"_a, "tokens"_a, "block_size"_a);
-    m.def("pack_tokens", &pack_tokens, "tokens"_a);
     bind_path(m);
     bind_tree(m);
     bind_copy(m);
+    bind_events(m);
 }

@@ -43,6 +43,9 @@ RATE = 10_000
 BAR_BATCHES, BAR_BLOCKS = 40_000, 300_000
 ROOT = bytes(KEY_BYTES)
 
+FRAMES = 3
+"""Frames of a message."""
+
 PEER_LIMIT = 300.0
 """Seconds that another publisher may take, its start included."""
 
@@ -168,8 +171,10 @@ def read(endpoint: str, count: int) -> None:
     recv_monitor_message(monitor)
     print("connected", flush=True)
     began = 0.0
+    take: Any = zmq.backend.Socket.recv
     for _ in range(count):
-        socket.recv_multipart()
+        for _ in range(FRAMES):
+            take(socket)
         began = began or time.monotonic()
     print(time.monotonic() - began, flush=True)
 

@@ -20,9 +20,10 @@ from kvactors.errors import SinkError
 from kvactors.extra_keys import media_extra
 from kvactors.flush_notifier.blocks import HeldBlock
 from kvactors.flush_notifier.messages import PLAIN, FlushTask, Origin
-from kvactors.flush_notifier.sinks.kv_events import KvEventsSink, batches
+from kvactors.flush_notifier.sinks.kv_encoder import KvEventEncoder
+from kvactors.flush_notifier.sinks.kv_events import KvEventsSink, parts
 from kvactors.flush_notifier.sinks.kv_replay import SNAPSHOT, Window
-from kvactors.flush_notifier.sinks.kv_wire import END, Dialect, decode_batch, encode_batch
+from kvactors.flush_notifier.sinks.kv_wire import END, decode_batch
 from kvactors.sink_config import KvEventsSinkConfig
 from kvactors.testing.kv_mirror import Mirror, Reader
 from kvactors.types import Reason, Residency, Tier
@@ -113,8 +114,8 @@ CASES = {
 def payload(name: str) -> bytes:
     tasks, options = CASES[name]
     config = KvEventsSinkConfig(**options)
-    [(events, _, _)] = batches(tasks, Dialect.of(config, BLOCK), 256)
-    return encode_batch(1.5, events, config.dp_rank)
+    encoder = KvEventEncoder(config, BLOCK)
+    return encoder.batch(1.5, [encoder.event(task) for task in tasks])
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -196,13 +197,16 @@ def test_an_older_reader_decodes_the_array_dialect(name):
 
 
 def test_long_runs_are_cut_with_their_parents():
-    dialect = Dialect.of(KvEventsSinkConfig(), BLOCK)
-    made = [events for events, _, _ in batches([task(1, 7), gone(0, 1)], dialect, 3)]
+    encoder = KvEventEncoder(KvEventsSinkConfig(), BLOCK)
+    made = [
+        decode_batch(encoder.batch(1.5, events))[1]
+        for events, _, _ in parts([task(1, 7), gone(0, 1)], encoder, 3)
+    ]
     assert [[len(e.block_hashes) for e in events] for events in made] == [[3], [3], [1, 1]]
     assert [e.parent_block_hash for events in made for e in events[:1]] == [
         hash_of(KEYS[i]) for i in (0, 3, 6)
     ]
-    tokens = [t for events in made for e in events[:1] for t in msgspec.msgpack.decode(e.token_ids)]
+    tokens = [t for events in made for e in events[:1] for t in e.token_ids]
     assert tokens == list(range(104, 132))
 
 

@@ -20,8 +20,9 @@ from kvactors.errors import ConfigError, SinkError
 from kvactors.extra_keys import block_extras
 from kvactors.flush_notifier.messages import FlushTask, Gained, Origin
 from kvactors.flush_notifier.sinks.jsonl import JsonLinesSink
+from kvactors.flush_notifier.sinks.kv_encoder import KvEventEncoder
 from kvactors.flush_notifier.sinks.kv_identity import EMPTY, identifier, identity_fields, mm_hash
-from kvactors.flush_notifier.sinks.kv_wire import Dialect, decode_batch, encode_batch
+from kvactors.flush_notifier.sinks.kv_wire import decode_batch
 from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.sink_config import JsonLinesSinkConfig, KvEventsSinkConfig, MemorySinkConfig
 from kvactors.types import Reason, Residency, Tier
@@ -256,9 +257,9 @@ async def test_every_reader_gets_the_whole_identity(tmp_path, options, max_block
             before = sink.events.sequence
             await restart_notifier(cache)
             check_identities(made, await received(reader, sink, before), options)
-            dialect = Dialect.of(sink.config, BLOCK)
+            encoder = KvEventEncoder(sink.config, BLOCK)
             held = [
-                encode_batch(0.0, [dialect.held(one, Tier(one.tiers))], 0)
+                encoder.batch(0.0, [encoder.held(one, Tier(one.tiers))])
                 for one in sink.events.source()
             ]
             check_identities(made, held, options)

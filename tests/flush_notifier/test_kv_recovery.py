@@ -23,7 +23,7 @@ from kvactors.flush_notifier.messages import FlushTask, Origin
 from kvactors.flush_notifier.sinks import kv_events, kv_replay
 from kvactors.flush_notifier.sinks.kv_replay import SNAPSHOT, Window
 from kvactors.flush_notifier.sinks.kv_state import Changes, joined
-from kvactors.flush_notifier.sinks.kv_wire import BlockStored, decode_batch
+from kvactors.flush_notifier.sinks.kv_wire import AllBlocksCleared, BlockStored, decode_batch
 from kvactors.sink_config import KvEventsSinkConfig
 from kvactors.testing.kv_mirror import Mirror
 from kvactors.types import Reason, Residency, Tier
@@ -244,9 +244,7 @@ async def test_an_incarnation_of_the_notifier_goes_on_with_the_numbers_and_clear
                 node = Node(sink, 10 * incarnation + 1)
                 await sink.begin_epoch(incarnation)
                 await node.work(20)
-                assert decode_batch(sink.events.window.since(before)[0][1])[1] == [
-                    kv_events.Dialect.of(sink.config, BLOCK).cleared()
-                ]
+                assert decode_batch(sink.events.window.since(before)[0][1])[1] == [CLEARED]
                 await link.reach(sink)
                 assert link.model.index.view() == node.held()
 
@@ -475,7 +473,9 @@ def test_events_joined_by_hand_are_what_the_encoder_makes():
 def kv_state_part(count: int):
     from kvactors.flush_notifier.sinks.kv_state import encoded
 
-    return encoded([BlockStored([1], None, [1], 1, None, "GPU", None)] * count)
+    return encoded(
+        [msgspec.msgpack.encode(BlockStored([1], None, [1], 1, None, "GPU", None))] * count
+    )
 
 
 async def test_a_window_keeps_what_follows_a_state_within_bounds():
@@ -520,7 +520,7 @@ async def test_a_snapshot_repeats_no_change(tmp_path):
             assert index.doubles == 0
 
 
-CLEARED = kv_events.Dialect.of(KvEventsSinkConfig(), BLOCK).cleared()
+CLEARED = AllBlocksCleared()
 
 
 # -- the wired system, read strictly

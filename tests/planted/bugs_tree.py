@@ -100,9 +100,11 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "parents_before_children_in_a_removal",
-        "flush_notifier/sinks/kv_wire.py",
-        "self.hashes(keys)[::-1]",
-        "self.hashes(keys)",
+        "flush_notifier/sinks/kv_encoder.py",
+        "return self._native.removed(task.keys, task.tier) if task.count",
+        "backwards = range(len(task.keys), 0, -KEY_BYTES)\n"
+        '        keys = b"".join(task.keys[end - KEY_BYTES : end] for end in backwards)\n'
+        "        return self._native.removed(keys, task.tier) if task.count",
         "a removal lists parents before children, and in parts of max_blocks sends them in this "
         "order",
         ("tests/flush_notifier/test_kv_events.py::test_bytes_are_as_documented",),

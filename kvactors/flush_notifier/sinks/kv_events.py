@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from kvactors.actor.log import get_logger
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.base import Sink, SnapshotSource
+from kvactors.flush_notifier.sinks.kv_encoder import KvEventEncoder
 from kvactors.flush_notifier.sinks.kv_replay import QUEUED, ReplayServer
 from kvactors.flush_notifier.sinks.kv_sockets import Sockets
 from kvactors.flush_notifier.sinks.kv_stream import DetailStream, EventStream
-from kvactors.flush_notifier.sinks.kv_wire import Dialect, Event
 from kvactors.sink_config import KvEventsSinkConfig
 from kvactors.zmq_endpoint import of_rank
 
@@ -89,9 +89,9 @@ class KvEventsSink(Sink):
         self.endpoint = of_rank(config.endpoint, config.dp_rank)
         self.replay_endpoint = of_rank(config.replay_endpoint, config.dp_rank)
         self.detail_endpoint = of_rank(config.detail_endpoint, config.dp_rank)
-        self._dialect = Dialect.of(config, block_size)
+        self._encoder = KvEventEncoder(config, block_size)
         first = first_number(config.numbers, self.name)
-        self.events = EventStream(config, self._dialect, first)
+        self.events = EventStream(config, self._encoder, first)
         self.details = DetailStream(config, first)
         self.server: ReplayServer | None = None
         self._sockets: Sockets | None = None
@@ -152,7 +152,7 @@ class KvEventsSink(Sink):
     async def begin_epoch(self, epoch: int) -> None:
         """Publish AllBlocksCleared, and the epoch on the second stream."""
         self.events.epoch = epoch
-        self.events.publish([self._dialect.cleared()])
+        self.events.publish([self._encoder.cleared])
         self.events.end_call(())
         self.details.publish(
             {"type": "Epoch", "epoch": epoch, "next_sequence": self.events.sequence}
@@ -162,21 +162,35 @@ class KvEventsSink(Sink):
         """Publish tasks as events, in batches of at most `max_blocks` blocks."""
         stream = self.events
         self.num_acknowledged = 0
+        blocks = 0
+        for task in tasks:
+            blocks += task.count
+        if blocks > self.config.max_blocks or not tasks:
+            await self._deliver_parts(tasks)
+            return
+        stream.publish_call(tasks, [self._encoder.event(task) for task in tasks])
+        self.num_acknowledged = len(tasks)
+        if self.details.topic:
+            self._publish_reasons(stream.sequence - 1, tasks)
+
+    async def _deliver_parts(self, tasks: Sequence[FlushTask]) -> None:
+        """Publish tasks in any number of batches."""
+        stream = self.events
         stream.begin_call(tasks)
         try:
-            for events, sources, done in batches(tasks, self._dialect, self.config.max_blocks):
+            for events, sources, done in parts(tasks, self._encoder, self.config.max_blocks):
                 if stream.published_in_call:
                     await asyncio.sleep(0)
-                number = stream.sequence
                 stream.publish(events)
                 self.num_acknowledged = done
                 if self.details.topic:
-                    reasons = [task.reason.value for task in sources]
-                    self.details.publish(
-                        {"type": "Reasons", "sequence": number, "reasons": reasons}
-                    )
+                    self._publish_reasons(stream.sequence - 1, sources)
         finally:
             stream.end_call(tasks[: self.num_acknowledged])
+
+    def _publish_reasons(self, number: int, sources: Sequence[FlushTask]) -> None:
+        reasons = [task.reason.value for task in sources]
+        self.details.publish({"type": "Reasons", "sequence": number, "reasons": reasons})
 
     async def _publish_heartbeats(self, interval: float) -> None:
         stream = self.events
@@ -214,31 +228,17 @@ class KvEventsSink(Sink):
         )
 
 
-Batch = tuple[list[Event], Sequence[FlushTask], int]
+Part = tuple[list[bytes], list[FlushTask], int]
 """Events of one message, the task of each, and the number of leading tasks complete with it."""
 
 
-def batches(tasks: Sequence[FlushTask], dialect: Dialect, max_blocks: int) -> Iterable[Batch]:
-    """Tasks as messages of at most `max_blocks` blocks."""
-    blocks = 0
-    for task in tasks:
-        blocks += task.count
-    if blocks > max_blocks:
-        return cut(tasks, dialect, max_blocks)
-    events: list[Event] = []
-    for task in tasks:
-        events += dialect.events(task, max_blocks)  # one event
-    return ((events, tasks, len(tasks)),) if events else ()
-
-
-def cut(tasks: Sequence[FlushTask], dialect: Dialect, max_blocks: int) -> Iterator[Batch]:
+def parts(tasks: Sequence[FlushTask], encoder: KvEventEncoder, max_blocks: int) -> Iterator[Part]:
     """Tasks of more blocks than one message takes, as messages."""
-    events: list[Event] = []
+    events: list[bytes] = []
     sources: list[FlushTask] = []
     blocks = 0
     for done, task in enumerate(tasks):
-        for event in dialect.events(task, max_blocks):
-            size = len(getattr(event, "block_hashes", ()))
+        for event, size in encoder.events(task, max_blocks):
             if events and blocks + size > max_blocks:
                 yield events, sources, done
                 events, sources, blocks = [], [], 0

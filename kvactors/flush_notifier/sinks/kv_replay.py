@@ -65,16 +65,19 @@ class Window:
         self.nbytes = nbytes
         self.held = 0
         self.needed = END
-        self._kept: deque[tuple[int, bytes]] = deque()
+        self._kept: deque[bytes] = deque()
+        self._next = 0  # number after the last one
 
     def add(self, number: int, payload: bytes) -> None:
-        """Keep one more."""
-        self._kept.append((number, payload))
+        """Keep one more. number: that after the last one."""
+        kept = self._kept
+        kept.append(payload)
+        self._next = number + 1
         self.held += len(payload)
-        while len(self._kept) > self.batches or (self.held > self.nbytes and len(self._kept) > 1):
-            if self._kept[0][0] >= self.needed and self._has_place():
+        while len(kept) > self.batches or (self.held > self.nbytes and len(kept) > 1):
+            if self._next - len(kept) >= self.needed and self._has_place():
                 return
-            self.held -= len(self._kept.popleft()[1])
+            self.held -= len(kept.popleft())
 
     def _has_place(self) -> bool:
         return (
@@ -85,14 +88,13 @@ class Window:
     @property
     def first(self) -> int:
         """Number of the oldest batch that is kept; END if there is none."""
-        return self._kept[0][0] if self._kept else END
+        return self._next - len(self._kept) if self._kept else END
 
     def since(self, number: int, limit: int = 1 << 62) -> list[tuple[int, bytes]]:
         """The batches kept from a number on, oldest first, at most `limit` batches."""
-        if not self._kept:
-            return []
-        start = max(0, number - self._kept[0][0])
-        return [self._kept[i] for i in range(start, min(start + limit, len(self._kept)))]
+        first, end = self._next - len(self._kept), self._next
+        start = max(first, number)
+        return [(i, self._kept[i - first]) for i in range(start, min(start + limit, end))]
 
 
 class Publisher(Protocol):

@@ -20,7 +20,8 @@ import msgspec
 from kvactors.flush_notifier.blocks import HeldBlock
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.base import SnapshotSource
-from kvactors.flush_notifier.sinks.kv_wire import END, Dialect, Event
+from kvactors.flush_notifier.sinks.kv_encoder import KvEventEncoder
+from kvactors.flush_notifier.sinks.kv_wire import END
 from kvactors.types import ALL_TIERS, KEY_BYTES, Residency, Tier
 
 PART = 256
@@ -141,26 +142,26 @@ def array_head(count: int) -> bytes:
     )
 
 
-def encoded(events: Sequence[Event]) -> Part:
+def encoded(events: Sequence[bytes]) -> Part:
     """Events as a part."""
-    return Part(len(events), b"".join(map(_encoder.encode, events)))
+    return Part(len(events), b"".join(events))
 
 
-def stored_of(held: HeldBlock, tiers: int, dialect: Dialect) -> Iterator[Event]:
+def stored_of(held: HeldBlock, tiers: int, encoder: KvEventEncoder) -> Iterator[bytes]:
     """One BlockStored for each of the tiers."""
     for tier in Tier:
         if tiers & tier:
-            yield dialect.held(held, tier)
+            yield encoder.held(held, tier)
 
 
 async def make_state(
-    number: int, source: SnapshotSource, changes: Changes, dialect: Dialect
+    number: int, source: SnapshotSource, changes: Changes, encoder: KvEventEncoder
 ) -> State | None:
     """Make the state at a number. None if everything was removed before it was complete."""
-    parts = [encoded([dialect.cleared()])]
+    parts = [encoded([encoder.cleared])]
     if changes.empty:
         return State(number, parts)
-    events: list[Event] = []
+    events: list[bytes] = []
     blocks = 0
     held_blocks = iter(source(every=True))
     while True:
@@ -169,7 +170,7 @@ async def make_state(
         for held in some:
             tiers = changes.tiers(held) & ALL_TIERS.value
             if tiers:
-                events += stored_of(held, tiers, dialect)
+                events += stored_of(held, tiers, encoder)
                 blocks += 1
         if blocks >= PART or not some:
             if events:
@@ -190,7 +191,7 @@ class StateMaker:
         end: called with these corrections when the state is made.
         source: gives the source of the view.
         usable: whether the batches from a number on are still kept.
-        dialect: of the events.
+        encoder: of the events.
 
     Attributes:
         made: states made.
@@ -203,7 +204,7 @@ class StateMaker:
         end: Callable[[Changes], None],
         source: Callable[[], SnapshotSource],
         usable: Callable[[int], bool],
-        dialect: Dialect,
+        encoder: KvEventEncoder,
     ) -> None:
         self.made = 0
         self.number = END
@@ -211,7 +212,7 @@ class StateMaker:
         self._end = end
         self._source = source
         self._usable = usable
-        self._dialect = dialect
+        self._encoder = encoder
         self._last: State | None = None
         self._making: asyncio.Task[State] | None = None
 
@@ -229,7 +230,7 @@ class StateMaker:
         while True:
             number, changes = self._begin()
             try:
-                state = await make_state(number, self._source(), changes, self._dialect)
+                state = await make_state(number, self._source(), changes, self._encoder)
             finally:
                 self._end(changes)
             if state is not None:

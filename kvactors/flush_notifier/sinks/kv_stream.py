@@ -10,10 +10,11 @@ from typing import Any
 
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.base import SnapshotSource
+from kvactors.flush_notifier.sinks.kv_encoder import KvEventEncoder
 from kvactors.flush_notifier.sinks.kv_replay import Window
 from kvactors.flush_notifier.sinks.kv_sockets import send
 from kvactors.flush_notifier.sinks.kv_state import Changes, State, StateMaker
-from kvactors.flush_notifier.sinks.kv_wire import Dialect, Event, encode_batch
+from kvactors.flush_notifier.sinks.kv_wire import encode_batch
 from kvactors.sink_config import KvEventsSinkConfig
 
 
@@ -29,7 +30,7 @@ class EventStream:
         source: of the view.
     """
 
-    def __init__(self, config: KvEventsSinkConfig, dialect: Dialect, first: int) -> None:
+    def __init__(self, config: KvEventsSinkConfig, encoder: KvEventEncoder, first: int) -> None:
         self.first = self.sequence = first
         self.fill = config.numbers == "from_zero"
         self.topic = config.topic.encode()
@@ -38,9 +39,10 @@ class EventStream:
         self.source: SnapshotSource = _no_blocks
         self.socket: Any = None
         self.states = StateMaker(
-            self._begin_state, self._end_state, lambda: self.source, self._kept, dialect
+            self._begin_state, self._end_state, lambda: self.source, self._kept, encoder
         )
         self._dp_rank = config.dp_rank
+        self._encode = encoder.batch
         # published by the last call: may not be in the ledger's view of the sink yet
         self._last: Sequence[FlushTask] = ()
         self._call: Sequence[FlushTask] | None = None  # tasks of the call in progress
@@ -48,12 +50,12 @@ class EventStream:
         self._changes: list[Changes] = []  # of the states in progress
         self._readers = 0
 
-    def publish(self, events: Sequence[Event]) -> None:
-        """Send one batch."""
-        payload = encode_batch(time.time(), events, self._dp_rank)
-        self.window.add(self.sequence, payload)
-        send(self.socket, self.topic, self.sequence, payload)
-        self.sequence += 1
+    def publish(self, events: list[bytes]) -> None:
+        """Send one batch of encoded events."""
+        payload, number = self._encode(time.time(), events), self.sequence
+        self.window.add(number, payload)
+        send(self.socket, self.topic, number, payload)
+        self.sequence = number + 1
 
     # -- calls
 
@@ -68,6 +70,14 @@ class EventStream:
         """The tasks of the call that were published."""
         self._last, self._call = published, None
         self._keep()
+
+    def publish_call(self, tasks: Sequence[FlushTask], events: list[bytes]) -> None:
+        """A call that one batch is enough for: `begin_call`, `publish` and `end_call` in one."""
+        for changes in self._changes:
+            changes.note(tasks)
+        self._last = ()
+        self.publish(events)
+        self._last = tasks
 
     @property
     def published_in_call(self) -> bool:
@@ -120,7 +130,7 @@ class EventStream:
 
     def empty(self) -> bytes:
         """The payload of a batch without events."""
-        return encode_batch(time.time(), [], self._dp_rank)
+        return self._encode(time.time(), [])
 
     async def snapshot(self) -> AsyncIterator[bytes]:
         """Parts of a snapshot, each a payload of one record. A reader discards its state, applies

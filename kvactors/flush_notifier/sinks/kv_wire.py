@@ -8,20 +8,13 @@ with its class under `type` (vLLM after 0.23, SGLang 0.5.23), or an array with t
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Sequence
-from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import msgspec
 
 from kvactors.discreet import discreet, discreet_rich
-from kvactors.flush_notifier.blocks import HeldBlock
-from kvactors.flush_notifier.messages import ExtraKeys, FlushTask, Origin
-from kvactors.flush_notifier.sinks.kv_identity import identity_fields, text
-from kvactors.native import pack_tokens
-from kvactors.sink_config import KvEventsSinkConfig
-from kvactors.types import KEY_BYTES, Residency, Tier
+from kvactors.types import Tier
 
 MEDIA = {
     "vllm": {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.STORAGE: "STORAGE"},
@@ -44,7 +37,7 @@ class BlockStored(
 
     block_hashes: list[Hash]
     parent_block_hash: Hash | None
-    token_ids: list[int] | msgspec.Raw  # packed when sent, a list when read
+    token_ids: list[int]
     block_size: int
     lora_id: int | None
     medium: str | None
@@ -97,136 +90,6 @@ class ClearedArray(AllBlocksCleared, frozen=True, array_like=True, tag="AllBlock
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
-
-
-class Dialect(NamedTuple):
-    """How a reader wants it. identity: how many of the fields of `kv_identity.Fields` a stored
-    event has. tagged: see `identity_fields`."""
-
-    stored: type[BlockStored]
-    removed: type[BlockRemoved]
-    cleared: type[AllBlocksCleared]
-    media: dict[Tier, str]
-    as_bytes: bool
-    block_size: int
-    identity: int
-    tagged: bool
-
-    @classmethod
-    def of(cls, config: KvEventsSinkConfig, block_size: int) -> Dialect:
-        """The dialect that a sink is configured for."""
-        media, as_bytes = MEDIA[config.media], config.hashes == "bytes"
-        if config.dialect == "map":
-            fields = 3 if config.maps_for == "all" else 1
-            return cls(
-                StoredMap,
-                BlockRemoved,
-                AllBlocksCleared,
-                media,
-                as_bytes,
-                block_size,
-                fields,
-                tagged=False,
-            )
-        if config.arrays_for == "dynamo":
-            return cls(
-                StoredArrayDynamo,
-                RemovedArray,
-                ClearedArray,
-                media,
-                as_bytes,
-                block_size,
-                2,
-                tagged=True,
-            )
-        return cls(
-            StoredArray, RemovedArray, ClearedArray, media, as_bytes, block_size, 1, tagged=False
-        )
-
-    def hashes(self, keys: bytes) -> list[Hash]:
-        """Names as readers expect them: the last 8 bytes as a big-endian unsigned number, or all
-        32."""
-        if self.as_bytes:
-            return [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)]
-        return list(numbers_in(len(keys) // KEY_BYTES)(keys))
-
-    def stored_event(
-        self,
-        keys: bytes,
-        parent: bytes,
-        tokens: bytes,
-        tier: Tier,
-        position: int,
-        origin: Origin,
-        extra_keys: ExtraKeys,
-    ) -> BlockStored:
-        """tokens: of these blocks alone. position: of the first of them in its path. At 0 there is
-        no parent. extra_keys: of the path."""
-        lora, salt, lora_id = origin
-        fields: tuple[Any, ...] = ()
-        if extra_keys or lora is not None or salt is not None:
-            count = len(keys) // KEY_BYTES
-            fields = identity_fields(origin, position, count, extra_keys, tagged=self.tagged)[
-                : self.identity
-            ]
-        return self.stored(
-            self.hashes(keys),
-            None
-            if not position
-            else parent
-            if self.as_bytes
-            else int.from_bytes(parent[-8:], "big"),
-            msgspec.Raw(pack_tokens(tokens)),
-            self.block_size,
-            lora_id,
-            self.media[tier],
-            text(lora),
-            *fields,
-        )
-
-    def held(self, held: HeldBlock, tier: Tier) -> BlockStored:
-        """One block that is resident on `tier`, for snapshots and repetitions."""
-        extra_keys = ((held.position, held.extra_key),) if held.extra_key else ()
-        return self.stored_event(
-            held.key, held.parent, held.tokens, tier, held.position, held.origin, extra_keys
-        )
-
-    def events(self, task: FlushTask, max_blocks: int) -> list[Event]:
-        """A task (of a sink that identifies blocks by name) as events of at most `max_blocks`
-        blocks each."""
-        count, keys, tier = task.count, task.keys, task.tier
-        if not count:
-            return [self.cleared()]
-        if task.residency is Residency.GONE:
-            hashes = self.hashes(keys)[::-1]  # children before parents
-            return [
-                self.removed(hashes[at : at + max_blocks], self.media[tier])
-                for at in range(0, count, max_blocks)
-            ]
-        first, origin, extra_keys = task.start_block_idx, task.origin, task.extra_keys
-        if count <= max_blocks:
-            return [
-                self.stored_event(keys, task.parent, task.tokens, tier, first, origin, extra_keys)
-            ]
-        size = 4 * self.block_size
-        made: list[Event] = []
-        for at in range(0, count, max_blocks):
-            end = min(at + max_blocks, count)
-            parent = keys[KEY_BYTES * (at - 1) : KEY_BYTES * at] if at else task.parent
-            part, tokens = (
-                keys[KEY_BYTES * at : KEY_BYTES * end],
-                task.tokens[size * at : size * end],
-            )
-            made.append(
-                self.stored_event(part, parent, tokens, tier, first + at, origin, extra_keys)
-            )
-        return made
-
-
-@lru_cache(1024)
-def numbers_in(count: int) -> Callable[[bytes], tuple[int, ...]]:
-    """Reads so many names: the last 8 bytes of each as a big-endian unsigned number."""
-    return struct.Struct(">" + "24xQ" * count).unpack
 
 
 _encoder = msgspec.msgpack.Encoder()

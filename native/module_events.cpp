@@ -1,0 +1,109 @@
+// The Python module: the encoder of KV events.
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "events.hpp"
+#include "module.hpp"
+
+namespace kvactors {
+
+namespace {
+
+constexpr std::size_t kLargeScratch = std::size_t(1) << 20;
+
+// What `write` appends, as bytes. The buffer is kept for the next call unless it is large.
+template <class Write>
+nb::bytes written(Write write) {
+    thread_local Raw<u8> out;
+    out.clear();
+    write(out);
+    const nb::bytes result = bytes_of(out.data(), out.size());
+    if (out.capacity() > kLargeScratch) Raw<u8>().swap(out);
+    return result;
+}
+
+std::string_view view_of(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
+
+const Key* keys_of(const nb::bytes& hashes) {
+    if (hashes.size() % sizeof(Key)) throw nb::value_error("hashes must be 32 bytes each");
+    return reinterpret_cast<const Key*>(hashes.c_str());
+}
+
+// The encoder with what every event without an adapter, a salt or media has, and the end of every
+// batch.
+struct PyEventEncoder : EventEncoder {
+    PyEventEncoder(bool array, bool whole_hashes, u32 block_size, const std::vector<std::string>& media, u32 num_nil,
+                   const nb::bytes& dp_rank)
+        : EventEncoder(array, whole_hashes, block_size, media), nil(num_nil, '\xc0'), rank(view_of(dp_rank)) {}
+
+    std::size_t medium(nb::handle tier) const {
+        const long bit = PyLong_AsLong(tier.ptr());  // of an enum too, which a cast to int converts
+        if (bit == -1 && PyErr_Occurred()) throw nb::python_error();
+        for (std::size_t i = 0; i < num_media(); ++i)
+            if (bit == 1L << i) return i;
+        throw nb::value_error("tier must be one tier");
+    }
+
+    std::string nil;   // fields that are always there
+    std::string rank;  // encoded
+};
+
+nb::bytes stored(const PyEventEncoder& e, const nb::bytes& hashes, const nb::bytes& parent, const nb::bytes& tokens,
+                 nb::handle tier, const EventIdentity& identity) {
+    const Key* keys = keys_of(hashes);
+    if (parent.size() != 0 && parent.size() != sizeof(Key)) throw nb::value_error("parent must be 32 bytes, or none");
+    if (tokens.size() % 4) throw nb::value_error("tokens must be whole little-endian uint32");
+    const Key* above = parent.size() ? reinterpret_cast<const Key*>(parent.c_str()) : nullptr;
+    const u8* ids = reinterpret_cast<const u8*>(tokens.c_str());
+    const std::size_t medium = e.medium(tier);
+    return written([&](Raw<u8>& out) {
+        e.stored(out, keys, hashes.size() / sizeof(Key), above, ids, tokens.size() / 4, medium, identity);
+    });
+}
+
+nb::bytes batch(const PyEventEncoder& e, double timestamp, const nb::list& events) {
+    return written([&](Raw<u8>& out) {
+        begin_batch(out, timestamp, events.size());
+        const auto append = [&out](std::string_view bytes) {
+            const std::size_t before = out.size();
+            out.resize(before + bytes.size());
+            std::memcpy(out.data() + before, bytes.data(), bytes.size());
+        };
+        for (nb::handle event : events) append(view_of(nb::cast<nb::bytes>(event)));
+        append(e.rank);
+    });
+}
+
+}  // namespace
+
+void bind_events(nb::module_& m) {
+    nb::class_<PyEventEncoder>(m, "EventEncoder")
+        .def("__init__", [](PyEventEncoder* self, bool array, bool whole_hashes, Id block_size,
+                            const std::vector<std::string>& media, Id num_nil, const nb::bytes& dp_rank) {
+            if (num_nil < 0 || num_nil > 7) throw nb::value_error("num_nil must be between 0 and 7");
+            for (const std::string& medium : media)
+                if (medium.size() > 255) throw nb::value_error("the name of a medium is too long");
+            new (self) PyEventEncoder(array, whole_hashes, size_of(block_size, "block_size out of range"), media,
+                                      u32(num_nil), dp_rank);
+        }, "array"_a, "whole_hashes"_a, "block_size"_a, "media"_a, "num_nil"_a, "dp_rank"_a)
+        .def("stored", [](const PyEventEncoder& e, const nb::bytes& hashes, const nb::bytes& parent,
+                          const nb::bytes& tokens, nb::handle tier) {
+            const std::string_view nil("\xc0", 1);
+            return stored(e, hashes, parent, tokens, tier, {nil, nil, u32(e.nil.size()), e.nil});
+        }, "hashes"_a, "parent"_a, "tokens"_a, "tier"_a)
+        .def("stored_with", [](const PyEventEncoder& e, const nb::bytes& hashes, const nb::bytes& parent,
+                               const nb::bytes& tokens, nb::handle tier, const nb::bytes& lora_id, const nb::bytes& lora_name,
+                               Id num_fields, const nb::bytes& fields) {
+            if (num_fields < 0 || num_fields > 7) throw nb::value_error("num_fields must be between 0 and 7");
+            return stored(e, hashes, parent, tokens, tier,
+                          {view_of(lora_id), view_of(lora_name), u32(num_fields), view_of(fields)});
+        }, "hashes"_a, "parent"_a, "tokens"_a, "tier"_a, "lora_id"_a, "lora_name"_a, "num_fields"_a, "fields"_a)
+        .def("removed", [](const PyEventEncoder& e, const nb::bytes& hashes, nb::handle tier) {
+            const Key* keys = keys_of(hashes);
+            const std::size_t medium = e.medium(tier);
+            return written([&](Raw<u8>& out) { e.removed(out, keys, hashes.size() / sizeof(Key), medium); });
+        }, "hashes"_a, "tier"_a)
+        .def("batch", &batch, "timestamp"_a, "events"_a);
+}
+
+}  // namespace kvactors

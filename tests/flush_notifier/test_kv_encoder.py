@@ -1,0 +1,230 @@
+"""The encoder of KV events against msgspec, byte for byte."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kvactors.extra_keys import media_extra
+from kvactors.flush_notifier.blocks import HeldBlock
+from kvactors.flush_notifier.messages import PLAIN, FlushTask, Origin
+from kvactors.flush_notifier.sinks.kv_encoder import KvEventEncoder
+from kvactors.native import EventEncoder
+from kvactors.sink_config import KvEventsSinkConfig
+from kvactors.types import Reason, Residency, Tier
+from tests.flush_notifier import kv_reference
+
+CONFIGS = st.builds(
+    KvEventsSinkConfig,
+    dialect=st.sampled_from(["map", "array"]),
+    maps_for=st.sampled_from(["all", "vllm"]),
+    arrays_for=st.sampled_from(["vllm", "dynamo"]),
+    media=st.sampled_from(["vllm", "sglang"]),
+    hashes=st.sampled_from(["int", "bytes"]),
+    dp_rank=st.sampled_from([0, 1, 127, 128, 70_000]),
+)
+# around the numbers at which MessagePack's forms change
+EDGES = [0, 1, 127, 128, 255, 256, 65_535, 65_536, 150_000, 2**31, 2**32 - 1]
+TOKEN = st.sampled_from(EDGES) | st.integers(0, 2**32 - 1)
+NUMBER = st.sampled_from([*EDGES, 2**32, 2**63, 2**64 - 1]) | st.integers(0, 2**64 - 1)
+TEXT = st.text("a0é-:\0", max_size=70)
+NAMES = st.none() | st.sampled_from(["", "a", "dynamo-cache-salt:x", "é" * 200]) | TEXT
+ORIGINS = st.just(PLAIN) | st.builds(
+    Origin, NAMES, NAMES, st.none() | st.integers(-(2**31), 2**31) | NUMBER
+)
+ITEMS = st.lists(
+    st.tuples(
+        st.binary(max_size=40) | TEXT | st.integers(0, 2**70),
+        st.integers(-300, 300),
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+@st.composite
+def tasks(draw: st.DrawFn, block_size: int) -> FlushTask:
+    count = draw(st.sampled_from([0, 1, 2, 15, 16, 17]) | st.integers(1, 40))
+    if not count:
+        return FlushTask(b"", 0, 0, b"", b"", Residency.GONE, Tier(7), Reason.CLEAR, 1)
+    last = st.binary(min_size=8, max_size=8) | NUMBER.map(lambda n: n.to_bytes(8, "big"))
+    key = st.tuples(st.binary(min_size=24, max_size=24), last).map(b"".join)
+    keys = [draw(key) for _ in range(min(count, 3))]
+    start = draw(st.integers(0, 5))
+    residency = draw(st.sampled_from([Residency.RESIDENT, Residency.GONE]))
+    resident = residency is Residency.RESIDENT
+    some = draw(st.lists(TOKEN, min_size=1, max_size=20)) if resident else []
+    media = draw(st.dictionaries(st.integers(start, start + count), ITEMS, max_size=3))
+    return FlushTask(
+        np.resize(np.array(some, "<u4"), count * block_size).tobytes() if resident else b"",
+        start,
+        count,
+        b"".join((keys * count)[:count]),
+        draw(key),
+        residency,
+        draw(st.sampled_from([Tier.DEVICE, Tier.HOST, Tier.STORAGE])),
+        Reason.COMMIT,
+        1,
+        draw(ORIGINS),
+        tuple((at, media_extra(items)) for at, items in sorted(media.items())) if resident else (),
+    )
+
+
+BATCHES = st.sampled_from([1, 3, 16, 200]).flatmap(
+    lambda size: st.tuples(st.just(size), st.lists(tasks(size), max_size=4))
+)
+
+
+@given(CONFIGS, BATCHES, st.integers(1, 50), st.floats())
+def test_batches_are_those_of_msgspec(config, batch, max_blocks, timestamp):
+    block_size, made = batch
+    encoder = KvEventEncoder(config, block_size)
+    ours = [event for task in made for event, _ in encoder.events(task, max_blocks)]
+    theirs = [
+        event
+        for task in made
+        for event in kv_reference.events(config, block_size, task, max_blocks)
+    ]
+    encoded = encoder.batch(timestamp, ours)
+    assert encoded == kv_reference.batch(timestamp, theirs, config.dp_rank)
+
+
+@given(CONFIGS, st.integers(1, 16).flatmap(lambda size: st.tuples(st.just(size), tasks(size))))
+def test_events_have_the_blocks_that_they_count(config, one):
+    block_size, task = one
+    encoder = KvEventEncoder(config, block_size)
+    counted = [size for _, size in encoder.events(task, 7)]
+    assert sum(counted) == task.count
+    assert all(0 < size <= 7 for size in counted) or not task.count
+
+
+@given(CONFIGS, tasks(4))
+def test_a_block_of_a_snapshot_is_the_event_of_its_task(config, task):
+    if task.residency is Residency.GONE:
+        return
+    encoder, key = KvEventEncoder(config, 4), task.keys[:32]
+    extra = dict(task.extra_keys).get(task.start_block_idx, b"")
+    held = HeldBlock(
+        key, task.parent, task.start_block_idx, task.tokens[:16], 1, task.origin, extra
+    )
+    one = FlushTask(
+        task.tokens[:16],
+        task.start_block_idx,
+        1,
+        key,
+        task.parent,
+        Residency.RESIDENT,
+        Tier.HOST,
+        Reason.COMMIT,
+        1,
+        task.origin,
+        ((task.start_block_idx, extra),) if extra else (),
+    )
+    assert encoder.held(held, Tier.HOST) == encoder.event(one)
+
+
+@given(st.integers(0, 70_000))
+@example(65_535)
+@example(65_536)
+def test_heads_of_arrays_of_any_length(count):
+    config = KvEventsSinkConfig()
+    task = FlushTask(
+        bytes(4 * count),
+        0,
+        1,
+        bytes(32),
+        bytes(32),
+        Residency.RESIDENT,
+        Tier.DEVICE,
+        Reason.COMMIT,
+        1,
+    )
+    encoder = KvEventEncoder(config, count)
+    expected = kv_reference.events(config, count, task, 1)
+    assert encoder.batch(0.5, [encoder.event(task)]) == kv_reference.batch(0.5, expected, 0)
+    removed = FlushTask(
+        b"",
+        0,
+        count,
+        bytes(32 * count),
+        bytes(32),
+        Residency.GONE,
+        Tier.DEVICE,
+        Reason.COMMIT,
+        1,
+    )
+    if count:
+        expected = kv_reference.events(config, 1, removed, count)
+        assert encoder.batch(0.5, [encoder.event(removed)]) == kv_reference.batch(0.5, expected, 0)
+    many = [encoder.cleared] * count
+    assert encoder.batch(0.5, many) == kv_reference.batch(
+        0.5, [{"type": "AllBlocksCleared"}] * count, 0
+    )
+
+
+def native(**changes) -> EventEncoder:
+    options = {
+        "array": False,
+        "whole_hashes": False,
+        "block_size": 4,
+        "media": ["GPU", "CPU", "STORAGE"],
+        "num_nil": 0,
+        "dp_rank": b"\0",
+    }
+    return EventEncoder(**{**options, **changes})
+
+
+KEY = bytes(32)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda e: e.stored(KEY[1:], KEY, b"", 1),
+        lambda e: e.stored(KEY, KEY[1:], b"", 1),
+        lambda e: e.stored(KEY, KEY + KEY, b"", 1),
+        lambda e: e.stored(KEY, KEY, b"abc", 1),
+        lambda e: e.stored(KEY, KEY, b"", 0),
+        lambda e: e.stored(KEY, KEY, b"", 3),
+        lambda e: e.stored(KEY, KEY, b"", 8),
+        lambda e: e.stored(KEY, KEY, b"", -1),
+        lambda e: e.removed(KEY[1:], 1),
+        lambda e: e.removed(KEY, 5),
+        lambda e: e.stored_with(KEY, KEY, b"", 1, b"", b"", 8, b""),
+        lambda e: e.stored_with(KEY, KEY, b"", 1, b"", b"", -1, b""),
+        lambda e: native(num_nil=8),
+        lambda e: native(num_nil=-1),
+        lambda e: native(block_size=-1),
+        lambda e: native(media=["x" * 256]),
+    ],
+)
+def test_arguments_of_other_lengths_are_refused(call):
+    with pytest.raises(ValueError, match=r"must be|out of range|too long"):
+        call(native())
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda e: e.stored("text", KEY, b"", 1),
+        lambda e: e.stored(KEY, None, b"", 1),
+        lambda e: e.stored(KEY, KEY, bytearray(4), 1),
+        lambda e: e.stored(KEY, KEY, b"", "GPU"),
+        lambda e: e.removed(None, 1),
+        lambda e: e.batch("now", []),
+        lambda e: e.batch(0.5, (b"",)),
+        lambda e: e.batch(0.5, ["text"]),
+    ],
+)
+def test_arguments_of_other_types_are_refused(call):
+    with pytest.raises((TypeError, RuntimeError)):
+        call(native())
+
+
+def test_a_large_event_leaves_no_large_buffer():
+    encoder = native()
+    large = encoder.stored(KEY, KEY, b"\xff" * (4 << 20), 1)
+    assert len(large) > 5 << 20
+    assert encoder.stored(KEY, KEY, b"", 1) == native().stored(KEY, KEY, b"", 1)
