@@ -5,7 +5,7 @@ actor. All token ids are unsigned 32-bit. All block keys are 32 bytes (SHA-256).
 one-dimensional.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
@@ -82,6 +82,26 @@ class EventEncoder:
 
     def batch(self, timestamp: float, events: list[bytes]) -> bytes:
         """A batch of encoded events."""
+
+class FrameSender:
+    """Sends messages of three frames to a ZMQ socket that never blocks. Used by the socket's thread
+    alone."""
+
+    def __init__(self, send: int, socket: int, fail: Callable[[], object]) -> None:
+        """Set the socket.
+
+        Args:
+            send: address of zmq_send in the library that has opened the socket.
+            socket: address of the socket. `close` must come before the socket is closed.
+            fail: raises the error of the last call of that library.
+        """
+
+    def __call__(self, topic: bytes, number: int, payload: bytes) -> None:
+        """Send the topic, the number as 8 bytes (big-endian) and the payload. What `fail` raises if
+        that fails."""
+
+    def close(self) -> None:
+        """Every further call fails."""
 
 class Path:
     """One request's tokens, its block hashes, the nodes it holds and its device block table.

@@ -29,7 +29,6 @@ from kvactors.flush_notifier.actor import FlushNotifier
 from kvactors.flush_notifier.messages import Announced, FlushTask, Gained, Gone, Settle
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.flush_notifier.sinks.kv_events import KvEventsSink
-from kvactors.flush_notifier.sinks.kv_sockets import send
 from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.native import KEY_BYTES, chain_keys
 from kvactors.observe.lag import Lag, LagMonitor
@@ -219,7 +218,7 @@ async def publish(blocks: int, tokens: int, count: int, folder: str) -> tuple[fl
                 if ours:
                     await sink.deliver(tasks[number % len(tasks) :][:1])
                 else:
-                    send(sink.events.socket, b"", number, payload)
+                    sink.events.sender(b"", number, payload)
                 if number % 64 == 0:
                     await asyncio.sleep(0)
             rates.append(await received(reader, count))

@@ -20,7 +20,7 @@ from kvactors.config import Config
 from kvactors.errors import ConfigError
 from kvactors.flush_notifier.blocks import HeldBlock
 from kvactors.flush_notifier.messages import FlushTask, Origin
-from kvactors.flush_notifier.sinks import kv_events, kv_replay
+from kvactors.flush_notifier.sinks import kv_events, kv_replay, kv_state, kv_wire
 from kvactors.flush_notifier.sinks.kv_replay import SNAPSHOT, Window
 from kvactors.flush_notifier.sinks.kv_state import Changes, joined
 from kvactors.flush_notifier.sinks.kv_wire import AllBlocksCleared, BlockStored, decode_batch
@@ -436,6 +436,36 @@ async def test_what_the_last_call_published_is_in_the_state_before_the_ledger_co
             "GPU": {hash_of(KEYS[0]), hash_of(KEYS[1])},
             "CPU": {hash_of(KEYS[2])},
         }
+        sink.events.release()
+
+
+@pytest.mark.parametrize("max_blocks", [1, 256])
+async def test_a_batch_published_while_a_state_is_made_is_not_in_it(tmp_path, max_blocks):
+    """One batch and several: the reader gets all of them after the state."""
+    async with opened(tmp_path, max_blocks=max_blocks) as sink:
+        held = [Tier.DEVICE, Tier(0), Tier(0)]
+
+        def source(*, every=False):
+            for i in range(kv_state.STEP):
+                yield HeldBlock(i.to_bytes(32, "big"), ROOT, 0, b"", 0, Origin())
+            for i, tiers in enumerate(held):
+                parent = KEYS[i - 1] if i else ROOT
+                yield HeldBlock(KEYS[i], parent, i, TOKENS[16 * i : 16 * i + 16], tiers, Origin())
+
+        sink.set_snapshot_source(source)
+        await sink.begin_epoch(7)
+        sink.events.hold()
+        making = asyncio.create_task(sink.events.state())
+        while sink.events.states.number == kv_wire.END:
+            await asyncio.sleep(0)
+        number = sink.events.sequence
+        await sink.deliver([task(1, 2)])
+        held[1] = held[2] = Tier.DEVICE
+        state = await making
+        mirror = Mirror()
+        for payload in state.payloads(100, 0):
+            mirror.apply(decode_batch(payload)[1])
+        assert (state.number, mirror.view) == (number, {"GPU": {hash_of(KEYS[0])}})
         sink.events.release()
 
 

@@ -110,7 +110,7 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "window_forgets_what_follows_a_state",
         "flush_notifier/sinks/kv_replay.py",
-        "            if self._kept[0][0] >= self.needed and self._has_place():\n                "
+        "            if self._next - len(kept) >= self.needed and self._has_place():\n                "
         "return\n",
         "",
         "under load a state is old before its reader has it, and is made again and again",

@@ -108,4 +108,108 @@ BUGS: tuple[Mutation, ...] = (
             "tests/flush_notifier/test_kv_identity.py::test_events_are_published_on_the_topic_of_the_model",
         ),
     ),
+    Mutation(
+        "identity_of_another_place",
+        "flush_notifier/sinks/kv_encoder.py",
+        "scope_identity(self._form, origin, position == 0, count)",
+        "scope_identity(self._form, origin, True, count)",
+        "vLLM's readers find a bare salt in the middle of a sequence",
+        ("tests/flush_notifier/test_kv_encoder.py::test_batches_are_those_of_msgspec",),
+    ),
+    Mutation(
+        "identity_of_another_form",
+        "flush_notifier/sinks/kv_encoder.py",
+        "for name, value in sent if value is not None]",
+        "for name, value in sent]",
+        "vLLM's router refuses a field that vLLM leaves out",
+        ("tests/flush_notifier/test_kv_encoder.py::test_batches_are_those_of_msgspec",),
+    ),
+    Mutation(
+        "part_below_the_parent_of_the_task",
+        "flush_notifier/sinks/kv_encoder.py",
+        "keys[KEY_BYTES * (at - 1) : KEY_BYTES * at] if at else task.parent",
+        "task.parent",
+        "the second part of a long run is announced as a sibling of the first",
+        ("tests/flush_notifier/test_kv_encoder.py::test_batches_are_those_of_msgspec",),
+    ),
+    Mutation(
+        "parts_of_a_removal_in_path_order",
+        "flush_notifier/sinks/kv_encoder.py",
+        """\
+            for end in range(count, 0, -max_blocks):  # children before parents
+                part = keys[KEY_BYTES * max(0, end - max_blocks) : KEY_BYTES * end]
+""",
+        """\
+            for at in range(0, count, max_blocks):
+                part = keys[KEY_BYTES * at : KEY_BYTES * (at + max_blocks)]
+""",
+        "between two batches of a removal an index holds children without their parents",
+        ("tests/flush_notifier/test_kv_encoder.py::test_batches_are_those_of_msgspec",),
+    ),
+    Mutation(
+        "one_batch_is_not_noted",
+        "flush_notifier/sinks/kv_stream.py",
+        """\
+            changes.note(tasks)
+        self._last = ()
+""",
+        """\
+            changes.note(())
+        self._last = ()
+""",
+        "a batch that is published while a state is made is in the state and comes once more "
+        "after it",
+        (
+            "tests/flush_notifier/test_kv_recovery.py::test_a_batch_published_while_a_state_is_made_is_not_in_it",
+        ),
+    ),
+    Mutation(
+        "one_batch_is_not_the_last",
+        "flush_notifier/sinks/kv_stream.py",
+        """\
+        self.publish(events)
+        self._last = tasks
+""",
+        """\
+        self.publish(events)
+""",
+        "a state lacks the last batch before it, which the ledger does not have in its view yet",
+        (
+            "tests/flush_notifier/test_kv_recovery.py::test_what_the_last_call_published_is_in_the_state_before_the_ledger_counts_it",
+        ),
+    ),
+    Mutation(
+        "window_begins_one_later",
+        "flush_notifier/sinks/kv_replay.py",
+        "        return self._next - len(self._kept) if self._kept else END\n",
+        "        return self._next - len(self._kept) + 1 if self._kept else END\n",
+        "a replay replaces a batch that is kept by a whole state",
+        (
+            "tests/flush_notifier/test_kv_recovery.py::test_a_window_keeps_what_follows_a_state_within_bounds",
+        ),
+    ),
+    Mutation(
+        "sender_outlives_its_socket",
+        "flush_notifier/sinks/kv_sockets.py",
+        """\
+        for sender in self._senders:
+            sender.close()
+""",
+        "",
+        "a message after the sink was closed reads freed memory of ZMQ",
+        ("tests/flush_notifier/test_kv_sockets.py::test_a_sender_ends_before_its_socket",),
+    ),
+    Mutation(
+        "error_of_another_call",
+        "flush_notifier/sinks/kv_sockets.py",
+        """\
+    error = zmq.ZMQError()  # before any other call of the library
+    raise zmq.ZMQError(zmq.ENOTSOCK) if socket.closed else error
+""",
+        """\
+    raise zmq.ZMQError(zmq.ENOTSOCK if socket.closed else None)
+""",
+        "a message that could not be sent is reported with the error of another call",
+        ("tests/flush_notifier/test_kv_sockets.py::test_a_sender_raises_the_error_of_the_library",),
+    ),
 )

@@ -107,12 +107,13 @@ class KvEventsSink(Sink):
         config = self.config
         try:
             queued, bind = config.high_water_mark, config.bind
-            socket = self.events.socket = await sockets.publisher(self.endpoint, queued, bind)
+            socket = await sockets.publisher(self.endpoint, queued, bind)
+            self.events.sender = sockets.sender(socket)
             self.endpoint = sockets.address(socket)
             if self.detail_endpoint:
                 socket = await sockets.publisher(self.detail_endpoint, queued, bind)
                 self.detail_endpoint = sockets.address(socket)
-            self.details.socket = socket
+            self.details.sender = sockets.sender(socket)
             if self.replay_endpoint:
                 router = await sockets.router(self.replay_endpoint, QUEUED)
                 self.replay_endpoint = sockets.address(router)

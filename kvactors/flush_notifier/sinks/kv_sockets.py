@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import socket as system_socket
 import stat
+import sys
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import anyio
 
 from kvactors.errors import SinkError
+from kvactors.native import FrameSender
 from kvactors.zmq_endpoint import Endpoint
 
 try:
@@ -22,10 +27,10 @@ try:
 except ImportError as error:
     raise SinkError("a kv_events sink needs ZMQ: pip install 'kvactors[kv-events]'") from error
 
-__all__ = ["Sockets", "send", "zmq"]
+__all__ = ["Sockets", "zmq"]
 
-send_frame: Any = zmq.backend.Socket.send
-"""One frame. `zmq.Socket.send` looks at options first that only other kinds of sockets have."""
+Send = Callable[[bytes, int, bytes], None]
+"""Sends a topic, a sequence number and a payload as one message of three frames."""
 
 LARGEST_SUBSCRIPTION = 4_096
 """Bytes of a topic that a subscriber may ask for. A larger message ends its connection."""
@@ -60,6 +65,7 @@ class Sockets:
         )  # the process's own, so that inproc readers find it
         self.exposed: list[str] = []  # endpoints that every interface of this machine listens at
         self._opened: list[Any] = []
+        self._senders: list[FrameSender] = []
 
     async def publisher(
         self, endpoint: str, high_water_mark: int, bind: Literal["auto", "bind", "connect"]
@@ -108,9 +114,21 @@ class Sockets:
     def close(self, linger: float = 0.0) -> None:
         """Close everything. linger: seconds in which what was published may still leave; ZMQ's own
         thread sees to that."""
+        for sender in self._senders:
+            sender.close()
         for socket in self._opened:
             socket.close(linger=int(1000 * linger))
+        self._senders.clear()
         self._opened.clear()
+
+    def sender(self, socket: Any) -> Send:
+        """What sends messages to a PUB socket of these."""
+        address = address_of_send()
+        if not address:
+            return partial(send_frames, socket)
+        sender = FrameSender(address, socket.underlying, partial(raise_last, socket))
+        self._senders.append(sender)
+        return sender
 
 
 async def bind_when_free(socket: Any, text: str, endpoint: Endpoint) -> None:
@@ -156,9 +174,25 @@ def listens(path: Path) -> bool:
     return True
 
 
-def send(socket: Any, topic: bytes, sequence: int, payload: bytes) -> None:
-    """One message of three frames, frame by frame and without the checks of options that are not
-    used: a quarter of the price of `send_multipart`."""
+def address_of_send() -> int:
+    """The address of zmq_send in pyzmq's library. 0 if the library does not show it."""
+    try:
+        library = ctypes.CDLL(sys.modules[zmq.backend.Socket.__module__].__file__)
+        return ctypes.cast(library.zmq_send, ctypes.c_void_p).value or 0
+    except (AttributeError, OSError):
+        return 0
+
+
+def raise_last(socket: Any) -> NoReturn:
+    """Raise the error of the last call for a socket."""
+    error = zmq.ZMQError()  # before any other call of the library
+    raise zmq.ZMQError(zmq.ENOTSOCK) if socket.closed else error
+
+
+def send_frames(socket: Any, topic: bytes, number: int, payload: bytes) -> None:
+    """Send a message frame by frame with pyzmq alone. `zmq.backend.Socket` leaves out a check of
+    options that PUB sockets do not have."""
+    send_frame: Any = zmq.backend.Socket.send
     send_frame(socket, topic, zmq.SNDMORE)
-    send_frame(socket, sequence.to_bytes(8, "big"), zmq.SNDMORE)
+    send_frame(socket, number.to_bytes(8, "big"), zmq.SNDMORE)
     send_frame(socket, payload)

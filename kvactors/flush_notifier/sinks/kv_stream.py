@@ -8,11 +8,12 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
+from kvactors.errors import SinkError
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.base import SnapshotSource
 from kvactors.flush_notifier.sinks.kv_encoder import KvEventEncoder
 from kvactors.flush_notifier.sinks.kv_replay import Window
-from kvactors.flush_notifier.sinks.kv_sockets import send
+from kvactors.flush_notifier.sinks.kv_sockets import Send
 from kvactors.flush_notifier.sinks.kv_state import Changes, State, StateMaker
 from kvactors.flush_notifier.sinks.kv_wire import encode_batch
 from kvactors.sink_config import KvEventsSinkConfig
@@ -28,6 +29,7 @@ class EventStream:
         window: the last batches.
         states: made of the view and the batches.
         source: of the view.
+        sender: sends a message to the readers. Set when the socket is open.
     """
 
     def __init__(self, config: KvEventsSinkConfig, encoder: KvEventEncoder, first: int) -> None:
@@ -37,7 +39,7 @@ class EventStream:
         self.window = Window(config.replay_window, config.replay_bytes)
         self.epoch = 0
         self.source: SnapshotSource = _no_blocks
-        self.socket: Any = None
+        self.sender: Send = _not_open
         self.states = StateMaker(
             self._begin_state, self._end_state, lambda: self.source, self._kept, encoder
         )
@@ -54,7 +56,7 @@ class EventStream:
         """Send one batch of encoded events."""
         payload, number = self._encode(time.time(), events), self.sequence
         self.window.add(number, payload)
-        send(self.socket, self.topic, number, payload)
+        self.sender(self.topic, number, payload)
         self.sequence = number + 1
 
     # -- calls
@@ -157,12 +159,16 @@ class EventStream:
 
 class DetailStream:
     """The second stream: epochs, reasons and snapshots, for readers of kvactors. Off without a
-    topic."""
+    topic.
+
+    Attributes:
+        sender: sends a message to the readers. Set when the socket is open.
+    """
 
     def __init__(self, config: KvEventsSinkConfig, first: int) -> None:
         self.topic = config.detail_topic.encode()
         self.sequence = first
-        self.socket: Any = None
+        self.sender: Send = _not_open
         self._dp_rank = config.dp_rank
 
     def publish(self, record: dict[str, Any]) -> None:
@@ -172,10 +178,14 @@ class DetailStream:
 
     def send(self, payload: bytes) -> None:
         """Send one encoded batch."""
-        send(self.socket, self.topic, self.sequence, payload)
+        self.sender(self.topic, self.sequence, payload)
         self.sequence += 1
 
 
 def _no_blocks(**_: bool) -> Iterator[Any]:
     """The view of a sink without a notifier."""
     return iter(())
+
+
+def _not_open(*_: object) -> None:
+    raise SinkError("the sink is not open")
