@@ -92,9 +92,9 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "fields_that_vllms_router_refuses",
-        "flush_notifier/sinks/kv_wire.py",
-        "fields = 3 if config.maps_for",
-        'fields = 3 if config.dialect == "map" or config.maps_for',
+        "flush_notifier/sinks/kv_encoder.py",
+        "num_fields=3 if config.maps_for",
+        'num_fields=3 if config.dialect == "map" or config.maps_for',
         "vLLM's router drops every batch with a salt or an image",
         ("tests/flush_notifier/test_kv_events.py::test_bytes_are_as_documented",),
     ),
