@@ -357,6 +357,59 @@ def scatter(
 ) -> None:
     """Host to device: the inverse of `gather`."""
 
+class CopyQueue:
+    """Copies between device blocks and host slots in native threads, and the queue of the ended
+    ones. Threads start with the first job that is not copied inline.
+
+    Args:
+        addresses, piece_bytes, strides: of the device's regions: block b of region r is at
+            addresses[r] + b * strides[r].
+        num_blocks: blocks of every region.
+        memory, row_stride: address of the first row of host slots, and bytes to the next.
+        slots_per_row: slots that follow one another in a row, each with the pieces of a block.
+        num_slots: slots in all rows.
+        threads: 1 to 64.
+        inline_bytes: smaller jobs are copied by the thread that submits them.
+        event: whether `event_fd` counts ended jobs (-1 if not).
+
+    Raises:
+        ValueError: the sizes do not fit.
+    """
+
+    def __init__(
+        self,
+        addresses: NDArray[np.int64],
+        piece_bytes: NDArray[np.int64],
+        strides: NDArray[np.int64],
+        num_blocks: int,
+        memory: int,
+        row_stride: int,
+        slots_per_row: int,
+        num_slots: int,
+        threads: int,
+        inline_bytes: int,
+        event: bool,
+    ) -> None: ...
+    def submit(self, to_host: bool, blocks: NDArray[np.int64], slots: NDArray[np.int64]) -> int:
+        """Begin to copy every pair. Returns the job's number.
+
+        ValueError: a number is out of range, or the lengths differ. RuntimeError: the queue is
+        closed, or was used before a fork."""
+
+    def take_ended(self) -> list[tuple[int, int, float]]:
+        """Number, bytes and seconds of the jobs that have ended and were not returned before."""
+
+    def wait(self, number: int, seconds: float) -> bool:
+        """Whether a job has ended, after `seconds` at most. Releases the GIL."""
+
+    def close(self) -> None:
+        """End the threads after the submitted jobs. Releases the GIL."""
+
+    @property
+    def in_flight(self) -> int: ...
+    @property
+    def event_fd(self) -> int: ...
+
 def touch(address: int, nbytes: int) -> None:
     """Write one zero byte to each page, so that later use does not fault. Releases the GIL."""
 

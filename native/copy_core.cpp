@@ -66,7 +66,14 @@ void copy_piece(u8* to, const u8* from, std::size_t bytes, bool stream) {
 }
 
 u8* piece(const Regions& regions, std::size_t r, i64 block) {
-    return reinterpret_cast<u8*>(regions.address[r]) + std::size_t(block) * std::size_t(regions.piece_bytes[r]);
+    const i64* const steps = regions.strides != nullptr ? regions.strides : regions.piece_bytes;
+    return reinterpret_cast<u8*>(regions.address[r]) + std::size_t(block) * std::size_t(steps[r]);
+}
+
+u8* slot_start(const Slots& slots, i64 id) {
+    const std::size_t slot = std::size_t(id);
+    if (slots.per_row == 1) return slots.arena + slot * slots.stride;
+    return slots.arena + slot / slots.per_row * slots.stride + slot % slots.per_row * slots.slot_bytes;
 }
 
 // SplitMix64: a counter through a mixer, so that any word can be computed alone.
@@ -92,7 +99,7 @@ u64 seed_of(const u8* key, std::size_t region) {
 void gather(const Regions& regions, const i64* blocks, Slots slots, const i64* ids, std::size_t pairs) {
     const bool stream = worth_streaming(regions, pairs);
     for (std::size_t j = 0; j < pairs; ++j) {
-        u8* to = slots.arena + std::size_t(ids[j]) * slots.stride;
+        u8* to = slot_start(slots, ids[j]);
         for (std::size_t r = 0; r < regions.count; ++r) {
             const std::size_t bytes = std::size_t(regions.piece_bytes[r]);
             copy_piece(to, piece(regions, r, blocks[j]), bytes, stream);
@@ -105,7 +112,7 @@ void gather(const Regions& regions, const i64* blocks, Slots slots, const i64* i
 void scatter(const Regions& regions, const i64* blocks, Slots slots, const i64* ids, std::size_t pairs) {
     const bool stream = worth_streaming(regions, pairs);
     for (std::size_t j = 0; j < pairs; ++j) {
-        const u8* from = slots.arena + std::size_t(ids[j]) * slots.stride;
+        const u8* from = slot_start(slots, ids[j]);
         for (std::size_t r = 0; r < regions.count; ++r) {
             const std::size_t bytes = std::size_t(regions.piece_bytes[r]);
             copy_piece(piece(regions, r, blocks[j]), from, bytes, stream);

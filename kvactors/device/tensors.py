@@ -9,6 +9,7 @@ unchanged.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -70,6 +71,54 @@ _get_pointer.restype = ctypes.c_void_p
 _get_pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
 
 
+class Rows(NamedTuple):
+    """A tensor as rows of bytes, one for each index of its first axis.
+
+    Attributes:
+        address: of the first row.
+        rows: number of rows.
+        nbytes: bytes of a row, without gaps.
+        stride: bytes from one row to the next.
+        host: whether the host can address the memory.
+    """
+
+    address: int
+    rows: int
+    nbytes: int
+    stride: int
+    host: bool
+
+
+def _dl_tensor(tensor: Any) -> tuple[Any, _DLTensor]:
+    """A capsule that keeps the record alive, and the record. DeviceError."""
+    try:
+        capsule = tensor.__dlpack__()
+    except Exception as error:
+        raise DeviceError(f"{type(tensor).__name__} cannot be taken by DLPack: {error}") from error
+    return capsule, _DLTensor.from_address(_get_pointer(capsule, b"dltensor"))
+
+
+def rows_of(tensor: Any) -> Rows:
+    """A tensor of any dtype as rows. Rows may have gaps between them, but none inside.
+
+    Raises:
+        DeviceError: the object does not support DLPack, or its rows have gaps inside.
+    """
+    _capsule, found = _dl_tensor(tensor)
+    shape = tuple(found.shape[i] for i in range(found.ndim))
+    item = found.bits * found.lanes // 8
+    if not shape or item < 1:
+        raise DeviceError(f"a tensor of shape {list(shape)} has no rows of whole bytes")
+    elements = math.prod(shape[1:])
+    strides = tuple(found.strides[i] for i in range(found.ndim)) if found.strides else None
+    if strides is not None and not _contiguous(shape[1:], strides[1:]):
+        raise DeviceError(f"a tensor of shape {list(shape)} has gaps inside its rows")
+    step = elements if strides is None or shape[0] == 1 else strides[0]
+    address = (found.data or 0) + found.byte_offset
+    host = found.device_type in HOST_DEVICES
+    return Rows(address, shape[0], elements * item, step * item, host)
+
+
 def region_of(tensor: Any) -> Region:
     """A tensor's region.
 
@@ -77,11 +126,7 @@ def region_of(tensor: Any) -> Region:
         DeviceError: the object does not support DLPack, is not contiguous or has an unsupported
             dtype.
     """
-    try:
-        capsule = tensor.__dlpack__()
-    except Exception as error:
-        raise DeviceError(f"{type(tensor).__name__} cannot be taken by DLPack: {error}") from error
-    found = _DLTensor.from_address(_get_pointer(capsule, b"dltensor"))
+    _capsule, found = _dl_tensor(tensor)
     shape = tuple(found.shape[i] for i in range(found.ndim))
     if found.strides and not _contiguous(shape, tuple(found.strides[i] for i in range(found.ndim))):
         raise DeviceError(f"a tensor of shape {list(shape)} is not contiguous")

@@ -1,5 +1,7 @@
 """Tiers for engines that own device blocks and block hashes: see `TierCache`."""
 
+from typing import TYPE_CHECKING, Any
+
 from kvactors.tier_cache.answers import (
     CopiesInFlight,
     Lookup,
@@ -15,8 +17,13 @@ from kvactors.tier_cache.storage_jobs import StorageResult
 from kvactors.tier_cache.storage_tier import StorageTier
 from kvactors.tier_cache.stores import open_storage
 
+if TYPE_CHECKING:
+    from kvactors.tier_cache.copy_worker import CopyResult, CopyWorker
+
 __all__ = [
     "CopiesInFlight",
+    "CopyResult",
+    "CopyWorker",
     "Lookup",
     "SlotMemory",
     "StorageResult",
@@ -32,3 +39,11 @@ __all__ = [
     "open_tiers",
     "shared_memory",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("CopyResult", "CopyWorker"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from kvactors.tier_cache import copy_worker  # the scheduler's process copies nothing
+
+    return getattr(copy_worker, name)

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from kvactors.tier_cache.views import Region
+from kvactors.tier_cache.views import ObjectViews
 
 
 class StorageResult(NamedTuple):
@@ -67,7 +67,7 @@ class StorageJob:
         save: bool,
         keys: Sequence[bytes],
         names: Sequence[bytes],
-        regions: Sequence[Region],
+        regions: Sequence[ObjectViews],
         generation: int,
         timeout: float,
     ) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from kvactors.errors import CacheClosed, StoreError
 from kvactors.tier_cache.storage_jobs import StorageJob, StorageResult
-from kvactors.tier_cache.views import Region
+from kvactors.tier_cache.views import ObjectViews
 
 if TYPE_CHECKING:
     from kvactors.storage.slot_store import SlotStore
@@ -142,7 +142,9 @@ class StorageTier:
         self._keys[name] = key
         return True
 
-    def submit_store(self, job: Hashable, keys: Sequence[bytes], views: Sequence[Region]) -> None:
+    def submit_store(
+        self, job: Hashable, keys: Sequence[bytes], views: Sequence[ObjectViews]
+    ) -> None:
         """Save memory under keys.
 
         Args:
@@ -157,13 +159,15 @@ class StorageTier:
         """
         self._submit(job, True, keys, views)
 
-    def submit_load(self, job: Hashable, keys: Sequence[bytes], views: Sequence[Region]) -> None:
+    def submit_load(
+        self, job: Hashable, keys: Sequence[bytes], views: Sequence[ObjectViews]
+    ) -> None:
         """Read objects into memory, and verify them. The arguments are those of `submit_store`.
         The contents of memory whose key failed are undefined."""
         self._submit(job, False, keys, views)
 
     def _submit(
-        self, name: Hashable, save: bool, keys: Sequence[bytes], views: Sequence[Region]
+        self, name: Hashable, save: bool, keys: Sequence[bytes], views: Sequence[ObjectViews]
     ) -> None:
         if len(keys) != len(views):
             raise ValueError(f"{len(views)} views of {len(keys)} keys")

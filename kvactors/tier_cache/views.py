@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
-Region: TypeAlias = "memoryview | Sequence[memoryview]"
+ObjectViews: TypeAlias = "memoryview | Sequence[memoryview]"
 """A contiguous view of bytes, or several views, in the order of the object's bytes."""
 
 
@@ -24,7 +24,7 @@ class ObjectMemory:
         ValueError: the region has another size, is not contiguous, or cannot be written.
     """
 
-    def __init__(self, region: Region, block_bytes: int, *, writable: bool) -> None:
+    def __init__(self, region: ObjectViews, block_bytes: int, *, writable: bool) -> None:
         parts = [region] if isinstance(region, memoryview) else list(region)
         self._parts = [_flat(part, writable) for part in parts]
         size = sum(part.nbytes for part in self._parts)
