@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvactors.extra_keys import block_extras
-from kvactors.flush_notifier.messages import PLAIN, Origin
+from kvactors.flush_notifier.messages import PLAIN, RequestScope
 from kvactors.native import Path
 from kvactors.types import Tokens
 
@@ -177,13 +177,13 @@ def request_path(
     return path, positions
 
 
-def request_origin(salt: Any, lora: Any, lora_id: Any = None) -> Origin:
+def request_scope(salt: Any, lora: Any, lora_id: Any = None) -> RequestScope:
     """The scope of a request. TypeError or ValueError for bad names."""
     if salt is None and lora is None and lora_id is None:
         return PLAIN
-    origin = Origin(check_optional_text("lora", lora), check_optional_text("salt", salt))
+    scope = RequestScope(check_optional_text("lora", lora), check_optional_text("salt", salt))
     if lora_id is None:
-        return origin
+        return scope
     if lora is None:
         raise ValueError("lora_id is the number of an adapter: give its name as lora as well")
-    return origin._replace(lora_id=check_int("lora_id", lora_id))
+    return scope._replace(lora_id=check_int("lora_id", lora_id))

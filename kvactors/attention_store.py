@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import anyio
 
-from kvactors.actor.uncancelled import to_the_end
+from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.errors import DeadlineExceeded, SdkError
 from kvactors.sdk_settings import SdkSettings, Shard
 from kvactors.threads import Workers
@@ -36,7 +36,7 @@ Use = Literal["index", "storage"]
 FastDeploy, which calls one object from two threads."""
 
 
-class Names(NamedTuple):
+class SdkNames(NamedTuple):
     """The names taken from the SDK's modules.
 
     Attributes:
@@ -51,7 +51,7 @@ class Names(NamedTuple):
     attention_type: Any
 
 
-def import_sdk(package: str, *, index: bool, cuda: bool) -> Names:
+def import_sdk(package: str, *, index: bool, cuda: bool) -> SdkNames:
     """Import the names of the SDK that the use needs.
 
     Raises:
@@ -62,7 +62,7 @@ def import_sdk(package: str, *, index: bool, cuda: bool) -> Names:
         error = import_module(f"{package}.utils.err").AttentionStoreSDKError
         hbm = import_module(f"{package}.api.common.common_pb2").MEDIA_HBM if index else None
         kinds = import_module(f"{package}.client.client").AttentionType if cuda else None
-        return Names(sdk.AttentionStoreSDK, sdk.Tokens, error, hbm, kinds)
+        return SdkNames(sdk.AttentionStoreSDK, sdk.Tokens, error, hbm, kinds)
     except (ImportError, AttributeError) as cause:
         raise SdkError(
             f"AttentionStore needs the package {package!r}, which cannot be imported ({cause}); it "
@@ -101,7 +101,7 @@ def guarded(call: Callable[[], T]) -> Callable[[], T]:
     return run
 
 
-def arguments(settings: SdkSettings, names: Names) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments(settings: SdkSettings, names: SdkNames) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The constructor's positional and keyword arguments.
 
     Raises:
@@ -344,7 +344,7 @@ class Sdk:
         future = self.thread.submit(
             guarded(lambda: call(self.names.tokens(tokens.tolist(), self.block_size)))
         )
-        return await to_the_end(asyncio.wrap_future(future))
+        return await wait_uncancelled(asyncio.wrap_future(future))
 
     def close(self) -> None:
         """End this handle. The thread ends with its last handle, unless a call hangs in it. In that

@@ -19,8 +19,8 @@ from kvactors.arguments import (
     check_seconds,
     check_text,
     kind,
-    request_origin,
     request_path,
+    request_scope,
 )
 from kvactors.client import Client
 from kvactors.config import Config
@@ -33,7 +33,7 @@ from kvactors.errors import (
     Paused,
     StoreUnsupported,
 )
-from kvactors.flush_notifier.messages import Resync, Settle
+from kvactors.flush_notifier.messages import Resync, WaitFlushed
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.lease import Lease
 from kvactors.observe.health import Health, health
@@ -138,9 +138,9 @@ class KVCache:
             warn("acquire(wait=) is deprecated: use wait_for_evictions=", stacklevel=2)
             wait_for_evictions = check_flag("wait", wait)
         check_text("request_id", request_id)
-        origin = request_origin(salt, lora, lora_id)
+        scope = request_scope(salt, lora, lora_id)
         path, media = request_path(
-            self.block_size, self.system.roots.root(origin), tokens, extra_keys
+            self.block_size, self.system.roots.root(scope), tokens, extra_keys
         )
         lease = next(self._leases)
         message = Acquire(
@@ -149,7 +149,7 @@ class KVCache:
             path,
             at,
             check_flag("wait_for_evictions", wait_for_evictions),
-            origin,
+            scope,
             () if self._split_media else media,
         )
         try:
@@ -180,14 +180,14 @@ class KVCache:
         nothing of it goes through the host tier.
         """
         at = self._client.deadline(deadline)
-        origin = request_origin(salt, lora)
-        path, _ = request_path(self.block_size, self.system.roots.root(origin), tokens, extra_keys)
+        scope = request_scope(salt, lora)
+        path, _ = request_path(self.block_size, self.system.roots.root(scope), tokens, extra_keys)
         if self.system.direct is not None:
             raise StoreUnsupported(
                 f"storage.backend {self.config.storage.backend!r} reads into device memory only: "
                 "there is no prefetch"
             )
-        return int((await self._client.ask(Prefetch(path, at, origin), at)).count)
+        return int((await self._client.ask(Prefetch(path, at, scope), at)).count)
 
     # -- the whole cache
 
@@ -233,10 +233,10 @@ class KVCache:
         seconds = check_seconds("deadline", deadline)
         with anyio.move_on_after(seconds) as scope:
             await asyncio.sleep(0)  # what finalisers have scheduled comes first
-            await self.system.activity.quiet()
+            await self.system.in_flight.wait_idle()
         if scope.cancelled_caught:
             raise DeadlineExceeded(
-                f"{self.system.activity.count} messages or jobs are in flight after {seconds} s"
+                f"{self.system.in_flight.count} messages or jobs are in flight after {seconds} s"
             )
 
     async def wait_flushed(
@@ -261,7 +261,7 @@ class KVCache:
             raise DeadlineExceeded(
                 f"the actors' messages to the notifier were not taken in {deadline} s"
             )
-        await self.system.notifier.ask(Settle(names), deadline=at)
+        await self.system.notifier.ask(WaitFlushed(names), deadline=at)
 
     settled = renamed("settled", wait_idle)
     flush_settled = renamed("flush_settled", wait_flushed)

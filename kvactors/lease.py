@@ -15,10 +15,10 @@ from kvactors.deprecated import renamed
 from kvactors.errors import ActorFailed, LeaseBusy, LeaseEnded, NotReady
 from kvactors.native import Path
 from kvactors.prefix_index.messages import (
+    AcquireResult,
     Commit,
     Extend,
     Finish,
-    Granted,
     LayerReady,
     Preempt,
     Ready,
@@ -61,7 +61,7 @@ class Lease:
         lease: int,
         request_id: str,
         path: Path,
-        granted: Granted,
+        granted: AcquireResult,
         loads_end: float,
     ) -> None:
         self.request_id = request_id
@@ -138,7 +138,7 @@ class Lease:
             )
         self._extending = True
         try:
-            granted: Granted = await self._ask(
+            granted: AcquireResult = await self._ask(
                 Extend(self._id, self.num_tokens, added), at, has_effect=True
             )
         except asyncio.CancelledError:

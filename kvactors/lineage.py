@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from kvactors.discreet import discreet
-from kvactors.flush_notifier.messages import PLAIN, Origin
+from kvactors.flush_notifier.messages import PLAIN, RequestScope
 
 
 class Lineage(NamedTuple):
@@ -22,13 +22,13 @@ class Lineage(NamedTuple):
         parent: the parent's block hash, or the root hash for a first block.
         tokens: the block's tokens, little-endian uint32.
         extra_key: the block's extra key.
-        origin: the properties that requests for the block share.
+        scope: the properties that requests for the block share.
     """
 
     parent: bytes
     tokens: bytes
     extra_key: bytes = b""
-    origin: Origin = PLAIN
+    scope: RequestScope = PLAIN
 
     def __repr__(self) -> str:
         return discreet(self)
@@ -46,12 +46,12 @@ class Lineages(NamedTuple):
 
     Attributes:
         tokens: the tokens of all blocks, concatenated.
-        origins: one for each block (None: the block has no lineage), or one for all.
+        scopes: one for each block (None: the block has no lineage), or one for all.
         extra_keys: the extra keys of the blocks that have one, by index.
     """
 
     tokens: bytes
-    origins: tuple[Origin | None, ...]
+    scopes: tuple[RequestScope | None, ...]
     extra_keys: Mapping[int, bytes] = {}
 
     def __repr__(self) -> str:
@@ -68,15 +68,15 @@ class Lineages(NamedTuple):
         Returns:
             The lineage, or None if the block has none.
         """
-        origin = self.origins[index if len(self.origins) > 1 else 0]
-        if origin is None:
+        scope = self.scopes[index if len(self.scopes) > 1 else 0]
+        if scope is None:
             return None
         size = len(self.tokens) // count
         return Lineage(
             parent,
             self.tokens[index * size : (index + 1) * size],
             self.extra_keys.get(index, b""),
-            origin,
+            scope,
         )
 
 

@@ -11,28 +11,28 @@ from kvactors.config import FlushConfig
 from kvactors.errors import SinkError
 from kvactors.flush_notifier.ledger import Fact, Ledger
 from kvactors.flush_notifier.messages import (
-    Announced,
-    Cleared,
-    Gained,
-    Gone,
-    Named,
+    BlocksAdded,
+    BlocksRemoved,
+    NamespaceChanged,
+    PathCached,
+    PathsFound,
     Resync,
-    Scoped,
-    Settle,
+    TierCleared,
+    WaitFlushed,
 )
 from kvactors.flush_notifier.sink_set import SinkSet
 from kvactors.storage.backends.device_store import DeviceStore
 from kvactors.storage.device_store import StorageDirect
 from kvactors.storage.messages import (
+    DeviceFetched,
+    DeviceSaved,
     FetchDevice,
-    Fetched,
     Outcome,
-    Probe,
     Probed,
+    ProbeStore,
     Read,
     ReadDone,
-    Recount,
-    Saved,
+    ReportLost,
     SaveDevice,
     Write,
 )
@@ -58,17 +58,17 @@ class NoNotifier(Actor):
         self.ledger = Ledger(block_size, ())
         self.sinks = SinkSet((), self.ledger, config)
 
-    @on(Announced)
-    @on(Gained)
-    @on(Gone)
-    @on(Cleared)
-    @on(Named)
-    @on(Scoped)
+    @on(PathCached)
+    @on(BlocksAdded)
+    @on(BlocksRemoved)
+    @on(TierCleared)
+    @on(PathsFound)
+    @on(NamespaceChanged)
     def fact(self, fact: Fact) -> None:
         """Drop a fact."""
 
-    @on(Settle)
-    def settle(self, message: Settle, envelope: Envelope[bool]) -> None:
+    @on(WaitFlushed)
+    def settle(self, message: WaitFlushed, envelope: Envelope[bool]) -> None:
         """End a wait for the healthy sinks, as there are none. Refuse a wait for all sinks."""
         if message.healthy:
             self.answer(envelope, True)
@@ -87,8 +87,8 @@ class NoReader(StorageWorker):
     ROLE: ClassVar[str] = StorageReader.ROLE
     SENDS: ClassVar[Mapping[str, tuple[type[Message], ...]]] = StorageReader.SENDS
 
-    @on(Probe)
-    def probe(self, message: Probe) -> None:
+    @on(ProbeStore)
+    def probe(self, message: ProbeStore) -> None:
         """Answer that no key is found."""
         self.tell(self.evictor, Probed(message.op, 0))
 
@@ -108,8 +108,8 @@ class NoWriter(StoreOwner):
         """Answer that no object can be written."""
         self.tell(self.evictor, unwritten(message, Outcome.UNAVAILABLE).answer)
 
-    @on(Recount)
-    def recount(self, message: Recount) -> None:
+    @on(ReportLost)
+    def recount(self, message: ReportLost) -> None:
         """Ignored: the successor recounts."""
 
 
@@ -134,9 +134,9 @@ class NoDirect(Actor):
     @on(FetchDevice)
     def fetch(self, message: FetchDevice) -> None:
         """Answer that no block is found."""
-        self.tell(self.evictor, Fetched(message.op, 0))
+        self.tell(self.evictor, DeviceFetched(message.op, 0))
 
     @on(SaveDevice)
     def save(self, message: SaveDevice) -> None:
         """Answer that no block is saved."""
-        self.tell(self.evictor, Saved(message.op, 0))
+        self.tell(self.evictor, DeviceSaved(message.op, 0))

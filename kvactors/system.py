@@ -19,7 +19,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
-from kvactors.actor import Activity, Actor, ActorRef, ActorSpec, Group, RestartBudget, Supervisor
+from kvactors.actor import Actor, ActorRef, ActorSpec, Group, InFlight, RestartBudget, Supervisor
 from kvactors.actor.log import get_logger
 from kvactors.actor.supervisor import brief
 from kvactors.actor.uncancelled import ended, uncancelled
@@ -38,7 +38,7 @@ from kvactors.errors import (
     SinkError,
 )
 from kvactors.flush_notifier.actor import FlushNotifier
-from kvactors.flush_notifier.messages import Report, Settle
+from kvactors.flush_notifier.messages import Report, WaitFlushed
 from kvactors.flush_notifier.sink_calls import close_sink, open_sink
 from kvactors.flush_notifier.sinks import Sink, make_sinks, require_sinks
 from kvactors.fork import FORKED, SYSTEMS
@@ -118,9 +118,9 @@ class System:
         self.sinks = {sink.name: sink for sink in made}
         if len(self.sinks) < len(made):
             raise ConfigError("flush sinks need different names")
-        self.activity = Activity()
+        self.in_flight = InFlight()
         self.supervisor = Supervisor(
-            self.activity,
+            self.in_flight,
             RestartBudget(config.actors.restarts),
             lambda: CacheClosed("the cache is closed"),
         )
@@ -211,7 +211,7 @@ class System:
             notifier=self.notifier,
             direct=self.direct,
             layerwise=self.config.device.layerwise,
-            era=self.plane.generation,
+            memory_generation=self.plane.generation,
         )
 
     def _make_reader(
@@ -396,7 +396,7 @@ class System:
         await self.supervisor.drain(self.shutdown.left(QUIET))
         if clean:
             with suppress(KVActorsError):
-                await self.notifier.ask(Settle(healthy=True), deadline=limit)
+                await self.notifier.ask(WaitFlushed(healthy=True), deadline=limit)
 
     def check_usable(self) -> None:
         """Check that calls can be served.

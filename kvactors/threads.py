@@ -17,7 +17,7 @@ from weakref import WeakSet
 
 import anyio
 
-from kvactors.actor.uncancelled import to_the_end
+from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.errors import as_exception
 
 P = ParamSpec("P")
@@ -157,12 +157,12 @@ async def in_thread(
     Args:
         call: the blocking call.
         name: prefix of the thread's name.
-        cancelled: see `to_the_end`.
+        cancelled: see `wait_uncancelled`.
     """
     workers = Workers(1, name)
     future = asyncio.wrap_future(workers.submit(call))
     workers.close()
-    return await to_the_end(future, cancelled)
+    return await wait_uncancelled(future, cancelled)
 
 
 class DaemonExecutor(Executor):

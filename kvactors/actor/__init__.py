@@ -1,10 +1,10 @@
 """The actor runtime. It knows nothing of caches."""
 
-from kvactors.actor.activity import Activity
 from kvactors.actor.actor import Actor, ActorStatistics, State, on
 from kvactors.actor.channel import Channel, ChannelStatistics
 from kvactors.actor.context import Context
 from kvactors.actor.graph import Edge, check_graph, edges
+from kvactors.actor.in_flight import InFlight
 from kvactors.actor.instrument import InjectedFailure, Instrument, Instruments, Turn
 from kvactors.actor.message import Ask, Control, Envelope, Later, Message, PeerRestarted, Stop
 from kvactors.actor.ref import ActorRef
@@ -18,7 +18,6 @@ from kvactors.actor.supervisor import (
 from kvactors.actor.timers import Timer
 
 __all__ = [
-    "Activity",
     "Actor",
     "ActorRef",
     "ActorSpec",
@@ -31,6 +30,7 @@ __all__ = [
     "Edge",
     "Envelope",
     "Group",
+    "InFlight",
     "InjectedFailure",
     "Instrument",
     "Instruments",

@@ -109,9 +109,9 @@ class Actor:
         await self.mailbox.run()
 
     @property
-    def life(self) -> int:
+    def incarnation(self) -> int:
         """Restarts before this incarnation."""
-        return self.context.life
+        return self.context.incarnation
 
     @property
     def state(self) -> State:
@@ -129,7 +129,7 @@ class Actor:
         return ActorStatistics(
             self.ref.name,
             context.state.name.lower(),
-            context.life,
+            context.incarnation,
             self.mailbox.turns,
             context.told,
             len(context.jobs.running),

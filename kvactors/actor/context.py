@@ -33,19 +33,20 @@ class State(IntEnum):
 class Context:
     """What one incarnation of an actor has sent, started and taken in.
 
-    lives: the incarnations of the other actors, as far as this one knows. A message carries the
-    receiver's, so that a later incarnation drops it. unanswered: asks taken in and not answered.
+    peer_incarnations: the incarnations of the other actors, as far as this one knows. A message
+    carries the receiver's, so that a later incarnation drops it. unanswered: asks taken in and not
+    answered.
     """
 
     __slots__ = (
         "_allowed",
         "_instruments",
         "_role",
+        "incarnation",
         "jobs",
         "late",
-        "life",
-        "lives",
         "outbox",
+        "peer_incarnations",
         "ref",
         "state",
         "timers",
@@ -57,11 +58,11 @@ class Context:
         self, ref: ActorRef, role: str, sends: Mapping[str, tuple[type[Message], ...]]
     ) -> None:
         self.ref = ref
-        self.life = ref.life
-        self.lives: dict[str, int] = {}
+        self.incarnation = ref.incarnation
+        self.peer_incarnations: dict[str, int] = {}
         self.state = State.STARTING
         self.outbox = Outbox(ref)
-        self.jobs = Jobs(ref.name, ref.activity, self.to_self)
+        self.jobs = Jobs(ref.name, ref.in_flight, self.to_self)
         self.timers: set[Timer] = set()
         self.unanswered: dict[Envelope[Any], None] = {}
         self.told = self.late = 0
@@ -78,7 +79,9 @@ class Context:
         if type(message) not in self._allowed.get(to.role, ()):
             raise self.undeclared(to, message)
         self.told += 1
-        envelope: Envelope[Any] = Envelope(message, None, None, self.lives.get(to.name, to.life))
+        envelope: Envelope[Any] = Envelope(
+            message, None, None, self.peer_incarnations.get(to.name, to.incarnation)
+        )
         outbox = self.outbox
         if (outbox.waiting and not isinstance(message, Control)) or not to.try_send(envelope):
             outbox.add(to, envelope)
@@ -138,5 +141,5 @@ class Context:
     def to_self(self, message: Control) -> None:
         """Send this actor a message, from a turn or from a callback on the loop. Dropped if this
         incarnation has ended."""
-        if self.state <= State.RUNNING and self.life == self.ref.life:
-            self.ref.try_send(Envelope(message, None, None, self.life))
+        if self.state <= State.RUNNING and self.incarnation == self.ref.incarnation:
+            self.ref.try_send(Envelope(message, None, None, self.incarnation))

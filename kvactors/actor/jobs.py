@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from kvactors.actor.activity import Activity
+from kvactors.actor.in_flight import InFlight
 from kvactors.actor.message import Control
 from kvactors.errors import as_exception
 
@@ -18,7 +18,7 @@ which cannot be withheld from reuse."""
 
 
 class Job(NamedTuple):
-    """counted: whether it counts as activity. slots, keys: host slots that it accesses, and blocks
+    """counted: whether it counts as in flight. slots, keys: host slots that it accesses, and blocks
     that it is about."""
 
     counted: bool
@@ -43,12 +43,12 @@ class Jobs:
     deliver: sends the actor the message with a job's outcome.
     """
 
-    __slots__ = ("_activity", "_deliver", "_name", "running")
+    __slots__ = ("_deliver", "_in_flight", "_name", "running")
 
-    def __init__(self, actor: str, activity: Activity, deliver: Callable[[Control], None]) -> None:
+    def __init__(self, actor: str, in_flight: InFlight, deliver: Callable[[Control], None]) -> None:
         self.running: dict[asyncio.Task[None], Job] = {}
         self._name = actor + JOB
-        self._activity = activity
+        self._in_flight = in_flight
         self._deliver = deliver
 
     def start(
@@ -63,7 +63,7 @@ class Jobs:
         task = loop.create_task(self._run(work, done, failed), name=self._name)
         self.running[task] = job
         if job.counted:
-            self._activity.begin()
+            self._in_flight.begin()
         task.add_done_callback(self._ended)
         # The coroutine of a task that was cancelled before its first step is still open.
         task.add_done_callback(lambda _: work.close())
@@ -77,9 +77,9 @@ class Jobs:
             await asyncio.wait(list(self.running), timeout=limit)
 
     def abandon(self) -> dict[asyncio.Task[None], Job]:
-        """Stop counting the running jobs as activity. Returns them."""
+        """Stop counting the running jobs as in flight. Returns them."""
         late = dict(self.running)
-        self._activity.end(sum(job.counted for job in late.values()))
+        self._in_flight.end(sum(job.counted for job in late.values()))
         self.running = {task: job._replace(counted=False) for task, job in late.items()}
         return late
 
@@ -103,7 +103,7 @@ class Jobs:
     def _ended(self, task: asyncio.Task[None]) -> None:
         job = self.running.pop(task, None)
         if job is not None and job.counted:
-            self._activity.end()
+            self._in_flight.end()
         if not task.cancelled():
             task.exception()  # Ctrl-C or an exit, which the loop itself has raised
 

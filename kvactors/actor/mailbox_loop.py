@@ -63,7 +63,7 @@ class MailboxLoop:
                 raise
             except BaseException as error:
                 _fail(error)
-            self._ref.revived()
+            self._ref.end_restart()
             context.state = State.RUNNING
             await self._take_turns()
             context.state = State.STOPPING
@@ -87,7 +87,7 @@ class MailboxLoop:
 
     async def _take_turns(self) -> None:
         channel, budget, time = self._ref.channel, TURN_BUDGET, asyncio.get_running_loop().time
-        activity, context, outbox = self._ref.activity, self._context, self._context.outbox
+        in_flight, context, outbox = self._ref.in_flight, self._context, self._context.outbox
         instruments = self._ref.instruments
         until = time() + TURN_TIME
         while context.state is State.RUNNING:
@@ -101,7 +101,7 @@ class MailboxLoop:
                 try:
                     await asyncio.sleep(0)
                 except BaseException:
-                    activity.end()
+                    in_flight.end()
                     self._ref.fail_with_actor(envelope, self._ref.name, None)
                     raise
                 budget, until = TURN_BUDGET, time() + TURN_TIME
@@ -116,18 +116,18 @@ class MailboxLoop:
             except BaseException as error:
                 _fail(error)
             finally:
-                activity.end()
+                in_flight.end()
 
     def turn(self, envelope: Envelope[Any]) -> None:
         """One turn: give the message to its handler."""
         message = envelope.message
-        if envelope.life != self._context.life or envelope.abandoned:
+        if envelope.incarnation != self._context.incarnation or envelope.abandoned:
             self.skipped += 1
             self._ref.fail_with_actor(envelope, self._ref.name, None)
             return
         kind = type(message)
-        if isinstance(message, PeerRestarted) and message.life >= 0:
-            self._context.lives[message.name] = message.life
+        if isinstance(message, PeerRestarted) and message.incarnation >= 0:
+            self._context.peer_incarnations[message.name] = message.incarnation
         self.turns += 1
         handler = self._handlers.get(kind)
         if handler is not None:
@@ -165,7 +165,7 @@ class MailboxLoop:
         if context.state < State.STOPPING:
             context.state = State.STOPPING
         if isinstance(cause, Exception):
-            self._ref.reviving()
+            self._ref.begin_restart()
             self._ref.instruments.notify("failed", self._ref, cause)
         name, peer = self._ref.name, self.failed_peer()
         if peer is not None and isinstance(cause, asyncio.CancelledError):

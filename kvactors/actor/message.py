@@ -43,34 +43,34 @@ class Stop(Control, frozen=True, eq=False):
 class PeerRestarted(Control, frozen=True, eq=False):
     """An actor lost its state and began anew: operations it had in flight will never be answered.
 
-    name: the actor's name. life: its new one's number. When this arrives none of its child jobs
-    runs any more.
+    name: the actor's name. incarnation: the new one. When this arrives none of its child jobs runs
+    any more.
     """
 
     name: str
-    life: int = -1
+    incarnation: int = -1
 
 
 class Envelope(Generic[R]):
     """A message on its way, and for an ask the port its answer goes to.
 
     deadline: absolute loop time after which nobody wants the answer, or None for a tell.
-    life: the receiver's life this was meant for; a later life drops it.
+    incarnation: the receiver's incarnation this was meant for; a later incarnation drops it.
     """
 
-    __slots__ = ("deadline", "life", "message", "reply")
+    __slots__ = ("deadline", "incarnation", "message", "reply")
 
     def __init__(
         self,
         message: Message,
         reply: asyncio.Future[R] | None = None,
         deadline: float | None = None,
-        life: int = 0,
+        incarnation: int = 0,
     ) -> None:
         self.message = message
         self.reply = reply
         self.deadline = deadline
-        self.life = life
+        self.incarnation = incarnation
 
     @property
     def abandoned(self) -> bool:
@@ -92,7 +92,7 @@ class Envelope(Generic[R]):
         return True
 
 
-def expire(reply: asyncio.Future[Any], actor: str, message: str) -> None:
+def fail_with_deadline(reply: asyncio.Future[Any], actor: str, message: str) -> None:
     """End an unanswered ask at its deadline."""
     if not reply.done():
         reply.set_exception(DeadlineExceeded(f"{actor} did not answer {message} in time"))

@@ -12,23 +12,23 @@ from kvactors.actor.ref import ActorRef
 
 
 class Outbox:
-    """Unsent messages in order. Each counts as activity until it is sent or dropped.
+    """Unsent messages in order. Each counts as in flight until it is sent or dropped.
 
     waiting: the messages. The actor takes no turn before this is empty.
     """
 
-    __slots__ = ("_activity", "_instruments", "_waiters", "waiting")
+    __slots__ = ("_in_flight", "_instruments", "_waiters", "waiting")
 
     def __init__(self, sender: ActorRef) -> None:
         self.waiting: deque[tuple[ActorRef, Envelope[Any], Turn | None]] = deque()
-        self._activity = sender.activity
+        self._in_flight = sender.in_flight
         self._instruments = sender.instruments
         self._waiters: list[asyncio.Future[None]] = []
 
     def add(self, to: ActorRef, envelope: Envelope[Any]) -> None:
         """Keep a message until `to` has room."""
         self.waiting.append((to, envelope, self._instruments.turn))
-        self._activity.begin()
+        self._in_flight.begin()
 
     async def flush(self) -> None:
         """Send every message, waiting for room."""
@@ -43,7 +43,7 @@ class Outbox:
 
     def clear(self) -> None:
         """Drop every message."""
-        self._activity.end(len(self.waiting))
+        self._in_flight.end(len(self.waiting))
         self.waiting.clear()
         self._wake()
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import anyio
 
-from kvactors.actor.activity import Activity
 from kvactors.actor.channel import Channel
+from kvactors.actor.in_flight import InFlight
 from kvactors.actor.instrument import Instruments
-from kvactors.actor.message import Ask, Control, Envelope, Later, Message, expire
+from kvactors.actor.message import Ask, Control, Envelope, Later, Message, fail_with_deadline
 from kvactors.errors import ActorFailed, DeadlineExceeded
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class OpenAsks(Generic[R]):
         ]
         twice = [reply for reply in overdue if reply in self._overdue]
         for reply in twice:  # until the second look the actor may still refuse in better words
-            expire(reply, self._actor, type(self._open[reply].message).__name__)
+            fail_with_deadline(reply, self._actor, type(self._open[reply].message).__name__)
         self._overdue = dict.fromkeys(overdue)
 
     def __len__(self) -> int:
@@ -85,12 +85,12 @@ class ActorRef(Generic[M_contra]):
 
     __slots__ = (
         "_asks",
-        "_reviving",
-        "activity",
+        "_restarting",
         "channel",
-        "dead",
+        "death_pending",
+        "in_flight",
+        "incarnation",
         "instruments",
-        "life",
         "make_context",
         "name",
         "role",
@@ -102,40 +102,40 @@ class ActorRef(Generic[M_contra]):
         name: str,
         role: str,
         channel: Channel[Envelope[Any]],
-        activity: Activity,
+        in_flight: InFlight,
         instruments: Instruments | None = None,
     ) -> None:
         self.name = name
         self.role = role
         self.channel = channel
-        self.activity = activity
+        self.in_flight = in_flight
         self.instruments = instruments or Instruments()
-        self.life = 0
+        self.incarnation = 0
         self.switched_off = False
         self.make_context: Callable[..., Context] | None = None
         self._asks: OpenAsks[Any] = OpenAsks(name)
-        self._reviving = 0
-        self.dead = False  # and nobody was told yet
+        self._restarting = 0
+        self.death_pending = False  # and nobody was told yet
 
-    def reviving(self) -> None:
-        """The actor has died, or is made anew: until its next life has begun, the system is not at
-        rest."""
-        self._reviving += 1
-        self.activity.begin()
+    def begin_restart(self) -> None:
+        """The actor has died, or is made anew: until its next incarnation has begun, the system is
+        not at rest."""
+        self._restarting += 1
+        self.in_flight.begin()
 
-    def revived(self) -> None:
-        """Its next life has begun, or there will be none."""
-        count, self._reviving = self._reviving, 0
-        self.activity.end(count)
+    def end_restart(self) -> None:
+        """Its next incarnation has begun, or there will be none."""
+        count, self._restarting = self._restarting, 0
+        self.in_flight.end(count)
 
     def try_tell(self, message: M_contra) -> bool:
         """Put a message without waiting; False if the data lane is full. Control messages always
         fit. ChannelClosed."""
-        return self.try_send(Envelope(message, None, None, self.life))
+        return self.try_send(Envelope(message, None, None, self.incarnation))
 
     async def tell(self, message: M_contra) -> None:
         """Put a message, waiting while the data lane is full. ChannelClosed."""
-        await self.send(Envelope(message, None, None, self.life))
+        await self.send(Envelope(message, None, None, self.incarnation))
 
     async def ask(
         self, message: Ask[R], *, deadline: float, lost: Callable[[R], None] | None = None
@@ -151,7 +151,7 @@ class ActorRef(Generic[M_contra]):
         the actor had answered.
         """
         reply: asyncio.Future[R] = asyncio.get_running_loop().create_future()
-        envelope: Envelope[R] = Envelope(message, reply, deadline, self.life)
+        envelope: Envelope[R] = Envelope(message, reply, deadline, self.incarnation)
         self._asks.add(envelope)
         try:
             if not self.try_send(envelope):
@@ -185,7 +185,7 @@ class ActorRef(Generic[M_contra]):
             put(envelope)
         elif not self.channel.try_put(envelope):
             return False
-        self.activity.begin()
+        self.in_flight.begin()
         if self.instruments.active:
             self.instruments.notify("sent", self, envelope, self.instruments.turn)
         return True
@@ -193,7 +193,7 @@ class ActorRef(Generic[M_contra]):
     async def send(self, envelope: Envelope[Any]) -> None:
         """`tell` for a message that has its envelope already."""
         await self.channel.put(envelope)
-        self.activity.begin()
+        self.in_flight.begin()
         if self.instruments.active:
             self.instruments.notify("sent", self, envelope, None)
 
@@ -227,7 +227,7 @@ class ActorRef(Generic[M_contra]):
             if self.instruments.active:
                 self.instruments.notify("dropped", self, envelope)
             self.reply_error(envelope, error())
-            self.activity.end()
+            self.in_flight.end()
 
     @property
     def open_asks(self) -> int:

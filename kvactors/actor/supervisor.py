@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 
 import anyio
 
-from kvactors.actor.activity import Activity
 from kvactors.actor.actor import Actor, State
 from kvactors.actor.channel import Channel
 from kvactors.actor.clock import now
 from kvactors.actor.graph import check_graph
+from kvactors.actor.in_flight import InFlight
 from kvactors.actor.instrument import Instruments
 from kvactors.actor.jobs import JobsRunOn
 from kvactors.actor.log import described, get_logger
@@ -101,11 +101,11 @@ class Supervisor:
 
     def __init__(
         self,
-        activity: Activity,
+        in_flight: InFlight,
         budget: RestartBudget | None = None,
         closed: Callable[[], Exception] | None = None,
     ) -> None:
-        self.activity = activity
+        self.in_flight = in_flight
         self.instruments = Instruments()
         self._closed = closed
         self.failed: BaseException | None = None
@@ -129,14 +129,14 @@ class Supervisor:
         """A ref with a channel of its own; `name` defaults to the role."""
         name = name or kind.ROLE
         channel: Channel[Envelope[Any]] = Channel(name, bound)
-        return ActorRef(name, kind.ROLE, channel, self.activity, self.instruments)
+        return ActorRef(name, kind.ROLE, channel, self.in_flight, self.instruments)
 
     def actor(self, name: str) -> Actor:
-        """The present life of an actor, for inspection. KeyError if it is not running."""
+        """The present incarnation of an actor, for inspection. KeyError if it is not running."""
         return self._actors[name]
 
     def actors(self) -> list[Actor]:
-        """All present lives, in flow order."""
+        """All present incarnations, in flow order."""
         return list(self._actors.values())
 
     @asynccontextmanager
@@ -155,27 +155,27 @@ class Supervisor:
         """
         self._root = root = Group("system", members)
         check_graph([*{spec.kind: None for spec in root.specs()}, *outside])
-        life = asyncio.get_running_loop().create_task(
+        running = asyncio.get_running_loop().create_task(
             self._run_root(root), name="kvactors supervisor"
         )
         try:
             await self._all_started(root)
             yield self
         finally:
-            await uncancelled(self._shut_down(root, life, drain))
+            await uncancelled(self._shut_down(root, running, drain))
 
-    async def _shut_down(self, root: Group, life: asyncio.Task[None], limit: float) -> None:
+    async def _shut_down(self, root: Group, running: asyncio.Task[None], limit: float) -> None:
         end = now() + limit if self.end_by is None else self.end_by
         self._stopping = True
         try:
-            if self.failed is None and not life.done():
+            if self.failed is None and not running.done():
                 await self.drain(0.5 * max(LEAST_STEP, end - now()))
                 await self._stop_in_reverse(root, max(LEAST_STEP, end - now()))
         finally:
-            life.cancel()
+            running.cancel()
             with anyio.move_on_after(max(LEAST_STEP, end - now())):
-                await asyncio.wait([life])
-            if not life.done():
+                await asyncio.wait([running])
+            if not running.done():
                 names = [
                     actor.ref.name for actor in self.actors() if actor.state is not State.STOPPED
                 ]
@@ -201,7 +201,7 @@ class Supervisor:
         """Wait until nothing is under way, for at most `limit` seconds; whether that was
         reached."""
         with anyio.move_on_after(limit) as scope:
-            await self.activity.quiet()
+            await self.in_flight.wait_idle()
         return not scope.cancelled_caught
 
     def statistics(self) -> SupervisorStatistics:
@@ -230,7 +230,7 @@ class Supervisor:
                         if isinstance(member, Group):
                             tasks.start_soon(self._run_group, member, self._budget)
                         else:
-                            member.ref.reviving()
+                            member.ref.begin_restart()
                             self._actors[member.ref.name] = self._make(member, switch)
                             tasks.start_soon(self._run_actor, member)
                 cause: BaseException = RuntimeError("switched on again")
@@ -239,7 +239,7 @@ class Supervisor:
                 switch.on()
             except Exception as error:
                 if (stuck := jobs_run_on(error)) is not None:
-                    self._bury_queues(group, stuck)
+                    self._fail_queues(group, stuck)
                     raise
                 cause = root_cause(error)
                 deaths.append(now())
@@ -247,19 +247,19 @@ class Supervisor:
                     deaths.popleft()
                 if switch.relapse(budget) or len(deaths) > budget.deaths:
                     if not switch.off(cause):
-                        self._bury_queues(group, cause)
+                        self._fail_queues(group, cause)
                         raise
                     deaths.clear()
             finally:
                 switch.stop_timer()
-            self._bury_queues(group, cause)
+            self._fail_queues(group, cause)
             self._failing = None
             self._restarts += 1
             self._notify_survivors(group)
 
     def _make(self, spec: ActorSpec, switch: Switch) -> Actor:
-        """A new life, which knows the others' lives; of one whose death is not made known yet, the
-        one that has ended."""
+        """A new incarnation, which knows the others' incarnations; of one whose failure is not
+        announced yet, the one that has ended."""
         assert self._root is not None
         try:
             actor = switch.factory(spec)(spec.ref)
@@ -267,8 +267,9 @@ class Supervisor:
             self._failing = (spec.ref.name, error)
             raise
         actor.mailbox.failed_peer = lambda: self._failing
-        actor.context.lives = {
-            other.ref.name: other.ref.life - other.ref.dead for other in self._root.specs()
+        actor.context.peer_incarnations = {
+            other.ref.name: other.ref.incarnation - other.ref.death_pending
+            for other in self._root.specs()
         }
         return actor
 
@@ -283,31 +284,31 @@ class Supervisor:
             self._failing = (spec.ref.name, error)
             self._last_death = f"{spec.ref.name}: {brief(error)}"
             log.error("actor failed", actor=spec.ref.name, error=brief(error), where=frames(error))
-            spec.ref.life += 1  # from here on, what was meant for the dead is stale
-            spec.ref.dead = True
+            spec.ref.incarnation += 1  # from here on, what was meant for the dead is stale
+            spec.ref.death_pending = True
             raise
 
-    def _bury_queues(self, group: Group, cause: BaseException) -> None:
+    def _fail_queues(self, group: Group, cause: BaseException) -> None:
         """Everything queued for the dead goes with them: asks fail at once, tells are about state
         that is gone."""
         for spec in group.specs():
             actor = self._actors.get(spec.ref.name)
-            if actor is not None and actor.life == spec.ref.life:
-                spec.ref.life += 1
+            if actor is not None and actor.incarnation == spec.ref.incarnation:
+                spec.ref.incarnation += 1
             spec.ref.purge(partial(ActorFailed, spec.ref.name, cause))
 
     def _notify_survivors(self, group: Group) -> None:
         assert self._root is not None
         dead = {spec.ref.name: spec.ref for spec in group.specs()}
         for ref in dead.values():
-            ref.dead = False
+            ref.death_pending = False
         for spec in self._root.specs():
             actor = self._actors.get(
                 spec.ref.name
             )  # None: it is made for the first time after this failure
             if spec.ref.name not in dead and actor is not None and actor.state <= State.RUNNING:
                 for name in sorted(dead):
-                    spec.ref.try_tell(PeerRestarted(name, dead[name].life))
+                    spec.ref.try_tell(PeerRestarted(name, dead[name].incarnation))
 
     # -- stopping
 
@@ -323,7 +324,7 @@ class Supervisor:
         for spec in root.specs():
             spec.ref.purge(self._refused)
             spec.ref.channel.close(self._refused)
-            spec.ref.revived()
+            spec.ref.end_restart()
 
     def _refused(self) -> Exception:
         """What a message to a system that has failed or ended raises, made anew for each."""

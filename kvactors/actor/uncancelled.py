@@ -3,8 +3,8 @@ progress.
 
 An `anyio.CancelScope(shield=True)` holds off anyio's cancellation only: `Task.cancel`,
 `asyncio.timeout` and Ctrl-C under `asyncio.run` pass through it. Code that must reach its end
-therefore uses `uncancelled` (a coroutine), `to_the_end` (a future) or `ended` (a task). All of them
-raise the cancellation when the work has ended.
+therefore uses `uncancelled` (a coroutine), `wait_uncancelled` (a future) or `ended` (a task). All
+of them raise the cancellation when the work has ended.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ async def uncancelled(work: Coroutine[Any, Any, T]) -> T:
     return await _ended(asyncio.get_running_loop().create_task(work), None, None)
 
 
-async def to_the_end(future: asyncio.Future[T], cancelled: Callable[[], None] | None = None) -> T:
+async def wait_uncancelled(
+    future: asyncio.Future[T], cancelled: Callable[[], None] | None = None
+) -> T:
     """The future's result. A cancellation is raised when the future is done: memory in use by a
     thread stays in use until then.
 

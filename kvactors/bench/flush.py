@@ -20,13 +20,19 @@ import numpy as np
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from kvactors.actor import Activity, ActorRef, ActorSpec, Group, Supervisor
+from kvactors.actor import ActorRef, ActorSpec, Group, InFlight, Supervisor
 from kvactors.actor.clock import deadline_after
 from kvactors.bench.report import Row, bench_report, rate_row, time_row
 from kvactors.config import FlushConfig
 from kvactors.errors import ConfigError, KVActorsError
 from kvactors.flush_notifier.actor import FlushNotifier
-from kvactors.flush_notifier.messages import Announced, FlushTask, Gained, Gone, Settle
+from kvactors.flush_notifier.messages import (
+    BlocksAdded,
+    BlocksRemoved,
+    FlushTask,
+    PathCached,
+    WaitFlushed,
+)
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.flush_notifier.sinks.kv_events import KvEventsSink
 from kvactors.flush_notifier.sinks.memory import MemorySink
@@ -75,7 +81,7 @@ class TimedSink(KvEventsSink):
 @asynccontextmanager
 async def notifier(*sinks: Sink) -> AsyncIterator[ActorRef]:
     """A notifier alone, with its sinks."""
-    supervisor = Supervisor(Activity())
+    supervisor = Supervisor(InFlight())
     ref = supervisor.make_ref(FlushNotifier, 1024)
 
     def make(ref: ActorRef) -> FlushNotifier:
@@ -96,16 +102,16 @@ async def notifier(*sinks: Sink) -> AsyncIterator[ActorRef]:
         await sink.close()
 
 
-def path_of(seed: int, blocks: int) -> Announced:
+def path_of(seed: int, blocks: int) -> PathCached:
     """A made-up path, resident on the device."""
     tokens = np.random.default_rng(seed).integers(0, 150_000, blocks * BLOCK, dtype=np.uint32)
     keys = chain_keys(ROOT, tokens, BLOCK)
-    return Announced(
+    return PathCached(
         ROOT, tokens.tobytes(), keys, 0, blocks, Tier.DEVICE, Reason.REQUEST_FINISH, ROOT
     )
 
 
-def part_of(path: Announced, start: int, count: int) -> Announced:
+def part_of(path: PathCached, start: int, count: int) -> PathCached:
     """Blocks [start, start + count) of a path that is announced from its first block on."""
     keys, tokens = (
         whole[size * start : size * (start + count)]
@@ -127,7 +133,7 @@ async def changes(seconds: float, folder: str) -> tuple[list[float], Lag, Lag]:
             path = path_of(seed, DEPTH)
             keys.append(path.keys[-KEY_BYTES:])
             await ref.tell(path)
-        await ref.ask(Settle(), deadline=deadline_after(30.0))
+        await ref.ask(WaitFlushed(), deadline=deadline_after(30.0))
         async with LagMonitor().running() as idle:
             await asyncio.sleep(min(2.0, seconds))
         async with LagMonitor().running() as busy:
@@ -139,15 +145,15 @@ async def changes(seconds: float, folder: str) -> tuple[list[float], Lag, Lag]:
                     gone = number // PATHS % 2 == 0
                     sink.sent[key] = time.perf_counter()
                     change = (
-                        Gone(key, Tier.DEVICE, Reason.DEVICE_DROP)
+                        BlocksRemoved(key, Tier.DEVICE, Reason.DEVICE_DROP)
                         if gone
-                        else Gained(key, Tier.DEVICE, Reason.LOAD)
+                        else BlocksAdded(key, Tier.DEVICE, Reason.LOAD)
                     )
                     if not ref.try_tell(change):
                         await ref.tell(change)
                 told = due
                 await asyncio.sleep(0.0005)
-        await ref.ask(Settle(), deadline=deadline_after(30.0))
+        await ref.ask(WaitFlushed(), deadline=deadline_after(30.0))
     return sorted(sink.took), idle.result(), busy.result()
 
 
@@ -273,10 +279,10 @@ async def growth(*, quick: bool) -> list[Row]:
         async with notifier(sink) as ref:
             for start in range(0, blocks, 10):  # a conversation that grew turn by turn
                 await ref.tell(part_of(path, start, 10))
-            await ref.ask(Settle(), deadline=deadline_after(30.0))
+            await ref.ask(WaitFlushed(), deadline=deadline_after(30.0))
             told = len(sink.tasks)
-            await ref.tell(Gone(path.keys, Tier.DEVICE, Reason.CPU_EVICTION))
-            await ref.ask(Settle(), deadline=deadline_after(30.0))
+            await ref.tell(BlocksRemoved(path.keys, Tier.DEVICE, Reason.CPU_EVICTION))
+            await ref.ask(WaitFlushed(), deadline=deadline_after(30.0))
         handed = sum(len(task.tokens) for task in list(sink.tasks)[told:])
         case = f"evicting a run of {blocks} blocks: token bytes handed to the sink"
         result.append(

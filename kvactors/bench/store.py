@@ -18,11 +18,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from kvactors.actor import Activity, Actor, ActorRef, ActorSpec, Group, Supervisor, on
+from kvactors.actor import Actor, ActorRef, ActorSpec, Group, InFlight, Supervisor, on
 from kvactors.bench.report import Row, bench_report, rate_row, time_row
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
-from kvactors.flush_notifier.messages import Cleared, Gained, Gone, Named
+from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, PathsFound, TierCleared
 from kvactors.identity import StoreIdentity
 from kvactors.lineage import Lineage
 from kvactors.mooncake_config import MooncakeConfig
@@ -45,7 +45,7 @@ BATCH = 16
 ROUNDS = 3
 
 
-class Sink(Actor):
+class NullEvictor(Actor):
     """Stands where evictor and notifier stand: it counts answers."""
 
     ROLE: ClassVar[str] = "cpu_evictor"
@@ -73,25 +73,25 @@ class Sink(Actor):
         """Ignored: the benchmark clears no store."""
 
 
-class Ear(Actor):
+class NullNotifier(Actor):
     """Stands in for the notifier."""
 
     ROLE: ClassVar[str] = "flush_notifier"
 
-    @on(Gained)
-    def gained(self, message: Gained) -> None:
+    @on(BlocksAdded)
+    def gained(self, message: BlocksAdded) -> None:
         """Nothing to do."""
 
-    @on(Gone)
-    def gone(self, message: Gone) -> None:
+    @on(BlocksRemoved)
+    def gone(self, message: BlocksRemoved) -> None:
         """Nothing to do."""
 
-    @on(Cleared)
-    def cleared(self, message: Cleared) -> None:
+    @on(TierCleared)
+    def cleared(self, message: TierCleared) -> None:
         """Nothing to do."""
 
-    @on(Named)
-    def named(self, message: Named) -> None:
+    @on(PathsFound)
+    def named(self, message: PathsFound) -> None:
         """Nothing to do."""
 
 
@@ -134,21 +134,22 @@ async def ours(
     await store.open()
     await store.attach(arena)
     plane = StoreOnly(CheckedBackend(store, 60.0), arena)
-    supervisor = Supervisor(Activity())
+    supervisor = Supervisor(InFlight())
     refs = {
-        kind: supervisor.make_ref(kind, 256) for kind in (StorageReader, StorageWriter, Sink, Ear)
+        kind: supervisor.make_ref(kind, 256)
+        for kind in (StorageReader, StorageWriter, NullEvictor, NullNotifier)
     }
     parts: dict[str, Any] = {
         "backend": plane.store,
         "plane": plane,
-        "evictor": refs[Sink],
-        "notifier": refs[Ear],
+        "evictor": refs[NullEvictor],
+        "notifier": refs[NullNotifier],
     }
     specs = [
         ActorSpec(StorageReader, lambda ref: StorageReader(ref, **parts), refs[StorageReader]),
         ActorSpec(StorageWriter, lambda ref: StorageWriter(ref, **parts), refs[StorageWriter]),
-        ActorSpec(Sink, Sink, refs[Sink]),
-        ActorSpec(Ear, Ear, refs[Ear]),
+        ActorSpec(NullEvictor, NullEvictor, refs[NullEvictor]),
+        ActorSpec(NullNotifier, NullNotifier, refs[NullNotifier]),
     ]
     deadline = asyncio.get_running_loop().time() + 600.0
     rates = []
@@ -163,9 +164,9 @@ async def ours(
                     await target.tell(Write(op, join_keys(keys), slots, deadline))
                 else:
                     await target.tell(Read(op, join_keys(keys), slots, deadline, take=False))
-            await supervisor.activity.quiet()
+            await supervisor.in_flight.wait_idle()
             rates.append(count * size / (time.perf_counter() - began))
-            sink: Any = supervisor.actor(refs[Sink].name)
+            sink: Any = supervisor.actor(refs[NullEvictor].name)
             assert all(o == Outcome.OK for outcomes in sink.outcomes.values() for o in outcomes), (
                 "a block was lost"
             )

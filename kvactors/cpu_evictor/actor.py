@@ -14,14 +14,13 @@ from kvactors.cpu_evictor.completions import Completion, Completions
 from kvactors.cpu_evictor.load import LoadJob
 from kvactors.cpu_evictor.memory import HostMemory
 from kvactors.cpu_evictor.messages import (
-    Admit,
-    Admitted,
     Cancel,
     ClearHost,
-    Discard,
+    DropHostCopies,
+    FetchDeadline,
+    HostBlocksAdded,
+    HostBlocksRemoved,
     HostCleared,
-    HostGained,
-    HostGone,
     HostReply,
     Keep,
     LayersLoaded,
@@ -30,34 +29,35 @@ from kvactors.cpu_evictor.messages import (
     LoadStalled,
     Offload,
     Offloaded,
-    Overdue,
-    Place,
-    Prefetch,
+    PrefetchToHost,
+    Save,
+    Saved,
     SaveUnanswered,
+    SetTargets,
 )
 from kvactors.cpu_evictor.offload import OffloadJob
 from kvactors.cpu_evictor.policy import POLICIES
 from kvactors.cpu_evictor.prefetch import PrefetchJob
-from kvactors.cpu_evictor.requests import Peers, Requests
+from kvactors.cpu_evictor.requests import Peers, RequestTable
 from kvactors.cpu_evictor.save import SaveJob
 from kvactors.cpu_evictor.slots import HostTier
 from kvactors.cpu_evictor.statistics import HostStatistics, host_statistics
 from kvactors.device.arena import HostSlots
-from kvactors.flush_notifier.messages import Cleared, Gained, Gone, Report
+from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, Report, TierCleared
 from kvactors.gpu_swapper.messages import Copied, Copy, CopyProgress, DataPlaneStatus
 from kvactors.invariant import ensure
 from kvactors.storage.messages import (
     ClearStore,
+    DeviceFetched,
+    DeviceSaved,
     DeviceStoreMessage,
     FetchDevice,
-    Fetched,
-    Probe,
     Probed,
+    ProbeStore,
     Read,
     ReadDone,
     ReaderMessage,
-    Recount,
-    Saved,
+    ReportLost,
     SaveDevice,
     StoreCleared,
     Write,
@@ -70,28 +70,28 @@ class CpuEvictor(Actor):
     """Owns the host slots. It alone hands them out, so it leads every movement through host memory.
 
     Handlers call pure objects, which return the actions to carry out: a job for each offload, load,
-    prefetch and finished request, `HostMemory` for what they share, `Requests` for what is in
+    prefetch and finished request, `HostMemory` for what they share, `RequestTable` for what is in
     flight, and `Completions` to continue a job when a request has ended.
 
     Args:
         direct: actor of a store that moves device memory itself, None without one.
         layerwise: whether the index is sent the progress of loads by layers.
-        era: memory generation at the start.
+        memory_generation: at the start.
     """
 
     ROLE: ClassVar[str] = "cpu_evictor"
     SENDS: ClassVar[Mapping[str, tuple[type[Message], ...]]] = {
         "gpu_swapper": (Copy,),
-        "storage_reader": (Probe, Read),
-        "storage_writer": (Write, ClearStore, Recount),
+        "storage_reader": (ProbeStore, Read),
+        "storage_writer": (Write, ClearStore, ReportLost),
         "storage_direct": (FetchDevice, SaveDevice),
-        "flush_notifier": (Gained, Gone, Cleared),
+        "flush_notifier": (BlocksAdded, BlocksRemoved, TierCleared),
         "prefix_index": (
             Offloaded,
             Loaded,
-            Admitted,
-            HostGained,
-            HostGone,
+            Saved,
+            HostBlocksAdded,
+            HostBlocksRemoved,
             HostCleared,
             LayersLoaded,
             LoadStalled,
@@ -112,13 +112,13 @@ class CpuEvictor(Actor):
         notifier: ActorRef[Report],
         direct: ActorRef[DeviceStoreMessage] | None,
         layerwise: bool,
-        era: int,
+        memory_generation: int,
     ) -> None:
         super().__init__(ref)
         self.layerwise = layerwise
         self.peers = Peers(index, swapper, readers, writers, notifier, direct)
         self.host = HostTier(config.slots, arena.num_slots, arena.in_use, POLICIES[config.policy]())
-        self.requests = Requests(self.peers, storage, era, now)
+        self.requests = RequestTable(self.peers, storage, memory_generation, now)
         self.memory = HostMemory(self.host, self.requests, config, storage)
         self.loads: dict[int, LoadJob] = {}
         self._completions = Completions(self.memory)
@@ -126,7 +126,7 @@ class CpuEvictor(Actor):
 
     def started(self) -> None:
         """A later incarnation begins with an empty host tier."""
-        if self.life:
+        if self.incarnation:
             self._perform([self.memory.announce_restart()])
 
     def _perform(self, actions: Iterable[Action]) -> None:
@@ -151,8 +151,8 @@ class CpuEvictor(Actor):
         job = LoadJob(self.memory, message, self.loads, layerwise=self.layerwise)
         self._perform(job.begin())
 
-    @on(Place)
-    def place(self, message: Place) -> None:
+    @on(SetTargets)
+    def place(self, message: SetTargets) -> None:
         """The device blocks of a load that began without."""
         if (job := self.loads.get(message.op)) is not None:
             self._perform(job.place(message.blocks))
@@ -163,24 +163,24 @@ class CpuEvictor(Actor):
         if (job := self.loads.get(message.op)) is not None:
             self._perform(job.cancel())
 
-    @on(Overdue)
-    def overdue(self, message: Overdue) -> None:
+    @on(FetchDeadline)
+    def overdue(self, message: FetchDeadline) -> None:
         """The deadline of a load that waits for storage."""
         if (job := self.loads.get(message.op)) is not None:
             self._perform(job.on_deadline())
 
-    @on(Prefetch)
-    def prefetch(self, message: Prefetch) -> None:
+    @on(PrefetchToHost)
+    def prefetch(self, message: PrefetchToHost) -> None:
         """Bring blocks that storage has to the host."""
         self._perform(PrefetchJob(self.memory, message).begin())
 
-    @on(Admit)
-    def admit(self, message: Admit) -> None:
+    @on(Save)
+    def admit(self, message: Save) -> None:
         """Keep and save the path of a finished request."""
         self._perform(SaveJob(self.memory, message).begin())
 
-    @on(Discard)
-    def discard(self, message: Discard) -> None:
+    @on(DropHostCopies)
+    def discard(self, message: DropHostCopies) -> None:
         """The device holds these blocks."""
         self._perform(self.memory.discard(message.keys))
 
@@ -204,8 +204,8 @@ class CpuEvictor(Actor):
     @on(ReadDone)
     @on(Written)
     @on(StoreCleared)
-    @on(Fetched)
-    @on(Saved)
+    @on(DeviceFetched)
+    @on(DeviceSaved)
     @on(SaveUnanswered)
     def completed(self, message: Completion) -> None:
         """A request to the swapper or to storage has ended, or made progress."""
@@ -218,7 +218,7 @@ class CpuEvictor(Actor):
         if message.memory_lost:
             self._perform(self.memory.lose())
         if message.available:
-            self._perform(send(writer, Recount()) for writer in self.peers.writers[:1])
+            self._perform(send(writer, ReportLost()) for writer in self.peers.writers[:1])
             return
         for job in list(self.loads.values()):
             self._perform(job.on_copies_unavailable())

@@ -18,11 +18,11 @@ from kvactors.cpu_evictor.requests import (
 )
 from kvactors.gpu_swapper.messages import Copied, CopyProgress
 from kvactors.storage.messages import (
-    Fetched,
+    DeviceFetched,
+    DeviceSaved,
     Outcome,
     Probed,
     ReadDone,
-    Saved,
     StoreCleared,
     Written,
 )
@@ -35,8 +35,8 @@ Completion = (
     | ReadDone
     | Written
     | StoreCleared
-    | Fetched
-    | Saved
+    | DeviceFetched
+    | DeviceSaved
     | SaveUnanswered
 )
 
@@ -61,9 +61,9 @@ class Completions:
                 return self._written(message)
             case CopyProgress():
                 return self._progress(message)
-            case Fetched():
+            case DeviceFetched():
                 return self._fetched(message)
-            case Saved():
+            case DeviceSaved():
                 return self._saved(message)
             case StoreCleared():
                 return self._cleared(message)
@@ -91,9 +91,9 @@ class Completions:
                 case WriteRequest():
                     actions += self._written(Written(op, failed))
                 case FetchRequest():
-                    actions += self._fetched(Fetched(op, 0))
+                    actions += self._fetched(DeviceFetched(op, 0))
                 case SaveRequest():
-                    actions += self._saved(Saved(op, 0))
+                    actions += self._saved(DeviceSaved(op, 0))
         return actions
 
     def _copied(self, message: Copied) -> list[Action]:
@@ -150,17 +150,17 @@ class Completions:
             return []
         return [send(self._requests.peers.index, HostCleared(request.op, message.error))]
 
-    def _fetched(self, message: Fetched) -> list[Action]:
+    def _fetched(self, message: DeviceFetched) -> list[Action]:
         request = self._requests.take(message.op, FetchRequest)
         if request is None:
             return []
-        return request.job.on_fetched(request.first, count_of(message.good, request.size))
+        return request.job.on_fetched(request.first, count_of(message.num_blocks, request.size))
 
-    def _saved(self, message: Saved) -> list[Action]:
+    def _saved(self, message: DeviceSaved) -> list[Action]:
         request = self._requests.take(message.op, SaveRequest)
         if request is None:
             return []
-        saved = count_of(message.good, request.size)
+        saved = count_of(message.num_blocks, request.size)
         self._memory.counts.written += saved
         self._memory.counts.write_failures += request.size - saved
         return request.job.on_saved()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvactors.cpu_evictor.actions import Action, StartTimer, StopTimer, send
 from kvactors.cpu_evictor.memory import HostMemory
-from kvactors.cpu_evictor.messages import LayersLoaded, Load, Loaded, LoadStalled, Overdue
+from kvactors.cpu_evictor.messages import FetchDeadline, LayersLoaded, Load, Loaded, LoadStalled
 from kvactors.cpu_evictor.slots import HostBlock, SlotState
 from kvactors.gpu_swapper.messages import Direction
 from kvactors.lineage import lineage
@@ -18,7 +18,7 @@ class LoadJob:
 
     Sources are pinned in path order: blocks of the host first, then those that storage has. They
     are copied as soon as there are device blocks to copy into (a `Load` without blocks gets them
-    with `Place`). Positions count from the first wanted block.
+    with `SetTargets`). Positions count from the first wanted block.
 
     Args:
         memory: host memory.
@@ -70,7 +70,7 @@ class LoadJob:
         """Pin what the host has, ask storage for the rest, and start to copy."""
         message, memory, host = self._message, self._memory, self._memory.host
         requests, wanted = memory.requests, self._hashes[message.start :]
-        if message.era != requests.generation:
+        if message.memory_generation != requests.generation:
             return [send(requests.peers.index, Loaded(message.op, 0, 0))]
         self._loads[message.op] = self
         host.touch(reversed(self._hashes))
@@ -85,7 +85,7 @@ class LoadJob:
         if missing and message.fetch and (seconds := message.deadline - requests.clock()) > 0:
             if requests.may_read:
                 self._fetching = self._timed = True
-                actions.append(StartTimer(self, seconds, Overdue(message.op)))
+                actions.append(StartTimer(self, seconds, FetchDeadline(message.op)))
                 actions.append(requests.probe(self, missing, message.deadline))
             elif requests.peers.device_store is not None:
                 self._fetching = True

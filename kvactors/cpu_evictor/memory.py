@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from kvactors.config import HostConfig, StorageConfig
 from kvactors.cpu_evictor.actions import Action, send
-from kvactors.cpu_evictor.messages import HostCleared, HostGained, HostGone
-from kvactors.cpu_evictor.requests import Requests
+from kvactors.cpu_evictor.messages import HostBlocksAdded, HostBlocksRemoved, HostCleared
+from kvactors.cpu_evictor.requests import RequestTable
 from kvactors.cpu_evictor.slots import HostBlock, HostTier, SlotState
 from kvactors.cpu_evictor.statistics import Counts
-from kvactors.flush_notifier.messages import Cleared, Gained, Gone
+from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, TierCleared
 from kvactors.storage.messages import Outcome
 from kvactors.types import Reason, Tier, join_keys, split_keys
 
@@ -32,7 +32,7 @@ class HostMemory:
     """
 
     def __init__(
-        self, host: HostTier, requests: Requests, config: HostConfig, storage: StorageConfig
+        self, host: HostTier, requests: RequestTable, config: HostConfig, storage: StorageConfig
     ) -> None:
         self.host = host
         self.requests = requests
@@ -81,7 +81,7 @@ class HostMemory:
             shed = max(0, min(len(victims), slots - host.free))
             self.counts.shed += shed
         hashes = join_keys(block.hash for block in victims)
-        actions: list[Action] = [send(self._index, HostGone(hashes))]
+        actions: list[Action] = [send(self._index, HostBlocksRemoved(hashes))]
         actions += self.remove(victims[:shed])
         for block in victims[shed:]:
             host.move(block, SlotState.TRANSIT)
@@ -165,10 +165,11 @@ class HostMemory:
         ]
         for block in dropped:
             self.host.drop(block)
-        # A HostGained or Offloaded with such a block may have been sent after the Discard was.
+        # A HostBlocksAdded or Offloaded with such a block may have been sent after the
+        # DropHostCopies was.
         if dropped:
             hashes = join_keys(block.hash for block in dropped)
-            actions.append(send(self._index, HostGone(hashes)))
+            actions.append(send(self._index, HostBlocksRemoved(hashes)))
         return actions
 
     def keep(self, keys: bytes) -> list[Action]:
@@ -187,7 +188,7 @@ class HostMemory:
         """Drop every block. Copies in flight end on blocks that are not found any longer."""
         self.host.clear()
         self.clears += 1
-        return [send(self._notifier, Cleared(Tier.HOST, Reason.CLEAR))]
+        return [send(self._notifier, TierCleared(Tier.HOST, Reason.CLEAR))]
 
     def lose(self) -> list[Action]:
         """The bytes in the slots may be lost."""
@@ -196,7 +197,7 @@ class HostMemory:
 
     def announce_restart(self) -> Action:
         """No block of before is in the host tier."""
-        return send(self._notifier, Cleared(Tier.HOST, Reason.RESTART))
+        return send(self._notifier, TierCleared(Tier.HOST, Reason.RESTART))
 
     def clear_store(self, op: int) -> Action:
         """Empty the store. `HostCleared` with this op is sent when it is empty."""
@@ -211,7 +212,7 @@ class HostMemory:
         if not announced:
             return []
         hashes = join_keys(block.hash for block in announced)
-        return [send(self._notifier, Gone(hashes, Tier.HOST, reason))]
+        return [send(self._notifier, BlocksRemoved(hashes, Tier.HOST, reason))]
 
     # -- blocks that enter
 
@@ -221,12 +222,12 @@ class HostMemory:
             return []
         for block_hash in hashes:
             self.host.blocks[block_hash].announced = True
-        return [send(self._notifier, Gained(join_keys(hashes), Tier.HOST, Reason.OFFLOAD))]
+        return [send(self._notifier, BlocksAdded(join_keys(hashes), Tier.HOST, Reason.OFFLOAD))]
 
     def announce_fetched(self, blocks: Sequence[HostBlock]) -> list[Action]:
         """Report blocks that have come from storage to stay, to indexes and to the prefix index."""
         if not blocks:
             return []
         hashes = [block.hash for block in blocks]
-        hint = HostGained(join_keys(hashes), self.clears, self.requests.generation)
+        hint = HostBlocksAdded(join_keys(hashes), self.clears, self.requests.generation)
         return [*self.announce(hashes), send(self._index, hint)]

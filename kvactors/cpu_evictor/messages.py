@@ -15,7 +15,7 @@ class Offload(Message, frozen=True, eq=False):
         keys: n block hashes of 32 bytes, least recently used first (deeper first on ties).
         parents: hash of the block before each of them.
         blocks: their device blocks.
-        era: memory generation that the device blocks are in. Blocks of another one are not kept.
+        memory_generation: that the device blocks are in. Blocks of another one are not kept.
         lineages: of the blocks, if the store keeps them.
     """
 
@@ -23,7 +23,7 @@ class Offload(Message, frozen=True, eq=False):
     keys: bytes
     parents: bytes
     blocks: tuple[int, ...]
-    era: int = 0
+    memory_generation: int = 0
     lineages: Lineages | None = None
 
 
@@ -31,11 +31,11 @@ class Offloaded(Control, frozen=True, eq=False):
     """Answer to Offload: the device blocks are free.
 
     Attributes:
-        kept: one byte a block, non-zero if the host tier holds it.
+        kept_mask: one byte a block, non-zero if the host tier holds it.
     """
 
     op: int
-    kept: bytes
+    kept_mask: bytes
 
 
 class Load(Message, frozen=True, eq=False):
@@ -46,12 +46,12 @@ class Load(Message, frozen=True, eq=False):
         root: root hash, the parent of the first block.
         keys: block hashes of the path from its first block on, up to the last one to load.
         start: position of the first block to load. It goes to blocks[0], the next to blocks[1].
-        blocks: device blocks. If empty, they follow in a Place. The sources are pinned and fetched
-            before that, so that an eviction for the device blocks cannot evict the sources.
+        blocks: device blocks. If empty, they follow in a SetTargets. The sources are pinned and
+            fetched before that, so that an eviction for the device blocks cannot evict the sources.
         deadline: absolute loop time after which storage is not waited for.
         fetch: whether blocks that the host tier lacks may come from storage.
         tokens: token ids of the path (little-endian uint32), for a store addressed by tokens.
-        era: memory generation that the device blocks are in.
+        memory_generation: that the device blocks are in.
         lineages: of the blocks of `keys`, if the store keeps them.
     """
 
@@ -63,7 +63,7 @@ class Load(Message, frozen=True, eq=False):
     deadline: float
     fetch: bool
     tokens: bytes = b""
-    era: int = 0
+    memory_generation: int = 0
     lineages: Lineages | None = None
 
 
@@ -85,12 +85,12 @@ class Loaded(Control, frozen=True, eq=False):
     """Answer to Load.
 
     Attributes:
-        good: leading blocks that have their bytes.
+        num_loaded: leading blocks that have their bytes.
         from_host: how many of them came from the host tier, the others from storage.
     """
 
     op: int
-    good: int
+    num_loaded: int
     from_host: int
 
 
@@ -100,7 +100,7 @@ class LoadStalled(Control, frozen=True, eq=False):
     op: int
 
 
-class Prefetch(Message, frozen=True, eq=False):
+class PrefetchToHost(Message, frozen=True, eq=False):
     """A request for this path is expected: read the blocks that storage has, from `start` on, into
     the host tier. Not answered.
 
@@ -114,7 +114,7 @@ class Prefetch(Message, frozen=True, eq=False):
     lineages: Lineages | None = None
 
 
-class Place(Message, frozen=True, eq=False):
+class SetTargets(Message, frozen=True, eq=False):
     """The device blocks of a Load that was sent without."""
 
     op: int
@@ -128,9 +128,9 @@ class Cancel(Message, frozen=True, eq=False):
     op: int
 
 
-class Admit(Message, frozen=True, eq=False):
+class Save(Message, frozen=True, eq=False):
     """Save the path of a finished request, which the device holds until the answer. Answered with
-    Admitted.
+    Saved.
 
     Attributes:
         keys: block hashes of the path from its first block on.
@@ -148,22 +148,22 @@ class Admit(Message, frozen=True, eq=False):
     keep: bool
     save: tuple[int, ...]
     tokens: bytes = b""
-    era: int = 0
+    memory_generation: int = 0
     lineages: Lineages | None = None
 
 
-class Admitted(Control, frozen=True, eq=False):
-    """Answer to Admit: the device blocks are no longer read.
+class Saved(Control, frozen=True, eq=False):
+    """Answer to Save: the device blocks are no longer read.
 
     Attributes:
-        kept: one byte a block, non-zero if the host tier holds it.
+        kept_mask: one byte a block, non-zero if the host tier holds it.
     """
 
     op: int
-    kept: bytes
+    kept_mask: bytes
 
 
-class Discard(Message, frozen=True, eq=False):
+class DropHostCopies(Message, frozen=True, eq=False):
     """The device holds these blocks. An exclusive host tier drops them, an inclusive one ignores
     the message."""
 
@@ -200,24 +200,24 @@ class HostCleared(Control, frozen=True, eq=False):
     error: str
 
 
-class HostGone(Control, frozen=True, eq=False):
+class HostBlocksRemoved(Control, frozen=True, eq=False):
     """A hint: the host tier no longer holds these blocks."""
 
     keys: bytes
 
 
-class HostGained(Control, frozen=True, eq=False):
+class HostBlocksAdded(Control, frozen=True, eq=False):
     """A hint: the host tier holds these blocks. The index ignores hints from before its last clear
     or loss of memory.
 
     Attributes:
         clears: ClearHost messages that the host tier had handled.
-        era: its memory generation.
+        memory_generation: of the host tier.
     """
 
     keys: bytes
     clears: int = 0
-    era: int = 0
+    memory_generation: int = 0
 
 
 class SaveUnanswered(Control, frozen=True, eq=False):
@@ -226,16 +226,25 @@ class SaveUnanswered(Control, frozen=True, eq=False):
     op: int
 
 
-class Overdue(Control, frozen=True, eq=False):
+class FetchDeadline(Control, frozen=True, eq=False):
     """To itself: the deadline of a load that waits for storage."""
 
     op: int
 
 
-HostRequest = Offload | Load | Place | Cancel | Admit | Discard | Keep | ClearHost | Prefetch
+HostRequest = (
+    Offload | Load | SetTargets | Cancel | Save | DropHostCopies | Keep | ClearHost | PrefetchToHost
+)
 """Messages of PrefixIndex to CpuEvictor."""
 
 HostReply = (
-    Offloaded | Loaded | LayersLoaded | LoadStalled | Admitted | HostGained | HostGone | HostCleared
+    Offloaded
+    | Loaded
+    | LayersLoaded
+    | LoadStalled
+    | Saved
+    | HostBlocksAdded
+    | HostBlocksRemoved
+    | HostCleared
 )
 """Messages of CpuEvictor to PrefixIndex."""

@@ -30,7 +30,7 @@ class OffloadJob:
     def begin(self) -> list[Action]:
         """Keep what the host has already, and copy the rest."""
         message, memory, host = self._message, self._memory, self._memory.host
-        if message.era != memory.requests.generation:
+        if message.memory_generation != memory.requests.generation:
             return [self._answer()]
         new: list[int] = []
         for position, block_hash in enumerate(self._hashes):

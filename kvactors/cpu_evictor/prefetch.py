@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from kvactors.cpu_evictor.actions import Action
 from kvactors.cpu_evictor.memory import HostMemory
-from kvactors.cpu_evictor.messages import Prefetch
+from kvactors.cpu_evictor.messages import PrefetchToHost
 from kvactors.cpu_evictor.slots import HostBlock, SlotState
 from kvactors.lineage import lineage
 from kvactors.storage.messages import Outcome
@@ -18,7 +18,7 @@ class PrefetchJob:
 
     __slots__ = ("_blocks", "_first", "_hashes", "_memory", "_message")
 
-    def __init__(self, memory: HostMemory, message: Prefetch) -> None:
+    def __init__(self, memory: HostMemory, message: PrefetchToHost) -> None:
         self._memory = memory
         self._message = message
         self._hashes = split_keys(message.keys)

@@ -22,7 +22,7 @@ from kvactors.storage.messages import (
     ClearStore,
     DeviceStoreMessage,
     FetchDevice,
-    Probe,
+    ProbeStore,
     Read,
     ReaderMessage,
     SaveDevice,
@@ -49,8 +49,8 @@ class CopyJob(Protocol):
     """A job that copies between device blocks and host slots."""
 
     def on_copied(self, first: int, size: int, failed: frozenset[int]) -> list[Action]:
-        """A copy of `size` blocks has ended. first: as given to `Requests.copy`. failed: indices of
-        the blocks whose bytes did not arrive."""
+        """A copy of `size` blocks has ended. first: as given to `RequestTable.copy`. failed:
+        indices of the blocks whose bytes did not arrive."""
 
 
 class ProbeJob(Protocol):
@@ -65,7 +65,7 @@ class ReadJob(Protocol):
 
     def on_read(self, first: int, outcomes: bytes) -> list[Action]:
         """The read has ended, with one `Outcome` for each block. first: as given to
-        `Requests.read`."""
+        `RequestTable.read`."""
 
 
 class FetchJob(Protocol):
@@ -183,7 +183,7 @@ R = TypeVar("R", bound=Request)
 M = TypeVar("M", bound=Message)
 
 
-class Requests:
+class RequestTable:
     """The table of requests in flight. Each method that begins one enters it and returns the
     message to send. `take` removes it when its completion arrives.
 
@@ -247,19 +247,21 @@ class Requests:
         message = Copy(op, direction, tuple(device_blocks), slots, layerwise, self.generation)
         return send(self.peers.swapper, message)
 
-    def probe(self, job: ProbeJob, hashes: Sequence[bytes], deadline: float) -> Send[Probe]:
+    def probe(self, job: ProbeJob, hashes: Sequence[bytes], deadline: float) -> Send[ProbeStore]:
         """Ask how many leading blocks can be read from storage, in order to read them."""
         op, reader = next(self._ops), self._least_loaded(self.peers.readers)
         self._table[op] = ProbeRequest(reader, len(hashes), job)
         self._probes += 1
         self._load[reader.name] += len(hashes) + 1
-        return send(reader, Probe(op, join_keys(hashes), deadline))
+        return send(reader, ProbeStore(op, join_keys(hashes), deadline))
 
-    def ask_stored(self, job: ProbeJob, hashes: Sequence[bytes], deadline: float) -> Send[Probe]:
+    def ask_stored(
+        self, job: ProbeJob, hashes: Sequence[bytes], deadline: float
+    ) -> Send[ProbeStore]:
         """Ask how many leading blocks storage has, in order to write the others."""
         op, reader = next(self._ops), self._least_loaded(self.peers.readers)
         self._table[op] = StoredRequest(reader, len(hashes), job)
-        return send(reader, Probe(op, join_keys(hashes), deadline))
+        return send(reader, ProbeStore(op, join_keys(hashes), deadline))
 
     def read(
         self, job: ReadJob, first: int, blocks: Sequence[HostBlock], deadline: float

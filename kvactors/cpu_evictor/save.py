@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvactors.cpu_evictor.actions import Action, StartTimer, StopTimer, send
 from kvactors.cpu_evictor.memory import HostMemory
-from kvactors.cpu_evictor.messages import Admit, Admitted, SaveUnanswered
+from kvactors.cpu_evictor.messages import Save, Saved, SaveUnanswered
 from kvactors.cpu_evictor.slots import HostBlock, SlotState
 from kvactors.gpu_swapper.messages import Direction
 from kvactors.lineage import lineage
@@ -17,7 +17,7 @@ finished request it has. The device blocks are held until then."""
 
 class SaveJob:
     """Keeps a copy of a finished request's path on the host (inclusive tiers), writes what is to be
-    saved and is not stored, and answers with `Admitted`.
+    saved and is not stored, and answers with `Saved`.
 
     Neither the index nor the host tier remembers what storage holds: the store is asked at every
     finish, so a block whose write failed, or that the store has evicted since, is written again.
@@ -25,7 +25,7 @@ class SaveJob:
 
     __slots__ = ("_blocks", "_generation", "_hashes", "_memory", "_message", "_save")
 
-    def __init__(self, memory: HostMemory, message: Admit) -> None:
+    def __init__(self, memory: HostMemory, message: Save) -> None:
         self._memory = memory
         self._message = message
         self._hashes = split_keys(message.keys)
@@ -55,7 +55,7 @@ class SaveJob:
     def _copy(self, stored: int) -> list[Action]:
         """Copy what the host lacks. stored: leading blocks that storage has."""
         message, memory, host = self._message, self._memory, self._memory.host
-        if message.era != memory.requests.generation:
+        if message.memory_generation != memory.requests.generation:
             return [self._answer(bytes(len(self._hashes)))]
         actions: list[Action] = []
         self._save = [position for position in message.save if position >= stored]
@@ -120,4 +120,4 @@ class SaveJob:
         )
 
     def _answer(self, kept: bytes) -> Action:
-        return send(self._memory.requests.peers.index, Admitted(self._message.op, kept))
+        return send(self._memory.requests.peers.index, Saved(self._message.op, kept))

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from kvactors.actor.uncancelled import to_the_end
+from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.data_plane.base import CLOSE_LIMIT, Direction, Progress
 from kvactors.device.arena import Arena
 from kvactors.device.base import Device
@@ -159,7 +159,7 @@ class ThreadedCopies(CopyEngine):
                 self._pieces.put(_Piece(direction, blocks[part], slots[part], layers, loop, future))
         if progress is not None and layerwise:
             _report(progress, [group for group in groups if group is not None], futures)
-        await to_the_end(asyncio.gather(*(future for group in futures for future in group)))
+        await wait_uncancelled(asyncio.gather(*(future for group in futures for future in group)))
         bad = [
             start
             for i, start in enumerate(starts)

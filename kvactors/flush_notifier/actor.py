@@ -14,21 +14,21 @@ from kvactors.flush_notifier.deliveries import SinkDelivery
 from kvactors.flush_notifier.filter import SinkFilter
 from kvactors.flush_notifier.ledger import IDLE_LIMIT, Fact, Ledger
 from kvactors.flush_notifier.messages import (
-    Announced,
+    BlocksAdded,
+    BlocksRemoved,
     CallLate,
-    Cleared,
     Continue,
     Deliver,
     Delivered,
-    Gained,
-    Gone,
-    Named,
-    Origin,
+    NamespaceChanged,
+    PathCached,
+    PathsFound,
+    RequestScope,
     Resync,
     ResyncDue,
     RetryDue,
-    Scoped,
-    Settle,
+    TierCleared,
+    WaitFlushed,
 )
 from kvactors.flush_notifier.sink_set import SinkSet
 from kvactors.flush_notifier.sinks.base import Sink
@@ -61,11 +61,11 @@ class FlushNotifier(Actor):
         epoch: int,
         idle_limit: int = IDLE_LIMIT,
         token_root: bytes = b"",
-        root_of: Callable[[str, Origin], bytes] | None = None,
+        root_of: Callable[[str, RequestScope], bytes] | None = None,
         namespace: str = "",
     ) -> None:
         super().__init__(ref)
-        self.epoch = epoch + ref.life
+        self.epoch = epoch + ref.incarnation
         self.ledger = Ledger(
             block_size,
             [SinkFilter.of(sink) for sink in sinks],
@@ -90,12 +90,12 @@ class FlushNotifier(Actor):
 
     # -- facts
 
-    @on(Announced)
-    @on(Gained)
-    @on(Gone)
-    @on(Cleared)
-    @on(Named)
-    @on(Scoped)
+    @on(PathCached)
+    @on(BlocksAdded)
+    @on(BlocksRemoved)
+    @on(TierCleared)
+    @on(PathsFound)
+    @on(NamespaceChanged)
     def fact(self, fact: Fact) -> None:
         """Blocks are resident, left a tier, or have a path, or other blocks are due."""
         if self.sinks:
@@ -192,8 +192,8 @@ class FlushNotifier(Actor):
         else:
             self._work(self.sinks.resync(one))
 
-    @on(Settle)
-    def settle(self, message: Settle, envelope: Envelope[bool]) -> None:
+    @on(WaitFlushed)
+    def settle(self, message: WaitFlushed, envelope: Envelope[bool]) -> None:
         """Answer when the sinks have acknowledged what is due now."""
         self._drop_abandoned()
         self.sinks.wait(message, envelope)

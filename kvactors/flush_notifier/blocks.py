@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from kvactors.discreet import discreet
 from kvactors.flush_notifier.filter import SinkFilter
-from kvactors.flush_notifier.messages import Origin
+from kvactors.flush_notifier.messages import RequestScope
 from kvactors.flush_notifier.steps import Steps
 from kvactors.types import ALL_TIERS, Reason, Tier
 
@@ -50,12 +50,12 @@ class LedgerBlock:
         "key",
         "left",
         "number",
-        "origin",
         "parent",
         "parent_key",
         "pins",
         "reasons",
         "right",
+        "scope",
         "tiers",
         "token_addressed",
         "tokens",
@@ -68,12 +68,12 @@ class LedgerBlock:
         parent: LedgerBlock | None,
         parent_key: bytes,
         tokens: bytes,
-        origin: Origin,
+        scope: RequestScope,
         sinks: int,
         extra_key: bytes = b"",
     ) -> None:
         self.key = key
-        self.origin = origin
+        self.scope = scope
         self.extra_key = extra_key
         self.parent = parent
         self.parent_key = parent_key
@@ -128,7 +128,7 @@ class HeldBlock(NamedTuple):
     position: int
     tokens: bytes
     tiers: int
-    origin: Origin
+    scope: RequestScope
     extra_key: bytes = b""
 
     def __repr__(self) -> str:

@@ -28,13 +28,13 @@ from kvactors.flush_notifier.blocks import BITS, LAST, LedgerBlock, accepts
 from kvactors.flush_notifier.checks import check_steps
 from kvactors.flush_notifier.filter import SHIFT, SinkFilter
 from kvactors.flush_notifier.messages import (
-    Announced,
-    Cleared,
-    Gained,
-    Gone,
-    Named,
-    Origin,
-    Scoped,
+    BlocksAdded,
+    BlocksRemoved,
+    NamespaceChanged,
+    PathCached,
+    PathsFound,
+    RequestScope,
+    TierCleared,
 )
 from kvactors.flush_notifier.scopes import RootOf, Scopes, rescope
 from kvactors.flush_notifier.sink_view import SinkView
@@ -52,7 +52,7 @@ STEP = 256
 
 DEVICE = int(Tier.DEVICE)
 
-Fact = Announced | Gained | Gone | Cleared | Named | Scoped
+Fact = PathCached | BlocksAdded | BlocksRemoved | TierCleared | PathsFound | NamespaceChanged
 
 
 class Ledger:
@@ -103,19 +103,19 @@ class Ledger:
 
     def apply(self, fact: Fact) -> Iterator[None]:
         """The steps of a fact."""
-        if isinstance(fact, Gained):
+        if isinstance(fact, BlocksAdded):
             return self.gain(fact.keys, fact.tier, fact.reason)
-        if isinstance(fact, Gone):
+        if isinstance(fact, BlocksRemoved):
             return self.lose(fact.keys, fact.tier, fact.reason)
-        if isinstance(fact, Announced):
+        if isinstance(fact, PathCached):
             return self.announce(fact)
-        if isinstance(fact, Named):
+        if isinstance(fact, PathsFound):
             return self.name(fact)
-        if isinstance(fact, Cleared):
+        if isinstance(fact, TierCleared):
             return self.clear(fact.tier, fact.reason)
         return rescope(self, fact.namespace)
 
-    def announce(self, message: Announced) -> Iterator[None]:
+    def announce(self, message: PathCached) -> Iterator[None]:
         """The first `count` blocks of a path are resident. The message names all of them.
 
         Raises:
@@ -143,7 +143,7 @@ class Ledger:
             if block is None:
                 tokens = message.tokens[i * self.block_bytes : (i + 1) * self.block_bytes]
                 extra_key = extra_keys.get(message.start + i, b"")
-                block = self.learn(key, parent, parent_key, tokens, message.origin, extra_key)
+                block = self.learn(key, parent, parent_key, tokens, message.scope, extra_key)
             if i < count:
                 block.tiers |= bit
                 if finished:
@@ -165,7 +165,7 @@ class Ledger:
         yield from place_blocks(self)
         yield from tree.trim()
 
-    def name(self, message: Named) -> Iterator[None]:
+    def name(self, message: PathsFound) -> Iterator[None]:
         """Blocks found in storage have these parents and tokens."""
         yield from name_blocks(self, message)
         yield from self.tree.trim()
@@ -246,12 +246,12 @@ class Ledger:
         parent: LedgerBlock | None,
         parent_key: bytes,
         tokens: bytes,
-        origin: Origin,
+        scope: RequestScope,
         extra_key: bytes,
     ) -> LedgerBlock:
         """Add a block that no path has named before. `update` must follow. parent: None exactly if
         `parent_key` is a root hash."""
-        block = LedgerBlock(key, parent, parent_key, tokens, origin, len(self.sinks), extra_key)
+        block = LedgerBlock(key, parent, parent_key, tokens, scope, len(self.sinks), extra_key)
         block.tiers = self.unnamed.place(key)
         self.tree.add(block)
         if self._token_root and (

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from kvactors.actor import Ask, Control
 from kvactors.actor.message import Message
+from kvactors.deprecated import warn
 from kvactors.discreet import discreet
 from kvactors.types import KEY_BYTES, Reason, Residency, Tier
 
@@ -16,7 +17,7 @@ ExtraKeys = tuple[tuple[int, bytes], ...]
 (`extra_keys.media_items`)."""
 
 
-class Origin(NamedTuple):
+class RequestScope(NamedTuple):
     """The adapter's name and the cache salt of requests, None without. Requests with the same ones
     share blocks.
 
@@ -32,16 +33,16 @@ class Origin(NamedTuple):
         return discreet(self)
 
 
-PLAIN = Origin()
+PLAIN = RequestScope()
 
 
-class Announced(Message, frozen=True, eq=False):
+class PathCached(Message, frozen=True, eq=False):
     """Blocks of a path are resident on `tier`. The ledger learns their tokens and hashes from it.
 
     tokens: little-endian uint32 of the blocks from position `start` of the path on. keys: their
     hashes, 32 bytes each. The first `count` of them are resident, the others are only named.
     parent: hash of the block before them, the root hash if `start` is 0. It is resident on `tier`
-    and was announced before. root: the root hash of the chain, origin: its scope. extra_keys:
+    and was announced before. root: the root hash of the chain, scope: its scope. extra_keys:
     of these blocks. With Reason.REQUEST_FINISH, gains that a sink wants only at the finish are due
     now.
     """
@@ -54,11 +55,11 @@ class Announced(Message, frozen=True, eq=False):
     tier: Tier
     reason: Reason
     parent: bytes
-    origin: Origin = PLAIN
+    scope: RequestScope = PLAIN
     extra_keys: ExtraKeys = ()
 
 
-class Gained(Message, frozen=True, eq=False):
+class BlocksAdded(Message, frozen=True, eq=False):
     """These names are resident on `tier` now."""
 
     keys: bytes
@@ -74,7 +75,7 @@ class PathPart(NamedTuple):
     parent: bytes
     keys: bytes
     tokens: bytes
-    origin: Origin = PLAIN
+    scope: RequestScope = PLAIN
     extra_keys: tuple[tuple[int, bytes], ...] = ()
 
     def __repr__(self) -> str:
@@ -95,16 +96,16 @@ class PathPart(NamedTuple):
         return lengths == (KEY_BYTES, 0, 0) and self.blocks > 0 and len(self.tokens) > 0
 
 
-class Named(Message, frozen=True, eq=False):
-    """Parents and tokens of blocks that were found in storage. `Gained` reports where they are.
-    Blocks on no tier are left out. roots: parents of parts that are root hashes of requests of
+class PathsFound(Message, frozen=True, eq=False):
+    """Parents and tokens of blocks that were found in storage. `BlocksAdded` reports where they
+    are. Blocks on no tier are left out. roots: parents of parts that are root hashes of requests of
     now."""
 
     parts: tuple[PathPart, ...]
     roots: frozenset[bytes]
 
 
-class Gone(Message, frozen=True, eq=False):
+class BlocksRemoved(Message, frozen=True, eq=False):
     """These names left `tier`."""
 
     keys: bytes
@@ -112,20 +113,20 @@ class Gone(Message, frozen=True, eq=False):
     reason: Reason
 
 
-class Cleared(Message, frozen=True, eq=False):
+class TierCleared(Message, frozen=True, eq=False):
     """Nothing is resident on `tier` any more."""
 
     tier: Tier
     reason: Reason
 
 
-class Scoped(Message, frozen=True, eq=False):
+class NamespaceChanged(Message, frozen=True, eq=False):
     """Requests are admitted under this namespace from now on."""
 
     namespace: str
 
 
-class Settle(Ask[bool], frozen=True, eq=False):
+class WaitFlushed(Ask[bool], frozen=True, eq=False):
     """Wait until every sink has acknowledged everything that is due at this message. True then.
     The asker's deadline bounds it.
 
@@ -164,8 +165,14 @@ class FlushTask(Message, frozen=True, eq=False):
     tier: Tier
     reason: Reason
     epoch: int
-    origin: Origin = PLAIN
+    scope: RequestScope = PLAIN
     extra_keys: ExtraKeys = ()
+
+    @property
+    def origin(self) -> RequestScope:
+        """Deprecated: read `scope`."""
+        warn("FlushTask.origin is deprecated: read FlushTask.scope", stacklevel=2)
+        return self.scope
 
 
 class Deliver(Control, frozen=True, eq=False):
@@ -206,5 +213,5 @@ class RetryDue(Control, frozen=True, eq=False):
     sink: str
 
 
-Report = Announced | Gained | Gone | Cleared | Scoped | Named
+Report = PathCached | BlocksAdded | BlocksRemoved | TierCleared | NamespaceChanged | PathsFound
 """Messages to FlushNotifier: changes of residency, and the paths and scopes of blocks."""

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 
 from kvactors.flush_notifier.blocks import BITS, LAST, LedgerBlock
 from kvactors.flush_notifier.filter import ABOVE_ALL
-from kvactors.flush_notifier.messages import Origin
+from kvactors.flush_notifier.messages import RequestScope
 from kvactors.types import Reason
 
 if TYPE_CHECKING:
     from kvactors.flush_notifier.ledger import Ledger
 
-RootOf = Callable[[str, Origin], bytes]
+RootOf = Callable[[str, RequestScope], bytes]
 """The root hash of the requests of a namespace, an adapter and a salt."""
 
 
@@ -32,7 +32,7 @@ class Scopes:
     def above_first(self, first: LedgerBlock) -> int:
         """The tiers due above the first block of a path: none unless requests begin at its root
         now."""
-        if self.root_of is None or self.root_of(self.namespace, first.origin) == first.parent_key:
+        if self.root_of is None or self.root_of(self.namespace, first.scope) == first.parent_key:
             return ABOVE_ALL
         return 0
 

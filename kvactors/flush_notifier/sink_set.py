@@ -11,7 +11,7 @@ from kvactors.flush_notifier.checks import Tiers
 from kvactors.flush_notifier.deliveries import SinkDelivery, SinkHealth, SinkStatistics
 from kvactors.flush_notifier.inspection import count_divergent_blocks
 from kvactors.flush_notifier.ledger import Ledger
-from kvactors.flush_notifier.messages import Settle
+from kvactors.flush_notifier.messages import WaitFlushed
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.flush_notifier.steps import Steps, finish
 
@@ -56,7 +56,7 @@ class SinkSet:
         for envelope in (yield from one.resync()):
             self.waiters.add(envelope, (one,))
 
-    def wait(self, message: Settle, envelope: Envelope[bool]) -> None:
+    def wait(self, message: WaitFlushed, envelope: Envelope[bool]) -> None:
         """Keep an ask until its sinks have acknowledged what is due now."""
         asked = [
             one

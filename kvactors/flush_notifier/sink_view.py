@@ -232,6 +232,6 @@ class SinkView:
                     block.depth - 1,
                     block.tokens,
                     tiers,
-                    block.origin,
+                    block.scope,
                     block.extra_key,
                 )

@@ -59,7 +59,7 @@ def as_task(run: BlockRun, epoch: int, *, by_name: bool, step: int) -> Steps[Flu
         Tier(run.bit),
         run.reason,
         epoch,
-        first.origin,
+        first.scope,
         extra_keys,
     )
 

@@ -1,8 +1,8 @@
 """Resident blocks whose paths are not known, and how blocks found in storage get theirs.
 
-`Gained` reports that a block is resident, `Named` what its hash is made of. A named block is added
-to the tree below its parent, or below a root. A block whose parent is not in the tree waits until
-the parent is added on any path. It is forgotten if it leaves all tiers before.
+`BlocksAdded` reports that a block is resident, `PathsFound` what its hash is made of. A named block
+is added to the tree below its parent, or below a root. A block whose parent is not in the tree
+waits until the parent is added on any path. It is forgotten if it leaves all tiers before.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvactors.discreet import discreet
 from kvactors.flush_notifier.blocks import LAST, LedgerBlock
-from kvactors.flush_notifier.messages import Named, Origin
+from kvactors.flush_notifier.messages import PathsFound, RequestScope
 from kvactors.flush_notifier.tree import LedgerTree
 from kvactors.types import Reason, Tier, key_at
 
@@ -31,7 +31,7 @@ class UnplacedBlock(NamedTuple):
     parent_key: bytes
     tokens: bytes
     extra_key: bytes
-    origin: Origin
+    scope: RequestScope
 
     def __repr__(self) -> str:
         return discreet(self)
@@ -136,7 +136,7 @@ class UnnamedBlocks:
         return ""
 
 
-def name_blocks(ledger: Ledger, message: Named) -> Iterator[None]:
+def name_blocks(ledger: Ledger, message: PathsFound) -> Iterator[None]:
     """Add resident blocks to the tree whose parents are there. Steps of about `step` blocks."""
     looked, tree, unnamed = 0, ledger.tree, ledger.unnamed
     for part in message.parts:
@@ -147,7 +147,7 @@ def name_blocks(ledger: Ledger, message: Named) -> Iterator[None]:
             key = key_at(part.keys, i)
             if key in unnamed.tiers and size == ledger.block_bytes:
                 tokens, extra_key = part.tokens[i * size : (i + 1) * size], extra_keys.get(i, b"")
-                block = UnplacedBlock(parent_key, tokens, extra_key, part.origin)
+                block = UnplacedBlock(parent_key, tokens, extra_key, part.scope)
                 parent = tree.blocks.get(parent_key)
                 if parent is not None or (is_root and not i):
                     place_block(ledger, key, parent, block)
@@ -168,7 +168,7 @@ def place_block(
     """Add a resident block to the tree. It has no children yet. It counts as covered by a finished
     request, since one brought it to storage."""
     ledger.tree.version += 1
-    added = ledger.learn(key, parent, block.parent_key, block.tokens, block.origin, block.extra_key)
+    added = ledger.learn(key, parent, block.parent_key, block.tokens, block.scope, block.extra_key)
     added.finished = True
     added.reasons[LAST] = added.reasons[int(Tier.STORAGE)] = Reason.STORED
     ledger.update(added)

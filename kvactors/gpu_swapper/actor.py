@@ -97,7 +97,9 @@ class GpuSwapper(Actor):
 
         said = progress if message.layerwise else None
 
-        work = self._plane.copy(message.era, message.direction, message.blocks, message.slots, said)
+        work = self._plane.copy(
+            message.memory_generation, message.direction, message.blocks, message.slots, said
+        )
         self.start_job(work, done, broke)
 
     @on(CopyLayers)

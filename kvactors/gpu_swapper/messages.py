@@ -22,8 +22,7 @@ class Copy(Message, frozen=True, eq=False):
 
     Attributes:
         layerwise: whether CopyProgress messages precede the answer.
-        era: the memory generation that the blocks and slots are in. A copy of another one moves
-            nothing.
+        memory_generation: that the blocks and slots are in. A copy of another one moves nothing.
     """
 
     op: int
@@ -31,7 +30,7 @@ class Copy(Message, frozen=True, eq=False):
     blocks: tuple[int, ...]
     slots: tuple[int, ...]
     layerwise: bool = False
-    era: int = 0
+    memory_generation: int = 0
 
 
 class CopyProgress(Control, frozen=True, eq=False):

@@ -90,7 +90,7 @@ def check_steps(system: System, violated: list[str]) -> Iterator[None]:
         return
     for actor in system.supervisor.actors():
         yield from _one_actor(actor, violated)
-    if not system.activity.count:
+    if not system.in_flight.count:
         yield from _between_actors(system, violated)
 
 
@@ -117,10 +117,10 @@ def _between_actors(system: System, violated: list[str]) -> Iterator[None]:
     No message is queued, the tiers are consistent, and every sink without pending deliveries
     matches the tiers.
     """
-    begun, found = system.activity.begun, list[str]()
+    begun, found = system.in_flight.begun, list[str]()
     for _ in _comparisons(system, found):
         yield
-        if system.activity.begun != begun:
+        if system.in_flight.begun != begun:
             return
     violated += found
 
@@ -143,8 +143,8 @@ def _comparisons(system: System, found: list[str]) -> Iterator[None]:
         found.append(f"ranks: {open_} operations without an answer, and no work in flight")
     if evictor.host.on_device:
         found.append(
-            f"cpu_evictor: {evictor.host.on_device} slots wait for a Discard, and no message is in "
-            "flight"
+            f"cpu_evictor: {evictor.host.on_device} slots wait for a DropHostCopies, and no "
+            "message is in flight"
         )
     where: Residency = {}
     yield from residency_steps(system, where)

@@ -33,7 +33,7 @@ class Timed:
             self.timer = None
 
 
-class Answer(Struct):
+class Reply(Struct):
     """Answer a request with a value."""
 
     envelope: Envelope[Any]
@@ -58,7 +58,7 @@ class StartTimer(Struct):
     grace: float = 0.0
 
 
-Action: TypeAlias = Answer | Refusal | StartTimer | Message
+Action: TypeAlias = Reply | Refusal | StartTimer | Message
 """A `Message` is sent to the actor that receives its type."""
 
 Work: TypeAlias = Generator[list[Action], None, list[Action]]

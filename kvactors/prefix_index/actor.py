@@ -11,15 +11,15 @@ from typing import ClassVar
 
 from kvactors.actor import Actor, ActorRef, Envelope, Message, PeerRestarted, on
 from kvactors.cpu_evictor.messages import (
-    Admitted,
+    HostBlocksAdded,
+    HostBlocksRemoved,
     HostCleared,
-    HostGained,
-    HostGone,
     HostRequest,
     LayersLoaded,
     Loaded,
     LoadStalled,
     Offloaded,
+    Saved,
 )
 from kvactors.flush_notifier.messages import Report
 from kvactors.gpu_swapper.messages import DataPlaneStatus
@@ -27,23 +27,23 @@ from kvactors.prefix_index.core import IndexCore
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.messages import (
     Abandon,
+    Ack,
     Acquire,
+    AcquireResult,
+    AdmissionDeadline,
     Clear,
     Commit,
     Continue,
-    Done,
-    Expired,
     Extend,
     Finish,
-    Granted,
-    Landed,
     LayerReady,
-    Overdue,
+    LoadDeadline,
     Pause,
     Preempt,
     Prefetch,
     Proceed,
     Ready,
+    ReadyResult,
     Resume,
     SetNamespace,
     Sweep,
@@ -74,7 +74,7 @@ class PrefixIndex(Actor):
     ) -> None:
         super().__init__(ref)
         self.index = index
-        self.core = core = IndexCore(index, roots, settings, restarted=self.life > 0)
+        self.core = core = IndexCore(index, roots, settings, restarted=self.incarnation > 0)
         self.runner = ActionRunner(self.context, evictor, notifier)
         # Bound here, for the requests that come most often.
         self._perform, self._requests = self.runner.perform, core.requests
@@ -82,23 +82,23 @@ class PrefixIndex(Actor):
 
     def started(self) -> None:
         """A restarted index begins with an empty device tier."""
-        if self.life:
+        if self.incarnation:
             self._perform(self.core.announcements.cleared(Reason.RESTART))
 
     # -- requests
 
     @on(Acquire)
-    def acquire(self, message: Acquire, envelope: Envelope[Granted]) -> None:
+    def acquire(self, message: Acquire, envelope: Envelope[AcquireResult]) -> None:
         """Give a request its device blocks, those of its cached prefix included."""
         self._perform(self._requests.acquire(message, envelope))
 
     @on(Prefetch)
-    def prefetch(self, message: Prefetch, envelope: Envelope[Done]) -> None:
+    def prefetch(self, message: Prefetch, envelope: Envelope[Ack]) -> None:
         """Let the host tier fetch what a request will need."""
         self._perform(self._requests.prefetch(message, envelope))
 
     @on(Ready)
-    def ready(self, message: Ready, envelope: Envelope[Landed]) -> None:
+    def ready(self, message: Ready, envelope: Envelope[ReadyResult]) -> None:
         """Answer once the loads of a lease are over."""
         self._perform(self.core.leases.wait_ready(message.lease, envelope))
 
@@ -108,7 +108,7 @@ class PrefixIndex(Actor):
         self._perform(self.core.leases.wait_layer(message.lease, message.layer, envelope))
 
     @on(Extend)
-    def extend(self, message: Extend, envelope: Envelope[Granted]) -> None:
+    def extend(self, message: Extend, envelope: Envelope[AcquireResult]) -> None:
         """Append tokens to a lease."""
         self._perform(self.core.grants.extend(message, envelope))
 
@@ -118,17 +118,17 @@ class PrefixIndex(Actor):
         self._perform(self.core.admission.withdraw(message.lease))
 
     @on(Commit)
-    def commit(self, message: Commit, envelope: Envelope[Done]) -> None:
+    def commit(self, message: Commit, envelope: Envelope[Ack]) -> None:
         """Make the full blocks of computed tokens shareable."""
         self._perform(self._commits.commit(message.lease, message.computed_tokens, envelope))
 
     @on(Finish)
-    def finish(self, message: Finish, envelope: Envelope[Done]) -> None:
+    def finish(self, message: Finish, envelope: Envelope[Ack]) -> None:
         """End a lease: commit what is computed, announce and save by policy, release."""
         self._perform(self._endings.finish(message.lease, message.computed_tokens, envelope))
 
     @on(Preempt)
-    def preempt(self, message: Preempt, envelope: Envelope[Done]) -> None:
+    def preempt(self, message: Preempt, envelope: Envelope[Ack]) -> None:
         """End a lease whose request will be acquired again."""
         self._perform(self._endings.preempt(message.lease, message.computed_tokens, envelope))
 
@@ -141,22 +141,22 @@ class PrefixIndex(Actor):
     # -- the whole cache
 
     @on(Clear)
-    def clear(self, message: Clear, envelope: Envelope[Done]) -> None:
+    def clear(self, message: Clear, envelope: Envelope[Ack]) -> None:
         """Empty the cache."""
         self._perform(self.core.clear(envelope, storage=message.storage))
 
     @on(Pause)
-    def pause(self, message: Pause, envelope: Envelope[Done]) -> None:
+    def pause(self, message: Pause, envelope: Envelope[Ack]) -> None:
         """Hold new requests, and answer once no transfer is in flight."""
         self._perform(self._requests.pause(envelope))
 
     @on(Resume)
-    def resume(self, message: Resume, envelope: Envelope[Done]) -> None:
+    def resume(self, message: Resume, envelope: Envelope[Ack]) -> None:
         """Admit requests again."""
         self._perform(self._requests.resume(envelope))
 
     @on(SetNamespace)
-    def set_namespace(self, message: SetNamespace, envelope: Envelope[Done]) -> None:
+    def set_namespace(self, message: SetNamespace, envelope: Envelope[Ack]) -> None:
         """Admit requests under another namespace."""
         self._perform(self.core.set_namespace(message.namespace, envelope))
 
@@ -165,43 +165,46 @@ class PrefixIndex(Actor):
     @on(Loaded)
     def loaded(self, message: Loaded) -> None:
         """A load is over."""
-        self._perform(self.core.loaded(message.op, message.good, message.from_host))
+        self._perform(self.core.loaded(message.op, message.num_loaded, message.from_host))
 
     @on(LayersLoaded)
     def layers_loaded(self, message: LayersLoaded) -> None:
         """Some layers of a load have arrived."""
         self._perform(self.core.loads.layers_loaded(message.op, message.layers, message.blocks))
 
-    @on(Overdue)
+    @on(LoadDeadline)
     @on(LoadStalled)
-    def overdue(self, message: Overdue | LoadStalled) -> None:
+    def overdue(self, message: LoadDeadline | LoadStalled) -> None:
         """A load is past its deadline, or is blocked on a rank that does not respond."""
         self._perform(self.core.overdue(message.op))
 
     @on(Offloaded)
     def offloaded(self, message: Offloaded) -> None:
         """The copies of an eviction are complete."""
-        self._perform(self.core.offloaded(message.op, message.kept))
+        self._perform(self.core.offloaded(message.op, message.kept_mask))
 
-    @on(Admitted)
-    def admitted(self, message: Admitted) -> None:
+    @on(Saved)
+    def admitted(self, message: Saved) -> None:
         """Blocks of a finished request have been copied."""
-        self._perform(self.core.saved(message.op, message.kept))
+        self._perform(self.core.saved(message.op, message.kept_mask))
 
     @on(HostCleared)
     def host_cleared(self, message: HostCleared) -> None:
         """Host tier and store are empty, or the store could not be emptied."""
         self._perform(self.core.clears.finish(message.op, message.error))
 
-    @on(HostGone)
-    def host_gone(self, message: HostGone) -> None:
+    @on(HostBlocksRemoved)
+    def host_gone(self, message: HostBlocksRemoved) -> None:
         """Blocks left the host tier."""
         self.index.tree.host_gone(message.keys)
 
-    @on(HostGained)
-    def host_gained(self, message: HostGained) -> None:
+    @on(HostBlocksAdded)
+    def host_gained(self, message: HostBlocksAdded) -> None:
         """The host tier has more blocks. A hint from before a clear or a loss is out of date."""
-        if message.clears == self.core.clears.sent and message.era == self.index.memory_generation:
+        if (
+            message.clears == self.core.clears.sent
+            and message.memory_generation == self.index.memory_generation
+        ):
             self.index.tree.host_gained(message.keys)
 
     @on(DataPlaneStatus)
@@ -220,8 +223,8 @@ class PrefixIndex(Actor):
         elif message.name == "flush_notifier":
             self._perform(self.core.announcements.announce_all())
 
-    @on(Expired)
-    def expired(self, message: Expired) -> None:
+    @on(AdmissionDeadline)
+    def expired(self, message: AdmissionDeadline) -> None:
         """The deadline of a wait, for blocks or for the end of a pause."""
         self._perform(self._requests.expire(message.lease, message.ticket))
 

@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 from kvactors.actor import Envelope
 from kvactors.errors import DeadlineExceeded, LeaseEnded, NoRoom
 from kvactors.native import BlockTree, Path
-from kvactors.prefix_index.actions import Action, Answer, Refusal, StartTimer, Timed, Work
+from kvactors.prefix_index.actions import Action, Refusal, Reply, StartTimer, Timed, Work
 from kvactors.prefix_index.evictions import Evictions
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.loads import LoadTable
-from kvactors.prefix_index.messages import Done, Expired, Proceed, Sweep
+from kvactors.prefix_index.messages import Ack, AdmissionDeadline, Proceed, Sweep
 from kvactors.prefix_index.parts import next_part
 from kvactors.prefix_index.saves import SaveTable
 
@@ -81,7 +81,7 @@ class Admission:
         self._evictions = evictions
         self._saves = saves
         self._tickets = tickets
-        self._pausing: list[Envelope[Done]] = []
+        self._pausing: list[Envelope[Ack]] = []
         self._serving = self._proceeding = False
 
     # -- the queue
@@ -126,7 +126,7 @@ class Admission:
         self.waiting[waiter.lease] = waiter
         self.blocks_promised += waiter.lacking
         waiter.ticket = next(self._tickets)
-        actions.append(StartTimer(waiter, deadline, Expired(waiter.lease, waiter.ticket)))
+        actions.append(StartTimer(waiter, deadline, AdmissionDeadline(waiter.lease, waiter.ticket)))
         if evicted < self._index.part:
             return True, actions + self._serve_queue()
         return True, actions + self.proceed_later()  # this turn has evicted its part
@@ -234,10 +234,10 @@ class Admission:
             actions += self._sweep_later()
         if self._pausing and not (self._loads or self._evictions or self.releasing):
             paused, self._pausing = self._pausing, []
-            actions += [Answer(envelope, Done()) for envelope in paused]
+            actions += [Reply(envelope, Ack()) for envelope in paused]
         return actions
 
-    def wait_idle(self, envelope: Envelope[Done]) -> list[Action]:
+    def wait_idle(self, envelope: Envelope[Ack]) -> list[Action]:
         """Answer once no transfer is in flight."""
         self._pausing.append(envelope)
         return self.serve_waiting()

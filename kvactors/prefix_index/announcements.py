@@ -6,15 +6,22 @@ from collections import deque
 from collections.abc import Sequence
 
 from kvactors.actor import Message
-from kvactors.flush_notifier.messages import Announced, Cleared, Gained, Gone, Origin, Scoped
+from kvactors.flush_notifier.messages import (
+    BlocksAdded,
+    BlocksRemoved,
+    NamespaceChanged,
+    PathCached,
+    RequestScope,
+    TierCleared,
+)
 from kvactors.native import DEVICE, BlockTree, Path, TreeWalk
 from kvactors.prefix_index.actions import Action, Work
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.parts import next_part, parts
 from kvactors.types import KEY_BYTES, Reason, Tier
 
-ORIGINS = 65_536
-"""Root hashes whose origin is remembered."""
+MOST_SCOPES = 65_536
+"""Root hashes whose scope is remembered."""
 
 WALK = 512
 """Nodes of the tree that a turn announces to a restarted notifier: each may be a message."""
@@ -24,7 +31,7 @@ class Announcements:
     """Makes the messages for the notifier.
 
     enabled: there is a sink. whole: a finish announces all blocks of the request, also those
-    announced before. origins: what is in a root hash, the last one used last.
+    announced before. scopes: what is in a root hash, the last one used last.
 
     A restarted notifier is sent the whole tree by a walk in parts. Changes during the walk are sent
     after it, so that every block follows its parent.
@@ -32,7 +39,7 @@ class Announcements:
 
     def __init__(self, index: BlockIndex, *, enabled: bool, whole: bool) -> None:
         self.enabled = enabled
-        self.origins: dict[bytes, Origin] = {}
+        self.scopes: dict[bytes, RequestScope] = {}
         self._whole = whole
         self._index = index
         self._latest = b""  # the root of the last request
@@ -44,37 +51,37 @@ class Announcements:
         """Whether the notifier has been sent every change."""
         return self._walk is None
 
-    def remember(self, root: bytes, origin: Origin) -> None:
+    def remember(self, root: bytes, scope: RequestScope) -> None:
         """Note what is in a root hash. The number of an adapter is the last one given.
 
         The least recently used of very many roots are forgotten, and blocks below those are
         reported by their hashes only: an index that has such a block keeps it, and is not sent new
         ones.
         """
-        if root == self._latest and self.origins.get(root) is origin:
+        if root == self._latest and self.scopes.get(root) is scope:
             return
         self._latest = root
-        before = self.origins.pop(root, origin)
-        self.origins[root] = before if origin.lora_id is None else origin
-        if len(self.origins) > ORIGINS:
-            del self.origins[next(iter(self.origins))]
+        before = self.scopes.pop(root, scope)
+        self.scopes[root] = before if scope.lora_id is None else scope
+        if len(self.scopes) > MOST_SCOPES:
+            del self.scopes[next(iter(self.scopes))]
 
     def cached(self, path: Path, start: int, stop: int, reason: Reason) -> list[Action]:
         """Blocks [start, stop) of a path are on the device. Those above were announced before."""
         if not self.enabled:
             return []
-        part, origin = self._index.part, self.origins.get(path.root)
+        part, scope = self._index.part, self.scopes.get(path.root)
         ranges = ((start, stop),) if stop - start <= part else parts(start, stop, part)
         messages: list[Message] = []
         for first, last in ranges:
             keys = path.keys(first, last)
-            if origin is None:
-                messages.append(Gained(keys, Tier.DEVICE, reason))
+            if scope is None:
+                messages.append(BlocksAdded(keys, Tier.DEVICE, reason))
                 continue
             parent = path.keys(first - 1, first) if first else path.root
             tokens, extras = path.tokens(first, last), path.extra_keys(first, last)
             messages.append(
-                Announced(
+                PathCached(
                     path.root,
                     tokens,
                     keys,
@@ -83,7 +90,7 @@ class Announcements:
                     Tier.DEVICE,
                     reason,
                     parent,
-                    origin,
+                    scope,
                     extras,
                 )
             )
@@ -100,15 +107,15 @@ class Announcements:
         """Blocks left the device."""
         if not (keys and self.enabled):
             return []
-        return self._report([Gone(keys, Tier.DEVICE, reason)])
+        return self._report([BlocksRemoved(keys, Tier.DEVICE, reason)])
 
     def cleared(self, reason: Reason) -> list[Action]:
         """No block is on the device any more."""
-        return self._report([Cleared(Tier.DEVICE, reason)]) if self.enabled else []
+        return self._report([TierCleared(Tier.DEVICE, reason)]) if self.enabled else []
 
     def scoped(self, namespace: str) -> list[Action]:
         """Requests are admitted under another namespace."""
-        return self._report([Scoped(namespace)]) if self.enabled else []
+        return self._report([NamespaceChanged(namespace)]) if self.enabled else []
 
     def announce_all(self) -> list[Action]:
         """Begin to announce every block to a notifier that has restarted."""
@@ -153,9 +160,9 @@ class Announcements:
         """Announce consecutive blocks of a path, as the walk finds them, as far as they are on the
         device."""
         resident = next((j for j, state in enumerate(states) if not state & DEVICE), len(states))
-        origin, reason = self.origins.get(root), Reason.REQUEST_FINISH
-        if origin is None:
-            return Gained(keys[: resident * KEY_BYTES], Tier.DEVICE, reason)
-        return Announced(
-            root, tokens, keys, start, resident, Tier.DEVICE, reason, parent, origin, extras
+        scope, reason = self.scopes.get(root), Reason.REQUEST_FINISH
+        if scope is None:
+            return BlocksAdded(keys[: resident * KEY_BYTES], Tier.DEVICE, reason)
+        return PathCached(
+            root, tokens, keys, start, resident, Tier.DEVICE, reason, parent, scope, extras
         )

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from kvactors.actor import Envelope
 from kvactors.cpu_evictor.messages import ClearHost
 from kvactors.errors import StoreError
-from kvactors.prefix_index.actions import Action, Answer, Refusal
-from kvactors.prefix_index.messages import Done
+from kvactors.prefix_index.actions import Action, Refusal, Reply
+from kvactors.prefix_index.messages import Ack
 
 
 class Clears:
@@ -18,9 +18,9 @@ class Clears:
     def __init__(self, ops: Iterator[int]) -> None:
         self.sent = 0
         self._ops = ops
-        self._waiting: dict[int, tuple[Envelope[Done], int]] = {}
+        self._waiting: dict[int, tuple[Envelope[Ack], int]] = {}
 
-    def start(self, envelope: Envelope[Done], freed: int, *, storage: bool) -> list[Action]:
+    def start(self, envelope: Envelope[Ack], freed: int, *, storage: bool) -> list[Action]:
         """Clear the host tier, and the store if `storage`. freed: device blocks, for the answer."""
         self.sent += 1
         op = next(self._ops)
@@ -28,7 +28,7 @@ class Clears:
         if storage:
             self._waiting[op] = (envelope, freed)
             return [clear]
-        return [clear, Answer(envelope, Done(freed))]
+        return [clear, Reply(envelope, Ack(freed))]
 
     def finish(self, op: int, error: str) -> list[Action]:
         """The store is empty, or it could not be emptied for the reason `error`."""
@@ -37,7 +37,7 @@ class Clears:
             return []
         if error:
             return [Refusal(envelope, StoreError(error))]
-        return [Answer(envelope, Done(freed))]
+        return [Reply(envelope, Ack(freed))]
 
     def host_lost(self) -> None:
         """The host tier has restarted."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from kvactors.actor import Envelope
 from kvactors.actor.log import get_logger
 from kvactors.errors import LeaseEnded, NotReady, RankLost
-from kvactors.prefix_index.actions import Action, Answer, Refusal
+from kvactors.prefix_index.actions import Action, Refusal, Reply
 from kvactors.prefix_index.announcements import Announcements
 from kvactors.prefix_index.evictions import Evictions
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.leases import LeaseTable
-from kvactors.prefix_index.messages import Done
+from kvactors.prefix_index.messages import Ack
 from kvactors.prefix_index.records import LeaseFault, LeaseState
 from kvactors.types import KEY_BYTES, Reason
 
@@ -32,7 +32,7 @@ class Commits:
         self._announcements = announcements
         self._evictions = evictions
 
-    def commit(self, number: int, computed: int, envelope: Envelope[Done]) -> list[Action]:
+    def commit(self, number: int, computed: int, envelope: Envelope[Ack]) -> list[Action]:
         """Make the full blocks of the first `computed` tokens of a lease shareable."""
         lease = self._leases.get(number)
         if lease is None:
@@ -40,7 +40,7 @@ class Commits:
         done = self.enter(lease, computed)
         if isinstance(done, Exception):
             return [Refusal(envelope, done)]
-        done.append(Answer(envelope, Done(lease.path.num_committed)))
+        done.append(Reply(envelope, Ack(lease.path.num_committed)))
         return done
 
     def enter(self, lease: LeaseState, computed: int) -> list[Action] | Exception:

@@ -9,7 +9,7 @@ from kvactors.actor import Envelope
 from kvactors.errors import RankLost
 from kvactors.invariant import ensure
 from kvactors.native import BlockTree
-from kvactors.prefix_index.actions import Action, Answer, Work
+from kvactors.prefix_index.actions import Action, Reply, Work
 from kvactors.prefix_index.admission import Admission
 from kvactors.prefix_index.announcements import Announcements
 from kvactors.prefix_index.clears import Clears
@@ -23,7 +23,7 @@ from kvactors.prefix_index.leases import LeaseTable
 from kvactors.prefix_index.lineages import LineageSource
 from kvactors.prefix_index.loads import LoadTable
 from kvactors.prefix_index.long_requests import LongRequests
-from kvactors.prefix_index.messages import Done
+from kvactors.prefix_index.messages import Ack
 from kvactors.prefix_index.parts import next_part
 from kvactors.prefix_index.records import IndexStatistics
 from kvactors.prefix_index.requests import Requests
@@ -48,7 +48,7 @@ class IndexCore:
         self.announcements = news = Announcements(
             index, enabled=settings.announce, whole=settings.announce_whole
         )
-        lineages = LineageSource(settings.keep_lineages, news.origins, roots.root)
+        lineages = LineageSource(settings.keep_lineages, news.scopes, roots.root)
         self.evictions = Evictions(index, news, lineages, ops, offload=settings.offload)
         self.leases = LeaseTable(index, self.evictions, restarted=restarted)
         self.commits = Commits(index, self.leases, news, self.evictions)
@@ -82,14 +82,14 @@ class IndexCore:
             index, self.held, self.admission, self.grants, long, lineages, settings
         )
 
-    def set_namespace(self, namespace: str, envelope: Envelope[Done]) -> list[Action]:
+    def set_namespace(self, namespace: str, envelope: Envelope[Ack]) -> list[Action]:
         """Admit requests under another namespace, those that wait included. Blocks of the previous
         one age out."""
         actions: list[Action] = []
         if namespace != self.roots.namespace:
             self.roots.namespace = namespace
             actions = self.announcements.scoped(namespace)
-        return [*actions, Answer(envelope, Done())]
+        return [*actions, Reply(envelope, Ack())]
 
     # -- completions
 
@@ -120,7 +120,7 @@ class IndexCore:
 
     # -- the whole cache
 
-    def clear(self, envelope: Envelope[Done], *, storage: bool) -> list[Action]:
+    def clear(self, envelope: Envelope[Ack], *, storage: bool) -> list[Action]:
         """Continue with an empty tree, host tier and, if `storage`, store. Leases keep their blocks
         in the old tree until they end."""
         freed = self.index.retire()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from kvactors.actor import Envelope
-from kvactors.prefix_index.actions import Action, Answer, Refusal, Work
+from kvactors.prefix_index.actions import Action, Refusal, Reply, Work
 from kvactors.prefix_index.admission import Admission
 from kvactors.prefix_index.announcements import Announcements
 from kvactors.prefix_index.commits import Commits
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.leases import LeaseTable
 from kvactors.prefix_index.loads import LoadTable
-from kvactors.prefix_index.messages import Done
+from kvactors.prefix_index.messages import Ack
 from kvactors.prefix_index.parts import next_part, parts
 from kvactors.prefix_index.records import LeaseState
 from kvactors.prefix_index.saves import SavedPath, SaveTable
@@ -38,7 +38,7 @@ class Endings:
         self._commits = commits
         self._admission = admission
 
-    def finish(self, number: int, computed: int | None, envelope: Envelope[Done]) -> list[Action]:
+    def finish(self, number: int, computed: int | None, envelope: Envelope[Ack]) -> list[Action]:
         """End a lease: commit `computed` tokens, unless they were committed before, then close."""
         lease = self._leases.get(number)
         if lease is None:
@@ -48,7 +48,7 @@ class Endings:
             return [Refusal(envelope, committed)]
         return committed + next_part(self._close(lease, envelope))
 
-    def preempt(self, number: int, computed: int, envelope: Envelope[Done]) -> list[Action]:
+    def preempt(self, number: int, computed: int, envelope: Envelope[Ack]) -> list[Action]:
         """End a lease whose request will be acquired again."""
         lease = self._leases.get(number)
         if lease is None:
@@ -88,7 +88,7 @@ class Endings:
         actions += self.detach(lease)
         return actions + self._admission.release(lease.tree, lease.path)
 
-    def _close(self, lease: LeaseState, envelope: Envelope[Done] | None) -> Work:
+    def _close(self, lease: LeaseState, envelope: Envelope[Ack] | None) -> Work:
         """End a lease, a part of its blocks a turn: announce, save, release.
 
         Args:
@@ -121,5 +121,5 @@ class Endings:
                 actions = self._admission.serve_waiting()
         self._admission.closing -= 1
         if envelope is not None:
-            actions.append(Answer(envelope, Done(committed)))
+            actions.append(Reply(envelope, Ack(committed)))
         return actions + self._admission.serve_waiting()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvactors.cpu_evictor.messages import Discard, Keep, Offload
+from kvactors.cpu_evictor.messages import DropHostCopies, Keep, Offload
 from kvactors.native import HOST
 from kvactors.prefix_index.actions import Action
 from kvactors.prefix_index.announcements import Announcements
@@ -99,7 +99,7 @@ class Evictions:
         if not (keys and self._offload):
             return []
         self._index.tree.host_gone(keys)
-        return [Discard(keys)]
+        return [DropHostCopies(keys)]
 
     def not_taken(self, keys: bytes) -> list[Action]:
         """The device did not take these loaded blocks: an exclusive host tier keeps them."""

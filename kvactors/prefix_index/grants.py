@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from kvactors.actor import Envelope
 from kvactors.errors import LeaseBusy, RankLost
-from kvactors.flush_notifier.messages import Origin
+from kvactors.flush_notifier.messages import RequestScope
 from kvactors.native import Path
-from kvactors.prefix_index.actions import Action, Answer, Refusal
+from kvactors.prefix_index.actions import Action, Refusal, Reply
 from kvactors.prefix_index.admission import Admission, Waiter
 from kvactors.prefix_index.announcements import Announcements
 from kvactors.prefix_index.endings import Endings
@@ -15,7 +15,7 @@ from kvactors.prefix_index.evictions import Evictions
 from kvactors.prefix_index.index import BlockIndex, Match
 from kvactors.prefix_index.leases import LeaseTable
 from kvactors.prefix_index.loads import LoadTable
-from kvactors.prefix_index.messages import Acquire, Extend, Granted
+from kvactors.prefix_index.messages import Acquire, AcquireResult, Extend
 from kvactors.prefix_index.records import LeaseState
 from kvactors.prefix_index.roots import Roots
 from kvactors.prefix_index.settings import IndexSettings
@@ -46,19 +46,21 @@ class Grants:
         self._roots = roots
         self._settings = settings
 
-    def set_root(self, path: Path, origin: Origin) -> bool:
+    def set_root(self, path: Path, scope: RequestScope) -> bool:
         """Let a path start from the root hash of the present namespace. Returns whether it did
         not."""
-        root = self._roots.root(origin)
+        root = self._roots.root(scope)
         changed = path.root != root
         if changed:
             path.set_root(root)
-        self._announcements.remember(root, origin)
+        self._announcements.remember(root, scope)
         return changed
 
     # -- acquire
 
-    def admit(self, message: Acquire, needed: int, envelope: Envelope[Granted]) -> list[Action]:
+    def admit(
+        self, message: Acquire, needed: int, envelope: Envelope[AcquireResult]
+    ) -> list[Action]:
         """Match a request and give it `needed` blocks, shared ones included, or let it wait."""
         path, index, admission = message.path, self._index, self._admission
         free = index.free
@@ -74,7 +76,7 @@ class Grants:
         if not admission.waiting and free >= match.new_blocks:
             return self._grant(lease, match, index.take(match.new_blocks), envelope)
         actions = self._loads.begin(lease, match.segments, placed=False)
-        waiter = AcquireWaiter(self, lease, match, message.origin, envelope)
+        waiter = AcquireWaiter(self, lease, match, message.scope, envelope)
         accepted, queued = admission.request(waiter, wait=message.wait, deadline=message.deadline)
         actions += queued
         if not accepted:
@@ -91,8 +93,8 @@ class Grants:
         lease: LeaseState,
         match: Match,
         blocks: list[int],
-        origin: Origin,
-        envelope: Envelope[Granted],
+        scope: RequestScope,
+        envelope: Envelope[AcquireResult],
     ) -> list[Action]:
         """A request that waited has its blocks. The cached part of its path or its namespace may
         have changed: match again, and continue with the loads sent ahead only if nothing has."""
@@ -101,7 +103,7 @@ class Grants:
         index.pool.give(lease.tree.release(lease.path))
         lease.fault = None
         lease.tree = index.tree
-        changed = self.set_root(lease.path, origin)
+        changed = self.set_root(lease.path, scope)
         fetch = self._settings.fetchable(lease.path)
         again = index.match(lease.path, fetch=fetch, media=lease.media)
         if (
@@ -129,20 +131,20 @@ class Grants:
         return actions + self._grant(lease, again, blocks[: again.new_blocks], envelope)
 
     def granted(
-        self, lease: LeaseState, envelope: Envelope[Granted], table: list[int] | None = None
+        self, lease: LeaseState, envelope: Envelope[AcquireResult], table: list[int] | None = None
     ) -> list[Action]:
         """A request has its blocks. table: the block table, if the caller has made it."""
         actions = self._leases.grant(lease)
         expected = lease.expected_blocks
         if lease.media:
             expected = self._index.before_media(expected, lease.media)
-        reply = Granted(
+        reply = AcquireResult(
             tuple(lease.path.blocks()) if table is None else table,
             expected * self._index.block_size,
             bool(lease.loads),
             lease.device_hits,
         )
-        actions.append(Answer(envelope, reply))
+        actions.append(Reply(envelope, reply))
         if envelope.abandoned:
             actions += self._endings.give_back(lease)
         elif self._admission.free_low:
@@ -150,7 +152,7 @@ class Grants:
         return actions
 
     def _grant(
-        self, lease: LeaseState, match: Match, blocks: list[int], envelope: Envelope[Granted]
+        self, lease: LeaseState, match: Match, blocks: list[int], envelope: Envelope[AcquireResult]
     ) -> list[Action]:
         self._index.fill_table(lease.path, match, blocks)
         if not match.segments:
@@ -160,7 +162,7 @@ class Grants:
 
     # -- extend
 
-    def extend(self, message: Extend, envelope: Envelope[Granted]) -> list[Action]:
+    def extend(self, message: Extend, envelope: Envelope[AcquireResult]) -> list[Action]:
         """Append tokens to a lease, and blocks when a boundary is crossed."""
         lease = self._leases.get(message.lease)
         if lease is None:
@@ -193,26 +195,26 @@ class Grants:
 class AcquireWaiter(Waiter):
     """A request that waits for its device blocks. Its loads have been sent ahead."""
 
-    __slots__ = ("_grants", "_match", "_origin", "_state")
+    __slots__ = ("_grants", "_match", "_scope", "_state")
 
     def __init__(
         self,
         grants: Grants,
         lease: LeaseState,
         match: Match,
-        origin: Origin,
-        envelope: Envelope[Granted],
+        scope: RequestScope,
+        envelope: Envelope[AcquireResult],
     ) -> None:
         super().__init__(lease.id, envelope, match.new_blocks)
         self._grants = grants
         self._state = lease
         self._match = match
-        self._origin = origin
+        self._scope = scope
 
     def complete(self, blocks: list[int]) -> list[Action]:
         """See `Waiter.complete`."""
         grants, lease = self._grants, self._state
-        return grants.grant_late(lease, self._match, blocks, self._origin, self.envelope)
+        return grants.grant_late(lease, self._match, blocks, self._scope, self.envelope)
 
     def give_up(self) -> list[Action]:
         """See `Waiter.give_up`."""
@@ -225,7 +227,7 @@ class ExtendWaiter(Waiter):
     __slots__ = ("_added", "_path")
 
     def __init__(
-        self, lease: LeaseState, added: Path, envelope: Envelope[Granted], needed: int
+        self, lease: LeaseState, added: Path, envelope: Envelope[AcquireResult], needed: int
     ) -> None:
         super().__init__(lease.id, envelope, needed)
         self._path = lease.path
@@ -236,7 +238,7 @@ class ExtendWaiter(Waiter):
         position = self._path.num_blocks
         self._path.append(self._added)
         self._path.assign(position, blocks)
-        return [Answer(self.envelope, Granted(tuple(blocks), 0, False, 0))]
+        return [Reply(self.envelope, AcquireResult(tuple(blocks), 0, False, 0))]
 
     def give_up(self) -> list[Action]:
         """See `Waiter.give_up`."""

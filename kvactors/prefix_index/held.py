@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from kvactors.actor import Envelope
 from kvactors.prefix_index.actions import Action, StartTimer, Timed
-from kvactors.prefix_index.messages import Acquire, Expired, Granted
+from kvactors.prefix_index.messages import Acquire, AcquireResult, AdmissionDeadline
 
 
 class Held(Timed):
@@ -14,7 +14,7 @@ class Held(Timed):
 
     __slots__ = ("envelope", "message", "ticket")
 
-    def __init__(self, message: Acquire, envelope: Envelope[Granted], ticket: int) -> None:
+    def __init__(self, message: Acquire, envelope: Envelope[AcquireResult], ticket: int) -> None:
         super().__init__()
         self.message = message
         self.envelope = envelope
@@ -33,11 +33,11 @@ class HeldRequests:
     def __len__(self) -> int:
         return len(self.requests)
 
-    def hold(self, message: Acquire, envelope: Envelope[Granted]) -> list[Action]:
+    def hold(self, message: Acquire, envelope: Envelope[AcquireResult]) -> list[Action]:
         """Let a request wait."""
         held = Held(message, envelope, next(self._tickets))
         self.requests[message.lease] = held
-        return [StartTimer(held, message.deadline, Expired(message.lease, held.ticket))]
+        return [StartTimer(held, message.deadline, AdmissionDeadline(message.lease, held.ticket))]
 
     def take_next(self) -> Held | None:
         """Remove the request that has waited longest; None during a pause or if there is none."""

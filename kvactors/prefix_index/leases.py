@@ -7,10 +7,10 @@ from typing import Any
 
 from kvactors.actor import Envelope
 from kvactors.errors import KVActorsError, LeaseEnded, NoRoom
-from kvactors.prefix_index.actions import Action, Answer, Refusal
+from kvactors.prefix_index.actions import Action, Refusal, Reply
 from kvactors.prefix_index.evictions import Evictions
 from kvactors.prefix_index.index import BlockIndex
-from kvactors.prefix_index.messages import Landed
+from kvactors.prefix_index.messages import ReadyResult
 from kvactors.prefix_index.records import LeaseFault, LeaseState, LoadState
 
 PREEMPTED = 65_536
@@ -109,7 +109,7 @@ class LeaseTable:
 
     # -- waiting for loads
 
-    def wait_ready(self, number: int, envelope: Envelope[Landed]) -> list[Action]:
+    def wait_ready(self, number: int, envelope: Envelope[ReadyResult]) -> list[Action]:
         """Answer once no load of a lease is in flight."""
         lease = self._leases.get(number)
         if lease is None:
@@ -139,7 +139,7 @@ class LeaseTable:
                 actions.append(Refusal(envelope, lease.fault.error()))
             elif arrived is None or layer < arrived:
                 cached = self._index.before_media(self._arriving(lease), lease.media)
-                actions.append(Answer(envelope, cached * self._index.block_size))
+                actions.append(Reply(envelope, cached * self._index.block_size))
             else:
                 lease.layers.append((layer, envelope))
         return actions
@@ -182,13 +182,13 @@ class LeaseTable:
             actions += [self._landed(lease, envelope) for envelope in waiting]
         return actions + self.answer_layers(lease) if lease.layers else actions
 
-    def _landed(self, lease: LeaseState, envelope: Envelope[Landed]) -> Action:
+    def _landed(self, lease: LeaseState, envelope: Envelope[ReadyResult]) -> Action:
         """The answer to a request that waited for the loads of a lease."""
         if lease.fault is not None:
             return Refusal(envelope, lease.fault.error())
         hits = (lease.device_hits, lease.host_hits, lease.storage_hits)
         cached = sum(hits) * self._index.block_size
-        return Answer(envelope, Landed(tuple(lease.path.blocks()), cached, *hits))
+        return Reply(envelope, ReadyResult(tuple(lease.path.blocks()), cached, *hits))
 
     def _arriving(self, lease: LeaseState) -> int:
         """Leading blocks that are cached if everything completes that is arriving now."""

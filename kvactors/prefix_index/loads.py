@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvactors.cpu_evictor.messages import Cancel, Load, Place
+from kvactors.cpu_evictor.messages import Cancel, Load, SetTargets
 from kvactors.prefix_index.actions import Action, StartTimer
 from kvactors.prefix_index.announcements import Announcements
 from kvactors.prefix_index.evictions import Evictions
 from kvactors.prefix_index.index import BlockIndex, Segment
 from kvactors.prefix_index.leases import LeaseTable
 from kvactors.prefix_index.lineages import LineageSource
-from kvactors.prefix_index.messages import Overdue
+from kvactors.prefix_index.messages import LoadDeadline
 from kvactors.prefix_index.records import LeaseState, LoadState
 from kvactors.prefix_index.settings import IndexSettings
 from kvactors.types import Reason
@@ -87,7 +87,7 @@ class LoadTable:
                 actions.append(self._mark(load, lease))
             except ValueError:
                 return actions + self.cancel(lease, load.start)
-            actions.append(Place(load.op, tuple(load.blocks)))
+            actions.append(SetTargets(load.op, tuple(load.blocks)))
         return actions
 
     def cancel(self, lease: LeaseState, first: int) -> list[Action]:
@@ -129,7 +129,7 @@ class LoadTable:
         load.blocks = lease.path.blocks(load.start, load.stop)
         for block in load.blocks:
             self._index.loading[block] = load
-        return StartTimer(load, lease.deadline, Overdue(load.op), GRACE)
+        return StartTimer(load, lease.deadline, LoadDeadline(load.op), GRACE)
 
     # -- end
 

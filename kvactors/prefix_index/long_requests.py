@@ -9,7 +9,7 @@ from kvactors.prefix_index.actions import Action, Refusal, Work
 from kvactors.prefix_index.admission import Admission, Waiter
 from kvactors.prefix_index.grants import Grants
 from kvactors.prefix_index.index import BlockIndex
-from kvactors.prefix_index.messages import Acquire, Granted
+from kvactors.prefix_index.messages import Acquire, AcquireResult
 from kvactors.prefix_index.parts import next_part
 from kvactors.prefix_index.records import LeaseState
 from kvactors.prefix_index.roots import Roots
@@ -40,13 +40,15 @@ class LongRequests:
         self._roots = roots
         self._settings = settings
 
-    def admit(self, message: Acquire, needed: int, envelope: Envelope[Granted]) -> list[Action]:
+    def admit(
+        self, message: Acquire, needed: int, envelope: Envelope[AcquireResult]
+    ) -> list[Action]:
         """Begin to admit a request of `needed` blocks."""
         if self._settings.fetchable(message.path):
             return self._grants.admit(message, needed, envelope)
         return next_part(self._match(message, needed, envelope))
 
-    def _match(self, message: Acquire, needed: int, envelope: Envelope[Granted]) -> Work:
+    def _match(self, message: Acquire, needed: int, envelope: Envelope[AcquireResult]) -> Work:
         path, index, tree = message.path, self._index, self._index.tree
         limit, states = index.match_limit(path), b""
         while not states and path.num_held < limit:
@@ -78,7 +80,7 @@ class LongRequests:
         return actions
 
     def fill(
-        self, lease: LeaseState, needed: int, message: Acquire, envelope: Envelope[Granted]
+        self, lease: LeaseState, needed: int, message: Acquire, envelope: Envelope[AcquireResult]
     ) -> Work:
         """Every block of the request is on the device or reserved: enter them into its table."""
         path, tree, run, index = lease.path, lease.tree, lease.device_hits, self._index
@@ -103,12 +105,14 @@ class LongRequests:
         """The request gets no blocks."""
         return self._admission.release(lease.tree, lease.path)
 
-    def _is_current(self, message: Acquire, tree: BlockTree, envelope: Envelope[Granted]) -> bool:
+    def _is_current(
+        self, message: Acquire, tree: BlockTree, envelope: Envelope[AcquireResult]
+    ) -> bool:
         """Whether the caller still waits, and the request is of the present tree and namespace."""
         return (
             not envelope.abandoned
             and tree is self._index.tree
-            and message.path.root == self._roots.root(message.origin)
+            and message.path.root == self._roots.root(message.scope)
         )
 
     def _begin_again(
@@ -116,7 +120,7 @@ class LongRequests:
         message: Acquire,
         needed: int,
         tree: BlockTree,
-        envelope: Envelope[Granted],
+        envelope: Envelope[AcquireResult],
         *,
         actions: list[Action] | None = None,
         in_one_turn: bool = False,
@@ -131,7 +135,7 @@ class LongRequests:
         if envelope.abandoned:
             actions.append(Refusal(envelope, LeaseEnded("this request was given up")))
         else:
-            self._grants.set_root(message.path, message.origin)
+            self._grants.set_root(message.path, message.scope)
             admit = self._grants.admit if in_one_turn else self.admit
             actions += admit(message, needed, envelope)
         return actions + self._admission.serve_waiting()
@@ -150,7 +154,7 @@ class LongWaiter(Waiter):
         lease: LeaseState,
         message: Acquire,
         total: int,
-        envelope: Envelope[Granted],
+        envelope: Envelope[AcquireResult],
     ) -> None:
         super().__init__(lease.id, envelope, total - lease.device_hits)
         self._long = long

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 
 from kvactors.actor import Ask, Control, Later
 from kvactors.actor.message import Message
-from kvactors.flush_notifier.messages import PLAIN, Origin
+from kvactors.flush_notifier.messages import PLAIN, RequestScope
 from kvactors.native import Path
 from kvactors.prefix_index.actions import Work
 
 
-class Granted(Message, frozen=True, eq=False):
+class AcquireResult(Message, frozen=True, eq=False):
     """Blocks for every token of the request.
 
     blocks: the device block table. cached_tokens: tokens that are cached or being loaded. pending:
-    loads are in flight. Then the table and `cached_tokens` are final only in the `Landed` that
+    loads are in flight. Then the table and `cached_tokens` are final only in the `ReadyResult` that
     answers `Ready`.
     """
 
@@ -26,7 +26,7 @@ class Granted(Message, frozen=True, eq=False):
     device_hits: int
 
 
-class Landed(Message, frozen=True, eq=False):
+class ReadyResult(Message, frozen=True, eq=False):
     """All loads of a lease have completed or were written off. Hits in blocks, by the tier that
     each came from."""
 
@@ -37,19 +37,19 @@ class Landed(Message, frozen=True, eq=False):
     storage_hits: int
 
 
-class Done(Message, frozen=True, eq=False):
+class Ack(Message, frozen=True, eq=False):
     """The request is carried out. count: blocks concerned, where that applies."""
 
     count: int = 0
 
 
-class Acquire(Ask[Granted], frozen=True, eq=False):
+class Acquire(Ask[AcquireResult], frozen=True, eq=False):
     """Blocks for a request: match, pin, take device blocks. Refused with NoRoom if not even
     eviction can free enough of them.
 
     lease: the number that the caller gives the lease. path: the request's tokens, owned by the
     index from here on. deadline: absolute loop time for everything the lease loads. wait: whether
-    to wait for evictions that need a copy first. origin: what is in the path's root. media:
+    to wait for evictions that need a copy first. scope: what is in the path's root. media:
     (offset, length) of media items that must not be cached in part.
     """
 
@@ -58,24 +58,24 @@ class Acquire(Ask[Granted], frozen=True, eq=False):
     path: Path
     deadline: float
     wait: bool = True
-    origin: Origin = PLAIN
+    scope: RequestScope = PLAIN
     media: tuple[tuple[int, int], ...] = ()
 
 
-class Prefetch(Ask[Done], frozen=True, eq=False):
+class Prefetch(Ask[Ack], frozen=True, eq=False):
     """A request of these tokens will come: the host tier may fetch from the store what the device
-    lacks. Done counts the blocks looked for.
+    lacks. Ack counts the blocks looked for.
 
-    path: used by this message alone. deadline: absolute loop time for the fetch. origin: what is in
+    path: used by this message alone. deadline: absolute loop time for the fetch. scope: what is in
     the path's root.
     """
 
     path: Path
     deadline: float
-    origin: Origin = PLAIN
+    scope: RequestScope = PLAIN
 
 
-class Ready(Ask[Landed], frozen=True, eq=False):
+class Ready(Ask[ReadyResult], frozen=True, eq=False):
     """Wait until every load of the lease has completed or was written off."""
 
     lease: int
@@ -89,7 +89,7 @@ class LayerReady(Ask[int], frozen=True, eq=False):
     layer: int
 
 
-class Extend(Ask[Granted], frozen=True, eq=False):
+class Extend(Ask[AcquireResult], frozen=True, eq=False):
     """More tokens. Reply: the blocks added to the end of the table.
 
     position: tokens of the lease before the added ones, as its holder counts them. Refused with
@@ -102,7 +102,7 @@ class Extend(Ask[Granted], frozen=True, eq=False):
     added: Path
 
 
-class Commit(Ask[Done], frozen=True, eq=False):
+class Commit(Ask[Ack], frozen=True, eq=False):
     """The first `computed_tokens` tokens are computed, so their full blocks become shareable.
     Reply: committed blocks."""
 
@@ -110,7 +110,7 @@ class Commit(Ask[Done], frozen=True, eq=False):
     computed_tokens: int
 
 
-class Finish(Ask[Done], frozen=True, eq=False):
+class Finish(Ask[Ack], frozen=True, eq=False):
     """The request has ended: unpin, and by policy save and announce. Reply: blocks left in the
     cache.
 
@@ -121,7 +121,7 @@ class Finish(Ask[Done], frozen=True, eq=False):
     computed_tokens: int | None = None
 
 
-class Preempt(Ask[Done], frozen=True, eq=False):
+class Preempt(Ask[Ack], frozen=True, eq=False):
     """The request is preempted: keep the first `computed_tokens` tokens cached and release the
     rest."""
 
@@ -129,25 +129,25 @@ class Preempt(Ask[Done], frozen=True, eq=False):
     computed_tokens: int
 
 
-class Clear(Ask[Done], frozen=True, eq=False):
+class Clear(Ask[Ack], frozen=True, eq=False):
     """Empty the cache: nothing cached before can be hit afterwards. Leases keep their blocks.
 
-    storage: also empty the store. Done counts the device blocks that are free by it: those that no
+    storage: also empty the store. Ack counts the device blocks that are free by it: those that no
     lease and no copy uses.
     """
 
     storage: bool = False
 
 
-class Pause(Ask[Done], frozen=True, eq=False):
+class Pause(Ask[Ack], frozen=True, eq=False):
     """Hold new requests. Answered once no transfer is in flight."""
 
 
-class Resume(Ask[Done], frozen=True, eq=False):
+class Resume(Ask[Ack], frozen=True, eq=False):
     """Admit requests again, first those that were held."""
 
 
-class SetNamespace(Ask[Done], frozen=True, eq=False):
+class SetNamespace(Ask[Ack], frozen=True, eq=False):
     """Requests admitted from now on cannot hit blocks cached under another namespace, for example
     those of other weights."""
 
@@ -168,13 +168,13 @@ class Withdrawn(Control, frozen=True, eq=False):
     lease: int
 
 
-class Overdue(Control, frozen=True, eq=False):
+class LoadDeadline(Control, frozen=True, eq=False):
     """To itself: a load should have been answered by now."""
 
     op: int
 
 
-class Expired(Control, frozen=True, eq=False):
+class AdmissionDeadline(Control, frozen=True, eq=False):
     """To itself: the deadline of a wait, for blocks or for the end of a pause. ticket: of the wait,
     since a lease may wait again."""
 

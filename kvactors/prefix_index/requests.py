@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from kvactors.actor import Envelope
-from kvactors.cpu_evictor.messages import Prefetch as PrefetchToHost
+from kvactors.cpu_evictor.messages import PrefetchToHost
 from kvactors.errors import LeaseEnded, Paused
-from kvactors.prefix_index.actions import Action, Answer, Refusal
+from kvactors.prefix_index.actions import Action, Refusal, Reply
 from kvactors.prefix_index.admission import STEPS, Admission
 from kvactors.prefix_index.grants import Grants
 from kvactors.prefix_index.held import HeldRequests
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.lineages import LineageSource
 from kvactors.prefix_index.long_requests import LongRequests
-from kvactors.prefix_index.messages import Acquire, Done, Granted, Prefetch
+from kvactors.prefix_index.messages import Ack, Acquire, AcquireResult, Prefetch
 from kvactors.prefix_index.settings import IndexSettings
 
 
@@ -37,30 +37,30 @@ class Requests:
         self._lineages = lineages
         self._settings = settings
 
-    def acquire(self, message: Acquire, envelope: Envelope[Granted]) -> list[Action]:
+    def acquire(self, message: Acquire, envelope: Envelope[AcquireResult]) -> list[Action]:
         """Match, pin and take blocks: now, once enough of them are free, or after a pause."""
         if self._held.paused or self._held.requests:
             return self._held.hold(message, envelope)
         return self.admit(message, envelope)
 
-    def admit(self, message: Acquire, envelope: Envelope[Granted]) -> list[Action]:
+    def admit(self, message: Acquire, envelope: Envelope[AcquireResult]) -> list[Action]:
         """Admit a request under the present namespace, or begin to."""
         path, index = message.path, self._index
-        self._grants.set_root(path, message.origin)
+        self._grants.set_root(path, message.scope)
         needed = index.blocks_for(path.num_tokens)
         if needed > index.part:
             return self._long.admit(message, needed, envelope)
         return self._grants.admit(message, needed, envelope)
 
-    def pause(self, envelope: Envelope[Done]) -> list[Action]:
+    def pause(self, envelope: Envelope[Ack]) -> list[Action]:
         """Hold new requests, and answer once no transfer is in flight."""
         self._held.paused = True
         return self._admission.wait_idle(envelope)
 
-    def resume(self, envelope: Envelope[Done]) -> list[Action]:
+    def resume(self, envelope: Envelope[Ack]) -> list[Action]:
         """Admit requests again, first those that waited."""
         self._held.paused = False
-        return [Answer(envelope, Done(len(self._held))), *self._admit_held()]
+        return [Reply(envelope, Ack(len(self._held))), *self._admit_held()]
 
     def proceed(self) -> list[Action]:
         """A turn's share of the requests that wait, for blocks or after a pause."""
@@ -95,15 +95,15 @@ class Requests:
             return [Refusal(held.envelope, Paused("the cache is paused"))]
         return self._admission.expire(lease, ticket)
 
-    def prefetch(self, message: Prefetch, envelope: Envelope[Done]) -> list[Action]:
+    def prefetch(self, message: Prefetch, envelope: Envelope[Ack]) -> list[Action]:
         """Ask the host tier for what the device lacks."""
         path, index = message.path, self._index
-        self._grants.set_root(path, message.origin)
+        self._grants.set_root(path, message.scope)
         limit = index.match_limit(path)
         start = index.tree.peek(path, limit)[0]
         limit = min(limit, self._settings.fetchable(path))
         wanted = max(0, limit - start)
-        actions: list[Action] = [Answer(envelope, Done(wanted))]
+        actions: list[Action] = [Reply(envelope, Ack(wanted))]
         if wanted:
             lineages = self._lineages.of_path(path, 0, limit)
             keys, deadline = path.keys(0, limit), message.deadline

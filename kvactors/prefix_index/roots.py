@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from kvactors.flush_notifier.messages import Origin
+from kvactors.flush_notifier.messages import RequestScope
 from kvactors.identity import CacheScope
 
 REMEMBERED = 1024
@@ -24,13 +24,13 @@ class Roots:
         self.fingerprint = fingerprint
         self._root = lru_cache(REMEMBERED)(self._hash)
 
-    def root(self, origin: Origin) -> bytes:
+    def root(self, scope: RequestScope) -> bytes:
         """The root hash of requests with this adapter and salt that are admitted now."""
-        return self.of(self.namespace, origin)
+        return self.of(self.namespace, scope)
 
-    def of(self, namespace: str, origin: Origin) -> bytes:
+    def of(self, namespace: str, scope: RequestScope) -> bytes:
         """The root hash of such requests under any namespace."""
-        return self._root(namespace, origin.lora, origin.salt)
+        return self._root(namespace, scope.lora, scope.salt)
 
     def _hash(self, namespace: str, lora: str | None, salt: str | None) -> bytes:
         return CacheScope(self.model, namespace, lora, salt).root(self.fingerprint)

@@ -5,23 +5,40 @@ from __future__ import annotations
 from kvactors.actor import ActorRef, Context
 from kvactors.actor.clock import now
 from kvactors.cpu_evictor.messages import (
-    Admit,
     Cancel,
     ClearHost,
-    Discard,
+    DropHostCopies,
     HostRequest,
     Keep,
     Load,
     Offload,
-    Place,
-    Prefetch,
+    PrefetchToHost,
+    Save,
+    SetTargets,
 )
-from kvactors.flush_notifier.messages import Announced, Cleared, Gained, Gone, Report, Scoped
-from kvactors.prefix_index.actions import Action, Answer, Refusal, StartTimer
+from kvactors.flush_notifier.messages import (
+    BlocksAdded,
+    BlocksRemoved,
+    NamespaceChanged,
+    PathCached,
+    Report,
+    TierCleared,
+)
+from kvactors.prefix_index.actions import Action, Refusal, Reply, StartTimer
 from kvactors.prefix_index.messages import Continue, Proceed, Sweep
 
-TO_EVICTOR = (Offload, Load, Place, Cancel, Admit, Discard, Keep, ClearHost, Prefetch)
-TO_NOTIFIER = (Announced, Gained, Gone, Cleared, Scoped)
+TO_EVICTOR = (
+    Offload,
+    Load,
+    SetTargets,
+    Cancel,
+    Save,
+    DropHostCopies,
+    Keep,
+    ClearHost,
+    PrefetchToHost,
+)
+TO_NOTIFIER = (PathCached, BlocksAdded, BlocksRemoved, TierCleared, NamespaceChanged)
 TO_ITSELF = (Continue, Proceed, Sweep)
 SENDS = {"cpu_evictor": TO_EVICTOR, "flush_notifier": TO_NOTIFIER}
 
@@ -41,7 +58,7 @@ class ActionRunner:
     def perform(self, actions: list[Action]) -> None:
         """Carry out actions in order."""
         for action in actions:
-            if type(action) is Answer:
+            if type(action) is Reply:
                 self._answer(action.envelope, action.value)
             elif isinstance(action, TO_NOTIFIER):
                 self._tell(self._notifier, action)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from kvactors.cpu_evictor.messages import Admit
+from kvactors.cpu_evictor.messages import Save
 from kvactors.native import BlockTree, Path
 from kvactors.prefix_index.actions import Action
 from kvactors.prefix_index.index import BlockIndex, pick_keys
@@ -87,7 +87,7 @@ class SaveTable:
         self.in_flight[op] = SavedPart(whole, start)
         by_tokens = save and self._settings.token_root is not None
         return [
-            Admit(
+            Save(
                 op,
                 path.keys(start - 1, start) if start else path.root,
                 path.keys(start, stop),

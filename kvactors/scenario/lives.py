@@ -33,7 +33,7 @@ PATIENCE = 300.0
 """Seconds for a process to run its workload."""
 
 
-class Epitaph(msgspec.Struct):
+class FinalReport(msgspec.Struct):
     """The output of a process when it is idle.
 
     Attributes:
@@ -72,7 +72,7 @@ async def run_lives(scenario: Scenario, data: dict[str, Any], seed: int) -> Repo
             missing += missing_of(scenario)
         last = await stack.enter_async_context(child("-m", "kvactors.scenario.lives"))
         await start(last, orders)
-        rest = msgspec.json.decode(await last.receive(PATIENCE), type=Epitaph)
+        rest = msgspec.json.decode(await last.receive(PATIENCE), type=FinalReport)
         report = rest.report
         report.lives = 1 + len(scenario.lives.kills)
         report.storage["missing"] = missing
@@ -138,7 +138,7 @@ async def live() -> None:
             sequence = one.sinks[settings.label].inner.events.sequence  # type: ignore[attr-defined]
         held = {medium: sorted(hashes) for medium, hashes in one.held(media).items()}
         names = {str(tier.name): [key.hex() for key in keys] for tier, keys in one.named().items()}
-        print(msgspec.json.encode(Epitaph(report, held, names, sequence)).decode(), flush=True)
+        print(msgspec.json.encode(FinalReport(report, held, names, sequence)).decode(), flush=True)
         await anyio.to_thread.run_sync(sys.stdin.readline)
 
 

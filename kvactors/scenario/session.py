@@ -26,7 +26,7 @@ from kvactors.scenario.spec import Fault, Scenario
 from kvactors.scenario.workload import Script, chat
 from kvactors.sink_config import AttentionStoreConfig
 from kvactors.storage.backends import make_backend
-from kvactors.testing.faults import FaultyBackend, FaultySink, rot
+from kvactors.testing.faults import FaultyBackend, FaultySink, corrupt_objects
 from kvactors.types import Tier
 
 RESYNC = 60.0
@@ -117,13 +117,13 @@ class Session:
         self._begin(fault)
         if fault.seconds:
             await anyio.sleep(fault.seconds)
-            self._part(fault).misdeed = ""
+            self._part(fault).fault_mode = ""
 
     def _before_turn(self, turn: int) -> None:
         """End and begin the faults that are counted in turns."""
         for fault in self.scenario.fault:
             if fault.turn and fault.turns and turn == fault.turn + fault.turns:
-                self._part(fault).misdeed = ""
+                self._part(fault).fault_mode = ""
         for fault in self.scenario.fault:
             if fault.turn and turn == fault.turn:
                 self._begin(fault)
@@ -158,10 +158,10 @@ class Session:
                 part.inner.sdk.connection.service.resident.clear()
             return
         if fault.kind == "bit_rot":
-            self.totals.rotten += rot(part.inner, fault.every)
+            self.totals.rotten += corrupt_objects(part.inner, fault.every)
             return
         part.every, part.delay = fault.every, fault.delay
-        part.misdeed = fault.kind
+        part.fault_mode = fault.kind
 
     def named(self) -> dict[Tier, set[bytes]]:
         """The blocks that a sink with every delivery must have: see `announceable`."""

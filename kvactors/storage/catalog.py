@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 
-class Admission(NamedTuple):
+class BatchAdmission(NamedTuple):
     """The admission of a batch: keys to write, keys in the store already, keys that do not fit, and
     keys evicted for the batch."""
 
@@ -40,7 +40,7 @@ class Catalog:
         """Every key, least recently used first."""
         return list(self._names)
 
-    def admit(self, keys: Sequence[bytes]) -> Admission:
+    def admit(self, keys: Sequence[bytes]) -> BatchAdmission:
         """Take a batch in, least recently used first: all of it counts as used now, in that order,
         and none of it is a victim. If the batch alone exceeds the capacity its last names (the root
         side of a path) are taken."""
@@ -57,7 +57,7 @@ class Catalog:
             evicted.append(self._names.popitem(last=False)[0])
         self.departed.update(evicted)
         there = set(existing)
-        return Admission([key for key in keys if key not in there], existing, refused, evicted)
+        return BatchAdmission([key for key in keys if key not in there], existing, refused, evicted)
 
     def evict(self, busy: Container[bytes]) -> bytes | None:
         """Remove the least recently used key that is not in `busy`, None if there is none."""

@@ -16,9 +16,9 @@ from kvactors.actor.log import described
 from kvactors.errors import StoreError
 from kvactors.storage.backends.device_store import DeviceStore
 from kvactors.storage.messages import (
+    DeviceFetched,
+    DeviceSaved,
     FetchDevice,
-    Fetched,
-    Saved,
     SaveDevice,
     StorageReply,
     TransferDone,
@@ -40,7 +40,9 @@ class StorageDirect(Actor):
     """
 
     ROLE: ClassVar[str] = "storage_direct"
-    SENDS: ClassVar[Mapping[str, tuple[type[Message], ...]]] = {"cpu_evictor": (Fetched, Saved)}
+    SENDS: ClassVar[Mapping[str, tuple[type[Message], ...]]] = {
+        "cpu_evictor": (DeviceFetched, DeviceSaved)
+    }
 
     def __init__(
         self,
@@ -101,12 +103,12 @@ class StorageDirect(Actor):
 
     def _shed_save(self) -> None:
         self.shed += 1
-        self.tell(self.evictor, Saved(self._saves.popleft().op, 0))
+        self.tell(self.evictor, DeviceSaved(self._saves.popleft().op, 0))
 
     def _next(self) -> None:
         while self._late and self._fetches:
             self.shed += 1
-            self.tell(self.evictor, Fetched(self._fetches.popleft().op, 0))
+            self.tell(self.evictor, DeviceFetched(self._fetches.popleft().op, 0))
         while self._late and self._saves:
             self._shed_save()
         if self._busy or not (self._fetches or self._saves):
@@ -114,23 +116,23 @@ class StorageDirect(Actor):
         self._busy = True
         if self._fetches:
             one: FetchDevice | SaveDevice = self._fetches.popleft()
-            self._start(self.plane.fetch, one, lambda good: Fetched(one.op, good))
+            self._start(self.plane.fetch, one, lambda good: DeviceFetched(one.op, good))
         else:
             one = self._saves.popleft()
-            self._start(self.plane.save, one, lambda good: Saved(one.op, good))
+            self._start(self.plane.save, one, lambda good: DeviceSaved(one.op, good))
 
     def _start(
         self,
         move: Callable[[int, bytes, int, tuple[int, ...], float], Coroutine[Any, Any, int]],
         one: FetchDevice | SaveDevice,
-        answer: Callable[[int], Fetched | Saved],
+        answer: Callable[[int], DeviceFetched | DeviceSaved],
     ) -> None:
         self._timer = self.after(max(0.0, one.deadline - now()), TransferLate(self._number))
 
         async def work() -> TransferDone:
             seconds, good = one.deadline - now(), 0
             if seconds > 0:
-                good = await move(one.era, one.tokens, one.start, one.blocks, seconds)
+                good = await move(one.memory_generation, one.tokens, one.start, one.blocks, seconds)
             if type(good) is not int or not 0 <= good <= len(one.blocks):
                 raise StoreError(
                     f"the store returned {good!r} for a transfer of {len(one.blocks)} blocks"

@@ -22,7 +22,7 @@ class Outcome(IntEnum):
     LATE = 6  # the deadline came first
 
 
-class Probe(Message, frozen=True, eq=False):
+class ProbeStore(Message, frozen=True, eq=False):
     """Find out how many keys, from the first on, can be read. Answered with Probed."""
 
     op: int
@@ -31,7 +31,7 @@ class Probe(Message, frozen=True, eq=False):
 
 
 class Probed(Control, frozen=True, eq=False):
-    """Answer to Probe: the first `found` keys can be read."""
+    """Answer to ProbeStore: the first `found` keys can be read."""
 
     op: int
     found: int
@@ -48,7 +48,7 @@ class Read(Message, frozen=True, eq=False):
     slots: tuple[int, ...]
     deadline: float
     take: bool
-    era: int = 0
+    memory_generation: int = 0
 
 
 class ReadDone(Control, frozen=True, eq=False):
@@ -69,7 +69,7 @@ class Write(Message, frozen=True, eq=False):
     keys: bytes
     slots: tuple[int, ...]
     deadline: float
-    era: int = 0
+    memory_generation: int = 0
     lineages: tuple[Lineage | None, ...] = ()
 
 
@@ -96,17 +96,17 @@ class StoreCleared(Control, frozen=True, eq=False):
     error: str = ""
 
 
-class Recount(Message, frozen=True, eq=False):
+class ReportLost(Message, frozen=True, eq=False):
     """Names may have ceased to be there: tell whoever should know. Not answered."""
 
 
 class FetchDevice(Message, frozen=True, eq=False):
-    """Read blocks of a path straight into device blocks; answered with Fetched once none is written
-    any more.
+    """Read blocks of a path straight into device blocks; answered with DeviceFetched once none is
+    written any more.
 
     tokens: the complete path (little-endian uint32), up to the last block wanted. start: the first
-    one, into blocks[0], and so on. era: of the device memory that the blocks are in; nothing is
-    moved in another one.
+    one, into blocks[0], and so on. memory_generation: of the device memory that the blocks are in;
+    nothing is moved in another one.
     """
 
     op: int
@@ -114,33 +114,33 @@ class FetchDevice(Message, frozen=True, eq=False):
     start: int
     blocks: tuple[int, ...]
     deadline: float
-    era: int = 0
+    memory_generation: int = 0
 
 
-class Fetched(Control, frozen=True, eq=False):
+class DeviceFetched(Control, frozen=True, eq=False):
     """Answer to FetchDevice: so many blocks, from the first on, have their bytes."""
 
     op: int
-    good: int
+    num_blocks: int
 
 
 class SaveDevice(Message, frozen=True, eq=False):
-    """Write blocks of a path straight from device blocks; answered with Saved once none is read any
-    more. Fields as in FetchDevice."""
+    """Write blocks of a path straight from device blocks; answered with DeviceSaved once none is
+    read any more. Fields as in FetchDevice."""
 
     op: int
     tokens: bytes
     start: int
     blocks: tuple[int, ...]
     deadline: float
-    era: int = 0
+    memory_generation: int = 0
 
 
-class Saved(Control, frozen=True, eq=False):
+class DeviceSaved(Control, frozen=True, eq=False):
     """Answer to SaveDevice: so many blocks, from the first on, are stored."""
 
     op: int
-    good: int
+    num_blocks: int
 
 
 class TransferDone(Control, frozen=True, eq=False):
@@ -193,10 +193,10 @@ class PathsRead(Control, frozen=True, eq=False):
     parts: tuple[PathPart, ...] | None
 
 
-ReaderMessage = Probe | Read
-WriterMessage = Write | ClearStore | Recount
+ReaderMessage = ProbeStore | Read
+WriterMessage = Write | ClearStore | ReportLost
 DeviceStoreMessage = FetchDevice | SaveDevice
 """Messages of CpuEvictor to the storage actors."""
 
-StorageReply = Probed | ReadDone | Written | StoreCleared | Fetched | Saved
+StorageReply = Probed | ReadDone | Written | StoreCleared | DeviceFetched | DeviceSaved
 """Messages of the storage actors to CpuEvictor."""

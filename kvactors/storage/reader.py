@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from kvactors.actor import Message, on
-from kvactors.flush_notifier.messages import Cleared, Gained, Gone
+from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, TierCleared
 from kvactors.storage.batches import Batch
-from kvactors.storage.messages import BatchDone, Outcome, Probe, Probed, Read, ReadDone
+from kvactors.storage.messages import BatchDone, Outcome, Probed, ProbeStore, Read, ReadDone
 from kvactors.storage.worker import StorageWorker, expired
 from kvactors.types import join_keys, split_keys
 
@@ -19,11 +19,11 @@ class StorageReader(StorageWorker):
     ROLE: ClassVar[str] = "storage_reader"
     SENDS: ClassVar[Mapping[str, tuple[type[Message], ...]]] = {
         "cpu_evictor": (Probed, ReadDone),
-        "flush_notifier": (Gained, Gone, Cleared),
+        "flush_notifier": (BlocksAdded, BlocksRemoved, TierCleared),
     }
 
-    @on(Probe)
-    def probe(self, message: Probe) -> None:
+    @on(ProbeStore)
+    def probe(self, message: ProbeStore) -> None:
         """A store that this process owns answers immediately. A shared pool must be asked."""
         keys = split_keys(message.keys)
         found = self.backend.probe(keys)
@@ -47,7 +47,7 @@ class StorageReader(StorageWorker):
 
         async def work() -> BatchDone:
             report = await self.plane.read(
-                message.era, keys, message.slots, expired(message.deadline)
+                message.memory_generation, keys, message.slots, expired(message.deadline)
             )
             taken = list[bytes]()
             if message.take:

@@ -7,7 +7,14 @@ from collections.abc import Callable
 
 from kvactors.actor import Actor, ActorRef
 from kvactors.actor.actor import State
-from kvactors.flush_notifier.messages import Cleared, Gained, Gone, Origin, PathPart, Report
+from kvactors.flush_notifier.messages import (
+    BlocksAdded,
+    BlocksRemoved,
+    PathPart,
+    Report,
+    RequestScope,
+    TierCleared,
+)
 from kvactors.storage import reports
 from kvactors.storage.backends.checked import CheckedBackend
 from kvactors.storage.batches import changes_of
@@ -31,7 +38,7 @@ class StoreReporter:
         paths: a report on the paths of its blocks.
 
     Args:
-        root_of: the root hash that requests of an origin have now. None: paths are not reported.
+        root_of: the root hash that requests of a scope have now. None: paths are not reported.
     """
 
     def __init__(
@@ -39,7 +46,7 @@ class StoreReporter:
         actor: Actor,
         store: CheckedBackend,
         notifier: ActorRef[Report],
-        root_of: Callable[[Origin], bytes] | None = None,
+        root_of: Callable[[RequestScope], bytes] | None = None,
     ) -> None:
         self.pages = ReportPages(store.inventory)
         self.paths = PathReport(root_of if store.keeps_lineages else None)
@@ -113,9 +120,9 @@ class StoreReporter:
 
     def _report(self, held: bytes, gone: bytes, reason: Reason) -> None:
         if gone:
-            self._actor.tell(self._notifier, Gone(gone, Tier.STORAGE, reason))
+            self._actor.tell(self._notifier, BlocksRemoved(gone, Tier.STORAGE, reason))
         if held:
-            self._actor.tell(self._notifier, Gained(held, Tier.STORAGE, Reason.STORED))
+            self._actor.tell(self._notifier, BlocksAdded(held, Tier.STORAGE, Reason.STORED))
         self._recheck_if_delayed(held, gone)
 
     def _recheck_if_delayed(self, held: bytes, gone: bytes) -> None:
@@ -144,13 +151,15 @@ class StoreReporter:
         """Report what a batch changed."""
         changes = changes_of(done, self._store)
         for keys, reason in changes.removed:
-            self._actor.tell(self._notifier, Gone(keys, Tier.STORAGE, reason))
+            self._actor.tell(self._notifier, BlocksRemoved(keys, Tier.STORAGE, reason))
         self._store.inventory.acknowledge_removed(changes.acknowledged)
         if changes.stored:
-            self._actor.tell(self._notifier, Gained(changes.stored, Tier.STORAGE, Reason.STORED))
+            self._actor.tell(
+                self._notifier, BlocksAdded(changes.stored, Tier.STORAGE, Reason.STORED)
+            )
         self._recheck_if_delayed(changes.stored, b"".join(keys for keys, _ in changes.removed))
         if isinstance(done.answer, StoreCleared):
-            self._actor.tell(self._notifier, Cleared(Tier.STORAGE, Reason.CLEAR))
+            self._actor.tell(self._notifier, TierCleared(Tier.STORAGE, Reason.CLEAR))
             self.report_all()  # objects written since the clear
 
     # -- the paths of its blocks

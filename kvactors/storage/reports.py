@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import NamedTuple
 
-from kvactors.flush_notifier.messages import Named, Origin, PathPart
+from kvactors.flush_notifier.messages import PathPart, PathsFound, RequestScope
 from kvactors.storage.checked_inventory import CheckedInventory
 from kvactors.types import join_keys
 
@@ -62,10 +62,10 @@ class PathReport:
         active: whether they are being read.
 
     Args:
-        root_of: the root hash that requests of an origin have now. None: paths are not announced.
+        root_of: the root hash that requests of a scope have now. None: paths are not announced.
     """
 
-    def __init__(self, root_of: Callable[[Origin], bytes] | None) -> None:
+    def __init__(self, root_of: Callable[[RequestScope], bytes] | None) -> None:
         self.active = False
         self._root_of = root_of
         self._due = self._again = False
@@ -90,12 +90,12 @@ class PathReport:
         again, self._again = self._again, False
         return again
 
-    def named(self, parts: tuple[PathPart, ...]) -> Named | None:
+    def named(self, parts: tuple[PathPart, ...]) -> PathsFound | None:
         """The message on a page of parts; None if there is nothing to send."""
         root_of = self._root_of
         if not parts or root_of is None:
             return None
-        return Named(
+        return PathsFound(
             parts,
-            frozenset(part.parent for part in parts if root_of(part.origin) == part.parent),
+            frozenset(part.parent for part in parts if root_of(part.scope) == part.parent),
         )

@@ -12,7 +12,7 @@ from kvactors.actor.clock import now
 from kvactors.actor.jobs import Job
 from kvactors.actor.log import described
 from kvactors.errors import KVActorsError
-from kvactors.flush_notifier.messages import Origin, Report
+from kvactors.flush_notifier.messages import Report, RequestScope
 from kvactors.storage.backends.checked import CheckedBackend
 from kvactors.storage.batches import Batch, BatchQueue
 from kvactors.storage.messages import BatchDone, NextPage, Recheck, StorageReply
@@ -32,7 +32,7 @@ class StorageWorker(Actor):
         plane: StoragePlane,
         evictor: ActorRef[StorageReply],
         notifier: ActorRef[Report],
-        root_of: Callable[[Origin], bytes] | None = None,
+        root_of: Callable[[RequestScope], bytes] | None = None,
     ) -> None:
         super().__init__(ref)
         self.backend = backend
@@ -44,7 +44,7 @@ class StorageWorker(Actor):
     def started(self) -> None:
         """A restarted actor reports the whole store: reports of its earlier incarnation may be
         lost."""
-        if self.life:
+        if self.incarnation:
             self.reporter.report_all()
 
     async def stopped(self) -> None:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from kvactors.actor import ActorRef, Message, PeerRestarted, on
 from kvactors.errors import StoreError
-from kvactors.flush_notifier.messages import Cleared, Gained, Gone, Named
+from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, PathsFound, TierCleared
 from kvactors.storage.backends.checked import CheckedBackend
 from kvactors.storage.batches import Batch
 from kvactors.storage.messages import (
@@ -16,7 +16,7 @@ from kvactors.storage.messages import (
     Outcome,
     PathsRead,
     ReadPaths,
-    Recount,
+    ReportLost,
     StoreCleared,
     Write,
     Written,
@@ -29,14 +29,14 @@ class StoreOwner(StorageWorker):
     """Clears the store, and reports what it holds: a writer, or its substitute.
 
     The first writer reports what the store has kept from an earlier process. If the store keeps
-    lineages, the paths of these blocks follow in the background, a page at a time: `Gained` of a
-    key has entered the notifier's channel before a path names the key.
+    lineages, the paths of these blocks follow in the background, a page at a time: `BlocksAdded` of
+    a key has entered the notifier's channel before a path names the key.
     """
 
     ROLE: ClassVar[str] = "storage_writer"
     SENDS: ClassVar[Mapping[str, tuple[type[Message], ...]]] = {
         "cpu_evictor": (Written, StoreCleared),
-        "flush_notifier": (Gained, Gone, Cleared, Named),
+        "flush_notifier": (BlocksAdded, BlocksRemoved, TierCleared, PathsFound),
     }
 
     def started(self) -> None:
@@ -44,9 +44,9 @@ class StoreOwner(StorageWorker):
         super().started()
         if is_first(self.ref):
             self.reporter.paths.restart()
-            if not self.life:
+            if not self.incarnation:
                 self.reporter.report_all()
-        if self.life and self.backend.needs_clear():
+        if self.incarnation and self.backend.needs_clear():
             self.run_now(clear_batch(self.backend, 0))
 
     @on(PeerRestarted)
@@ -60,7 +60,7 @@ class StoreOwner(StorageWorker):
     def clear(self, message: ClearStore) -> None:
         """Empty the store. Batches that were sent earlier, to any writer, are not written any
         more."""
-        self.backend.fence = max(self.backend.fence, (self.evictor.life, message.op))
+        self.backend.fence = max(self.backend.fence, (self.evictor.incarnation, message.op))
         self.run_now(clear_batch(self.backend, message.op))
 
     @on(PathsRead)
@@ -80,13 +80,17 @@ class StorageWriter(StoreOwner):
     @on(Write)
     def write(self, message: Write) -> None:
         """Write a batch, unless the store was cleared after it was sent."""
-        keys, sent = split_keys(message.keys), (self.evictor.life, message.op)
+        keys, sent = split_keys(message.keys), (self.evictor.incarnation, message.op)
 
         async def work() -> BatchDone:
             if sent < self.backend.fence:
                 return unwritten(message, Outcome.LATE)
             report = await self.plane.write(
-                message.era, keys, message.slots, expired(message.deadline), message.lineages
+                message.memory_generation,
+                keys,
+                message.slots,
+                expired(message.deadline),
+                message.lineages,
             )
             holds, safe = self.backend.holds, (Outcome.OK, Outcome.EXISTS)
             results = zip(keys, report.outcomes, strict=True)
@@ -99,8 +103,8 @@ class StorageWriter(StoreOwner):
         failed = unwritten(message, Outcome.UNAVAILABLE)
         self.enqueue(Batch(work, failed, message.slots, message.keys))
 
-    @on(Recount)
-    def recount(self, message: Recount) -> None:
+    @on(ReportLost)
+    def recount(self, message: ReportLost) -> None:
         """Report keys that the store lost outside of batches. Repeat a clear that did not reach the
         whole store."""
         if self.backend.needs_clear():

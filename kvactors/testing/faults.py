@@ -21,14 +21,14 @@ from kvactors.storage.backends.base import (
 from kvactors.storage.backends.file import FileBackend
 from kvactors.storage.messages import Outcome
 
-Misdeed = Literal["", "down", "hang", "fail_every", "lose_answers"]
-StoreMisdeed = Literal["", "down", "full", "slow"]
+FaultMode = Literal["", "down", "hang", "fail_every", "lose_answers"]
+StoreFaultMode = Literal["", "down", "full", "slow"]
 
 
 class FaultySink(Sink):
-    """A sink around another. misdeed: down (refuses every call), hang (never answers), fail_every
-    (refuses every n-th call), lose_answers (carries out the call and then fails), or nothing.
-    calls: number of calls."""
+    """A sink around another. fault_mode: down (refuses every call), hang (never answers),
+    fail_every (refuses every n-th call), lose_answers (carries out the call and then fails), or
+    nothing. calls: number of calls."""
 
     def __init__(self, inner: Sink) -> None:
         self.inner = inner
@@ -42,7 +42,7 @@ class FaultySink(Sink):
         self.by_tokens = inner.by_tokens
         self.repeats = inner.repeats
         self.resync_interval = inner.resync_interval
-        self.misdeed: Misdeed = ""
+        self.fault_mode: FaultMode = ""
         self.every = 2
         self.calls = 0
 
@@ -59,7 +59,7 @@ class FaultySink(Sink):
     @property
     def num_acknowledged(self) -> int:
         """The inner sink's count, 0 during a fault since the answer is lost."""
-        return 0 if self.misdeed else self.inner.num_acknowledged
+        return 0 if self.fault_mode else self.inner.num_acknowledged
 
     @num_acknowledged.setter
     def num_acknowledged(self, count: int) -> None:
@@ -91,20 +91,20 @@ class FaultySink(Sink):
 
     async def _before(self) -> None:
         self.calls += 1
-        if self.misdeed == "hang":
+        if self.fault_mode == "hang":
             await anyio.sleep_forever()
-        if self.misdeed == "down" or (
-            self.misdeed == "fail_every" and self.calls % self.every == 0
+        if self.fault_mode == "down" or (
+            self.fault_mode == "fail_every" and self.calls % self.every == 0
         ):
             raise SinkError(f"sink {self.name!r} was told to fail")
 
     def _after(self) -> None:
-        if self.misdeed == "lose_answers":
+        if self.fault_mode == "lose_answers":
             raise SinkError(f"sink {self.name!r} was told to lose its answer")
 
 
 class FaultyBackend(Backend):
-    """A store around another. misdeed: down (nothing can be had), full (nothing can be written),
+    """A store around another. fault_mode: down (nothing can be had), full (nothing can be written),
     slow (every call takes `delay` seconds more), or nothing."""
 
     def __init__(self, inner: Backend) -> None:
@@ -113,11 +113,11 @@ class FaultyBackend(Backend):
         self.exclusive = inner.exclusive
         self.slot_trailer_bytes = inner.slot_trailer_bytes
         self.counters = inner.counters
-        self.misdeed: StoreMisdeed = ""
+        self.fault_mode: StoreFaultMode = ""
         self.delay = 0.0
 
     async def _pause(self) -> None:
-        if self.misdeed == "slow":
+        if self.fault_mode == "slow":
             await anyio.sleep(self.delay)
 
     def _all(self, keys: Sequence[bytes], outcome: Outcome) -> bytes:
@@ -135,7 +135,7 @@ class FaultyBackend(Backend):
 
     def probe(self, keys: Sequence[bytes]) -> int | None:
         """See `Backend.probe`."""
-        return 0 if self.misdeed == "down" else self.inner.probe(keys)
+        return 0 if self.fault_mode == "down" else self.inner.probe(keys)
 
     async def ask(self, keys: Sequence[bytes], expired: Expired) -> int:
         """See `Backend.ask`."""
@@ -151,7 +151,7 @@ class FaultyBackend(Backend):
     ) -> ReadReport:
         """See `Backend.read`."""
         await self._pause()
-        if self.misdeed == "down":
+        if self.fault_mode == "down":
             return ReadReport(self._all(keys, Outcome.UNAVAILABLE), [])
         return await self.inner.read(keys, views, expired)
 
@@ -160,10 +160,10 @@ class FaultyBackend(Backend):
     ) -> WriteReport:
         """See `Backend.write`."""
         await self._pause()
-        if self.misdeed in ("down", "full"):
+        if self.fault_mode in ("down", "full"):
             return WriteReport(
                 self._all(
-                    keys, Outcome.UNAVAILABLE if self.misdeed == "down" else Outcome.NO_SPACE
+                    keys, Outcome.UNAVAILABLE if self.fault_mode == "down" else Outcome.NO_SPACE
                 ),
                 [],
             )
@@ -202,7 +202,7 @@ class FaultyBackend(Backend):
         return self.inner.statistics()
 
 
-def rot(store: FileBackend, every: int) -> int:
+def corrupt_objects(store: FileBackend, every: int) -> int:
     """Flip a bit in the payload of every n-th slot of a file store, on the disk.
     Returns the number of slots."""
     files, flipped = store.files, 0

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import anyio
 
-from kvactors.actor import Activity, ActorRef, Ask, Channel, Envelope, Message
+from kvactors.actor import ActorRef, Ask, Channel, Envelope, InFlight, Message
 from kvactors.testing.words import describe
 
 M = TypeVar("M", bound=Message)
@@ -23,7 +23,7 @@ class Probe(ActorRef):
 
     name: in the reports. role: as the channel graph names it (the name if None), which is what an
     actor's SENDS are checked against. bound: places in its data lane, which a test fills to see the
-    sender wait. activity: of the system it stands in, so that what lies unexpected in the probe
+    sender wait. in_flight: of the system it stands in, so that what lies unexpected in the probe
     counts as in flight. ignored: types of messages that `expect` and `expect_nothing` pass over.
     """
 
@@ -33,10 +33,10 @@ class Probe(ActorRef):
         role: str | None = None,
         *,
         bound: int = 1024,
-        activity: Activity | None = None,
+        in_flight: InFlight | None = None,
         ignored: tuple[type[Message], ...] = (),
     ) -> None:
-        super().__init__(name, role or name, Channel(name, bound), activity or Activity())
+        super().__init__(name, role or name, Channel(name, bound), in_flight or InFlight())
         self.ignored = ignored
         self._asked: list[Envelope[Any]] = []
 
@@ -81,7 +81,7 @@ class Probe(ActorRef):
         with anyio.move_on_after(within):
             while True:
                 envelope = await self.channel.get()
-                self.activity.end()
+                self.in_flight.end()
                 self.instruments.notify("taken", self, envelope)
                 if envelope.reply is not None:
                     self._asked.append(envelope)

@@ -12,7 +12,6 @@ from types import TracebackType
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from kvactors.actor import (
-    Activity,
     Actor,
     ActorRef,
     Ask,
@@ -20,6 +19,7 @@ from kvactors.actor import (
     Context,
     Control,
     Envelope,
+    InFlight,
     Message,
     State,
 )
@@ -151,7 +151,7 @@ class Stepper(Generic[A]):
     """
 
     def __init__(
-        self, factory: Callable[[ActorRef], A], name: str = "stepped", *, life: int = 0
+        self, factory: Callable[[ActorRef], A], name: str = "stepped", *, incarnation: int = 0
     ) -> None:
         self._loop = SimLoop()
         self._told: list[Told] = []
@@ -160,8 +160,8 @@ class Stepper(Generic[A]):
         self._open: list[Envelope[Any]] = []
         self._pending: list[Timer] = []
         self._running: list[Job] = []
-        self._ref = ActorRef(name, name, Channel(name, 1), Activity())
-        self._ref.life = life
+        self._ref = ActorRef(name, name, Channel(name, 1), InFlight())
+        self._ref.incarnation = incarnation
         self._ref.make_context = self._make_context
         with self._inside():
             self.actor = factory(self._ref)
@@ -186,7 +186,7 @@ class Stepper(Generic[A]):
         """
         with self._inside():
             reply = self._loop.create_future() if isinstance(message, Ask) else None
-            envelope: Envelope[Any] = Envelope(message, reply, deadline, self._ref.life)
+            envelope: Envelope[Any] = Envelope(message, reply, deadline, self._ref.incarnation)
             if reply is not None:
                 self._open.append(envelope)
             self.actor.mailbox.turn(envelope)

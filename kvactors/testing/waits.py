@@ -16,7 +16,7 @@ from typing import Any
 
 import anyio.to_thread
 
-from kvactors.actor import Activity, Actor, ActorRef, Channel
+from kvactors.actor import Actor, ActorRef, Channel, InFlight
 from kvactors.actor.jobs import JOB, is_job
 
 Label = Callable[["asyncio.Task[Any]"], str]
@@ -133,7 +133,7 @@ def _what(task: asyncio.Task[Any], frames: list[FrameType], label: Label) -> str
             return f"a message in {found.name}'s channel"  # type: ignore[union-attr]
         if frame.f_code is Channel.put.__code__:
             return f"room in {found.name}'s channel"  # type: ignore[union-attr]
-        if frame.f_code is Activity.quiet.__code__:
+        if frame.f_code is InFlight.wait_idle.__code__:
             return f"quiet: {found.count} messages or jobs are under way"  # type: ignore[union-attr]
         if frame.f_code is anyio.to_thread.run_sync.__code__:
             return "a thread, and a loop of virtual time has none"

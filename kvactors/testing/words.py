@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from kvactors.actor import Message
-from kvactors.flush_notifier.messages import PLAIN, Origin
+from kvactors.flush_notifier.messages import PLAIN, RequestScope
 from kvactors.native import Path
 from kvactors.types import KEY_BYTES
 
@@ -37,7 +37,7 @@ def fields_of(message: Message) -> str:
             name in MEASURED
             or value is None
             or value == PLAIN
-            or (name in ("era", "media") and not value)
+            or (name in ("memory_generation", "media") and not value)
         ):
             continue
         words = (
@@ -76,7 +76,7 @@ WORDS: tuple[tuple[type | tuple[type, ...], Callable[[Any], str]], ...] = (
     (str, lambda value: value if value.isidentifier() else repr(value)),
     ((bytes, bytearray, memoryview), lambda value: f"{len(value)}B"),
     (Path, lambda value: f"{value.num_tokens} tokens"),
-    (Origin, lambda value: f"{value.lora}/{value.salt}"),
+    (RequestScope, lambda value: f"{value.lora}/{value.salt}"),
     ((tuple, list), _numbers),
     (Message, describe),
     (BaseException, lambda value: f"{type(value).__name__}: {value}"),

@@ -8,12 +8,12 @@ from typing import ClassVar
 import pytest
 
 from kvactors.actor import (
-    Activity,
     Actor,
     ActorSpec,
     Ask,
     Control,
     Group,
+    InFlight,
     Message,
     PeerRestarted,
     RestartBudget,
@@ -97,8 +97,8 @@ class Server(Actor):
 
 class Wired:
     def __init__(self, bound=4, budget=None):
-        self.activity = Activity()
-        self.supervisor = Supervisor(self.activity, budget or RestartBudget())
+        self.in_flight = InFlight()
+        self.supervisor = Supervisor(self.in_flight, budget or RestartBudget())
         self.server = self.supervisor.make_ref(Server, bound)
         self.sink = self.supervisor.make_ref(Sink, 1)
         self.members = (
@@ -116,7 +116,7 @@ async def test_ask_is_answered_and_tells_keep_their_order_through_a_full_channel
         assert await asyncio.gather(
             *(wired.server.ask(Ping(i), deadline=deadline_after(5)) for i in range(200))
         ) == list(range(1, 201))
-        await wired.activity.quiet()
+        await wired.in_flight.wait_idle()
         assert wired.supervisor.actor("sink").notes == list(range(200))
         assert wired.sink.channel.statistics().peak == 1
 
@@ -132,10 +132,10 @@ async def test_a_death_fails_the_asker_the_parked_and_the_queued_by_name_and_the
         assert [type(r) for r in results] == [ActorFailed] * 4
         assert all(r.actor == "server" for r in results)
         assert await wired.server.ask(Ping(3), deadline=deadline_after(5)) == 4
-        await wired.activity.quiet()
+        await wired.in_flight.wait_idle()
         assert wired.supervisor.actor("sink").restarts == ["server"]
         assert wired.supervisor.statistics().deaths == 1
-        assert wired.server.life == 1
+        assert wired.server.incarnation == 1
 
 
 async def test_an_exhausted_budget_fails_the_system_and_hangs_nobody():
@@ -170,7 +170,7 @@ async def test_a_cancelled_ask_is_withdrawn():
         await asyncio.sleep(0)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await wired.activity.quiet()
+        await wired.in_flight.wait_idle()
         assert 7 not in wired.supervisor.actor("sink").notes
         assert wired.supervisor.actor("server").statistics().skipped == 1
 
@@ -179,7 +179,7 @@ async def test_job_results_and_failures_return_as_messages_and_jobs_end_with_the
     wired = Wired()
     async with wired.running():
         wired.server.try_tell(Slow(0.01))
-        await wired.activity.quiet()
+        await wired.in_flight.wait_idle()
         server = wired.supervisor.actor("server")
         assert server.worked == ["slept"]
         wired.server.try_tell(Slow(60))
@@ -226,7 +226,7 @@ async def test_a_failed_first_start_is_raised():
     wired = Wired()
     group = Group("a", (ActorSpec(Sink, broken, wired.sink),))
     with pytest.raises(OSError, match="no such device"):
-        async with Supervisor(wired.activity, RestartBudget(0)).running(group):
+        async with Supervisor(wired.in_flight, RestartBudget(0)).running(group):
             pass
 
 
@@ -250,7 +250,7 @@ async def test_a_failure_before_all_have_started_is_named_and_the_others_start()
         "and that",
     ):  # each starts the groups in it some steps later
         second = Group(name, (second,))
-    supervisor = Supervisor(wired.activity, RestartBudget(1))
+    supervisor = Supervisor(wired.in_flight, RestartBudget(1))
     async with supervisor.running(first, second):
         assert supervisor.statistics().restarts == 1
         assert supervisor.failed is None

@@ -8,12 +8,12 @@ from typing import ClassVar
 import pytest
 
 from kvactors.actor import (
-    Activity,
     Actor,
     ActorSpec,
     Ask,
     Control,
     Group,
+    InFlight,
     InjectedFailure,
     Instrument,
     Message,
@@ -114,8 +114,8 @@ class Recorder(Instrument):
 
 class Wired:
     def __init__(self, *instruments, bound=8):
-        self.activity = Activity()
-        self.supervisor = Supervisor(self.activity)
+        self.in_flight = InFlight()
+        self.supervisor = Supervisor(self.in_flight)
         self.shop = self.supervisor.make_ref(Shop, 8)
         self.workshop = self.supervisor.make_ref(Workshop, bound)
         for instrument in instruments:
@@ -135,7 +135,7 @@ async def test_every_event_of_an_ask_in_order():
     wired = Wired(recorder)
     async with wired.running():
         assert await wired.order() == 7
-        await wired.activity.quiet()
+        await wired.in_flight.wait_idle()
     assert recorder.events[:2] == ["started shop", "started workshop"]
     assert recorder.events[2:12] == [
         "sent Order outside -> shop",
@@ -231,7 +231,7 @@ async def test_an_injected_failure_fails_the_actor_before_or_after_its_turn(when
     async with wired.running():
         with pytest.raises(ActorFailed, match=f"planned, {when}"):
             await wired.order()
-        await wired.activity.quiet()  # restarted
+        await wired.in_flight.wait_idle()  # restarted
         assert await wired.order() == 7
         assert wired.supervisor.statistics().deaths == 1
     begin = recorder.events.index("taken Order")
@@ -248,7 +248,7 @@ async def test_an_instrument_can_be_added_and_removed_while_the_system_runs():
         wired.supervisor.instruments.add(recorder)
         wired.supervisor.instruments.add(recorder)
         await wired.order()
-        await wired.activity.quiet()
+        await wired.in_flight.wait_idle()
         seen = len(recorder.events)
         assert sum(event.startswith("sent Order") for event in recorder.events) == 1
         wired.supervisor.instruments.remove(recorder)

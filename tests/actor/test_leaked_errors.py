@@ -11,19 +11,19 @@ from typing import ClassVar
 import pytest
 
 from kvactors.actor import (
-    Activity,
     Actor,
     ActorSpec,
     Ask,
     Control,
     Group,
+    InFlight,
     Message,
     RestartBudget,
     Supervisor,
     on,
 )
 from kvactors.actor.clock import deadline_after
-from kvactors.actor.uncancelled import ThreadWaits, to_the_end, uncancelled
+from kvactors.actor.uncancelled import ThreadWaits, uncancelled, wait_uncancelled
 from kvactors.errors import ActorFailed, LeakedError
 from kvactors.threads import Workers, in_thread
 
@@ -93,8 +93,8 @@ class Fragile(Actor):
 
 class Wired:
     def __init__(self):
-        self.activity = Activity()
-        self.supervisor = Supervisor(self.activity, RestartBudget(100))
+        self.in_flight = InFlight()
+        self.supervisor = Supervisor(self.in_flight, RestartBudget(100))
         self.ref = self.supervisor.make_ref(Fragile, 8)
 
     def running(self):
@@ -111,7 +111,7 @@ async def test_a_turn_that_raises_it_fails_its_actor_at_once(error):
     async with wired.running():
         with pytest.raises(ActorFailed, match="leaked"):
             await wired.ref.ask(Fail(error), deadline=deadline_after(60))
-        await wired.activity.quiet()
+        await wired.in_flight.wait_idle()
         assert await wired.ref.ask(Fail(None), deadline=deadline_after(60)) == 7
         assert wired.supervisor.statistics().deaths == 1
 
@@ -121,7 +121,7 @@ async def test_a_job_that_raises_it_is_a_job_that_failed(error):
     wired = Wired()
     async with wired.running():
         await wired.ref.tell(Work(error))
-        await wired.activity.quiet()
+        await wired.in_flight.wait_idle()
         (result,) = wired.actor.results
         assert isinstance(result, Exception)
         assert "leaked" in f"{result} {result.__cause__}"
@@ -132,7 +132,7 @@ async def test_a_job_whose_completion_cannot_be_built_fails_its_actor():
     wired = Wired()
     async with wired.running():
         await wired.ref.tell(Unanswerable())
-        await wired.activity.quiet()
+        await wired.in_flight.wait_idle()
         assert wired.supervisor.statistics().last_death == "fragile: ValueError('no completion')"
 
 
@@ -181,7 +181,7 @@ async def test_an_abandoned_wait_ends_and_is_counted():
 
     async def main():
         waits.enter()
-        await to_the_end(asyncio.get_running_loop().create_future())
+        await wait_uncancelled(asyncio.get_running_loop().create_future())
 
     task = asyncio.create_task(main())
     await asyncio.sleep(0)

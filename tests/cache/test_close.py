@@ -15,7 +15,7 @@ import pytest
 import structlog
 
 import kvactors
-from kvactors.actor.uncancelled import to_the_end
+from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.sink_config import MemorySinkConfig
 from kvactors.storage.backends.memory import MemoryBackend
@@ -44,7 +44,7 @@ class HungDisk(MemoryBackend):
             self.begun.set()
             self.release.wait()
 
-        await to_the_end(asyncio.wrap_future(self.threads.submit(call)))
+        await wait_uncancelled(asyncio.wrap_future(self.threads.submit(call)))
         return await super().save(key, data)
 
     async def close(self):

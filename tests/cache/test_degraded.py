@@ -33,9 +33,9 @@ async def fail(cache, victim, times):
     """Each time after the restart from the time before."""
     ref = ref_of(cache, victim)
     for _ in range(times):
-        before = ref.life
+        before = ref.incarnation
         ref.try_tell(Unwelcome())
-        while ref.life == before:
+        while ref.incarnation == before:
             await asyncio.sleep(0)
         while cache.system.supervisor.failed is None and not all(
             runs(actor) for actor in cache.system.supervisor.actors()
@@ -44,7 +44,7 @@ async def fail(cache, victim, times):
 
 
 def runs(actor):
-    return actor.state is State.RUNNING and actor.life == actor.ref.life
+    return actor.state is State.RUNNING and actor.incarnation == actor.ref.incarnation
 
 
 async def requests(cache, *seeds):

@@ -16,7 +16,7 @@ from kvactors.actor.jobs import JOB_LIMIT, MEMORY_LIMIT
 from kvactors.cpu_evictor.slots import HostTier, SlotState
 from kvactors.device.arena import Arena
 from kvactors.storage.backends.memory import MemoryBackend
-from kvactors.storage.messages import Probe, Write
+from kvactors.storage.messages import ProbeStore, Write
 from kvactors.testing.loop import simulate
 from tests.support.cache import BLOCK, opened, prompt
 
@@ -68,7 +68,7 @@ async def break_actor(ref: ActorRef, message) -> None:
     await asyncio.sleep(0.1)
 
 
-READER, WRITER = ("storage_reader-0", Probe), ("storage_writer-0", Write)
+READER, WRITER = ("storage_reader-0", ProbeStore), ("storage_writer-0", Write)
 
 
 @pytest.mark.parametrize(
@@ -98,13 +98,16 @@ def test_slots_that_a_call_to_a_store_accesses_are_not_handed_out_before_it_ends
                 "writer": system.writers[0],
                 "evictor": system.evictor,
             }[victim]
-            incarnation = ref.life
+            incarnation = ref.incarnation
             await break_actor(
                 ref,
-                Write(1, b"", (), "no deadline", 0) if victim == "reader" else Probe(1, b"", 0.0),
+                Write(1, b"", (), "no deadline", 0)
+                if victim == "reader"
+                else ProbeStore(1, b"", 0.0),
             )
             while (
-                ref.life == incarnation or system.supervisor.actor(ref.name).state.name != "RUNNING"
+                ref.incarnation == incarnation
+                or system.supervisor.actor(ref.name).state.name != "RUNNING"
             ):
                 await asyncio.sleep(0.1)
                 assert now() - began < 2 * JOB_LIMIT
@@ -158,7 +161,7 @@ def test_copies_that_do_not_end_after_a_failure_end_the_cache_in_time(ends, monk
                 await request(cache, 5)
             assert began
             failed_at = now()
-            await break_actor(cache.system.evictor, Probe(1, b"", 0.0))
+            await break_actor(cache.system.evictor, ProbeStore(1, b"", 0.0))
             if ends:
                 release.set()
                 while cache.health().status != "ok":

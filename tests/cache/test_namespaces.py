@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from kvactors.config import Config
-from kvactors.flush_notifier.messages import Gone
+from kvactors.flush_notifier.messages import BlocksRemoved
 from kvactors.observe.statistics import announceable, residency
 from kvactors.types import Reason, Tier
 from tests.support.cache import opened, prompt, serve
@@ -71,7 +71,7 @@ async def test_a_notifier_that_starts_anew_announces_the_present_namespace(names
         expected = 4 if namespace == FIRST else 3
         assert await held(cache) == expected
         cache.system.notifier_actor.ledger = None  # type: ignore[assignment]
-        await cache.system.notifier.tell(Gone(bytes(32), Tier.DEVICE, Reason.CLEAR))
+        await cache.system.notifier.tell(BlocksRemoved(bytes(32), Tier.DEVICE, Reason.CLEAR))
         await cache.wait_idle()
         assert await held(cache) == expected
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from kvactors.testing.faults import rot
+from kvactors.testing.faults import corrupt_objects
 from tests.support.cache import opened, prompt, serve
 
 PROMPTS, BLOCKS = 12, 6
@@ -31,7 +31,7 @@ def store_of(cache):
 
 
 def flip_bits(cache, monkeypatch):
-    assert rot(store_of(cache), 3) > 0
+    assert corrupt_objects(store_of(cache), 3) > 0
 
 
 def truncate(share):

@@ -119,7 +119,7 @@ def restart(service: Service) -> None:
     service.objects.clear()
 
 
-DEEDS: tuple[tuple[Callable[[Service], None], bool], ...] = (
+FAULTS: tuple[tuple[Callable[[Service], None], bool], ...] = (
     (fail, True),
     (hang, False),
     (slow, False),
@@ -161,7 +161,7 @@ async def run(setting: Setting, tally: Tally) -> None:
         "write_slice_blocks": 3,
     }
     service = stand_in.service(mapping["cache"]["model"])
-    deeds = list(DEEDS)
+    deeds = list(FAULTS)
     setting.rng.shuffle(deeds)
     async with open_cache(Config.from_mapping(mapping)) as cache:
         assert cache.system.direct_backend is not None
@@ -177,7 +177,7 @@ async def run(setting: Setting, tally: Tally) -> None:
         finally:
             mend(service)
     if not tally.stored:
-        tally.violate("the round proves nothing: no block came from the store")
+        tally.add_violation("the round proves nothing: no block came from the store")
 
 
 async def one_deed(
@@ -197,13 +197,13 @@ async def one_deed(
     async with other_namespace(cache):
         await setting.moment(0.05, 0.3)
     if visible and not await reached(lambda: cache.health().status == "degraded", PATIENCE):
-        tally.violate(f"health does not show that the service fails: {deed.__name__}")
+        tally.add_violation(f"health does not show that the service fails: {deed.__name__}")
     await setting.moment(0.1, 0.5)
     if not await reached(lambda: tally.requests > served, PATIENCE):
-        tally.violate(f"no request was served while the service failed: {deed.__name__}")
+        tally.add_violation(f"no request was served while the service failed: {deed.__name__}")
     mend(service)
     if not await reached(lambda: cache.health().status == "ok", PATIENCE):
-        tally.violate(
+        tally.add_violation(
             f"health shows a failure that is over: {deed.__name__}: {cache.health().reasons}"
         )
 
@@ -233,14 +233,14 @@ def compare_index(cache: KVCache, service: Service, tally: Tally) -> None:
     ]
     paths = {tuple(np.frombuffer(path, "<u4").tolist()) for path in plain}
     if not paths or len(paths) == len(found):
-        tally.violate(
+        tally.add_violation(
             "the round proves nothing: no block of the plain scope, or none of another, is "
             "resident at rest"
         )
     if differing := len(paths ^ service.resident):
-        tally.violate(f"the index differs from device and host on {differing} blocks")
+        tally.add_violation(f"the index differs from device and host on {differing} blocks")
     if cache.health().status != "ok":
-        tally.violate(f"at rest health is {cache.health()}")
+        tally.add_violation(f"at rest health is {cache.health()}")
 
 
 SITUATION = Situation(

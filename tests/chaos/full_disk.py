@@ -67,7 +67,7 @@ async def one_filling(
         await setting.moment(0.3, 1.5)
         refused = store.statistics().no_space - before
         if not await reached(lambda: tally.requests > served, PATIENCE):
-            tally.violate("no request was served while the disk was full")
+            tally.add_violation("no request was served while the disk was full")
     finally:
         store.files.floor = floor
         await run_sync(lambda: (disk / "ballast").unlink(missing_ok=True))
@@ -91,7 +91,7 @@ async def writes_again(cache: KVCache, tally: Tally) -> None:
                 await lease.commit(32)
             await anyio.sleep(0.05)
         return
-    tally.violate("nothing was stored any more after the disk had room again")
+    tally.add_violation("nothing was stored any more after the disk had room again")
 
 
 SITUATION = Situation(

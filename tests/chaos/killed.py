@@ -29,30 +29,32 @@ async def run(setting: Setting, tally: Tally) -> None:
             await setting.moment(0.05, 2.0)
             await life.killed()
         tally.count("killed while they started", early)
-        announced += await run_sync(autopsy, store, lines, tally)
+        announced += await run_sync(check_after_kill, store, lines, tally)
     async with worker(mapping, setting, tally) as last:
         await setting.moment(0.1, 0.5)
         said = await last.rest()
         await run_sync(compare_lines, lines, said.truth(), tally)
     if not announced or not said.tally.stored:
-        tally.violate(
+        tally.add_violation(
             f"the round proves nothing: {announced} blocks announced, {said.tally.stored} came "
             "back from the store"
         )
     tally.count("announced blocks looked for after kills", announced)
 
 
-def autopsy(store: Path, lines: Path, tally: Tally) -> int:
+def check_after_kill(store: Path, lines: Path, tally: Tally) -> int:
     """Look at what a killed process left; how many blocks it had announced as stored."""
     if not lines.exists() or not any(store.rglob("table")):
         return 0
     announced = replay_jsonl(lines)[Tier.STORAGE]
     lost = len(announced - keys_in(store))
     if lost:
-        tally.violate(f"{lost} of {len(announced)} blocks that were announced as stored are gone")
+        tally.add_violation(
+            f"{lost} of {len(announced)} blocks that were announced as stored are gone"
+        )
     bad = sum(len(one.bad) for one in inspect(store, verify=True))
     if bad:
-        tally.violate(f"{bad} objects of the store are not whole")
+        tally.add_violation(f"{bad} objects of the store are not whole")
     return len(announced)
 
 

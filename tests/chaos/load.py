@@ -37,7 +37,7 @@ Tokens = NDArray[np.uint32]
 
 
 class Load:
-    """cache: with a device that can `fill` and `check`. seed: of prompts. fates: of what is done
+    """cache: with a device that can `fill` and `check`. seed: of prompts. request_seed: of what is done
     with them. pace: seconds between two requests of a client at most."""
 
     def __init__(
@@ -46,14 +46,14 @@ class Load:
         tally: Tally,
         seed: int,
         *,
-        fates: int = 0,
+        request_seed: int = 0,
         clients: int = 4,
         pace: float = 0.01,
     ) -> None:
         self.cache = cache
         self.tally = tally
         self.seed = seed
-        self.fates = fates
+        self.request_seed = request_seed
         self.clients = clients
         self.pace = pace
         self._stopping = False
@@ -85,7 +85,8 @@ class Load:
         """Clients run while the block does; at its end each finishes the request it is at."""
         self._stopping = False
         rngs = [
-            random.Random(f"{self.seed}:{self.fates}:{number}") for number in range(self.clients)
+            random.Random(f"{self.seed}:{self.request_seed}:{number}")
+            for number in range(self.clients)
         ]
         tasks = [asyncio.get_running_loop().create_task(self._client(rng)) for rng in rngs]
         try:
@@ -122,12 +123,12 @@ class Load:
             with anyio.fail_after(HANG):
                 await self._until_room(lambda: self._serve(name, number, rng))
         except KVActorsError as error:
-            self.tally.violate(f"a request was answered with {type(error).__name__}: {error}")
+            self.tally.add_violation(f"a request was answered with {type(error).__name__}: {error}")
             await anyio.sleep(RETRY)
         except TimeoutError:
-            self.tally.violate(f"a request hung for {HANG} s")
+            self.tally.add_violation(f"a request hung for {HANG} s")
         except Exception as error:  # a misuse, or something that no caller could expect
-            self.tally.violate(f"a request raised {type(error).__name__}: {error}")
+            self.tally.add_violation(f"a request raised {type(error).__name__}: {error}")
             await anyio.sleep(RETRY)
 
     async def _until_room(self, serve: Callable[[], Awaitable[None]]) -> None:
@@ -150,7 +151,9 @@ class Load:
             await lease.wait_ready()
             cached = lease.cached_tokens // self.cache.block_size
             if lease.cached_tokens > lease.num_tokens:
-                self.tally.violate("a request was told that more tokens are cached than it has")
+                self.tally.add_violation(
+                    "a request was told that more tokens are cached than it has"
+                )
             self._verify(lease, 0, cached, "served")
             self.tally.loaded += lease.hits.host + lease.hits.storage
             self.tally.stored += lease.hits.storage
@@ -180,4 +183,6 @@ class Load:
             self.tally.verified += stop - start
             self.tally.wrong += len(bad)
             if bad:
-                self.tally.violate(f"blocks {what} by the cache did not hold what they should")
+                self.tally.add_violation(
+                    f"blocks {what} by the cache did not hold what they should"
+                )

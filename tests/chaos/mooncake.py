@@ -60,7 +60,7 @@ async def under_load(master: Master, setting: Setting, tally: Tally) -> None:
         await setting.moment(0.3, 2.0)
         said = await life.rest()
         if not said.tally.stored:
-            tally.violate("the round proves nothing: no block came back from the pool")
+            tally.add_violation("the round proves nothing: no block came back from the pool")
 
 
 SITUATION = Situation(

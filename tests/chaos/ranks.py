@@ -65,17 +65,19 @@ async def run(setting: Setting, tally: Tally) -> None:
                 tasks.start_soon(_client, cache, workers, setting, tally)
             for _ in range(setting.times(5, 15)):
                 await setting.moment(0.05, 0.6)
-                await _harm(cache, setting.rng.choice(workers), setting, tally)
+                await _inject_fault(cache, setting.rng.choice(workers), setting, tally)
             group = cache.system.ranks
             assert group is not None
             if not await reached(lambda: group.healthy, BACK):
-                tally.violate(f"not all ranks are back after {BACK:.0f} s")
+                tally.add_violation(f"not all ranks are back after {BACK:.0f} s")
             await setting.moment(0.3, 1.0)
             tasks.cancel_scope.cancel()
         await at_rest(cache, tally, BACK)
 
 
-async def _harm(cache: KVCache, victim: RankProcess, setting: Setting, tally: Tally) -> None:
+async def _inject_fault(
+    cache: KVCache, victim: RankProcess, setting: Setting, tally: Tally
+) -> None:
     tally.faults += 1
     kind = setting.rng.choice(["killed", "stopped", "stopped", "cut", "cut"])
     tally.count(kind, 1)
@@ -87,7 +89,7 @@ async def _harm(cache: KVCache, victim: RankProcess, setting: Setting, tally: Ta
         await setting.moment(0.05, 1.0)
         victim.signal(signal.SIGCONT)
     elif cache.system.ranks is not None:
-        cache.system.ranks.hang_up(victim.rank)
+        cache.system.ranks.disconnect(victim.rank)
 
 
 async def _client(

@@ -62,10 +62,12 @@ async def mounted_read_only(disk: Path, setting: Setting, tally: Tally) -> None:
         tally.faults += 1
         try:
             async with open_cache(Config.from_mapping(settings(view / "store"))):
-                tally.violate("a store was opened for writing on a file system that is read-only")
+                tally.add_violation(
+                    "a store was opened for writing on a file system that is read-only"
+                )
         except StoreError as error:
             if str(view) not in str(error):
-                tally.violate(f"a read-only file system is not named: {error}")
+                tally.add_violation(f"a read-only file system is not named: {error}")
         before = tally.stored
         async with loaded(settings(view / "store", MEMORY, read_only=True), setting, tally) as (
             cache,
@@ -76,7 +78,7 @@ async def mounted_read_only(disk: Path, setting: Setting, tally: Tally) -> None:
             await load.everything()
             await at_rest(cache, tally)
         if tally.stored == before:
-            tally.violate("nothing was read from a store opened read_only")
+            tally.add_violation("nothing was read from a store opened read_only")
 
 
 SITUATION = Situation(

@@ -16,7 +16,7 @@ from tests.chaos.proxy import Proxy, proxied
 from tests.chaos.record import Setting, Situation, Tally
 from tests.chaos.rest import MEMORY, at_rest, loaded, named, settings, varied
 
-DEEDS = ("kill", "stop", "cut", "partition", "partition and cut")
+FAULTS = ("kill", "stop", "cut", "partition", "partition and cut")
 
 
 class Readers:
@@ -37,8 +37,8 @@ class Readers:
         )
         await self.reader.receive()
 
-    async def suffer(self, deed: str, setting: Setting) -> None:
-        """One of DEEDS."""
+    async def inject(self, deed: str, setting: Setting) -> None:
+        """One of FAULTS."""
         assert self.reader is not None
         reader, proxies = (
             self.reader,
@@ -82,7 +82,7 @@ async def run(setting: Setting, tally: Tally) -> None:
         "replay_window": window,
     }
     mapping = varied(settings(setting.folder / "store", MEMORY, sink, capacity_blocks=120), setting)
-    deeds = [*DEEDS] * setting.times(1, 2)
+    deeds = [*FAULTS] * setting.times(1, 2)
     setting.rng.shuffle(deeds)
     async with loaded(mapping, setting, tally) as (cache, load), AsyncExitStack() as stack:
         pair = [await one_reader(cache, stack, lose) for lose in (0.0, 0.1)]
@@ -111,7 +111,7 @@ async def suffer_all(readers: Readers, deeds: list[str], setting: Setting, tally
     """One deed after the other."""
     for deed in deeds:
         await setting.moment(0.05, 0.8)
-        await readers.suffer(deed, setting)
+        await readers.inject(deed, setting)
         tally.faults += 1
 
 
@@ -127,12 +127,12 @@ async def compare_with(cache: KVCache, readers: Readers, tally: Tally) -> None:
     assert readers.reader is not None
     said = await compare(readers.reader, sink.events.sequence, truth)
     if said["divergence"] or said["behind"]:
-        tally.violate(
+        tally.add_violation(
             f"a reader of KV events differs on {said['divergence']} blocks, {said['behind']} "
             f"batches behind: {said}"
         )
     if said["orphans"]:
-        tally.violate(
+        tally.add_violation(
             f"a reader of KV events was sent {said['orphans']} blocks without the block above "
             "them, or removals in this order"
         )

@@ -44,7 +44,7 @@ class Tally(msgspec.Struct):
     figures: dict[str, int] = msgspec.field(default_factory=dict)
     available: bool = True
 
-    def violate(self, what: str) -> None:
+    def add_violation(self, what: str) -> None:
         """Something that must never be."""
         if what not in self.violations and len(self.violations) < MAX_WORDS:
             self.violations.append(what)
@@ -70,7 +70,7 @@ class Tally(msgspec.Struct):
         for name, number in other.figures.items():
             self.count(name, number)
         for what in other.violations:
-            self.violate(what)
+            self.add_violation(what)
         for what in other.notes:
             self.note(what)
         self.available = self.available and other.available

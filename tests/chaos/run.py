@@ -44,13 +44,13 @@ async def one_round(
         with anyio.fail_after(ROUND):
             await situation.run(Setting(folder, rng, seed, small), tally)
     except DeadlineExceeded as error:
-        tally.violate(f"hangs: {error}")
+        tally.add_violation(f"hangs: {error}")
     except TimeoutError:
-        tally.violate(f"hangs: the round was not over after {ROUND:.0f} s")
+        tally.add_violation(f"hangs: the round was not over after {ROUND:.0f} s")
     except Exception as error:  # what nobody has thought of is a finding as well
-        tally.violate(f"{type(error).__name__}: {error}")
+        tally.add_violation(f"{type(error).__name__}: {error}")
     if tally.available and not (tally.faults and tally.requests and tally.verified):
-        tally.violate("the round proves nothing: no fault, no request, or no block verified")
+        tally.add_violation("the round proves nothing: no fault, no request, or no block verified")
     return tally
 
 

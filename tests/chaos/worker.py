@@ -40,11 +40,11 @@ BEAT = 0.1
 
 
 class Orders(msgspec.Struct):
-    """config: a cache's settings. seed: of the prompts. fates: of what the clients do with them."""
+    """config: a cache's settings. seed: of the prompts. request_seed: of what the clients do with them."""
 
     config: dict[str, Any]
     seed: int
-    fates: int
+    request_seed: int
 
 
 class Said(msgspec.Struct):
@@ -130,7 +130,7 @@ async def work(orders: Orders) -> None:
         if cache.system.backend is not None:
             cache.system.backend.counters.breaker = Breaker(pause=BREAKER)
         say(Said(tally))
-        load = Load(cache, tally, orders.seed, fates=orders.fates)
+        load = Load(cache, tally, orders.seed, request_seed=orders.request_seed)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(beat, tally)
             async with load.running():

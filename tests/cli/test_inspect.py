@@ -8,7 +8,7 @@ import pytest
 from kvactors.cli import main
 from kvactors.device.arena import Arena
 from kvactors.storage.backends import FileBackend
-from kvactors.testing.faults import rot
+from kvactors.testing.faults import corrupt_objects
 from kvactors.testing.store_contract import Bench, key
 
 
@@ -42,7 +42,7 @@ def test_it_tells_what_is_there_while_the_store_is_in_use(store, tmp_path, capsy
 
 
 def test_a_bad_object_is_named_and_the_exit_status_1(store, tmp_path, capsys):
-    rot(store, 2)
+    corrupt_objects(store, 2)
     assert run("inspect", tmp_path) == 0, "without --verify nothing is read"
     assert run("inspect", tmp_path, "--verify") == 1
     out = capsys.readouterr().out

@@ -13,7 +13,7 @@ from kvactors.device.arena import Arena
 from kvactors.identity import StoreIdentity
 from kvactors.storage import inspect as inspect_module
 from kvactors.storage.backends import FileBackend
-from kvactors.testing.faults import rot
+from kvactors.testing.faults import corrupt_objects
 from kvactors.testing.store_contract import Bench, key
 
 A = StoreIdentity("model-a", "default", bytes(32))
@@ -67,7 +67,7 @@ def test_list_names_what_is_there(directory, capsys):
 async def test_verify_finds_bad_objects(directory, capsys):
     assert run("verify", directory) == 0
     backend = await made(directory, A, 0)
-    rot(backend, 2)
+    corrupt_objects(backend, 2)
     await backend.close()
     assert run("list", directory) == 0
     assert run("verify", directory) == 1
@@ -183,10 +183,10 @@ async def test_only_what_the_table_still_has_can_be_bad(tmp_path, monkeypatch, h
     await bench.put(0, 1, 2)
     found = inspect_module.read_table(backend.files.folder / "table")
     if how == "rotten":
-        rot(backend, 1)
+        corrupt_objects(backend, 1)
     elif how == "cleared":
         await backend.clear()
-        rot(backend, 1)  # other payloads, whose entries are not written yet
+        corrupt_objects(backend, 1)  # other payloads, whose entries are not written yet
     else:
         await bench.put(10, 11, 12)
     monkeypatch.setattr(inspect_module, "read_table", lambda _: found)

@@ -14,10 +14,10 @@ from kvactors.cpu_evictor.completions import Completions
 from kvactors.cpu_evictor.load import LoadJob
 from kvactors.cpu_evictor.memory import HostMemory
 from kvactors.cpu_evictor.messages import Load
-from kvactors.cpu_evictor.requests import Peers, Requests
+from kvactors.cpu_evictor.requests import Peers, RequestTable
 from kvactors.cpu_evictor.slots import HostBlock, HostTier, SlotState
 from kvactors.gpu_swapper.messages import Copied, Copy, Direction
-from kvactors.storage.messages import Outcome, Probe, Probed, Read, ReadDone, Write, Written
+from kvactors.storage.messages import Outcome, Probed, ProbeStore, Read, ReadDone, Write, Written
 from kvactors.testing.probe import Probe as ProbeRef
 from kvactors.types import split_keys
 
@@ -76,7 +76,7 @@ class Host:
             device_store=ProbeRef("storage_direct") if device_store else None,
         )
         self.tier = HostTier(slots, slots + transit)
-        self.requests = Requests(self.peers, self.storage, 0, lambda: self.now)
+        self.requests = RequestTable(self.peers, self.storage, 0, lambda: self.now)
         self.memory = HostMemory(self.tier, self.requests, self.config, self.storage)
         self.completions = Completions(self.memory)
         self.loads: dict[int, LoadJob] = {}
@@ -136,7 +136,7 @@ class Movements:
         self.slots: dict[int, bytes] = {}
         self.store = set(store)
         self.sent: list[Message] = []
-        self.open: list[Copy | Probe | Read | Write] = []
+        self.open: list[Copy | ProbeStore | Read | Write] = []
         self.timers: dict[object, StartTimer] = {}
 
     def holds(self) -> None:
@@ -150,7 +150,7 @@ class Movements:
         for action in actions:
             if isinstance(action, Send):
                 self.sent.append(action.message)
-                if isinstance(action.message, Copy | Probe | Read | Write):
+                if isinstance(action.message, Copy | ProbeStore | Read | Write):
                     self.open.append(action.message)
             elif isinstance(action, StartTimer):
                 assert action.job not in self.timers
@@ -172,7 +172,7 @@ class Movements:
                 else:
                     self.device[block] = self.slots[slot]
             completion = Copied(message.op, tuple(i for i in failed if i < len(message.blocks)))
-        elif isinstance(message, Probe):
+        elif isinstance(message, ProbeStore):
             hashes = split_keys(message.keys)
             run = next((i for i, one in enumerate(hashes) if one not in self.store), len(hashes))
             completion = Probed(message.op, 0 if failed else run)

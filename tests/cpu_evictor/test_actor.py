@@ -10,38 +10,38 @@ from kvactors.actor import PeerRestarted
 from kvactors.config import HostConfig, StorageConfig
 from kvactors.cpu_evictor.actor import CpuEvictor
 from kvactors.cpu_evictor.messages import (
-    Admit,
-    Admitted,
     Cancel,
     ClearHost,
-    Discard,
+    DropHostCopies,
+    FetchDeadline,
+    HostBlocksRemoved,
     HostCleared,
-    HostGone,
     LayersLoaded,
     Load,
     Loaded,
     LoadStalled,
     Offload,
     Offloaded,
-    Overdue,
-    Place,
-    Prefetch,
+    PrefetchToHost,
+    Save,
+    Saved,
     SaveUnanswered,
+    SetTargets,
 )
 from kvactors.cpu_evictor.slots import SlotState
-from kvactors.flush_notifier.messages import Cleared, Gained
+from kvactors.flush_notifier.messages import BlocksAdded, TierCleared
 from kvactors.gpu_swapper.messages import Copied, Copy, CopyProgress, DataPlaneStatus
 from kvactors.storage.messages import (
     ClearStore,
+    DeviceFetched,
+    DeviceSaved,
     FetchDevice,
-    Fetched,
     Outcome,
-    Probe,
     Probed,
+    ProbeStore,
     Read,
     ReadDone,
-    Recount,
-    Saved,
+    ReportLost,
     SaveDevice,
     StoreCleared,
     Write,
@@ -62,7 +62,7 @@ def stepped(
     policy: str = "write_through",
     device_store: bool = False,
     layerwise: bool = False,
-    life: int = 0,
+    incarnation: int = 0,
 ) -> Stepper[CpuEvictor]:
     pool = int(stored and not device_store)
     storage = StorageConfig(
@@ -81,9 +81,9 @@ def stepped(
             notifier=ProbeRef("flush_notifier"),
             direct=ProbeRef("storage_direct") if device_store else None,
             layerwise=layerwise,
-            era=0,
+            memory_generation=0,
         ),
-        life=life,
+        incarnation=incarnation,
     )
 
 
@@ -118,22 +118,25 @@ def at_rest(evictor: Stepper[CpuEvictor]) -> None:
 
 def test_a_later_incarnation_reports_the_host_tier_empty():
     assert stepped().started.told == ()
-    (one,) = stepped(life=1).started.told
+    (one,) = stepped(incarnation=1).started.told
     assert (one.receiver, one.message.reason) == ("flush_notifier", Reason.RESTART)
 
 
 def test_an_offload_and_a_load():
     evictor, keys = stepped(), path(2)
     effects = offload(evictor, keys)
-    assert told(effects) == [("flush_notifier", "Gained"), ("prefix_index", "Offloaded")]
+    assert told(effects) == [("flush_notifier", "BlocksAdded"), ("prefix_index", "Offloaded")]
     assert set(evictor.actor.host_keys()) == set(keys)
     effects = evictor.turn(load(keys))
     assert told(effects) == [("gpu_swapper", "Copy")]
     assert evictor.actor.host.pinned == 2
     loaded = only(evictor.turn(Copied(only(effects, Copy).op, ())), Loaded)
-    assert (loaded.op, loaded.good, loaded.from_host) == (2, 2, 2)
-    effects = evictor.turn(Discard(join_keys(keys)))
-    assert told(effects) == [("flush_notifier", "Gone"), ("prefix_index", "HostGone")]
+    assert (loaded.op, loaded.num_loaded, loaded.from_host) == (2, 2, 2)
+    effects = evictor.turn(DropHostCopies(join_keys(keys)))
+    assert told(effects) == [
+        ("flush_notifier", "BlocksRemoved"),
+        ("prefix_index", "HostBlocksRemoved"),
+    ]
     statistics = evictor.actor.host_statistics()
     assert (statistics.offloaded, statistics.loaded, statistics.free_slots) == (2, 2, 8)
     at_rest(evictor)
@@ -142,20 +145,20 @@ def test_an_offload_and_a_load():
 def test_a_load_from_storage_and_its_timer():
     evictor, keys = stepped(), path(2)
     effects = evictor.turn(load(keys))
-    assert told(effects) == [("reader", "Probe")]
-    assert [(timer.when, type(timer.message)) for timer in effects.timers] == [(2.0, Overdue)]
-    effects = evictor.turn(Probed(only(effects, Probe).op, 2))
+    assert told(effects) == [("reader", "ProbeStore")]
+    assert [(timer.when, type(timer.message)) for timer in effects.timers] == [(2.0, FetchDeadline)]
+    effects = evictor.turn(Probed(only(effects, ProbeStore).op, 2))
     effects = evictor.turn(ReadDone(only(effects, Read).op, bytes(2)))
-    assert only(evictor.turn(Copied(only(effects, Copy).op, ())), Loaded).good == 2
-    evictor.turn(Discard(join_keys(keys)))
+    assert only(evictor.turn(Copied(only(effects, Copy).op, ())), Loaded).num_loaded == 2
+    evictor.turn(DropHostCopies(join_keys(keys)))
     at_rest(evictor)
     assert evictor.elapse(10.0).told == ()
 
 
 def test_storage_that_does_not_answer_by_the_deadline():
     evictor = stepped()
-    probe = only(evictor.turn(load(path(2))), Probe)
-    assert only(evictor.elapse(3.0), Loaded).good == 0
+    probe = only(evictor.turn(load(path(2))), ProbeStore)
+    assert only(evictor.elapse(3.0), Loaded).num_loaded == 0
     assert evictor.turn(Probed(probe.op, 2)).told == ()
     at_rest(evictor)
 
@@ -167,11 +170,17 @@ def test_a_load_is_placed_or_cancelled():
     assert evictor.turn(Cancel(2)).told == ()
     at_rest(evictor)
     evictor.turn(load(keys, blocks=()))
-    copy = only(evictor.turn(Place(2, (7, 8))), Copy)
+    copy = only(evictor.turn(SetTargets(2, (7, 8))), Copy)
     assert copy.blocks == (7, 8)
-    for late in (Place(9, (1,)), Cancel(9), Overdue(9), SaveUnanswered(9), Copied(99, ())):
+    for late in (
+        SetTargets(9, (1,)),
+        Cancel(9),
+        FetchDeadline(9),
+        SaveUnanswered(9),
+        Copied(99, ()),
+    ):
         assert evictor.turn(late).told == (), "an unknown number changes nothing"
-    assert only(evictor.turn(Copied(copy.op, ())), Loaded).good == 2
+    assert only(evictor.turn(Copied(copy.op, ())), Loaded).num_loaded == 2
 
 
 def test_layers_of_a_load():
@@ -187,47 +196,47 @@ def test_layers_of_a_load():
 def test_a_finished_request_is_saved():
     evictor, keys = stepped(mode="inclusive"), path(2)
     effects = evictor.turn(
-        Admit(3, ROOT, join_keys(keys), (4, 5), keep=True, save=(0, 1), tokens=b"")
+        Save(3, ROOT, join_keys(keys), (4, 5), keep=True, save=(0, 1), tokens=b"")
     )
-    assert told(effects) == [("reader", "Probe")]
+    assert told(effects) == [("reader", "ProbeStore")]
     assert [type(timer.message) for timer in effects.timers] == [SaveUnanswered]
-    effects = evictor.turn(Probed(only(effects, Probe).op, 0))
+    effects = evictor.turn(Probed(only(effects, ProbeStore).op, 0))
     effects = evictor.turn(Copied(only(effects, Copy).op, ()))
     assert told(effects) == [
-        ("flush_notifier", "Gained"),
+        ("flush_notifier", "BlocksAdded"),
         ("writer", "Write"),
-        ("prefix_index", "Admitted"),
+        ("prefix_index", "Saved"),
     ]
-    assert only(effects, Admitted).kept == bytes([1, 1])
+    assert only(effects, Saved).kept_mask == bytes([1, 1])
     assert evictor.turn(Written(only(effects, Write).op, bytes(2))).told == ()
     at_rest(evictor)
 
 
 def test_a_store_that_does_not_answer_does_not_hold_a_finished_request():
     evictor = stepped()
-    evictor.turn(Admit(3, ROOT, join_keys(path(2)), (4, 5), keep=False, save=(0, 1)))
-    assert told(evictor.elapse(1.1)) == [("prefix_index", "Admitted")]
+    evictor.turn(Save(3, ROOT, join_keys(path(2)), (4, 5), keep=False, save=(0, 1)))
+    assert told(evictor.elapse(1.1)) == [("prefix_index", "Saved")]
     at_rest(evictor)
 
 
 def test_a_device_store():
     evictor, keys = stepped(slots=0, device_store=True), path(2)
     fetch = only(evictor.turn(load(keys)), FetchDevice)
-    assert only(evictor.turn(Fetched(fetch.op, 1)), Loaded).good == 1
-    effects = evictor.turn(Admit(3, ROOT, join_keys(keys), (4, 5), keep=False, save=(0, 1)))
+    assert only(evictor.turn(DeviceFetched(fetch.op, 1)), Loaded).num_loaded == 1
+    effects = evictor.turn(Save(3, ROOT, join_keys(keys), (4, 5), keep=False, save=(0, 1)))
     assert told(effects) == [("storage_direct", "SaveDevice")]
-    assert told(evictor.turn(Saved(only(effects, SaveDevice).op, 2))) == [
-        ("prefix_index", "Admitted")
+    assert told(evictor.turn(DeviceSaved(only(effects, SaveDevice).op, 2))) == [
+        ("prefix_index", "Saved")
     ]
     at_rest(evictor)
 
 
 def test_a_prefetch():
     evictor = stepped(mode="inclusive")
-    probe = only(evictor.turn(Prefetch(ROOT, join_keys(path(2)), 0, 5.0)), Probe)
+    probe = only(evictor.turn(PrefetchToHost(ROOT, join_keys(path(2)), 0, 5.0)), ProbeStore)
     read = only(evictor.turn(Probed(probe.op, 2)), Read)
     effects = evictor.turn(ReadDone(read.op, bytes(2)))
-    assert told(effects) == [("flush_notifier", "Gained"), ("prefix_index", "HostGained")]
+    assert told(effects) == [("flush_notifier", "BlocksAdded"), ("prefix_index", "HostBlocksAdded")]
     at_rest(evictor)
 
 
@@ -235,7 +244,7 @@ def test_a_clear_of_every_tier():
     evictor = stepped()
     offload(evictor, path(2))
     effects = evictor.turn(ClearHost(storage=True, op=6))
-    assert told(effects) == [("flush_notifier", "Cleared"), ("writer", "ClearStore")]
+    assert told(effects) == [("flush_notifier", "TierCleared"), ("writer", "ClearStore")]
     answer = only(evictor.turn(StoreCleared(only(effects, ClearStore).op, "no")), HostCleared)
     assert (answer.op, answer.error) == (6, "no")
     assert evictor.actor.host_keys() == []
@@ -245,14 +254,14 @@ def test_lost_slots_hold_nothing_and_the_store_is_counted_again():
     evictor = stepped()
     offload(evictor, path(2))
     effects = evictor.turn(DataPlaneStatus(True, True, 4))
-    assert told(effects) == [("flush_notifier", "Cleared"), ("writer", "Recount")]
-    assert isinstance(effects.told[0].message, Cleared)
-    assert isinstance(effects.told[1].message, Recount)
+    assert told(effects) == [("flush_notifier", "TierCleared"), ("writer", "ReportLost")]
+    assert isinstance(effects.told[0].message, TierCleared)
+    assert isinstance(effects.told[1].message, ReportLost)
     assert evictor.actor.host_keys() == []
-    old = evictor.turn(Offload(8, join_keys(path(1)), ROOT, (3,), era=0))
-    assert only(old, Offloaded).kept == bytes(1)
-    copy = only(evictor.turn(Offload(8, join_keys(path(1)), ROOT, (3,), era=4)), Copy)
-    assert copy.era == 4
+    old = evictor.turn(Offload(8, join_keys(path(1)), ROOT, (3,), memory_generation=0))
+    assert only(old, Offloaded).kept_mask == bytes(1)
+    copy = only(evictor.turn(Offload(8, join_keys(path(1)), ROOT, (3,), memory_generation=4)), Copy)
+    assert copy.memory_generation == 4
 
 
 def test_loads_do_not_wait_for_copies_that_cannot_be_made():
@@ -260,7 +269,7 @@ def test_loads_do_not_wait_for_copies_that_cannot_be_made():
     offload(evictor, path(1))
     evictor.turn(load(path(1)))
     probe = only(
-        evictor.turn(Load(9, ROOT, join_keys(path(2, 1)), 0, (1, 2), 2.0, fetch=True)), Probe
+        evictor.turn(Load(9, ROOT, join_keys(path(2, 1)), 0, (1, 2), 2.0, fetch=True)), ProbeStore
     )
     effects = evictor.turn(DataPlaneStatus(False, False, 0))
     assert only(effects, LoadStalled).op == 2
@@ -271,7 +280,7 @@ def test_loads_do_not_wait_for_copies_that_cannot_be_made():
 def test_a_new_notifier_is_sent_what_is_resident():
     evictor, keys = stepped(), path(2)
     offload(evictor, keys)
-    gained = only(evictor.turn(PeerRestarted("flush_notifier", 1)), Gained)
+    gained = only(evictor.turn(PeerRestarted("flush_notifier", 1)), BlocksAdded)
     assert set(evictor.actor.host_keys()) == set(keys)
     assert sorted([gained.keys[:32], gained.keys[32:]]) == sorted(keys)
 
@@ -283,12 +292,12 @@ def test_what_a_storage_actor_was_asked_before_it_failed_is_ended():
         Offload(2, join_keys(path(1, 1)), ROOT, (9,))
     )  # evicts, and so writes, one
     write, copy = only(effects, Write), only(effects, Copy)
-    assert told(evictor.turn(PeerRestarted("writer", 1))) == [("flush_notifier", "Gone")]
+    assert told(evictor.turn(PeerRestarted("writer", 1))) == [("flush_notifier", "BlocksRemoved")]
     assert evictor.turn(Written(write.op, bytes([Outcome.OK]))).told == ()
     evictor.turn(Copied(copy.op, ()))
     evictor.turn(load(path(2, 2)))
     effects = evictor.turn(PeerRestarted("reader", 1))
-    assert only(effects, Loaded).good == 0
+    assert only(effects, Loaded).num_loaded == 0
     at_rest(evictor)
 
 
@@ -306,8 +315,8 @@ def test_a_block_that_leaves_is_reported_once():
     offload(evictor, keys)
     effects = evictor.turn(Offload(2, join_keys(path(1, 1)), ROOT, (9,)))
     assert told(effects) == [
-        ("prefix_index", "HostGone"),
-        ("flush_notifier", "Gone"),
+        ("prefix_index", "HostBlocksRemoved"),
+        ("flush_notifier", "BlocksRemoved"),
         ("gpu_swapper", "Copy"),
     ]
-    assert only(effects, HostGone).keys == keys[3]
+    assert only(effects, HostBlocksRemoved).keys == keys[3]

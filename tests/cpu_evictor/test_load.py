@@ -14,11 +14,11 @@ from kvactors.cpu_evictor.messages import (
     Offload,
 )
 from kvactors.cpu_evictor.offload import OffloadJob
-from kvactors.flush_notifier.messages import Gained
+from kvactors.flush_notifier.messages import BlocksAdded
 from kvactors.gpu_swapper.messages import Copied, Copy, CopyProgress, Direction
 from kvactors.storage.messages import (
+    DeviceFetched,
     FetchDevice,
-    Fetched,
     Outcome,
     Probed,
     ReadDone,
@@ -39,9 +39,9 @@ def test_blocks_of_the_host_are_copied_and_leave_an_exclusive_tier():
     assert host.tier.resident == 0
     actions = host.completions.handle(Copied(copy.op, ()))
     (loaded,) = sent(actions)
-    assert (loaded.op, loaded.good, loaded.from_host) == (7, 3, 3)
+    assert (loaded.op, loaded.num_loaded, loaded.from_host) == (7, 3, 3)
     assert host.tier.on_device == 3
-    assert names(host.memory.discard(join_keys(keys))) == ["Gone", "HostGone"]
+    assert names(host.memory.discard(join_keys(keys))) == ["BlocksRemoved", "HostBlocksRemoved"]
     assert host.tier.free == 8
     host.idle()
 
@@ -52,7 +52,7 @@ def test_blocks_of_an_inclusive_host_stay():
     (copy,) = sent(host.load(keys, start=1).begin())
     assert copy.blocks == (100, 101)
     (loaded,) = sent(host.completions.handle(Copied(copy.op, ())))
-    assert loaded.good == 2
+    assert loaded.num_loaded == 2
     assert host.tier.resident == 3
     assert host.memory.discard(join_keys(keys)) == []
     host.idle()
@@ -63,7 +63,7 @@ def test_only_the_run_that_arrived_is_loaded_and_the_rest_stays():
     host.fill(keys)
     (copy,) = sent(host.load(keys).begin())
     (loaded,) = sent(host.completions.handle(Copied(copy.op, (1,))))
-    assert (loaded.good, loaded.from_host) == (1, 1)
+    assert (loaded.num_loaded, loaded.from_host) == (1, 1)
     assert [host.tier.is_resident(key) for key in keys] == [False, True, True]
     host.memory.discard(keys[0])
     host.idle()
@@ -75,7 +75,7 @@ def test_blocks_that_do_not_stay_for_want_of_capacity_are_reported_gone():
     (copy,) = sent(host.load(keys).begin())
     host.fill(path(1, family=1))
     actions = host.completions.handle(Copied(copy.op, (0, 1)))
-    assert names(actions) == ["HostGone", "Gone", "Loaded"]
+    assert names(actions) == ["HostBlocksRemoved", "BlocksRemoved", "Loaded"]
     assert host.tier.resident == 2
     assert host.tier.readable(keys[1]) is not None
     host.idle()
@@ -90,19 +90,19 @@ def test_blocks_that_do_not_stay_for_want_of_capacity_are_written_back(cancelled
     copies = sent(job.begin(), Copy)
     host.fill(path(2, family=1))
     actions = job.cancel() if cancelled else host.completions.handle(Copied(copies[0].op, (0, 1)))
-    assert names(actions)[:2] == ["HostGone", "Write"]
+    assert names(actions)[:2] == ["HostBlocksRemoved", "Write"]
     (write,) = sent(actions, Write)
     assert write.keys == keys[1] + keys[0], "one message, the deepest block first"
     assert host.memory.counts.evicted == 2
-    assert names(host.completions.handle(Written(write.op, bytes(2)))) == ["Gone"]
+    assert names(host.completions.handle(Written(write.op, bytes(2)))) == ["BlocksRemoved"]
     host.idle()
 
 
 def test_a_load_of_another_memory_generation_is_a_miss():
     host = Host()
     host.fill(path(2))
-    actions = host.load(path(2), era=1).begin()
-    assert [(one.op, one.good) for one in sent(actions)] == [(7, 0)]
+    actions = host.load(path(2), memory_generation=1).begin()
+    assert [(one.op, one.num_loaded) for one in sent(actions)] == [(7, 0)]
     host.idle()
 
 
@@ -111,21 +111,21 @@ def test_what_the_host_lacks_is_read_from_storage(mode):
     host, keys = Host(mode=mode), path(4)
     host.fill(keys[:2])
     actions = host.load(keys).begin()
-    assert names(actions) == ["StartTimer", "Probe", "Copy"]
+    assert names(actions) == ["StartTimer", "ProbeStore", "Copy"]
     probe, first = sent(actions)
     assert probe.keys == join_keys(keys[2:])
     (read,) = sent(host.completions.handle(Probed(probe.op, 2)))
     assert read.keys == join_keys(keys[2:])
     assert sent(host.completions.handle(Copied(first.op, ()))) == []
     actions = host.completions.handle(ReadDone(read.op, bytes(2)))
-    reports = [] if mode == "exclusive" else ["Gained", "HostGained"]
+    reports = [] if mode == "exclusive" else ["BlocksAdded", "HostBlocksAdded"]
     assert names(actions) == [*reports, "Copy"]
     (second,) = sent(actions, Copy)
     assert second.blocks == (102, 103)
     actions = host.completions.handle(Copied(second.op, ()))
     assert isinstance(actions[0], StopTimer)
     (loaded,) = sent(actions, Loaded)
-    assert (loaded.good, loaded.from_host) == (4, 2)
+    assert (loaded.num_loaded, loaded.from_host) == (4, 2)
     host.memory.discard(join_keys(keys))
     host.idle()
 
@@ -136,12 +136,12 @@ def test_a_read_that_fails_ends_the_run_there():
     (read,) = sent(host.completions.handle(Probed(probe.op, 3)))
     outcomes = bytes([Outcome.OK, Outcome.CORRUPT, Outcome.OK])
     actions = host.completions.handle(ReadDone(read.op, outcomes))
-    (gained,) = sent(actions, Gained)
+    (gained,) = sent(actions, BlocksAdded)
     assert gained.keys == keys[0] + keys[2]
     (copy,) = sent(actions, Copy)
     assert copy.blocks == (100,)
     (loaded,) = sent(host.completions.handle(Copied(copy.op, ())))
-    assert (loaded.good, loaded.from_host) == (1, 0)
+    assert (loaded.num_loaded, loaded.from_host) == (1, 0)
     host.idle()
 
 
@@ -176,7 +176,7 @@ def test_blocks_that_come_after_the_deadline_are_misses():
     (read,) = sent(host.completions.handle(Probed(probe.message.op, 2)))
     host.completions.handle(Copied(copy.message.op, ()))
     (loaded,) = sent(job.on_deadline())
-    assert (loaded.good, loaded.from_host) == (1, 1)
+    assert (loaded.num_loaded, loaded.from_host) == (1, 1)
     assert host.loads == {}
     assert host.completions.handle(ReadDone(read.op, bytes(2))) == []
     host.memory.discard(keys[0])
@@ -205,7 +205,7 @@ def test_a_load_without_blocks_waits_for_them():
     assert second.blocks == (6,)
     assert sent(host.completions.handle(Copied(second.op, ()))) == []
     (loaded,) = sent(host.completions.handle(Copied(first.op, ())))
-    assert loaded.good == 3
+    assert loaded.num_loaded == 3
 
 
 def test_a_cancelled_load_gives_its_slots_back():
@@ -243,7 +243,7 @@ def test_a_load_whose_copies_do_not_end_is_reported_stalled_once_they_may_not():
     (copy,) = sent(job.begin())
     (stalled,) = sent(job.on_copies_unavailable())
     assert isinstance(stalled, LoadStalled)
-    assert [one.good for one in sent(host.completions.handle(Copied(copy.op, (0, 1))))] == [0]
+    assert [one.num_loaded for one in sent(host.completions.handle(Copied(copy.op, (0, 1))))] == [0]
     host.idle()
 
 
@@ -261,8 +261,8 @@ def test_a_load_that_a_device_store_still_writes_is_stalled_when_copies_are_unav
     assert isinstance(fetch, FetchDevice)
     (stalled,) = sent(job.on_copies_unavailable())
     assert isinstance(stalled, LoadStalled)
-    (loaded,) = sent(host.completions.handle(Fetched(fetch.op, 2)))
-    assert loaded.good == 2
+    (loaded,) = sent(host.completions.handle(DeviceFetched(fetch.op, 2)))
+    assert loaded.num_loaded == 2
     host.idle()
 
 
@@ -274,9 +274,9 @@ def test_a_device_store_reads_into_the_device_blocks():
         copy = message if isinstance(message, Copy) else copy
         fetch = message if isinstance(message, FetchDevice) else fetch
     assert (fetch.start, fetch.blocks, fetch.tokens) == (1, (101, 102, 103), b"tokens")
-    assert sent(host.completions.handle(Fetched(fetch.op, 2))) == []
+    assert sent(host.completions.handle(DeviceFetched(fetch.op, 2))) == []
     (loaded,) = sent(host.completions.handle(Copied(copy.op, ())))
-    assert (loaded.good, loaded.from_host) == (3, 1)
+    assert (loaded.num_loaded, loaded.from_host) == (3, 1)
 
 
 def test_a_device_store_waits_for_the_device_blocks():
@@ -285,8 +285,8 @@ def test_a_device_store_waits_for_the_device_blocks():
     assert job.begin() == []
     (fetch,) = sent(job.place((8, 9)))
     assert fetch.blocks == (8, 9)
-    (loaded,) = sent(host.completions.handle(Fetched(fetch.op, 99)))
-    assert loaded.good == 0, "a count beyond the blocks is no count"
+    (loaded,) = sent(host.completions.handle(DeviceFetched(fetch.op, 99)))
+    assert loaded.num_loaded == 0, "a count beyond the blocks is no count"
 
 
 STEPS = st.lists(
@@ -358,16 +358,16 @@ def test_any_order_of_completions(steps, mode, policy, on_host, stored, placed, 
     moves.complete_all()
     answers = moves.of(Loaded)
     if policy == "write_back":
-        safe = {*host.tier.blocks, *moves.store, *keys[: answers[0].good if answers else 0]}
+        safe = {*host.tier.blocks, *moves.store, *keys[: answers[0].num_loaded if answers else 0]}
         counts = host.memory.counts
         assert len(set(keys[:on_host]) - safe) <= counts.shed + counts.write_failures
     assert len(answers) <= 1
     assert not moves.timers
     for answer in answers:
-        for position in range(answer.good):
+        for position in range(answer.num_loaded):
             assert moves.device[100 + position] == keys[position]
-        moves.perform(host.memory.discard(join_keys(keys[: answer.good])))
-        assert answer.from_host <= answer.good
+        moves.perform(host.memory.discard(join_keys(keys[: answer.num_loaded])))
+        assert answer.from_host <= answer.num_loaded
     for block in host.tier.blocks.values():
         assert moves.slots[block.slot] == block.hash, "a slot holds another block's bytes"
     host.idle()
@@ -376,7 +376,7 @@ def test_any_order_of_completions(steps, mode, policy, on_host, stored, placed, 
 
 def test_completions_of_requests_that_are_not_in_flight_change_nothing():
     host = Host()
-    for message in (Copied(1, ()), Probed(1, 3), ReadDone(1, b""), Fetched(1, 3)):
+    for message in (Copied(1, ()), Probed(1, 3), ReadDone(1, b""), DeviceFetched(1, 3)):
         assert host.completions.handle(message) == []
 
 
@@ -391,6 +391,6 @@ def test_of_an_inclusive_tier_blocks_beyond_the_capacity_pass_through():
     assert gained.keys == hint.keys == keys[2], "the others do not stay"
     assert copy.blocks == (100, 101, 102, 103)
     (loaded,) = sent(host.completions.handle(Copied(copy.op, ())))
-    assert (loaded.good, loaded.from_host) == (4, 0)
+    assert (loaded.num_loaded, loaded.from_host) == (4, 0)
     assert (host.tier.resident, host.tier.free) == (3, 4)
     host.idle()

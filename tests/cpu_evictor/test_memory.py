@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from kvactors.cpu_evictor import memory as memory_module
-from kvactors.cpu_evictor.messages import HostGained, Prefetch
+from kvactors.cpu_evictor.messages import HostBlocksAdded, PrefetchToHost
 from kvactors.cpu_evictor.prefetch import PrefetchJob
 from kvactors.cpu_evictor.slots import SlotState
-from kvactors.flush_notifier.messages import Cleared, Gained, Gone
+from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, TierCleared
 from kvactors.gpu_swapper.messages import Copied
-from kvactors.storage.messages import Outcome, Probe, Probed, Read, ReadDone, Write, Written
+from kvactors.storage.messages import Outcome, Probed, ProbeStore, Read, ReadDone, Write, Written
 from kvactors.types import Reason, Tier, join_keys, split_keys
 from tests.cpu_evictor.helpers import ROOT, Host, names, path, sent
 
@@ -19,7 +19,7 @@ def test_victims_are_dropped_and_reported():
     host, keys = Host(policy="none"), path(3)
     host.fill(keys)
     actions = host.memory.make_space(3, 3)
-    assert names(actions) == ["HostGone", "Gone"]
+    assert names(actions) == ["HostBlocksRemoved", "BlocksRemoved"]
     gone, reported = sent(actions)
     assert gone.keys == reported.keys == keys[2] + keys[1]
     assert reported.reason is Reason.CPU_EVICTION
@@ -31,14 +31,14 @@ def test_victims_are_written_back_and_reported_gone_when_they_are_stored():
     host, keys = Host(policy="write_back"), path(2)
     host.fill(keys)
     actions = host.memory.make_space(4, 0)
-    assert names(actions) == ["HostGone", "Write"]
+    assert names(actions) == ["HostBlocksRemoved", "Write"]
     write = sent(actions, Write)[0]
     assert write.keys == keys[1] + keys[0]
     assert host.tier.readable(keys[0]) is not None, "a load finds it in its slot until then"
     assert set(host.tier.keys()) == set(keys)
     outcomes = bytes([Outcome.OK, Outcome.NO_SPACE])
     actions = host.completions.handle(Written(write.op, outcomes))
-    assert names(actions) == ["Gone"]
+    assert names(actions) == ["BlocksRemoved"]
     assert (host.memory.counts.written, host.memory.counts.write_failures) == (1, 1)
     assert host.tier.free == 8
     host.idle()
@@ -48,8 +48,8 @@ def test_without_slots_to_spare_victims_are_not_written_back():
     host, keys = Host(slots=2, transit=1, policy="write_back"), path(2)
     host.fill(keys)
     actions = host.memory.make_space(2, 2)
-    assert names(actions) == ["HostGone", "Gone", "Write"]
-    assert sent(actions, Gone)[0].keys == keys[1]
+    assert names(actions) == ["HostBlocksRemoved", "BlocksRemoved", "Write"]
+    assert sent(actions, BlocksRemoved)[0].keys == keys[1]
     assert sent(actions, Write)[0].keys == keys[0]
     assert host.memory.counts.shed == 1
 
@@ -57,8 +57,10 @@ def test_without_slots_to_spare_victims_are_not_written_back():
 def test_writes_wait_for_a_probe_and_come_after_its_reads():
     host, keys = Host(policy="write_back", mode="inclusive"), path(2)
     host.fill(keys)
-    (probe,) = sent(PrefetchJob(host.memory, Prefetch(ROOT, join_keys(path(2, 1)), 0, 5.0)).begin())
-    assert names(host.memory.make_space(4, 0)) == ["HostGone"]
+    (probe,) = sent(
+        PrefetchJob(host.memory, PrefetchToHost(ROOT, join_keys(path(2, 1)), 0, 5.0)).begin()
+    )
+    assert names(host.memory.make_space(4, 0)) == ["HostBlocksRemoved"]
     assert host.tier.pinned == 2
     actions = host.completions.handle(Probed(probe.op, 2))
     assert names(actions) == ["Read", "Write"]
@@ -71,7 +73,7 @@ def test_writes_of_the_eviction_for_a_read_come_after_it(prefetch):
     host, keys = Host(policy="write_back", mode="inclusive", slots=2), path(2, family=1)
     host.fill(path(2))
     actions = prefetched(host, keys) if prefetch else host.load(keys).begin()
-    (probe,) = sent(actions, Probe)
+    (probe,) = sent(actions, ProbeStore)
     host.memory.make_space(1, 0)
     actions = host.completions.handle(Probed(probe.op, 2))
     assert [type(one) for one in sent(actions, Read, Write)] == [Read, Write]
@@ -81,7 +83,7 @@ def test_writes_of_the_eviction_for_a_read_come_after_it(prefetch):
 def test_a_held_block_that_was_dropped_is_not_written():
     host, keys = Host(policy="write_back"), path(1)
     host.fill(keys)
-    host.requests.probe(PrefetchJob(host.memory, Prefetch(ROOT, b"", 0, 5.0)), path(1), 5.0)
+    host.requests.probe(PrefetchJob(host.memory, PrefetchToHost(ROOT, b"", 0, 5.0)), path(1), 5.0)
     host.memory.make_space(4, 0)
     host.memory.clear()
     (_, request) = host.requests.open_at("storage_reader-0")[0]
@@ -127,7 +129,7 @@ def test_loaded_blocks_that_the_device_did_not_take_stay():
     host.fill(path(1, family=1))
     assert host.tier.on_device == 2
     actions = host.memory.keep(join_keys(keys))
-    assert names(actions) == ["HostGone", "Write"]
+    assert names(actions) == ["HostBlocksRemoved", "Write"]
     assert sent(actions, Write)[0].keys == keys[0]
     assert host.tier.is_resident(keys[1])
     assert host.tier.on_device == 0
@@ -157,7 +159,7 @@ def test_a_clear_is_counted_for_hints_of_before():
     (cleared,) = sent(host.memory.lose())
     assert cleared.reason is Reason.RESTART
     assert host.memory.clears == 1
-    assert isinstance(cleared, Cleared)
+    assert isinstance(cleared, TierCleared)
 
 
 def test_without_a_store_a_clear_of_it_is_done():
@@ -166,7 +168,9 @@ def test_without_a_store_a_clear_of_it_is_done():
 
 
 def prefetched(host: Host, hashes, start=0, deadline=5.0):
-    return PrefetchJob(host.memory, Prefetch(ROOT, join_keys(hashes), start, deadline)).begin()
+    return PrefetchJob(
+        host.memory, PrefetchToHost(ROOT, join_keys(hashes), start, deadline)
+    ).begin()
 
 
 def test_a_prefetch_brings_what_the_host_lacks():
@@ -179,8 +183,8 @@ def test_a_prefetch_brings_what_the_host_lacks():
     assert read.keys == join_keys(keys[1:3])
     outcomes = bytes([Outcome.OK, Outcome.MISS])
     actions = host.completions.handle(ReadDone(read.op, outcomes))
-    assert names(actions) == ["Gained", "HostGained"]
-    gained, hint = sent(actions, Gained, HostGained)
+    assert names(actions) == ["BlocksAdded", "HostBlocksAdded"]
+    gained, hint = sent(actions, BlocksAdded, HostBlocksAdded)
     assert gained.keys == hint.keys == keys[1]
     assert host.tier.blocks[keys[1]].prefetched
     assert host.memory.counts.fetched == 1

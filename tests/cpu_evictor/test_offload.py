@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvactors.cpu_evictor.messages import HostGone, Offload, Offloaded
+from kvactors.cpu_evictor.messages import HostBlocksRemoved, Offload, Offloaded
 from kvactors.cpu_evictor.offload import OffloadJob
 from kvactors.cpu_evictor.slots import SlotState
-from kvactors.flush_notifier.messages import Gained
+from kvactors.flush_notifier.messages import BlocksAdded
 from kvactors.gpu_swapper.messages import Copied, Copy, Direction
 from kvactors.storage.messages import Write
 from kvactors.types import join_keys, split_keys
@@ -33,9 +33,9 @@ def test_evicted_blocks_are_copied_and_announced():
     (copy,) = sent(offload(host, keys).begin())
     assert (copy.direction, copy.blocks) == (Direction.TO_HOST, (102, 101, 100))
     actions = host.completions.handle(Copied(copy.op, ()))
-    assert names(actions) == ["Gained", "Offloaded"]
+    assert names(actions) == ["BlocksAdded", "Offloaded"]
     (answer,) = sent(actions, Offloaded)
-    assert (answer.op, answer.kept) == (3, bytes([1, 1, 1]))
+    assert (answer.op, answer.kept_mask) == (3, bytes([1, 1, 1]))
     assert host.memory.counts.offloaded == 3
     host.idle()
 
@@ -45,7 +45,7 @@ def test_a_copy_that_fails_is_not_kept():
     (copy,) = sent(offload(host, keys).begin())
     gained, answer = sent(host.completions.handle(Copied(copy.op, (0,))))
     assert gained.keys == keys[0]
-    assert answer.kept == bytes([0, 1])
+    assert answer.kept_mask == bytes([0, 1])
     assert host.tier.free == 7
     host.idle()
 
@@ -59,8 +59,8 @@ def test_blocks_that_the_host_has_are_not_copied_again():
 
 def test_blocks_of_another_memory_generation_are_not_kept():
     host = Host()
-    (answer,) = sent(offload(host, path(2), era=1).begin())
-    assert answer.kept == bytes(2)
+    (answer,) = sent(offload(host, path(2), memory_generation=1).begin())
+    assert answer.kept_mask == bytes(2)
     host.idle()
 
 
@@ -68,8 +68,8 @@ def test_without_capacity_the_least_recently_used_are_evicted():
     host, old, new = Host(slots=2, policy="none"), path(2, family=1), path(2)
     host.fill(old)
     actions = offload(host, new).begin()
-    assert names(actions) == ["HostGone", "Gone", "Copy"]
-    assert sent(actions, HostGone)[0].keys == old[1] + old[0]
+    assert names(actions) == ["HostBlocksRemoved", "BlocksRemoved", "Copy"]
+    assert sent(actions, HostBlocksRemoved)[0].keys == old[1] + old[0]
 
 
 def test_of_more_blocks_than_fit_the_last_used_are_kept():
@@ -77,7 +77,7 @@ def test_of_more_blocks_than_fit_the_last_used_are_kept():
     (copy,) = sent(offload(host, keys).begin())
     assert copy.blocks == (101, 100)
     (answer,) = sent(host.completions.handle(Copied(copy.op, ())), Offloaded)
-    assert answer.kept == bytes([0, 1, 1])
+    assert answer.kept_mask == bytes([0, 1, 1])
 
 
 def test_with_write_back_the_others_pass_through_to_storage_and_are_announced():
@@ -85,10 +85,10 @@ def test_with_write_back_the_others_pass_through_to_storage_and_are_announced():
     (copy,) = sent(offload(host, keys).begin())
     assert copy.blocks == (102, 101, 100)
     actions = host.completions.handle(Copied(copy.op, ()))
-    assert names(actions) == ["Gained", "Write", "Offloaded"]
+    assert names(actions) == ["BlocksAdded", "Write", "Offloaded"]
     gained, write, answer = sent(actions)
     assert set(split_keys(gained.keys)) == set(keys), "otherwise the first would be nowhere"
-    assert (write.keys, answer.kept) == (keys[2], bytes([0, 1, 1]))
+    assert (write.keys, answer.kept_mask) == (keys[2], bytes([0, 1, 1]))
 
 
 def test_with_write_back_blocks_that_find_no_slot_are_counted_as_shed():
@@ -104,7 +104,7 @@ def test_a_block_that_is_being_written_back_becomes_resident_and_is_announced_ag
     host.memory.evict(host.tier.victims(1))
     host.tier.blocks[keys[0]].announced = False
     actions = offload(host, keys).begin()
-    assert names(actions) == ["Gained", "Offloaded"]
+    assert names(actions) == ["BlocksAdded", "Offloaded"]
     assert host.tier.is_resident(keys[0])
 
 
@@ -115,7 +115,7 @@ def test_a_block_evicted_during_the_copy_is_not_kept():
     (copy,) = sent(job.begin())
     host.memory.evict([host.tier.blocks[old[0]]])
     (answer,) = sent(host.completions.handle(Copied(copy.op, ())), Offloaded)
-    assert answer.kept == bytes([1, 0])
+    assert answer.kept_mask == bytes([1, 0])
 
 
 @settings(max_examples=200, deadline=None)
@@ -146,7 +146,7 @@ def test_any_order_of_offloads(evictions, mode, policy, slots, transit, at_once)
             moves.complete(number, failed)
             moves.host.tier.check()
         answer = moves.of(Offloaded)[-1]
-        kept = [key for key, keep in zip(reversed(keys), answer.kept, strict=True) if keep]
+        kept = [key for key, keep in zip(reversed(keys), answer.kept_mask, strict=True) if keep]
         if not at_once:
             assert {key for key in keys if host.tier.is_resident(key)} >= set(kept)
     moves.complete_all()
@@ -159,6 +159,6 @@ def test_any_order_of_offloads(evictions, mode, policy, slots, transit, at_once)
     for block in host.tier.blocks.values():
         assert moves.slots[block.slot] == block.hash
         assert block.announced == (block.state is SlotState.RESIDENT)
-    announced = {key for message in moves.of(Gained) for key in split_keys(message.keys)}
+    announced = {key for message in moves.of(BlocksAdded) for key in split_keys(message.keys)}
     assert set(host.tier.keys()) <= announced
     host.idle()

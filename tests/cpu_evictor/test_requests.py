@@ -158,7 +158,7 @@ def test_a_writer_that_fails_ends_its_writes_and_is_sent_clears_again():
     clear = host.memory.clear_store(9)
     assert (write.to.name, clear.to.name) == ("storage_writer-0", "storage_writer-0")
     actions = host.completions.peer_failed("storage_writer-0")
-    assert names(actions) == ["ClearStore", "Gone"]
+    assert names(actions) == ["ClearStore", "BlocksRemoved"]
     again = sent(actions, ClearStore)[0]
     assert again.op != clear.message.op
     assert host.requests.take(again.op, ClearRequest).op == 9
@@ -185,4 +185,4 @@ def test_requests_are_stamped_with_the_memory_generation():
         host.requests.read(Job(), 0, blocks, 1.0),
         host.requests.write(blocks),
     ]
-    assert [one.message.era for one in stamped] == [6, 6, 6]
+    assert [one.message.memory_generation for one in stamped] == [6, 6, 6]

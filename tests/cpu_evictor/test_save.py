@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvactors.cpu_evictor.actions import StartTimer
-from kvactors.cpu_evictor.messages import Admit, Admitted, SaveUnanswered
+from kvactors.cpu_evictor.messages import Save, Saved, SaveUnanswered
 from kvactors.cpu_evictor.save import SaveJob
 from kvactors.gpu_swapper.messages import Copied, Direction
-from kvactors.storage.messages import Probed, Saved, Write
+from kvactors.storage.messages import DeviceSaved, Probed, Write
 from kvactors.types import join_keys
 from tests.cpu_evictor.helpers import ROOT, Host, Movements, names, path, sent
 
@@ -17,7 +17,7 @@ from tests.cpu_evictor.helpers import ROOT, Host, Movements, names, path, sent
 def save(host: Host, hashes: list[bytes], positions: range | None = None, **fields) -> SaveJob:
     """A finished request in device blocks 100, 101, .. of which some positions are to be saved."""
     given = {"keep": not host.memory.exclusive, **fields}
-    message = Admit(
+    message = Save(
         5,
         ROOT,
         join_keys(hashes),
@@ -39,16 +39,16 @@ def test_the_store_is_asked_and_the_rest_is_written():
     (copy,) = sent(actions)
     assert (copy.direction, copy.blocks) == (Direction.TO_HOST, (101, 102))
     actions = host.completions.handle(Copied(copy.op, ()))
-    assert names(actions) == ["Write", "Admitted"]
+    assert names(actions) == ["Write", "Saved"]
     write, answer = sent(actions)
     assert write.keys == keys[2] + keys[1], "the end first, so that the beginning is used last"
-    assert (answer.op, answer.kept) == (5, bytes(3))
+    assert (answer.op, answer.kept_mask) == (5, bytes(3))
 
 
 def test_what_is_stored_is_not_copied():
     host, keys = Host(), path(3)
     (probe,) = sent(save(host, keys).begin())
-    assert names(host.completions.handle(Probed(probe.op, 3))) == ["StopTimer", "Admitted"]
+    assert names(host.completions.handle(Probed(probe.op, 3))) == ["StopTimer", "Saved"]
     host.idle()
 
 
@@ -63,7 +63,7 @@ def test_a_store_that_does_not_answer_in_time_is_not_waited_for():
     probe, timer = save(host, path(2)).begin()
     assert timer.seconds == 0.25
     actions = host.completions.handle(SaveUnanswered(probe.message.op))
-    assert names(actions) == ["StopTimer", "Admitted"]
+    assert names(actions) == ["StopTimer", "Saved"]
     assert host.completions.handle(Probed(probe.message.op, 0)) == []
     host.idle()
 
@@ -73,7 +73,7 @@ def test_a_clear_before_the_answer_keeps_blocks_of_before_out():
     (probe,) = sent(save(host, path(2)).begin())
     host.memory.clear()
     (answer,) = sent(host.completions.handle(Probed(probe.op, 0)))
-    assert answer.kept == bytes(2)
+    assert answer.kept_mask == bytes(2)
     assert host.tier.free == 8
 
 
@@ -82,7 +82,7 @@ def test_blocks_of_a_lost_memory_are_not_copied():
     (probe,) = sent(save(host, path(2)).begin())
     host.requests.generation = 1
     (answer,) = sent(host.completions.handle(Probed(probe.op, 0)))
-    assert answer.kept == bytes(2)
+    assert answer.kept_mask == bytes(2)
     host.idle()
 
 
@@ -92,8 +92,8 @@ def test_an_inclusive_host_keeps_a_copy_of_the_path():
     (copy,) = sent(save(host, keys, range(0)).begin())
     assert copy.blocks == (101, 102)
     actions = host.completions.handle(Copied(copy.op, (1,)))
-    assert names(actions) == ["Gained", "Admitted"]
-    assert sent(actions, Admitted)[0].kept == bytes([1, 1, 0])
+    assert names(actions) == ["BlocksAdded", "Saved"]
+    assert sent(actions, Saved)[0].kept_mask == bytes([1, 1, 0])
     order = [block.hash for block in host.tier.policy.candidates()]
     assert order == [keys[1], keys[0]], "a parent is younger than its children"
 
@@ -110,7 +110,7 @@ def test_more_blocks_than_fit_are_kept_from_the_first_on():
     host, keys = Host(slots=2, mode="inclusive", stored=False), path(4)
     (copy,) = sent(save(host, keys, range(0)).begin())
     assert copy.blocks == (100, 101)
-    assert sent(host.completions.handle(Copied(copy.op, ())), Admitted)[0].kept == bytes(
+    assert sent(host.completions.handle(Copied(copy.op, ())), Saved)[0].kept_mask == bytes(
         [1, 1, 0, 0]
     )
 
@@ -120,8 +120,8 @@ def test_device_blocks_are_held_until_a_device_store_has_read_them():
     actions = save(host, keys, range(1, 3), tokens=b"tokens").begin()
     (write,) = sent(actions)
     assert (write.tokens, write.start, write.blocks) == (b"tokens", 1, (101, 102))
-    actions = host.completions.handle(Saved(write.op, 1))
-    assert names(actions) == ["Admitted"]
+    actions = host.completions.handle(DeviceSaved(write.op, 1))
+    assert names(actions) == ["Saved"]
     assert (host.memory.counts.written, host.memory.counts.write_failures) == (1, 1)
 
 
@@ -130,8 +130,8 @@ def test_a_copy_evicted_during_a_save_to_a_device_store_is_not_called_kept():
     (copy,) = sent(save(host, keys).begin())
     (write,) = sent(host.completions.handle(Copied(copy.op, ())))[1:]
     host.memory.evict(host.tier.victims(1))
-    (answer,) = sent(host.completions.handle(Saved(write.op, 2)))
-    assert answer.kept == bytes([1, 0])
+    (answer,) = sent(host.completions.handle(DeviceSaved(write.op, 2)))
+    assert answer.kept_mask == bytes([1, 0])
 
 
 @settings(max_examples=200, deadline=None)
@@ -163,7 +163,7 @@ def test_any_order_of_finished_requests(finished, mode, slots, transit, numbers)
         keep = not host.memory.exclusive
         moves.perform(
             SaveJob(
-                host.memory, Admit(number, ROOT, join_keys(keys), blocks, keep, positions)
+                host.memory, Save(number, ROOT, join_keys(keys), blocks, keep, positions)
             ).begin()
         )
         for _ in range(next(order, 0)):
@@ -171,7 +171,7 @@ def test_any_order_of_finished_requests(finished, mode, slots, transit, numbers)
                 moves.complete(next(order, 0) % len(moves.open), failed)
                 host.tier.check()
     moves.complete_all()
-    assert sorted(answer.op for answer in moves.of(Admitted)) == list(range(len(finished)))
+    assert sorted(answer.op for answer in moves.of(Saved)) == list(range(len(finished)))
     assert not moves.timers
     for block in host.tier.blocks.values():
         assert moves.slots[block.slot] == block.hash

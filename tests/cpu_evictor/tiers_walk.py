@@ -29,7 +29,7 @@ from kvactors.prefix_index.messages import (
 )
 from kvactors.prefix_index.roots import Roots
 from kvactors.prefix_index.settings import IndexSettings
-from kvactors.storage.messages import Outcome, Probe, Probed, Read, ReadDone, Write, Written
+from kvactors.storage.messages import Outcome, Probed, ProbeStore, Read, ReadDone, Write, Written
 from kvactors.testing.probe import Probe as ProbeRef
 from kvactors.testing.stepper import Stepper
 from kvactors.types import split_keys
@@ -73,13 +73,13 @@ class TiersWalk:
         self.slots: dict[int, bytes] = {}
         self.store: dict[bytes, bytes] = {}
         self.copies: dict[int, Copy] = {}
-        self.asked: dict[int, Probe | Read | Write] = {}
+        self.asked: dict[int, ProbeStore | Read | Write] = {}
         self.to_evictor: deque[Any] = deque()
         self.to_index: deque[Any] = deque()
         self.leases: dict[int, Path] = {}
         self.open: dict[int, Path] = {}
         self.ready: set[int] = set()
-        self.number = self.era = self.served = self.reused = 0
+        self.number = self.memory_generation = self.served = self.reused = 0
         self.roots = Roots("model", "default", bytes(32))
         self.index = BlockIndex(BLOCK, d.blocks, 64, recompute_last_token=False)
         names = {
@@ -117,7 +117,7 @@ class TiersWalk:
                 readers=readers,
                 writers=writers,
                 notifier=names["flush_notifier"],
-                era=0,
+                memory_generation=0,
                 direct=None,
                 layerwise=False,
             )
@@ -152,7 +152,7 @@ class TiersWalk:
             self.copies[copy.op] = copy
         for name in ("storage_reader-0", "storage_writer-0"):
             for message in effects.to(name):
-                if isinstance(message, Probe | Read | Write):
+                if isinstance(message, ProbeStore | Read | Write):
                     self.asked[message.op] = message
 
     def ask(self, message: Any, deadline: float | None = None) -> Any:
@@ -167,7 +167,9 @@ class TiersWalk:
         path = self.leases[lease]
         blocks, keys = path.blocks(), split_keys(path.keys(0, path.num_full_blocks))
         for position in range(path.num_committed):
-            lost = self.era != self.index.memory_generation  # the index has not been told yet
+            lost = (
+                self.memory_generation != self.index.memory_generation
+            )  # the index has not been told yet
             assert lost or self.device.get(blocks[position]) == keys[position], (
                 "a cached block has another block's bytes"
             )
@@ -225,7 +227,7 @@ class TiersWalk:
             return
         copy = self.copies.pop(self.random.choice(sorted(self.copies)))
         failed: Any = ()
-        if copy.era != self.era:
+        if copy.memory_generation != self.memory_generation:
             failed = tuple(range(len(copy.blocks)))
         elif self.draw.failures and not good and self.random.random() < 0.3:
             failed = tuple(i for i in range(len(copy.blocks)) if self.random.random() < 0.5)
@@ -246,7 +248,7 @@ class TiersWalk:
         keys = split_keys(message.keys)
         lie = self.draw.liar and not good and self.random.random() < 0.4
         bad = self.draw.failures and not good and self.random.random() < 0.3
-        if isinstance(message, Probe):
+        if isinstance(message, ProbeStore):
             found: Any = next((i for i, key in enumerate(keys) if key not in self.store), len(keys))
             found = (
                 self.random.choice([-3, "7", None, len(keys) + 5]) if lie else 0 if bad else found
@@ -255,7 +257,7 @@ class TiersWalk:
             return
         outcomes = bytearray()
         bad = (
-            bad or message.era != self.era
+            bad or message.memory_generation != self.memory_generation
         )  # a back end does not move memory of another generation
         for key, slot in zip(keys, message.slots, strict=True):
             if isinstance(message, Write):
@@ -312,11 +314,11 @@ class TiersWalk:
         """Device and host memory are lost; the index and the host tier learn of it at different
         moments."""
         if self.draw.losses and self.random.random() < 0.2:
-            self.era += 1
-            self.to_index.append(DataPlaneStatus(True, True, self.era))
+            self.memory_generation += 1
+            self.to_index.append(DataPlaneStatus(True, True, self.memory_generation))
             self.device.clear()
             self.slots.clear()
-            self.of_evictor(self.evictor.turn(DataPlaneStatus(True, True, self.era)))
+            self.of_evictor(self.evictor.turn(DataPlaneStatus(True, True, self.memory_generation)))
 
     def clear(self) -> None:
         if self.random.random() < 0.2:
@@ -326,7 +328,7 @@ class TiersWalk:
         """A reader or writer has failed: what it was asked is not answered."""
         if self.draw.failures and self.random.random() < 0.3:
             name = self.random.choice(["storage_reader-0", "storage_writer-0"])
-            kinds = Write if name.startswith("storage_writer") else (Probe, Read)
+            kinds = Write if name.startswith("storage_writer") else (ProbeStore, Read)
             self.asked = {
                 op: message for op, message in self.asked.items() if not isinstance(message, kinds)
             }
@@ -335,7 +337,9 @@ class TiersWalk:
 
     def stall(self) -> None:
         if self.draw.losses and self.random.random() < 0.3:
-            self.of_evictor(self.evictor.turn(DataPlaneStatus(False, False, self.era)))
+            self.of_evictor(
+                self.evictor.turn(DataPlaneStatus(False, False, self.memory_generation))
+            )
 
     def step(self) -> None:
         moves = [

@@ -6,13 +6,13 @@ from collections import deque
 
 import numpy as np
 
-from kvactors.actor import Activity, ActorSpec, Group, Supervisor
+from kvactors.actor import ActorSpec, Group, InFlight, Supervisor
 from kvactors.actor.clock import deadline_after
 from kvactors.config import FlushConfig
 from kvactors.flush_notifier.actor import FlushNotifier
 from kvactors.flush_notifier.filter import SinkFilter
 from kvactors.flush_notifier.ledger import Ledger
-from kvactors.flush_notifier.messages import Announced, Settle
+from kvactors.flush_notifier.messages import PathCached, WaitFlushed
 from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.flush_notifier.steps import finish
 from kvactors.flush_notifier.tasks import DeliveryBatch
@@ -51,11 +51,11 @@ def names(*branch: int) -> list[bytes]:
 
 def announced(
     *branch: int, start=0, count=None, tier=Tier.DEVICE, reason=Reason.COMMIT
-) -> Announced:
+) -> PathCached:
     tokens, keys = path(*branch)
     count, root = len(branch) - start if count is None else count, root_of(*branch)
     parent = key_at(keys, start - 1) if start else root
-    return Announced(
+    return PathCached(
         root,
         tokens[4 * BLOCK * start :],
         keys[KEY_BYTES * start :],
@@ -67,7 +67,7 @@ def announced(
     )
 
 
-def finished(*branch: int) -> Announced:
+def finished(*branch: int) -> PathCached:
     return announced(*branch, reason=Reason.REQUEST_FINISH)
 
 
@@ -109,7 +109,7 @@ class Wired:
     """A notifier and its sinks; `config` is FlushConfig's."""
 
     def __init__(self, *sinks, block=BLOCK, **config):
-        self.supervisor = Supervisor(Activity())
+        self.supervisor = Supervisor(InFlight())
         self.ref = self.supervisor.make_ref(FlushNotifier, 64)
         self.sinks = sinks or (memory("good"), memory("bad"))
         self.block = block
@@ -140,7 +140,7 @@ class Wired:
             await self.ref.tell(message)
 
     async def settle(self, seconds=5.0):
-        assert await self.ref.ask(Settle(), deadline=deadline_after(seconds)) is True
+        assert await self.ref.ask(WaitFlushed(), deadline=deadline_after(seconds)) is True
         self.actor.check()
 
 

@@ -39,16 +39,16 @@ def stored(config: KvEventsSinkConfig, block_size: int, task: FlushTask, at: int
         ("array", "dynamo"): (StoredArrayDynamo, 2),
     }[config.dialect, config.maps_for if config.dialect == "map" else config.arrays_for]
     identity = identity_fields(
-        task.origin, position, end - at, task.extra_keys, tagged=kind is StoredArrayDynamo
+        task.scope, position, end - at, task.extra_keys, tagged=kind is StoredArrayDynamo
     )
     return kind(
         [hash_of(config, key) for key in keys[at:end]],
         hash_of(config, parent) if position else None,
         tokens,
         block_size,
-        task.origin.lora_id,
+        task.scope.lora_id,
         MEDIA[config.media][task.tier],
-        text(task.origin.lora),
+        text(task.scope.lora),
         *identity[:num_fields],
     )
 

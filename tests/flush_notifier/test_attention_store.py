@@ -16,7 +16,7 @@ import kvactors
 from kvactors.attention_store import Sdk
 from kvactors.config import Config
 from kvactors.errors import DeadlineExceeded, SdkError, SinkError
-from kvactors.flush_notifier.messages import Gone
+from kvactors.flush_notifier.messages import BlocksRemoved
 from kvactors.flush_notifier.sinks.attention_store import AttentionStoreSink
 from kvactors.flush_notifier.tasks import path_tokens
 from kvactors.layout import GQALayout
@@ -180,7 +180,7 @@ async def test_a_finished_request_is_resident_from_block_0_and_an_evicted_tail_g
         assert calls("flush_token_index") == [], "not before the request finishes"
         await wired.tell(finished(1, 2, 3))
         await wired.settle()
-        await wired.tell(Gone(names(1, 2, 3)[2], Tier.DEVICE, Reason.CPU_EVICTION))
+        await wired.tell(BlocksRemoved(names(1, 2, 3)[2], Tier.DEVICE, Reason.CPU_EVICTION))
         await wired.settle()
         came, went = calls("flush_token_index")
         assert (came[0], came[1].ids, *came[2:]) == (
@@ -205,7 +205,7 @@ async def test_the_whole_path_is_told_of_a_block_that_another_request_made():
     async with wired.running():
         await wired.tell(finished(1, 2), announced(1, 2, 3, start=2), finished(1, 2, 3))
         await wired.settle()
-        await wired.tell(Gone(names(1, 2, 3)[2], Tier.DEVICE, Reason.DEVICE_DROP))
+        await wired.tell(BlocksRemoved(names(1, 2, 3)[2], Tier.DEVICE, Reason.DEVICE_DROP))
         await wired.settle()
         assert calls("flush_token_index")[-1][1].ids == [1, 1, 2, 2, 3, 3]
         assert index() == paths(1, 2)
@@ -216,7 +216,7 @@ async def test_a_branch_that_goes_leaves_the_others():
     async with wired.running():
         await wired.tell(finished(1, 2, 3), finished(1, 2, 9))
         await wired.settle()
-        await wired.tell(Gone(names(1, 2, 9)[2], Tier.DEVICE, Reason.CPU_EVICTION))
+        await wired.tell(BlocksRemoved(names(1, 2, 9)[2], Tier.DEVICE, Reason.CPU_EVICTION))
         await wired.settle()
         assert index() == paths(1, 2, 3)
 
@@ -228,7 +228,7 @@ async def test_bytes_handed_over_for_an_evicted_run_grow_linearly(blocks):
         await wired.tell(finished(*range(blocks)))
         await wired.settle()
         before = stand_in.service().token_bytes
-        await wired.tell(Gone(path(*range(blocks))[1], Tier.DEVICE, Reason.CPU_EVICTION))
+        await wired.tell(BlocksRemoved(path(*range(blocks))[1], Tier.DEVICE, Reason.CPU_EVICTION))
         await wired.settle()
         assert stand_in.service().token_bytes - before == 4 * BLOCK * blocks
 
@@ -243,7 +243,9 @@ async def test_calls_never_overlap_and_nothing_is_lost_when_one_hangs():
         await wired.tell(finished(1, 2))
         await wired.settle()
         one.stuck = 0.12  # beyond the deadline of 0.05 s
-        await wired.tell(finished(5, 6), Gone(names(1, 2)[1], Tier.DEVICE, Reason.CPU_EVICTION))
+        await wired.tell(
+            finished(5, 6), BlocksRemoved(names(1, 2)[1], Tier.DEVICE, Reason.CPU_EVICTION)
+        )
         while not wired.actor.sinks.statistics()[0].retried:
             await asyncio.sleep(0.01)
         one.stuck = 0.0
@@ -287,7 +289,9 @@ async def test_an_index_that_fails_now_and_then_ends_equal(fault):
         for i in range(12):
             await wired.tell(finished(i, i + 1, i + 2))
             if i % 2:
-                await wired.tell(Gone(path(i, i + 1, i + 2)[1], Tier.DEVICE, Reason.CPU_EVICTION))
+                await wired.tell(
+                    BlocksRemoved(path(i, i + 1, i + 2)[1], Tier.DEVICE, Reason.CPU_EVICTION)
+                )
             await asyncio.sleep(0.01)
         stand_in.service().fail_after = False
         await wired.settle(20.0)
@@ -300,7 +304,7 @@ async def test_a_new_life_of_the_notifier_takes_back_what_the_last_one_told():
         await wired.tell(finished(1, 2, 3), finished(1, 2, 9), finished(7))
         await wired.settle()
         await wired.tell("a message it has no handler for")  # type: ignore[arg-type]
-        while wired.ref.life == 0:
+        while wired.ref.incarnation == 0:
             await asyncio.sleep(0.01)
         await wired.settle()
         assert index() == set()
@@ -327,7 +331,7 @@ async def killed(*facts, journal, torn=b"") -> None:
 @pytest.mark.parametrize("torn", [b"", b'["+",0,"00'])
 async def test_with_a_journal_the_next_process_takes_back_what_the_last_one_told(tmp_path, torn):
     journal = tmp_path / "told.jsonl"
-    gone = Gone(names(1, 2, 3)[2], Tier.DEVICE, Reason.CPU_EVICTION)
+    gone = BlocksRemoved(names(1, 2, 3)[2], Tier.DEVICE, Reason.CPU_EVICTION)
     await killed(
         finished(1, 2, 3), finished(1, 2, 9), gone, finished(7, 8), journal=journal, torn=torn
     )
@@ -362,7 +366,7 @@ async def test_a_journal_is_written_anew_when_it_has_grown(tmp_path, monkeypatch
             await wired.tell(finished(i, 1, 2))
             await wired.settle()
             if i > 2:
-                await wired.tell(Gone(path(i, 1, 2)[1], Tier.DEVICE, Reason.CPU_EVICTION))
+                await wired.tell(BlocksRemoved(path(i, 1, 2)[1], Tier.DEVICE, Reason.CPU_EVICTION))
                 await wired.settle()
         assert journal.stat().st_size < 12_000
         assert index() == paths(0, 1, 2) | paths(1, 1, 2) | paths(2, 1, 2)

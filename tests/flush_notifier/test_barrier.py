@@ -11,7 +11,7 @@ import kvactors
 from kvactors.actor.clock import deadline_after
 from kvactors.config import Config
 from kvactors.errors import DeadlineExceeded
-from kvactors.flush_notifier.messages import Gone, Settle
+from kvactors.flush_notifier.messages import BlocksRemoved, WaitFlushed
 from kvactors.flush_notifier.sinks import MemorySink
 from kvactors.sink_config import MemorySinkConfig
 from kvactors.testing.faults import FaultySink
@@ -82,7 +82,7 @@ async def test_under_load_the_barrier_is_about_what_was_true_when_asked():
 async def test_a_dead_sink_is_waited_for_no_longer_than_asked_and_may_be_left_out():
     one, dead = sink("one"), sink("dead")
     async with kvactors.open(CONFIG, sinks=[one, dead]) as cache:
-        dead.misdeed = "down"
+        dead.fault_mode = "down"
         await request(cache, 1)
         with pytest.raises(DeadlineExceeded):
             await cache.wait_flushed(0.2)
@@ -91,7 +91,7 @@ async def test_a_dead_sink_is_waited_for_no_longer_than_asked_and_may_be_left_ou
         assert cache.divergence() > 0
         with pytest.raises(ValueError, match="there is no sink 'two'; there are one, dead"):
             await cache.wait_flushed(1.0, sinks=["two"])
-        dead.misdeed = ""
+        dead.fault_mode = ""
         await cache.wait_flushed(5.0)
         assert cache.divergence() == 0
 
@@ -100,7 +100,7 @@ async def test_closing_tells_the_last_words_to_sinks_that_listen_and_does_not_wa
     slow, dead = sink("slow"), sink("dead")
     began = asyncio.get_running_loop().time()
     async with kvactors.open(CONFIG, sinks=[slow, dead]) as cache:
-        dead.misdeed = "down"
+        dead.fault_mode = "down"
         await request(cache, 1)
         await cache.wait_flushed(5.0, sinks=["slow"])
         lease = await cache.acquire("last", [9] * 8)
@@ -121,8 +121,8 @@ async def test_the_barrier_covers_what_an_unfinished_call_leaves_to_be_corrected
         slow.hang = 0.1
         await wired.tell(announced(1, 2))
         await asyncio.sleep(0.02)
-        await wired.tell(Gone(names(1, 2)[1], Tier.DEVICE, Reason.DEVICE_DROP))
-        assert await wired.ref.ask(Settle(), deadline=deadline_after(30.0))
+        await wired.tell(BlocksRemoved(names(1, 2)[1], Tier.DEVICE, Reason.DEVICE_DROP))
+        assert await wired.ref.ask(WaitFlushed(), deadline=deadline_after(30.0))
         assert slow.view()[Tier.DEVICE] == {names(1, 2)[0]}
 
 
@@ -131,10 +131,10 @@ def test_the_barrier_on_a_seeded_loop_with_faults(seed):
     async def main() -> None:
         one, other = sink("one"), sink("other")
         async with kvactors.open(CONFIG, sinks=[one, other], inline_copies=True) as cache:
-            one.misdeed, other.misdeed, other.every = "lose_answers", "fail_every", 3
+            one.fault_mode, other.fault_mode, other.every = "lose_answers", "fail_every", 3
             for number in range(20):
                 await request(cache, (seed + number) % 11)
-            one.misdeed = ""
+            one.fault_mode = ""
             await cache.wait_flushed(60.0)
             assert cache.divergence() == 0
             assert cache.check() == []

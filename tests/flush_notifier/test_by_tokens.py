@@ -11,7 +11,7 @@ import pytest
 import kvactors
 from kvactors.config import Config
 from kvactors.flush_notifier.ledger import Ledger
-from kvactors.flush_notifier.messages import Announced, Gone
+from kvactors.flush_notifier.messages import BlocksRemoved, PathCached
 from kvactors.flush_notifier.tasks import path_tokens
 from kvactors.identity import CacheScope
 from kvactors.native import Path
@@ -29,14 +29,14 @@ def fresh_services():
     stand_in.reset()
 
 
-def other(*branch: int, root: bytes = ANOTHER, extras=()) -> Announced:
+def other(*branch: int, root: bytes = ANOTHER, extras=()) -> PathCached:
     """The same tokens in another scope, or with extra keys at some blocks."""
     tokens, _ = path(*branch)
     made = Path(BLOCK, root)
     made.extend(np.frombuffer(tokens, "<u4"))
     for block in extras:
         made.set_extra(block, b"image")
-    return Announced(
+    return PathCached(
         root,
         tokens,
         made.keys(0, len(branch)),
@@ -193,7 +193,7 @@ async def test_a_notifier_that_restarts_still_tells_scopes_apart():
         await cache.wait_flushed()
         assert len(stand_in.service().resident) == 2
         cache.system.notifier_actor.ledger = None  # type: ignore[assignment]
-        await cache.system.notifier.tell(Gone(bytes(32), Tier.DEVICE, Reason.CLEAR))
+        await cache.system.notifier.tell(BlocksRemoved(bytes(32), Tier.DEVICE, Reason.CLEAR))
         await cache.wait_idle()
         await cache.wait_flushed()
         assert stand_in.service().resident == plain_paths(cache)

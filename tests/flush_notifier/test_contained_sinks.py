@@ -15,7 +15,7 @@ import kvactors
 import kvactors.flush_notifier.sinks
 from kvactors.config import Config
 from kvactors.errors import SinkError
-from kvactors.flush_notifier.messages import Gone
+from kvactors.flush_notifier.messages import BlocksRemoved
 from kvactors.flush_notifier.sinks import MemorySink
 from kvactors.sink_config import MemorySinkConfig
 from kvactors.types import Reason, Tier
@@ -122,7 +122,9 @@ async def test_whatever_a_sink_raises_the_notifier_goes_on_and_the_sink_recovers
         async with wired.running():
             await wired.tell(announced(1, 2))
             await until(lambda: wired.actor.sinks.statistics()[1].failures >= 2)
-            await wired.tell(announced(3), Gone(names(1, 2)[1], Tier.DEVICE, Reason.DEVICE_DROP))
+            await wired.tell(
+                announced(3), BlocksRemoved(names(1, 2)[1], Tier.DEVICE, Reason.DEVICE_DROP)
+            )
             await until(lambda: good.view()[Tier.DEVICE] == {*names(1), *names(3)})
             await until(
                 lambda: wired.actor.sinks.health()[0].pending == 0
@@ -137,7 +139,7 @@ async def test_whatever_a_sink_raises_the_notifier_goes_on_and_the_sink_recovers
             await wired.settle(20.0)
             assert bad.view() == good.view()
             assert bad.overlaps == 0, "one call at a time"
-            assert wired.ref.life == 0, "the notifier never failed"
+            assert wired.ref.incarnation == 0, "the notifier never failed"
             statistics = wired.actor.sinks.statistics()[1]
             assert (statistics.failures, statistics.failing_for) == (0, 0.0)
             assert statistics.last_error
@@ -217,7 +219,7 @@ async def test_an_incarnation_does_not_call_a_sink_before_the_call_of_the_last_o
         await wired.tell(announced(1))
         await until(lambda: bad.running)
         await wired.tell(kill())
-        await until(lambda: wired.actor.life == 1)
+        await until(lambda: wired.actor.incarnation == 1)
         bad.fault = None
         await wired.tell(announced(2))
         await wired.settle(20.0)
@@ -227,10 +229,10 @@ async def test_an_incarnation_does_not_call_a_sink_before_the_call_of_the_last_o
 
 
 def kill():
-    from kvactors.flush_notifier.messages import Announced
+    from kvactors.flush_notifier.messages import PathCached
     from tests.flush_notifier.helpers import ROOT
 
-    return Announced(ROOT, b"x", b"short", 0, 1, Tier.DEVICE, Reason.COMMIT, ROOT)
+    return PathCached(ROOT, b"x", b"short", 0, 1, Tier.DEVICE, Reason.COMMIT, ROOT)
 
 
 # -- a whole cache
@@ -311,10 +313,14 @@ async def test_after_a_restart_of_the_notifier_every_sink_is_right_whatever_it_d
         for seed in range(8):
             await request(cache, seed)
         await cache.wait_flushed(10.0, sinks=["good"])
-        for life in range(1, 4):
+        for incarnation in range(1, 4):
             await cache.system.notifier.tell(kill())
-            await until(lambda life=life: cache.system.notifier_actor.life == life)
-            await request(cache, 20 + life)
+            await until(
+                lambda incarnation=incarnation: (
+                    cache.system.notifier_actor.incarnation == incarnation
+                )
+            )
+            await request(cache, 20 + incarnation)
             await cache.wait_flushed(10.0, sinks=["good"])
         bad.fault = worse.fault = None
         await cache.wait_flushed(20.0)

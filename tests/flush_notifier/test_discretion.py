@@ -15,7 +15,7 @@ import kvactors
 from kvactors.config import Config
 from kvactors.errors import KVActorsError
 from kvactors.flush_notifier.blocks import HeldBlock
-from kvactors.flush_notifier.messages import Announced, FlushTask, Origin
+from kvactors.flush_notifier.messages import FlushTask, PathCached, RequestScope
 from kvactors.flush_notifier.runs import BlockRun
 from kvactors.flush_notifier.sinks import MemorySink
 from kvactors.flush_notifier.sinks.kv_wire import BlockStored, StoredMap
@@ -44,7 +44,7 @@ TASK = FlushTask(
     Tier.DEVICE,
     Reason.COMMIT,
     1,
-    Origin("adapter", SALT),
+    RequestScope("adapter", SALT),
 )
 
 
@@ -56,12 +56,14 @@ def marks_in(text: str) -> list[str]:
     "thing",
     [
         TASK,
-        Announced(KEY, TOKENS, KEY, 0, 1, Tier.DEVICE, Reason.COMMIT, KEY, Origin(None, SALT)),
-        Origin("adapter", SALT),
+        PathCached(
+            KEY, TOKENS, KEY, 0, 1, Tier.DEVICE, Reason.COMMIT, KEY, RequestScope(None, SALT)
+        ),
+        RequestScope("adapter", SALT),
         CacheScope("model", "namespace", "adapter", SALT),
         DeliveryBatch([TASK], [BlockRun([], 1, True, Reason.COMMIT)]),
-        HeldBlock(KEY, KEY, 0, TOKENS, 1, Origin(None, SALT)),
-        UnplacedBlock(KEY, TOKENS, b"", Origin(None, SALT)),
+        HeldBlock(KEY, KEY, 0, TOKENS, 1, RequestScope(None, SALT)),
+        UnplacedBlock(KEY, TOKENS, b"", RequestScope(None, SALT)),
         Retraction([KEY], 0, TOKENS),
         StoredMap([1], None, [TOKEN] * BLOCK, BLOCK, None, "GPU", None, [[SALT]], None, SALT),
         BlockStored([1], None, [TOKEN] * BLOCK, BLOCK, None, "GPU", None, [[SALT]]),
@@ -92,7 +94,7 @@ class Telling(MemorySink):
 
     async def deliver(self, tasks):
         if self.failing:
-            raise ValueError(f"cannot take {tasks} of {tasks[0].origin}")
+            raise ValueError(f"cannot take {tasks} of {tasks[0].scope}")
         await super().deliver(tasks)
 
     async def close(self):

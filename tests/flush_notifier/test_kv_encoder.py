@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvactors.extra_keys import media_extra
 from kvactors.flush_notifier.blocks import HeldBlock
-from kvactors.flush_notifier.messages import PLAIN, FlushTask, Origin
+from kvactors.flush_notifier.messages import PLAIN, FlushTask, RequestScope
 from kvactors.flush_notifier.sinks.kv_encoder import KvEventEncoder
 from kvactors.native import EventEncoder
 from kvactors.sink_config import KvEventsSinkConfig
@@ -31,8 +31,8 @@ TOKEN = st.sampled_from(EDGES) | st.integers(0, 2**32 - 1)
 NUMBER = st.sampled_from([*EDGES, 2**32, 2**63, 2**64 - 1]) | st.integers(0, 2**64 - 1)
 TEXT = st.text("a0é-:\0", max_size=70)
 NAMES = st.none() | st.sampled_from(["", "a", "dynamo-cache-salt:x", "é" * 200]) | TEXT
-ORIGINS = st.just(PLAIN) | st.builds(
-    Origin, NAMES, NAMES, st.none() | st.integers(-(2**31), 2**31) | NUMBER
+MOST_SCOPES = st.just(PLAIN) | st.builds(
+    RequestScope, NAMES, NAMES, st.none() | st.integers(-(2**31), 2**31) | NUMBER
 )
 ITEMS = st.lists(
     st.tuples(
@@ -67,7 +67,7 @@ def tasks(draw: st.DrawFn, block_size: int) -> FlushTask:
         draw(st.sampled_from([Tier.DEVICE, Tier.HOST, Tier.STORAGE])),
         Reason.COMMIT,
         1,
-        draw(ORIGINS),
+        draw(MOST_SCOPES),
         tuple((at, media_extra(items)) for at, items in sorted(media.items())) if resident else (),
     )
 
@@ -106,9 +106,7 @@ def test_a_block_of_a_snapshot_is_the_event_of_its_task(config, task):
         return
     encoder, key = KvEventEncoder(config, 4), task.keys[:32]
     extra = dict(task.extra_keys).get(task.start_block_idx, b"")
-    held = HeldBlock(
-        key, task.parent, task.start_block_idx, task.tokens[:16], 1, task.origin, extra
-    )
+    held = HeldBlock(key, task.parent, task.start_block_idx, task.tokens[:16], 1, task.scope, extra)
     one = FlushTask(
         task.tokens[:16],
         task.start_block_idx,
@@ -119,7 +117,7 @@ def test_a_block_of_a_snapshot_is_the_event_of_its_task(config, task):
         Tier.HOST,
         Reason.COMMIT,
         1,
-        task.origin,
+        task.scope,
         ((task.start_block_idx, extra),) if extra else (),
     )
     assert encoder.held(held, Tier.HOST) == encoder.event(one)

@@ -19,7 +19,7 @@ from kvactors.config import Config
 from kvactors.errors import SinkError
 from kvactors.extra_keys import media_extra
 from kvactors.flush_notifier.blocks import HeldBlock
-from kvactors.flush_notifier.messages import PLAIN, FlushTask, Origin
+from kvactors.flush_notifier.messages import PLAIN, FlushTask, RequestScope
 from kvactors.flush_notifier.sinks.kv_encoder import KvEventEncoder
 from kvactors.flush_notifier.sinks.kv_events import KvEventsSink, parts
 from kvactors.flush_notifier.sinks.kv_replay import SNAPSHOT, Window
@@ -49,7 +49,7 @@ def task(
     residency=Residency.RESIDENT,
     tier=Tier.DEVICE,
     reason=Reason.COMMIT,
-    origin=PLAIN,
+    scope=PLAIN,
     media=None,
 ) -> FlushTask:
     """As a sink that knows blocks by name gets it."""
@@ -62,7 +62,7 @@ def task(
     extra_keys = tuple((at, media_extra(items)) for at, items in (media or {}).items())
     names = b"".join(KEYS[start : start + count])
     return FlushTask(
-        own, start, count, names, parent, residency, tier, reason, 7, origin, extra_keys
+        own, start, count, names, parent, residency, tier, reason, 7, scope, extra_keys
     )
 
 
@@ -93,19 +93,19 @@ CASES = {
         [task(0, 1, tier=Tier.HOST), task(0, 1, tier=Tier.STORAGE)],
         {"media": "sglang"},
     ),
-    "stored_lora_salt": ([task(0, 2, origin=Origin("adapter", "tenant-a", 3))], {}),
-    "stored_salt_below": ([task(1, 1, origin=Origin(None, "tenant-a"))], {}),
-    "stored_media": ([task(0, 2, origin=Origin(None, "tenant-a"), media=MEDIA)], {}),
+    "stored_lora_salt": ([task(0, 2, scope=RequestScope("adapter", "tenant-a", 3))], {}),
+    "stored_salt_below": ([task(1, 1, scope=RequestScope(None, "tenant-a"))], {}),
+    "stored_media": ([task(0, 2, scope=RequestScope(None, "tenant-a"), media=MEDIA)], {}),
     "stored_media_vllm": (
-        [task(0, 2, origin=Origin(None, "tenant-a"), media=MEDIA)],
+        [task(0, 2, scope=RequestScope(None, "tenant-a"), media=MEDIA)],
         {"maps_for": "vllm"},
     ),
     "stored_media_array": (
-        [task(0, 2, origin=Origin(None, "tenant-a"), media=MEDIA)],
+        [task(0, 2, scope=RequestScope(None, "tenant-a"), media=MEDIA)],
         {"dialect": "array"},
     ),
     "stored_media_dynamo": (
-        [task(1, 1, origin=Origin(None, "tenant-a"), media=MEDIA)],
+        [task(1, 1, scope=RequestScope(None, "tenant-a"), media=MEDIA)],
         {"dialect": "array", "arrays_for": "dynamo"},
     ),
 }
@@ -351,9 +351,9 @@ async def test_a_reader_that_leaves_or_does_not_read_costs_the_others_nothing(tm
 def holdings(*, every=False):
     """Three blocks, the second on two tiers."""
     own = [TOKENS[16 * i : 16 * (i + 1)] for i in range(3)]
-    yield HeldBlock(KEYS[0], ROOT, 0, own[0], Tier.DEVICE, Origin())
-    yield HeldBlock(KEYS[1], KEYS[0], 1, own[1], Tier.DEVICE | Tier.STORAGE, Origin())
-    yield HeldBlock(KEYS[2], KEYS[1], 2, own[2], Tier.HOST, Origin())
+    yield HeldBlock(KEYS[0], ROOT, 0, own[0], Tier.DEVICE, RequestScope())
+    yield HeldBlock(KEYS[1], KEYS[0], 1, own[1], Tier.DEVICE | Tier.STORAGE, RequestScope())
+    yield HeldBlock(KEYS[2], KEYS[1], 2, own[2], Tier.HOST, RequestScope())
 
 
 async def test_epochs_and_reasons_go_to_a_second_topic_with_a_sequence_of_its_own(tmp_path):

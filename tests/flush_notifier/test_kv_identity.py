@@ -18,7 +18,7 @@ import kvactors
 from kvactors.config import Config
 from kvactors.errors import ConfigError, SinkError
 from kvactors.extra_keys import block_extras
-from kvactors.flush_notifier.messages import FlushTask, Gained, Origin
+from kvactors.flush_notifier.messages import BlocksAdded, FlushTask, RequestScope
 from kvactors.flush_notifier.sinks.jsonl import JsonLinesSink
 from kvactors.flush_notifier.sinks.kv_encoder import KvEventEncoder
 from kvactors.flush_notifier.sinks.kv_identity import EMPTY, identifier, identity_fields, mm_hash
@@ -30,7 +30,7 @@ from kvactors.types import Reason, Residency, Tier
 pytestmark = pytest.mark.full
 
 BLOCK = 4
-SALTED = Origin(None, "tenant-a")
+SALTED = RequestScope(None, "tenant-a")
 DIGEST = "0123456789abcdef" * 4
 HASHES = (
     st.binary(max_size=4) | st.text(max_size=4) | st.integers(-(2**70), 2**70) | st.just(DIGEST)
@@ -71,7 +71,7 @@ def test_the_fields_of_an_event_follow_vllm_and_dynamo(
     positions, hashes = media
     count = min(count, 8 - first)
     extra_keys = tuple(sorted(block_extras(8, BLOCK, positions, hashes).items()))
-    keys, infos, cache_salt = identity_fields(Origin(lora, salt), first, count, extra_keys)
+    keys, infos, cache_salt = identity_fields(RequestScope(lora, salt), first, count, extra_keys)
     sent_lora, sent_salt = (EMPTY if text == "" else text for text in (lora, salt))
     expected = [
         vllm_keys(sent_lora, sent_salt, positions, hashes, BLOCK * block)
@@ -102,7 +102,7 @@ def test_the_fields_of_an_event_follow_vllm_and_dynamo(
     st.none() | st.text(min_size=1, max_size=3),
 )
 def test_an_array_for_dynamo_has_the_salt_on_every_event(salt: str, first: int, lora: str | None):
-    keys, infos, _ = identity_fields(Origin(lora, salt), first, 2, (), tagged=True)
+    keys, infos, _ = identity_fields(RequestScope(lora, salt), first, 2, (), tagged=True)
     bare = (salt or EMPTY).removeprefix("dynamo-cache-salt:")
     adapter = [] if lora is None else [lora]
     assert keys == [[*adapter, "dynamo-cache-salt:" + bare], adapter or None]
@@ -280,11 +280,11 @@ async def subscribed(sink: Any, reader: Any) -> None:
 
 async def restart_notifier(cache: Any) -> None:
     """A failure of the notifier: the next incarnation learns every path from the index."""
-    life = cache.system.notifier.life
+    incarnation = cache.system.notifier.incarnation
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cache.system.notifier_actor.ledger, "gain", None)
-        await cache.system.notifier.tell(Gained(bytes(32), Tier.HOST, Reason.LOAD))
-        while cache.system.notifier.life == life:
+        await cache.system.notifier.tell(BlocksAdded(bytes(32), Tier.HOST, Reason.LOAD))
+        while cache.system.notifier.incarnation == incarnation:
             await asyncio.sleep(0.01)
     await cache.wait_flushed()
 
@@ -324,7 +324,7 @@ async def test_media_of_a_prompt_that_grows_stay_with_their_blocks(tmp_path):
 
 
 async def test_blocks_whose_scope_was_forgotten_are_not_announced_as_others(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvactors.prefix_index.announcements.ORIGINS", 2)
+    monkeypatch.setattr("kvactors.prefix_index.announcements.MOST_SCOPES", 2)
     events = {"endpoint": f"ipc://{tmp_path}/e", "max_blocks": 1}
     async with kvactors.open(config(**events)) as cache:
         [sink] = cache.sinks.values()
@@ -478,10 +478,14 @@ async def test_a_json_line_has_the_identity(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("origin", "extra_keys"),
-    [(Origin(None, "tenant-b"), ()), (Origin("sql", "tenant-a"), ()), (SALTED, ((0, b"image"),))],
+    ("scope", "extra_keys"),
+    [
+        (RequestScope(None, "tenant-b"), ()),
+        (RequestScope("sql", "tenant-a"), ()),
+        (SALTED, ((0, b"image"),)),
+    ],
 )
-async def test_the_memory_sink_refuses_a_block_under_another_identity(origin, extra_keys):
+async def test_the_memory_sink_refuses_a_block_under_another_identity(scope, extra_keys):
     sink = MemorySink(MemorySinkConfig(), BLOCK)
     await sink.begin_epoch(1)
     task = FlushTask(
@@ -498,11 +502,11 @@ async def test_the_memory_sink_refuses_a_block_under_another_identity(origin, ex
     )
     await sink.deliver([task])
     await sink.deliver(
-        [msgspec.structs.replace(task, tier=Tier.HOST, origin=SALTED._replace(lora_id=5))]
+        [msgspec.structs.replace(task, tier=Tier.HOST, scope=SALTED._replace(lora_id=5))]
     )
     with pytest.raises(SinkError, match="another path"):
         await sink.deliver(
-            [msgspec.structs.replace(task, tier=Tier.HOST, origin=origin, extra_keys=extra_keys)]
+            [msgspec.structs.replace(task, tier=Tier.HOST, scope=scope, extra_keys=extra_keys)]
         )
 
 

@@ -19,10 +19,10 @@ import kvactors
 from kvactors.config import Config
 from kvactors.errors import ConfigError
 from kvactors.flush_notifier.blocks import HeldBlock
-from kvactors.flush_notifier.messages import FlushTask, Origin
+from kvactors.flush_notifier.messages import FlushTask, RequestScope
 from kvactors.flush_notifier.sinks import kv_events, kv_replay, kv_state, kv_wire
 from kvactors.flush_notifier.sinks.kv_replay import SNAPSHOT, Window
-from kvactors.flush_notifier.sinks.kv_state import Changes, joined
+from kvactors.flush_notifier.sinks.kv_state import StreamChanges, joined
 from kvactors.flush_notifier.sinks.kv_wire import AllBlocksCleared, BlockStored, decode_batch
 from kvactors.sink_config import KvEventsSinkConfig
 from kvactors.testing.kv_mirror import Mirror
@@ -82,7 +82,7 @@ class Node:
                     self.depth(block),
                     self.tokens(block),
                     tiers,
-                    Origin(),
+                    RequestScope(),
                 )
 
     def task(self, block: int, tier: Tier, residency: Residency) -> FlushTask:
@@ -396,7 +396,7 @@ async def test_a_state_after_a_clear_is_empty_until_the_ledger_knows(tmp_path):
     async with opened(tmp_path, replay_window=1) as sink:
         sink.set_snapshot_source(
             lambda *, every=False: iter(
-                [HeldBlock(KEYS[0], ROOT, 0, TOKENS[:16], Tier.DEVICE, Origin())]
+                [HeldBlock(KEYS[0], ROOT, 0, TOKENS[:16], Tier.DEVICE, RequestScope())]
             )
         )
         await sink.begin_epoch(7)
@@ -418,7 +418,7 @@ async def test_what_the_last_call_published_is_in_the_state_before_the_ledger_co
                 i,
                 TOKENS[16 * i : 16 * i + 16],
                 tiers,
-                Origin(),
+                RequestScope(),
             )
             for i, tiers in enumerate([Tier.DEVICE, Tier(0), Tier.DEVICE | Tier.HOST])
         ]
@@ -447,10 +447,12 @@ async def test_a_batch_published_while_a_state_is_made_is_not_in_it(tmp_path, ma
 
         def source(*, every=False):
             for i in range(kv_state.STEP):
-                yield HeldBlock(i.to_bytes(32, "big"), ROOT, 0, b"", 0, Origin())
+                yield HeldBlock(i.to_bytes(32, "big"), ROOT, 0, b"", 0, RequestScope())
             for i, tiers in enumerate(held):
                 parent = KEYS[i - 1] if i else ROOT
-                yield HeldBlock(KEYS[i], parent, i, TOKENS[16 * i : 16 * i + 16], tiers, Origin())
+                yield HeldBlock(
+                    KEYS[i], parent, i, TOKENS[16 * i : 16 * i + 16], tiers, RequestScope()
+                )
 
         sink.set_snapshot_source(source)
         await sink.begin_epoch(7)
@@ -483,12 +485,12 @@ async def test_a_call_that_is_cancelled_counts_what_it_published(tmp_path):
 
 
 async def test_changes_are_looked_at_in_steps():
-    changes = Changes([task(0, 2), gone(1, 1)])
+    changes = StreamChanges([task(0, 2), gone(1, 1)])
     changes.note([gone(0, 1), task(0, 1), task(3, 1, tier=Tier.HOST)])
     await changes.settle()
 
     def tiers(i: int, now: int) -> int:
-        return changes.tiers(HeldBlock(KEYS[i], ROOT, i, b"", now, Origin()))
+        return changes.tiers(HeldBlock(KEYS[i], ROOT, i, b"", now, RequestScope()))
 
     assert [tiers(0, 0), tiers(1, 1), tiers(2, 3), tiers(3, 3)] == [1, 0, 3, 1]
 

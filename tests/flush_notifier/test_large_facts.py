@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 
 from kvactors.flush_notifier.ledger import STEP
-from kvactors.flush_notifier.messages import Cleared, Gone
+from kvactors.flush_notifier.messages import BlocksRemoved, TierCleared
 from kvactors.types import Reason, Residency, Tier, join_keys
 from tests.flush_notifier.helpers import Wired, announced, finished, memory, names, path
 
@@ -40,8 +40,8 @@ async def test_a_later_fact_waits_for_all_steps_of_an_earlier_one():
     async with wired.running():
         await wired.tell(
             announced(*range(MANY)),
-            Gone(join_keys(names(*range(MANY))[-3:]), Tier.DEVICE, Reason.DEVICE_DROP),
-            Cleared(Tier.HOST, Reason.CLEAR),
+            BlocksRemoved(join_keys(names(*range(MANY))[-3:]), Tier.DEVICE, Reason.DEVICE_DROP),
+            TierCleared(Tier.HOST, Reason.CLEAR),
             announced(*range(MANY), start=MANY - 3, count=1),
         )
         await wired.settle()
@@ -55,7 +55,7 @@ async def test_a_clear_goes_over_everything_although_blocks_come_back_right_afte
     async with wired.running():
         await wired.tell(finished(*range(MANY)))
         await wired.settle()
-        await wired.tell(Cleared(Tier.DEVICE, Reason.CLEAR), announced(0, 1, 2))
+        await wired.tell(TierCleared(Tier.DEVICE, Reason.CLEAR), announced(0, 1, 2))
         await wired.settle()
         assert sink.view()[Tier.DEVICE] == set(names(0, 1, 2))
 
@@ -66,7 +66,7 @@ async def test_a_large_fact_is_one_task():
     async with wired.running():
         await wired.tell(finished(*range(MANY)))
         await wired.settle()
-        await wired.tell(Gone(path(*range(MANY))[1], Tier.DEVICE, Reason.CPU_EVICTION))
+        await wired.tell(BlocksRemoved(path(*range(MANY))[1], Tier.DEVICE, Reason.CPU_EVICTION))
         await wired.settle()
         assert [(task.residency, task.start_block_idx, task.count) for task in sink.tasks] == [
             (Residency.RESIDENT, 0, MANY),

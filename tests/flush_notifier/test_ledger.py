@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvactors.flush_notifier.messages import Announced
+from kvactors.flush_notifier.messages import PathCached
 from kvactors.flush_notifier.runs import PATHS
 from kvactors.types import Reason, Residency, Tier, join_keys
 from tests.flush_notifier.helpers import (
@@ -336,7 +336,7 @@ def test_a_path_with_tokens_missing_is_refused():
     with pytest.raises(ValueError, match="bytes of tokens do not match 2 block hashes"):
         do(
             book.announce(
-                Announced(ROOT, tokens[:-4], keys, 0, 2, Tier.DEVICE, Reason.COMMIT, ROOT)
+                PathCached(ROOT, tokens[:-4], keys, 0, 2, Tier.DEVICE, Reason.COMMIT, ROOT)
             )
         )
     assert not book.blocks

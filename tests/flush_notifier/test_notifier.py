@@ -8,7 +8,13 @@ import pytest
 
 from kvactors.actor.clock import deadline_after
 from kvactors.errors import ActorFailed, DeadlineExceeded
-from kvactors.flush_notifier.messages import Announced, Cleared, Gained, Gone, Settle
+from kvactors.flush_notifier.messages import (
+    BlocksAdded,
+    BlocksRemoved,
+    PathCached,
+    TierCleared,
+    WaitFlushed,
+)
 from kvactors.types import Reason, Residency, Tier, join_keys
 from tests.flush_notifier.helpers import (
     BLOCK,
@@ -44,7 +50,7 @@ async def test_a_misbehaving_sink_neither_delays_the_other_nor_loses_anything(fa
         for i in range(20):
             await wired.tell(announced(i, i + 1, i + 2))
         await until(lambda: len(good.view()[Tier.DEVICE]) == 60)
-        await wired.tell(Gone(path(0, 1, 2)[1], Tier.DEVICE, Reason.DEVICE_DROP))
+        await wired.tell(BlocksRemoved(path(0, 1, 2)[1], Tier.DEVICE, Reason.DEVICE_DROP))
         await until(lambda: bad.calls >= 3)
         bad.failing, bad.hang, bad.lose_answers = False, 0.0, False
         await wired.settle()
@@ -66,7 +72,9 @@ async def test_only_the_difference_is_sent_after_an_outage():
         await wired.tell(announced(9))
         await until(lambda: sink.calls >= 4)
         for i in range(10, 30):
-            await wired.tell(announced(i), Gone(path(i)[1], Tier.DEVICE, Reason.DEVICE_DROP))
+            await wired.tell(
+                announced(i), BlocksRemoved(path(i)[1], Tier.DEVICE, Reason.DEVICE_DROP)
+            )
         sink.failing = False
         await wired.settle()
         assert [task.keys for task in list(sink.tasks)[told:]] == [path(9)[1]]
@@ -82,7 +90,7 @@ async def test_what_a_sink_took_although_its_answer_was_lost_is_taken_back():
         sink.lose_answers = True
         await wired.tell(announced(1))
         await until(lambda: sink.view()[Tier.DEVICE])
-        await wired.tell(Gone(path(1)[1], Tier.DEVICE, Reason.DEVICE_DROP))
+        await wired.tell(BlocksRemoved(path(1)[1], Tier.DEVICE, Reason.DEVICE_DROP))
         sink.lose_answers = False
         await wired.settle()
         assert sink.view() == NOTHING
@@ -125,7 +133,7 @@ async def test_settle_waits_until_every_sink_believes_and_no_longer_than_its_dea
         await wired.tell(announced(1))
         for _ in range(3):
             with pytest.raises(DeadlineExceeded):
-                await wired.ref.ask(Settle(), deadline=deadline_after(0.02))
+                await wired.ref.ask(WaitFlushed(), deadline=deadline_after(0.02))
         asker = asyncio.create_task(wired.settle())
         await asyncio.sleep(0.1)
         assert not asker.done()
@@ -154,8 +162,8 @@ async def test_a_cleared_tier_is_told_gone():
     async with wired.running():
         await wired.tell(
             announced(1, 2),
-            Gained(path(1)[1], Tier.HOST, Reason.OFFLOAD),
-            Cleared(Tier.DEVICE, Reason.CLEAR),
+            BlocksAdded(path(1)[1], Tier.HOST, Reason.OFFLOAD),
+            TierCleared(Tier.DEVICE, Reason.CLEAR),
         )
         await wired.settle()
         assert sink.view() == NOTHING | {Tier.HOST: set(names(1))}
@@ -164,7 +172,7 @@ async def test_a_cleared_tier_is_told_gone():
 async def test_divergence_counts_blocks_with_a_path_and_unnamed_those_without():
     wired = Wired(memory("each"), memory("node", view="node"))
     async with wired.running():
-        await wired.tell(announced(1, 2, 3), Gained(path(8, 9)[1], Tier.HOST, Reason.LOAD))
+        await wired.tell(announced(1, 2, 3), BlocksAdded(path(8, 9)[1], Tier.HOST, Reason.LOAD))
         await wired.settle()
         held = {Tier.DEVICE: set(names(1, 2, 3)), Tier.HOST: set(names(8, 9))}
         assert wired.actor.sinks.divergence(held) == 0
@@ -182,7 +190,9 @@ async def test_statistics_count_tasks_and_blocks():
     async with wired.running():
         await wired.tell(announced(1, 2, 3))
         await wired.settle()
-        await wired.tell(Gone(join_keys(names(1, 2, 3)[1:]), Tier.DEVICE, Reason.DEVICE_DROP))
+        await wired.tell(
+            BlocksRemoved(join_keys(names(1, 2, 3)[1:]), Tier.DEVICE, Reason.DEVICE_DROP)
+        )
         await wired.settle()
         (statistics,) = wired.actor.sinks.statistics()
         assert (statistics.delivered, statistics.resident, statistics.gone, statistics.blocks) == (
@@ -210,12 +220,12 @@ async def test_a_new_life_begins_a_new_epoch_first_and_what_it_is_told_again_cou
         asker = asyncio.create_task(wired.settle())
         await until(lambda: len(good.view()[Tier.DEVICE]) == 4)
         await wired.tell(
-            Announced(ROOT, b"x", b"short", 0, 1, Tier.DEVICE, Reason.COMMIT, ROOT)
+            PathCached(ROOT, b"x", b"short", 0, 1, Tier.DEVICE, Reason.COMMIT, ROOT)
         )  # a fault: it dies
         with pytest.raises(ActorFailed):
             await asker
         bad.hang = 0.0
-        await until(lambda: wired.actor.life == 1)
+        await until(lambda: wired.actor.incarnation == 1)
         await wired.settle()
         assert good.epochs == bad.epochs == [100, 101]
         assert good.view() == bad.view() == NOTHING
@@ -245,8 +255,8 @@ async def test_without_sinks_it_keeps_no_books():
     async with wired.running():
         await wired.tell(
             announced(1),
-            Gained(path(2)[1], Tier.HOST, Reason.LOAD),
-            Cleared(Tier.HOST, Reason.CLEAR),
+            BlocksAdded(path(2)[1], Tier.HOST, Reason.LOAD),
+            TierCleared(Tier.HOST, Reason.CLEAR),
         )
         await wired.settle()
         assert not wired.actor.ledger.blocks
@@ -260,7 +270,9 @@ async def test_a_turn_of_thousands_of_blocks_is_one_task():
         await wired.tell(announced(*range(2000)))
         await wired.settle()
         await wired.tell(
-            Gone(join_keys(reversed(names(*range(2000)))), Tier.DEVICE, Reason.CPU_EVICTION)
+            BlocksRemoved(
+                join_keys(reversed(names(*range(2000)))), Tier.DEVICE, Reason.CPU_EVICTION
+            )
         )
         await wired.settle()
         assert [(task.residency, task.start_block_idx, task.count) for task in sink.tasks] == [

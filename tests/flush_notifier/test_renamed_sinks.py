@@ -6,9 +6,10 @@ import pytest
 
 import kvactors
 from kvactors.flush_notifier.filter import SinkFilter
+from kvactors.flush_notifier.messages import FlushTask, RequestScope
 from kvactors.flush_notifier.sinks import MemorySink, Sink
 from kvactors.sink_config import MemorySinkConfig
-from kvactors.types import Residency
+from kvactors.types import Reason, Residency, Tier
 from tests.flush_notifier.helpers import BLOCK, Wired, announced, memory, names
 
 OLD_NAMES = pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
@@ -150,3 +151,11 @@ def test_a_sink_without_the_required_methods_is_abstract():
 
     with pytest.raises(TypeError, match="abstract"):
         Half()
+
+
+def test_the_earlier_name_of_a_task_s_scope_warns_and_works():
+    scope = RequestScope("adapter", "tenant")
+    task = FlushTask(b"", 0, 0, b"", b"", Residency.GONE, Tier.DEVICE, Reason.CLEAR, 1, scope, ())
+    with pytest.warns(DeprecationWarning, match=r"FlushTask\.origin.*FlushTask\.scope") as warned:
+        assert task.origin is scope
+    assert warned[0].filename == __file__

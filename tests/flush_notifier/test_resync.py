@@ -16,7 +16,7 @@ from kvactors.config import Config
 from kvactors.errors import ConfigError, DeadlineExceeded, SinkError
 from kvactors.flush_notifier.deliveries import LONGEST_PAUSE, SHORTEST_PAUSE, step_pause
 from kvactors.flush_notifier.ledger import Ledger
-from kvactors.flush_notifier.messages import FlushTask, Gone, Resync
+from kvactors.flush_notifier.messages import BlocksRemoved, FlushTask, Resync
 from kvactors.flush_notifier.sinks import Sink
 from kvactors.flush_notifier.sinks.jsonl import replay_jsonl
 from kvactors.observe.statistics import residency
@@ -167,7 +167,9 @@ async def test_a_resync_during_a_call_counts_what_the_call_brought(repeats):
         await wired.tell(announced(1, 2))
         await wired.settle()
         book.gate = asyncio.Event()
-        await wired.tell(announced(3, 4), Gone(path(2)[1], Tier.DEVICE, Reason.CPU_EVICTION))
+        await wired.tell(
+            announced(3, 4), BlocksRemoved(path(2)[1], Tier.DEVICE, Reason.CPU_EVICTION)
+        )
         while not wired.actor.sinks.deliveries[0].in_flight:
             await asyncio.sleep(0.001)
         asking = [asyncio.create_task(resync(wired)) for _ in range(3)]

@@ -22,7 +22,7 @@ import kvactors
 from kvactors.config import Config
 from kvactors.errors import SinkError
 from kvactors.flush_notifier.filter import SinkFilter
-from kvactors.flush_notifier.messages import FlushTask, Gained, Gone
+from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, FlushTask
 from kvactors.flush_notifier.sinks import make_sink
 from kvactors.flush_notifier.sinks.jsonl import CHUNK, TAIL, JsonLinesSink, replay_jsonl
 from kvactors.flush_notifier.sinks.memory import MemorySink
@@ -97,9 +97,9 @@ async def test_a_path_of_many_chunks_is_one_list(tmp_path):
 async def test_the_file_stands_for_the_view_of_whoever_heard_the_same(tmp_path):
     wired = Wired(memory("good"), lines(tmp_path), timeout=5.0)
     async with wired.running():
-        await wired.tell(announced(1, 2, 3), Gained(path(1, 2)[1], Tier.HOST, Reason.OFFLOAD))
+        await wired.tell(announced(1, 2, 3), BlocksAdded(path(1, 2)[1], Tier.HOST, Reason.OFFLOAD))
         await wired.settle()
-        await wired.tell(Gone(names(1, 2, 3)[2], Tier.DEVICE, Reason.DEVICE_DROP))
+        await wired.tell(BlocksRemoved(names(1, 2, 3)[2], Tier.DEVICE, Reason.DEVICE_DROP))
         await wired.settle()
     assert replay_jsonl(tmp_path / "flush.jsonl") == wired.sinks[0].view()
     assert wired.sinks[0].view() == NOTHING | {

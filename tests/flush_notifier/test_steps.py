@@ -16,7 +16,7 @@ import pytest
 from kvactors.flush_notifier.blocks import BlockOrder, LedgerBlock
 from kvactors.flush_notifier.checks import divergence_steps
 from kvactors.flush_notifier.ledger import Ledger
-from kvactors.flush_notifier.messages import Announced, CallLate, Delivered, Gone
+from kvactors.flush_notifier.messages import BlocksRemoved, CallLate, Delivered, PathCached
 from kvactors.flush_notifier.runs import MAX_RUN_BLOCKS
 from kvactors.flush_notifier.steps import finish
 from kvactors.types import Reason, Residency, Tier, join_keys
@@ -42,7 +42,7 @@ LINES = 4000
 """Lines of a step at most: a loop over all blocks has at least MANY."""
 
 KEYS = [i.to_bytes(32, "big") for i in range(1, MANY + 1)]
-CHAIN = Announced(
+CHAIN = PathCached(
     ROOT, b"\0" * 4 * MANY, join_keys(KEYS), 0, MANY, Tier.DEVICE, Reason.REQUEST_FINISH, ROOT
 )
 
@@ -138,7 +138,7 @@ def test_forgetting_a_long_path():
     bounded(book.lose(join_keys(KEYS[::-1]), Tier.DEVICE, Reason.CPU_EVICTION))
     sent(book)
     assert len(book.blocks) <= MANY
-    other = Announced(
+    other = PathCached(
         ROOT, b"\1\0\0\0", bytes(31) + b"\xff" + b"", 0, 1, Tier.DEVICE, Reason.COMMIT, ROOT
     )
     bounded(book.announce(other))
@@ -241,7 +241,7 @@ def test_a_run_longer_than_a_task_is_sent_in_parts_in_order():
     book = Ledger(1, [PER_TIER._replace(by_name=True)])
     finish(
         book.announce(
-            Announced(
+            PathCached(
                 ROOT, b"\0" * 4 * count, join_keys(keys), 0, count, Tier.DEVICE, Reason.COMMIT, ROOT
             )
         )
@@ -273,7 +273,7 @@ async def test_facts_that_come_while_a_batch_is_being_made_wait_for_it():
         for i in range(30):
             await wired.tell(
                 finished(*range(i % 7, i % 7 + 9)),
-                Gone(names(*range(i % 7, i % 7 + 9))[-1], Tier.DEVICE, Reason.DEVICE_DROP),
+                BlocksRemoved(names(*range(i % 7, i % 7 + 9))[-1], Tier.DEVICE, Reason.DEVICE_DROP),
             )
         await wired.settle(20.0)
         assert one.view()[Tier.DEVICE] == other.view()[Tier.DEVICE]

@@ -12,14 +12,14 @@ from kvactors.config import FlushConfig
 from kvactors.flush_notifier import caller
 from kvactors.flush_notifier.actor import FlushNotifier
 from kvactors.flush_notifier.messages import (
+    BlocksRemoved,
     CallLate,
     Continue,
     Deliver,
     Delivered,
-    Gone,
     Resync,
     RetryDue,
-    Settle,
+    WaitFlushed,
 )
 from kvactors.testing.stepper import Effects, Stepper
 from kvactors.types import Reason, Residency, Tier
@@ -110,7 +110,7 @@ def test_facts_are_collected_into_one_call(notifier):
 def test_a_fact_during_a_call_waits_for_its_end(notifier):
     notifier.whole(announced(1))
     notifier.whole(Deliver())
-    notifier.whole(Gone(names(1)[0], Tier.DEVICE, Reason.DEVICE_DROP))
+    notifier.whole(BlocksRemoved(names(1)[0], Tier.DEVICE, Reason.DEVICE_DROP))
     notifier.whole(Deliver())
     assert len(notifier.calls.started) == 2
     notifier.whole(Delivered("sink", notifier.number, ""))
@@ -150,7 +150,7 @@ def test_a_call_that_misses_its_deadline_is_cancelled_and_the_next_waits_for_its
 
 def test_settle_is_answered_when_the_call_ends(notifier):
     notifier.whole(announced(1))
-    ask = Settle()
+    ask = WaitFlushed()
     assert notifier.whole(ask).answered == ()
     notifier.whole(Deliver())
     (answer,) = notifier.whole(Delivered("sink", notifier.number, "")).answered
@@ -161,9 +161,9 @@ def test_settle_for_healthy_sinks_leaves_out_a_failing_one(notifier):
     notifier.whole(announced(1))
     notifier.whole(Deliver())
     notifier.whole(Delivered("sink", notifier.number, "down"))
-    (answer,) = notifier.whole(Settle(healthy=True)).answered
+    (answer,) = notifier.whole(WaitFlushed(healthy=True)).answered
     assert answer.value is True
-    assert notifier.whole(Settle()).answered == ()
+    assert notifier.whole(WaitFlushed()).answered == ()
 
 
 def test_a_resync_sends_the_epoch_and_everything_again_before_it_is_answered(notifier):

@@ -170,7 +170,7 @@ async def test_faults_at_a_hundred_random_moments(tmp_path):
                     await asyncio.sleep(rng.random() * 0.5)
                     victim.signal(signal.SIGCONT)
                 else:
-                    group.hang_up(victim.rank)
+                    group.disconnect(victim.rank)
                 if rng.random() < 0.7:
                     await healthy(cache)
             await healthy(cache)

@@ -200,7 +200,10 @@ class TreeMachine(PathRules):
         known = self.same("host_gained" if gained else "host_gone", trees, keys)
         REACHED[f"hint of {'gain' if gained else 'loss'}"] += known > 0
         assert (
-            both(lambda: trees.native.host_gone(b"short"), lambda: trees.model.host_gone(b"short"))
+            both(
+                lambda: trees.native.host_gone(b"short"),
+                lambda: trees.model.host_gone(b"short"),
+            )
             is None
         )
 

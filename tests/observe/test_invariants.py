@@ -82,8 +82,8 @@ async def test_a_comparison_ends_when_the_system_is_not_at_rest_any_more():
             for i, _ in enumerate(_between_actors(cache.system, violated)):
                 if not i:  # what the sink has changes, with messages or without
                     held.discard(key)
-                    cache.system.activity.begin(in_between)
-                    cache.system.activity.end(in_between)
+                    cache.system.in_flight.begin(in_between)
+                    cache.system.in_flight.end(in_between)
             assert bool(violated) is not in_between
         held.add(key)
 

@@ -62,8 +62,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "silence_taken_for_the_end",
         "data_plane/ranks/silence.py",
-        "                self._report(rank, Health.SILENT, f",
-        "                rank.settle()\n                self._report(rank, Health.SILENT, f",
+        "                self._report(rank, RankState.SILENT, f",
+        "                rank.settle()\n                self._report(rank, RankState.SILENT, f",
         "blocks that a stopped rank may still write to are handed out again",
         (
             "tests/planted/test_gaps_below.py::test_what_a_silent_rank_was_asked_stays_open_until_it_answers",
@@ -126,8 +126,10 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "cancelled_thread_not_awaited",
         "storage/backends/slab_threads.py",
-        "        return await to_the_end(asyncio.wrap_future(self.workers.submit(lambda: function(*args))))",
-        "        return await asyncio.wrap_future(self.workers.submit(lambda: function(*args)))",
+        "        return await wait_uncancelled(\n"
+        "            asyncio.wrap_future(self.workers.submit(lambda: function(*args)))\n"
+        "        )\n",
+        "        return await asyncio.wrap_future(self.workers.submit(lambda: function(*args)))\n",
         "a cancelled read goes on in its thread and writes into a slot that is somebody else's by "
         "then",
         ("tests/planted/test_gaps_below.py::test_a_cancelled_read_has_ended_when_it_returns",),
@@ -179,7 +181,7 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "letters_to_the_dead_are_read",
         "actor/mailbox_loop.py",
-        "        if envelope.life != self._context.life or envelope.abandoned:\n",
+        "        if envelope.incarnation != self._context.incarnation or envelope.abandoned:\n",
         "        if envelope.abandoned:\n",
         "a restarted actor acts on what its last life was told",
         (

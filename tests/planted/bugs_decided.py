@@ -97,10 +97,10 @@ BUGS: tuple[Mutation, ...] = (
         "clear_leaves_the_host",
         "prefix_index/clears.py",
         """\
-        return [clear, Answer(envelope, Done(freed))]
+        return [clear, Reply(envelope, Ack(freed))]
 """,
         """\
-        return [Answer(envelope, Done(freed))]
+        return [Reply(envelope, Ack(freed))]
 """,
         "clear() without the storage leaves the host tier as it was",
         ("tests/planted/test_gaps.py::test_clear_takes_the_host_too",),
@@ -218,7 +218,7 @@ BUGS: tuple[Mutation, ...] = (
         "deadline_of_a_fetch_ignored",
         "cpu_evictor/load.py",
         "                self._fetching = self._timed = True\n"
-        "                actions.append(StartTimer(self, seconds, Overdue(message.op)))\n",
+        "                actions.append(StartTimer(self, seconds, FetchDeadline(message.op)))\n",
         "                self._fetching = True\n",
         "a load waits for a slow store beyond its deadline",
         ("tests/cache/test_faults.py::test_a_slow_or_broken_store_costs_a_miss_by_the_deadline",),
@@ -278,7 +278,7 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "epoch_stands_still",
         "flush_notifier/actor.py",
-        "        self.epoch = epoch + ref.life\n",
+        "        self.epoch = epoch + ref.incarnation\n",
         "        self.epoch = epoch\n",
         "a new life of the notifier speaks in the last one's epoch",
         ("tests/flush_notifier/test_notifier.py",),

@@ -80,7 +80,7 @@ BUGS: tuple[Mutation, ...] = (
         "cpu_evictor/memory.py",
         "        return self.evict(found[space:])\n",
         "        hashes = join_keys(block.hash for block in found[space:])\n"
-        "        return [send(self._index, HostGone(hashes)), *self.remove(found[space:])]\n",
+        "        return [send(self._index, HostBlocksRemoved(hashes)), *self.remove(found[space:])]\n",
         "a cancelled or failed load drops the only copy of blocks that were to be written back",
         (
             "tests/cpu_evictor/test_load.py::test_blocks_that_do_not_stay_for_want_of_capacity_are_written_back",

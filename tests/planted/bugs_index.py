@@ -105,12 +105,11 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "hint_of_before_a_clear",
         "prefix_index/actor.py",
-        """\
-        if message.clears == self.core.clears.sent and message.era == self.index.memory_generation:
-""",
-        """\
-        if message.era == self.index.memory_generation:
-""",
+        "        if (\n"
+        "            message.clears == self.core.clears.sent\n"
+        "            and message.memory_generation == self.index.memory_generation\n"
+        "        ):\n",
+        "        if message.memory_generation == self.index.memory_generation:\n",
         "a hint that was sent before a clear marks a block of the new tree",
         (f"{TIERS}::test_a_hint_of_before_a_clear_is_not_about_blocks_of_after_it",),
     ),
@@ -119,7 +118,7 @@ BUGS: tuple[Mutation, ...] = (
         "cpu_evictor/slots.py",
         "len(self.blocks) - self.resident - self._on_device",
         "len(self.blocks) - self.resident",
-        "check() reports slots on their way to the device as left over, while the index's Discard "
+        "check() reports slots on their way to the device as left over, while the index's DropHostCopies "
         "is on its way",
         (f"{TIERS}::test_walks_through_every_order",),
     ),

@@ -150,7 +150,7 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "substitute_reports_nothing",
         "storage/worker.py",
-        "        if self.life:\n            self.reporter.report_all()\n",
+        "        if self.incarnation:\n            self.reporter.report_all()\n",
         "        if self.life and not type(self).__name__.startswith('No'):\n"
         "            self.reporter.report_all()\n",
         "while a writer is switched off, indexes list blocks whose write it did not complete, or "

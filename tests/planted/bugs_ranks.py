@@ -27,8 +27,10 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "large_messages_before_the_proof",
         "data_plane/ranks/handshake.py",
-        "    wire.limit = UNPROVEN_BYTES\n    reason, answer",
-        "    wire.limit = MOST_BYTES\n    reason, answer",
+        '    sent it (`refuse`); an empty reason if it has the secret."""\n'
+        "    connection.limit = UNPROVEN_BYTES\n",
+        '    sent it (`refuse`); an empty reason if it has the secret."""\n'
+        "    connection.limit = MOST_BYTES\n",
         "strangers fill the leader's memory with messages of many megabytes",
         (
             "tests/ranks/test_rank_security.py::test_a_stranger_makes_the_leader_read_no_more_than_a_small_message",

@@ -14,7 +14,7 @@ BUGS: tuple[Mutation, ...] = (
         "growth_swallows_cancellation",
         "storage/backends/slab_steps.py",
         "        outcome = await asyncio.wrap_future(self._call)\n",
-        "        outcome = await to_the_end(asyncio.wrap_future(self._call))\n",
+        "        outcome = await wait_uncancelled(asyncio.wrap_future(self._call))\n",
         "a loop that ends waits for a disk that hangs, because the store was growing",
         (f"{TASKS}::test_a_loop_ends_although_a_step_of_the_store_hangs",),
     ),
@@ -23,7 +23,7 @@ BUGS: tuple[Mutation, ...] = (
         "storage/backends/slab_steps.py",
         "            await asyncio.wrap_future(self._threads.submit(lambda: "
         "self._files.advance(number)))\n",
-        "            await to_the_end(asyncio.wrap_future(self._threads.submit(lambda: "
+        "            await wait_uncancelled(asyncio.wrap_future(self._threads.submit(lambda: "
         "self._files.advance(number))))\n",
         "a loop that ends waits for a disk that hangs, because the store was being cleared",
         (f"{TASKS}::test_a_loop_ends_although_a_step_of_the_store_hangs",),
@@ -48,9 +48,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "salted_tokens_on_disk",
         "prefix_index/lineages.py",
-        "        return origin if origin.salt is None and self._root_of(origin) == root else "
-        "None\n",
-        "        return origin if self._root_of(origin) == root else None\n",
+        "        return scope if scope.salt is None and self._root_of(scope) == root else None\n",
+        "        return scope if self._root_of(scope) == root else None\n",
         "tokens of requests under a salt are written to disk",
         (f"{RESTART}::test_nothing_under_a_salt_is_kept_or_announced",),
     ),
@@ -66,8 +65,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "every_top_is_a_root",
         "storage/reports.py",
-        "frozenset(part.parent for part in parts if root_of(part.origin) == part.parent)",
-        "frozenset(part.parent for part in parts if root_of(part.origin))",
+        "frozenset(part.parent for part in parts if root_of(part.scope) == part.parent)",
+        "frozenset(part.parent for part in parts if root_of(part.scope))",
         "stored blocks that no request can find are announced: of another namespace, or below an "
         "evicted block",
         ("tests/storage/test_reports.py::test_a_message_has_the_roots_that_requests_have_now",),

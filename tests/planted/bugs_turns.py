@@ -99,7 +99,7 @@ BUGS: tuple[Mutation, ...] = (
         "blocks_of_forgotten_scopes_are_not_reported",
         "prefix_index/announcements.py",
         """\
-                messages.append(Gained(keys, Tier.DEVICE, reason))
+                messages.append(BlocksAdded(keys, Tier.DEVICE, reason))
 """,
         "",
         "an index is not sent that a block it has came back to the device",
@@ -112,11 +112,11 @@ BUGS: tuple[Mutation, ...] = (
         return (
             not envelope.abandoned
             and tree is self._index.tree
-            and message.path.root == self._roots.root(message.origin)
+            and message.path.root == self._roots.root(message.scope)
         )
 """,
         """\
-        return not envelope.abandoned and message.path.root == self._roots.root(message.origin)
+        return not envelope.abandoned and message.path.root == self._roots.root(message.scope)
 """,
         "a long request that was being admitted hits what has been cleared",
         (
@@ -131,7 +131,7 @@ BUGS: tuple[Mutation, ...] = (
         return (
             not envelope.abandoned
             and tree is self._index.tree
-            and message.path.root == self._roots.root(message.origin)
+            and message.path.root == self._roots.root(message.scope)
         )
 """,
         """\

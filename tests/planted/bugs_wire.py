@@ -25,10 +25,10 @@ BUGS: tuple[Mutation, ...] = (
         "media_lost_when_the_notifier_restarts",
         "prefix_index/announcements.py",
         """\
-            root, tokens, keys, start, resident, Tier.DEVICE, reason, parent, origin, extras
+            root, tokens, keys, start, resident, Tier.DEVICE, reason, parent, scope, extras
 """,
         """\
-            root, tokens, keys, start, resident, Tier.DEVICE, reason, parent, origin
+            root, tokens, keys, start, resident, Tier.DEVICE, reason, parent, scope
 """,
         "after a restart of the notifier images are missing from the events",
         ("tests/flush_notifier/test_kv_identity.py::test_every_reader_gets_the_whole_identity",),
@@ -65,11 +65,11 @@ BUGS: tuple[Mutation, ...] = (
         "unknown_scope_announced_as_plain",
         "prefix_index/announcements.py",
         """\
-        origin, reason = self.origins.get(root), Reason.REQUEST_FINISH
+        scope, reason = self.scopes.get(root), Reason.REQUEST_FINISH
 """,
         """\
-        origin, reason = (
-            self.origins.get(root, next(iter(self.origins.values()))),
+        scope, reason = (
+            self.scopes.get(root, next(iter(self.scopes.values()))),
             Reason.REQUEST_FINISH,
         )
 """,
@@ -82,10 +82,10 @@ BUGS: tuple[Mutation, ...] = (
         "adapter_number_forgotten_by_a_prefetch",
         "prefix_index/announcements.py",
         """\
-        self.origins[root] = before if origin.lora_id is None else origin
+        self.scopes[root] = before if scope.lora_id is None else scope
 """,
         """\
-        self.origins[root] = origin
+        self.scopes[root] = scope
 """,
         "a call that gives no number takes the adapter's number from the events",
         ("tests/flush_notifier/test_kv_identity.py::test_a_number_stays_until_another_is_given",),
@@ -111,8 +111,8 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "identity_of_another_place",
         "flush_notifier/sinks/kv_encoder.py",
-        "scope_identity(self._form, origin, position == 0, count)",
-        "scope_identity(self._form, origin, True, count)",
+        "scope_identity(self._form, scope, position == 0, count)",
+        "scope_identity(self._form, scope, True, count)",
         "vLLM's readers find a bare salt in the middle of a sequence",
         ("tests/flush_notifier/test_kv_encoder.py::test_batches_are_those_of_msgspec",),
     ),

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 import kvactors
-from kvactors.actor import Activity, Actor, ActorSpec, Control, Group, Message, Supervisor, on
+from kvactors.actor import Actor, ActorSpec, Control, Group, InFlight, Message, Supervisor, on
 from kvactors.cpu_evictor.slots import HostTier, SlotState
 from kvactors.gpu_swapper.messages import DataPlaneStatus, Direction
 from kvactors.testing.loop import simulate
@@ -222,15 +222,15 @@ def test_what_was_on_its_way_to_a_dead_actor_is_not_for_its_next_life():
     channel."""
 
     async def main() -> None:
-        supervisor = Supervisor(Activity())
+        supervisor = Supervisor(InFlight())
         ref = supervisor.make_ref(Fragile, 1)
         async with supervisor.running(Group("one", (ActorSpec(Fragile, Fragile, ref),))):
             await asyncio.gather(*(ref.tell(Note(value)) for value in (0, 1, 1, 1)))
-            await supervisor.activity.quiet()
-            assert ref.life == 1
+            await supervisor.in_flight.wait_idle()
+            assert ref.incarnation == 1
             assert supervisor.actor("fragile").heard == []
             await ref.tell(Note(1))
-            await supervisor.activity.quiet()
+            await supervisor.in_flight.wait_idle()
             assert supervisor.actor("fragile").heard == [1]
 
     simulate(main)

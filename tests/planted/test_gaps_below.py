@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kvactors.data_plane.engine import _report
-from kvactors.data_plane.ranks.connection import MemoryWire
+from kvactors.data_plane.ranks.connection import MemoryConnection
 from kvactors.data_plane.ranks.handshake import check_leader
 from kvactors.data_plane.ranks.leader import RankGroup
 from kvactors.data_plane.ranks.plane import RanksPlane
@@ -215,8 +215,8 @@ def test_what_a_silent_rank_was_asked_stays_open_until_it_answers():
 
     async def main() -> None:
         group = RankGroup(RanksConfig(count=1, timeout=0.5), SCOPE, 4, 4)
-        ours, theirs = MemoryWire.pair()
-        meeting = asyncio.create_task(group.meet(ours))
+        ours, theirs = MemoryConnection.pair()
+        meeting = asyncio.create_task(group.accept(ours))
         await introduce(theirs)
         await theirs.receive()
         asked = asyncio.create_task(
@@ -244,8 +244,8 @@ def test_what_was_asked_of_a_rank_before_it_died_is_over_when_it_is_back():
         group = RankGroup(RanksConfig(count=1, timeout=0.5), SCOPE, 4, 4)
         meetings, asked = [], None
         for life in range(2):
-            ours, theirs = MemoryWire.pair()
-            meetings.append(asyncio.create_task(group.meet(ours)))
+            ours, theirs = MemoryConnection.pair()
+            meetings.append(asyncio.create_task(group.accept(ours)))
             await introduce(theirs)
             await theirs.receive()
             if life == 0:

@@ -10,21 +10,28 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvactors.actor import PeerRestarted
 from kvactors.cpu_evictor.messages import (
-    Admit,
-    Admitted,
     Cancel,
-    HostGained,
-    HostGone,
+    HostBlocksAdded,
+    HostBlocksRemoved,
     LayersLoaded,
     Load,
     Loaded,
     LoadStalled,
     Offload,
     Offloaded,
-    Place,
+    Save,
+    Saved,
+    SetTargets,
 )
 from kvactors.errors import KVActorsError
-from kvactors.flush_notifier.messages import PLAIN, Announced, Cleared, Gained, Gone, Scoped
+from kvactors.flush_notifier.messages import (
+    PLAIN,
+    BlocksAdded,
+    BlocksRemoved,
+    NamespaceChanged,
+    PathCached,
+    TierCleared,
+)
 from kvactors.gpu_swapper.messages import DataPlaneStatus
 from kvactors.native import Path
 from kvactors.prefix_index.actor import PrefixIndex
@@ -90,10 +97,10 @@ class IndexMachine(RuleBasedStateMachine):
         self.trees = [self.index.tree]
         self.loads: dict[int, Load] = {}
         self.offloads: dict[int, Offload] = {}
-        self.admits: dict[int, Admit] = {}
+        self.admits: dict[int, Save] = {}
         self.leases: dict[int, int] = {}  # number -> tokens
         self.open: dict[int, int] = {}  # acquires that are not answered yet -> tokens
-        self.number = self.era = self.life = 0
+        self.number = self.memory_generation = self.incarnation = 0
 
         def make(ref: Any) -> PrefixIndex:
             return PrefixIndex(
@@ -138,7 +145,7 @@ class IndexMachine(RuleBasedStateMachine):
         for message in effects.to("cpu_evictor"):
             if isinstance(message, Load):
                 self.loads[message.op] = message
-            elif isinstance(message, Place):
+            elif isinstance(message, SetTargets):
                 load = self.loads.get(message.op)
                 if load is not None:
                     self.loads[message.op] = Load(
@@ -149,13 +156,13 @@ class IndexMachine(RuleBasedStateMachine):
                         message.blocks,
                         load.deadline,
                         load.fetch,
-                        era=load.era,
+                        memory_generation=load.memory_generation,
                     )
             elif isinstance(message, Cancel):
                 self.loads.pop(message.op, None)
             elif isinstance(message, Offload):
                 self.offloads[message.op] = message
-            elif isinstance(message, Admit):
+            elif isinstance(message, Save):
                 self.admits[message.op] = message
         self.works += [
             told.message for told in effects.told if isinstance(told.message, (Continue, Proceed))
@@ -183,10 +190,12 @@ class IndexMachine(RuleBasedStateMachine):
             self.trees.append(self.index.tree)
         return effects
 
-    def note(self, message: Announced | Gained | Gone | Cleared | Scoped) -> None:
+    def note(
+        self, message: PathCached | BlocksAdded | BlocksRemoved | TierCleared | NamespaceChanged
+    ) -> None:
         """A notifier keeps what it is sent, and finds the block above every block that is
         announced."""
-        if isinstance(message, Announced):
+        if isinstance(message, PathCached):
             keys = split_keys(message.keys)
             assert len(keys) <= self.index.part
             assert len(message.tokens) == 4 * BLOCK * len(keys)
@@ -196,11 +205,11 @@ class IndexMachine(RuleBasedStateMachine):
                 assert not self.actor.core.announcements.up_to_date, "announced before its parent"
                 return
             self.sent.update(keys[: message.count])
-        elif isinstance(message, Gained):
+        elif isinstance(message, BlocksAdded):
             self.sent.update(split_keys(message.keys))
-        elif isinstance(message, Gone):
+        elif isinstance(message, BlocksRemoved):
             self.sent.difference_update(split_keys(message.keys))
-        elif isinstance(message, Scoped):
+        elif isinstance(message, NamespaceChanged):
             self.namespace = message.namespace
         else:
             self.sent.clear()
@@ -322,7 +331,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(which=choice, good=st.integers(0, LONGEST), host=st.booleans())
     def loaded(self, which: int, good: int, host: bool) -> None:
         load = self.loads[sorted(self.loads)[which % len(self.loads)]]
-        if not load.blocks and load.era == self.era:
+        if not load.blocks and load.memory_generation == self.memory_generation:
             # the evictor answers a load without blocks only if it is about another memory
             # generation
             return
@@ -355,7 +364,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(which=choice, kept=st.integers(0, 255))
     def admitted(self, which: int, kept: int) -> None:
         admit = self.admits.pop(sorted(self.admits)[which % len(self.admits)])
-        self.turn(Admitted(admit.op, bytes(kept >> j % 8 & 1 for j in range(len(admit.blocks)))))
+        self.turn(Saved(admit.op, bytes(kept >> j % 8 & 1 for j in range(len(admit.blocks)))))
 
     @rule(seconds=st.sampled_from([0.5, 2.5]))
     def elapse(self, seconds: float) -> None:
@@ -367,36 +376,36 @@ class IndexMachine(RuleBasedStateMachine):
         path.extend([family * 100 + i for i in range(LONGEST * BLOCK)])
         keys = path.keys(start, LONGEST)
         self.turn(
-            HostGained(keys, self.actor.core.clears.sent, self.index.memory_generation)
+            HostBlocksAdded(keys, self.actor.core.clears.sent, self.index.memory_generation)
             if gained
-            else HostGone(keys)
+            else HostBlocksRemoved(keys)
         )
 
     @rule(sure=st.integers(0, 5))
     def device_lost(self, sure: int) -> None:
         if not sure:
-            self.era += 1
-            self.turn(DataPlaneStatus(True, True, self.era))
+            self.memory_generation += 1
+            self.turn(DataPlaneStatus(True, True, self.memory_generation))
 
     @rule(sure=st.integers(0, 3))
     def host_ahead_of_the_index(self, sure: int) -> None:
         """The host tier learns of a lost memory before the index does: it answers what is of the
         generation before with nothing."""
         if not sure:
-            self.era += 1
+            self.memory_generation += 1
             for load in [one for one in self.loads.values() if not one.blocks]:
                 del self.loads[load.op]
                 self.turn(Loaded(load.op, 0, 0))
-            self.turn(DataPlaneStatus(True, True, self.era))
+            self.turn(DataPlaneStatus(True, True, self.memory_generation))
 
     @rule(sure=st.integers(0, 5))
     def evictor_restarted(self, sure: int) -> None:
         if not sure:
-            self.life += 1
+            self.incarnation += 1
             self.loads.clear()
             self.offloads.clear()
             self.admits.clear()
-            self.turn(PeerRestarted("cpu_evictor", self.life))
+            self.turn(PeerRestarted("cpu_evictor", self.incarnation))
 
     @rule(sure=st.integers(0, 3))
     def notifier_restarted(self, sure: int) -> None:
@@ -516,7 +525,7 @@ class IndexMachine(RuleBasedStateMachine):
             for offload in list(self.offloads):
                 self.turn(Offloaded(offload, bytes(len(self.offloads.pop(offload).blocks))))
             for admit in list(self.admits):
-                self.turn(Admitted(admit, bytes(len(self.admits.pop(admit).blocks))))
+                self.turn(Saved(admit, bytes(len(self.admits.pop(admit).blocks))))
             self.finish_works()
             self.take(self.stepper.elapse(1.0))
             for lease in list(self.leases):

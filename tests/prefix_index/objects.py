@@ -8,7 +8,7 @@ from typing import Any
 from kvactors.actor import Envelope, Message
 from kvactors.flush_notifier.messages import PLAIN
 from kvactors.native import Path
-from kvactors.prefix_index.actions import Action, Answer, Refusal
+from kvactors.prefix_index.actions import Action, Refusal, Reply
 from kvactors.prefix_index.announcements import Announcements
 from kvactors.prefix_index.core import IndexCore
 from kvactors.prefix_index.evictions import Evictions
@@ -23,7 +23,7 @@ from kvactors.prefix_index.settings import IndexSettings
 BLOCK = 2
 
 
-class Reply:
+class ReplyPort:
     """Stands in for the future of a request."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Request(Envelope[Any]):
     """A request without a loop. `cancel` stands for its caller."""
 
     def __init__(self, message: Message | None = None) -> None:
-        self.port = Reply()
+        self.port = ReplyPort()
         super().__init__(message or Message(), self.port)  # type: ignore[arg-type]
 
     def cancel(self) -> None:
@@ -106,9 +106,9 @@ def acquire(lease: int, blocks: int, *, first: int = 0, **options: Any) -> Acqui
 def answers(actions: list[Action]) -> list[Any]:
     """The values and errors that requests are answered with, in order."""
     return [
-        action.value if isinstance(action, Answer) else action.error
+        action.value if isinstance(action, Reply) else action.error
         for action in actions
-        if isinstance(action, (Answer, Refusal))
+        if isinstance(action, (Reply, Refusal))
     ]
 
 

@@ -8,22 +8,27 @@ import pytest
 
 from kvactors.actor import PeerRestarted
 from kvactors.cpu_evictor.messages import (
-    Admit,
-    Admitted,
     ClearHost,
-    Discard,
+    DropHostCopies,
+    HostBlocksAdded,
+    HostBlocksRemoved,
     HostCleared,
-    HostGained,
-    HostGone,
     Load,
     Loaded,
     LoadStalled,
     Offload,
     Offloaded,
+    PrefetchToHost,
+    Save,
+    Saved,
 )
-from kvactors.cpu_evictor.messages import Prefetch as PrefetchToHost
 from kvactors.errors import DeadlineExceeded, LeaseEnded, NoRoom, Paused, RankLost
-from kvactors.flush_notifier.messages import Announced, Cleared, Gone, Scoped
+from kvactors.flush_notifier.messages import (
+    BlocksRemoved,
+    NamespaceChanged,
+    PathCached,
+    TierCleared,
+)
 from kvactors.gpu_swapper.messages import DataPlaneStatus
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.loads import GRACE
@@ -35,7 +40,7 @@ from kvactors.prefix_index.messages import (
     Extend,
     Finish,
     LayerReady,
-    Overdue,
+    LoadDeadline,
     Pause,
     Preempt,
     Prefetch,
@@ -54,7 +59,7 @@ from tests.prefix_index.objects import BLOCK, acquire, block_index, path
 
 
 def index(
-    blocks: int = 8, *, part: int = 100, life: int = 0, **settings: Any
+    blocks: int = 8, *, part: int = 100, incarnation: int = 0, **settings: Any
 ) -> Stepper[PrefixIndex]:
     """A stepped index over an exclusive host tier by default."""
     chosen = {"exclusive": True, "host_tier": True, "announce": True, **settings}
@@ -67,7 +72,7 @@ def index(
             roots=Roots("model", "a", bytes(32)),
             settings=IndexSettings(**chosen),
         ),
-        life=life,
+        incarnation=incarnation,
     )
 
 
@@ -92,8 +97,8 @@ def on_host(step: Stepper[PrefixIndex], number: int, blocks: int) -> None:
 def test_a_first_incarnation_reports_nothing_and_a_restarted_one_an_empty_device():
     with index() as step:
         assert step.started.told == ()
-    with index(life=1) as step:
-        assert kinds(step.started) == [Cleared]
+    with index(incarnation=1) as step:
+        assert kinds(step.started) == [TierCleared]
         [answered] = step.turn(Commit(1, 0)).answered
         assert "lost when prefix_index was restarted" in str(answered.error)
 
@@ -103,10 +108,10 @@ def test_a_request_from_acquire_to_finish():
         [answered] = step.turn(acquire(1, 3)).answered
         assert len(answered.value.blocks) == 3
         effects = step.turn(Commit(1, 2 * BLOCK))
-        assert kinds(effects) == [Announced]
+        assert kinds(effects) == [PathCached]
         assert effects.answered[0].value.count == 2
         effects = step.turn(Finish(1, 3 * BLOCK))
-        assert kinds(effects) == [Announced, Announced], "the commit, then the finish"
+        assert kinds(effects) == [PathCached, PathCached], "the commit, then the finish"
         assert effects.answered[0].value.count == 3
         step.actor.check()
 
@@ -138,12 +143,12 @@ def test_messages_about_what_is_unknown_change_nothing():
             Withdrawn(9),
             Loaded(9, 1, 1),
             LoadStalled(9),
-            Overdue(9),
+            LoadDeadline(9),
             Offloaded(9, b"\1"),
-            Admitted(9, b"\1"),
+            Saved(9, b"\1"),
             HostCleared(9, ""),
-            HostGone(bytes(32)),
-            HostGained(bytes(32)),
+            HostBlocksRemoved(bytes(32)),
+            HostBlocksAdded(bytes(32)),
             Proceed(),
             Sweep(),
         ):
@@ -163,7 +168,7 @@ def test_a_load_is_announced_before_the_host_may_drop_its_copy_and_then_answered
         assert effects.answered[0].value.pending
         assert step.turn(Ready(2)).answered == ()
         effects = step.turn(Loaded(load.op, 2, 2))
-        assert kinds(effects) == [Announced, Discard]
+        assert kinds(effects) == [PathCached, DropHostCopies]
         assert effects.answered[0].value.host_hits == 2
         assert timer.handle.cancelled()
 
@@ -193,7 +198,7 @@ def test_a_request_waits_for_an_eviction_until_its_deadline():
         [answered] = step.elapse(10.0).answered
         assert isinstance(answered.error, DeadlineExceeded)
         effects = step.turn(Offloaded(offload.op, b"\1\1\1"))
-        assert kinds(effects) == [Gone]
+        assert kinds(effects) == [BlocksRemoved]
         assert effects.answered == ()
         assert step.turn(acquire(3, 3, first=200)).answered[0].error is None
 
@@ -222,9 +227,9 @@ def test_a_saved_path_is_held_until_it_is_answered():
         assert step.turn(acquire(1, 2)).answered
         effects = step.turn(Finish(1, 2 * BLOCK))
         [admit] = effects.to("cpu_evictor")
-        assert isinstance(admit, Admit)
+        assert isinstance(admit, Save)
         assert step.actor.core.statistics().evictable == 0
-        step.turn(Admitted(admit.op, b"\1\1"))
+        step.turn(Saved(admit.op, b"\1\1"))
         assert step.actor.core.statistics().evictable == 2
 
 
@@ -248,7 +253,7 @@ def test_a_clear_with_the_store_is_answered_by_the_host_tier():
     with index() as step:
         served(step, 1, 2)
         effects = step.turn(Clear(storage=True))
-        assert kinds(effects)[:2] == [Cleared, ClearHost]
+        assert kinds(effects)[:2] == [TierCleared, ClearHost]
         assert effects.answered == ()
         [clear] = [one for one in effects.to("cpu_evictor") if isinstance(one, ClearHost)]
         [answered] = step.turn(HostCleared(clear.op, "")).answered
@@ -263,14 +268,14 @@ def test_a_hint_from_before_a_clear_or_a_loss_is_ignored():
         step.turn(Commit(1, BLOCK))
         keys = lease.path.keys(0, 1)
         for hint, known in (
-            (HostGained(keys, clears=1), 0),
-            (HostGained(keys, era=1), 0),
-            (HostGained(keys), 1),
+            (HostBlocksAdded(keys, clears=1), 0),
+            (HostBlocksAdded(keys, memory_generation=1), 0),
+            (HostBlocksAdded(keys), 1),
         ):
             step.turn(hint)
             assert step.actor.core.statistics().nodes == 1
             assert step.actor.index.tree.statistics()["host"] == known
-        step.turn(HostGone(keys))
+        step.turn(HostBlocksRemoved(keys))
         assert step.actor.index.tree.statistics()["host"] == 0
 
 
@@ -278,7 +283,7 @@ def test_lost_device_memory_fails_every_lease_and_reports_an_empty_device():
     with index() as step:
         step.turn(acquire(1, 2))
         effects = step.turn(DataPlaneStatus(available=True, memory_lost=True, generation=3))
-        assert kinds(effects)[0] is Cleared
+        assert kinds(effects)[0] is TierCleared
         assert step.actor.index.memory_generation == 3
         for call in (Ready(1), Commit(1, 1), Extend(1, 2 * BLOCK, path(1))):
             assert isinstance(step.turn(call).answered[0].error, RankLost)
@@ -323,7 +328,7 @@ def test_a_restarted_notifier_is_sent_the_whole_tree_in_parts():
             effects = step.turn(effects.told[-1].message)
             sent += effects.to("flush_notifier")
             works += 1
-        assert [one.count for one in sent if isinstance(one, Announced)] == [1, 1, 1]
+        assert [one.count for one in sent if isinstance(one, PathCached)] == [1, 1, 1]
         assert works > 3
         assert step.actor.runner.works == 0
 
@@ -339,7 +344,7 @@ def served_in_parts(step: Stepper[PrefixIndex]) -> None:
 def test_another_namespace_is_reported_once():
     with index() as step:
         served(step, 1, 1)
-        assert kinds(step.turn(SetNamespace("b"))) == [Scoped]
+        assert kinds(step.turn(SetNamespace("b"))) == [NamespaceChanged]
         assert kinds(step.turn(SetNamespace("b"))) == []
         assert step.turn(acquire(2, 2)).answered[0].value.device_hits == 0
 

@@ -12,7 +12,7 @@ from kvactors.errors import DeadlineExceeded, LeaseEnded, NoRoom
 from kvactors.prefix_index.actions import Action, StartTimer
 from kvactors.prefix_index.admission import STEPS, Admission, Waiter
 from kvactors.prefix_index.core import IndexCore
-from kvactors.prefix_index.messages import Continue, Expired, Proceed, Sweep
+from kvactors.prefix_index.messages import AdmissionDeadline, Continue, Proceed, Sweep
 from tests.prefix_index.objects import Request, answers, cache, core, messages, new_lease
 
 
@@ -136,7 +136,7 @@ def test_a_deadline_ends_the_wait_that_it_belongs_to():
     taker = Taker(1, 3)
     _, actions = ask(admission, taker)
     [timer] = [one for one in actions if isinstance(one, StartTimer)]
-    assert isinstance(timer.message, Expired)
+    assert isinstance(timer.message, AdmissionDeadline)
     assert admission.expire(1, timer.message.ticket + 1) == []
     [error] = answers(admission.expire(1, timer.message.ticket))
     assert isinstance(error, DeadlineExceeded)

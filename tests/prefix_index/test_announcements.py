@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from kvactors.flush_notifier.messages import PLAIN, Announced, Cleared, Gained, Gone, Origin, Scoped
+from kvactors.flush_notifier.messages import (
+    PLAIN,
+    BlocksAdded,
+    BlocksRemoved,
+    NamespaceChanged,
+    PathCached,
+    RequestScope,
+    TierCleared,
+)
 from kvactors.prefix_index import announcements as module
 from kvactors.prefix_index.announcements import Announcements
 from kvactors.prefix_index.messages import Continue
@@ -69,20 +77,20 @@ def test_a_long_path_is_announced_in_parts_each_below_its_parent(index):
 
 
 def test_blocks_below_a_forgotten_root_are_reported_by_their_hashes(index, monkeypatch):
-    monkeypatch.setattr(module, "ORIGINS", 2)
+    monkeypatch.setattr(module, "MOST_SCOPES", 2)
     news = made(index)
     for root in (ROOT, OTHER, ROOT, b"x" * 32):
-        news.remember(root, Origin(salt=root.hex()))
-    assert list(news.origins) == [ROOT, b"x" * 32], "the least recently used is forgotten"
+        news.remember(root, RequestScope(salt=root.hex()))
+    assert list(news.scopes) == [ROOT, b"x" * 32], "the least recently used is forgotten"
     [gained] = news.cached(cached(index, 2, root=OTHER), 0, 2, Reason.COMMIT)
-    assert isinstance(gained, Gained)
+    assert isinstance(gained, BlocksAdded)
 
 
 def test_the_number_of_an_adapter_stays_until_another_is_given(index):
     news = made(index)
     for number, expected in ((7, 7), (None, 7), (8, 8)):
-        news.remember(ROOT, Origin(lora="a", lora_id=number))
-        assert news.origins[ROOT].lora_id == expected
+        news.remember(ROOT, RequestScope(lora="a", lora_id=number))
+        assert news.scopes[ROOT].lora_id == expected
         news.remember(OTHER, PLAIN)
 
 
@@ -107,7 +115,7 @@ def test_a_walk_announces_every_block_once_below_its_parent(index):
     )
     known = {ROOT}
     for each in sent:
-        assert isinstance(each, Announced)
+        assert isinstance(each, PathCached)
         assert each.parent in known
         known |= {each.keys[i : i + 32] for i in range(0, len(each.keys), 32)}
     assert news.up_to_date
@@ -115,10 +123,10 @@ def test_a_walk_announces_every_block_once_below_its_parent(index):
 
 def test_a_walk_does_not_announce_blocks_of_a_forgotten_root_as_others(index):
     news = made(index)
-    news.remember(ROOT, Origin(salt="a"))
+    news.remember(ROOT, RequestScope(salt="a"))
     one = cached(index, 2, root=OTHER)
     sent = whole_walk(news.announce_all())
-    assert {type(each) for each in sent} == {Gained}
+    assert {type(each) for each in sent} == {BlocksAdded}
     assert b"".join(each.keys for each in sent) == one.keys(0, 2)
 
 
@@ -133,7 +141,7 @@ def test_changes_during_a_walk_are_sent_after_it(index):
     assert news.gone(one.keys(4, 5), Reason.DEVICE_DROP) == []
     assert news.scoped("b") == []
     sent = whole_walk(begun)
-    assert [type(each) for each in sent[-3:]] == [Announced, Gone, Scoped]
+    assert [type(each) for each in sent[-3:]] == [PathCached, BlocksRemoved, NamespaceChanged]
     assert sent[-3].keys == late.keys(0, 2)
 
 
@@ -145,7 +153,7 @@ def test_a_walk_ends_where_the_notifier_restarts_again(index):
     news.cleared(Reason.CLEAR)
     second = news.announce_all()
     assert next_part(first) == []
-    assert not any(isinstance(each, Cleared) for each in whole_walk(second)), (
+    assert not any(isinstance(each, TierCleared) for each in whole_walk(second)), (
         "the second walk has what changed before it"
     )
     assert news.up_to_date

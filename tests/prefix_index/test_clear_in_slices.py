@@ -8,7 +8,7 @@ from pathlib import Path as FilePath
 from kvactors.errors import NoRoom
 from kvactors.native import BlockTree, Path
 from kvactors.prefix_index.index import RETURNED, BlockIndex
-from kvactors.prefix_index.messages import Abandon, Acquire, Clear, Done, Granted, Pause, Sweep
+from kvactors.prefix_index.messages import Abandon, Ack, Acquire, AcquireResult, Clear, Pause, Sweep
 from tests.prefix_index.index_machine import BLOCK, IndexMachine
 
 MANY = 3 * RETURNED
@@ -18,7 +18,7 @@ def filled(blocks: int, cached: int) -> IndexMachine:
     """An index with one finished request of so many blocks."""
     machine = IndexMachine()
     machine.start(blocks, True, False, False, False, "none", 0, blocks)
-    assert isinstance(request(machine, cached), Granted)
+    assert isinstance(request(machine, cached), AcquireResult)
     machine.commit(0, 0)
     machine.finish(0)
     machine.finish_works()
@@ -70,13 +70,13 @@ def test_a_request_gets_blocks_of_a_clear_at_once_and_no_more_than_it_needs() ->
     for wait in (True, False):
         machine = filled(20, 18)
         machine.turn(Clear())
-        assert isinstance(request(machine, 5, wait=wait), Granted)
+        assert isinstance(request(machine, 5, wait=wait), AcquireResult)
         assert machine.index.returning == 18 - 3
         assert machine.index.pool.free == 0
         refused = request(machine, 16, wait=wait)
         assert isinstance(refused, NoRoom)
         assert "15" in str(refused), "what a clear leaves can be had"
-        assert isinstance(request(machine, 15, wait=wait), Granted)
+        assert isinstance(request(machine, 15, wait=wait), AcquireResult)
         assert machine.index.free == 0
         machine.teardown()
 
@@ -84,14 +84,14 @@ def test_a_request_gets_blocks_of_a_clear_at_once_and_no_more_than_it_needs() ->
 def test_a_pause_does_not_wait_for_what_a_clear_leaves() -> None:
     machine = filled(20, 18)
     machine.turn(Clear())
-    assert isinstance(machine.turn(Pause()).answered[0].value, Done)
+    assert isinstance(machine.turn(Pause()).answered[0].value, Ack)
     machine.teardown()
 
 
 def test_clears_in_a_row_each_count_their_own_blocks() -> None:
     machine = filled(40, 10)
     counts = [machine.turn(Clear()).answered[0].value.count]
-    assert isinstance(request(machine, 20), Granted)
+    assert isinstance(request(machine, 20), AcquireResult)
     machine.commit(0, 0)
     counts.append(machine.turn(Clear()).answered[0].value.count)  # all in use
     machine.finish(0)
@@ -105,7 +105,7 @@ def test_clears_in_a_row_each_count_their_own_blocks() -> None:
 
 def test_the_memory_of_a_tree_goes_when_its_last_lease_has_ended() -> None:
     machine = filled(40, 10)
-    assert isinstance(request(machine, 4), Granted)
+    assert isinstance(request(machine, 4), AcquireResult)
     machine.commit(0, 0)
     tree = machine.index.tree
     used = tree.statistics()["bytes"]

@@ -7,7 +7,7 @@ from itertools import count
 from kvactors.cpu_evictor.messages import ClearHost
 from kvactors.errors import StoreError
 from kvactors.prefix_index.clears import Clears
-from kvactors.prefix_index.messages import Done
+from kvactors.prefix_index.messages import Ack
 from tests.prefix_index.objects import Request, answers, messages
 
 
@@ -27,7 +27,7 @@ def test_with_the_store_it_is_answered_when_the_store_is_empty_or_could_not_be_e
         [clear] = clears.start(Request(), freed, storage=True)
         ops.append(clear.op)
     [done] = answers(clears.finish(ops[1], ""))
-    assert isinstance(done, Done)
+    assert isinstance(done, Ack)
     assert done.count == 4
     [error] = answers(clears.finish(ops[0], "the disk is full"))
     assert isinstance(error, StoreError)

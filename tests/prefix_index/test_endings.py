@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvactors.cpu_evictor.messages import Admit, Discard
+from kvactors.cpu_evictor.messages import DropHostCopies, Save
 from kvactors.errors import LeaseEnded, NotReady, RankLost
-from kvactors.flush_notifier.messages import Announced
+from kvactors.flush_notifier.messages import PathCached
 from kvactors.prefix_index.core import IndexCore
 from kvactors.prefix_index.messages import Continue, Extend
 from kvactors.prefix_index.parts import next_part
@@ -28,7 +28,7 @@ def test_full_blocks_of_computed_tokens_are_shareable():
     actions = state.commits.commit(1, 2 * BLOCK + 1, Request())
     assert answers(actions)[0].count == 2
     [announced] = messages(actions)
-    assert isinstance(announced, Announced)
+    assert isinstance(announced, PathCached)
     assert (announced.count, announced.reason) == (2, Reason.COMMIT)
     assert state.commits.commit(1, 2 * BLOCK, Request())[0] is not None
     assert lease.path.num_committed == 2
@@ -67,7 +67,9 @@ def test_the_host_drops_its_copy_of_a_block_that_was_computed_again():
     [offload] = state.evictions.evict(1)[1]
     state.evictions.finish(offload.op, b"\1")
     actions = state.commits.commit(1, BLOCK, Request())
-    assert [one.keys for one in messages(actions) if isinstance(one, Discard)] == [offload.keys]
+    assert [one.keys for one in messages(actions) if isinstance(one, DropHostCopies)] == [
+        offload.keys
+    ]
 
 
 def test_a_finish_announces_saves_and_releases():
@@ -75,7 +77,7 @@ def test_a_finish_announces_saves_and_releases():
     granted(state)
     actions = state.endings.finish(1, 3 * BLOCK, Request())
     kinds = [type(one) for one in messages(actions)]
-    assert kinds == [Announced, Announced, Admit], "the commit, the finish, the save"
+    assert kinds == [PathCached, PathCached, Save], "the commit, the finish, the save"
     assert answers(actions)[0].count == 3
     assert state.index.evictable() == 0, "held until it is saved"
     admit = messages(actions)[-1]
@@ -89,7 +91,7 @@ def test_an_abandoned_lease_is_announced_and_not_saved():
     granted(state)
     state.commits.commit(1, 2 * BLOCK, Request())
     kinds = [type(one) for one in messages(state.endings.abandon(1))]
-    assert kinds == [Announced]
+    assert kinds == [PathCached]
     assert (state.endings.abandoned, state.index.evictable(), state.index.free) == (1, 2, 6)
     assert state.endings.abandon(1) == []
 
@@ -125,6 +127,6 @@ def test_a_long_lease_ends_in_parts():
     while isinstance(actions[-1], Continue):
         turns.append([type(one) for one in actions[:-1]])
         actions = next_part(actions[-1].work)
-    assert turns == [[Announced], [Announced], [Admit]]
+    assert turns == [[PathCached], [PathCached], [Save]]
     assert answers(actions)[0].count == 3
     assert state.admission.closing == 0

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from kvactors.cpu_evictor.messages import Discard, Offload
-from kvactors.flush_notifier.messages import PLAIN, Gone
+from kvactors.cpu_evictor.messages import DropHostCopies, Offload
+from kvactors.flush_notifier.messages import PLAIN, BlocksRemoved
 from kvactors.prefix_index.core import IndexCore
 from kvactors.types import Reason, split_keys
 from tests.prefix_index.objects import cache, core, messages
 
 
 def gone(actions) -> list[tuple[int, Reason]]:
-    return [(len(split_keys(one.keys)), one.reason) for one in actions if isinstance(one, Gone)]
+    return [
+        (len(split_keys(one.keys)), one.reason) for one in actions if isinstance(one, BlocksRemoved)
+    ]
 
 
 def started(state: IndexCore, wanted: int) -> Offload:
@@ -55,7 +57,7 @@ def test_a_block_that_is_matched_again_stays_and_the_host_drops_its_copy():
     assert state.index.tree.pin(made, 3)[0] == 3
     actions = state.evictions.finish(offload.op, b"\1\1")
     assert gone(actions) == [(1, Reason.DEVICE_EVICTION)]
-    [discard] = [one for one in messages(actions) if isinstance(one, Discard)]
+    [discard] = [one for one in messages(actions) if isinstance(one, DropHostCopies)]
     assert discard.keys == made.keys(2, 3)
     assert (state.evictions.evicted, state.evictions.rescued) == (2, 1)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from kvactors.cpu_evictor.messages import Cancel, Load, Offload, Place
+from kvactors.cpu_evictor.messages import Cancel, Load, Offload, SetTargets
 from kvactors.errors import LeaseBusy, LeaseEnded, NoRoom, Paused
 from kvactors.prefix_index.actions import StartTimer
 from kvactors.prefix_index.core import IndexCore
-from kvactors.prefix_index.messages import Continue, Expired, Extend, Granted
+from kvactors.prefix_index.messages import AcquireResult, AdmissionDeadline, Continue, Extend
 from kvactors.prefix_index.parts import next_part
 from tests.prefix_index.objects import (
     BLOCK,
@@ -41,7 +41,7 @@ def test_a_prefix_on_the_device_is_hit():
     cached = cache(state, 2)
     _, actions = request(state, 1, 3)
     [granted] = answers(actions)
-    assert isinstance(granted, Granted)
+    assert isinstance(granted, AcquireResult)
     assert (granted.cached_tokens, granted.pending, granted.device_hits) == (2 * BLOCK, False, 2)
     assert len(set(granted.blocks)) == 3
     assert state.index.free == 8 - 3
@@ -99,7 +99,7 @@ def test_a_load_sent_ahead_is_placed_when_the_request_has_its_blocks():
     state = core(4)
     _, load, offload = waiting_with_a_load(state)
     actions = state.offloaded(offload.op, bytes(4))
-    [place] = [one for one in messages(actions) if isinstance(one, Place)]
+    [place] = [one for one in messages(actions) if isinstance(one, SetTargets)]
     [granted] = answers(actions)
     assert (place.op, place.blocks) == (load.op, tuple(granted.blocks[:2]))
     assert granted.pending
@@ -115,7 +115,7 @@ def test_a_request_that_waited_is_matched_again_under_the_present_namespace():
     assert (granted.pending, granted.cached_tokens) == (False, 0)
     lease = state.leases.get(1)
     assert lease is not None
-    assert lease.path.root == state.roots.root(envelope.message.origin)
+    assert lease.path.root == state.roots.root(envelope.message.scope)
 
 
 def test_a_waiting_request_that_is_given_up_cancels_its_load():
@@ -161,7 +161,7 @@ def test_requests_of_a_pause_are_admitted_in_order_after_it():
     _, second = request(state, 2, 3, first=100)
     assert [type(one) for one in first + second] == [StartTimer] * 2
     expired = second[0].message
-    assert isinstance(expired, Expired)
+    assert isinstance(expired, AdmissionDeadline)
     [error] = answers(state.requests.expire(expired.lease, expired.ticket))
     assert isinstance(error, Paused)
     resume = Request()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvactors.prefix_index.actions import StartTimer
 from kvactors.prefix_index.held import HeldRequests
-from kvactors.prefix_index.messages import Expired
+from kvactors.prefix_index.messages import AdmissionDeadline
 from tests.prefix_index.objects import Request, acquire
 
 
@@ -34,7 +34,7 @@ def test_a_timer_of_an_earlier_wait_changes_nothing():
     for _ in range(2):
         [timer] = held.hold(acquire(1, 2), Request())
         assert isinstance(timer, StartTimer)
-        assert isinstance(timer.message, Expired)
+        assert isinstance(timer.message, AdmissionDeadline)
         tickets.append(timer.message.ticket)
         if len(tickets) == 1:
             held.cancel(1)

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from kvactors.errors import LeaseEnded
-from kvactors.prefix_index.messages import Commit, Done, Finish
+from kvactors.prefix_index.messages import Ack, Commit, Finish
 from tests.prefix_index.index_machine import BLOCK, LONGEST, IndexMachine
 
 
@@ -99,7 +99,7 @@ def test_a_commit_that_the_tree_refuses_ends_that_lease_alone() -> None:
     second.tree.replace(second.path, 0, -1)
     effects = machine.turn(Commit(second.id, BLOCK))
     assert isinstance(effects.answered[0].error, LeaseEnded)
-    assert isinstance(machine.turn(Commit(first.id, 2 * BLOCK)).answered[0].value, Done)
+    assert isinstance(machine.turn(Commit(first.id, 2 * BLOCK)).answered[0].value, Ack)
     machine.turn(Finish(second.id))
 
 

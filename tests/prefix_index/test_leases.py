@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvactors.errors import LeaseEnded, NoRoom, RankLost
 from kvactors.prefix_index import leases as module
 from kvactors.prefix_index.leases import LeaseTable
-from kvactors.prefix_index.messages import Landed
+from kvactors.prefix_index.messages import ReadyResult
 from kvactors.prefix_index.records import LeaseFault, LeaseState, LoadState
 from tests.prefix_index.objects import (
     BLOCK,
@@ -65,7 +65,7 @@ def test_a_pending_lease_is_answered_after_its_load():
     load.tree.finish_load(load.nodes, 1)
     actions = table.load_ended(lease, load, 1, 1, owner=True)
     [landed] = answers(actions)
-    assert isinstance(landed, Landed)
+    assert isinstance(landed, ReadyResult)
     assert (landed.host_hits, landed.storage_hits, landed.cached_tokens) == (1, 0, BLOCK)
     assert table.host_hits == 1
 

@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvactors.actor import Message
-from kvactors.cpu_evictor.messages import Cancel, Discard, Keep, Load, Place
-from kvactors.flush_notifier.messages import Gained
+from kvactors.cpu_evictor.messages import Cancel, DropHostCopies, Keep, Load, SetTargets
+from kvactors.flush_notifier.messages import BlocksAdded
 from kvactors.prefix_index.actions import StartTimer
 from kvactors.prefix_index.core import IndexCore
 from kvactors.prefix_index.index import Segment
 from kvactors.prefix_index.loads import GRACE
-from kvactors.prefix_index.messages import Landed, Overdue
+from kvactors.prefix_index.messages import LoadDeadline, ReadyResult
 from kvactors.prefix_index.records import LeaseState
 from kvactors.types import split_keys
 from tests.prefix_index.objects import BLOCK, Request, answers, core, messages, new_lease, path
@@ -44,7 +44,7 @@ def test_a_load_has_a_timer_and_every_hash_from_the_root_on():
     assert isinstance(first, StartTimer)
     assert isinstance(second, StartTimer)
     assert (first.deadline, first.grace) == (lease.deadline, GRACE)
-    assert isinstance(second.message, Overdue)
+    assert isinstance(second.message, LoadDeadline)
     assert second.message.op == load2.op
     assert [(load.start, load.blocks) for load in (load1, load2)] == [
         (0, tuple(lease.path.blocks(0, 1))),
@@ -62,7 +62,9 @@ def test_a_result_waits_for_those_of_the_loads_above():
     actions = state.loads.finish(first, 1, 1)
     assert lease.path.num_committed == 2
     kinds = [type(one) for one in messages(actions)]
-    assert kinds == [Gained, Discard] * 2, "announced before the host tier may drop its copy"
+    assert kinds == [BlocksAdded, DropHostCopies] * 2, (
+        "announced before the host tier may drop its copy"
+    )
     assert not state.loads
     assert not state.index.loading
 
@@ -84,7 +86,7 @@ def test_an_overdue_load_keeps_its_targets_until_it_is_answered():
     targets = lease.path.blocks()
     state.leases.wait_ready(1, Request())
     [landed] = answers(state.loads.overdue(op))
-    assert isinstance(landed, Landed)
+    assert isinstance(landed, ReadyResult)
     assert not set(landed.blocks) & set(targets)
     assert state.loads.overdue_loads == 1
     assert state.index.free == 0
@@ -113,7 +115,7 @@ def test_the_host_keeps_what_the_device_did_not_take(overdue):
     else:
         state.loads.finish(second, 2, 2)
         actions = state.loads.finish(first, 1, 1)
-    discarded = [one.keys for one in messages(actions) if isinstance(one, Discard)]
+    discarded = [one.keys for one in messages(actions) if isinstance(one, DropHostCopies)]
     kept = [one.keys for one in messages(actions) if isinstance(one, Keep)]
     assert discarded == ([] if overdue else [lease.path.keys(0, 1)])
     assert kept == [lease.path.keys(2, 4)]
@@ -127,7 +129,7 @@ def test_loads_sent_ahead_are_placed_once_the_lease_has_its_blocks():
     assert load.blocks == ()
     [timer, place] = state.loads.place(lease)
     assert isinstance(timer, StartTimer)
-    assert isinstance(place, Place)
+    assert isinstance(place, SetTargets)
     assert place.blocks == tuple(lease.path.blocks())
     assert state.loads.place(lease) == [], "each is placed once"
 
@@ -208,7 +210,9 @@ def test_results_in_any_order_agree_with_a_model(run):
         if good[number] < length:
             break
     assert lease.path.num_committed == expected
-    discarded = {key for one in sent if isinstance(one, Discard) for key in split_keys(one.keys)}
+    discarded = {
+        key for one in sent if isinstance(one, DropHostCopies) for key in split_keys(one.keys)
+    }
     assert discarded == set(split_keys(lease.path.keys(0, expected)))
     kept = [key for one in sent if isinstance(one, Keep) for key in split_keys(one.keys)]
     assert len(set(kept)) == sum(good) - expected, "the device did not take what arrived below"

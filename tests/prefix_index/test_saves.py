@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvactors.cpu_evictor.messages import Admit
+from kvactors.cpu_evictor.messages import Save
 from kvactors.flush_notifier.messages import PLAIN
 from kvactors.prefix_index.core import IndexCore
 from kvactors.prefix_index.saves import SavedPath
@@ -19,9 +19,9 @@ def committed(state: IndexCore, blocks: int) -> SavedPath:
     return SavedPath(state.index.tree, made, 1)
 
 
-def save(state: IndexCore, whole: SavedPath, start: int, stop: int) -> Admit:
+def save(state: IndexCore, whole: SavedPath, start: int, stop: int) -> Save:
     [admit] = state.saves.start(whole, start, stop)
-    assert isinstance(admit, Admit)
+    assert isinstance(admit, Save)
     return admit
 
 

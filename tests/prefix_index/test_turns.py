@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 
 from kvactors.actor import PeerRestarted
-from kvactors.cpu_evictor.messages import Admit, Admitted, HostGained, Loaded
-from kvactors.flush_notifier.messages import Announced, Gained, Gone
+from kvactors.cpu_evictor.messages import HostBlocksAdded, Loaded, Save, Saved
+from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, PathCached
 from kvactors.native import Path
 from kvactors.prefix_index.index import BlockIndex
 from kvactors.prefix_index.messages import (
     Abandon,
     Acquire,
+    AcquireResult,
     Clear,
     Commit,
     Finish,
-    Granted,
     Preempt,
     SetNamespace,
 )
@@ -43,7 +43,7 @@ class Counted(IndexMachine):
         changed = [abs(new - old) for new, old in zip(self.counts(), before, strict=True)]
         sent = 0
         for told in effects.told:
-            if isinstance(told.message, (Announced, Gone, Admit)):
+            if isinstance(told.message, (PathCached, BlocksRemoved, Save)):
                 sent += len(told.message.keys) // KEY_BYTES
         self.handled.append(max(*changed, sent))
         return effects
@@ -71,7 +71,7 @@ class Counted(IndexMachine):
             Acquire(self.number, f"r{self.number}", path, self.stepper.now + 5.0),
             self.stepper.now + 5.0,
         )
-        assert isinstance(effects.answered[0].value, Granted), effects.answered
+        assert isinstance(effects.answered[0].value, AcquireResult), effects.answered
         for op in list(self.loads):  # storage has nothing
             del self.loads[op]
             self.whole(Loaded(op, 0, 0))
@@ -110,7 +110,7 @@ def test_no_turn_handles_more_blocks_than_a_part(machine, end, save):
         assert effects.answered[0].value.count == MANY
     for op in list(machine.admits):
         admit = machine.admits.pop(op)
-        machine.whole(Admitted(op, b"\1" * len(admit.blocks)))
+        machine.whole(Saved(op, b"\1" * len(admit.blocks)))
     machine.over()
     state = machine.index.tree.statistics()
     assert (state["referenced"], state["device"], state["evictable"]) == (0, MANY, MANY)
@@ -150,11 +150,11 @@ def test_restarts_of_the_neighbours_are_handled_in_parts(machine):
     machine.commit_all(lease, MANY)
     machine.whole(Finish(lease))
     for admit in list(machine.admits):
-        machine.whole(Admitted(admit, bytes(len(machine.admits.pop(admit).blocks))))
+        machine.whole(Saved(admit, bytes(len(machine.admits.pop(admit).blocks))))
     keys = machine.index.tree.device_keys()
     for start in range(0, MANY, PART):
         machine.turn(
-            HostGained(
+            HostBlocksAdded(
                 keys[start * KEY_BYTES : (start + PART) * KEY_BYTES],
                 machine.actor.core.clears.sent,
                 machine.index.memory_generation,
@@ -249,7 +249,7 @@ def test_a_request_between_two_parts_does_not_hit_what_was_cleared_or_is_of_anot
     machine.finish_works()
     lease = machine.lease_state(message.lease)
     assert lease.device_hits == (MANY // 2 if granted else 0)
-    assert granted or lease.path.root == machine.roots.root(message.origin)
+    assert granted or lease.path.root == machine.roots.root(message.scope)
     assert len(set(lease.path.blocks())) == MANY
     machine.whole(Finish(message.lease))
 
@@ -271,10 +271,13 @@ def test_a_block_that_comes_back_is_reported_although_its_scope_was_forgotten(ma
     it was announced with."""
     machine.begin()
     lease = machine.request(PART)
-    machine.actor.core.announcements.origins.clear()
+    machine.actor.core.announcements.scopes.clear()
     effects = machine.turn(Commit(lease, PART * BLOCK))
     (report,) = effects.to("flush_notifier")
-    assert (type(report), report.keys) == (Gained, machine.lease_state(lease).path.keys(0, PART))
+    assert (type(report), report.keys) == (
+        BlocksAdded,
+        machine.lease_state(lease).path.keys(0, PART),
+    )
     machine.whole(Finish(lease))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvactors.prefix_index.messages import Expired
+from kvactors.prefix_index.messages import AdmissionDeadline
 from tests.prefix_index.index_machine import BLOCK, IndexMachine
 
 
@@ -31,7 +31,7 @@ def test_a_late_timer_of_an_earlier_wait_is_ignored() -> None:
     assert not machine.actor.core.admission.waiting
     machine.extend(0, BLOCK)
     assert machine.actor.core.admission.waiting[lease].ticket != first
-    machine.turn(Expired(lease, first))
+    machine.turn(AdmissionDeadline(lease, first))
     assert lease in machine.actor.core.admission.waiting, (
         "the wait was ended by the timer of an earlier one"
     )

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvactors.data_plane.ranks import protocol
-from kvactors.data_plane.ranks.connection import MemoryWire, _decoder
+from kvactors.data_plane.ranks.connection import MemoryConnection, _decoder
 from kvactors.data_plane.ranks.plane import RanksPlane
 from kvactors.data_plane.ranks.protocol import Answer, Frame
 from kvactors.gpu_swapper.messages import Direction
@@ -61,7 +61,7 @@ MESSAGES = st.one_of(ANSWERS, *(st.from_type(kind).filter(encodable) for kind in
 )
 def test_whatever_arrives_is_a_message_or_ends_the_connection(body):
     async def main() -> None:
-        ours, theirs = MemoryWire.pair()
+        ours, theirs = MemoryConnection.pair()
         ours._put(body)
         message = await ours.receive()
         assert message is None or isinstance(message, Frame)
@@ -73,7 +73,7 @@ def test_whatever_arrives_is_a_message_or_ends_the_connection(body):
 
 def test_a_deeply_nested_message_ends_the_connection():
     async def main() -> None:
-        ours, _ = MemoryWire.pair()
+        ours, _ = MemoryConnection.pair()
         ours._put(b"\x91" * 100_000)
         assert await ours.receive() is None
         assert ours.violation

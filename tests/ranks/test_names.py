@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvactors.data_plane.ranks.connection import MemoryWire, _encoder
+from kvactors.data_plane.ranks.connection import MemoryConnection, _encoder
 from kvactors.data_plane.ranks.leader import RankGroup
 from kvactors.data_plane.ranks.link import Link, Violation
 from kvactors.data_plane.ranks.names import SHARDS, NameSet, RankNames, in_slices, pages
@@ -166,8 +166,8 @@ def test_a_set_of_names():
 # -- a rank that joins
 
 
-def linked(objects: int) -> tuple[Link, MemoryWire]:
-    ours, theirs = MemoryWire.pair()
+def linked(objects: int) -> tuple[Link, MemoryConnection]:
+    ours, theirs = MemoryConnection.pair()
     return Link(ours, identity(0, objects=objects)), theirs
 
 

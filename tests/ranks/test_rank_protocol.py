@@ -8,7 +8,7 @@ import asyncio
 import msgspec
 import pytest
 
-from kvactors.data_plane.ranks.connection import StreamWire
+from kvactors.data_plane.ranks.connection import StreamConnection
 from kvactors.data_plane.ranks.listening import connect
 from kvactors.data_plane.ranks.plane import RanksPlane
 from kvactors.data_plane.ranks.protocol import (
@@ -362,7 +362,7 @@ async def test_garbage_on_the_socket_ends_its_connection_alone(tmp_path, data):
     writer.close()
     wires = [await come(rank, endpoint=f"unix://{path}") for rank in range(2)]
     await opening
-    assert isinstance(wires[0], StreamWire)
+    assert isinstance(wires[0], StreamConnection)
     wires[0]._writer.write(data)
     wires[0]._writer.write_eof()
     assert await wires[0].receive() is None

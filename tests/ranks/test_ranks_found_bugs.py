@@ -10,7 +10,7 @@ import pytest
 
 import kvactors
 from kvactors.config import ActorsConfig, DeviceConfig, HostConfig, LayoutConfig
-from kvactors.data_plane.ranks.connection import MemoryWire
+from kvactors.data_plane.ranks.connection import MemoryConnection
 from kvactors.data_plane.ranks.protocol import Answer
 from kvactors.ranks_config import RanksConfig
 from kvactors.testing.loop import simulate
@@ -208,7 +208,7 @@ def test_a_clear_that_did_not_reach_every_rank_is_repeated():
 
 def test_what_is_sent_first_arrives_first():
     async def main() -> None:
-        one, two = MemoryWire.pair()
+        one, two = MemoryConnection.pair()
         for op in range(20):
             one.send(Answer(op))
         assert [(await two.receive()).op for _ in range(20)] == list(range(20))

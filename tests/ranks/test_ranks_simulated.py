@@ -66,7 +66,7 @@ async def befall(cache, ranks, kind: str, rng: random.Random) -> None:
     elif kind == "cut":
         victim.cut()
     elif kind == "hang up":
-        cache.system.ranks.hang_up(victim.number)
+        cache.system.ranks.disconnect(victim.number)
     elif kind.startswith("clear"):
         await cache.clear(storage="all" in kind)
     elif kind == "prefetch":

@@ -27,7 +27,7 @@ SLACK = 0.25
 s, and the second one decides."""
 
 
-class Door:
+class CacheClient:
     """One client's way to the cache. awaits: so far. ended: requests that ended somehow, answered:
     those that went to their end."""
 
@@ -64,7 +64,7 @@ class Door:
             raise
         finally:
             world.seen[f"outcome {what} {outcome}"] += 1
-            world.witness.note(f"client {self.number} {what} {outcome}")
+            world.recorder.note(f"client {self.number} {what} {outcome}")
             took = loop.time() - began - (world.jumped - jumped)
             if took > seconds + SLACK:
                 world.violated(
@@ -77,7 +77,7 @@ class Door:
         if world.closing:
             return
         kinds = {fault.kind for fault in world.drawn.plan.fault}
-        crashed = world.witness.died > 0
+        crashed = world.recorder.died > 0
         unfounded = (
             (isinstance(error, ActorFailed | LeaseEnded) and not crashed)
             or (isinstance(error, RankLost) and not kinds & {"rank_cut", "rank_lost"})

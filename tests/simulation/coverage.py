@@ -29,8 +29,8 @@ ACTORS: tuple[type[Actor], ...] = (
 """Those a simulation wires."""
 
 WORKERS = {
-    "storage_reader": {"Probed", "ReadDone", "Gone"},
-    "storage_writer": {"Written", "StoreCleared", "Gained", "Gone", "Cleared"},
+    "storage_reader": {"Probed", "ReadDone", "BlocksRemoved"},
+    "storage_writer": {"Written", "StoreCleared", "BlocksAdded", "BlocksRemoved", "TierCleared"},
 }
 """Messages that each storage actor really sends: the actors declare the same ones, since they
 answer through the same code."""

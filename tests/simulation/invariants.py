@@ -63,7 +63,7 @@ def still(world: World) -> None:
     left = {
         "leases": index.leases,
         "waiting": index.waiting,
-        "messages or jobs": system.activity.count,
+        "messages or jobs": system.in_flight.count,
         "open asks": sum(actor.ref.open_asks for actor in system.supervisor.actors()),
         "held acquires": len(system.index_actor.core.held),
         "loading blocks": len(system.index_actor.index.loading),
@@ -82,9 +82,9 @@ def _supervision(world: World) -> None:
     deaths = supervisor.statistics().deaths
     if supervisor.failed is not None:
         world.violated(f"the system failed: {supervisor.failed!r}")
-    if deaths != world.witness.died:
+    if deaths != world.recorder.died:
         world.violated(
-            f"{deaths} deaths, {world.witness.died} by plan; the last: "
+            f"{deaths} deaths, {world.recorder.died} by plan; the last: "
             f"{supervisor.statistics().last_death}"
         )
 

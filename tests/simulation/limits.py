@@ -17,7 +17,7 @@ LIMITS: Mapping[str, tuple[str, str]] = {
     "blocks of a page of paths": ("kvactors.storage.reports", "PATH_PAGE"),
     "stored blocks waiting": ("kvactors.flush_notifier.unnamed", "MAX_UNPLACED"),
     "saves waiting": ("kvactors.storage.device_store", "WAITING"),
-    "scopes remembered": ("kvactors.prefix_index.announcements", "ORIGINS"),
+    "scopes remembered": ("kvactors.prefix_index.announcements", "MOST_SCOPES"),
     "blocks of a turn": ("kvactors.prefix_index.parts", "BLOCKS"),
 }
 """By name: the module and the constant. The constant is read when it is used, so that replacing it

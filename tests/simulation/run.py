@@ -71,7 +71,7 @@ async def _live(world: World, report: SeedReport) -> World:
     """Run one world from its start to its stop."""
     loop, drawn = asyncio.get_running_loop(), world.drawn
     world.violations = report.violations
-    world.witness.note(f"a world after {report.trace}")
+    world.recorder.note(f"a world after {report.trace}")
     loop.set_exception_handler(lambda _loop, context: _unhandled(world, context))
     clients = [Client(world, number) for number in range(drawn.clients)]
     ended = False
@@ -120,18 +120,18 @@ def _unhandled(world: World, context: dict[str, Any]) -> None:
 
 
 def _conclude(report: SeedReport, world: World, clients: list[Client]) -> None:
-    witness = world.witness
+    recorder = world.recorder
     report.requests += sum(client.requests for client in clients)
     report.answered += sum(client.answered for client in clients)
     report.verified += world.engine.verified
     report.faults += sum(
-        count for what, count in witness.seen.items() if what.startswith(("fault ", "crash "))
+        count for what, count in recorder.seen.items() if what.startswith(("fault ", "crash "))
     )
-    report.turns += sum(witness.turns.values())
+    report.turns += sum(recorder.turns.values())
     report.virtual_s = round(asyncio.get_running_loop().time(), 6)
-    report.trace = witness.digest.hexdigest()
-    report.seen = dict(sorted((witness.seen + Counter(report.seen)).items()))
-    report.tail += witness.lines
+    report.trace = recorder.digest.hexdigest()
+    report.seen = dict(sorted((recorder.seen + Counter(report.seen)).items()))
+    report.tail += recorder.lines
 
 
 @contextmanager

@@ -40,7 +40,7 @@ RUNS = {seed: drawn for seed in range(1, 70) if (drawn := with_shards(seed)) is 
 def test_nothing_is_violated_and_both_paths_are_used():
     reports = {seed: run_seed(seed, drawn) for seed, drawn in list(RUNS.items())[:20]}
     assert {seed: report.violations for seed, report in reports.items() if report.violations} == {}
-    for kind in ("Fetched", "Saved"):
+    for kind in ("DeviceFetched", "DeviceSaved"):
         assert (
             sum(
                 one.seen.get(f"message storage_direct cpu_evictor {kind}", 0)

@@ -319,11 +319,11 @@ async def test_a_sink_misbehaves_as_told():
     await sink.deliver([])
     assert len(calls) == 2
     assert sink.doubled == 1
-    for misdeed in ("down", "lose_answers"):
-        sink.misdeed = misdeed
+    for fault_mode in ("down", "lose_answers"):
+        sink.fault_mode = fault_mode
         with pytest.raises(SinkError):
             await sink.deliver([])
-    sink.misdeed = "hang"
+    sink.fault_mode = "hang"
     with anyio.move_on_after(1000.0) as scope:
         await sink.deliver([])
     assert scope.cancelled_caught

@@ -12,17 +12,17 @@ import pytest
 
 import kvactors
 from kvactors.actor import (
-    Activity,
     Actor,
     ActorSpec,
     Control,
     Group,
+    InFlight,
     Message,
     PeerRestarted,
     Supervisor,
     on,
 )
-from kvactors.actor.uncancelled import to_the_end
+from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.config import (
     CacheConfig,
     Config,
@@ -36,7 +36,7 @@ from kvactors.data_plane.ranks.protocol import Answer
 from kvactors.data_plane.ranks.store import RankStore
 from kvactors.flush_notifier.filter import SinkFilter
 from kvactors.flush_notifier.ledger import Ledger
-from kvactors.flush_notifier.messages import Announced
+from kvactors.flush_notifier.messages import PathCached
 from kvactors.layout import make_layout
 from kvactors.storage.messages import Outcome
 from kvactors.testing.fakes import SimBackend, SimPool
@@ -80,7 +80,7 @@ def test_a_batch_that_is_cut_does_not_end_the_wait_for_what_it_left_out():
         keys.append(hashlib.sha256(tokens).digest())
     do(
         ledger.announce(
-            Announced(
+            PathCached(
                 bytes(32), tokens, join_keys(keys), 0, 8, Tier.DEVICE, Reason.COMMIT, bytes(32)
             )
         )
@@ -278,7 +278,7 @@ class Busy(Actor):
         self.release = release
 
     def started(self):
-        self.start_job(to_the_end(self.release), lambda _: Push(()), lambda _: Push(()))
+        self.start_job(wait_uncancelled(self.release), lambda _: Push(()), lambda _: Push(()))
 
     @on(Push)
     def pushed(self, message):
@@ -309,7 +309,7 @@ def test_what_was_told_before_a_death_was_known_does_not_reach_the_next_life(see
     incarnation, which was not notified of the cancellation."""
 
     async def main() -> None:
-        supervisor, release = Supervisor(Activity()), asyncio.get_running_loop().create_future()
+        supervisor, release = Supervisor(InFlight()), asyncio.get_running_loop().create_future()
         frail, sender, busy = (
             supervisor.make_ref(Frail, 1),
             supervisor.make_ref(Sender, 8),
@@ -328,15 +328,15 @@ def test_what_was_told_before_a_death_was_known_does_not_reach_the_next_life(see
         async with supervisor.running(*members):
             frail.try_tell(Die())
             await asyncio.sleep(1.0)
-            assert frail.life == 1
+            assert frail.incarnation == 1
             sender.try_tell(Push((1, 2, 3)))
             await asyncio.sleep(1.0)
             release.set_result(None)
-            await supervisor.activity.quiet()
+            await supervisor.in_flight.wait_idle()
             assert supervisor.actor("sender").heard == 2
             assert supervisor.actor("frail").notes == []
             sender.try_tell(Push((4, 5)))
-            await supervisor.activity.quiet()
+            await supervisor.in_flight.wait_idle()
             assert supervisor.actor("frail").notes == [4, 5]
 
     simulate(main, seed)

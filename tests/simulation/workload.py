@@ -12,7 +12,7 @@ from kvactors.errors import KVActorsError, LeaseEnded, NoRoom, RankLost
 from kvactors.lease import Lease
 from kvactors.prefix_index.loads import GRACE
 from kvactors.types import KEY_BYTES
-from tests.simulation.client import Door
+from tests.simulation.client import CacheClient
 from tests.simulation.draw import BLOCK
 from tests.simulation.world import World
 
@@ -32,7 +32,7 @@ class Prompt(NamedTuple):
     media: tuple[Media, ...] = ()
 
 
-class Client(Door):
+class Client(CacheClient):
     """Requests one after another, and now and then something else."""
 
     def __init__(self, world: World, number: int) -> None:
@@ -130,7 +130,7 @@ class Client(Door):
         """Serve one lease. Returns whether the request is over."""
         rng, cache = self.rng, self.world.cache
         deadline = rng.choice((0.02, 0.2, 1.0, 3.0))
-        wait, life = rng.random() < 0.9, self.world.system.index.life
+        wait, incarnation = rng.random() < 0.9, self.world.system.index.incarnation
         lease = await self.ask(
             "acquire",
             lambda: cache.acquire(
@@ -148,7 +148,7 @@ class Client(Door):
             self.world.seen["lease granted to forgotten"] += 1
             return True
         async with lease:
-            served = Served(self, lease, deadline, life)
+            served = Served(self, lease, deadline, incarnation)
             if not await served.prefill():
                 return True
             for _ in range(rng.choice((0, 0, 1, 2))):
@@ -158,12 +158,12 @@ class Client(Door):
 
 class Served:
     """One lease and the expected contents of its blocks. names: by position in the table, of blocks
-    that were filled or checked. life: of the index that gave the lease. An engine detects the
+    that were filled or checked. incarnation: of the index that gave the lease. An engine detects the
     failure of that index at once, and leaves the blocks alone, which have other owners then."""
 
-    def __init__(self, client: Client, lease: Lease, deadline: float, life: int) -> None:
+    def __init__(self, client: Client, lease: Lease, deadline: float, incarnation: int) -> None:
         self.client = client
-        self.life = life
+        self.incarnation = incarnation
         self.world = client.world
         self.rng = client.rng
         self.lease = lease
@@ -245,7 +245,7 @@ class Served:
     async def _still_ours(self) -> None:
         """LeaseEnded if the index of this lease has failed. The next incarnation must raise it too,
         for every call."""
-        if self.world.system.index.life == self.life:
+        if self.world.system.index.incarnation == self.incarnation:
             return
         lease, what = self.lease, self.rng.choice(("commit", "extend", "preempt", "finish", ""))
         calls: dict[str, Callable[[], Awaitable[Any]]] = {

@@ -37,7 +37,7 @@ from kvactors.threads import Workers
 from tests.simulation.draw import INDEX, Draw
 from tests.simulation.engine import Engine
 from tests.simulation.limits import STEP
-from tests.simulation.witness import SimSystem, Witness
+from tests.simulation.recorder import Recorder, SimSystem
 from tests.support.sim_rank import SimRank
 from tests.support.sim_service import SimService, SimThread
 
@@ -57,7 +57,7 @@ class World:
         self.violations: list[str] = []
         self.jumped = 0.0
         self.closing = False
-        self.witness = Witness(
+        self.recorder = Recorder(
             [fault for fault in drawn.plan.fault if fault.kind == "actor_crash"],
             keep,
             drawn.limits[STEP],
@@ -82,7 +82,7 @@ class World:
                 self._rank_on_service(number, count)
         self.ranks = [self._make_rank(number) for number in range(count)] if count > 1 else []
         local = self.stores[0] if self.stores and count == 1 else None
-        self.system = SimSystem(config, list(self.sinks), local, self.witness)
+        self.system = SimSystem(config, list(self.sinks), local, self.recorder)
         backend = self.system.direct_backend
         if isinstance(backend, AttentionStoreBackend):
             self._on_service(backend.sdk)
@@ -137,11 +137,11 @@ class World:
     @property
     def seen(self) -> Counter[str]:
         """See `SeedReport`."""
-        return self.witness.seen
+        return self.recorder.seen
 
     def violated(self, what: str) -> None:
         """Something is not as it must be."""
-        self.witness.note(f"VIOLATED {what}")
+        self.recorder.note(f"VIOLATED {what}")
         if what not in self.violations:
             self.violations.append(what)
 
@@ -170,7 +170,7 @@ class World:
     # -- faults
 
     def _fault_begins(self, fault: Fault) -> None:
-        self.witness.note(f"fault {fault.kind} {fault.target} {fault.duration} {fault.amount}")
+        self.recorder.note(f"fault {fault.kind} {fault.target} {fault.duration} {fault.amount}")
         self.seen[f"fault {fault.kind}"] += 1
         if fault.kind == "clock_jump":
             self.jumped += fault.duration
@@ -192,7 +192,7 @@ class World:
 
     async def heal(self) -> None:
         """Nothing goes wrong from now on. Faults that have not come yet never will."""
-        self.witness.disarm()
+        self.recorder.disarm()
         await self._end_faults()
         self._count_hits()
         if self.executor is not None:

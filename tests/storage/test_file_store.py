@@ -25,7 +25,7 @@ from kvactors.storage.backends.slab_table import PAGE, Meta, scan
 from kvactors.storage.messages import Outcome
 from kvactors.testing.store_contract import Bench, key
 from tests.storage.helpers import CORRUPT, MISS, OK, PRINT, SIZE, opened, whole
-from tests.support.killed_writer import storm
+from tests.support.killed_writer import kill_loop
 
 
 def slab(bench: Bench) -> Path:
@@ -196,7 +196,7 @@ import asyncio, resource, signal, sys
 sys.path[:0] = {sys.path!r}
 from kvactors.storage.backends import FileBackend
 from kvactors.storage.messages import Outcome
-from tests.support.killed_writer import storm
+from tests.support.killed_writer import kill_loop
 from kvactors.testing.store_contract import Bench
 from kvactors.device.arena import Arena
 async def main():
@@ -313,7 +313,7 @@ async def test_a_second_process_is_told_who_holds_the_folder_or_looks_on(tmp_pat
 async def test_after_a_kill_everything_announced_is_there_and_whole(tmp_path):
     """Each round a writer is killed (SIGKILL) at some moment; what it had announced as stored and
     not as gone is served, and right."""
-    seen = await storm(tmp_path, rounds=15, seed=7)
+    seen = await kill_loop(tmp_path, rounds=15, seed=7)
     assert seen.announced >= 8
     assert seen.served > 0
     assert (seen.missing, seen.wrong) == (0, 0)

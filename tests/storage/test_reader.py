@@ -8,10 +8,10 @@ import pytest
 
 from kvactors.data_plane.local import LocalPlane
 from kvactors.device.arena import Arena
-from kvactors.flush_notifier.messages import Gone
+from kvactors.flush_notifier.messages import BlocksRemoved
 from kvactors.storage.backends import MemoryBackend
 from kvactors.storage.batches import IN_FLIGHT
-from kvactors.storage.messages import Outcome, Probe, Probed, Read, ReadDone
+from kvactors.storage.messages import Outcome, Probed, ProbeStore, Read, ReadDone
 from kvactors.storage.reader import StorageReader
 from kvactors.testing import probe
 from kvactors.testing.stepper import Stepper
@@ -54,14 +54,14 @@ def end(reader: Stepper[StorageReader], job):
 
 def test_an_owned_store_answers_a_probe_in_the_same_turn():
     with stepped(holding(A)) as reader:
-        effects = reader.turn(Probe(1, A + B, NEVER))
+        effects = reader.turn(ProbeStore(1, A + B, NEVER))
         (found,) = effects.to("cpu_evictor")
         assert (found.op, found.found, effects.jobs) == (1, 1, ())
 
 
 def test_a_shared_store_is_asked_in_a_job():
     with stepped(Pool(bytes(32), SIZE)) as reader:
-        (job,) = reader.turn(Probe(1, A, NEVER)).jobs
+        (job,) = reader.turn(ProbeStore(1, A, NEVER)).jobs
         (found,) = reader.fail(job, RuntimeError("broken")).to("cpu_evictor")
         assert isinstance(found, Probed)
         assert (found.op, found.found) == (1, 0)
@@ -88,7 +88,7 @@ def test_objects_that_an_exclusive_store_hands_out_leave_it():
         (job,) = reader.turn(Read(1, A, (0,), NEVER, take=True)).jobs
         effects = end(reader, job)
         (gone,) = effects.to("flush_notifier")
-        assert isinstance(gone, Gone)
+        assert isinstance(gone, BlocksRemoved)
         assert (gone.keys, gone.reason) == (A, Reason.PROMOTION)
         # The index is sent the loss before the evictor is sent the bytes.
         assert [told.receiver for told in effects.told] == ["flush_notifier", "cpu_evictor"]
@@ -111,7 +111,7 @@ def test_an_exclusive_store_keeps_objects_whose_read_failed(reason):
         (0, 1),
         0.0 if reason == "late" else NEVER,
         take=True,
-        era=int(reason == "memory lost"),
+        memory_generation=int(reason == "memory lost"),
     )
     with stepped(inner) as reader:
         (job,) = reader.turn(message).jobs

@@ -8,11 +8,11 @@ import pytest
 import kvactors
 from kvactors.actor.message import Control
 from kvactors.flush_notifier.actor import FlushNotifier
-from kvactors.flush_notifier.messages import Gained, Gone
+from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved
 from kvactors.storage import reports as reports_module
 from kvactors.storage.backends import MemoryBackend
 from kvactors.storage.inventory import REMOVED_PAGE
-from kvactors.storage.messages import Recount
+from kvactors.storage.messages import ReportLost
 from kvactors.storage.writer import StorageWriter
 from kvactors.types import split_keys
 from tests.storage.helpers import after_each_message
@@ -57,8 +57,8 @@ class Reports:
         self.between = between
 
         def recording(one, to, message):
-            if isinstance(message, Gained | Gone):
-                names, held = split_keys(message.keys), isinstance(message, Gained)
+            if isinstance(message, BlocksAdded | BlocksRemoved):
+                names, held = split_keys(message.keys), isinstance(message, BlocksAdded)
                 self.untrue += [name for name in names if one.backend.holds(name) != held]
                 self.told.append((one.turns, type(message).__name__, names))
                 self.between(len(self.told))
@@ -79,7 +79,7 @@ async def test_a_large_store_is_reported_in_pages_of_one_turn_each(monkeypatch):
             == len(reports.told)
             == -(-20_000 // reports_module.REPORT_PAGE)
         )
-        assert sorted(reports.names("Gained")) == [key(number) for number in range(20_000)]
+        assert sorted(reports.names("BlocksAdded")) == [key(number) for number in range(20_000)]
 
 
 async def test_lost_names_are_reported_in_pages_of_one_turn_each(monkeypatch):
@@ -90,11 +90,11 @@ async def test_lost_names_are_reported_in_pages_of_one_turn_each(monkeypatch):
         reports.told.clear()
         store.catalog.departed.update(key(number) for number in range(5_000))
         store.catalog.remove([key(number) for number in range(5_000)])
-        cache.system.writers[0].try_tell(Recount())
+        cache.system.writers[0].try_tell(ReportLost())
         await cache.wait_idle()
         assert max(len(names) for _, _, names in reports.told) <= REMOVED_PAGE
         assert len({turn for turn, _, _ in reports.told}) == len(reports.told)
-        assert sorted(reports.names("Gone")) == [key(number) for number in range(5_000)]
+        assert sorted(reports.names("BlocksRemoved")) == [key(number) for number in range(5_000)]
 
 
 async def test_names_removed_between_two_pages_are_not_reported(monkeypatch):
@@ -110,7 +110,7 @@ async def test_names_removed_between_two_pages_are_not_reported(monkeypatch):
     async with kvactors.open(config(), backend=store) as cache:
         await cache.wait_idle()
     assert reports.untrue == []
-    assert last not in reports.names("Gained")
+    assert last not in reports.names("BlocksAdded")
 
 
 @pytest.mark.parametrize("at_rest", [True, False])
@@ -132,8 +132,8 @@ async def test_a_notifier_that_restarts_between_two_pages_gets_all_of_them(monke
     apply = FlushNotifier.fact
 
     def recording(notifier, fact):
-        if isinstance(fact, Gained):
-            received.setdefault(notifier.life, set()).update(split_keys(fact.keys))
+        if isinstance(fact, BlocksAdded):
+            received.setdefault(notifier.incarnation, set()).update(split_keys(fact.keys))
         apply(notifier, fact)
 
     monkeypatch.setattr(FlushNotifier, "fact", recording)
@@ -150,7 +150,7 @@ async def test_a_notifier_that_restarts_between_two_pages_gets_all_of_them(monke
         reports.between = between
         cache.system.notifier.try_tell(Unknown())
         await cache.wait_idle()
-        assert cache.system.notifier.life == 2
+        assert cache.system.notifier.incarnation == 2
         assert len(reports.told) >= 10 + when
         assert received[2] == set(store.keys())
 
@@ -170,5 +170,5 @@ async def test_a_writer_that_restarts_between_two_pages_reports_the_rest(monkeyp
         reports.between = between
         cache.system.notifier.try_tell(Unknown())
         await cache.wait_idle()
-        assert writers[0].life == 1
-        assert set(reports.names("Gained")) == set(store.keys())
+        assert writers[0].incarnation == 1
+        assert set(reports.names("BlocksAdded")) == set(store.keys())

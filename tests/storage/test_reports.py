@@ -52,14 +52,14 @@ def test_a_restart_begins_with_the_first_key(monkeypatch):
 
 
 def test_paths_begin_once_after_the_keys():
-    paths = PathReport(lambda origin: ROOT)
+    paths = PathReport(lambda scope: ROOT)
     assert not paths.begins()
     paths.restart()
     assert (paths.begins(), paths.active, paths.begins()) == (True, True, False)
 
 
 def test_a_restart_during_a_reading_starts_it_over():
-    paths = PathReport(lambda origin: ROOT)
+    paths = PathReport(lambda scope: ROOT)
     paths.restart()
     paths.begins()
     paths.restart()
@@ -74,7 +74,7 @@ def test_without_sinks_no_paths_are_read():
 
 
 def test_a_message_has_the_roots_that_requests_have_now():
-    paths = PathReport(lambda origin: ROOT)
+    paths = PathReport(lambda scope: ROOT)
     parts = (PathPart(ROOT, A, b"1234", PLAIN), PathPart(B, C, b"1234", PLAIN))
     named = paths.named(parts)
     assert (named.parts, named.roots) == (parts, frozenset([ROOT]))

@@ -176,7 +176,7 @@ async def test_an_adapter_and_media_are_announced_with_their_blocks(tmp_path):
     scope = {"lora": "adapter", "lora_id": 7, "extra_keys": [(BLOCK, BLOCK + 1, "image")]}
 
     def places(cache) -> dict[bytes, tuple]:
-        """Of each stored block its parent, tokens, extra key and origin, as they were sent to the
+        """Of each stored block its parent, tokens, extra key and scope, as they were sent to the
         sink."""
         found = {}
         for task in cache.sinks["index"].tasks:
@@ -189,7 +189,7 @@ async def test_an_adapter_and_media_are_announced_with_their_blocks(tmp_path):
                         parent,
                         task.tokens[i * size : (i + 1) * size],
                         extra_keys.get(i, b""),
-                        task.origin,
+                        task.scope,
                     )
         return found
 
@@ -281,7 +281,7 @@ async def test_the_paths_are_sent_again_after_a_failure(tmp_path, monkeypatch, f
     sent = []
 
     def recording(one, to, message):
-        if isinstance(message, writer.Named):
+        if isinstance(message, writer.PathsFound):
             sent.append(message)
             if len(sent) == 3:
                 (cache.system.notifier if fails == "notifier" else one.ref).try_tell(Unknown())
@@ -289,7 +289,9 @@ async def test_the_paths_are_sent_again_after_a_failure(tmp_path, monkeypatch, f
     after_each_message(monkeypatch, writer.StorageWriter, recording)
     async with kvactors.open(config(tmp_path)) as cache:
         await cache.wait_flushed()
-        assert (cache.system.notifier if fails == "notifier" else cache.system.writers[0]).life == 1
+        assert (
+            cache.system.notifier if fails == "notifier" else cache.system.writers[0]
+        ).incarnation == 1
         assert announced(cache) == before
         assert cache.check() == []
 
@@ -301,7 +303,7 @@ async def test_a_cache_that_closes_does_not_read_the_rest(tmp_path, monkeypatch)
     after_each_message(
         monkeypatch,
         writer.StorageWriter,
-        lambda one, to, message: isinstance(message, writer.Named) and sent.append(message),
+        lambda one, to, message: isinstance(message, writer.PathsFound) and sent.append(message),
     )
     async with kvactors.open(config(tmp_path)):
         pass
@@ -324,7 +326,7 @@ async def test_names_of_blocks_that_are_nowhere_are_ignored(tmp_path):
         root = cache.system.roots.root(kvactors.flush_notifier.messages.PLAIN)
         lineage = kvactors.lineage.Lineage(root, bytes(4 * BLOCK))
         part = reporter.PathPart(root, lineage.key(), lineage.tokens)
-        cache.system.notifier.try_tell(writer.Named((part,), frozenset([root])))
+        cache.system.notifier.try_tell(writer.PathsFound((part,), frozenset([root])))
         await cache.wait_idle()
         assert len(ledger.blocks) == before
         assert not ledger.unnamed.unplaced

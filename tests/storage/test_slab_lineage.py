@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvactors.flush_notifier.messages import PLAIN, Origin
+from kvactors.flush_notifier.messages import PLAIN, RequestScope
 from kvactors.lineage import Lineage
 from kvactors.storage.backends.slab_lineage import (
     PARENT,
@@ -14,11 +14,11 @@ from kvactors.storage.backends.slab_lineage import (
 from kvactors.storage.backends.slab_table import ENTRY_BYTES
 from kvactors.storage.inventory import OwnedInventory
 
-LINEAGE = Lineage(bytes(32), b"1234" * 4, b"image", Origin("adapter", lora_id=7))
+LINEAGE = Lineage(bytes(32), b"1234" * 4, b"image", RequestScope("adapter", lora_id=7))
 
 
 def test_a_lineage_is_read_as_it_was_written():
-    for lineage in (LINEAGE, LINEAGE._replace(extra_key=b"", origin=PLAIN)):
+    for lineage in (LINEAGE, LINEAGE._replace(extra_key=b"", scope=PLAIN)):
         fields = fields_of_lineage(lineage, 1000)
         assert lineage_in(fields, lineage.key()) == lineage
 

@@ -10,7 +10,13 @@ import pytest
 
 from kvactors.storage.backends.device_store import DeviceStore
 from kvactors.storage.device_store import WAITING, StorageDirect
-from kvactors.storage.messages import FetchDevice, Fetched, Saved, SaveDevice, TransferDone
+from kvactors.storage.messages import (
+    DeviceFetched,
+    DeviceSaved,
+    FetchDevice,
+    SaveDevice,
+    TransferDone,
+)
 from kvactors.testing.probe import Probe
 from kvactors.testing.stepper import Stepper
 from tests.data_plane.planes import StubPlane
@@ -46,12 +52,12 @@ def stepped(backend: Recorder, plane: StubPlane | None = None) -> Stepper[Storag
     return Stepper(make)
 
 
-def fetch(op: int, deadline: float = 1e12, era: int = 0) -> FetchDevice:
-    return FetchDevice(op, TOKENS, op, (0, 1), deadline, era)
+def fetch(op: int, deadline: float = 1e12, memory_generation: int = 0) -> FetchDevice:
+    return FetchDevice(op, TOKENS, op, (0, 1), deadline, memory_generation)
 
 
-def save(op: int, deadline: float = 1e12, era: int = 0) -> SaveDevice:
-    return SaveDevice(op, TOKENS, op, (0, 1), deadline, era)
+def save(op: int, deadline: float = 1e12, memory_generation: int = 0) -> SaveDevice:
+    return SaveDevice(op, TOKENS, op, (0, 1), deadline, memory_generation)
 
 
 def carried_out(job) -> TransferDone:
@@ -60,10 +66,10 @@ def carried_out(job) -> TransferDone:
 
 
 def answers(effects):
-    return [(type(one).__name__, one.op, one.good) for one in effects.to("cpu_evictor")]
+    return [(type(one).__name__, one.op, one.num_blocks) for one in effects.to("cpu_evictor")]
 
 
-@pytest.mark.parametrize(("make", "kind"), [(fetch, "Fetched"), (save, "Saved")])
+@pytest.mark.parametrize(("make", "kind"), [(fetch, "DeviceFetched"), (save, "DeviceSaved")])
 def test_a_move_of_memory_that_was_lost_since_is_not_made(make, kind):
     backend = Recorder()
     plane = StubPlane(device_store=backend)
@@ -73,7 +79,7 @@ def test_a_move_of_memory_that_was_lost_since_is_not_made(make, kind):
         plane.generation = 1
         waiting = direct.finish(running, carried_out(running)).jobs[0]
         assert answers(direct.finish(waiting, carried_out(waiting))) == [(kind, 2, 0)]
-        later = direct.turn(make(3, era=1)).jobs[0]
+        later = direct.turn(make(3, memory_generation=1)).jobs[0]
         assert answers(direct.finish(later, carried_out(later))) == [(kind, 3, 2)]
     assert [start for _, start in backend.moves] in ([1, 3], [3])
 
@@ -85,23 +91,25 @@ def test_nothing_waits_for_a_move_that_takes_longer_than_it_may():
         assert answers(direct.turn(fetch(2, now + 60.0))) == []
         assert answers(direct.turn(save(3, now + 60.0))) == []
         assert answers(direct.elapse(0.9)) == []
-        assert answers(direct.elapse(0.2)) == [("Fetched", 2, 0), ("Saved", 3, 0)]
-        assert answers(direct.turn(fetch(4, now + 60.0))) == [("Fetched", 4, 0)], (
+        assert answers(direct.elapse(0.2)) == [("DeviceFetched", 2, 0), ("DeviceSaved", 3, 0)]
+        assert answers(direct.turn(fetch(4, now + 60.0))) == [("DeviceFetched", 4, 0)], (
             "nor does what comes later"
         )
-        assert answers(direct.turn(save(5, now + 60.0))) == [("Saved", 5, 0)]
+        assert answers(direct.turn(save(5, now + 60.0))) == [("DeviceSaved", 5, 0)]
         assert direct.actor.shed == 4
-        over = direct.finish(running, TransferDone(Saved(1, 2)))
-        assert answers(over) == [("Saved", 1, 2)], "its own blocks are held until it is over"
+        over = direct.finish(running, TransferDone(DeviceSaved(1, 2)))
+        assert answers(over) == [("DeviceSaved", 1, 2)], "its own blocks are held until it is over"
         again = direct.turn(fetch(6, now + 60.0)).jobs[0]
         assert answers(direct.elapse(5.0)) == [], (
             "the time of the last one does not count for this one"
         )
-        assert answers(direct.finish(again, TransferDone(Fetched(6, 2)))) == [("Fetched", 6, 2)]
+        assert answers(direct.finish(again, TransferDone(DeviceFetched(6, 2)))) == [
+            ("DeviceFetched", 6, 2)
+        ]
 
 
 def test_the_oldest_of_too_many_saves_is_shed():
     with stepped(Recorder()) as direct:
         direct.turn(save(0))
         shed = [answers(direct.turn(save(op))) for op in range(1, WAITING + 3)]
-        assert [one for one in shed if one] == [[("Saved", 1, 0)], [("Saved", 2, 0)]]
+        assert [one for one in shed if one] == [[("DeviceSaved", 1, 0)], [("DeviceSaved", 2, 0)]]

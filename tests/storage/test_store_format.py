@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from kvactors.errors import StoreError
-from kvactors.flush_notifier.messages import Origin
+from kvactors.flush_notifier.messages import RequestScope
 from kvactors.identity import StoreIdentity
 from kvactors.lineage import Lineage
 from kvactors.storage.backends import FileBackend
@@ -472,7 +472,7 @@ def test_a_lineage_in_an_entry_byte_for_byte():
     """Of docs/store_format.md: two tokens, a media item and an adapter."""
     meta = Meta("00" * 32, 4096, 4096, 1, entry_bytes=entry_bytes_for(2))
     lineage = Lineage(
-        b"P" * 32, bytes.fromhex("0100000002000000"), b"extra", Origin("ad", lora_id=-2)
+        b"P" * 32, bytes.fromhex("0100000002000000"), b"extra", RequestScope("ad", lora_id=-2)
     )
     fields = {WRITTEN_AT: (5).to_bytes(8, "little")} | fields_of_lineage(lineage, room_beside(meta))
     entry = entry_of(meta, lineage.key(), 1, 2, 3, fields)
@@ -502,7 +502,7 @@ def test_a_lineage_in_an_entry_byte_for_byte():
 @pytest.mark.parametrize("name", ["a" * 124, "a" * 140, "a" * 70_000])
 def test_a_lineage_is_kept_whole_or_not_at_all(block_size, name):
     meta = Meta("00" * 32, 4096, 4096, 1, entry_bytes=entry_bytes_for(block_size))
-    lineage = Lineage(b"P" * 32, bytes(4 * block_size), b"", Origin(name))
+    lineage = Lineage(b"P" * 32, bytes(4 * block_size), b"", RequestScope(name))
     fields = fields_of_lineage(lineage, room_beside(meta))
     entry = entry_of(meta, lineage.key(), 1, 2, 3, {WRITTEN_AT: bytes(8)} | fields)
     assert lineage_in(fields_of(entry), lineage.key()) == (lineage if fields else None)

@@ -10,7 +10,7 @@ from kvactors.actor import PeerRestarted
 from kvactors.data_plane.local import LocalPlane
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
-from kvactors.flush_notifier.messages import Cleared, Gained, Gone
+from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, TierCleared
 from kvactors.storage import reports
 from kvactors.storage.backends import MemoryBackend
 from kvactors.storage.messages import (
@@ -18,7 +18,7 @@ from kvactors.storage.messages import (
     NextPage,
     Outcome,
     Recheck,
-    Recount,
+    ReportLost,
     StoreCleared,
     Write,
     Written,
@@ -33,7 +33,9 @@ A, B, C = (bytes([number]) * 32 for number in (1, 2, 3))
 SIZE, NEVER = 8, 1e12
 
 
-def stepped(inner, kind=StorageWriter, name="storage_writer-0", life=0) -> Stepper[StorageWriter]:
+def stepped(
+    inner, kind=StorageWriter, name="storage_writer-0", incarnation=0
+) -> Stepper[StorageWriter]:
     plane = LocalPlane(None, Arena(4, SIZE), None, inner, store_timeout=60.0)
     return Stepper(
         lambda ref: kind(
@@ -44,7 +46,7 @@ def stepped(inner, kind=StorageWriter, name="storage_writer-0", life=0) -> Stepp
             notifier=probe.Probe("flush_notifier"),
         ),
         name,
-        life=life,
+        incarnation=incarnation,
     )
 
 
@@ -64,7 +66,7 @@ def reported(writer) -> tuple[list[bytes], list[bytes]]:
     held, lost, effects = [], [], writer.started
     while True:
         for message in effects.to("flush_notifier"):
-            (held if isinstance(message, Gained) else lost).extend(split_keys(message.keys))
+            (held if isinstance(message, BlocksAdded) else lost).extend(split_keys(message.keys))
         if not effects.to(writer.actor.ref.name):
             return held, lost
         effects = writer.turn(NextPage())
@@ -73,10 +75,14 @@ def reported(writer) -> tuple[list[bytes], list[bytes]]:
 def test_a_gain_is_reported_before_the_evictor_frees_the_slot():
     with stepped(memory(capacity=1)) as writer:
         (job,) = writer.turn(Write(1, A, (0,), NEVER)).jobs
-        assert [type(told.message) for told in end(writer, job).told] == [Gained, Written]
+        assert [type(told.message) for told in end(writer, job).told] == [BlocksAdded, Written]
         (job,) = writer.turn(Write(2, B, (0,), NEVER)).jobs
         effects = end(writer, job)
-        assert [type(told.message) for told in effects.told] == [Gone, Gained, Written]
+        assert [type(told.message) for told in effects.told] == [
+            BlocksRemoved,
+            BlocksAdded,
+            Written,
+        ]
         assert effects.to("flush_notifier")[0].keys == A
 
 
@@ -90,7 +96,7 @@ def test_the_first_writer_reports_what_the_store_has_kept(monkeypatch):
 
 @pytest.mark.parametrize("kind", [StorageWriter, NoWriter])
 def test_a_restarted_writer_or_its_substitute_reports_everything_again(kind):
-    with stepped(memory(A), kind, "storage_writer-1", life=2) as writer:
+    with stepped(memory(A), kind, "storage_writer-1", incarnation=2) as writer:
         assert reported(writer) == ([A], [])
 
 
@@ -106,15 +112,15 @@ def test_lost_keys_are_reported_on_request():
     inner = memory(A, B)
     with stepped(inner, name="storage_writer-1") as writer:
         inner.catalog.remove([A])
-        (gone,) = writer.turn(Recount()).to("flush_notifier")
+        (gone,) = writer.turn(ReportLost()).to("flush_notifier")
         assert (gone.keys, gone.reason) == (A, Reason.RESTART)
 
 
 def test_a_delayed_report_is_corrected():
     with stepped(memory(B), name="storage_writer-1") as writer:
         gone, gained = writer.turn(Recheck(A, B + C)).to("flush_notifier")
-        assert (type(gone), gone.keys) == (Gone, A)
-        assert (type(gained), gained.keys) == (Gained, B)
+        assert (type(gone), gone.keys) == (BlocksRemoved, A)
+        assert (type(gained), gained.keys) == (BlocksAdded, B)
 
 
 def test_a_batch_sent_before_a_clear_is_not_written():
@@ -124,7 +130,7 @@ def test_a_batch_sent_before_a_clear_is_not_written():
         (written,) = end(writer, job).to("cpu_evictor")
         assert list(written.outcomes) == [Outcome.LATE]
         effects = end(writer, clear)
-        assert isinstance(effects.to("flush_notifier")[0], Cleared)
+        assert isinstance(effects.to("flush_notifier")[0], TierCleared)
         assert (effects.to("cpu_evictor")[0].op, effects.to("cpu_evictor")[0].error) == (2, "")
 
 
@@ -138,7 +144,7 @@ def test_a_clear_that_fails_gives_the_reason():
         (cleared,) = end(writer, job).to("cpu_evictor")
         assert isinstance(cleared, StoreCleared)
         assert "the disk refuses" in cleared.error
-        assert len(writer.turn(Recount()).jobs) == 1, "the clear is repeated"
+        assert len(writer.turn(ReportLost()).jobs) == 1, "the clear is repeated"
 
 
 def test_a_write_that_raises_is_unavailable():
@@ -149,7 +155,7 @@ def test_a_write_that_raises_is_unavailable():
 
 
 def test_the_substitute_refuses_writes_and_carries_out_clears():
-    with stepped(memory(A), NoWriter, "storage_writer-1", life=1) as writer:
+    with stepped(memory(A), NoWriter, "storage_writer-1", incarnation=1) as writer:
         effects = writer.turn(Write(1, A + B, (0, 1), NEVER))
         (written,) = effects.to("cpu_evictor")
         assert (list(written.outcomes), effects.jobs) == ([Outcome.UNAVAILABLE] * 2, ())

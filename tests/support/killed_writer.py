@@ -68,7 +68,7 @@ async def write(folder: str, first: int) -> None:
         first += BATCH
 
 
-async def storm(folder: Path, rounds: int, seed: int = 0) -> Storm:
+async def kill_loop(folder: Path, rounds: int, seed: int = 0) -> Storm:
     """Kill a writer `rounds` times at random moments; after each, open the store and read
     everything that it holds."""
     rng, first = random.Random(seed), 0

@@ -8,7 +8,7 @@ import asyncio
 import anyio
 
 from kvactors.config import Config
-from kvactors.data_plane.ranks.connection import Wire
+from kvactors.data_plane.ranks.connection import Connection
 from kvactors.data_plane.ranks.listening import Listener, connect
 from kvactors.data_plane.ranks.worker import serve_rank
 from kvactors.layout import make_layout
@@ -40,7 +40,7 @@ class SimRank:
         self.device = self._new_device()
         self.lives = self.cuts = 0
         self.serving: asyncio.Task[None] | None = None
-        self._wires: list[Wire] = []
+        self._connections: list[Connection] = []
         self._listener: Listener | None = None
 
     def _new_device(self) -> SimDevice:
@@ -109,22 +109,22 @@ class SimRank:
     def cut(self) -> None:
         """Cut the connection; the rank will come again."""
         self.cuts += 1
-        wires, self._wires = self._wires, []
-        for wire in wires:
-            wire.close()
+        connections, self._connections = self._connections, []
+        for connection in connections:
+            connection.close()
 
-    async def _relay(self, wire: Wire) -> None:
+    async def _relay(self, connection: Connection) -> None:
         try:
             leader = await connect(self.config.ranks.endpoint)
         except OSError:
-            wire.close()
+            connection.close()
             return
-        self._wires += [wire, leader]
+        self._connections += [connection, leader]
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._pump, wire, leader)
-            tasks.start_soon(self._pump, leader, wire)
+            tasks.start_soon(self._pump, connection, leader)
+            tasks.start_soon(self._pump, leader, connection)
 
-    async def _pump(self, source: Wire, target: Wire) -> None:
+    async def _pump(self, source: Connection, target: Connection) -> None:
         while (message := await source.receive()) is not None:
             await asyncio.sleep(self.latency())
             await self.gate.passed()

@@ -11,9 +11,9 @@ from pathlib import Path
 import anyio
 import pytest
 
-from kvactors.actor import Activity, ActorRef, Ask, Channel
+from kvactors.actor import ActorRef, Ask, Channel, InFlight
 from kvactors.actor.clock import deadline_after
-from kvactors.actor.uncancelled import to_the_end
+from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.errors import DeadlineExceeded
 from kvactors.testing import Deadlock, Livelock, SimLoop, loop_factory, simulate
 
@@ -105,7 +105,7 @@ def test_a_cancelled_scope_around_something_that_cannot_be_stopped_does_not_stop
         copy = loop.create_future()
         loop.call_later(5.0, copy.set_result, None)
         with anyio.move_on_after(1):
-            await to_the_end(copy)
+            await wait_uncancelled(copy)
         return loop.time()
 
     assert simulate(main, loop=SimLoop(limit=10_000)) == 5.0
@@ -155,7 +155,7 @@ def test_a_cyclic_ask_is_a_deadlock_that_names_both(forever):
 
     async def main():
         refs = {
-            name: ActorRef(name, name, Channel(name, 4), Activity()) for name in ("left", "right")
+            name: ActorRef(name, name, Channel(name, 4), InFlight()) for name in ("left", "right")
         }
 
         async def serve(name, other):
@@ -180,7 +180,7 @@ def test_a_deadlock_that_a_deadline_resolves_is_remembered():
     loop = SimLoop()
 
     async def main():
-        ref = ActorRef("deaf", "deaf", Channel("deaf", 4), Activity())
+        ref = ActorRef("deaf", "deaf", Channel("deaf", 4), InFlight())
         await asyncio.sleep(7)
         with pytest.raises(DeadlineExceeded):
             await ref.ask(Question(), deadline=deadline_after(2))

@@ -15,7 +15,6 @@ import pytest
 
 import kvactors
 from kvactors.actor import (
-    Activity,
     Actor,
     ActorRef,
     ActorSpec,
@@ -24,6 +23,7 @@ from kvactors.actor import (
     Control,
     Envelope,
     Group,
+    InFlight,
     Message,
     Supervisor,
     on,
@@ -129,7 +129,7 @@ def test_rows_are_aligned_and_words_are_short():
     )
     assert "path=40 tokens" in text
     assert re.search(
-        r"answer +#\d+ Acquire: Granted\(blocks=\[\d+,..5\] cached_tokens=\d+ pending=", text
+        r"answer +#\d+ Acquire: AcquireResult\(blocks=\[\d+,..5\] cached_tokens=\d+ pending=", text
     )
 
 
@@ -151,7 +151,7 @@ def test_what_concerns_one_request_is_all_of_it_and_little_else():
     for kind in (
         "Acquire",
         "Load",
-        "Probe",
+        "ProbeStore",
         "Probed",
         "Read",
         "ReadDone",
@@ -173,7 +173,7 @@ def test_what_concerns_one_request_is_all_of_it_and_little_else():
         one.number for one in records
     ]
     op = next(link for link in load.links if link[0] == "op")
-    assert {one.kind for one in minimal(sim.trace, op=op[1:])} >= {"Load", "Loaded", "Probe"}
+    assert {one.kind for one in minimal(sim.trace, op=op[1:])} >= {"Load", "Loaded", "ProbeStore"}
     with pytest.raises(ValueError, match="must be given"):
         minimal(sim.trace)
 
@@ -200,7 +200,7 @@ class Order(Control, frozen=True, eq=False):
 
 
 def make_ref(trace, name="actor", bound=16):
-    ref = ActorRef(name, name, Channel(name, bound), Activity())
+    ref = ActorRef(name, name, Channel(name, bound), InFlight())
     trace.watch(ref)
     return ref
 
@@ -293,7 +293,7 @@ def test_asks_that_end_at_once_are_listed_in_one_order_however_the_core_ends_the
         trace, _objects = Trace(), [object() for _ in range(waste)]
 
         async def main():
-            supervisor = Supervisor(Activity())
+            supervisor = Supervisor(InFlight())
             ref = supervisor.make_ref(Silent, 64)
             trace.watch(ref)
             async with supervisor.running(Group("all", (ActorSpec(Silent, Silent, ref),))):
@@ -329,7 +329,7 @@ def test_two_traces_of_one_actor_record_the_same():
 
 def test_a_trace_of_one_actor_leaves_the_others_of_its_system_out():
     async def main():
-        supervisor, trace = Supervisor(Activity()), Trace()
+        supervisor, trace = Supervisor(InFlight()), Trace()
         watched, other = (supervisor.make_ref(Silent, 64, name=name) for name in ("a", "b"))
         trace.watch(watched)
         for ref in (other, watched):

@@ -9,9 +9,9 @@ import pytest
 
 from kvactors.actor import Actor, Ask, Control, Message, on
 from kvactors.actor.clock import deadline_after
-from kvactors.cpu_evictor.messages import Admit, Load, Loaded, Offload
+from kvactors.cpu_evictor.messages import Load, Loaded, Offload, Save
 from kvactors.errors import NoRoom, NotReady, WiringError
-from kvactors.flush_notifier.messages import Announced
+from kvactors.flush_notifier.messages import PathCached
 from kvactors.native import Path
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.index import BlockIndex
@@ -101,7 +101,7 @@ def test_a_probe_returns_what_comes_and_answers_for_the_test():
         probe.refuse(await probe.expect(Question), NoRoom(2, 1))
         with pytest.raises(NoRoom):
             await asked
-        assert probe.activity.count == 0
+        assert probe.in_flight.count == 0
 
     simulate(main)
 
@@ -276,10 +276,10 @@ def test_a_request_of_the_prefix_index_turn_by_turn(index):
     assert (landed.message, landed.value.cached_tokens, landed.value.host_hits) == (ready, BLOCK, 1)
     effects = index.turn(Commit(1, 3 * BLOCK))
     assert effects.answered[0].value.count == 3
-    announced = [message for message in effects.to("notifier") if isinstance(message, Announced)]
+    announced = [message for message in effects.to("notifier") if isinstance(message, PathCached)]
     assert [(message.start, message.count) for message in announced] == [(1, 2)]
     assert not [
-        message for message in index.turn(Finish(1)).to("evictor") if isinstance(message, Admit)
+        message for message in index.turn(Finish(1)).to("evictor") if isinstance(message, Save)
     ]
     effects = index.turn(Acquire(2, "r2", path(1000, 7 * BLOCK), 10.0))
     assert [type(message) for message in effects.to("evictor")] == [Load, Offload]

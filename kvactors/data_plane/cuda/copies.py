@@ -66,7 +66,7 @@ class Scratch:
         self._undo.close()
 
 
-class Counts:
+class LaneCounts:
     """What a lane has done: calls by kind, bytes and copies that failed."""
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ class Copies:
         pieces: range,
         ids: int,
         stream: int,
-        counts: Counts,
+        counts: LaneCounts,
     ) -> None:
         """Copy some pieces (in contract order) of n pairs. ids: the device's address of the n
         blocks and, behind them, the n slots, there by the time the stream gets so far. CudaError:
@@ -163,7 +163,7 @@ class Copies:
         to_device: bool,
         copies: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]],
         stream: int,
-        counts: Counts,
+        counts: LaneCounts,
     ) -> None:
         on_device, on_host, sizes = copies
         if self.has_batch:

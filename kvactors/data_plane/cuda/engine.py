@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import anyio
 
 from kvactors.actor.log import get_logger
-from kvactors.actor.uncancelled import to_the_end
+from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.data_plane.base import CLOSE_LIMIT, Direction, Progress
 from kvactors.data_plane.cuda.calibrate import Timing, calibrate
-from kvactors.data_plane.cuda.copies import Copies, Counts
+from kvactors.data_plane.cuda.copies import Copies, LaneCounts
 from kvactors.data_plane.cuda.device import CudaDevice
 from kvactors.data_plane.cuda.driver import FATAL, CudaError
 from kvactors.data_plane.cuda.lane import Lane, Op
@@ -178,7 +178,7 @@ class CudaCopyEngine(CopyEngine):
         if load:
             self._newest = op
         self._operations.start(op, lane)
-        good = await to_the_end(op.done)
+        good = await wait_uncancelled(op.done)
         return () if good else tuple(range(len(blocks)))
 
     # -- for engines
@@ -243,8 +243,8 @@ class CudaCopyEngine(CopyEngine):
         """A moment's picture."""
         counts = {direction: lane.counts for direction, lane in self._lanes.items()}
         to_host, to_device = (
-            counts.get(Direction.TO_HOST, Counts()),
-            counts.get(Direction.TO_DEVICE, Counts()),
+            counts.get(Direction.TO_HOST, LaneCounts()),
+            counts.get(Direction.TO_DEVICE, LaneCounts()),
         )
         copies = self._copies
         return CudaStatistics(

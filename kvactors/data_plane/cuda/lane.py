@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvactors.data_plane.base import Progress
-from kvactors.data_plane.cuda.copies import Copies, Counts, Scratch
+from kvactors.data_plane.cuda.copies import Copies, LaneCounts, Scratch
 from kvactors.data_plane.cuda.device import checked_ids, quietly
 from kvactors.data_plane.cuda.driver import NON_BLOCKING, UNTIMED, CudaError
 from kvactors.threads import Workers
@@ -59,7 +59,7 @@ class Lane:
         self.copies = copies
         self.driver = copies.driver
         self.to_device = to_device
-        self.counts = Counts()
+        self.counts = LaneCounts()
         self.workers = Workers(1, f"kvactors-cuda-{'load' if to_device else 'store'}")
         self._undo = ExitStack()
         self._events: list[int] = []

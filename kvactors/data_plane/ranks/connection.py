@@ -22,7 +22,7 @@ KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_K
 """A host that vanished without closing its connections is noticed after 25 seconds."""
 
 
-class Wire(ABC):
+class Connection(ABC):
     """One end of a connection. source: where the other end is, for logs. limit: bytes of a message
     at most; a longer one ends the connection. violation: what the other end sent that is not a
     message, if that ended the connection."""
@@ -52,7 +52,7 @@ class Wire(ABC):
             return None
 
 
-class StreamWire(Wire):
+class StreamConnection(Connection):
     """Over a socket."""
 
     def __init__(
@@ -68,13 +68,13 @@ class StreamWire(Wire):
                 found.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def send(self, message: Frame) -> None:
-        """See `Wire`."""
+        """See `Connection`."""
         body = _encoder.encode(message)
         if not self._writer.is_closing():
             self._writer.write(len(body).to_bytes(4, "little") + body)
 
     async def receive(self) -> AnyFrame | None:
-        """See `Wire`."""
+        """See `Connection`."""
         try:
             size = int.from_bytes(await self._reader.readexactly(4), "little")
             if size > self.limit:
@@ -87,17 +87,17 @@ class StreamWire(Wire):
             return None
 
     def close(self) -> None:
-        """See `Wire`."""
+        """See `Connection`."""
         with suppress(RuntimeError):  # the loop is closed already
             self._writer.transport.abort()
 
 
-class MemoryWire(Wire):
+class MemoryConnection(Connection):
     """One end of a pair in memory. lag: seconds a message sent from here takes (called for
     each)."""
 
     def __init__(self, lag: Callable[[], float] = lambda: 0.0) -> None:
-        self.other: MemoryWire | None = None
+        self.other: MemoryConnection | None = None
         self._lag = lag
         self._inbox: deque[bytes | None] = deque()
         self._waiter: asyncio.Future[None] | None = None
@@ -105,14 +105,16 @@ class MemoryWire(Wire):
         self._sent: deque[bytes] = deque()
 
     @classmethod
-    def pair(cls, lag: Callable[[], float] = lambda: 0.0) -> tuple[MemoryWire, MemoryWire]:
+    def pair(
+        cls, lag: Callable[[], float] = lambda: 0.0
+    ) -> tuple[MemoryConnection, MemoryConnection]:
         """Two ends."""
         one, two = cls(lag), cls(lag)
         one.other, two.other = two, one
         return one, two
 
     def send(self, message: Frame) -> None:
-        """See `Wire`. What was sent first arrives first, whatever the lag."""
+        """See `Connection`. What was sent first arrives first, whatever the lag."""
         if self.other is not None:
             loop = asyncio.get_running_loop()
             self._last = max(self._last, loop.time() + self._lag())
@@ -121,7 +123,7 @@ class MemoryWire(Wire):
                 self._last, self._deliver, self.other
             )  # timers of one instant run in any order
 
-    def _deliver(self, other: MemoryWire) -> None:
+    def _deliver(self, other: MemoryConnection) -> None:
         other._put(self._sent.popleft())
 
     def _put(self, item: bytes | None) -> None:
@@ -130,7 +132,7 @@ class MemoryWire(Wire):
             self._waiter.set_result(None)
 
     async def receive(self) -> AnyFrame | None:
-        """See `Wire`."""
+        """See `Connection`."""
         while not self._inbox:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -146,7 +148,7 @@ class MemoryWire(Wire):
         return self._decode(item)
 
     def close(self) -> None:
-        """See `Wire`."""
+        """See `Connection`."""
         other, self.other = self.other, None
         self._put(None)
         if other is not None:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import anyio
 
-from kvactors.data_plane.ranks.connection import Wire
+from kvactors.data_plane.ranks.connection import Connection
 from kvactors.data_plane.ranks.handshake import LIMIT, check_rank, refuse
 from kvactors.data_plane.ranks.protocol import FROM_RANK_BYTES, Identity
 from kvactors.data_plane.ranks.refusals import Wanted, misfit
@@ -37,15 +37,15 @@ class Entrance:
     def __init__(self, leader: Leader, secret: Secret) -> None:
         self._leader = leader
         self._secret = secret
-        self._unclaimed: dict[Wire, None] = {}
+        self._unclaimed: dict[Connection, None] = {}
 
     async def admit(
-        self, wire: Wire, claim: Callable[[Identity], Awaitable[str]]
+        self, connection: Connection, claim: Callable[[Identity], Awaitable[str]]
     ) -> Identity | None:
         """Check the secret and the identity of a connection.
 
         Args:
-            wire: the connection. The caller closes it.
+            connection: the connection. The caller closes it.
             claim: waits until the rank's number is free, and returns why it is not.
 
         Returns:
@@ -57,30 +57,32 @@ class Entrance:
             del self._unclaimed[oldest]
             oldest.close()
             strangers.refused(oldest.source, "too many connections", "closed for a newer one")
-        self._unclaimed[wire] = None
-        reason, answer = await check_rank(wire, self._secret)
-        if wire not in self._unclaimed:
+        self._unclaimed[connection] = None
+        reason, answer = await check_rank(connection, self._secret)
+        if connection not in self._unclaimed:
             return None  # closed for a newer connection
         if reason:
-            strangers.refused(wire.source, "not authenticated", reason)
+            strangers.refused(connection.source, "not authenticated", reason)
             if answer:
-                await refuse(wire, reason)
+                await refuse(connection, reason)
             return None
-        wire.limit = FROM_RANK_BYTES
+        connection.limit = FROM_RANK_BYTES
         identity = None
         with anyio.move_on_after(LIMIT):
-            identity = await wire.receive()
+            identity = await connection.receive()
         if not isinstance(identity, Identity):
-            strangers.refused(wire.source, "no identity", wire.violation or type(identity).__name__)
+            strangers.refused(
+                connection.source, "no identity", connection.violation or type(identity).__name__
+            )
             return None
         reason = misfit(identity, self._leader) or await claim(identity)
         if reason:
-            strangers.refused(wire.source, "does not fit", reason, show=True)
-            await refuse(wire, reason)
+            strangers.refused(connection.source, "does not fit", reason, show=True)
+            await refuse(connection, reason)
             return None
-        self.leave(wire)
+        self.leave(connection)
         return identity
 
-    def leave(self, wire: Wire) -> None:
+    def leave(self, connection: Connection) -> None:
         """A connection has a rank's place now, or is lost."""
-        self._unclaimed.pop(wire, None)
+        self._unclaimed.pop(connection, None)

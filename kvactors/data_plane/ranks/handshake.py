@@ -13,7 +13,7 @@ import secrets
 
 import anyio
 
-from kvactors.data_plane.ranks.connection import Wire
+from kvactors.data_plane.ranks.connection import Connection
 from kvactors.data_plane.ranks.protocol import (
     MOST_BYTES,
     NONCE_BYTES,
@@ -40,21 +40,21 @@ def mac(secret: Secret, role: bytes, rank_nonce: bytes, leader_nonce: bytes) -> 
     )
 
 
-async def check_rank(wire: Wire, secret: Secret) -> tuple[str, bool]:
+async def check_rank(connection: Connection, secret: Secret) -> tuple[str, bool]:
     """The leader's side. Returns why the connection is refused, and whether the other end is to be
     sent it (`refuse`); an empty reason if it has the secret."""
-    wire.limit = UNPROVEN_BYTES
+    connection.limit = UNPROVEN_BYTES
     reason, answer = f"no proof in {LIMIT:.0f} s", False
     with anyio.move_on_after(LIMIT):
-        reason, answer = await _check_rank(wire, secret)
+        reason, answer = await _check_rank(connection, secret)
     return reason, answer
 
 
-async def _check_rank(wire: Wire, secret: Secret) -> tuple[str, bool]:
+async def _check_rank(connection: Connection, secret: Secret) -> tuple[str, bool]:
     """The reason for a refusal, and whether the other end is sent it."""
-    hello = await wire.receive()
+    hello = await connection.receive()
     if not isinstance(hello, Hello):
-        return wire.violation or (
+        return connection.violation or (
             "closed before a hello"
             if hello is None
             else f"{type(hello).__name__} in place of a hello"
@@ -64,48 +64,48 @@ async def _check_rank(wire: Wire, secret: Secret) -> tuple[str, bool]:
     if len(hello.nonce) != NONCE_BYTES:
         return f"a nonce of {len(hello.nonce)} bytes, not {NONCE_BYTES}", False
     nonce = secrets.token_bytes(NONCE_BYTES)
-    wire.send(Challenge(VERSION, nonce))
-    proof = await wire.receive()
+    connection.send(Challenge(VERSION, nonce))
+    proof = await connection.receive()
     if not isinstance(proof, Proof):
-        return wire.violation or (
+        return connection.violation or (
             "closed before a proof"
             if proof is None
             else f"{type(proof).__name__} in place of a proof"
         ), False
     if not hmac.compare_digest(proof.mac, mac(secret, b"rank", hello.nonce, nonce)):
         return "the rank's secret is not the leader's (ranks.secret or KVACTORS_RANKS_SECRET)", True
-    wire.send(Proof(mac(secret, b"leader", hello.nonce, nonce)))
+    connection.send(Proof(mac(secret, b"leader", hello.nonce, nonce)))
     return "", False
 
 
-async def refuse(wire: Wire, reason: str) -> None:
+async def refuse(connection: Connection, reason: str) -> None:
     """Send the reason, and wait for at most LIMIT seconds until the other end, which has read it
     then, closes the connection."""
-    wire.send(Refused(reason))
+    connection.send(Refused(reason))
     with anyio.move_on_after(LIMIT):
-        await wire.receive()
+        await connection.receive()
 
 
-async def check_leader(wire: Wire, secret: Secret) -> bool:
+async def check_leader(connection: Connection, secret: Secret) -> bool:
     """The rank's side: whether the other end has the secret; False if the connection was lost
     before that is known.
 
     Raises:
         RankError: the leader refuses this rank, or does not have its secret.
     """
-    wire.limit = UNPROVEN_BYTES
+    connection.limit = UNPROVEN_BYTES
     proved = False
     with anyio.move_on_after(LIMIT):
-        proved = await _check_leader(wire, secret)
+        proved = await _check_leader(connection, secret)
     if proved:
-        wire.limit = MOST_BYTES
+        connection.limit = MOST_BYTES
     return proved
 
 
-async def _check_leader(wire: Wire, secret: Secret) -> bool:
+async def _check_leader(connection: Connection, secret: Secret) -> bool:
     nonce = secrets.token_bytes(NONCE_BYTES)
-    wire.send(Hello(VERSION, nonce))
-    challenge = await wire.receive()
+    connection.send(Hello(VERSION, nonce))
+    challenge = await connection.receive()
     if isinstance(challenge, Refused):
         raise RankError(f"the leader refuses: {challenge.reason}")
     if not isinstance(challenge, Challenge) or len(challenge.nonce) != NONCE_BYTES:
@@ -114,8 +114,8 @@ async def _check_leader(wire: Wire, secret: Secret) -> bool:
         raise RankError(
             f"protocol version {VERSION} of the rank, {challenge.version} of the leader"
         )
-    wire.send(Proof(mac(secret, b"rank", nonce, challenge.nonce)))
-    proof = await wire.receive()
+    connection.send(Proof(mac(secret, b"rank", nonce, challenge.nonce)))
+    proof = await connection.receive()
     if isinstance(proof, Refused):
         raise RankError(f"the leader refuses: {proof.reason}")
     if not isinstance(proof, Proof):

@@ -19,8 +19,8 @@ from itertools import count
 
 from kvactors.actor.clock import now
 from kvactors.actor.log import get_logger
-from kvactors.actor.uncancelled import to_the_end, uncancelled
-from kvactors.data_plane.ranks.connection import Wire
+from kvactors.actor.uncancelled import uncancelled, wait_uncancelled
+from kvactors.data_plane.ranks.connection import Connection
 from kvactors.data_plane.ranks.entrance import Entrance
 from kvactors.data_plane.ranks.joins import Joins
 from kvactors.data_plane.ranks.link import PAGE_LIMIT, Link, Violation
@@ -39,7 +39,7 @@ from kvactors.data_plane.ranks.protocol import (
 )
 from kvactors.data_plane.ranks.refusals import lacking
 from kvactors.data_plane.ranks.silence import Silence
-from kvactors.data_plane.ranks.state import Health, Operation, Rank, RankHealth, RankStatistics
+from kvactors.data_plane.ranks.state import Operation, Rank, RankHealth, RankState, RankStatistics
 from kvactors.data_plane.ranks.strangers import Strangers
 from kvactors.errors import RankError
 from kvactors.identity import StoreIdentity
@@ -78,9 +78,9 @@ class RankGroup:
         self.slots = slots
         self.storage = storage
         self.layers = layers
-        self.changed: Callable[[int, Health], None] = lambda _rank, _health: None
+        self.changed: Callable[[int, RankState], None] = lambda _rank, _health: None
         # Called with a rank and its health before and after each change, for tests.
-        self.on_health: Callable[[int, Health, Health], None] | None = None
+        self.on_health: Callable[[int, RankState, RankState], None] | None = None
         self.names: RankNames | None = None
         self.memory_generation = 0
         self.strangers = Strangers()
@@ -93,13 +93,14 @@ class RankGroup:
         self._admission: asyncio.Future[None] | None = None
         self._silence = Silence(config.timeout, self._set)
         self._listener = Listener(
-            self.meet, lambda source, reason: self.strangers.refused(source, "another user", reason)
+            self.accept,
+            lambda source, reason: self.strangers.refused(source, "another user", reason),
         )
 
     @property
     def healthy(self) -> bool:
         """Whether every rank is."""
-        return not self._closing and all(rank.health is Health.HEALTHY for rank in self._ranks)
+        return not self._closing and all(rank.health is RankState.HEALTHY for rank in self._ranks)
 
     async def open(self) -> None:
         """Listen, and wait until every rank was admitted.
@@ -130,7 +131,7 @@ class RankGroup:
         wait longer."""
         self._closing = self._silence.closing = True
         for rank in self._ranks:
-            if rank.health is not Health.HEALTHY:
+            if rank.health is not RankState.HEALTHY:
                 rank.settle()
 
     async def close(self) -> None:
@@ -179,7 +180,7 @@ class RankGroup:
             )
             answers.append(operation.answer)
             if (
-                rank.health is not Health.HEALTHY
+                rank.health is not RankState.HEALTHY
                 or rank.link is None
                 or only not in (None, rank.number)
             ):
@@ -188,24 +189,24 @@ class RankGroup:
             operation.timer = loop.call_later(self.config.timeout, self._silence.late, rank, op)
             rank.open[op] = operation
             rank.operations += 1
-            rank.link.wire.send(message)
-        await to_the_end(asyncio.gather(*answers))
+            rank.link.connection.send(message)
+        await wait_uncancelled(asyncio.gather(*answers))
         return [answer.result() for answer in answers]
 
     # -- connections
 
-    async def meet(self, wire: Wire) -> None:
+    async def accept(self, connection: Connection) -> None:
         """Serve one connection to its end: check its secret and identity, admit the rank, and
         receive its answers."""
         if self._closing:
             return
         try:
-            identity = await self._entrance.admit(wire, self._claim)
+            identity = await self._entrance.admit(connection, self._claim)
             if identity is not None:
-                await self._serve(self._ranks[identity.rank], Link(wire, identity))
+                await self._serve(self._ranks[identity.rank], Link(connection, identity))
         finally:
-            self._entrance.leave(wire)
-            wire.close()
+            self._entrance.leave(connection)
+            connection.close()
 
     async def _claim(self, identity: Identity) -> str:
         """Wait until the rank's number is free. Returns why it is not: another process serves it
@@ -257,16 +258,16 @@ class RankGroup:
         rank.settle()  # a rank sends its identity when everything from before has ended
         if self.used:  # it may have restarted more than once, unseen
             self.memory_generation += 1
-            self.changed(rank.number, Health.AWAY)
+            self.changed(rank.number, RankState.DISCONNECTED)
         link.admitted = True
-        link.wire.send(Welcome())
-        self._set(rank, Health.HEALTHY, "")
+        link.connection.send(Welcome())
+        self._set(rank, RankState.HEALTHY, "")
         log.info("rank admitted", rank=rank.number, objects=link.identity.objects)
 
     async def _receive(self, rank: Rank, link: Link) -> str:
         """Handle a rank's messages until the connection is lost. Violation for one that the
         protocol does not allow."""
-        while (message := await link.wire.receive()) is not None:
+        while (message := await link.connection.receive()) is not None:
             if rank.link is not link:
                 return "replaced"
             if isinstance(message, Answer):
@@ -280,8 +281,8 @@ class RankGroup:
                 self._silence.answered(rank)
             else:
                 raise Violation(f"unexpected message {type(message).__name__}")
-        if link.wire.violation:
-            raise Violation(link.wire.violation)
+        if link.connection.violation:
+            raise Violation(link.connection.violation)
         return "connection lost"
 
     def _arrived(self, rank: Rank, message: Arrived) -> None:
@@ -305,10 +306,10 @@ class RankGroup:
         del rank.open[message.op]
         operation.over(message)
         rank.overdue.discard(message.op)
-        if rank.health is Health.SILENT and not rank.overdue:
-            self._set(rank, Health.HEALTHY, "")
+        if rank.health is RankState.SILENT and not rank.overdue:
+            self._set(rank, RankState.HEALTHY, "")
 
-    def hang_up(self, number: int) -> None:
+    def disconnect(self, number: int) -> None:
         """Close the connection to a rank; it will connect again."""
         rank = self._ranks[number]
         if rank.link is not None:
@@ -327,10 +328,10 @@ class RankGroup:
             return
         rank.losses += 1
         self.memory_generation += 1
-        self._set(rank, Health.AWAY, reason)
+        self._set(rank, RankState.DISCONNECTED, reason)
         log.warning("rank lost", rank=rank.number, reason=reason, in_flight=len(rank.open))
 
-    def _set(self, rank: Rank, health: Health, reason: str) -> None:
+    def _set(self, rank: Rank, health: RankState, reason: str) -> None:
         if self.on_health is not None:
             self.on_health(rank.number, rank.health, health)
         rank.health, rank.reason, rank.since = health, reason, now()

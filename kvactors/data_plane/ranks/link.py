@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from kvactors.data_plane.ranks.connection import Wire
+from kvactors.data_plane.ranks.connection import Connection
 from kvactors.data_plane.ranks.protocol import (
     MOST_NAMES,
     PAGE_NAMES,
@@ -33,8 +33,8 @@ class Link:
     """identity: what the rank is. received: names that have arrived while it joins. admitted:
     whether it takes part in operations."""
 
-    def __init__(self, wire: Wire, identity: Identity) -> None:
-        self.wire = wire
+    def __init__(self, connection: Connection, identity: Identity) -> None:
+        self.connection = connection
         self.identity = identity
         self.received = 0
         self.admitted = False
@@ -48,7 +48,7 @@ class Link:
         lost."""
         if self._pong is None or self._pong.done():
             self._pong = asyncio.get_running_loop().create_future()
-            self.wire.send(Ping())
+            self.connection.send(Ping())
         pong = self._pong
         await asyncio.wait((pong,), timeout=limit)
         return pong.done() and pong.result()
@@ -82,7 +82,7 @@ class Link:
         more = WINDOW - self._asked - len(self._pages)
         if more > 0:
             self._asked += more
-            self.wire.send(SendNames(more))
+            self.connection.send(SendNames(more))
         if not self._pages:
             self._page = asyncio.get_running_loop().create_future()
             await asyncio.wait((self._page,), timeout=PAGE_LIMIT)
@@ -90,7 +90,7 @@ class Link:
 
     def over(self) -> None:
         """The connection is lost: close it, and let what waits for the rank go on."""
-        self.wire.close()
+        self.connection.close()
         for waiting, result in ((self._pong, False), (self._page, None)):
             if waiting is not None and not waiting.done():
                 waiting.set_result(result)  # type: ignore[arg-type]

@@ -18,13 +18,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvactors.actor.log import get_logger
-from kvactors.data_plane.ranks.connection import MemoryWire, StreamWire, Wire
+from kvactors.data_plane.ranks.connection import Connection, MemoryConnection, StreamConnection
 from kvactors.endpoint import split_endpoint
 from kvactors.errors import RankError
 
 log = get_logger()
 
-Met = Callable[[Wire], Awaitable[None]]
+Met = Callable[[Connection], Awaitable[None]]
 """Handles one connection; it is closed when this returns."""
 
 BUFFER = 16 << 10
@@ -91,22 +91,22 @@ class Listener:
         else:
             name = writer.get_extra_info("peername")
             source = str(name[0]) if name else "unknown"
-        self.take(StreamWire(reader, writer, source))
+        self.take(StreamConnection(reader, writer, source))
 
-    def take(self, wire: Wire) -> None:
+    def take(self, connection: Connection) -> None:
         """Handle one connection. One that was accepted while the listener stopped is closed."""
         if self._stopped:
-            wire.close()
+            connection.close()
             return
-        task = asyncio.get_running_loop().create_task(self._handle(wire))
+        task = asyncio.get_running_loop().create_task(self._handle(connection))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(
-            lambda _: wire.close()
+            lambda _: connection.close()
         )  # a task that is cancelled before its first step runs no `finally`
 
-    async def _handle(self, wire: Wire) -> None:
-        await self.met(wire)
+    async def _handle(self, connection: Connection) -> None:
+        await self.met(connection)
 
     async def stop(self) -> None:
         """Accept nothing more, close every connection, and remove the socket's path if it is still
@@ -218,14 +218,14 @@ def is_trusted(uid: int) -> bool:
     return uid in (os.geteuid(), 0)
 
 
-async def connect(endpoint: str) -> Wire:
+async def connect(endpoint: str) -> Connection:
     """A connection to a leader. ConfigError, OSError (PermissionError if a process of another user
     listens at a unix socket)."""
     scheme, host, port = split_endpoint(endpoint)
     if scheme == "memory":
         return _connect_in_memory(host)
     if scheme != "unix":
-        return StreamWire(
+        return StreamConnection(
             *await asyncio.open_connection(host, port, limit=BUFFER), f"{host}:{port}"
         )
     reader, writer = await asyncio.open_unix_connection(host, limit=BUFFER)
@@ -235,14 +235,14 @@ async def connect(endpoint: str) -> Wire:
         raise PermissionError(
             f"process {pid} of user {uid} listens at {host}, not user {os.geteuid()} or root"
         )
-    return StreamWire(reader, writer, host)
+    return StreamConnection(reader, writer, host)
 
 
-def _connect_in_memory(name: str) -> Wire:
+def _connect_in_memory(name: str) -> Connection:
     listener = _in_memory.get(name)
     if listener is None:
         raise ConnectionRefusedError(f"nothing listens at memory://{name}")
-    mine, theirs = MemoryWire.pair()
+    mine, theirs = MemoryConnection.pair()
     mine.source = theirs.source = f"memory://{name}"
     listener.take(theirs)
     return mine

@@ -107,8 +107,8 @@ class RankNames:
                 joining.seen.discard(name)
 
     def drop_all(self) -> NameSet:
-        """Hold nothing; returns what was held, to be freed in slices. It is not departed: `Cleared`
-        reports the whole tier."""
+        """Hold nothing; returns what was held, to be freed in slices. It is not departed:
+        `TierCleared` reports the whole tier."""
         dropped, self.held = self.held, NameSet()
         self._known = True
         if self._joining is not None:

@@ -10,7 +10,7 @@ from kvactors.data_plane.base import DataPlane, Direction, Progress, StatusChang
 from kvactors.data_plane.ranks.device_store import RanksDirect
 from kvactors.data_plane.ranks.leader import RankGroup
 from kvactors.data_plane.ranks.protocol import CopyBlocks
-from kvactors.data_plane.ranks.state import Health, RankStatistics
+from kvactors.data_plane.ranks.state import RankState, RankStatistics
 from kvactors.data_plane.ranks.store import RankStore
 from kvactors.device.arena import HostSlots
 from kvactors.device.base import DeviceBlocks
@@ -51,8 +51,8 @@ class RanksPlane(DataPlane):
     def on_status(self, changed: StatusChanged) -> None:
         """See `DataPlane`."""
 
-        def note(_rank: int, health: Health) -> None:
-            lost = health is Health.AWAY
+        def note(_rank: int, health: RankState) -> None:
+            lost = health is RankState.DISCONNECTED
             self._unacknowledged |= lost
             changed(self.group.healthy, lost, self.generation)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from kvactors.data_plane.ranks.protocol import MOST_NAMES, Identity
-from kvactors.data_plane.ranks.state import Health, Rank
+from kvactors.data_plane.ranks.state import Rank, RankState
 from kvactors.data_plane.ranks.strangers import Strangers
 from kvactors.identity import StoreIdentity
 from kvactors.ranks_config import RanksConfig
@@ -49,7 +49,7 @@ def misfit(identity: Identity, wanted: Wanted) -> str:
 
 def lacking(ranks: Iterable[Rank], config: RanksConfig, strangers: Strangers) -> str:
     """Which ranks did not come in time, and what was refused."""
-    missing = [rank.number for rank in ranks if rank.health is not Health.HEALTHY]
+    missing = [rank.number for rank in ranks if rank.health is not RankState.HEALTHY]
     refused = [f"{number} connections refused: {kind}" for kind, number in strangers.counts.items()]
     details = "; ".join([*strangers.shown, *refused])
     text = f"ranks {missing} of {config.count} did not come to {config.endpoint} in time"

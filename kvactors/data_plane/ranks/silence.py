@@ -7,14 +7,14 @@ import asyncio
 from collections.abc import Callable
 
 from kvactors.data_plane.ranks.link import Link
-from kvactors.data_plane.ranks.state import Health, Rank
+from kvactors.data_plane.ranks.state import Rank, RankState
 
 
 class Silence:
     """timeout: seconds that an answer may take. report: called with a rank, its new health and the
     reason. closing: whether the leader reuses no slot and no block any more."""
 
-    def __init__(self, timeout: float, report: Callable[[Rank, Health, str], None]) -> None:
+    def __init__(self, timeout: float, report: Callable[[Rank, RankState, str], None]) -> None:
         self.closing = False
         self._timeout = timeout
         self._report = report
@@ -50,14 +50,14 @@ class Silence:
             rank.settle()
         elif op in rank.open:
             rank.overdue.add(op)
-            if rank.health is Health.HEALTHY:
+            if rank.health is RankState.HEALTHY:
                 rank.silences += 1
-                self._report(rank, Health.SILENT, f"no answer in {self._timeout:g} s")
+                self._report(rank, RankState.SILENT, f"no answer in {self._timeout:g} s")
 
     def answered(self, rank: Rank) -> None:
         """A rank has answered a ping. If its store alone is late, copies can go on."""
-        if rank.health is Health.SILENT and all(rank.open[op].stored for op in rank.overdue):
+        if rank.health is RankState.SILENT and all(rank.open[op].stored for op in rank.overdue):
             for op in rank.overdue:
                 self._watch(rank, op)
             rank.overdue.clear()
-            self._report(rank, Health.HEALTHY, "")
+            self._report(rank, RankState.HEALTHY, "")

@@ -12,10 +12,10 @@ from kvactors.data_plane.ranks.protocol import Answer
 from kvactors.types import KEY_BYTES
 
 
-class Health(Enum):
+class RankState(Enum):
     """The state of a rank."""
 
-    AWAY = "away"
+    DISCONNECTED = "away"
     HEALTHY = "healthy"
     SILENT = "silent"
 
@@ -89,7 +89,7 @@ class Rank:
     def __init__(self, number: int) -> None:
         self.number = number
         self.link: Link | None = None
-        self.health = Health.AWAY
+        self.health = RankState.DISCONNECTED
         self.reason = "has not connected"
         self.since = self.not_before = 0.0
         self.open: dict[int, Operation] = {}

@@ -18,7 +18,7 @@ from kvactors.actor.uncancelled import ended, uncancelled
 from kvactors.config import Config, StorageConfig
 from kvactors.data_plane.base import Direction
 from kvactors.data_plane.local import LocalPlane, make_local_plane
-from kvactors.data_plane.ranks.connection import Wire
+from kvactors.data_plane.ranks.connection import Connection
 from kvactors.data_plane.ranks.handshake import check_leader
 from kvactors.data_plane.ranks.listening import connect
 from kvactors.data_plane.ranks.moving import cannot_be, carried_out
@@ -171,26 +171,26 @@ class _Serving:
         begin again."""
         pause = RETRY_LEAST
         while True:
-            wire = await self._connect(endpoint)
-            if wire is None:
+            connection = await self._connect(endpoint)
+            if connection is None:
                 await asyncio.sleep(pause)
                 pause = min(RETRY_MOST, 2 * pause)
                 continue
             try:
-                if await self._enter(wire):
+                if await self._enter(connection):
                     pause = RETRY_LEAST
                     admitted()
-                    await self._work(wire)
+                    await self._work(connection)
             finally:
-                wire.close()
+                connection.close()
             await asyncio.sleep(pause)
             pause = min(RETRY_MOST, 2 * pause)
 
-    async def _connect(self, endpoint: str) -> Wire | None:
-        wire = None
+    async def _connect(self, endpoint: str) -> Connection | None:
+        connection = None
         try:
             with anyio.move_on_after(CONNECT_LIMIT):
-                wire = await connect(endpoint)
+                connection = await connect(endpoint)
         except PermissionError as error:
             if str(error) != self._warned:
                 self._warned = str(error)
@@ -199,15 +199,15 @@ class _Serving:
                 )
         except OSError:
             pass
-        return wire
+        return connection
 
-    async def _enter(self, wire: Wire) -> bool:
+    async def _enter(self, connection: Connection) -> bool:
         """Whether the leader has admitted this rank; False if the connection was lost before that.
         RankError if it refuses."""
-        if not await check_leader(wire, self.secret):
+        if not await check_leader(connection, self.secret):
             return False
         device, store, mine = self.plane.device, self.backend, self.identity
-        wire.send(
+        connection.send(
             Identity(
                 self.rank,
                 mine.ranks,
@@ -222,15 +222,15 @@ class _Serving:
             )
         )
         names = pages(iter(()) if store is None else store.iter_keys())
-        while (message := await wire.receive()) is not None:
+        while (message := await connection.receive()) is not None:
             if isinstance(message, Refused):
                 raise RankError(f"the leader refuses: {message.reason}")
             if isinstance(message, Welcome):
                 return True
             if isinstance(message, Ping):
-                wire.send(Pong())
+                connection.send(Pong())
             elif isinstance(message, SendNames):
-                if not self._send_names(wire, message.pages, names):
+                if not self._send_names(connection, message.pages, names):
                     return False
             else:
                 log.error(
@@ -241,7 +241,9 @@ class _Serving:
                 return False
         return False
 
-    def _send_names(self, wire: Wire, count: int, names: Iterator[tuple[bytes, bool]]) -> bool:
+    def _send_names(
+        self, connection: Connection, count: int, names: Iterator[tuple[bytes, bool]]
+    ) -> bool:
         """Send so many pages. False if the store changed while its names were sent: the rank joins
         again."""
         try:
@@ -249,13 +251,13 @@ class _Serving:
                 page = next(names, None)
                 if page is None:
                     break
-                wire.send(Names(*page))
+                connection.send(Names(*page))
         except RuntimeError as error:
             log.warning("store changed while its names were sent", rank=self.rank, error=str(error))
             return False
         return True
 
-    async def _work(self, wire: Wire) -> None:
+    async def _work(self, connection: Connection) -> None:
         """Do what the leader asks until the connection is lost and everything it asked has ended.
         Without a connection an idle rank waits for the leader's next message without limit; the end
         of the connection ends that wait."""
@@ -266,19 +268,19 @@ class _Serving:
             if not task.cancelled() and (error := task.exception()) is not None:
                 log.error("operation failed", rank=self.rank, error=described(error))
                 # without an answer the leader would count this rank as silent for good
-                wire.close()
+                connection.close()
 
         try:
-            while (message := await wire.receive()) is not None:
+            while (message := await connection.receive()) is not None:
                 try:
-                    work = self._work_of(wire, message)
+                    work = self._work_of(connection, message)
                 except _Refuse as refusal:
                     log.error(
                         "request of the leader that cannot be carried out",
                         rank=self.rank,
                         reason=str(refusal),
                     )
-                    wire.close()
+                    connection.close()
                     break
                 if work is not None:
                     task = asyncio.get_running_loop().create_task(work)
@@ -291,21 +293,23 @@ class _Serving:
                     task.cancel()
                 await uncancelled(self._give_up(tasks))
 
-    def _work_of(self, wire: Wire, message: AnyFrame) -> Coroutine[Any, Any, None] | None:
+    def _work_of(
+        self, connection: Connection, message: AnyFrame
+    ) -> Coroutine[Any, Any, None] | None:
         """What a message asks for; None if it is answered already."""
         if isinstance(message, CopyBlocks):
             self._check(len(message.blocks), message.slots, message.blocks)
-            return self._copy(wire, message)
+            return self._copy(connection, message)
         if isinstance(message, StoreObjects):
             self._check_store(message)
-            return self._store(wire, message)
+            return self._store(connection, message)
         if isinstance(message, MoveDevice):
             if reason := cannot_be(message, self.plane.device):
                 raise _Refuse(reason)
-            return self._move(wire, message)
+            return self._move(connection, message)
         if not isinstance(message, Ping):
             raise _Refuse(f"unexpected message {type(message).__name__}")
-        wire.send(Pong())
+        connection.send(Pong())
         return None
 
     async def _all_ended(self, tasks: set[asyncio.Task[None]]) -> None:
@@ -350,14 +354,14 @@ class _Serving:
         if len(message.lineages) not in (0, len(message.slots)):
             raise _Refuse(f"{len(message.lineages)} lineages for {len(message.slots)} slots")
 
-    async def _move(self, wire: Wire, message: MoveDevice) -> None:
-        wire.send(await carried_out(self.plane.device_store, message, self.rank))
+    async def _move(self, connection: Connection, message: MoveDevice) -> None:
+        connection.send(await carried_out(self.plane.device_store, message, self.rank))
 
-    async def _copy(self, wire: Wire, message: CopyBlocks) -> None:
+    async def _copy(self, connection: Connection, message: CopyBlocks) -> None:
         direction = Direction.TO_DEVICE if message.to_device else Direction.TO_HOST
 
         def progress(layers: int) -> None:
-            wire.send(Arrived(message.op, layers))
+            connection.send(Arrived(message.op, layers))
 
         outcomes = bytearray(len(message.blocks))
         try:
@@ -369,20 +373,20 @@ class _Serving:
             failed = tuple(range(len(outcomes)))
         for j in failed:
             outcomes[j] = 1
-        wire.send(Answer(message.op, bytes(outcomes)))
+        connection.send(Answer(message.op, bytes(outcomes)))
 
-    async def _store(self, wire: Wire, message: StoreObjects) -> None:
+    async def _store(self, connection: Connection, message: StoreObjects) -> None:
         keys = split_keys(message.keys)
         count = 1 if message.kind == "clear" else len(keys)
         if message.kind in ("begin_paths", "paths"):
-            wire.send(await next_paths(self.store, message))
+            connection.send(await next_paths(self.store, message))
             return
         try:
             outcomes, gone = await self._at_store(message, keys)
         except StoreError as error:
             log.error("clear failed", rank=self.rank, error=str(error))
             outcomes, gone = bytes([Outcome.UNAVAILABLE]) * count, []
-        wire.send(Answer(message.op, outcomes, join_keys(gone)))
+        connection.send(Answer(message.op, outcomes, join_keys(gone)))
 
     async def _at_store(
         self, message: StoreObjects, keys: list[bytes]

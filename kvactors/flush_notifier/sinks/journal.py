@@ -24,7 +24,7 @@ import aiofiles.os
 import msgspec
 import numpy as np
 
-from kvactors.actor.uncancelled import to_the_end
+from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.errors import SinkError
 from kvactors.files import open_private
 from kvactors.flush_notifier.messages import FlushTask
@@ -137,7 +137,7 @@ class Journal:
             if fresh is not None:
                 await aiofiles.os.replace(fresh, self.path, executor=THREADS)
 
-        await to_the_end(asyncio.get_running_loop().create_task(work()))
+        await wait_uncancelled(asyncio.get_running_loop().create_task(work()))
 
 
 def line_of(

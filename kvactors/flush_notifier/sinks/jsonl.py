@@ -109,7 +109,7 @@ class JsonLinesSink(Sink):
         }
 
     def _identity(self, task: FlushTask) -> dict[str, object]:
-        fields = task.origin._asdict()
+        fields = task.scope._asdict()
         if task.extra_keys:
             fields["media"] = [
                 [position, [[identifier(value), offset] for value, offset in media_items(key)]]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvactors.flush_notifier.blocks import HeldBlock
-from kvactors.flush_notifier.messages import ExtraKeys, FlushTask, Origin
+from kvactors.flush_notifier.messages import ExtraKeys, FlushTask, RequestScope
 from kvactors.flush_notifier.sinks.kv_identity import Fields, identity_fields, text
 from kvactors.flush_notifier.sinks.kv_wire import MEDIA, AllBlocksCleared, ClearedArray
 from kvactors.native import EventEncoder
@@ -86,7 +86,7 @@ class KvEventEncoder:
         tokens: bytes,
         tier: Tier,
         position: int,
-        origin: Origin,
+        scope: RequestScope,
         extra_keys: ExtraKeys,
     ) -> bytes:
         """Encode a BlockStored event.
@@ -97,19 +97,19 @@ class KvEventEncoder:
             tokens: of these blocks alone.
             tier: where the blocks are.
             position: of the first of them in its path. At 0 there is no parent.
-            origin: their scope.
+            scope: their scope.
             extra_keys: of the path.
         """
         if not position:
             parent = b""
-        lora, salt, lora_id = origin
+        lora, salt, lora_id = scope
         if lora is None and salt is None and lora_id is None and not extra_keys:
             return self._native.stored(keys, parent, tokens, tier)
         count = len(keys) // KEY_BYTES
         if extra_keys:
-            identity = pack_identity(self._form, origin, position, count, extra_keys)
+            identity = pack_identity(self._form, scope, position, count, extra_keys)
         else:
-            identity = scope_identity(self._form, origin, position == 0, count)
+            identity = scope_identity(self._form, scope, position == 0, count)
         return self._native.stored_with(keys, parent, tokens, tier, *identity)
 
     def event(self, task: FlushTask) -> bytes:
@@ -121,7 +121,7 @@ class KvEventEncoder:
                 task.tokens,
                 task.tier,
                 task.start_block_idx,
-                task.origin,
+                task.scope,
                 task.extra_keys,
             )
         return self._native.removed(task.keys, task.tier) if task.count else self.cleared
@@ -147,7 +147,7 @@ class KvEventEncoder:
                 task.tokens[size * at : size * end],
                 task.tier,
                 task.start_block_idx + at,
-                task.origin,
+                task.scope,
                 task.extra_keys,
             )
             yield event, end - at
@@ -156,24 +156,24 @@ class KvEventEncoder:
         """Encode one block that is resident on `tier`, for snapshots and repetitions."""
         extra_keys = ((held.position, held.extra_key),) if held.extra_key else ()
         return self.stored(
-            held.key, held.parent, held.tokens, tier, held.position, held.origin, extra_keys
+            held.key, held.parent, held.tokens, tier, held.position, held.scope, extra_keys
         )
 
 
 def pack_identity(
-    form: Form, origin: Origin, position: int, count: int, extra_keys: ExtraKeys
+    form: Form, scope: RequestScope, position: int, count: int, extra_keys: ExtraKeys
 ) -> Identity:
     """Encode what identifies blocks [position, position + count) of a path beside their tokens."""
-    values = identity_fields(origin, position, count, extra_keys, tagged=form.tagged)
+    values = identity_fields(scope, position, count, extra_keys, tagged=form.tagged)
     sent = list(zip(Fields._fields, values, strict=True))[: form.num_fields]
     if form.array:
         packed = [_pack(value) for _, value in sent]
     else:
         packed = [_pack(name) + _pack(value) for name, value in sent if value is not None]
-    return _pack(origin.lora_id), _pack(text(origin.lora)), len(packed), b"".join(packed)
+    return _pack(scope.lora_id), _pack(text(scope.lora)), len(packed), b"".join(packed)
 
 
 @lru_cache(IDENTITIES)
-def scope_identity(form: Form, origin: Origin, at_start: bool, count: int) -> Identity:
+def scope_identity(form: Form, scope: RequestScope, at_start: bool, count: int) -> Identity:
     """Encode the identity of blocks without media. at_start: they begin a sequence."""
-    return pack_identity(form, origin, 0 if at_start else 1, count, ())
+    return pack_identity(form, scope, 0 if at_start else 1, count, ())

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from kvactors.extra_keys import MediaHash, media_items
-from kvactors.flush_notifier.messages import ExtraKeys, Origin
+from kvactors.flush_notifier.messages import ExtraKeys, RequestScope
 
 DYNAMO_SALT = "dynamo-cache-salt:"
 """Dynamo's prefix of a salt where a bare text would be ambiguous. Engines behind Dynamo get
@@ -54,7 +54,7 @@ def text(value: str | None) -> str | None:
 
 
 def identity_fields(
-    origin: Origin, position: int, count: int, extra_keys: ExtraKeys, *, tagged: bool = False
+    scope: RequestScope, position: int, count: int, extra_keys: ExtraKeys, *, tagged: bool = False
 ) -> Fields:
     """The fields of an event about blocks [position, position + count) of a path.
 
@@ -66,7 +66,7 @@ def identity_fields(
     salt. Where they hold more than the adapter, `block_mm_infos` marks those that are media:
     Dynamo would take a salt of 64 hexadecimal digits for one.
     """
-    lora, salt = text(origin.lora), text(origin.salt)
+    lora, salt = text(scope.lora), text(scope.salt)
     first: list[Any] = []  # what only the event's first block carries
     if salt is not None and tagged:
         first = [DYNAMO_SALT + salt.removeprefix(DYNAMO_SALT)]

@@ -21,7 +21,7 @@ import anyio
 
 from kvactors.actor.log import get_logger
 from kvactors.flush_notifier.sinks.kv_sockets import zmq
-from kvactors.flush_notifier.sinks.kv_state import State
+from kvactors.flush_notifier.sinks.kv_state import StreamState
 from kvactors.flush_notifier.sinks.kv_wire import END, encode_sequence
 
 SNAPSHOT = b"kvactors.snapshot"
@@ -107,7 +107,7 @@ class Publisher(Protocol):
     fill: bool
     topic: bytes
 
-    async def state(self) -> State:
+    async def state(self) -> StreamState:
         """The state after which every batch is still kept."""
         ...
 
@@ -127,12 +127,12 @@ class Publisher(Protocol):
         """The parts of a snapshot."""
         ...
 
-    def payloads(self, state: State, most: int) -> Iterator[bytes]:
+    def payloads(self, state: StreamState, most: int) -> Iterator[bytes]:
         """A state as at most `most` batches."""
         ...
 
 
-class Answer:
+class ReplayAnswer:
     """One reader's answer. began: when. blocked: since when its queue has been full (0: it is
     not)."""
 
@@ -157,7 +157,7 @@ class ReplayServer:
         self._socket = socket
         self._publisher = publisher
         self._with_topic = with_topic
-        self._answers: dict[bytes, Answer] = {}  # by reader
+        self._answers: dict[bytes, ReplayAnswer] = {}  # by reader
         self._log = get_logger()
 
     async def run(self) -> None:
@@ -177,7 +177,7 @@ class ReplayServer:
                 self._cancel(answer)
 
     @staticmethod
-    def _cancel(answer: Answer) -> None:
+    def _cancel(answer: ReplayAnswer) -> None:
         if answer.task is not None:
             answer.task.cancel()
 
@@ -194,7 +194,7 @@ class ReplayServer:
                 self._given_up("too slow while others wait")
                 self._cancel(self._answers.pop(slow.reader))
 
-    def _slowest(self) -> Answer | None:
+    def _slowest(self) -> ReplayAnswer | None:
         """The reader that has taken nothing for the longest time, or whose answer takes longest, if
         that is too long."""
         now = anyio.current_time()
@@ -223,7 +223,7 @@ class ReplayServer:
         earlier = self._answers.pop(reader, None)
         if earlier is not None:
             self._cancel(earlier)
-        self._answers[reader] = answer = Answer(reader)
+        self._answers[reader] = answer = ReplayAnswer(reader)
         self._publisher.hold()
         answer.task = asyncio.get_running_loop().create_task(self._answer(answer, body))
 
@@ -234,7 +234,7 @@ class ReplayServer:
 
         answer.task.add_done_callback(ended)
 
-    async def _answer(self, answer: Answer, body: bytes) -> None:
+    async def _answer(self, answer: ReplayAnswer, body: bytes) -> None:
         """All that is asked for, then the end marker."""
         try:
             try:
@@ -251,7 +251,7 @@ class ReplayServer:
         except (zmq.ZMQError, Stalled) as error:  # it will ask again
             self._given_up(str(error))
 
-    async def _send_batches(self, answer: Answer, start: int) -> None:
+    async def _send_batches(self, answer: ReplayAnswer, start: int) -> None:
         """Every batch from `start` on that has been published, with the state in the place of those
         that are no longer kept."""
         publisher, window = self._publisher, self._publisher.window
@@ -265,7 +265,7 @@ class ReplayServer:
                 number = kept + 1
             await asyncio.sleep(0)
 
-    async def _send_state(self, answer: Answer, number: int) -> int:
+    async def _send_state(self, answer: ReplayAnswer, number: int) -> int:
         """The state under the numbers from `number` on, or under the last ones before it
         ends. Returns the number of the batch that follows it."""
         publisher = self._publisher
@@ -284,13 +284,13 @@ class ReplayServer:
                 await asyncio.sleep(0)
         return state.number
 
-    async def _send_snapshot(self, answer: Answer) -> None:
+    async def _send_snapshot(self, answer: ReplayAnswer) -> None:
         number = 0
         async for part in self._publisher.snapshot():
             await self._send(answer, number, part, self._publisher.topic)
             number += 1
 
-    async def _send(self, answer: Answer, number: int, payload: bytes, topic: bytes) -> None:
+    async def _send(self, answer: ReplayAnswer, number: int, payload: bytes, topic: bytes) -> None:
         frames = [answer.reader, b"", *self._frames(number, payload, topic)]
         attempts = 0
         while True:

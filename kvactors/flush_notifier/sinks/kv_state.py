@@ -31,12 +31,12 @@ STEP = 128
 """Blocks read from the ledger, or corrected, in one step."""
 
 KNOWN = 8
-"""Bits by which `Changes` shifts the known tiers."""
+"""Bits by which `StreamChanges` shifts the known tiers."""
 
 _encoder = msgspec.msgpack.Encoder()
 
 
-class Changes:
+class StreamChanges:
     """How the ledger's view of the sink differs from the stream up to a number.
 
     Args:
@@ -96,7 +96,7 @@ class Part(NamedTuple):
     events: bytes
 
 
-class State(NamedTuple):
+class StreamState(NamedTuple):
     """A state as encoded events.
 
     Attributes:
@@ -155,12 +155,12 @@ def stored_of(held: HeldBlock, tiers: int, encoder: KvEventEncoder) -> Iterator[
 
 
 async def make_state(
-    number: int, source: SnapshotSource, changes: Changes, encoder: KvEventEncoder
-) -> State | None:
+    number: int, source: SnapshotSource, changes: StreamChanges, encoder: KvEventEncoder
+) -> StreamState | None:
     """Make the state at a number. None if everything was removed before it was complete."""
     parts = [encoded([encoder.cleared])]
     if changes.empty:
-        return State(number, parts)
+        return StreamState(number, parts)
     events: list[bytes] = []
     blocks = 0
     held_blocks = iter(source(every=True))
@@ -179,7 +179,7 @@ async def make_state(
         if changes.cleared:
             return None
         if not some:
-            return State(number, parts)
+            return StreamState(number, parts)
         await asyncio.sleep(0)
 
 
@@ -200,8 +200,8 @@ class StateMaker:
 
     def __init__(
         self,
-        begin: Callable[[], tuple[int, Changes]],
-        end: Callable[[Changes], None],
+        begin: Callable[[], tuple[int, StreamChanges]],
+        end: Callable[[StreamChanges], None],
         source: Callable[[], SnapshotSource],
         usable: Callable[[int], bool],
         encoder: KvEventEncoder,
@@ -213,10 +213,10 @@ class StateMaker:
         self._source = source
         self._usable = usable
         self._encoder = encoder
-        self._last: State | None = None
-        self._making: asyncio.Task[State] | None = None
+        self._last: StreamState | None = None
+        self._making: asyncio.Task[StreamState] | None = None
 
-    async def state(self) -> State:
+    async def state(self) -> StreamState:
         """A state after which every batch is still kept. Errors of the ledger pass."""
         if self._last is not None and self._usable(self._last.number):
             return self._last
@@ -226,7 +226,7 @@ class StateMaker:
             self._making.add_done_callback(lambda task: task.cancelled() or task.exception())
         return await asyncio.shield(self._making)
 
-    async def _make(self) -> State:
+    async def _make(self) -> StreamState:
         while True:
             number, changes = self._begin()
             try:

@@ -14,7 +14,7 @@ from kvactors.flush_notifier.sinks.base import SnapshotSource
 from kvactors.flush_notifier.sinks.kv_encoder import KvEventEncoder
 from kvactors.flush_notifier.sinks.kv_replay import Window
 from kvactors.flush_notifier.sinks.kv_sockets import Send
-from kvactors.flush_notifier.sinks.kv_state import Changes, State, StateMaker
+from kvactors.flush_notifier.sinks.kv_state import StateMaker, StreamChanges, StreamState
 from kvactors.flush_notifier.sinks.kv_wire import encode_batch
 from kvactors.sink_config import KvEventsSinkConfig
 
@@ -49,7 +49,7 @@ class EventStream:
         self._last: Sequence[FlushTask] = ()
         self._call: Sequence[FlushTask] | None = None  # tasks of the call in progress
         self._call_from = first  # number of that call's first batch
-        self._changes: list[Changes] = []  # of the states in progress
+        self._changes: list[StreamChanges] = []  # of the states in progress
         self._readers = 0
 
     def publish(self, events: list[bytes]) -> None:
@@ -94,24 +94,24 @@ class EventStream:
 
     # -- the state
 
-    def _begin_state(self) -> tuple[int, Changes]:
+    def _begin_state(self) -> tuple[int, StreamChanges]:
         if self._call is None:
-            number, changes = self.sequence, Changes(self._last)
+            number, changes = self.sequence, StreamChanges(self._last)
         else:  # the tasks of the call before this one are in the view
-            number, changes = self._call_from, Changes(())
+            number, changes = self._call_from, StreamChanges(())
             changes.note(self._call)
         self._changes.append(changes)
         self.states.number = number
         self._keep()
         return number, changes
 
-    def _end_state(self, changes: Changes) -> None:
+    def _end_state(self, changes: StreamChanges) -> None:
         self._changes.remove(changes)
 
     def _kept(self, number: int) -> bool:
         return number >= self.window.first or number == self.sequence
 
-    async def state(self) -> State:
+    async def state(self) -> StreamState:
         """The state at a number from which on every batch is kept."""
         return await self.states.state()
 
@@ -126,7 +126,7 @@ class EventStream:
             self.states.release()
             self._keep()
 
-    def payloads(self, state: State, most: int) -> Iterator[bytes]:
+    def payloads(self, state: StreamState, most: int) -> Iterator[bytes]:
         """A state as at most `most` batches."""
         return state.payloads(most, self._dp_rank)
 

@@ -97,11 +97,11 @@ class MemorySink(Sink):
     def _blocks_of(self, task: FlushTask, keys: Sequence[bytes]) -> dict[bytes, HeldBlock]:
         """The blocks of a task, without what may change while a block is held."""
         size, first = 4 * self.block_size, task.start_block_idx
-        origin, extra_keys = task.origin._replace(lora_id=None), dict(task.extra_keys)
+        scope, extra_keys = task.scope._replace(lora_id=None), dict(task.extra_keys)
         blocks = {}
         for at, (parent, key) in enumerate(zip([task.parent, *keys], keys, strict=False), first):
             tokens, extra_key = task.tokens[size * at : size * (at + 1)], extra_keys.get(at, b"")
-            blocks[key] = HeldBlock(key, parent, at, tokens, 0, origin, extra_key)
+            blocks[key] = HeldBlock(key, parent, at, tokens, 0, scope, extra_key)
         return blocks
 
     def _validate(self, task: FlushTask) -> None:

@@ -73,9 +73,7 @@ class FileBackend(Backend):
         if self.keeps_lineages:
             self.paths = PathReading(self.files, self.threads)
         self._inventory, self._wanted = inventory, capacity
-        self._batches = OwnedBatches(
-            self.medium, inventory, self.counters, self.record_outcomes, block_bytes
-        )
+        self._batches = OwnedBatches(self.medium, inventory, self.counters, self.record_outcomes)
 
     @property
     def generation(self) -> int:  # type: ignore[override]

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import anyio
 
 from kvactors.actor.log import get_logger
-from kvactors.actor.uncancelled import to_the_end
+from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.errors import StoreError
 from kvactors.mooncake_config import MooncakeConfig, in_bytes
 from kvactors.threads import Workers
@@ -122,7 +122,7 @@ class MooncakeClient:
                 self._log.warning("mooncake raised", error=repr(error))
                 return failed
 
-        return await to_the_end(asyncio.wrap_future(self._workers.submit(guarded)))
+        return await wait_uncancelled(asyncio.wrap_future(self._workers.submit(guarded)))
 
     async def exist(self, keys: Sequence[str]) -> list[int]:
         """1, 0, or a negative code a key. Asking gives an object a lease: ask only for what is

@@ -11,7 +11,7 @@ import anyio
 import numpy as np
 from numpy.typing import NDArray
 
-from kvactors.actor.uncancelled import to_the_end
+from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.device.arena import Arena
 from kvactors.storage.backends.header import HEADER, fits, header_of
 from kvactors.storage.backends.mooncake_client import (
@@ -102,7 +102,7 @@ class MooncakeObjects:
                 verifying.append((some, asyncio.wrap_future(self._checksums.submit(verify))))
         finally:
             for some, verified in verifying:
-                found: bytes = await to_the_end(verified)
+                found: bytes = await wait_uncancelled(verified)
                 outcomes[some] = found
         return outcomes
 
@@ -153,7 +153,7 @@ class MooncakeObjects:
                     header = header_of(self._fingerprint, keys[i], place.payload)
                     place.header[:] = np.frombuffer(header, np.uint8)
 
-            await to_the_end(asyncio.wrap_future(self._checksums.submit(make_headers)))
+            await wait_uncancelled(asyncio.wrap_future(self._checksums.submit(make_headers)))
             codes = await self._client.put(
                 [self.name(keys[i]) for i in which],
                 [place.pointers for place in places],

@@ -3,13 +3,12 @@ medium that keeps single objects."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Container, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
 from kvactors.storage.backends.base import Expired, ReadReport, WriteReport
-from kvactors.storage.backends.views import unfit_views
-from kvactors.storage.catalog import Admission
+from kvactors.storage.catalog import BatchAdmission
 from kvactors.storage.counters import StoreCounters
 from kvactors.storage.inventory import OwnedInventory
 from kvactors.storage.messages import Outcome
@@ -57,11 +56,9 @@ class OwnedBatches:
         inventory: OwnedInventory,
         counters: StoreCounters,
         record: Callable[[bytes], None],
-        block_bytes: int,
     ) -> None:
-        """record: called with the outcomes of each batch. block_bytes: of an object."""
+        """record: called with the outcomes of each batch."""
         self._medium = medium
-        self._block_bytes = block_bytes
         self._inventory = inventory
         self._catalog = inventory.catalog
         self._counters = counters
@@ -79,16 +76,13 @@ class OwnedBatches:
     ) -> ReadReport:
         """See `Backend.read`."""
         outcomes = bytearray([Outcome.LATE]) * len(keys)
-        unfit = unfit_views(views, len(keys), self._block_bytes, writable=True)
 
         async def one(i: int) -> None:
-            if i in unfit:
-                outcomes[i] = Outcome.UNAVAILABLE
-            elif not expired():
+            if not expired():
                 outcomes[i] = await self._medium.load(keys[i], views[i])
 
         await self._run(len(keys), one, outcomes)
-        self._record_fitting(outcomes, unfit)
+        self._record(bytes(outcomes))
         self._counters.reads += outcomes.count(Outcome.OK)
         results = list(zip(keys, outcomes, strict=True))
         corrupt = [key for key, outcome in results if outcome == Outcome.CORRUPT]
@@ -107,18 +101,16 @@ class OwnedBatches:
     ) -> WriteReport:
         """See `Backend.write`."""
         pending = self._inventory.pending
-        unfit = unfit_views(views, len(keys), self._block_bytes, writable=False)
-        fitting = [key for i, key in enumerate(keys) if i not in unfit]
-        admission = self._catalog.admit([key for key in fitting if key not in pending])
+        admission = self._catalog.admit([key for key in keys if key not in pending])
         self._counters.evicted += len(admission.evicted)
         outcomes = bytearray([Outcome.LATE]) * len(keys)
         fresh = set(admission.fresh)
         pending |= fresh
         try:
             await self._medium.erase(admission.evicted)
-            await self._save(keys, views, expired, admission, outcomes, unfit)
+            await self._save(keys, views, expired, admission, outcomes)
             await self._seal(keys, fresh, outcomes)
-            self._record_fitting(outcomes, unfit)
+            self._record(bytes(outcomes))
         except BaseException:
             # Saved or not, no object is certain to be sealed.
             outcomes[:] = bytes([Outcome.UNAVAILABLE]) * len(keys)
@@ -127,9 +119,7 @@ class OwnedBatches:
             self._medium.abandon(fresh)
             pending -= fresh
             failed = {
-                key
-                for i, (key, outcome) in enumerate(zip(keys, outcomes, strict=True))
-                if outcome != Outcome.OK and i not in unfit
+                key for key, outcome in zip(keys, outcomes, strict=True) if outcome != Outcome.OK
             }
             self._catalog.remove(fresh & failed)
         self._counters.writes += outcomes.count(Outcome.OK)
@@ -140,18 +130,15 @@ class OwnedBatches:
         keys: Sequence[bytes],
         views: Sequence[memoryview],
         expired: Expired,
-        admission: Admission,
+        admission: BatchAdmission,
         outcomes: bytearray,
-        unfit: Container[int],
     ) -> None:
         fresh, existing = set(admission.fresh), set(admission.existing)
         refused = set(admission.refused)
 
         async def one(i: int) -> None:
             key = keys[i]
-            if i in unfit:
-                outcomes[i] = Outcome.UNAVAILABLE
-            elif key in refused:
+            if key in refused:
                 outcomes[i] = Outcome.NO_SPACE
             elif key in existing:
                 outcomes[i] = Outcome.EXISTS
@@ -178,12 +165,6 @@ class OwnedBatches:
             await self._medium.each([partial(one, i) for i in range(count)])
         else:
             outcomes[:] = bytes([Outcome.UNAVAILABLE]) * count
-
-    def _record_fitting(self, outcomes: bytearray, unfit: Container[int]) -> None:
-        """Count outcomes. A caller's wrong view is no fault of the store."""
-        fitting = bytes(outcome for i, outcome in enumerate(outcomes) if i not in unfit)
-        if fitting or not outcomes:
-            self._record(fitting)
 
     async def remove(self, keys: Sequence[bytes]) -> None:
         """See `Backend.remove`; an object that is being written stays. A key that was taken before

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from kvactors.flush_notifier.messages import PLAIN, Origin
+from kvactors.flush_notifier.messages import PLAIN, RequestScope
 from kvactors.lineage import Lineage
 from kvactors.storage.backends.slab_table import ENTRY_BYTES, FIELD, HEAD, MOST_ENTRY, Meta
 from kvactors.storage.inventory import OwnedInventory
@@ -59,10 +59,10 @@ def fields_of_lineage(lineage: Lineage | None, room: int) -> dict[int, bytes]:
     fields = {PARENT: lineage.parent, TOKENS: lineage.tokens}
     if lineage.extra_key:
         fields[EXTRA] = lineage.extra_key
-    if lineage.origin.lora is not None:
-        fields[LORA] = lineage.origin.lora.encode()
-        if lineage.origin.lora_id is not None and lineage.origin.lora_id.bit_length() < 64:
-            fields[LORA_ID] = lineage.origin.lora_id.to_bytes(8, "little", signed=True)
+    if lineage.scope.lora is not None:
+        fields[LORA] = lineage.scope.lora.encode()
+        if lineage.scope.lora_id is not None and lineage.scope.lora_id.bit_length() < 64:
+            fields[LORA_ID] = lineage.scope.lora_id.to_bytes(8, "little", signed=True)
     sizes = [len(value) for value in fields.values()]
     return fields if sum(sizes) + FIELD.size * len(sizes) <= room and max(sizes) < 1 << 16 else {}
 
@@ -81,7 +81,7 @@ def lineage_in(fields: dict[int, bytes], key: bytes) -> Lineage | None:
         parent,
         tokens,
         fields.get(EXTRA, b""),
-        PLAIN if lora is None else Origin(lora, lora_id=number),
+        PLAIN if lora is None else RequestScope(lora, lora_id=number),
     )
     return found if found.key() == key else None
 

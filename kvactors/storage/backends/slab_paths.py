@@ -141,7 +141,7 @@ class SlabPaths:
             follows = (
                 block is not None
                 and part
-                and (part[-1][0], part[-1][1].origin) == (block[1].parent, block[1].origin)
+                and (part[-1][0], part[-1][1].scope) == (block[1].parent, block[1].scope)
             )
             if part and not follows:
                 yield _part(part)
@@ -226,7 +226,7 @@ def _part(blocks: list[tuple[bytes, Lineage]]) -> PathPart:
     extra_keys = tuple((i, one.extra_key) for i, (_, one) in enumerate(blocks) if one.extra_key)
     keys = b"".join(key for key, _ in blocks)
     return PathPart(
-        first.parent, keys, b"".join(one.tokens for _, one in blocks), first.origin, extra_keys
+        first.parent, keys, b"".join(one.tokens for _, one in blocks), first.scope, extra_keys
     )
 
 

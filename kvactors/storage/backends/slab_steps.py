@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from kvactors.actor.clock import now
-from kvactors.actor.uncancelled import to_the_end
+from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.errors import StoreError
 from kvactors.storage.backends.slab_files import SlabFiles
 from kvactors.storage.backends.slots import Slots
@@ -73,7 +73,7 @@ class Growth:
 
 async def _outcome(growing: asyncio.Task[Outcome]) -> Outcome:
     try:
-        return await to_the_end(growing)
+        return await wait_uncancelled(growing)
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is None or task.cancelling() or not growing.cancelled():
@@ -99,7 +99,7 @@ class Generations:
             self._advance(self._last, generation)
         )
         try:
-            await to_the_end(advancing)
+            await wait_uncancelled(advancing)
         finally:
             if self._last is advancing:
                 self._last = None

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from kvactors.actor.log import get_logger
-from kvactors.actor.uncancelled import to_the_end
+from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.storage.backends.slab_files import SlabFiles
 from kvactors.threads import Workers
 
@@ -31,7 +31,9 @@ class SlabThreads:
     async def run(self, function: Callable[..., T], *args: object) -> T:
         """Make a blocking call and wait until it has ended, even if cancelled: the call works on
         memory that the caller lent."""
-        return await to_the_end(asyncio.wrap_future(self.workers.submit(lambda: function(*args))))
+        return await wait_uncancelled(
+            asyncio.wrap_future(self.workers.submit(lambda: function(*args)))
+        )
 
     async def close(self, files: SlabFiles, limit: float) -> bool:
         """End the threads and close the files, which gives up the lock.

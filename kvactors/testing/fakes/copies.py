@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from kvactors.actor.uncancelled import to_the_end
+from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.data_plane.base import Progress
 from kvactors.data_plane.engine import CopyEngine
 from kvactors.device.arena import Arena
@@ -83,7 +83,7 @@ class SimExecutor(CopyEngine):
             if to_device
             else self._to_host(blocks, slots, good)
         )
-        await to_the_end(asyncio.get_running_loop().create_task(work))
+        await wait_uncancelled(asyncio.get_running_loop().create_task(work))
         return tuple(range(good, len(blocks)))
 
     async def _pause(self, share: float = 1.0) -> None:

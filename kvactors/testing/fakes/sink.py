@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.testing.fakes.gate import Latency, instant
-from kvactors.testing.faults import FaultySink, Misdeed
+from kvactors.testing.faults import FaultMode, FaultySink
 from kvactors.testing.plan import Fault, Kind
 from kvactors.testing.tree_reader import TreeReader
 
-MISDEEDS: dict[Kind, Misdeed] = {
+FAULT_MODES: dict[Kind, FaultMode] = {
     "sink_down": "down",
     "sink_hang": "hang",
     "sink_lose_answers": "lose_answers",
@@ -22,7 +22,7 @@ MISDEEDS: dict[Kind, Misdeed] = {
 
 class SimSink(FaultySink):
     """latency: seconds each call takes. twice: every delivery arrives twice. troubled: calls that
-    met a misdeed. doubled: those that came twice. reader: of what the inner sink took."""
+    met a fault_mode. doubled: those that came twice. reader: of what the inner sink took."""
 
     def __init__(self, inner: Sink, latency: Latency = instant) -> None:
         super().__init__(inner)
@@ -56,7 +56,7 @@ class SimSink(FaultySink):
             self.reader.take(tasks[: max(taken, self.inner.num_acknowledged)])
 
     async def _before(self) -> None:
-        self.troubled += bool(self.misdeed)
+        self.troubled += bool(self.fault_mode)
         await asyncio.sleep(self.latency())
         await super()._before()
 
@@ -65,7 +65,7 @@ class SimSink(FaultySink):
         if fault.kind == "sink_duplicate":
             self.twice = True
         else:
-            self.misdeed = MISDEEDS[fault.kind]
+            self.fault_mode = FAULT_MODES[fault.kind]
 
     async def recover(self, fault: Fault) -> None:
         """See `Injectable`."""
@@ -73,5 +73,5 @@ class SimSink(FaultySink):
 
     def heal(self) -> None:
         """End every fault."""
-        self.misdeed = ""
+        self.fault_mode = ""
         self.twice = False

@@ -199,7 +199,7 @@ class SimBackend(OwnedBackend):
 def part_of(key: bytes, lineage: Lineage) -> PathPart:
     """One block as a part of a path."""
     extra_keys = ((0, lineage.extra_key),) if lineage.extra_key else ()
-    return PathPart(lineage.parent, key, lineage.tokens, lineage.origin, extra_keys)
+    return PathPart(lineage.parent, key, lineage.tokens, lineage.scope, extra_keys)
 
 
 class SimPool(SimBackend):

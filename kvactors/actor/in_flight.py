@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 
 
-class Activity:
+class InFlight:
     """A plain count with a way to wait for zero. Every message and job of one system shares one."""
 
     __slots__ = ("_waiters", "begun", "count")
@@ -22,7 +22,7 @@ class Activity:
         self.begun += n
 
     def end(self, n: int = 1) -> None:
-        """`n` things are over; at zero everyone in `quiet` wakes."""
+        """`n` things are over; at zero everyone in `wait_idle` wakes."""
         self.count -= n
         if self.count < 0:
             raise AssertionError("more endings than beginnings")
@@ -32,7 +32,7 @@ class Activity:
                 if not waiter.done():
                     waiter.set_result(None)
 
-    async def quiet(self) -> None:
+    async def wait_idle(self) -> None:
         """Return when nothing is under way. The caller brings the deadline (`anyio.fail_after`)."""
         while self.count:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()

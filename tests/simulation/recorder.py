@@ -1,4 +1,4 @@
-"""The witness of a run: every turn and every message goes into a digest, and actors fail here
+"""The recorder of a run: every turn and every message goes into a digest, and actors fail here
 according to the plan."""
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from kvactors.actor import (
 )
 from kvactors.config import Config
 from kvactors.cpu_evictor.actor import CpuEvictor
-from kvactors.cpu_evictor.messages import Cancel, Load, Loaded, LoadStalled, Place
+from kvactors.cpu_evictor.messages import Cancel, Load, Loaded, LoadStalled, SetTargets
 from kvactors.cpu_evictor.slots import HostBlock, SlotState
-from kvactors.data_plane.ranks.state import Health
+from kvactors.data_plane.ranks.state import RankState
 from kvactors.flush_notifier.actor import FlushNotifier
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.storage.backends.base import Backend
@@ -31,8 +31,8 @@ from kvactors.system import System
 from kvactors.testing.plan import Fault
 from kvactors.types import count_keys
 
-AboutLoad = Cancel | Place | LoadStalled
-ABOUT = {Cancel: "cancelled", Place: "placed", LoadStalled: "stalled"}
+AboutLoad = Cancel | SetTargets | LoadStalled
+ABOUT = {Cancel: "cancelled", SetTargets: "placed", LoadStalled: "stalled"}
 
 EPOCH = 1
 """In place of the wall clock's."""
@@ -42,7 +42,7 @@ class PlannedDeath(InjectedFailure):
     """An actor fails according to the plan."""
 
 
-class Witness(Instrument):
+class Recorder(Instrument):
     """crashes: of the plan, by actor. died: those that happened. seen: see `SeedReport`. keep:
     lines of the trace that are kept. step: of a ledger, the notifier's own if None."""
 
@@ -97,7 +97,7 @@ class Witness(Instrument):
             self._after[name] = kind
         elif fault is not None:
             self._armed[name] = kind
-        skipped = envelope.life != receiver.life or envelope.abandoned
+        skipped = envelope.incarnation != receiver.incarnation or envelope.abandoned
         if self._armed.get(name) == kind and not skipped:
             self._die(receiver, f"before {kind}")
 
@@ -119,9 +119,9 @@ class Witness(Instrument):
             wanted = self._wanted.pop(message.op, 0)
             self.seen[
                 "load whole"
-                if message.good == wanted
+                if message.num_loaded == wanted
                 else "load part"
-                if message.good
+                if message.num_loaded
                 else "load none"
             ] += 1
         elif isinstance(message, AboutLoad):
@@ -136,15 +136,15 @@ class Witness(Instrument):
 
 
 class SimSystem(System):
-    """A system whose actors a witness watches, from their first turn on, in every
+    """A system whose actors a recorder watches, from their first turn on, in every
     incarnation."""
 
     def __init__(
-        self, config: Config, sinks: list[Sink], backend: Backend | None, witness: Witness
+        self, config: Config, sinks: list[Sink], backend: Backend | None, recorder: Recorder
     ) -> None:
         super().__init__(config, None, sinks, backend, inline_copies=True)
-        self.witness = witness
-        self.supervisor.instruments.add(witness)
+        self.recorder = recorder
+        self.supervisor.instruments.add(recorder)
         self.epoch = EPOCH
         if self.ranks is not None:
             self._watch_health()
@@ -157,8 +157,8 @@ class SimSystem(System):
     def _watch_health(self) -> None:
         assert self.ranks is not None
 
-        def note(_rank: int, before: Health, after: Health) -> None:
-            self.witness.seen[f"health {before.value} to {after.value}"] += 1
+        def note(_rank: int, before: RankState, after: RankState) -> None:
+            self.recorder.seen[f"health {before.value} to {after.value}"] += 1
 
         self.ranks.on_health = note
 
