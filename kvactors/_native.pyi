@@ -11,6 +11,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from kvactors.flush_notifier.messages import FlushTask
 from kvactors.types import Tokens
 
 KEY_BYTES: Final[int]
@@ -47,6 +48,8 @@ class EventEncoder:
         media: Sequence[str],
         num_nil: int,
         dp_rank: bytes,
+        resident: object,
+        plain: object,
     ) -> None:
         """Set the form of the events.
 
@@ -57,6 +60,8 @@ class EventEncoder:
             media: by the tier's bit, the name of its medium.
             num_nil: fields after lora_name that are nil in an event without identity.
             dp_rank: the encoded end of every batch.
+            resident: the residency of tasks whose blocks are stored.
+            plain: the scope of tasks whose blocks have no identity beside their tokens.
         """
 
     def stored(self, hashes: bytes, parent: bytes, tokens: bytes, tier: int) -> bytes:
@@ -82,6 +87,16 @@ class EventEncoder:
 
     def batch(self, timestamp: float, events: list[bytes]) -> bytes:
         """A batch of encoded events."""
+
+    def batch_of_tasks(
+        self,
+        timestamp: float,
+        tasks: Sequence[FlushTask],
+        max_blocks: int,
+        event: Callable[[FlushTask], bytes],
+    ) -> bytes | None:
+        """A batch of tasks, each as one event. None if they have more than `max_blocks` blocks, and
+        if there are none. event: encodes tasks with an identity, and those without blocks."""
 
 class FrameSender:
     """Sends messages of three frames to a ZMQ socket that never blocks. Used by the socket's thread

@@ -11,16 +11,46 @@ namespace {
 
 constexpr std::size_t kLargeScratch = std::size_t(1) << 20;
 
-// What `write` appends, as bytes. The buffer is kept for the next call unless it is large.
+// What `write` appends, as bytes. The buffer is kept for the next call unless it is large. `write` may
+// call Python, and Python this function.
 template <class Write>
 nb::bytes written(Write write) {
-    thread_local Raw<u8> out;
+    thread_local Raw<u8> spare;
+    Raw<u8> out = std::move(spare);
     out.clear();
     write(out);
     const nb::bytes result = bytes_of(out.data(), out.size());
-    if (out.capacity() > kLargeScratch) Raw<u8>().swap(out);
+    if (out.capacity() <= kLargeScratch) spare = std::move(out);
     return result;
 }
+
+void append(Raw<u8>& out, std::string_view bytes) {
+    const std::size_t before = out.size();
+    out.resize(before + bytes.size());
+    std::memcpy(out.data() + before, bytes.data(), bytes.size());
+}
+
+// The names of a FlushTask's fields, interned once.
+struct TaskFields {
+    static nb::object name(const char* text) { return nb::steal(PyUnicode_InternFromString(text)); }
+    nb::object count = name("count"), residency = name("residency"), keys = name("keys"), parent = name("parent"),
+               start = name("start_block_idx"), tokens = name("tokens"), tier = name("tier"), scope = name("scope"),
+               extra_keys = name("extra_keys");
+};
+
+nb::object field(nb::handle task, const nb::object& name) {
+    PyObject* value = PyObject_GetAttr(task.ptr(), name.ptr());
+    if (value == nullptr) throw nb::python_error();
+    return nb::steal(value);
+}
+
+Id number_of(const nb::object& value) {
+    const long long number = PyLong_AsLongLong(value.ptr());
+    if (number == -1 && PyErr_Occurred()) throw nb::python_error();
+    return number;
+}
+
+nb::bytes bytes_field(nb::handle task, const nb::object& name) { return nb::cast<nb::bytes>(field(task, name)); }
 
 std::string_view view_of(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
 
@@ -33,8 +63,14 @@ const Key* keys_of(const nb::bytes& hashes) {
 // batch.
 struct PyEventEncoder : EventEncoder {
     PyEventEncoder(bool array, bool whole_hashes, u32 block_size, const std::vector<std::string>& media, u32 num_nil,
-                   const nb::bytes& dp_rank)
-        : EventEncoder(array, whole_hashes, block_size, media), nil(num_nil, '\xc0'), rank(view_of(dp_rank)) {}
+                   const nb::bytes& dp_rank, nb::object resident, nb::object plain)
+        : EventEncoder(array, whole_hashes, block_size, media), nil(num_nil, '\xc0'), rank(view_of(dp_rank)),
+          resident(std::move(resident)), plain(std::move(plain)) {}
+
+    EventIdentity no_identity() const {
+        static constexpr std::string_view kNil("\xc0", 1);
+        return {kNil, kNil, u32(nil.size()), nil};
+    }
 
     std::size_t medium(nb::handle tier) const {
         const long bit = PyLong_AsLong(tier.ptr());  // of an enum too, which a cast to int converts
@@ -46,31 +82,64 @@ struct PyEventEncoder : EventEncoder {
 
     std::string nil;   // fields that are always there
     std::string rank;  // encoded
+    nb::object resident, plain;  // the residency of a gain, and the scope without an identity
+    TaskFields fields;
 };
 
-nb::bytes stored(const PyEventEncoder& e, const nb::bytes& hashes, const nb::bytes& parent, const nb::bytes& tokens,
-                 nb::handle tier, const EventIdentity& identity) {
+void write_stored(const PyEventEncoder& e, Raw<u8>& out, const nb::bytes& hashes, const nb::bytes& parent,
+                  const nb::bytes& tokens, nb::handle tier, const EventIdentity& identity) {
     const Key* keys = keys_of(hashes);
     if (parent.size() != 0 && parent.size() != sizeof(Key)) throw nb::value_error("parent must be 32 bytes, or none");
     if (tokens.size() % 4) throw nb::value_error("tokens must be whole little-endian uint32");
     const Key* above = parent.size() ? reinterpret_cast<const Key*>(parent.c_str()) : nullptr;
     const u8* ids = reinterpret_cast<const u8*>(tokens.c_str());
-    const std::size_t medium = e.medium(tier);
+    e.stored(out, keys, hashes.size() / sizeof(Key), above, ids, tokens.size() / 4, e.medium(tier), identity);
+}
+
+void write_removed(const PyEventEncoder& e, Raw<u8>& out, const nb::bytes& hashes, nb::handle tier) {
+    const Key* keys = keys_of(hashes);
+    e.removed(out, keys, hashes.size() / sizeof(Key), e.medium(tier));
+}
+
+// A task as one event. Those that this encoder has no form for are encoded by `event`.
+void write_task(const PyEventEncoder& e, Raw<u8>& out, nb::handle task, const nb::callable& event) {
+    const TaskFields& f = e.fields;
+    if (field(task, f.residency).is(e.resident)) {
+        const nb::object extra_keys = field(task, f.extra_keys);
+        if (field(task, f.scope).is(e.plain) && PyObject_IsTrue(extra_keys.ptr()) == 0) {
+            const nb::bytes above = number_of(field(task, f.start)) ? bytes_field(task, f.parent) : nb::bytes("", 0);
+            write_stored(e, out, bytes_field(task, f.keys), above, bytes_field(task, f.tokens), field(task, f.tier),
+                         e.no_identity());
+            return;
+        }
+    } else if (number_of(field(task, f.count))) {
+        write_removed(e, out, bytes_field(task, f.keys), field(task, f.tier));
+        return;
+    }
+    append(out, view_of(nb::cast<nb::bytes>(event(task))));
+}
+
+// None if the tasks have more blocks than one batch takes, and if there are none.
+nb::object batch_of_tasks(const PyEventEncoder& e, double timestamp, nb::handle tasks, Id max_blocks,
+                          const nb::callable& event) {
+    const nb::object whole = nb::steal(PySequence_Tuple(tasks.ptr()));
+    if (!whole.is_valid()) throw nb::python_error();
+    const nb::tuple sequence = nb::borrow<nb::tuple>(whole);
+    Id blocks = 0;
+    for (nb::handle task : sequence) blocks += number_of(field(task, e.fields.count));
+    if (blocks > max_blocks || sequence.size() == 0) return nb::none();
     return written([&](Raw<u8>& out) {
-        e.stored(out, keys, hashes.size() / sizeof(Key), above, ids, tokens.size() / 4, medium, identity);
+        begin_batch(out, timestamp, sequence.size());
+        for (nb::handle task : sequence) write_task(e, out, task, event);
+        append(out, e.rank);
     });
 }
 
 nb::bytes batch(const PyEventEncoder& e, double timestamp, const nb::list& events) {
     return written([&](Raw<u8>& out) {
         begin_batch(out, timestamp, events.size());
-        const auto append = [&out](std::string_view bytes) {
-            const std::size_t before = out.size();
-            out.resize(before + bytes.size());
-            std::memcpy(out.data() + before, bytes.data(), bytes.size());
-        };
-        for (nb::handle event : events) append(view_of(nb::cast<nb::bytes>(event)));
-        append(e.rank);
+        for (nb::handle event : events) append(out, view_of(nb::cast<nb::bytes>(event)));
+        append(out, e.rank);
     });
 }
 
@@ -99,31 +168,30 @@ struct FrameSender {
 void bind_events(nb::module_& m) {
     nb::class_<PyEventEncoder>(m, "EventEncoder")
         .def("__init__", [](PyEventEncoder* self, bool array, bool whole_hashes, Id block_size,
-                            const std::vector<std::string>& media, Id num_nil, const nb::bytes& dp_rank) {
+                            const std::vector<std::string>& media, Id num_nil, const nb::bytes& dp_rank,
+                            nb::object resident, nb::object plain) {
             if (num_nil < 0 || num_nil > 7) throw nb::value_error("num_nil must be between 0 and 7");
             for (const std::string& medium : media)
                 if (medium.size() > 255) throw nb::value_error("the name of a medium is too long");
             new (self) PyEventEncoder(array, whole_hashes, size_of(block_size, "block_size out of range"), media,
-                                      u32(num_nil), dp_rank);
-        }, "array"_a, "whole_hashes"_a, "block_size"_a, "media"_a, "num_nil"_a, "dp_rank"_a)
+                                      u32(num_nil), dp_rank, std::move(resident), std::move(plain));
+        }, "array"_a, "whole_hashes"_a, "block_size"_a, "media"_a, "num_nil"_a, "dp_rank"_a, "resident"_a, "plain"_a)
         .def("stored", [](const PyEventEncoder& e, const nb::bytes& hashes, const nb::bytes& parent,
                           const nb::bytes& tokens, nb::handle tier) {
-            const std::string_view nil("\xc0", 1);
-            return stored(e, hashes, parent, tokens, tier, {nil, nil, u32(e.nil.size()), e.nil});
+            return written([&](Raw<u8>& out) { write_stored(e, out, hashes, parent, tokens, tier, e.no_identity()); });
         }, "hashes"_a, "parent"_a, "tokens"_a, "tier"_a)
         .def("stored_with", [](const PyEventEncoder& e, const nb::bytes& hashes, const nb::bytes& parent,
-                               const nb::bytes& tokens, nb::handle tier, const nb::bytes& lora_id, const nb::bytes& lora_name,
-                               Id num_fields, const nb::bytes& fields) {
+                               const nb::bytes& tokens, nb::handle tier, const nb::bytes& lora_id,
+                               const nb::bytes& lora_name, Id num_fields, const nb::bytes& fields) {
             if (num_fields < 0 || num_fields > 7) throw nb::value_error("num_fields must be between 0 and 7");
-            return stored(e, hashes, parent, tokens, tier,
-                          {view_of(lora_id), view_of(lora_name), u32(num_fields), view_of(fields)});
+            const EventIdentity identity{view_of(lora_id), view_of(lora_name), u32(num_fields), view_of(fields)};
+            return written([&](Raw<u8>& out) { write_stored(e, out, hashes, parent, tokens, tier, identity); });
         }, "hashes"_a, "parent"_a, "tokens"_a, "tier"_a, "lora_id"_a, "lora_name"_a, "num_fields"_a, "fields"_a)
         .def("removed", [](const PyEventEncoder& e, const nb::bytes& hashes, nb::handle tier) {
-            const Key* keys = keys_of(hashes);
-            const std::size_t medium = e.medium(tier);
-            return written([&](Raw<u8>& out) { e.removed(out, keys, hashes.size() / sizeof(Key), medium); });
+            return written([&](Raw<u8>& out) { write_removed(e, out, hashes, tier); });
         }, "hashes"_a, "tier"_a)
-        .def("batch", &batch, "timestamp"_a, "events"_a);
+        .def("batch", &batch, "timestamp"_a, "events"_a)
+        .def("batch_of_tasks", &batch_of_tasks, "timestamp"_a, "tasks"_a, "max_blocks"_a, "event"_a);
     nb::class_<FrameSender>(m, "FrameSender")
         .def("__init__", [](FrameSender* self, std::uintptr_t send, std::uintptr_t socket, nb::object fail) {
             if (send == 0 || socket == 0) throw nb::value_error("send and socket must be addresses");

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -15,6 +16,8 @@ from kvactors.native import EventEncoder
 from kvactors.sink_config import KvEventsSinkConfig
 from kvactors.types import Reason, Residency, Tier
 from tests.flush_notifier import kv_reference
+
+KEY = bytes(32)
 
 CONFIGS = st.builds(
     KvEventsSinkConfig,
@@ -48,7 +51,7 @@ ITEMS = st.lists(
 def tasks(draw: st.DrawFn, block_size: int) -> FlushTask:
     count = draw(st.sampled_from([0, 1, 2, 15, 16, 17]) | st.integers(1, 40))
     if not count:
-        return FlushTask(b"", 0, 0, b"", b"", Residency.GONE, Tier(7), Reason.CLEAR, 1)
+        return CLEAR
     last = st.binary(min_size=8, max_size=8) | NUMBER.map(lambda n: n.to_bytes(8, "big"))
     key = st.tuples(st.binary(min_size=24, max_size=24), last).map(b"".join)
     keys = [draw(key) for _ in range(min(count, 3))]
@@ -89,6 +92,35 @@ def test_batches_are_those_of_msgspec(config, batch, max_blocks, timestamp):
     ]
     encoded = encoder.batch(timestamp, ours)
     assert encoded == kv_reference.batch(timestamp, theirs, config.dp_rank)
+
+
+@given(CONFIGS, BATCHES, st.integers(1, 50), st.floats(), st.sampled_from([list, tuple]))
+def test_batches_of_tasks_are_those_of_msgspec(config, batch, max_blocks, timestamp, kind):
+    block_size, made = batch
+    config = msgspec.structs.replace(config, max_blocks=max_blocks)
+    encoded = KvEventEncoder(config, block_size).batch_of_tasks(timestamp, kind(made))
+    if not made or sum(task.count for task in made) > max_blocks:
+        assert encoded is None, "no batch, or several"
+        return
+    theirs = [
+        event
+        for task in made
+        for event in kv_reference.events(config, block_size, task, max_blocks)
+    ]
+    assert encoded == kv_reference.batch(timestamp, theirs, config.dp_rank)
+
+
+def test_an_identity_that_cannot_be_encoded_leaves_the_encoder_usable():
+    """The encoder calls Python for the task in the middle."""
+    encoder = KvEventEncoder(KvEventsSinkConfig(), 1)
+    good = FlushTask(bytes(4), 0, 1, KEY, KEY, Residency.RESIDENT, Tier.DEVICE, Reason.COMMIT, 1)
+    bad = msgspec.structs.replace(good, extra_keys=((0, b"\xff"),))
+    named = msgspec.structs.replace(good, scope=RequestScope("adapter", "salt"))
+    expected = encoder.batch(0.5, [encoder.event(task) for task in (good, named, good)])
+    for _ in range(3):
+        with pytest.raises(ValueError, match="extra key"):
+            encoder.batch_of_tasks(0.5, [good, bad, named])
+        assert encoder.batch_of_tasks(0.5, [good, named, good]) == expected
 
 
 @given(CONFIGS, st.integers(1, 16).flatmap(lambda size: st.tuples(st.just(size), tasks(size))))
@@ -170,11 +202,13 @@ def native(**changes) -> EventEncoder:
         "media": ["GPU", "CPU", "STORAGE"],
         "num_nil": 0,
         "dp_rank": b"\0",
+        "resident": Residency.RESIDENT,
+        "plain": PLAIN,
     }
     return EventEncoder(**{**options, **changes})
 
 
-KEY = bytes(32)
+CLEAR = FlushTask(b"", 0, 0, b"", b"", Residency.GONE, Tier(7), Reason.CLEAR, 1)
 
 
 @pytest.mark.parametrize(
@@ -214,6 +248,8 @@ def test_arguments_of_other_lengths_are_refused(call):
         lambda e: e.batch("now", []),
         lambda e: e.batch(0.5, (b"",)),
         lambda e: e.batch(0.5, ["text"]),
+        lambda e: e.batch_of_tasks(0.5, 1, 10, bytes),
+        lambda e: e.batch_of_tasks(0.5, [CLEAR], 10, lambda task: "text"),
     ],
 )
 def test_arguments_of_other_types_are_refused(call):

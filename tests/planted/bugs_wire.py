@@ -167,11 +167,11 @@ BUGS: tuple[Mutation, ...] = (
         "one_batch_is_not_the_last",
         "flush_notifier/sinks/kv_stream.py",
         """\
-        self.publish(events)
+        self._send(payload)
         self._last = tasks
 """,
         """\
-        self.publish(events)
+        self._send(payload)
 """,
         "a state lacks the last batch before it, which the ledger does not have in its view yet",
         (

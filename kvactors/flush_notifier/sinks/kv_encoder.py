@@ -3,14 +3,14 @@ messages, `kv_identity` the fields that identify blocks beside their tokens)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import msgspec
 
 from kvactors.flush_notifier.blocks import HeldBlock
-from kvactors.flush_notifier.messages import ExtraKeys, FlushTask, RequestScope
+from kvactors.flush_notifier.messages import PLAIN, ExtraKeys, FlushTask, RequestScope
 from kvactors.flush_notifier.sinks.kv_identity import Fields, identity_fields, text
 from kvactors.flush_notifier.sinks.kv_wire import MEDIA, AllBlocksCleared, ClearedArray
 from kvactors.native import EventEncoder
@@ -64,7 +64,7 @@ class KvEventEncoder:
         batch: encodes a batch: `batch(timestamp, events)`.
     """
 
-    __slots__ = ("_form", "_native", "batch", "cleared")
+    __slots__ = ("_form", "_max_blocks", "_native", "batch", "cleared")
 
     def __init__(self, config: KvEventsSinkConfig, block_size: int) -> None:
         self._form = form = Form.of(config)
@@ -75,7 +75,10 @@ class KvEventEncoder:
             media=[MEDIA[config.media][tier] for tier in Tier],
             num_nil=form.num_fields if form.array else 0,
             dp_rank=_pack(config.dp_rank),
+            resident=Residency.RESIDENT,
+            plain=PLAIN,
         )
+        self._max_blocks = config.max_blocks
         self.batch = self._native.batch
         self.cleared = _pack(ClearedArray() if form.array else AllBlocksCleared())
 
@@ -111,6 +114,11 @@ class KvEventEncoder:
         else:
             identity = scope_identity(self._form, scope, position == 0, count)
         return self._native.stored_with(keys, parent, tokens, tier, *identity)
+
+    def batch_of_tasks(self, timestamp: float, tasks: Sequence[FlushTask]) -> bytes | None:
+        """Encode tasks as one batch, each as one event. None if they have more than `max_blocks`
+        blocks, and if there are none."""
+        return self._native.batch_of_tasks(timestamp, tasks, self._max_blocks, self.event)
 
     def event(self, task: FlushTask) -> bytes:
         """Encode a task (of a sink that identifies blocks by name) as one event."""

@@ -161,18 +161,15 @@ class KvEventsSink(Sink):
 
     async def deliver(self, tasks: Sequence[FlushTask]) -> None:
         """Publish tasks as events, in batches of at most `max_blocks` blocks."""
-        stream = self.events
         self.num_acknowledged = 0
-        blocks = 0
-        for task in tasks:
-            blocks += task.count
-        if blocks > self.config.max_blocks or not tasks:
+        payload = self._encoder.batch_of_tasks(time.time(), tasks)
+        if payload is None:
             await self._deliver_parts(tasks)
             return
-        stream.publish_call(tasks, [self._encoder.event(task) for task in tasks])
+        self.events.publish_call(tasks, payload)
         self.num_acknowledged = len(tasks)
         if self.details.topic:
-            self._publish_reasons(stream.sequence - 1, tasks)
+            self._publish_reasons(self.events.sequence - 1, tasks)
 
     async def _deliver_parts(self, tasks: Sequence[FlushTask]) -> None:
         """Publish tasks in any number of batches."""

@@ -54,7 +54,10 @@ class EventStream:
 
     def publish(self, events: list[bytes]) -> None:
         """Send one batch of encoded events."""
-        payload, number = self._encode(time.time(), events), self.sequence
+        self._send(self._encode(time.time(), events))
+
+    def _send(self, payload: bytes) -> None:
+        number = self.sequence
         self.window.add(number, payload)
         self.sender(self.topic, number, payload)
         self.sequence = number + 1
@@ -73,12 +76,13 @@ class EventStream:
         self._last, self._call = published, None
         self._keep()
 
-    def publish_call(self, tasks: Sequence[FlushTask], events: list[bytes]) -> None:
-        """A call that one batch is enough for: `begin_call`, `publish` and `end_call` in one."""
+    def publish_call(self, tasks: Sequence[FlushTask], payload: bytes) -> None:
+        """Send the batch of a call that needs no other: `begin_call`, `publish` and `end_call` in
+        one."""
         for changes in self._changes:
             changes.note(tasks)
         self._last = ()
-        self.publish(events)
+        self._send(payload)
         self._last = tasks
 
     @property
