@@ -59,15 +59,18 @@ class SaveJob:
             return [self._answer(bytes(len(self._hashes)))]
         actions: list[Action] = []
         self._save = [position for position in message.save if position >= stored]
+        saved = set(self._save)
         lacking = [i for i, block_hash in enumerate(self._hashes) if block_hash not in host.blocks]
         if message.keep:
             actions += memory.make_space(len(lacking), len(lacking), self._hashes)
             space = max(0, min(len(lacking), host.capacity - host.resident, host.free))
             state = SlotState.RESIDENT
         else:
-            passing = set(self._save) if memory.requests.peers.device_store is None else set()
+            passing = saved if memory.requests.peers.device_store is None else set()
             lacking = [position for position in lacking if position in passing]
             space, state = host.free, SlotState.TRANSIT
+        if memory.requests.peers.writers:
+            memory.counts.shed += sum(position in saved for position in lacking[space:])
         del lacking[space:]
         for position in lacking:
             parent = self._hashes[position - 1] if position else message.root

@@ -17,7 +17,7 @@ class Counts(msgspec.Struct, eq=False):
     loaded: int = 0
     fetched: int = 0  # from storage
     written: int = 0
-    shed: int = 0  # evicted without the write-back that was due, for want of slots
+    shed: int = 0  # not written to storage although it was due, for want of slots
     copy_failures: int = 0
     write_failures: int = 0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import anyio
@@ -11,11 +11,11 @@ from kvactors.device.arena import Arena
 from kvactors.errors import SinkError
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.base import Sink, SnapshotSource
+from kvactors.lineage import Lineage
 from kvactors.storage.backends.base import (
     Backend,
     Expired,
     ReadReport,
-    StoreStatistics,
     WriteReport,
 )
 from kvactors.storage.backends.file import FileBackend
@@ -103,16 +103,51 @@ class FaultySink(Sink):
             raise SinkError(f"sink {self.name!r} was told to lose its answer")
 
 
+class Inner:
+    """A method or attribute of `FaultyBackend` that is the inner store's."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, store: FaultyBackend | None, owner: type) -> Any:
+        return self if store is None else getattr(store.inner, self._name)
+
+
 class FaultyBackend(Backend):
-    """A store around another. fault_mode: down (nothing can be had), full (nothing can be written),
-    slow (every call takes `delay` seconds more), or nothing."""
+    """A store around another, which gets every call that no fault keeps from it. fault_mode: down
+    (nothing can be had), full (nothing can be written), slow (every call takes `delay` seconds
+    more), or nothing."""
+
+    open: Any = Inner()
+    attach: Any = Inner()
+    close: Any = Inner()
+    take: Any = Inner()
+    remove: Any = Inner()
+    clear: Any = Inner()
+    keys: Any = Inner()
+    iter_keys: Any = Inner()
+    count: Any = Inner()
+    holds: Any = Inner()
+    take_removed: Any = Inner()
+    acknowledge_removed: Any = Inner()
+    begin_paths: Any = Inner()
+    next_paths: Any = Inner()
+    end_paths: Any = Inner()
+    trouble: Any = Inner()
+    record_outcomes: Any = Inner()
+    statistics: Any = Inner()
+    generation: Any = Inner()
+    clear_pending: Any = Inner()
+    stuck: Any = Inner()
 
     def __init__(self, inner: Backend) -> None:
-        super().__init__(inner.fingerprint, inner.block_bytes)
+        super().__init__(inner.fingerprint, inner.block_bytes, inner.inventory)
         self.inner = inner
         self.exclusive = inner.exclusive
         self.slot_trailer_bytes = inner.slot_trailer_bytes
+        self.keeps_lineages = inner.keeps_lineages
         self.counters = inner.counters
+        self.paths = inner.paths
         self.fault_mode: StoreFaultMode = ""
         self.delay = 0.0
 
@@ -120,18 +155,23 @@ class FaultyBackend(Backend):
         if self.fault_mode == "slow":
             await anyio.sleep(self.delay)
 
+    async def _refuse_read(self, keys: Sequence[bytes]) -> ReadReport | None:
+        await self._pause()
+        if self.fault_mode != "down":
+            return None
+        return ReadReport(self._all(keys, Outcome.UNAVAILABLE), [])
+
+    async def _refuse_write(self, keys: Sequence[bytes]) -> WriteReport | None:
+        await self._pause()
+        if self.fault_mode not in ("down", "full"):
+            return None
+        outcome = Outcome.UNAVAILABLE if self.fault_mode == "down" else Outcome.NO_SPACE
+        return WriteReport(self._all(keys, outcome), [])
+
     def _all(self, keys: Sequence[bytes], outcome: Outcome) -> bytes:
         outcomes = bytes([outcome]) * len(keys)
         self.inner.record_outcomes(outcomes)
         return outcomes
-
-    async def open(self) -> None:
-        """See `Backend.open`."""
-        await self.inner.open()
-
-    async def attach(self, arena: Arena) -> None:
-        """See `Backend.attach`."""
-        await self.inner.attach(arena)
 
     def probe(self, keys: Sequence[bytes]) -> int | None:
         """See `Backend.probe`."""
@@ -140,66 +180,38 @@ class FaultyBackend(Backend):
     async def ask(self, keys: Sequence[bytes], expired: Expired) -> int:
         """See `Backend.ask`."""
         await self._pause()
-        return await self.inner.ask(keys, expired)
-
-    def take(self, keys: Sequence[bytes]) -> None:
-        """See `Backend.take`."""
-        self.inner.take(keys)
+        return 0 if self.fault_mode == "down" else await self.inner.ask(keys, expired)
 
     async def read(
         self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
     ) -> ReadReport:
         """See `Backend.read`."""
-        await self._pause()
-        if self.fault_mode == "down":
-            return ReadReport(self._all(keys, Outcome.UNAVAILABLE), [])
-        return await self.inner.read(keys, views, expired)
+        return await self._refuse_read(keys) or await self.inner.read(keys, views, expired)
+
+    async def read_slots(
+        self, keys: Sequence[bytes], arena: Arena, slots: Sequence[int], expired: Expired
+    ) -> ReadReport:
+        """See `Backend.read_slots`."""
+        refused = await self._refuse_read(keys)
+        return refused or await self.inner.read_slots(keys, arena, slots, expired)
 
     async def write(
         self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
     ) -> WriteReport:
         """See `Backend.write`."""
-        await self._pause()
-        if self.fault_mode in ("down", "full"):
-            return WriteReport(
-                self._all(
-                    keys, Outcome.UNAVAILABLE if self.fault_mode == "down" else Outcome.NO_SPACE
-                ),
-                [],
-            )
-        return await self.inner.write(keys, views, expired)
+        return await self._refuse_write(keys) or await self.inner.write(keys, views, expired)
 
-    async def remove(self, keys: Sequence[bytes]) -> None:
-        """See `Backend.remove`."""
-        await self.inner.remove(keys)
-
-    async def clear(self, generation: int = 0) -> None:
-        """See `Backend.clear`."""
-        await self.inner.clear(generation)
-
-    async def close(self) -> None:
-        """See `Backend.close`."""
-        await self.inner.close()
-
-    def keys(self) -> list[bytes]:
-        """See `Backend.keys`."""
-        return self.inner.keys()
-
-    def iter_keys(self) -> Iterator[bytes]:
-        """See `Backend.iter_keys`."""
-        return self.inner.iter_keys()
-
-    def count(self) -> int:
-        """See `Backend.count`."""
-        return self.inner.count()
-
-    def holds(self, key: bytes) -> bool:
-        """See `Backend.holds`."""
-        return self.inner.holds(key)
-
-    def statistics(self) -> StoreStatistics:
-        """See `Backend.statistics`."""
-        return self.inner.statistics()
+    async def write_slots(
+        self,
+        keys: Sequence[bytes],
+        arena: Arena,
+        slots: Sequence[int],
+        expired: Expired,
+        lineages: Sequence[Lineage | None] = (),
+    ) -> WriteReport:
+        """See `Backend.write_slots`."""
+        refused = await self._refuse_write(keys)
+        return refused or await self.inner.write_slots(keys, arena, slots, expired, lineages)
 
 
 def corrupt_objects(store: FileBackend, every: int) -> int:

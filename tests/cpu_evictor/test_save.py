@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvactors.cpu_evictor.actions import StartTimer
 from kvactors.cpu_evictor.messages import Save, Saved, SaveUnanswered
 from kvactors.cpu_evictor.save import SaveJob
-from kvactors.gpu_swapper.messages import Copied, Direction
+from kvactors.gpu_swapper.messages import Copied, Copy, Direction
 from kvactors.storage.messages import DeviceSaved, Probed, Write
 from kvactors.types import join_keys
 from tests.cpu_evictor.helpers import ROOT, Host, Movements, names, path, sent
@@ -113,6 +113,23 @@ def test_more_blocks_than_fit_are_kept_from_the_first_on():
     assert sent(host.completions.handle(Copied(copy.op, ())), Saved)[0].kept_mask == bytes(
         [1, 1, 0, 0]
     )
+
+
+def test_blocks_without_a_slot_are_counted_as_shed():
+    for mode, slots, transit, kept in (("exclusive", 0, 2, 2), ("inclusive", 1, 1, 1)):
+        host, keys = Host(slots, transit, mode=mode), path(5)
+        (probe,) = sent(save(host, keys, range(1, 5)).begin())
+        actions = host.completions.handle(Probed(probe.op, 2))
+        counts = host.memory.counts
+        # Positions 2 to 4 are to be written. An inclusive tier begins with position 0.
+        assert counts.shed == 3 - (kept if mode == "exclusive" else 0)
+        assert len(sent(actions, Copy)[0].blocks) == kept
+
+
+def test_what_is_not_written_by_this_cache_is_not_counted_as_shed():
+    host, keys = Host(2, 0, mode="inclusive", device_store=True), path(4)
+    save(host, keys).begin()
+    assert host.memory.counts.shed == 0
 
 
 def test_device_blocks_are_held_until_a_device_store_has_read_them():

@@ -81,7 +81,10 @@ class OwnedBatches:
             if not expired():
                 outcomes[i] = await self._medium.load(keys[i], views[i])
 
-        await self._run(len(keys), one, outcomes)
+        if self._counters.breaker.closed():
+            await self._medium.each([partial(one, i) for i in range(len(keys))])
+        else:
+            outcomes[:] = bytes([Outcome.UNAVAILABLE]) * len(keys)
         self._record(bytes(outcomes))
         self._counters.reads += outcomes.count(Outcome.OK)
         results = list(zip(keys, outcomes, strict=True))
@@ -99,7 +102,11 @@ class OwnedBatches:
     async def write(
         self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
     ) -> WriteReport:
-        """See `Backend.write`."""
+        """See `Backend.write`. While the circuit is open nothing is evicted for the batch."""
+        if not self._counters.breaker.closed():
+            refused = bytes([Outcome.UNAVAILABLE]) * len(keys)
+            self._record(refused)
+            return WriteReport(refused, [])
         pending = self._inventory.pending
         admission = self._catalog.admit([key for key in keys if key not in pending])
         self._counters.evicted += len(admission.evicted)
@@ -145,7 +152,7 @@ class OwnedBatches:
             elif key in fresh and not expired():
                 outcomes[i] = await self._medium.save(key, views[i])
 
-        await self._run(len(keys), one, outcomes)
+        await self._medium.each([partial(one, i) for i in range(len(keys))])
 
     async def _seal(self, keys: Sequence[bytes], fresh: set[bytes], outcomes: bytearray) -> None:
         saved = [i for i, key in enumerate(keys) if key in fresh and outcomes[i] == Outcome.OK]
@@ -157,14 +164,6 @@ class OwnedBatches:
         for i in wanted:
             outcomes[i] = outcome if keys[i] in self._catalog else Outcome.NO_SPACE
         await self._medium.erase([keys[i] for i in saved if keys[i] not in self._catalog])
-
-    async def _run(
-        self, count: int, one: Callable[[int], Awaitable[None]], outcomes: bytearray
-    ) -> None:
-        if self._counters.breaker.closed():
-            await self._medium.each([partial(one, i) for i in range(count)])
-        else:
-            outcomes[:] = bytes([Outcome.UNAVAILABLE]) * count
 
     async def remove(self, keys: Sequence[bytes]) -> None:
         """See `Backend.remove`; an object that is being written stays. A key that was taken before

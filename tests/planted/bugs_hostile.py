@@ -1,0 +1,45 @@
+"""Planted bugs of what an outside tester found in saves, stores and moves between tiers. See
+`catalogue`."""
+
+from __future__ import annotations
+
+from mutation import Mutation
+
+BUGS: tuple[Mutation, ...] = (
+    Mutation(
+        "saves_without_a_slot_are_not_counted",
+        "cpu_evictor/save.py",
+        """\
+            memory.counts.shed += sum(position in saved for position in lacking[space:])
+""",
+        """\
+            pass
+""",
+        "statistics say that everything was saved, although blocks of finished requests found no "
+        "slot and were not",
+        ("tests/cpu_evictor/test_save.py::test_blocks_without_a_slot_are_counted_as_shed",),
+    ),
+    Mutation(
+        "refused_write_evicts_first",
+        "storage/backends/owned_batches.py",
+        """\
+            refused = bytes([Outcome.UNAVAILABLE]) * len(keys)
+""",
+        """\
+            self._catalog.admit(keys)
+            refused = bytes([Outcome.UNAVAILABLE]) * len(keys)
+""",
+        "a store that is left alone after failures loses objects to writes that it refuses",
+        ("tests/storage/test_open_breaker.py::test_a_refused_write_evicts_nothing",),
+    ),
+    Mutation(
+        "faulty_store_keeps_no_tokens",
+        "testing/faults.py",
+        """\
+        self.keeps_lineages = inner.keeps_lineages
+""",
+        "",
+        "a scenario's file store does not keep tokens, so nothing is announced after a restart",
+        ("tests/testing/test_faults.py::test_the_paths_of_a_store_are_read_through_it",),
+    ),
+)

@@ -1,0 +1,107 @@
+"""A faulty sink or store without a fault is the one that it is around."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from kvactors.device.arena import Arena
+from kvactors.flush_notifier.sinks.base import RENAMED, Sink
+from kvactors.flush_notifier.sinks.memory import MemorySink
+from kvactors.lineage import Lineage
+from kvactors.sink_config import MemorySinkConfig
+from kvactors.storage.backends import FileBackend, MemoryBackend
+from kvactors.storage.backends.base import Backend
+from kvactors.storage.backends.old_names import OldAttribute
+from kvactors.storage.messages import Outcome
+from kvactors.testing.faults import FaultyBackend, FaultySink
+
+ALIASES = ("told", "saw", "lost", "names", "taken", "view_of", *RENAMED)
+
+
+def members(contract: type) -> set[str]:
+    """Public methods and attributes that a contract has, without earlier names."""
+    found = {name for one in contract.__mro__[:-1] for name in vars(one)}
+    found |= {name for one in contract.__mro__[:-1] for name in inspect.get_annotations(one)}
+    return {
+        name
+        for name in found
+        if not name.startswith("_")
+        and name not in ALIASES
+        and not isinstance(inspect.getattr_static(contract, name, None), OldAttribute)
+    }
+
+
+def test_every_member_of_a_store_is_passed_on():
+    store = FaultyBackend(MemoryBackend(bytes(32), 8))
+    own = set(vars(FaultyBackend)) | set(vars(store))
+    assert members(Backend) - own == set()
+
+
+def test_every_member_of_a_sink_is_passed_on():
+    sink = FaultySink(MemorySink(MemorySinkConfig(name="m"), 4))
+    own = set(vars(FaultySink)) | set(vars(sink))
+    assert members(Sink) - own == {"call"}, "the notifier's, about calls of the outer sink"
+
+
+@pytest.fixture
+async def faulty(tmp_path):
+    store = FaultyBackend(FileBackend(tmp_path, bytes(32), 8, 4, block_size=1))
+    arena = Arena(4, 8)
+    await store.open()
+    await store.attach(arena)
+    yield store, arena
+    await store.close()
+    arena.close()
+
+
+async def test_the_paths_of_a_store_are_read_through_it(faulty):
+    store, arena = faulty
+    lineage = Lineage(b"P" * 32, (7).to_bytes(4, "little"))
+    await store.write_slots([lineage.key()], arena, [0], lambda: False, [lineage])
+    assert store.keeps_lineages
+    store.begin_paths()
+    found = []
+    while (parts := await store.next_paths(8)) is not None:
+        found += parts
+    assert [part.parent for part in found] == [b"P" * 32]
+    store.end_paths()
+
+
+async def test_what_left_a_store_is_reported_through_it(faulty):
+    store, arena = faulty
+    keys = [bytes([number]) * 32 for number in range(6)]
+    for number, key in enumerate(keys):
+        await store.write_slots([key], arena, [number % 4], lambda: False)
+    assert set(store.take_removed()) == set(keys[:2])
+    assert store.generation == 0
+    await store.clear()
+    assert store.generation == 1
+
+
+@pytest.mark.parametrize(
+    ("fault_mode", "read", "written"),
+    [
+        ("down", Outcome.UNAVAILABLE, Outcome.UNAVAILABLE),
+        ("full", Outcome.OK, Outcome.NO_SPACE),
+    ],
+)
+async def test_a_fault_keeps_slots_and_views_from_the_store(faulty, fault_mode, read, written):
+    store, arena = faulty
+    kept, new = bytes([1]) * 32, bytes([2]) * 32
+    await store.write_slots([kept], arena, [0], lambda: False)
+    store.fault_mode = fault_mode
+    views = [arena.view(1)]
+    for report in (
+        await store.read_slots([kept], arena, [1], lambda: False),
+        await store.read([kept], views, lambda: False),
+    ):
+        assert list(report.outcomes) == [read]
+    for report in (
+        await store.write_slots([new], arena, [0], lambda: False),
+        await store.write([new], views, lambda: False),
+    ):
+        assert list(report.outcomes) == [written]
+    assert not store.holds(new)
+    assert await store.ask([kept], lambda: False) == (fault_mode != "down")
