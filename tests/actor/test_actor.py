@@ -110,7 +110,7 @@ class Wired:
         return self.supervisor.running(*self.members, **options)
 
 
-async def test_ask_is_answered_and_tells_keep_their_order_through_a_full_channel():
+async def test_an_ask_is_answered_and_tells_keep_their_order_through_a_full_channel():
     wired = Wired()
     async with wired.running():
         assert await asyncio.gather(
@@ -121,7 +121,7 @@ async def test_ask_is_answered_and_tells_keep_their_order_through_a_full_channel
         assert wired.sink.channel.statistics().peak == 1
 
 
-async def test_a_death_fails_the_asker_the_parked_and_the_queued_by_name_and_the_next_life_serves():
+async def test_a_failure_fails_every_waiting_ask_by_name_and_the_next_incarnation_serves():
     wired = Wired()
     async with wired.running():
         asks = [
@@ -138,7 +138,7 @@ async def test_a_death_fails_the_asker_the_parked_and_the_queued_by_name_and_the
         assert wired.server.incarnation == 1
 
 
-async def test_an_exhausted_budget_fails_the_system_and_hangs_nobody():
+async def test_an_exhausted_restart_budget_fails_the_system_and_no_caller_hangs():
     wired = Wired(budget=RestartBudget(1, 60))
     async with wired.running():
         for _ in range(2):
@@ -150,7 +150,7 @@ async def test_an_exhausted_budget_fails_the_system_and_hangs_nobody():
         assert isinstance(wired.supervisor.failed, RuntimeError)
 
 
-async def test_a_deadline_covers_the_wait_for_room_and_for_the_answer():
+async def test_a_deadline_covers_the_wait_for_capacity_and_for_the_answer():
     wired = Wired()
     async with wired.running(drain=0.1):
         began = now()

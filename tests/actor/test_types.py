@@ -133,7 +133,7 @@ def test_a_union_that_lacks_a_message_is_refused():
                 pass
 
 
-def test_a_name_that_only_type_checkers_know_is_compared_as_text():
+def test_a_name_imported_for_type_checkers_only_is_compared_as_text():
     def made(annotation):
         def handler(self, message):
             pass

@@ -42,7 +42,7 @@ def test_prompts_share_what_they_should() -> None:
         assert not np.array_equal(tokens[:shared], batch[(i + 1) % 16][:shared])
 
 
-def test_what_is_timed_leaves_every_block_in_the_tree() -> None:
+def test_the_timed_code_leaves_every_block_in_the_tree() -> None:
     tree = BlockTree(16)
     batch = index.prompts(np.random.default_rng(0), 16, 1024)
     index.insert(tree, batch, 16)

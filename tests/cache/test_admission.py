@@ -59,7 +59,7 @@ async def test_a_request_that_waits_for_resume_is_admitted_under_the_namespace_o
         assert again.keys(0, 3) != lease.keys(0, 3)
 
 
-async def test_a_request_that_waits_for_room_is_admitted_under_the_namespace_of_its_admission():
+async def test_a_waiting_request_is_admitted_under_the_namespace_of_its_admission():
     """Its loads are sent ahead under the old name: they must not end in blocks of the new one."""
     tokens = prompt(1, 3, tail=1)
     for storage in ({}, STORE):
@@ -152,7 +152,7 @@ async def end_each(waiting):
             continue
 
 
-async def test_waiters_for_room_expire_in_steps_that_do_not_grow():
+async def test_waiting_requests_expire_in_steps_that_do_not_grow():
     """A save holds all blocks; the queue for them is worked with, not searched: `waiting` is by
     lease and `blocks_promised` a sum that is kept."""
     async with opened(device=8, host=HOST) as cache:
@@ -307,7 +307,7 @@ async def test_a_request_preempted_and_resumed_is_counted_once():
         )
 
 
-async def test_what_an_abandoned_request_has_committed_is_announced():
+async def test_the_committed_blocks_of_an_abandoned_request_are_announced():
     sink = {"kind": "memory", "tiers": ["device"]}
     async with opened(sinks=(sink,)) as cache:
         lease = await cache.acquire("a", prompt(1, 3))

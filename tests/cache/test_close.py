@@ -149,7 +149,7 @@ def test_it_ends_in_time_while_a_copy_hangs():
 @pytest.mark.parametrize(
     "where", ["deliver", "deliver twice", "close", "close raises", "close leaks"]
 )
-def test_it_ends_in_time_whatever_a_sink_does_and_raises_nothing(where):
+def test_close_ends_in_time_with_any_sink_and_raises_nothing(where):
     sink = Stubborn(where)
 
     async def main():

@@ -17,7 +17,7 @@ BLOCK = 8
 
 @pytest.mark.parametrize("mode", ["exclusive", "inclusive"])
 @pytest.mark.parametrize("seed", range(12))
-def test_what_is_called_cached_is(seed, mode):
+def test_blocks_reported_as_cached_hold_their_bytes(seed, mode):
     config = Config(
         cache=CacheConfig(block_size=BLOCK),
         device=DeviceConfig(num_blocks=24),

@@ -167,7 +167,7 @@ CALLS = {
 
 @pytest.mark.parametrize("restarts", [0, 2])
 @pytest.mark.parametrize("victim", ["index", "swapper", "evictor"])
-def test_a_cache_that_has_failed_says_so_in_every_call_and_at_its_end(victim, restarts):
+def test_a_failed_cache_raises_in_every_call_and_at_its_end(victim, restarts):
     """The plane's budget is used up before the core's: an actor of it may fail more often."""
 
     async def main():

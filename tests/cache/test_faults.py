@@ -115,7 +115,7 @@ async def test_a_block_matched_again_while_it_is_offloaded_is_kept(monkeypatch):
         await cache.wait_idle()
 
 
-async def test_without_waiting_an_eviction_refuses_and_makes_room_for_later():
+async def test_without_waiting_an_eviction_refuses_and_frees_blocks_for_later():
     async with opened(host=HOST) as cache:
         await serve(cache, "a", prompt(1, 8))
         with pytest.raises(kvactors.NoRoom):
@@ -210,7 +210,7 @@ async def test_a_copy_that_hangs_costs_other_blocks_and_its_own_stay_out_of_use(
 
 
 @pytest.mark.parametrize("victim", ["index", "swapper", "evictor", "notifier", "reader", "writer"])
-async def test_any_actor_may_die_at_any_time(victim):
+async def test_any_actor_may_fail_at_any_time(victim):
     """What the dead held becomes misses, the sinks converge, and the next requests are served with
     right bytes."""
     async with opened(host=HOST, storage=STORE) as cache:
@@ -239,7 +239,7 @@ async def test_any_actor_may_die_at_any_time(victim):
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("victim", ["reader", "writer"])
-def test_what_a_dead_storage_actor_was_about_to_tell_is_told_by_its_next_life(victim, seed):
+def test_reports_of_a_failed_storage_actor_are_sent_by_its_next_incarnation(victim, seed):
     """A small store evicts and hands out all the time; a sink that follows storage still ends equal
     to it."""
     rng = random.Random(seed)
@@ -306,7 +306,7 @@ async def test_a_device_of_another_block_size_is_refused():
             pass
 
 
-async def test_a_closed_cache_says_so():
+async def test_a_closed_cache_raises_in_every_call():
     async with kvactors.open(settings()) as cache:
         pass
     with pytest.raises(kvactors.CacheClosed):

@@ -97,7 +97,7 @@ async def test_a_call_cancelled_at_every_step_did_not_happen_or_ended_the_lease(
     )
 
 
-async def test_what_was_cancelled_and_asked_again_never_serves_wrong_bytes():
+async def test_a_cancelled_and_repeated_extend_never_serves_wrong_bytes():
     """A request whose extends are cancelled at any moment and tried again: its blocks are hit under
     the tokens they were computed for."""
     async with opened(device=64) as cache:
@@ -327,7 +327,7 @@ async def test_every_call_on_an_ended_lease_raises():
         lease.abandon()
 
 
-async def test_a_lease_that_the_cache_lost_says_so(monkeypatch):
+async def test_a_lease_that_the_cache_lost_raises(monkeypatch):
     async with opened() as cache:
         lease, bystander = (
             await cache.acquire("a", prompt(1, 2)),
@@ -348,7 +348,7 @@ async def test_a_lease_that_the_cache_lost_says_so(monkeypatch):
             one.abandon()
 
 
-async def test_calls_after_the_cache_is_closed_say_so():
+async def test_calls_after_the_cache_is_closed_raise():
     async with opened() as cache:
         lease = await cache.acquire("a", prompt(1, 2))
         await lease.finish()

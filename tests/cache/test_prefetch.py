@@ -26,7 +26,7 @@ async def stored(cache, *seeds) -> None:
     await cache.wait_idle()
 
 
-async def test_what_was_prefetched_is_a_host_hit():
+async def test_prefetched_blocks_are_host_hits():
     async with opened(**tiers()) as cache:
         await stored(cache, 1, 2)
         assert await cache.prefetch(prompt(1, 6, tail=1)) == 6
@@ -40,7 +40,7 @@ async def test_what_was_prefetched_is_a_host_hit():
         assert (one.hits, other.hits) == (kvactors.Hits(0, 6, 0), kvactors.Hits(0, 0, 6))
 
 
-async def test_what_is_there_already_is_not_fetched_again():
+async def test_present_blocks_are_not_fetched_again():
     async with opened(**tiers()) as cache:
         await stored(cache, 1)
         for _ in range(3):

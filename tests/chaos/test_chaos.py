@@ -63,9 +63,7 @@ async def lacks(setting: Setting, tally: Tally) -> None:
         (idles, "the round proves nothing"),
     ],
 )
-async def test_whatever_goes_wrong_is_a_violation_with_a_command_that_repeats_it(
-    how, what, monkeypatch
-):
+async def test_every_failure_is_a_violation_with_a_command_that_repeats_it(how, what, monkeypatch):
     monkeypatch.setattr(run, "ROUND", 0.2)
     report = await chaos([Situation("some", "", how)], seed=41, minutes=0)
     [row] = report.rows
@@ -73,7 +71,7 @@ async def test_whatever_goes_wrong_is_a_violation_with_a_command_that_repeats_it
     assert row.repeat == ["python -m tests.chaos --only some --seed 41 --minutes 0"]
 
 
-async def test_a_seed_says_what_happens(tmp_path):
+async def test_a_seed_determines_what_happens(tmp_path):
     one, same, other = [
         (await one_round(Situation("w", "", works), seed, tmp_path)).verified for seed in (1, 1, 2)
     ]

@@ -32,7 +32,7 @@ def run(*arguments) -> int:
     return int(ended.value.code or 0)
 
 
-def test_it_tells_what_is_there_while_the_store_is_in_use(store, tmp_path, capsys):
+def test_list_shows_the_objects_while_the_store_is_in_use(store, tmp_path, capsys):
     assert run("inspect", tmp_path, "--verify", "--json", tmp_path / "o.json") == 0
     out = capsys.readouterr().out
     assert "3 objects, 15,000 bytes" in out

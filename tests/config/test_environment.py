@@ -113,7 +113,7 @@ def test_a_config_that_a_variable_has_filled_agrees_with_it():
         ("KVACTORS_PINNED", None),
     ],
 )
-def test_a_name_that_looks_like_one_of_ours_is_logged_once(name, similar):
+def test_an_unknown_variable_with_our_prefix_is_logged_once(name, similar):
     config, logs = resolved({name: "1"}, BASE)
     assert config == Config.from_env({}, Config.from_mapping(BASE))
     assert [(log["variable"], log.get("similar_to"), log["log_level"]) for log in logs] == [

@@ -62,7 +62,7 @@ def test_the_process_environment_is_read_unless_another_is_given(monkeypatch):
     assert not Config.from_env({}).flush.only
 
 
-def test_each_kind_of_sink_has_settings_of_its_own():
+def test_each_kind_of_sink_has_its_own_settings():
     sinks = with_sinks(
         {"kind": "memory"},
         {"kind": "kv_events", "dp_rank": 2},

@@ -39,7 +39,7 @@ def opened(tables, environ=None, **cache):
 
 
 @pytest.mark.parametrize("tables", SHARED)
-def test_what_outlives_or_leaves_the_process_needs_a_model(tables):
+def test_storage_and_sinks_need_a_model(tables):
     with pytest.raises(
         ConfigError,
         match=r"cache\.model is needed with (storage\.backend|flush\.sinks) .*KVACTORS_MODEL",
@@ -51,7 +51,7 @@ def test_what_outlives_or_leaves_the_process_needs_a_model(tables):
 
 
 @pytest.mark.parametrize("tables", PRIVATE)
-def test_what_stays_in_the_process_does_not(tables):
+def test_a_cache_without_storage_and_sinks_needs_no_model(tables):
     assert opened(tables).cache.model == ""
 
 

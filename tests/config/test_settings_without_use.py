@@ -92,13 +92,13 @@ def given(table: str, kind_name: str, kind: str, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("kind", "name"), LAYOUTS)
-def test_a_setting_that_a_layout_does_not_know_is_an_error(kind, name):
+def test_a_setting_that_a_layout_does_not_have_is_an_error(kind, name):
     with pytest.raises(ConfigError, match=rf"layout\.{name} has no use with layout\.kind '{kind}'"):
         Config.from_mapping(given("layout", "kind", kind, name))
 
 
 @pytest.mark.parametrize(("kind", "name"), STORES)
-def test_a_setting_that_a_store_does_not_know_is_an_error(kind, name):
+def test_a_setting_that_a_store_does_not_have_is_an_error(kind, name):
     with pytest.raises(
         ConfigError, match=rf"storage\.{name} has no use with storage\.backend '{kind}'"
     ):

@@ -285,7 +285,7 @@ def test_a_new_notifier_is_sent_what_is_resident():
     assert sorted([gained.keys[:32], gained.keys[32:]]) == sorted(keys)
 
 
-def test_what_a_storage_actor_was_asked_before_it_failed_is_ended():
+def test_requests_to_a_failed_storage_actor_are_ended():
     evictor = stepped(policy="write_back")
     offload(evictor, path(4))
     effects = evictor.turn(

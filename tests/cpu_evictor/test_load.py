@@ -69,7 +69,7 @@ def test_only_the_run_that_arrived_is_loaded_and_the_rest_stays():
     host.idle()
 
 
-def test_blocks_that_do_not_stay_for_want_of_capacity_are_reported_gone():
+def test_blocks_evicted_for_lack_of_capacity_are_reported_gone():
     host, keys = Host(slots=2), path(2)
     host.fill(keys)
     (copy,) = sent(host.load(keys).begin())
@@ -82,7 +82,7 @@ def test_blocks_that_do_not_stay_for_want_of_capacity_are_reported_gone():
 
 
 @pytest.mark.parametrize("cancelled", [True, False])
-def test_blocks_that_do_not_stay_for_want_of_capacity_are_written_back(cancelled):
+def test_blocks_evicted_for_lack_of_capacity_are_written_back(cancelled):
     """A load took them out of the capacity, and its end without them is an eviction."""
     host, keys = Host(slots=2, policy="write_back"), path(2)
     host.fill(keys)
@@ -107,7 +107,7 @@ def test_a_load_of_another_memory_generation_is_a_miss():
 
 
 @pytest.mark.parametrize("mode", ["exclusive", "inclusive"])
-def test_what_the_host_lacks_is_read_from_storage(mode):
+def test_blocks_missing_on_the_host_are_read_from_storage(mode):
     host, keys = Host(mode=mode), path(4)
     host.fill(keys[:2])
     actions = host.load(keys).begin()

@@ -45,7 +45,7 @@ def test_the_store_is_asked_and_the_rest_is_written():
     assert (answer.op, answer.kept_mask) == (5, bytes(3))
 
 
-def test_what_is_stored_is_not_copied():
+def test_stored_blocks_are_not_copied():
     host, keys = Host(), path(3)
     (probe,) = sent(save(host, keys).begin())
     assert names(host.completions.handle(Probed(probe.op, 3))) == ["StopTimer", "Saved"]

@@ -146,7 +146,7 @@ def stored_again(lose) -> None:
 
 
 @pytest.mark.parametrize("outcome", [Outcome.UNAVAILABLE, Outcome.NO_SPACE, Outcome.LATE])
-def test_what_is_not_stored_now_is_offered_at_the_next_finish(outcome):
+def test_blocks_that_were_not_stored_are_offered_at_the_next_finish(outcome):
     from kvactors.storage.messages import Written
 
     def refused(walk: Calm) -> bool:
@@ -160,7 +160,7 @@ def test_what_is_not_stored_now_is_offered_at_the_next_finish(outcome):
     stored_again(refused)
 
 
-def test_what_is_stored_is_not_copied_again():
+def test_stored_blocks_are_not_copied_again():
     walk = Calm(
         0,
         blocks=4,

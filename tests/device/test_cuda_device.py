@@ -133,7 +133,7 @@ def test_regions_by_the_interface():
     assert cuda_address_of(interface()) == cuda_address_of(GpuTensor(4096, (2,), "int8")) == 4096
 
 
-def test_what_does_not_fit_the_layout_or_the_gpu_is_an_error(driver):
+def test_memory_that_does_not_fit_the_layout_or_the_gpu_is_an_error(driver):
     layout = LAYOUTS["gqa"]
     owner = CudaDevice.allocate(layout, 4, driver=driver)
     good = [PointerTensor(memory.address, memory.shape, "float16") for memory in owner.tensors]
@@ -272,5 +272,5 @@ def test_closing_never_raises(fake, driver, call):
         driver.read("cuCtxPopCurrent")
 
 
-def test_memory_of_our_own_speaks_the_interface():
+def test_device_memory_has_the_cuda_array_interface():
     assert cuda_region_of(DeviceMemory(512, (3, 2), "<V2")) == (512, (3, 2), "bfloat16", False)

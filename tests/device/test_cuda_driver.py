@@ -22,7 +22,7 @@ def fake():
     fake.reset()
 
 
-def test_a_missing_driver_is_said_to_be_missing():
+def test_a_missing_driver_is_reported_as_missing():
     with pytest.raises(DeviceError, match=r"there is no CUDA driver \(/nowhere/libcuda.so.1\)"):
         CudaDriver("/nowhere/libcuda.so.1")
 
@@ -96,7 +96,7 @@ def test_a_context_is_current_only_inside(fake):
     driver.call("cuDevicePrimaryCtxRelease", 0)
 
 
-def test_the_stand_in_knows_its_memory(fake):
+def test_the_stand_in_checks_addresses(fake):
     """Freed memory is an error and not a crash: what the other tests prove rests on it."""
     driver = CudaDriver(fake.path)
     context = driver.read("cuDevicePrimaryCtxRetain", 0)

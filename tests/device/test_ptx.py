@@ -15,13 +15,13 @@ SHIPPED = Path(__file__).parents[2] / "kvactors" / "data_plane" / "cuda" / "kern
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
-def test_the_shipped_text_is_what_nvcc_makes_of_the_source():
+def test_the_shipped_text_is_made_by_nvcc_from_the_source():
     """Another nvcc may make other text of it: then the file is to be made anew, by
     native/cuda/build_ptx.py."""
     assert BUILD["make"]() == SHIPPED.read_text("ascii")
 
 
-def test_the_shipped_text_suits_old_drivers_and_tells_nothing_of_the_machine():
+def test_the_shipped_text_suits_old_drivers_and_holds_nothing_of_the_machine():
     text = SHIPPED.read_text("ascii")
     assert ".version 7.4\n.target sm_80\n" in text
     assert ".entry kvactors_gather(" in text

@@ -76,7 +76,7 @@ def test_paddle_tensors_go_to_host_slots_and_come_back(name, shuffled):
 
 
 @pytest.mark.parametrize("wrap", [lambda array: array, Stranger])
-def test_whoever_speaks_dlpack_will_do(wrap):
+def test_any_tensor_with_dlpack_is_accepted(wrap):
     layout = LAYOUTS["float16"]
     arrays = numpy_tensors(layout, 4)
     device = TensorDevice(layout, [wrap(array) for array in arrays])
@@ -86,7 +86,7 @@ def test_whoever_speaks_dlpack_will_do(wrap):
     device.ensure_in_place()
 
 
-def test_what_paddle_computes_is_what_is_copied():
+def test_the_copied_bytes_are_those_that_paddle_computed():
     paddle = import_paddle()
     layout = GQALayout(1, 1, 4, 2, "float32")
     device, arena = PaddleDevice.allocate(layout, 3), Arena(1, layout.block_bytes)
@@ -152,7 +152,7 @@ def test_a_tensor_that_moved_is_an_error_and_no_copy():
     arena.close()
 
 
-def test_addresses_by_the_frameworks_word_and_by_dlpack_agree():
+def test_addresses_by_the_framework_and_by_dlpack_agree():
     paddle = import_paddle()
     for tensor in (
         paddle.zeros([5, 3]),

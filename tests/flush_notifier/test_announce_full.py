@@ -65,7 +65,7 @@ def test_every_finish_sends_the_whole_path_from_block_0():
     ledger.check()
 
 
-def test_what_goes_before_it_is_sent_again_is_sent_as_gone():
+def test_a_block_evicted_before_it_is_sent_again_is_sent_as_gone():
     ledger = book()
     do(ledger.announce(finished(1, 2, 3)))
     settle(ledger)

@@ -159,7 +159,7 @@ async def test_it_waits_until_the_other_side_is_ready(not_ready, probes):
     assert (asked[0][0].ids, asked[0][1]) == (list(range(BLOCK + 1)), 0)
 
 
-async def test_it_does_not_wait_for_ever():
+async def test_opening_does_not_wait_without_end():
     stand_in.service().not_ready = 10**9
     with pytest.raises(DeadlineExceeded, match=r"not ready in 0\.1 s"):
         await sink(ready_timeout=0.1).open()
@@ -200,7 +200,7 @@ async def test_a_finished_request_is_resident_from_block_0_and_an_evicted_tail_g
         assert index() == paths(1, 2)
 
 
-async def test_the_whole_path_is_told_of_a_block_that_another_request_made():
+async def test_the_whole_path_is_sent_of_a_block_that_another_request_made():
     wired = Running(sink())
     async with wired.running():
         await wired.tell(finished(1, 2), announced(1, 2, 3, start=2), finished(1, 2, 3))
@@ -267,7 +267,7 @@ async def test_closing_does_not_wait_for_a_call_that_hangs():
     assert asyncio.get_running_loop().time() - began < 8.0, "close waited for the call"
 
 
-async def test_an_index_too_slow_for_a_batch_is_told_it_piece_by_piece():
+async def test_an_index_too_slow_for_a_batch_is_sent_it_piece_by_piece():
     """A batch takes ten times as long as a call may: what was told before the deadline is not told
     again."""
     wired = Running(sink(), timeout=0.5)
@@ -298,7 +298,7 @@ async def test_an_index_that_fails_now_and_then_ends_equal(fault):
         assert index() == set().union(*(paths(i, i + 1, i + 2) for i in range(0, 12, 2)))
 
 
-async def test_a_new_life_of_the_notifier_takes_back_what_the_last_one_told():
+async def test_a_new_incarnation_of_the_notifier_removes_what_the_last_one_sent():
     wired = Running(sink())
     async with wired.running():
         await wired.tell(finished(1, 2, 3), finished(1, 2, 9), finished(7))
@@ -329,7 +329,7 @@ async def killed(*facts, journal, torn=b"") -> None:
 
 
 @pytest.mark.parametrize("torn", [b"", b'["+",0,"00'])
-async def test_with_a_journal_the_next_process_takes_back_what_the_last_one_told(tmp_path, torn):
+async def test_with_a_journal_the_next_process_removes_what_the_last_one_sent(tmp_path, torn):
     journal = tmp_path / "told.jsonl"
     gone = BlocksRemoved(names(1, 2, 3)[2], Tier.DEVICE, Reason.CPU_EVICTION)
     await killed(
@@ -348,7 +348,7 @@ async def test_with_a_journal_the_next_process_takes_back_what_the_last_one_told
         assert index() == set()
 
 
-async def test_without_a_journal_a_process_that_stops_takes_back_what_it_told():
+async def test_without_a_journal_a_process_that_stops_removes_what_it_sent():
     wired = Running(sink())
     async with wired.running():
         await wired.tell(finished(1, 2, 3))

@@ -52,7 +52,7 @@ async def test_at_rest_every_sink_equals_the_tiers():
         assert one.view()[Tier.HOST]
 
 
-async def test_under_load_the_barrier_is_about_what_was_true_when_asked():
+async def test_under_load_the_barrier_covers_the_state_at_the_call():
     """Requests never stop, so the cache never rests; what was committed before the call has been
     told when it returns."""
     one = sink("one")
@@ -79,7 +79,7 @@ async def test_under_load_the_barrier_is_about_what_was_true_when_asked():
             await asyncio.gather(*load, return_exceptions=True)
 
 
-async def test_a_dead_sink_is_waited_for_no_longer_than_asked_and_may_be_left_out():
+async def test_a_failed_sink_is_waited_for_no_longer_than_asked_and_may_be_left_out():
     one, dead = sink("one"), sink("dead")
     async with kvactors.open(CONFIG, sinks=[one, dead]) as cache:
         dead.fault_mode = "down"
@@ -96,7 +96,7 @@ async def test_a_dead_sink_is_waited_for_no_longer_than_asked_and_may_be_left_ou
         assert cache.divergence() == 0
 
 
-async def test_closing_tells_the_last_words_to_sinks_that_listen_and_does_not_wait_for_others():
+async def test_closing_delivers_to_sinks_that_respond_and_does_not_wait_for_others():
     slow, dead = sink("slow"), sink("dead")
     began = asyncio.get_running_loop().time()
     async with kvactors.open(CONFIG, sinks=[slow, dead]) as cache:
@@ -111,7 +111,7 @@ async def test_closing_tells_the_last_words_to_sinks_that_listen_and_does_not_wa
     assert asyncio.get_running_loop().time() - began < 1.5, "nobody waited for the dead one"
 
 
-async def test_the_barrier_covers_what_an_unfinished_call_leaves_to_be_corrected():
+async def test_the_barrier_covers_corrections_of_an_unfinished_call():
     """A block goes while its arrival is being told: the barrier asked then comes after the
     correction."""
     slow = memory("slow")

@@ -185,7 +185,7 @@ async def test_the_index_holds_what_tokens_identify_after_any_run(seed):
                 assert (cache.divergence(), cache.check()) == (0, [])
 
 
-async def test_a_notifier_that_restarts_still_tells_scopes_apart():
+async def test_a_restarted_notifier_still_separates_scopes():
     async with kvactors.open(config()) as cache:
         shared = list(range(2 * BLOCKS + 1))
         for identity in ({}, {"salt": "a"}, {"extra_keys": [(5, 1, "cat.png")]}):

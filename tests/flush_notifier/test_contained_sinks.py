@@ -115,7 +115,7 @@ async def until(condition, seconds=20.0):
 
 @pytest.mark.parametrize("where", ["begin", "deliver"])
 @pytest.mark.parametrize("fault", FAULTS)
-async def test_whatever_a_sink_raises_the_notifier_goes_on_and_the_sink_recovers(fault, where):
+async def test_the_notifier_survives_every_error_of_a_sink_and_the_sink_recovers(fault, where):
     good, bad = memory("good"), Bad(where=where, fault=FAULTS[fault])
     wired = Wired(good, bad)
     with structlog.testing.capture_logs() as logs:
@@ -303,7 +303,7 @@ async def test_an_open_that_fails_is_a_sink_error_and_closes_what_was_opened(fau
     assert closed == ["first"]
 
 
-async def test_after_a_restart_of_the_notifier_every_sink_is_right_whatever_it_did_before():
+async def test_after_a_restart_of_the_notifier_every_sink_matches_the_tiers():
     good, bad, worse = (
         Bad("good"),
         Bad("bad", "deliver", FAULTS["CancelledError"]),
@@ -378,7 +378,7 @@ async def test_a_sink_with_a_name_and_two_methods_is_enough():
 
 
 @pytest.mark.parametrize("what", ["not a subclass", "no super().__init__", "no name", None])
-async def test_what_is_no_sink_is_refused_by_name_and_opens_nothing(what):
+async def test_an_object_that_is_no_sink_is_refused_by_name_and_opens_nothing(what):
     class Duck:
         async def begin_epoch(self, epoch): ...
 

@@ -127,7 +127,7 @@ def test_every_documented_payload_is_made():
     assert set(GOLDEN) == set(CASES)
 
 
-def test_a_plain_decoder_sees_what_the_format_says():
+def test_a_plain_decoder_reads_the_documented_format():
     timestamp, events, rank = msgspec.msgpack.decode(payload("several"))
     assert (timestamp, rank) == (1.5, 3)
     assert events == [
@@ -356,7 +356,7 @@ def holdings(*, every=False):
     yield HeldBlock(KEYS[2], KEYS[1], 2, own[2], Tier.HOST, RequestScope())
 
 
-async def test_epochs_and_reasons_go_to_a_second_topic_with_a_sequence_of_its_own(tmp_path):
+async def test_epochs_and_reasons_go_to_a_second_topic_with_its_own_sequence(tmp_path):
     own = f"ipc://{tmp_path}/d"
     async with (
         opened(tmp_path, detail_topic="detail", detail_endpoint=own) as sink,
@@ -481,7 +481,7 @@ async def test_a_reader_that_loses_messages_ends_equal_to_the_tiers(tmp_path, lo
         reader.close()
 
 
-async def test_a_full_clear_is_one_event_and_a_clear_of_two_tiers_is_told_by_tier(tmp_path):
+async def test_a_full_clear_is_one_event_and_a_clear_of_two_tiers_is_sent_by_tier(tmp_path):
     async with kvactors.open(config(tmp_path)) as cache:
         sink: Any = cache.sinks["kv_events"]
         await churn(cache, range(12))

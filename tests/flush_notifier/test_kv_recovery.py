@@ -392,7 +392,7 @@ async def test_a_clear_while_a_state_is_made(tmp_path):
             link.model.last = None
 
 
-async def test_a_state_after_a_clear_is_empty_until_the_ledger_knows(tmp_path):
+async def test_a_state_after_a_clear_is_empty_until_the_ledger_is_updated(tmp_path):
     async with opened(tmp_path, replay_window=1) as sink:
         sink.set_snapshot_source(
             lambda *, every=False: iter(
@@ -408,7 +408,7 @@ async def test_a_state_after_a_clear_is_empty_until_the_ledger_knows(tmp_path):
         sink.events.release()
 
 
-async def test_what_the_last_call_published_is_in_the_state_before_the_ledger_counts_it(tmp_path):
+async def test_the_state_has_the_last_published_batch_before_the_ledger_counts_it(tmp_path):
     """The answer of a call reaches the ledger some time after its end."""
     async with opened(tmp_path) as sink:
         known = [
@@ -685,7 +685,7 @@ async def test_a_state_is_dropped_when_no_reader_needs_it(tmp_path):
 # -- an empty batch when idle
 
 
-async def test_an_idle_publisher_is_heard(tmp_path):
+async def test_an_idle_publisher_sends_heartbeats(tmp_path):
     """Without traffic a late reader and one that lost the last batch learn of the gap."""
     async with opened(tmp_path, heartbeat=0.05) as sink:
         node = Node(sink, 2)

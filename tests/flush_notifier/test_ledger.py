@@ -87,7 +87,7 @@ def test_eviction_gives_one_task_a_run_with_the_complete_path_and_depth_minus_on
     assert (task.keys, task.parent) == (join_keys(names(1, 2, 3, 4)[2:]), names(1, 2)[-1])
 
 
-def test_the_path_of_a_block_is_complete_whichever_request_made_its_parts():
+def test_the_path_of_a_block_that_several_requests_made_is_complete():
     book = ledger()
     do(book.announce(announced(1, 2)))
     do(book.announce(announced(1, 2, 3, start=2)))
@@ -97,7 +97,7 @@ def test_the_path_of_a_block_is_complete_whichever_request_made_its_parts():
     assert (task.tokens, task.start_block_idx, task.count) == (path(1, 2, 3)[0], 2, 1)
 
 
-def test_what_another_request_shares_is_not_reported_gone():
+def test_blocks_shared_with_another_request_are_not_reported_gone():
     book = ledger()
     do(book.announce(announced(1, 2, 3)))
     do(book.announce(announced(1, 2, 4, start=2)))
@@ -165,7 +165,7 @@ def test_a_node_view_is_gone_only_when_every_tier_is():
     assert (task.residency, task.tier, task.reason) == (GONE, Tier.DEVICE, Reason.CPU_EVICTION)
 
 
-def test_a_sink_hears_only_of_its_tiers():
+def test_a_sink_is_sent_only_its_tiers():
     book = ledger(PER_TIER)
     do(book.announce(announced(1, tier=Tier.STORAGE)))
     assert book.sinks[0].pending == 0
@@ -184,7 +184,7 @@ def test_resident_then_gone_cancels():
     assert book.sinks[0].coalesced == 2
 
 
-def test_gone_while_resident_is_under_way_is_told_afterwards():
+def test_gone_while_resident_is_in_flight_is_sent_afterwards():
     book = ledger()
     do(book.announce(announced(1)))
     batch = take(book, 0, 10, 1)
@@ -196,7 +196,7 @@ def test_gone_while_resident_is_under_way_is_told_afterwards():
 
 
 @pytest.mark.parametrize("still_resident", [True, False])
-def test_a_sink_whose_answer_was_lost_is_told_again_what_is_true(still_resident):
+def test_a_sink_whose_answer_was_lost_is_sent_its_state_again(still_resident):
     book = ledger()
     do(book.announce(announced(1)))
     batch = take(book, 0, 10, 1)
@@ -246,7 +246,7 @@ def test_a_batch_never_ends_within_a_run(order):
     assert shape(take(book, 0, 4, 1).tasks) == [(GONE, Tier.DEVICE, 10, 30)]
 
 
-def test_many_short_runs_deep_in_the_tree_are_told_in_several_batches():
+def test_many_short_runs_deep_in_the_tree_are_sent_in_several_batches():
     book, trunk = ledger(), range(100, 150)
     do(book.announce(announced(*trunk)))
     for leaf in range(20):
@@ -285,7 +285,7 @@ def test_an_unnamed_block_that_goes_is_forgotten():
 
 
 @pytest.mark.parametrize("first", ["path", "names"])
-def test_a_path_may_name_blocks_of_other_tiers_before_or_after_these_speak(first):
+def test_a_path_may_name_blocks_of_other_tiers_before_or_after_their_reports(first):
     book = ledger()
     facts = [
         lambda: do(book.announce(announced(1, 2, 3, count=1))),
@@ -321,7 +321,7 @@ def test_entries_are_bounded_by_what_is_resident_and_the_limbo():
     assert set(names(0, 0, 0)) <= set(book.blocks)
 
 
-def test_nothing_is_kept_of_a_dead_sinks_blocks_but_one_entry_each():
+def test_the_ledger_keeps_one_entry_for_each_block_of_a_failed_sink():
     book = ledger(idle_limit=1)
     for _ in range(50):
         do(book.announce(announced(1, 2, 3)))
@@ -363,7 +363,7 @@ def test_a_full_clear_is_one_task_without_a_path():
 
 
 @pytest.mark.parametrize("answered", [True, False])
-def test_what_comes_back_while_a_clear_is_told_is_told_again(answered):
+def test_blocks_that_return_while_a_clear_is_sent_are_sent_again(answered):
     book = ledger(PER_TIER, takes_clear=[0])
     do(book.announce(announced(1, 2, 3)))
     settle(book)
@@ -389,7 +389,7 @@ def test_a_restart_is_no_clear():
 # -- the barrier
 
 
-def test_told_until_says_how_far_a_sink_has_been_told():
+def test_delivered_until_shows_how_far_the_deliveries_are():
     book = ledger()
     do(book.announce(announced(1)))
     mark = book.sinks[0].clock

@@ -82,7 +82,7 @@ async def test_only_the_difference_is_sent_after_an_outage():
         assert statistics.coalesced == 20
 
 
-async def test_what_a_sink_took_although_its_answer_was_lost_is_taken_back():
+async def test_a_batch_whose_answer_was_lost_is_corrected():
     sink = memory("one")
     wired = Wired(sink)
     async with wired.running():
@@ -96,7 +96,7 @@ async def test_what_a_sink_took_although_its_answer_was_lost_is_taken_back():
         assert sink.view() == NOTHING
 
 
-async def test_a_dead_sink_is_tried_less_and_less_often():
+async def test_a_failed_sink_is_tried_less_and_less_often():
     sink = memory("one")
     sink.failing = True
     wired = Wired(sink, retry_min=0.01, retry_max=0.08)
@@ -113,7 +113,7 @@ async def test_a_dead_sink_is_tried_less_and_less_often():
         await wired.settle()
 
 
-async def test_a_dead_sink_does_not_make_the_system_look_busy():
+async def test_a_failed_sink_does_not_make_the_system_look_busy():
     sink = memory("one")
     sink.hang = 10.0
     wired = Wired(sink, timeout=5.0)
@@ -126,7 +126,7 @@ async def test_a_dead_sink_does_not_make_the_system_look_busy():
         assert wired.actor.sinks.statistics()[0].oldest_pending_age >= 0.02
 
 
-async def test_settle_waits_until_every_sink_believes_and_no_longer_than_its_deadline():
+async def test_settle_waits_for_every_sink_and_no_longer_than_its_deadline():
     wired = Wired()
     wired.sinks[1].failing = True
     async with wired.running():
@@ -156,7 +156,7 @@ async def test_settle_does_not_wait_for_gains_that_are_not_due():
         assert sink.view()[Tier.DEVICE] == set(names(1, 2))
 
 
-async def test_a_cleared_tier_is_told_gone():
+async def test_a_cleared_tier_is_sent_as_gone():
     sink = memory("one")
     wired = Wired(sink)
     async with wired.running():
@@ -209,7 +209,7 @@ async def test_statistics_count_tasks_and_blocks():
         assert sink.counts == {Residency.RESIDENT: 1, Residency.GONE: 1}
 
 
-async def test_a_new_life_begins_a_new_epoch_first_and_what_it_is_told_again_counts():
+async def test_a_new_incarnation_begins_a_new_epoch_and_then_takes_new_reports():
     wired = Wired()
     good, bad = wired.sinks
     async with wired.running():

@@ -142,7 +142,7 @@ async def test_an_index_that_lost_its_state_has_everything_after_a_resync(repeat
         assert wired.actor.sinks.statistics()[0].resyncs == 1
 
 
-async def test_a_sink_whose_index_keeps_sets_never_hears_that_a_resident_block_is_absent():
+async def test_a_sink_whose_index_keeps_sets_is_never_sent_gone_of_a_resident_block():
     book = Book(repeats=True)
     wired = Wired(book, timeout=5.0, batch=1)
     async with wired.running():
@@ -183,7 +183,7 @@ async def test_a_resync_during_a_call_counts_what_the_call_brought(repeats):
 
 @pytest.mark.parametrize("interval", [0.0, 0.1])
 @pytest.mark.parametrize("repeats", [True, False])
-async def test_what_a_call_brought_may_be_lost_before_the_call_is_over(repeats, interval):
+async def test_a_delivered_batch_may_be_lost_before_its_call_returns(repeats, interval):
     """The index takes a batch, loses its state, and is asked for again before the notifier knows
     that the batch was taken."""
     book = Book(repeats=repeats, resync_interval=interval)
@@ -275,7 +275,7 @@ def test_a_repetition_takes_about_half_of_its_interval():
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_whatever_happens_in_between_an_index_ends_equal(seed):
+def test_an_index_ends_equal_after_any_history(seed):
     """Facts, deliveries that succeed or fail, indexes that lose what they have, and both ways to
     send it again."""
     rng = random.Random(seed)

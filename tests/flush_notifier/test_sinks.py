@@ -94,7 +94,7 @@ async def test_a_path_of_many_chunks_is_one_list(tmp_path):
     assert told == ([0, 0, 1, 1, 2, 2, 3, 3] * len(steps))[: BLOCK * len(steps)]
 
 
-async def test_the_file_stands_for_the_view_of_whoever_heard_the_same(tmp_path):
+async def test_the_file_matches_the_view_of_a_sink_that_got_the_same_tasks(tmp_path):
     wired = Wired(memory("good"), lines(tmp_path), timeout=5.0)
     async with wired.running():
         await wired.tell(announced(1, 2, 3), BlocksAdded(path(1, 2)[1], Tier.HOST, Reason.OFFLOAD))
@@ -108,7 +108,7 @@ async def test_the_file_stands_for_the_view_of_whoever_heard_the_same(tmp_path):
     }
 
 
-async def test_an_epoch_makes_what_was_told_before_void(tmp_path):
+async def test_an_epoch_makes_everything_sent_before_void(tmp_path):
     sink = lines(tmp_path)
     await sink.begin_epoch(1)
     await sink.deliver([task(1)])

@@ -206,7 +206,7 @@ def test_the_order_of_entries_is_met_once_while_it_changes():
     assert [e.number for e in order.up_to(10**9)] == sorted(e.number for e in entries if e.number)
 
 
-def test_a_check_sees_what_is_wrong_and_not_what_changes_meanwhile():
+def test_a_check_reports_errors_and_not_concurrent_changes():
     book = tiny(idle_limit=4)
     book.tree.step = 1
     for i in range(20):

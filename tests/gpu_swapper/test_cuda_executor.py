@@ -92,7 +92,7 @@ async def until(condition):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("way", ["kernel", "batch", "old batch", "singles", "measured"])
-async def test_every_byte_goes_there_and_comes_back(fake, name, way):
+async def test_every_byte_survives_the_copy_to_the_host_and_back(fake, name, way):
     """In place and shuffled; by every way there is."""
     fake.set("version", {"old batch": 12080, "singles": 12040}.get(way, 13000))
     layout = LAYOUTS[name]
@@ -147,7 +147,7 @@ async def test_pieces_of_a_block_may_go_by_different_ways(fake):
         assert found.batches > 0
 
 
-async def test_a_call_is_not_for_ever_so_many_copies(fake, monkeypatch):
+async def test_an_operation_takes_several_batched_calls(fake, monkeypatch):
     monkeypatch.setattr(cuda_copies, "BATCH", 5)
     async with standing(fake, batch_from=0) as stand:
         stand.device.fill(range(8), stand.names)
@@ -165,7 +165,7 @@ async def test_our_copies_are_of_pinned_memory_only(fake):
         assert fake.calls("pageable") == 0
 
 
-async def test_more_pairs_than_the_first_scratch_memory_has_room_for(fake):
+async def test_more_pairs_than_fit_into_the_first_scratch_memory(fake):
     layout = GQALayout(1, 1, 4, 1, "uint8")
     async with standing(fake, layout, blocks=3000, slots=3000, batch_from=1 << 40) as stand:
         ids = np.random.default_rng(1).permutation(3000).tolist()
@@ -193,7 +193,7 @@ async def test_many_operations_at_once_in_both_directions(fake):
 # -- layers
 
 
-async def test_progress_tells_of_layers_in_order_as_they_arrive(fake, monkeypatch):
+async def test_progress_reports_layers_in_order_as_they_arrive(fake, monkeypatch):
     monkeypatch.setattr(cuda_executor, "GROUP", 1)
     layout = GQALayout(4, 1, 8, 16, "float16")
     async with standing(fake, layout, batch_from=0) as stand:
@@ -465,7 +465,7 @@ async def test_nothing_is_asked_while_nothing_runs(fake):
         assert not stand.executor._operations.asking
 
 
-async def test_what_never_ends_keeps_its_memory(fake):
+async def test_a_copy_that_never_ends_keeps_its_memory(fake):
     """Released, the operation is over; closed, nothing that a copy may still use is given back."""
     stand = Stand(fake, SMALL, limit=0.05)
     await stand.executor.open()
@@ -495,7 +495,7 @@ async def test_what_never_ends_keeps_its_memory(fake):
     device.driver.read("cuCtxPopCurrent")
 
 
-async def test_closing_waits_for_what_is_under_way(fake):
+async def test_closing_waits_for_copies_in_flight(fake):
     stand = Stand(fake, SMALL)
     await stand.executor.open()
     stand.device.fill(range(8), stand.names)
@@ -581,7 +581,7 @@ async def test_neither_kernels_nor_batches(fake):
         assert stand.wrong(range(8)) == []
 
 
-async def test_what_is_measured_is_shown(fake):
+async def test_statistics_show_the_calibration(fake):
     async with standing(fake) as stand:
         found = stand.executor.statistics()
         assert len(found.timings) == 5

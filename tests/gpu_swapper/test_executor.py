@@ -53,7 +53,7 @@ def loaded(layout, kind, threads=1, **options):
 @pytest.mark.parametrize(
     ("kind", "threads"), [(InlineCopies, 1), (ThreadedCopies, 1), (ThreadedCopies, 3)]
 )
-async def test_what_is_reported_has_arrived(layout, kind, threads, monkeypatch):
+async def test_reported_pairs_have_arrived(layout, kind, threads, monkeypatch):
     monkeypatch.setattr(module, "PIECE", 1)
     device, executor, names = loaded(layout, kind, threads)
     total, whole = layout.num_layers + layout.extra_layers, HostDevice(layout, 6)
@@ -98,7 +98,7 @@ def test_groups_cover_all_layers_and_are_worth_their_while():
 
 
 @pytest.mark.parametrize("layerwise", [True, False])
-async def test_layers_at_the_door(layerwise, monkeypatch):
+async def test_layers_are_ready_one_by_one(layerwise, monkeypatch):
     """A lease's first layer is there before its last one, and what `wait_layer` says is cached in
     it is."""
     layout, device = LayoutConfig(num_layers=6), DeviceConfig(num_blocks=8, layerwise=layerwise)

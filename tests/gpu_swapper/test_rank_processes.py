@@ -209,7 +209,7 @@ async def test_ranks_that_do_not_fit_are_refused_by_name(tmp_path):
                 pass
 
 
-async def test_a_number_of_its_own(tmp_path):
+async def test_each_rank_needs_its_own_number(tmp_path):
     from kvactors.device.host import HostDevice
     from kvactors.layout import make_layout
 

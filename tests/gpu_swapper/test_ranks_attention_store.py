@@ -87,7 +87,7 @@ async def test_each_rank_moves_its_own_shard_and_the_leader_alone_reports(tmp_pa
         assert cache.check() == []
 
 
-async def test_what_one_rank_lacks_is_a_miss_for_all(tmp_path):
+async def test_a_block_missing_on_one_rank_is_a_miss_for_all(tmp_path):
     async with led(config(tmp_path)) as (cache, ranks):
         await serve(cache, ranks)
         await cache.wait_idle(HANG)

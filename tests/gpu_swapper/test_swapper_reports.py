@@ -39,7 +39,7 @@ class Plane:
         ((1, 1), (1,)),
     ],
 )
-async def test_what_an_executor_reports_is_checked(report, failed):
+async def test_the_reports_of_an_executor_are_checked(report, failed):
     evictor, index = Probe("cpu_evictor"), Probe("prefix_index")
     make = partial(GpuSwapper, plane=Plane(), evictor=evictor, index=index)
     with Stepper(make) as stepper:

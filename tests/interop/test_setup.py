@@ -124,7 +124,7 @@ def test_an_environment_with_another_clone_is_not_used(tmp_path: Path) -> None:
     assert environments.program("name") == str(folder / "bin" / "python")
 
 
-def test_what_an_environment_was_made_from_is_readable(tmp_path: Path) -> None:
+def test_the_origin_of_an_environment_is_readable(tmp_path: Path) -> None:
     (tmp_path / "dynamo").mkdir()
     (tmp_path / "dynamo" / STAMP).write_text(json.dumps({"packages": ["ai-dynamo-runtime==0.1"]}))
     with pytest.raises(InteropError, match="other pins"):

@@ -120,7 +120,7 @@ def test_a_pipeline_stage_numbers_its_layers_from_its_first():
         layout.position(32, "key")
 
 
-def test_fingerprints_tell_layouts_apart():
+def test_fingerprints_distinguish_layouts():
     more = [
         GQALayout(3, 8, 128, BLOCK, "float16"),
         GQALayout(3, 8, 128, 32, "bfloat16"),
@@ -174,7 +174,7 @@ def test_heads_that_do_not_come_out_even(heads, ranks):
         (lambda: LAYOUTS["gqa"].allocate(lambda *_: None, 0), "at least 1 block"),
     ],
 )
-def test_what_cannot_be_is_named(make, complaint):
+def test_impossible_layouts_are_refused_by_name(make, complaint):
     with pytest.raises(LayoutError, match=complaint):
         make()
 

@@ -156,7 +156,7 @@ def keys(*names: int) -> bytes:
     st.integers(1, 5),
     st.data(),
 )
-def test_a_pattern_is_told_from_every_other_and_from_damage(
+def test_a_pattern_differs_from_every_other_and_from_damage(
     pieces: list[int], order: list[int], count: int, data: st.DataObject
 ) -> None:
     memory = Memory.make(pieces, blocks=5, slots=1)
@@ -182,7 +182,7 @@ def test_a_pattern_follows_the_key_through_a_copy() -> None:
 
 
 @pytest.mark.parametrize("how", [fill_blocks, check_blocks])
-def test_patterns_want_a_key_for_each_block(how: Callable[..., Any]) -> None:
+def test_patterns_need_a_key_for_each_block(how: Callable[..., Any]) -> None:
     memory = Memory.make([8], blocks=2, slots=1)
     before = memory.device[0].copy()
     with pytest.raises(ValueError, match="32 bytes for each block"):

@@ -82,7 +82,7 @@ def test_a_buffer_need_not_be_aligned_or_writable(dtype):
 
 
 @given(st.lists(st.integers(0, LARGEST), max_size=70), st.integers(0, 70), st.integers(1, 5))
-def test_what_was_read_in_two_parts_is_what_was_given(values, cut, block_size):
+def test_tokens_read_in_two_parts_are_the_given_ones(values, cut, block_size):
     path = Path(block_size, ROOT)
     path.extend(values[:cut])
     path.extend(np.array(values[cut:], np.int64))

@@ -104,10 +104,7 @@ BUGS: tuple[Mutation, ...] = (
             again == match
 """,
         "loads sent ahead under the old namespace fill blocks of the new one",
-        (
-            ADMISSION
-            + "test_a_request_that_waits_for_room_is_admitted_under_the_namespace_of_its_admission",
-        ),
+        (ADMISSION + "test_a_waiting_request_is_admitted_under_the_namespace_of_its_admission",),
     ),
     Mutation(
         "timer_of_an_earlier_wait_counts",
@@ -202,7 +199,7 @@ BUGS: tuple[Mutation, ...] = (
         return self.give_back(lease)
 """,
         "indexes that follow finished requests never get what an abandoned one has committed",
-        (ADMISSION + "test_what_an_abandoned_request_has_committed_is_announced",),
+        (ADMISSION + "test_the_committed_blocks_of_an_abandoned_request_are_announced",),
     ),
     Mutation(
         "ended_lease_is_ready",

@@ -34,7 +34,7 @@ BUGS: tuple[Mutation, ...] = (
         "    _log_misspelt(environ)\n    return config\n",
         "    return config\n",
         "FD_AS_ONLY_FLUHS=1 sets nothing, and no log line names it",
-        (ENVIRONMENT + "test_a_name_that_looks_like_one_of_ours_is_logged_once",),
+        (ENVIRONMENT + "test_an_unknown_variable_with_our_prefix_is_logged_once",),
     ),
     Mutation(
         "flush_only_without_a_sink",
@@ -72,7 +72,7 @@ BUGS: tuple[Mutation, ...] = (
         "        good = min(counts, default=0)\n",
         "        good = max(counts, default=0)\n",
         "blocks that one rank's shard lacks are served as if all ranks had read them",
-        (SIMULATED, RANKS + "test_what_one_rank_lacks_is_a_miss_for_all"),
+        (SIMULATED, RANKS + "test_a_block_missing_on_one_rank_is_a_miss_for_all"),
     ),
     Mutation(
         "slow_device_store_makes_a_rank_silent",

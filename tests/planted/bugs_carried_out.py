@@ -25,7 +25,7 @@ BUGS: tuple[Mutation, ...] = (
         "                    progress(layers.stop)\n"
         "                self.copy(direction, blocks, slots, layers)\n",
         "a layer is said to be there before its bytes are",
-        ("tests/gpu_swapper/test_executor.py::test_what_is_reported_has_arrived",),
+        ("tests/gpu_swapper/test_executor.py::test_reported_pairs_have_arrived",),
     ),
     Mutation(
         "layers_reported_with_the_first_piece",
@@ -66,7 +66,7 @@ BUGS: tuple[Mutation, ...] = (
         "                rank.settle()\n                self._report(rank, RankState.SILENT, f",
         "blocks that a stopped rank may still write to are handed out again",
         (
-            "tests/planted/test_gaps_below.py::test_what_a_silent_rank_was_asked_stays_open_until_it_answers",
+            "tests/planted/test_gaps_below.py::test_requests_to_a_silent_rank_stay_open_until_it_answers",
         ),
     ),
     Mutation(
@@ -120,7 +120,7 @@ BUGS: tuple[Mutation, ...] = (
         "            if slot in self._leaving:\n",
         "the slot of an object that goes is written anew under its reader",
         (
-            "tests/planted/test_gaps_below.py::test_what_is_removed_while_it_is_read_keeps_its_place_until_then",
+            "tests/planted/test_gaps_below.py::test_an_object_removed_during_a_read_keeps_its_place_until_the_end",
         ),
     ),
     Mutation(
@@ -185,7 +185,7 @@ BUGS: tuple[Mutation, ...] = (
         "        if envelope.abandoned:\n",
         "a restarted actor acts on what its last life was told",
         (
-            "tests/planted/test_gaps.py::test_what_was_on_its_way_to_a_dead_actor_is_not_for_its_next_life",
+            "tests/planted/test_gaps.py::test_messages_to_a_failed_actor_do_not_reach_its_next_incarnation",
         ),
     ),
     Mutation(
@@ -194,7 +194,7 @@ BUGS: tuple[Mutation, ...] = (
         "            self._notify_survivors(group)\n",
         "",
         "who waits for an answer of a dead actor waits for ever",
-        ("tests/cache/test_faults.py::test_any_actor_may_die_at_any_time",),
+        ("tests/cache/test_faults.py::test_any_actor_may_fail_at_any_time",),
     ),
     Mutation(
         "corrupt_object_stays",
@@ -222,7 +222,7 @@ BUGS: tuple[Mutation, ...] = (
         "",
         "what a rank was asked before its process died is waited for for ever",
         (
-            "tests/planted/test_gaps_below.py::test_what_was_asked_of_a_rank_before_it_died_is_over_when_it_is_back",
+            "tests/planted/test_gaps_below.py::test_requests_to_a_failed_rank_have_ended_when_it_is_back",
         ),
     ),
     Mutation(
@@ -232,7 +232,7 @@ BUGS: tuple[Mutation, ...] = (
         "self._uncleared = False",
         "a rank that could not be asked to clear its store serves what was cleared",
         (
-            "tests/planted/test_gaps_below.py::test_nothing_is_written_beside_what_could_not_be_cleared",
+            "tests/planted/test_gaps_below.py::test_nothing_is_written_beside_objects_that_could_not_be_cleared",
         ),
     ),
 )

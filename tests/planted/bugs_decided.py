@@ -38,7 +38,9 @@ BUGS: tuple[Mutation, ...] = (
 """,
         "",
         "blocks handed to somebody who stops waiting for the rest are lost",
-        ("tests/cache/test_concurrent_requests.py::test_what_is_called_cached_is",),
+        (
+            "tests/cache/test_concurrent_requests.py::test_blocks_reported_as_cached_hold_their_bytes",
+        ),
     ),
     Mutation(
         "hits_counted_twice",
@@ -51,7 +53,7 @@ BUGS: tuple[Mutation, ...] = (
 """,
         "a request that waited and is matched again says more tokens are cached than are",
         (
-            "tests/planted/test_gaps.py::test_what_lands_while_a_request_waits_for_room_is_counted_once",
+            "tests/planted/test_gaps.py::test_a_load_that_completes_while_a_request_waits_is_counted_once",
         ),
     ),
     Mutation(
@@ -116,7 +118,7 @@ BUGS: tuple[Mutation, ...] = (
         actions = self.announcements.cleared(Reason.RESTART)
 """,
         "blocks that died with a rank's process are served as hits",
-        ("tests/planted/test_gaps.py::test_nothing_that_died_with_a_rank_is_a_hit",),
+        ("tests/planted/test_gaps.py::test_blocks_lost_with_a_rank_are_not_hits",),
     ),
     Mutation(
         "silent_restart_of_the_device",
@@ -126,7 +128,7 @@ BUGS: tuple[Mutation, ...] = (
             self.log.debug("restarted")""",
         "after a restart of PrefixIndex indexes go on believing in blocks of its last life",
         (
-            "tests/planted/test_gaps.py::test_what_a_dead_actor_held_is_told_gone_before_anything_comes_again",
+            "tests/planted/test_gaps.py::test_blocks_of_a_failed_actor_are_sent_as_gone_before_any_is_announced_again",
         ),
     ),
     Mutation(
@@ -230,7 +232,7 @@ BUGS: tuple[Mutation, ...] = (
         'self.log.debug("a new life")',
         "after a restart of CpuEvictor indexes go on believing in what its slots held",
         (
-            "tests/planted/test_gaps.py::test_what_a_dead_actor_held_is_told_gone_before_anything_comes_again",
+            "tests/planted/test_gaps.py::test_blocks_of_a_failed_actor_are_sent_as_gone_before_any_is_announced_again",
         ),
     ),
     Mutation(
@@ -299,7 +301,7 @@ BUGS: tuple[Mutation, ...] = (
         "load.result is not None and (after is None or after.completed)",
         "load.result is not None",
         "a block counts as cached although the load of its parent is still under way, and may fail",
-        ("tests/planted/test_gaps.py::test_a_load_counts_only_with_the_one_above_it",),
+        ("tests/planted/test_gaps.py::test_a_load_counts_only_with_the_load_of_its_parent",),
     ),
     Mutation(
         "saves_forgotten_at_a_restart",
@@ -312,7 +314,9 @@ BUGS: tuple[Mutation, ...] = (
         self.saves.host_lost()
 """,
         "blocks that were being saved when CpuEvictor died are never given back",
-        ("tests/planted/test_gaps.py::test_what_was_being_saved_when_the_host_died_is_given_back",),
+        (
+            "tests/planted/test_gaps.py::test_blocks_being_saved_when_the_host_tier_failed_are_released",
+        ),
     ),
     Mutation(
         "barrier_forgets_the_call_under_way",
@@ -321,7 +325,7 @@ BUGS: tuple[Mutation, ...] = (
         "one.view.clock",
         "flush_settled returns although a call under way may leave something to be corrected",
         (
-            "tests/flush_notifier/test_barrier.py::test_the_barrier_covers_what_an_unfinished_call_leaves_to_be_corrected",
+            "tests/flush_notifier/test_barrier.py::test_the_barrier_covers_corrections_of_an_unfinished_call",
         ),
     ),
     Mutation(

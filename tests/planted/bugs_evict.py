@@ -83,7 +83,7 @@ BUGS: tuple[Mutation, ...] = (
         "        return [send(self._index, HostBlocksRemoved(hashes)), *self.remove(found[space:])]\n",
         "a cancelled or failed load drops the only copy of blocks that were to be written back",
         (
-            "tests/cpu_evictor/test_load.py::test_blocks_that_do_not_stay_for_want_of_capacity_are_written_back",
+            "tests/cpu_evictor/test_load.py::test_blocks_evicted_for_lack_of_capacity_are_written_back",
         ),
     ),
     Mutation(

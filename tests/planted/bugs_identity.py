@@ -64,7 +64,7 @@ BUGS: tuple[Mutation, ...] = (
         "AttentionStore serves blocks of earlier weights after a restart with another "
         "cache.namespace",
         (
-            "tests/storage/test_attention_store_identity.py::test_models_and_namespaces_have_names_of_their_own_at_the_service",
+            "tests/storage/test_attention_store_identity.py::test_models_and_namespaces_have_their_own_names_at_the_service",
         ),
     ),
     Mutation(
@@ -94,7 +94,7 @@ BUGS: tuple[Mutation, ...] = (
         "if False:",
         "clear(storage=True) returns although nothing was removed from AttentionStore",
         (
-            "tests/storage/test_attention_store_identity.py::test_it_cannot_be_cleared_and_says_so_before_anything_is_cleared",
+            "tests/storage/test_attention_store_identity.py::test_clear_is_refused_before_anything_is_cleared",
         ),
     ),
     Mutation(
@@ -124,7 +124,7 @@ BUGS: tuple[Mutation, ...] = (
         "if False:",
         "quantization with an MLA layout is accepted and does nothing",
         (
-            "tests/config/test_settings_without_use.py::test_a_setting_that_a_layout_does_not_know_is_an_error",
+            "tests/config/test_settings_without_use.py::test_a_setting_that_a_layout_does_not_have_is_an_error",
         ),
     ),
     Mutation(
@@ -134,7 +134,7 @@ BUGS: tuple[Mutation, ...] = (
         "        if False:\n",
         "capacity_blocks with AttentionStore is accepted and does nothing",
         (
-            "tests/config/test_settings_without_use.py::test_a_setting_that_a_store_does_not_know_is_an_error",
+            "tests/config/test_settings_without_use.py::test_a_setting_that_a_store_does_not_have_is_an_error",
         ),
     ),
     Mutation(
@@ -151,7 +151,7 @@ BUGS: tuple[Mutation, ...] = (
         "    validate_model(config)\n",
         "",
         "two models share a store by default",
-        ("tests/config/test_model.py::test_what_outlives_or_leaves_the_process_needs_a_model",),
+        ("tests/config/test_model.py::test_storage_and_sinks_need_a_model",),
     ),
     Mutation(
         "given_device_contradicted",

@@ -144,7 +144,7 @@ BUGS: tuple[Mutation, ...] = (
         "[position for position in message.save if position >= stored]",
         "list(message.save)",
         "every finish copies and writes the whole path again",
-        (f"{TIERS}::test_what_is_stored_is_not_copied_again",),
+        (f"{TIERS}::test_stored_blocks_are_not_copied_again",),
     ),
     Mutation(
         "store_that_does_not_answer_holds_device_blocks",
@@ -162,7 +162,7 @@ BUGS: tuple[Mutation, ...] = (
         "            checked = tuple(sorted(indices_of(failed, pairs)))\n",
         "            checked = failed\n",
         "a copy engine that reports anything but indices fails the data plane",
-        ("tests/gpu_swapper/test_swapper_reports.py::test_what_an_executor_reports_is_checked",),
+        ("tests/gpu_swapper/test_swapper_reports.py::test_the_reports_of_an_executor_are_checked",),
     ),
     Mutation(
         "timer_of_an_ended_load_goes_on",

@@ -45,7 +45,7 @@ BUGS: tuple[Mutation, ...] = (
         "(key for key in self.catalog if key not in pending)",
         "a check compares indexes with what a store has that this process does not answer for",
         (
-            "tests/storage/test_file_store.py::test_a_second_process_is_told_who_holds_the_folder_or_looks_on",
+            "tests/storage/test_file_store.py::test_a_second_process_is_refused_with_the_holders_id_or_only_reads",
         ),
     ),
     Mutation(

@@ -56,7 +56,7 @@ BUGS: tuple[Mutation, ...] = (
         "        if work.settle and not turn:\n",
         "the quickstart hits storage only where the disk is fast enough",
         (
-            "tests/scenario/test_runner.py::test_what_a_settled_chat_hits_does_not_depend_on_the_disk",
+            "tests/scenario/test_runner.py::test_the_hits_of_a_settled_chat_do_not_depend_on_the_disk",
         ),
     ),
     Mutation(

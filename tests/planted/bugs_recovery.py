@@ -80,7 +80,7 @@ BUGS: tuple[Mutation, ...] = (
         "            tiers = held.tiers & ALL_TIERS.value\n",
         "a replay repeats or lacks what was published while the ledger was read: llm-d counts a "
         "block twice and never removes it",
-        (TESTS + "test_what_the_last_call_published_is_in_the_state_before_the_ledger_counts_it",),
+        (TESTS + "test_the_state_has_the_last_published_batch_before_the_ledger_counts_it",),
     ),
     Mutation(
         "a_change_after_the_number_is_in_the_state",
@@ -152,7 +152,7 @@ BUGS: tuple[Mutation, ...] = (
         "            if stream.first < stream.sequence == number:\n",
         "            if stream.first == stream.sequence == number:\n",
         "a router that starts while nothing changes knows nothing of this node",
-        (TESTS + "test_an_idle_publisher_is_heard",),
+        (TESTS + "test_an_idle_publisher_sends_heartbeats",),
     ),
     Mutation(
         "a_cancelled_call_is_published_again",

@@ -122,7 +122,7 @@ BUGS = (
         "failure\n",
         "        await self._leave(task, started, leave, clean=True)\n",
         "a program whose cache failed ends as if all had been well",
-        (f"{DEGRADED}::test_a_cache_that_has_failed_says_so_in_every_call_and_at_its_end",),
+        (f"{DEGRADED}::test_a_failed_cache_raises_in_every_call_and_at_its_end",),
     ),
     Mutation(
         "a_hung_thread_holds_the_end",

@@ -60,7 +60,7 @@ BUGS: tuple[Mutation, ...] = (
         "            slots = self._chain[stop:]\n",
         "stored blocks are named before their parents: beyond the bound of those that wait they "
         "stay unannounced",
-        (f"{RESTART}::test_what_was_stored_is_announced_after_a_restart",),
+        (f"{RESTART}::test_stored_blocks_are_announced_after_a_restart",),
     ),
     Mutation(
         "every_top_is_a_root",
@@ -94,7 +94,7 @@ BUGS: tuple[Mutation, ...] = (
         "return self.pages.active or starting",
         "flush_settled(at_rest=False) right after opening returns before the paths of stored "
         "blocks were sent",
-        (f"{RESTART}::test_what_was_stored_is_announced_after_a_restart",),
+        (f"{RESTART}::test_stored_blocks_are_announced_after_a_restart",),
     ),
     Mutation(
         "new_notifier_without_paths",

@@ -58,7 +58,7 @@ BUGS: tuple[Mutation, ...] = (
 """,
         "after a restart of the notifier blocks are announced before their parents, and never get "
         "a path",
-        (TURNS + "test_what_changes_while_everything_is_announced_is_sent_after_it",),
+        (TURNS + "test_changes_during_a_full_announcement_are_sent_after_it",),
     ),
     Mutation(
         "hints_of_before_a_restart_stay",

@@ -175,7 +175,7 @@ BUGS: tuple[Mutation, ...] = (
 """,
         "a state lacks the last batch before it, which the ledger does not have in its view yet",
         (
-            "tests/flush_notifier/test_kv_recovery.py::test_what_the_last_call_published_is_in_the_state_before_the_ledger_counts_it",
+            "tests/flush_notifier/test_kv_recovery.py::test_the_state_has_the_last_published_batch_before_the_ledger_counts_it",
         ),
     ),
     Mutation(

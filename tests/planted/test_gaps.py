@@ -49,7 +49,7 @@ async def until(condition):
 # -- the index
 
 
-async def test_what_lands_while_a_request_waits_for_room_is_counted_once():
+async def test_a_load_that_completes_while_a_request_waits_is_counted_once():
     """y shares x's load of six blocks, and would load two more, but has no room yet. When it gets
     some, the six are on the device."""
     async with opened(device=24, host={"slots": 48, "transit_slots": 16}) as cache:
@@ -89,7 +89,7 @@ async def test_clear_takes_the_host_too():
 
 
 @pytest.mark.parametrize("victim", ["index", "evictor"])
-async def test_what_a_dead_actor_held_is_told_gone_before_anything_comes_again(victim):
+async def test_blocks_of_a_failed_actor_are_sent_as_gone_before_any_is_announced_again(victim):
     async with opened(host=HOST) as cache:
         await serve(cache, "a", prompt(1, 6))
         await serve(cache, "b", prompt(2, 6))
@@ -106,7 +106,7 @@ async def test_what_a_dead_actor_held_is_told_gone_before_anything_comes_again(v
         assert cache.divergence() == 0
 
 
-async def test_nothing_that_died_with_a_rank_is_a_hit():
+async def test_blocks_lost_with_a_rank_are_not_hits():
     async with opened(host=HOST) as cache:
         await serve(cache, "a", prompt(1, 6))
         lease = await cache.acquire("a", prompt(1, 6, tail=1))
@@ -124,7 +124,7 @@ async def test_nothing_that_died_with_a_rank_is_a_hit():
         await again.finish()
 
 
-async def test_a_load_counts_only_with_the_one_above_it():
+async def test_a_load_counts_only_with_the_load_of_its_parent():
     """y's own load arrives before x's, which y shares and which fails: without its parents no block
     of y's is of any use."""
     async with opened(device=32, host={"slots": 48, "transit_slots": 16}) as cache:
@@ -159,7 +159,7 @@ async def test_a_load_counts_only_with_the_one_above_it():
         await y.finish()
 
 
-async def test_what_was_being_saved_when_the_host_died_is_given_back():
+async def test_blocks_being_saved_when_the_host_tier_failed_are_released():
     async with opened(
         host=HOST, storage={"backend": "memory", "write_policy": "write_through"}
     ) as cache:
@@ -217,7 +217,7 @@ class Fragile(Actor):
         self.heard.append(1 // message.value)
 
 
-def test_what_was_on_its_way_to_a_dead_actor_is_not_for_its_next_life():
+def test_messages_to_a_failed_actor_do_not_reach_its_next_incarnation():
     """Senders that were parked put their messages when there is room: into the next life's
     channel."""
 

@@ -134,7 +134,7 @@ async def test_a_cancelled_read_has_ended_when_it_returns(tmp_path):
         assert bytes(arena.view(1)) == b"x" * 5000
 
 
-async def test_what_is_removed_while_it_is_read_keeps_its_place_until_then(tmp_path):
+async def test_an_object_removed_during_a_read_keeps_its_place_until_the_end(tmp_path):
     async with slow_files(tmp_path) as (store, arena, shut, begun):
         reading = asyncio.create_task(store.read([key(1)], [arena.view(1)], never))
         await until(lambda: begun)
@@ -195,7 +195,7 @@ async def test_an_object_is_as_good_as_its_worst_share(bad):
     assert list(report.outcomes) == [Outcome.OK, Outcome.MISS]
 
 
-async def test_nothing_is_written_beside_what_could_not_be_cleared():
+async def test_nothing_is_written_beside_objects_that_could_not_be_cleared():
     """A rank that was away keeps what the others have cleared, until it is cleared as well."""
     group = Answers([Outcome.OK], None)
     store = RankStore(group, bytes(32), 64, 1.0, exclusive=False)
@@ -209,7 +209,7 @@ async def test_nothing_is_written_beside_what_could_not_be_cleared():
     assert [one.kind for one in group.asked] == ["clear", "clear", "clear", "write"]
 
 
-def test_what_a_silent_rank_was_asked_stays_open_until_it_answers():
+def test_requests_to_a_silent_rank_stay_open_until_it_answers():
     """It may have stopped in the middle of a copy: nobody may use those blocks before it says that
     it is over."""
 
@@ -237,7 +237,7 @@ def test_what_a_silent_rank_was_asked_stays_open_until_it_answers():
     simulate(main)
 
 
-def test_what_was_asked_of_a_rank_before_it_died_is_over_when_it_is_back():
+def test_requests_to_a_failed_rank_have_ended_when_it_is_back():
     """It says hello when nothing from before is under way; nobody answers for it."""
 
     async def main() -> None:

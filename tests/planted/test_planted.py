@@ -37,7 +37,7 @@ def test_names_are_given_once():
         ("a = 1\n", "a = (\n", "is no Python"),
     ],
 )
-def test_what_does_not_fit_any_more_is_stale(old, new, why):
+def test_a_mutation_that_does_not_apply_is_stale(old, new, why):
     mutation = Mutation("one", "types.py", old, new, "nothing", ("tests",))
     with pytest.raises(run.Stale, match=why):
         run.planted(mutation, "a = 1\nc = a\n")
@@ -80,7 +80,7 @@ def test_some_are_planted_and_caught(tmp_path, capsys):
     assert (tmp_path / "out.md").read_text("utf-8").count("\n") == 5
 
 
-def test_what_no_test_notices_is_not_caught():
+def test_a_mutation_that_no_test_notices_is_not_caught():
     harmless = Mutation(
         "another_budget",
         "actor/mailbox_loop.py",

@@ -136,7 +136,7 @@ def test_a_call_of_a_lease_that_has_ended_is_refused(message):
         assert effects.told == ()
 
 
-def test_messages_about_what_is_unknown_change_nothing():
+def test_messages_about_unknown_blocks_change_nothing():
     with index() as step:
         for message in (
             Abandon(9),

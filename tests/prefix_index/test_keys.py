@@ -310,7 +310,7 @@ def test_ids_out_of_range_are_refused_and_nothing_is_appended(bad: Any) -> None:
         array("f", [1]),
     ],
 )
-def test_what_is_no_row_of_integers_is_refused(bad: Any) -> None:
+def test_only_a_row_of_integers_is_accepted(bad: Any) -> None:
     path = Path(1, bytes(32))
     with pytest.raises(TypeError):
         path.extend(bad)

@@ -158,7 +158,7 @@ def test_only_so_many_preempted_requests_are_remembered(monkeypatch):
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["grant", "end", "preempt"]))))
-def test_what_is_counted_agrees_with_a_model(steps):
+def test_the_counters_agree_with_a_model(steps):
     index = block_index(64)
     table = lease_table(index)
     granted: dict[int, LeaseState] = {}

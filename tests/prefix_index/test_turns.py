@@ -281,7 +281,7 @@ def test_a_block_that_comes_back_is_reported_although_its_scope_was_forgotten(ma
     machine.whole(Finish(lease))
 
 
-def test_what_changes_while_everything_is_announced_is_sent_after_it(machine):
+def test_changes_during_a_full_announcement_are_sent_after_it(machine):
     machine.begin()
     lease = machine.request(MANY)
     machine.commit_all(lease, MANY - 1)

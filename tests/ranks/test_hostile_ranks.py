@@ -59,7 +59,7 @@ MESSAGES = st.one_of(ANSWERS, *(st.from_type(kind).filter(encodable) for kind in
         max_leaves=8,
     ).map(msgspec.msgpack.encode)
 )
-def test_whatever_arrives_is_a_message_or_ends_the_connection(body):
+def test_all_received_bytes_are_a_message_or_end_the_connection(body):
     async def main() -> None:
         ours, theirs = MemoryConnection.pair()
         ours._put(body)

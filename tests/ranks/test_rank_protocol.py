@@ -261,7 +261,7 @@ async def test_layers_count_when_every_rank_has_them_and_never_go_back():
 
 
 @simulated
-async def test_a_rank_is_silent_until_it_has_answered_all_it_owes():
+async def test_a_rank_is_silent_until_every_pending_answer_has_arrived():
     async with opened() as (group, _, wires):
         asked = [asyncio.ensure_future(group.scatter(copy, outcomes=2)) for _ in range(2)]
         await settle()
@@ -283,7 +283,7 @@ async def test_a_rank_is_silent_until_it_has_answered_all_it_owes():
 
 
 @simulated
-async def test_what_is_cancelled_still_waits_for_every_rank():
+async def test_a_cancelled_operation_still_waits_for_every_rank():
     async with opened() as (group, _, wires):
         asked = asyncio.ensure_future(group.scatter(copy, outcomes=2))
         await settle()

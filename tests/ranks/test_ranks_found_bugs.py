@@ -95,7 +95,7 @@ def test_a_lease_may_end_while_it_waits_for_more_blocks(end):
         simulate(lambda steps=steps: main(steps), 1)
 
 
-def test_blocks_that_are_being_loaded_need_no_room():
+def test_blocks_that_are_being_loaded_need_no_further_blocks():
     async def main() -> None:
         async with kvactors.open(
             settings(**ALONE, host=HostConfig(slots=16)), inline_copies=True
@@ -115,7 +115,7 @@ def test_blocks_that_are_being_loaded_need_no_room():
     simulate(main, 1)
 
 
-def test_what_a_rank_computed_before_it_began_anew_unseen_does_not_count():
+def test_blocks_computed_before_an_unseen_restart_of_a_rank_do_not_count():
     async def main() -> None:
         async with led(settings()) as (cache, ranks):
             await Engine(cache, ranks, 0).run(10)
@@ -139,7 +139,7 @@ def test_what_a_rank_computed_before_it_began_anew_unseen_does_not_count():
     simulate(main, 1)
 
 
-def test_a_stopped_rank_that_owes_an_offload_keeps_nobody_from_other_blocks():
+def test_an_offload_pending_at_a_stopped_rank_leaves_other_blocks_usable():
     async def main() -> None:
         async with led(settings()) as (cache, ranks):
             for family in range(3):
@@ -206,7 +206,7 @@ def test_a_clear_that_did_not_reach_every_rank_is_repeated():
     simulate(main, 1)
 
 
-def test_what_is_sent_first_arrives_first():
+def test_messages_arrive_in_the_order_sent():
     async def main() -> None:
         one, two = MemoryConnection.pair()
         for op in range(20):

@@ -111,7 +111,7 @@ def test_no_wrong_byte_no_leak_no_divergence(tiers, seed):
     assert engine.served
 
 
-def test_layers_come_from_ranks():
+def test_layers_are_reported_by_ranks():
     async def main() -> None:
         async with led(settings(**TIERS["layers"])) as (cache, ranks):
             engine = Engine(cache, ranks, 3)
@@ -124,7 +124,7 @@ def test_layers_come_from_ranks():
 
 
 @pytest.mark.parametrize("end", ["finish", "preempt", "abandon"])
-def test_a_lease_of_before_a_loss_says_so_and_leaks_nothing(end):
+def test_a_lease_granted_before_a_loss_raises_and_leaks_nothing(end):
     async def main() -> None:
         async with led(settings(device=DeviceConfig(num_blocks=16, layerwise=True))) as (
             cache,
@@ -165,7 +165,7 @@ def test_a_lease_of_before_a_loss_says_so_and_leaks_nothing(end):
     simulate(main, 1)
 
 
-def test_requests_that_wait_for_room_when_a_rank_is_lost_are_matched_anew():
+def test_requests_that_wait_when_a_rank_is_lost_are_matched_anew():
     async def main(seed: int) -> None:
         async with led(settings(device=DeviceConfig(num_blocks=10))) as (cache, ranks):
             engine = Engine(cache, ranks, seed)
@@ -193,7 +193,7 @@ def test_requests_that_wait_for_room_when_a_rank_is_lost_are_matched_anew():
         simulate(lambda seed=seed: main(seed), seed)
 
 
-def test_a_rank_that_comes_and_dies_before_the_others_come():
+def test_a_rank_that_connects_and_fails_before_the_others_connect():
     async def main() -> None:
         config = settings(storage=stored(write_policy="write_through"))
         ranks = [Rank(config, number) for number in range(2)]
@@ -249,7 +249,7 @@ def test_a_leader_that_begins_anew_finds_what_all_ranks_kept():
     simulate(main, 0)
 
 
-def test_a_leader_without_its_ranks_says_which_are_missing():
+def test_a_leader_without_its_ranks_names_the_missing_ones():
     async def main() -> None:
         config = settings(ranks=RanksConfig(3, ENDPOINT, 0.3, 2.0))
         rank = Rank(config, 1)

@@ -61,11 +61,11 @@ def media(number):
         (media(1), {}, 0),
     ],
 )
-def test_two_blocks_are_one_where_nothing_tells_them_apart(one, other, ambiguous):
+def test_two_blocks_with_equal_identities_are_one(one, other, ambiguous):
     assert mirror(stored(1, **one), stored(2, **other)).ambiguous() == ambiguous
 
 
-def test_what_tells_two_blocks_apart_tells_those_below_them_apart():
+def test_a_difference_between_two_blocks_separates_the_blocks_below_them():
     parts = salt("a", extra_keys=[["a"]]), salt("b", extra_keys=[["b"]])
     chains = [stored(i, **part) for i, part in enumerate(parts, 1)] + [
         stored(10 + i, i, **parts[i - 1]) for i in (1, 2)

@@ -64,7 +64,7 @@ async def test_a_request_larger_than_the_device_is_rejected(tmp_path):
         assert (report.requests, report.rejected, report.blocks_looked_up) == (1, 1, 2)
 
 
-async def test_timed_requests_overlap_and_wait_for_room(tmp_path):
+async def test_timed_requests_overlap_and_wait_for_blocks(tmp_path):
     requests = [(i, 10, [100 * i + j for j in range(5)]) for i in range(4)]
     path = trace(tmp_path / "t.jsonl", *requests)
     report = await replay(path, config(mode="timed", speed=1, decode_tokens_per_s=500, retry=0.005))
@@ -104,7 +104,7 @@ async def test_corrupt_bytes_are_found():
     assert totals.host == totals.verified_blocks == totals.corrupt_blocks_served > 0
 
 
-async def test_what_fails_is_said_and_the_rest_goes_on(tmp_path):
+async def test_a_failed_request_is_reported_and_the_others_continue(tmp_path):
     requests = [(0, 1, [i]) for i in range(3)]
     settings = config()
     path = trace(tmp_path / "t.jsonl", *requests)

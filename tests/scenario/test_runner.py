@@ -151,12 +151,12 @@ def test_pause_refuses_until_resume():
         ({"do": "finish", "request": "a"}, "step 1 (finish a): there is no lease of 'a'"),
     ],
 )
-def test_a_script_that_does_not_says_where(step, complaint):
+def test_a_failing_script_reports_its_line(step, complaint):
     _, report = run_scenario(script(step))
     assert report.errors == [complaint]
 
 
-def test_an_error_in_a_script_is_said():
+def test_an_error_in_a_script_is_reported():
     steps = [
         {"do": "acquire", "request": "a", "tokens": 8},
         {"do": "commit", "request": "a", "tokens": 99},
@@ -202,7 +202,7 @@ def slowly(seconds: float, *, settle: bool):
     return run_scenario(data, virtual=True)[1]
 
 
-def test_what_a_settled_chat_hits_does_not_depend_on_the_disk():
+def test_the_hits_of_a_settled_chat_do_not_depend_on_the_disk():
     fast, slow = slowly(0.0, settle=True), slowly(3.0, settle=True)
     assert fast.hit_rate["total"] == slow.hit_rate["total"]
     assert min(fast.hit_rate["storage"], slow.hit_rate["storage"]) > 0.4
@@ -227,7 +227,7 @@ def test_a_fault_may_last_for_some_turns():
     assert report.flush["divergence"] == report.flush["pending"] == 0
 
 
-def test_the_table_says_what_the_store_did(capsys):
+def test_the_table_shows_the_stores_counters(capsys):
     from rich.console import Console
 
     from kvactors.scenario.report import print_report

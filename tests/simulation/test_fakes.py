@@ -61,7 +61,7 @@ class Copies:
 
 
 @simulated
-async def test_a_gate_holds_whoever_comes_until_it_opens():
+async def test_a_gate_holds_every_caller_until_it_opens():
     gate = Gate()
     await gate.passed()
     gate.close()
@@ -144,7 +144,7 @@ def test_a_source_that_is_given_away_too_early_spoils_the_copy(direction):
 
 
 @simulated
-async def test_failed_pairs_are_said_to_be_and_do_not_hold_their_bytes():
+async def test_failed_pairs_are_reported_and_do_not_hold_their_bytes():
     it = Copies()
     keys = it.filled()
     await it.executor.run(Direction.TO_HOST, (0, 1, 2), (0, 1, 2))
@@ -229,7 +229,7 @@ async def test_a_store_keeps_what_is_written_even_beyond_its_process():
 
 
 @pytest.mark.parametrize("how", ["torn", "flipped"])
-def test_what_rots_is_corrupt_and_never_good(how):
+def test_rotten_objects_are_corrupt_and_never_good(how):
     async def main():
         it = Store()
         it.store.tearing = 1 if how == "torn" else 0
@@ -276,7 +276,7 @@ async def test_a_store_may_be_down_full_slow_or_hang():
 
 
 @simulated
-async def test_a_shared_pool_tells_only_when_it_is_asked_and_takes_its_time():
+async def test_a_shared_pool_reports_only_when_it_is_asked_and_takes_its_time():
     it = Store()
     it.store = SimPool(bytes(32), 64, latency=lambda: 1.0)
     await it.write(0, 1)
@@ -308,7 +308,7 @@ async def test_a_view_that_changes_while_it_is_written_spoils_the_object():
 
 
 @simulated
-async def test_a_sink_misbehaves_as_told():
+async def test_a_sink_misbehaves_as_configured():
     sink = SimSink(MemorySink(MemorySinkConfig(), 4), lambda: 0.5)
     await sink.begin_epoch(1)
     assert now() == 0.5

@@ -111,7 +111,7 @@ class TwoRanks:
         return [Answer(1, bytes([Outcome.OK]) * outcomes)] * 2
 
 
-def test_what_was_being_written_when_the_ranks_were_cleared_is_not_held():
+def test_blocks_being_written_when_the_ranks_were_cleared_are_not_held():
     """Seed 716: the ranks emptied their stores behind that write."""
 
     async def main() -> None:
@@ -167,7 +167,7 @@ def test_two_shared_loads_that_come_short_leave_nothing_to_be_given_back_twice()
     simulate(main)
 
 
-def test_blocks_that_others_load_already_count_as_room():
+def test_blocks_that_others_load_are_not_needed_again():
     """Three blocks free, two on their way: enough for a request of five that shares these two."""
     config = Config(
         cache=CacheConfig(block_size=4),
@@ -189,7 +189,7 @@ def test_blocks_that_others_load_already_count_as_room():
     simulate(main)
 
 
-def test_what_waits_to_be_written_when_a_rank_loses_its_memory_is_not_written_from_the_new_one():
+def test_writes_that_wait_when_a_rank_loses_its_memory_are_refused():
     """Seed 30139: four writes, of which a writer does two at a time. The rank fails during them and
     is back at once."""
     config = Config(
@@ -304,7 +304,7 @@ class Sender(Actor):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_what_was_told_before_a_death_was_known_does_not_reach_the_next_life(seed):
+def test_messages_sent_before_a_failure_was_reported_do_not_reach_the_next_incarnation(seed):
     """Seed 20228: a load that the index had written off was carried out by the host tier's next
     incarnation, which was not notified of the cancellation."""
 

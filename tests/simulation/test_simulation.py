@@ -59,7 +59,7 @@ def test_a_leak_is_caught(monkeypatch):
     assert any(run_seed(seed).violations for seed in range(5))
 
 
-def test_a_death_that_nobody_planned_is_caught(monkeypatch):
+def test_an_unplanned_actor_failure_is_caught(monkeypatch):
     from kvactors.gpu_swapper.actor import GpuSwapper
     from kvactors.gpu_swapper.messages import CopyFinished
 
@@ -70,7 +70,7 @@ def test_a_death_that_nobody_planned_is_caught(monkeypatch):
     assert any("by plan" in what for seed in range(5) for what in run_seed(seed).violations)
 
 
-def test_a_sink_that_is_told_nothing_is_caught(monkeypatch):
+def test_a_sink_that_is_sent_nothing_is_caught(monkeypatch):
     from kvactors.testing.fakes import SimSink
 
     async def deaf(self, tasks):

@@ -38,7 +38,7 @@ def test_another_process_replays_it(capfd):
     assert "trace " in first
 
 
-def test_a_violation_is_a_bad_exit_and_says_how_to_repeat_it(capfd, monkeypatch):
+def test_a_violation_is_a_bad_exit_and_prints_how_to_repeat_it(capfd, monkeypatch):
     from tests.simulation import command
     from tests.simulation.record import SeedReport
 

@@ -267,7 +267,7 @@ async def test_a_call_that_does_not_return_is_shown_and_no_request_waits_for_it(
     "storage",
     [{"write_policy": "write_back"}, {"write_policy": "write_through", "exclusive": True}],
 )
-async def test_what_it_cannot_do_is_an_error_at_start(storage):
+async def test_unsupported_settings_are_an_error_at_start(storage):
     with pytest.raises(kvactors.ConfigError, match="attention_store moves blocks"):
         async with kvactors.open(config(storage={"backend": "attention_store", **storage})):
             pass

@@ -124,7 +124,7 @@ async def test_after_a_change_of_namespace_it_is_not_used_until_the_first_one_is
         assert await serve(cache, PROMPT) == 4
 
 
-async def test_models_and_namespaces_have_names_of_their_own_at_the_service():
+async def test_models_and_namespaces_have_their_own_names_at_the_service():
     scopes = [{"model": "a"}, {"model": "b"}, {"model": "a", "namespace": "w2"}]
     for found in (0, 4):
         for scope in scopes:
@@ -141,7 +141,7 @@ async def test_names_that_are_set_are_passed_as_they_are():
     assert list(stand_in.services) == [("ns", "default_pod_mixed_0", "v7", 0)]
 
 
-async def test_it_cannot_be_cleared_and_says_so_before_anything_is_cleared():
+async def test_clear_is_refused_before_anything_is_cleared():
     async with kvactors.open(config()) as cache:
         async with await cache.acquire("r", PROMPT) as lease:
             await lease.wait_ready()

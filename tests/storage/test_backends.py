@@ -55,7 +55,7 @@ def test_a_capacity_in_blocks_and_in_bytes(blocks, size, capacity):
 @pytest.mark.parametrize(
     "changes", [{"capacity_blocks": 0}, {"capacity_bytes": 0}, {"capacity_bytes": "0GB"}]
 )
-def test_a_capacity_of_nothing_is_an_error_that_says_what_to_do(changes):
+def test_a_capacity_of_zero_is_an_error_that_names_the_remedy(changes):
     with pytest.raises(
         ConfigError, match=r"must be at least 1, not .*leave it out for 80 % of the free space"
     ):

@@ -316,7 +316,7 @@ def panics(_method):
 
 @pytest.mark.parametrize("call", ["read", "write"])
 @pytest.mark.parametrize("spoil", [short, garbage, leaked, panics])
-async def test_a_cache_serves_on_beside_a_back_end_that_lies(call, spoil):
+async def test_a_cache_serves_with_a_back_end_that_answers_falsely(call, spoil):
     layout = config()
     async with kvactors.open(layout) as probe:
         size, print_ = probe.system.layout.block_bytes, probe.system.layout.fingerprint
@@ -341,7 +341,7 @@ async def test_a_cache_serves_on_beside_a_back_end_that_lies(call, spoil):
     "name", ["probe", "keys", "holds", "take_removed", "acknowledge_removed", "take"]
 )
 @pytest.mark.parametrize("error", [ValueError("no"), PanicException()], ids=["exception", "panic"])
-async def test_no_actor_fails_of_what_a_back_end_raises_at_once(name, error):
+async def test_no_actor_fails_when_a_back_end_raises_at_once(name, error):
     async with kvactors.open(config()) as probe:
         size, print_ = probe.system.layout.block_bytes, probe.system.layout.fingerprint
     inner = MemoryBackend(print_, size)

@@ -271,7 +271,7 @@ async def test_slots_are_used_again_and_files_do_not_grow(tmp_path):
         assert figures.free == figures.slots - 10
 
 
-async def test_another_layout_and_another_rank_have_folders_of_their_own(tmp_path):
+async def test_another_layout_and_another_rank_have_their_own_folders(tmp_path):
     async with opened(tmp_path) as one, opened(tmp_path, print_=bytes(32), size=9000) as other:
         await one.put(1)
         await other.put(1, 2)
@@ -287,7 +287,7 @@ def test_a_scan_passes_over_what_is_torn():
 # -- neighbours
 
 
-async def test_a_second_process_is_told_who_holds_the_folder_or_looks_on(tmp_path):
+async def test_a_second_process_is_refused_with_the_holders_id_or_only_reads(tmp_path):
     async with opened(tmp_path) as bench:
         await bench.put(1, 2)
         with pytest.raises(StoreError, match=f"in use by process {os.getpid()}"):
@@ -362,7 +362,7 @@ async def test_a_cache_comes_back_warm(tmp_path):
         assert cache.check() == []
 
 
-async def test_rotten_bits_are_misses_that_the_indexes_hear_of(tmp_path):
+async def test_rotten_bits_are_misses_that_are_reported_to_the_indexes(tmp_path):
     async with kvactors.open(config(tmp_path)) as cache:
         for seed in range(10):
             await serve(cache, seed)

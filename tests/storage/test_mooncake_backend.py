@@ -91,7 +91,7 @@ class Node:
         return outcomes
 
 
-async def test_what_one_node_wrote_the_other_loads(running):
+async def test_blocks_written_by_one_node_are_loaded_by_the_other(running):
     async with Node(running.address) as one, Node(running.address, global_segment_size=0) as other:
         numbers = range(100)
         assert await one.put(*numbers) == [Outcome.OK] * 100
@@ -158,7 +158,7 @@ async def test_a_full_pool_is_no_space_and_no_exception(running):
         await one.backend.clear()
 
 
-async def test_a_master_that_dies_is_unavailable_and_one_that_comes_back_serves_again():
+async def test_a_failed_master_is_unavailable_and_a_restarted_one_serves_again():
     with master() as one:
         async with Node(one.address) as node:
             assert await node.put(1) == [Outcome.OK]

@@ -80,7 +80,7 @@ async def test_before_open_and_after_close_nothing_is_called(running):
     await client.close()
 
 
-async def test_closing_with_calls_under_way_waits_for_them(running):
+async def test_closing_waits_for_calls_in_flight(running):
     client = await joined(running.address)
     body = np.zeros(4 << 20, np.uint8)
     pointers, sizes = pieces(body)
@@ -102,7 +102,7 @@ async def test_a_master_that_is_not_there_is_an_error_within_its_time():
     assert time.monotonic() - began < 30.0
 
 
-async def test_a_dead_master_is_a_negative_code_not_an_exception():
+async def test_a_stopped_master_is_a_negative_code_not_an_exception():
     with master() as one:
         client = await joined(one.address, timeout=1.0)
         one.kill()

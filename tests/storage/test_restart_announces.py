@@ -101,7 +101,7 @@ async def truth(cache) -> None:
 
 @pytest.mark.parametrize("at_rest", [True, False])
 @pytest.mark.parametrize("limit", [1, 3, 256])
-async def test_what_was_stored_is_announced_after_a_restart(tmp_path, monkeypatch, at_rest, limit):
+async def test_stored_blocks_are_announced_after_a_restart(tmp_path, monkeypatch, at_rest, limit):
     before = await filled(config(tmp_path))
     assert len(before) == 2 + 10 * 3
     monkeypatch.setattr(reporter.reports, "PATH_PAGE", limit)
@@ -117,7 +117,7 @@ async def test_what_was_stored_is_announced_after_a_restart(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("policy", ["write_through", "write_back"])
-async def test_after_a_kill_what_is_announced_is_what_requests_get(tmp_path, policy):
+async def test_after_a_kill_requests_get_exactly_the_announced_blocks(tmp_path, policy):
     worker = subprocess.Popen(  # noqa: ASYNC220  (it is read in a thread, and killed)
         [sys.executable, str(Path(__file__).with_name("restart_worker.py")), str(tmp_path), policy],
         stdout=subprocess.PIPE,

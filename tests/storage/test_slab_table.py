@@ -61,7 +61,7 @@ def test_fields_end_where_one_is_cut_short():
     assert fields_of(cut) == {1: b"12345678"}
 
 
-def test_a_scan_tells_torn_entries_from_those_of_earlier_generations():
+def test_a_scan_distinguishes_torn_entries_and_those_of_earlier_generations():
     table = entry(9) + bytes(ENTRY_BYTES) + entry(5) + entry(1, generation=2) + b"x" * ENTRY_BYTES
     found = scan(table, META, first=10)
     assert [(one.slot, one.sequence) for one in found.found] == [(12, 5), (10, 9)]

@@ -48,7 +48,7 @@ def test_first_offenders_are_released_when_slots_run_out():
     assert (slots.release_first_offenders(), slots.quarantined) == (False, 1)
 
 
-def test_a_suspect_that_returned_what_was_written_starts_over():
+def test_a_suspect_that_returned_the_written_bytes_starts_over():
     slots = Slots()
     slots.suspect(1, 0.0)
     slots.release(PAUSE)

@@ -289,7 +289,7 @@ def modes(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o277])
-async def test_files_are_0600_and_folders_0700_whatever_the_umask(tmp_path, umask):
+async def test_files_are_0600_and_folders_0700_under_any_umask(tmp_path, umask):
     before = os.umask(umask)
     try:
         async with opened(tmp_path / "a" / "b") as bench:

@@ -69,7 +69,7 @@ async def test_the_floor_of_free_space_evicts_as_a_full_disk_does(tmp_path, smal
         assert await bench.get(3, 4, 13) == [MISS, OK, OK]
 
 
-async def test_a_disk_with_room_again_is_used(tmp_path, monkeypatch, small_slabs):
+async def test_a_disk_with_free_space_again_is_used(tmp_path, monkeypatch, small_slabs):
     async with opened(tmp_path) as bench:
         await bench.put(*range(8))
         with monkeypatch.context() as patch:
@@ -365,7 +365,7 @@ async def test_the_breaker_logs_each_change_once_with_its_reason(tmp_path):
         assert bench.store.breaker.reason == logs[0]["reason"]
 
 
-async def test_a_breaker_that_closes_says_so():
+async def test_a_breaker_that_closes_is_logged():
     with structlog.testing.capture_logs() as logs:
         breaker = Breaker(failures=2, pause=0.0, store="here")
         for good in (False, False, False, False, True, True):

@@ -47,7 +47,7 @@ def test_a_race_that_a_plain_loop_never_shows_is_found_by_some_seeds_and_replaye
     assert all(simulate(racy_counter, seed) == simulate(racy_counter, seed) for seed in range(20))
 
 
-def test_the_order_depends_on_the_seed_and_not_on_who_wakes_whom_first():
+def test_the_order_depends_on_the_seed_and_not_on_the_order_of_wakeups():
     async def orders(reverse):
         loop, order = asyncio.get_running_loop(), []
         futures = [loop.create_future() for _ in range(8)]
@@ -118,7 +118,7 @@ class Question(Ask[int], frozen=True, eq=False):
     pass
 
 
-def test_a_deadlock_names_who_waits_for_what_and_where():
+def test_a_deadlock_names_the_waiting_tasks_and_their_places():
     async def main():
         loop = asyncio.get_running_loop()
         never = loop.create_future()
@@ -192,7 +192,7 @@ def test_a_deadlock_that_a_deadline_resolves_is_remembered():
     assert "waits for the answer to Question by deaf" in who
 
 
-def test_waiting_for_a_gather_for_a_task_and_for_a_thread_is_told_apart():
+def test_waits_for_a_gather_a_task_and_a_thread_are_distinguished():
     async def main():
         never = asyncio.get_running_loop().create_future()
 
@@ -233,7 +233,7 @@ def test_the_place_is_found_inside_a_context_manager_made_of_a_generator():
     assert " in opened)" in caught.value.waiting[0]
 
 
-def test_a_livelock_names_who_spins():
+def test_a_livelock_names_the_spinning_task():
     async def main():
         async def spin():
             while True:

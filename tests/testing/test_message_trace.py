@@ -83,7 +83,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_another_story():
     assert first[1] != other[1]
 
 
-def test_another_process_with_other_hashes_and_addresses_tells_the_same():
+def test_another_process_with_other_hashes_and_addresses_sends_the_same():
     command = (
         "import sys; sys.path.insert(0, sys.argv[1]); import tests.testing.test_message_trace as t; "
         "print(t.traced(3)[1])"
@@ -133,7 +133,7 @@ def test_rows_are_aligned_and_words_are_short():
     )
 
 
-def test_what_concerns_one_request_is_all_of_it_and_little_else():
+def test_a_trace_of_one_request_has_all_its_messages_and_few_others():
     async def main(sim):
         async with sim.open(device={"num_blocks": 6}, host={"slots": 0}) as cache:
             for name, family in (("first", 1), ("other", 2), ("again", 1)):
@@ -235,7 +235,7 @@ def test_turns_are_counted_when_taken_and_not_when_purged():
     simulate(main)
 
 
-def test_asks_that_end_otherwise_are_told_apart():
+def test_asks_that_end_otherwise_are_distinguished():
     async def main():
         trace = Trace()
         ref = make_ref(trace)

@@ -104,7 +104,7 @@ RACE = """
 """
 
 
-def test_a_failure_tells_its_seed_its_messages_and_how_to_replay_it_and_the_replay_is_the_same(
+def test_a_failure_reports_its_seed_its_messages_and_how_to_replay_it_and_the_replay_is_the_same(
     pytester,
 ):
     pytester.makepyfile(RACE)
@@ -169,7 +169,7 @@ def test_a_deadlock_is_reported_by_name(pytester):
     )
 
 
-def test_a_deadlock_that_only_a_deadline_ended_is_told_too(pytester):
+def test_a_deadlock_that_only_a_deadline_ended_is_reported_too(pytester):
     pytester.makepyfile("""
         def test_it(kv_sim):
             async def main():
@@ -242,7 +242,7 @@ def test_settings_and_runs(pytester):
                 return await main(device={"num_blocks": 5})
             assert kv_sim.run(other) == (5, 3.0, 8)
 
-        def test_what_was_stored_is_found_by_the_next_cache_of_a_run_and_not_of_the_next_run(kv_sim):
+        def test_stored_blocks_are_found_by_the_next_cache_of_a_run_and_not_of_the_next_run(kv_sim):
             async def main():
                 hits = []
                 for life in range(2):
@@ -328,7 +328,7 @@ FAULTS = """
 """
 
 
-def test_what_the_faults_fixture_does(pytester):
+def test_the_faults_fixture_injects_faults(pytester):
     pytester.makepyfile(FAULTS)
     run(pytester, "--kv-seeds", "3").assert_outcomes(passed=27)
 

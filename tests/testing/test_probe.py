@@ -106,7 +106,7 @@ def test_a_probe_returns_what_comes_and_answers_for_the_test():
     simulate(main)
 
 
-def test_a_probe_says_what_came_instead():
+def test_a_probe_reports_the_message_that_came_instead():
     async def main():
         probe = Probe("desk")
         probe.try_tell(Note("hello"))
@@ -120,7 +120,7 @@ def test_a_probe_says_what_came_instead():
     simulate(main)
 
 
-def test_a_probe_waits_as_long_as_it_is_told_and_no_longer():
+def test_a_probe_waits_for_its_timeout_and_no_longer():
     async def main():
         loop = asyncio.get_running_loop()
         probe = Probe("desk")
@@ -137,7 +137,7 @@ def test_a_probe_waits_as_long_as_it_is_told_and_no_longer():
     simulate(main)
 
 
-def test_a_probe_passes_over_what_it_is_told_to():
+def test_a_probe_skips_the_messages_that_it_should_ignore():
     async def main():
         probe = Probe("desk", ignored=(Urgent,))
         probe.try_tell(Note("seen"))
@@ -171,7 +171,7 @@ def clerk():
         yield stepper
 
 
-def test_a_turn_gives_back_what_it_told(clerk):
+def test_a_turn_returns_the_messages_it_sent(clerk):
     assert [(told.receiver, told.message.text) for told in clerk.started.told] == [("desk", "here")]
     effects = clerk.turn(Note("pass it on"))
     assert [message.text for message in effects.to("desk")] == ["pass it on"]
@@ -187,7 +187,7 @@ def test_a_message_to_itself_is_an_effect_and_not_a_turn(clerk):
     assert (told.receiver, told.message.what) == ("clerk", "myself")
 
 
-def test_jobs_do_not_run_but_end_as_the_test_says(clerk):
+def test_jobs_do_not_run_but_end_as_the_test_sets(clerk):
     question = Question(4)
     effects = clerk.turn(question)
     (job,) = effects.jobs
@@ -208,7 +208,7 @@ def test_jobs_do_not_run_but_end_as_the_test_says(clerk):
     assert isinstance(answered.error, ValueError)
 
 
-def test_time_goes_by_when_the_test_says(clerk):
+def test_time_passes_only_when_the_test_advances_it(clerk):
     (timer,) = clerk.turn(Note("remind me")).timers
     assert timer.when == 2.0
     assert clerk.elapse(1.9).told == ()
