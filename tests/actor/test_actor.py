@@ -1,4 +1,4 @@
-"""Actors and their supervisor: asks, back-pressure, jobs, deaths, restarts, drain."""
+"""Actors and their supervisor: asks, back-pressure, jobs, failures, restarts, drain."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ async def test_a_deadline_covers_the_wait_for_capacity_and_for_the_answer():
         with pytest.raises(DeadlineExceeded):
             await wired.server.ask(Park(), deadline=deadline_after(0.05))
         assert now() - began < 1
-    lonely = Wired(bound=1)  # nobody receives: the channel fills up
+    lonely = Wired(bound=1)  # without a receiver: the channel fills up
     lonely.server.try_tell(Note(0))
     with pytest.raises(DeadlineExceeded):
         await lonely.server.ask(Ping(1), deadline=deadline_after(0.05))

@@ -1,5 +1,4 @@
-"""Channel: two lanes, a bound, and nothing lost or doubled whoever is
-cancelled whenever."""
+"""Channel: two lanes, a bound, and no item lost or doubled under any cancellation."""
 
 from __future__ import annotations
 
@@ -119,8 +118,8 @@ def test_cancelling_a_parked_receiver_loses_nothing(run, native, cancel_first):
     cancels=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 12)), max_size=8),
 )
 def test_exactly_once_under_cancellation_anywhere(seed, bound, cancels):
-    """Senders and receivers come and go; what a sender was not told is delivered is not, and the
-    rest arrives exactly once."""
+    """Senders and receivers come and go. An item whose send was not confirmed is not delivered, and
+    the others arrive exactly once."""
 
     async def main():
         channel, sent, got = Channel("c", bound), [], []

@@ -155,7 +155,7 @@ async def test_every_event_of_an_ask_in_order():
 
 @pytest.mark.parametrize("bound", [1, 8])
 async def test_every_message_is_traced_to_the_ask_that_caused_it(bound):
-    """Also those that waited in the sender's outbox for room."""
+    """Also those that waited in the sender's outbox for a place in the channel."""
     recorder = Recorder()
     wired = Wired(recorder, bound=bound)
     async with wired.running():

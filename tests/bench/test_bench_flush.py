@@ -1,4 +1,4 @@
-"""The benchmark of the flush path runs, and what it says of an evicted run is linear."""
+"""The benchmark of the flush path runs, and the time of an evicted run grows linearly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The benchmarks of the native core run, measure what they say and report it in the common form."""
+"""The benchmarks of the native core run, time only the named operations and report in the common
+form."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ STORE = {"backend": "memory", "write_policy": "write_through"}
 
 
 async def compute_and_finish(cache, lease):
-    """Compute what is missing and finish; returns the tokens that were cached."""
+    """Compute the missing tokens and finish. Returns the tokens that were cached."""
     await lease.wait_ready()
     full, cached = lease.num_tokens // BLOCK, lease.cached_tokens // BLOCK
     keys, table = lease.keys(0, full), list(lease.block_table)
@@ -153,8 +153,8 @@ async def end_each(waiting):
 
 
 async def test_waiting_requests_expire_in_steps_that_do_not_grow():
-    """A save holds all blocks; the queue for them is worked with, not searched: `waiting` is by
-    lease and `blocks_promised` a sum that is kept."""
+    """A save holds all blocks. The queue for them is never searched: `waiting` is by lease and
+    `blocks_promised` is a running sum."""
     async with opened(device=8, host=HOST) as cache:
         core = cache.system.index_actor.core
         core.saves.in_flight[-1] = None  # a save that does not end: blocks may still come
@@ -224,7 +224,7 @@ ITEM = (BLOCK + 1, 2 * BLOCK, "cat")  # of blocks 1, 2 and 3
 @pytest.mark.parametrize("split", [False, True])
 async def test_cached_tokens_never_end_inside_a_media_item(tier, split):
     """Two prompts agree up to the middle of an image and differ after: the second computes all of
-    it, in blocks of its own."""
+    it, in its own blocks."""
     tokens = prompt(1, 5, tail=1)
     other = [*tokens[: 2 * BLOCK + 3], *prompt(2, 3)]
     host = HOST if tier == "host" else None

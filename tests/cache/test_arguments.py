@@ -39,7 +39,7 @@ class Odd:
 
 
 def kinds():
-    """Wrong values by kind of argument; fresh ones, since generators are used up."""
+    """Wrong values by kind of argument, fresh on each call, since generators are used up."""
     return {
         "int": [
             True,
@@ -266,7 +266,7 @@ def opened():
 
 
 async def call(cache, owner, method, arguments):
-    """Call it, on a lease of its own if it is a lease's."""
+    """Call a method, on a new lease if it is a lease's."""
     if owner is KVCache:
         result = getattr(cache, method)(**arguments)
         result = await result if inspect.isawaitable(result) else result
@@ -401,8 +401,7 @@ async def test_numpy_integers_are_integers():
 
 
 async def test_a_buffer_is_copied_before_the_call_returns_to_the_loop():
-    """Whatever a caller does with its buffer while it waits, the index has the tokens that were
-    given."""
+    """The index has the given tokens even if the caller changes its buffer while it waits."""
     async with opened() as cache:
         tokens = np.arange(2 * BLOCK, dtype=np.uint32)
         pending = asyncio.ensure_future(cache.acquire("a", tokens))

@@ -87,8 +87,8 @@ async def test_cancelled_at_every_step(how):
 
 @pytest.mark.parametrize("how", ["task.cancel", "anyio scope"])
 async def test_cancelled_while_threads_copy(how):
-    """How far the request comes in so many steps depends on the threads; that nothing is left over
-    does not."""
+    """The threads decide how far the request comes in so many steps. Nothing is left over in any
+    case."""
     for step in range(0, 60, 2):
         await cancelled_after(step, how, inline=False)
 

@@ -1,5 +1,5 @@
-"""The end of a cache is bounded by `actors.drain`, whatever a store, a copy, a sink or a thread
-does; and a forked child is refused."""
+"""`close` ends within `actors.drain` with any store, copy, sink or thread, and a forked child is
+refused."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on():
 
 
 def in_child(cache, write):
-    """What three calls raise: from a loop of the child, and from a thread without one."""
+    """The errors of three calls: from a loop of the child, and from a thread without one."""
 
     async def call(work):
         try:

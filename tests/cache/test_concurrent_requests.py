@@ -1,5 +1,5 @@
-"""Many requests at once in a cache too small for them: what a lease calls cached is, whoever else
-loads, waits or gives way meanwhile."""
+"""Many requests at once in a cache too small for them: tokens reported as cached are cached, while
+other requests load, wait and are evicted."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A part that fails too often is switched off, visibly, and comes back. A cache that has failed
-says so in every call and at its end."""
+"""A part that fails too often is switched off, visibly, and comes back. A failed cache raises in
+every call and at its end."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What goes wrong below the door: copies, stores, sinks and actors. Never a wrong byte, never a
-hang, nothing leaked."""
+"""Faults of copies, stores, sinks and actors, seen from the public API: no wrong byte, no hang, no
+leak."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STORE = {"backend": "memory", "write_policy": "write_back"}
 
 
 class Unwelcome(Control, frozen=True, eq=False):
-    """A message no actor handles: it kills whoever gets it."""
+    """A message that no actor handles: its receiver fails."""
 
 
 async def pressed(cache):
@@ -211,8 +211,8 @@ async def test_a_copy_that_hangs_costs_other_blocks_and_its_own_stay_out_of_use(
 
 @pytest.mark.parametrize("victim", ["index", "swapper", "evictor", "notifier", "reader", "writer"])
 async def test_any_actor_may_fail_at_any_time(victim):
-    """What the dead held becomes misses, the sinks converge, and the next requests are served with
-    right bytes."""
+    """Blocks of the failed actor become misses, the sinks converge, and the next requests are
+    served with right bytes."""
     async with opened(host=HOST, storage=STORE) as cache:
         system = cache.system
         ref = {"reader": system.readers[0], "writer": system.writers[0]}.get(victim) or getattr(
@@ -240,8 +240,8 @@ async def test_any_actor_may_fail_at_any_time(victim):
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("victim", ["reader", "writer"])
 def test_reports_of_a_failed_storage_actor_are_sent_by_its_next_incarnation(victim, seed):
-    """A small store evicts and hands out all the time; a sink that follows storage still ends equal
-    to it."""
+    """A small store evicts and reads all the time. A sink that follows storage still ends equal to
+    it."""
     rng = random.Random(seed)
     store = {**STORE, "capacity_blocks": 10, "exclusive": True, "readers": 1, "writers": 1}
 
@@ -263,7 +263,7 @@ def test_reports_of_a_failed_storage_actor_are_sent_by_its_next_incarnation(vict
 
 
 def slow_down(backend, rng):
-    """Every object takes its time, so that a death finds some under way."""
+    """Every call takes a while, so that a failure finds some in flight."""
     load, save = backend.load, backend.save
 
     async def slow_load(key, into):

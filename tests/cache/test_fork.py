@@ -51,7 +51,7 @@ async def serve(cache, seed):
 
 
 def resident(path) -> int:
-    """Blocks on the device, as the file says. Every line is whole."""
+    """Blocks on the device according to the file. Every line is whole."""
     held = set()
     for line in Path(path).read_text().splitlines():
         record = json.loads(line)

@@ -27,8 +27,8 @@ HOST, STORE = (
 
 
 class Hanging:
-    """Calls of a store that do not return, cancelled or not, until `release` is set; then they go
-    on with the memory that they were given."""
+    """Calls of a store that do not return, cancelled or not, until `release` is set. Then they
+    continue with the memory that they were given."""
 
     def __init__(self, what, monkeypatch):
         self.release = asyncio.Event()
@@ -51,7 +51,7 @@ class Hanging:
 
 
 async def request(cache, seed, blocks=2):
-    """One request; the number of its cached blocks. What is cached is checked."""
+    """Serve one request and check its cached blocks. Returns their number."""
     tokens = prompt(seed, blocks)
     async with await cache.acquire(f"r{seed}", tokens, deadline=2.0) as lease:
         await lease.wait_ready()

@@ -47,7 +47,7 @@ def agree(cache, lease):
 @pytest.mark.parametrize("how", ["task.cancel", "anyio scope", "fail_after"])
 @pytest.mark.parametrize("name", sorted(CALLS))
 async def test_a_call_cancelled_at_every_step_did_not_happen_or_ended_the_lease(name, how):
-    """The device is full of others' blocks, so that an extend waits for evictions; the lease's own
+    """The device is full of others' blocks, so that an extend waits for evictions. The lease's own
     blocks are loaded from the host."""
     outcomes, finished = set(), False
     for step in range(200):
@@ -149,7 +149,7 @@ async def test_an_extend_that_waits_ends_with_its_lease():
 
 
 async def test_a_cancelled_extend_gives_back_what_it_has_collected():
-    """It has two of the three blocks it needs, and a save in flight may free the third; it is
+    """It has two of the three blocks it needs, and a save in flight may free the third. It is
     cancelled long before its deadline."""
     async with opened(device=4) as cache:
         actor = cache.system.index_actor

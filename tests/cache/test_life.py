@@ -1,4 +1,4 @@
-"""A request's life through the door, over every tier, with real bytes."""
+"""A request from `acquire` to `finish` through the public API, over every tier, with real bytes."""
 
 from __future__ import annotations
 
@@ -273,7 +273,8 @@ async def test_from_another_thread():
 
 
 def test_a_cleared_store_is_not_hit_even_before_it_is_empty():
-    """The writer has much to do before it comes to the clear; nobody reads what is to go."""
+    """The writer has much to do before it takes the clear. Until then no request reads old
+    objects."""
 
     async def main():
         store = {"backend": "memory", "write_policy": "write_through", "writers": 1}

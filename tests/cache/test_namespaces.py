@@ -16,7 +16,7 @@ FIRST = Config().cache.namespace
 
 
 async def held(cache) -> int:
-    """Blocks that the index has, on any tier; it must be what is announceable."""
+    """Number of blocks that the index has, on any tier. They must equal the announceable blocks."""
     await cache.wait_flushed(10)
     assert cache.divergence() == 0
     view = cache.sinks["memory"].view()

@@ -1,5 +1,5 @@
-"""`open` ends in `actors.start` seconds a part, whatever foreign code does, with an error that
-names the part; nothing is left behind."""
+"""`open` ends in `actors.start` seconds a part even if foreign code hangs, with an error that names
+the part, and leaves nothing behind."""
 
 from __future__ import annotations
 

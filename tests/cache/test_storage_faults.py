@@ -18,8 +18,9 @@ HOST = {"slots": 4, "transit_slots": 32}
 
 
 class Fault(NamedTuple):
-    """begin: what breaks; it may give a context in which it stays broken. counter: of the store or
-    the host, which must count it. exclusive: of the store, so that every eviction writes again."""
+    """begin: causes the fault, and may return a context during which it lasts. counter: of the
+    store or the host, which must count it. exclusive: of the store, so that every eviction writes
+    again."""
 
     begin: object
     counter: str
@@ -80,7 +81,8 @@ def stored(folder: Path, **storage):
 
 
 async def serve_all(cache, *, settle=True):
-    """Every prompt once; each loaded block is verified. Blocks found in the store."""
+    """Serve every prompt once and verify each loaded block. Returns the blocks found in the
+    store."""
     found = 0
     for seed in range(PROMPTS):
         lease = await serve(cache, f"r{seed}", prompt(seed, BLOCKS, tail=1))

@@ -1,6 +1,6 @@
 """Chaos: real faults against real processes, files and sockets under load, and the same invariants
 after each.
 
-A situation is a module of this package with a `SITUATION`, named in `situations.MODULES`; what it
-finds goes into a `record.Tally`.
+A situation is a module of this package with a `SITUATION`, named in `situations.MODULES`. Its
+findings go into a `record.Tally`.
 """

@@ -41,7 +41,7 @@ LEAKS: tuple[type[BaseException], ...] = (
 
 
 class ManyScopes(Load):
-    """Half of the requests have a salt, an adapter or media; some are cancelled."""
+    """Half of the requests have a salt, an adapter or media. Some are cancelled."""
 
     def identity(self, number: int, rng: random.Random | None) -> dict[str, Any]:
         """See `Load.identity`."""
@@ -84,7 +84,7 @@ def slow(service: Service) -> None:
 
 
 def small(service: Service) -> None:
-    """There is room for a few blocks; what exceeds it is evicted."""
+    """The service has space for a few blocks and evicts those beyond."""
     service.capacity = 5
 
 
@@ -94,7 +94,7 @@ def refuse(service: Service) -> None:
 
 
 def hang(service: Service) -> None:
-    """Every call takes long, whatever its time-out."""
+    """Every call takes long, regardless of its time-out."""
     service.stuck = 0.3
 
 
@@ -131,7 +131,7 @@ FAULTS: tuple[tuple[Callable[[Service], None], bool], ...] = (
     (leak, True),
     (lose_answers, False),
 )
-"""What is done to the service, and whether health must show it."""
+"""Faults of the service, and whether health must show them."""
 
 
 def mend(service: Service) -> None:
@@ -142,7 +142,7 @@ def mend(service: Service) -> None:
 
 
 async def run(setting: Setting, tally: Tally) -> None:
-    """Every deed in an order drawn by lot; after each the service works again."""
+    """Inject every fault, in a random order. After each the service works again."""
     mapping = settings(setting.folder)
     mapping["cache"]["model"] = f"m {setting.folder}"  # the service of this round alone
     mapping["storage"] = {

@@ -1,4 +1,4 @@
-"""What `python -m tests.chaos` shows and returns."""
+"""The command `python -m tests.chaos`: its output and exit status."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WIDTH = 160
 def run_chaos(
     minutes: float = 1.0, seed: int | None = None, only: str = "", json: Path | None = None
 ) -> int:
-    """Run, print, write; the exit status, 0 only if nothing was violated. seed: of the time if
+    """Run, print, write. Returns the exit status, 0 only without violations. seed: from the time if
     None. ConfigError for an unknown name."""
     chosen = situations(only)
     drawn = time.time_ns() // 1_000_000 % 1_000_000 if seed is None else seed
@@ -56,7 +56,7 @@ def run_chaos(
 
 
 def wide() -> Console:
-    """The terminal, or in a file room for the whole table."""
+    """The terminal, or a console wide enough for the whole table in a file."""
     console = Console()
     return console if console.is_terminal else Console(width=WIDTH)
 

@@ -1,5 +1,5 @@
-"""Files of the store are deleted, cut, overwritten and bits in them flipped under load; then
-another life on what is left."""
+"""Files of the store are deleted, cut, overwritten and bits in them flipped under load. Then
+another process opens the remains."""
 
 from __future__ import annotations
 
@@ -138,8 +138,8 @@ def attempt(damage: Damage, store: FileBackend, rng: random.Random) -> bool:
 
 
 async def run(setting: Setting, tally: Tally) -> None:
-    """Gentle damage several times, then perhaps something final; nothing wrong is served, in this
-    life and in the next."""
+    """Mild damage several times, then in some rounds a fatal one. No wrong byte is served, in this
+    process and in the next."""
     mapping = varied(
         settings(setting.folder / "store", capacity_blocks=setting.rng.choice([120, 1000])), setting
     )

@@ -25,7 +25,7 @@ PATIENCE = 30.0
 
 
 async def run(setting: Setting, tally: Tally) -> None:
-    """Fill and free it; meanwhile requests are served all the same, and afterwards blocks are
+    """Fill and free the disk. While it is full requests are served, and afterwards blocks are
     stored again."""
     disk = setting.folder / "disk"
     disk.mkdir()
@@ -76,7 +76,7 @@ async def one_filling(
 
 
 async def writes_again(cache: KVCache, tally: Tally) -> None:
-    """Wait until a new block has been stored; requests nobody has made before see to it."""
+    """Serve new prompts until one of their blocks has been stored."""
     store: Any = cache.system.backend
     before = store.statistics().writes
     with anyio.move_on_after(PATIENCE):

@@ -1,4 +1,4 @@
-"""kill -9 of a process with a file store and a file of JSON lines, again and again; then a life on
+"""kill -9 of a process with a file store and a file of JSON lines, several times. Then a process on
 the same directory that comes to rest."""
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from tests.chaos.worker import worker
 
 
 async def run(setting: Setting, tally: Tally) -> None:
-    """Two to four kills; what was announced as stored is there after each, and everything that is
-    there is whole."""
+    """Two to four kills. After each, every block announced as stored is present, and every present
+    block is whole."""
     store, lines = setting.folder / "store", setting.folder / "lines"
     mapping = varied(settings(store, jsonl(lines)), setting)
     announced = 0
@@ -43,7 +43,8 @@ async def run(setting: Setting, tally: Tally) -> None:
 
 
 def check_after_kill(store: Path, lines: Path, tally: Tally) -> int:
-    """Look at what a killed process left; how many blocks it had announced as stored."""
+    """Check the files that a killed process left. Returns how many blocks it had announced as
+    stored."""
     if not lines.exists() or not any(store.rglob("table")):
         return 0
     announced = replay_jsonl(lines)[Tier.STORAGE]

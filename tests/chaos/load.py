@@ -1,4 +1,4 @@
-"""Clients that use a cache as a serving loop does, over prompts that share prefixes; every block
+"""Clients that use a cache as a serving loop does, over prompts that share prefixes. Every block
 they get or keep is verified."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvactors.types import KEY_BYTES
 from tests.chaos.record import Tally
 
 FAMILIES, MEMBERS, SHARED, OWN, ANSWERS = 6, 6, 4, 4, 3
-"""Prompts: families of members that share their first blocks; each has blocks of its own, and a few
+"""Prompts: families of members that share their first blocks. Each has its own blocks, and a few
 possible answers."""
 
 HANG = 60.0
@@ -31,7 +31,7 @@ ABANDON, PREEMPT, EXTEND = 0.03, 0.1, 0.3
 end, and that get an answer."""
 
 RETRY = 0.005
-"""Seconds until a request that found no room tries again."""
+"""Seconds until a request refused with NoRoom tries again."""
 
 Tokens = NDArray[np.uint32]
 
@@ -60,7 +60,7 @@ class Load:
         self._numbers = 0
 
     def prompt(self, number: int) -> Tokens:
-        """One of FAMILIES * MEMBERS; half a block longer than its full blocks."""
+        """One of FAMILIES * MEMBERS prompts, half a block longer than its full blocks."""
         family, member = divmod(number % (FAMILIES * MEMBERS), MEMBERS)
         size = self.cache.block_size
         shared = np.random.default_rng((self.seed, family)).integers(
@@ -82,7 +82,8 @@ class Load:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Clients run while the block does; at its end each finishes the request it is at."""
+        """Clients run during the `async with` block. At its end each finishes its current
+        request."""
         self._stopping = False
         rngs = [
             random.Random(f"{self.seed}:{self.request_seed}:{number}")
@@ -115,8 +116,8 @@ class Load:
             await self.one(number, None)
 
     async def one(self, number: int, rng: random.Random | None) -> None:
-        """One request, tried again while there is no room. rng: draws its fate; None for an
-        ordinary one."""
+        """One request, tried again while it is refused with NoRoom. rng: draws its fate, None for
+        an ordinary one."""
         self._numbers += 1
         name = f"r{self._numbers}"
         try:

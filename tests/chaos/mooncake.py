@@ -14,7 +14,8 @@ from tests.chaos.worker import worker
 
 
 async def run(setting: Setting, tally: Tally) -> None:
-    """Both in any order; blocks are misses meanwhile, and nothing is wrong or left over."""
+    """Both in any order. Blocks are misses until the pool is back, and nothing is wrong or left
+    over."""
     try:
         import mooncake.store  # noqa: F401
     except ImportError as error:

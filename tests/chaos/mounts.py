@@ -18,7 +18,7 @@ CHUNK = 1 << 16
 
 
 async def command(name: str, *arguments: str) -> bool:
-    """Run one of the system's commands; whether it is there and succeeded."""
+    """Run one of the system's commands. Returns whether it exists and succeeded."""
     path = shutil.which(name)
     return (
         path is not None
@@ -40,7 +40,8 @@ async def mounted(folder: Path, *arguments: str) -> AsyncIterator[bool]:
 
 
 def fill_disk(ballast: Path) -> int:
-    """Write until the file system has no room, not even for a byte; how many bytes that took."""
+    """Write until the file system has no space for a further byte. Returns how many bytes that
+    took."""
     with ballast.open("wb", buffering=0) as file:
         for size in (CHUNK, 4096, 1):
             try:
@@ -53,8 +54,8 @@ def fill_disk(ballast: Path) -> int:
 
 
 def set_immutable(path: Path, *, on: bool) -> None:
-    """As `chattr +i` or `-i` does. OSError if that is not permitted, or the file system knows no
-    such thing."""
+    """As `chattr +i` or `-i` does. OSError if that is not permitted, or the file system does not
+    support it."""
     fd = os.open(path, os.O_RDONLY)
     try:
         flags = int.from_bytes(fcntl.ioctl(fd, GET_FLAGS, bytes(8))[:4], "little")
@@ -66,8 +67,8 @@ def set_immutable(path: Path, *, on: bool) -> None:
 
 @contextmanager
 def immutable(folder: Path) -> Iterator[int]:
-    """Everything under a folder, and the folder, cannot be changed while the block runs, by root
-    and through open files neither; how many."""
+    """Makes a folder and everything under it immutable while the block runs, also for root and
+    through open files. Yields how many."""
     paths = [folder, *folder.rglob("*")]
     try:
         for path in paths:

@@ -12,8 +12,8 @@ from tests.chaos.record import reached
 
 
 class Proxy:
-    """target: a port of this machine. port: where the proxy listens. parted: nothing flows, and
-    nobody is told; connections are still taken."""
+    """target: a port of this machine. port: where the proxy listens. parted: nothing flows and no
+    side is notified, and connections are still taken."""
 
     def __init__(self, target: int) -> None:
         self.target = target
@@ -27,7 +27,7 @@ class Proxy:
         return f"tcp://127.0.0.1:{self.port}"
 
     def cut(self) -> int:
-        """Drop every connection at once, on both sides; how many ends there were."""
+        """Drop every connection at once, on both sides. Returns how many ends there were."""
         ends = len(self._writers)
         for writer in self._writers:
             writer.transport.abort()

@@ -1,5 +1,5 @@
-"""Tensor-parallel ranks in processes of their own: killed, stopped, cut off, while requests are
-served over all of them."""
+"""Tensor-parallel ranks in separate processes: killed, stopped, cut off, while requests are served
+over all of them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def config_of(setting: Setting) -> Config:
 
 
 async def run(setting: Setting, tally: Tally) -> None:
-    """Faults under load; no wrong byte, nothing left over, indexes right."""
+    """Faults under load: no wrong byte, nothing left over, indexes right."""
     config = config_of(setting)
     workers = [RankProcess(config, rank) for rank in range(RANKS)]
     async with AsyncExitStack() as stack:
@@ -119,7 +119,7 @@ async def _request(
         )
         if any(found):
             await asyncio.sleep(0.05)
-            await lease.commit(cached * BLOCK)  # RankLost, if we were told not to rely on these
+            await lease.commit(cached * BLOCK)  # RankLost if a rank lost them
             tally.wrong += max(map(len, found))
         await asyncio.gather(
             *(one.fill(table[cached:full], keys[32 * cached :]) for one in workers)

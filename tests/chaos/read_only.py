@@ -1,5 +1,5 @@
-"""The store's directory cannot be written any more, in the middle of the work; and a life on a file
-system that is mounted read-only."""
+"""The store's directory becomes read-only under load, and a process opens a store on a file system
+that is mounted read-only."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ async def run(setting: Setting, tally: Tally) -> None:
 
 
 async def mounted_read_only(disk: Path, setting: Setting, tally: Tally) -> None:
-    """A life that wants to write is refused with a StoreError; one that only reads serves what is
-    there."""
+    """A process that writes is refused with a StoreError. One that only reads serves the stored
+    blocks."""
     view = setting.folder / "view"
     view.mkdir()
     async with mounted(view, "--bind", str(disk)) as bound:

@@ -1,5 +1,5 @@
-"""Readers of KV events, processes of their own, that are killed, stopped, cut off and partitioned;
-in the end each equals the tiers, medium by medium."""
+"""Readers of KV events in separate processes that are killed, stopped, cut off and partitioned. In
+the end each equals the tiers, medium by medium."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Readers:
         self.reader: Child | None = None
 
     async def start(self) -> None:
-        """A new reader, which knows nothing."""
+        """A new reader, without any state."""
         ends = [proxy.endpoint for proxy in self._proxies]
         self.reader = await self._stack.enter_async_context(
             child("-m", "kvactors.testing.kv_mirror", *ends, "--lose", self._lose)
@@ -98,7 +98,7 @@ async def run(setting: Setting, tally: Tally) -> None:
 
 
 async def one_reader(cache: KVCache, stack: AsyncExitStack, lose: float) -> Readers:
-    """A reader with proxies of its own."""
+    """A reader with its own proxies."""
     sink: Any = cache.sinks["kv_events"]
     events = await stack.enter_async_context(proxied(sink.endpoint))
     replay = await stack.enter_async_context(proxied(sink.replay_endpoint))

@@ -1,4 +1,4 @@
-"""What a situation is given, what it finds, and what a whole run reports."""
+"""The settings of a situation, its findings, and the report of a whole run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import anyio
 import msgspec
 
 MAX_WORDS = 20
-"""Violations, and notes, that are kept in words."""
+"""How many violations and notes are kept as text."""
 
 
 LOOK = 0.01
@@ -19,7 +19,7 @@ LOOK = 0.01
 
 
 async def reached(condition: Callable[[], bool], seconds: float) -> bool:
-    """Wait until something is so, for at most `seconds`; whether it is."""
+    """Wait until a condition holds, for at most `seconds`. Returns whether it does."""
     with anyio.move_on_after(seconds):
         while not condition():
             await anyio.sleep(LOOK)
@@ -28,9 +28,9 @@ async def reached(condition: Callable[[], bool], seconds: float) -> bool:
 
 class Tally(msgspec.Struct):
     """Counted over a round. requests: served to their end. no_room: refused for now, and tried
-    again. verified: blocks looked at byte for byte; loaded: of those, from host or storage; stored:
-    from storage. wrong: blocks that did not hold what they should. figures: of the situation's own,
-    by their names. available: False if this machine cannot run it (`notes` say why)."""
+    again. verified: blocks compared byte for byte. loaded: of those, from host or storage. stored:
+    from storage. wrong: blocks with other bytes. figures: of the situation, by their names.
+    available: False if this machine cannot run it (`notes` has the reason)."""
 
     faults: int = 0
     requests: int = 0
@@ -50,7 +50,7 @@ class Tally(msgspec.Struct):
             self.violations.append(what)
 
     def note(self, what: str) -> None:
-        """Something a reader should know."""
+        """Add a remark for the reader of the report."""
         if what not in self.notes and len(self.notes) < MAX_WORDS:
             self.notes.append(what)
 
@@ -91,7 +91,7 @@ class Setting(NamedTuple):
         await anyio.sleep(self.rng.uniform(low, max(low, high / 3 if self.small else high)))
 
     def times(self, small: int, large: int) -> int:
-        """How often to do something: at least `small` times, at most `large`; `small` in a small
+        """How often to do something: at least `small` times, at most `large`. `small` in a small
         round."""
         return small if self.small else self.rng.randint(small, large)
 

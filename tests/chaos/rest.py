@@ -1,4 +1,4 @@
-"""A small cache for chaos, and what must hold of it at rest, whatever happened before."""
+"""A small cache for chaos, and its invariants at rest after any faults."""
 
 from __future__ import annotations
 
@@ -84,12 +84,12 @@ async def at_rest(cache: KVCache, tally: Tally, seconds: float = SETTLE) -> None
 
 
 def named(cache: KVCache) -> dict[Tier, set[bytes]]:
-    """What a sink that is sent everything must have: see `announceable`."""
+    """The blocks that a sink without a filter must have: see `announceable`."""
     return announceable(cache.system)
 
 
 def compare_lines(path: Path, truth: dict[Tier, set[bytes]], tally: Tally) -> None:
-    """A file of JSON lines must say at rest what the tiers hold."""
+    """A file of JSON lines must match the tiers at rest."""
     view = replay_jsonl(path)
     for tier in Tier:
         differing = len(view[tier] ^ truth.get(tier, set()))

@@ -18,7 +18,7 @@ ROUND = 180.0
 """Seconds after which a round counts as hanging."""
 
 Progress = Callable[[Row, Tally, bool], None]
-"""Told of a row, of its present round's tally, and whether that round is over."""
+"""Called with a row, the tally of its current round, and whether that round is over."""
 
 GLANCE = 0.25
 """Seconds between two reports of progress."""
@@ -36,8 +36,7 @@ async def one_round(
     small: bool = False,
     tally: Tally | None = None,
 ) -> Tally:
-    """One round in a folder of its own; whatever goes wrong is a violation in the tally, never an
-    error."""
+    """One round in its own folder. Every failure is a violation in the tally, never an error."""
     tally = Tally() if tally is None else tally
     rng = random.Random(f"{situation.name}:{seed}")
     try:
@@ -47,7 +46,7 @@ async def one_round(
         tally.add_violation(f"hangs: {error}")
     except TimeoutError:
         tally.add_violation(f"hangs: the round was not over after {ROUND:.0f} s")
-    except Exception as error:  # what nobody has thought of is a finding as well
+    except Exception as error:  # an unexpected error is a finding as well
         tally.add_violation(f"{type(error).__name__}: {error}")
     if tally.available and not (tally.faults and tally.requests and tally.verified):
         tally.add_violation("the round proves nothing: no fault, no request, or no block verified")

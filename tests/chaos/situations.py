@@ -24,7 +24,7 @@ MODULES = (
 def situations(only: str = "") -> list[Situation]:
     """All, or the one of this name. ConfigError if there is none."""
     if only and only not in MODULES:
-        raise ConfigError(f"there is no situation {only!r}; there are {', '.join(MODULES)}")
+        raise ConfigError(f"there is no situation {only!r}: use one of {', '.join(MODULES)}")
     found: list[Situation] = [
         import_module(f"tests.chaos.{name}").SITUATION for name in MODULES if only in ("", name)
     ]

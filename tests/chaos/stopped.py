@@ -12,7 +12,7 @@ from tests.chaos.worker import worker
 
 
 async def run(setting: Setting, tally: Tally) -> None:
-    """Stop it a few times; nothing is wrong, lost or left over afterwards."""
+    """Stop the process a few times. Nothing is wrong, lost or left over afterwards."""
     lines = setting.folder / "lines"
     mapping = varied(settings(setting.folder / "store", jsonl(lines), capacity_blocks=120), setting)
     async with worker(mapping, setting, tally) as life:

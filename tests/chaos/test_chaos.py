@@ -1,4 +1,4 @@
-"""Each situation once, small; and that what goes wrong is seen, told with its seed, and fails the
+"""Each situation once, small. Failures are detected, reported with their seed, and fail the
 command."""
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ async def works(setting: Setting, tally: Tally) -> None:
 
 async def breaks(setting: Setting, tally: Tally) -> None:
     await works(setting, tally)
-    raise RuntimeError("of nobody's making")
+    raise RuntimeError("planted error")
 
 
 async def hangs(setting: Setting, tally: Tally) -> None:
@@ -58,7 +58,7 @@ async def lacks(setting: Setting, tally: Tally) -> None:
 @pytest.mark.parametrize(
     ("how", "what"),
     [
-        (breaks, "RuntimeError: of nobody's making"),
+        (breaks, "RuntimeError: planted error"),
         (hangs, "hangs: the round"),
         (idles, "the round proves nothing"),
     ],

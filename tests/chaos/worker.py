@@ -1,9 +1,9 @@
-"""A cache under load in a process of its own, which can be stopped and killed, and the handle by
-which a situation holds it.
+"""A cache under load in a separate process, which can be stopped and killed, and its handle for a
+situation.
 
-`python -m tests.chaos.worker` reads its orders as one JSON line and works. A few times a second
-it says what it has counted, first when it is open. A line on its input, and it comes to rest, says
-what it found, and stays until its input ends.
+`python -m tests.chaos.worker` reads its orders as one JSON line and works. A few times a second it
+reports its counts, first when it is open. After a line on its input it comes to rest, reports its
+findings, and stays until its input ends.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Said(msgspec.Struct):
 
 
 class Worker:
-    """A running worker. Whatever it counts is taken into `tally`, killed or not."""
+    """A running worker. Its counts are added to `tally`, killed or not."""
 
     def __init__(self, process: Child, tally: Tally) -> None:
         self._child = process
@@ -72,7 +72,7 @@ class Worker:
         self._last = Said(Tally())
 
     def send(self, number: signal.Signals) -> None:
-        """A signal; counted as a fault unless it lets the process go on."""
+        """Send a signal. It counts as a fault unless it lets the process go on."""
         self._child.signal(number)
         self._tally.faults += number != signal.SIGCONT
 
@@ -83,8 +83,8 @@ class Worker:
             await self._hear()
 
     async def rest(self) -> Said:
-        """Let it come to rest; its last word. KVActorsError if it ends before, DeadlineExceeded if
-        it says nothing."""
+        """Let it come to rest. Returns its final report. KVActorsError if it ends before,
+        DeadlineExceeded if it reports nothing."""
         await self._child.send("rest")
         while not self._last.resting:
             await self._hear()
@@ -98,7 +98,7 @@ class Worker:
             while True:
                 await self._hear()
         except KVActorsError:
-            self._tally.add(self._last.tally)  # that was all it said
+            self._tally.add(self._last.tally)  # its last report
         await self._child.kill()
 
     async def _hear(self) -> None:
@@ -122,7 +122,7 @@ async def worker(
 
 
 async def work(orders: Orders) -> None:
-    """What the process does."""
+    """The process: serve requests, report, come to rest."""
     from kvactors.cache import open_cache
 
     tally = Tally()
@@ -144,7 +144,7 @@ async def work(orders: Orders) -> None:
 
 
 async def beat(tally: Tally) -> None:
-    """Say again and again what was counted so far."""
+    """Report the counts again and again."""
     while True:
         say(Said(tally))
         await anyio.sleep(BEAT)

@@ -1,5 +1,5 @@
-"""A variable fills what the config leaves unset; where both have a value, the config's is used and
-the variable is logged."""
+"""A variable fills a setting that the config leaves unset. Where both have a value, the config's is
+used and the variable is logged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every number among the settings has a range; values out of it or of another type are named
+"""Every number among the settings has a range. Values out of it or of another type are named
 errors, however the config was made."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SIZES = {
     "storage.free_space_floor",
     "storage.capacity_bytes",
 }
-"""Sizes in bytes, which have a check of their own."""
+"""Sizes in bytes, which have their own check."""
 
 
 def leaves(settings: msgspec.Struct, where: str) -> Iterator[tuple[str, Any]]:

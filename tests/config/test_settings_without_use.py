@@ -1,4 +1,4 @@
-"""A setting that would be ignored is an error; what a config is dumped to can be read again."""
+"""A setting that would be ignored is an error, and a dumped config can be read again."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class Calm(TiersWalk):
 def test_a_hint_sent_before_a_discard_arrived_is_taken_back():
     """A block is evicted, used, and evicted again while the first copy is in flight. The index
     discards the host's copy because of the first eviction, and the answer to the second one, sent
-    before the DropHostCopies arrived, says that the host holds it."""
+    before the DropHostCopies arrived, reports the block as held by the host."""
     walk = Calm(0, blocks=3, slots=4, transit=2, mode="exclusive", **QUIET)
     walk.finish(walk.request(0, 1))
     walk.finish(walk.request(2, 1))

@@ -159,8 +159,8 @@ class TiersWalk:
         return self.of_index(self.prefix.turn(message, deadline=deadline))
 
     def arrived(self, lease: int) -> None:
-        """The request's loads are over: what is called cached must hold the right bytes; the rest
-        is computed now."""
+        """The request's loads are over: cached blocks must hold the right bytes. The rest is
+        computed now."""
         record = self.prefix.actor.core.leases.get(lease)
         if record is None or record.fault is not None or lease in self.ready:
             return
@@ -169,7 +169,7 @@ class TiersWalk:
         for position in range(path.num_committed):
             lost = (
                 self.memory_generation != self.index.memory_generation
-            )  # the index has not been told yet
+            )  # the index has not been notified yet
             assert lost or self.device.get(blocks[position]) == keys[position], (
                 "a cached block has another block's bytes"
             )
@@ -311,7 +311,7 @@ class TiersWalk:
         self.of_evictor(self.evictor.elapse(seconds))
 
     def lose(self) -> None:
-        """Device and host memory are lost; the index and the host tier learn of it at different
+        """Device and host memory are lost. The index and the host tier are notified at different
         moments."""
         if self.draw.losses and self.random.random() < 0.2:
             self.memory_generation += 1
@@ -381,7 +381,7 @@ class TiersWalk:
         self.look()
 
     def look(self) -> None:
-        """What must hold at rest."""
+        """Check the invariants at rest."""
         index, evictor = self.prefix.actor, self.evictor.actor
         index.check()
         evictor.check()

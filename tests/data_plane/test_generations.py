@@ -1,4 +1,4 @@
-"""A data plane refuses work that names memory of another generation, whatever the work is."""
+"""A data plane refuses every kind of work that names memory of another generation."""
 
 from __future__ import annotations
 

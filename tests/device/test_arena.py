@@ -9,8 +9,8 @@ from kvactors.device.arena import Arena
 
 
 def touching(arena, monkeypatch):
-    """A thread that touches, held in its first piece; what lets it go on, and the pieces
-    touched."""
+    """A thread that touches pages, held in its first piece. Yields the event that lets it go on,
+    and the pieces touched."""
     begun, go_on, pieces = threading.Event(), threading.Event(), []
 
     def touch(address, size):

@@ -1,4 +1,4 @@
-"""Devices of somebody's tensors: numpy's, Paddle's, or a stranger's that speaks DLPack."""
+"""Devices of given tensors: numpy's, Paddle's, or another framework's with DLPack."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LAYOUTS = {
 
 
 class Stranger:
-    """A tensor of nobody's framework: it speaks DLPack and nothing else."""
+    """A tensor of an unknown framework: it has DLPack's interface and nothing else."""
 
     def __init__(self, array):
         self.array = array

@@ -1,5 +1,5 @@
 """docs/testing_your_loop.md is carried out: files are written, changes applied, commands run, and
-what they print is what it says."""
+their output is the documented one."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def missing(said: str, printed: list[str]) -> str | None:
 
 
 class Reader:
-    """Somebody who does what the page says."""
+    """Carries out the page's steps."""
 
     def __init__(self, pytester: pytest.Pytester) -> None:
         self.pytester = pytester

@@ -15,14 +15,12 @@ from kvactors.scenario.replay import ReplayConfig, replay
 
 UNLIMITED = 10**9
 DEVICE = 12
-LONGEST = (
-    10  # no request is larger than the device: those are refused, which the model does not know
-)
+LONGEST = 10  # no request is larger than the device: the model has no refusals
 
 
 class ModelTier:
-    """A block goes only when none of its children is in this tier; of those the least recently
-    used, the deepest first."""
+    """Evicts a block only when none of its children is in this tier: of these blocks the least
+    recently used, the deepest first."""
 
     def __init__(self, capacity):
         self.capacity = capacity
@@ -183,7 +181,7 @@ async def compare(case, trace, path):
 @pytest.mark.parametrize("case", CASES)
 async def test_hits_of_every_tier_equal_the_models(case, tmp_path):
     model = await compare(case, random_trace(7, 300), tmp_path / "trace.jsonl")
-    assert all(model.hits[: len(model.tiers)])  # every tier has had its say
+    assert all(model.hits[: len(model.tiers)])  # every tier was hit
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -20,7 +20,7 @@ ROOT = Path(kvactors.__file__).parents[1]
 
 
 def serve(tmp_path, *arguments):
-    """The script's exit code, what it said, and what it counted."""
+    """The script's exit code, its output, and its counts."""
     out = tmp_path / "out.json"
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     command = [
