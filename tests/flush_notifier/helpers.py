@@ -99,14 +99,14 @@ def refused(book: Ledger, sink: int, batch: DeliveryBatch) -> None:
 
 
 def settle(book: Ledger, sink: int = 0):
-    """Deliver everything that is pending; the tasks."""
+    """Deliver everything that is pending. Returns the tasks."""
     batch = take(book, sink, 10**6, 1)
     delivered(book, sink, batch)
     return batch.tasks
 
 
 class Wired:
-    """A notifier and its sinks; `config` is FlushConfig's."""
+    """A notifier and its sinks. config: arguments of FlushConfig."""
 
     def __init__(self, *sinks, block=BLOCK, **config):
         self.supervisor = Supervisor(InFlight())

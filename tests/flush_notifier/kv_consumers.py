@@ -51,8 +51,8 @@ class Index:
 
 
 class DeviceTree(Index):
-    """Dynamo's: on the device a block is stored below its parent, and goes with it; other media do
-    not look at parents."""
+    """Dynamo's index: on the device a block is stored below its parent, and removed with it. Other
+    media ignore parents."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,8 +106,8 @@ class Counted(Index):
 
 class Dynamo:
     """Asks from 0 if the first batch it sees is not number 0, and from the one it lacks later;
-    passes over batches up to its cursor. A replay is taken as it comes, wherever it begins; the
-    last number in it is the cursor then."""
+    passes over batches up to its cursor. A replay is taken from any first number. Then the last
+    number in it is the cursor."""
 
     def __init__(self) -> None:
         self.index = DeviceTree()
@@ -137,7 +137,7 @@ class Dynamo:
 class VllmRouter(Dynamo):
     """vllm-router 0.1.17. A live number below the last live one is a restart: everything is
     forgotten. An answer counts only if it begins where it asked, has every number, and reaches the
-    live batch for which it asked; otherwise everything is forgotten, and it goes on with live
+    live batch for which it asked. Otherwise it forgets everything, and goes on with live
     batches."""
 
     def __init__(self) -> None:
@@ -167,10 +167,10 @@ class VllmRouter(Dynamo):
 
 
 class LlmD:
-    """Asks from 0 as soon as it is connected; a lower number is a restart; numbers of a replay must
-    follow each other. insists: an answer that does not begin where it asked is thrown away with
-    everything it knew, and it asks again after a while (older versions); later ones forget
-    everything and take it."""
+    """Asks from 0 as soon as it is connected. A lower number is a restart. Numbers of a replay must
+    follow each other. insists: an answer that begins at another number is dropped with the whole
+    state, and it asks again after a while (older versions). Later versions drop the state and take
+    the answer."""
 
     def __init__(self, *, insists: bool = True) -> None:
         self.index = Counted()

@@ -2,7 +2,7 @@
 what must not.
 
 `Model` carries out one action at a time on a ledger and on itself, and compares. Hypothesis chooses
-the actions in test_ledger_machine.py; `walk` chooses them at random, which is faster:
+the actions in test_ledger_machine.py. `walk` chooses them at random, which is faster:
 
     python tests/flush_notifier/ledger_model.py --steps 1000000 [--seed N]
 """
@@ -80,7 +80,8 @@ class Fact(NamedTuple):
 
 class Model:
     """truth: tiers by block. known: blocks whose path the ledger remembers. mirrors: by sink, tiers
-    by block, as the tasks that arrived say. flying: by sink, the batch in flight. ending: by sink,
+    by block, according to the tasks that arrived. flying: by sink, the batch in flight. ending: by
+    sink,
     the steps that a delivered batch still takes."""
 
     def __init__(self, settings: Settings) -> None:
@@ -247,8 +248,8 @@ class Model:
             assert bool(batch.tasks) == bool(self.book.sinks[sink].pending)
 
     def end(self, sink: int, *, answered: bool, arrived: int) -> None:
-        """A call is over. answered: the sink said so. arrived: how many tasks it took, whether or
-        not it said so."""
+        """A call is over. answered: the sink acknowledged it. arrived: how many tasks it took,
+        whether or not it acknowledged them."""
         batch = self.flying[sink]
         if batch is None or sink in self.ending:
             return
@@ -333,7 +334,7 @@ class Model:
     # -- comparison
 
     def expected(self, sink: int, key: bytes) -> int:
-        """What is announceable of a block: the closed truth."""
+        """The announceable tiers of a block: those on which the block above is announceable too."""
         view, parent = self.settings.views[sink], self.parents.get(key)
         if (
             key not in self.known
@@ -347,8 +348,8 @@ class Model:
         return 0 if not above else mask if above & Tier.DEVICE else mask & ~int(Tier.DEVICE)
 
     def compare(self) -> None:
-        """The ledger is consistent, and each mirror says what is true of every block that is
-        neither pending nor in flight."""
+        """The ledger is consistent, and each mirror is right about every block that is neither
+        pending nor in flight."""
         self.book.check()
         if self.fact is not None:
             return
@@ -369,7 +370,7 @@ class Model:
                 assert mirror.get(key, 0) == expected, "a mirror differs, and nothing is pending"
 
     def settle(self) -> None:
-        """End what is in flight and deliver everything that is pending; then every mirror is
+        """End the calls in flight and deliver everything that is pending. Then every mirror is
         right."""
         for sink in self.sinks:
             self.end(sink, answered=True, arrived=0)

@@ -1,5 +1,5 @@
 """`announce = "full"`: the finish of a request sends its full path from block 0, as FastDeploy
-does, whatever was sent before."""
+does, regardless of earlier tasks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def fresh_services():
 
 
 def sent(ledger: Ledger, sink: int) -> list[tuple[Residency, int, int, bytes]]:
-    """What a sink is sent now: residency, first block, count and path of each task."""
+    """The tasks that a sink is sent now: residency, first block, count and path of each."""
     batch = take(ledger, sink, 10_000, 1)
     delivered(ledger, sink, batch)
     return [(task.residency, task.start_block_idx, task.count, task.tokens) for task in batch.tasks]

@@ -1,5 +1,5 @@
 """AttentionStore's sink against the stand-in of its SDK: the calls, and that its index equals the
-tiers whatever happens."""
+tiers after every history."""
 
 from __future__ import annotations
 
@@ -268,8 +268,8 @@ async def test_closing_does_not_wait_for_a_call_that_hangs():
 
 
 async def test_an_index_too_slow_for_a_batch_is_sent_it_piece_by_piece():
-    """A batch takes ten times as long as a call may: what was told before the deadline is not told
-    again."""
+    """A batch takes ten times as long as a call may: tasks acknowledged before the deadline are not
+    sent again."""
     wired = Running(sink(), timeout=0.5)
     async with wired.running():
         await wired.settle()
@@ -313,11 +313,11 @@ async def test_a_new_incarnation_of_the_notifier_removes_what_the_last_one_sent(
         assert index() == paths(7)
 
 
-# -- lives of the process
+# -- restarts of the process
 
 
 async def killed(*facts, journal, torn=b"") -> None:
-    """A process that told these and was killed: nothing is closed."""
+    """A process that sent these facts and was killed: nothing is closed."""
     wired = Running(sink(journal))
     for one in wired.sinks:
         await one.open()
@@ -405,7 +405,7 @@ CACHE = Config.from_mapping(
 
 
 def held_paths(cache) -> set[tuple[int, ...]]:
-    """What device and host hold, of finished requests, by tokens."""
+    """The paths of finished requests on device and host, by tokens."""
     entries = cache.system.notifier_actor.ledger.blocks
     held = announceable(cache.system, cache.sinks["attention_store"].filter)
     found = [entries[key] for keys in held.values() for key in keys]

@@ -1,5 +1,5 @@
-"""`wait_flushed`: every sink believes what is true, at rest and under load, and nobody waits
-longer than asked."""
+"""`wait_flushed`: every sink matches the tiers, at rest and under load, and no call waits longer
+than its deadline."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ async def test_at_rest_every_sink_equals_the_tiers():
 
 
 async def test_under_load_the_barrier_covers_the_state_at_the_call():
-    """Requests never stop, so the cache never rests; what was committed before the call has been
-    told when it returns."""
+    """Requests never stop, so the cache is never idle. Blocks committed before the call have been
+    sent when it returns."""
     one = sink("one")
     async with kvactors.open(CONFIG, sinks=[one]) as cache:
 
@@ -112,7 +112,7 @@ async def test_closing_delivers_to_sinks_that_respond_and_does_not_wait_for_othe
 
 
 async def test_the_barrier_covers_corrections_of_an_unfinished_call():
-    """A block goes while its arrival is being told: the barrier asked then comes after the
+    """A block is evicted while its arrival is being sent: a barrier asked then ends after the
     correction."""
     slow = memory("slow")
     wired = Wired(slow, timeout=5.0)

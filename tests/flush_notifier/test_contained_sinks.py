@@ -1,4 +1,5 @@
-"""A sink is foreign code: whatever it raises, returns, keeps or ignores, the notifier goes on, the
+"""A sink is foreign code: with any error, result, hang or ignored cancellation the notifier goes
+on, the
 other sinks are right, it is visible, logged once a change of state, and the sink is right again
 when it works again."""
 
@@ -40,7 +41,7 @@ async def hang():
 
 
 async def ignore_cancellation():
-    """Goes on for a while whatever is cancelled."""
+    """Goes on for a while when it is cancelled."""
     end = asyncio.get_running_loop().time() + 0.3
     while asyncio.get_running_loop().time() < end:
         with suppress(asyncio.CancelledError):

@@ -1,4 +1,4 @@
-"""Logs, tracebacks and error texts never hold token ids or salts, whatever fails."""
+"""Logs, tracebacks and error texts never hold token ids or salts, for every failure."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def task(
     scope=PLAIN,
     media=None,
 ) -> FlushTask:
-    """As a sink that knows blocks by name gets it."""
+    """The task in the form for a sink that identifies blocks by name."""
     own = (
         TOKENS[4 * BLOCK * start : 4 * BLOCK * (start + count)]
         if residency is Residency.RESIDENT
@@ -236,7 +236,7 @@ async def socket(kind: int, endpoint: str, topic: str = ""):
     assert await connected.poll(20_000), f"nobody answers at {endpoint}"
     one.disable_monitor()
     connected.close()
-    await asyncio.sleep(0.15)  # the publisher takes the subscription in a thread of its own
+    await asyncio.sleep(0.15)  # the publisher takes the subscription in another thread
     try:
         yield one
     finally:

@@ -1,5 +1,5 @@
-"""What strangers can do to a publisher of KV events: where it listens, how much it takes from them,
-and that it goes on."""
+"""A publisher of KV events and unknown clients: where it listens, how much it takes from them, and
+that it goes on."""
 
 from __future__ import annotations
 

@@ -215,7 +215,7 @@ def config(**events: Any) -> Config:
 
 
 async def finish_all(cache: Any) -> list[tuple[dict[str, Any], bytes]]:
-    """Every prompt once; its identity and its block hashes."""
+    """Finish every prompt once. Returns the identity and the block hashes of each."""
     made = []
     for number, identity in enumerate(PROMPTS):
         async with await cache.acquire(f"request {number}", TOKENS, **identity) as lease:

@@ -50,7 +50,7 @@ MEDIUM = {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.STORAGE: "STORAGE"}
 
 
 class Node:
-    """What a ledger and its notifier do, as far as a sink can see it: blocks of a tree on tiers,
+    """A ledger and its notifier, as far as a sink can see them: blocks of a tree on tiers,
     changes as tasks, and a view that follows a call some time after its end."""
 
     def __init__(self, sink: Any, seed: int) -> None:
@@ -566,7 +566,7 @@ WIRED = {
 
 
 def due(cache: Any) -> dict[str, set[int]]:
-    """What is due for the sink, by medium, at rest."""
+    """The blocks due for the sink, by medium, at rest."""
     blocks = cache.system.notifier_actor.ledger.blocks
     found = {
         MEDIUM[t]: {hash_of(key) for key, block in blocks.items() if block.due[0] & t}

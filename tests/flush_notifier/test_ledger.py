@@ -1,4 +1,4 @@
-"""What the ledger says of single histories: tasks, runs, views, and what it forgets."""
+"""The ledger after single histories: tasks, runs, views, and the entries it forgets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The notifier with sinks that misbehave, die and come back, and with lives of its own."""
+"""The notifier with sinks that misbehave, fail and recover, and its own restarts."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ async def test_a_new_incarnation_begins_a_new_epoch_and_then_takes_new_reports()
         await until(lambda: len(good.view()[Tier.DEVICE]) == 4)
         await wired.tell(
             PathCached(ROOT, b"x", b"short", 0, 1, Tier.DEVICE, Reason.COMMIT, ROOT)
-        )  # a fault: it dies
+        )  # a fault: the notifier fails
         with pytest.raises(ActorFailed):
             await asker
         bad.hang = 0.0

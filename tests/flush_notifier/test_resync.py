@@ -100,7 +100,7 @@ class Book(Sink):
 
 
 def truth(actor: Any) -> dict[Tier, set[bytes]]:
-    """What is resident, as the ledger knows it."""
+    """The resident blocks by tier, according to the ledger."""
     tiers = (Tier.DEVICE, Tier.HOST)
     return {
         tier: {key for key, block in actor.ledger.blocks.items() if block.tiers & tier}
@@ -184,8 +184,8 @@ async def test_a_resync_during_a_call_counts_what_the_call_brought(repeats):
 @pytest.mark.parametrize("interval", [0.0, 0.1])
 @pytest.mark.parametrize("repeats", [True, False])
 async def test_a_delivered_batch_may_be_lost_before_its_call_returns(repeats, interval):
-    """The index takes a batch, loses its state, and is asked for again before the notifier knows
-    that the batch was taken."""
+    """The index takes a batch, loses its state, and a resync is asked for before the notifier has
+    the answer to the batch."""
     book = Book(repeats=repeats, resync_interval=interval)
     wired = Wired(book, timeout=60.0)
     async with wired.running():

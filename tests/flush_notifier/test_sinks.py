@@ -187,7 +187,7 @@ async def test_a_write_given_up_ends_before_the_next_begins(tmp_path, monkeypatc
 async def test_a_file_that_another_process_changes_loses_what_was_written_and_nothing_that_follows(
     tmp_path, how
 ):
-    """docs/flush.md: what was written before is not written again; lines that follow are whole."""
+    """docs/flush.md: earlier lines are not written again, and the lines that follow are whole."""
     sink = lines(tmp_path)
     await sink.begin_epoch(1)
     await sink.deliver([task(1, 2)])
@@ -322,7 +322,7 @@ def test_a_config_makes_its_sink(tmp_path):
     assert other.filter == SinkFilter(int(Tier.DEVICE | Tier.HOST), node=False, at_finish=True)
 
 
-# -- the memory sink's checks: what a wrong ledger could say
+# -- the memory sink's checks: tasks that a wrong ledger could send
 
 WRONG = {
     "count": {"count": 2},

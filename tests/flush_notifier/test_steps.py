@@ -1,5 +1,5 @@
-"""Nothing keeps the loop: whatever is done to very many blocks at once is done in steps, each
-bounded by the size of a step.
+"""No turn is long: work on very many blocks at once is done in steps, each bounded by the size of a
+step.
 
 Work is measured in lines of Python executed, not in time, so that the tests do not depend on the
 machine.
@@ -76,7 +76,7 @@ def lines_of(steps) -> tuple[int, object]:
 
 
 def bounded(steps):
-    """All steps; each is bounded."""
+    """Run all steps and check that each is bounded."""
     longest, result = lines_of(steps)
     assert longest <= LINES
     return result
@@ -283,8 +283,8 @@ async def test_facts_that_come_while_a_batch_is_being_made_wait_for_it():
 
 
 async def test_an_answer_while_the_end_of_its_call_is_settled_is_late():
-    """The end of a call takes several steps; whatever else arrives about that call between them
-    changes nothing."""
+    """The end of a call takes several steps. Further messages about that call between them change
+    nothing."""
     one = memory("one")
     wired = Wired(one, timeout=30.0)
     async with wired.running():

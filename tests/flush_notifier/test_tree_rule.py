@@ -1,5 +1,5 @@
-"""What a sink has been sent is a tree after every single event: histories in which it was not, or
-could easily not be."""
+"""A sink's view is a tree after every single event: histories in which it was not, or could easily
+not be."""
 
 from __future__ import annotations
 

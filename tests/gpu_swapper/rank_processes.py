@@ -1,6 +1,6 @@
 """A cache whose ranks are real worker processes, an engine that uses it, and faults.
 
-No limit here says how fast something is: they only end what hangs.
+Limits here do not measure speed: they only end a hang.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def settings(tmp_path: Path, count: int = 2, **over) -> Config:
 
 @asynccontextmanager
 async def led(config: Config):
-    """The cache, and its ranks' processes; all of them end here."""
+    """The cache and its ranks' processes. All of them end here."""
     ranks = [RankProcess(config, rank) for rank in range(config.ranks.count)]
     try:
         for rank in ranks:
@@ -65,7 +65,7 @@ async def led(config: Config):
 
 
 class Engine:
-    """Serves prompts of shared prefixes; every cached block is checked on every rank before it is
+    """Serves prompts of shared prefixes. Every cached block is checked on every rank before it is
     used."""
 
     def __init__(self, cache, ranks, seed: int = 0) -> None:
@@ -81,7 +81,7 @@ class Engine:
         return [family * 1000 + i for i in range(length * BLOCK + self.rng.randrange(BLOCK))]
 
     async def serve(self, prompt: list[int]) -> None:
-        """One request. What a lost rank does to it ends it, and nothing else."""
+        """One request. A lost rank may end it, any other error is raised."""
         try:
             async with await self.cache.acquire(f"r{self.served}", prompt) as lease:
                 await lease.wait_ready()

@@ -93,7 +93,7 @@ async def until(condition):
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("way", ["kernel", "batch", "old batch", "singles", "measured"])
 async def test_every_byte_survives_the_copy_to_the_host_and_back(fake, name, way):
-    """In place and shuffled; by every way there is."""
+    """In place and shuffled, with every way to copy."""
     fake.set("version", {"old batch": 12080, "singles": 12040}.get(way, 13000))
     layout = LAYOUTS[name]
     batch_from = {"kernel": 1 << 40, "measured": None}.get(way, 0)
@@ -316,8 +316,8 @@ STARTING = [
 @pytest.mark.parametrize("call", STARTING)
 @pytest.mark.parametrize("nth", [1, 2, 3])
 async def test_every_call_at_start_may_fail(fake, call, nth):
-    """A clean error with the call's name, and nothing left behind; or, where the call is not made
-    so often, none."""
+    """An error with the call's name that leaves nothing behind, or no error where the call is made
+    less often."""
     stand = Stand(fake, SMALL)
     fake.reset()
     before = {what: fake.live(what) for what in EVERYTHING}
@@ -360,7 +360,7 @@ RUNNING = [
 @pytest.mark.parametrize("way", ["kernel", "batch", "singles"])
 @pytest.mark.parametrize("code", [2, 719])
 async def test_every_call_of_a_copy_may_fail(fake, monkeypatch, call, nth, way, code):
-    """Pairs that are said to have arrived have; nothing runs on; the failure is told, and later
+    """Pairs reported as arrived have arrived, no copy goes on, the failure is reported, and later
     operations fail at once."""
     monkeypatch.setattr(cuda_executor, "GROUP", 1)
     fake.set("version", 12040 if way == "singles" else 13000)
@@ -466,7 +466,7 @@ async def test_nothing_is_asked_while_nothing_runs(fake):
 
 
 async def test_a_copy_that_never_ends_keeps_its_memory(fake):
-    """Released, the operation is over; closed, nothing that a copy may still use is given back."""
+    """After a release the operation is over. Closing keeps memory that a copy may still use."""
     stand = Stand(fake, SMALL, limit=0.05)
     await stand.executor.open()
     stand.device.fill(range(8), stand.names)

@@ -26,7 +26,7 @@ LAYOUTS = {
 
 
 class Slow(HostDevice):
-    """Notes which layers were copied; fails from a layer on."""
+    """Records which layers were copied, and fails from a layer on."""
 
     def __init__(self, layout, num_blocks, fail_from=None):
         super().__init__(layout, num_blocks)
@@ -34,7 +34,7 @@ class Slow(HostDevice):
 
     def copy_to_device(self, blocks, arena, slots, layers=None):
         if self.fail_from is not None and layers is not None and layers.stop > self.fail_from:
-            raise ValueError("told to fail")
+            raise ValueError("planted failure")
         super().copy_to_device(blocks, arena, slots, layers)
         self.copied.append(layers)
 
@@ -99,8 +99,8 @@ def test_groups_cover_all_layers_and_are_worth_their_while():
 
 @pytest.mark.parametrize("layerwise", [True, False])
 async def test_layers_are_ready_one_by_one(layerwise, monkeypatch):
-    """A lease's first layer is there before its last one, and what `wait_layer` says is cached in
-    it is."""
+    """A lease's first layer is ready before its last one, and the blocks that `wait_layer` reports
+    have their bytes in it."""
     layout, device = LayoutConfig(num_layers=6), DeviceConfig(num_blocks=8, layerwise=layerwise)
     config = Config(
         cache=CacheConfig(block_size=16), device=device, layout=layout, host=HostConfig(slots=16)

@@ -45,7 +45,7 @@ def config(tmp_path, *, timeout: float = PATIENT, host: int = 0, blocks: int = 6
 
 
 async def serve(cache, ranks, prompt=PROMPT, *, deadline: float | None = None) -> int:
-    """One request. Every block it finds must hold the bytes of its name on every rank; returns how
+    """One request. Every block it finds must hold the bytes of its name on every rank. Returns how
     many came from storage."""
     async with await cache.acquire("r", prompt, deadline=deadline) as lease:
         await lease.wait_ready(deadline=HANG)
@@ -201,7 +201,7 @@ async def test_an_engine_with_many_requests(tmp_path):
     async with led(config(tmp_path, host=12, blocks=200)) as (
         cache,
         ranks,
-    ):  # there is room for every request, whatever waits to be saved
+    ):  # enough blocks for every request, although others wait to be saved
         engine = Engine(cache, ranks, seed=3)
         for _ in range(3):
             await engine.run(requests=30)

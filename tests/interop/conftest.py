@@ -1,5 +1,5 @@
-"""Runs every interop test by a pytest of its own in a network of its own (`network.isolated`); the
-fixtures are made there."""
+"""Runs every interop test in a separate pytest process with its own network (`network.isolated`),
+which makes the fixtures."""
 
 from __future__ import annotations
 

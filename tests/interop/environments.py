@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 PINS = Path(__file__).with_name("pins.toml")
 ROOT = Path(__file__).parents[2]
 STAMP = "kvactors-interop.json"
-"""Name of the file that says what a finished environment was made from."""
+"""Name of the file that describes how a finished environment was made."""
 CLONE_STAMP = "kvactors-clone.json"
 """Name of the file that names the clone of kvactors in an environment."""
 SETTINGS = ("packages", "bare", "check", "clone", "sources", "source_parts", "source_environment")
@@ -39,7 +39,7 @@ class Pins(NamedTuple):
 
     @property
     def stamp(self) -> dict[str, Any]:
-        """What the environment is made from; another one must be made anew."""
+        """The inputs of the environment. One made from other inputs must be made anew."""
         made_from = {
             "python": platform.python_version(),
             "packages": list(self.packages),
@@ -129,7 +129,7 @@ def clone_stamp() -> dict[str, str]:
 
 
 def made_from(folder: Path, stamp: str = STAMP) -> Any:
-    """What a finished environment was made from; None for anything else."""
+    """The inputs of a finished environment, None for any other folder."""
     try:
         return json.loads((folder / stamp).read_text())
     except (OSError, ValueError):

@@ -1,5 +1,4 @@
-"""A TCP link between a consumer and a publisher that can be cut, without either of them being told
-why."""
+"""A TCP link between a consumer and a publisher that can be cut without notice to either."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ IFF_UP = 0x1
 
 
 def isolated(command: list[str]) -> list[str]:
-    """A command (of util-linux's unshare) that runs another one in network and process namespaces
-    of its own. Unprivileged users get a user namespace too. When it is killed, every process inside
+    """A command (of util-linux's unshare) that runs another one in new network and process
+    namespaces. Unprivileged users get a user namespace too. When it is killed, every process inside
     ends."""
     user = [] if os.geteuid() == 0 else ["--map-root-user"]
     return ["unshare", *user, "--net", "--pid", "--fork", "--kill-child", *command]

@@ -93,7 +93,7 @@ class Node:
     # -- requests
 
     def begin(self, prompts: Sequence[Prompt], clears: int = 0) -> None:
-        """Begin to serve prompts; `done` waits for the end of it."""
+        """Begin to serve prompts. `done` waits for the end of it."""
         self._seed += 1
         messages = [prompt.message() for prompt in prompts]
         self.child.send(
@@ -105,12 +105,12 @@ class Node:
         return int(self.child.receive(SERVE)["served"])
 
     def serve(self, count: int = 60, *, clears: int = 0) -> int:
-        """Serve new prompts to their end; how many were served."""
+        """Serve new prompts to their end. Returns how many were served."""
         self.begin(self.workload.prompts(count), clears)
         return self.done()
 
     def request(self, prompt: Prompt) -> tuple[int, int, int]:
-        """Serve one prompt; its hits on device, host and storage."""
+        """Serve one prompt. Returns its hits on device, host and storage."""
         device, host, storage = self.child.ask({"do": "request", "prompt": prompt.message()})[
             "hits"
         ]
@@ -129,7 +129,7 @@ class Node:
         )
 
     def truth(self) -> Truth:
-        """What the tiers' owners hold, at rest."""
+        """The blocks that the tiers' owners hold, at rest."""
         residency = self.child.ask({"do": "rest"}, SERVE)
         truth = Truth(residency, self.chains(self.workload.drawn))
         assert not truth.unknown, f"{len(truth.unknown)} resident blocks are of no prompt"

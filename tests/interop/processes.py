@@ -56,7 +56,7 @@ class Child:
             )
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send a line; its answer is read by `receive`."""
+        """Send a line. Its answer is read by `receive`."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps(message).encode() + b"\n")

@@ -28,7 +28,7 @@ class Recorder:
         self.messages: list[Message] = []
 
     def take(self) -> int:
-        """Take what has arrived; how many messages there are in all."""
+        """Take the messages that have arrived. Returns how many there are in all."""
         while self._socket.poll(0):
             topic, number, payload = self._socket.recv_multipart()
             self.messages.append(Message(topic, int.from_bytes(number, "big"), payload))

@@ -25,7 +25,7 @@ CATCH_UP = 15.0
 ASKED = 300
 """Prompts that each index is asked about in a comparison."""
 REQUESTED = 30
-"""Prompts that are requested, and compared with what the indexes said just before."""
+"""Prompts that are requested, and compared with the indexes' answers just before."""
 
 
 class Scene:
@@ -74,7 +74,7 @@ class Scene:
         return link, node.source._replace(endpoint=link.endpoint)
 
     def dynamo(self, *sources: Source) -> list[Index]:
-        """Dynamo's SelectionService and its standalone indexer; both follow the ranks of each
+        """Dynamo's SelectionService and its standalone indexer. Both follow the ranks of each
         worker."""
         selection = Selection(self.environments, self.folder)
         self.indexes.append(selection)

@@ -42,7 +42,7 @@ AT_ONCE = 2
 
 
 def make(directory: Path, one: Pins, until: float) -> str:
-    """Make one environment unless it is there; returns what was done."""
+    """Make one environment unless it exists. Returns what was done."""
     folder = directory / one.name
     begun = time.monotonic()
     steps = []
@@ -143,13 +143,13 @@ def run(
 def setup(
     directory: Path, groups: Sequence[str], budget: float = BUDGET, path: Path = PINS
 ) -> list[str]:
-    """Make every environment of some groups; returns a line for each. InteropError names those that
+    """Make every environment of some groups. Returns a line for each. InteropError names those that
     could not be made."""
     known = pins(path)
     unknown = set(groups) - known.keys()
     if unknown:
         raise InteropError(
-            f"there is no group {min(unknown)!r} of environments; there are: {', '.join(known)}"
+            f"there is no group {min(unknown)!r} of environments: use one of {', '.join(known)}"
         )
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -171,7 +171,7 @@ def setup(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns the exit status."""
+    """The command. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.interop.setup", description=__doc__)
     parser.add_argument(
         "directory", type=Path, help="folder of the environments; made if it is not there"

@@ -40,7 +40,7 @@ def test_joined_late_under_load(scene: Scene, window: int) -> None:
 
 @pytest.mark.parametrize("window", [10_000, 8])
 def test_cut_off_for_a_time(scene: Scene, window: int) -> None:
-    """Nothing of what was published meanwhile reaches the indexes. Within the window and beyond it,
+    """Nothing published during the cut reaches the indexes. Within the window and beyond it,
     the next batch they get makes them right."""
     node = scene.node(Workload(33), heartbeat=0.5, replay_window=window)
     link, source = scene.link(node)
@@ -57,7 +57,7 @@ def test_cut_off_for_a_time(scene: Scene, window: int) -> None:
 
 
 def test_many_readers_at_once(scene: Scene) -> None:
-    """24 readers of one publisher see the same gap in the same batch; all of them ask, and all are
+    """24 readers of one publisher see the same gap in the same batch. All of them ask, and all are
     answered."""
     node = scene.node(Workload(34), heartbeat=0.5)
     node.serve(100)

@@ -68,8 +68,8 @@ def test_adapters_salts_and_media_at_once(scene: Scene) -> None:
 
 @pytest.mark.parametrize("arrays_for", ["vllm", "dynamo"])
 def test_media_in_arrays(scene: Scene, arrays_for: str) -> None:
-    """Dynamo reads salts and media in arrays in a form of its own; in vLLM's form vLLM's types must
-    take them."""
+    """Dynamo reads salts and media in arrays in its own form. In vLLM's form vLLM's types must take
+    them."""
     workload = Workload(10, salts=SALTS, loras=LORAS[:2], images=2, prefixes=2)
     if arrays_for == "dynamo":
         run(scene, workload, dialect="array", arrays_for=arrays_for)

@@ -1,4 +1,4 @@
-"""vLLM's router sends a prompt to the worker whose cache has most of it, on whatever tier."""
+"""vLLM's router sends a prompt to the worker whose cache has most of it, on any tier."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def routed_right(scene: Scene, router: Router, nodes: Sequence[Node], count: int
 
 
 def two_nodes(scene: Scene, first: Workload, second: Workload, **sink: object) -> list[Node]:
-    """Two workers with prompts of their own, with the settings that the router needs: it takes the
+    """Two workers with their own prompts, with the settings that the router needs: it takes the
     answer to a replay request only if that begins with the number asked for, and drops a batch with
-    a field that it does not know."""
+    an unknown field."""
     settings = {"numbers": "from_zero", "maps_for": "vllm", "heartbeat": 0.5} | sink
     return [scene.node(first, worker=7, **settings), scene.node(second, worker=8, **settings)]
 

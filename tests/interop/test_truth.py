@@ -20,7 +20,7 @@ def chain(*names: int) -> list[str]:
 
 
 def truth(device: list[int], host: list[int], storage: list[int], *chains: list[str]) -> Truth:
-    """What is true of some blocks."""
+    """The truth about some blocks."""
     return Truth(
         {"device": chain(*device), "host": chain(*host), "storage": chain(*storage)}, chains
     )

@@ -1,4 +1,5 @@
-"""What an index must hold and answer, from what the owners of the tiers hold at rest."""
+"""The blocks that an index must hold and its right answers, from the blocks that the owners of the
+tiers hold at rest."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ class Truth:
             above = tiers
 
     def answer(self, chain: Chain) -> Answer:
-        """What an index must answer about a prompt."""
+        """The right answer of an index about a prompt."""
         device = self._run(chain, 0, "device")
         host = self._run(chain, device, "host")
         return Answer(device, host, self._run(chain, device + host, "storage"))
@@ -82,7 +83,7 @@ class Truth:
         return at - first
 
     def cached(self, chain: Chain) -> int:
-        """Leading blocks of a prompt that a request finds, on whichever tiers."""
+        """Leading blocks of a prompt that a request finds, on any tiers."""
         for at, block in enumerate(chain):
             if not any(block in held for held in self.resident.values()):
                 return at

@@ -1,8 +1,8 @@
 """A worker of a case: a process with one kvactors cache that serves prompts as it is asked to, with
 lines of JSON.
 
-The first line has the settings; the answer says that the cache is open. Every further line is
-answered by one line, in order.
+The first line has the settings, and its answer reports that the cache is open. Every further line
+is answered by one line, in order.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Worker:
         )
 
     async def request(self, prompt: dict[str, Any]) -> dict[str, Any]:
-        """Serve one prompt to its end; what it got from each tier."""
+        """Serve one prompt to its end. Returns its hits on each tier."""
         lease = await self._acquire(prompt)
         await lease.wait_ready()
         hits, tokens = list(lease.hits), lease.cached_tokens
@@ -103,7 +103,7 @@ class Worker:
         }
 
     async def chains(self, prompts: list[dict[str, Any]]) -> list[list[str]]:
-        """The block hashes of prompts, computed as docs/keys.md says."""
+        """The block hashes of prompts, computed as in docs/keys.md."""
         return [self._chain(prompt) for prompt in prompts]
 
     def _chain(self, prompt: dict[str, Any]) -> list[str]:

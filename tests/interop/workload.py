@@ -23,7 +23,7 @@ class Item(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """What a request asks for."""
+    """The arguments of a request."""
 
     tokens: tuple[int, ...]
     salt: str | None = None

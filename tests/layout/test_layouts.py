@@ -1,4 +1,4 @@
-"""What blocks are made of: sizes, order, fingerprints, regions."""
+"""Layouts of blocks: sizes, order, fingerprints, regions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ PER_TOKEN = {
 
 
 class Odd(Layout):
-    """A layout of somebody else's: a state and a key a layer, sizes that are no multiple of 16."""
+    """A layout from outside the package: a state and a key a layer, sizes that are no multiple of
+    16."""
 
     def __init__(self, block_size, width=7):
         self.width, self.size = width, block_size

@@ -1,5 +1,5 @@
-"""Which token sequences are read, which are refused, and that a refusal changes nothing; names
-against hashlib."""
+"""Which token sequences are read, which are refused, and that a refusal changes nothing. Block
+hashes compared with hashlib."""
 
 from __future__ import annotations
 

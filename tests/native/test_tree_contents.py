@@ -1,4 +1,4 @@
-"""What block hashes are made of, as the tree gives it for nodes that leave the device."""
+"""The contents of block hashes, as the tree reports them for nodes that leave the device."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A walk over all blocks of a tree, in steps between which the tree may change; and a clear of host
-hints, whose bits go in steps."""
+"""A walk over all blocks of a tree, in steps between which the tree may change, and a clear of host
+hints, whose bits are reset in steps."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class Grown:
 
 
 class Seen:
-    """What a walk has met, checked as it comes: parents first, hashes and positions those of the
-    path."""
+    """The nodes that a walk has visited, checked one by one: parents first, hashes and positions
+    those of the path."""
 
     def __init__(self, *, changing: bool = False) -> None:
         self.position: dict[bytes, int] = {}

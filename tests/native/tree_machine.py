@@ -103,8 +103,8 @@ class TreeMachine(PathRules):
     @precondition(lambda self: self.loads)
     @rule(number=st.integers(0, 20), good=st.integers(0, MAX_BLOCKS), full=st.booleans())
     def finish_load(self, number: int, good: int, full: bool) -> None:
-        """A lost block stays with the first lease that has it; the others get one of their own in
-        its place."""
+        """A lost block stays with the first lease that has it. The others get a private one in its
+        place."""
         load = self.loads.pop(number % len(self.loads))
         good = len(load.native) if full else min(good, len(load.native))
         nodes = load.nodes()
@@ -241,7 +241,7 @@ class TreeMachine(PathRules):
 
     @rule(old=st.integers(0, 3), count=st.integers(0, 3))
     def sweep(self, old: int, count: int) -> None:
-        """Some blocks of a retired tree come back; what has a reader or a user does not."""
+        """Some blocks of a retired tree come back. Those with a reader or a user do not."""
         trees = self.all_trees[old % len(self.all_trees)]
         in_use = {
             block
@@ -277,7 +277,7 @@ class TreeMachine(PathRules):
     @precondition(lambda self: self.leases)
     @rule(index=which)
     def use_of_another_tree(self, index: int) -> None:
-        """A path that holds nodes of one tree is refused by another, whatever the call."""
+        """A path that holds nodes of one tree is refused by another in every call."""
         lease = self.lease(index)
         if lease.native.num_held:
             other = self.new_trees()

@@ -44,7 +44,7 @@ class Lease:
 
 @dataclass
 class Flight:
-    """A load or an offload under way: node ids of both sides."""
+    """A load or an offload in flight: node ids of both sides."""
 
     trees: Trees
     native: NDArray[np.uint32]
@@ -69,7 +69,7 @@ def both(native: Callable[[], Any], model: Callable[[], Any]) -> tuple[Any, Any]
 
 which = st.integers(0, MAX_PATHS - 1)
 small = st.integers(0, MAX_BLOCKS)
-short_of = st.integers(-1, 2)  # of what may be asked for; one too many is refused
+short_of = st.integers(-1, 2)  # fewer than may be asked for, and one too many is refused
 blocks_of_tokens = st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=MAX_BLOCKS)
 
 
@@ -85,7 +85,7 @@ class PathRules(RuleBasedStateMachine):
         self.leases: list[Lease] = []
         self.loads: list[Flight] = []
         self.offloads: list[Flight] = []
-        self.out: set[int] = set()  # device blocks in somebody's hands
+        self.out: set[int] = set()  # device blocks that the test holds
 
     def new_trees(self) -> Trees:
         return Trees(BlockTree(self.size, self.capacity), TreeModel(self.size, self.capacity))
@@ -187,7 +187,7 @@ class PathRules(RuleBasedStateMachine):
     @precondition(lambda self: self.leases)
     @rule(index=which, start=st.integers(0, MAX_BLOCKS + 2))
     def assign_again(self, index: int, start: int) -> None:
-        """Overwriting a private block hands the old one back; a gap or the tree's block is
+        """Overwriting a private block hands the old one back. A gap or the tree's block is
         refused."""
         lease = self.lease(index)
         before, fresh = lease.native.blocks()[start : start + 2], self.take(2)

@@ -132,7 +132,7 @@ class Entries(dict):
 
 
 class Names(OrderedDict):
-    """The same of names."""
+    """A table of names that is damaged in the same way."""
 
     looked = 0
 

@@ -1,4 +1,4 @@
-"""The records that `KVCache.statistics` returns say what is in them."""
+"""The records that `KVCache.statistics` returns declare their fields' types."""
 
 from __future__ import annotations
 

@@ -107,8 +107,8 @@ class Client:
         return np.array(tokens, np.uint32) if kind == 2 else array("Q", tokens)
 
     async def call(self, make: Callable[[], Awaitable[T]]) -> T:
-        """Await a call; some are cancelled by asyncio after a few steps of the loop, or by a
-        time-out. Cut if so."""
+        """Await a call. Some are cancelled by asyncio after a few steps of the loop, or by a
+        time-out, which raises Cut."""
         rng, world = self.rng, self.world
         if rng.random() >= world.drawn.cut:
             return await make()
@@ -187,7 +187,7 @@ class Request:
                 self.held = False
 
     async def _attempt(self) -> bool:
-        """Admission and service once; whether to try again."""
+        """Admission and service once. Returns whether to try again."""
         world, rng = self.world, self.rng
         try:
             await self.client.call(self._acquire)

@@ -107,8 +107,8 @@ def draw(
 
 
 def _longest(rng: random.Random, blocks: int, clients: int) -> int:
-    """Blocks of the longest prompt: mostly such that all clients find room, now and then more than
-    the device holds."""
+    """Blocks of the longest prompt: mostly such that all clients are admitted, now and then more
+    than the device holds."""
     if rng.random() < 0.06:
         return blocks + 1
     return max(1, min(24, blocks // rng.choice((1, clients, 2 * clients))))

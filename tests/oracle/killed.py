@@ -29,8 +29,8 @@ START = 60.0
 
 
 def run_killed(seed: int) -> Record:
-    """Several processes one after another on one store. Each is killed at a random moment; the last
-    one ends by itself."""
+    """Several processes one after another on one store. Each is killed at a random moment, except
+    the last one."""
     rng, record = random.Random(f"killed {seed}"), Record()
     folder = tempfile.mkdtemp(prefix="kvk-")
     begun = floor = 0
@@ -98,7 +98,8 @@ def say(*words: object) -> None:
 
 
 async def child(folder: str, seed: int, life: int, begun: int, floor: int, *, last: bool) -> None:
-    """Requests and clears on the store of `folder`, for ever unless this is the last process."""
+    """Requests and clears on the store of `folder`, until killed unless this is the last
+    process."""
     drawn = draw(seed, folder, store="file", threads=False, sinks=False)
     drawn.clears = drawn.pauses = drawn.weights = drawn.hostile = False
     record, history = Record(), History(begun, floor)

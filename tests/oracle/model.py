@@ -20,7 +20,7 @@ Media = tuple[int, int, bytes | str | int]
 
 
 class Scope(NamedTuple):
-    """What a request's blocks depend on beside tokens and media."""
+    """The parts of a request's identity beside tokens and media."""
 
     model: str
     namespace: str
@@ -73,7 +73,7 @@ class Prompt:
 
 class Memory:
     """The device memory of one process, as the model reads and writes it. Every piece of a block
-    has a mask of its own."""
+    has its own mask."""
 
     def __init__(self, device: Any, layers: Sequence[int], roles: Sequence[str]) -> None:
         self._layers = [[device.region(layer, role) for role in roles] for layer in layers]

@@ -1,4 +1,4 @@
-"""What a run counts, and what it found wrong."""
+"""The counts and violations of a run."""
 
 from __future__ import annotations
 

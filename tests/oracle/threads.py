@@ -1,4 +1,4 @@
-"""A client in a thread of its own, through `cache.from_thread`."""
+"""A client in another thread, through `cache.from_thread`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from .world import World
 
 
 def work_in_thread(world: World, number: int, count: int) -> None:
-    """`count` requests, one after another; each must end in an answer or in an error with a
-    name."""
+    """Serve `count` requests, one after another. Each must end in an answer or in a named error."""
     client = Client(world, 1000 + number, [0])
     for _ in range(count):
         request = world.history.request()

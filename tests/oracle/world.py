@@ -130,8 +130,8 @@ class World:
             await self._pause(self.rng.choice(("weights-0", "weights-1", "weights-2")))
 
     async def clear(self, *, storage: bool) -> None:
-        """Clear; from its return on nothing computed before may be hit, unless a store was left
-        alone."""
+        """Clear the cache. From its return on no block computed before may be hit, unless a store
+        was kept."""
         everything = storage or self.drawn.store == "none"
         open_at = self.history.open_now()
         number = self.history.clear() if everything else 0

@@ -67,7 +67,7 @@ BUGS: tuple[Mutation, ...] = (
         "arguments.py",
         "        if isinstance(value, bool) or not isinstance(value, (int, np.integer)):\n",
         "        if isinstance(value, bool):\n",
-        "commit(4.0) is taken",
+        "commit(4.0) is accepted",
         (ARGUMENTS + "test_a_wrong_argument_is_refused_and_changes_nothing",),
     ),
     Mutation(
@@ -75,7 +75,7 @@ BUGS: tuple[Mutation, ...] = (
         "cache.py",
         'SetNamespace(check_text("namespace", namespace))',
         "SetNamespace(namespace)",
-        "set_namespace(5) is taken, and every later request fails",
+        "set_namespace(5) is accepted, and every later request fails",
         (ARGUMENTS + "test_a_wrong_argument_is_refused_and_changes_nothing",),
     ),
     Mutation(
@@ -87,7 +87,7 @@ BUGS: tuple[Mutation, ...] = (
         """\
             pass
 """,
-        "a request that waited for resume hits what other weights have computed",
+        "a request that waited for resume hits blocks computed with other weights",
         (
             ADMISSION
             + "test_a_request_that_waits_for_resume_is_admitted_under_the_namespace_of_its_admission",
@@ -145,7 +145,7 @@ BUGS: tuple[Mutation, ...] = (
         "client.py",
         "            if asyncio.get_running_loop() is self.loop:\n",
         "            if asyncio.get_running_loop() is not None:\n",
-        "a lease that is awaited on another loop waits for ever",
+        "a lease that is awaited on another loop waits without end",
         (CALLS + "test_a_lease_awaited_on_another_loop_raises_at_once[commit]",),
     ),
     Mutation(
@@ -207,7 +207,7 @@ BUGS: tuple[Mutation, ...] = (
         "        at = self._client.deadline(deadline)\n        if self._ended:\n            "
         "self._check_ended()\n",
         "        at = self._client.deadline(deadline)\n",
-        "ready of a lease that has ended returns as if it were there",
+        "`wait_ready` of a lease that has ended returns",
         (CALLS + "test_every_call_on_an_ended_lease_raises",),
     ),
     Mutation(

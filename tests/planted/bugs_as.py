@@ -62,8 +62,8 @@ BUGS: tuple[Mutation, ...] = (
         "        if self.device_store is None:\n"
         "            return 0\n"
         "        return await self.device_store.save(",
-        "a save that waited while a rank's process was replaced stores what the new process's "
-        "memory holds under the old tokens",
+        "a save that waited while a rank's process was replaced stores the new process's memory "
+        "under the old tokens",
         ("tests/data_plane/test_generations.py", SIMULATED),
     ),
     Mutation(
@@ -110,7 +110,8 @@ BUGS: tuple[Mutation, ...] = (
         first = start if self._whole else first
 """,
         "",
-        "with announce = 'full' an index that lost its state is not sent what finishes again",
+        "with announce = 'full' an index that lost its state is not sent the paths of later "
+        "finishes",
         (FULL + "test_an_index_that_lost_its_state_is_sent_what_finishes_again",),
     ),
     Mutation(

@@ -6,13 +6,12 @@ from mutation import Mutation
 
 BUGS: tuple[Mutation, ...] = (
     Mutation(
-        "failed_copy_never_told",
+        "failed_copy_never_reported",
         "gpu_swapper/actor.py",
         "        self.tell(self._evictor, Copied(message.op, message.failed))",
         "        if len(message.failed) < message.pairs:\n"
         "            self.tell(self._evictor, Copied(message.op, message.failed))",
-        "the completion of a copy that failed altogether is lost: whoever waits for it waits for "
-        "ever",
+        "the completion of a copy that failed altogether is lost: its waiters never continue",
         ("tests/cache/test_faults.py::test_a_failed_load_is_a_miss_into_the_leases_own_blocks",),
     ),
     Mutation(
@@ -24,7 +23,7 @@ BUGS: tuple[Mutation, ...] = (
         "                if progress is not None and layers is not None:\n"
         "                    progress(layers.stop)\n"
         "                self.copy(direction, blocks, slots, layers)\n",
-        "a layer is said to be there before its bytes are",
+        "a layer is reported as ready before its bytes are copied",
         ("tests/gpu_swapper/test_executor.py::test_reported_pairs_have_arrived",),
     ),
     Mutation(
@@ -32,7 +31,7 @@ BUGS: tuple[Mutation, ...] = (
         "data_plane/engine.py",
         "while reached < len(groups) and all(",
         "while reached < len(groups) and any(",
-        "a layer is said to be there when the first of several threads has copied its part",
+        "a layer is reported as ready when the first of several threads has copied its part",
         ("tests/planted/test_gaps_below.py::test_a_layer_is_there_when_all_its_pieces_are",),
     ),
     Mutation(
@@ -130,7 +129,7 @@ BUGS: tuple[Mutation, ...] = (
         "            asyncio.wrap_future(self.workers.submit(lambda: function(*args)))\n"
         "        )\n",
         "        return await asyncio.wrap_future(self.workers.submit(lambda: function(*args)))\n",
-        "a cancelled read goes on in its thread and writes into a slot that is somebody else's by "
+        "a cancelled read goes on in its thread and writes into a slot that another block has by "
         "then",
         ("tests/planted/test_gaps_below.py::test_a_cancelled_read_has_ended_when_it_returns",),
     ),
@@ -139,7 +138,7 @@ BUGS: tuple[Mutation, ...] = (
         "storage/catalog.py",
         "self._names.popitem(last=False)",
         "self._names.popitem(last=True)",
-        "a full store throws away what it has just taken in",
+        "a full store evicts the object that it has just stored",
         ("tests/storage/test_backends.py::test_the_catalog_is_an_exact_lru",),
     ),
     Mutation(
@@ -158,7 +157,7 @@ BUGS: tuple[Mutation, ...] = (
         "                self._granted -= 1  # the place was promised to us: pass it on\n          "
         "      self._grant()\n",
         "                self._granted -= 1  # the place was promised to us: pass it on\n",
-        "the place of a cancelled sender is passed on to nobody: the next one waits for ever",
+        "the place of a cancelled sender is not passed on: the next sender waits without end",
         ("tests/actor/test_channel.py::test_exactly_once_under_cancellation_anywhere",),
     ),
     Mutation(
@@ -167,7 +166,7 @@ BUGS: tuple[Mutation, ...] = (
         "            if item is not None:\n                return item\n",
         "            if item is not None:\n                await asyncio.sleep(0)\n                "
         "return item\n",
-        "a get that is cancelled has taken an item that nobody sees",
+        "a get that is cancelled has taken an item that no receiver gets",
         ("tests/actor/test_channel.py::test_cancelling_a_parked_receiver_loses_nothing",),
     ),
     Mutation(
@@ -175,25 +174,25 @@ BUGS: tuple[Mutation, ...] = (
         "actor/jobs.py",
         "            await asyncio.wait(list(self.running), timeout=limit)\n",
         "            pass\n",
-        "an actor is restarted while copies of its last life still write",
+        "an actor is restarted while copies of its last incarnation still write",
         ("tests/actor/test_actor.py::test_an_actor_has_ended_when_its_jobs_have",),
     ),
     Mutation(
-        "letters_to_the_dead_are_read",
+        "messages_to_a_failed_actor_are_read",
         "actor/mailbox_loop.py",
         "        if envelope.incarnation != self._context.incarnation or envelope.abandoned:\n",
         "        if envelope.abandoned:\n",
-        "a restarted actor acts on what its last life was told",
+        "a restarted actor acts on messages to its last incarnation",
         (
             "tests/planted/test_gaps.py::test_messages_to_a_failed_actor_do_not_reach_its_next_incarnation",
         ),
     ),
     Mutation(
-        "survivors_hear_nothing",
+        "survivors_are_not_notified",
         "actor/supervisor.py",
         "            self._notify_survivors(group)\n",
         "",
-        "who waits for an answer of a dead actor waits for ever",
+        "an ask to an actor that failed waits without end",
         ("tests/cache/test_faults.py::test_any_actor_may_fail_at_any_time",),
     ),
     Mutation(
@@ -201,7 +200,8 @@ BUGS: tuple[Mutation, ...] = (
         "storage/backends/owned_batches.py",
         "key for key in (*corrupt, *missing) if",
         "key for key in missing if",
-        "a rotten object still counts as held after it was seen, and indexes do not hear of it",
+        "a rotten object still counts as held after a read of it failed, and its loss is not "
+        "reported to indexes",
         ("tests/planted/test_gaps_below.py::test_a_rotten_object_is_gone_with_the_first_look",),
     ),
     Mutation(
@@ -209,18 +209,18 @@ BUGS: tuple[Mutation, ...] = (
         "storage/backends/owned_batches.py",
         "await self._medium.erase([keys[i] for i in saved if keys[i] not in self._catalog])",
         "await self._medium.erase([])",
-        "what was being written when the store was cleared can be read afterwards",
+        "objects that were being written when the store was cleared can be read afterwards",
         (
             "tests/storage/test_store_format.py::test_a_batch_that_was_being_written_when_the_store_was_cleared_does_not_come_back",
         ),
     ),
     Mutation(
-        "admitted_with_open_questions",
+        "rank_admitted_with_open_requests",
         "data_plane/ranks/leader.py",
         "        rank.settle()  # a rank sends its identity when everything from before has "
         "ended\n",
         "",
-        "what a rank was asked before its process died is waited for for ever",
+        "the leader waits without end for answers of a rank whose process failed",
         (
             "tests/planted/test_gaps_below.py::test_requests_to_a_failed_rank_have_ended_when_it_is_back",
         ),
@@ -230,7 +230,7 @@ BUGS: tuple[Mutation, ...] = (
         "data_plane/ranks/store.py",
         "self._uncleared = len(done) < len(answers)",
         "self._uncleared = False",
-        "a rank that could not be asked to clear its store serves what was cleared",
+        "a rank that could not be asked to clear its store serves blocks from before the clear",
         (
             "tests/planted/test_gaps_below.py::test_nothing_is_written_beside_objects_that_could_not_be_cleared",
         ),

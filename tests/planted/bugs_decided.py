@@ -37,7 +37,7 @@ BUGS: tuple[Mutation, ...] = (
         self._index.pool.give(waiter.taken)
 """,
         "",
-        "blocks handed to somebody who stops waiting for the rest are lost",
+        "blocks promised to a request that stops waiting for the rest are lost",
         (
             "tests/cache/test_concurrent_requests.py::test_blocks_reported_as_cached_hold_their_bytes",
         ),
@@ -51,7 +51,7 @@ BUGS: tuple[Mutation, ...] = (
         """\
         lease.device_hits = again.num_device_blocks
 """,
-        "a request that waited and is matched again says more tokens are cached than are",
+        "a request that waited and is matched again reports more cached tokens than it has",
         (
             "tests/planted/test_gaps.py::test_a_load_that_completes_while_a_request_waits_is_counted_once",
         ),
@@ -63,7 +63,7 @@ BUGS: tuple[Mutation, ...] = (
             actions += self._evictions.discard(path.keys(start, start + resident))
 """,
         "",
-        "an exclusive host tier is never told that the device holds what it lent: slots leak",
+        "an exclusive host tier is not informed that the device holds a loaded block: slots leak",
         ("tests/cache/test_life.py::test_offload_and_load_bring_the_same_bytes_back",),
     ),
     Mutation(
@@ -117,7 +117,7 @@ BUGS: tuple[Mutation, ...] = (
         """\
         actions = self.announcements.cleared(Reason.RESTART)
 """,
-        "blocks that died with a rank's process are served as hits",
+        "blocks lost with a rank's process are served as hits",
         ("tests/planted/test_gaps.py::test_blocks_lost_with_a_rank_are_not_hits",),
     ),
     Mutation(
@@ -126,7 +126,7 @@ BUGS: tuple[Mutation, ...] = (
         "            self._perform(self.core.announcements.cleared(Reason.RESTART))",
         """\
             self.log.debug("restarted")""",
-        "after a restart of PrefixIndex indexes go on believing in blocks of its last life",
+        "after a restart of PrefixIndex indexes keep blocks of its last incarnation",
         (
             "tests/planted/test_gaps.py::test_blocks_of_a_failed_actor_are_sent_as_gone_before_any_is_announced_again",
         ),
@@ -179,7 +179,7 @@ BUGS: tuple[Mutation, ...] = (
         "cpu_evictor/load.py",
         "self._end() + self._release_from(0)",
         "self._end() + self._release_from(1)",
-        "a load that is cancelled leaves its first slot pinned for ever",
+        "a load that is cancelled leaves its first slot pinned without end",
         ("tests/cache/test_cancellation.py::test_cancelled_at_every_step",),
     ),
     Mutation(
@@ -197,7 +197,7 @@ BUGS: tuple[Mutation, ...] = (
         "cpu_evictor/policy/lru.py",
         "return self._order.values()",
         "return reversed(self._order.values())",
-        "the host evicts what was used last",
+        "the host evicts the most recently used blocks",
         ("tests/e2e/test_replay_oracle.py::test_hits_of_every_tier_equal_the_models[inclusive]",),
     ),
     Mutation(
@@ -213,7 +213,7 @@ BUGS: tuple[Mutation, ...] = (
         "cpu_evictor/memory.py",
         "block for block in found if block.state is not SlotState.TRANSIT and not block.arriving",
         "block for block in found if block.state is SlotState.RESIDENT and not block.arriving",
-        "what went back to the device stays in an exclusive host's slots",
+        "blocks that went back to the device stay in an exclusive host's slots",
         ("tests/cache/test_life.py::test_offload_and_load_bring_the_same_bytes_back",),
     ),
     Mutation(
@@ -230,27 +230,27 @@ BUGS: tuple[Mutation, ...] = (
         "cpu_evictor/actor.py",
         "self._perform([self.memory.announce_restart()])",
         'self.log.debug("a new life")',
-        "after a restart of CpuEvictor indexes go on believing in what its slots held",
+        "after a restart of CpuEvictor indexes keep the blocks of its slots",
         (
             "tests/planted/test_gaps.py::test_blocks_of_a_failed_actor_are_sent_as_gone_before_any_is_announced_again",
         ),
     ),
     Mutation(
-        "evicted_without_a_word",
+        "evicted_without_a_report",
         "cpu_evictor/memory.py",
         "        actions = self._report_gone(\n"
         "            [block for block in blocks if not block.dropped], Reason.CPU_EVICTION\n"
         "        )\n",
         "        actions = list[Action]()\n",
-        "indexes never hear that the host let go of blocks",
+        "evictions from the host are not reported to indexes",
         ("tests/cache/test_faults.py::test_host_watermarks_evict_ahead_of_need",),
     ),
     Mutation(
-        "children_told_before_parents",
+        "children_sent_before_parents",
         "flush_notifier/runs.py",
         "run.blocks[0].depth if run.resident else",
         "-run.blocks[0].depth if run.resident else",
-        "a sink hears of a block before it hears of the block's parent",
+        "a sink is sent a block before the block's parent",
         ("tests/flush_notifier/test_ledger.py",),
     ),
     Mutation(
@@ -258,7 +258,7 @@ BUGS: tuple[Mutation, ...] = (
         "flush_notifier/tasks.py",
         "        first.depth - 1,\n        len(run.blocks),\n",
         "        first.depth,\n        len(run.blocks),\n",
-        "every task says that it begins one block later than it does",
+        "every task gives a first block one greater than its own",
         ("tests/flush_notifier/test_ledger.py",),
     ),
     Mutation(
@@ -266,11 +266,11 @@ BUGS: tuple[Mutation, ...] = (
         "flush_notifier/sink_view.py",
         "                block.views[index] |= run.bit << UNSURE\n",
         "                block.views[index] |= 0\n",
-        "what a sink may have taken although its answer was lost is not taken back",
+        "tasks that a sink may have taken although its answer was lost are not corrected",
         ("tests/flush_notifier/test_ledger.py",),
     ),
     Mutation(
-        "refused_batch_counts_as_told",
+        "refused_batch_counts_as_delivered",
         "flush_notifier/deliveries.py",
         "self.batch.split(count if sound else 0)",
         "self.batch.split(len(self.batch.tasks))",
@@ -282,7 +282,7 @@ BUGS: tuple[Mutation, ...] = (
         "flush_notifier/actor.py",
         "        self.epoch = epoch + ref.incarnation\n",
         "        self.epoch = epoch\n",
-        "a new life of the notifier speaks in the last one's epoch",
+        "a new incarnation of the notifier sends in the last one's epoch",
         ("tests/flush_notifier/test_notifier.py",),
     ),
     Mutation(
@@ -290,7 +290,7 @@ BUGS: tuple[Mutation, ...] = (
         "prefix_index/loads.py",
         "load_ended(lease, load, 0, 0, owner=False)",
         "load_ended(lease, load, 0, 0, owner=True)",
-        "a request whose load hangs goes on in the very blocks that the copy may still write to",
+        "a request whose load hangs computes into the very blocks that the copy may still write to",
         (
             "tests/cache/test_faults.py::test_a_copy_that_hangs_costs_other_blocks_and_its_own_stay_out_of_use",
         ),
@@ -300,7 +300,7 @@ BUGS: tuple[Mutation, ...] = (
         "prefix_index/loads.py",
         "load.result is not None and (after is None or after.completed)",
         "load.result is not None",
-        "a block counts as cached although the load of its parent is still under way, and may fail",
+        "a block counts as cached although the load of its parent is still in flight, and may fail",
         ("tests/planted/test_gaps.py::test_a_load_counts_only_with_the_load_of_its_parent",),
     ),
     Mutation(
@@ -313,17 +313,17 @@ BUGS: tuple[Mutation, ...] = (
         """\
         self.saves.host_lost()
 """,
-        "blocks that were being saved when CpuEvictor died are never given back",
+        "blocks that were being saved when CpuEvictor failed are never given back",
         (
             "tests/planted/test_gaps.py::test_blocks_being_saved_when_the_host_tier_failed_are_released",
         ),
     ),
     Mutation(
-        "barrier_forgets_the_call_under_way",
+        "barrier_forgets_the_call_in_flight",
         "flush_notifier/barrier.py",
         "None if one.in_flight else one.view.clock",
         "one.view.clock",
-        "flush_settled returns although a call under way may leave something to be corrected",
+        "wait_flushed returns although a call in flight may leave something to be corrected",
         (
             "tests/flush_notifier/test_barrier.py::test_the_barrier_covers_corrections_of_an_unfinished_call",
         ),

@@ -105,7 +105,8 @@ BUGS: tuple[Mutation, ...] = (
         "        actions = request.job.on_probed(found if self._requests.may_read else 0)\n"
         "        self._requests.release_writes()\n",
         "        actions = request.job.on_probed(found if self._requests.may_read else 0)\n",
-        "a small store evicts what was just probed for the blocks that make space for it",
+        "a small store evicts the blocks that were just probed in favour of those evicted to make "
+        "space for them",
         (f"{MEMORY}::test_writes_of_the_eviction_for_a_read_come_after_it",),
     ),
     Mutation(

@@ -34,8 +34,8 @@ BUGS: tuple[Mutation, ...] = (
         "flush_notifier/blocks.py",
         "            if block.number:\n                yield block\n",
         "            yield block\n",
-        "what goes through all entries in steps meets some that were forgotten meanwhile, and "
-        "brings them back",
+        "a walk through all entries in steps meets some that were forgotten between two steps, "
+        "and brings them back",
         (
             "tests/flush_notifier/test_steps.py::test_the_order_of_entries_is_met_once_while_it_changes",
         ),
@@ -55,8 +55,7 @@ BUGS: tuple[Mutation, ...] = (
         "flush_notifier/sink_calls.py",
         '    except BaseException as error:\n        return described(error)\n    return ""\n',
         '    except Exception as error:\n        return described(error)\n    return ""\n',
-        "what a sink raises beside Exception ends the call's task with an error that nothing "
-        "contains",
+        "a sink's error beside Exception ends the call's task with an error that nothing contains",
         (
             "tests/flush_notifier/test_contained_sinks.py::test_a_close_that_fails_neither_ends_in_an_error_nor_keeps_other_sinks_open",
         ),
@@ -76,8 +75,8 @@ BUGS: tuple[Mutation, ...] = (
         "flush_notifier/deliveries.py",
         "sound = type(count) is int and 0 <= count <= len(self.batch.tasks) and self.begun",
         "sound = True",
-        "a count of taken tasks that makes no sense fails the notifier, or tasks count as sent "
-        "that were not",
+        "an impossible count of taken tasks fails the notifier, or tasks count as sent that were "
+        "not",
         (
             "tests/flush_notifier/test_contained_sinks.py::test_a_count_of_taken_tasks_that_makes_no_sense_counts_as_none",
         ),
@@ -87,7 +86,7 @@ BUGS: tuple[Mutation, ...] = (
         "flush_notifier/caller.py",
         "        tasks = tuple(one.batch.tasks)\n",
         "        tasks: Any = one.batch.tasks\n",
-        "a sink that changes the list of tasks changes what the ledger takes for sent",
+        "a sink that changes the list of tasks changes the ledger's record of the sent tasks",
         (
             "tests/flush_notifier/test_contained_sinks.py::test_a_sink_that_changes_its_batch_changes_its_own_copy",
         ),
@@ -97,7 +96,7 @@ BUGS: tuple[Mutation, ...] = (
         "system.py",
         "partial(close_sink, sink, self.config.flush.timeout)",
         "sink.close",
-        "leaving the cache raises what a sink raises when it is closed",
+        "leaving the cache raises the error that a sink raises when it is closed",
         (
             "tests/flush_notifier/test_contained_sinks.py::test_a_close_that_fails_neither_ends_in_an_error_nor_keeps_other_sinks_open",
         ),
@@ -126,7 +125,7 @@ BUGS: tuple[Mutation, ...] = (
         "flush_notifier/sinks/kv_sockets.py",
         "        socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_REQUEST)\n",
         "",
-        "a stranger's frame of a gigabyte is taken into memory",
+        "an unknown client's frame of a gigabyte is taken into memory",
         (
             "tests/flush_notifier/test_kv_exposure.py::test_a_large_frame_ends_its_connection_before_it_is_read",
         ),
@@ -156,7 +155,7 @@ BUGS: tuple[Mutation, ...] = (
         "zmq_endpoint.py",
         "        if int(port) > LAST_PORT:\n",
         "        if int(port) > 1000 * LAST_PORT:\n",
-        "port 99999 is taken as another one",
+        "port 99999 is accepted as another port",
         ("tests/flush_notifier/test_kv_exposure.py::test_an_endpoint_that_cannot_be_is_named",),
     ),
     Mutation(

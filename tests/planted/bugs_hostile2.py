@@ -48,7 +48,8 @@ BUGS: tuple[Mutation, ...] = (
         "storage/inspect.py",
         "            return file.read(meta.entry_bytes) == one.raw\n",
         "            return True\n",
-        "'store verify' reports objects as bad that the process which writes has removed meanwhile",
+        "'store verify' reports objects as bad that the writing process has removed during the "
+        "scan",
         ("tests/cli/test_store_command.py::test_only_what_the_table_still_has_can_be_bad",),
     ),
     Mutation(
@@ -56,7 +57,7 @@ BUGS: tuple[Mutation, ...] = (
         "storage/inspect.py",
         "generation != meta.generation:\n                return False",
         "generation < meta.generation:\n                return False",
-        "'store verify' reports objects as bad that were cleared meanwhile",
+        "'store verify' reports objects as bad that were cleared during the scan",
         ("tests/cli/test_store_command.py::test_only_what_the_table_still_has_can_be_bad",),
     ),
 )

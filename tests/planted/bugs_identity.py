@@ -72,7 +72,7 @@ BUGS: tuple[Mutation, ...] = (
         "attention_store.py",
         "or not 0 <= count <= most:",
         "or not 0 <= count:",
-        "an SDK that claims more blocks than it was asked for is believed",
+        "an SDK that claims more blocks than it was asked for is not refused",
         (
             "tests/storage/test_attention_store_identity.py::test_a_wrong_answer_is_a_miss_that_is_counted",
         ),

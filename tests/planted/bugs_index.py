@@ -39,7 +39,7 @@ BUGS: tuple[Mutation, ...] = (
         "prefix_index/loads.py",
         "        if load is not None and load.result is None:\n            load.layers",
         "        if load is not None:\n            load.layers",
-        "layers are called arrived of a load whose result says that its blocks did not",
+        "layers are reported as arrived of a load whose result reports their blocks as lost",
         ("tests/prefix_index/test_loads.py::test_layers_of_an_answered_load_are_ignored",),
     ),
     Mutation(
@@ -99,7 +99,7 @@ BUGS: tuple[Mutation, ...] = (
         "cpu_evictor/memory.py",
         "        if dropped:\n",
         "        dropped = [block for block in dropped if block.prefetched]\n        if dropped:\n",
-        "the index goes on thinking that the host holds what it has just told the host to drop",
+        "the index keeps a host hint for a block that it has just ordered the host to drop",
         (f"{TIERS}::test_a_hint_sent_before_a_discard_arrived_is_taken_back",),
     ),
     Mutation(
@@ -135,7 +135,7 @@ BUGS: tuple[Mutation, ...] = (
         "cpu_evictor/reports.py",
         "    return count if 0 <= count <= most else 0\n",
         "    return count\n",
-        "a probe that answers with a number beyond its keys or below 0 is believed",
+        "a probe's answer beyond its keys or below 0 is not refused",
         (f"{TIERS}::test_reports_within_their_limits_are_taken_as_they_are",),
     ),
     Mutation(

@@ -90,7 +90,7 @@ BUGS: tuple[Mutation, ...] = (
         "storage/worker.py",
         "            self.ref.try_tell(Recheck(keys, keys))\n",
         "            pass\n",
-        "no index is sent what a write stored that ended after its writer's restart",
+        "blocks stored by a write that ended after its writer's restart are not sent to any index",
         (
             "tests/cache/test_jobs_run_on.py::test_slots_that_a_call_to_a_store_accesses_are_not_handed_out_before_it_ends",
         ),

@@ -43,7 +43,7 @@ BUGS: tuple[Mutation, ...] = (
         "storage/inventory.py",
         "(key for key in self.catalog if key not in pending) if self.answerable else iter(())",
         "(key for key in self.catalog if key not in pending)",
-        "a check compares indexes with what a store has that this process does not answer for",
+        "a check compares indexes with blocks of a store for which this process does not answer",
         (
             "tests/storage/test_file_store.py::test_a_second_process_is_refused_with_the_holders_id_or_only_reads",
         ),

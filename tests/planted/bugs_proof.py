@@ -13,8 +13,8 @@ BUGS: tuple[Mutation, ...] = (
         "            bytes(block is not None and block.state is SlotState.RESIDENT for block in held)\n"
         "        )\n",
         "        return self._answer(bytes([keep]) * len(self._hashes))\n",
-        "a copy that the host evicted while AttentionStore wrote the same blocks is called kept: a "
-        "host hint that nothing takes back",
+        "a copy that the host evicted while AttentionStore wrote the same blocks is reported as "
+        "kept: a host hint that is never taken back",
         (
             "tests/simulation/test_direct.py::test_a_copy_evicted_during_a_direct_save_is_not_called_kept",
         ),
@@ -64,8 +64,8 @@ BUGS: tuple[Mutation, ...] = (
         "storage/reporter.py",
         "        if not outbox.waiting or not (held or gone):\n",
         "        if not outbox.waiting or held or gone:\n",
-        "a gain that waited for room in the notifier's lane enters it after another writer's loss "
-        "of the same block: sinks stay wrong",
+        "a gain that waited for a place in the notifier's channel enters it after another "
+        "writer's loss of the same block: sinks stay wrong",
         ("tests/storage/test_late_reports.py",),
     ),
     Mutation(

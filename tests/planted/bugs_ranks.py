@@ -31,7 +31,7 @@ BUGS: tuple[Mutation, ...] = (
         "    connection.limit = UNPROVEN_BYTES\n",
         '    sent it (`refuse`); an empty reason if it has the secret."""\n'
         "    connection.limit = MOST_BYTES\n",
-        "strangers fill the leader's memory with messages of many megabytes",
+        "unauthenticated clients fill the leader's memory with messages of many megabytes",
         (
             "tests/ranks/test_rank_security.py::test_a_stranger_makes_the_leader_read_no_more_than_a_small_message",
         ),
@@ -41,7 +41,7 @@ BUGS: tuple[Mutation, ...] = (
         "data_plane/ranks/entrance.py",
         "while len(self._unclaimed) >= UNCLAIMED + 2 * self._leader.config.count:",
         "while len(self._unclaimed) >= UNCLAIMED * 1000:",
-        "strangers hold any number of connections",
+        "unauthenticated clients hold any number of connections",
         (
             "tests/ranks/test_rank_security.py::test_strangers_cannot_hold_more_connections_than_the_limit_and_displace_no_rank",
         ),
@@ -100,8 +100,8 @@ BUGS: tuple[Mutation, ...] = (
         "data_plane/ranks/names.py",
         "        self.uneven = self.uneven or len(others | {generation}) > 1\n",
         "",
-        "after a clear that reached only some ranks, what the others kept is written over as one "
-        "object of two generations",
+        "after a clear that reached only some ranks, objects that the others kept are written "
+        "over as one object of two generations",
         (
             "tests/ranks/test_rank_clears.py::test_ranks_of_different_generations_hold_nothing_until_all_are_cleared",
         ),

@@ -26,8 +26,8 @@ BUGS: tuple[Mutation, ...] = (
         "flush_notifier/sinks/attention_store.py",
         "    repeats = True\n",
         "    repeats = False\n",
-        "AttentionStore's index is told that resident blocks are gone, for as long as it takes to "
-        "send everything again",
+        "AttentionStore's index is sent resident blocks as gone, for as long as it takes to send "
+        "everything again",
         (RESYNC + "test_attention_store_is_never_short_of_a_resident_block",),
     ),
     Mutation(
@@ -70,7 +70,7 @@ BUGS: tuple[Mutation, ...] = (
         "continue\n",
         "                number = window.first\n                continue\n",
         "a reader that lacks more than the window stays wrong for good: it misses removals, or "
-        "knows nothing of older blocks",
+        "has no older blocks",
         (TESTS + "test_a_request_for_more_than_is_kept_begins_where_it_asks_and_is_the_state",),
     ),
     Mutation(
@@ -78,7 +78,7 @@ BUGS: tuple[Mutation, ...] = (
         "flush_notifier/sinks/kv_state.py",
         "            tiers = changes.tiers(held) & ALL_TIERS.value\n",
         "            tiers = held.tiers & ALL_TIERS.value\n",
-        "a replay repeats or lacks what was published while the ledger was read: llm-d counts a "
+        "a replay repeats or lacks events published while the ledger was read: llm-d counts a "
         "block twice and never removes it",
         (TESTS + "test_the_state_has_the_last_published_batch_before_the_ledger_counts_it",),
     ),
@@ -87,7 +87,7 @@ BUGS: tuple[Mutation, ...] = (
         "flush_notifier/sinks/kv_state.py",
         "                    here = resident is holds\n",
         "                    here = resident\n",
-        "what is published while a state is made is in it, and comes once more after it",
+        "an event published while a state is made is in it, and is sent once more after it",
         (TESTS + "test_changes_are_looked_at_in_steps",),
     ),
     Mutation(
@@ -95,7 +95,7 @@ BUGS: tuple[Mutation, ...] = (
         "flush_notifier/sinks/kv_replay.py",
         "        fill = room - parts if publisher.fill and room - parts <= FILL else 0\n",
         "        fill = 0\n",
-        "an llm-d router that starts late refuses the replay and knows nothing of this node",
+        "an llm-d router that starts late refuses the replay and has no blocks of this node",
         (TESTS + "test_a_request_for_more_than_is_kept_begins_where_it_asks_and_is_the_state",),
     ),
     Mutation(
@@ -151,7 +151,7 @@ BUGS: tuple[Mutation, ...] = (
         "flush_notifier/sinks/kv_events.py",
         "            if stream.first < stream.sequence == number:\n",
         "            if stream.first == stream.sequence == number:\n",
-        "a router that starts while nothing changes knows nothing of this node",
+        "a router that starts while nothing changes has no blocks of this node",
         (TESTS + "test_an_idle_publisher_sends_heartbeats",),
     ),
     Mutation(
@@ -159,7 +159,8 @@ BUGS: tuple[Mutation, ...] = (
         "flush_notifier/sinks/kv_events.py",
         "                self.num_acknowledged = done\n",
         "",
-        "what a call published before its time was over is published again: llm-d counts it twice",
+        "events that a call published before its time was over are published again: llm-d counts "
+        "them twice",
         (TESTS + "test_a_call_that_is_cancelled_counts_what_it_published",),
     ),
 )

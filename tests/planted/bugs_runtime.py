@@ -25,7 +25,7 @@ BUGS = (
         "actor/uncancelled.py",
         "                cancelled = error\n            except BaseException:",
         "            except BaseException:",
-        "a cancelled task goes on as if nothing had happened",
+        "a cancelled task continues",
         (f"{LEAKED}::test_uncancelled_work_ends_and_the_cancellation_is_raised_then",),
     ),
     Mutation(
@@ -41,7 +41,7 @@ BUGS = (
         "device/arena.py",
         "        if self._touching:\n            self.keep()\n",
         "",
-        "a thread writes to memory that is not mapped any more",
+        "a thread writes to unmapped memory",
         ("tests/device/test_arena.py::test_memory_that_a_thread_touches_stays_mapped",),
     ),
     Mutation(
@@ -121,7 +121,7 @@ BUGS = (
         "        if (failure := self.supervisor.failure()) is not None:\n            raise "
         "failure\n",
         "        await self._leave(task, started, leave, clean=True)\n",
-        "a program whose cache failed ends as if all had been well",
+        "a program whose cache failed ends without an error",
         (f"{DEGRADED}::test_a_failed_cache_raises_in_every_call_and_at_its_end",),
     ),
     Mutation(
@@ -138,7 +138,7 @@ BUGS = (
         "shutdown.py",
         "        if self.waits.abandoned:\n            self.arena.keep()\n",
         "        if self.waits.abandoned:\n",
-        "a disk that answers at last writes to memory that is not mapped any more",
+        "a disk that answers late writes to unmapped memory",
         (f"{CLOSE}::test_it_ends_in_time_while_a_disk_hangs_and_memory_in_use_stays_mapped",),
     ),
     Mutation(
@@ -154,7 +154,7 @@ BUGS = (
         "observe/invariants.py",
         "        if system.in_flight.begun != begun:\n            return\n",
         "",
-        "check() reports a violation under load that is none",
+        "check() reports a false violation under load",
         (
             "tests/observe/test_invariants.py::test_a_comparison_ends_when_the_system_is_not_at_rest_any_more",
         ),
@@ -182,7 +182,7 @@ BUGS = (
         "actor/outbox.py",
         '                to.instruments.notify("sent", to, envelope, turn)\n',
         '                to.instruments.notify("sent", to, envelope, None)\n',
-        "messages that waited for room cannot be traced to the request that caused them",
+        "messages that waited in an outbox cannot be traced to the request that caused them",
         (f"{INSTRUMENT}::test_every_message_is_traced_to_the_ask_that_caused_it",),
     ),
     Mutation(
@@ -206,7 +206,7 @@ BUGS = (
         "actor/handlers.py",
         "    if not any(_takes(one, message) for one in members_of(annotation)):\n",
         "    if not members_of(annotation):\n",
-        "a handler is given messages whose fields it does not know",
+        "a handler is given messages with fields that it does not handle",
         (f"{TYPES}::test_a_union_that_lacks_a_message_is_refused",),
     ),
     Mutation(
@@ -214,7 +214,7 @@ BUGS = (
         "invariant.py",
         "    if not holds:\n        raise AssertionError(otherwise)\n",
         "    assert holds, otherwise\n",
-        "under python -O cache.check() reports nothing, whatever is damaged",
+        "under python -O cache.check() reports nothing, even for damaged structures",
         ("tests/test_optimized.py::test_damage_is_found_without_assert_statements",),
     ),
 )

@@ -46,7 +46,7 @@ BUGS: tuple[Mutation, ...] = (
         self._index.sweep()
         return []
 """,
-        "after its first step nothing brings back what a clear left, and its memory stays",
+        "after its first step a sweep frees nothing more of a cleared tree, and its memory stays",
         (
             f"{CLEAR}::test_the_turn_of_a_clear_returns_nothing_and_later_turns_return_a_bounded_number_of_blocks",
         ),
@@ -81,7 +81,7 @@ BUGS: tuple[Mutation, ...] = (
         "            if self._path.num_committed > before:\n                self._give_up()  # "
         "some of it has happened\n",
         "",
-        "a cancelled call has happened in part, and the lease does not say so",
+        "a cancelled call has happened in part, and the lease does not raise",
         (
             f"{COMMIT}::test_a_commit_cancelled_between_its_parts_ends_the_lease_and_keeps_the_parts",
         ),

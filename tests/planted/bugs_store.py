@@ -55,7 +55,7 @@ BUGS: tuple[Mutation, ...] = (
         "storage/backends/slab_files.py",
         "meta = msgspec.structs.replace(self.meta, generation=generation)",
         "meta = self.meta",
-        "what was cleared is found again by the next process",
+        "cleared objects are found again by the next process",
         (f"{FORMAT}::test_a_clear_is_durable_when_it_returns",),
     ),
     Mutation(
@@ -95,7 +95,7 @@ BUGS: tuple[Mutation, ...] = (
         '        and xxhash.xxh3_64_intdigest(page[:BODY]).to_bytes(8, "little") == page[BODY:]\n'
         "    ):\n",
         '    if len(page) == PAGE and page[BODY:] != b"\\n" * 8:\n',
-        "a flipped bit in the first page of the table is taken for what was written",
+        "a flipped bit in the first page of the table is read as data",
         (f"{FORMAT}::test_every_bit_of_the_first_page_may_flip",),
     ),
     Mutation(
@@ -167,7 +167,7 @@ BUGS: tuple[Mutation, ...] = (
         "storage/containment.py",
         "if not isinstance(found, bytes | bytearray) or len(found) != count:",
         "if not isinstance(found, bytes | bytearray):",
-        "outcomes that a back end left out are not seen as failures",
+        "outcomes that a back end left out do not count as failures",
         (f"{CHECKED}::test_read_reports_that_do_not_fit_are_no_hits",),
     ),
     Mutation(
@@ -175,7 +175,8 @@ BUGS: tuple[Mutation, ...] = (
         "storage/containment.py",
         "            if task is not None and task.cancelling():\n",
         "            if task is not None:\n",
-        "a CancelledError out of a client library is taken for our own, and no answer comes",
+        "a CancelledError out of a client library counts as a cancellation of the job, and no "
+        "answer is sent",
         (f"{CHECKED}::test_our_own_cancellation_passes_and_a_leaked_one_does_not",),
     ),
     Mutation(
@@ -201,17 +202,17 @@ BUGS: tuple[Mutation, ...] = (
         "storage/clears.py",
         "        return bool(self.running) or self.pending\n",
         "        return bool(self.running)\n",
-        "after a clear that failed the store serves what was to be cleared",
+        "after a clear that failed the store serves objects that it should have cleared",
         (
             "tests/storage/test_contract.py::TestMemory::test_a_clear_that_fails_is_an_error_and_nothing_is_found_until_one_succeeds",
         ),
     ),
     Mutation(
-        "breaker_opens_without_a_word",
+        "breaker_opens_without_a_log_event",
         "storage/breaker.py",
         "            log.warning(\n",
         "            log.debug(\n",
-        "a store that fails is left alone and no warning is logged",
+        "a failing store is left alone without a logged warning",
         (f"{HEALS}::test_the_breaker_logs_each_change_once_with_its_reason",),
     ),
     Mutation(
@@ -251,8 +252,7 @@ BUGS: tuple[Mutation, ...] = (
         "storage/backends/slab_files.py",
         "        if error.errno != errno.EINVAL:\n",
         "        if error.errno != errno.EINVAL or not self.direct:\n",
-        "of several threads to which direct I/O is refused at once, all but one lose what they "
-        "write",
+        "of several threads to which direct I/O is refused at once, all but one lose their writes",
         (
             "tests/storage/test_file_store.py::test_threads_that_find_out_together_that_direct_io_is_refused_all_write",
         ),

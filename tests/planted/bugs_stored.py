@@ -41,7 +41,7 @@ BUGS: tuple[Mutation, ...] = (
         "storage/reporter.py",
         "return self.pages.active or self.paths.active or starting",
         "return self.paths.active or starting",
-        "flush_settled(at_rest=False) right after opening returns before the store's blocks were "
+        "wait_flushed(at_rest=False) right after opening returns before the store's blocks were "
         "reported",
         (f"{PAGES}::test_a_flush_waits_for_every_page_of_the_report_at_the_start",),
     ),
@@ -84,7 +84,7 @@ BUGS: tuple[Mutation, ...] = (
         "storage/backends/slab_lineage.py",
         "    return found if found.key() == key else None\n",
         "    return found\n",
-        "a stored block is announced with tokens that are not its own",
+        "a stored block is announced with another block's tokens",
         (f"{RESTART}::test_damaged_lineages_cost_the_announcement_of_their_paths_only",),
     ),
     Mutation(
@@ -92,7 +92,7 @@ BUGS: tuple[Mutation, ...] = (
         "storage/reporter.py",
         "return self.pages.active or self.paths.active or starting",
         "return self.pages.active or starting",
-        "flush_settled(at_rest=False) right after opening returns before the paths of stored "
+        "wait_flushed(at_rest=False) right after opening returns before the paths of stored "
         "blocks were sent",
         (f"{RESTART}::test_stored_blocks_are_announced_after_a_restart",),
     ),
@@ -113,7 +113,7 @@ BUGS: tuple[Mutation, ...] = (
         (f"{RESTART}::test_a_cache_that_closes_does_not_read_the_rest",),
     ),
     Mutation(
-        "rank_believed_about_paths",
+        "paths_from_a_rank_are_not_checked",
         "data_plane/ranks/store.py",
         "        return [part for part in answers[0].paths if proved(part)]\n",
         "        return list(answers[0].paths)\n",
@@ -127,7 +127,7 @@ BUGS: tuple[Mutation, ...] = (
         "flush_notifier/unnamed.py",
         "            if key in unnamed.tiers and size == ledger.block_bytes:\n",
         "            if key not in tree.blocks and size == ledger.block_bytes:\n",
-        "blocks that are nowhere get entries because a store has kept what their hashes are made of",
+        "blocks on no tier get entries because a store has kept the inputs of their hashes",
         (
             "tests/storage/test_restart_announces.py::test_names_of_blocks_that_are_nowhere_are_ignored",
         ),
@@ -138,8 +138,8 @@ BUGS: tuple[Mutation, ...] = (
         "                if self._by_key.get(key) is entry:\n"
         "                    del self._by_key[key]\n",
         "                del self._by_key[key]\n",
-        "two batches with a key in common, in a small store: what the second wrote and evicted is "
-        "not reported",
+        "two batches with a key in common, in a small store: blocks that the second wrote and "
+        "evicted are not reported",
         (
             "tests/storage/test_overlapping_batches.py::test_a_key_that_does_not_fit_may_be_in_several_batches",
         ),

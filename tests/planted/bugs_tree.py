@@ -49,7 +49,7 @@ BUGS: tuple[Mutation, ...] = (
         "flush_notifier/runs.py",
         "            not run.resident,\n",
         "            run.resident,\n",
-        "a block that moves between tiers is nowhere for a moment, and an index drops what is "
+        "a block that moves between tiers is nowhere for a moment, and an index drops the blocks "
         "below it",
         (f"{TESTS}::test_a_block_that_moves_between_tiers_is_never_nowhere",),
     ),
@@ -116,7 +116,7 @@ BUGS: tuple[Mutation, ...] = (
         "        actions += self._report_gone(victims[shed:], Reason.CPU_EVICTION)\n"
         "        for block in victims[shed:]:\n"
         "            host.move",
-        "a block on its way to storage is announced nowhere, and indexes drop what is below it",
+        "a block on its way to storage is announced nowhere, and indexes drop the blocks below it",
         ("tests/cache/test_never_nowhere.py::test_from_the_host_to_storage",),
     ),
     Mutation(

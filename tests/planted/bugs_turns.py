@@ -118,7 +118,7 @@ BUGS: tuple[Mutation, ...] = (
         """\
         return not envelope.abandoned and message.path.root == self._roots.root(message.scope)
 """,
-        "a long request that was being admitted hits what has been cleared",
+        "a long request that was being admitted hits cleared blocks",
         (
             TURNS
             + "test_a_request_between_two_parts_does_not_hit_what_was_cleared_or_is_of_another_namespace",
@@ -137,7 +137,7 @@ BUGS: tuple[Mutation, ...] = (
         """\
         return not envelope.abandoned and tree is self._index.tree
 """,
-        "a long request that was being admitted hits what other weights have computed",
+        "a long request that was being admitted hits blocks computed with other weights",
         (
             TURNS
             + "test_a_request_between_two_parts_does_not_hit_what_was_cleared_or_is_of_another_namespace",

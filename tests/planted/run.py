@@ -34,7 +34,7 @@ from rich.table import Column, Table
 ROOT = Path(__file__).resolve().parents[2]
 TREE = ("kvactors", "tests", "docs", "scenarios", "pyproject.toml", "README.md")
 LIMIT = 200.0
-"""Seconds for a mutation's tests; a hang is seen by then."""
+"""Seconds for a mutation's tests, enough to detect a hang."""
 
 TEST_LIMIT = 60
 """Seconds for one of them (pytest-timeout)."""
@@ -97,8 +97,8 @@ def source_of(mutation: Mutation, tree: Path = ROOT) -> str:
 
 
 def copy_tree(to: Path) -> Path:
-    """The package, its tests and what these read, in a folder of its own; with the native module
-    that is used here."""
+    """Copy the package, its tests and the files they read into a separate folder, with the native
+    module in use."""
     for name in TREE:
         here = ROOT / name
         if here.is_dir():
@@ -127,14 +127,14 @@ def copy_tree(to: Path) -> Path:
 
 
 def environment_of(tree: Path) -> dict[str, str]:
-    """In which a copy comes before any other kvactors; caches would confuse a file with what it was
-    a second ago."""
+    """The environment in which a copy is imported before any other kvactors. No bytecode caches:
+    they would confuse a file with its version of a second ago."""
     mine = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     return {**mine, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0"}
 
 
 def run_tests(tree: Path, catchers: Sequence[str], options: Sequence[str], limit: float) -> Verdict:
-    """Run tests in a copy for `limit` seconds at most; nothing outside it can be imported in its
+    """Run tests in a copy for `limit` seconds at most. Nothing outside it can be imported in its
     place."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="planted-tests-") as scratch:
@@ -162,13 +162,14 @@ def run_tests(tree: Path, catchers: Sequence[str], options: Sequence[str], limit
             except subprocess.TimeoutExpired:
                 os.killpg(
                     process.pid, signal.SIGKILL
-                )  # a session of its own: this ends its children as well
+                )  # a separate session: this ends its children as well
                 output, code = process.communicate()[0], None
     return verdict_of(code, output, time.monotonic() - began)
 
 
 def verdict_of(code: int | None, output: str, seconds: float) -> Verdict:
-    """What pytest's exit status and words mean: 1 is a test that failed, 2 to 5 are tests that
+    """The meaning of pytest's exit status and output: 1 is a test that failed, 2 to 5 are tests
+    that
     could not be run. None: killed."""
     found = re.findall(r"^(?:FAILED|ERROR) (tests/\S+?::.*?)(?: - (.*))?$", output, re.MULTILINE)
     failing = tuple(test for test, _ in found)

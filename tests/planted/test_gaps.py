@@ -18,7 +18,7 @@ HOST = {"slots": 8, "transit_slots": 16}
 
 
 class Unwelcome(Control, frozen=True, eq=False):
-    """No actor handles it: whoever gets it dies."""
+    """A message that no actor handles: its receiver fails."""
 
 
 class Held:
@@ -50,8 +50,8 @@ async def until(condition):
 
 
 async def test_a_load_that_completes_while_a_request_waits_is_counted_once():
-    """y shares x's load of six blocks, and would load two more, but has no room yet. When it gets
-    some, the six are on the device."""
+    """y shares x's load of six blocks, and would load two more, but has no blocks for them yet.
+    When it gets them, the six are on the device."""
     async with opened(device=24, host={"slots": 48, "transit_slots": 16}) as cache:
         await serve(cache, "a", prompt(1, 8))
         await serve(cache, "b", prompt(2, 24))
@@ -204,7 +204,7 @@ class Note(Message, frozen=True, eq=False):
 
 
 class Fragile(Actor):
-    """It dies of a 0."""
+    """Fails on a 0."""
 
     ROLE = "fragile"
 
@@ -218,7 +218,7 @@ class Fragile(Actor):
 
 
 def test_messages_to_a_failed_actor_do_not_reach_its_next_incarnation():
-    """Senders that were parked put their messages when there is room: into the next life's
+    """Parked senders put their messages when the channel has a place: into the next incarnation's
     channel."""
 
     async def main() -> None:

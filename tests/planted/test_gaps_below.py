@@ -96,7 +96,7 @@ async def test_a_rotten_object_is_gone_with_the_first_look():
 
 @asynccontextmanager
 async def slow_files(folder):
-    """A file store with one object; a read of it lasts until `shut` is empty."""
+    """A file store with one object. A read of it lasts until `shut` is empty."""
     store, arena, shut, begun = FileBackend(folder, bytes(32), 5000), Arena(4, 5000), [True], []
     await store.open()
     await store.attach(arena)
@@ -120,7 +120,7 @@ async def slow_files(folder):
 
 
 async def test_a_cancelled_read_has_ended_when_it_returns(tmp_path):
-    """Its slot is somebody else's from then on."""
+    """Its slot may be given to another object from then on."""
     async with slow_files(tmp_path) as (store, arena, shut, begun):
         reading = asyncio.create_task(store.read([key(1)], [arena.view(1)], never))
         await until(lambda: begun)
@@ -156,13 +156,13 @@ SCOPE = StoreIdentity("model", "default", bytes(32), 0, 1)
 
 
 async def introduce(theirs) -> None:
-    """What a rank sends before it is admitted."""
+    """Send a rank's messages up to its admission."""
     assert await check_leader(theirs, Secret(""))
     theirs.send(Identity(0, 1, "model", "default", "none", bytes(32), 4, 4))
 
 
 class Answers(RankGroup):
-    """A group whose ranks answer as told."""
+    """A group whose ranks give preset answers."""
 
     healthy = True
 
@@ -210,8 +210,8 @@ async def test_nothing_is_written_beside_objects_that_could_not_be_cleared():
 
 
 def test_requests_to_a_silent_rank_stay_open_until_it_answers():
-    """It may have stopped in the middle of a copy: nobody may use those blocks before it says that
-    it is over."""
+    """It may have stopped in the middle of a copy: those blocks stay unused until it reports the
+    end of the copy."""
 
     async def main() -> None:
         group = RankGroup(RanksConfig(count=1, timeout=0.5), SCOPE, 4, 4)
@@ -238,7 +238,7 @@ def test_requests_to_a_silent_rank_stay_open_until_it_answers():
 
 
 def test_requests_to_a_failed_rank_have_ended_when_it_is_back():
-    """It says hello when nothing from before is under way; nobody answers for it."""
+    """It sends Hello when no earlier work is in flight, and no other component answers for it."""
 
     async def main() -> None:
         group = RankGroup(RanksConfig(count=1, timeout=0.5), SCOPE, 4, 4)

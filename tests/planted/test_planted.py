@@ -1,4 +1,4 @@
-"""The planted bugs still fit the code, and a few of them are really planted; `run.py` does all of
+"""The planted bugs still fit the code, and a few of them are really planted. `run.py` plants all of
 them."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Ranks on the loop of virtual time: each behind a relay that can hold, cut and delay what it and
-its leader say to each other."""
+"""Ranks on the loop of virtual time: each behind a relay that can hold, cut and delay messages
+between it and its leader."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ENDPOINT = "memory://leader"
 
 
 def settings(count: int = 2, **over) -> Config:
-    """Small tiers, so that everything moves. The store is the ranks' own: "file" only says that
+    """Small tiers, so that everything moves. The store is the ranks' own: "file" only means that
     there is one."""
     parts = {
         "cache": CacheConfig(model="m", block_size=BLOCK, deadline=10.0),
@@ -54,14 +54,14 @@ def stored(**options) -> StorageConfig:
 
 
 class Disk(MemoryBackend):
-    """What it holds outlives the process."""
+    """A store whose objects outlive the process."""
 
     async def close(self) -> None:
         pass
 
 
 class Rank:
-    """One rank. Its store outlives a restart; its device and arena do not. held: no message goes
+    """One rank. Its store outlives a restart, its device and arena do not. held: no message goes
     through. lag: seconds a message takes."""
 
     def __init__(self, config: Config, number: int) -> None:
@@ -84,7 +84,7 @@ class Rank:
         self.device = None
 
     async def start(self) -> None:
-        """A new life with empty memory."""
+        """Start the process, with empty memory."""
         if self.listener is None:
             self.listener = Listener(self._relay)
             await self.listener.start(f"{ENDPOINT}-{self.number}")
@@ -102,7 +102,7 @@ class Rank:
         )
 
     async def kill(self) -> None:
-        """The process dies."""
+        """The process is killed."""
         if self.serving is not None:
             self.serving.cancel()
             await asyncio.gather(self.serving, return_exceptions=True)
@@ -164,7 +164,7 @@ def prompt(family: int, blocks: int, more: int = 1) -> list[int]:
 
 
 def compute(lease, ranks, first: int, full: int) -> None:
-    """What an engine does with blocks [first, full) on every rank."""
+    """Compute blocks [first, full) on every rank, as an engine does."""
     keys = lease.keys(first, full)
     for rank in ranks:
         rank.device.fill(lease.block_table[first:full], keys_on_rank(keys, rank.number))
@@ -181,7 +181,7 @@ def wrong(lease, ranks, count: int) -> list[int]:
 
 
 class Engine:
-    """Serves prompts of shared prefixes; every cached block is checked on every rank before it is
+    """Serves prompts of shared prefixes. Every cached block is checked on every rank before it is
     used."""
 
     def __init__(self, cache, ranks, seed: int) -> None:
@@ -193,7 +193,7 @@ class Engine:
         self.bad: list[str] = []
 
     async def serve(self, tokens: list[int], how: str = "finish") -> None:
-        """One request; `how` it ends. What a lost rank does to it ends it, and nothing else."""
+        """One request. how: its end. A lost rank may end it, any other error is raised."""
         try:
             async with await self.cache.acquire(f"r{self.served}", tokens, deadline=5.0) as lease:
                 lives = [rank.serving for rank in self.ranks]
@@ -203,13 +203,13 @@ class Engine:
                 await asyncio.sleep(self.rng.random() * 0.05)
                 cached, full = lease.cached_tokens // BLOCK, len(tokens) // BLOCK
                 if any(rank.serving is None for rank in self.ranks):
-                    raise kvactors.RankLost("nobody computes without all of its workers")
+                    raise kvactors.RankLost("no engine computes without all of its workers")
                 found = wrong(lease, self.ranks, cached)
                 compute(lease, self.ranks, cached, full)
                 await asyncio.sleep(self.rng.random() * 0.05)
                 if found:
                     await asyncio.sleep(1.0)
-                await lease.commit(full * BLOCK)  # RankLost says that the bytes may be gone
+                await lease.commit(full * BLOCK)  # RankLost: the bytes may be gone
                 if found and lives == [rank.serving for rank in self.ranks]:
                     self.bad.append(
                         f"{lease.request_id}: blocks {found} of {cached} at "

@@ -1,5 +1,5 @@
 """Random bytes and random messages from an authenticated rank: its connection ends, nothing else
-does, and no operation hangs or is believed."""
+does, no operation hangs, and no false answer counts."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def test_every_message_survives_its_encoding():
 @settings(max_examples=60, deadline=None)
 @given(st.lists(MESSAGES, min_size=1, max_size=6))
 def test_random_messages_of_a_rank_harm_only_its_connection(messages):
-    """Copies, reads and writes are open while rank 0 sends anything; then it is replaced by one
-    that behaves."""
+    """Copies, reads and writes are open while rank 0 sends anything. Then it is replaced by a
+    correct one."""
 
     async def main() -> None:
         async with opened(A, A) as (group, store, wires):

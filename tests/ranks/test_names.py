@@ -118,7 +118,7 @@ def test_a_shard_of_ten_million_names_is_a_slice():
     )
 )
 def test_names_against_a_model(steps):
-    """Ranks join in any order, with pages of any size, while names are taken; some go away before
+    """Ranks join in any order, with pages of any size, while names are taken. Some leave before
     their last page."""
     names, model, joined, told = RankNames(3), None, set(), set()
     for rank, stored, taken, abandoned in steps:
@@ -239,7 +239,7 @@ def test_a_rank_that_stalls_while_it_joins_lets_the_others_join():
 
 
 async def test_two_hundred_thousand_names_over_a_socket(tmp_path):
-    """Real sockets, two ranks; the second lacks every third name."""
+    """Real sockets, two ranks. The second lacks every third name."""
     total = 200_000
     endpoint = f"unix://{tmp_path}/ranks"
     group: RankGroup = group_at(endpoint, start=300.0, timeout=60.0)

@@ -49,7 +49,7 @@ def config(folder) -> kvactors.Config:
 
 @asynccontextmanager
 async def opened(folder):
-    """A leader and two ranks with stores of their own."""
+    """A leader and two ranks with separate stores."""
     settings = config(folder)
     layout = make_layout(settings.layout, BLOCK)
     serving = [

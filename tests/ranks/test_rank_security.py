@@ -1,4 +1,4 @@
-"""What strangers can do at the endpoint of ranks: nothing, with bounded memory, counted and logged
+"""Unauthenticated clients at the endpoint of ranks: refused with bounded memory, counted and logged
 once."""
 
 from __future__ import annotations

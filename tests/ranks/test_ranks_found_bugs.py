@@ -121,7 +121,7 @@ def test_blocks_computed_before_an_unseen_restart_of_a_rank_do_not_count():
             await Engine(cache, ranks, 0).run(10)
             await ranks[1].kill()
             await asyncio.sleep(1.0)
-            ranks[1].flows.clear()  # its hello is under way
+            ranks[1].flows.clear()  # its Hello is in flight
             await ranks[1].start()
             await asyncio.sleep(1.0)
             lease = await cache.acquire("a", prompt(50, 3))

@@ -1,5 +1,5 @@
-"""Ranks whose stores are a pool of many nodes': what one leader's ranks wrote, another's find, and
-nobody announces it as this node's."""
+"""Ranks whose stores are a pool of many nodes: blocks written by one leader's ranks are found by
+another's, and no leader announces them as its own."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ PROMPT = list(range(BLOCK * BLOCKS + 1))
 
 
 async def life(stores, lacking=()):
-    """One leader with two ranks serves the prompt; the blocks it found in storage, and how many
-    were wrong."""
+    """One leader with two ranks serves the prompt. Returns the blocks it found in storage, and how
+    many were wrong."""
     layout = make_layout(CONFIG.layout, BLOCK)
     ranks = [
         SimRank(CONFIG, number, store=store, latency=lambda: 0.001)

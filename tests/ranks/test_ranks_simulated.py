@@ -134,7 +134,7 @@ def test_a_lease_granted_before_a_loss_raises_and_leaks_nothing(end):
             await engine.run(40)
             held = [await cache.acquire(f"h{f}", prompt(f, 2), deadline=60.0) for f in range(2)]
             for rank in ranks:
-                rank.lag = lambda: 0.05  # the loads of this one are under way
+                rank.lag = lambda: 0.05  # the loads of this request stay in flight
             pending = await cache.acquire("pending", prompt(0, 3), deadline=60.0)
             ranks[1].flows.clear()
             waits = (

@@ -28,7 +28,7 @@ from tests.ranks.simulated import (
 
 
 async def store_operation(group, store, wires):
-    """A read of one object that rank 1 has answered and rank 0 has not; with its number."""
+    """A read of one object that rank 1 has answered and rank 0 has not, and its number."""
     reading = asyncio.ensure_future(store.read_slots([A], None, [0], lambda: False))
     asked = [await wire.receive() for wire in wires]
     assert all(isinstance(message, StoreObjects) for message in asked)
@@ -134,7 +134,7 @@ def config(**over):
 
 
 async def served(cache, ranks, tokens) -> int:
-    """One request; the cached blocks."""
+    """Serve one request. Returns the cached blocks."""
     async with await cache.acquire("a", tokens, deadline=2.0) as lease:
         await lease.wait_ready()
         compute(lease, ranks, lease.cached_tokens // BLOCK, len(tokens) // BLOCK)

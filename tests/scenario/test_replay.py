@@ -1,4 +1,4 @@
-"""Replay: real bytes, verified; sequential and timed."""
+"""Replay: real bytes, verified, sequential and timed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a scenario file may say, and what is said about one that may not."""
+"""Scenario files: the accepted settings, and the errors about others."""
 
 from __future__ import annotations
 

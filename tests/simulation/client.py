@@ -77,7 +77,7 @@ class CacheClient:
         if world.closing:
             return
         kinds = {fault.kind for fault in world.drawn.plan.fault}
-        crashed = world.recorder.died > 0
+        crashed = world.recorder.failures > 0
         unfounded = (
             (isinstance(error, ActorFailed | LeaseEnded) and not crashed)
             or (isinstance(error, RankLost) and not kinds & {"rank_cut", "rank_lost"})

@@ -82,9 +82,9 @@ def _supervision(world: World) -> None:
     deaths = supervisor.statistics().deaths
     if supervisor.failed is not None:
         world.violated(f"the system failed: {supervisor.failed!r}")
-    if deaths != world.recorder.died:
+    if deaths != world.recorder.failures:
         world.violated(
-            f"{deaths} deaths, {world.recorder.died} by plan; the last: "
+            f"{deaths} deaths, {world.recorder.failures} by plan; the last: "
             f"{supervisor.statistics().last_death}"
         )
 

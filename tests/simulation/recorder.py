@@ -43,7 +43,7 @@ class PlannedDeath(InjectedFailure):
 
 
 class Recorder(Instrument):
-    """crashes: of the plan, by actor. died: those that happened. seen: see `SeedReport`. keep:
+    """crashes: of the plan, by actor. failures: how many happened. seen: see `SeedReport`. keep:
     lines of the trace that are kept. step: of a ledger, the notifier's own if None."""
 
     def __init__(self, crashes: list[Fault], keep: int = 200, step: int | None = None) -> None:
@@ -52,7 +52,7 @@ class Recorder(Instrument):
         self.lines: deque[str] = deque(maxlen=keep)
         self.digest = xxhash.xxh3_128()
         self.turns: Counter[str] = Counter()
-        self.died = 0
+        self.failures = 0
         self._step = step
         self._wanted: dict[int, int] = {}  # blocks, by the load's number
         self._armed: dict[str, str] = {}  # actors that fail at their next message of a type
@@ -107,9 +107,9 @@ class Recorder(Instrument):
             self._die(receiver, f"after {kind}")
 
     def _die(self, actor: ActorRef, when: str) -> NoReturn:
-        self.died += 1
+        self.failures += 1
         self.seen[f"crash {actor.role} {when}"] += 1
-        raise PlannedDeath(f"{actor.name} dies at turn {self.turns[actor.name]}, {when}")
+        raise PlannedDeath(f"{actor.name} fails at turn {self.turns[actor.name]}, {when}")
 
     def _see_load(self, message: Message) -> None:
         if isinstance(message, Load):

@@ -385,7 +385,7 @@ async def test_ranks_answer_late_fall_silent_are_cut_off_and_lose_their_memory()
         await asyncio.sleep(0.01)
     await settled(group)
     assert group.statistics()[0].losses == 1
-    assert ranks[0].lives == 1
+    assert ranks[0].starts == 1
 
     device = ranks[0].device
     device.failing = 1
@@ -399,7 +399,7 @@ async def test_ranks_answer_late_fall_silent_are_cut_off_and_lose_their_memory()
     await ranks[0].start()
     await settled(group)
     assert ranks[0].device is not device
-    assert ranks[0].lives == 2
+    assert ranks[0].starts == 2
     await group.close()
     for rank in ranks:
         await rank.close()

@@ -265,7 +265,7 @@ class Frail(Actor):
 
     @on(Die)
     def die(self, message):
-        raise RuntimeError("dead")
+        raise RuntimeError("planted")
 
 
 class Busy(Actor):

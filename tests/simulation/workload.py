@@ -257,7 +257,7 @@ class Served:
         if what:
             await self.client.ask(what, calls[what], 2.0)
             self.world.violated(f"{what} of a lease of a dead index was answered")
-        raise LeaseEnded("the index of this lease has died")
+        raise LeaseEnded("the index of this lease has failed")
 
     async def verify(self, what: str) -> None:
         """Every block of the lease holds what it must."""
@@ -276,7 +276,7 @@ class Served:
         """Wrong bytes are a violation, unless a rank lost its memory and the cache reports it
         before the lease is used."""
         world, lease = self.world, self.lease
-        gone = any(rank.serving is None or rank.lives > 1 for rank in world.ranks)
+        gone = any(rank.serving is None or rank.starts > 1 for rank in world.ranks)
         for _ in range(int(DOUBT / 0.1) if gone else 0):
             await asyncio.sleep(0.1)
             try:

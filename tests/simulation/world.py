@@ -235,7 +235,7 @@ class World:
             "sink": sum(sink.troubled for sink in sinks),
             "sink_duplicate": sum(sink.doubled for sink in sinks),
             "rank_silent": sum(rank.gate.waited for rank in ranks),
-            "rank_lost": sum(rank.lives - 1 for rank in ranks),
+            "rank_lost": sum(rank.starts - 1 for rank in ranks),
         }
         for what, count in hits.items():
             self.seen[f"met {what}"] += count

@@ -3,8 +3,8 @@ the allocator decides.
 
 The threads of each round allocate in glibc's arenas for threads (up to 8 for each core). Freed
 pieces between others stay resident until they are used again, so resident memory rises in ever
-smaller steps until every arena has met its greatest demand. What the program holds does not depend
-on that: bytes that malloc has given out, and blocks of Python's own allocator.
+smaller steps until every arena has met its greatest demand. The program's own memory does not
+depend on that: bytes that malloc has given out, and blocks of Python's own allocator.
 """
 
 from __future__ import annotations

@@ -71,8 +71,8 @@ def cached_config(**storage) -> Config:
 
 
 async def serve(cache, seed: int, *, save: bool = True):
-    """One request of four full blocks, verified; its hits by tier. save: finished, so that it is
-    written to the store."""
+    """Serve one request of four full blocks, verified. Returns its hits by tier. save: finish it,
+    so that it is written to the store."""
     lease = await cache.acquire(f"r{seed}", [seed] * 17)
     await lease.wait_ready()
     cached, keys = lease.cached_tokens // 4, lease.keys(0, 4)

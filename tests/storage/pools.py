@@ -1,4 +1,4 @@
-"""A real mooncake_master; without the client's libraries these tests are skipped."""
+"""A real mooncake_master. Without the client's libraries the tests that use it are skipped."""
 
 from __future__ import annotations
 

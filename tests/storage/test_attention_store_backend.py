@@ -94,7 +94,7 @@ async def test_writes_go_in_slices_and_stop_at_the_first_that_is_short():
 
 
 async def test_only_what_the_store_lacks_is_written():
-    """What it evicted between two saves is written again, what it has is not."""
+    """Blocks that the store evicted between two saves are written again, present ones are not."""
     store = await backend()
     tokens, blocks = path(6), tuple(range(6))
     assert await store.save(tokens, 0, blocks, 5.0) == 6
@@ -194,7 +194,7 @@ async def test_a_new_process_finds_what_an_earlier_one_wrote():
 
 async def test_many_at_once_and_the_service_failing_now_and_then():
     # Writes that the service delays hold device blocks: enough for every prompt at once, so that no
-    # failed load lacks room.
+    # failed load lacks blocks.
     async with kvactors.open(config(device={"num_blocks": 300})) as cache:
 
         async def client(first: int) -> None:

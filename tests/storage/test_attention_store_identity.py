@@ -45,8 +45,8 @@ def config(*, model="m", namespace="default", **tables) -> Config:
 
 
 async def serve(cache, tokens, *, extend=(), **identity) -> int:
-    """Serve one request; every block it finds must hold the bytes of its own key. Returns the
-    blocks found in storage."""
+    """Serve one request. Every block it finds must hold the bytes of its key. Returns the blocks
+    found in storage."""
     async with await cache.acquire("r", tokens, **identity) as lease:
         await lease.wait_ready()
         cached, full = lease.cached_tokens // BLOCK, lease.num_tokens // BLOCK

@@ -161,7 +161,7 @@ async def test_the_medium_is_imported_for_the_index_alone(monkeypatch):
 
 
 class Gpu(HostDevice):
-    """Reports that its memory is on GPU 3; the bytes are in host memory."""
+    """Reports that its memory is on GPU 3, although the bytes are in host memory."""
 
     kind = "cuda"
     ordinal = 3

@@ -1,5 +1,5 @@
-"""Back ends that lie, raise and leak: a miss, counted and logged; never a wrong byte, a failed
-actor, or a slot that stays pinned."""
+"""Back ends that answer falsely, raise and leak: a miss, counted and logged, but no wrong byte, no
+failed actor, and no slot that stays pinned."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`clear(storage=True)`: when it returns nothing from before it can be hit, with any number of
-writers, restarted or killed; or it raises."""
+"""`clear(storage=True)`: when it returns no earlier block can be hit, with any number of writers,
+restarted or killed. Otherwise it raises."""
 
 from __future__ import annotations
 

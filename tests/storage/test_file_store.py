@@ -78,7 +78,7 @@ async def test_direct_io_that_is_refused_when_it_is_tried_goes_through_the_page_
         def refusing(fd, buffers, at):
             if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
                 refused.append(fd)
-                raise OSError(errno.EINVAL, "told to refuse")
+                raise OSError(errno.EINVAL, "planted refusal")
             return real(fd, buffers, at)
 
         monkeypatch.setattr(os, "pwritev", refusing)
@@ -101,7 +101,7 @@ async def test_threads_that_find_out_together_that_direct_io_is_refused_all_writ
         def refusing(fd, buffers, at):
             if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT and bench.store.files.direct:
                 together.wait()
-                raise OSError(errno.EINVAL, "told to refuse")
+                raise OSError(errno.EINVAL, "planted refusal")
             return real(fd, buffers, at)
 
         monkeypatch.setattr(os, "pwritev", refusing)
@@ -311,8 +311,8 @@ async def test_a_second_process_is_refused_with_the_holders_id_or_only_reads(tmp
 
 
 async def test_after_a_kill_everything_announced_is_there_and_whole(tmp_path):
-    """Each round a writer is killed (SIGKILL) at some moment; what it had announced as stored and
-    not as gone is served, and right."""
+    """Each round a writer is killed (SIGKILL) at a random moment. The blocks announced as stored
+    and not as gone are served, with right bytes."""
     seen = await kill_loop(tmp_path, rounds=15, seed=7)
     assert seen.announced >= 8
     assert seen.served > 0

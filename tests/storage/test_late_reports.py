@@ -1,5 +1,5 @@
-"""Several actors report what storage holds. A report that waits for room in the notifier's lane may
-be overtaken by a newer one of another actor."""
+"""Several actors report the blocks in storage. A report that waits for a place in the notifier's
+channel may be overtaken by a newer one of another actor."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def lineage(number: int) -> Lineage:
 
 
 async def written(store, arena, *batches: tuple[int, ...]) -> list[list[Outcome]]:
-    """Write the batches at once; the outcomes of each."""
+    """Write the batches at once. Returns the outcomes of each."""
 
     async def one(first: int, batch: tuple[int, ...]) -> list[Outcome]:
         kept = [lineage(number) for number in batch]

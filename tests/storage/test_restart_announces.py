@@ -51,7 +51,7 @@ def config(folder, sinks=("index",), policy="write_through", **storage) -> kvact
 
 
 async def serve(cache, name: str, tokens: list[int], **scope):
-    """One request; its hits, and the names of its full blocks."""
+    """Serve one request. Returns its hits and the names of its full blocks."""
     lease = await cache.acquire(name, tokens, **scope)
     await lease.wait_ready()
     keys = lease.keys(0, len(tokens) // BLOCK)
@@ -74,7 +74,7 @@ def prompts() -> list[list[int]]:
 
 
 async def filled(settings, seeds=range(10, 20), **scope) -> set[bytes]:
-    """Write requests; the names of what was stored."""
+    """Write requests. Returns the names of the stored blocks."""
     async with kvactors.open(settings) as cache:
         for seed in seeds:
             await serve(cache, str(seed), prompt(seed), **scope)
@@ -83,8 +83,8 @@ async def filled(settings, seeds=range(10, 20), **scope) -> set[bytes]:
 
 
 async def truth(cache) -> None:
-    """What is announced of each prompt is what a request for it gets, and nothing is announced that
-    no request gets."""
+    """The announced blocks of each prompt are those that a request for it gets, and no others are
+    announced."""
     reachable = set()
     for i, tokens in enumerate(prompts()):
         before = announced(cache)

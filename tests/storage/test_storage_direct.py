@@ -61,7 +61,7 @@ def save(op: int, deadline: float = 1e12, memory_generation: int = 0) -> SaveDev
 
 
 def carried_out(job) -> TransferDone:
-    """Run a job's coroutine to its end in a loop of its own."""
+    """Run a job's coroutine to its end in a new loop."""
     return asyncio.run(job.coroutine)
 
 
@@ -75,7 +75,7 @@ def test_a_move_of_memory_that_was_lost_since_is_not_made(make, kind):
     plane = StubPlane(device_store=backend)
     with stepped(backend, plane) as direct:
         running = direct.turn(make(1)).jobs[0]
-        direct.turn(make(2))  # it waits, and meanwhile a rank's process is replaced
+        direct.turn(make(2))  # it waits while a rank's process is replaced
         plane.generation = 1
         waiting = direct.finish(running, carried_out(running)).jobs[0]
         assert answers(direct.finish(waiting, carried_out(waiting))) == [(kind, 2, 0)]

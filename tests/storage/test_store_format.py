@@ -154,7 +154,7 @@ def test_values_out_of_range_are_damage(changes):
 
 
 async def stored(folder: Path) -> Path:
-    """A store with two objects, closed; its table."""
+    """Make a store with two objects and close it. Returns its table."""
     async with opened(folder) as bench:
         await bench.put(1, 2)
         return bench.store.files.folder / "table"
@@ -359,8 +359,8 @@ async def test_a_pipe_in_the_place_of_a_file_is_an_error_and_no_hang(tmp_path):
 
 
 async def test_a_clear_is_durable_when_it_returns(tmp_path):
-    """A process that is killed (SIGKILL) right after `clear` returned; the next one finds nothing
-    from before it, and what came after it."""
+    """A process is killed (SIGKILL) right after `clear` returned. The next one finds only the
+    objects written after the clear."""
     script = f"""
 import asyncio, os, signal, sys
 sys.path[:0] = {sys.path!r}
@@ -412,7 +412,7 @@ async def test_a_clear_that_the_disk_refuses_is_an_error_and_nothing_is_hit_all_
 async def test_a_batch_that_was_being_written_when_the_store_was_cleared_does_not_come_back(
     tmp_path, monkeypatch
 ):
-    """Stopped at each thread call of the batch in turn; the process 'ends' there, without any later
+    """Stopped at each thread call of the batch in turn. The process 'ends' there, without any later
     erasure."""
     for step in range(1, 12):
         folder = tmp_path / str(step)

@@ -1,5 +1,5 @@
-"""The file store on disks that are full, fail for a moment, hang, or are read while objects go; and
-processes that fork."""
+"""The file store on disks that are full, fail for a moment, hang, or are read while objects are
+removed, and in processes that fork."""
 
 from __future__ import annotations
 

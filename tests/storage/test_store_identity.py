@@ -44,7 +44,7 @@ async def write(tmp_path, **identity) -> None:
 
 
 async def hit(tmp_path, **identity) -> bool:
-    """Whether the object can be read; a store that refuses to open serves nothing."""
+    """Whether the object can be read. A store that refuses to open serves nothing."""
     backend, arena = store(tmp_path, **identity), Arena(1, SIZE)
     try:
         await backend.open()
@@ -91,7 +91,7 @@ def config(tmp_path, model: str, **cache) -> Config:
 
 
 async def hits(config: Config) -> kvactors.Hits:
-    """What one request of a fixed prompt finds; then it stores it."""
+    """The hits of one request of a fixed prompt, which then stores its blocks."""
     async with kvactors.open(config) as cache:
         async with await cache.acquire("r", list(range(17))) as lease:
             await lease.wait_ready()

@@ -1,4 +1,4 @@
-"""Tasks of a file store end when the loop ends, whatever the disk does."""
+"""Tasks of a file store end when the loop ends, on any disk."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ async def test_a_lock_that_is_replaced_again_and_again_is_an_error(tmp_path, mon
 
 async def test_a_write_between_the_end_of_a_growth_and_its_callbacks_asks_for_another(tmp_path):
     """The slab of the one that is over may be full already: its answer, got without waiting, would
-    be got again for ever."""
+    be got again without end."""
     async with opened(tmp_path, capacity=8) as bench:
         growth = bench.store.medium.supply.growth
         first = asyncio.create_task(growth.more())

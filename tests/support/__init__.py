@@ -1,1 +1,1 @@
-"""What several tests and proof tools share: models, stand-ins and helpers."""
+"""Shared by several tests and proof tools: models, stand-ins and helpers."""

@@ -47,7 +47,8 @@ class Managed(ctypes.Structure):
 
 
 class GpuTensor:
-    """A tensor that speaks DLPack as GPU frameworks do. pointer: whether it has `data_ptr`, as
+    """A tensor with DLPack's interface, as GPU frameworks have it. pointer: whether it has
+    `data_ptr`, as
     torch's and Paddle's."""
 
     def __init__(self, address: int, shape: tuple[int, ...], dtype: str, kind: int = 2) -> None:

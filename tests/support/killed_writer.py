@@ -35,9 +35,9 @@ BATCH = 8
 
 
 class Storm(NamedTuple):
-    """What came of it. announced: blocks said to be stored and not said to be gone, over all
-    rounds. missing: of those, not there (blocks that the batch under way was evicting may be gone
-    without a word, and do not count). served: blocks read back right. wrong: anything else."""
+    """The outcome. announced: blocks reported as stored and not as gone, over all rounds. missing:
+    of those, not present (blocks that the batch in flight was evicting may be gone without a
+    report, and do not count). served: blocks read back right. wrong: anything else."""
 
     rounds: int
     announced: int
@@ -69,7 +69,7 @@ async def write(folder: str, first: int) -> None:
 
 
 async def kill_loop(folder: Path, rounds: int, seed: int = 0) -> Storm:
-    """Kill a writer `rounds` times at random moments; after each, open the store and read
+    """Kill a writer `rounds` times at random moments. After each, open the store and read
     everything that it holds."""
     rng, first = random.Random(seed), 0
     announced = missing = served = wrong = 0

@@ -64,7 +64,7 @@ class Node:
     block: int = NONE
     refs: int = 0
     hits: int = 1
-    used: int = 0  # when it was last released, or loaded with nobody waiting
+    used: int = 0  # when it was last released, or loaded without a waiting lease
     readers: int = 0  # evictions whose copy of `block` may still run
     announced: bool = False
 
@@ -87,8 +87,7 @@ class Node:
             at = at.parent
 
     def take_device(self, block: int) -> None:
-        """Become resident in a device block; what was announced of an earlier one no longer
-        counts."""
+        """Become resident in a device block. Announcements of an earlier one no longer count."""
         self.bits |= DEVICE
         self.block = block
         self.announced = False
@@ -115,7 +114,7 @@ class PathModel:
         self.table: list[int] = []
         self.shared: list[bool] = []
         self.num_committed = 0
-        self.tree: object = None  # whose nodes these are
+        self.tree: object = None  # the tree of the nodes
 
     @property
     def num_tokens(self) -> int:
@@ -169,7 +168,7 @@ class PathModel:
         return tuple(self.ids[block * self.block_size : (block + 1) * self.block_size])
 
     def identity(self, block: int) -> tuple[tuple[int, ...], bytes]:
-        """What tells a block from its siblings."""
+        """The parts of a block that differ from its siblings: tokens and extra keys."""
         return self.block_tokens(block), self.extras.get(block, b"")
 
     def name_to(self, blocks: int) -> None:

@@ -35,7 +35,7 @@ ANSWER_LIMIT = 120.0
 
 
 class Work(msgspec.Struct, frozen=True):
-    """A command: compute these blocks, or check them; or set attributes of AttentionStore's
+    """A command: compute these blocks, check them, or set attributes of AttentionStore's
     stand-in in that process (`knobs`), whose only service is that of the rank's shard. keys: 32
     bytes each."""
 

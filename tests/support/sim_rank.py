@@ -1,5 +1,5 @@
-"""Ranks in the same loop, behind a relay that delays, holds and cuts what they and their leader say
-to each other."""
+"""Ranks in the same loop, behind a relay that delays, holds and cuts the messages between them and
+their leader."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from kvactors.testing.plan import Fault
 
 class SimRank:
     """One rank. config: the leader's, with a memory:// endpoint. latency: seconds of each message.
-    store: it outlives a restart, as a disk does; the device and the arena do not. gate: while it is
-    shut, no message goes either way. lives: how often it was started."""
+    store: it outlives a restart, as a disk does, unlike the device and the arena. gate: while it is
+    shut, no message goes either way. starts: how often it was started."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class SimRank:
         self.gate = Gate()
         self.endpoint = f"{config.ranks.endpoint}-{rank}"
         self.device = self._new_device()
-        self.lives = self.cuts = 0
+        self.starts = self.cuts = 0
         self.serving: asyncio.Task[None] | None = None
         self._connections: list[Connection] = []
         self._listener: Listener | None = None
@@ -55,7 +55,7 @@ class SimRank:
             self._listener = Listener(self._relay)
             await self._listener.start(self.endpoint)
         self.device = self._new_device()
-        self.lives += 1
+        self.starts += 1
         count = self.config.ranks.count
         work = serve_rank(
             self.endpoint,
@@ -69,14 +69,14 @@ class SimRank:
         self.serving = asyncio.get_running_loop().create_task(work, name=f"rank {self.rank}")
 
     async def stop(self) -> None:
-        """The process dies."""
+        """The process is killed."""
         serving, self.serving = self.serving, None
         if serving is not None:
             serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)
 
     async def close(self) -> None:
-        """Stop, and let nobody connect any more."""
+        """Stop, and refuse every further connection."""
         await self.stop()
         self.gate.open()
         self.cut()
@@ -107,7 +107,7 @@ class SimRank:
             await self.start()
 
     def cut(self) -> None:
-        """Cut the connection; the rank will come again."""
+        """Cut the connection. The rank will connect again."""
         self.cuts += 1
         connections, self._connections = self._connections, []
         for connection in connections:

@@ -21,7 +21,7 @@ class SimService:
     come to it while it is shut hang until it opens.
 
     down: every call fails. slower: seconds more each call takes. troubled: calls that met any of
-    these. vanished: paths taken away.
+    these faults. vanished: paths taken away.
     """
 
     def __init__(self, latency: Latency = instant) -> None:
@@ -32,7 +32,7 @@ class SimService:
         self.troubled = self.vanished = 0
 
     async def delay(self) -> None:
-        """What a call waits for. SdkError while the service is down."""
+        """Wait for the faults that delay a call. SdkError while the service is down."""
         self.troubled += self.slower > 0 or self.gate.shut or self.down
         await asyncio.sleep(self.latency() + self.slower)
         await self.gate.passed()
@@ -40,7 +40,7 @@ class SimService:
             raise SdkError("AttentionStore: the service is down")
 
     def lose(self, count: int) -> int:
-        """Take the oldest paths away behind the clients' back; how many."""
+        """Remove the oldest paths without notice to the clients. Returns how many."""
         lost = 0
         for one in services.values():
             for path in list(dict.fromkeys(path for path, _ in one.objects))[: count - lost]:

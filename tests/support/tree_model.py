@@ -2,8 +2,8 @@
 rather than speed.
 
 Property tests run both side by side and compare every result. Methods, arguments, results and
-errors are those described in `kvactors/_native.pyi`; node ids are the model's own, so they mean
-nothing to the native tree and the other way round.
+errors are those described in `kvactors/_native.pyi`. Node ids are the model's own: the native
+tree's are different.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from tests.support.path_model import NONE, Node, PathModel, block_name, packed, 
 
 
 class TreeModel:
-    """Twin of `BlockTree`. Everything is found by walking or searching; nothing is counted or
-    listed ahead of need."""
+    """Twin of `BlockTree`. Everything is found by walking or searching, without counters or lists
+    kept ahead of need."""
 
     def __init__(self, block_size: int, capacity: int = 0) -> None:
         require(1 <= block_size <= 2**24, "block_size must be between 1 and 2**24")
@@ -106,7 +106,7 @@ class TreeModel:
         return freed
 
     def mark_announced(self, path: PathModel, start: int, stop: int) -> int:
-        """Mark nodes; the first that was not marked."""
+        """Mark nodes. Returns the first that was not marked."""
         self._own(path)
         require(stop <= path.num_held, "beyond the nodes this path holds")
         first = next((i for i in range(start, stop) if not path.nodes[i].announced), stop)
@@ -151,7 +151,7 @@ class TreeModel:
         return start, path.num_committed, adopted
 
     def settle(self, path: PathModel) -> int:
-        """Count what arrived as committed; what did not becomes private."""
+        """Count loaded blocks as committed and make the lost ones private."""
         self._own(path)
         while path.num_committed < min(path.num_held, path.num_blocks):
             node = path.nodes[path.num_committed]
@@ -258,7 +258,7 @@ class TreeModel:
         return freed, kept
 
     def host_gained(self, keys: bytes) -> int:
-        """Hear that the host tier holds these."""
+        """Note that the host tier holds some blocks."""
         known = self._named(keys)
         for node in known:
             node.bits |= HOST
@@ -279,7 +279,7 @@ class TreeModel:
         self._reap_all()
 
     def retire(self) -> int:
-        """Nothing matches any more. Returns how many device blocks nobody uses."""
+        """Nothing matches any more. Returns how many device blocks are unused."""
         self.retired = True
         return self.returning
 
@@ -289,7 +289,7 @@ class TreeModel:
         return len(self._unused()) if self.retired else 0
 
     def sweep(self, count: int) -> list[int]:
-        """Take device blocks that nobody uses from a retired tree, in the order in which they would
+        """Take unused device blocks from a retired tree, in the order in which they would
         have been evicted."""
         require(self.retired, "sweep of a tree that is in use")
         picked = sorted(self._unused(), key=lambda node: (node.used, -node.depth))[:count]
@@ -322,7 +322,7 @@ class TreeModel:
         return result
 
     def statistics(self) -> dict[str, int]:
-        """Counts of nodes; `bytes` is the size of their tokens, since the native tree's own size
+        """Counts of nodes. `bytes` is the size of their tokens, since the native tree's own size
         means nothing here."""
         nodes = list(self.nodes.values())
         return {
@@ -386,7 +386,7 @@ class TreeModel:
         return at
 
     def _hold(self, path: PathModel, position: int) -> Node:
-        """Reference the node of the first position beyond those held; create it if need be."""
+        """Reference the node of the first position beyond those held. Create it if need be."""
         path.tree = self
         path.name_to(position + 1)
         parent = (
@@ -419,8 +419,8 @@ class TreeModel:
         return freed
 
     def _use(self, nodes: list[Node]) -> None:
-        """A use of blocks is a use of everything before them; among those nobody references, that
-        sets the order."""
+        """A use of blocks is a use of everything before them. Among unreferenced blocks, that sets
+        the order."""
         self._clock += 1
         for node in nodes:
             for one in (node, *node.ancestors()):
@@ -432,7 +432,7 @@ class TreeModel:
     def _reap(self, node: Node) -> None:
         """Remove the node if nothing keeps it, then its parent if that was all that kept it."""
         if self.retired:
-            return  # nobody looks for it: it goes with the tree
+            return  # no search finds it: it is freed with the tree
         while node.parent is not None and not node.wanted and node.id in self.nodes:
             del self.nodes[node.id]
             del node.parent.children[node.tokens, node.extra]

@@ -149,8 +149,8 @@ def test_a_deadlock_names_the_waiting_tasks_and_their_places():
 
 @pytest.mark.parametrize("forever", [True, False])
 def test_a_cyclic_ask_is_a_deadlock_that_names_both(forever):
-    """Two servers that take one request at a time and ask each other meanwhile; the asks' own
-    timers do not hide it."""
+    """Two servers that take one request at a time and ask each other before they answer. The asks'
+    own timers do not hide it."""
     loop = SimLoop(impatient=not forever)
 
     async def main():

@@ -1,5 +1,5 @@
-"""Message traces: the same seed gives the same bytes, and one request's messages can be told from
-the others'."""
+"""Message traces: the same seed gives the same bytes, and one request's messages can be separated
+from the others'."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def prompt(family, tokens=5 * BLOCK):
 
 
 async def traffic(sim, **options):
-    """A few clients in a cache that is too small for them, with something going wrong; what each
-    saw, in order."""
+    """A few clients in a cache that is too small for them, with injected faults. Returns each one's
+    observations, in order."""
     seen = []
     async with sim.open(device={"num_blocks": 16}, host={"slots": 16}, **options) as cache:
         sim.faults.plan(sim.faults.draw(4))

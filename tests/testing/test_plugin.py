@@ -369,7 +369,7 @@ def test_a_real_cache_under_anyios_plugin(pytester):
 
 
 def outside(pytester, *arguments):
-    """A pytest of its own process, in which kvactors is installed with its entry point."""
+    """A pytest in a separate process, in which kvactors is installed with its entry point."""
     info = pytester.path / "site" / "kvactors-0.dist-info"
     info.mkdir(parents=True)
     info.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: kvactors\nVersion: 0\n")

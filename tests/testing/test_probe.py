@@ -236,7 +236,7 @@ async def test_it_works_inside_a_running_loop(clerk):
     assert asyncio.get_running_loop() is outer
 
 
-# -- an actor of the house, with nobody else there
+# -- an actor of the package, alone
 
 BLOCK = 4
 

@@ -1,2 +1,2 @@
-"""The consumers of KV events that the interop tests run, each as a process of its own in its own
+"""The consumers of KV events that the interop tests run, each as a separate process in its own
 environment."""

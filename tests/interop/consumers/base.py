@@ -1,4 +1,5 @@
-"""What the interop tests ask of an index: follow a worker's events, and say what it holds."""
+"""The interface of an index for the interop tests: follow a worker's events, and list its
+blocks."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ class Index(abc.ABC):
 
     @abc.abstractmethod
     def answers(self, source: Source, prompts: Sequence[Prompt]) -> list[Answer]:
-        """What it answers about prompts."""
+        """Its answers about prompts."""
 
 
 def wait_until(what: str, done: Callable[[], bool], limit: float = START) -> None:

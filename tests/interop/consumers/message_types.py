@@ -18,7 +18,7 @@ PASSED_OVER = {"vllm": {"cache_salt", "block_mm_infos"}, "sglang": {"extra_keys"
 def check_types(
     environments: Environments, folder: Path, engine: str, dialect: str, payloads: Sequence[bytes]
 ) -> dict[str, Any]:
-    """What an engine's types make of messages (see `message_types_child.Types.check`)."""
+    """Check messages with an engine's types (see `message_types_child.Types.check`)."""
     child = Child(
         f"{engine}'s types",
         [environments.program(engine), "-P", str(CHILD), engine],

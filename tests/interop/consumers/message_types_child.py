@@ -143,7 +143,8 @@ class Types:
         return ""
 
     def check(self, dialect: str, payloads: list[bytes]) -> dict[str, Any]:
-        """What the types make of messages: how many, those they reject or would send differently,
+        """Decode messages with the types. Returns how many, those they reject or would send
+        differently,
         and the fields they do not have."""
         passed: set[str] = set()
         wrong = []

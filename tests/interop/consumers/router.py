@@ -1,4 +1,4 @@
-"""vLLM's router with the policy kv_aware, in front of stub workers that say which of them was
+"""vLLM's router with the policy kv_aware, in front of stub workers that report which of them was
 asked."""
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class Router:
             connection.close()
 
     def route(self, prompt: Prompt) -> Decision:
-        """Send a prompt; where it went, and why."""
+        """Send a prompt. Returns where it went, and why."""
         body: dict[str, Any] = {"model": MODEL, "prompt": prompt.tokens, "max_tokens": 1}
         if prompt.salt is not None:
             body["cache_salt"] = prompt.salt

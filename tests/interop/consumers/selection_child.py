@@ -1,4 +1,4 @@
-"""Dynamo's SelectionService in a process of its own. It runs in Dynamo's environment and answers
+"""Dynamo's SelectionService in a separate process. It runs in Dynamo's environment and answers
 lines of JSON with lines of JSON."""
 
 from __future__ import annotations

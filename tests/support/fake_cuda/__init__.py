@@ -51,7 +51,7 @@ def build(kernels: Path, folder: Path | None = None) -> Path:
 
 
 class FakeCuda:
-    """What a test turns on the stand-in, and what it reads from it. One driver per process: `reset`
+    """Controls and counters of the stand-in. One driver per process: `reset`
     between tests."""
 
     def __init__(self, library: Path) -> None:
@@ -63,8 +63,8 @@ class FakeCuda:
         self._library.fake_calls.restype = self._library.fake_live.restype = ctypes.c_long
 
     def reset(self) -> None:
-        """No faults, no settings, counts of calls at 0, nothing held up. What is allocated
-        stays."""
+        """Remove all faults and settings, reset the counts of calls, hold nothing up. Allocated
+        memory stays."""
         self._library.fake_reset()
 
     def set(self, name: str, value: int) -> None:
