@@ -75,7 +75,7 @@ async def test_bad_tokens_are_named_errors_and_change_nothing(bad):
         assert cache.statistics().prefix == before
 
 
-async def test_no_room_changes_nothing():
+async def test_a_refused_request_changes_nothing():
     async with opened() as cache:
         lease = await cache.acquire("a", prompt(1, 6))
         before = cache.statistics().prefix

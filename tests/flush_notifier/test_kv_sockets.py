@@ -55,7 +55,7 @@ async def frames_until(reader, topic):
 
 
 async def test_a_sender_ends_before_its_socket(tmp_path):
-    """Its address of the socket is not used again, whatever is in that memory then."""
+    """Its address of the socket is not used again, since other data may be there."""
     sockets = kv_sockets.Sockets("x")
     publisher = await sockets.publisher(f"ipc://{tmp_path}/p", 10, "bind")
     send = sockets.sender(publisher)
