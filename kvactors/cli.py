@@ -43,7 +43,7 @@ MOVED = {
 }
 """Former commands, and the command that replaces each in a clone of the repository."""
 
-BENCHES = Literal["index", "acquire", "lag", "copy", "flush", "store"]
+BENCHES = Literal["index", "acquire", "lag", "copy", "flush", "store", "tiers"]
 
 
 @app.command

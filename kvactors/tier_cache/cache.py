@@ -27,7 +27,7 @@ from kvactors.tier_cache.owner import CLOSED, Owner
 from kvactors.tier_cache.save_policy import SaveQueue
 from kvactors.tier_cache.settings import TierConfig, checked_config
 from kvactors.tier_cache.slot_memory import SlotMemory
-from kvactors.tier_cache.slot_table import SlotTable
+from kvactors.tier_cache.slot_table import HIT, MISS, SlotTable
 from kvactors.tier_cache.storage_moves import StorageMoves
 from kvactors.tier_cache.stores import make_storage
 from kvactors.types import Reason, Tier
@@ -130,11 +130,13 @@ class TierCache:
             WrongThread: another thread owns the cache.
             CacheClosed: the cache is shut down.
         """
-        self._enter()
+        owner = self._owner
+        if get_ident() != owner.thread or owner.handed or self._results:
+            self._enter()
         found = self._slots.lookup(key)
-        if found is Lookup.HIT or self._moves is None:
+        if found is HIT or self._moves is None:
             return found
-        return self._moves.lookup(key) if found is Lookup.MISS else self._moves.pending(key)
+        return self._moves.lookup(key) if found is MISS else self._moves.pending(key)
 
     def source(self, key: bytes) -> Tier:
         """The tier that a key's bytes came from when it was last fetched or stored: STORAGE until
@@ -172,7 +174,7 @@ class TierCache:
         Args:
             keys: in the order of their path.
             parents: the key before each on its path, None where unknown; None if none is known.
-                A key is evicted before its parent.
+                A key is evicted before its parent. Parents may come in a later call.
 
         Returns:
             The keys to copy and their slots; None if not enough slots can be had now. Nothing

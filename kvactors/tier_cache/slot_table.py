@@ -8,6 +8,8 @@ from collections.abc import Container, Iterable, Sequence
 from kvactors.cpu_evictor.slots import HostBlock, HostTier, SlotState
 from kvactors.tier_cache.answers import CopiesInFlight, Lookup, StoreSlots
 
+MISS, PENDING, HIT = Lookup
+
 UNKNOWN = b""
 """The parent of a block whose parent is not known. Keys are never empty."""
 
@@ -31,6 +33,7 @@ class SlotTable:
         self.held: set[bytes] = set()
         self.awaited: dict[bytes, float] = {}
         self._blocks = tier.blocks
+        self._named: set[bytes] = set()  # parents of the blocks, and of some that have left
         self._stores: dict[bytes, HostBlock] = {}  # copies to the host, in the order of begin
         self._loads: dict[bytes, tuple[HostBlock, int]] = {}  # block, and loads of it in flight
 
@@ -38,13 +41,13 @@ class SlotTable:
         """Whether a key is in a slot. A HIT is held until `end_step`."""
         block = self._blocks.get(key)
         if block is None:
-            return Lookup.MISS
+            return MISS
         if block.arriving:
-            return Lookup.PENDING
+            return PENDING
         self.held.add(key)
         if self.awaited:
             self.awaited.pop(key, None)
-        return Lookup.HIT
+        return HIT
 
     def end_step(self, now: float) -> None:
         """Release the blocks that were held for the engine's step."""
@@ -64,23 +67,53 @@ class SlotTable:
 
         Args:
             keys: in the order of their path.
-            parents: of each key, None where unknown; None if none is known.
+            parents: of each key, None where unknown; None if none is known. Keys that have a slot
+                learn theirs too.
 
         Returns:
             None if not enough slots can be had. Nothing changed then.
         """
-        above = dict(zip(keys, parents or (), strict=bool(parents)))
+        above = dict(zip(keys, parents, strict=True)) if parents else {}
         wanted = [key for key in dict.fromkeys(keys) if not self.is_taken(key)]
         evicted = self.make_room(len(wanted), keys)
         if evicted is None:
             return None
+        for key in reversed(above):
+            self._learn_parent(key, above[key])
         slots: dict[bytes, int] = {}
         for key in reversed(wanted):  # the deepest is the oldest
-            block = self.tier.add(key, above.get(key) or UNKNOWN, SlotState.RESIDENT)
-            slots[key] = block.slot
+            parent = self._checked_parent(key, above.get(key))
+            slots[key] = self.tier.add(key, parent, SlotState.RESIDENT).slot
         for key in wanted:
             self._stores[key] = self._blocks[key]
         return StoreSlots(tuple(wanted), tuple(slots[key] for key in wanted), tuple(evicted))
+
+    def _learn_parent(self, key: bytes, parent: bytes | None) -> None:
+        """A key that has a slot is given its parent, if that was unknown."""
+        block = self._blocks.get(key)
+        if block is None or block.parent != UNKNOWN or not parent:
+            return
+        self.tier.move(block, SlotState.TRANSIT)
+        block.parent = self._checked_parent(key, parent)
+        self.tier.move(block, SlotState.RESIDENT)
+
+    def _checked_parent(self, key: bytes, parent: bytes | None) -> bytes:
+        """The parent, or UNKNOWN if the key is among its ancestors: neither could be evicted."""
+        if not parent or parent == key:
+            return UNKNOWN
+        if key in self._named:
+            above = parent
+            while above != key:
+                block = self._blocks.get(above)
+                if block is None:
+                    break
+                above = block.parent
+            else:
+                return UNKNOWN
+        if len(self._named) > 2 * self.tier.capacity:
+            self._named = {block.parent for block in self._blocks.values()}
+        self._named.add(parent)
+        return parent
 
     def is_taken(self, key: bytes) -> bool:
         """Whether a key has a slot, or had one that a copy still uses."""

@@ -14,7 +14,7 @@ from kvactors.tier_cache.counters import TierCounters
 from kvactors.tier_cache.event_log import EventLog
 from kvactors.tier_cache.save_policy import SaveQueue
 from kvactors.tier_cache.slot_memory import SlotMemory
-from kvactors.tier_cache.slot_table import UNKNOWN, SlotTable
+from kvactors.tier_cache.slot_table import MISS, PENDING, UNKNOWN, SlotTable
 from kvactors.tier_cache.storage_jobs import StorageResult
 from kvactors.tier_cache.storage_tier import StorageTier
 from kvactors.types import Reason, Tier
@@ -75,22 +75,22 @@ class StorageMoves:
         """Where a key is that has no host slot. A stored key gets one, and its fetch is queued."""
         storage = self.storage
         if not storage.contains(key) or self._slots.is_taken(key) or not self._works():
-            return Lookup.MISS
+            return MISS
         self._record_stored([key])
         evicted = self._slots.make_room(1)
         if evicted is None:
             self._counters.refused_fetches += 1
-            return Lookup.MISS
+            return MISS
         self.on_evicted(evicted)
         block = self._slots.tier.add(key, UNKNOWN, SlotState.RESIDENT)
         self._queued[key] = block
-        return Lookup.PENDING
+        return PENDING
 
     def pending(self, key: bytes) -> Lookup:
         """Where a key is whose bytes are on their way into its slot."""
         if key in self._queued:  # the engine asks again, and has not ended its step
             self._submit_fetches()
-        return Lookup.MISS if key in self._late else Lookup.PENDING
+        return MISS if key in self._late else PENDING
 
     def _works(self) -> bool:
         """Whether the store may be given work. One that fails is tried from time to time."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 import time
@@ -10,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from kvactors.errors import CacheClosed, StoreError
@@ -132,11 +132,11 @@ class StorageTier:
 
     def name_of(self, key: bytes) -> bytes:
         """The 32-byte name of a key's object."""
-        return hashlib.sha256(self._digest + key).digest()
+        return sha256(self._digest + key).digest()
 
     def contains(self, key: bytes) -> bool:
         """Whether the store holds a key, as far as is known now."""
-        name = self.name_of(key)
+        name = sha256(self._digest + key).digest()
         if name not in self._names:
             return False
         self._keys[name] = key

@@ -95,6 +95,27 @@ def test_a_child_is_evicted_before_its_parent():
     assert found.evicted == (KEYS[2], KEYS[1])
 
 
+def test_a_parent_that_comes_late_is_evicted_after_its_child():
+    cache = make(3)
+    store(cache, KEYS[:3])
+    cache.prepare_store(KEYS[:3], [None, KEYS[0], KEYS[1]])
+    cache.touch([KEYS[2], KEYS[1], KEYS[0]])  # the wrong way round
+    found = cache.prepare_store(KEYS[3:5])
+    assert found is not None
+    assert found.evicted == (KEYS[2], KEYS[1])
+
+
+def test_keys_that_name_each_other_as_parents_can_be_evicted():
+    cache = make(3)
+    cache.prepare_store(KEYS[:3], [KEYS[2], KEYS[0], KEYS[1]])
+    cache.complete_store(KEYS[:3])
+    cache.prepare_store(KEYS[:3], [KEYS[2], KEYS[0], KEYS[1]])
+    found = cache.prepare_store(KEYS[3:6])
+    assert found is not None
+    assert set(found.evicted) == set(KEYS[:3])
+    cache.check()
+
+
 def test_touched_keys_are_evicted_last():
     cache = make(3)
     store(cache, KEYS[:3])
