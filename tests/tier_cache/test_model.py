@@ -234,7 +234,7 @@ def test_random_calls_with_storage_never_give_wrong_bytes(num_slots, capacity):
             cache.end_step()
         cache.check()
     settle(cache)
-    assert hits
+    assert hits or num_slots < 3
     assert cache.statistics().pinned == 0
     cache.shutdown()
 
