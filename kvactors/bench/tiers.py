@@ -56,8 +56,8 @@ def timed_each(call: Callable[[bytes], object], keys: list[bytes]) -> float:
 
 
 def lookup_rows(rounds: int, count: int) -> list[Row]:
-    """Look-ups that hit the host, with and without storage below, and that miss; and the calls of
-    a store."""
+    """Look-ups that hit the host, with and without storage below, and that miss. Then the calls
+    of a store."""
     keys, others = make_keys(count), make_keys(count, 1)
     plain = dict.fromkeys(keys, 0)
     alone, above = filled(keys), filled(keys, backend="memory", write_policy="none")
