@@ -73,7 +73,9 @@ class FileBackend(Backend):
         if self.keeps_lineages:
             self.paths = PathReading(self.files, self.threads)
         self._inventory, self._wanted = inventory, capacity
-        self._batches = OwnedBatches(self.medium, inventory, self.counters, self.record_outcomes)
+        self._batches = OwnedBatches(
+            self.medium, inventory, self.counters, self.record_outcomes, block_bytes
+        )
 
     @property
     def generation(self) -> int:  # type: ignore[override]

@@ -3,11 +3,12 @@ medium that keeps single objects."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
 from kvactors.storage.backends.base import Expired, ReadReport, WriteReport
+from kvactors.storage.backends.views import unfit_views
 from kvactors.storage.catalog import BatchAdmission
 from kvactors.storage.counters import StoreCounters
 from kvactors.storage.inventory import OwnedInventory
@@ -56,9 +57,11 @@ class OwnedBatches:
         inventory: OwnedInventory,
         counters: StoreCounters,
         record: Callable[[bytes], None],
+        block_bytes: int,
     ) -> None:
-        """record: called with the outcomes of each batch."""
+        """record: called with the outcomes of each batch. block_bytes: of an object."""
         self._medium = medium
+        self._block_bytes = block_bytes
         self._inventory = inventory
         self._catalog = inventory.catalog
         self._counters = counters
@@ -76,16 +79,19 @@ class OwnedBatches:
     ) -> ReadReport:
         """See `Backend.read`."""
         outcomes = bytearray([Outcome.LATE]) * len(keys)
+        unfit = unfit_views(views, len(keys), self._block_bytes, writable=True)
 
         async def one(i: int) -> None:
-            if not expired():
+            if i in unfit:
+                outcomes[i] = Outcome.UNAVAILABLE
+            elif not expired():
                 outcomes[i] = await self._medium.load(keys[i], views[i])
 
         if self._counters.breaker.closed():
             await self._medium.each([partial(one, i) for i in range(len(keys))])
         else:
             outcomes[:] = bytes([Outcome.UNAVAILABLE]) * len(keys)
-        self._record(bytes(outcomes))
+        self._record_fitting(outcomes, unfit)
         self._counters.reads += outcomes.count(Outcome.OK)
         results = list(zip(keys, outcomes, strict=True))
         corrupt = [key for key, outcome in results if outcome == Outcome.CORRUPT]
@@ -108,16 +114,18 @@ class OwnedBatches:
             self._record(refused)
             return WriteReport(refused, [])
         pending = self._inventory.pending
-        admission = self._catalog.admit([key for key in keys if key not in pending])
+        unfit = unfit_views(views, len(keys), self._block_bytes, writable=False)
+        fitting = [key for i, key in enumerate(keys) if i not in unfit]
+        admission = self._catalog.admit([key for key in fitting if key not in pending])
         self._counters.evicted += len(admission.evicted)
         outcomes = bytearray([Outcome.LATE]) * len(keys)
         fresh = set(admission.fresh)
         pending |= fresh
         try:
             await self._medium.erase(admission.evicted)
-            await self._save(keys, views, expired, admission, outcomes)
+            await self._save(keys, views, expired, admission, outcomes, unfit)
             await self._seal(keys, fresh, outcomes)
-            self._record(bytes(outcomes))
+            self._record_fitting(outcomes, unfit)
         except BaseException:
             # Saved or not, no object is certain to be sealed.
             outcomes[:] = bytes([Outcome.UNAVAILABLE]) * len(keys)
@@ -126,7 +134,9 @@ class OwnedBatches:
             self._medium.abandon(fresh)
             pending -= fresh
             failed = {
-                key for key, outcome in zip(keys, outcomes, strict=True) if outcome != Outcome.OK
+                key
+                for i, (key, outcome) in enumerate(zip(keys, outcomes, strict=True))
+                if outcome != Outcome.OK and i not in unfit
             }
             self._catalog.remove(fresh & failed)
         self._counters.writes += outcomes.count(Outcome.OK)
@@ -139,13 +149,16 @@ class OwnedBatches:
         expired: Expired,
         admission: BatchAdmission,
         outcomes: bytearray,
+        unfit: Container[int],
     ) -> None:
         fresh, existing = set(admission.fresh), set(admission.existing)
         refused = set(admission.refused)
 
         async def one(i: int) -> None:
             key = keys[i]
-            if key in refused:
+            if i in unfit:
+                outcomes[i] = Outcome.UNAVAILABLE
+            elif key in refused:
                 outcomes[i] = Outcome.NO_SPACE
             elif key in existing:
                 outcomes[i] = Outcome.EXISTS
@@ -164,6 +177,12 @@ class OwnedBatches:
         for i in wanted:
             outcomes[i] = outcome if keys[i] in self._catalog else Outcome.NO_SPACE
         await self._medium.erase([keys[i] for i in saved if keys[i] not in self._catalog])
+
+    def _record_fitting(self, outcomes: bytearray, unfit: Container[int]) -> None:
+        """Count outcomes. A caller's wrong view is no fault of the store."""
+        fitting = bytes(outcome for i, outcome in enumerate(outcomes) if i not in unfit)
+        if fitting or not outcomes:
+            self._record(fitting)
 
     async def remove(self, keys: Sequence[bytes]) -> None:
         """See `Backend.remove`; an object that is being written stays. A key that was taken before

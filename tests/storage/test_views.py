@@ -1,0 +1,81 @@
+"""A view that holds no object is an outcome of its key, and its memory is not used."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvactors.storage.backends import FileBackend, MemoryBackend
+from kvactors.storage.backends.views import unfit_views
+from kvactors.storage.messages import Outcome
+
+SIZE = 8192
+KEYS = [bytes([i]) * 32 for i in range(6)]
+OK, BAD = Outcome.OK, Outcome.UNAVAILABLE
+
+
+def never() -> bool:
+    return False
+
+
+@pytest.fixture(params=["file", "memory"])
+async def store(request, tmp_path):
+    if request.param == "file":
+        made = FileBackend(tmp_path, bytes(32), SIZE, 4)
+    else:
+        made = MemoryBackend(bytes(32), SIZE, 4)
+    await made.open()
+    yield made
+    await made.close()
+
+
+def wrong_views(memory: np.ndarray) -> list[memoryview]:
+    """Empty, short, long, and one with gaps."""
+    data = memory.data
+    return [data[:0], data[: SIZE - 1], data[: SIZE + 1], data[: 2 * SIZE : 2]]
+
+
+async def test_unfit_views_are_not_written_and_evict_nothing(store):
+    memory = np.full(3 * SIZE, 7, np.uint8)
+    good = memory[:SIZE].data
+    report = await store.write(KEYS[:4], [good] * 4, never)
+    assert report.outcomes == bytes([OK] * 4)
+    report = await store.write(KEYS[4:5] * 4, wrong_views(memory), never)
+    assert (report.outcomes, report.evicted) == (bytes([BAD] * 4), [])
+    report = await store.write(KEYS[4:6], [good], never)
+    assert report.outcomes == bytes([OK, BAD])
+    assert not store.holds(KEYS[5])
+    assert store.count() == 4
+
+
+async def test_unfit_views_are_not_read_into(store):
+    memory = np.full(3 * SIZE, 7, np.uint8)
+    await store.write(KEYS[:1], [memory[:SIZE].data], never)
+    target = np.zeros(3 * SIZE, np.uint8)
+    frozen = memoryview(bytes(SIZE))
+    report = await store.read(KEYS[:1] * 5, [*wrong_views(target), frozen], never)
+    assert (report.outcomes, report.gone) == (bytes([BAD] * 5), [])
+    assert not target.any(), "memory behind a view was written"
+    report = await store.read([KEYS[0], KEYS[0]], [target[:0].data, target[:SIZE].data], never)
+    assert report.outcomes == bytes([BAD, OK])
+    assert (target[:SIZE] == 7).all()
+    assert not target[SIZE:].any()
+
+
+async def test_a_key_with_a_fit_and_an_unfit_view_is_stored(store):
+    good = memoryview(bytes(SIZE))
+    report = await store.write([KEYS[0], KEYS[0]], [good, good[:1]], never)
+    assert report.outcomes == bytes([OK, BAD])
+    assert store.holds(KEYS[0])
+
+
+async def test_unfit_views_do_not_open_the_breaker(store):
+    for _ in range(20):
+        await store.read(KEYS[:1], [memoryview(b"")], never)
+        await store.write(KEYS[:1], [memoryview(b"")], never)
+    assert store.counters.breaker.state() == "closed"
+
+
+def test_missing_views_are_unfit():
+    assert unfit_views([memoryview(b"four")], 3, 4, writable=False) == {1, 2}
+    assert unfit_views([memoryview(b"four")], 1, 4, writable=True) == {0}
