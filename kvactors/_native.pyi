@@ -112,8 +112,8 @@ class FrameSender:
         """
 
     def __call__(self, topic: bytes, number: int, payload: bytes) -> None:
-        """Send the topic, the number as 8 bytes (big-endian) and the payload. What `fail` raises if
-        that fails."""
+        """Send the topic, the number as 8 bytes (big-endian) and the payload. Raises the
+        error of `fail` if that fails."""
 
     def close(self) -> None:
         """Every further call fails."""

@@ -1,5 +1,5 @@
-"""AttentionStore's SDK: imported, opened, waited for, called. It is proprietary. This module is
-written against the calls that FastDeploy's adapter makes
+"""Adapter of AttentionStore's SDK: import, opening, readiness, calls. It is proprietary. This
+module is written against the calls that FastDeploy's adapter makes
 (fastdeploy/cache_manager/transfer_factory/mooncake_store/attention_store.py), and tested against
 the stand-in of `kvactors.testing`.
 
@@ -65,7 +65,7 @@ def import_sdk(package: str, *, index: bool, cuda: bool) -> SdkNames:
         return SdkNames(sdk.AttentionStoreSDK, sdk.Tokens, error, hbm, kinds)
     except (ImportError, AttributeError) as cause:
         raise SdkError(
-            f"AttentionStore needs the package {package!r}, which cannot be imported ({cause}); it "
+            f"AttentionStore needs the package {package!r}, which cannot be imported ({cause}). It "
             "is proprietary and comes with the "
             "AttentionStore service, not from a public index"
         ) from cause

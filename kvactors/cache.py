@@ -1,5 +1,10 @@
-"""The public API of the cache: `open` a cache, `acquire` a lease for a request, compute what is
-missing, `finish`."""
+"""The public API of the cache: `open` a cache, `acquire` a lease for a request, compute the missing
+KV, `commit` and `finish`.
+
+Bad arguments are a TypeError or ValueError that names them, and change nothing. A `deadline` is in
+seconds from now, None for `cache.deadline` of the settings. A missed one raises DeadlineExceeded.
+Every method raises CacheClosed once the cache is closed, and WrongLoop outside its event loop.
+"""
 
 from __future__ import annotations
 
@@ -56,11 +61,7 @@ if TYPE_CHECKING:
 
 
 class KVCache:
-    """One open cache. All methods belong to the loop it was opened on (WrongLoop elsewhere). Other
-    threads use `from_thread`.
-
-    Bad arguments are a TypeError or ValueError that names them, and change nothing.
-    """
+    """One open cache, for the loop it was opened on. Other threads use `from_thread`."""
 
     def __init__(self, system: System) -> None:
         self.system = system
@@ -94,8 +95,7 @@ class KVCache:
         """Match a prompt against the cache and take device blocks for all of it.
 
         Answers from memory unless blocks must be evicted first. Loads from host or storage continue
-        in the background (`Lease.wait_ready`). The request is admitted under the namespace of the
-        moment at which it gets its blocks, also if it waited for them.
+        in the background (`Lease.wait_ready`). The namespace at the time of admission applies.
 
         Args:
             request_id: for messages and statistics. A preempted request that comes again with its
@@ -117,7 +117,7 @@ class KVCache:
             wait_for_evictions: whether to wait, within the deadline, for evictions in flight whose
                 blocks must be copied first. Without it such a request is refused with NoRoom, and
                 the evictions continue, so that a later call may find the blocks.
-            wait: the earlier name of `wait_for_evictions`, deprecated.
+            wait: deprecated name of `wait_for_evictions`.
 
         Returns:
             The lease. Finish it, or use it as an async context manager.
@@ -128,10 +128,6 @@ class KVCache:
             DeadlineExceeded: no blocks became free in time.
             Paused: the cache did not resume in time.
             ActorFailed: PrefixIndex failed during the call.
-            CacheClosed: the cache is closed.
-            WrongLoop: the call is from another event loop or thread.
-            TypeError: an argument has a wrong type.
-            ValueError: an argument has a wrong value.
         """
         at = self._client.deadline(deadline)
         if wait is not None:
@@ -172,12 +168,20 @@ class KVCache:
         lora: str | None = None,
         deadline: float | None = None,
     ) -> int:
-        """A hint that a request of `tokens` will come: what storage has of it is brought to the
-        host tier, within `deadline` seconds. Returns at once, with the number of blocks looked for.
-        tokens and the rest, and what is raised: as in `acquire`.
+        """Fetch the stored blocks of an expected request into the host tier, in the background.
 
-        Raises StoreUnsupported with a store that moves device memory itself (AttentionStore):
-        nothing of it goes through the host tier.
+        Args:
+            tokens: as in `acquire`.
+            extra_keys: as in `acquire`.
+            salt: as in `acquire`.
+            lora: as in `acquire`.
+            deadline: seconds from now for the fetches.
+
+        Returns:
+            Blocks that are looked up in the store.
+
+        Raises:
+            StoreUnsupported: the store moves device memory itself (AttentionStore).
         """
         at = self._client.deadline(deadline)
         scope = request_scope(salt, lora)
@@ -192,12 +196,18 @@ class KVCache:
     # -- the whole cache
 
     async def clear(self, *, storage: bool = False, deadline: float | None = None) -> int:
-        """Nothing cached before this can be hit after it. Leases in use stay whole. storage: empty
-        the store as well.
+        """Drop every cached block. Leases in use keep theirs, which cannot be hit any more.
 
-        Returns the device blocks that became free at once. Raises StoreUnsupported, and clears
-        nothing, if the store has no such operation (AttentionStore): call `set_namespace` or open
-        it with another `attention_store.model_version`.
+        Args:
+            storage: empty the store as well.
+            deadline: seconds from now.
+
+        Returns:
+            Device blocks that became free at once.
+
+        Raises:
+            StoreUnsupported: the store has no such operation (AttentionStore), and no tier was
+                cleared. Use `set_namespace` or another `attention_store.model_version`.
         """
         at = self._client.deadline(deadline)
         if check_flag("storage", storage) and self.system.direct is not None:
@@ -219,20 +229,19 @@ class KVCache:
         await self._client.ask(Resume(), self._client.deadline(deadline))
 
     async def set_namespace(self, namespace: str, *, deadline: float | None = None) -> None:
-        """Requests admitted from now on, those that wait for blocks or for `resume` included, share
-        only with others of this namespace: new weights must not hit old cache. Leases granted
-        before keep theirs: finish or preempt them before the weights change. Indexes are sent that
-        the blocks of other namespaces are gone, and that those of this one are there."""
+        """Separate later requests from the blocks cached so far, for example when the weights
+        change. Requests admitted from now on, waiting ones included, share blocks only within
+        `namespace`. Earlier leases keep theirs: finish or preempt them before the weights change.
+        Indexes are sent blocks of other namespaces as gone, and of this one as resident."""
         at = self._client.deadline(deadline)
         await self._client.ask(SetNamespace(check_text("namespace", namespace)), at)
 
     async def wait_idle(self, deadline: float = 30.0) -> None:
-        """Return when no actor has anything left to do. DeadlineExceeded after `deadline`
-        seconds."""
+        """Return when nothing is in flight, or raise DeadlineExceeded."""
         self._client.check()
         seconds = check_seconds("deadline", deadline)
         with anyio.move_on_after(seconds) as scope:
-            await asyncio.sleep(0)  # what finalisers have scheduled comes first
+            await asyncio.sleep(0)  # callbacks that finalisers scheduled run first
             await self.system.in_flight.wait_idle()
         if scope.cancelled_caught:
             raise DeadlineExceeded(
@@ -242,12 +251,14 @@ class KVCache:
     async def wait_flushed(
         self, deadline: float = 30.0, *, at_rest: bool = True, sinks: Collection[str] | None = None
     ) -> None:
-        """Return when every sink's view equals the tiers. DeadlineExceeded after `deadline`
-        seconds, ValueError for an unknown sink.
+        """Return when every sink's view equals the tiers.
 
-        sinks: names of those that matter, all if None. at_rest: first wait until the cache has
-        nothing left to do. Without it, under load, the barrier is about residency as of this call:
-        what changes later, transfers now in flight included, may or may not have been delivered.
+        Args:
+            deadline: seconds from now.
+            at_rest: first wait until the cache is idle. Without it, under load, the barrier covers
+                residency as of this call: later changes, transfers now in flight included, may or
+                may not have been delivered.
+            sinks: names of the sinks to wait for, all if None. ValueError for an unknown one.
         """
         at = self._client.deadline(deadline)
         check_flag("at_rest", at_rest)
@@ -267,9 +278,17 @@ class KVCache:
     flush_settled = renamed("flush_settled", wait_flushed)
 
     async def resync(self, sink: str, *, deadline: float | None = None) -> None:
-        """Send a sink everything again, for an index that lost its state. Returns when it has taken
-        that (after DeadlineExceeded it goes on). Without `Sink.repeats` what the index has is void
-        first. ValueError for an unknown sink, SinkError while the notifier is switched off."""
+        """Send a sink the complete state again, for an index that lost its own. Without
+        `Sink.repeats` the sink is reset first.
+
+        Args:
+            sink: its name.
+            deadline: seconds until the sink has acknowledged. The resync continues after it.
+
+        Raises:
+            ValueError: there is no such sink.
+            SinkError: the notifier is switched off.
+        """
         at = self._client.deadline(deadline)
         self._sink_names((check_text("sink", sink),))
         await self.system.notifier.ask(Resync(sink), deadline=at)
@@ -279,11 +298,11 @@ class KVCache:
         unknown = set(names or ()) - self.sinks.keys()
         if unknown:
             raise ValueError(
-                f"there is no sink {min(unknown)!r}; there are {', '.join(self.sinks) or 'none'}"
+                f"there is no sink {min(unknown)!r} (sinks: {', '.join(self.sinks) or 'none'})"
             )
         return names
 
-    # -- looking in
+    # -- inspection
 
     @property
     def sinks(self) -> dict[str, Sink]:
@@ -303,22 +322,21 @@ class KVCache:
         return collect(self.system)
 
     def health(self) -> Health:
-        """Whether the cache works, works without an optional part (a sink, the notifier, a store, a
-        rank), or has failed, and the reasons. Cheap."""
+        """Whether the cache works, is degraded (works without a sink, the notifier, a store or a
+        rank), or has failed, with reasons. Cheap."""
         self._client.check_thread()
         return health(self.system)
 
     def check(self) -> list[str]:
-        """The invariants that are violated, one line each. Under load each actor checks its own
-        state (pools add up, no slot is given twice, every reference has a lease). At rest (after
-        `wait_idle`) they are also compared with each other. For tests: it keeps the loop for
-        microseconds for each block of all tiers. See `check_slices`."""
+        """The violated invariants, one line each. Each actor's state is checked (pools add up, no
+        slot is used twice, every reference has a lease). When the cache is idle the actors are also
+        compared with each other. Blocks the loop for microseconds a block: see `check_slices`."""
         self._client.check_thread()
         return invariants(self.system)
 
     async def check_slices(self) -> list[str]:
-        """`check` in steps of about a millisecond, between which other tasks run: for production.
-        Actors are compared with each other only if nothing else happens during the call."""
+        """`check` for production, in steps of about a millisecond between which other tasks run.
+        Actors are compared with each other only if the cache is idle during the whole call."""
         self._client.check_loop()
         return await invariants_in_slices(self.system)
 
@@ -329,16 +347,15 @@ class KVCache:
         return await divergence_in_slices(self.system, self._sink_names(sinks))
 
     def divergence(self, sinks: Collection[str] | None = None) -> int:
-        """Blocks on which a sink's view (of those named, of all if None) and the tiers differ. 0 at
-        rest (after `wait_flushed`)."""
+        """Blocks on which the view of one of `sinks` (all if None) and the tiers differ. 0 after
+        `wait_flushed`."""
         self._client.check_thread()
         return self.system.notifier_actor.sinks.divergence(
             residency(self.system), self._sink_names(sinks)
         )
 
     def close(self) -> None:
-        """Refuse new work. `open` calls it on the way out. In a forked child it does nothing: every
-        call is refused there already."""
+        """Refuse new work. `open` calls it at the end of its block. No effect in a forked child."""
         if not self.system.forked:
             self._client.check_thread()
             self._client.is_open = False
@@ -352,15 +369,30 @@ def open_cache(
     backend: Backend | None = None,
     inline_copies: bool = False,
 ) -> AbstractAsyncContextManager[KVCache]:
-    """A running cache. config: the defaults if None; FastDeploy's variables are honoured (see
-    `Config.from_env`). device: made from the config if None. sinks: of the caller's own making,
-    beside those of the config. backend: a store of the caller's own making, in place of the
-    config's (flush-only mode leaves it alone).
+    """Open a cache: `async with kvactors.open(config) as cache`.
 
-    inline_copies: copy in the loop's thread, for loops of virtual time. Raises TypeError for
-    arguments of a wrong type; when it is entered ConfigError, LayoutError, StoreError, SinkError;
-    and at the end of the block CacheFailed, if the cache has failed (an exception out of the block
-    passes, with a note).
+    Args:
+        config: the settings, the defaults if None. Environment variables fill unset values (see
+            `Config.from_env`).
+        device: the device blocks of the engine. None: a device is made from the config.
+        sinks: sinks supplied by the caller, beside those of the config.
+        backend: a store supplied by the caller, in place of the config's (not used in flush-only
+            mode).
+        inline_copies: copy in the loop's thread, for loops of virtual time.
+
+    Returns:
+        A context manager. The cache is open inside its block.
+
+    Raises:
+        TypeError: an argument has a wrong type.
+        ConfigError: at entry, a setting is invalid.
+        LayoutError: at entry, the device does not match the layout.
+        DeviceError: at entry, the device cannot be used.
+        StoreError: at entry, the store cannot be opened.
+        SinkError: at entry, a sink cannot be opened.
+        RankError: at entry, not all ranks joined in time.
+        CacheFailed: at the end of the block, the cache has failed. An exception out of the block
+            passes instead, with a note.
     """
     for name, value, wanted in (
         ("config", config, Config),

@@ -276,7 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for command, replacement in MOVED.items():
             if tuple(words[: len(command)]) == command:
                 raise ConfigError(
-                    f"the command {' '.join(command)} has left the installed package; in a clone "
+                    f"the command {' '.join(command)} is not in the installed package. In a clone "
                     f"of the repository run: {replacement}"
                 )
         with (

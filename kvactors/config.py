@@ -1,5 +1,5 @@
-"""Settings: `Config`, read from TOML, a mapping or environment variables. An unknown key is an
-error that names the nearest valid one."""
+"""Configuration: `Config`, read from TOML, a mapping or environment variables. Rejects unknown keys
+and suggests the nearest valid one."""
 
 from __future__ import annotations
 
@@ -137,11 +137,11 @@ def _pick(
         return kinds[0]
     tags = {str(kind.__struct_config__.tag): kind for kind in kinds}
     if field not in data:
-        raise ConfigError(f"{where}.{field} is missing; it is one of {', '.join(tags)}")
+        raise ConfigError(f"{where}.{field} is missing: choose one of {', '.join(tags)}")
     if data[field] not in tags:
         near = difflib.get_close_matches(str(data[field]), tags, n=1, cutoff=0.0)
         raise ConfigError(
-            f"unknown {where}.{field} {data[field]!r}; did you mean {near[0]!r}? There are "
+            f"unknown {where}.{field} {data[field]!r}. Did you mean {near[0]!r}? There are "
             f"{', '.join(tags)}"
         )
     return tags[data[field]]
@@ -155,5 +155,5 @@ def _check_struct_keys(data: Mapping[str, Any], struct: type[msgspec.Struct], wh
             continue
         if key not in hints:
             near = difflib.get_close_matches(key, hints, n=1, cutoff=0.0)
-            raise ConfigError(f"unknown key {name!r}; did you mean {near[0]!r}?")
+            raise ConfigError(f"unknown key {name!r}. Did you mean {near[0]!r}?")
         check_keys(value, hints[key], name)

@@ -1,4 +1,5 @@
-"""Writes docs/messages.md from the classes: `python -m kvactors.docsgen > docs/messages.md`."""
+"""Generator of docs/messages.md from the message classes: `python -m kvactors.docsgen >
+docs/messages.md`."""
 
 from __future__ import annotations
 
@@ -80,7 +81,7 @@ def senders(actor: type[Actor], message: type[Message]) -> Iterator[str]:
 
 
 def reply_of(message: type[Message]) -> str:
-    """What an ask is answered with."""
+    """The type of an ask's reply."""
     for base in getattr(message, "__orig_bases__", ()):
         if typing.get_origin(base) is Ask:
             return type_name(typing.get_args(base)[0])

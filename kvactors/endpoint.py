@@ -1,4 +1,4 @@
-"""Where a leader listens for its ranks."""
+"""The endpoint at which a leader listens for its ranks."""
 
 from __future__ import annotations
 

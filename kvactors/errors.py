@@ -1,37 +1,32 @@
-"""Every error the package raises.
+"""Every error that the package raises.
 
 KVActorsError
-├── ConfigError (ValueError)          a setting is unknown, malformed or contradicts another
-├── NoRoom                            not enough device blocks, even after evicting everything that
-may go
-├── DeadlineExceeded (TimeoutError)   an operation was not answered in time
-├── Paused                            the cache is paused and the deadline passed before it resumed
-├── NotReady                          the lease still waits for loads: await wait_ready() first
-├── LeaseEnded                        the lease was finished, preempted or given back already, or
-lost in a restart
-├── LeaseBusy (RuntimeError)          another call on the lease has not returned yet
-├── WrongLoop (RuntimeError)          a call from another event loop or thread than the cache's
-├── WrongThread (RuntimeError)        a call of a TierCache from another thread than its owner's
-├── CacheClosed                       the cache is not open (any more)
-├── CacheFailed                       an actor failed more often than actors.restarts allows, and no
-part that can be switched off
+├── ConfigError (ValueError)      a setting is unknown, malformed or contradicts another
+├── NoRoom                        not enough device blocks, even after all possible evictions
+├── DeadlineExceeded (TimeoutError)  an operation was not answered in time
+├── Paused                        the cache is paused and did not resume before the deadline
+├── NotReady                      the lease still waits for loads: await wait_ready() first
+├── LeaseEnded                    the lease was finished, preempted, abandoned or lost in a restart
+├── LeaseBusy (RuntimeError)      another call on the lease has not returned yet
+├── WrongLoop (RuntimeError)      a call from another event loop or thread than the cache's
+├── WrongThread (RuntimeError)    a call of a TierCache from another thread than its owner's
+├── CacheClosed                   the cache is not open (any more)
+├── CacheFailed                   a required actor failed more often than actors.restarts allows
 ├── ChannelError
-│   └── ChannelClosed                 the receiver of this channel has ended
-├── LeakedError (RuntimeError)        code of a client library raised what is not an Exception
-├── ActorFailed                       an actor failed while (or before) it handled an ask
-├── WiringError                       the declared channel graph does not fit together
-├── LayoutError (ValueError)          shapes, dtypes or counts of blocks do not fit
-├── DeviceError                       a device cannot be had, or its memory is not what it was
-│   └── CudaError                     (data_plane.cuda.driver) a call of the CUDA driver failed
-├── RankError                         a tensor-parallel rank cannot be admitted, or nobody can
-listen for it
-│   └── RankLost                      a rank's memory is gone, and with it what a lease's blocks
-held
-├── StoreError (OSError)              a storage back end cannot do what was asked
-│   ├── StoreUnavailable              the back end does not answer
-│   └── StoreUnsupported              the configured store has no such operation
-└── SinkError                         a flush sink did not take a task
-    └── SdkError                      AttentionStore's SDK is not there, or refused a call
+│   └── ChannelClosed             the receiver of this channel has ended
+├── LeakedError (RuntimeError)    a client library raised a BaseException that is no Exception
+├── ActorFailed                   an actor failed while (or before) it handled an ask
+├── WiringError                   the declared channel graph is inconsistent
+├── LayoutError (ValueError)      shapes, dtypes or counts of blocks do not match
+├── DeviceError                   a device cannot be used, or its memory has changed
+│   └── CudaError                 (data_plane.cuda.driver) a call of the CUDA driver failed
+├── RankError                     a tensor-parallel rank cannot join, or the leader cannot listen
+│   └── RankLost                  a rank has lost the memory of a lease's blocks
+├── StoreError (OSError)          a storage back end cannot do an operation
+│   ├── StoreUnavailable          the back end does not answer
+│   └── StoreUnsupported          the configured store has no such operation
+└── SinkError                     a flush sink did not accept a task
+    └── SdkError                  AttentionStore's SDK is not installed, or refused a call
 """
 
 from __future__ import annotations
@@ -46,10 +41,11 @@ class ConfigError(KVActorsError, ValueError):
 
 
 class NoRoom(KVActorsError):
-    """Not enough device blocks. `needed` and `available` count blocks. Nothing was changed."""
+    """Not enough device blocks, even after all possible evictions. `needed` and `available` count
+    blocks. Nothing was changed."""
 
     def __init__(self, needed: int, available: int) -> None:
-        super().__init__(f"{needed} device blocks needed, {available} can be had")
+        super().__init__(f"{needed} device blocks needed, {available} available")
         self.needed = needed
         self.available = available
 
@@ -67,8 +63,7 @@ class NotReady(KVActorsError):
 
 
 class LeaseEnded(KVActorsError):
-    """The lease was finished, preempted or given back already, or its cache lost it in a
-    restart."""
+    """The lease was finished, preempted or abandoned already, or its cache lost it in a restart."""
 
 
 class LeaseBusy(KVActorsError, RuntimeError):
@@ -110,8 +105,8 @@ class ChannelClosed(ChannelError):
 
 
 class ActorFailed(KVActorsError):
-    """An actor failed while, or before, it handled an ask. `actor` is its name, `__cause__` what
-    killed it."""
+    """An actor failed while, or before, it handled an ask. `actor` is its name, `__cause__` the
+    exception."""
 
     def __init__(self, actor: str, cause: BaseException | None = None) -> None:
         super().__init__(f"actor {actor!r} failed" + (f": {cause!r}" if cause else ""))
@@ -120,27 +115,27 @@ class ActorFailed(KVActorsError):
 
 
 class WiringError(KVActorsError):
-    """The declared channel graph does not fit together. The message lists every misfit."""
+    """The declared channel graph is inconsistent. The message lists every contradiction."""
 
 
 class LayoutError(KVActorsError, ValueError):
-    """Shapes, dtypes or counts of blocks do not fit."""
+    """Shapes, dtypes or counts of blocks do not match."""
 
 
 class DeviceError(KVActorsError):
-    """A device cannot be had, or its memory is not what it was when it was registered."""
+    """A device cannot be used, or its memory has changed since it was registered."""
 
 
 class RankError(KVActorsError):
-    """A tensor-parallel rank cannot be admitted, or nobody can listen for it."""
+    """A tensor-parallel rank cannot join, or the leader cannot listen for it."""
 
 
 class RankLost(RankError):
-    """A rank's memory is gone, and with it what a lease's blocks held there: acquire again."""
+    """A rank has lost the memory of a lease's blocks: acquire again."""
 
 
 class StoreError(KVActorsError, OSError):
-    """A storage back end cannot do what was asked."""
+    """A storage back end cannot do an operation."""
 
 
 class StoreUnavailable(StoreError):
@@ -152,20 +147,20 @@ class StoreUnsupported(StoreError):
 
 
 class SinkError(KVActorsError):
-    """A flush sink did not take a task."""
+    """A flush sink did not accept a task."""
 
 
 class SdkError(SinkError):
-    """AttentionStore's SDK is not there, or refused a call."""
+    """AttentionStore's SDK is not installed, or refused a call."""
 
 
 class LeakedError(KVActorsError, RuntimeError):
     """A client library raised an exception that is not an `Exception` (a leaked CancelledError, a
-    panic); `__cause__` is that exception."""
+    panic). `__cause__` is that exception."""
 
 
 def as_exception(error: BaseException) -> Exception:
-    """The error itself, or a LeakedError in place of one that asyncio gives a meaning of its own
+    """The error itself, or a LeakedError in place of one that has a special meaning in asyncio
     (CancelledError, StopIteration)."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration | StopAsyncIteration):
         return error

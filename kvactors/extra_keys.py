@@ -21,8 +21,8 @@ OFFSET = Struct("<q")
 
 
 def media_extra(items: Iterable[MediaItem]) -> bytes:
-    """The extra key of a block from the media items that it overlaps, in order; empty for none.
-    TypeError for a hash of another type."""
+    """The extra key of a block from the media items that it overlaps, in order. Empty for none.
+    Raises TypeError for a hash of another type."""
     encoded = b""
     for value, offset in items:
         if isinstance(value, bytes):
@@ -71,10 +71,10 @@ def block_extras(
 ) -> dict[int, bytes]:
     """Extra keys of blocks 0 .. num_blocks - 1 from media items at (offset, length) in tokens.
 
-    An item belongs to every block it overlaps, an item that ends exactly where a block starts does
-    not; several items of a block count in item order. num_tokens: the prompt's length; items must
-    lie within it. ValueError for unequal lengths, empty or negative ranges, items that are not in
-    ascending order or overlap, or reach beyond the prompt.
+    An item belongs to every block that it overlaps. An item that ends exactly where a block starts
+    does not belong to that block. Several items of a block count in item order. num_tokens: the
+    prompt's length, which bounds the items. Raises ValueError for unequal lengths, empty or
+    negative ranges, items that are not in ascending order or overlap, or reach beyond the prompt.
     """
     if len(positions) != len(hashes):
         raise ValueError(f"{len(positions)} media positions, {len(hashes)} hashes")

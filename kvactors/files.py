@@ -15,8 +15,7 @@ FOLDER_MODE = 0o700
 
 
 def open_private(path: str | Path, flags: int, *, dir_fd: int | None = None) -> int:
-    """A descriptor of a regular file of mode 0600, whatever the umask is; created if `flags` has
-    O_CREAT.
+    """A descriptor of a regular file of mode 0600, at any umask. Created if `flags` has O_CREAT.
 
     Raises OSError, also for a symbolic link, a pipe or a device in the file's place: what it points
     to is not touched.
@@ -75,8 +74,8 @@ def open_folder(path: str | Path) -> int:
 
 
 def locked(fd: int) -> bool:
-    """Take a lock, if no process has it; tried again for a moment, since 'kvactors store list'
-    looks at it."""
+    """Take a lock, if no process has it. Retried for a moment, since 'kvactors store list' holds it
+    briefly."""
     for _ in range(3):
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -88,7 +87,8 @@ def locked(fd: int) -> bool:
 
 
 def read_all(fd: int, size: int, at: int) -> bytes:
-    """`size` bytes from `at` on, fewer at the end of the file; one call reads 2 GiB at most."""
+    """`size` bytes from `at` on, fewer at the end of the file. One system call reads 2 GiB at
+    most."""
     parts = []
     while size > 0:
         part = os.pread(fd, min(size, 1 << 28), at)

@@ -1,5 +1,4 @@
-"""The public API for other threads: the calls of `KVCache` and `Lease`, each blocking its thread
-until the loop has answered."""
+"""The public API for other threads: blocking calls with the signatures of `KVCache` and `Lease`."""
 
 from __future__ import annotations
 
@@ -94,10 +93,14 @@ def _blocking_lease(
 
 
 class FromThread:
-    """`KVCache` for a thread that is not the loop's. Raises what the awaited call would,
-    CacheClosed if the loop has ended, DeadlineExceeded if the loop does not answer in time (then
-    the call did not happen, or the lease it was about has ended), and WrongLoop in the loop's
-    thread.
+    """`KVCache` for threads other than the loop's. Each call blocks its thread until the loop has
+    answered, for `deadline` seconds and a margin, and raises the errors of the awaited call.
+
+    Raises:
+        CacheClosed: the loop has ended.
+        DeadlineExceeded: the loop did not answer in time. The call did not happen, or its lease has
+            ended.
+        WrongLoop: the call is from the loop's thread.
     """
 
     def __init__(self, cache: KVCache, loop: asyncio.AbstractEventLoop) -> None:
@@ -188,8 +191,7 @@ class FromThread:
         return self._cache.namespace
 
     def statistics(self, *, deadline: float | None = None) -> CacheStatistics:
-        """See `KVCache.statistics`. This and the others that look in wait for the loop for
-        `deadline` seconds."""
+        """See `KVCache.statistics`."""
         return self._call(partial(self._now, self._cache.statistics), deadline)
 
     def health(self, *, deadline: float | None = None) -> Health:
@@ -218,7 +220,7 @@ class FromThread:
 
 
 class ThreadLease:
-    """`Lease` for a thread that is not the loop's. It is a context manager as well."""
+    """`Lease` for threads other than the loop's, with the same methods. A context manager."""
 
     def __init__(self, owner: FromThread, lease: Lease) -> None:
         self._owner = owner
@@ -285,5 +287,5 @@ class ThreadLease:
         if kind is None:
             self._owner._call(partial(self._lease.__aexit__, None, None, None), None)
         else:
-            with suppress(CacheClosed):  # what was raised in the block goes on
+            with suppress(CacheClosed):  # the exception of the block is raised
                 self.abandon()

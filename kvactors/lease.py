@@ -1,4 +1,11 @@
-"""A request's hold on its device blocks: the lease that `KVCache.acquire` returns, and its hits."""
+"""Leases: a request's hold on its device blocks, as `KVCache.acquire` returns it, and its hits.
+
+A cancelled call of a lease either did not happen or has ended the lease. A `deadline` is in seconds
+from now, None for `cache.deadline` of the settings. Beside the errors that it lists, every method
+raises LeaseEnded once the lease has ended, DeadlineExceeded, ActorFailed, WrongLoop outside the
+event loop of its cache, CacheClosed once the cache is closed, and ValueError or TypeError for bad
+arguments (then nothing changed).
+"""
 
 from __future__ import annotations
 
@@ -44,15 +51,11 @@ class Lease:
 
     Attributes:
         request_id: the id that `KVCache.acquire` was given.
-        cached_tokens: prefill from here on. Before `wait_ready` it counts loads in flight,
-            afterwards those that completed.
+        cached_tokens: number of leading tokens whose KV is cached: prefill from here on. Before
+            `wait_ready` it counts loads in flight, afterwards those that completed.
         pending: whether loads are in flight.
         hits: blocks that were cached, by tier. Final once `wait_ready` has returned.
         num_tokens: tokens of the request, those of `extend` included.
-
-    A cancelled call either did not happen or has ended the lease. Every method raises LeaseEnded
-    once the lease has ended, WrongLoop outside the event loop of its cache, CacheClosed after its
-    cache, and ValueError or TypeError for bad arguments (then nothing changed).
     """
 
     def __init__(
@@ -78,21 +81,22 @@ class Lease:
 
     @property
     def block_table(self) -> tuple[int, ...]:
-        """Device block ids in order. After an `extend` it is made anew when it is looked at: of a
-        very long request that takes a while."""
+        """Device block ids in the order of the tokens. The first access after an `extend` copies
+        the table, which takes noticeable time for a very long request."""
         if not isinstance(self._table, tuple):
             self._table = tuple(self._table)
         return self._table
 
     async def wait_ready(self, *, deadline: float | None = None) -> None:
-        """Return when every load has landed or was demoted to a miss. `block_table` and
-        `cached_tokens` are final then.
+        """Wait until every load has completed or has become a miss, also of a store that does not
+        answer. `block_table` and `cached_tokens` are final then.
 
-        A store that does not answer costs misses: without a deadline the call waits
-        until the loads, which have the deadline of `acquire`, have been given up.
+        Args:
+            deadline: seconds from now. None: wait until the loads, which have the deadline of
+                `acquire`, have completed or been given up.
 
-        Raises LeaseEnded, DeadlineExceeded, ActorFailed, and NoRoom if a failed load left blocks
-        that could not be replaced.
+        Raises:
+            NoRoom: a failed load left blocks that could not be replaced.
         """
         at = self._loads_deadline(deadline)
         if not self.pending:
@@ -106,12 +110,22 @@ class Lease:
         self.hits = Hits(landed.device_hits, landed.host_hits, landed.storage_hits)
 
     async def wait_layer(self, layer: int, *, deadline: float | None = None) -> int:
-        """Return when one layer (counted from the layout's first, 0) of every load has landed, so
-        that attention on it can start while later ones still load; layers land one by one with
-        `device.layerwise`, else all at once. Returns the tokens that are cached in it.
+        """Wait until one layer of every load has arrived, so that attention on it can start while
+        later layers still load. Layers arrive one by one with `device.layerwise`, else all at once.
 
-        `wait_ready` decides: if fewer are cached after it, discard what was computed on top of the
-        others. Raises ValueError for a layer that is not there, and what `wait_ready` raises.
+        `wait_ready` has the final result: if `cached_tokens` is smaller after it, discard the KV
+        computed on top of the missing tokens.
+
+        Args:
+            layer: counted from the layout's first, which is 0.
+            deadline: as in `wait_ready`.
+
+        Returns:
+            Tokens that are cached in this layer.
+
+        Raises:
+            NoRoom: as in `wait_ready`.
+            ValueError: the layout has no such layer.
         """
         at = self._loads_deadline(deadline)
         number = check_int("layer", layer, 0, self._client.layers - 1)
@@ -123,11 +137,18 @@ class Lease:
     layer_ready = renamed("layer_ready", wait_layer)
 
     async def extend(self, tokens: Tokens, *, deadline: float | None = None) -> tuple[int, ...]:
-        """Append a copy of tokens (as for `KVCache.acquire`; none is allowed); returns the device
-        blocks added to the table.
+        """Append tokens to the request and take the device blocks that they need.
 
-        Raises ValueError or TypeError for bad tokens, LeaseBusy while another `extend` of this
-        lease waits, NoRoom, DeadlineExceeded, LeaseEnded, ActorFailed; then nothing changed.
+        Args:
+            tokens: token ids as in `KVCache.acquire`, possibly none. They are copied.
+            deadline: seconds from now.
+
+        Returns:
+            The device blocks added to the table.
+
+        Raises:
+            LeaseBusy: another `extend` of this lease waits. Nothing changed.
+            NoRoom: fewer device blocks than needed can be freed. Nothing changed.
         """
         at = self._deadline(deadline)
         added = Path(self._path.block_size, self._path.root)
@@ -158,16 +179,19 @@ class Lease:
         return tuple(granted.blocks)
 
     async def commit(self, computed_tokens: int, *, deadline: float | None = None) -> int:
-        """The first `computed_tokens` tokens are in device memory: their full blocks become
-        shareable. Returns committed blocks.
+        """Make the full blocks among the first `computed_tokens` tokens shareable.
 
-        A token that was just sampled has no KV in device memory before the next forward pass: after
-        `extend([token])` the number is `num_tokens - 1` until that pass has ended. Calling again
-        with the same or a smaller number changes nothing.
+        Args:
+            computed_tokens: tokens whose KV is in device memory. A sampled token has none before
+                the next forward pass: after `extend([token])` pass `num_tokens - 1` until then. The
+                same or a smaller number than before changes nothing.
+            deadline: seconds from now.
 
-        A commit of very many blocks is done in parts, between which other requests are served; a
-        `finish` or `abandon` of the lease in between keeps the parts that were done. Raises
-        NotReady, ValueError, DeadlineExceeded, LeaseEnded, ActorFailed.
+        Returns:
+            Committed blocks of the lease.
+
+        Raises:
+            NotReady: loads are in flight.
         """
         at = self._deadline(deadline)
         computed = check_int("computed_tokens", computed_tokens)
@@ -184,7 +208,7 @@ class Lease:
             raise
 
     async def _commit_parts(self, computed: int, at: float) -> bool:
-        """Commit until at most one turn's part is left; False if that stopped at a block that
+        """Commit until at most one turn's part is left. False if that stopped at a block that
         another request loads. A call that will be refused commits nothing: it goes as a whole."""
         size, part = self._path.block_size, self._client.part_tokens
         upto = self._path.num_committed * size
@@ -201,10 +225,15 @@ class Lease:
     async def finish(
         self, computed_tokens: int | None = None, *, deadline: float | None = None
     ) -> None:
-        """The request is over: everything goes back, whatever happens, cancellation included.
+        """End the request and release its blocks, also after an error or a cancellation.
 
-        computed_tokens: commit that many tokens first (see `commit`); None keeps what was
-        committed. If that is refused (ValueError, TypeError, NotReady) the lease has not ended.
+        Args:
+            computed_tokens: commit that many tokens first (see `commit`). None: only the blocks
+                committed before stay cached.
+            deadline: seconds from now.
+
+        Raises:
+            NotReady: loads are in flight. This, ValueError and TypeError leave the lease open.
         """
         computed = (
             None if computed_tokens is None else check_int("computed_tokens", computed_tokens)
@@ -212,31 +241,35 @@ class Lease:
         await self._end(Finish(self._id, computed), computed or 0, self._deadline(deadline))
 
     async def preempt(self, computed_tokens: int = 0, *, deadline: float | None = None) -> None:
-        """The request gives way: the first `computed_tokens` tokens (or what was committed) stay
-        cached, the rest goes back.
+        """End the lease of a request that will be resumed. The next `acquire` with its request_id
+        continues it: statistics count the hits of the request once.
 
-        The next `acquire` with this request_id is the same request again: statistics count its hits
-        once.
+        Args:
+            computed_tokens: commit that many tokens first (see `commit`).
+            deadline: seconds from now.
+
+        Raises:
+            NotReady: as in `finish`.
         """
         computed = check_int("computed_tokens", computed_tokens)
         await self._end(Preempt(self._id, computed), computed, self._deadline(deadline))
 
     def keys(self, start: int, stop: int) -> bytes:
-        """Hashes of full blocks [start, stop), 32 bytes each."""
+        """Hashes of the full blocks from `start` to before `stop`, 32 bytes each."""
         self._client.check_thread()
         last = check_int("stop", stop, 0, self._path.num_full_blocks)
         return self._path.keys(check_int("start", start, 0, last), last)
 
     def abandon(self) -> None:
-        """Give everything back without waiting for an answer; what was committed stays cached.
-        Harmless on a lease that has ended."""
+        """Release the blocks without waiting for an answer. Committed blocks stay cached. No
+        effect on a lease that has ended."""
         self._client.check_thread()
         self._give_up()
 
     # -- inner parts
 
     def _deadline(self, deadline: float | None) -> float:
-        """Check that the lease can be used here and now; the absolute deadline of a call."""
+        """Check that the lease can be used here and now. Returns the absolute deadline."""
         at = self._client.deadline(deadline)
         if self._ended:
             self._check_ended()
@@ -251,8 +284,8 @@ class Lease:
             raise LeaseEnded(f"the lease of {self.request_id!r} has ended")
 
     async def _ask(self, message: Ask[Any], at: float, *, has_effect: bool = False) -> Any:
-        """has_effect: the call changes the lease, so if its caller is cancelled after it has
-        happened the lease ends."""
+        """Ask the index. has_effect: the call changes the lease, so the lease ends if the caller
+        is cancelled after the change."""
         try:
             return await self._client.index.ask(
                 message, deadline=at, lost=self._lost if has_effect else None
@@ -273,7 +306,7 @@ class Lease:
                 await self._commit_parts(computed, at)
             await self._ask(message, at)
         except (ValueError, TypeError, NotReady):
-            raise  # the message was refused: the lease goes on
+            raise  # the message was refused: the lease stays open
         except BaseException:
             self._give_up()
             raise

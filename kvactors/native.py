@@ -29,7 +29,7 @@ except ImportError as error:
     raise ImportError(
         "kvactors' native module is missing or was built for another Python. In a clone run `pip "
         "install -e .` (needs a C++17 "
-        f"compiler); the source tree alone does not contain it: {error}"
+        f"compiler). The source tree alone does not contain it: {error}"
     ) from error
 
 __all__ = [

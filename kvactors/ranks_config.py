@@ -36,13 +36,18 @@ class Secret:
 
 
 class RanksConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Tensor-parallel ranks. count: with more than one, each worker process serves its own
-    (`kvactors.serve_rank`) at endpoint (unix:///path or tcp://host:port), where this process
-    listens; layout.tensor_parallel must be the same number. timeout: seconds an answer may take
-    before a rank counts as silent. start: seconds all ranks together may take to come; a rank that
-    is sending the names of its stored objects gets the time that takes. secret: at least 16
-    characters that leader and ranks share, or the variable KVACTORS_RANKS_SECRET; required for
-    tcp."""
+    """Settings of tensor-parallel ranks.
+
+    Attributes:
+        count: ranks. With more than one, each worker process runs `kvactors.serve_rank`, and
+            layout.tensor_parallel must be the same number.
+        endpoint: unix:///path or tcp://host:port, where the leader (this process) listens.
+        timeout: seconds an answer may take before a rank counts as silent.
+        start: seconds all ranks together may take to join. A rank that is sending the keys of its
+            stored objects gets additional time for that.
+        secret: at least 16 characters that leader and ranks share, or the variable
+            KVACTORS_RANKS_SECRET. Required for tcp.
+    """
 
     count: int = 1
     endpoint: str = ""

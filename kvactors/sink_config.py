@@ -1,4 +1,4 @@
-"""Settings of the flush sinks, one struct a kind; `kind` in TOML picks it."""
+"""Settings of the flush sinks, one struct for each value of `kind` in TOML."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvactors.errors import ConfigError
 from kvactors.zmq_endpoint import LAST_PORT, Endpoint, of_rank
 
 TOPIC_FIELDS = ("model", "host", "dp_rank")
-"""What may stand in braces in a topic."""
+"""Names that a topic may contain in braces."""
 
 LEAST_RESYNC = 0.1
 MAX_RESYNC = 1e9
@@ -28,11 +28,17 @@ TierName = Literal["device", "host", "storage"]
 class SinkConfig(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind"
 ):
-    """What every sink has. name: unique, the kind if empty. tiers: what it hears of. view: per_tier
-    (a block is reported for each tier) or node (one report: resident while any of the tiers holds
-    it). gains: when a gain is due, at commit or at request finish. resync_interval: seconds after
-    which everything is sent again, for an index that may lose its state unnoticed (0: never); see
-    `KVCache.resync`."""
+    """Settings of every sink.
+
+    Attributes:
+        name: unique, the kind if empty.
+        tiers: the tiers whose blocks are reported.
+        view: "per_tier" (a block is reported for each tier) or "node" (one report: resident while
+            any of the tiers holds it).
+        gains: when a new resident block is reported, at "commit" or at "request_finish".
+        resync_interval: seconds between complete repetitions of the state, for an index that may
+            lose its own unnoticed (0: never). See `KVCache.resync`.
+    """
 
     name: str = ""
     tiers: tuple[TierName, ...] = ("device", "host")
@@ -42,7 +48,7 @@ class SinkConfig(
 
     @property
     def kind(self) -> str:
-        """As TOML says it."""
+        """The value of `kind` in TOML."""
         return str(self.__struct_config__.tag)
 
     @property
@@ -51,7 +57,7 @@ class SinkConfig(
         return self.name or self.kind
 
     def check(self) -> None:
-        """Raise ConfigError for values that do not make sense."""
+        """Raise ConfigError for an invalid value."""
         if not self.tiers:
             raise ConfigError(f"flush.sinks {self.label!r}: tiers must name at least one tier")
         if not (self.resync_interval == 0 or LEAST_RESYNC <= self.resync_interval <= MAX_RESYNC):
@@ -67,7 +73,7 @@ class MemorySinkConfig(SinkConfig, frozen=True, tag="memory"):
 
 
 class JsonLinesSinkConfig(SinkConfig, frozen=True, tag="jsonl"):
-    """JSON lines appended to a file. path: the file; its folder must exist."""
+    """JSON lines appended to a file. path: the file. Its folder must exist."""
 
     path: str = ""
 
@@ -96,37 +102,48 @@ class AttentionStoreSinkConfig(SinkConfig, frozen=True, tag="attention_store"):
         super().check()
         if self.view != "node":
             raise ConfigError(
-                f"flush.sinks {self.label!r}: AttentionStore's index knows no tiers; view must be "
+                f"flush.sinks {self.label!r}: AttentionStore's index has no tiers: view must be "
                 "'node'"
             )
 
 
 class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
-    """KV events over ZMQ as vLLM and SGLang publish them; docs/kv_events.md has the bytes.
+    """KV events over ZMQ as vLLM and SGLang publish them (format: docs/kv_events.md).
 
-    endpoint, replay_endpoint: of the PUB and ROUTER sockets (ROUTER: none if empty); the port of a
-    tcp endpoint is raised by dp_rank. The events hold the token ids of all prompts: tcp://*,
-    tcp://0.0.0.0 and tcp://[::] publish them on every interface, which is logged as a warning.
-    bind: whether the publisher listens or connects; auto listens at ipc, inproc and this machine's
-    own addresses (*, ::, localhost, 127.*). numbers: of the batches. rising: from the microseconds
-    since 1970 at the start, so that a new process goes on above the numbers of the one before it,
-    which is how Dynamo and vLLM's router learn that there is more to read. from_zero: llm-d, which
-    learns of a restart by a number that is lower than the last one, and wants a replay to begin at
-    the number that it asked for. heartbeat: seconds without a batch after which an empty one is
-    published, so that a reader that missed batches or has just joined sees a gap (0: none). topic:
-    of the events. In it and in detail_topic, {model} stands for cache.model, {host} for this
-    machine's name (in Kubernetes the pod's) and {dp_rank} for dp_rank: llm-d wants
-    "kv@{host}@{model}". dialect: map (vLLM after 0.23, SGLang) or array (older readers). maps_for,
-    arrays_for: the readers that salts and media are written for in maps and in arrays
-    (docs/kv_events.md). Maps have fields for all; vLLM's router refuses a batch with a field that
-    vLLM does not send. media: names of the tiers, vllm (GPU, CPU, STORAGE) or sglang (GPU,
-    CPU_PINNED, DISK). hashes: int (the last 8 bytes of a block's name, unsigned) or bytes (all 32).
-    replay: five_frames (with the topic) or four_frames (older readers). replay_window: batches kept
-    for replay, replay_bytes: bytes of them at most. high_water_mark: messages queued for a
-    subscriber before it loses some. max_blocks: blocks in one event batch. detail_topic: of the
-    second stream (epochs, removal reasons, snapshots; off if empty). detail_endpoint: where that
-    stream is published, the events' own socket if empty. snapshot_interval: seconds between
-    snapshots on that stream (0: only when a reader asks, through replay_endpoint).
+    The events hold the token ids of all prompts: tcp://*, tcp://0.0.0.0 and tcp://[::] publish them
+    on every interface, which is logged as a warning.
+
+    Attributes:
+        endpoint: of the PUB socket. dp_rank is added to the port of a tcp endpoint.
+        replay_endpoint: of the ROUTER socket, in the same way. No socket if empty.
+        bind: whether the publisher listens or connects. "auto" listens at ipc, inproc and this
+            machine's addresses (*, ::, localhost, 127.*).
+        numbers: of the batches. "rising": from the microseconds since 1970 at the start, so that a
+            new process continues above the numbers of the previous one, from which Dynamo and
+            vLLM's router learn that there is more to read. "from_zero": for llm-d, which learns of
+            a restart by a smaller number, and expects a replay to begin at the requested number.
+        heartbeat: seconds without a batch after which an empty one is published, so that a reader
+            that missed batches or has just joined sees a gap (0: none).
+        topic: of the events. In it and in detail_topic, {model} stands for cache.model, {host} for
+            this machine's name (in Kubernetes the pod's) and {dp_rank} for dp_rank: llm-d expects
+            "kv@{host}@{model}".
+        dialect: "map" (vLLM after 0.23, SGLang) or "array" (older readers).
+        maps_for: readers that salts and media are written for in maps (docs/kv_events.md). "all"
+            writes fields for every reader. vLLM's router refuses a batch with a field that vLLM
+            does not send.
+        arrays_for: readers that salts and media are written for in arrays.
+        media: names of the tiers, "vllm" (GPU, CPU, STORAGE) or "sglang" (GPU, CPU_PINNED, DISK).
+        hashes: "int" (the last 8 bytes of a block hash, unsigned) or "bytes" (all 32).
+        dp_rank: data-parallel rank of this engine.
+        replay: "five_frames" (with the topic) or "four_frames" (older readers).
+        replay_window: batches kept for replay.
+        replay_bytes: bytes of them at most.
+        high_water_mark: messages queued for a subscriber before it loses some.
+        max_blocks: blocks in one event batch.
+        detail_topic: of the second stream (epochs, removal reasons, snapshots). Off if empty.
+        detail_endpoint: of that stream's socket, the events' socket if empty.
+        snapshot_interval: seconds between snapshots on that stream (0: only when a reader requests
+            one through replay_endpoint).
     """
 
     tiers: tuple[TierName, ...] = ("device", "host", "storage")
@@ -156,7 +173,7 @@ class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
         super().check()
         where = f"flush.sinks {self.label!r}"
         if self.view != "per_tier":
-            raise ConfigError(f"{where}: KV events are told for each tier; view must be 'per_tier'")
+            raise ConfigError(f"{where}: KV events are sent for each tier: view must be 'per_tier'")
         if not 0 <= self.dp_rank <= LAST_PORT:
             raise ConfigError(
                 f"{where}: dp_rank must be at least 0 and at most {LAST_PORT}, not {self.dp_rank}"
@@ -281,19 +298,27 @@ NAMESPACE, POD_NAME, MODEL_VERSION = "default_ns", "default_pod", "v0"
 class AttentionStoreConfig(
     msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """How AttentionStore's SDK is opened; the sink and the storage back end share one SDK object.
-    What is left out is taken from a variable, or else derived (see docs/attention_store.md).
+    """Settings of AttentionStore's SDK. The sink and the storage back end share one SDK object. An
+    unset value is taken from a variable, or else derived (see docs/attention_store.md).
 
-    sdk: the package to import. namespace, pod_name, model_version: as FastDeploy passes them.
-    shard_id, shard_num: tensor-parallel rank and ranks (derived from `[ranks]` or
-    `layout.tensor_parallel`); rank 0 alone reports to the index. layer_num,
-    bytes_per_shard_layer_per_block: taken from the layout if 0. device_id: the GPU's number.
-    role_suffix: append `_{splitwise_role}_{dp_id}` to the pod's name (if left out: yes). platform:
-    cuda passes the constructor's longer argument list; if left out, the device is asked.
-    ready_timeout, ready_interval: seconds to wait for "cuda memory not ready" to pass, and between
-    looks. write_slice_blocks, write_slice_timeout, write_total_timeout: as storage, blocks (100)
-    and seconds (10) of one write, and seconds of all writes of a request (0: what storage.timeout
-    leaves).
+    Attributes:
+        sdk: the package to import.
+        namespace: as FastDeploy passes it, as are pod_name and model_version.
+        shard_id: tensor-parallel rank, derived from `[ranks]` or `layout.tensor_parallel`. Rank 0
+            alone reports to the index.
+        shard_num: number of ranks, derived in the same way.
+        layer_num: taken from the layout if 0.
+        bytes_per_shard_layer_per_block: taken from the layout if 0.
+        device_id: the GPU's number.
+        dp_id: data-parallel rank, part of the role's suffix.
+        splitwise_role: part of the role's suffix.
+        role_suffix: append `_{splitwise_role}_{dp_id}` to the pod's name. None: yes.
+        platform: "cuda" passes the constructor's longer argument list. None: depends on the device.
+        ready_timeout: seconds to wait while the SDK reports "cuda memory not ready".
+        ready_interval: seconds between the attempts.
+        write_slice_blocks: as storage, blocks of one write (100).
+        write_slice_timeout: as storage, seconds of one write (10).
+        write_total_timeout: seconds of all writes of a request (0: the rest of storage.timeout).
     """
 
     sdk: str = "attentionstore_sdk"
@@ -316,12 +341,19 @@ class AttentionStoreConfig(
     write_total_timeout: float | None = None
 
     def check(self, tensor_parallel: int, ranks: int) -> None:
-        """Raise ConfigError for values that do not make sense, alone or with the ranks: of the
-        layout, and of `[ranks]`."""
+        """Check the values, alone and with the ranks.
+
+        Args:
+            tensor_parallel: of the layout.
+            ranks: `ranks.count`.
+
+        Raises:
+            ConfigError: a value is invalid.
+        """
         if ranks > 1 and self.shard_id is not None:
             raise ConfigError(
                 f"attention_store.shard_id must be left out with ranks.count {ranks}: the leader "
-                "and each rank have a shard of their own"
+                "and each rank have one shard each"
             )
         shards = max(ranks, tensor_parallel)
         if shards > 1 and self.shard_num not in (None, shards):

@@ -1,5 +1,5 @@
-"""READ THIS FIRST: the whole system in one page. `System` builds the actors in flow order, wires
-their channels, supervises them and drains them.
+"""The whole system in one page, for a first reading. `System` builds the actors in flow order,
+wires their channels, supervises them and drains them.
 
     KVCache -> PrefixIndex -> CpuEvictor -> GpuSwapper       copies between device and host arena
                     |              |

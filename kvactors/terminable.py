@@ -24,8 +24,8 @@ _received: list[int] = []
 def run_terminable(main: Coroutine[Any, Any, Result]) -> Result:
     """`asyncio.run` for a command: SIGTERM cancels `main`, and the process exits with STATUS.
 
-    A handler that raises would interrupt whatever the loop executes at that moment. Where that is a
-    finalizer or a callback, Python drops the exception and the command runs on. asyncio itself
+    A handler that raises would interrupt the code that the loop executes at that moment. In a
+    finalizer or a callback Python drops the exception and the command runs on. asyncio itself
     cancels the main task for SIGINT only, and not in a process that ignores SIGINT, such as a
     background job of a shell script.
 
@@ -63,7 +63,7 @@ async def _cancelled_by_sigterm(main: Coroutine[Any, Any, Result], received: lis
 
 @contextmanager
 def sigterm_ends() -> Iterator[None]:
-    """SIGTERM interrupts the part of a command that runs without an event loop; the process exits
+    """SIGTERM interrupts the part of a command that runs without an event loop. The process exits
     with STATUS."""
     received = _received
     received.clear()

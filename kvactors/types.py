@@ -33,7 +33,7 @@ ALL_TIERS = Tier.DEVICE | Tier.HOST | Tier.STORAGE
 
 
 class Residency(Enum):
-    """What a flush task says of its blocks. Always explicit: nothing means resident by default."""
+    """The state that a flush task reports for its blocks. Always explicit, without a default."""
 
     RESIDENT = "resident"
     GONE = "gone"
@@ -61,7 +61,7 @@ class Reason(Enum):
 
 
 def split_keys(keys: bytes) -> list[bytes]:
-    """The names in a buffer of names."""
+    """The keys in a buffer of keys."""
     return [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)]
 
 
@@ -71,19 +71,19 @@ def key_at(keys: bytes, index: int) -> bytes:
 
 
 def join_keys(keys: Iterable[bytes]) -> bytes:
-    """A buffer of names."""
+    """A buffer of keys, one after another."""
     return b"".join(keys)
 
 
 def count_keys(keys: bytes) -> int:
-    """How many names a buffer holds."""
+    """The number of keys in a buffer. Raises ValueError for a part of a key."""
     if len(keys) % KEY_BYTES:
         raise ValueError(f"{len(keys)} bytes are no whole number of keys")
     return len(keys) // KEY_BYTES
 
 
 def indices_of(report: Any, pairs: int) -> frozenset[int]:
-    """Indices below `pairs`; all of them for anything else."""
+    """The indices that a report lists. All indices below `pairs` if the report is invalid."""
     try:
         indices = frozenset(operator.index(index) for index in report)
     except TypeError:

@@ -10,7 +10,7 @@ TRANSPORTS = ("tcp", "ipc", "inproc")
 
 
 class Endpoint(NamedTuple):
-    """host: without brackets; of ipc and inproc the path or name. port: 0 lets the system choose,
+    """host: without brackets. Of ipc and inproc the path or name. port: 0 lets the system choose,
     -1 without tcp."""
 
     transport: str
@@ -19,7 +19,7 @@ class Endpoint(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> Endpoint:
-        """ValueError says what is wrong with it."""
+        """Parse an endpoint. Raises ValueError with the reason."""
         transport, mark, rest = text.partition("://")
         if not mark or transport not in TRANSPORTS:
             raise ValueError(f"must begin with tcp://, ipc:// or inproc://, not {text!r}")
@@ -52,8 +52,8 @@ class Endpoint(NamedTuple):
 
     @property
     def _address(self) -> IPv4Address | IPv6Address | None:
-        """The host as an address, whatever way it is written; None for a name. An IPv4 address
-        written as one of IPv6 is what it stands for."""
+        """The host as an address, in any notation. None for a name. An IPv4 address in IPv6
+        notation is returned as IPv4."""
         try:
             address = ip_address(self.host)
         except ValueError:

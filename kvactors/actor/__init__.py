@@ -1,4 +1,4 @@
-"""The actor runtime. It knows nothing of caches."""
+"""Actor runtime: channels, mailboxes, supervision. Independent of the cache."""
 
 from kvactors.actor.actor import Actor, ActorStatistics, State, on
 from kvactors.actor.channel import Channel, ChannelStatistics

@@ -32,7 +32,7 @@ class ActorStatistics(NamedTuple):
     turns: int
     told: int  # messages sent
     jobs: int  # child jobs running now
-    outbox: int  # messages waiting for room at their receivers
+    outbox: int  # messages waiting for a place in their receivers' channels
     open_replies: int  # asks taken in and not answered yet
     late_replies: int  # answers whose asker no longer waited
     skipped: int  # asks given up before their turn, or meant for an earlier incarnation
@@ -90,10 +90,10 @@ class Actor:
         handed out again."""
 
     def check(self) -> None:
-        """Recompute this actor's invariants; AssertionError says what differs."""
+        """Recompute this actor's invariants. Raises AssertionError with the difference."""
 
     def check_steps(self) -> Iterator[None]:
-        """`check` in steps of at most a millisecond; turns may come between them."""
+        """`check` in steps of at most a millisecond. Other turns may run between the steps."""
         self.check()
         yield
 
@@ -102,7 +102,7 @@ class Actor:
         has ended."""
         await self.context.outbox.wait_empty()
 
-    # -- for the supervisor, and for whoever inspects a running system
+    # -- for the supervisor, and for inspection of a running system
 
     async def run(self) -> None:
         """Take turns until stopped. See `MailboxLoop.run`."""

@@ -1,11 +1,11 @@
-"""A channel: a bounded data lane, a control lane that overtakes it, a lane that takes turns with
-the data lane, and one receiver.
+"""Channels with one receiver: a bounded data lane, a control lane that overtakes it, and a lane for
+the receiver's own work that alternates with the data lane.
 
 An item lies in a lane until the receiver takes it, and stays with its sender until the sender
 itself has put it there. So a cancelled `put` has not delivered and a cancelled `get` has not taken:
-nothing is lost and nothing is doubled, whoever is cancelled, natively or by an anyio scope, at
-whatever point. Handing items to the waiting task directly (as anyio's memory streams do) cannot
-promise that.
+no item is lost or duplicated, at any point of a cancellation of the sender or the receiver,
+natively or by an anyio scope. Handing items to the waiting task directly (as anyio's memory streams
+do) cannot promise that.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Channel(Generic[T]):
     # -- sending
 
     def put_control(self, item: T) -> None:
-        """Put into the control lane; never waits. ChannelClosed if nobody will receive."""
+        """Put into the control lane. Never waits. Raises ChannelClosed if the channel is closed."""
         self._check_open()
         self._control.append(item)
         if len(self._control) > self._peak_control:
@@ -64,15 +64,15 @@ class Channel(Generic[T]):
         self._wake_receiver()
 
     def put_later(self, item: T) -> None:
-        """Put into the lane that takes turns with the data lane; never waits. ChannelClosed if
-        nobody will receive."""
+        """Put into the lane that alternates with the data lane. Never waits. Raises ChannelClosed
+        if the channel is closed."""
         self._check_open()
         self._later.append(item)
         self._wake_receiver()
 
     def try_put(self, item: T) -> bool:
-        """Put into the data lane if that needs no waiting; False (and nothing done) otherwise.
-        ChannelClosed."""
+        """Put into the data lane if it has a place. Otherwise change nothing and return False.
+        Raises ChannelClosed."""
         if self._closed is not None:
             raise self._closed()
         if self._senders or len(self._data) + self._granted >= self.bound:
@@ -81,9 +81,10 @@ class Channel(Generic[T]):
         return True
 
     async def put(self, item: T) -> None:
-        """Put into the data lane, waiting for a place if need be; does not yield when there is one.
+        """Put into the data lane, waiting for a place if the lane is full. Does not yield
+        otherwise.
 
-        Raises ChannelClosed if nobody will receive. If cancelled, the item was not put.
+        Raises ChannelClosed if the channel is closed. If cancelled, the item was not put.
         """
         if self.try_put(item):
             return
@@ -140,14 +141,14 @@ class Channel(Generic[T]):
     # -- ending
 
     def purge(self) -> Iterator[T]:
-        """Take everything out at once, control lane first (the receiver died); parked senders get
-        their places."""
+        """Take every item out, control lane first, because the receiver failed. Waiting senders get
+        the freed places."""
         while (item := self.get_nowait()) is not None:
             yield item
 
     def close(self, error: Callable[[], Exception] | None = None) -> None:
-        """Refuse everything from now on; parked senders get ChannelClosed, or what `error` makes.
-        What is queued can still be taken."""
+        """Refuse every item from now on. Waiting senders get ChannelClosed, or the exception that
+        `error` makes. Queued items can still be taken."""
         self._closed = refused = error or self._channel_closed
         self._wake_receiver()
         senders, self._senders = self._senders, deque()
@@ -156,8 +157,8 @@ class Channel(Generic[T]):
                 turn.set_exception(refused())
 
     def refuse(self, error: Callable[[], Exception]) -> None:
-        """Refuse everything from now on with what `error` makes. Nothing and no task is woken: this
-        may be another process than the receiver's."""
+        """Refuse every item from now on with the exception that `error` makes. Wakes no task: the
+        caller may be in another process than the receiver, after a fork."""
         self._closed = error
 
     def __len__(self) -> int:

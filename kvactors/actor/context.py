@@ -31,11 +31,12 @@ class State(IntEnum):
 
 
 class Context:
-    """What one incarnation of an actor has sent, started and taken in.
+    """The record of one incarnation of an actor: messages sent, jobs and timers started, asks
+    accepted.
 
-    peer_incarnations: the incarnations of the other actors, as far as this one knows. A message
-    carries the receiver's, so that a later incarnation drops it. unanswered: asks taken in and not
-    answered.
+    peer_incarnations: the incarnations of the other actors that this one has been notified of. A
+    message carries the receiver's, so that a later incarnation drops it. unanswered: asks taken in
+    and not answered.
     """
 
     __slots__ = (
@@ -120,8 +121,8 @@ class Context:
     ) -> None:
         """Run slow work beside the turns. Its result, or its error, comes back as a message.
 
-        Jobs are cancelled when the actor fails or stops, and waited for as long as
-        `Actor.job_limit` says. The result of a job that ends later is dropped.
+        Jobs are cancelled when the actor fails or stops, and waited for within `Actor.job_limit`.
+        The result of a job that ends later is dropped.
 
         Args:
             job: the work.
@@ -134,8 +135,8 @@ class Context:
         self.jobs.start(job, done, failed, Job(counted, slots, keys))
 
     def after(self, delay: float, message: Control) -> Timer:
-        """Send this actor a message `delay` seconds from now. The timer ends with the actor; cancel
-        it when it is no longer of use."""
+        """Send this actor a message `delay` seconds from now. The timer ends with the actor. Cancel
+        it when the message is no longer needed."""
         return Timer(self.timers, delay, self.to_self, message)
 
     def to_self(self, message: Control) -> None:

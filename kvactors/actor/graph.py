@@ -17,7 +17,7 @@ class Edge(NamedTuple):
     sender: str
     receiver: str
     message: type[Message]
-    forward: bool  # takes a place in the bounded data lane; otherwise control lane
+    forward: bool  # True: takes a place in the bounded data lane. False: control lane
 
 
 def edges(actors: Iterable[type[Actor]]) -> list[Edge]:

@@ -1,4 +1,4 @@
-"""How much work is under way in a wired system: messages queued or in a turn, and counted child
+"""Counts the work in flight in a wired system: messages queued or in a turn, and counted child
 jobs."""
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ class InFlight:
         self._waiters: list[asyncio.Future[None]] = []
 
     def begin(self, n: int = 1) -> None:
-        """`n` more things are under way."""
+        """Add `n` items of work in flight."""
         self.count += n
         self.begun += n
 
     def end(self, n: int = 1) -> None:
-        """`n` things are over; at zero everyone in `wait_idle` wakes."""
+        """Remove `n` items of work. At zero every task in `wait_idle` wakes."""
         self.count -= n
         if self.count < 0:
             raise AssertionError("more endings than beginnings")
@@ -33,7 +33,7 @@ class InFlight:
                     waiter.set_result(None)
 
     async def wait_idle(self) -> None:
-        """Return when nothing is under way. The caller brings the deadline (`anyio.fail_after`)."""
+        """Return when nothing is in flight. The caller sets the deadline (`anyio.fail_after`)."""
         while self.count:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)

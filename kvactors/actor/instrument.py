@@ -33,7 +33,7 @@ class Instrument:
     """Observes a system. Derive from this class and override what is of interest.
 
     Methods run inside the step that they observe: they must be brief, and must not send messages.
-    An instrument that raises is logged once and removed; the actors go on.
+    An instrument that raises is logged once and removed. The actors continue.
 
     An ask that ends without a reply (deadline, withdrawn by its asker) is not reported here. Add a
     callback to `envelope.reply` in `sent` to see that too.
@@ -70,10 +70,10 @@ class Instrument:
 
 
 class Instruments:
-    """The instruments of one system; every ref of the system shares this object.
+    """The instruments of one system. Every ref of the system shares this object.
 
-    active: the instruments; senders look at this once a message, so it is empty when there are
-    none. turn: the turn in progress while there are instruments.
+    active: the instruments. Senders test it once a message, so it is empty when there are none.
+    turn: the turn in progress while there are instruments.
     """
 
     __slots__ = ("active", "turn")

@@ -112,7 +112,7 @@ JOB = "'s job"
 
 
 def is_job(task: asyncio.Task[Any]) -> bool:
-    """Whether a task is an actor's job; its name is the actor's and `JOB` then."""
+    """Whether a task is an actor's job: its name is the actor's name followed by `JOB`."""
     return task.get_name().endswith(JOB)
 
 

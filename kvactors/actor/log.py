@@ -1,5 +1,5 @@
-"""The package's logger: what an application configures decides. Never stdout of our own accord, and
-never the values of local variables.
+"""The package's logger: events go where the application's logging sends them. Never writes to
+stdout by default, and never logs the values of local variables.
 
 An application that has configured structlog receives the events there. Otherwise they go to the
 standard library's logger `kvactors`, whose warnings and errors appear on stderr unless the
@@ -40,7 +40,7 @@ class Logger:
         self._write("info", logging.INFO, event, fields)
 
     def warning(self, event: str, **fields: Any) -> None:
-        """A fault outside; the cache goes on."""
+        """A fault outside the cache, which continues."""
         self._write("warning", logging.WARNING, event, fields)
 
     def error(self, event: str, **fields: Any) -> None:
@@ -66,7 +66,7 @@ class Logger:
 
 
 def get_logger(**context: Any) -> Logger:
-    """A logger with fields of its own."""
+    """A logger that adds fields to every event."""
     return Logger(**context)
 
 

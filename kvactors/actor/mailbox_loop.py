@@ -1,7 +1,7 @@
 """The loop of an actor: takes messages from its channel and gives each to its handler, one turn a
 message.
 
-When a receiver's data lane is full, the actor takes no further turn until there is room. This is
+When a receiver's data lane is full, the actor takes no further turn until a place is free. This is
 how back-pressure travels upstream along the acyclic forward channels.
 """
 

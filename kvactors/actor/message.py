@@ -1,5 +1,5 @@
-"""What may travel on a channel: tells, control messages and asks, and the envelope around each of
-them."""
+"""Base types of the messages on a channel: tells, control messages and asks, and their
+envelopes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Ask(Message, Generic[R], frozen=True, eq=False):
 
 
 class Stop(Control, frozen=True, eq=False):
-    """Leave after this turn; sent by the supervisor once the system has drained."""
+    """End after this turn. Sent by the supervisor once the system has drained."""
 
 
 class PeerRestarted(Control, frozen=True, eq=False):
@@ -52,10 +52,10 @@ class PeerRestarted(Control, frozen=True, eq=False):
 
 
 class Envelope(Generic[R]):
-    """A message on its way, and for an ask the port its answer goes to.
+    """A message in flight, and for an ask the port of its answer.
 
-    deadline: absolute loop time after which nobody wants the answer, or None for a tell.
-    incarnation: the receiver's incarnation this was meant for; a later incarnation drops it.
+    deadline: absolute loop time after which the asker no longer waits, or None for a tell.
+    incarnation: the receiver's incarnation that this is addressed to. A later one drops it.
     """
 
     __slots__ = ("deadline", "incarnation", "message", "reply")
@@ -78,14 +78,14 @@ class Envelope(Generic[R]):
         return self.reply is not None and self.reply.done()
 
     def answer(self, value: R) -> bool:
-        """Deliver the reply; False if nobody waits any more (the value is dropped)."""
+        """Deliver the reply. Returns False if the asker no longer waits: the value is dropped."""
         if self.reply is None or self.reply.done():
             return False
         self.reply.set_result(value)
         return True
 
     def fail(self, error: Exception) -> bool:
-        """Deliver an error in place of the reply; False if nobody waits any more."""
+        """Deliver an error in place of the reply. Returns False if the asker no longer waits."""
         if self.reply is None or self.reply.done():
             return False
         self.reply.set_exception(error)

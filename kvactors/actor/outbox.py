@@ -1,4 +1,4 @@
-"""Messages of an actor that wait for room at their receivers."""
+"""Messages of an actor that wait for a place in their receivers' channels."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Outbox:
         self._waiters: list[asyncio.Future[None]] = []
 
     def add(self, to: ActorRef, envelope: Envelope[Any]) -> None:
-        """Keep a message until `to` has room."""
+        """Keep a message until the channel of `to` has a place."""
         self.waiting.append((to, envelope, self._instruments.turn))
         self._in_flight.begin()
 
     async def flush(self) -> None:
-        """Send every message, waiting for room."""
+        """Send every message, waiting for places."""
         waiting = self.waiting
         while waiting:
             to, envelope, turn = waiting[0]
@@ -48,7 +48,7 @@ class Outbox:
         self._wake()
 
     async def wait_empty(self) -> None:
-        """Return when no message waits for room."""
+        """Return when no message waits for a place."""
         while self.waiting:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)

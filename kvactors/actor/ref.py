@@ -1,5 +1,5 @@
-"""A reference to an actor: how everybody else speaks to it. It outlives the actor's deaths and
-restarts."""
+"""References to actors, by which other actors and callers send messages. A reference remains valid
+across the actor's failures and restarts."""
 
 from __future__ import annotations
 
@@ -115,11 +115,11 @@ class ActorRef(Generic[M_contra]):
         self.make_context: Callable[..., Context] | None = None
         self._asks: OpenAsks[Any] = OpenAsks(name)
         self._restarting = 0
-        self.death_pending = False  # and nobody was told yet
+        self.death_pending = False  # and the other actors are not notified yet
 
     def begin_restart(self) -> None:
-        """The actor has died, or is made anew: until its next incarnation has begun, the system is
-        not at rest."""
+        """The actor has failed, or is restarted: until its next incarnation has begun, the system
+        is not idle."""
         self._restarting += 1
         self.in_flight.begin()
 
@@ -142,10 +142,10 @@ class ActorRef(Generic[M_contra]):
     ) -> R:
         """Put an ask and wait for its answer.
 
-        deadline: absolute loop time; it covers the wait for a place and the wait for the answer,
-        and travels with the message. Raises DeadlineExceeded, ActorFailed,
-        ChannelClosed, and whatever error the actor answers with. A cancelled ask is withdrawn: if
-        the actor has not begun with it, it never will.
+        deadline: absolute loop time. It covers the wait for a place and the wait for the answer,
+        and travels with the message. Raises DeadlineExceeded, ActorFailed, ChannelClosed, and any
+        error that the actor answers with. A cancelled ask is withdrawn: if the actor has not begun
+        with it, it never will.
 
         lost: called with an answer that does not reach the caller, because it was cancelled after
         the actor had answered.
@@ -222,7 +222,7 @@ class ActorRef(Generic[M_contra]):
             self.reply_error(envelope, ActorFailed(name, cause))
 
     def purge(self, error: Callable[[], Exception]) -> None:
-        """Drop every queued message; asks among them fail with what `error` makes."""
+        """Drop every queued message. Asks among them fail with the exception that `error` makes."""
         for envelope in self.channel.purge():
             if self.instruments.active:
                 self.instruments.notify("dropped", self, envelope)

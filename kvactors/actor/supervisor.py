@@ -1,9 +1,8 @@
-"""The supervisor: starts actors in flow order, restarts groups of them, drains and stops them in
-reverse.
+"""Supervision: starts actors in flow order, restarts groups of them after failures, drains and
+stops them in reverse.
 
-Actors that cannot outlive each other's state stand in one group and restart together; a group may
-stand in a group. Whoever is left alive hears `PeerRestarted` and writes off what it had in flight
-with the dead.
+Actors whose states depend on each other form a group and restart together. Groups nest. Every other
+running actor receives `PeerRestarted` and writes off its work in flight with the failed actors.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ log = get_logger()
 
 
 SWITCHED_OFF, SWITCHED_OFF_MOST = 30.0, 600.0
-"""Seconds an optional actor stays switched off at first, and at most; doubled each time it fails
+"""Seconds an optional actor stays switched off at first, and at most. Doubled each time it fails
 again soon."""
 
 LEAST_STEP = 0.1
@@ -81,15 +80,15 @@ class Group(NamedTuple):
 
 
 class RestartBudget(NamedTuple):
-    """A group may fail `deaths` times in `within` seconds; once more and an optional actor is
-    switched off, any other failure passes to the group around it."""
+    """A group may fail `deaths` times in `within` seconds. At the next failure an optional actor is
+    switched off. Any other failure passes to the enclosing group."""
 
     deaths: int = 5
     within: float = 60.0
 
 
 class SupervisorStatistics(NamedTuple):
-    """What the supervisor has seen."""
+    """Counts of failures and restarts, and the actors that are switched off."""
 
     deaths: int
     restarts: int
@@ -97,7 +96,7 @@ class SupervisorStatistics(NamedTuple):
 
 
 class Supervisor:
-    """Runs one system. Use `running()`; nothing starts before the channel graph is found sound."""
+    """Runs one system. Use `running()`, which checks the channel graph before any actor starts."""
 
     def __init__(
         self,
@@ -126,7 +125,7 @@ class Supervisor:
         self._last_death = ""
 
     def make_ref(self, kind: type[Actor], bound: int, *, name: str | None = None) -> ActorRef:
-        """A ref with a channel of its own; `name` defaults to the role."""
+        """A ref with its channel. `name` defaults to the role."""
         name = name or kind.ROLE
         channel: Channel[Envelope[Any]] = Channel(name, bound)
         return ActorRef(name, kind.ROLE, channel, self.in_flight, self.instruments)
@@ -146,12 +145,12 @@ class Supervisor:
         drain: float = 10.0,
         outside: tuple[type[Actor], ...] = (),
     ) -> AsyncIterator[Supervisor]:
-        """Run the members until the block ends; then drain for at most `drain` seconds and stop in
+        """Run the members until the block ends, then drain for at most `drain` seconds and stop in
         reverse.
 
         outside: classes that the graph may name and that are not wired here. Raises WiringError
-        before anything starts, and whatever kept an actor from its first start. An exception out of
-        the block passes as it is.
+        before any actor starts, and the exception that kept an actor from its first start. An
+        exception out of the block passes unchanged.
         """
         self._root = root = Group("system", members)
         check_graph([*{spec.kind: None for spec in root.specs()}, *outside])
@@ -193,19 +192,19 @@ class Supervisor:
             await asyncio.sleep(0)
 
     def failure(self) -> CacheFailed | None:
-        """What a call raises after the system has failed, made anew for each; None if it has
-        not."""
+        """The exception that a call raises after the system has failed, a new object for each call.
+        None if it has not failed."""
         return None if self.failed is None else CacheFailed(self.failed_actor, self.failed)
 
     async def drain(self, limit: float) -> bool:
-        """Wait until nothing is under way, for at most `limit` seconds; whether that was
+        """Wait for at most `limit` seconds until nothing is in flight. Returns whether that was
         reached."""
         with anyio.move_on_after(limit) as scope:
             await self.in_flight.wait_idle()
         return not scope.cancelled_caught
 
     def statistics(self) -> SupervisorStatistics:
-        """Deaths and restarts so far."""
+        """Failures and restarts so far."""
         return SupervisorStatistics(self._deaths, self._restarts, self._last_death)
 
     # -- running
@@ -258,8 +257,8 @@ class Supervisor:
             self._notify_survivors(group)
 
     def _make(self, spec: ActorSpec, switch: Switch) -> Actor:
-        """A new incarnation, which knows the others' incarnations; of one whose failure is not
-        announced yet, the one that has ended."""
+        """Make a new incarnation, with the incarnations of the other actors. For an actor whose
+        failure is not announced yet, that is the incarnation that has ended."""
         assert self._root is not None
         try:
             actor = switch.factory(spec)(spec.ref)
@@ -284,12 +283,12 @@ class Supervisor:
             self._failing = (spec.ref.name, error)
             self._last_death = f"{spec.ref.name}: {brief(error)}"
             log.error("actor failed", actor=spec.ref.name, error=brief(error), where=frames(error))
-            spec.ref.incarnation += 1  # from here on, what was meant for the dead is stale
+            spec.ref.incarnation += 1  # messages to the failed incarnation are stale from here on
             spec.ref.death_pending = True
             raise
 
     def _fail_queues(self, group: Group, cause: BaseException) -> None:
-        """Everything queued for the dead goes with them: asks fail at once, tells are about state
+        """Drop every message queued for the failed actors: asks fail at once, tells concern state
         that is gone."""
         for spec in group.specs():
             actor = self._actors.get(spec.ref.name)
@@ -327,15 +326,16 @@ class Supervisor:
             spec.ref.end_restart()
 
     def _refused(self) -> Exception:
-        """What a message to a system that has failed or ended raises, made anew for each."""
+        """The exception for a message to a system that has failed or ended, a new object for
+        each."""
         return self.failure() or (
             ChannelClosed("the system has stopped") if self._closed is None else self._closed()
         )
 
 
 class Switch:
-    """Whether the optional actor of a group runs, or its substitute. Of any other group: nothing
-    can be switched off."""
+    """Whether the optional actor of a group runs, or its substitute. Does nothing for any other
+    group."""
 
     def __init__(self, supervisor: Supervisor, group: Group) -> None:
         first = group.members[0]
@@ -357,7 +357,8 @@ class Switch:
         )
 
     def factory(self, spec: ActorSpec) -> Callable[[ActorRef], Actor]:
-        """What makes the next one; for a substitute, with a timer that ends it."""
+        """The factory of the next incarnation. For a substitute, also starts the timer that ends
+        it."""
         record = self._record
         spec.ref.switched_off = record is not None
         if record is None or spec.substitute is None:

@@ -47,8 +47,8 @@ _waits: ContextVar[ThreadWaits | None] = ContextVar("kvactors_thread_waits", def
 
 
 async def uncancelled(work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` in a task of its own to its end and return its result; a cancellation of the
-    caller is raised afterwards."""
+    """Run `work` in a new task to its end and return its result. A cancellation of the caller is
+    raised afterwards."""
     return await _ended(asyncio.get_running_loop().create_task(work), None, None)
 
 
@@ -65,8 +65,8 @@ async def wait_uncancelled(
 
 
 async def ended(task: asyncio.Future[Any]) -> None:
-    """Return when a task is done, whatever it raised. A cancellation of the caller is raised
-    afterwards."""
+    """Return when a task is done, with a result or an exception. A cancellation of the caller is
+    raised afterwards."""
     await _wait(task, None, None)
 
 

@@ -1,4 +1,5 @@
-"""Completions of requests in flight: what other actors report is checked and passed to the job."""
+"""Completions of requests in flight: checks the reports of other actors and passes them to the
+job."""
 
 from __future__ import annotations
 

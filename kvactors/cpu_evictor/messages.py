@@ -1,4 +1,4 @@
-"""Messages of CpuEvictor, the host tier manager: what it handles, each beside its completion."""
+"""Messages of CpuEvictor, the host tier manager: requests, each beside its completion."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""One prefetch: blocks of a path that storage has are read into the host tier ahead of their
-use."""
+"""One prefetch: stored blocks of a path are read into the host tier ahead of their use."""
 
 from __future__ import annotations
 

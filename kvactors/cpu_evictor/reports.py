@@ -1,4 +1,5 @@
-"""Checks of reports on a batch: a store or a copy engine supplied by the user may return anything.
+"""Checks of reports on a batch: a store or a copy engine supplied by the user may return invalid
+values.
 
 A report that does not fit its batch counts as a failure of all of it. So wrong lengths, types and
 values cost a miss or a write, never a wrong byte.

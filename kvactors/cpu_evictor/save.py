@@ -1,4 +1,5 @@
-"""One finished request: what its path lacks on the host or in storage is copied off the device."""
+"""One save: blocks of a finished request that the host tier or the store lacks are copied off the
+device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Host slots: which block is in which slot, which slots are in use, and which blocks to evict.
+"""Host slots: the block in each slot, the slots in use, and the choice of blocks to evict.
 
 Nothing here needs an event loop: the thread that owns a `HostTier` calls it directly.
 """

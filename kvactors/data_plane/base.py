@@ -79,7 +79,7 @@ class DataPlane(ABC):
 
     @property
     def trouble(self) -> str:
-        """Why no copy can be made; empty while copies can."""
+        """Why copies are impossible. Empty while they are possible."""
         return ""
 
     def refuses(self, generation: int) -> bool:
@@ -89,12 +89,12 @@ class DataPlane(ABC):
 
     @abstractmethod
     def on_status(self, changed: StatusChanged) -> None:
-        """Call `changed` from now on when copies begin or cease to be possible, and when memory is
-        lost; immediately, if copies cannot be made or a loss has not been acknowledged."""
+        """Call `changed` from now on when copies become possible or impossible, and when memory is
+        lost. Calls it immediately if copies are impossible or a loss has not been acknowledged."""
 
     @abstractmethod
     def acknowledge_loss(self) -> None:
-        """The last loss has been handled: a later caller of `on_status` is not told of it."""
+        """The last loss has been handled: a later caller of `on_status` is not notified of it."""
 
     def statistics(self) -> Any:
         """Figures of the copies, None without any."""
@@ -109,8 +109,8 @@ class DataPlane(ABC):
         slots: Sequence[int],
         progress: Progress | None = None,
     ) -> tuple[int, ...]:
-        """Copy every pair (blocks[j], slots[j]); when this has returned or been cancelled, no copy
-        runs.
+        """Copy every pair (blocks[j], slots[j]). No copy runs after this has returned or been
+        cancelled.
 
         Args:
             generation: the memory generation of the blocks and slots.
@@ -120,7 +120,7 @@ class DataPlane(ABC):
             progress: with it, a copy to the device goes layer by layer.
 
         Returns:
-            Indices of pairs whose bytes did not arrive; all of them if the memory was lost.
+            Indices of pairs whose bytes did not arrive. All of them if the memory was lost.
         """
         if self.refuses(generation):
             return tuple(range(len(blocks)))
@@ -139,13 +139,13 @@ class DataPlane(ABC):
     async def read(
         self, generation: int, keys: Sequence[bytes], slots: Sequence[int], expired: Expired
     ) -> ReadReport:
-        """Read objects of the store into slots; UNAVAILABLE if the memory was lost.
+        """Read objects of the store into slots. UNAVAILABLE if the memory was lost.
 
         Args:
             generation: the memory generation of the slots.
             keys: objects.
             slots: as many host slots.
-            expired: whether the deadline has passed; keys not begun by then are LATE.
+            expired: whether the deadline has passed. Keys not begun by then are LATE.
         """
         if self.store is None or self.refuses(generation):
             return ReadReport(bytes([Outcome.UNAVAILABLE]) * len(keys), [])
@@ -197,9 +197,9 @@ class DataPlane(ABC):
 
     @asynccontextmanager
     async def opened(self, opening: Opening) -> AsyncIterator[AsyncExitStack]:
-        """Open every part; on the way out close each part in reverse within the shutdown's limit,
-        and free the memory. A part that cannot be opened is an error, and the parts before it are
-        closed. Gives the stack, for what is to be closed before the plane.
+        """Open every part. On exit close the parts in reverse within the shutdown's limit, and free
+        the memory. If a part cannot be opened, the parts before it are closed. Yields the stack, on
+        which the caller puts what must be closed before the plane.
 
         Raises:
             StoreError: a store cannot be opened, or is late.

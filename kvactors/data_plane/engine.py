@@ -1,5 +1,5 @@
-"""Who carries the copies out: threads of our own at low priority, or, for loops of virtual time,
-the loop's own thread."""
+"""Copy engines of the host: low-priority threads, or, for loops of virtual time, the loop's
+thread."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CopyEngine(ABC):
 
     @property
     def trouble(self) -> str:
-        """Why no copy can be made; empty while copies can."""
+        """Why copies are impossible. Empty while they are possible."""
         return ""
 
     async def open(self) -> None:
@@ -45,8 +45,8 @@ class CopyEngine(ABC):
         slots: Sequence[int],
         progress: Progress | None = None,
     ) -> tuple[int, ...]:
-        """Copy every pair; returns the indices of pairs whose bytes did not arrive. When it has
-        returned or been cancelled, no copy runs.
+        """Copy every pair. Returns the indices of pairs whose bytes did not arrive. No copy runs
+        after it has returned or been cancelled.
 
         progress: with it, a copy to the device goes layer by layer.
         """
@@ -55,8 +55,8 @@ class CopyEngine(ABC):
         """No more copies."""
 
     def on_status(self, changed: Callable[[bool, bool], None]) -> None:
-        """Call `changed` when copies cease to be possible, with whether they are, and whether
-        memory may have been lost; immediately, if they have ceased."""
+        """Call `changed` when copies become impossible, with whether they are possible and whether
+        memory may have been lost. Calls it immediately if they are impossible already."""
 
     def acknowledge_loss(self) -> None:
         """See `DataPlane`."""
@@ -78,7 +78,7 @@ class CopyEngine(ABC):
             self.device.copy_to_device(blocks, self.arena, slots, layers)
 
     def statistics(self) -> Any:
-        """A record of its own, or None."""
+        """The engine's record, or None."""
 
     def layer_groups(self, pairs: int, least: int = PIECE) -> list[range]:
         """All layers in runs worth at least `least` bytes for so many pairs."""
@@ -120,7 +120,7 @@ class _Piece(NamedTuple):
 
 
 class ThreadedCopies(CopyEngine):
-    """Copies in `threads` threads of its own, started at the first copy."""
+    """Copies in `threads` threads, started at the first copy."""
 
     def __init__(self, device: Device, arena: Arena, threads: int) -> None:
         super().__init__(device, arena, threads)
@@ -191,11 +191,11 @@ class ThreadedCopies(CopyEngine):
             try:
                 piece.loop.call_soon_threadsafe(_finish, piece.done, good)
             except RuntimeError:
-                return  # the loop is closed: nobody waits any more
+                return  # the loop is closed: no task waits any more
 
     async def close(self) -> None:
-        """Let the threads end; a thread stuck in a copy is left behind after CLOSE_LIMIT seconds
-        (it is a daemon)."""
+        """End the threads. A thread stuck in a copy is abandoned after CLOSE_LIMIT seconds (it is a
+        daemon)."""
         workers, self._workers = self._workers, []
         for _ in workers:
             self._pieces.put(None)

@@ -110,7 +110,7 @@ def make_local_plane(
         config: the cache's.
         storage: the store of this process.
         layout: of the device's blocks.
-        device: in place of the config's; then the caller closes it.
+        device: in place of the config's. The caller closes it.
         backend: in place of the config's, unless `flush.only` is set.
         shard: rank and number of ranks, if this process is one of several.
         inline: copy in the loop's thread (for loops of virtual time, which have no threads).
@@ -146,7 +146,7 @@ def make_local_plane(
 
 
 def make_engine(device: Device, arena: Arena, config: HostConfig, *, inline: bool) -> CopyEngine:
-    """Make the copy engine for a device of this process; `inline` copies in the loop's thread."""
+    """Make the copy engine for a device of this process. `inline` copies in the loop's thread."""
     if inline:
         return InlineCopies(device, arena, config.copy_threads)
     if device.kind == "cuda":

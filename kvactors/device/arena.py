@@ -171,4 +171,4 @@ class Arena(HostSlots):
         try:
             self._map.close()
         except BufferError:
-            log.debug("arena still in view; its memory goes with the last view")
+            log.debug("arena still in view, memory is freed with the last view")

@@ -1,4 +1,4 @@
-"""Device blocks, and how they are copied to and from the host arena."""
+"""Contract of devices: device blocks, and their copies to and from the host arena."""
 
 from __future__ import annotations
 
@@ -52,6 +52,11 @@ class Device(DeviceBlocks, ABC):
     @abstractmethod
     def copy_to_host(self, blocks: Sequence[int], arena: Arena, slots: Sequence[int]) -> None:
         """Copy blocks[j] to slots[j].
+
+        Args:
+            blocks: device blocks.
+            arena: the memory of the slots.
+            slots: as many host slots.
 
         Raises:
             ValueError: a number is out of range, or the lengths differ.

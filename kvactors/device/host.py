@@ -45,7 +45,7 @@ class HostDevice(Device):
         self.piece_bytes = np.array([piece.nbytes for piece in layout.pieces], np.int64)
 
     def region(self, layer: int, role: str) -> NDArray[np.uint8]:
-        """The memory of one layer and role, uint8 [num_blocks, piece bytes].
+        """The memory of one `layer` and `role`, uint8 [num_blocks, piece bytes].
 
         Raises:
             KeyError: the layout has no such piece.
@@ -99,7 +99,7 @@ class HostDevice(Device):
         )
 
     def check(self, blocks: Sequence[int], keys: bytes) -> list[int]:
-        """Indices into `blocks` of those that do not hold the pattern of their keys."""
+        """Indices into `blocks` of the blocks without the pattern of their `keys` (see `fill`)."""
         return check_blocks(
             self.regions, self.piece_bytes, self.num_blocks, np.asarray(blocks, np.int64), keys
         )

@@ -68,7 +68,7 @@ def allocator(place: str = "cpu") -> Callable[[tuple[int, ...], str], Any]:
     elif kind == "gpu" and (number or "0").isdigit() and int(number or 0) < gpus():
         target = paddle.CUDAPlace(int(number or 0))
     else:
-        raise DeviceError(f"Paddle has no place {place!r}; there are cpu and {gpus()} GPUs")
+        raise DeviceError(f"Paddle has no place {place!r}, only cpu and {gpus()} GPUs")
 
     def make(shape: tuple[int, ...], dtype: str) -> Any:
         tensor = paddle.zeros(shape, dtype=dtype)

@@ -184,7 +184,7 @@ class TensorDevice(Device):
         regions = [region_of(tensor) for tensor in self.tensors]
         elsewhere = [region for region in regions if not region.host]
         if elsewhere:
-            raise DeviceError("these tensors are not in host memory; a CUDA device takes them")
+            raise DeviceError("these tensors are not in host memory: use a CUDA device")
         self.num_blocks = regions[0].shape[0] if regions and regions[0].shape else 0
         if self.num_blocks < 1:
             raise LayoutError("a device needs at least 1 block")
@@ -201,7 +201,7 @@ class TensorDevice(Device):
         wanted = [(piece.layer, piece.role) for piece in layout.pieces]
         lacking = [key for key in wanted if key not in tensors]
         if lacking or len(tensors) != len(wanted):
-            raise LayoutError(f"tensors by (layer, role) must be {wanted}; lacking: {lacking}")
+            raise LayoutError(f"tensors by (layer, role) must be {wanted}, lacking: {lacking}")
         return [tensors[key] for key in wanted]
 
     def ensure_in_place(self) -> None:

@@ -1,1 +1,1 @@
-"""FlushNotifier: tells external indexes what this node holds."""
+"""FlushNotifier: keeps external indexes informed of the blocks on this node."""

@@ -1,4 +1,5 @@
-"""Blocks of the ledger: where each is, what each sink acknowledged of it, and their order."""
+"""Blocks of the ledger: the tiers of each, the state that each sink acknowledged, and their
+order."""
 
 from __future__ import annotations
 

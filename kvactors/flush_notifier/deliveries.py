@@ -1,4 +1,4 @@
-"""Deliveries to one sink: when it can be called, with what, and what the end of a call means.
+"""Deliveries to one sink: the time and content of its calls, and the handling of their results.
 
 Pure state: the actor starts calls and timers, and reports how calls end.
 """

@@ -1,4 +1,5 @@
-"""Roots that requests begin at. A block below another root cannot be hit, so it is not announced.
+"""Root hashes of present requests. A block below another root cannot be hit, so it is not
+announced.
 
 The namespace is part of the root hash, and a sink is not sent it. To a router, blocks of one token
 path under two namespaces are one path with different hashes, and the router would answer with

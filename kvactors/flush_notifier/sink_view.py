@@ -1,4 +1,5 @@
-"""A sink's view: what it acknowledged, how that differs from what is due, and what is sent next."""
+"""A sink's view: the acknowledged blocks, their difference from the due state, and the next changes
+to send."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flush tasks: how a run becomes what a sink is sent."""
+"""Conversion of runs to the flush tasks that sinks receive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ledger's tree of blocks, and how long it keeps blocks that nothing refers to."""
+"""The ledger's tree of blocks, and its retention of unreferenced blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Resident blocks whose paths are not known, and how blocks found in storage get theirs.
+"""Resident blocks without a path, and the assignment of paths to blocks found in storage.
 
 `BlocksAdded` reports that a block is resident, `PathsFound` what its hash is made of. A named block
 is added to the tree below its parent, or below a root. A block whose parent is not in the tree

@@ -46,7 +46,7 @@ def layout_class(kind: str) -> type[Layout]:
     module, _, name = kind.partition(":")
     if not name:
         raise LayoutError(
-            f"unknown layout {kind!r}; there are {', '.join(KINDS)}, and package.module:Class"
+            f"unknown layout {kind!r}: choose {', '.join(KINDS)} or package.module:Class"
         )
     try:
         found = getattr(import_module(module), name)

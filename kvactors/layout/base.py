@@ -112,13 +112,17 @@ class Layout(ABC):
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any], block_size: int) -> Self:
-        """The layout that the table `[layout]` (all its settings, by name) describes.
+        """Make the layout that a config describes.
+
+        Args:
+            settings: the table `[layout]`, all settings by name.
+            block_size: tokens a block.
 
         Raises:
             LayoutError: the layout cannot be made from settings, or a setting is invalid.
         """
         raise LayoutError(
-            f"{cls.__name__} cannot be made from settings; give `open` a device that has it"
+            f"{cls.__name__} cannot be made from settings: give `open` a device that has it"
         )
 
     @staticmethod
@@ -128,7 +132,9 @@ class Layout(ABC):
             raise LayoutError(f"a layout needs roles of different names, not {names}")
         for role in roles:
             if role.dtype not in ITEM_BYTES:
-                raise LayoutError(f"unknown dtype {role.dtype!r}; known: {', '.join(ITEM_BYTES)}")
+                raise LayoutError(
+                    f"unknown dtype {role.dtype!r}: choose one of {', '.join(ITEM_BYTES)}"
+                )
             if any(size < 1 for size in role.shape):
                 raise LayoutError(f"role {role.name!r} has an empty shape: {role.shape}")
         return tuple(
@@ -165,6 +171,10 @@ class Layout(ABC):
         """A region's index in the flat list: (layer - layer_offset) * number of roles + the role's
         index.
 
+        Args:
+            layer: number of the layer, from layer_offset on.
+            role: name of the role.
+
         Raises:
             LayoutError: there is no such region.
         """
@@ -177,11 +187,11 @@ class Layout(ABC):
         return (layer - self.layer_offset) * len(names) + names.index(role)
 
     def region_blocks(self, piece: Piece, num_blocks: int) -> int:
-        """Blocks in a piece's region, for a cache of `num_blocks`."""
+        """Blocks in the region of `piece`, for a cache of `num_blocks`."""
         return int(num_blocks * self.extra_block_ratio) if piece.extra else num_blocks
 
     def region_shape(self, piece: Piece, num_blocks: int) -> tuple[int, ...]:
-        """The shape of a piece's region: blocks first."""
+        """The shape of the region of `piece` for `num_blocks`: [blocks, *piece shape]."""
         return (self.region_blocks(piece, num_blocks), *piece.shape)
 
     def allocate(self, make: Callable[[tuple[int, ...], str], T], num_blocks: int) -> list[T]:
@@ -199,7 +209,11 @@ class Layout(ABC):
         return [make(self.region_shape(piece, num_blocks), piece.dtype) for piece in self.pieces]
 
     def verify(self, shapes: Sequence[tuple[tuple[int, ...], str]], num_blocks: int) -> None:
-        """Check regions, given as shape and dtype each, in contract order.
+        """Check the regions of an engine.
+
+        Args:
+            shapes: shape and dtype of each region, in contract order.
+            num_blocks: blocks of the cache.
 
         Raises:
             LayoutError: names the first region that does not match the layout.

@@ -1,4 +1,5 @@
-"""Admission to the device: who waits for how many blocks, and what to evict for them."""
+"""Admission to the device: the queue of requests that wait for blocks, and the choice of evictions
+for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reports to the notifier: which blocks became resident on the device, and which left it."""
+"""Reports to the notifier about blocks that became resident on the device or left it."""
 
 from __future__ import annotations
 

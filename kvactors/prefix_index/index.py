@@ -1,5 +1,4 @@
-"""Blocks known to this node and the device blocks they are in: the block tree and the pool of free
-device blocks."""
+"""The prefix index: the tree of the blocks on this node and the pool of free device blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The leases that have their device blocks, and the requests that wait for loads of theirs."""
+"""Granted leases, and the requests that wait for their loads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lineages: the data that block hashes are made of, for stores that keep it beside the blocks."""
+"""Lineages: the inputs of block hashes, for stores that keep them beside the blocks."""
 
 from __future__ import annotations
 

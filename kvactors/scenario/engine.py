@@ -1,4 +1,4 @@
-"""A stand-in for a serving engine: its model writes a pattern made from each block's name, and
+"""A stand-in for a serving engine: its model writes a pattern derived from each block hash, and
 every block that comes back is verified."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A scenario whose cache runs in a separate process that is killed (SIGKILL) and started anew,
+"""A scenario whose cache runs in a separate process that is killed (SIGKILL) and restarted,
 while a router and files receive its events.
 
 `python -m kvactors.scenario.lives` is one such process. It reads the scenario as one JSON line,

@@ -1,4 +1,4 @@
-"""The report of a run or a replay, in one vocabulary."""
+"""The report of a run or a replay, with one set of terms."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def check_virtual(scenario: Scenario) -> None:
         )
     if scenario.router.enabled or scenario.lives.kills or scenario.storage.backend == "mooncake":
         raise ConfigError(
-            "a run in virtual time has no processes: router, lives and mooncake need them"
+            "a run in virtual time has no processes: router, [lives] and mooncake need them"
         )
 
 

@@ -220,7 +220,7 @@ def validate_workload(work: Workload) -> None:
     if work.images > 1 and not work.image_tokens:
         raise ConfigError("workload.images needs image_tokens: without them no prompt has an image")
     if not 0 <= work.think < float("inf"):
-        raise ConfigError(f"workload.think must not be negative, nor for ever: {work.think}")
+        raise ConfigError(f"workload.think must be finite and not negative: {work.think}")
     for number, step in enumerate(work.step, 1):
         if step.do in ABOUT_A_REQUEST and not step.request:
             raise ConfigError(f"workload.step, step {number} ({step.do}): request is missing")
@@ -282,7 +282,7 @@ def misfit(fault: Fault, scenario: Scenario) -> str:
         (fault.kind == "bit_rot" and backend != "file", "bit_rot needs storage.backend = 'file'"),
         (
             not fault.storage and fault.sink not in names,
-            f"there is no sink {fault.sink!r}; there are {', '.join(names) or 'none'}",
+            f"there is no sink {fault.sink!r} (sinks: {', '.join(names) or 'none'})",
         ),
         (
             min(fault.turn, fault.turns) < 0

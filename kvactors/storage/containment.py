@@ -1,5 +1,5 @@
-"""Exceptions and wrong answers of a back end, contained: they are logged and counted, and replaced
-by a value that costs misses only."""
+"""Containment of a back end's exceptions and wrong answers: they are logged and counted, and
+replaced by a value that costs misses only."""
 
 from __future__ import annotations
 

@@ -35,11 +35,11 @@ class Inspection(msgspec.Struct, frozen=True):
     """One store. path: relative to the folder looked at. state: ok, damaged (the first page of the
     table), or other version.
 
-    digest: of the identity, with the names behind it. bytes: of the objects; slab_bytes: that the
-    store occupies. torn: slots whose entries make no sense; stale: of objects that were cleared.
+    digest: of the identity, with the names behind it. bytes: of the objects. slab_bytes: that the
+    store occupies. torn: slots whose entries make no sense. stale: of objects that were cleared.
     written_at: seconds since 1970 of the last write, 0 if there is none. opened_at: when a process
     last opened it to write. in_use: a process has it open to write. bad: objects (hex keys) whose
-    payload is not what it should be; verified: how many were looked at.
+    payload does not match its checksum. verified: how many were checked.
     """
 
     path: str

@@ -1,4 +1,4 @@
-"""Which keys a store holds. Pure state, changed on the event loop only."""
+"""Inventory of the keys that a store holds. Pure state, changed on the event loop only."""
 
 from __future__ import annotations
 

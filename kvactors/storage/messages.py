@@ -82,14 +82,14 @@ class Written(Control, frozen=True, eq=False):
 
 
 class ClearStore(Message, frozen=True, eq=False):
-    """Forget every object of this store, and write no batch that was sent before this, to any
-    writer; answered with StoreCleared."""
+    """Remove every object of this store, and drop the batches that were sent before this, to any
+    writer. Answered with StoreCleared."""
 
     op: int
 
 
 class StoreCleared(Control, frozen=True, eq=False):
-    """Answer to ClearStore. error: why objects from before may still be found; empty if none
+    """Answer to ClearStore. error: why objects from before may still be found. Empty if none
     can."""
 
     op: int
@@ -97,16 +97,16 @@ class StoreCleared(Control, frozen=True, eq=False):
 
 
 class ReportLost(Message, frozen=True, eq=False):
-    """Names may have ceased to be there: tell whoever should know. Not answered."""
+    """Keys may have left the store: send them to the index. Not answered."""
 
 
 class FetchDevice(Message, frozen=True, eq=False):
-    """Read blocks of a path straight into device blocks; answered with DeviceFetched once none is
+    """Read blocks of a path straight into device blocks. Answered with DeviceFetched once none is
     written any more.
 
     tokens: the complete path (little-endian uint32), up to the last block wanted. start: the first
-    one, into blocks[0], and so on. memory_generation: of the device memory that the blocks are in;
-    nothing is moved in another one.
+    one, into blocks[0], and so on. memory_generation: of the device memory that the blocks are in.
+    No block is moved in another one.
     """
 
     op: int
@@ -125,7 +125,7 @@ class DeviceFetched(Control, frozen=True, eq=False):
 
 
 class SaveDevice(Message, frozen=True, eq=False):
-    """Write blocks of a path straight from device blocks; answered with DeviceSaved once none is
+    """Write blocks of a path straight from device blocks. Answered with DeviceSaved once none is
     read any more. Fields as in FetchDevice."""
 
     op: int
@@ -144,7 +144,7 @@ class DeviceSaved(Control, frozen=True, eq=False):
 
 
 class TransferDone(Control, frozen=True, eq=False):
-    """To itself: a transfer of device blocks has ended; `answer` is sent to the evictor."""
+    """To itself: a transfer of device blocks has ended. `answer` is sent to the evictor."""
 
     answer: StorageReply
 
@@ -156,7 +156,7 @@ class TransferLate(Control, frozen=True, eq=False):
 
 
 class BatchDone(Control, frozen=True, eq=False):
-    """To itself: a batch has ended; `answer` is sent to the evictor.
+    """To itself: a batch has ended. `answer` is sent to the evictor.
 
     stored: joined keys that became readable, oldest first. evicted, corrupt, taken: joined keys
     that left the store, by reason.

@@ -1,4 +1,4 @@
-"""What the storage actors need from a data plane."""
+"""The interface of a data plane as the storage actors use it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`StorageReader`: finds out what the store can give, and fills host slots from it."""
+"""`StorageReader`: looks blocks up in the store, and reads them into host slots."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # ruff: noqa: D102 (each member is documented in `Backend`)
-"""`SlotStore`: what the storage actors need from a store."""
+"""`SlotStore`: the interface of a store as the storage actors use it."""
 
 from __future__ import annotations
 

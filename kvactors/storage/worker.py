@@ -1,4 +1,4 @@
-"""`StorageWorker`: what the storage actors and their substitutes have in common."""
+"""`StorageWorker`: the common part of the storage actors and their substitutes."""
 
 from __future__ import annotations
 

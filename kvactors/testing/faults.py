@@ -96,11 +96,11 @@ class FaultySink(Sink):
         if self.fault_mode == "down" or (
             self.fault_mode == "fail_every" and self.calls % self.every == 0
         ):
-            raise SinkError(f"sink {self.name!r} was told to fail")
+            raise SinkError(f"sink {self.name!r} was set to fail")
 
     def _after(self) -> None:
         if self.fault_mode == "lose_answers":
-            raise SinkError(f"sink {self.name!r} was told to lose its answer")
+            raise SinkError(f"sink {self.name!r} was set to lose its answer")
 
 
 class Inner:

@@ -57,9 +57,7 @@ class SimFaults:
             ValueError: a kind in the plan does not apply to a cache of one process.
         """
         if far := sorted({fault.kind for fault in plan.fault} - set(NEAR)):
-            raise ValueError(
-                f"{', '.join(far)} cannot befall this cache; what can: {', '.join(NEAR)}"
-            )
+            raise ValueError(f"{', '.join(far)} cannot occur in this cache, only {', '.join(NEAR)}")
         self._plan = plan
         if self._cache is not None:
             self._start()

@@ -1,5 +1,5 @@
-"""Makes kvactors/data_plane/cuda/kernels.ptx from block_copy.cu. Needs nvcc; installing the package
-does not.
+"""Build kvactors/data_plane/cuda/kernels.ptx from block_copy.cu. Needs nvcc, which installing the
+package does not.
 
 python native/cuda/build_ptx.py            writes the file python native/cuda/build_ptx.py --print
 prints it instead
@@ -19,8 +19,8 @@ SOURCE = HERE / "block_copy.cu"
 TARGET = HERE.parents[1] / "kvactors" / "data_plane" / "cuda" / "kernels.ptx"
 
 VERSION = "7.4"
-"""The oldest PTX version that has all the kernel uses (drivers from CUDA 11.4 on take it); nvcc
-would write its own."""
+"""The oldest PTX version that has all the kernel uses (drivers from CUDA 11.4 on take it). nvcc
+would write its own version."""
 
 HEADER = "// Made by native/cuda/build_ptx.py from block_copy.cu; not to be edited.\n"
 

@@ -322,5 +322,5 @@ async def test_a_closed_cache_raises_in_every_call():
     ],
 )
 def test_an_unknown_key_names_the_nearest(table, near):
-    with pytest.raises(kvactors.ConfigError, match=f"did you mean '{near}'"):
+    with pytest.raises(kvactors.ConfigError, match=f"Did you mean '{near}'"):
         kvactors.Config.from_mapping(table)

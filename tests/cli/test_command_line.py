@@ -111,7 +111,7 @@ def test_bad_usage_is_one_line_and_status_2(kvactors, arguments):
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("[cache]\nblok_size = 4\n[scenario]\nname = 's'", "did you mean 'block_size'"),
+        ("[cache]\nblok_size = 4\n[scenario]\nname = 's'", "Did you mean 'block_size'"),
         ("[scenario", "at end of document"),
         ("", "scenario"),
         (SCENARIO.format("'many'"), "expect"),

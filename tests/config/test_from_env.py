@@ -87,7 +87,7 @@ def test_each_kind_of_sink_has_its_own_settings():
     [
         (
             {"kind": "kv_event"},
-            r"unknown flush\.sinks\.kind 'kv_event'; did you mean 'kv_events'\? There are memory, jsonl",
+            r"unknown flush\.sinks\.kind 'kv_event'\. Did you mean 'kv_events'\? There are memory, jsonl",
         ),
         ({"name": "x"}, r"flush\.sinks\.kind is missing"),
         ({"kind": "memory", "path": "x"}, r"unknown key 'flush\.sinks\.path'"),
@@ -129,7 +129,7 @@ def test_settings_that_cannot_be_are_named(sink, complaint):
         ({"shard_id": 2, "shard_num": 2}, r"shard_id must be in 0\.\.1"),
         ({"ready_timeout": 0}, "ready_timeout"),
         ({"platform": "tpu"}, "tpu"),
-        ({"pod": "x"}, "did you mean 'pod_name'"),
+        ({"pod": "x"}, "Did you mean 'pod_name'"),
     ],
 )
 def test_settings_of_attention_store_that_cannot_be_are_named(table, complaint):

@@ -158,7 +158,7 @@ def test_memory_that_does_not_fit_the_layout_or_the_gpu_is_an_error(driver):
     ):
         with pytest.raises(error, match=complaint):
             CudaDevice(layout, tensors, driver=driver)
-    with pytest.raises(DeviceError, match="no GPU 1: the driver knows 1"):
+    with pytest.raises(DeviceError, match="no GPU 1: the driver lists 1"):
         CudaDevice(layout, good, ordinal=1, driver=driver)
     owner.close()
 

@@ -161,7 +161,7 @@ def test_heads_that_do_not_come_out_even(heads, ranks):
         (lambda: DSALayout(1, 1, kv_lora_rank=500), "multiple of 128"),
         (
             lambda: make_layout(LayoutConfig(kind="mqa"), 4),
-            "unknown layout 'mqa'; there are gqa, mla, dsa",
+            "unknown layout 'mqa': choose gqa, mla, dsa",
         ),
         (lambda: make_layout(LayoutConfig(kind="no.such:Layout"), 4), "cannot be imported"),
         (

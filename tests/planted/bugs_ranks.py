@@ -27,9 +27,9 @@ BUGS: tuple[Mutation, ...] = (
     Mutation(
         "large_messages_before_the_proof",
         "data_plane/ranks/handshake.py",
-        '    sent it (`refuse`); an empty reason if it has the secret."""\n'
+        '    the other end (`refuse`). The reason is empty if the other end has the secret."""\n'
         "    connection.limit = UNPROVEN_BYTES\n",
-        '    sent it (`refuse`); an empty reason if it has the secret."""\n'
+        '    the other end (`refuse`). The reason is empty if the other end has the secret."""\n'
         "    connection.limit = MOST_BYTES\n",
         "unauthenticated clients fill the leader's memory with messages of many megabytes",
         (

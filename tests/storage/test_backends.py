@@ -31,7 +31,7 @@ def test_back_ends_by_name():
         ({"backend": "file"}, "storage.directory is needed"),
         (
             {"backend": "fiel"},
-            "unknown storage.backend 'fiel'; there are none, memory, file, mooncake",
+            "unknown storage.backend 'fiel': choose none, memory, file, mooncake",
         ),
         ({"backend": "no.such:Store"}, "cannot be imported"),
         ({"backend": "builtins:dict"}, "cannot|is not a Backend"),

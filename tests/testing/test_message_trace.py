@@ -264,7 +264,7 @@ def test_asks_that_end_otherwise_are_distinguished():
         assert told == [
             ("answer", "# Question: 7"),
             ("expired", "# Question"),
-            ("refusal", "# Question: NoRoom: 2 device blocks needed, 1 can be had"),
+            ("refusal", "# Question: NoRoom: 2 device blocks needed, 1 available"),
             ("withdrawn", "# Question"),
         ]
 

@@ -323,7 +323,7 @@ FAULTS = """
         assert kv_sim.run(main) == 1
 
     def test_refused(kv_faults):
-        with pytest.raises(ValueError, match="rank_cut cannot befall"):
+        with pytest.raises(ValueError, match="rank_cut cannot occur in"):
             kv_faults.plan(FaultPlan((Fault("rank_cut"),)))
 """
 

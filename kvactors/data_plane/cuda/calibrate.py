@@ -1,5 +1,5 @@
-"""From which size of a piece on the copy engines are as fast as the kernel: measured at start, it
-depends on the machine."""
+"""Calibration at start: the piece size from which on the copy engines are as fast as the kernel on
+this machine."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Timing(NamedTuple):
 
 
 def calibrate(copies: Copies, stream: int) -> tuple[int, tuple[Timing, ...]]:
-    """The size, and what it follows from. `BATCH_FROM` where there is nothing to choose between, or
-    where the clocks say nothing. A driver that turns out to have no batches is noted in `copies`.
-    Takes about 10 ms; waits for the stream. CudaError."""
+    """The size, and the timings that it follows from. `BATCH_FROM` if there is no choice, or if the
+    timings are unusable. Records in `copies` if the driver has no batched copies. Takes about 10 ms
+    and waits for the stream. Raises CudaError."""
     with ExitStack() as undo:
         bench = _Bench(copies, stream, undo)
         if copies.has_batch:
@@ -52,8 +52,8 @@ def calibrate(copies: Copies, stream: int) -> tuple[int, tuple[Timing, ...]]:
 
 
 def choose(timings: tuple[Timing, ...]) -> int:
-    """The smallest size from which on batches are never slower; a size above all if they are slower
-    to the last. `BATCH_FROM` if a timing cannot be."""
+    """The smallest size from which on batches are never slower, or a size above all others if they
+    are slower at the largest one. `BATCH_FROM` if a timing is impossible."""
     if not timings or not all(
         0 < seconds < 10 for one in timings for seconds in (one.batch, one.kernel)
     ):

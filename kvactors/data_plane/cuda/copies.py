@@ -1,9 +1,9 @@
-"""How bytes go between a GPU and the arena: large pieces by the copy engines, many in one call;
-small ones by a kernel.
+"""Puts copies between a GPU and the arena on streams: large pieces by the copy engines, many in one
+call, and small ones by a kernel.
 
-A copy engine takes a few microseconds a piece whatever its size, and is out of the model's way; the
-kernel is fast at any size, but takes a few of the multiprocessors. The size from which on the
-engines are as fast is measured at start (`cuda_calibrate`).
+A copy engine takes a few microseconds a piece at any size and leaves the multiprocessors to the
+model. The kernel is fast at any size, but takes a few of the multiprocessors. The size from which
+on the engines are as fast is measured at start (`calibrate`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ BATCH_FROM = 32 << 10
 """Bytes of a piece from which on it goes by the copy engines, unless measured otherwise."""
 
 BATCH = 4096
-"""Copies a call: the driver holds its locks meanwhile, and the loop's questions wait for them."""
+"""Copies in one call. The driver holds its locks during the call, and the loop's queries wait for
+them."""
 
 BLOCKS_OF_THREADS, THREADS = 8, 256
-"""What the kernel may occupy: 8 of an H100's 132 multiprocessors saturate its PCIe link."""
+"""Size of the kernel's grid: 8 of an H100's 132 multiprocessors saturate its PCIe link."""
 
 KERNELS = Path(__file__).with_name("kernels.ptx")
 NAMES = {False: "kvactors_gather", True: "kvactors_scatter"}
@@ -37,8 +38,8 @@ log = get_logger()
 
 
 class Scratch:
-    """Pinned host memory for `count` int64, and as much on the device. `host`: the former as an
-    array; `device`: the latter's address."""
+    """Pinned host memory for `count` int64, and as much on the device. `host`: the host memory as
+    an array. `device`: the address on the device."""
 
     def __init__(self, driver: CudaDriver, count: int) -> None:
         self.count = count
@@ -62,12 +63,12 @@ class Scratch:
         self._driver.call("cuMemcpyHtoDAsync", self.device, self._pinned, 8 * count, stream)
 
     def close(self) -> None:
-        """Give the memory back; nothing may use it any more."""
+        """Free the memory. It must not be in use."""
         self._undo.close()
 
 
 class LaneCounts:
-    """What a lane has done: calls by kind, bytes and copies that failed."""
+    """Totals of a lane: calls by kind, bytes and copies that failed."""
 
     def __init__(self) -> None:
         self.batches = self.launches = self.singles = self.bytes = self.errors = 0
@@ -75,8 +76,8 @@ class LaneCounts:
 
 class Copies:
     """Puts copies on streams. slots: the arena's address as the GPU sees it. batch_from: bytes of a
-    piece. Needs the device's context to be current; `undo` gets what is to be given back.
-    CudaError."""
+    piece. The device's context must be current. `undo` receives the clean-up of each resource.
+    Raises CudaError."""
 
     def __init__(self, device: CudaDevice, arena: Arena, undo: ExitStack) -> None:
         self.device = device
@@ -190,7 +191,7 @@ class Copies:
         )
 
     def launch(self, to_device: bool, arguments: tuple[int, ...], stream: int) -> None:
-        """Launch a kernel; arguments: block_copy.cu's. CudaError."""
+        """Launch a kernel with the arguments of block_copy.cu. Raises CudaError."""
         assert self.kernels is not None
         values = (ctypes.c_int64 * len(arguments))(*arguments)
         base = ctypes.addressof(values)

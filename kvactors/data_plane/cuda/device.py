@@ -1,9 +1,9 @@
-"""A device whose regions are memory of an NVIDIA GPU: an engine's tensors, taken by address, or
-memory of its own.
+"""Devices whose regions are memory of an NVIDIA GPU: an engine's tensors, taken by address, or
+memory that the device allocates.
 
-Nothing is copied through a framework, and none is needed: tensors come by DLPack or by the CUDA
-array interface. They are kept alive as long as the device is, and that they still lie where they
-did is checked before every batch of copies.
+No framework takes part in copies, and none is needed: tensors come by DLPack or by the CUDA array
+interface. The device keeps a reference to them, and checks before every batch of copies that their
+addresses have not changed.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ log = get_logger()
 
 
 def cuda_region_of(tensor: Any) -> Region:
-    """A GPU tensor's region, by DLPack or, where a tensor does not speak it, the CUDA array
-    interface (version 2 or 3). DeviceError for what is on the host, read-only, not contiguous, or
-    of a dtype that cannot hold blocks."""
+    """A GPU tensor's region, by DLPack or, for a tensor without it, the CUDA array interface
+    (version 2 or 3). Raises DeviceError for a tensor that is on the host, read-only, not
+    contiguous, or of a dtype that cannot hold blocks."""
     if hasattr(tensor, "__dlpack__"):
         region = region_of(tensor)
         if region.host:
             raise DeviceError(
-                f"a tensor of shape {list(region.shape)} is in host memory; a TensorDevice takes it"
+                f"a tensor of shape {list(region.shape)} is in host memory: use a TensorDevice"
             )
         return region
     interface = getattr(tensor, "__cuda_array_interface__", None)
@@ -111,8 +111,8 @@ def cuda_address_of(tensor: Any) -> int:
 
 
 class DeviceMemory(NamedTuple):
-    """Memory of our own, as a tensor that every framework with the CUDA array interface can take.
-    address: the device's."""
+    """Memory that the device has allocated, as a tensor that every framework with the CUDA array
+    interface accepts. address: the device's."""
 
     address: int
     shape: tuple[int, ...]
@@ -137,8 +137,8 @@ def addresses(
     pieces: NDArray[np.int64],
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Of some pieces (indices in contract order) of n pairs: addresses on the device, addresses on
-    the host, bytes; int64, flat, one for each of n * len(pieces) copies, the pieces of a pair next
-    to one another."""
+    the host, and bytes. Each is int64 of shape [n * len(pieces)], the pieces of a pair next to one
+    another."""
     sizes = device.piece_bytes[pieces]
     on_device = device.regions[pieces] + blocks[:, None] * sizes
     on_host = arena.address + slots[:, None] * arena.stride + device.offsets[pieces]
@@ -179,12 +179,12 @@ def verify_memory(driver: CudaDriver, region: Region, ordinal: int) -> None:
 
 
 class CudaDevice(Device):
-    """tensors: in the layout's contract order, or by (layer, role); each [blocks, *the role's
-    shape], on the GPU `ordinal`.
+    """tensors: in the layout's contract order, or by (layer, role). Each has shape [blocks, *the
+    role's shape] and is on the GPU `ordinal`.
 
-    driver: default the system's. offsets: of the pieces within a slot, int64, in bytes. `close`
-    gives everything back. LayoutError names the first tensor that has another shape or dtype,
-    DeviceError one that cannot be taken; CudaError if the driver refuses.
+    driver: the system's by default. offsets: of the pieces within a slot, int64, in bytes. `close`
+    releases every resource. Raises LayoutError for the first tensor that has another shape or
+    dtype, DeviceError for one that cannot be used, and CudaError if a call of the driver fails.
     """
 
     kind = "cuda"
@@ -227,7 +227,7 @@ class CudaDevice(Device):
         self._arenas: dict[int, int] = {}
         found = driver.read_int("cuDeviceGetCount")
         if not 0 <= ordinal < found:
-            raise DeviceError(f"there is no GPU {ordinal}: the driver knows {found}")
+            raise DeviceError(f"there is no GPU {ordinal}: the driver lists {found}")
         number = driver.read_int("cuDeviceGet", ordinal)
         self.name = driver.device_name(number)
         self.context = driver.read("cuDevicePrimaryCtxRetain", number)
@@ -272,8 +272,7 @@ class CudaDevice(Device):
             yield
 
     def undo(self, function: str, handle: int) -> None:
-        """Call a function of the driver when the device is closed; what it answers is logged
-        only."""
+        """Call a function of the driver when the device is closed. A failure is only logged."""
         self._undo.callback(quietly, self.driver, function, handle)
 
     def register_arena(self, arena: Arena) -> int:
@@ -293,7 +292,7 @@ class CudaDevice(Device):
         return self._arenas[arena.address]
 
     def unregister_arena(self, arena: Arena) -> None:
-        """Unpin an arena, if it is pinned; nothing may be copying. Needs the GPU's context to be
+        """Unpin an arena, if it is pinned. No copy may be in flight, and the GPU's context must be
         current. Never raises."""
         if self._arenas.pop(arena.address, None) is not None:
             quietly(self.driver, "cuMemHostUnregister", arena.address)
@@ -305,8 +304,8 @@ class CudaDevice(Device):
         self._closed = True
 
     def close(self) -> None:
-        """Unpin arenas, free memory, let the context go. Before it, the executor's `close`; after
-        it, the arenas'. Never raises."""
+        """Unpin arenas, free memory, release the context. Call it after the copy engine's `close`
+        and before the arenas' `close`. Never raises."""
         if self._closed:
             return
         self._closed = True
@@ -377,14 +376,14 @@ class CudaDevice(Device):
                 raise
 
     def fill(self, blocks: Sequence[int], keys: bytes) -> None:
-        """See `HostDevice.fill`; for tests and benchmarks, by way of the host."""
+        """See `HostDevice.fill`. For tests and benchmarks, by way of the host."""
         memory = self._staged(len(blocks))
         regions = np.array([region.ctypes.data for region in memory], np.int64)
         fill_blocks(regions, self.piece_bytes, len(blocks), np.arange(len(blocks)), keys)
         self._stage(True, blocks, regions)
 
     def check(self, blocks: Sequence[int], keys: bytes) -> list[int]:
-        """See `HostDevice.check`; for tests and benchmarks, by way of the host."""
+        """See `HostDevice.check`. For tests and benchmarks, by way of the host."""
         memory = self._staged(len(blocks))
         regions = np.array([region.ctypes.data for region in memory], np.int64)
         self._stage(False, blocks, regions)
@@ -405,8 +404,8 @@ class CudaDevice(Device):
 
 
 def quietly(driver: CudaDriver, function: str, handle: int) -> None:
-    """Call a function of the driver to give something back; that it fails is logged, for nothing
-    better can be done about it."""
+    """Call a function of the driver that releases a resource. A failure is only logged, because the
+    caller cannot correct it."""
     if code := driver.status(function, handle):
         log.warning(
             "the CUDA driver did not take something back", error=str(driver.error(function, code))

@@ -1,5 +1,5 @@
-"""CUDA's driver API, loaded when it is wanted: no CUDA toolkit, no other package, nothing at
-import.
+"""Bindings of CUDA's driver API, loaded on first use. Needs neither the CUDA toolkit nor another
+package.
 
 ctypes lets the GIL go during every call.
 """
@@ -22,11 +22,11 @@ LIBRARY = "libcuda.so.1"
 NOT_READY = 600
 NOT_SUPPORTED = 801
 NO_KERNEL = {209, 218, 221, 222, 223, 801}
-"""Codes by which a driver says that it cannot make the kernel out of its text, and nothing
-worse."""
+"""Codes with which a driver reports that it cannot compile the kernel. The context remains
+usable."""
 
 FATAL = {4, 214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 999}
-"""Codes after which a context runs nothing any more; every call returns the same from then on."""
+"""Codes after which a context runs no work any more. Every later call returns the same code."""
 
 SETTLE_PAUSE = 0.01
 """Seconds between two questions whether a stream is done, when the first had no answer."""
@@ -34,7 +34,7 @@ SETTLE_PAUSE = 0.01
 NON_BLOCKING = 1
 """CU_STREAM_NON_BLOCKING: no waiting for what others put on the default stream."""
 TIMED, UNTIMED = 0, 2
-"""Flags of events; those without a time are cheaper."""
+"""Flags of events. Events without a time are cheaper."""
 PORTABLE, DEVICE_MAP = 1, 2
 """Flags of pinned memory, alike for memory allocated and memory registered."""
 STREAM_ORDER = 1
@@ -101,8 +101,8 @@ SUFFIXED = {
 
 
 class CudaError(DeviceError):
-    """A driver's call failed. function: its name. code: the driver's number; name: the driver's
-    name for it."""
+    """A call of the driver failed. function: the call. code: the driver's number for the error.
+    name: the driver's name for it."""
 
     def __init__(self, function: str, code: int, name: str) -> None:
         super().__init__(f"{function}: {name} ({code})")
@@ -173,7 +173,7 @@ class CudaDriver:
         return getattr(self._library, f"{name}_v2" if name in SUFFIXED else name, None)
 
     def _add_batch(self) -> bool:
-        """Its first form also tells which copy failed; the second does not."""
+        """The first form of the call also returns which copy failed. The second does not."""
         self._second_form = self.version >= V2
         found = self._find("cuMemcpyBatchAsync", V2 if self._second_form else V1)
         if found is None:
@@ -188,7 +188,7 @@ class CudaDriver:
     # -- calls
 
     def status(self, function: str, *arguments: Any) -> int:
-        """Call a function; its code."""
+        """Call a function and return its code."""
         return int(self._functions[function](*arguments))
 
     def call(self, function: str, *arguments: Any) -> None:
@@ -227,8 +227,9 @@ class CudaDriver:
             self.status("cuCtxPopCurrent", ctypes.byref(popped))
 
     def copy_batch(self, targets: int, sources: int, sizes: int, count: int, stream: int) -> None:
-        """Copy pieces between host and device memory in no order; the three are addresses of
-        `count` uint64 each. CudaError: some of the copies may run nevertheless."""
+        """Copy pieces between host and device memory in any order. `targets`, `sources` and `sizes`
+        are addresses of `count` uint64 each. After a CudaError some of the copies may run
+        nevertheless."""
         start, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
         fixed = (
             targets,
@@ -252,8 +253,9 @@ class CudaDriver:
         sizes: NDArray[np.int64],
         stream: int,
     ) -> None:
-        """Put copies between host and device memory on a stream, a call each; int64 arrays, one
-        element a copy. CudaError: those before the one that failed are on the stream."""
+        """Put copies between host and device memory on a stream, one call each. The arrays are
+        int64 with one element a copy. After a CudaError the copies before the failed one are on the
+        stream."""
         function = "cuMemcpyHtoDAsync" if to_device else "cuMemcpyDtoHAsync"
         targets, sources = (on_device, on_host) if to_device else (on_host, on_device)
         for target, source, size in zip(
@@ -263,15 +265,16 @@ class CudaDriver:
                 self.call(function, target, source, size, stream)
 
     def settle(self, context: int, stream: int) -> bool:
-        """Wait until nothing on a stream runs any more, however long and whatever the driver
-        answers; whether the context lives. The context becomes the thread's current one."""
+        """Wait without limit until no work on a stream runs any more, also after errors of the
+        driver. Returns whether the context is usable. The context becomes the thread's current
+        one."""
         before = -1
         while code := self.status("cuCtxSetCurrent", context) or self.status(
             "cuStreamSynchronize", stream
         ):
             if (
                 code in FATAL and code == before
-            ):  # an answer that stays: the context is dead, and its streams with it
+            ):  # the code persists: the context and its streams are unusable
                 return False
             before = code
             time.sleep(SETTLE_PAUSE)
@@ -284,7 +287,7 @@ class CudaDriver:
         return milliseconds.value / 1000
 
     def device_name(self, device: int) -> str:
-        """What a device calls itself. CudaError."""
+        """The device's name. Raises CudaError."""
         name = ctypes.create_string_buffer(256)
         self.call("cuDeviceGetName", name, len(name), device)
         return name.value.decode(errors="replace")

@@ -1,8 +1,8 @@
-"""Copies between a GPU and the arena, by streams of our own: nothing of it blocks the loop, and no
-thread waits for the GPU.
+"""Copy engine between a GPU and the arena, with its own streams. Copies never block the loop, and
+no thread waits for the GPU.
 
-A thread a direction puts copies on its stream; the loop asks now and then, while something is under
-way, how far the stream is.
+One thread for each direction puts copies on its stream. While copies are in flight the loop polls
+the stream's events.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvactors.device.arena import Arena
 from kvactors.threads import in_thread
 
 GROUP = 1 << 20
-"""Bytes from which on a run of layers is worth an event of its own."""
+"""Bytes from which on a run of layers gets a separate event."""
 
 ABANDONED: list[Any] = []
 """Memory that copies which never ended may still use: kept for good."""
@@ -37,11 +37,11 @@ log = get_logger()
 
 
 class CudaStatistics(NamedTuple):
-    """Totals since `open`. batches: calls for many copies; launches: of kernels; singles: calls for
+    """Totals since `open`. batches: calls for many copies. launches: of kernels. singles: calls for
     one copy. bytes: put on a stream, whether they arrived or not. errors: operations that failed.
-    batch_from: bytes from which on a piece goes by the copy engines. timings: what that was chosen
-    by; none: it was not measured. has_batch, has_kernel: what the driver can do. broken: why
-    nothing is copied any more, or None."""
+    batch_from: bytes from which on a piece goes by the copy engines. timings: the measurements
+    behind that choice, empty if there were none. has_batch, has_kernel: capabilities of the driver.
+    broken: why copies are impossible from now on, or None."""
 
     batches: int
     launches: int
@@ -57,9 +57,9 @@ class CudaStatistics(NamedTuple):
 
 
 class CudaCopyEngine(CopyEngine):
-    """batch_from: bytes from which on a piece goes by the copy engines; None: measured by `open`.
-    limit: seconds `close` waits for copies under way. Every operation fails before `open`, and
-    after an error of the driver: what the GPU then does is not known."""
+    """batch_from: bytes from which on a piece goes by the copy engines. None: measured by `open`.
+    limit: seconds `close` waits for copies in flight. Every operation fails before `open`, and
+    after an error of the driver, because the state of the GPU's work is then unknown."""
 
     device: CudaDevice
 
@@ -90,7 +90,7 @@ class CudaCopyEngine(CopyEngine):
         """See `CopyEngine`."""
         return self._broken or ""
 
-    # -- life
+    # -- opening and closing
 
     async def open(self) -> None:
         """Pin the arena, make streams, load the kernels, measure. CudaError: nothing is left
@@ -116,8 +116,8 @@ class CudaCopyEngine(CopyEngine):
         self._lanes = lanes
 
     async def close(self) -> None:
-        """Wait for what is under way, then give everything back. What does not end within the limit
-        keeps its memory for good."""
+        """Wait for copies in flight, then release every resource. The memory of copies that do not
+        end within the limit is never freed."""
         lanes, self._lanes = self._lanes, {}
         self._broken = self._broken or "closed"
         if not lanes:
@@ -132,7 +132,7 @@ class CudaCopyEngine(CopyEngine):
         ):
             await in_thread(self._give_back, "kvactors-cuda-close")
         else:
-            log.error("copies of a GPU did not end; their memory is kept", gpu=self.device.name)
+            log.error("copies of a GPU did not end, keeping their memory", gpu=self.device.name)
             ABANDONED.extend((self._undo.pop_all(), self.device, self.arena, self.arena.view(0)))
             self.device.abandon()
         for lane in lanes.values():
@@ -143,13 +143,13 @@ class CudaCopyEngine(CopyEngine):
         with ExitStack() as entered:
             try:
                 entered.enter_context(self.device.current())
-            except CudaError:  # of a moment, perhaps; without a context nothing can be given back
+            except CudaError:  # perhaps temporary. Without a context no resource can be released
                 with suppress(CudaError):
                     entered.enter_context(self.device.current())
             self._undo.close()
 
     def abandon_pending(self) -> None:
-        """See `DataPlane`. The GPU may still work on the abandoned operations; `close` waits for
+        """See `DataPlane`. The GPU may still execute the abandoned operations. `close` waits for
         them."""
         self._operations.abandon()
 
@@ -162,7 +162,7 @@ class CudaCopyEngine(CopyEngine):
         slots: Sequence[int],
         progress: Progress | None = None,
     ) -> tuple[int, ...]:
-        """See `CopyEngine`; all pairs or none."""
+        """See `CopyEngine`. All pairs arrive or none."""
         lane = self._lanes.get(direction)
         if not len(blocks):
             return ()
@@ -189,10 +189,11 @@ class CudaCopyEngine(CopyEngine):
         return self._loads
 
     def wait_on(self, stream: int, token: int, layer: int) -> bool:
-        """Have an engine's stream wait for a layer of the newest load, on the loop's thread;
-        whether it does (or the bytes are there already). False: that load is not the newest, has
-        failed, or is not on its stream yet; wait for it otherwise. stream: the driver's handle.
-        layer: the layout's number. CudaError, LayoutError."""
+        """Make an engine's stream wait for a layer of the newest load. Call it on the loop's
+        thread. Returns whether the stream waits, or the bytes have arrived already. False: the load
+        of `token` is not the newest, has failed, or is not on its stream yet, and the caller must
+        wait for it in another way. stream: the driver's handle. layer: the layout's number. Raises
+        CudaError, LayoutError."""
         op = self._newest
         index = self.device.layout.position(layer, self.device.layout.roles[0].name) // len(
             self.device.layout.roles

@@ -17,14 +17,14 @@ from kvactors.data_plane.cuda.driver import NON_BLOCKING, UNTIMED, CudaError
 from kvactors.threads import Workers
 
 FIRST_PAIRS = 1024
-"""Pairs the scratch memory made at start is for; a larger operation makes a larger one, which then
-stays."""
+"""Pairs for which scratch memory is allocated at start. A larger operation replaces it with a
+larger one."""
 
 
 class Op:
-    """An operation of n pairs. groups: the layers it goes by, counted from the layout's first;
-    None: all at once. token: counts operations. done: whether all bytes arrived; set on the loop,
-    when nothing of it runs any more."""
+    """An operation of n pairs. groups: the layers it goes by, counted from the layout's first.
+    None: all at once. token: counts operations. done: whether all bytes arrived. Set on the loop,
+    when no part of the operation runs any more."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Op:
             done,
         )
         self.events: list[int] = []  # one a group
-        self.reached = 0  # of these, those known to be reached
+        self.reached = 0  # events that have been reached
         self.scratch: Scratch | None = None
         self.submitted = self.over = self.failed = False
         # set when nothing of it runs any more, although it was abandoned
@@ -52,8 +52,8 @@ class Op:
 
 
 class Lane:
-    """A stream's life. Made and closed with the device's context current; `submit`, `settle` and
-    `teardown` are for its one thread, the rest is for the loop. CudaError."""
+    """A stream with its thread. Made and closed with the device's context current. `submit`,
+    `settle` and `teardown` run on that thread, all other methods on the loop. Raises CudaError."""
 
     def __init__(self, copies: Copies, to_device: bool) -> None:
         self.copies = copies
@@ -109,8 +109,8 @@ class Lane:
             self._entered = True
 
     def settle(self) -> bool:
-        """Wait until nothing on the stream runs any more, however long; whether the context
-        lives."""
+        """Wait without limit until no work on the stream runs any more. Returns whether the context
+        is usable."""
         return self.driver.settle(self.copies.device.context, self.stream)
 
     # -- what operations hold
@@ -138,12 +138,13 @@ class Lane:
             op.scratch = None
 
     def close(self) -> None:
-        """Give everything back; nothing may run any more. Never raises."""
+        """Release every resource. No work may be running. Never raises."""
         while self._scratches:
             self._scratches.pop().close()
         self._undo.close()
 
     def failed(self, error: BaseException) -> bool:
-        """Note a failure; whether it is the driver's, after which nothing more should be tried."""
+        """Record a failure. Returns whether it is the driver's, after which no further operation
+        should be tried."""
         self.counts.errors += 1
         return isinstance(error, CudaError)

@@ -1,4 +1,4 @@
-"""Operations on CUDA streams, from their start until nothing of them runs.
+"""Operations on CUDA streams, from their start until no part of them runs.
 
 A lane's thread puts an operation on its stream. No thread waits for the GPU: while operations are
 in flight, the loop asks at intervals how far each stream is.

@@ -24,7 +24,7 @@ KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_K
 
 class Connection(ABC):
     """One end of a connection. source: where the other end is, for logs. limit: bytes of a message
-    at most; a longer one ends the connection. violation: what the other end sent that is not a
+    at most. A longer one ends the connection. violation: what the other end sent that is not a
     message, if that ended the connection."""
 
     source = ""
@@ -33,7 +33,7 @@ class Connection(ABC):
 
     @abstractmethod
     def send(self, message: Frame) -> None:
-        """Send, without waiting; lost if the connection is."""
+        """Send without waiting. The message is lost if the connection is."""
 
     @abstractmethod
     async def receive(self) -> AnyFrame | None:
@@ -114,7 +114,7 @@ class MemoryConnection(Connection):
         return one, two
 
     def send(self, message: Frame) -> None:
-        """See `Connection`. What was sent first arrives first, whatever the lag."""
+        """See `Connection`. Messages arrive in the order of sending, at any lag."""
         if self.other is not None:
             loop = asyncio.get_running_loop()
             self._last = max(self._last, loop.time() + self._lag())

@@ -15,8 +15,8 @@ log = get_logger()
 
 
 class RanksDirect(DeviceStore):
-    """Every move is sent to all ranks; as many blocks have arrived, or are stored, as on the rank
-    with the fewest. A rank that is away or silent has none."""
+    """Every move is sent to all ranks. The number of blocks that arrived, or are stored, is the
+    smallest of all ranks. A disconnected or silent rank counts as zero."""
 
     def __init__(self, group: RankGroup, block_bytes: int) -> None:
         super().__init__(block_bytes)

@@ -16,7 +16,7 @@ from kvactors.data_plane.ranks.strangers import Strangers
 from kvactors.ranks_config import Secret
 
 UNCLAIMED = 32
-"""Connections without a rank's place at most, and two more for each rank; the oldest is closed for
+"""Connections without a rank's place at most, and two more for each rank. The oldest is closed for
 a new one."""
 
 

@@ -34,15 +34,15 @@ DOMAIN = b"kvactors ranks 2 "
 
 
 def mac(secret: Secret, role: bytes, rank_nonce: bytes, leader_nonce: bytes) -> bytes:
-    """What one role must present for two nonces."""
+    """The authentication code that a role must present for two nonces."""
     return hmac.digest(
         secret.encoded(), DOMAIN + role + b"\0" + rank_nonce + leader_nonce, "sha256"
     )
 
 
 async def check_rank(connection: Connection, secret: Secret) -> tuple[str, bool]:
-    """The leader's side. Returns why the connection is refused, and whether the other end is to be
-    sent it (`refuse`); an empty reason if it has the secret."""
+    """The leader's side. Returns why the connection is refused, and whether the reason is sent to
+    the other end (`refuse`). The reason is empty if the other end has the secret."""
     connection.limit = UNPROVEN_BYTES
     reason, answer = f"no proof in {LIMIT:.0f} s", False
     with anyio.move_on_after(LIMIT):

@@ -1,12 +1,12 @@
 """The leader's side of its ranks: every operation is sent to all of them at once, and the answers
 are gathered without a barrier.
 
-A rank that does not answer in time is silent: from then on nothing is sent to any rank, and every
-operation fails at once, until it has answered everything it was asked. A rank whose store is late
-is not silent as long as it answers a ping: copies go on. Operations of a silent rank stay open, and
-with them their slots and device blocks: a process that was stopped in the middle of a copy may go
-on with it at any moment. A rank whose connection is lost may have lost its memory, so everything
-that was cached before is void; the operations it was asked have ended when it connects again (it
+A rank that does not answer in time is silent: from then on no operation is sent to any rank, and
+every operation fails at once, until the rank has answered all outstanding operations. A rank whose
+store is late is not silent as long as it answers a ping: copies continue. Operations of a silent
+rank stay open, and with them their slots and device blocks: a process that was stopped in the
+middle of a copy may go on with it at any moment. A rank whose connection is lost may have lost its
+memory, so all blocks cached before are void. Its operations have ended when it connects again (it
 finishes them before it sends its identity).
 """
 
@@ -48,7 +48,7 @@ from kvactors.ranks_config import RanksConfig, Secret
 log = get_logger()
 
 PENALTY_LEAST, PENALTY_MOST = 0.5, 30.0
-"""Seconds a rank must wait after it violated the protocol before it is admitted again; doubled each
+"""Seconds a rank must wait after it violated the protocol before it is admitted again. Doubled each
 time."""
 
 
@@ -155,14 +155,14 @@ class RankGroup:
         partial: bool = False,
         only: int | None = None,
     ) -> list[Answer | None]:
-        """Send the message that `build` makes for an operation number to every rank; an answer for
-        each, None for a rank that has none to give. While a rank is away or silent nothing is sent,
-        and no rank has an answer. Cancelled, it still waits until nothing is in flight.
+        """Send the message that `build` makes for an operation number to every rank. Returns an
+        answer for each, None for a rank without one. While a rank is disconnected or silent no
+        message is sent, and no rank has an answer. A cancelled call still waits until nothing is in
+        flight.
 
         arrived: called with the layers that all ranks have, whenever there are more. outcomes: how
-        many an answer must have. worst: the greatest value of an outcome; a rank with other answers
-        loses its connection. partial: ask the healthy ranks even if others are not. only: ask this
-        rank.
+        many an answer must have. worst: the greatest value of an outcome. A rank with other answers
+        is disconnected. partial: ask the healthy ranks even if others are not. only: ask this rank.
         """
         if not (self.healthy or (partial and not self._closing)):
             return [None] * len(self._ranks)
@@ -310,7 +310,7 @@ class RankGroup:
             self._set(rank, RankState.HEALTHY, "")
 
     def disconnect(self, number: int) -> None:
-        """Close the connection to a rank; it will connect again."""
+        """Close the connection to a rank. The rank connects again."""
         rank = self._ranks[number]
         if rank.link is not None:
             self._lost(rank, rank.link, "connection closed by the leader")

@@ -1,4 +1,4 @@
-"""One authenticated connection of a leader to a rank, from its identity to its end."""
+"""An authenticated connection of a leader to a rank, from the rank's identity to the disconnect."""
 
 from __future__ import annotations
 

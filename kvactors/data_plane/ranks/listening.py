@@ -25,7 +25,7 @@ from kvactors.errors import RankError
 log = get_logger()
 
 Met = Callable[[Connection], Awaitable[None]]
-"""Handles one connection; it is closed when this returns."""
+"""Handles one connection, which is closed when this returns."""
 
 BUFFER = 16 << 10
 """Bytes that a socket's reader holds before it stops reading (it may hold one more read of up to
@@ -42,9 +42,9 @@ _in_memory: dict[str, Listener] = {}
 
 
 class Listener:
-    """Accepts connections at one endpoint. met: awaited for each; stopping cancels what has not
-    returned. foreign: called with the source and the reason for a connection that is closed because
-    of its user."""
+    """Accepts connections at one endpoint. met: awaited for each. Stopping cancels the calls that
+    have not returned. foreign: called with the source and the reason for a connection that is
+    closed because of its user."""
 
     def __init__(
         self, met: Met, foreign: Callable[[str, str], None] = lambda _source, _reason: None
@@ -161,7 +161,7 @@ async def _bind_unix(path: str) -> socket.socket:
 def _listen_at(sock: socket.socket, path: str) -> None:
     os.fchmod(sock.fileno(), 0o600)  # Linux takes the mode of the path from it
     sock.bind(path)
-    Path(path).chmod(0o600)  # other systems; nothing can connect before listen()
+    Path(path).chmod(0o600)  # other systems. No client can connect before listen()
     sock.listen(128)
     sock.setblocking(False)
 

@@ -10,12 +10,12 @@ from kvactors.storage.backends.device_store import DeviceStore
 log = get_logger()
 
 NOT_MOVED, FAILED = 1, 2
-"""Outcomes of a block that was not moved: it is not there (or there is no room for it), or the
-store failed."""
+"""Outcomes of a block that was not moved: it is not stored (or the store is full), or the store
+failed."""
 
 
 def cannot_be(message: MoveDevice, device: DeviceBlocks) -> str:
-    """Why a move cannot be made; empty if it can."""
+    """Why a move is impossible. Empty if it is possible."""
     block_bytes, blocks = 4 * device.layout.block_size, message.blocks
     if (
         min(blocks, default=0) < 0
@@ -39,7 +39,7 @@ def cannot_be(message: MoveDevice, device: DeviceBlocks) -> str:
 
 
 async def carried_out(direct: DeviceStore | None, message: MoveDevice, rank: int) -> Answer:
-    """Make a move; the store touches none of its blocks any more when this returns."""
+    """Make a move. The store does not access its blocks after this returns."""
     count, good, failed = len(message.blocks), 0, True
     if direct is not None:
         before = direct.unavailable

@@ -1,5 +1,5 @@
-"""The names that the stores of all ranks hold, kept by the leader and built page by page while a
-rank joins.
+"""Keys that the stores of all ranks hold, kept by the leader and built page by page while a rank
+joins.
 
 No step handles more than PAGE_NAMES names or one shard, so that a rank with millions of objects
 joins without keeping the loop. Ranks join one after another: beside the names that all ranks hold
@@ -57,16 +57,16 @@ class NameSet:
         return self.shards[name[0] | (name[1] & 3) << 8].get(name)
 
     def discard(self, name: bytes) -> bool:
-        """Take a name out; whether it was there."""
+        """Remove a name. Returns whether it was in the set."""
         return self.shards[name[0] | (name[1] & 3) << 8].pop(name, None) is not None
 
 
 class RankNames:
-    """What the stores of all ranks hold. ranks: how many there are.
+    """The keys that the stores of all ranks hold. ranks: how many there are.
 
-    departed: names that ceased to be held after all ranks had joined, and that have not been
-    reported yet. generations: how often each rank's store has been cleared. uneven: whether these
-    numbers differ: a clear did not reach every rank before its leader stopped. Then nothing is held
+    departed: keys removed from a store after all ranks had joined, and not reported yet.
+    generations: how often each rank's store has been cleared. uneven: whether the generations
+    differ: a clear did not reach every rank before its leader stopped. Then no key counts as held
     until all stores have been cleared.
     """
 
@@ -86,7 +86,7 @@ class RankNames:
         return len(self.held)
 
     def join(self, rank: int, generation: int) -> Joining:
-        """Begin to receive a rank's names; ends with `Joining.merge`, or with `Joining.abandon`."""
+        """Begin to receive a rank's names. Ends with `Joining.merge` or `Joining.abandon`."""
         others = {known for other, known in self.generations.items() if other != rank}
         self.uneven = self.uneven or len(others | {generation}) > 1
         base = NameSet() if self.uneven else self.held if self._known else None
@@ -107,8 +107,8 @@ class RankNames:
                 joining.seen.discard(name)
 
     def drop_all(self) -> NameSet:
-        """Hold nothing; returns what was held, to be freed in slices. It is not departed:
-        `TierCleared` reports the whole tier."""
+        """Empty the set. Returns the former content, to be freed in slices. It does not count as
+        departed: `TierCleared` reports the whole tier."""
         dropped, self.held = self.held, NameSet()
         self._known = True
         if self._joining is not None:
@@ -116,7 +116,7 @@ class RankNames:
         return dropped
 
     def lost(self, most: int = PAGE_NAMES) -> list[bytes]:
-        """At most so many names that are not held any more and have not been reported; empty if
+        """At most so many names that are not held any more and have not been reported. Empty if
         there are none."""
         found: list[bytes] = []
         for shard in self.departed.shards:
@@ -188,8 +188,8 @@ class Joining:
 
 
 async def in_slices(counts: Iterable[int], most: int = PAGE_NAMES) -> None:
-    """Run an iterator that yields how many names each of its steps handled; give the loop back
-    after `most` of them."""
+    """Run an iterator that yields how many names each of its steps handled. Other tasks run after
+    each `most` names."""
     handled = 0
     for count in counts:
         handled += count
@@ -199,8 +199,8 @@ async def in_slices(counts: Iterable[int], most: int = PAGE_NAMES) -> None:
 
 
 def pages(names: Iterable[bytes], size: int = PAGE_NAMES) -> Iterator[tuple[bytes, bool]]:
-    """Names in pages, each with whether it is the last one; there is one at least. RuntimeError if
-    the names change meanwhile."""
+    """Names in pages, at least one, each with whether it is the last. Raises RuntimeError if the
+    names change between pages."""
     source = iter(names)
     page = b"".join(islice(source, size))
     while True:

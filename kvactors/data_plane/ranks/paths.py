@@ -1,4 +1,4 @@
-"""Which paths the objects of a rank's store form, for the leader."""
+"""Paths that the objects of a rank's store form, read for the leader."""
 
 from __future__ import annotations
 

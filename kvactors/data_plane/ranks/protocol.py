@@ -2,10 +2,10 @@
 four bytes (little-endian).
 
 rank -> leader: Hello. leader -> rank: Challenge. rank -> leader: Proof. leader -> rank: Proof.
-Before this point nothing else is accepted, and no message may exceed UNPROVEN_BYTES. Then rank ->
-leader: Identity; leader -> rank: SendNames, answered by one Names for each page that was asked for,
-until the last one; leader -> rank: Welcome. From then on the leader sends operations and the rank
-answers each.
+Before this point no other message is accepted, and no message may exceed UNPROVEN_BYTES. Then rank
+-> leader: Identity. leader -> rank: SendNames, answered by one Names for each requested page, until
+the last one. leader -> rank: Welcome. From then on the leader sends operations and the rank answers
+each.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvactors.flush_notifier.messages import PathPart
 from kvactors.lineage import Lineage
 
 VERSION = 4
-"""Of this protocol; both ends must have the same."""
+"""Version of this protocol. Both ends must have the same."""
 
 MOST_BYTES = 64 << 20
 """Bytes of one message at most."""
@@ -68,8 +68,8 @@ class Proof(Frame, frozen=True):
 
 
 class Identity(Frame, frozen=True):
-    """What a rank is. It copies nothing at this moment: operations of an earlier connection have
-    ended.
+    """Identity and configuration of a rank. No copy is in flight on it: operations of an earlier
+    connection have ended.
 
     model: `cache.model`. namespace, storage: `storage.namespace` (with AttentionStore: the names of
     its shards) and the kind of back end. fingerprint: of the layout. blocks, slots: of the device
@@ -154,8 +154,8 @@ class MoveDevice(Frame, frozen=True):
     """Move blocks between the rank's device and its own store, which is addressed by tokens. Fields
     as in `storage.messages.FetchDevice`.
 
-    Each outcome is 0 for a block that was moved, 1 for one that was not (it is not there, or there
-    is no room for it), 2 if the store failed.
+    Each outcome is 0 for a block that was moved, 1 for one that was not (it is not stored, or the
+    store is full), 2 if the store failed.
     """
 
     op: int
@@ -174,11 +174,11 @@ class Arrived(Frame, frozen=True):
 
 
 class Answer(Frame, frozen=True):
-    """An operation has ended: no slot and no block of it is touched any more.
+    """An operation has ended: the rank does not access its slots and blocks any more.
 
-    outcomes: a byte for each pair or key, one for a clear; 0 is good, in a store operation it is a
-    `storage.messages.Outcome`. gone: names that the rank's store does not hold any more. paths:
-    parts of paths; then the only outcome is MISS at the end.
+    outcomes: a byte for each pair or key, one for a clear. 0 is success. In a store operation it is
+    a `storage.messages.Outcome`. gone: keys removed from the rank's store. paths: parts of paths;
+    then the only outcome is MISS at the end.
     """
 
     op: int

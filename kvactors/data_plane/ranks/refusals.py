@@ -1,4 +1,4 @@
-"""Why a rank is not admitted, and which ranks a leader lacks."""
+"""Reasons for refusing a rank, and the ranks that a leader still waits for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvactors.ranks_config import RanksConfig
 
 
 class Wanted(Protocol):
-    """What every rank of a leader must have. See `RankGroup`."""
+    """Requirements of a leader on every rank. See `RankGroup`."""
 
     config: RanksConfig
     identity: StoreIdentity
@@ -23,7 +23,7 @@ class Wanted(Protocol):
 
 
 def misfit(identity: Identity, wanted: Wanted) -> str:
-    """Why a rank cannot be one of these, with both values; empty if it can."""
+    """Why a rank does not meet the requirements, with both values. Empty if it meets them."""
     ours, count = wanted.identity, wanted.config.count
     rows = (
         ("rank count", identity.ranks, count),

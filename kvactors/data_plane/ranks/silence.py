@@ -1,5 +1,5 @@
-"""When a rank counts as silent: a copy is not answered in time, or a store operation is not and
-neither is a ping."""
+"""Detection of silent ranks: a copy is not answered in time, or neither a store operation nor a
+ping is."""
 
 from __future__ import annotations
 

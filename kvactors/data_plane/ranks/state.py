@@ -1,4 +1,4 @@
-"""What a leader keeps about each rank: its health, its operations in flight, and figures."""
+"""State of a rank at its leader: health, operations in flight, and counts."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class RankHealth(NamedTuple):
 
 
 class Operation:
-    """What one rank has been asked. arrived: called with layers. outcomes, worst: what an answer
-    must look like. stored: whether the rank's store carries it out."""
+    """An operation in flight on one rank. arrived: called with layers. outcomes, worst:
+    requirements on the answer. stored: whether the rank's store carries it out."""
 
     __slots__ = ("answer", "arrived", "outcomes", "stored", "timer", "worst")
 

@@ -41,11 +41,11 @@ BADNESS = (
 
 
 class RankStore:
-    """exclusive: as its ranks' stores. shared: whether these are a pool of many nodes, which must
-    be asked and of which no node answers for all. seconds: what a batch may take. Slots are numbers
-    here: the bytes never come to this process.
+    """exclusive: as its ranks' stores. shared: whether the stores are a pool of many nodes, which
+    must be queried and which no node can list. seconds: limit of a batch. Slots are numbers here:
+    the bytes never come to this process.
 
-    names: what the stores of all ranks hold, about 130 bytes for each object.
+    names: keys that the stores of all ranks hold, about 130 bytes for each object.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class RankStore:
         return self._uncleared or self.names_held.uneven
 
     def take_removed(self) -> list[bytes]:
-        """See `Backend.take_removed`; a page of them."""
+        """See `Backend.take_removed`. Returns one page."""
         return self.names_held.lost()
 
     def acknowledge_removed(self, keys: Iterable[bytes]) -> None:
@@ -240,8 +240,8 @@ class RankStore:
         self._reading, self._begun = True, False
 
     async def next_paths(self, most: int) -> list[PathPart] | None:
-        """See `Backend.next_paths`. A rank that is away ends the reading. What does not give its
-        key is left out: a rank is not trusted."""
+        """See `Backend.next_paths`. A disconnected rank ends the reading. A part from which its key
+        does not follow is left out: a rank is not trusted."""
         if not self._reading:
             return None
         kind: Literal["begin_paths", "paths"] = "paths" if self._begun else "begin_paths"
@@ -289,7 +289,7 @@ class RankStore:
 
 
 def proved(part: PathPart) -> bool:
-    """Whether the keys of a part follow from what it says of its blocks."""
+    """Whether the keys of a part follow from its fields."""
     if not part.whole():
         return False
     parent, size, extra_keys = part.parent, len(part.tokens) // part.blocks, dict(part.extra_keys)
@@ -304,6 +304,6 @@ def proved(part: PathPart) -> bool:
 
 
 def outcomes_of(answer: Answer | None, keys: int) -> bytes:
-    """A rank's outcomes, which the group has checked; a rank without an answer was not
+    """A rank's outcomes, which the group has checked. A rank without an answer was not
     available."""
     return bytes([Outcome.UNAVAILABLE]) * keys if answer is None else answer.outcomes

@@ -9,7 +9,7 @@ from kvactors.actor.log import get_logger
 log = get_logger()
 
 SOURCES = 256
-"""Sources remembered as logged; the one that was seen longest ago is forgotten first."""
+"""Sources remembered as logged. The one that was seen longest ago is dropped first."""
 
 
 class Strangers:
@@ -22,7 +22,7 @@ class Strangers:
         self._logged: OrderedDict[tuple[str, str], None] = OrderedDict()
 
     def refused(self, source: str, kind: str, reason: str, *, show: bool = False) -> None:
-        """Count a refused connection; log it unless its source was logged for this kind before."""
+        """Count a refused connection. Log it unless its source was logged for this kind before."""
         self.counts[kind] = self.counts.get(kind, 0) + 1
         if show and reason not in self.shown:
             self.shown = [*self.shown[-2:], reason]

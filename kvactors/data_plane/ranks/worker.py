@@ -1,5 +1,5 @@
-"""One rank, inside its GPU worker's own loop: it has the device, an arena and a store of its own,
-and does what the leader asks."""
+"""A tensor-parallel rank, in the loop of its GPU worker: has its device, arena and store, and
+executes the leader's operations."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from kvactors.types import KEY_BYTES, join_keys, split_keys
 log = get_logger()
 
 RETRY_LEAST, RETRY_MOST = 0.02, 0.5
-"""Seconds between attempts to reach the leader; doubled each time."""
+"""Seconds between attempts to reach the leader. Doubled each time."""
 
 CONNECT_LIMIT = 10.0
 """Seconds one attempt to connect may take."""
@@ -83,7 +83,7 @@ async def serve_rank(
         rank: this rank's number, below `ranks`.
         ranks: how many ranks there are.
         config: the leader's. It gives the arena (`host`), the store (`storage`, whose objects
-            belong to this rank alone; with AttentionStore this rank's shard) and the secret
+            belong to this rank alone, with AttentionStore this rank's shard) and the secret
             (`ranks.secret`, or the variable KVACTORS_RANKS_SECRET).
         backend: in place of the config's.
         admitted: called each time the leader has admitted this rank.
@@ -167,8 +167,8 @@ class _Serving:
                 self.shutdown.begin()
 
     async def serve(self, endpoint: str, admitted: Callable[[], None]) -> None:
-        """Connect, be admitted, do what is asked; when the connection is lost finish that, and
-        begin again."""
+        """Connect, join, and execute the leader's operations. After a lost connection finish them,
+        and connect again."""
         pause = RETRY_LEAST
         while True:
             connection = await self._connect(endpoint)
@@ -258,9 +258,9 @@ class _Serving:
         return True
 
     async def _work(self, connection: Connection) -> None:
-        """Do what the leader asks until the connection is lost and everything it asked has ended.
-        Without a connection an idle rank waits for the leader's next message without limit; the end
-        of the connection ends that wait."""
+        """Execute the leader's operations until the connection is lost and all of them have ended.
+        An idle rank waits for the leader's next message without limit. The end of the connection
+        ends that wait."""
         tasks: set[asyncio.Task[None]] = set()
 
         def ended(task: asyncio.Task[None]) -> None:
@@ -296,7 +296,7 @@ class _Serving:
     def _work_of(
         self, connection: Connection, message: AnyFrame
     ) -> Coroutine[Any, Any, None] | None:
-        """What a message asks for; None if it is answered already."""
+        """The work that a message requests. None if it is answered already."""
         if isinstance(message, CopyBlocks):
             self._check(len(message.blocks), message.slots, message.blocks)
             return self._copy(connection, message)

@@ -126,8 +126,7 @@ def backend_class(kind: str) -> Any:
     module, _, name = kind.partition(":")
     if not name:
         raise ConfigError(
-            f"unknown storage.backend {kind!r}; there are {', '.join(KINDS)}, and "
-            "package.module:Class"
+            f"unknown storage.backend {kind!r}: choose {', '.join(KINDS)} or package.module:Class"
         )
     try:
         found = getattr(import_module(module), name)

@@ -26,7 +26,7 @@ class AttentionStoreBackend(DeviceStore):
         roles = [role.name for role in device.layout.roles]
         if roles not in (["key"], ["key", "value"]):
             raise LayoutError(
-                f"AttentionStore takes keys and values; this layout has {', '.join(roles)}"
+                f"AttentionStore takes keys and values, and this layout has {', '.join(roles)}"
             )
         if settings.latent and not settings.cuda:
             raise LayoutError(

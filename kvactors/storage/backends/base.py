@@ -1,5 +1,11 @@
 """`Backend`: the contract between the storage actors and a store, and the extension point for
-stores of other packages."""
+stores of other packages.
+
+Arguments of the batch calls: `keys` are block hashes of 32 bytes. `views` are as many buffers of
+`block_bytes` bytes, writable for reads. In place of them, `slots` are as many slot numbers of
+`arena`. `expired` returns whether the deadline of the batch has passed: a store does not begin keys
+after it, and reports them as LATE.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +36,7 @@ class ReadReport(NamedTuple):
 
 
 class WriteReport(NamedTuple):
-    """The result of a write: one outcome a key, and the keys that were evicted to make room."""
+    """The result of a write: one outcome a key, and the keys that were evicted for it."""
 
     outcomes: bytes
     evicted: list[bytes]
@@ -41,21 +47,21 @@ class Backend(ABC):
 
     Subclass it, implement the abstract methods, and run
     `kvactors.testing.store_contract.StoreContract` on the result. One object is shared by all
-    storage actors of a process, on one event loop; the constructor must not block. Results are per
+    storage actors of a process, on one event loop. The constructor must not block. Results are per
     key, and errors are outcomes, never exceptions. A store that one process owns lists its keys
-    (`keys`, `holds`), and indexes are sent them; a store that several nodes share lists none.
+    (`keys`, `holds`), and indexes receive them. A store that several nodes share lists none.
 
     Args:
         fingerprint: digest of the identity that all objects of the store share.
         block_bytes: size of each object.
-        inventory: answers the calls that list keys; by default none are listed.
+        inventory: answers the calls that list keys. By default none are listed.
 
     Attributes:
         exclusive: whether `take` is supported.
         slot_trailer_bytes: bytes behind each slot of the arena that the store needs.
         clear_pending: whether a `clear` did not reach the whole store and must be repeated.
         generation: number of clears, durable in a store that outlives its process.
-        stuck: whether calls still run after `close`; the arena's memory then stays mapped.
+        stuck: whether calls still run after `close`. The arena's memory then stays mapped.
         keeps_lineages: whether the store keeps what its keys are made of, so that the paths of its
             blocks can be sent to indexes when it is opened again.
         paths: answers the calls that read paths.
@@ -84,8 +90,8 @@ class Backend(ABC):
 
     @abstractmethod
     async def open(self) -> None:
-        """Find the objects that are there. Cancelled after `actors.start` seconds; `close` follows
-        in any case.
+        """Find the stored objects. Cancelled after `actors.start` seconds. `close` follows in any
+        case.
 
         Raises:
             StoreError: the store cannot be used. Nothing is left open.
@@ -96,7 +102,7 @@ class Backend(ABC):
         """Release everything. No other call is running or follows."""
 
     async def attach(self, arena: Arena) -> None:
-        """Prepare for views of this memory; called once, before the first batch."""
+        """Prepare for views of this memory. Called once, before the first batch."""
 
     @abstractmethod
     def probe(self, keys: Sequence[bytes]) -> int | None:
@@ -104,7 +110,7 @@ class Backend(ABC):
         only `ask` can find out."""
 
     async def ask(self, keys: Sequence[bytes], expired: Expired) -> int:
-        """`probe` of a store that must be asked; 0 if it does not answer."""
+        """`probe` of a store that must be queried. 0 if it does not answer."""
         return self.probe(keys) or 0
 
     def take(self, keys: Sequence[bytes]) -> None:
@@ -140,8 +146,8 @@ class Backend(ABC):
         expired: Expired,
         lineages: Sequence[Lineage | None] = (),
     ) -> WriteReport:
-        """`write` from slots of the arena. `lineages` has one entry a key, or none at all; only a
-        back end with `keeps_lineages` is given any."""
+        """`write` from slots of the arena. `lineages` has one entry a key, or is empty. Only a back
+        end with `keeps_lineages` receives any."""
         return await self.write(keys, [arena.view(slot) for slot in slots], expired)
 
     @abstractmethod
@@ -165,7 +171,7 @@ class Backend(ABC):
         return self.inventory.keys()
 
     def iter_keys(self) -> Iterator[bytes]:
-        """`keys`, lazily and in any order. RuntimeError if the store changes in between."""
+        """`keys`, lazily and in any order. Raises RuntimeError if the store changes in between."""
         return self.inventory.iter_keys()
 
     def count(self) -> int:
@@ -186,11 +192,11 @@ class Backend(ABC):
         self.inventory.acknowledge_removed(keys)
 
     def begin_paths(self) -> None:
-        """Begin to read which paths the objects form. An earlier reading ends."""
+        """Begin to read the paths that the objects form. An earlier reading ends."""
         self.paths.begin()
 
     async def next_paths(self, most: int) -> list[PathPart] | None:
-        """The next parts of paths, with about `most` blocks in all, parents before children; None
+        """The next parts of paths, with about `most` blocks in all, parents before children. None
         at the end. Changes since `begin_paths` may be missing."""
         return await self.paths.next(most)
 
@@ -199,11 +205,11 @@ class Backend(ABC):
         self.paths.end()
 
     def trouble(self) -> str:
-        """The last failure, for the log; without tokens and keys."""
+        """The last failure, for the log, without tokens and keys."""
         return ""
 
     def record_outcomes(self, outcomes: bytes) -> None:
-        """Count the outcomes of a batch; the circuit breaker opens after several that failed."""
+        """Count the outcomes of a batch. The circuit breaker opens after several that failed."""
         self.counters.record(outcomes, self.trouble())
 
     def statistics(self) -> StoreStatistics:

@@ -1,4 +1,4 @@
-"""The seam between the storage actors and a back end of any origin.
+"""Validation between the storage actors and a back end of any origin.
 
 A wrong answer costs misses, is counted and logged, and goes no further. A clear is complete when it
 returns: writes in flight have ended, and after a clear that failed nothing is read or written until
@@ -109,7 +109,7 @@ class CheckedBackend:
             raise StoreError(f"the store does not take the arena: {self.last_fault}") from error
 
     async def close(self) -> None:
-        """See `Backend.close`; what it raises is logged."""
+        """See `Backend.close`. An exception is logged."""
         await self._calls.wait("close", self.inner.close, None, ignore)
         self.stuck = bool(self._calls.call("stuck", lambda: self.inner.stuck, False))
 
@@ -183,7 +183,7 @@ class CheckedBackend:
         expired: Expired,
         lineages: Sequence[Lineage | None] = (),
     ) -> WriteReport:
-        """See `Backend.write_slots`; back ends of other packages may have one without lineages."""
+        """See `Backend.write_slots`. Those of other packages may lack the argument `lineages`."""
         more = (lineages,) if lineages and self.keeps_lineages else ()
         return await self._write(
             keys, lambda: self.inner.write_slots(keys, arena, slots, expired, *more)
@@ -222,8 +222,8 @@ class CheckedBackend:
         await self._calls.wait("remove", lambda: self.inner.remove(keys), None, ignore)
 
     async def clear(self, generation: int = 0) -> None:
-        """See `Backend.clear`. Writes in flight end first; those that come in the meantime are
-        LATE, and reads MISS."""
+        """See `Backend.clear`. Writes in flight end first. During the clear new writes are LATE and
+        reads MISS."""
         try:
             async with self.clears.clearing():
                 await self._clear(generation)

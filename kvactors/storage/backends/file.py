@@ -30,7 +30,7 @@ abandoned."""
 
 
 class FileBackend(Backend):
-    """Objects in slots of slab files, and a table that says which slot holds which key.
+    """Objects in slots of slab files, and a table of the key in each slot.
 
     Args:
         folder: of the stores of one model, namespace and rank.
@@ -88,7 +88,7 @@ class FileBackend(Backend):
         return self.medium.generations.pending
 
     async def open(self) -> None:
-        """See `Backend.open`; the objects written last stay if the capacity is smaller now."""
+        """See `Backend.open`. If the capacity has shrunk, the objects written last stay."""
         try:
             await self.medium.open(self._wanted)
         except BaseException:
@@ -96,7 +96,7 @@ class FileBackend(Backend):
             raise
 
     async def close(self) -> None:
-        """See `Backend.close`; within about a second, after which hanging threads are abandoned."""
+        """See `Backend.close`. Takes about a second at most, then abandons hanging threads."""
         self.stuck = not await uncancelled(self.threads.close(self.files, CLOSING))
         if self.stuck and self.medium.arena is not None:
             self.medium.arena.keep()
@@ -139,7 +139,7 @@ class FileBackend(Backend):
         await self._batches.remove(keys)
 
     async def clear(self, generation: int = 0) -> None:
-        """See `Backend.clear`; removes nothing from the disk but advances the generation."""
+        """See `Backend.clear`. Advances the generation and removes no file."""
         await self.medium.clear(generation)
 
     def trouble(self) -> str:

@@ -1,4 +1,4 @@
-"""What a file store finds when it is opened: its objects, and how many it may hold."""
+"""Survey of a file store when it is opened: its objects, and its capacity."""
 
 from __future__ import annotations
 

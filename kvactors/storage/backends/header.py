@@ -1,7 +1,7 @@
-"""What stands beside every stored object, and is compared on every read.
+"""Header of every stored object, compared on every read.
 
 Little-endian: magic "KVACTORS", version u32, reserved u32 = 0, fingerprint 32 bytes, key 32 bytes,
-payload length u64, XXH3-64 of the payload u64; together 96 bytes.
+payload length u64, XXH3-64 of the payload u64: together 96 bytes.
 """
 
 from __future__ import annotations
@@ -26,5 +26,5 @@ def header_of(fingerprint: bytes, key: bytes, payload: Any, checksum: int | None
 
 
 def fits(header: Any, fingerprint: bytes, key: bytes, payload: Any) -> bool:
-    """Whether a payload is what its header says, and is the object of this name."""
+    """Whether a payload matches its header, and is the object of this key."""
     return bytes(header) == header_of(fingerprint, key, payload)

@@ -19,7 +19,7 @@ class MemoryBackend(OwnedBackend):
         self.objects: dict[bytes, tuple[bytes, int]] = {}
 
     async def open(self) -> None:
-        """See `Backend.open`; a new store is empty."""
+        """See `Backend.open`. A new store is empty."""
 
     async def load(self, key: bytes, into: memoryview) -> Outcome:
         """See `Medium.load`."""
@@ -48,6 +48,6 @@ class MemoryBackend(OwnedBackend):
         return key in self.objects
 
     async def close(self) -> None:
-        """See `Backend.close`; the objects are lost."""
+        """See `Backend.close`. The objects are lost."""
         self.objects.clear()
         self.catalog.clear()

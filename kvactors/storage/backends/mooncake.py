@@ -45,18 +45,18 @@ class MooncakeBackend(Backend):
         )
 
     async def open(self) -> None:
-        """See `Backend.open`; joins the pool."""
+        """See `Backend.open`. Joins the pool."""
         await self._client.open()
 
     async def attach(self, arena: Arena) -> None:
-        """See `Backend.attach`; registers the arena, so that transfers need no staging."""
+        """See `Backend.attach`. Registers the arena, so that transfers need no staging."""
         size = arena.num_slots * arena.stride
         if size and await self._client.register(arena.address, size) != OK:
             raise StoreError("mooncake would not register the host arena")
         self.objects.arena = arena
 
     def probe(self, keys: Sequence[bytes]) -> int | None:
-        """See `Backend.probe`; only the master knows."""
+        """See `Backend.probe`. None: only the master can answer."""
         return 0 if self.counters.breaker.state() == "open" else None
 
     async def ask(self, keys: Sequence[bytes], expired: Expired) -> int:
@@ -79,7 +79,7 @@ class MooncakeBackend(Backend):
     async def read(
         self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
     ) -> ReadReport:
-        """See `Backend.read`; corrupt objects are removed from the pool."""
+        """See `Backend.read`. Corrupt objects are removed from the pool."""
         outcomes = await self.objects.read(keys, views, expired)
         results = zip(keys, outcomes, strict=True)
         await self.remove([key for key, outcome in results if outcome == Outcome.CORRUPT])
@@ -102,14 +102,14 @@ class MooncakeBackend(Backend):
             await self._client.remove([self.objects.name(key) for key in keys])
 
     async def clear(self, generation: int = 0) -> None:
-        """See `Backend.clear`; for every node of the pool."""
+        """See `Backend.clear`. Clears the objects of every node of the pool."""
         pattern = "^" + self._prefix
         if await self._client.call(lambda store: int(store.remove_by_regex(pattern, True)), -1) < 0:
             raise StoreError("the Mooncake pool did not remove the objects")
         self.generation = max(self.generation + 1, generation)
 
     async def close(self) -> None:
-        """See `Backend.close`; leaves the pool, which loses the objects in this node's memory."""
+        """See `Backend.close`. Leaves the pool, which loses the objects in this node's memory."""
         if self.objects.arena is not None:
             await self._client.unregister(self.objects.arena.address)
         await self._client.close()

@@ -1,11 +1,11 @@
-"""Mooncake's client behind calls that can be awaited, with its traps guarded.
+"""Asynchronous calls of Mooncake's client, with guards against its failure modes.
 
-The client ends the process if it is called before `setup` or after `close`, waits a long time for a
-master that is not there, and answers some failures with nothing. Here every call runs in one of a
-few threads, none begins once closing has, closing waits for those under way, and what a call cannot
-answer is a negative code. `setup` and `close` hold the interpreter's lock for as long as they try
-to reach the master (90 s and 18 s when it is gone), so the master is looked for first. Facts are
-those of mooncake-transfer-engine 0.3.13.
+The client ends the process if it is called before `setup` or after `close`, waits long for an
+unreachable master, and returns no result for some failures. Here every call runs in one of a few
+threads, no call begins after `close` has begun, `close` waits for the calls in flight, and a call
+without a result returns a negative code. `setup` and `close` hold the interpreter's lock for as
+long as they try to reach the master (90 s and 18 s when it is gone), so the master is probed first.
+Observed with mooncake-transfer-engine 0.3.13.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ THREADS = 2
 """More brought nothing when measured."""
 
 OK, NO_SPACE, NOT_FOUND, NOT_READY, HAS_LEASE, RPC_FAILED = 0, -200, -704, -703, -706, -900
-"""Return codes of the client that mean something of their own; other negative ones are failed
-transfers and dead masters."""
+"""Return codes of the client with a specific meaning. Other negative codes are failed transfers and
+unreachable masters."""
 
 CLOSE_LIMIT = 10.0
-"""Seconds `close` waits for calls under way, and for the client's own close (2 s when all is
+"""Seconds `close` waits for calls in flight, and for the client's own close (2 s when all is
 well)."""
 
 
 class MooncakeClient:
-    """One client of a pool. Pointers must stay valid until a call has returned; calls are not cut
-    short, Mooncake's own time-outs end them (`timeout` of the config)."""
+    """One client of a pool. Pointers must stay valid until a call has returned. Calls are not cut
+    short: Mooncake's own time-outs end them (`timeout` of the config)."""
 
     def __init__(self, config: MooncakeConfig, rank: int = 0) -> None:
         self.config = config
@@ -59,7 +59,7 @@ class MooncakeClient:
         config = self.config
         if not await self.reachable(config.connect_timeout):
             raise StoreError(f"Mooncake's master at {config.master_server_address} does not answer")
-        # Read by the client at setup; whoever set them knows better.
+        # Read by the client at setup. Values that the user has set take precedence.
         os.environ.setdefault("MC_RPC_TIMEOUT_MS", str(int(1000 * config.timeout)))
         os.environ.setdefault("MC_RPC_CONNECT_TIMEOUT_MS", str(int(1000 * config.timeout)))
         os.environ.setdefault("MC_TCP_STATUS_TIMEOUT_SEC", str(max(1, int(config.timeout))))
@@ -89,7 +89,7 @@ class MooncakeClient:
         )
 
     async def reachable(self, seconds: float) -> bool:
-        """Whether somebody listens at the master's address."""
+        """Whether a server accepts connections at the master's address."""
         host, _, port = self.config.master_server_address.rpartition(":")
         with anyio.move_on_after(seconds), suppress(OSError, ValueError):
             async with await anyio.connect_tcp(host or "127.0.0.1", int(port)):
@@ -108,8 +108,8 @@ class MooncakeClient:
         return MooncakeDistributedStore()
 
     async def call(self, work: Callable[[Any], T], failed: T) -> T:
-        """`work(store)` in a thread, to its end; `failed` if there is no store (any more) or the
-        client raises."""
+        """`work(store)` in a thread, to its end. Returns `failed` if there is no store (any more)
+        or the client raises."""
         if not self._open:
             return failed
 
@@ -134,8 +134,8 @@ class MooncakeClient:
     async def put(
         self, keys: Sequence[str], pointers: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]
     ) -> list[int]:
-        """Write objects, each of several pieces of memory; a code a key. 0 is no proof that
-        anything is readable: see `exist`."""
+        """Write objects, each of several pieces of memory. Returns a code for each key. 0 does not
+        prove that the object is readable: see `exist`."""
         work = [list(keys), [list(p) for p in pointers], [list(s) for s in sizes]]
         return await self.call(
             lambda store: list(store.batch_put_from_multi_buffers(*work)), [RPC_FAILED] * len(keys)
@@ -152,7 +152,7 @@ class MooncakeClient:
         )
 
     async def remove(self, keys: Sequence[str]) -> list[int]:
-        """Delete objects, leases or not; a code a key."""
+        """Delete objects, also those with leases. Returns a code for each key."""
 
         def work(store: Any) -> list[int]:
             return [int(store.remove(key, True)) for key in keys]
@@ -160,7 +160,7 @@ class MooncakeClient:
         return await self.call(work, [RPC_FAILED] * len(keys))
 
     async def register(self, address: int, size: int) -> int:
-        """Let memory take part in transfers without staging; a code."""
+        """Register memory for transfers without staging. Returns a code."""
         return await self.call(lambda store: int(store.register_buffer(address, size)), RPC_FAILED)
 
     async def unregister(self, address: int) -> int:
@@ -168,9 +168,9 @@ class MooncakeClient:
         return await self.call(lambda store: int(store.unregister_buffer(address)), RPC_FAILED)
 
     async def close(self) -> None:
-        """Leave the pool: what this client gave to it is gone. A call that hangs is left behind,
-        and then the client is not closed, since that could end the process; nor without a master,
-        since that would stop everything for 18 s."""
+        """Leave the pool, which loses the memory that this client gave to it. A call that hangs is
+        abandoned. The client is then not closed, since that could end the process. Without a master
+        it is not closed either, since that would block the process for 18 s."""
         if not self._open:
             self._workers.close()
             return
@@ -189,7 +189,7 @@ class MooncakeClient:
 
 
 def _close_late(store: Any, joined: Future[int]) -> None:
-    """A pool joined after nobody waits any more is left again."""
+    """Leave a pool that was joined after the caller stopped waiting."""
     if not joined.cancelled() and joined.exception() is None and joined.result() == OK:
         store.close()
 

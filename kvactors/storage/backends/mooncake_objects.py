@@ -123,7 +123,7 @@ class MooncakeObjects:
     async def write(
         self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Callable[[], bool]
     ) -> bytearray:
-        """One outcome a key. An object that is there is not written again; the pool reports it as
+        """One outcome a key. A stored object is not written again: the pool reports it as
         written."""
         outcomes = bytearray([Outcome.LATE]) * len(keys)
         for start in range(0, len(keys), BATCH):

@@ -12,8 +12,9 @@ from kvactors.storage.messages import Outcome
 
 
 class OwnedBackend(Backend):
-    """Implement `load`, `save` and `erase`; see `Medium` for their contracts. A catalog
-    of the keys, in order of use, evicts within the capacity (objects at most, 0 for no limit).
+    """Base of the stores that one process owns. Implement `load`, `save` and `erase` (contracts:
+    see `Medium`). A catalog of the keys, in order of use, evicts within the capacity (objects at
+    most, 0 for no limit).
 
     Attributes:
         answerable: False for a store whose objects other processes decide about: its keys are
@@ -46,7 +47,7 @@ class OwnedBackend(Backend):
         """See `Medium.erase`."""
 
     async def each(self, work: Sequence[Callable[[], Awaitable[None]]]) -> None:
-        """See `Medium.each`; by default one after another."""
+        """See `Medium.each`. By default one after another."""
         for item in work:
             await item()
 

@@ -16,7 +16,7 @@ from kvactors.storage.messages import Outcome
 
 
 class Medium(Protocol):
-    """What keeps the bytes of a store's objects: memory, or files."""
+    """The storage of a store's objects: memory, or files."""
 
     async def load(self, key: bytes, into: memoryview) -> Outcome:
         """Read one object into `into` (block_bytes long): OK, MISS, CORRUPT or UNAVAILABLE. If not
@@ -185,14 +185,14 @@ class OwnedBatches:
             self._record(fitting)
 
     async def remove(self, keys: Sequence[bytes]) -> None:
-        """See `Backend.remove`; an object that is being written stays. A key that was taken before
-        is not in the catalog any more, and its object is deleted all the same."""
+        """See `Backend.remove`. An object that is being written stays. The object of a key that was
+        taken before, and is therefore not in the catalog, is deleted too."""
         pending = self._inventory.pending
         self._catalog.remove(key for key in keys if key not in pending)
         await self._medium.erase([key for key in keys if key not in self._catalog])
 
     async def clear(self) -> None:
-        """Delete every object; for media that do not outlive the process, where erasing cannot
+        """Delete every object. For media that do not outlive the process, where erasing cannot
         fail."""
         self._unerased.update(self._catalog.keys())
         self._catalog.clear()

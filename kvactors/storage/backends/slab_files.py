@@ -1,5 +1,4 @@
-"""The files of a file store, and what is done with them; every call here blocks and belongs in a
-thread.
+"""Files of a file store and the blocking operations on them, which belong in a thread.
 
     DIRECTORY / MODEL / NAMESPACE / rank-R-of-N / 16 hex digits of the identity /
         lock            held by the process that writes here, with its number in it
@@ -37,8 +36,8 @@ log = get_logger()
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 HELD = 256
-"""Slabs whose descriptors stay open; the others' are opened for each call, so that a store of any
-size leaves descriptors to the process."""
+"""Slabs whose descriptors stay open. Other slabs are opened for each call, so that a large store
+does not use up the process's descriptors."""
 
 
 class SlabFiles:
@@ -60,8 +59,8 @@ class SlabFiles:
     # -- opening
 
     def open(self) -> int:
-        """Open (or make) everything; the slots that have an entry. StoreError if another process
-        writes here, or it is another store."""
+        """Open or create the files. Returns the number of slots that have an entry. Raises
+        StoreError if another process writes here, or the folder holds another store."""
         try:
             if not self.read_only:
                 private_folder(self.folder)
@@ -95,14 +94,14 @@ class SlabFiles:
         except Damaged as error:
             if self.read_only:
                 raise StoreError(
-                    f"{path}: the first page is damaged ({error}); a process that may write "
+                    f"{path}: the first page is damaged ({error}). A process that may write "
                     "re-initialises it"
                 ) from error
             self._set_aside(str(error))
             there = self.meta  # as it was made anew
         if (there.digest, there.block_bytes) != (self.meta.digest, self.meta.block_bytes):
             raise StoreError(
-                f"{path} belongs to another store: it is of {there.identity}; expected "
+                f"{path} belongs to another store: it is of {there.identity}, expected "
                 f"{self.meta.identity}"
             )
         self.meta = there  # slabs and entries keep the sizes they were made with
@@ -121,7 +120,7 @@ class SlabFiles:
         os.fsync(self._folder)
 
     def _set_aside(self, reason: str) -> None:
-        """The table cannot say any more what is where: the store begins anew, empty."""
+        """The table is unusable: set it aside and begin with an empty store."""
         log.warning(
             "store table damaged, contents given up",
             folder=str(self.folder),
@@ -234,8 +233,8 @@ class SlabFiles:
                 os.close(fd)
 
     def read(self, slot: int, address: int, room: int) -> Outcome:
-        """A slot's payload to memory; `room` bytes may be written there. MISS if the file is
-        shorter than that."""
+        """Read a slot's payload to memory, where `room` bytes may be written. MISS if the file is
+        too short."""
         direct = self.direct
         try:
             with self._place(slot) as (fd, at):
@@ -257,7 +256,7 @@ class SlabFiles:
         return True
 
     def write(self, slot: int, address: int, room: int) -> Outcome:
-        """Memory to a slot's payload; `room` bytes may be read there."""
+        """Write memory to a slot's payload. `room` bytes may be read there."""
         direct = self.direct
         try:
             with self._place(slot) as (fd, at):
@@ -268,8 +267,8 @@ class SlabFiles:
             return self._failed(error)
 
     def seal(self, entries: list[tuple[int, bytes]], *, sync: bool) -> Outcome:
-        """Write entries, once their payloads are where they belong; with `sync` both are on the
-        device when it returns."""
+        """Write entries after their payloads. With `sync` both are on the device when it
+        returns."""
         size = self.meta.entry_bytes
         try:
             if not self.in_place():
@@ -289,8 +288,8 @@ class SlabFiles:
         return Outcome.OK
 
     def free(self, slots: list[int]) -> bool:
-        """Forget what is in slots, before anything else is written there; whether the disk took it.
-        If it did not, their payloads still have to match the old entries to be served."""
+        """Free slots before new payloads are written there. Returns whether the disk accepted it.
+        If it did not, their payloads must still match the old entries to be served."""
         size = self.meta.entry_bytes
         try:
             for slot in slots:
@@ -301,13 +300,12 @@ class SlabFiles:
         return True
 
     def entries(self, first: int, count: int) -> bytes:
-        """Entries as they are in the table now; fewer if the table is shorter. OSError."""
+        """Entries as they are in the table now, fewer if the table is shorter. Raises OSError."""
         size = self.meta.entry_bytes
         return read_all(self._table, count * size, PAGE + first * size)
 
     def entry(self, slot: int) -> bytes:
-        """A slot's entry as it is in the table now; shorter if the table is. OSError if it cannot
-        be read now."""
+        """A slot's entry as it is in the table now, shorter if the table is. Raises OSError."""
         return os.pread(self._table, self.meta.entry_bytes, PAGE + self.meta.entry_bytes * slot)
 
     def in_place(self) -> bool:
@@ -342,8 +340,8 @@ class SlabFiles:
 
 
 OPEN: weakref.WeakSet[SlabFiles] = weakref.WeakSet()
-"""Of this process; a child that is forked closes its copies of their descriptors, or the lock would
-outlive the parent in it."""
+"""Open files of this process. A forked child closes its copies of their descriptors, or the lock
+would outlive the parent in it."""
 
 
 def after_fork() -> None:

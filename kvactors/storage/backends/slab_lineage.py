@@ -1,11 +1,11 @@
-"""Fields of a table entry that hold what the key (a block hash) is made of.
+"""Fields of a table entry that hold the inputs of the key (a block hash).
 
     tag  value
     2    hash of the parent block, or the root hash: 32 bytes
     3    the block's own tokens, little-endian u32
-    4    extra key of the block; left out if it has none
-    5    name of the LoRA adapter, UTF-8; left out if there is none
-    6    number of the LoRA adapter, i64; left out if there is none
+    4    extra key of the block, left out if it has none
+    5    name of the LoRA adapter, UTF-8, left out if there is none
+    6    number of the LoRA adapter, i64, left out if there is none
 
 All of them are there, or none: an entry too short for one has none. Blocks under a salt have none,
 so that neither a salt nor the tokens behind it are on disk.
@@ -26,7 +26,7 @@ PARENT, TOKENS, EXTRA, LORA, LORA_ID = 2, 3, 4, 5, 6
 
 TIME_FIELD = FIELD.size + 8
 SPARE = 128
-"""Bytes of an entry for an extra key and an adapter: room for two media items with hashes of 32
+"""Bytes of an entry for an extra key and an adapter: enough for two media items with hashes of 32
 bytes, or an adapter's name of 124."""
 
 
@@ -53,7 +53,7 @@ def room_beside(meta: Meta) -> int:
 
 
 def fields_of_lineage(lineage: Lineage | None, room: int) -> dict[int, bytes]:
-    """The fields, by tag; empty if they need more than `room` bytes, or there is no lineage."""
+    """The fields, by tag. Empty if they need more than `room` bytes, or there is no lineage."""
     if lineage is None:
         return {}
     fields = {PARENT: lineage.parent, TOKENS: lineage.tokens}

@@ -21,7 +21,7 @@ def take_lock(folder: Path, fd: int) -> int:
             if not locked(lock):
                 holder = os.pread(lock, 32, 0).decode("ascii", "replace").strip() or "?"
                 raise StoreError(
-                    f"{folder} is in use by process {holder}; open it with read_only, or another "
+                    f"{folder} is in use by process {holder}: open it with read_only, or another "
                     "folder"
                 )
             if inode(folder / "lock") == os.fstat(lock).st_ino:

@@ -1,4 +1,4 @@
-"""Objects of a file store: which slot holds which key, and the reads and writes of slots."""
+"""Objects of a file store: the slot of each key, and the reads and writes of slots."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from kvactors.storage.messages import Outcome
 
 
 class SlabMedium:
-    """The medium of `FileBackend`; see `Medium`. State changes on the event loop, and blocking
+    """The medium of `FileBackend` (see `Medium`). State changes on the event loop, and blocking
     calls run in threads.
 
     Attributes:
         objects: slot and mark of the table entry, by key, of the objects that can be read.
         written: slot and entry, by key, of payloads whose entries are not written yet.
         lineages: of the objects that are being written.
-        generation: of the store; objects are written under it.
+        generation: of the store. Objects are written under it.
         arena: memory whose slots are whole pages, so that the last page of a slot may be read and
             written to its end. None: only the bytes of a view may be.
     """

@@ -1,5 +1,5 @@
-"""Which paths the blocks of a file store form: read from its table in the background, parts of
-paths with parents before children.
+"""Paths that the blocks of a file store form, read from its table in the background, parents before
+children.
 
 First the whole table is read in chunks, to find of every slot the slot of its parent (a join of the
 first 8 bytes of keys and parents, in numpy). Then parts are read: from every block that is no
@@ -33,8 +33,8 @@ CHUNK = 4 << 20
 """Bytes of the table that one call reads."""
 
 NO_PARENT, NO_LINEAGE = -1, -2
-"""In place of the slot of a parent: it is not in the store (or it is a root); the slot has no
-block, or one without a lineage."""
+"""In place of the slot of a parent. NO_PARENT: it is not in the store, or it is a root. NO_LINEAGE:
+the slot has no block, or one without a lineage."""
 
 AT_PARENT = HEAD.size + TIME_FIELD
 """Where the field with the parent is in an entry that this package wrote."""
@@ -200,8 +200,8 @@ class PathReading(PathSource):
 
 
 def rows_of(raw: bytes, first: int, size: int, generation: int) -> Rows:
-    """The blocks of a chunk of the table. first: slot of its first entry. What has the look of an
-    entry is checked later, when it is read."""
+    """The blocks of a chunk of the table. first: slot of its first entry. Only the fields needed
+    here are read. Entries are verified later, when a path is read."""
     count = len(raw) // size
     words = np.frombuffer(raw[: count * size], U64).reshape(count, size // 8)
     halves = np.frombuffer(raw[: count * size], "<u4").reshape(count, size // 4)

@@ -1,7 +1,7 @@
 """The table of a file store, format version 2: a first page, then one entry a slot. Start-up is one
 sequential read of this file.
 
-First page, 4096 bytes: JSON (`Meta`) padded with newlines to 4088 bytes, and the XXH3-64 of these
+First page, 4096 bytes: JSON (`Meta`) padded with newlines to 4088 bytes, and the XXH3-64 of the
 4088 bytes as u64. Every later version keeps this envelope, `magic` and `version`. Fields that a
 reader does not have are skipped.
 
@@ -15,15 +15,14 @@ Entry of slot i, at 4096 + entry_bytes * i, little-endian:
     80   length of the payload u64
     88   XXH3-64 of the payload u64
     96   sequence number of the write u64
-    104  generation of the store u64; entries of another generation than the first page's are free
-    slots
-    112  metadata area: fields, each tag u16, length u16, bytes; zeros behind the last
+    104  generation of the store u64: an entry of another generation than the first page's is free
+    112  metadata area: fields, each tag u16, length u16, bytes, and zeros behind the last
     -8   XXH3-64 of everything before it u64
 
 A reader skips fields whose tag it does not have. Tag 1: time of the write, u64 microseconds since
 1970. Tags 2 to 6 are what the key is made of (`slab_lineage`). An entry of zeros is a free slot.
 One whose checksum is wrong was torn while it was written, and is free as well. `entry_bytes` is in
-the first page: a store with room for more metadata is a matter of that number.
+the first page: a larger number gives a store more space for metadata.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ MAGIC = b"KVACTORS"
 HEAD = struct.Struct("<8sII32s32sQQQQ")
 FIELD = struct.Struct("<HH")
 ENTRY_BYTES = 192
-"""Bytes of an entry of a new store that keeps no lineages: room for 72 bytes of metadata."""
+"""Bytes of an entry of a new store without lineages, of which 72 bytes are metadata."""
 
 LEAST_ENTRY, MOST_ENTRY = 128, 65_536
 MOST_SLOTS = 1 << 22

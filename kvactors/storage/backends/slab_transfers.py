@@ -23,7 +23,7 @@ class Transfers:
         self._thread = threading.local()
 
     def read(
-        self, fd: int, at: int, address: int, room: int, meta: Meta, *, direct: bool
+        self, fd: int, at: int, address: int, available: int, meta: Meta, *, direct: bool
     ) -> Outcome:
         """Read a slot's payload. MISS if the file is shorter than it. OSError.
 
@@ -31,7 +31,7 @@ class Transfers:
             fd: of the slab.
             at: where the slot begins in it.
             address: memory for the payload.
-            room: bytes that may be written there.
+            available: number of bytes that may be written at `address`.
             meta: of the store.
             direct: whether the file is open for direct I/O.
         """
@@ -40,7 +40,7 @@ class Transfers:
             return (
                 Outcome.OK if os.preadv(fd, [memory(address, size)], at) == size else Outcome.MISS
             )
-        if not (address % PAGE or room < stride):
+        if not (address % PAGE or available < stride):
             return (
                 Outcome.OK if os.preadv(fd, [memory(address, stride)], at) >= size else Outcome.MISS
             )
@@ -51,14 +51,14 @@ class Transfers:
         return Outcome.OK
 
     def write(
-        self, fd: int, at: int, address: int, room: int, meta: Meta, *, direct: bool
+        self, fd: int, at: int, address: int, available: int, meta: Meta, *, direct: bool
     ) -> Outcome:
-        """Write a slot's payload; `room` bytes may be read at `address`. NO_SPACE if not all of it
-        was written. OSError. The arguments are those of `read`."""
+        """Write a slot's payload. `available` bytes may be read at `address`. NO_SPACE if not all
+        of it was written. Raises OSError. The arguments are those of `read`."""
         size, stride = meta.block_bytes, meta.stride
         if not direct:
             written, wanted = os.pwritev(fd, [memory(address, size)], at), size
-        elif not (address % PAGE or room < stride):
+        elif not (address % PAGE or available < stride):
             written, wanted = os.pwritev(fd, [memory(address, stride)], at), stride
         else:
             bounce = self.bounce_buffer(stride)

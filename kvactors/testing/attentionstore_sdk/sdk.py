@@ -131,7 +131,7 @@ class AttentionStoreSDK:
             one.flushes += 1
             one.token_bytes += 4 * len(tokens.ids)
             if one.fail_every and one.flushes % one.fail_every == 0:
-                raise AttentionStoreSDKError("flush was told to fail")
+                raise AttentionStoreSDKError("flush was set to fail")
             self._check(tokens, start, layers)
             if (source, destination) not in ((None, MEDIA_HBM), (MEDIA_HBM, None)):
                 raise AttentionStoreSDKError("exactly one medium, and it is HBM")

@@ -1,5 +1,5 @@
-"""What stands behind the SDK: one index and one store of bytes for each shard, with knobs to make
-it misbehave."""
+"""Stand-in for AttentionStore's service: one index and one store of bytes for each shard, with
+settings that make it misbehave."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ class Service:
     """resident: the paths (all tokens from the root on) of the blocks on this node. objects: bytes
     by path and layer.
 
-    capacity: blocks that are stored at most; the least recently used ones are evicted. not_ready:
+    capacity: blocks that are stored at most. The least recently used ones are evicted. not_ready:
     look-ups to refuse with "cuda memory not ready". broken: message of the error that every call
-    gives. slow: seconds every call takes; one with a time-out raises the SDK's error when that is
-    over. stuck: seconds every call takes, whatever its time-out. hold: every call takes one item
-    from it before it goes on, whatever its time-out. fail_every: fail every n-th flush. fail_after:
-    do what is asked and fail all the same. token_bytes: handed to the index. leaks: what every call
-    raises in place of an answer. counts: what calls return in place of a count of blocks.
-    from_root: `match` counts from the root, not from its start. refuse_block: a device block that
-    the service has no memory for. evicted: blocks. connected: whether this process has an SDK
-    object for the shard.
+    gives. slow: seconds every call takes. One with a time-out raises the SDK's error when that is
+    over. stuck: seconds every call takes, regardless of its time-out. hold: every call takes one
+    item from it before it continues, regardless of its time-out. fail_every: fail every n-th flush.
+    fail_after: do what is asked and fail all the same. token_bytes: handed to the index. leaks:
+    what every call raises in place of an answer. counts: what calls return in place of a count of
+    blocks. from_root: `match` counts from the root, not from its start. refuse_block: a device
+    block that the service has no memory for. evicted: blocks. connected: whether this process has
+    an SDK object for the shard.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class Service:
             raise
 
     def counted(self, count: int) -> Any:
-        """What a call returns for a count of blocks."""
+        """The value that a call returns for a count of blocks."""
         return count if self.counts is None else self.counts(count)
 
     def leave(self) -> None:
@@ -131,7 +131,7 @@ def service(
     namespace: str = "", pod: str = DEFAULT[1], version: str = DEFAULT[2], shard: int = DEFAULT[3]
 ) -> Service:
     """The service of a shard, made when first asked for. Without a namespace: the only one there
-    is, or else that of the default names; before the first connection, the one that this connection
+    is, or else that of the default names. Before the first connection, the one that this connection
     will get."""
     if not namespace and len(services) == 1:
         return next(iter(services.values()))

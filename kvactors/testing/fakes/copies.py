@@ -30,7 +30,7 @@ class SimDevice(HostDevice):
         if self.failing:
             self.failing -= 1
             self.failed += 1
-            raise OSError("the copy was told to fail")
+            raise OSError("the copy was set to fail")
 
     def copy_to_host(self, blocks: Sequence[int], arena: Arena, slots: Sequence[int]) -> None:
         """See `Device`."""
