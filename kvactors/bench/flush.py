@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 import msgspec
@@ -50,6 +50,9 @@ ROOT = bytes(KEY_BYTES)
 
 FRAMES = 3
 """Frames of a message."""
+
+TOGETHER = 64
+"""Events of a batch where several changes wait."""
 
 PEER_LIMIT = 300.0
 """Seconds that another publisher may take, its start included."""
@@ -189,31 +192,42 @@ async def received(reader: Child, count: int) -> float:
     return (count - 1) / float(await reader.receive(120.0))
 
 
-async def publish(blocks: int, tokens: int, count: int, folder: str) -> tuple[float, float]:
-    """Batches a second that reach another process: one task of `blocks` blocks a batch through the
-    sink, and ready-made bytes of the same size through a bare socket."""
+class Load(NamedTuple):
+    """What is published: so many batches of `events` events, each of `blocks` blocks of `tokens`
+    tokens."""
+
+    blocks: int
+    tokens: int
+    events: int
+    batches: int
+
+
+async def publish(load: Load, folder: str) -> tuple[float, float]:
+    """Batches a second that reach another process: one task for each event through the sink, and
+    ready-made bytes of the same size through a bare socket."""
+    blocks, tokens, events, count = load
     rng = np.random.default_rng(1)
     config = KvEventsSinkConfig(
-        endpoint=f"ipc://{folder}/{blocks}-{tokens}", high_water_mark=count + 10
+        endpoint=f"ipc://{folder}/{blocks}-{tokens}-{events}", high_water_mark=count + 10
     )
     sink = KvEventsSink(config, tokens)
-    tasks = []
-    for _ in range(256):
+
+    def task() -> FlushTask:
         ids = rng.integers(0, 150_000, blocks * tokens, dtype=np.uint32).tobytes()
         keys = rng.bytes(KEY_BYTES * blocks)
-        tasks.append(
-            FlushTask(
-                ids,
-                blocks,
-                blocks,
-                keys,
-                rng.bytes(32),
-                Residency.RESIDENT,
-                Tier.DEVICE,
-                Reason.COMMIT,
-                1,
-            )
+        return FlushTask(
+            ids,
+            blocks,
+            blocks,
+            keys,
+            rng.bytes(32),
+            Residency.RESIDENT,
+            Tier.DEVICE,
+            Reason.COMMIT,
+            1,
         )
+
+    calls = [tuple(task() for _ in range(events)) for _ in range(256)]
     await sink.open()
     rates = []
     payload = b""
@@ -222,7 +236,7 @@ async def publish(blocks: int, tokens: int, count: int, folder: str) -> tuple[fl
             await asyncio.sleep(0.5)
             for number in range(count):
                 if ours:
-                    await sink.deliver(tasks[number % len(tasks) :][:1])
+                    await sink.deliver(calls[number % len(calls)])
                 else:
                     sink.events.sender(b"", number, payload)
                 if number % 64 == 0:
@@ -233,12 +247,13 @@ async def publish(blocks: int, tokens: int, count: int, folder: str) -> tuple[fl
     return rates[0], rates[1]
 
 
-async def publish_as_vllm(python: str, blocks: int, tokens: int, count: int, folder: str) -> float:
+async def publish_as_vllm(python: str, load: Load, folder: str) -> float:
     """The same through vLLM's publisher, in a process of the Python that has it. ConfigError if
     that Python has no vLLM."""
-    endpoint = f"ipc://{folder}/vllm-{blocks}-{tokens}-{time.monotonic_ns()}"
+    endpoint = f"ipc://{folder}/vllm-{time.monotonic_ns()}"
     script = str(Path(__file__).with_name("vllm_publisher.py"))
-    arguments = (script, endpoint, *map(str, (count, blocks, tokens)))
+    blocks, tokens, events, count = load
+    arguments = (script, endpoint, *map(str, (count, blocks, tokens, events)))
     peer = await start_child(*arguments, python=python)
     try:
         with anyio.move_on_after(PEER_LIMIT):
@@ -256,14 +271,14 @@ async def publish_as_vllm(python: str, blocks: int, tokens: int, count: int, fol
 
 
 async def beside_vllm(
-    python: str, blocks: int, tokens: int, count: int, folder: str, rounds: int
+    python: str, load: Load, folder: str, rounds: int
 ) -> tuple[float, float, float]:
     """Medians of kvactors' sink, the bare socket and vLLM's publisher, measured in turns. The last
     one is 0 without a Python that has vLLM."""
     measured = []
     for _ in range(rounds):
-        ours, bare = await publish(blocks, tokens, count, folder)
-        peer = await publish_as_vllm(python, blocks, tokens, count, folder) if python else 0.0
+        ours, bare = await publish(load, folder)
+        peer = await publish_as_vllm(python, load, folder) if python else 0.0
         measured.append((ours, bare, peer))
     ours, bare, peer = map(median, zip(*measured, strict=True))
     return ours, bare, peer
@@ -330,7 +345,8 @@ async def rows(*, quick: bool, vllm_python: str) -> tuple[list[Row], dict[str, A
         ]
         for blocks, tokens, published in ((1, 16, 31_500.0), (8, 16, 21_100.0), (8, 64, 0.0)):
             python = vllm_python if published else ""
-            ours, bare, peer = await beside_vllm(python, blocks, tokens, count, folder, rounds)
+            load = Load(blocks, tokens, 1, count)
+            ours, bare, peer = await beside_vllm(python, load, folder, rounds)
             case = f"batches of {blocks} x {tokens} tokens to another process"
             result.append(rate_row(case, ours, bare, "batches/s", "bare socket, ready-made bytes"))
             if published:
@@ -339,6 +355,12 @@ async def rows(*, quick: bool, vllm_python: str) -> tuple[list[Row], dict[str, A
                     rate_row(f"{case}, bar", ours * (max(1, blocks)), bar, unit, "the bar")
                 )
                 result.append(vllm_row(case, ours, peer, published))
+        load = Load(1, 16, TOGETHER, max(1, count // 16))
+        ours, bare, peer = await beside_vllm(vllm_python, load, folder, rounds)
+        case = f"{TOGETHER} events of 1 x 16 tokens a batch to another process"
+        result.append(rate_row(case, ours, bare, "batches/s", "bare socket, ready-made bytes"))
+        if peer:
+            result.append(vllm_row(case, ours, peer, 0.0))
         result += await growth(quick=quick)
     return result, {
         "changes": len(took),

@@ -1,9 +1,9 @@
 """vLLM's own publisher of KV events, as the peer of `bench flush`: a script for a Python that has
 vLLM, and for no other import.
 
-It publishes COUNT batches at ENDPOINT once a line arrives on its input. As in vLLM's scheduler, a
-batch is made from block hashes in bytes and from the token ids of a request, and handed to the
-publisher's thread.
+It publishes COUNT batches of EVENTS events at ENDPOINT once a line arrives on its input. As in
+vLLM's scheduler, an event is made from block hashes in bytes and from the token ids of a request,
+and a batch is handed to the publisher's thread.
 """
 
 from __future__ import annotations
@@ -53,12 +53,8 @@ def kv_events() -> Any:
 
 def main() -> None:
     """Publish, and keep the sockets open until the input ends."""
-    endpoint, count, blocks, tokens = (
-        sys.argv[1],
-        int(sys.argv[2]),
-        int(sys.argv[3]),
-        int(sys.argv[4]),
-    )
+    endpoint = sys.argv[1]
+    count, blocks, tokens, together = map(int, sys.argv[2:6])
     module = kv_events()
     rng = random.Random(1)  # noqa: S311  (token ids)
     requests = []
@@ -69,17 +65,20 @@ def main() -> None:
     print("ready", flush=True)
     sys.stdin.readline()
     for number in range(count):
-        ids, hashes, parent = requests[number % REQUESTS]
-        event = module.BlockStored(
-            block_hashes=[int.from_bytes(one, "big") & HASH_MASK for one in hashes],
-            parent_block_hash=int.from_bytes(parent, "big") & HASH_MASK,
-            token_ids=ids[blocks * tokens :],
-            block_size=tokens,
-            lora_id=None,
-            medium="GPU",
-            lora_name=None,
-        )
-        publisher.publish(module.KVEventBatch(ts=time.time(), events=[event]))
+        events = []
+        for one in range(number * together, (number + 1) * together):
+            ids, hashes, parent = requests[one % REQUESTS]
+            event = module.BlockStored(
+                block_hashes=[int.from_bytes(key, "big") & HASH_MASK for key in hashes],
+                parent_block_hash=int.from_bytes(parent, "big") & HASH_MASK,
+                token_ids=ids[blocks * tokens :],
+                block_size=tokens,
+                lora_id=None,
+                medium="GPU",
+                lora_name=None,
+            )
+            events.append(event)
+        publisher.publish(module.KVEventBatch(ts=time.time(), events=events))
     sys.stdin.readline()
 
 

@@ -85,9 +85,10 @@ def stand_in(folder: Path, source: str) -> str:
     return os.fspath(script)
 
 
-async def test_vllms_publisher_is_measured_in_a_process_of_the_python_that_has_it(tmp_path):
-    python = stand_in(tmp_path, VLLM)
-    ours, bare, peer = await flush.beside_vllm(python, 2, 16, 500, os.fspath(tmp_path), rounds=2)
+@pytest.mark.parametrize("events", [1, 5])
+async def test_vllms_publisher_is_measured_in_a_process_of_the_python_that_has_it(tmp_path, events):
+    python, load = stand_in(tmp_path, VLLM), flush.Load(2, 16, events, 500)
+    ours, bare, peer = await flush.beside_vllm(python, load, os.fspath(tmp_path), rounds=2)
     assert min(ours, bare, peer) > 0
     row = flush.vllm_row("case", ours, peer, 1.0)
     assert (row.limit, row.limit_name) == (round(peer, 4), "vLLM's publisher in this run")
@@ -96,7 +97,7 @@ async def test_vllms_publisher_is_measured_in_a_process_of_the_python_that_has_i
 async def test_a_python_without_vllm_is_an_error(tmp_path):
     python = stand_in(tmp_path, "raise ImportError('another vLLM')")
     with pytest.raises(ConfigError, match="cannot run vLLM's publisher"):
-        await flush.publish_as_vllm(python, 1, 16, 10, os.fspath(tmp_path))
+        await flush.publish_as_vllm(python, flush.Load(1, 16, 1, 10), os.fspath(tmp_path))
 
 
 def test_only_the_benchmark_of_the_flush_path_has_a_peer_of_vllm(capsys):
