@@ -16,6 +16,9 @@ from kvactors.types import Reason, Residency, Tier
 KEY: Callable[[LedgerBlock], bytes] = attrgetter("key")
 TOKENS: Callable[[LedgerBlock], bytes] = attrgetter("tokens")
 
+TIERS = {int(tier): tier for tier in Tier}
+"""By bit: to make a tier of a number takes as long as the rest of a short task."""
+
 
 class DeliveryBatch(NamedTuple):
     """One delivery: the tasks, and the runs behind them one for one.
@@ -41,14 +44,20 @@ class DeliveryBatch(NamedTuple):
 def as_task(run: BlockRun, epoch: int, *, by_name: bool, step: int) -> Steps[FlushTask]:
     """Make the task of a run. by_name: without the path, see `Sink.by_name`."""
     first, last = run.blocks[0], run.blocks[-1]
-    path: list[LedgerBlock] = []  # the blocks whose tokens are sent
-    if not by_name:
-        path = yield from path_to(last, step)
-    elif run.resident:
-        path = run.blocks
-    tokens = yield from gathered(path, TOKENS, step)
-    extra_keys = yield from extra_keys_of(path, step)
-    keys = yield from gathered(run.blocks, KEY, step)
+    if by_name and first is last:  # the usual case while blocks come one by one
+        tokens = first.tokens if run.resident else b""
+        own = run.resident and first.extra_key
+        extra_keys: ExtraKeys = ((first.depth - 1, own),) if own else ()
+        keys = first.key
+    else:
+        path: list[LedgerBlock] = []  # the blocks whose tokens are sent
+        if not by_name:
+            path = yield from path_to(last, step)
+        elif run.resident:
+            path = run.blocks
+        tokens = yield from gathered(path, TOKENS, step)
+        extra_keys = yield from extra_keys_of(path, step)
+        keys = yield from gathered(run.blocks, KEY, step)
     return FlushTask(
         tokens,
         first.depth - 1,
@@ -56,7 +65,7 @@ def as_task(run: BlockRun, epoch: int, *, by_name: bool, step: int) -> Steps[Flu
         keys,
         first.parent_key,
         Residency.RESIDENT if run.resident else Residency.GONE,
-        Tier(run.bit),
+        TIERS[run.bit],
         run.reason,
         epoch,
         first.scope,

@@ -212,4 +212,20 @@ BUGS: tuple[Mutation, ...] = (
         "a message that could not be sent is reported with the error of another call",
         ("tests/flush_notifier/test_kv_sockets.py::test_a_sender_raises_the_error_of_the_library",),
     ),
+    Mutation(
+        "media_of_a_single_block_not_in_its_task",
+        "flush_notifier/tasks.py",
+        "((first.depth - 1, own),) if own else ()",
+        "()",
+        "the images of a block that is announced by itself are missing from its event",
+        ("tests/flush_notifier/test_tasks.py::test_a_block_is_sent_alike_alone_and_with_others",),
+    ),
+    Mutation(
+        "tokens_of_a_block_that_is_gone",
+        "flush_notifier/tasks.py",
+        'tokens = first.tokens if run.resident else b""',
+        "tokens = first.tokens",
+        "every removal of a single block carries tokens that no sink by name is to be sent",
+        ("tests/flush_notifier/test_tasks.py::test_a_block_is_sent_alike_alone_and_with_others",),
+    ),
 )
