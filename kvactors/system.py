@@ -13,19 +13,17 @@ Arrows are bounded data lanes and form no cycle. Completions travel back on the 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
-from kvactors.actor import Actor, ActorRef, ActorSpec, Group, InFlight, RestartBudget, Supervisor
+from kvactors.actor import ActorRef, Group, InFlight, RestartBudget, Supervisor
 from kvactors.actor.log import get_logger
 from kvactors.actor.supervisor import brief
 from kvactors.actor.uncancelled import ended, uncancelled
 from kvactors.config import Config, StorageConfig
 from kvactors.cpu_evictor.actor import CpuEvictor
-from kvactors.cpu_evictor.messages import HostReply, HostRequest
 from kvactors.data_plane.local import LocalPlane, make_local_plane
 from kvactors.data_plane.ranks.plane import RanksPlane, make_ranks_plane
 from kvactors.device import config_for, layout_for
@@ -38,31 +36,18 @@ from kvactors.errors import (
     SinkError,
 )
 from kvactors.flush_notifier.actor import FlushNotifier
-from kvactors.flush_notifier.messages import Report, WaitFlushed
+from kvactors.flush_notifier.messages import WaitFlushed
 from kvactors.flush_notifier.sink_calls import close_sink, open_sink
 from kvactors.flush_notifier.sinks import Sink, make_sinks, require_sinks
 from kvactors.fork import FORKED, SYSTEMS
 from kvactors.gpu_swapper.actor import GpuSwapper
-from kvactors.gpu_swapper.messages import Copy, CopyReply, DataPlaneStatus
-from kvactors.identity import CacheScope
 from kvactors.opening import Opening
 from kvactors.prefix_index.actor import PrefixIndex
-from kvactors.prefix_index.index import BlockIndex
-from kvactors.prefix_index.messages import IndexRequest
-from kvactors.prefix_index.roots import Roots
-from kvactors.prefix_index.settings import IndexSettings
 from kvactors.shutdown import QUIET, STOP, Shutdown
 from kvactors.storage.backends import Backend
-from kvactors.storage.device_store import StorageDirect
-from kvactors.storage.messages import DeviceStoreMessage, ReaderMessage, StorageReply, WriterMessage
-from kvactors.storage.reader import StorageReader
-from kvactors.storage.writer import StorageWriter
-from kvactors.substitutes import NoDirect, NoNotifier, NoReader, NoWriter
+from kvactors.wiring import Wiring
 
 log = get_logger()
-
-FORGOTTEN = 1024
-"""Blocks that PrefixIndex and FlushNotifier each track beyond the capacity of the tiers."""
 
 
 class System:
@@ -129,168 +114,16 @@ class System:
         self.last_status = "ok"  # the last logged health status
         # loop time at which each condition (component and reason) of the last `health` call began
         self.troubles: dict[tuple[str, str], float] = {}
-        self.epoch = time.time_ns() // 1_000_000
-        self.roots = Roots(config.cache.model, config.cache.namespace, self.layout.fingerprint)
-        self.token_root = CacheScope(config.cache.model, config.cache.namespace).root(
-            self.layout.fingerprint
+        self.wiring = wiring = Wiring(
+            config, self.storage, self.plane, self.sinks, self.layout.fingerprint, self.supervisor
         )
-        self._make_refs()
+        self.roots = wiring.roots
+        self.index, self.swapper, self.evictor = wiring.index, wiring.swapper, wiring.evictor
+        self.readers, self.writers, self.direct = wiring.readers, wiring.writers, wiring.direct
+        self.notifier = wiring.notifier
 
-    def _make_refs(self) -> None:
-        bound, pool = (
-            self.config.actors.channel_bound,
-            self.storage if self.backend is not None else None,
-        )
-        ref = self.supervisor.make_ref
-        self.index: ActorRef[HostReply | DataPlaneStatus | IndexRequest] = ref(PrefixIndex, bound)
-        self.swapper: ActorRef[Copy] = ref(GpuSwapper, bound)
-        self.evictor: ActorRef[HostRequest | CopyReply | StorageReply] = ref(CpuEvictor, bound)
-        self.readers: list[ActorRef[ReaderMessage]] = [
-            ref(StorageReader, bound, name=f"storage_reader-{i}")
-            for i in range(pool.readers if pool else 0)
-        ]
-        self.direct: ActorRef[DeviceStoreMessage] | None = None
-        if self.direct_backend is not None:
-            self.direct = ref(StorageDirect, bound)
-        self.writers: list[ActorRef[WriterMessage]] = [
-            ref(StorageWriter, bound, name=f"storage_writer-{i}")
-            for i in range(pool.writers if pool else 0)
-        ]
-        self.notifier: ActorRef[Report] = ref(FlushNotifier, bound)
-
-    # -- the factories, in flow order
-
-    def _make_index(self, ref: ActorRef) -> PrefixIndex:
-        config, host, storage = self.config, self.config.host, self.storage
-        stored = self.backend is not None or self.direct is not None
-        host_tier = host.slots > 0 or (stored and storage.write_policy == "write_back")
-        exclusive = host.mode == "exclusive" or not host.slots
-        blocks = self.device.num_blocks
-        index = BlockIndex(
-            config.cache.block_size,
-            blocks,
-            blocks + host.slots + FORGOTTEN,
-            recompute_last_token=config.cache.recompute_last_token,
-            memory_generation=self.plane.generation,
-        )
-        settings = IndexSettings(
-            exclusive=exclusive,
-            host_tier=host_tier,
-            fetch=stored and storage.fetch,
-            announce=bool(self.sinks),
-            announce_whole=any(sink.announces_full for sink in self.sinks.values()),
-            free_low=int(config.device.free_low * blocks),
-            free_high=int(config.device.free_high * blocks),
-            save=storage.write_policy if stored else "none",
-            min_hits=storage.min_hits,
-            token_root=self.token_root if self.direct is not None else None,
-            keep_lineages=self.store is not None and self.store.keeps_lineages,
-        )
-        return PrefixIndex(
-            ref,
-            index=index,
-            evictor=self.evictor,
-            notifier=self.notifier,
-            roots=self.roots,
-            settings=settings,
-        )
-
-    def _make_swapper(self, ref: ActorRef) -> GpuSwapper:
-        return GpuSwapper(ref, plane=self.plane, evictor=self.evictor, index=self.index)
-
-    def _make_evictor(self, ref: ActorRef) -> CpuEvictor:
-        return CpuEvictor(
-            ref,
-            config=self.config.host,
-            storage=self.storage,
-            arena=self.arena,
-            index=self.index,
-            swapper=self.swapper,
-            readers=self.readers,
-            writers=self.writers,
-            notifier=self.notifier,
-            direct=self.direct,
-            layerwise=self.config.device.layerwise,
-            memory_generation=self.plane.generation,
-        )
-
-    def _make_reader(
-        self, ref: ActorRef, kind: type[StorageReader | NoReader] = StorageReader
-    ) -> StorageReader | NoReader:
-        assert self.store is not None
-        return kind(
-            ref, backend=self.store, plane=self.plane, evictor=self.evictor, notifier=self.notifier
-        )
-
-    def _make_writer(
-        self, ref: ActorRef, kind: type[StorageWriter | NoWriter] = StorageWriter
-    ) -> StorageWriter | NoWriter:
-        assert self.store is not None
-        root_of = self.roots.root if self.sinks else None
-        return kind(
-            ref,
-            backend=self.store,
-            plane=self.plane,
-            evictor=self.evictor,
-            notifier=self.notifier,
-            root_of=root_of,
-        )
-
-    def _make_direct(
-        self, ref: ActorRef, kind: type[StorageDirect | NoDirect] = StorageDirect
-    ) -> StorageDirect | NoDirect:
-        assert self.direct_backend is not None
-        return kind(ref, backend=self.direct_backend, plane=self.plane, evictor=self.evictor)
-
-    def _make_notifier(self, ref: ActorRef) -> FlushNotifier:
-        return FlushNotifier(
-            ref,
-            block_size=self.config.cache.block_size,
-            sinks=list(self.sinks.values()),
-            config=self.config.flush,
-            epoch=self.epoch,
-            idle_limit=self.device.num_blocks + self.arena.num_slots + FORGOTTEN,
-            token_root=self.token_root,
-            root_of=self.roots.of,
-            namespace=self.roots.namespace,
-        )
-
-    def _members(self) -> tuple[Group, Group]:
-        """The groups of actors that restart together.
-
-        Slots and device blocks are shared memory. An actor that may still write to them restarts
-        with the actor that hands them out, so that no copy of an earlier incarnation writes to a
-        later one's blocks. An optional actor has a substitute.
-        """
-        no_reader, no_writer = (
-            partial(self._make_reader, kind=NoReader),
-            partial(self._make_writer, kind=NoWriter),
-        )
-        no_direct = partial(self._make_direct, kind=NoDirect)
-        no_notifier = partial(
-            NoNotifier, block_size=self.config.cache.block_size, config=self.config.flush
-        )
-        readers = [
-            Group(ref.name, (ActorSpec(StorageReader, self._make_reader, ref, no_reader),))
-            for ref in self.readers
-        ]
-        writers = [
-            Group(ref.name, (ActorSpec(StorageWriter, self._make_writer, ref, no_writer),))
-            for ref in self.writers
-        ]
-        swapper = ActorSpec(GpuSwapper, self._make_swapper, self.swapper)
-        evictor = ActorSpec(CpuEvictor, self._make_evictor, self.evictor)
-        refs = () if self.direct is None else (self.direct,)
-        direct = [
-            Group(ref.name, (ActorSpec(StorageDirect, self._make_direct, ref, no_direct),))
-            for ref in refs
-        ]
-        plane = Group("data plane", (swapper, evictor, *readers, *writers, *direct))
-        core = Group("core", (ActorSpec(PrefixIndex, self._make_index, self.index), plane))
-        notifier = Group(
-            "notifier", (ActorSpec(FlushNotifier, self._make_notifier, self.notifier, no_notifier),)
-        )
-        return core, notifier
+    def _groups(self) -> tuple[Group, Group]:
+        return self.wiring.groups()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[System]:
@@ -353,12 +186,8 @@ class System:
         shutdown = self.shutdown
         async with self.plane.opened(Opening(self.config.actors.start, shutdown)) as opened:
             await self._open_sinks(opened)
-            unused: tuple[type[Actor], ...] = (
-                () if self.backend is not None else (StorageReader, StorageWriter)
-            )
-            unused += () if self.direct is not None else (StorageDirect,)
-            drain = self.config.actors.drain
-            async with self.supervisor.running(*self._members(), drain=drain, outside=unused):
+            drain, unused = self.config.actors.drain, self.wiring.unused()
+            async with self.supervisor.running(*self._groups(), drain=drain, outside=unused):
                 started.set_result(None)
                 try:
                     clean = await leave
@@ -414,15 +243,7 @@ class System:
         """Refuse every call in a forked child, which lacks the system's threads and loop."""
         self.forked = self.shutdown.forked = self.shutdown.waits.over = True
         self.supervisor.end_by = 0.0
-        refs: tuple[ActorRef, ...] = (
-            self.index,
-            self.swapper,
-            self.evictor,
-            *self.readers,
-            *self.writers,
-            self.notifier,
-        )
-        for ref in refs:
+        for ref in self.wiring.refs():
             ref.channel.refuse(lambda: CacheClosed(FORKED))
 
     # -- the current incarnations, for inspection

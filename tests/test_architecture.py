@@ -105,19 +105,10 @@ def test_messages_page_is_up_to_date():
     )
 
 
-LARGE = {
-    "kvactors.system.System",
-    "kvactors.testing.fakes.store.SimBackend",
-    "kvactors.testing.fakes.store.SimPool",
-}
-"""Classes above the limit of `test_classes_are_small` that still have to be split. Remove an entry
-when its class is below the limit."""
-
-
 def test_classes_are_small():
     """A class with its bases inside the package has at most 300 lines."""
     large = {size.name: size.total for size in class_sizes(read_modules()) if size.total > MOST}
-    assert {name: lines for name, lines in large.items() if name not in LARGE} == {}
+    assert large == {}
 
 
 def test_run_and_replay_import_only_fault_injectors_of_the_test_harness():

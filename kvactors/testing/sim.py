@@ -192,7 +192,7 @@ class Sim:
             MemorySink(tiers, config.cache.block_size), latency(self._lags, LAGS["sink"])
         )
         system = System(config, None, [faults.sink], faults.store, inline_copies=True)
-        system.epoch = 1  # not the time of day
+        system.wiring.epoch = 1  # not the time of day
         plane = system.plane
         if not isinstance(plane, LocalPlane) or not isinstance(plane.device, Device):
             raise ConfigError("simulated copies need a device of this process: ranks.count = 1")

@@ -20,7 +20,7 @@ BUGS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "restarted_notifier_has_the_first_namespace",
-        "system.py",
+        "wiring.py",
         "            namespace=self.roots.namespace,\n",
         "            namespace=self.config.cache.namespace,\n",
         "after a restart of the notifier indexes get the blocks of the first weights",

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 LIMITS: Mapping[str, tuple[str, str]] = {
     "messages of a turn": ("kvactors.actor.mailbox_loop", "TURN_BUDGET"),
-    "blocks forgotten": ("kvactors.system", "FORGOTTEN"),
+    "blocks forgotten": ("kvactors.wiring", "FORGOTTEN"),
     "objects of a write": ("kvactors.cpu_evictor.memory", "WRITE_BATCH"),
     "batches at the store": ("kvactors.storage.batches", "IN_FLIGHT"),
     "names of a report": ("kvactors.storage.reports", "REPORT_PAGE"),

@@ -12,35 +12,24 @@ from typing import Any
 
 from kvactors.errors import SdkError
 from kvactors.testing.attentionstore_sdk import services
-from kvactors.testing.fakes.gate import SLOWER, Gate, Latency, instant
-from kvactors.testing.plan import Fault
+from kvactors.testing.fakes.store import StoreFaults
 
 
-class SimService:
-    """The other side, which outlives its clients. latency: seconds of each call. gate: calls that
-    come to it while it is shut hang until it opens.
-
-    down: every call fails. slower: seconds more each call takes. troubled: calls that met any of
-    these faults. vanished: paths taken away.
-    """
-
-    def __init__(self, latency: Latency = instant) -> None:
-        self.latency = latency
-        self.gate = Gate()
-        self.down = False
-        self.slower = 0.0
-        self.troubled = self.vanished = 0
+class SimService(StoreFaults):
+    """The SDK's service, which outlives its clients."""
 
     async def delay(self) -> None:
-        """Wait for the faults that delay a call. SdkError while the service is down."""
-        self.troubled += self.slower > 0 or self.gate.shut or self.down
-        await asyncio.sleep(self.latency() + self.slower)
-        await self.gate.passed()
+        """Wait as long as one call takes.
+
+        Raises:
+            SdkError: the service is down.
+        """
+        await super().delay()
         if self.down:
             raise SdkError("AttentionStore: the service is down")
 
     def lose(self, count: int) -> int:
-        """Remove the oldest paths without notice to the clients. Returns how many."""
+        """Remove the oldest paths behind the clients' back. Returns their number."""
         lost = 0
         for one in services.values():
             for path in list(dict.fromkeys(path for path, _ in one.objects))[: count - lost]:
@@ -49,27 +38,6 @@ class SimService:
                 lost += 1
         self.vanished += lost
         return lost
-
-    async def inject(self, fault: Fault) -> None:
-        """See `Injectable`: store_down, store_slow, store_hang, object_lost."""
-        if fault.kind == "store_slow":
-            self.slower = SLOWER * fault.amount
-        elif fault.kind == "store_hang":
-            self.gate.close()
-        elif fault.kind == "store_down":
-            self.down = True
-        else:
-            self.lose(fault.amount)
-
-    async def recover(self, fault: Fault) -> None:
-        """See `Injectable`."""
-        if fault.kind in ("store_down", "store_slow", "store_hang"):
-            self.heal()
-
-    def heal(self) -> None:
-        """End every fault."""
-        self.down, self.slower = False, 0.0
-        self.gate.open()
 
 
 class SimThread:

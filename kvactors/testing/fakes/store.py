@@ -1,9 +1,10 @@
-"""A store in memory that behaves as disks do: slow, full, gone for a while, and with objects that
-rot. It outlives its process: `close` leaves the objects, and the next `open` finds them."""
+"""A store in memory that behaves as disks do: slow, full, unreachable for a while, and with objects
+that rot. It outlives its process: `close` leaves the objects, and the next `open` finds them."""
 
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import anyio
@@ -12,55 +13,94 @@ import xxhash
 from kvactors.device.arena import Arena
 from kvactors.flush_notifier.messages import PathPart
 from kvactors.lineage import Lineage
-from kvactors.storage.backends.base import Expired, WriteReport
-from kvactors.storage.backends.owned import OwnedBackend
+from kvactors.storage.backends.base import Backend, Expired, ReadReport, WriteReport
+from kvactors.storage.backends.old_names import OldAttribute as Part
+from kvactors.storage.backends.owned_batches import OwnedBatches
+from kvactors.storage.backends.path_source import PathSource
+from kvactors.storage.catalog import Catalog
+from kvactors.storage.inventory import OwnedInventory
 from kvactors.storage.messages import Outcome
 from kvactors.testing.fakes.gate import SLOWER, Gate, Latency, instant
 from kvactors.testing.plan import Fault
 
 
-class SimBackend(OwnedBackend):
-    """Objects as bytes, each with the XXH3-64 of what was meant to be written. latency: seconds of
-    each read and write.
+class StoreFaults(ABC):
+    """Faults of a simulated store: the injector of the store's seam.
 
-    gate: reads and writes that come to it while it is shut hang until it opens. down: nothing can
-    be had. full: nothing can be written. lineages are kept. slower: seconds more each call takes.
-    tearing: writes still to be cut short, unnoticed. troubled: calls that met any of these faults.
+    Attributes:
+        latency: seconds of each call.
+        slower: seconds more of each call.
+        gate: calls hang while it is shut.
+        down: nothing can be read or written.
+        troubled: calls that met any of these faults.
+        vanished: objects lost so far.
     """
 
-    keeps_lineages = True
-
-    def __init__(
-        self, fingerprint: bytes, block_bytes: int, capacity: int = 0, latency: Latency = instant
-    ) -> None:
-        super().__init__(fingerprint, block_bytes, capacity)
-        self.objects: dict[bytes, tuple[bytes, int]] = {}
-        self.lineages: dict[bytes, Lineage] = {}  # of objects that are there or were
-        self._unread: list[bytes] = []
+    def __init__(self, latency: Latency = instant) -> None:
         self.latency = latency
         self.gate = Gate()
-        self.down = self.full = False
+        self.down = False
         self.slower = 0.0
-        self.tearing = 0
-        self.troubled = self.torn = self.flipped = self.vanished = 0
+        self.troubled = self.vanished = 0
 
-    async def open(self) -> None:
-        """Find what is there."""
-        self.pending.clear()
-        self.catalog.clear()
-        self.catalog.admit(list(self.objects))
-
-    async def _delay(self) -> None:
+    async def delay(self) -> None:
+        """Wait as long as one call takes."""
         self.troubled += self.slower > 0 or self.gate.shut or self.down
         await asyncio.sleep(self.latency() + self.slower)
         await self.gate.passed()
 
+    @abstractmethod
+    def lose(self, count: int) -> int:
+        """Remove the oldest objects behind the store's back. Returns their number."""
+
+    async def inject(self, fault: Fault) -> None:
+        """See `Injectable`: store_down, store_slow, store_hang, object_lost."""
+        if fault.kind == "store_slow":
+            self.slower = SLOWER * fault.amount
+        elif fault.kind == "store_hang":
+            self.gate.close()
+        elif fault.kind == "store_down":
+            self.down = True
+        else:
+            self.lose(fault.amount)
+
+    async def recover(self, fault: Fault) -> None:
+        """See `Injectable`."""
+        if fault.kind in ("store_down", "store_slow", "store_hang", "disk_full"):
+            self.heal()
+
+    def heal(self) -> None:
+        """End every fault. Damaged objects stay damaged."""
+        self.down, self.slower = False, 0.0
+        self.gate.open()
+
+
+class SimDisk(StoreFaults):
+    """Medium of `SimBackend`: objects as bytes, each with the XXH3-64 of the intended bytes.
+
+    Attributes:
+        objects: bytes and checksum by key, in order of writing.
+        lineages: of the objects, also of those removed since.
+        full: nothing can be written.
+        tearing: writes still to be cut short, unnoticed.
+        torn: writes cut short so far.
+        flipped: objects damaged so far.
+    """
+
+    def __init__(self, catalog: Catalog, latency: Latency = instant) -> None:
+        super().__init__(latency)
+        self.objects: dict[bytes, tuple[bytes, int]] = {}
+        self.lineages: dict[bytes, Lineage] = {}
+        self.full = False
+        self.tearing = self.torn = self.flipped = 0
+        self._catalog = catalog
+
     async def load(self, key: bytes, into: memoryview) -> Outcome:
-        """See `Backend.load`. Half of the bytes come before the delay."""
+        """See `Medium.load`. Half of the bytes come before the delay."""
         found, half = self.objects.get(key), len(into) // 2
         if found is not None:
             into[:half] = found[0][:half]
-        await self._delay()
+        await self.delay()
         if self.down:
             return Outcome.UNAVAILABLE
         found = self.objects.get(key)
@@ -71,10 +111,10 @@ class SimBackend(OwnedBackend):
         return Outcome.OK if xxhash.xxh3_64_intdigest(data) == checksum else Outcome.CORRUPT
 
     async def save(self, key: bytes, data: memoryview) -> Outcome:
-        """See `Backend.save`. Half of the bytes are read after the delay."""
+        """See `Medium.save`. Half of the bytes are read after the delay."""
         half = len(data) // 2
         first = bytes(data[:half])
-        await self._delay()
+        await self.delay()
         if self.down:
             return Outcome.UNAVAILABLE
         if self.full:
@@ -89,53 +129,19 @@ class SimBackend(OwnedBackend):
         self.objects[key] = (whole, checksum)
         return Outcome.OK
 
-    async def write_slots(
-        self,
-        keys: Sequence[bytes],
-        arena: Arena,
-        slots: Sequence[int],
-        expired: Expired,
-        lineages: Sequence[Lineage | None] = (),
-    ) -> WriteReport:
-        """See `Backend.write_slots`."""
-        self.lineages |= {
-            key: one for key, one in zip(keys, lineages, strict=False) if one is not None
-        }
-        return await super().write_slots(keys, arena, slots, expired)
-
-    def begin_paths(self) -> None:
-        """See `Backend.begin_paths`."""
-        self._unread = list(self.objects)
-
-    async def next_paths(self, most: int) -> list[PathPart] | None:
-        """See `Backend.next_paths`. In the order of writing, so that children come before their
-        parents."""
-        await self._delay()
-        if self.down or not self._unread:
-            return None
-        keys, self._unread = self._unread[:most], self._unread[most:]
-        return [part_of(key, self.lineages[key]) for key in keys if key in self.lineages]
-
-    def end_paths(self) -> None:
-        """See `Backend.end_paths`."""
-        self._unread.clear()
-
     async def erase(self, keys: Sequence[bytes]) -> None:
-        """See `Backend.erase`. Half of them go after the delay."""
+        """See `Medium.erase`. Half of them go after the delay."""
         half = len(keys) // 2
         for key in keys[:half]:
             self.objects.pop(key, None)
         if keys:
-            await self._delay()
+            await self.delay()
         for key in keys[half:]:
-            if key not in self.catalog:
+            if key not in self._catalog:
                 self.objects.pop(key, None)
 
-    def abandon(self, keys: Iterable[bytes]) -> None:
-        """See `OwnedBackend.abandon`. Saved blocks stay until they are written again."""
-
     async def each(self, work: Sequence[Callable[[], Awaitable[None]]]) -> None:
-        """All at once."""
+        """See `Medium.each`. All at once."""
 
         async def do(item: Callable[[], Awaitable[None]]) -> None:
             await item()
@@ -144,10 +150,20 @@ class SimBackend(OwnedBackend):
             for item in work:
                 tasks.start_soon(do, item)
 
-    async def close(self) -> None:
-        """The objects stay."""
+    async def seal(self, keys: Sequence[bytes]) -> Outcome:
+        """See `Medium.seal`."""
+        return Outcome.OK
 
-    # -- what time does to objects
+    def abandon(self, keys: Iterable[bytes]) -> None:
+        """See `Medium.abandon`. Saved blocks stay until they are written again."""
+
+    def take_evicted(self) -> list[bytes]:
+        """See `Medium.take_evicted`."""
+        return []
+
+    def present(self, key: bytes) -> bool:
+        """See `Medium.present`."""
+        return False
 
     def flip(self, count: int) -> int:
         """Flip a bit in the oldest objects that are whole. Returns their number."""
@@ -159,7 +175,7 @@ class SimBackend(OwnedBackend):
         return len(chosen)
 
     def lose(self, count: int) -> int:
-        """Take the oldest objects away behind the store's back. Returns their number."""
+        """See `StoreFaults.lose`."""
         chosen = list(self.objects)[:count]
         for key in chosen:
             del self.objects[key]
@@ -167,33 +183,46 @@ class SimBackend(OwnedBackend):
         return len(chosen)
 
     async def inject(self, fault: Fault) -> None:
-        """See `Injectable`: store_down, store_slow, store_hang, disk_full, torn_write, bit_flip,
-        object_lost."""
-        if fault.kind == "store_slow":
-            self.slower = SLOWER * fault.amount
-        elif fault.kind == "store_hang":
-            self.gate.close()
-        elif fault.kind == "store_down":
-            self.down = True
-        elif fault.kind == "disk_full":
+        """See `Injectable`: beside those of every store disk_full, torn_write and bit_flip."""
+        if fault.kind == "disk_full":
             self.full = True
         elif fault.kind == "torn_write":
             self.tearing += fault.amount
         elif fault.kind == "bit_flip":
             self.flip(fault.amount)
         else:
-            self.lose(fault.amount)
-
-    async def recover(self, fault: Fault) -> None:
-        """See `Injectable`."""
-        if fault.kind in ("store_down", "store_slow", "store_hang", "disk_full"):
-            self.heal()
+            await super().inject(fault)
 
     def heal(self) -> None:
-        """End every fault. Damaged objects stay damaged."""
-        self.down = self.full = False
-        self.slower, self.tearing = 0.0, 0
-        self.gate.open()
+        """See `StoreFaults.heal`."""
+        super().heal()
+        self.full, self.tearing = False, 0
+
+
+class SimPaths(PathSource):
+    """Paths of the objects of a `SimDisk`, in the order of writing, so that children come before
+    their parents."""
+
+    def __init__(self, disk: SimDisk) -> None:
+        self._disk = disk
+        self._unread: list[bytes] = []
+
+    def begin(self) -> None:
+        """See `Backend.begin_paths`."""
+        self._unread = list(self._disk.objects)
+
+    async def next(self, most: int) -> list[PathPart] | None:
+        """See `Backend.next_paths`."""
+        await self._disk.delay()
+        if self._disk.down or not self._unread:
+            return None
+        keys, self._unread = self._unread[:most], self._unread[most:]
+        lineages = self._disk.lineages
+        return [part_of(key, lineages[key]) for key in keys if key in lineages]
+
+    def end(self) -> None:
+        """See `Backend.end_paths`."""
+        self._unread.clear()
 
 
 def part_of(key: bytes, lineage: Lineage) -> PathPart:
@@ -202,9 +231,88 @@ def part_of(key: bytes, lineage: Lineage) -> PathPart:
     return PathPart(lineage.parent, key, lineage.tokens, lineage.scope, extra_keys)
 
 
+class SimBackend(Backend):
+    """A store of one process over a `SimDisk`. Lineages are kept.
+
+    Attributes:
+        answerable: see `OwnedInventory`.
+        disk: the objects, and the faults.
+    """
+
+    exclusive = True
+    answerable = True
+    keeps_lineages = True
+
+    def __init__(
+        self, fingerprint: bytes, block_bytes: int, capacity: int = 0, latency: Latency = instant
+    ) -> None:
+        inventory = OwnedInventory(capacity, answerable=self.answerable)
+        super().__init__(fingerprint, block_bytes, inventory)
+        self.catalog, self.pending = inventory.catalog, inventory.pending
+        self.disk = SimDisk(inventory.catalog, latency)
+        self.paths = SimPaths(self.disk)
+        self._batches = OwnedBatches(self.disk, inventory, self.counters, self.record_outcomes)
+
+    async def open(self) -> None:
+        """Find the objects that are there."""
+        self.pending.clear()
+        self.catalog.clear()
+        self.catalog.admit(list(self.disk.objects))
+
+    async def close(self) -> None:
+        """The objects stay."""
+
+    def probe(self, keys: Sequence[bytes]) -> int | None:
+        """See `Backend.probe`."""
+        return self._batches.probe(keys)
+
+    async def read(
+        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
+    ) -> ReadReport:
+        """See `Backend.read`."""
+        return await self._batches.read(keys, views, expired)
+
+    async def write(
+        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
+    ) -> WriteReport:
+        """See `Backend.write`."""
+        return await self._batches.write(keys, views, expired)
+
+    async def write_slots(
+        self,
+        keys: Sequence[bytes],
+        arena: Arena,
+        slots: Sequence[int],
+        expired: Expired,
+        lineages: Sequence[Lineage | None] = (),
+    ) -> WriteReport:
+        """See `Backend.write_slots`."""
+        self.disk.lineages |= {
+            key: one for key, one in zip(keys, lineages, strict=False) if one is not None
+        }
+        return await super().write_slots(keys, arena, slots, expired)
+
+    async def remove(self, keys: Sequence[bytes]) -> None:
+        """See `Backend.remove`."""
+        await self._batches.remove(keys)
+
+    async def clear(self, generation: int = 0) -> None:
+        """See `Backend.clear`."""
+        self.generation = max(self.generation + 1, generation)
+        await self._batches.clear()
+
+    # Parts of `disk`, for short.
+    objects, latency, gate = Part("disk.objects"), Part("disk.latency"), Part("disk.gate")
+    down, full, slower = Part("disk.down"), Part("disk.full"), Part("disk.slower")
+    tearing, troubled = Part("disk.tearing"), Part("disk.troubled")
+    torn, flipped, vanished = Part("disk.torn"), Part("disk.flipped"), Part("disk.vanished")
+    flip, lose = Part("disk.flip"), Part("disk.lose")
+    inject, recover, heal = Part("disk.inject"), Part("disk.recover"), Part("disk.heal")
+
+
 class SimPool(SimBackend):
-    """The same as a pool that others use as well: only asking tells what is there, which takes its
-    time, and nothing of it is this process's."""
+    """A pool that other processes use as well: only `ask` finds out which objects it has, which
+    takes time, and no object belongs to this process."""
 
     exclusive = False
     answerable = False
@@ -215,5 +323,5 @@ class SimPool(SimBackend):
 
     async def ask(self, keys: Sequence[bytes], expired: Expired) -> int:
         """See `Backend.ask`."""
-        await self._delay()
-        return 0 if self.down or expired() else super().probe(keys) or 0
+        await self.disk.delay()
+        return 0 if self.disk.down or expired() else super().probe(keys) or 0
