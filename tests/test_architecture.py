@@ -119,4 +119,6 @@ def test_run_and_replay_import_only_fault_injectors_of_the_test_harness():
     found = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert found.stdout.split() == ["kvactors.testing", "kvactors.testing.faults"]
+    assert found.stdout.split() == [
+        f"kvactors.testing{part}" for part in ("", ".fault", ".faults", ".gate")
+    ]

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvactors.cache import KVCache, open_cache
 from kvactors.config import Config, StorageConfig
-from kvactors.flush_notifier.sinks import MemorySink, Sink, make_sinks
+from kvactors.flush_notifier.sinks import Sink, make_sinks
 from kvactors.flush_notifier.tasks import path_tokens
 from kvactors.layout import make_layout
 from kvactors.observe.lag import Lag, LagMonitor
@@ -22,11 +22,11 @@ from kvactors.observe.statistics import announceable
 from kvactors.scenario.engine import Engine
 from kvactors.scenario.replay import cache_config
 from kvactors.scenario.report import Report, Totals, make_report
-from kvactors.scenario.spec import Fault, Scenario
+from kvactors.scenario.spec import FaultSpec, Scenario
 from kvactors.scenario.workload import Script, chat
 from kvactors.sink_config import AttentionStoreConfig
 from kvactors.storage.backends import make_backend
-from kvactors.testing.faults import FaultyBackend, FaultySink, corrupt_objects
+from kvactors.testing.faults import FaultyBackend, FaultySink, StoreFaults
 from kvactors.types import Tier
 
 RESYNC = 60.0
@@ -112,24 +112,37 @@ class Session:
                 differing[name] = len(paths ^ inner.sdk.connection.service.resident)
         return differing
 
-    async def _fault(self, fault: Fault) -> None:
-        await anyio.sleep(fault.at)
-        self._begin(fault)
-        if fault.seconds:
-            await anyio.sleep(fault.seconds)
-            self._part(fault).fault_mode = ""
+    async def _fault(self, spec: FaultSpec) -> None:
+        await anyio.sleep(spec.at)
+        await self._begin(spec)
+        if spec.seconds:
+            await anyio.sleep(spec.seconds)
+            await self._target(spec).recover(spec.fault)
 
-    def _before_turn(self, turn: int) -> None:
+    async def _before_turn(self, turn: int) -> None:
         """End and begin the faults that are counted in turns."""
-        for fault in self.scenario.fault:
-            if fault.turn and fault.turns and turn == fault.turn + fault.turns:
-                self._part(fault).fault_mode = ""
-        for fault in self.scenario.fault:
-            if fault.turn and turn == fault.turn:
-                self._begin(fault)
+        for spec in self.scenario.fault:
+            if spec.turn and spec.turns and turn == spec.turn + spec.turns:
+                await self._target(spec).recover(spec.fault)
+        for spec in self.scenario.fault:
+            if spec.turn and turn == spec.turn:
+                await self._begin(spec)
 
-    def _part(self, fault: Fault) -> Any:
-        return self.sinks[fault.sink] if fault.sink else self.cache.system.backend
+    def _target(self, spec: FaultSpec) -> FaultySink | StoreFaults:
+        if spec.sink:
+            return self.sinks[spec.sink]
+        backend = self.cache.system.backend
+        if not isinstance(backend, FaultyBackend):
+            raise TypeError(f"no faults can be injected into {backend!r}")
+        return backend.faults
+
+    async def _begin(self, spec: FaultSpec) -> None:
+        if spec.kind == "loses_state":
+            self._lost[spec.sink] = self._resyncs(spec.sink)
+        target = self._target(spec)
+        await target.inject(spec.fault)
+        if isinstance(target, StoreFaults):
+            self.totals.rotten = target.flipped
 
     async def _resynced(self) -> None:
         """Wait until every sink whose index lost its state has been sent everything again: at its
@@ -147,21 +160,6 @@ class Session:
         return next(
             int(sink.resyncs) for sink in self.cache.statistics().flush if sink.name == name
         )
-
-    def _begin(self, fault: Fault) -> None:
-        part = self._part(fault)
-        if fault.kind == "loses_state":
-            self._lost[fault.sink] = self._resyncs(fault.sink)
-            if isinstance(part.inner, MemorySink):
-                part.inner.lose_state()
-            else:
-                part.inner.sdk.connection.service.resident.clear()
-            return
-        if fault.kind == "bit_rot":
-            self.totals.rotten += corrupt_objects(part.inner, fault.every)
-            return
-        part.every, part.delay = fault.every, fault.delay
-        part.fault_mode = fault.kind
 
     def named(self) -> dict[Tier, set[bytes]]:
         """The blocks that a sink with every delivery must have: see `announceable`."""

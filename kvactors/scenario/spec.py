@@ -10,6 +10,7 @@ from kvactors.config import Config, convert
 from kvactors.errors import ConfigError
 from kvactors.scenario.report import Report, lookup
 from kvactors.sink_config import AttentionStoreSinkConfig, KvEventsSinkConfig, MemorySinkConfig
+from kvactors.testing.fault import Fault, Kind
 from kvactors.validation import validate
 
 
@@ -85,7 +86,7 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step: tuple[Step, ...] = ()
 
 
-class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FaultSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A fault of a sink or of the store, and its time.
 
     Attributes:
@@ -121,9 +122,28 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Whether it never ends."""
         return not self.seconds and not self.turns and self.kind != "loses_state"
 
+    @property
+    def fault(self) -> Fault:
+        """As the injectors have it."""
+        kinds = STORAGE_FAULTS if self.storage else SINK_FAULTS
+        return Fault(
+            kinds[self.kind], self.at, self.sink, self.seconds, every=self.every, delay=self.delay
+        )
 
-SINK_FAULTS = ("down", "hang", "fail_every", "lose_answers", "loses_state")
-STORAGE_FAULTS = ("down", "full", "slow", "bit_rot")
+
+SINK_FAULTS: dict[str, Kind] = {
+    "down": "sink_down",
+    "hang": "sink_hang",
+    "fail_every": "sink_fail_every",
+    "lose_answers": "sink_lose_answers",
+    "loses_state": "sink_lose_state",
+}
+STORAGE_FAULTS: dict[str, Kind] = {
+    "down": "store_down",
+    "full": "disk_full",
+    "slow": "store_slow",
+    "bit_rot": "bit_flip",
+}
 
 
 class RouterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -179,7 +199,7 @@ class Scenario(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     scenario: ScenarioInfo
     workload: Workload = Workload()
-    fault: tuple[Fault, ...] = ()
+    fault: tuple[FaultSpec, ...] = ()
     router: RouterSpec = RouterSpec()
     lives: Lives = Lives()
     mooncake: Pool = Pool()
@@ -263,7 +283,7 @@ def validate_faults(scenario: Scenario) -> None:
         raise ConfigError("lives.kills belongs to workload.kind = 'chat'")
 
 
-def misfit(fault: Fault, scenario: Scenario) -> str:
+def misfit(fault: FaultSpec, scenario: Scenario) -> str:
     """Why a fault cannot be, empty if it can."""
     names = [sink.label for sink in scenario.flush.sinks]
     backend, work = scenario.storage.backend, scenario.workload
@@ -305,7 +325,7 @@ def misfit(fault: Fault, scenario: Scenario) -> str:
     return next((complaint for wrong, complaint in checks if wrong), "")
 
 
-def loses(fault: Fault, scenario: Scenario) -> bool:
+def loses(fault: FaultSpec, scenario: Scenario) -> bool:
     """Whether the sink of a fault can lose its state."""
     kinds = (MemorySinkConfig, AttentionStoreSinkConfig)
     found = [sink for sink in scenario.flush.sinks if sink.label == fault.sink]

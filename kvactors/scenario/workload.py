@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import anyio
@@ -66,7 +66,10 @@ class Speaker(NamedTuple):
 
 
 async def chat(
-    engine: Engine, work: Workload, seed: int, before: Callable[[int], None] = lambda _: None
+    engine: Engine,
+    work: Workload,
+    seed: int,
+    before: Callable[[int], Awaitable[None]] | None = None,
 ) -> None:
     """Run conversations that grow turn by turn. A turn's prompt is the conversation so far and a
     new question. Every conversation has its turn before any has its next, so each comes back when
@@ -76,7 +79,7 @@ async def chat(
         engine: serves the requests.
         work: the settings of the workload.
         seed: of the texts.
-        before: called with the number of each turn (from 1 on) before the turn begins.
+        before: awaited with the number of each turn (from 1 on) before the turn begins.
     """
     system = random_tokens(np.random.default_rng(seed), work.system_tokens)
     said = [system] * work.sessions
@@ -102,7 +105,8 @@ async def chat(
     for turn in range(work.turns):
         if work.settle and turn:
             await engine.idle()
-        before(turn + 1)
+        if before is not None:
+            await before(turn + 1)
         sessions = iter(range(work.sessions))
         async with anyio.create_task_group() as tasks:
             for _ in range(min(work.concurrency, work.sessions)):

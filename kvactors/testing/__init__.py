@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import pytest
 
+    from kvactors.testing.fault import Fault as Fault
     from kvactors.testing.loop import Deadlock as Deadlock
     from kvactors.testing.loop import Livelock as Livelock
     from kvactors.testing.loop import SimLoop as SimLoop
     from kvactors.testing.loop import loop_factory as loop_factory
     from kvactors.testing.loop import simulate as simulate
-    from kvactors.testing.plan import Fault as Fault
     from kvactors.testing.plan import FaultPlan as FaultPlan
     from kvactors.testing.probe import Probe as Probe
     from kvactors.testing.probe import Unexpected as Unexpected
@@ -44,8 +44,9 @@ if TYPE_CHECKING:
     from kvactors.testing.trace import render as render
 
 HOMES = {
+    "fault": ("Fault",),
     "loop": ("Deadlock", "Livelock", "SimLoop", "loop_factory", "simulate"),
-    "plan": ("Fault", "FaultPlan"),
+    "plan": ("FaultPlan",),
     "probe": ("Probe", "Unexpected"),
     "sim": ("SMALL", "Sim", "Unclean", "small_config"),
     "sim_faults": ("SimFaults",),

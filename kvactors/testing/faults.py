@@ -1,7 +1,8 @@
-"""Parts that misbehave on command, around real ones."""
+"""Fault injectors of two seams: sinks and stores that fail on command, around real ones."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ from kvactors.device.arena import Arena
 from kvactors.errors import SinkError
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.base import Sink, SnapshotSource
+from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.lineage import Lineage
 from kvactors.storage.backends.base import (
     Backend,
@@ -20,15 +22,31 @@ from kvactors.storage.backends.base import (
 )
 from kvactors.storage.backends.file import FileBackend
 from kvactors.storage.messages import Outcome
+from kvactors.testing.fault import LASTING, Fault, Kind
+from kvactors.testing.gate import SLOWER, Gate, Latency, instant
 
-FaultMode = Literal["", "down", "hang", "fail_every", "lose_answers"]
-StoreFaultMode = Literal["", "down", "full", "slow"]
+FaultMode = Literal["", "down", "hang", "slow", "fail_every", "lose_answers"]
+FAULT_MODES: dict[Kind, FaultMode] = {
+    "sink_down": "down",
+    "sink_hang": "hang",
+    "sink_slow": "slow",
+    "sink_fail_every": "fail_every",
+    "sink_lose_answers": "lose_answers",
+}
 
 
 class FaultySink(Sink):
-    """A sink around another. fault_mode: down (refuses every call), hang (never answers),
-    fail_every (refuses every n-th call), lose_answers (carries out the call and then fails), or
-    nothing. calls: number of calls."""
+    """A sink around another: the injector of the sinks' seam.
+
+    Attributes:
+        fault_mode: down (refuses every call), hang (never answers), slow (every call takes `delay`
+            seconds more), fail_every (refuses every `every`-th call), lose_answers (carries out the
+            call and then fails), or empty.
+        twice: every delivery arrives twice.
+        calls: number of calls.
+        troubled: calls that met a fault_mode.
+        doubled: deliveries that arrived twice.
+    """
 
     def __init__(self, inner: Sink) -> None:
         self.inner = inner
@@ -44,7 +62,9 @@ class FaultySink(Sink):
         self.resync_interval = inner.resync_interval
         self.fault_mode: FaultMode = ""
         self.every = 2
-        self.calls = 0
+        self.delay = 0.0
+        self.twice = False
+        self.calls = self.troubled = self.doubled = 0
 
     @property
     def view(self) -> Any:
@@ -82,17 +102,55 @@ class FaultySink(Sink):
     async def deliver(self, tasks: Sequence[FlushTask]) -> None:
         """See `Sink.deliver`."""
         await self._before()
-        await self.inner.deliver(tasks)
+        await self._pass_on(tasks)
+        if self.twice:
+            self.doubled += 1
+            await self._pass_on(tasks)
         self._after()
 
     async def close(self) -> None:
         """See `Sink.close`."""
         await self.inner.close()
 
+    async def inject(self, fault: Fault) -> None:
+        """See `Injectable`: sink_down, sink_hang, sink_slow, sink_fail_every, sink_lose_answers,
+        sink_duplicate, sink_lose_state."""
+        if fault.kind == "sink_duplicate":
+            self.twice = True
+        elif fault.kind == "sink_lose_state":
+            self.lose_state()
+        else:
+            self.every, self.delay = fault.every, fault.delay or 0.0
+            self.fault_mode = FAULT_MODES[fault.kind]
+
+    async def recover(self, fault: Fault) -> None:
+        """See `Injectable`."""
+        if fault.kind != "sink_lose_state":
+            self.heal()
+
+    def heal(self) -> None:
+        """End every fault."""
+        self.fault_mode = ""
+        self.twice = False
+
+    def lose_state(self) -> None:
+        """Empty the index behind the sink: a sink in memory, or a stand-in of AttentionStore."""
+        inner: Any = self.inner
+        if isinstance(inner, MemorySink):
+            inner.lose_state()
+        else:
+            inner.sdk.connection.service.resident.clear()
+
+    async def _pass_on(self, tasks: Sequence[FlushTask]) -> None:
+        await self.inner.deliver(tasks)
+
     async def _before(self) -> None:
         self.calls += 1
+        self.troubled += bool(self.fault_mode)
         if self.fault_mode == "hang":
             await anyio.sleep_forever()
+        if self.fault_mode == "slow":
+            await anyio.sleep(self.delay)
         if self.fault_mode == "down" or (
             self.fault_mode == "fail_every" and self.calls % self.every == 0
         ):
@@ -101,6 +159,98 @@ class FaultySink(Sink):
     def _after(self) -> None:
         if self.fault_mode == "lose_answers":
             raise SinkError(f"sink {self.name!r} was set to lose its answer")
+
+
+class StoreFaults:
+    """Faults of one store: the injector of the stores' seam.
+
+    Attributes:
+        latency: seconds of each call.
+        slower: seconds more of each call.
+        gate: calls hang while it is shut.
+        down: nothing can be read or written.
+        full: nothing can be written.
+        troubled: calls that met any of these faults.
+        flipped, vanished: objects damaged and removed so far.
+    """
+
+    def __init__(self, latency: Latency = instant) -> None:
+        self.latency = latency
+        self.gate = Gate()
+        self.down = self.full = False
+        self.slower = 0.0
+        self.troubled = self.flipped = self.vanished = 0
+
+    async def delay(self) -> None:
+        """Wait as long as one call takes."""
+        self.troubled += self.slower > 0 or self.gate.shut or self.down
+        await asyncio.sleep(self.latency() + self.slower)
+        await self.gate.passed()
+
+    async def inject(self, fault: Fault) -> None:
+        """See `Injectable`: store_down, store_slow, store_hang, disk_full, and those of
+        `damage`."""
+        if fault.kind == "store_slow":
+            self.slower = SLOWER * fault.amount if fault.delay is None else fault.delay
+        elif fault.kind == "store_hang":
+            self.gate.close()
+        elif fault.kind == "store_down":
+            self.down = True
+        elif fault.kind == "disk_full":
+            self.full = True
+        else:
+            self.damage(fault)
+
+    def damage(self, fault: Fault) -> None:
+        """Damage objects at once.
+
+        Raises:
+            ValueError: this store has no such fault.
+        """
+        raise ValueError(f"{fault.kind} is no fault of this store")
+
+    async def recover(self, fault: Fault) -> None:
+        """See `Injectable`."""
+        if fault.kind in ("store_down", "store_slow", "store_hang", "disk_full"):
+            self.heal()
+
+    def heal(self) -> None:
+        """End every fault. Damaged objects stay damaged."""
+        self.down = self.full = False
+        self.slower = 0.0
+        self.gate.open()
+
+
+class BackendFaults(StoreFaults):
+    """Faults of a store around which a `FaultyBackend` is. A new lasting fault replaces the last
+    one.
+
+    Args:
+        backend: the store.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__()
+        self.backend = backend
+
+    async def delay(self) -> None:
+        """See `StoreFaults.delay`. Without a fault, nothing is awaited."""
+        if self.slower:
+            await anyio.sleep(self.slower)
+        await self.gate.passed()
+
+    async def inject(self, fault: Fault) -> None:
+        """See `StoreFaults.inject`."""
+        if fault.kind in LASTING:
+            self.heal()
+        await super().inject(fault)
+
+    def damage(self, fault: Fault) -> None:
+        """See `StoreFaults.damage`: bit_flip, of a file store."""
+        if fault.kind != "bit_flip" or not isinstance(self.backend, FileBackend):
+            super().damage(fault)
+        else:
+            self.flipped += corrupt_objects(self.backend, fault.every)
 
 
 class Inner:
@@ -114,9 +264,11 @@ class Inner:
 
 
 class FaultyBackend(Backend):
-    """A store around another, which gets every call that no fault keeps from it. fault_mode: down
-    (nothing can be had), full (nothing can be written), slow (every call takes `delay` seconds
-    more), or nothing."""
+    """A store around another, which gets every call that no fault keeps from it.
+
+    Attributes:
+        faults: the injector.
+    """
 
     open: Any = Inner()
     attach: Any = Inner()
@@ -148,24 +300,19 @@ class FaultyBackend(Backend):
         self.keeps_lineages = inner.keeps_lineages
         self.counters = inner.counters
         self.paths = inner.paths
-        self.fault_mode: StoreFaultMode = ""
-        self.delay = 0.0
-
-    async def _pause(self) -> None:
-        if self.fault_mode == "slow":
-            await anyio.sleep(self.delay)
+        self.faults = BackendFaults(inner)
 
     async def _refuse_read(self, keys: Sequence[bytes]) -> ReadReport | None:
-        await self._pause()
-        if self.fault_mode != "down":
+        await self.faults.delay()
+        if not self.faults.down:
             return None
         return ReadReport(self._all(keys, Outcome.UNAVAILABLE), [])
 
     async def _refuse_write(self, keys: Sequence[bytes]) -> WriteReport | None:
-        await self._pause()
-        if self.fault_mode not in ("down", "full"):
+        await self.faults.delay()
+        if not (self.faults.down or self.faults.full):
             return None
-        outcome = Outcome.UNAVAILABLE if self.fault_mode == "down" else Outcome.NO_SPACE
+        outcome = Outcome.UNAVAILABLE if self.faults.down else Outcome.NO_SPACE
         return WriteReport(self._all(keys, outcome), [])
 
     def _all(self, keys: Sequence[bytes], outcome: Outcome) -> bytes:
@@ -175,12 +322,12 @@ class FaultyBackend(Backend):
 
     def probe(self, keys: Sequence[bytes]) -> int | None:
         """See `Backend.probe`."""
-        return 0 if self.fault_mode == "down" else self.inner.probe(keys)
+        return 0 if self.faults.down else self.inner.probe(keys)
 
     async def ask(self, keys: Sequence[bytes], expired: Expired) -> int:
         """See `Backend.ask`."""
-        await self._pause()
-        return 0 if self.fault_mode == "down" else await self.inner.ask(keys, expired)
+        await self.faults.delay()
+        return 0 if self.faults.down else await self.inner.ask(keys, expired)
 
     async def read(
         self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from kvactors.testing.fault import Fault
 from kvactors.testing.loop import SimLoop
-from kvactors.testing.plan import Fault
 
 
 class Injectable(Protocol):

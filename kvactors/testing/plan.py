@@ -5,17 +5,18 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from kvactors.config import convert, read_toml
 from kvactors.errors import ConfigError
+from kvactors.testing.fault import LASTING, STEPPED, Fault, Kind
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
-Kind = Literal[
+DRAWN: tuple[Kind, ...] = (
     "copy_fail",
     "copy_slow",
     "copy_hang",
@@ -36,37 +37,9 @@ Kind = Literal[
     "actor_crash",
     "cancel",
     "clock_jump",
-]
-KINDS: tuple[Kind, ...] = get_args(Kind)
-
-STEPPED: frozenset[Kind] = frozenset({"actor_crash", "cancel"})
-"""Kinds whose moment is a count: of an actor's turns, of a client's awaits."""
-
-LASTING: frozenset[Kind] = frozenset(KINDS) - {
-    "copy_fail",
-    "torn_write",
-    "bit_flip",
-    "object_lost",
-    "rank_cut",
-    "actor_crash",
-}
-"""Kinds for which `duration` means something: how long it lasts, by how much the clock jumps, how
-long an await goes on before its cancellation."""
-
-
-class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One thing that goes wrong.
-
-    at: virtual second since the work began, or, of an actor_crash or cancel, which turn or await
-    (from 1 on). target: an actor's or sink's name, the number of a rank or client, the first if
-    empty. duration: seconds. amount: pairs, writes or objects concerned.
-    """
-
-    kind: Kind
-    at: float = 0.0
-    target: str = ""
-    duration: float = 0.0
-    amount: int = 1
+)
+"""The kinds that plans are drawn from. A seed draws the same plan as long as the list is the
+same."""
 
 
 class Targets(NamedTuple):
@@ -157,7 +130,7 @@ def possible(targets: Targets) -> list[Kind]:
         }
     if targets.direct:
         without |= {"torn_write", "bit_flip", "disk_full"}
-    return [kind for kind in KINDS if kind not in without]
+    return [kind for kind in DRAWN if kind not in without]
 
 
 def draw(rng: random.Random, count: int, targets: Targets) -> FaultPlan:

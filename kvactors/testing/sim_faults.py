@@ -4,17 +4,17 @@ does it at its times."""
 from __future__ import annotations
 
 import random
-from typing import get_args
 
 from kvactors.cache import KVCache
 from kvactors.testing.fakes import SimBackend, SimExecutor, SimSink
+from kvactors.testing.fault import KINDS, Fault, Kind
 from kvactors.testing.injection import Injectable, Injector
-from kvactors.testing.plan import Fault, FaultPlan, Kind, Targets, draw
+from kvactors.testing.plan import FaultPlan, Targets, draw
 
 FAR = frozenset({"actor_crash", "cancel", "rank_silent", "rank_cut", "rank_lost"})
 """Kinds of faults that do not apply to a cache of one process used through its public API."""
 
-NEAR: tuple[Kind, ...] = tuple(kind for kind in get_args(Kind) if kind not in FAR)
+NEAR: tuple[Kind, ...] = tuple(kind for kind in KINDS if kind not in FAR)
 """The kinds that apply to such a cache."""
 
 

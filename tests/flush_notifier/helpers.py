@@ -18,6 +18,7 @@ from kvactors.flush_notifier.steps import finish
 from kvactors.flush_notifier.tasks import DeliveryBatch
 from kvactors.identity import block_hash
 from kvactors.sink_config import MemorySinkConfig
+from kvactors.testing.faults import FaultySink
 from kvactors.types import ALL_TIERS, KEY_BYTES, Reason, Tier, join_keys, key_at, split_keys
 
 BLOCK = 2
@@ -103,6 +104,11 @@ def settle(book: Ledger, sink: int = 0):
     batch = take(book, sink, 10**6, 1)
     delivered(book, sink, batch)
     return batch.tasks
+
+
+def faulty(name: str, **config) -> FaultySink:
+    """A sink in memory that can be made to fail."""
+    return FaultySink(memory(name, **config))
 
 
 class Wired:

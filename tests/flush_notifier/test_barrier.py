@@ -17,7 +17,7 @@ from kvactors.sink_config import MemorySinkConfig
 from kvactors.testing.faults import FaultySink
 from kvactors.testing.loop import simulate
 from kvactors.types import Reason, Tier
-from tests.flush_notifier.helpers import Wired, announced, memory, names
+from tests.flush_notifier.helpers import Wired, announced, faulty, names
 
 CONFIG = Config.from_mapping(
     {
@@ -106,7 +106,7 @@ async def test_closing_delivers_to_sinks_that_respond_and_does_not_wait_for_othe
         lease = await cache.acquire("last", [9] * 8)
         await lease.commit(8)
         await lease.finish()
-        slow.inner.hang = 0.05
+        slow.fault_mode, slow.delay = "slow", 0.05
     assert len(slow.view()[Tier.DEVICE]) == 5
     assert asyncio.get_running_loop().time() - began < 1.5, "nobody waited for the dead one"
 
@@ -114,11 +114,11 @@ async def test_closing_delivers_to_sinks_that_respond_and_does_not_wait_for_othe
 async def test_the_barrier_covers_corrections_of_an_unfinished_call():
     """A block is evicted while its arrival is being sent: a barrier asked then ends after the
     correction."""
-    slow = memory("slow")
+    slow = faulty("slow")
     wired = Wired(slow, timeout=5.0)
     async with wired.running():
         await wired.settle()
-        slow.hang = 0.1
+        slow.fault_mode, slow.delay = "slow", 0.1
         await wired.tell(announced(1, 2))
         await asyncio.sleep(0.02)
         await wired.tell(BlocksRemoved(names(1, 2)[1], Tier.DEVICE, Reason.DEVICE_DROP))

@@ -21,13 +21,14 @@ from tests.flush_notifier.helpers import (
     ROOT,
     Wired,
     announced,
+    faulty,
     finished,
     memory,
     names,
     path,
 )
 
-FAULTS = {"failing": True, "hang": 10.0, "fail_every": 2, "lose_answers": True}
+FAULTS = ("down", "hang", "fail_every", "lose_answers")
 NOTHING = {tier: set() for tier in Tier}
 
 
@@ -42,17 +43,17 @@ async def until(condition):
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_a_misbehaving_sink_neither_delays_the_other_nor_loses_anything(fault):
     wired = Wired(
-        batch=8, timeout=0.5 if fault == "hang" else 10.0
+        memory("good"), faulty("bad"), batch=8, timeout=0.5 if fault == "hang" else 10.0
     )  # the good sink answers within it on a busy machine
     good, bad = wired.sinks
-    setattr(bad, fault, FAULTS[fault])
+    bad.fault_mode = fault
     async with wired.running():
         for i in range(20):
             await wired.tell(announced(i, i + 1, i + 2))
         await until(lambda: len(good.view()[Tier.DEVICE]) == 60)
         await wired.tell(BlocksRemoved(path(0, 1, 2)[1], Tier.DEVICE, Reason.DEVICE_DROP))
         await until(lambda: bad.calls >= 3)
-        bad.failing, bad.hang, bad.lose_answers = False, 0.0, False
+        bad.fault_mode = ""
         await wired.settle()
         assert bad.view() == good.view()
         assert len(good.view()[Tier.DEVICE]) == 57
@@ -62,43 +63,43 @@ async def test_a_misbehaving_sink_neither_delays_the_other_nor_loses_anything(fa
 
 
 async def test_only_the_difference_is_sent_after_an_outage():
-    sink = memory("one")
+    sink = faulty("one")
     wired = Wired(sink)
     async with wired.running():
         await wired.tell(announced(1, 2))
         await wired.settle()
-        told = len(sink.tasks)
-        sink.failing = True
+        told = len(sink.inner.tasks)
+        sink.fault_mode = "down"
         await wired.tell(announced(9))
         await until(lambda: sink.calls >= 4)
         for i in range(10, 30):
             await wired.tell(
                 announced(i), BlocksRemoved(path(i)[1], Tier.DEVICE, Reason.DEVICE_DROP)
             )
-        sink.failing = False
+        sink.fault_mode = ""
         await wired.settle()
-        assert [task.keys for task in list(sink.tasks)[told:]] == [path(9)[1]]
+        assert [task.keys for task in list(sink.inner.tasks)[told:]] == [path(9)[1]]
         (statistics,) = wired.actor.sinks.statistics()
         assert statistics.coalesced == 20
 
 
 async def test_a_batch_whose_answer_was_lost_is_corrected():
-    sink = memory("one")
+    sink = faulty("one")
     wired = Wired(sink)
     async with wired.running():
         await wired.settle()
-        sink.lose_answers = True
+        sink.fault_mode = "lose_answers"
         await wired.tell(announced(1))
         await until(lambda: sink.view()[Tier.DEVICE])
         await wired.tell(BlocksRemoved(path(1)[1], Tier.DEVICE, Reason.DEVICE_DROP))
-        sink.lose_answers = False
+        sink.fault_mode = ""
         await wired.settle()
         assert sink.view() == NOTHING
 
 
 async def test_a_failed_sink_is_tried_less_and_less_often():
-    sink = memory("one")
-    sink.failing = True
+    sink = faulty("one")
+    sink.fault_mode = "down"
     wired = Wired(sink, retry_min=0.01, retry_max=0.08)
     async with wired.running():
         times: list[float] = []
@@ -109,13 +110,13 @@ async def test_a_failed_sink_is_tried_less_and_less_often():
         assert times[-1] - times[0] >= 0.9 * (0.01 + 0.02 + 0.04 + 0.08 + 0.08), (
             "a back-off of 10, 20, 40, 80, 80 ms"
         )
-        sink.failing = False
+        sink.fault_mode = ""
         await wired.settle()
 
 
 async def test_a_failed_sink_does_not_make_the_system_look_busy():
-    sink = memory("one")
-    sink.hang = 10.0
+    sink = faulty("one")
+    sink.fault_mode = "hang"
     wired = Wired(sink, timeout=5.0)
     async with wired.running():
         await wired.tell(announced(1))
@@ -127,8 +128,8 @@ async def test_a_failed_sink_does_not_make_the_system_look_busy():
 
 
 async def test_settle_waits_for_every_sink_and_no_longer_than_its_deadline():
-    wired = Wired()
-    wired.sinks[1].failing = True
+    wired = Wired(memory("good"), faulty("bad"))
+    wired.sinks[1].fault_mode = "down"
     async with wired.running():
         await wired.tell(announced(1))
         for _ in range(3):
@@ -138,7 +139,7 @@ async def test_settle_waits_for_every_sink_and_no_longer_than_its_deadline():
         await asyncio.sleep(0.1)
         assert not asker.done()
         assert wired.actor.statistics().open_replies == 1, "those who gave up are forgotten"
-        wired.sinks[1].failing = False
+        wired.sinks[1].fault_mode = ""
         await asker
         assert wired.sinks[1].view()[Tier.DEVICE] == set(names(1))
 
@@ -210,12 +211,12 @@ async def test_statistics_count_tasks_and_blocks():
 
 
 async def test_a_new_incarnation_begins_a_new_epoch_and_then_takes_new_reports():
-    wired = Wired()
+    wired = Wired(memory("good"), faulty("bad"))
     good, bad = wired.sinks
     async with wired.running():
         await wired.tell(announced(1, 2), announced(3))
         await wired.settle()
-        bad.hang = 10.0
+        bad.fault_mode = "hang"
         await wired.tell(announced(4))
         asker = asyncio.create_task(wired.settle())
         await until(lambda: len(good.view()[Tier.DEVICE]) == 4)
@@ -224,10 +225,10 @@ async def test_a_new_incarnation_begins_a_new_epoch_and_then_takes_new_reports()
         )  # a fault: the notifier fails
         with pytest.raises(ActorFailed):
             await asker
-        bad.hang = 0.0
+        bad.fault_mode = ""
         await until(lambda: wired.actor.incarnation == 1)
         await wired.settle()
-        assert good.epochs == bad.epochs == [100, 101]
+        assert good.epochs == bad.inner.epochs == [100, 101]
         assert good.view() == bad.view() == NOTHING
         await wired.tell(announced(1, 2))
         await wired.settle()
@@ -236,16 +237,16 @@ async def test_a_new_incarnation_begins_a_new_epoch_and_then_takes_new_reports()
 
 
 async def test_a_begin_that_fails_comes_again_before_any_task():
-    sink = memory("one")
-    sink.failing = True
+    sink = faulty("one")
+    sink.fault_mode = "down"
     wired = Wired(sink)
     async with wired.running():
         await wired.tell(announced(1))
         await until(lambda: sink.calls >= 3)
-        assert sink.epochs == []
-        sink.failing = False
+        assert sink.inner.epochs == []
+        sink.fault_mode = ""
         await wired.settle()
-        assert sink.epochs == [100]
+        assert sink.inner.epochs == [100]
         assert sink.view()[Tier.DEVICE] == set(names(1))
 
 

@@ -15,7 +15,7 @@ from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.storage.device_store import StorageDirect
 from kvactors.storage.reader import StorageReader
 from kvactors.storage.writer import StorageWriter
-from kvactors.testing.plan import KINDS
+from kvactors.testing.plan import DRAWN
 
 ACTORS: tuple[type[Actor], ...] = (
     PrefixIndex,
@@ -154,7 +154,7 @@ def universe() -> dict[str, list[str]]:
         }
     )
     return {
-        "faults": [f"fault {kind}" for kind in KINDS if kind != "actor_crash"],
+        "faults": [f"fault {kind}" for kind in DRAWN if kind != "actor_crash"],
         "faults met": [f"met {what}" for what in MET],
         "messages": told,
         "outcomes": [

@@ -10,7 +10,7 @@ from hypothesis import settings as hypothesis_settings
 
 from kvactors.errors import ConfigError
 from kvactors.testing.plan import (
-    KINDS,
+    DRAWN,
     STEPPED,
     Fault,
     FaultPlan,
@@ -74,7 +74,7 @@ def test_every_possible_kind_is_drawn_and_aims_at_what_is_there():
         assert {fault.kind for fault in plan.fault} == set(possible(targets))
         assert all(fault.target in aims(fault.kind, targets) for fault in plan.fault)
         assert [fault.at for fault in plan.fault] == sorted(fault.at for fault in plan.fault)
-    assert set(possible(ALL)) | set(possible(LOCAL)) == set(KINDS)
+    assert set(possible(ALL)) | set(possible(LOCAL)) == set(DRAWN)
 
 
 def test_absent_components_have_no_faults():

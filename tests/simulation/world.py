@@ -31,9 +31,9 @@ from kvactors.testing.fakes import (
     SimSink,
     latency,
 )
-from kvactors.testing.fakes.store import StoreFaults
+from kvactors.testing.fault import STEPPED, Fault
+from kvactors.testing.faults import StoreFaults
 from kvactors.testing.injection import Injectable, Injector
-from kvactors.testing.plan import STEPPED, Fault
 from kvactors.threads import Workers
 from tests.simulation.draw import INDEX, Draw
 from tests.simulation.engine import Engine

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 
 import kvactors
 from kvactors import Config, KVCache, Lease
+from kvactors.flush_notifier.sinks import Sink
 from kvactors.testing.rest import problems_at_rest
 
 Table = Mapping[str, Any]
@@ -46,10 +47,12 @@ def prompt(seed: int, blocks: int, *, tail: int = 0) -> list[int]:
 
 
 @asynccontextmanager
-async def opened(*, inline: bool = False, **kwargs: Any) -> AsyncIterator[KVCache]:
+async def opened(
+    *, inline: bool = False, given: Sequence[Sink] = (), **kwargs: Any
+) -> AsyncIterator[KVCache]:
     """A cache that is checked when the block ends: nothing referenced, pools add up, every sink's
-    view equals the tiers."""
-    async with kvactors.open(settings(**kwargs), inline_copies=inline) as cache:
+    view equals the tiers. given: sinks beside those of the settings."""
+    async with kvactors.open(settings(**kwargs), sinks=given, inline_copies=inline) as cache:
         yield cache
         assert await problems_at_rest(cache, 10) == []
 

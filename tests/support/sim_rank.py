@@ -13,9 +13,9 @@ from kvactors.data_plane.ranks.listening import Listener, connect
 from kvactors.data_plane.ranks.worker import serve_rank
 from kvactors.layout import make_layout
 from kvactors.testing.fakes.copies import SimDevice
-from kvactors.testing.fakes.gate import Gate, Latency, instant
 from kvactors.testing.fakes.store import SimBackend
-from kvactors.testing.plan import Fault
+from kvactors.testing.fault import Fault
+from kvactors.testing.gate import Gate, Latency, instant
 
 
 class SimRank:

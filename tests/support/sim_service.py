@@ -12,7 +12,8 @@ from typing import Any
 
 from kvactors.errors import SdkError
 from kvactors.testing.attentionstore_sdk import services
-from kvactors.testing.fakes.store import StoreFaults
+from kvactors.testing.fault import Fault
+from kvactors.testing.faults import StoreFaults
 
 
 class SimService(StoreFaults):
@@ -27,6 +28,12 @@ class SimService(StoreFaults):
         await super().delay()
         if self.down:
             raise SdkError("AttentionStore: the service is down")
+
+    def damage(self, fault: Fault) -> None:
+        """See `StoreFaults.damage`: object_lost."""
+        if fault.kind != "object_lost":
+            super().damage(fault)
+        self.lose(fault.amount)
 
     def lose(self, count: int) -> int:
         """Remove the oldest paths behind the clients' back. Returns their number."""

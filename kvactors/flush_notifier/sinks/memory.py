@@ -7,8 +7,6 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
-import anyio
-
 from kvactors.errors import SinkError
 from kvactors.flush_notifier.blocks import HeldBlock
 from kvactors.flush_notifier.messages import FlushTask
@@ -28,10 +26,6 @@ class MemorySink(Sink):
         counts: tasks by residency.
         epochs: in the order in which they began.
         calls: number of calls.
-        failing: refuse every call.
-        fail_every: refuse every n-th call.
-        hang: seconds that every call takes.
-        lose_answers: apply every call and then fail.
     """
 
     def __init__(self, config: MemorySinkConfig, block_size: int) -> None:
@@ -39,20 +33,15 @@ class MemorySink(Sink):
         self.tasks: deque[FlushTask] = deque(maxlen=KEEP)
         self.counts: Counter[Residency] = Counter()
         self.epochs: list[int] = []
-        self.failing = False
-        self.fail_every = 0
-        self.hang = 0.0
-        self.lose_answers = False
         self.calls = 0
         self._held: dict[Tier, set[bytes]] = {tier: set() for tier in Tier}
         self._blocks: dict[bytes, HeldBlock] = {}  # of the blocks that are held
 
     async def begin_epoch(self, epoch: int) -> None:
         """See `Sink.begin_epoch`."""
-        await self._before()
+        self.calls += 1
         self.epochs.append(epoch)
         self.lose_state()
-        self._after()
 
     async def deliver(self, tasks: Sequence[FlushTask]) -> None:
         """See `Sink.deliver`.
@@ -60,12 +49,11 @@ class MemorySink(Sink):
         Raises:
             SinkError: a task is malformed or contradicts an earlier one. No task was applied.
         """
-        await self._before()
+        self.calls += 1
         for task in tasks:
             self._validate(task)
         for task in tasks:
             self._apply(task)
-        self._after()
 
     def lose_state(self) -> None:
         """Hold nothing, as an index that was restarted without its senders noticing."""
@@ -127,14 +115,3 @@ class MemorySink(Sink):
         for key, block in self._blocks_of(task, split_keys(task.keys)).items():
             if self._blocks.get(key, block) != block:
                 raise SinkError(f"sink {self.name!r}: block {key.hex()} was sent with another path")
-
-    async def _before(self) -> None:
-        self.calls += 1
-        if self.hang:
-            await anyio.sleep(self.hang)
-        if self.failing or (self.fail_every and self.calls % self.fail_every == 0):
-            raise SinkError(f"sink {self.name!r} is set to fail")
-
-    def _after(self) -> None:
-        if self.lose_answers:
-            raise SinkError(f"sink {self.name!r} is set to lose its answers")

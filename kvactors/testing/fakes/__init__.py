@@ -2,9 +2,9 @@
 time and fail on command."""
 
 from kvactors.testing.fakes.copies import SimDevice, SimExecutor
-from kvactors.testing.fakes.gate import Gate, Latency, instant, latency
 from kvactors.testing.fakes.sink import SimSink
 from kvactors.testing.fakes.store import SimBackend, SimPool
+from kvactors.testing.gate import Gate, Latency, instant, latency
 
 __all__ = [
     "Gate",

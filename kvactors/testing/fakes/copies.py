@@ -14,8 +14,8 @@ from kvactors.device.base import Device
 from kvactors.device.host import HostDevice
 from kvactors.gpu_swapper.messages import Direction
 from kvactors.layout.base import Layout
-from kvactors.testing.fakes.gate import SLOWER, Gate, Latency
-from kvactors.testing.plan import Fault
+from kvactors.testing.fault import Fault
+from kvactors.testing.gate import SLOWER, Gate, Latency
 
 
 class SimDevice(HostDevice):

@@ -3,8 +3,6 @@ that rot. It outlives its process: `close` leaves the objects, and the next `ope
 
 from __future__ import annotations
 
-import asyncio
-from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import anyio
@@ -20,59 +18,9 @@ from kvactors.storage.backends.path_source import PathSource
 from kvactors.storage.catalog import Catalog
 from kvactors.storage.inventory import OwnedInventory
 from kvactors.storage.messages import Outcome
-from kvactors.testing.fakes.gate import SLOWER, Gate, Latency, instant
-from kvactors.testing.plan import Fault
-
-
-class StoreFaults(ABC):
-    """Faults of a simulated store: the injector of the store's seam.
-
-    Attributes:
-        latency: seconds of each call.
-        slower: seconds more of each call.
-        gate: calls hang while it is shut.
-        down: nothing can be read or written.
-        troubled: calls that met any of these faults.
-        vanished: objects lost so far.
-    """
-
-    def __init__(self, latency: Latency = instant) -> None:
-        self.latency = latency
-        self.gate = Gate()
-        self.down = False
-        self.slower = 0.0
-        self.troubled = self.vanished = 0
-
-    async def delay(self) -> None:
-        """Wait as long as one call takes."""
-        self.troubled += self.slower > 0 or self.gate.shut or self.down
-        await asyncio.sleep(self.latency() + self.slower)
-        await self.gate.passed()
-
-    @abstractmethod
-    def lose(self, count: int) -> int:
-        """Remove the oldest objects behind the store's back. Returns their number."""
-
-    async def inject(self, fault: Fault) -> None:
-        """See `Injectable`: store_down, store_slow, store_hang, object_lost."""
-        if fault.kind == "store_slow":
-            self.slower = SLOWER * fault.amount
-        elif fault.kind == "store_hang":
-            self.gate.close()
-        elif fault.kind == "store_down":
-            self.down = True
-        else:
-            self.lose(fault.amount)
-
-    async def recover(self, fault: Fault) -> None:
-        """See `Injectable`."""
-        if fault.kind in ("store_down", "store_slow", "store_hang", "disk_full"):
-            self.heal()
-
-    def heal(self) -> None:
-        """End every fault. Damaged objects stay damaged."""
-        self.down, self.slower = False, 0.0
-        self.gate.open()
+from kvactors.testing.fault import Fault
+from kvactors.testing.faults import StoreFaults
+from kvactors.testing.gate import Latency, instant
 
 
 class SimDisk(StoreFaults):
@@ -81,18 +29,15 @@ class SimDisk(StoreFaults):
     Attributes:
         objects: bytes and checksum by key, in order of writing.
         lineages: of the objects, also of those removed since.
-        full: nothing can be written.
         tearing: writes still to be cut short, unnoticed.
         torn: writes cut short so far.
-        flipped: objects damaged so far.
     """
 
     def __init__(self, catalog: Catalog, latency: Latency = instant) -> None:
         super().__init__(latency)
         self.objects: dict[bytes, tuple[bytes, int]] = {}
         self.lineages: dict[bytes, Lineage] = {}
-        self.full = False
-        self.tearing = self.torn = self.flipped = 0
+        self.tearing = self.torn = 0
         self._catalog = catalog
 
     async def load(self, key: bytes, into: memoryview) -> Outcome:
@@ -182,21 +127,21 @@ class SimDisk(StoreFaults):
         self.vanished += len(chosen)
         return len(chosen)
 
-    async def inject(self, fault: Fault) -> None:
-        """See `Injectable`: beside those of every store disk_full, torn_write and bit_flip."""
-        if fault.kind == "disk_full":
-            self.full = True
-        elif fault.kind == "torn_write":
+    def damage(self, fault: Fault) -> None:
+        """See `StoreFaults.damage`: torn_write, bit_flip, object_lost."""
+        if fault.kind == "torn_write":
             self.tearing += fault.amount
         elif fault.kind == "bit_flip":
             self.flip(fault.amount)
+        elif fault.kind == "object_lost":
+            self.lose(fault.amount)
         else:
-            await super().inject(fault)
+            super().damage(fault)
 
     def heal(self) -> None:
         """See `StoreFaults.heal`."""
         super().heal()
-        self.full, self.tearing = False, 0
+        self.tearing = 0
 
 
 class SimPaths(PathSource):
