@@ -15,7 +15,9 @@ from kvactors.storage.backends import FileBackend, MemoryBackend
 from kvactors.storage.backends.base import Backend
 from kvactors.storage.backends.old_names import OldAttribute
 from kvactors.storage.messages import Outcome
-from kvactors.testing.faults import FaultyBackend, FaultySink
+from kvactors.testing.fault import Fault
+from kvactors.testing.faults import FAULT_MODES, FaultyBackend, FaultySink
+from kvactors.types import Tier
 
 ALIASES = ("told", "saw", "lost", "names", "taken", "view_of", *RENAMED)
 
@@ -81,17 +83,17 @@ async def test_what_left_a_store_is_reported_through_it(faulty):
 
 
 @pytest.mark.parametrize(
-    ("fault_mode", "read", "written"),
+    ("kind", "read", "written"),
     [
-        ("down", Outcome.UNAVAILABLE, Outcome.UNAVAILABLE),
-        ("full", Outcome.OK, Outcome.NO_SPACE),
+        ("store_down", Outcome.UNAVAILABLE, Outcome.UNAVAILABLE),
+        ("disk_full", Outcome.OK, Outcome.NO_SPACE),
     ],
 )
-async def test_a_fault_keeps_slots_and_views_from_the_store(faulty, fault_mode, read, written):
+async def test_a_fault_keeps_slots_and_views_from_the_store(faulty, kind, read, written):
     store, arena = faulty
     kept, new = bytes([1]) * 32, bytes([2]) * 32
     await store.write_slots([kept], arena, [0], lambda: False)
-    store.fault_mode = fault_mode
+    await store.faults.inject(Fault(kind))
     views = [arena.view(1)]
     for report in (
         await store.read_slots([kept], arena, [1], lambda: False),
@@ -104,4 +106,41 @@ async def test_a_fault_keeps_slots_and_views_from_the_store(faulty, fault_mode, 
     ):
         assert list(report.outcomes) == [written]
     assert not store.holds(new)
-    assert await store.ask([kept], lambda: False) == (fault_mode != "down")
+    assert await store.ask([kept], lambda: False) == (kind != "store_down")
+
+
+async def test_a_recovered_store_serves_again_and_a_new_fault_replaces_the_last(faulty):
+    store, arena = faulty
+    key = bytes([1]) * 32
+    await store.faults.inject(Fault("store_down"))
+    await store.faults.inject(Fault("disk_full"))
+    assert not store.faults.down
+    (full,) = (await store.write_slots([key], arena, [0], lambda: False)).outcomes
+    await store.faults.recover(Fault("disk_full"))
+    (written,) = (await store.write_slots([key], arena, [0], lambda: False)).outcomes
+    assert (full, written) == (Outcome.NO_SPACE, Outcome.OK)
+
+
+async def test_a_store_refuses_faults_of_other_seams(faulty):
+    store, _ = faulty
+    for kind in ("object_lost", "sink_down", "rank_cut"):
+        with pytest.raises(ValueError, match=f"{kind} is no fault of this store"):
+            await store.faults.inject(Fault(kind))
+
+
+@pytest.mark.parametrize("kind", sorted(FAULT_MODES))
+async def test_a_sink_fails_as_injected_and_recovers(kind):
+    sink = FaultySink(MemorySink(MemorySinkConfig(), 4))
+    await sink.inject(Fault(kind, every=1, delay=0.0))
+    assert sink.fault_mode == FAULT_MODES[kind]
+    await sink.recover(Fault(kind))
+    assert sink.fault_mode == ""
+    await sink.begin_epoch(1)
+    assert sink.inner.epochs == [1]
+
+
+async def test_an_index_that_loses_its_state_is_empty_at_once():
+    sink = FaultySink(MemorySink(MemorySinkConfig(), 4))
+    sink.inner._held[Tier.DEVICE].add(bytes(32))
+    await sink.inject(Fault("sink_lose_state"))
+    assert not any(sink.view().values())

@@ -196,7 +196,9 @@ class SimBackend(Backend):
         self.catalog, self.pending = inventory.catalog, inventory.pending
         self.disk = SimDisk(inventory.catalog, latency)
         self.paths = SimPaths(self.disk)
-        self._batches = OwnedBatches(self.disk, inventory, self.counters, self.record_outcomes)
+        self._batches = OwnedBatches(
+            self.disk, inventory, self.counters, self.record_outcomes, block_bytes
+        )
 
     async def open(self) -> None:
         """Find the objects that are there."""
