@@ -29,7 +29,10 @@ AWAITED = 1.0
 """Seconds that a fetched block waits for the engine to ask again before it can be evicted."""
 
 RETRY = 5.0
-"""Seconds between two look-ups that try a store which does not work."""
+"""Seconds after which a store that does not work, or a key whose fetch failed, is tried again."""
+
+FAILED = 4096
+"""Keys at most whose last fetch failed."""
 
 
 class StorageMoves:
@@ -63,6 +66,7 @@ class StorageMoves:
         self._queued: dict[bytes, HostBlock] = {}  # fetches that were not submitted
         self._in_flight: dict[Hashable, list[HostBlock]] = {}
         self._late: set[bytes] = set()  # keys whose fetch takes longer than the store's timeout
+        self._failed: dict[bytes, float] = {}  # fetches that failed, and when to try again
         self._started: dict[Hashable, float] = {}  # of fetches
         self._announced: set[bytes] = set()  # stored keys that an event named
         self._job = 0
@@ -74,7 +78,7 @@ class StorageMoves:
     def lookup(self, key: bytes) -> Lookup:
         """Where a key is that has no host slot. A stored key gets one, and its fetch is queued."""
         storage = self.storage
-        if not storage.contains(key) or self._slots.is_taken(key) or not self._works():
+        if not storage.contains(key) or self._slots.is_taken(key) or not self._works(key):
             return MISS
         self._record_stored([key])
         evicted = self._slots.make_room(1)
@@ -92,12 +96,13 @@ class StorageMoves:
             self._submit_fetches()
         return MISS if key in self._late else PENDING
 
-    def _works(self) -> bool:
-        """Whether the store may be given work. One that fails is tried from time to time."""
-        if not self.storage.trouble:
+    def _works(self, key: bytes) -> bool:
+        """Whether the store may be asked for a key. A failure is tried again after a while."""
+        trouble = self.storage.trouble
+        if not trouble and key not in self._failed:
             return True
         now = time.monotonic()
-        if now < self._retry_at:
+        if now < self._failed.get(key, 0.0) or (trouble and now < self._retry_at):
             return False
         self._retry_at = now + RETRY
         return True
@@ -178,6 +183,7 @@ class StorageMoves:
         if self._late:
             self._late.difference_update(result.keys)
         failed = frozenset(i for i, ok in enumerate(result.ok) if not ok)
+        self._note_failures(result)
         landed = [block.hash for block in self._slots.tier.land(blocks, failed)]
         self._counters.fetched += len(landed)
         self._counters.failed_fetches += len(failed)
@@ -189,11 +195,23 @@ class StorageMoves:
         self._record_removed(result.removed, Reason.CORRUPT)
         self._events.record(Tier.HOST, True, landed, Reason.LOAD)
 
+    def _note_failures(self, result: StorageResult) -> None:
+        """A key whose fetch failed is a miss for a while, so that no request waits for it."""
+        again = time.monotonic() + RETRY
+        for key, ok in zip(result.keys, result.ok, strict=True):
+            self._failed.pop(key, None)
+            if not ok:
+                self._failed[key] = again
+        while len(self._failed) > FAILED:
+            del self._failed[next(iter(self._failed))]
+
     def _saved(self, result: StorageResult, blocks: list[HostBlock]) -> None:
         self._saving -= len(blocks)
         for block in blocks:
             self._slots.tier.unpin(block)
         saved = [key for key, ok in zip(result.keys, result.ok, strict=True) if ok]
+        for key in saved:
+            self._failed.pop(key, None)
         self._counters.saved += len(saved)
         self._counters.failed_saves += len(blocks) - len(saved)
         self._counters.saved_bytes += result.nbytes

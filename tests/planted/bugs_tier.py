@@ -1,0 +1,125 @@
+"""Planted bugs of the tiers for engines: `TierCache`, its storage and its copies. See `catalogue`."""
+
+from __future__ import annotations
+
+from mutation import Mutation
+
+HOST = "tests/tier_cache/test_host_tier.py::"
+STORAGE = "tests/tier_cache/test_storage.py::"
+TIER = "tests/tier_cache/test_storage_tier.py::"
+
+BUGS: tuple[Mutation, ...] = (
+    Mutation(
+        "hit_evicted_within_its_step",
+        "tier_cache/slot_table.py",
+        "        self.held.add(key)\n",
+        "",
+        "a key that was answered HIT is evicted before the engine can pin it, and the engine dies",
+        (HOST + "test_a_hit_is_not_evicted_before_the_end_of_the_step",),
+    ),
+    Mutation(
+        "reset_frees_a_key_in_flight",
+        "tier_cache/slot_table.py",
+        "return key in self._blocks or key in self._stores or key in self._loads",
+        "return key in self._blocks",
+        "after a reset a completion of the old copy is taken for the new one of the same key",
+        (HOST + "test_a_slot_in_use_at_a_reset_is_free_when_its_copy_ends",),
+    ),
+    Mutation(
+        "parents_in_a_circle",
+        "tier_cache/slot_table.py",
+        "        if key in self._named:\n",
+        "        if False:\n",
+        "keys that name each other as parents keep their slots for good",
+        (HOST + "test_keys_that_name_each_other_as_parents_can_be_evicted",),
+    ),
+    Mutation(
+        "older_parent_is_never_a_victim",
+        "cpu_evictor/slots.py",
+        "block = self.blocks[block.parent] if block.parent in passed else None",
+        "block = None",
+        "a block that is older than its children is evicted only by chance",
+        (
+            HOST + "test_a_child_is_evicted_before_its_parent",
+            "tests/cpu_evictor/test_slots.py::test_a_parent_is_a_victim_only_after_its_children",
+        ),
+    ),
+    Mutation(
+        "failed_fetch_is_a_hit",
+        "tier_cache/storage_moves.py",
+        "failed = frozenset(i for i, ok in enumerate(result.ok) if not ok)",
+        "failed = frozenset[int]()",
+        "a corrupt object becomes a HIT, and the engine computes with its bytes",
+        (STORAGE + "test_damaged_objects_are_misses_and_can_be_stored_again",),
+    ),
+    Mutation(
+        "failed_fetch_is_tried_again_and_again",
+        "tier_cache/storage_moves.py",
+        "                self._failed[key] = again\n",
+        "                pass\n",
+        "a request waits without end for an object that cannot be read",
+        (TIER + "test_no_request_waits_for_an_object_that_cannot_be_read",),
+    ),
+    Mutation(
+        "fetch_that_hangs_is_pending",
+        "tier_cache/storage_moves.py",
+        "            self._late.update(block.hash for block in self._in_flight[job])\n",
+        "",
+        "a request waits as long as a disk that hangs",
+        (TIER + "test_a_fetch_that_hangs_is_a_miss_and_its_slot_stays_withheld",),
+    ),
+    Mutation(
+        "fetched_key_is_not_spared",
+        "tier_cache/storage_moves.py",
+        "            self._slots.awaited[key] = until\n",
+        "            pass\n",
+        "two requests with more blocks than slots evict each other's fetched blocks without end",
+        (TIER + "test_a_fetched_key_is_spared_until_it_is_asked_for",),
+    ),
+    Mutation(
+        "identity_is_not_in_the_fingerprint",
+        "tier_cache/settings.py",
+        '"identity": dict(self.identity)',
+        '"identity": {}',
+        "an engine with another hash seed or dtype finds the bytes of the former one",
+        (STORAGE + "test_blocks_of_another_identity_are_not_found",),
+    ),
+    Mutation(
+        "views_are_not_checked",
+        "storage/backends/views.py",
+        "view.nbytes != block_bytes or ",
+        "",
+        "a store takes the memory behind a short view, or writes over it",
+        (
+            "tests/storage/test_views.py::test_unfit_views_are_not_written_and_evict_nothing",
+            "tests/storage/test_views.py::test_unfit_views_are_not_read_into",
+        ),
+    ),
+    Mutation(
+        "tensor_that_moved_is_copied",
+        "tier_cache/copy_worker.py",
+        "            if address_of(tensor) != address:\n",
+        "            if address_of(tensor) == 0:\n",
+        "a tensor that its framework has moved is copied from its old memory",
+        ("tests/tier_cache/test_copy_worker.py::test_a_tensor_that_moved_is_noticed",),
+    ),
+    Mutation(
+        "used_after_a_fork",
+        "tier_cache/cache.py",
+        "        SYSTEMS.add(self)\n",
+        "",
+        "a child uses the slots and the store of its parent",
+        (
+            STORAGE
+            + "test_a_cache_made_before_a_fork_works_in_the_child_and_one_used_before_it_does_not",
+        ),
+    ),
+    Mutation(
+        "reset_leaves_stored_objects",
+        "tier_cache/storage_tier.py",
+        "                loop.loop.call_soon_threadsafe(loop.clear, self._generation)\n",
+        "                pass\n",
+        "keys of before a reset are found again after a restart",
+        (STORAGE + "test_events_of_both_tiers_are_exact",),
+    ),
+)
