@@ -38,16 +38,12 @@ class Probed(Control, frozen=True, eq=False):
 
 
 class Read(Message, frozen=True, eq=False):
-    """Read objects into host slots. Answered with ReadDone once no slot is written any more.
-
-    take: an exclusive store removes the objects that it hands out.
-    """
+    """Read objects into host slots. Answered with ReadDone once no slot is written any more."""
 
     op: int
     keys: bytes
     slots: tuple[int, ...]
     deadline: float
-    take: bool
     memory_generation: int = 0
 
 
@@ -56,6 +52,13 @@ class ReadDone(Control, frozen=True, eq=False):
 
     op: int
     outcomes: bytes
+
+
+class Take(Message, frozen=True, eq=False):
+    """The host tier has announced these blocks, which it read: an exclusive store removes their
+    objects. Not answered."""
+
+    keys: bytes
 
 
 class Write(Message, frozen=True, eq=False):
@@ -156,13 +159,13 @@ class TransferLate(Control, frozen=True, eq=False):
 
 
 class BatchDone(Control, frozen=True, eq=False):
-    """To itself: a batch has ended. `answer` is sent to the evictor.
+    """To itself: a batch has ended. `answer`, if any, is sent to the evictor.
 
     stored: joined keys that became readable, oldest first. evicted, corrupt, taken: joined keys
     that left the store, by reason.
     """
 
-    answer: StorageReply
+    answer: StorageReply | None
     stored: bytes = b""
     evicted: bytes = b""
     corrupt: bytes = b""
@@ -193,7 +196,7 @@ class PathsRead(Control, frozen=True, eq=False):
     parts: tuple[PathPart, ...] | None
 
 
-ReaderMessage = ProbeStore | Read
+ReaderMessage = ProbeStore | Read | Take
 WriterMessage = Write | ClearStore | ReportLost
 DeviceStoreMessage = FetchDevice | SaveDevice
 """Messages of CpuEvictor to the storage actors."""
