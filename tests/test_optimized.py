@@ -63,7 +63,7 @@ def test_damage_is_found_without_assert_statements(what):
     assert found not in ("", "checked: []"), done.stderr
 
 
-def test_the_product_asserts_nothing_but_what_types_leave_open():
+def test_the_product_asserts_only_for_type_checkers():
     """An assert that narrows a type (is not None, isinstance) protects no data: without it the next
     line raises."""
     wrong = [

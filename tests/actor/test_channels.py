@@ -33,7 +33,7 @@ HANDLERS = {actor.ROLE: actor.HANDLERS.keys() for actor in ACTORS}
 
 
 @pytest.mark.parametrize("role", HANDLERS)
-def test_a_channel_has_the_type_of_what_is_sent_to_it(role):
+def test_a_channel_is_typed_by_its_messages(role):
     sent = {edge.message for edge in edges(ACTORS) if edge.receiver == role}
     accepted = set(get_args(CHANNELS[role]) or (CHANNELS[role],))
     assert accepted == sent

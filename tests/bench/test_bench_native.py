@@ -32,7 +32,7 @@ def test_a_higher_ratio_is_better_in_every_kind_of_row() -> None:
     assert time_row("t", 5.0, 10.0, "ms", "bar").ratio == 2.0
 
 
-def test_prompts_share_what_they_should() -> None:
+def test_prompts_share_their_group_prefix() -> None:
     batch = index.prompts(np.random.default_rng(0), 16, 1024)
     shared = int(1024 * index.SHARED)
     assert all(len(tokens) == 1024 for tokens in batch)

@@ -329,7 +329,7 @@ async def test_the_committed_blocks_of_an_abandoned_request_are_announced():
         ]
 
 
-async def test_finish_commits_what_is_computed_or_changes_nothing():
+async def test_finish_commits_the_computed_blocks_or_changes_nothing():
     async with opened(device=16, host=HOST) as cache:
         tokens = prompt(1, 3, tail=2)
         lease = await cache.acquire("a", tokens)

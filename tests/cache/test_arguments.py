@@ -338,7 +338,7 @@ def test_a_wrong_argument_is_refused_and_changes_nothing(wrong):
 
 @given(st.data())
 @hypothesis_settings(max_examples=40, deadline=None, derandomize=True)
-def test_any_arguments_at_all_fail_no_actor(data):
+def test_no_arguments_fail_an_actor(data):
     everything = [value for values in kinds().values() for value in values]
 
     async def main():

@@ -148,7 +148,7 @@ async def test_an_extend_that_waits_ends_with_its_lease():
             await waits
 
 
-async def test_a_cancelled_extend_gives_back_what_it_has_collected():
+async def test_a_cancelled_extend_releases_its_collected_blocks():
     """It has two of the three blocks it needs, and a save in flight may free the third. It is
     cancelled long before its deadline."""
     async with opened(device=4) as cache:

@@ -215,7 +215,7 @@ async def test_flush_only_neither_reads_nor_writes_storage(tmp_path, monkeypatch
             pass
 
 
-async def test_preempt_keeps_what_is_computed():
+async def test_preempt_keeps_the_computed_blocks():
     async with opened() as cache:
         lease = await cache.acquire("a", prompt(1, 4))
         await lease.preempt(2 * BLOCK + 1)

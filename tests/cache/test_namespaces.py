@@ -62,7 +62,7 @@ async def test_a_lease_of_before_announces_nothing_that_no_request_can_get():
 
 
 @pytest.mark.parametrize("namespace", [FIRST, "weights-2"])
-async def test_a_notifier_that_starts_anew_announces_the_present_namespace(namespace):
+async def test_a_restarted_notifier_announces_the_current_namespace(namespace):
     async with opened(device=16, host={"slots": 8}) as cache:
         await serve(cache, "old", prompt(3, 4))
         await cache.set_namespace("weights-2")

@@ -53,7 +53,7 @@ def listed(directory):
     return msgspec.json.decode((directory / "o.json").read_bytes())
 
 
-def test_list_names_what_is_there(directory, capsys):
+def test_list_names_the_stored_objects(directory, capsys):
     found = listed(directory)
     assert sorted((one["model"], one["digest"]) for one in found) == sorted(
         (i.model, i.digest.hex()) for i in (A, B, OTHER)
@@ -174,7 +174,7 @@ def test_a_damaged_store_is_recognized_from_its_own_folder(directory, monkeypatc
 
 
 @pytest.mark.parametrize("how", ["evicted", "cleared", "rotten"])
-async def test_only_what_the_table_still_has_can_be_bad(tmp_path, monkeypatch, how):
+async def test_only_objects_in_the_table_can_be_bad(tmp_path, monkeypatch, how):
     """The process that writes removes the objects, and writes others in their slots, between the
     look at the table and that at the payloads."""
     backend, arena = FileBackend(A.folder(tmp_path), A.digest, 5000, 3, identity=A), Arena(8, 5000)

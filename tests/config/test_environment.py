@@ -45,7 +45,9 @@ FILLED = [
 
 
 @pytest.mark.parametrize(("name", "text", "field", "value", "mine"), FILLED)
-def test_a_variable_fills_what_is_unset_and_never_what_is_set(name, text, field, value, mine):
+def test_a_variable_fills_an_unset_setting_and_never_replaces_a_set_one(
+    name, text, field, value, mine
+):
     config, logs = resolved({name: text}, BASE)
     assert (getattr(config.attention_store, field), logs) == (value, [])
     config, logs = resolved({name: text}, {**BASE, "attention_store": {field: mine}})

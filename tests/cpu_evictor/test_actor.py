@@ -277,7 +277,7 @@ def test_loads_do_not_wait_for_copies_that_cannot_be_made():
     assert evictor.turn(Probed(probe.op, 2)).told == ()
 
 
-def test_a_new_notifier_is_sent_what_is_resident():
+def test_a_new_notifier_is_sent_the_resident_blocks():
     evictor, keys = stepped(), path(2)
     offload(evictor, keys)
     gained = only(evictor.turn(PeerRestarted("flush_notifier", 1)), BlocksAdded)

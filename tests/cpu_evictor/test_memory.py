@@ -173,7 +173,7 @@ def prefetched(host: Host, hashes, start=0, deadline=5.0):
     ).begin()
 
 
-def test_a_prefetch_brings_what_the_host_lacks():
+def test_a_prefetch_fetches_the_blocks_missing_on_the_host():
     host, keys = Host(mode="inclusive"), path(4)
     host.fill(keys[:1])
     (probe,) = sent(prefetched(host, keys))

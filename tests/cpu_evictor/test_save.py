@@ -52,7 +52,7 @@ def test_stored_blocks_are_not_copied():
     host.idle()
 
 
-def test_the_store_is_asked_only_as_far_as_there_is_something_to_save():
+def test_the_store_is_asked_only_about_blocks_to_save():
     host, keys = Host(), path(4)
     (probe,) = sent(save(host, keys, range(1, 3)).begin())
     assert probe.keys == join_keys(keys[:3])
@@ -126,7 +126,7 @@ def test_blocks_without_a_slot_are_counted_as_shed():
         assert len(sent(actions, Copy)[0].blocks) == kept
 
 
-def test_what_is_not_written_by_this_cache_is_not_counted_as_shed():
+def test_blocks_not_written_by_this_cache_are_not_counted_as_shed():
     host, keys = Host(2, 0, mode="inclusive", device_store=True), path(4)
     save(host, keys).begin()
     assert host.memory.counts.shed == 0

@@ -9,7 +9,7 @@ from pathlib import Path
 README = Path(__file__).parents[2] / "README.md"
 
 
-def test_the_example_runs_as_pasted_and_its_second_turn_hits_what_was_decoded(tmp_path):
+def test_the_example_runs_as_pasted_and_its_second_turn_hits_decoded_blocks(tmp_path):
     text = README.read_text("utf-8")
     example = text.split("## Embed it")[1].split("```python\n")[1].split("```")[0]
     done = subprocess.run(

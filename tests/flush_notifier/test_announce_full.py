@@ -119,7 +119,7 @@ async def serve(cache, prompt, *, preempt: bool = False) -> None:
 
 @pytest.mark.parametrize(("announce", "held"), [("full", 4), ("difference", 0)])
 @pytest.mark.parametrize("preempt", [False, True])
-async def test_an_index_that_lost_its_state_is_sent_what_finishes_again(announce, held, preempt):
+async def test_an_index_that_lost_its_state_is_sent_finished_paths_again(announce, held, preempt):
     async with kvactors.open(config(announce)) as cache:
         prompt = list(range(17))
         await serve(cache, prompt)
@@ -177,7 +177,7 @@ def test_fastdeploys_variables_mean_the_full_path():
     assert sink.announce == "difference"
 
 
-async def test_a_journal_is_not_written_for_what_it_has(tmp_path):
+async def test_a_journal_gets_no_second_line_for_a_recorded_block(tmp_path):
     journal = tmp_path / "sent.jsonl"
     base = config("full")
     base = replace(

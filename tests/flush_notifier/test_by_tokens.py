@@ -161,7 +161,7 @@ async def test_a_block_of_one_tenant_that_is_evicted_is_not_gone_for_the_others(
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_the_index_holds_what_tokens_identify_after_any_run(seed):
+async def test_the_index_holds_the_blocks_that_tokens_identify_after_any_run(seed):
     draw = random.Random(seed)
     scopes = [
         {},

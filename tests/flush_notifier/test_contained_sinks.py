@@ -287,7 +287,7 @@ async def test_a_close_that_fails_neither_ends_in_an_error_nor_keeps_other_sinks
     "fault",
     [fault for fault in FAULTS if fault not in ("hang", "ignores cancellation", "cancels itself")],
 )
-async def test_an_open_that_fails_is_a_sink_error_and_closes_what_was_opened(fault):
+async def test_a_failed_open_is_a_sink_error_and_closes_the_opened_sinks(fault):
     closed = []
 
     class Good(Bad):

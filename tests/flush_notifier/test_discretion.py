@@ -70,7 +70,7 @@ def marks_in(text: str) -> list[str]:
     ],
     ids=lambda thing: type(thing).__name__,
 )
-def test_the_text_of_what_holds_tokens_or_salts_has_sizes_instead(thing):
+def test_the_text_of_objects_with_tokens_or_salts_has_sizes_instead(thing):
     for text in (repr(thing), str([thing]), pretty_repr(thing), f"{(thing,)}"):
         assert marks_in(text) == []
         assert type(thing).__name__ in text

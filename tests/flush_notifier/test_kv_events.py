@@ -387,7 +387,7 @@ async def test_the_second_topic_may_share_the_socket(tmp_path):
         assert sink.statistics().detail_sequence == 1
 
 
-async def test_a_snapshot_and_what_follows_it_give_the_whole(tmp_path):
+async def test_a_snapshot_and_the_later_events_give_the_whole_state(tmp_path):
     async with opened(tmp_path) as sink, socket(zmq.DEALER, sink.replay_endpoint) as dealer:
         sink.set_snapshot_source(holdings)
         await sink.begin_epoch(7)

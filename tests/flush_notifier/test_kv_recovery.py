@@ -471,7 +471,7 @@ async def test_a_batch_published_while_a_state_is_made_is_not_in_it(tmp_path, ma
         sink.events.release()
 
 
-async def test_a_call_that_is_cancelled_counts_what_it_published(tmp_path):
+async def test_a_cancelled_call_counts_its_published_events(tmp_path):
     """Each task that was published is taken for certain, so that it is not published again."""
     async with opened(tmp_path, max_blocks=1) as sink:
         await sink.begin_epoch(7)
@@ -495,7 +495,7 @@ async def test_changes_are_looked_at_in_steps():
     assert [tiers(0, 0), tiers(1, 1), tiers(2, 3), tiers(3, 3)] == [1, 0, 3, 1]
 
 
-def test_events_joined_by_hand_are_what_the_encoder_makes():
+def test_events_joined_by_hand_equal_the_encoders():
     for count in (0, 1, 15, 16, 70_000):
         part = kv_state_part(count)
         assert len(msgspec.msgpack.decode(joined([part], 3))[1]) == count
@@ -510,7 +510,7 @@ def kv_state_part(count: int):
     )
 
 
-async def test_a_window_keeps_what_follows_a_state_within_bounds():
+async def test_a_window_keeps_the_events_after_a_state_within_bounds():
     window = Window(2, 100)
     window.needed = 5
     for i in range(10):

@@ -308,7 +308,7 @@ def test_a_block_on_its_way_from_tier_to_tier_keeps_its_path():
     assert (task.tokens, task.tier) == (path(1, 2)[0], Tier.HOST)
 
 
-def test_entries_are_bounded_by_what_is_resident_and_the_limbo():
+def test_entries_are_bounded_by_the_resident_blocks_and_the_limbo():
     book = ledger(idle_limit=10)
     do(book.announce(announced(0, 0, 0)))
     for i in range(1, 50):

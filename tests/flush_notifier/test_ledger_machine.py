@@ -146,7 +146,7 @@ def test_a_parent_in_the_same_batch_is_not_forgotten_before_it_is_remembered():
     assert len(book.blocks) <= 2
 
 
-def test_a_clear_that_is_refused_does_not_bring_back_what_was_forgotten_since():
+def test_a_refused_clear_does_not_bring_back_forgotten_entries():
     book = ledger(PER_TIER, PER_TIER, idle_limit=1, takes_clear=[0])
     do(
         book.announce(
@@ -205,7 +205,7 @@ def test_the_blocks_that_became_idle_last_are_remembered():
 
 
 @pytest.mark.parametrize("idle_limit", [1, 3])
-def test_a_small_limbo_forgets_only_what_is_nowhere(idle_limit):
+def test_a_small_limbo_forgets_only_blocks_on_no_tier(idle_limit):
     book = ledger(*VIEWS, idle_limit=idle_limit)
     kept = set()
     for i in range(200):

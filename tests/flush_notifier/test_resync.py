@@ -159,7 +159,7 @@ async def test_a_sink_whose_index_keeps_sets_is_never_sent_gone_of_a_resident_bl
 
 
 @pytest.mark.parametrize("repeats", [True, False])
-async def test_a_resync_during_a_call_counts_what_the_call_brought(repeats):
+async def test_a_resync_during_a_call_counts_the_delivered_batch(repeats):
     """The batch in flight is in the index's past when the index forgets: it must be sent again."""
     book = Book(repeats=repeats)
     wired = Wired(book, timeout=5.0)
@@ -211,7 +211,7 @@ async def test_a_delivered_batch_may_be_lost_before_its_call_returns(repeats, in
 
 
 @pytest.mark.parametrize("repeats", [True, False])
-async def test_a_resync_of_a_sink_that_fails_goes_on_after_its_deadline(repeats):
+async def test_a_resync_of_a_failing_sink_continues_after_its_deadline(repeats):
     book = Book(repeats=repeats)
     wired = Wired(book, memory("other"), timeout=5.0)
     async with wired.running():
@@ -418,7 +418,7 @@ async def test_attention_store_is_never_short_of_a_resident_block(tmp_path):
     assert not service.resident or (tmp_path / "journal").exists()
 
 
-async def test_a_file_of_json_lines_begins_anew(tmp_path):
+async def test_a_file_of_json_lines_is_rewritten(tmp_path):
     async with kvactors.open(config({"kind": "jsonl", "path": str(tmp_path / "lines")})) as cache:
         await serve(cache, range(6))
         await cache.wait_flushed()

@@ -138,7 +138,7 @@ async def test_a_line_cut_short_by_a_crash_is_removed_before_the_next(tmp_path, 
     assert sink.path.read_bytes() == whole + b'{"type":"epoch","epoch":2}\n'
 
 
-async def test_a_file_of_nothing_but_a_cut_line_begins_anew(tmp_path):
+async def test_a_file_with_only_a_cut_line_is_rewritten(tmp_path):
     (tmp_path / "flush.jsonl").write_bytes(b"half")
     sink = lines(tmp_path)
     await sink.begin_epoch(1)
@@ -184,7 +184,7 @@ async def test_a_write_given_up_ends_before_the_next_begins(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("how", ["truncated", "moved", "removed"])
-async def test_a_file_that_another_process_changes_loses_what_was_written_and_nothing_that_follows(
+async def test_a_file_that_another_process_changes_loses_written_lines_and_no_later_ones(
     tmp_path, how
 ):
     """docs/flush.md: earlier lines are not written again, and the lines that follow are whole."""

@@ -169,7 +169,7 @@ def test_divergence_is_counted_in_steps():
     assert bounded(divergence_steps(book, [0], {0: mirror}, tiers)) == 8
 
 
-def test_a_snapshot_goes_on_while_entries_come_and_go():
+def test_a_snapshot_continues_while_entries_are_added_and_removed():
     book = tiny(idle_limit=1)
     for i in range(40):
         finish(book.announce(announced(i)))
@@ -185,7 +185,7 @@ def test_a_snapshot_goes_on_while_entries_come_and_go():
     assert [key for key in seen if key in expected] == expected
 
 
-def test_the_order_of_entries_is_met_once_while_it_changes():
+def test_each_entry_is_visited_once_while_the_order_changes():
     order, entries = (
         BlockOrder(),
         [LedgerBlock(bytes([i]), None, b"", b"", None, 1) for i in range(50)],

@@ -66,7 +66,7 @@ def test_the_strict_reader_rejects_orphans():
     assert mirror.orphans == 5
 
 
-def test_the_strict_reader_of_tasks_names_what_breaks_the_rule():
+def test_the_strict_reader_of_tasks_names_the_broken_rule():
     book, reader = ledger(EVERYTHING), TreeReader()
     do(book.announce(announced(1, 2, 3)))
     (gains,) = settle(book)

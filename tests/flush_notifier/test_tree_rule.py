@@ -127,7 +127,7 @@ def test_lower_tiers_may_have_gaps():
     assert reader.of(1, 2, 3) == [DEVICE, STORAGE, HOST]
 
 
-def test_a_sink_that_takes_all_tiers_as_one_keeps_what_is_below_a_block_that_moves():
+def test_a_sink_with_one_view_of_all_tiers_keeps_the_blocks_below_one_that_moves():
     book, reader = ledger(NODE), Reader((1, 2))
     do(book.announce(announced(1, 2)))
     deliver(book, reader)
@@ -250,7 +250,7 @@ def test_a_very_large_subtree_goes_in_batches():
     assert not any(reader.held.values())
 
 
-def test_a_refused_gain_comes_before_what_is_below_it():
+def test_a_refused_gain_is_sent_before_the_blocks_below_it():
     book, reader = ledger(), Reader((1, 2, 3))
     do(book.announce(announced(1, 2)))
     refused(book, 0, take(book, 0, 100, 1))
@@ -302,7 +302,7 @@ def test_an_index_that_is_empty_is_sent_everything():
     assert reader.of(1, 4) == [DEVICE | HOST, HOST]
 
 
-def test_an_index_that_may_have_lost_something_is_sent_its_view_again_from_the_roots_on():
+def test_an_index_that_may_have_lost_blocks_is_sent_its_view_again_from_the_roots_on():
     book, reader = ledger(EVERYTHING), Reader((1, 2, 3))
     do(book.announce(announced(1, 2, 3)))
     deliver(book, reader)

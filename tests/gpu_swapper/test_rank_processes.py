@@ -74,7 +74,7 @@ async def test_the_store_outlives_leader_and_ranks(tmp_path):
                 assert engine.hits[2] > 0, "nothing came from the stores of the life before"
 
 
-async def test_a_killed_rank_ends_what_was_cached_and_is_admitted_again(tmp_path):
+async def test_a_killed_rank_invalidates_its_blocks_and_is_admitted_again(tmp_path):
     async with led(settings(tmp_path)) as (cache, workers):
         engine = Engine(cache, workers)
         await engine.run(requests=40)

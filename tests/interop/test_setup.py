@@ -44,7 +44,7 @@ def test_a_bad_file_of_pins_is_refused(tmp_path: Path, text: str, error: str) ->
         pins(path)
 
 
-def test_an_environment_is_made_once_and_anew_when_its_pins_change(tmp_path: Path) -> None:
+def test_an_environment_is_made_once_and_again_when_its_pins_change(tmp_path: Path) -> None:
     path = tmp_path / "pins.toml"
     path.write_text(EMPTY)
     assert "made in" in setup(tmp_path / "there", ["group"], path=path)[0]

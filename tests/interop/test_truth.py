@@ -26,7 +26,7 @@ def truth(device: list[int], host: list[int], storage: list[int], *chains: list[
     )
 
 
-def test_answers_go_on_from_tier_to_tier() -> None:
+def test_answers_continue_from_tier_to_tier() -> None:
     prompt = chain(1, 2, 3, 4, 5)
     found = truth([1, 2], [3], [2, 3, 4], prompt)
     assert found.answer(prompt) == Answer(2, 1, 1)

@@ -83,7 +83,7 @@ def test_a_pool_does_not_take_a_block_twice():
 
 
 @pytest.mark.parametrize("damage", ["slot", "pins", "children", "order"])
-def test_the_host_tiers_check_in_steps_finds_what_is_wrong(damage):
+def test_the_host_tiers_check_in_steps_finds_damage(damage):
     host = HostTier(4, 6)
     entries = [host.add(bytes([n]) * 32, bytes(32), SlotState.RESIDENT) for n in range(3)]
     for entry in entries:

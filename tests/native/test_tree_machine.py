@@ -72,7 +72,7 @@ WANTED = [
 ]
 
 
-def test_the_native_tree_does_what_its_twin_does() -> None:
+def test_the_native_tree_agrees_with_its_twin() -> None:
     machine_settings = settings(
         max_examples=80, stateful_step_count=40, deadline=None, derandomize=True
     )

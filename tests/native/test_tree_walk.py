@@ -97,7 +97,7 @@ def test_a_walk_meets_every_block_once_parents_first_and_a_bounded_number_a_step
         assert seen.states == grown.all()
 
 
-def test_a_walk_beside_changes_meets_what_is_there_from_its_beginning_to_its_end():
+def test_a_walk_during_changes_visits_every_lasting_node():
     for seed in range(60):
         grown, seen = Grown(seed), Seen(changing=True)
         walk, over, lasting = TreeWalk(grown.tree), False, set(grown.all())

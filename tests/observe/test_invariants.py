@@ -163,7 +163,7 @@ async def test_no_step_looks_at_more_names_of_a_tier_than_a_page():
 
 
 @pytest.mark.parametrize("times", [1, 10])
-async def test_names_that_change_while_they_are_gathered_are_gathered_anew(times):
+async def test_names_that_change_while_they_are_gathered_are_gathered_again(times):
     blocks = 3 * PAGE + 1
     async with opened(
         device=blocks, host={"slots": 2 * blocks, "transit_slots": 16, "mode": "inclusive"}

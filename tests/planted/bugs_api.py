@@ -48,7 +48,7 @@ BUGS: tuple[Mutation, ...] = (
         "                )  # blocks that it has collected go to the next in the queue\n",
         "                pass\n",
         "a cancelled extend keeps the blocks it has collected until its deadline",
-        (CALLS + "test_a_cancelled_extend_gives_back_what_it_has_collected",),
+        (CALLS + "test_a_cancelled_extend_releases_its_collected_blocks",),
     ),
     Mutation(
         "buffer_read_after_the_call",
@@ -220,6 +220,6 @@ BUGS: tuple[Mutation, ...] = (
         committed = []
 """,
         "finish(computed_tokens=n) does not commit",
-        (ADMISSION + "test_finish_commits_what_is_computed_or_changes_nothing",),
+        (ADMISSION + "test_finish_commits_the_computed_blocks_or_changes_nothing",),
     ),
 )

@@ -18,7 +18,7 @@ BUGS: tuple[Mutation, ...] = (
         "    return value\n",
         "    return variable\n",
         "an environment variable overrides what the config sets",
-        (ENVIRONMENT + "test_a_variable_fills_what_is_unset_and_never_what_is_set",),
+        (ENVIRONMENT + "test_a_variable_fills_an_unset_setting_and_never_replaces_a_set_one",),
     ),
     Mutation(
         "conflict_not_logged",
@@ -112,7 +112,7 @@ BUGS: tuple[Mutation, ...] = (
         "",
         "with announce = 'full' an index that lost its state is not sent the paths of later "
         "finishes",
-        (FULL + "test_an_index_that_lost_its_state_is_sent_what_finishes_again",),
+        (FULL + "test_an_index_that_lost_its_state_is_sent_finished_paths_again",),
     ),
     Mutation(
         "sent_blocks_are_not_sent_again",

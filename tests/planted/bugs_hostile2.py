@@ -51,7 +51,7 @@ BUGS: tuple[Mutation, ...] = (
         "            return True\n",
         "'store verify' reports objects as bad that the writing process has removed during the "
         "scan",
-        ("tests/cli/test_store_command.py::test_only_what_the_table_still_has_can_be_bad",),
+        ("tests/cli/test_store_command.py::test_only_objects_in_the_table_can_be_bad",),
     ),
     Mutation(
         "verify_ignores_a_clear",
@@ -59,6 +59,6 @@ BUGS: tuple[Mutation, ...] = (
         "generation != meta.generation:\n                return False",
         "generation < meta.generation:\n                return False",
         "'store verify' reports objects as bad that were cleared during the scan",
-        ("tests/cli/test_store_command.py::test_only_what_the_table_still_has_can_be_bad",),
+        ("tests/cli/test_store_command.py::test_only_objects_in_the_table_can_be_bad",),
     ),
 )

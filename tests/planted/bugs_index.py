@@ -197,7 +197,7 @@ BUGS: tuple[Mutation, ...] = (
         "path.keys(start, start + num_loaded))",
         "below a load that did not complete the host drops its copies and the device has none",
         (
-            "tests/prefix_index/test_loads.py::test_the_host_keeps_what_the_device_did_not_take",
+            "tests/prefix_index/test_loads.py::test_the_host_keeps_blocks_that_the_device_did_not_take",
             "tests/prefix_index/test_loads.py::test_results_in_any_order_agree_with_a_model",
         ),
     ),
@@ -208,7 +208,7 @@ BUGS: tuple[Mutation, ...] = (
         "",
         "host slots of loaded blocks that the device did not take are never used again",
         (
-            "tests/prefix_index/test_loads.py::test_the_host_keeps_what_the_device_did_not_take",
+            "tests/prefix_index/test_loads.py::test_the_host_keeps_blocks_that_the_device_did_not_take",
             "tests/prefix_index/test_loads.py::test_results_in_any_order_agree_with_a_model",
         ),
     ),

@@ -25,7 +25,7 @@ BUGS: tuple[Mutation, ...] = (
         "            namespace=self.config.cache.namespace,\n",
         "after a restart of the notifier indexes get the blocks of the first weights",
         (
-            "tests/cache/test_namespaces.py::test_a_notifier_that_starts_anew_announces_the_present_namespace",
+            "tests/cache/test_namespaces.py::test_a_restarted_notifier_announces_the_current_namespace",
         ),
     ),
     Mutation(

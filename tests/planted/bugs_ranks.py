@@ -33,7 +33,7 @@ BUGS: tuple[Mutation, ...] = (
         "    connection.limit = MOST_BYTES\n",
         "unauthenticated clients fill the leader's memory with messages of many megabytes",
         (
-            "tests/ranks/test_rank_security.py::test_a_stranger_makes_the_leader_read_no_more_than_a_small_message",
+            "tests/ranks/test_rank_security.py::test_an_unauthenticated_client_makes_the_leader_read_no_more_than_a_small_message",
         ),
     ),
     Mutation(
@@ -43,7 +43,7 @@ BUGS: tuple[Mutation, ...] = (
         "while len(self._unclaimed) >= UNCLAIMED * 1000:",
         "unauthenticated clients hold any number of connections",
         (
-            "tests/ranks/test_rank_security.py::test_strangers_cannot_hold_more_connections_than_the_limit_and_displace_no_rank",
+            "tests/ranks/test_rank_security.py::test_unauthenticated_clients_hold_no_more_connections_than_the_limit_and_displace_no_rank",
         ),
     ),
     Mutation(

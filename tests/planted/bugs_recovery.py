@@ -19,7 +19,7 @@ BUGS: tuple[Mutation, ...] = (
         "        if True:\n            self._work(",
         "a batch in flight counts as delivered after the index was made to forget it: its blocks "
         "are missing there for good",
-        (RESYNC + "test_a_resync_during_a_call_counts_what_the_call_brought",),
+        (RESYNC + "test_a_resync_during_a_call_counts_the_delivered_batch",),
     ),
     Mutation(
         "resync_of_a_set_begins_with_nothing",
@@ -114,7 +114,7 @@ BUGS: tuple[Mutation, ...] = (
         "return\n",
         "",
         "under load a state is old before its reader has it, and is made again and again",
-        (TESTS + "test_a_window_keeps_what_follows_a_state_within_bounds",),
+        (TESTS + "test_a_window_keeps_the_events_after_a_state_within_bounds",),
     ),
     Mutation(
         "a_state_is_kept_for_good",
@@ -161,6 +161,6 @@ BUGS: tuple[Mutation, ...] = (
         "",
         "events that a call published before its time was over are published again: llm-d counts "
         "them twice",
-        (TESTS + "test_a_call_that_is_cancelled_counts_what_it_published",),
+        (TESTS + "test_a_cancelled_call_counts_its_published_events",),
     ),
 )

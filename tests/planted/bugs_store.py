@@ -152,7 +152,7 @@ BUGS: tuple[Mutation, ...] = (
         "    flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK\n",
         "    flags |= os.O_CLOEXEC | os.O_NONBLOCK\n",
         "a planted link makes the store write to another file",
-        (f"{FORMAT}::test_a_planted_link_is_an_error_and_what_it_points_to_is_untouched",),
+        (f"{FORMAT}::test_a_planted_link_is_an_error_and_its_target_is_untouched",),
     ),
     Mutation(
         "files_as_the_umask_says",

@@ -84,7 +84,7 @@ BUGS: tuple[Mutation, ...] = (
         "    return block.due[sink] & ~(view & ~(view >> UNSURE))",
         "    return block.due[sink] & ~(view | view >> UNSURE)",
         "a block is announced although the announcement of the block above it was refused",
-        (f"{TESTS}::test_a_refused_gain_comes_before_what_is_below_it",),
+        (f"{TESTS}::test_a_refused_gain_is_sent_before_the_blocks_below_it",),
     ),
     Mutation(
         "interrupted_paths_count_as_differing",

@@ -121,7 +121,7 @@ BUGS: tuple[Mutation, ...] = (
         "a long request that was being admitted hits cleared blocks",
         (
             TURNS
-            + "test_a_request_between_two_parts_does_not_hit_what_was_cleared_or_is_of_another_namespace",
+            + "test_a_request_between_two_parts_does_not_hit_cleared_blocks_or_those_of_another_namespace",
         ),
     ),
     Mutation(
@@ -140,7 +140,7 @@ BUGS: tuple[Mutation, ...] = (
         "a long request that was being admitted hits blocks computed with other weights",
         (
             TURNS
-            + "test_a_request_between_two_parts_does_not_hit_what_was_cleared_or_is_of_another_namespace",
+            + "test_a_request_between_two_parts_does_not_hit_cleared_blocks_or_those_of_another_namespace",
         ),
     ),
     Mutation(
@@ -203,7 +203,7 @@ BUGS: tuple[Mutation, ...] = (
         "        except RuntimeError:  # they have changed\n            pass\n",
         "blocks that a tier holds count as differing, because others came while they were listed",
         (
-            "tests/observe/test_invariants.py::test_names_that_change_while_they_are_gathered_are_gathered_anew",
+            "tests/observe/test_invariants.py::test_names_that_change_while_they_are_gathered_are_gathered_again",
         ),
     ),
 )

@@ -185,7 +185,7 @@ BUGS: tuple[Mutation, ...] = (
         "        return self._next - len(self._kept) + 1 if self._kept else END\n",
         "a replay replaces a batch that is kept by a whole state",
         (
-            "tests/flush_notifier/test_kv_recovery.py::test_a_window_keeps_what_follows_a_state_within_bounds",
+            "tests/flush_notifier/test_kv_recovery.py::test_a_window_keeps_the_events_after_a_state_within_bounds",
         ),
     ),
     Mutation(

@@ -349,7 +349,7 @@ def test_another_namespace_is_reported_once():
         assert step.turn(acquire(2, 2)).answered[0].value.device_hits == 0
 
 
-def test_a_prefetch_asks_the_host_for_what_the_device_lacks():
+def test_a_prefetch_asks_the_host_for_blocks_missing_on_the_device():
     with index(fetch=True) as step:
         served_by_fetch(step)
         effects = step.turn(Prefetch(path(3), 5.0))

@@ -95,7 +95,7 @@ def test_the_number_of_an_adapter_stays_until_another_is_given(index):
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_a_finish_announces_what_none_has_announced_before(index, whole):
+def test_a_finish_announces_blocks_not_announced_before(index, whole):
     news = made(index, whole=whole)
     news.remember(ROOT, PLAIN)
     one = cached(index, 2)

@@ -81,7 +81,7 @@ def test_a_request_gets_blocks_of_a_clear_at_once_and_no_more_than_it_needs() ->
         machine.teardown()
 
 
-def test_a_pause_does_not_wait_for_what_a_clear_leaves() -> None:
+def test_a_pause_does_not_wait_for_the_sweep_of_a_clear() -> None:
     machine = filled(20, 18)
     machine.turn(Clear())
     assert isinstance(machine.turn(Pause()).answered[0].value, Ack)

@@ -105,7 +105,7 @@ def test_a_preempted_request_is_not_counted_again():
     assert (state.leases.requests, state.leases.resumed, state.endings.preempted) == (1, 1, 1)
 
 
-def test_an_end_refuses_what_waits_for_the_lease():
+def test_an_end_refuses_the_waiting_asks_of_the_lease():
     state = core(4)
     granted(state)
     state.admission.closing = 1

@@ -75,7 +75,7 @@ def test_stalled_copies_do_not_count_as_blocks_being_freed():
     assert state.evictions.blocks_being_freed == 0
 
 
-def test_a_restart_of_the_host_tier_frees_what_was_being_copied():
+def test_a_restart_of_the_host_tier_frees_the_blocks_being_copied():
     state = core(4)
     cache(state, 4)
     started(state, 2)

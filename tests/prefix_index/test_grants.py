@@ -127,7 +127,7 @@ def test_a_waiting_request_that_is_given_up_cancels_its_load():
     assert not state.loads
 
 
-def test_an_extend_in_the_wrong_place_or_beside_another_is_refused():
+def test_an_extend_in_the_wrong_place_or_during_another_is_refused():
     state = core(4)
     request(state, 1, 2)
     [error] = answers(extend(state, 1, 99, 1)[1])

@@ -98,7 +98,7 @@ def test_a_sharer_that_gets_no_blocks_fails_and_keeps_no_block_of_the_load():
     assert isinstance(answers(table.wait_ready(2, Request()))[0], NoRoom)
 
 
-def test_an_ended_lease_refuses_what_waits_for_it_and_leaves_its_load():
+def test_an_ended_lease_refuses_its_waiting_asks_and_leaves_its_load():
     table, [owner, sharer], load = loading(sharers=1)
     table.wait_ready(2, Request())
     table.wait_layer(2, 0, Request())
@@ -119,7 +119,7 @@ def test_a_restarted_index_refuses_earlier_leases_as_lost():
     assert "lost when prefix_index was restarted" in str(error)
 
 
-def test_every_waiting_request_of_a_failed_lease_gets_an_exception_to_itself():
+def test_every_waiting_request_of_a_failed_lease_gets_a_separate_exception():
     table, [lease], _ = loading()
     for _ in range(2):
         table.wait_ready(1, Request())

@@ -104,7 +104,7 @@ def test_a_load_that_stalls_again_and_is_then_late_is_overdue_once():
 
 
 @pytest.mark.parametrize("overdue", [True, False])
-def test_the_host_keeps_what_the_device_did_not_take(overdue):
+def test_the_host_keeps_blocks_that_the_device_did_not_take(overdue):
     """Blocks below a load that did not complete arrive: they are nowhere if the host drops them."""
     state = core()
     lease, (first, second) = begun(state, 2, 2)

@@ -126,7 +126,7 @@ def test_a_request_that_computed_nothing_gives_its_blocks_back_in_parts(machine)
     assert machine.index.pool.free == machine.index.pool.total
 
 
-def test_requests_between_the_parts_of_a_release_get_what_is_free_and_wait_for_the_rest(machine):
+def test_requests_between_the_parts_of_a_release_get_the_free_blocks_and_wait_for_the_rest(machine):
     machine.begin()
     lease = machine.request(MANY)
     machine.turn(Finish(lease))
@@ -239,7 +239,7 @@ def test_a_request_cancelled_between_two_parts_leaves_nothing(machine, turns):
 
 @pytest.mark.parametrize("turns", range(0, STEPS, 3))
 @pytest.mark.parametrize("change", [Clear(), SetNamespace("b")])
-def test_a_request_between_two_parts_does_not_hit_what_was_cleared_or_is_of_another_namespace(
+def test_a_request_between_two_parts_does_not_hit_cleared_blocks_or_those_of_another_namespace(
     machine, turns, change
 ):
     machine.begin()

@@ -301,7 +301,7 @@ async def test_a_cancelled_operation_still_waits_for_every_rank():
 
 
 @simulated
-async def test_a_store_holds_what_all_ranks_hold_and_forgets_what_one_of_them_lost():
+async def test_a_store_holds_the_blocks_of_all_ranks_and_forgets_those_lost_by_one():
     async with opened(A + B, B + C + A) as (group, store, wires):
         assert set(store.keys()) == {A, B}
         wires[0].close()

@@ -83,7 +83,7 @@ def announced(cache) -> set[bytes]:
     return set(cache.sinks["index"].view()[Tier.STORAGE])
 
 
-async def test_the_leader_announces_what_all_ranks_hold(tmp_path, monkeypatch):
+async def test_the_leader_announces_the_blocks_that_all_ranks_hold(tmp_path, monkeypatch):
     monkeypatch.setattr(reporter.reports, "PATH_PAGE", 3)
     async with opened(tmp_path) as cache:
         paths = [(await request(cache, seed))[:4] for seed in range(10, 15)]

@@ -101,7 +101,7 @@ async def test_a_proof_cannot_be_sent_back_or_replayed():
 
 
 @simulated
-async def test_a_stranger_receives_nothing_that_is_derived_from_the_secret():
+async def test_an_unauthenticated_client_receives_nothing_derived_from_the_secret():
     async with opened():
         wire = await connect(ENDPOINT)
         wire.send(Hello(VERSION, bytes(NONCE_BYTES)))
@@ -174,7 +174,7 @@ async def test_a_rank_for_tcp_needs_a_secret_too():
 
 
 @simulated
-async def test_strangers_cannot_hold_more_connections_than_the_limit_and_displace_no_rank():
+async def test_unauthenticated_clients_hold_no_more_connections_than_the_limit_and_displace_no_rank():
     async with opened() as (group, _, _):
         most = UNCLAIMED + 2 * group.config.count
         strangers = [await connect(ENDPOINT) for _ in range(3 * most)]
@@ -187,7 +187,9 @@ async def test_strangers_cannot_hold_more_connections_than_the_limit_and_displac
         assert [rank.losses for rank in group.statistics()] == [0, 0]
 
 
-async def test_a_stranger_makes_the_leader_read_no_more_than_a_small_message(tmp_path):
+async def test_an_unauthenticated_client_makes_the_leader_read_no_more_than_a_small_message(
+    tmp_path,
+):
     group = group_at(f"unix://{tmp_path}/ranks", start=100.0)
     opening = asyncio.ensure_future(group.open())
     while not (tmp_path / "ranks").exists():

@@ -73,7 +73,7 @@ def pools():
     ]
 
 
-def test_another_leader_finds_what_the_first_ones_ranks_wrote():
+def test_another_leader_finds_the_blocks_that_the_first_ones_ranks_wrote():
     async def main() -> None:
         stores = pools()
         assert (await life(stores))[:2] == (0, 0)

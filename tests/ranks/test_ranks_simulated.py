@@ -165,7 +165,7 @@ def test_a_lease_granted_before_a_loss_raises_and_leaks_nothing(end):
     simulate(main, 1)
 
 
-def test_requests_that_wait_when_a_rank_is_lost_are_matched_anew():
+def test_requests_that_wait_when_a_rank_is_lost_are_matched_again():
     async def main(seed: int) -> None:
         async with led(settings(device=DeviceConfig(num_blocks=10))) as (cache, ranks):
             engine = Engine(cache, ranks, seed)
@@ -221,7 +221,7 @@ def test_a_rank_that_connects_and_fails_before_the_others_connect():
     simulate(main, 2)
 
 
-def test_a_leader_that_begins_anew_finds_what_all_ranks_kept():
+def test_a_restarted_leader_finds_the_blocks_that_all_ranks_kept():
     async def main() -> None:
         config = settings(storage=stored(write_policy="write_through"), host=INCLUSIVE)
         ranks = [Rank(config, number) for number in range(2)]

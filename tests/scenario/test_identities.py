@@ -109,7 +109,7 @@ def test_conversations_with_one_text_differ_in_one_part_each():
 @pytest.mark.parametrize(
     ("options", "hits"), [({}, True), ({"tenants": 2}, False), ({"adapters": 2}, False)]
 )
-def test_two_conversations_share_only_what_is_the_same(options, hits):
+def test_two_conversations_share_only_equal_prefixes(options, hits):
     data = {
         "scenario": {"name": "two"},
         "cache": {"block_size": 4},

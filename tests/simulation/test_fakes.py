@@ -172,7 +172,7 @@ async def test_layers_arrive_one_by_one():
 
 
 @simulated
-async def test_a_copy_hangs_until_it_is_let_go_even_when_it_is_cancelled():
+async def test_a_copy_hangs_until_it_is_released_even_when_it_is_cancelled():
     it = Copies()
     it.filled()
     it.executor.gate.close()
@@ -217,7 +217,7 @@ class Store:
 
 
 @simulated
-async def test_a_store_keeps_what_is_written_even_beyond_its_process():
+async def test_a_store_keeps_its_objects_beyond_its_process():
     it = Store()
     assert await it.write(0, 1) == [Outcome.OK, Outcome.OK]
     assert await it.read(0, 1, 2) == [Outcome.OK, Outcome.OK, Outcome.MISS]

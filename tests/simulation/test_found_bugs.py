@@ -72,7 +72,7 @@ def do(steps) -> None:
         pass
 
 
-def test_a_batch_that_is_cut_does_not_end_the_wait_for_what_it_left_out():
+def test_a_cut_batch_does_not_end_the_wait_for_the_tasks_left_out():
     """Seed 0: for a block that differs on two tiers one was sent, and it began to differ again."""
     ledger, tokens, keys = Ledger(1, [SinkFilter(3, node=False, at_finish=False)]), b"", []
     for number in range(8):
@@ -132,7 +132,7 @@ def test_blocks_being_written_when_the_ranks_were_cleared_are_not_held():
     simulate(main)
 
 
-def test_two_shared_loads_that_come_short_leave_nothing_to_be_given_back_twice():
+def test_two_shared_loads_that_come_short_release_no_block_twice():
     """A lease joins two loads of others, both come short, and there are no blocks to put in their
     place."""
     config = Config(

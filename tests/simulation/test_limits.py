@@ -50,7 +50,7 @@ def test_a_limit_is_replaced_and_restored(name):
     assert getattr(importlib.import_module(module), constant) == before
 
 
-def test_a_small_limit_is_what_the_ledger_and_the_index_get(monkeypatch):
+def test_the_ledger_and_the_index_get_a_small_limit(monkeypatch):
     from kvactors.flush_notifier.ledger import Ledger
     from kvactors.flush_notifier.sink_view import SinkView
     from kvactors.prefix_index.index import BlockIndex

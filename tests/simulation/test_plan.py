@@ -67,7 +67,7 @@ def test_the_same_seed_draws_the_same_plan():
     assert len(one.fault) == 20
 
 
-def test_every_possible_kind_is_drawn_and_aims_at_what_is_there():
+def test_every_possible_kind_is_drawn_and_aims_at_existing_targets():
     for targets in (ALL, LOCAL):
         plan = draw(random.Random(0), 2_000, targets)
         plan.check()

@@ -80,7 +80,7 @@ def test_a_sink_that_is_sent_nothing_is_caught(monkeypatch):
     assert any("divergence" in what for seed in range(8) for what in run_seed(seed).violations)
 
 
-def test_a_plan_of_ones_own():
+def test_a_hand_written_plan():
     drawn = draw_run(3)
     plan = FaultPlan(
         (Fault("actor_crash", 20.0, "cpu_evictor"), Fault("clock_jump", 0.01, duration=2.0))

@@ -93,7 +93,7 @@ async def test_writes_go_in_slices_and_stop_at_the_first_that_is_short():
     await store.close()
 
 
-async def test_only_what_the_store_lacks_is_written():
+async def test_only_blocks_missing_in_the_store_are_written():
     """Blocks that the store evicted between two saves are written again, present ones are not."""
     store = await backend()
     tokens, blocks = path(6), tuple(range(6))
@@ -185,7 +185,7 @@ async def test_blocks_come_back_from_the_store_byte_for_byte(host):
         assert cache.statistics().store.reads >= 20
 
 
-async def test_a_new_process_finds_what_an_earlier_one_wrote():
+async def test_a_new_process_finds_the_blocks_that_an_earlier_one_wrote():
     async with kvactors.open(config()) as cache:
         await serve(cache, 3)
     async with kvactors.open(config()) as cache:

@@ -112,7 +112,7 @@ async def test_a_block_completed_by_decoding_keeps_its_medium():
                 assert lease.cached_tokens == cached * BLOCK
 
 
-async def test_after_a_change_of_namespace_it_is_not_used_until_the_first_one_is_back():
+async def test_after_a_change_of_namespace_the_store_is_not_used_until_the_first_one_is_back():
     async with kvactors.open(config()) as cache:
         assert await serve(cache, PROMPT) == 0
         await cache.set_namespace("weights-2")

@@ -248,7 +248,7 @@ async def test_either_meaning_of_match_is_right(from_root):
     await store.close()
 
 
-async def test_a_full_service_evicts_and_what_it_lacks_is_a_miss():
+async def test_a_full_service_evicts_and_an_evicted_block_is_a_miss():
     async with kvactors.open(config(device={"num_blocks": 64})) as cache:
         stand_in.service("m").capacity = 6
         for seed in range(6):

@@ -154,7 +154,7 @@ async def test_a_damaged_object_is_a_counted_miss_and_its_slot_is_left_alone(tmp
             assert await bench.get(4) == [OK] or fault in ("cut in half", "empty")
 
 
-async def test_a_folder_deleted_behind_its_back_is_misses_and_no_exception(tmp_path):
+async def test_a_folder_deleted_during_use_is_misses_and_no_exception(tmp_path):
     async with opened(tmp_path / "store") as bench:
         await bench.put(1, 2)
         shutil.rmtree(tmp_path / "store")
@@ -279,7 +279,7 @@ async def test_another_layout_and_another_rank_have_their_own_folders(tmp_path):
         assert await one.get(1, 2) == [OK, MISS]
 
 
-def test_a_scan_passes_over_what_is_torn():
+def test_a_scan_skips_torn_entries():
     table = bytes(ENTRY) + b"\x01" * ENTRY + b"KVACTORS" + bytes(ENTRY - 8)
     assert scan(table, Meta(PRINT.hex(), SIZE, 8192, 10)) == ([], 2, 0)
 

@@ -99,7 +99,7 @@ def test_golden_bytes_of_an_entry():
     )
 
 
-def test_metadata_of_later_versions_is_skipped_and_what_does_not_fit_left_out():
+def test_metadata_of_later_versions_is_skipped_and_invalid_metadata_left_out():
     wide = msgspec.structs.replace(META, entry_bytes=512)
     entry = entry_of(wide, key(1), 5, 1, 3, {7: bytes(300), 1: b"12345678", 9: bytes(300)})
     assert fields_of(entry) == {7: bytes(300), 1: b"12345678"}
@@ -320,7 +320,7 @@ def digests(folder):
 
 @pytest.mark.parametrize("name", ["lock", "table", "slab-0000", "folder"])
 @pytest.mark.parametrize("there", [True, False])
-async def test_a_planted_link_is_an_error_and_what_it_points_to_is_untouched(tmp_path, name, there):
+async def test_a_planted_link_is_an_error_and_its_target_is_untouched(tmp_path, name, there):
     folder = (await stored(tmp_path / "store")).parent
     target = tmp_path / "precious"
     if name == "folder":
@@ -438,7 +438,7 @@ async def test_a_batch_that_was_being_written_when_the_store_was_cleared_does_no
     assert step > 4
 
 
-async def test_a_view_beside_the_process_that_writes_hits_nothing_that_was_cleared(tmp_path):
+async def test_a_reading_process_hits_no_object_that_the_writer_cleared(tmp_path):
     async with opened(tmp_path) as bench:
         await bench.put(1, 2)
         async with opened(tmp_path, read_only=True) as looker:

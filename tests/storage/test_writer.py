@@ -86,7 +86,7 @@ def test_a_gain_is_reported_before_the_evictor_frees_the_slot():
         assert effects.to("flush_notifier")[0].keys == A
 
 
-def test_the_first_writer_reports_what_the_store_has_kept(monkeypatch):
+def test_the_first_writer_reports_the_stored_objects(monkeypatch):
     monkeypatch.setattr(reports, "REPORT_PAGE", 1)
     with stepped(memory(A, B)) as writer:
         assert reported(writer) == ([A, B], [])

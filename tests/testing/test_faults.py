@@ -71,7 +71,7 @@ async def test_the_paths_of_a_store_are_read_through_it(faulty):
     store.end_paths()
 
 
-async def test_what_left_a_store_is_reported_through_it(faulty):
+async def test_objects_that_left_a_store_are_reported_through_it(faulty):
     store, arena = faulty
     keys = [bytes([number]) * 32 for number in range(6)]
     for number, key in enumerate(keys):

@@ -87,7 +87,7 @@ class Clerk(Actor):
 # -- Probe
 
 
-def test_a_probe_returns_what_comes_and_answers_for_the_test():
+def test_a_probe_returns_its_messages_and_answers_for_the_test():
     async def main():
         probe = Probe("desk")
         asked = asyncio.create_task(probe.ask(Question(20), deadline=deadline_after(5)))
