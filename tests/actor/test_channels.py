@@ -1,4 +1,4 @@
-"""The types of channels are those of the channel graph: a reference accepts what is sent to its
+"""The types of channels are those of the channel graph: a reference accepts the messages of its
 actor, and nothing that the actor has no handler for."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Who is admitted when and under which name: waiting requests, namespaces, media items, and what is
-counted and announced."""
+"""When requests are admitted and under which name: waiting requests, namespaces, media items, and
+the counters and announcements."""
 
 from __future__ import annotations
 
@@ -279,7 +279,7 @@ async def test_a_load_that_ends_inside_a_media_item_is_cut_before_it():
         await compute_and_finish(cache, lease)
 
 
-# -- what is counted, and what is announced
+# -- counters and announcements
 
 
 async def test_a_request_preempted_and_resumed_is_counted_once():

@@ -69,7 +69,7 @@ def test_an_optional_actor_that_fails_too_often_is_switched_off_and_comes_back(v
             assert cache.health().status == "ok"
             await fail(cache, victim, 1)
             name = ref_of(cache, victim).name
-            for seeds in ((1, 2, 3), (4, 5, 6), (1, 4)):  # serving goes on
+            for seeds in ((1, 2, 3), (4, 5, 6), (1, 4)):  # the cache still serves
                 await requests(cache, *seeds)
                 health = cache.health()
                 assert health.status == "degraded"

@@ -115,7 +115,7 @@ def test_slots_that_a_call_to_a_store_accesses_are_not_handed_out_before_it_ends
             in_use = set(arena.in_use)
             assert len(in_use) >= len(hanging.views)
             before = [bytes(view) for view in hanging.views]
-            for seed in range(40, 60):  # requests go on, in the other slots
+            for seed in range(40, 60):  # requests are served in the other slots
                 await request(cache, seed)
             host = system.evictor_actor.host
             assert not {entry.slot for entry in host.blocks.values()} & in_use

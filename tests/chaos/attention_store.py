@@ -74,7 +74,7 @@ def fail(service: Service) -> None:
 
 
 def leak(service: Service) -> None:
-    """Every call raises what is no Exception."""
+    """Every call raises an error that is no Exception."""
     service.leaks = LEAKS[len(service.calls) % len(LEAKS)]
 
 
@@ -109,7 +109,7 @@ def short(service: Service) -> None:
 
 
 def lose_answers(service: Service) -> None:
-    """The index does what it is asked to, and raises."""
+    """The index carries out its calls, and raises."""
     service.fail_after = True
 
 

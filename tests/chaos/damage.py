@@ -19,7 +19,7 @@ from tests.chaos.record import Setting, Situation, Tally, reached
 from tests.chaos.rest import at_rest, loaded, settings, varied
 
 PATIENCE = 30.0
-"""Seconds in which there must be something to damage."""
+"""Seconds within which a file to damage must exist."""
 
 Damage = Callable[[FileBackend, random.Random], None]
 

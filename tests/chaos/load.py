@@ -128,7 +128,7 @@ class Load:
             await anyio.sleep(RETRY)
         except TimeoutError:
             self.tally.add_violation(f"a request hung for {HANG} s")
-        except Exception as error:  # a misuse, or something that no caller could expect
+        except Exception as error:  # a misuse, or an unexpected error
             self.tally.add_violation(f"a request raised {type(error).__name__}: {error}")
             await anyio.sleep(RETRY)
 

@@ -33,7 +33,7 @@ async def run(setting: Setting, tally: Tally) -> None:
 
 
 async def under_load(master: Master, setting: Setting, tally: Tally) -> None:
-    """The deeds, in an order drawn by lot."""
+    """The faults, in a random order."""
     pool = {
         "master_server_address": master.address,
         "local_hostname": "127.0.0.1",

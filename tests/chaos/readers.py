@@ -68,7 +68,7 @@ class Readers:
 
 
 async def run(setting: Setting, tally: Tally) -> None:
-    """Every deed at least once over two readers, beside each other."""
+    """Every fault at least once over two readers, at the same time."""
     try:
         import zmq  # noqa: F401
     except ImportError:
@@ -108,7 +108,7 @@ async def one_reader(cache: KVCache, stack: AsyncExitStack, lose: float) -> Read
 
 
 async def suffer_all(readers: Readers, deeds: list[str], setting: Setting, tally: Tally) -> None:
-    """One deed after the other."""
+    """One fault after the other."""
     for deed in deeds:
         await setting.moment(0.05, 0.8)
         await readers.inject(deed, setting)

@@ -15,7 +15,7 @@ MAX_WORDS = 20
 
 
 LOOK = 0.01
-"""Seconds between two looks at something that is waited for."""
+"""Seconds between two checks of a condition."""
 
 
 async def reached(condition: Callable[[], bool], seconds: float) -> bool:
@@ -45,7 +45,7 @@ class Tally(msgspec.Struct):
     available: bool = True
 
     def add_violation(self, what: str) -> None:
-        """Something that must never be."""
+        """Add the violation of an invariant."""
         if what not in self.violations and len(self.violations) < MAX_WORDS:
             self.violations.append(what)
 
@@ -64,7 +64,7 @@ class Tally(msgspec.Struct):
         self.note(f"not available: {why}")
 
     def add(self, other: Tally) -> Self:
-        """Take in what another process, or another round, counted."""
+        """Add the counts of another process or another round."""
         for name in ("faults", "requests", "no_room", "verified", "loaded", "stored", "wrong"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name, number in other.figures.items():

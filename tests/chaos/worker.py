@@ -48,7 +48,7 @@ class Orders(msgspec.Struct):
 
 
 class Said(msgspec.Struct):
-    """One line of a worker. resting: whether it is the last word, with the names (hex) that each
+    """One line of a worker. resting: whether it is the final report, with the names (hex) that each
     tier holds."""
 
     tally: Tally
@@ -92,7 +92,7 @@ class Worker:
         return self._last
 
     async def killed(self) -> None:
-        """Kill it at once (SIGKILL), and take in what it had counted."""
+        """Kill it at once (SIGKILL), and add its last counts."""
         self.send(signal.SIGKILL)
         try:
             while True:

@@ -1,4 +1,4 @@
-"""`kvactors inspect`: what a file store holds, seen from outside."""
+"""`kvactors inspect`: the contents of a file store, read from outside."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def nothing_logged_yet(monkeypatch):
 
 
 def resolved(environ, tables) -> tuple[Config, list[dict]]:
-    """The config and what was logged."""
+    """The config and the log events."""
     with structlog.testing.capture_logs() as logs:
         config = Config.from_env(environ, Config.from_mapping(tables))
     return config, logs

@@ -146,7 +146,7 @@ class Movements:
                 self.slots[block.slot] = block.hash
 
     def perform(self, actions: Sequence[Action]) -> None:
-        """Carry out what a job returned."""
+        """Carry out the actions of a job."""
         for action in actions:
             if isinstance(action, Send):
                 self.sent.append(action.message)

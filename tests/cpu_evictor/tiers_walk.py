@@ -241,7 +241,7 @@ class TiersWalk:
         self.of_evictor(self.evictor.turn(Copied(copy.op, failed)))
 
     def stored(self, *, good: bool = False) -> None:
-        """The store answers one of what it was asked."""
+        """The store answers one of its requests."""
         if not self.asked:
             return
         message = self.asked.pop(self.random.choice(sorted(self.asked)))

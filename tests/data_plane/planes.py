@@ -1,4 +1,4 @@
-"""A data plane without memory, for tests of what is refused."""
+"""A data plane without memory, for tests of refusals."""
 
 from __future__ import annotations
 

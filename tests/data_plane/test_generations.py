@@ -15,7 +15,7 @@ KEYS = [bytes([1]) * 32, bytes([2]) * 32]
 
 
 class Store(MemoryBackend):
-    """A store that notes what it is asked, and does it."""
+    """A store that records its requests and carries them out."""
 
     def __init__(self, done: list[str]) -> None:
         super().__init__(bytes(32), 64)
@@ -31,7 +31,7 @@ class Store(MemoryBackend):
 
 
 class DeviceMemory(DeviceStore):
-    """A store of device memory that notes what it is asked, and does it."""
+    """A store of device memory that records its requests and carries them out."""
 
     def __init__(self, done: list[str]) -> None:
         super().__init__(64)

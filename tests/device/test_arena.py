@@ -1,4 +1,4 @@
-"""Host memory: no thread ever accesses what is not mapped."""
+"""Host memory: no thread accesses unmapped pages."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def test_a_context_is_current_only_inside(fake):
 
 
 def test_the_stand_in_checks_addresses(fake):
-    """Freed memory is an error and not a crash: what the other tests prove rests on it."""
+    """Freed memory is an error and not a crash: the other tests rely on it."""
     driver = CudaDriver(fake.path)
     context = driver.read("cuDevicePrimaryCtxRetain", 0)
     with driver.current(context):

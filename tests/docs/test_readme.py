@@ -1,4 +1,4 @@
-"""The README's example runs as pasted, with what a plain installation has."""
+"""The README's example runs as pasted, in a plain installation."""
 
 from __future__ import annotations
 

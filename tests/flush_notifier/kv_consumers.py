@@ -1,5 +1,5 @@
-"""Models of the consumers of KV events: how each numbers, asks for replays and keeps what it read.
-Written from what their sources do.
+"""Models of the consumers of KV events: how each numbers, asks for replays and keeps its state.
+Written from their sources.
 
 A model is pure state. `wants` gives the number from which it asks for a replay before it takes a
 live batch, `replayed` takes an answer, `live` a live batch. A strict model counts what a real one

@@ -1,5 +1,5 @@
-"""A naive model of the ledger: what is true, what each sink was sent, what may be forgotten and
-what must not.
+"""A naive model of the ledger: the truth, the tasks sent to each sink, and the entries that may be
+forgotten or must be kept.
 
 `Model` carries out one action at a time on a ledger and on itself, and compares. Hypothesis chooses
 the actions in test_ledger_machine.py. `walk` chooses them at random, which is faster:
@@ -105,7 +105,7 @@ class Model:
         self.ending: dict[int, Iterator[None]] = {}
         self.repeating: dict[int, Iterator[None]] = {}
         self.fact: Fact | None = None
-        self.before: dict[bytes, int] = {}  # what was true before the fact that ends now
+        self.before: dict[bytes, int] = {}  # the truth before the fact that ends now
         self.suspects: dict[
             bytes, int
         ] = {}  # forgotten while a fact was about them, and what was true before that fact

@@ -520,7 +520,7 @@ async def test_a_slow_subscriber_never_slows_the_publisher(tmp_path):
         assert asyncio.get_running_loop().time() - began < 10.0, "it does not wait"
 
 
-# -- what cannot be
+# -- impossible settings
 
 
 @pytest.mark.parametrize(

@@ -191,7 +191,7 @@ async def test_a_socket_file_is_for_its_user_alone_and_takes_no_place_of_another
         pass
 
 
-# -- what it takes
+# -- requests that it accepts
 
 
 async def test_a_large_frame_ends_its_connection_before_it_is_read(tmp_path):

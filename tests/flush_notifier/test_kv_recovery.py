@@ -93,7 +93,7 @@ class Node:
         )
 
     def change(self) -> FlushTask:
-        """A change after which what is held is a tree on every tier."""
+        """A change after which the held blocks are a tree on every tier."""
         tier = self.random.choice([Tier.DEVICE, Tier.HOST])
         held = [block for block, tiers in self.truth.items() if tiers & tier]
         if held and self.random.random() < 0.45:

@@ -173,7 +173,7 @@ def test_a_sink_is_sent_only_its_tiers():
     assert shape(settle(book)) == [(RESIDENT, Tier.HOST, 0, 1)]
 
 
-# -- what is pending
+# -- pending tasks
 
 
 def test_resident_then_gone_cancels():
@@ -263,7 +263,7 @@ def test_many_short_runs_deep_in_the_tree_are_sent_in_several_batches():
     assert all(sum(len(task.tokens) for task in batch.tasks) <= PATHS * 64 * 8 for batch in batches)
 
 
-# -- what is remembered
+# -- remembered entries
 
 
 def test_a_name_gained_before_its_path_is_known_counts_once_it_is():

@@ -1,4 +1,4 @@
-"""Files with prompts: what a jsonl sink and a journal create, refuse, and report."""
+"""Files with prompts: how a jsonl sink and a journal create, refuse and report them."""
 
 from __future__ import annotations
 

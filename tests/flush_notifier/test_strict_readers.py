@@ -1,4 +1,4 @@
-"""Readers that reject what breaks the tree rule: of flush tasks, and of KV events over real
+"""Readers that reject violations of the tree rule: of flush tasks, and of KV events over real
 sockets."""
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ RESIDENT, GONE = Residency.RESIDENT, Residency.GONE
 
 
 class Reader:
-    """An index that finds a block's place by its parent, and refuses what has none."""
+    """An index that finds a block's place by its parent, and refuses a block without one."""
 
     def __init__(self, *branches: tuple[int, ...]) -> None:
         self.parents = {}
@@ -76,7 +76,7 @@ def shape(tasks):
     return [(task.residency, task.tier, task.start_block_idx, task.count) for task in tasks]
 
 
-# -- what is due
+# -- due tiers
 
 
 @pytest.mark.parametrize("limit", [1, 2, 100])
@@ -158,7 +158,7 @@ def test_a_gain_at_the_finish_waits_for_the_path():
     assert reader.of(1, 2, 3) == [0, 0, 0]
 
 
-# -- what a batch takes, and in which order
+# -- the tasks of a batch and their order
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 100])

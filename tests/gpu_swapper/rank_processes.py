@@ -28,7 +28,7 @@ from tests.support.rank_process import RankProcess
 BLOCK = 8
 
 HANG = 200.0
-"""Seconds after which something hangs, on any machine."""
+"""Seconds after which a wait counts as a hang, on any machine."""
 
 PATIENT, IMPATIENT = 60.0, 0.3
 """`ranks.timeout` where no rank is to fall silent, and where ranks are to fall silent soon."""

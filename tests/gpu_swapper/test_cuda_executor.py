@@ -254,7 +254,7 @@ async def test_an_engines_stream_waits_for_a_layer(fake, monkeypatch):
             driver.call("cuStreamDestroy", engine)
 
 
-# -- what goes wrong
+# -- faults
 
 
 @pytest.mark.parametrize(("blocks", "slots"), [([8], [0]), ([0], [8]), ([-1], [0]), ([0, 1], [0])])
@@ -424,7 +424,7 @@ async def test_a_context_that_breaks_fails_everything_and_hangs_nothing(fake):
         assert await stand.executor.run(TO_HOST, [0], [0]) == (0,)
         assert "ILLEGAL_ADDRESS" in stand.executor.statistics().broken
         fake.gate(-1)
-        fake.sticky(0)  # so that the leak check means something
+        fake.sticky(0)  # otherwise the leak check would prove nothing
 
 
 async def test_a_cancelled_run_returns_when_nothing_runs(fake):

@@ -1,4 +1,4 @@
-"""Copies layer by layer: what is reported is there, in order, and what fails stops the report."""
+"""Copies layer by layer: reported layers have arrived, in order, and a failure stops the report."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ async def test_layers_are_ready_one_by_one(layerwise, monkeypatch):
     gate: list[asyncio.Future[None]] = []
 
     class Gated(InlineCopies):
-        """Loads wait at every layer until they are let go."""
+        """Loads wait at every layer until they are released."""
 
         async def run(self, direction, blocks, slots, progress=None):
             if direction is Direction.TO_HOST:

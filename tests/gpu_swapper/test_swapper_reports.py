@@ -1,5 +1,5 @@
-"""GpuSwapper and a data plane whose reports are nonsense: every pair counts as failed, and the actor
-goes on."""
+"""GpuSwapper and a data plane with invalid reports: every pair counts as failed, and the actor
+keeps running."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvactors.testing.stepper import Stepper
 
 
 class Plane:
-    """A data plane whose copies are answered by the test."""
+    """A data plane with copies that the test answers."""
 
     device = None
 

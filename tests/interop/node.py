@@ -120,7 +120,7 @@ class Node:
         """Clear device and host."""
         self.child.ask({"do": "clear"})
 
-    # -- what is true
+    # -- the truth
 
     def chains(self, prompts: Sequence[Prompt]) -> list[Chain]:
         """The block hashes of prompts."""

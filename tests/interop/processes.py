@@ -96,7 +96,7 @@ class Child:
         self.process.wait(HANG)
 
     def close(self) -> None:
-        """End it, at once if it does not end by itself."""
+        """End the process. Kill it if it does not end after the request."""
         if self.process.stdin is not None:
             self.process.stdin.close()
         if self.process.poll() is None:

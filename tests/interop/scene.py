@@ -1,5 +1,5 @@
-"""A case: workers, the consumers that follow them, and the comparison of what they hold and answer
-with what is true."""
+"""A case: workers, the consumers that follow them, and the comparison of their blocks and answers
+with the truth."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.interop.truth import TIERS, Truth
 from tests.interop.workload import Workload
 
 CATCH_UP = 15.0
-"""Seconds within which an index must hold what is true. Only a wrong index takes as long."""
+"""Seconds within which an index must match the truth. Only a wrong index takes as long."""
 ASKED = 300
 """Prompts that each index is asked about in a comparison."""
 REQUESTED = 30
@@ -43,7 +43,7 @@ class Scene:
         self.wrong: list[str] = []
         self._behind: set[str] = set()
 
-    # -- what is started
+    # -- workers and consumers
 
     def node(
         self,
@@ -99,7 +99,7 @@ class Scene:
         truth: Truth | None = None,
         source: Source | None = None,
     ) -> Truth:
-        """Compare the sets of blocks that indexes hold with what is true, as soon as they agree or
+        """Compare the sets of blocks that indexes hold with the truth, as soon as they agree or
         after CATCH_UP seconds."""
         truth = truth or node.truth()
         for index in indexes:

@@ -1,4 +1,4 @@
-"""The environments of the consumers: what is pinned, what is refused, and what is left as it is.
+"""The environments of the consumers: pins, refusals, and environments that stay unchanged.
 Without any network."""
 
 from __future__ import annotations

@@ -160,6 +160,6 @@ async def main(answers: Any) -> None:
 
 if __name__ == "__main__":
     lines = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what is printed goes to the log
+    os.dup2(2, 1)  # printed text goes to the log
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(30))
     asyncio.run(main(lines))

@@ -41,7 +41,7 @@ class Grown:
             self.tree.release(self.held.pop(self.random.randrange(len(self.held))))
 
     def change(self) -> None:
-        """Something new, something old goes, and node ids are used again."""
+        """New nodes are added, old ones removed, and node ids are used again."""
         self.add()
         nodes, _keys, _parents, _blocks, _states = self.tree.evict(self.random.randrange(4))
         self.tree.finish_offload(nodes, bytes(len(nodes)))

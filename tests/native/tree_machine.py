@@ -33,7 +33,7 @@ class TreeMachine(PathRules):
     @precondition(lambda self: len(self.leases) < MAX_PATHS)
     @rule(kinds=blocks_of_tokens, image=st.sampled_from([0, 0, 1]))
     def whole_request(self, kinds: list[int], image: int) -> None:
-        """Match, compute the rest, release: what most of the cache's contents come from."""
+        """Match, compute the rest, release: the source of most of the cache's contents."""
         index = len(self.leases)
         self.new_path(ROOTS[0], kinds, True, 0, image)
         self.commit(index, 0, True)

@@ -72,7 +72,7 @@ def test_since_is_when_a_condition_began_or_was_first_found(begin, recorded, mon
             for breaker in (cache.system.store.breaker, cache.system.backend.counters.breaker):
                 breaker.saw(True)
             assert cache.health() == ("ok", ())
-            if begin is not fail_a_clear:  # a later condition of the same kind begins anew
+            if begin is not fail_a_clear:  # a later condition of the same kind has a new time
                 with monkeypatch.context() as patch:
                     await begin(cache, patch)
                     (reason,) = cache.health().reasons

@@ -80,7 +80,7 @@ async def test_a_comparison_ends_when_the_system_is_not_at_rest_any_more():
         for in_between in (True, False):
             violated: list[str] = []
             for i, _ in enumerate(_between_actors(cache.system, violated)):
-                if not i:  # what the sink has changes, with messages or without
+                if not i:  # the sink's view changes, with messages or without
                     held.discard(key)
                     cache.system.in_flight.begin(in_between)
                     cache.system.in_flight.end(in_between)

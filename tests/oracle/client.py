@@ -1,4 +1,4 @@
-"""A client of the engine: one request after another, each given up in any way there is."""
+"""A client of the engine: one request after another, each ended in one of the possible ways."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Client:
         self.story: list[int] = []
         self.suspect: list[
             int
-        ] = []  # what a lease has if a cancelled extend was carried out nevertheless
+        ] = []  # the tokens of a lease if a cancelled extend was carried out nevertheless
 
     async def run(self) -> None:
         """Requests until none is left."""
@@ -136,7 +136,7 @@ class Client:
 
 
 def spoil(buffer: Any) -> None:
-    """The caller uses its buffer for something else."""
+    """The caller uses its buffer for other data."""
     for i in range(len(buffer)):
         buffer[i] = 7
 
@@ -334,7 +334,7 @@ class Request:
             if lease.num_tokens != before:
                 world.fail("a cancelled extend changed the lease")
             await lease.commit(0)  # LeaseEnded if the call ended the lease
-            again = [rng.randrange(5) for _ in range(len(tokens))]  # the engine samples anew
+            again = [rng.randrange(5) for _ in range(len(tokens))]  # the engine samples again
             self.client.suspect = self.prompt.tokens + tokens + again
             tokens = again
             added = await lease.extend(tokens)

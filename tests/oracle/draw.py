@@ -23,7 +23,7 @@ def limit(rng: random.Random, low: int = 1, high: int = 64) -> int:
 
 @dataclass
 class Draw:
-    """tables: the config as TOML gives it. work: what clients and the controller do."""
+    """tables: the config in TOML's types. work: the actions of clients and the controller."""
 
     seed: int
     tables: dict[str, Any]

@@ -29,7 +29,7 @@ class Record:
             self.failures.append(what)
 
     def add(self, other: Record) -> None:
-        """Count what another record counted."""
+        """Add the counts of another record."""
         for name in ("requests", "finished", "verified", "wrong", "restarts"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         failed = other.failed

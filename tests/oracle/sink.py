@@ -1,4 +1,4 @@
-"""A sink that keeps what it is given, and finds contradictions in it."""
+"""A sink that keeps its tasks and finds contradictions in them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One open cache, the engine on it, and what both must agree on."""
+"""One open cache, the engine on it, and the checks that both agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bugs of what carries out: copies, ranks, stores, and the actors themselves. See `catalogue`."""
+"""Planted bugs of copies, ranks, stores, and the runtime of actors. See `catalogue`."""
 
 from __future__ import annotations
 

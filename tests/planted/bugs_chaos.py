@@ -1,4 +1,4 @@
-"""Planted bugs of reports on a whole store, and of what is read from files. See `catalogue`."""
+"""Planted bugs of reports on a whole store, and of readers of files. See `catalogue`."""
 
 from __future__ import annotations
 

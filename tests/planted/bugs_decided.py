@@ -1,4 +1,4 @@
-"""Planted bugs of what decides: prefix index, host tier, flush notifier. See `catalogue`."""
+"""Planted bugs of decisions: prefix index, host tier, flush notifier. See `catalogue`."""
 
 from __future__ import annotations
 

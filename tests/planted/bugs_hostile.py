@@ -1,4 +1,4 @@
-"""Planted bugs of what an outside tester found in saves, stores and moves between tiers. See
+"""Planted bugs that an outside tester found in saves, stores and moves between tiers. See
 `catalogue`."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Planted bugs in what blocks, stores and indexes are identified by, and in the settings that
+"""Planted bugs in the identities of blocks, stores and indexes, and in the settings that
 decide it."""
 
 from __future__ import annotations

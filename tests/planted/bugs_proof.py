@@ -1,4 +1,4 @@
-"""Planted bugs of what the simulation with AttentionStore, its small limits and the scenarios'
+"""Planted bugs that the simulation with AttentionStore, its small limits and the scenarios'
 settling catch. See `catalogue`."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Planted bugs of long turns: what very many blocks at once must not do. See `catalogue`."""
+"""Planted bugs of long turns: work on very many blocks in one turn. See `catalogue`."""
 
 from __future__ import annotations
 

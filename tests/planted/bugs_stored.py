@@ -1,4 +1,4 @@
-"""Planted bugs of what the file store announces after a restart, and of its tasks. See
+"""Planted bugs of the file store's announcements after a restart, and of its tasks. See
 `catalogue`."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Planted bugs of the tree rule: what has been sent to a sink is a tree after every event. See
+"""Planted bugs of the tree rule: a sink's view is a tree after every event. See
 `catalogue`."""
 
 from __future__ import annotations

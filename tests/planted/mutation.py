@@ -1,4 +1,5 @@
-"""One planted bug: what to replace in which file, what that breaks, and which tests must notice."""
+"""One planted bug: the text to replace in a file, the resulting defect, and the tests that must
+fail."""
 
 from __future__ import annotations
 

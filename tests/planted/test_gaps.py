@@ -22,7 +22,7 @@ class Unwelcome(Control, frozen=True, eq=False):
 
 
 class Held:
-    """Copies in one direction wait until they are let go."""
+    """Copies in one direction wait until they are released."""
 
     def __init__(self, cache) -> None:
         self.run = cache.system.plane.engine.run

@@ -138,7 +138,7 @@ class IndexMachine(RuleBasedStateMachine):
     def actor(self) -> PrefixIndex:
         return self.stepper.actor
 
-    # -- what every turn does
+    # -- effects of every turn
 
     def take(self, effects: Any) -> Any:
         """Note what the turn sent to the evictor and answered to the requests."""
@@ -459,7 +459,7 @@ class IndexMachine(RuleBasedStateMachine):
         while self.works:
             self.go_on(0)
 
-    # -- what holds after every turn
+    # -- invariants after every turn
 
     @invariant()
     def consistent(self) -> None:

@@ -1,4 +1,4 @@
-"""Admission: who waits for how many blocks, and what is evicted for them."""
+"""Admission: the requests that wait, the number of their blocks, and the evictions for them."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def test_eviction_ahead_of_need_starts_below_the_low_watermark():
 
 
 class Queue:
-    """A model: first come, first served, each gets what is free until it has all."""
+    """A model: first come, first served, each gets the free blocks until it has all."""
 
     def __init__(self, free: int) -> None:
         self.free = free

@@ -1,4 +1,4 @@
-"""Announcements: what the notifier is sent, and in which order."""
+"""Announcements: the messages to the notifier and their order."""
 
 from __future__ import annotations
 

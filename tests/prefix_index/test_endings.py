@@ -1,4 +1,4 @@
-"""Commits and Endings: what a lease leaves in the cache."""
+"""Commits and Endings: the blocks that a lease leaves in the cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A leader, and ranks made by hand that send exactly what a test wants."""
+"""A leader, and hand-made ranks that send exactly the messages of a test."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def group_at(endpoint: str = ENDPOINT, **over) -> RankGroup:
 
 
 async def authenticated(endpoint: str = ENDPOINT, secret: str = SECRET):
-    """A connection that the leader trusts."""
+    """An authenticated connection."""
     wire = await connect(endpoint)
     assert await check_leader(wire, Secret(secret))
     return wire

@@ -183,7 +183,7 @@ async def test_unauthenticated_clients_hold_no_more_connections_than_the_limit_a
         assert [await wire.receive() for wire in strangers[: 2 * most]] == [None] * (2 * most)
         assert group.strangers.counts["too many connections"] == 2 * most
         assert group.healthy
-        assert (await authenticated()) is not None  # beside as many strangers as there may be
+        assert (await authenticated()) is not None  # beside all allowed unauthenticated ones
         assert [rank.losses for rank in group.statistics()] == [0, 0]
 
 

@@ -1,4 +1,4 @@
-"""Faults of ranks that once hung, killed an actor or kept what was lost, made small."""
+"""Reduced cases of faults of ranks that once hung, failed an actor or kept lost blocks."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_a_block_that_leaves_later_than_its_parent_is_not_loaded():
             await cache.wait_idle()
             ranks[0].flows.clear()
             asked = [asyncio.ensure_future(cache.acquire("x", prompt(10, 7, 0), deadline=60.0))]
-            await asyncio.sleep(1.0)  # three of family 0 are on their way, and stay so
+            await asyncio.sleep(1.0)  # three of family 0 stay in flight
             asked.append(asyncio.ensure_future(cache.acquire("y", prompt(11, 3, 0), deadline=60.0)))
             await asyncio.sleep(1.0)  # those above them are gone
             for task in asked:

@@ -1,5 +1,5 @@
-"""Files from outside with random damage: each reader raises its named error or reads what is there.
-Nothing hangs or raises anything else."""
+"""Files from outside with random damage: each reader raises its named error or reads the intact
+part. Nothing hangs or raises anything else."""
 
 from __future__ import annotations
 

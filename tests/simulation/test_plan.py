@@ -1,4 +1,4 @@
-"""Plans of faults: what may be in them, how they are drawn, how they travel."""
+"""Plans of faults: their contents, drawing, and formats."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Prompt(NamedTuple):
 
 
 class Client(CacheClient):
-    """Requests one after another, and now and then something else."""
+    """Requests one after another, and now and then another operation."""
 
     def __init__(self, world: World, number: int) -> None:
         super().__init__(world, number)
@@ -171,7 +171,8 @@ class Served:
         self.names: dict[int, bytes] = {}
 
     async def prefill(self) -> bool:
-        """Wait for what is loaded, check it, compute the rest; False if it was given up instead."""
+        """Wait for the loads, check their blocks, compute the rest. False if the request was ended
+        instead."""
         lease, client = self.lease, self.client
         if lease.pending and self.rng.random() < 0.5:
             await self._layers()
@@ -260,7 +261,7 @@ class Served:
         raise LeaseEnded("the index of this lease has failed")
 
     async def verify(self, what: str) -> None:
-        """Every block of the lease holds what it must."""
+        """Every block of the lease holds its bytes."""
         await self._still_ours()
         positions = sorted(self.names)
         blocks = [self.lease.block_table[position] for position in positions]

@@ -141,7 +141,7 @@ class World:
         return self.recorder.seen
 
     def violated(self, what: str) -> None:
-        """Something is not as it must be."""
+        """Record the violation of an invariant."""
         self.recorder.note(f"VIOLATED {what}")
         if what not in self.violations:
             self.violations.append(what)

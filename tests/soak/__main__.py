@@ -20,7 +20,7 @@ from tests.soak.memory import Memory, grown, growth
 from tests.soak.rounds import work
 
 SILENT = 900.0
-"""Seconds without a word from a process after which it counts as hung."""
+"""Seconds without a report from a process after which it counts as hung."""
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""External indexes of the soak, each compared with what the cache announced: a ZMQ reader, a
+"""External indexes of the soak, each compared with the cache's announcements: a ZMQ reader, a
 JSON-lines file, AttentionStore's stand-in."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rounds of the soak: each on a cache drawn anew, or on the store of the round before."""
+"""Rounds of the soak: each on a newly drawn cache, or on the store of the round before."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Readers:
             self._events = EventsReader(sink["endpoint"], sink["replay_endpoint"])
 
     async def compare(self, world: World, recorder: Recorder) -> None:
-        """At rest: every reader holds what was announced."""
+        """At rest: every reader holds the announced blocks."""
         if self._events is not None:
             differing = await agrees(self._events, recorder)
             if differing:

@@ -210,7 +210,7 @@ async def test_many_at_once_and_the_service_failing_now_and_then():
 
 
 def release(held):
-    """Let the calls that are held, and those after them, go on."""
+    """Release the held calls and all later ones."""
     stand_in.service().hold = None
     for _ in range(100):
         held.put(None)

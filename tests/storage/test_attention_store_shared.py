@@ -222,7 +222,7 @@ async def test_keys_without_values_need_the_longer_argument_list():
     await store.close()
 
 
-# -- what the service does to us
+# -- faults of the service
 
 
 @pytest.mark.parametrize("from_root", [False, True])

@@ -1,4 +1,4 @@
-"""Batches of a storage actor, and what they change."""
+"""Batches of a storage actor, and their effects."""
 
 from __future__ import annotations
 

@@ -410,7 +410,7 @@ def test_a_store_that_changes_while_it_is_listed_is_no_fault():
 
 
 class Unprintable(Exception):
-    """An error of foreign code whose text cannot be had."""
+    """An error of foreign code that raises when it is printed."""
 
     def __str__(self):
         raise RuntimeError("no text")

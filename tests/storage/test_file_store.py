@@ -43,7 +43,7 @@ def slot_of(bench: Bench, number: int) -> int:
     return bench.store.medium.objects[key(number)][0]
 
 
-# -- what goes wrong
+# -- faults
 
 
 @pytest.mark.parametrize("step", range(14))

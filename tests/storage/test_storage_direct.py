@@ -1,4 +1,4 @@
-"""StorageDirect: what it moves, what it refuses, and that nothing waits for a store that does not
+"""StorageDirect: transfers, refusals, and that nothing waits for a store that does not
 return."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TOKENS = bytes(4 * 4 * 4)
 
 
 class Recorder(DeviceStore):
-    """Moves everything, and remembers what it was asked for."""
+    """Moves every block and records the requests."""
 
     def __init__(self) -> None:
         super().__init__(64)

@@ -465,7 +465,7 @@ async def test_two_clears_at_once_end_in_the_later_generation(tmp_path):
 assert table_module.VERSION == 2
 
 
-# -- what block hashes are made of
+# -- the inputs of block hashes
 
 
 def test_a_lineage_in_an_entry_byte_for_byte():

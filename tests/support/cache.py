@@ -60,7 +60,7 @@ async def opened(
 async def serve(
     cache: KVCache, name: str, tokens: Any, *, verify: bool = True, **options: Any
 ) -> Lease:
-    """One request from acquire to finish: verify what was loaded, compute the rest."""
+    """One request from acquire to finish: verify the loaded blocks, compute the rest."""
     lease = await cache.acquire(name, tokens, **options)
     await lease.wait_ready()
     full = lease.num_tokens // BLOCK

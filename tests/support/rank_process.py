@@ -1,6 +1,6 @@
 """Worker processes of tensor-parallel ranks with devices in host memory.
 
-Each process serves its rank and does what an engine's worker does with its blocks: it computes them
+Each process serves its rank and uses its blocks as an engine's worker does: it computes them
 (writes a pattern that depends on their names and on the rank) and checks that pattern.
 `python -m tests.support.rank_process CONFIG RANK` is such a process.
 """

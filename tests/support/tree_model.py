@@ -33,7 +33,7 @@ class TreeModel:
     # -- matching
 
     def pin(self, path: PathModel, max_blocks: int = -1) -> tuple[int, bytes]:
-        """Match, reference what is known, fill the table."""
+        """Match, reference the known blocks, fill the table."""
         self._own(path)
         held = path.num_held
         require(path.num_blocks == held, "path already holds device blocks of its own")

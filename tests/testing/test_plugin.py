@@ -1,4 +1,4 @@
-"""The pytest plugin: seeds, fixtures, and what a failure tells."""
+"""The pytest plugin: seeds, fixtures, and the report of a failure."""
 
 from __future__ import annotations
 

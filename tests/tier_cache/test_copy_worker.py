@@ -157,7 +157,7 @@ def test_many_copies_of_every_size_with_waits_of_other_threads(threads):
     assert sorted(one.job for one in done) == list(range(200))  # type: ignore[attr-defined]
     assert waits == [True] * 10
     worker.submit_store("all", list(range(64)), list(range(64)))
-    worker.shutdown()  # ends what was submitted
+    worker.shutdown()  # ends the submitted jobs
     assert [bytes(memory.view(i)) for i in range(64)] == expected
 
 

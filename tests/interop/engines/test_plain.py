@@ -1,4 +1,5 @@
-"""vLLM without a plug-in: what the other tests compare with, and that the comparison can fail."""
+"""vLLM without a plug-in: the reference of the other tests, and a check that the comparison can
+fail."""
 
 from __future__ import annotations
 

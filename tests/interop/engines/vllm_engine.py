@@ -65,7 +65,7 @@ class VllmEngine:
     Args:
         environments: that have vLLM's.
         model: folder of the model.
-        log: file for what vLLM prints.
+        log: file for vLLM's output.
         extra: `kv_connector_extra_config`; None for an engine without a connector.
         one_process: scheduler and worker in the same process.
         version: of the Python of vLLM: None for that of the installed package.
