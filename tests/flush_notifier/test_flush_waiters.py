@@ -1,0 +1,124 @@
+"""FlushWaiters: which asks are answered when a sink acknowledges."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvactors.actor import Envelope
+from kvactors.config import FlushConfig
+from kvactors.flush_notifier import deliveries
+from kvactors.flush_notifier.barrier import FlushWaiters
+from kvactors.flush_notifier.deliveries import SinkDelivery
+from kvactors.flush_notifier.messages import WaitFlushed
+from kvactors.flush_notifier.steps import finish
+from kvactors.types import Reason, Tier
+from tests.flush_notifier.helpers import announced, do, ledger, memory, path
+
+EPOCH = 1
+
+
+class Bench:
+    """A ledger with two sinks that have acknowledged their epoch."""
+
+    def __init__(self) -> None:
+        self.book = ledger(*2 * [ledger().sinks[0].filter])
+        self.sinks = [
+            SinkDelivery(memory(name), view, FlushConfig())
+            for name, view in zip("ab", self.book.sinks, strict=True)
+        ]
+        for one in self.sinks:
+            one.begun = True
+        self.waiters = FlushWaiters()
+
+    def announce(self, *branch: int) -> None:
+        do(self.book.announce(announced(*branch)))
+
+    def ask(self, *sinks: SinkDelivery) -> Envelope[bool]:
+        envelope: Envelope[bool] = Envelope(WaitFlushed(), FakeReply())  # type: ignore[arg-type]
+        self.waiters.add(envelope, sinks or self.sinks)
+        return envelope
+
+    def begin(self, one: SinkDelivery) -> None:
+        one.in_flight = True
+        finish(one.take(EPOCH))
+
+    def end(self, one: SinkDelivery) -> None:
+        one.call_succeeded()
+        finish(one.settle())
+        self.waiters.call_ended(one, cleared=one.call_ended())
+
+    def deliver(self, one: SinkDelivery) -> None:
+        self.begin(one)
+        self.end(one)
+
+
+class FakeReply:
+    abandoned = False
+
+    def done(self) -> bool:
+        return self.abandoned
+
+
+@pytest.fixture
+def bench(monkeypatch) -> Bench:
+    monkeypatch.setattr(deliveries, "now", lambda: 0.0)
+    return Bench()
+
+
+def test_an_ask_with_nothing_due_is_answered_at_once(bench):
+    envelope = bench.ask()
+    assert bench.waiters.take_done() == [envelope]
+    assert len(bench.waiters) == 0
+
+
+def test_an_ask_waits_for_every_sink_it_names(bench):
+    bench.announce(1)
+    both, one = bench.ask(), bench.ask(bench.sinks[0])
+    assert bench.waiters.take_done() == []
+    bench.deliver(bench.sinks[0])
+    assert bench.waiters.take_done() == [one]
+    bench.deliver(bench.sinks[1])
+    assert bench.waiters.take_done() == [both]
+
+
+def test_blocks_announced_after_the_ask_are_not_waited_for(bench):
+    first, _ = bench.sinks
+    bench.announce(1)
+    envelope = bench.ask(first)
+    bench.begin(first)
+    bench.announce(2)
+    bench.end(first)
+    assert first.view.pending == 1
+    assert bench.waiters.take_done() == [envelope]
+
+
+def test_a_block_removed_while_its_call_is_in_flight_is_waited_for(bench):
+    first, _ = bench.sinks
+    bench.announce(1)
+    bench.begin(first)
+    do(bench.book.lose(path(1)[1], Tier.DEVICE, Reason.DEVICE_DROP))
+    envelope = bench.ask(first)
+    bench.end(first)
+    assert bench.waiters.take_done() == [], "the sink has a block that is gone"
+    bench.deliver(first)
+    assert bench.waiters.take_done() == [envelope]
+
+
+def test_a_sink_whose_epoch_has_not_begun_is_waited_for(bench):
+    first, _ = bench.sinks
+    first.begun = False
+    envelope = bench.ask(first)
+    assert bench.waiters.take_done() == []
+    first.begun = True
+    assert bench.waiters.take_done() == [envelope]
+
+
+def test_asks_that_were_given_up_are_removed(bench):
+    bench.announce(1)
+    kept, given_up = bench.ask(), bench.ask()
+    given_up.reply.abandoned = True
+    assert bench.waiters.take_abandoned() == [given_up]
+    assert len(bench.waiters) == 1
+    for one in bench.sinks:
+        bench.deliver(one)
+    assert bench.waiters.take_done() == [kept]
