@@ -193,8 +193,7 @@ async def received(reader: Child, count: int) -> float:
 
 
 class Load(NamedTuple):
-    """What is published: so many batches of `events` events, each of `blocks` blocks of `tokens`
-    tokens."""
+    """Batches to publish: each of `events` events of `blocks` blocks of `tokens` tokens."""
 
     blocks: int
     tokens: int
